@@ -1,10 +1,11 @@
-"""Two pipeline stages on two cores: the planned cut beside every other, the predicted step beside the measured one.
+"""Pipeline stages on a core each: the planned cut beside every other, the predicted step beside the measured one.
 
-    python -m tests.benchmarks.pipeline [MODEL …] [--rounds N] [--json FILE]
+    python -m tests.benchmarks.pipeline [MODEL …] [--stages N] [--rounds N] [--json FILE]
 
-Two processes, pinned to a core each, over Gloo; the machine should have nothing else to do. A step is the forward and backward
-pass of a batch. In each round all cuts are measured, one process that has the whole batch on one core, and DDP of the two
-processes. Of a model with more than `MOST_CUTS` cut points evenly spaced ones are measured, and the planned one.
+A process a stage, pinned to a core, over Gloo; the machine should have nothing else to do. A step is the forward and backward
+pass of a batch. In each round all cuts are measured, one process that has the whole batch on one core, and DDP of as many
+processes. Of more than `MOST_CUTS` cuts evenly spaced ones are measured, and the planned one. `sleeping0`, `sleeping1` … are
+models that sleep instead of computing: for more stages than cores, and for a machine that is in use.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import copy
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import combinations, pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,10 +32,10 @@ from tests.benchmarks.rounds import Bar
 from tests.benchmarks.sleeping_model import sleeping_model
 from trainables.distributed.group import Group
 from trainables.distributed.pipeline.block_costs import Conditions, measure_blocks
-from trainables.distributed.pipeline.costs import Devices
+from trainables.distributed.pipeline.costs import Block, Devices
 from trainables.distributed.pipeline.graph import CutPoint, cut_points, split
 from trainables.distributed.pipeline.link import measure_link
-from trainables.distributed.pipeline.plan import Planner
+from trainables.distributed.pipeline.plan import Planner, Starts
 from trainables.distributed.pipeline.plan_cut import sizes_to_measure, starts_of
 from trainables.distributed.pipeline.runner import Boundary, PipelineRunner
 from trainables.distributed.rank_pool import RankPool
@@ -49,6 +51,7 @@ PREDICTED_WITHIN = Bar("≤", 0.1)
 OF_BUBBLE_FORMULA = Bar("≥", 0.9)
 SLEEPING = "sleeping"
 """With a seed: a model that sleeps instead of computing."""
+ONE, DDP = "one process", "ddp"
 CPU = torch.device("cpu")
 
 
@@ -57,7 +60,9 @@ class Measured:
     """Of one model, in seconds of a step: medians over the rounds."""
 
     model: str
-    num_cut_points: int
+    num_stages: int
+    num_cuts: int
+    """That there are; `cuts_s` has those that were measured."""
     planned: str
     num_micro_batches: int
     cuts_s: dict[str, float]
@@ -81,56 +86,73 @@ class Measured:
     @property
     def of_bubble_formula(self) -> float:
         """The speed beside one process, of the p·m/(m + p − 1) that p equal stages would have."""
-        allowed = 2 * self.num_micro_batches / (self.num_micro_batches + 1)
+        allowed = self.num_stages * self.num_micro_batches / (self.num_micro_batches + self.num_stages - 1)
         return self.one_core_s / self.planned_s / allowed
 
 
-def measure(group: Group, name: str, image_size: int, rounds: int) -> Measured:
-    """On both ranks at once."""
+def measure(group: Group, name: str, rounds: int) -> Measured:
+    """On all ranks at once."""
     os.sched_setaffinity(0, {group.rank % (os.cpu_count() or 1)})
+    num_stages, image_size = group.world_size, MODELS.get(name, 64)
     model = _model(name, image_size)
-    world = dist.group.WORLD
-    assert world is not None
-    points = {point.module: point for point in cut_points(model, image_size)}
-    link = measure_link(world, CPU)
-    conditions = Conditions(image_size, CPU, "fp32")
-    sizes = sizes_to_measure(NUM_SAMPLES, 2, None)
-    dist.barrier()  # both ranks measure at once, as both compute at once later
-    blocks = measure_blocks(model, list(points), conditions, sizes)
-    planner = Planner(blocks, Devices(2, link=link), SCHEDULE)
+    assert dist.group.WORLD is not None
+    link = measure_link(dist.group.WORLD, CPU)
+    points = cut_points(model, image_size)
+    dist.barrier()  # all measure at once, as all compute at once later
+    sizes = sizes_to_measure(NUM_SAMPLES, num_stages, None)
+    blocks = measure_blocks(model, [point.module for point in points], Conditions(image_size, CPU, "fp32"), sizes)
+    planner = Planner(blocks, Devices(num_stages, link=link), SCHEDULE)
     found = [planner.plan(NUM_SAMPLES)]
     dist.broadcast_object_list(found)
     plan = found[0]
-    number, planned = plan.num_micro_batches, plan.cuts[0]
-    every = -(-len(points) // MOST_CUTS)
-    cuts = sorted({*list(points)[::every], planned}, key=list(points).index)
-    predicted = {cut: planner.expect(starts_of(list(points.values()), [cut], 2), NUM_SAMPLES, number).step_s for cut in cuts}
+    possible = [
+        starts
+        for starts in combinations(range(len(blocks)), num_stages)
+        if starts[0] == 0
+        and all(any(block.parameter_bytes for block in blocks[slice(*part)]) for part in pairwise([*starts, None]))
+    ]
+    planned = starts_of(points, plan.cuts, num_stages)
+    every = -(-len(possible) // MOST_CUTS)
+    sample = {_named(blocks, starts): starts for starts in sorted({*possible[::every], planned})}
     images_BCHW = torch.rand(NUM_SAMPLES, 3, image_size, image_size)
     labels_B = torch.arange(NUM_SAMPLES) % NUM_CLASSES
-    sides: dict[str, Callable[[], None]] = {cut: _pipeline(model, points[cut], number, images_BCHW, labels_B) for cut in cuts}
-    sides["one core"] = _whole(copy.deepcopy(model), images_BCHW, labels_B) if group.rank == 0 else lambda: None
-    half = slice(group.rank * NUM_SAMPLES // 2, (group.rank + 1) * NUM_SAMPLES // 2)
-    sides["ddp"] = _whole(DistributedDataParallel(copy.deepcopy(model)), images_BCHW[half], labels_B[half])
-    times_s: dict[str, list[float]] = {side: [] for side in sides}
-    names = list(sides)
-    for number_of_round in range(rounds + 1):
-        first = number_of_round % len(names)
-        for side in names[first:] + names[:first]:
-            step_s = min(_step_s(sides[side]) for _ in range(STEPS))
-            if number_of_round:
-                times_s[side].append(step_s)
-    medians = {side: median(each) for side, each in times_s.items()}
+    sides = {
+        cut: _pipeline(model, [points[start - 1] for start in starts[1:]], plan.num_micro_batches, images_BCHW, labels_B)
+        for cut, starts in sample.items()
+    }
+    sides[ONE] = _whole(copy.deepcopy(model), images_BCHW, labels_B) if group.rank == 0 else lambda: None
+    share = slice(group.rank * NUM_SAMPLES // num_stages, (group.rank + 1) * NUM_SAMPLES // num_stages)
+    sides[DDP] = _whole(DistributedDataParallel(copy.deepcopy(model)), images_BCHW[share], labels_B[share])
+    medians = _interleaved(sides, rounds)
     return Measured(
         model=name,
-        num_cut_points=len(points),
-        planned=planned,
-        num_micro_batches=number,
-        cuts_s={cut: medians[cut] for cut in cuts},
-        predicted_s=predicted,
-        one_core_s=medians["one core"],
-        ddp_s=medians["ddp"],
+        num_stages=num_stages,
+        num_cuts=len(possible),
+        planned=_named(blocks, planned),
+        num_micro_batches=plan.num_micro_batches,
+        cuts_s={cut: medians[cut] for cut in sample},
+        predicted_s={cut: planner.expect(starts, NUM_SAMPLES, plan.num_micro_batches).step_s for cut, starts in sample.items()},
+        one_core_s=medians[ONE],
+        ddp_s=medians[DDP],
         link_gb_per_s=link.bytes_per_s / 1e9,
     )
+
+
+def _named(blocks: Sequence[Block], starts: Starts) -> str:
+    return ", ".join(blocks[start].begins_at for start in starts[1:])
+
+
+def _interleaved(sides: Mapping[str, Callable[[], None]], rounds: int) -> dict[str, float]:
+    """The median step of each side; one round more warms up."""
+    times_s: dict[str, list[float]] = {side: [] for side in sides}
+    names = list(sides)
+    for number in range(rounds + 1):
+        first = number % len(names)
+        for side in names[first:] + names[:first]:
+            step_s = min(_step_s(sides[side]) for _ in range(STEPS))
+            if number:
+                times_s[side].append(step_s)
+    return {side: median(each) for side, each in times_s.items()}
 
 
 def _model(name: str, image_size: int) -> nn.Module:
@@ -158,12 +180,12 @@ def _whole(model: nn.Module, images_BCHW: Tensor, labels_B: Tensor) -> Callable[
 
 
 def _pipeline(
-    model: nn.Module, cut: CutPoint, num_micro_batches: int, images_BCHW: Tensor, labels_B: Tensor
+    model: nn.Module, cuts: Sequence[CutPoint], num_micro_batches: int, images_BCHW: Tensor, labels_B: Tensor
 ) -> Callable[[], None]:
     assert dist.group.WORLD is not None
-    stage = split(copy.deepcopy(model), [cut.module])[dist.get_rank()]
+    stage = split(copy.deepcopy(model), [cut.module for cut in cuts])[dist.get_rank()]
     images = Boundary(tuple(images_BCHW.shape[1:]), torch.float32, has_gradient=False)
-    boundaries = (images, Boundary(cut.shape, cut.dtype), Boundary((NUM_CLASSES,), torch.float32))
+    boundaries = (images, *(Boundary(cut.shape, cut.dtype) for cut in cuts), Boundary((NUM_CLASSES,), torch.float32))
     runner = PipelineRunner(stage, group=dist.group.WORLD, boundaries=boundaries, schedule=SCHEDULE, device=CPU)
 
     def loss(logits_SK: Tensor, positions_S: Tensor) -> Tensor:
@@ -178,9 +200,8 @@ def _pipeline(
 
 def show(measured: Measured) -> None:
     """A row for each cut, and what is judged."""
-    print(
-        f"{measured.model}: {len(measured.cuts_s)} of {measured.num_cut_points} cuts, {measured.num_micro_batches} micro-batches"
-    )
+    stages = f"{measured.num_stages} stages, {measured.num_micro_batches} micro-batches"
+    print(f"{measured.model}: {len(measured.cuts_s)} of {measured.num_cuts} cuts, {stages}")
     for cut, step_s in measured.cuts_s.items():
         mark = "  planned" if cut == measured.planned else ""
         ratio = measured.predicted_s[cut] / step_s
@@ -189,20 +210,21 @@ def show(measured: Measured) -> None:
     speed = measured.one_core_s / measured.planned_s
     print(f"  {speed:.2f} × one process on one core, {measured.of_bubble_formula:.3f} of the bubble formula")
     link, load = measured.link_gb_per_s, os.getloadavg()[0]
-    print(f"  {measured.ddp_s / measured.planned_s:.2f} × DDP of 2; {link:.2f} GB/s; load {load:.1f}\n", flush=True)
+    print(f"  {measured.ddp_s / measured.planned_s:.2f} × DDP; {link:.2f} GB/s; load {load:.1f}\n", flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.pipeline", description="Every cut of a pipeline of two.")
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.pipeline", description="Every cut of a pipeline.")
     parser.add_argument("models", nargs="*", metavar="MODEL", default=list(MODELS))
+    parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
-    pool = RankPool(2)
+    pool = RankPool(args.stages)
     found: list[Measured] = []
     try:
         for name in args.models:
-            found.append(pool.run(2, measure, name, MODELS.get(name, 64), args.rounds)[0])
+            found.append(pool.run(args.stages, measure, name, args.rounds)[0])
             show(found[-1])
     finally:
         pool.close()

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-BLOCKS, CHANNELS = 10, 256
+BLOCKS, CHANNELS = 8, 64
 
 
 class _Sleep(torch.autograd.Function):
@@ -43,8 +43,8 @@ class SleepingBlock(nn.Module):
 
 
 def sleeping_model(seed: int, num_classes: int) -> nn.Module:
-    """Blocks of random times, in the mean some 10 ms for a batch of 32 forward and twice that backward."""
+    """Blocks of random times, in the mean some 50 ms for a batch of 32 forward and twice that backward."""
     rng = np.random.default_rng(seed)
-    blocks = [SleepingBlock(rng.uniform(0, 1e-3), rng.uniform(0, 6e-4), rng.uniform(0, 1.2e-3)) for _ in range(BLOCKS)]
+    blocks = [SleepingBlock(rng.uniform(0, 5e-3), rng.uniform(0, 3e-3), rng.uniform(0, 6e-3)) for _ in range(BLOCKS)]
     head = [nn.Conv2d(3, CHANNELS, 1, stride=4), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(CHANNELS, num_classes)]
     return nn.Sequential(*head)

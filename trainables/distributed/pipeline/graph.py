@@ -18,7 +18,6 @@ from torch import Tensor, fx, nn
 
 from trainables.errors import ModelError
 
-
 MAX_CPU_WORK = 10**10
 """Parameters times pixels up to which blank images pass through a model on the CPU."""
 
