@@ -7,6 +7,7 @@ whose own forward cannot be traced (it branches on values) is a node of the grap
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -70,12 +71,35 @@ def trace(model: nn.Module, expand: Collection[str] | None = None) -> fx.Graph:
     while True:
         tracer = _Tracer(opaque, expand)
         try:
-            return tracer.trace(model)
+            return _images_only(tracer.trace(model, _defaults(model)))
         except Exception as error:  # whatever a model's forward raises when it is called with symbols
             if tracer.failed_in is None or tracer.failed_in in opaque:
-                reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-                raise ModelError(f"{type(model).__name__} cannot be cut into pipeline stages: {reason}") from error
+                raise _cannot_be_cut(model, error) from error
             opaque.add(tracer.failed_in)
+
+
+def _cannot_be_cut(model: nn.Module, error: Exception) -> ModelError:
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return ModelError(f"{type(model).__name__} cannot be cut into pipeline stages: {reason}")
+
+
+def _defaults(model: nn.Module) -> dict[str, Any]:
+    """What the forward takes besides the images, such as an attention mask: its defaults, or branches on it would go wrong."""
+    parameters = list(inspect.signature(model.forward).parameters.values())[1:]
+    return {
+        each.name: each.default for each in parameters if each.default is None or isinstance(each.default, bool | int | float)
+    }
+
+
+def _images_only(graph: fx.Graph) -> fx.Graph:
+    """Drop the inputs that stand for defaults, and torch's checks that nothing else is given."""
+    for node in list(graph.find_nodes(op="placeholder"))[1:]:
+        for check in list(node.users):
+            for assertion in list(check.users):
+                graph.erase_node(assertion)
+            graph.erase_node(check)
+        graph.erase_node(node)
+    return graph
 
 
 def cut_points(model: nn.Module, image_size: int) -> list[CutPoint]:
@@ -172,8 +196,12 @@ class _Values(fx.Interpreter):
         super().__init__(fx.GraphModule(copied, graph))
         self._found: dict[fx.Node, tuple[tuple[int, ...], torch.dtype]] = {}
         parameter = next(copied.parameters())
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            self.run(torch.zeros(2, 3, image_size, image_size, dtype=parameter.dtype, device=parameter.device))
+        images_BCHW = torch.zeros(2, 3, image_size, image_size, dtype=parameter.dtype, device=parameter.device)
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                self.run(images_BCHW)
+        except Exception as error:  # of a graph that is not what the model does
+            raise _cannot_be_cut(model, error) from error
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
