@@ -35,9 +35,10 @@ from trainables.distributed.pipeline.block_costs import Conditions, measure_bloc
 from trainables.distributed.pipeline.costs import Block, Devices
 from trainables.distributed.pipeline.graph import CutPoint, cut_points, split
 from trainables.distributed.pipeline.link import measure_link
-from trainables.distributed.pipeline.plan import Planner, Starts
+from trainables.distributed.pipeline.plan import Planner
 from trainables.distributed.pipeline.plan_cut import sizes_to_measure, starts_of
 from trainables.distributed.pipeline.runner import Boundary, PipelineRunner
+from trainables.distributed.pipeline.starts import Starts
 from trainables.distributed.rank_pool import RankPool
 from trainables.models.registry import construct
 
