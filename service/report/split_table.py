@@ -62,7 +62,9 @@ def raise_too_few(name: str, num_points: int, num_stages: int) -> None:
     """Refuse a model with fewer cut points than stages need."""
     from trainables.errors import ModelError
 
-    raise ModelError(f"{name} can be cut at {num_points} points, and {num_stages} stages need {num_stages - 1}: give fewer --stages")
+    raise ModelError(
+        f"{name} can be cut at {num_points} points, and {num_stages} stages need {num_stages - 1}: give fewer --stages"
+    )
 
 
 def blocks_table(name: str, blocks: Sequence[Block], num_images: int, device: str) -> Table:

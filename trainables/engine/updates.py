@@ -20,12 +20,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
 
-from trainables.distributed.group import GlobalCount, Group
+from trainables.distributed.group import GlobalCount, Group, all_reduce_sum
 from trainables.engine.losses import Losses
 from trainables.engine.optimizers import DotSGD, LossOptimizer
 from trainables.metrics.noise_scale import GradientNoise, measure_noise
@@ -185,7 +184,7 @@ def average(gradients: Sequence[Tensor | None], group: Group) -> list[Tensor | N
     if group.world_size == 1 or not present:
         return list(gradients)
     flat = _flatten_dense_tensors(present)
-    dist.all_reduce(flat)
+    all_reduce_sum(flat, group)
     flat /= group.world_size
     means = iter(_unflatten_dense_tensors(flat, present))
     return [None if gradient is None else next(means) for gradient in gradients]
