@@ -14,7 +14,7 @@ from service.report.speed_by_axis import NAMED, spans, tip
 from trainables.metrics.phases import PHASES
 
 YELLOW = "#F0E442"
-COLOURS = (marks.VERMILION, YELLOW, marks.SKY, marks.BLUE, marks.GREEN, marks.PURPLE, marks.ORANGE)
+COLOURS = (marks.VERMILION, YELLOW, marks.SKY, marks.BLUE, marks.GREEN, marks.PURPLE, marks.GREY, marks.ORANGE)
 PHASE_COLOURS = dict(zip(PHASES, COLOURS, strict=True))
 
 

@@ -1,3 +1,3 @@
 """The parts of a step, in their order. Apart from `timing`, which measures them, so that naming them needs no torch."""
 
-PHASES = ("data", "h2d", "augment", "teacher", "student", "backward", "optimizer")
+PHASES = ("data", "h2d", "augment", "teacher", "student", "backward", "bubble", "optimizer")

@@ -75,10 +75,10 @@ def trace(model: nn.Module, expand: Collection[str] | None = None) -> fx.Graph:
             opaque.add(tracer.failed_in)
 
 
-def cut_points(model: nn.Module, image_size: int) -> list[CutPoint]:
+def cut_points(model: nn.Module, image_size: int, uncut: Collection[str] = ()) -> list[CutPoint]:
     """Where `model` can be cut, in the order of its forward; the same in training and in eval mode.
 
-    Each side of a cut has parameters, and no parameter is on both.
+    Each side of a cut has parameters, and no parameter is on both. All modules of `uncut` (paths) are in the last stage.
 
     Raises:
         ModelError: the model's forward cannot be traced.
@@ -86,11 +86,11 @@ def cut_points(model: nn.Module, image_size: int) -> list[CutPoint]:
     found: list[dict[str, CutPoint]] = []
     for training in (True, False):
         with _mode(model, training):
-            found.append({point.module: point for point in _cut_points(model, image_size)})
+            found.append({point.module: point for point in _cut_points(model, image_size, uncut)})
     return [point for name, point in found[0].items() if name in found[1]]
 
 
-def _cut_points(model: nn.Module, image_size: int) -> Iterator[CutPoint]:
+def _cut_points(model: nn.Module, image_size: int, uncut: Collection[str]) -> Iterator[CutPoint]:
     graph = trace(model)
     nodes = list(graph.nodes)
     values = _Values(model, graph, image_size)
@@ -101,6 +101,8 @@ def _cut_points(model: nn.Module, image_size: int) -> Iterator[CutPoint]:
     live: set[fx.Node] = set()
     for index, (node, following) in enumerate(itertools.pairwise(nodes)):
         begun.update(_paths(node))
+        if not begun.isdisjoint(uncut):
+            return
         if node.op != "get_attr":  # a stage reads its own parameters
             live.add(node)
         live = {each for each in live if last_use[each] > index}
