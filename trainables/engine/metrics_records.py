@@ -19,7 +19,7 @@ from trainables.engine.job import Job
 from trainables.engine.pass_latency import TrainingShape, pass_latency
 from trainables.engine.step import TrainState
 from trainables.metrics.allreduce_wait import exposed_ms
-from trainables.metrics.phases import PHASES
+from trainables.metrics.phases import ALL_PHASES
 from trainables.rundir import headline
 
 log = logging.getLogger("raydistill")
@@ -176,7 +176,7 @@ def phase_times(job: Job) -> dict[str, float]:
     if allreduce_ms is not None:
         found["phase/allreduce_ms"] = allreduce_ms
     if len(ranks) > 1:
-        names = {f"phase/{p}_ms": f"{p}_ms" for p in (*PHASES, *_OF_A_STEP)}
+        names = {f"phase/{p}_ms": f"{p}_ms" for p in (*ALL_PHASES, *_OF_A_STEP)}
         names |= {"loader/batch_ms": "loader_batch_ms", "loader/wait_ms": "loader_wait_ms"}
         for rank, of_rank in enumerate(ranks):
             found |= {f"rank{rank}/{short}": of_rank[name] for name, short in names.items() if name in of_rank}
