@@ -28,7 +28,7 @@ from trainables.engine.job_metrics import JobMetrics, build_metrics
 from trainables.engine.modules import build_modules, build_student
 from trainables.engine.optimizers import build_optimizers
 from trainables.engine.passes import Passes, Trained, whole_passes
-from trainables.engine.pipeline.build import cut_student, stage_passes
+from trainables.engine.pipeline.build import cut_student
 from trainables.engine.pipeline.stage_loader import StageLoader
 from trainables.engine.pipeline.state_part import blank_parameters, state_part
 from trainables.engine.step import TrainState
@@ -154,7 +154,12 @@ def build(
     module.begin_stage(0)  # before DDP looks which gradients there will be
     settings = UpdateSettings(scaler, layout.replicas, config.optim.clip_grad_norm)
     trained = Trained(module, teacher, optimizers, settings, stage_epochs(config, module, train_loader))
-    passes = (stage_passes if layout.stages.world_size > 1 else whole_passes)(config, layout, trained)
+    passes_of = whole_passes
+    if layout.stages.world_size > 1:
+        from trainables.engine.pipeline.step import stage_passes  # torch's pipelining takes a second and 150 MB
+
+        passes_of = stage_passes
+    passes = passes_of(config, layout, trained)
     return Job(
         config=config,
         group=group,

@@ -9,15 +9,12 @@ import torch
 from torch import nn
 
 from trainables.config import TrainConfig
-from trainables.device.model_input import autocast, tensor_format
+from trainables.device.model_input import autocast
 from trainables.distributed.group import gather_objects
 from trainables.distributed.pipeline.block_costs import measure_blocks
 from trainables.distributed.pipeline.graph import CutPoint, StageModule, cut_points, split
 from trainables.distributed.pipeline.layout import Layout
 from trainables.distributed.pipeline.plan import Devices, Planner
-from trainables.distributed.pipeline.runner import Boundary, PipelineRunner, stage_inputs
-from trainables.engine.passes import Passes, Trained, build_train_state, image_normalizer
-from trainables.engine.pipeline.step import PipelineStep, StageUpdate, stage_forward, stage_logits
 from trainables.errors import DistillError, ExperimentError, ModelError
 from trainables.methods.distillation_module import DistillationModule
 from trainables.models.reused_classifier import ReusedClassifier
@@ -114,24 +111,3 @@ def _free(model: nn.Module, kept: Collection[int]) -> None:
     for tensor in (*model.parameters(), *model.buffers()):
         if id(tensor) not in kept:
             tensor.data = tensor.data.new_empty(0)
-
-
-def stage_passes(config: TrainConfig, layout: Layout, trained: Trained) -> Passes:
-    """Of a rank that has one stage of the model; every rank calls it."""
-    (optimizer,) = trained.optimizers
-    update = StageUpdate(trained.module, optimizer, trained.settings, layout.stages)
-    train_state = build_train_state(config, layout, trained, update)
-    if not (layout.is_first or layout.is_last):
-        train_state.prepare = lambda batch: batch  # it has no pixels
-    forward = stage_forward(trained.module.student, train_state.autocast)
-    size, micro_batches = config.data.image_size, config.scale.micro_batches
-    images = Boundary((3, size, size), tensor_format(config)[0], has_gradient=False)
-    trained.module.eval()
-    inputs = stage_inputs(forward, images, layout.stages)
-    trained.module.train()
-    runner = PipelineRunner(layout.stages, inputs, config.scale.schedule)
-    return Passes(
-        train_state,
-        PipelineStep(train_state, update, runner, forward, micro_batches),
-        stage_logits(runner, forward, image_normalizer(config, layout), micro_batches),
-    )

@@ -10,10 +10,14 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
+from trainables.config import TrainConfig
 from trainables.device.device_batches import DeviceBatch
+from trainables.device.model_input import tensor_format
 from trainables.distributed.group import GlobalCount, Group, all_reduce_sum
-from trainables.distributed.pipeline.runner import Forward, PipelineRunner, micro_batch_sizes
+from trainables.distributed.pipeline.layout import Layout
+from trainables.distributed.pipeline.runner import Boundary, Forward, PipelineRunner, micro_batch_sizes, stage_inputs
 from trainables.engine.optimizers import LossOptimizer
+from trainables.engine.passes import Passes, Trained, build_train_state, image_normalizer
 from trainables.engine.step import TrainState, add_sums, micro_batches, run_student, run_teacher
 from trainables.engine.updates import SharedUpdate, UpdateSettings, average, put
 from trainables.metrics.phase_timer import PhaseTimer
@@ -108,3 +112,24 @@ def stage_forward(stage: nn.Module, autocast: Callable[[], contextlib.AbstractCo
             return logits_and_aux(stage(received))[0]
 
     return forward
+
+
+def stage_passes(config: TrainConfig, layout: Layout, trained: Trained) -> Passes:
+    """Of a rank that has one stage of the model; every rank calls it."""
+    (optimizer,) = trained.optimizers
+    update = StageUpdate(trained.module, optimizer, trained.settings, layout.stages)
+    train_state = build_train_state(config, layout, trained, update)
+    if not (layout.is_first or layout.is_last):
+        train_state.prepare = lambda batch: batch  # it has no pixels
+    forward = stage_forward(trained.module.student, train_state.autocast)
+    size, micro_batches = config.data.image_size, config.scale.micro_batches
+    images = Boundary((3, size, size), tensor_format(config)[0], has_gradient=False)
+    trained.module.eval()
+    inputs = stage_inputs(forward, images, layout.stages)
+    trained.module.train()
+    runner = PipelineRunner(layout.stages, inputs, config.scale.schedule)
+    return Passes(
+        train_state,
+        PipelineStep(train_state, update, runner, forward, micro_batches),
+        stage_logits(runner, forward, image_normalizer(config, layout), micro_batches),
+    )
