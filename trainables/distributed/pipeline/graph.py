@@ -6,7 +6,6 @@ whose own forward cannot be traced (it branches on values) is a node of the grap
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -159,14 +158,17 @@ def _in_place(node: fx.Node, model: nn.Module) -> bool:
 
 
 class _Values(fx.Interpreter):
-    """What is known of a graph's values after a pass of two blank images through a copy of the model."""
+    """What is known of a graph's values after a pass of two blank images through the model, which stays as it is."""
 
     def __init__(self, model: nn.Module, graph: fx.Graph, image_size: int) -> None:
-        super().__init__(fx.GraphModule(copy.deepcopy(model), graph))
+        super().__init__(fx.GraphModule(model, graph))
         self._found: dict[fx.Node, tuple[tuple[int, ...], torch.dtype]] = {}
         parameter = next(model.parameters())
+        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]  # batch norm moves them in training mode
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             self.run(torch.zeros(2, 3, image_size, image_size, dtype=parameter.dtype, device=parameter.device))
+            for buffer, before in buffers:
+                buffer.copy_(before)
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,10 +11,12 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from tests.trainables.jobs import config, equal, relative_difference, train, write_teacher
+from tests.trainables.jobs import Recorded, config, equal, no_telemetry, relative_difference, train, write_teacher
 from trainables.config import TrainConfig
+from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
-from trainables.engine import checkpoint
+from trainables.engine import checkpoint, loop
+from trainables.engine.job import build
 
 CUTS = {1: None, 2: ["hidden.1"], 3: ["hidden.1", "head"]}
 
@@ -127,3 +131,19 @@ def test_a_job_resumed_on_the_same_stages_ends_with_the_same_bits(many: RankPool
     pieces = many.run(4, train, job(tmp_path / "pieces", 2, 2, **sections))
     assert equal(whole_state(whole, 2), whole_state(pieces, 2))
     assert equal(saved(tmp_path / "whole"), saved(tmp_path / "pieces"))
+
+
+def bytes_after_training(group: Group, settings: TrainConfig) -> int:
+    """Of all tensors of this process once a job has trained: parameters, the optimizer's state, batches."""
+    with contextlib.closing(build(settings, group, Recorded(), no_telemetry)) as job:
+        loop.train_epoch(job)
+        gc.collect()
+        storages = (each.untyped_storage() for each in gc.get_objects() if isinstance(each, Tensor) and each.device.type == "cpu")
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def test_a_rank_keeps_its_own_stage_alone(many: RankPool, tmp_path: Path) -> None:
+    sections = {"data": {"global_batch_size": 8, "path": "synthetic", "synthetic_images": 32}, "teacher": None, "distill": None}
+    (alone,) = many.run(1, bytes_after_training, job(tmp_path / "alone", 1, 1, **sections))
+    stages = many.run(2, bytes_after_training, job(tmp_path / "stages", 2, 1, **sections))
+    assert max(stages) < 0.65 * alone  # the second stage has 0.58 of the parameters
