@@ -93,6 +93,7 @@ class PipelineRunner:
                 run.schedule.step(*run.arguments, target=target, return_outputs=False)
         mark("bubble")
 
+    @torch.no_grad()
     def infer(self, images_BCHW: Tensor, num_micro_batches: int, forward: Forward) -> Tensor | None:
         """The output of the last stage for a batch, there; None on the others. No gradients."""
         outputs = []
