@@ -385,9 +385,9 @@ class ScaleConfig(Section):
     pipeline_stages: Count = Field(
         1, description="workers that share one replica of the trained model, each with a part of its layers"
     )
-    micro_batches: Count = Field(
-        4,
-        description="parts of a replica's batch that flow through its pipeline stages; without effect where there is one",
+    micro_batches: Count | Literal["auto"] = Field(
+        "auto",
+        description="parts of a replica's batch that flow through its pipeline stages; auto: by timing; without effect for one",
     )
     schedule: Literal["1f1b", "gpipe"] = Field(
         "1f1b", description="order of the micro-batches' passes in a pipeline stage; 1f1b stores fewer activations"

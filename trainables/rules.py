@@ -89,9 +89,13 @@ def accumulate_fits_batch(settings: JobSettings) -> Problem:
 
 
 def num_micro_batches(settings: JobSettings) -> int:
-    """Parts of a replica's batch that are computed one after the other."""
-    in_pipeline = settings.scale.micro_batches if settings.scale.pipeline_stages > 1 else 1
-    return settings.optim.accumulate * in_pipeline
+    """Parts of a replica's batch that are computed one after the other; at least, where that is `auto`."""
+    accumulate, in_pipeline = settings.optim.accumulate, settings.scale.micro_batches
+    if settings.scale.pipeline_stages == 1:
+        return accumulate
+    if in_pipeline == "auto":  # it may be more than one where there are so many samples
+        in_pipeline = 2 if replica_batch(settings) >= 2 * accumulate else 1
+    return accumulate * in_pipeline
 
 
 def mixing_has_pairs(settings: JobSettings) -> Problem:

@@ -6,24 +6,31 @@ import click
 
 from service.commands.options import RECIPE, SET, print_all
 from service.config.experiment import load
-from service.report.split_table import split_parts
 from service.runs.display import output
-from service.runs.dry_run import num_classes_of
 
 
 @click.command()
 @RECIPE
 @SET
 @click.option("--stages", type=click.IntRange(2, 64), default=2, show_default=True, help="Devices that share one student.")
-@click.option(
-    "--link", type=click.FloatRange(min=0, min_open=True), default=10.0, show_default=True, help="GB/s between two of them."
-)
-def split(recipe_or_file: str, overrides: tuple[str, ...], stages: int, link: float) -> None:
-    """Where the student could be cut into pipeline stages, what each part costs on this machine, and the best cut.
+@click.option("--cut", metavar="NAME,NAME", help="Modules with which the later stages begin; default: the fastest cut.")
+@click.option("--link", type=click.FloatRange(min=0, min_open=True), metavar="GB/S", help="Speed from one device to the next.")
+@click.option("--list", "only_list", is_flag=True, help="All cut points, without timing.")
+def split(
+    recipe_or_file: str, overrides: tuple[str, ...], stages: int, cut: str | None, link: float | None, only_list: bool
+) -> None:
+    """Where the student is best cut into pipeline stages, by timing its parts on this machine, and whether that helps.
 
     \b
-    Example:  distill split cifar100 --stages 2
+    Examples:  distill split cifar100 --stages 2
+               distill split cifar100 --list
+               distill split cifar100 --cut layer2
     """
+    from service.report.split_table import cut_point_table, split_parts
+
     experiment = load(recipe_or_file, overrides, method_files="ignore").experiment
-    num_classes = num_classes_of(experiment.data.path, experiment.data.synthetic_classes)
-    print_all(output(), split_parts(experiment, num_classes, stages, link))
+    if only_list:
+        output().print(cut_point_table(experiment))
+        return
+    cuts = None if cut is None else tuple(name.strip() for name in cut.split(","))
+    print_all(output(), split_parts(experiment, stages if cuts is None else len(cuts) + 1, cuts, link))

@@ -123,7 +123,7 @@ def evidence_of(
         val_images=evaluated[-1] if evaluated else 0.0,
         epochs=epochs,
         pipeline_stages=experiment.scale.pipeline_stages,
-        micro_batches=experiment.scale.micro_batches if experiment.scale.pipeline_stages > 1 else 1,
+        micro_batches=int(start.get("micro_batches", 1)) if experiment.scale.pipeline_stages > 1 else 1,
         teacher_actors=experiment.teacher.service if experiment.teacher is not None else None,
     )
 

@@ -38,6 +38,7 @@ from trainables.methods.distillation_module import DistillationModule
 from trainables.rules import first_problem
 from trainables.rundir import StageDir
 from trainables.teachers.interface import TeacherInterface
+from trainables.teachers.network import TeacherNetwork
 from trainables.teachers.service.protocol import TeacherConnection
 
 
@@ -124,7 +125,7 @@ def build(
         raise ExperimentError(problem)
     layout = build_layout(group, config.scale.pipeline_stages)
     classes, (train_loader, val_loader) = open_loaders(config, layout)
-    name, module, teacher, student_parameters = build_models(config, layout, classes, train_loader, connections)
+    config, name, module, teacher, student_parameters = build_models(config, layout, classes, train_loader, connections)
     if not module.init_epochs:  # the optimizer of an init stage trains what is frozen afterwards too
         module.begin_stage(0)
     optimizers = build_optimizers(module.student, module.methods_by_name, config.optim)
@@ -179,12 +180,14 @@ def build(
 class Models(NamedTuple):
     """What a rank has of a job's models."""
 
+    config: TrainConfig
+    """The job's, with what it leaves open to the cut into pipeline stages."""
     name: str
     """The student's in full."""
     module: DistillationModule
     """The student, or a pipeline stage of it, and its methods, which the last stage has."""
     teacher: TeacherInterface | None
-    student_parameters: dict[str, nn.Parameter] | None
+    student_parameters: dict[str, nn.Parameter] | None = None
     """With pipeline stages: those of the whole student, without memory."""
 
 
@@ -199,11 +202,13 @@ def build_models(
         module, teacher = build_modules(config, layout.replicas, student, classes, loader, connections)
     if in_stages:
         parameters = blank_parameters(student)
-        module.student = cut_student(config, layout, module)
+        network = teacher.model if isinstance(teacher, TeacherNetwork) else None
+        module.student, scale = cut_student(config, layout, module, network)
+        config = config.model_copy(update={"scale": scale})
     module.methods.to(device, tensor_format(config)[0])
     if config.train.compile:  # in place: names in the checkpoint stay as they are
         student.compile()
-    return Models(name, module, teacher, parameters)
+    return Models(config, name, module, teacher, parameters)
 
 
 def checkpoint_about(config: TrainConfig, name: str, classes: Sequence[str]) -> dict[str, Any]:

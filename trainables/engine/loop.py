@@ -35,6 +35,8 @@ def run(job: Job) -> dict[str, float]:
         "num_workers": job.group.world_size,
         "max_steps": config.train.warmup_steps + config.train.max_steps if config.train.max_steps else 0,
     }
+    if isinstance(config.scale.micro_batches, int):
+        start["micro_batches"] = config.scale.micro_batches
     job.report("start", progress.step, progress.epoch, start)
     if progress.epoch_record:  # its checkpoint is complete: a death may have come before its record was written
         job.report("epoch", **progress.epoch_record)

@@ -6,6 +6,8 @@ whose own forward cannot be traced (it branches on values) is a node of the grap
 
 from __future__ import annotations
 
+import copy
+import inspect
 import itertools
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +18,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from trainables.errors import ModelError
+
+MAX_CPU_WORK = 10**10
+"""Parameters times pixels up to which blank images pass through a model on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +71,35 @@ def trace(model: nn.Module, expand: Collection[str] | None = None) -> fx.Graph:
     while True:
         tracer = _Tracer(opaque, expand)
         try:
-            return tracer.trace(model)
+            return _images_only(tracer.trace(model, _defaults(model)))
         except Exception as error:  # whatever a model's forward raises when it is called with symbols
             if tracer.failed_in is None or tracer.failed_in in opaque:
-                reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-                raise ModelError(f"{type(model).__name__} cannot be cut into pipeline stages: {reason}") from error
+                raise _cannot_be_cut(model, error) from error
             opaque.add(tracer.failed_in)
+
+
+def _cannot_be_cut(model: nn.Module, error: Exception) -> ModelError:
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return ModelError(f"{type(model).__name__} cannot be cut into pipeline stages: {reason}")
+
+
+def _defaults(model: nn.Module) -> dict[str, Any]:
+    """What the forward takes besides the images, such as an attention mask: its defaults, or branches on it would go wrong."""
+    parameters = list(inspect.signature(model.forward).parameters.values())[1:]
+    return {
+        each.name: each.default for each in parameters if each.default is None or isinstance(each.default, bool | int | float)
+    }
+
+
+def _images_only(graph: fx.Graph) -> fx.Graph:
+    """Drop the inputs that stand for defaults, and torch's checks that nothing else is given."""
+    for node in list(graph.find_nodes(op="placeholder"))[1:]:
+        for check in list(node.users):
+            for assertion in list(check.users):
+                graph.erase_node(assertion)
+            graph.erase_node(check)
+        graph.erase_node(node)
+    return graph
 
 
 def cut_points(model: nn.Module, image_size: int, uncut: Collection[str] = ()) -> list[CutPoint]:
@@ -98,6 +126,7 @@ def _cut_points(model: nn.Module, image_size: int, uncut: Collection[str]) -> It
     parameters = _parameter_positions(model, nodes)
     begun: set[str] = set()
     live: set[fx.Node] = set()
+    crossed: fx.Node | None = None
     for index, (node, following) in enumerate(itertools.pairwise(nodes)):
         begun.update(_paths(node))
         if not begun.isdisjoint(uncut):
@@ -110,7 +139,11 @@ def _cut_points(model: nn.Module, image_size: int, uncut: Collection[str]) -> It
             continue
         crossing = next(iter(live))
         value = values.of_sample(crossing)
-        if value is not None and not any(_in_place(user, model) for user in crossing.users if position[user] > index):
+        # Between two places that the same tensor crosses only its shape is looked at: they are one.
+        if value is None or crossing is crossed:
+            continue
+        if not any(_in_place(user, model) for user in crossing.users if position[user] > index):
+            crossed = crossing
             yield CutPoint(paths[0], paths[1:], *value)
 
 
@@ -158,17 +191,19 @@ def _in_place(node: fx.Node, model: nn.Module) -> bool:
 
 
 class _Values(fx.Interpreter):
-    """What is known of a graph's values after a pass of two blank images through the model, which stays as it is."""
+    """What is known of a graph's values after a pass of two blank images through a copy of the model: see `_dry_copy`."""
 
     def __init__(self, model: nn.Module, graph: fx.Graph, image_size: int) -> None:
-        super().__init__(fx.GraphModule(model, graph))
+        copied = _dry_copy(model, image_size)
+        super().__init__(fx.GraphModule(copied, graph))
         self._found: dict[fx.Node, tuple[tuple[int, ...], torch.dtype]] = {}
-        parameter = next(model.parameters())
-        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]  # batch norm moves them in training mode
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            self.run(torch.zeros(2, 3, image_size, image_size, dtype=parameter.dtype, device=parameter.device))
-            for buffer, before in buffers:
-                buffer.copy_(before)
+        parameter = next(copied.parameters())
+        images_BCHW = torch.zeros(2, 3, image_size, image_size, dtype=parameter.dtype, device=parameter.device)
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                self.run(images_BCHW)
+        except Exception as error:  # of a graph that is not what the model does
+            raise _cannot_be_cut(model, error) from error
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
@@ -179,6 +214,19 @@ class _Values(fx.Interpreter):
     def of_sample(self, node: fx.Node) -> tuple[tuple[int, ...], torch.dtype] | None:
         """A node's shape and type where it is a tensor of samples that gradients can flow through."""
         return self._found.get(node)
+
+
+def _dry_copy(model: nn.Module, image_size: int) -> nn.Module:
+    """A copy to run on blank images; where that is much work for a CPU, on the meta device, which only computes shapes."""
+    tensors = [*model.parameters(), *model.buffers()]
+    work = image_size**2 * sum(tensor.numel() for tensor in tensors)
+    # What a copy refers to by id is there already: the weights are not copied.
+    if work <= MAX_CPU_WORK or tensors[0].device.type != "cpu":
+        return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+    there = {id(tensor): tensor.detach().to("meta") for tensor in tensors}
+    for tensor in model.parameters():
+        there[id(tensor)] = nn.Parameter(there[id(tensor)], requires_grad=False)
+    return copy.deepcopy(model, there)
 
 
 def split(model: nn.Module, cuts: Sequence[str]) -> list[StageModule]:

@@ -1,167 +1,48 @@
 """Where to cut a model, and into how many micro-batches a batch is divided: the least predicted step over all cuts.
 
-A step's time is that of its schedule, worked out event by event: a stage runs its passes one after the other, a pass waits for
-the tensor of its neighbour. Dynamic programming over the blocks finds the cuts whose slowest stage is fastest; cuts next to
-those are then compared by the whole step. The bubble of p equal stages and m micro-batches is (p - 1)/(m + p - 1) of a step
-(Huang et al. 2019, GPipe); 1F1B (Narayanan et al. 2019, PipeDream) has the same and stores fewer activations.
-
-S: samples of a micro-batch.
+Where the cuts are few, all are compared, those with the fastest slowest stage first: no step is shorter than that stage's
+passes. Otherwise dynamic programming over the blocks finds the cuts whose slowest stage is fastest, and cuts next to those are
+compared by the whole step, which `schedule_time` works out.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import combinations, pairwise
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise, product
 
+import numpy as np
+
+from trainables.distributed.pipeline.costs import Array, Block, Devices, Plan, Stage, Sums
+from trainables.distributed.pipeline.schedule_time import StageTimes, step_seconds, stored_micro_batches
 from trainables.errors import ModelError
 
-ALL_CUTS = 300
+ALL_CUTS = 2000
 """Up to so many, all cuts are compared."""
+NOT_NEAR = 1.1
+"""A number of micro-batches whose balanced stages are slower than the best by this factor is not looked into."""
+NEAR = (-2, -1, 1, 2)
+"""By so many blocks a cut is moved to find a better one."""
 
-
-@dataclass(frozen=True)
-class Line:
-    """Seconds as a function of the samples of a micro-batch."""
-
-    fixed_s: float
-    per_sample_s: float
-
-    def seconds(self, num_samples: int) -> float:
-        return self.fixed_s + self.per_sample_s * num_samples
-
-
-@dataclass(frozen=True)
-class Block:
-    """What lies between two neighbouring cut points."""
-
-    begins_at: str
-    """The module that names the cut before it; empty for the first block."""
-    forward: Line
-    backward: Line
-    parameter_bytes: int
-    activation_bytes: float
-    """Of one sample, stored from the forward to the backward pass."""
-    output_bytes: float
-    """Of one sample: what crosses a cut after the block."""
-
-
-@dataclass(frozen=True)
-class Devices:
-    """The stages' devices and what connects them."""
-
-    num_stages: int
-    num_replicas: int = 1
-    latency_s: float = 0.0
-    bytes_per_s: float = math.inf
-    """Of a message between neighbouring stages."""
-    all_reduce_bytes_per_s: float = math.inf
-    """Of a stage's gradients over the replicas."""
-    memory_bytes: float = math.inf
-    parameter_copies: float = 3.0
-    """A parameter, its gradient and the optimizer's state, in copies of the parameter."""
-
-
-@dataclass(frozen=True)
-class Stage:
-    """What the plan expects of one stage."""
-
-    begins_at: str
-    forward_s: float
-    """Of one micro-batch."""
-    backward_s: float
-    memory_bytes: float
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Where to cut, and the step that is expected."""
-
-    stages: tuple[Stage, ...]
-    num_micro_batches: int
-    step_s: float
-    bubble: float
-    """The share of a step in which the stages wait, in the mean."""
-
-    @property
-    def cuts(self) -> tuple[str, ...]:
-        return tuple(stage.begins_at for stage in self.stages[1:])
-
-
-@dataclass(frozen=True)
-class Pass:
-    """A micro-batch's forward or backward pass through a stage."""
-
-    kind: str
-    micro_batch: int
-
-
-def order(schedule: str, stage: int, num_stages: int, num_micro_batches: int) -> Iterator[Pass]:
-    """The passes of a stage, in the order of torch's schedules `gpipe` and `1f1b`."""
-    ahead = num_micro_batches if schedule == "gpipe" else min(num_micro_batches, num_stages - stage)
-    for micro_batch in range(ahead):
-        yield Pass("forward", micro_batch)
-    for micro_batch in range(num_micro_batches):
-        yield Pass("backward", micro_batch)
-        if ahead + micro_batch < num_micro_batches:
-            yield Pass("forward", ahead + micro_batch)
-
-
-def stored_micro_batches(schedule: str, stage: int, num_stages: int, num_micro_batches: int) -> int:
-    """Of how many micro-batches a stage stores activations at once."""
-    return num_micro_batches if schedule == "gpipe" else min(num_micro_batches, num_stages - stage)
-
-
-def step_seconds(
-    forward_s: Sequence[float], backward_s: Sequence[float], send_s: Sequence[float], schedule: str, num_micro_batches: int
-) -> tuple[float, ...]:
-    """When each stage has ended its last pass. Sends run beside the passes.
-
-    `send_s`: of a micro-batch's tensor over each cut, in either direction.
-    """
-    num_stages = len(forward_s)
-    waiting = [list(order(schedule, stage, num_stages, num_micro_batches)) for stage in range(num_stages)]
-    position = [0] * num_stages
-    free_s = [0.0] * num_stages
-    arrived: dict[tuple[str, int, int], float] = {}
-    for micro_batch in range(num_micro_batches):
-        arrived["forward", 0, micro_batch] = 0.0
-    moved = True
-    while moved:
-        moved = False
-        for stage in range(num_stages):
-            while position[stage] < len(waiting[stage]):
-                each = waiting[stage][position[stage]]
-                ready = arrived.get((each.kind, stage, each.micro_batch))
-                if ready is None:
-                    break
-                duration = forward_s[stage] if each.kind == "forward" else backward_s[stage]
-                end = max(ready, free_s[stage]) + duration
-                free_s[stage] = end
-                if each.kind == "forward" and stage + 1 < num_stages:
-                    arrived["forward", stage + 1, each.micro_batch] = end + send_s[stage]
-                elif each.kind == "forward":
-                    arrived["backward", stage, each.micro_batch] = end
-                elif stage:
-                    arrived["backward", stage - 1, each.micro_batch] = end + send_s[stage - 1]
-                position[stage] += 1
-                moved = True
-    return tuple(free_s)
+Starts = tuple[int, ...]
+"""The first block of each stage."""
 
 
 @dataclass(frozen=True)
 class Planner:
-    """Plans for one model on some devices."""
+    """Plans for one model, and its teacher, on some devices."""
 
     blocks: Sequence[Block]
     devices: Devices
     schedule: str
-    last_stage_s: Line = field(default_factory=lambda: Line(0.0, 0.0))
-    """What the last stage does for each micro-batch besides its blocks: a whole teacher's forward pass, the loss."""
+    teacher: Sequence[Block] = ()
+    """Of a network that runs with the student; without backward passes."""
+    placements: Sequence[str] = ("last",)
+    """Of the teacher, of those that `Plan.placement` names."""
 
-    def plan(self, num_samples: int) -> Plan:
-        """The fastest plan for a replica's batch.
+    def plan(self, num_samples: int, starts: Starts | None = None, num_micro_batches: int | None = None) -> Plan:
+        """The fastest plan for a replica's batch; `starts` and `num_micro_batches` where they are given.
 
         Raises:
             ModelError: fewer cut points than stages need, or no plan fits the memory.
@@ -169,102 +50,248 @@ class Planner:
         stages = self.devices.num_stages
         if len(self.blocks) < stages:
             raise ModelError(f"the model has {len(self.blocks) - 1} cut points, and {stages} stages need {stages - 1}")
-        numbers = sorted({*(2**power for power in range(num_samples.bit_length()) if 2**power <= num_samples), num_samples})
-        plans = [plan for number in numbers if (plan := self._best(num_samples, number)) is not None]
-        if not plans:
-            raise ModelError(f"no cut into {stages} stages fits {self.devices.memory_bytes / 2**30:.1f} GiB a device")
-        return min(plans, key=lambda plan: plan.step_s)
-
-    def _best(self, num_samples: int, num_micro_batches: int) -> Plan | None:
-        candidates = self._candidates(num_samples, num_micro_batches)
-        plans = {starts: self.expect(starts, num_samples, num_micro_batches) for starts in candidates}
-        plans = {starts: plan for starts, plan in plans.items() if self._fits(plan)}
-        if not plans:
-            return None
-        starts, best = min(plans.items(), key=lambda each: each[1].step_s)
-        improved = True
-        while improved:
-            improved = False
-            for neighbour in self._neighbours(starts):
-                plan = self.expect(neighbour, num_samples, num_micro_batches)
-                if plan.step_s < best.step_s and self._fits(plan):
-                    starts, best, improved = neighbour, plan, True
+        numbers = [num_micro_batches] if num_micro_batches is not None else self._numbers(num_samples)
+        best: Plan | None = None
+        for layout in self._layouts(num_samples, numbers):
+            found = layout.best(starts, math.inf if best is None else best.step_s)
+            best = found or best
+        if best is None:
+            given = "this cut" if starts is not None else "no cut"
+            memory = f"{self.devices.memory_bytes / 2**30:.1f} GiB a device"
+            raise ModelError(f"{given} into {stages} stages with parameters in each fits {memory}")
         return best
 
-    def _candidates(self, num_samples: int, num_micro_batches: int) -> list[tuple[int, ...]]:
-        """All cuts where they are few; otherwise those of balanced stages, with and without what their cuts send."""
-        num_cuts = self.devices.num_stages - 1
-        if math.comb(len(self.blocks) - 1, num_cuts) <= ALL_CUTS:
-            return [(0, *cuts) for cuts in combinations(range(1, len(self.blocks)), num_cuts)]
-        found = [self._balanced(num_samples, num_micro_batches, with_sends=with_sends) for with_sends in (False, True)]
-        return [starts for starts in found if starts is not None]
+    def expect(self, starts: Starts, num_samples: int, num_micro_batches: int) -> Plan:
+        """The expected step of stages that begin at these blocks, the teacher placed as the first of `placements` says."""
+        layout = next(self._layouts(num_samples, [num_micro_batches]))
+        return layout.plan(starts, layout.whole_teacher)
 
-    def _fits(self, plan: Plan) -> bool:
-        return all(stage.memory_bytes <= self.devices.memory_bytes for stage in plan.stages)
+    def _numbers(self, num_samples: int) -> list[int]:
+        """Of micro-batches: those that divide a batch, and powers of two; none smaller than what was measured."""
+        least = min(self.blocks[0].forward.num_samples[0], num_samples)
+        sizes = {size for size in range(least, num_samples + 1) if num_samples % size == 0}
+        sizes |= {size for power in range(num_samples.bit_length()) if (size := -(-num_samples // 2**power)) >= least}
+        return sorted(-(-num_samples // size) for size in sizes)
 
-    def _neighbours(self, starts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        """Those with one cut moved by up to four blocks."""
-        for index in range(1, len(starts)):
-            for move in (-4, -3, -2, -1, 1, 2, 3, 4):
-                moved = (*starts[:index], starts[index] + move, *starts[index + 1 :])
-                bounds = (*moved, len(self.blocks))
-                if all(first < end for first, end in pairwise(bounds)):
-                    yield moved
+    def _layouts(self, num_samples: int, numbers: Sequence[int]) -> Iterator[_Layout]:
+        for number, placement in product(numbers, self.placements if self.teacher else ("none",)):
+            if placement != "pipeline" or len(self.teacher) >= self.devices.num_stages:
+                yield _Layout(self, num_samples, number, placement)
 
-    def _balanced(self, num_samples: int, num_micro_batches: int, *, with_sends: bool) -> tuple[int, ...] | None:
-        """The first blocks of stages whose slowest is fastest; None: nothing fits the memory."""
-        size, num_blocks = -(-num_samples // num_micro_batches), len(self.blocks)
-        best: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {(0, 0): (0.0, ())}
-        for stage in range(self.devices.num_stages):
-            for end in range(stage + 1, num_blocks + 1):
-                options = []
-                for first in range(stage, end):
-                    before = best.get((stage, first))
-                    if before is None:
-                        continue
-                    estimate = self._stage(stage, first, end, size, num_micro_batches)
-                    if estimate.memory_bytes <= self.devices.memory_bytes:
-                        sends_s = 2 * self._send_s(end, size) if with_sends and end < num_blocks else 0.0
-                        slowest = max(before[0], estimate.forward_s + estimate.backward_s + sends_s)
-                        options.append((slowest, (*before[1], first)))
-                if options:
-                    best[stage + 1, end] = min(options)
-        found = best.get((self.devices.num_stages, num_blocks))
-        return None if found is None else found[1]
 
-    def expect(self, starts: Sequence[int], num_samples: int, num_micro_batches: int) -> Plan:
-        """The expected step of stages that begin at these blocks."""
-        size = -(-num_samples // num_micro_batches)
-        ends = (*starts[1:], len(self.blocks))
-        stages = tuple(
-            self._stage(index, first, end, size, num_micro_batches)
-            for index, (first, end) in enumerate(zip(starts, ends, strict=True))
+class _Layout:
+    """A number of micro-batches and a placement of the teacher: the stages are to be found."""
+
+    def __init__(self, planner: Planner, num_samples: int, num_micro_batches: int, placement: str) -> None:
+        self._planner, self._devices, self._number = planner, planner.devices, num_micro_batches
+        self._size, self._placement = -(-num_samples // num_micro_batches), placement
+        self._student = Sums(planner.blocks, self._size)
+        self._teacher = Sums(planner.teacher, self._size)
+        self._ahead_s = [0.0] * self._devices.num_stages
+        """Of a whole teacher, by stage."""
+        if placement == "last":
+            self._ahead_s[-1] = num_micro_batches * self._teacher.forward_s(0, self._teacher.count)
+        elif placement == "worker":
+            share = Sums(planner.teacher, -(-num_samples // self._devices.num_stages))
+            self._ahead_s = [share.forward_s(0, share.count) for _ in self._ahead_s]
+        self.whole_teacher = (0,) * self._devices.num_stages
+        """Stands for the teacher's stages where it is not cut."""
+
+    def best(self, given: Starts | None, limit_s: float) -> Plan | None:
+        """The fastest plan; None: none fits the memory and is faster than `limit_s`."""
+        candidates, all_of_them = self._candidates(given)
+        best_s, best = self._fastest(candidates, math.inf)
+        if best is None or best_s > NOT_NEAR * limit_s:
+            return None
+        while not all_of_them:
+            step_s, found = self._fastest(self._neighbours(*best, student=given is None), best_s)
+            if found is None:
+                break
+            best_s, best = step_s, found
+        return self.plan(*best) if best_s < limit_s else None
+
+    def _fastest(self, pairs: Iterable[tuple[Starts, Starts]], limit_s: float) -> tuple[float, tuple[Starts, Starts] | None]:
+        """Of those that fit the memory and are faster than `limit_s`."""
+        found = None
+        for bound_s, *pair in sorted((self._bound_s(*pair), *pair) for pair in pairs):
+            if bound_s >= limit_s:
+                break
+            if self._fits(*pair) and (step_s := self.step_s(*pair)) < limit_s:
+                limit_s, found = step_s, (pair[0], pair[1])
+        return limit_s, found
+
+    def _candidates(self, given: Starts | None) -> tuple[list[tuple[Starts, Starts]], bool]:
+        """Pairs of a student's and a teacher's stages to begin with, and whether they are all that there are."""
+        num_stages, cut_teacher = self._devices.num_stages, self._placement == "pipeline"
+        num_all = 1 if given is not None else math.comb(self._student.count - 1, num_stages - 1)
+        num_all *= math.comb(self._teacher.count - 1, num_stages - 1) if cut_teacher else 1
+        if num_all <= ALL_CUTS:
+            students = [given] if given is not None else list(_all_starts(self._student.count, num_stages))
+            teachers = list(_all_starts(self._teacher.count, num_stages)) if cut_teacher else [self.whole_teacher]
+            return list(product(students, teachers)), True
+        found = set()
+        for with_sends in (False, True):
+            teacher, teacher_s = self.whole_teacher, [ahead_s / self._number for ahead_s in self._ahead_s]
+            for _ in range(2 if cut_teacher else 1):
+                starts = given or self._balanced_student(teacher_s, with_sends=with_sends)
+                if starts is None:
+                    break
+                if cut_teacher:
+                    student = self._student.all_parts_s()
+                    parts = self._teacher.all_parts_s()
+                    balanced = _balanced([parts + student[first, end] for _, first, end in _parts(starts, self._student.count)])
+                    assert balanced is not None
+                    teacher = balanced
+                    teacher_s = [self._teacher.forward_s(first, end) for _, first, end in _parts(teacher, self._teacher.count)]
+                found.add((starts, teacher))
+        return sorted(found), False
+
+    def _balanced_student(self, teacher_s: Sequence[float], *, with_sends: bool) -> Starts | None:
+        """The stages whose slowest is fastest, beside the teacher's part in each; None: none fits the memory."""
+        sends_s = np.array([2 * self._send_s(cut) if with_sends else 0.0 for cut in range(self._student.count + 1)])
+        loads_s = self._student.all_parts_s() + sends_s[:, None] + sends_s
+        stages = range(self._devices.num_stages)
+        return _balanced([np.where(self._fitting(stage), loads_s + teacher_s[stage], math.inf) for stage in stages])
+
+    def _fitting(self, stage: int) -> Array:
+        """By a part's first block and the block after its last, whether a stage can be that."""
+        fitting = np.zeros((self._student.count + 1,) * 2)
+        for first, end in combinations(range(self._student.count + 1), 2):
+            fitting[first, end] = self._part_fits(stage, first, end)
+        return fitting
+
+    def _neighbours(self, starts: Starts, teacher: Starts, *, student: bool) -> Iterator[tuple[Starts, Starts]]:
+        """Those with one or two cuts moved by a few blocks."""
+        students = [starts, *_moved(starts, self._student.count)] if student else [starts]
+        teachers = [teacher, *_moved(teacher, self._teacher.count)] if self._placement == "pipeline" else [teacher]
+        yield from product(students, teachers)
+        if student:
+            yield from ((again, teacher) for moved in students[1:] for again in _moved(moved, self._student.count))
+
+    def _send_s(self, cut: int) -> float:
+        """Over the cut before a block."""
+        return self._devices.link.seconds(self._student.sent_bytes(cut)) if 0 < cut < self._student.count else 0.0
+
+    def _part_fits(self, stage: int, first: int, end: int, teacher_bytes: float = 0.0) -> bool:
+        """A stage has parameters to train, and its device the memory."""
+        has_parameters = self._student.parameter_bytes(first, end) > 0
+        return has_parameters and self._memory_bytes(stage, first, end) + teacher_bytes <= self._devices.memory_bytes
+
+    def _memory_bytes(self, stage: int, first: int, end: int) -> float:
+        stored = self._size * stored_micro_batches(self._planner.schedule, stage, self._devices.num_stages, self._number)
+        received = self._student.sent_bytes(first) / self._size if first else 0.0
+        activations = stored * (received + self._student.activation_bytes(first, end))
+        return self._devices.parameter_copies * self._student.parameter_bytes(first, end) + activations
+
+    def _teacher_part(self, stage: int, teacher: Starts) -> tuple[int, int]:
+        """The teacher's blocks that a stage's device has."""
+        if self._placement == "pipeline":
+            return _parts(teacher, self._teacher.count)[stage][1:]
+        whole = self._placement == "worker" or (self._placement == "last" and stage == self._devices.num_stages - 1)
+        return (0, self._teacher.count) if whole else (0, 0)
+
+    def _fits(self, starts: Starts, teacher: Starts) -> bool:
+        return all(
+            self._part_fits(*part, self._teacher.parameter_bytes(*self._teacher_part(part[0], teacher)))
+            for part in _parts(starts, self._student.count)
         )
-        send_s = [self._send_s(end, size) for end in ends[:-1]]
-        forward_s, backward_s = [stage.forward_s for stage in stages], [stage.backward_s for stage in stages]
-        ended_s = step_seconds(forward_s, backward_s, send_s, self.schedule, num_micro_batches)
-        step_s = max(end_s + self._all_reduce_s(first, end) for end_s, first, end in zip(ended_s, starts, ends, strict=True))
-        busy_s = num_micro_batches * (sum(forward_s) + sum(backward_s))
-        return Plan(stages, num_micro_batches, step_s, 1 - busy_s / (step_s * len(stages)))
 
-    def _send_s(self, end: int, size: int) -> float:
-        """Of a micro-batch over the cut before a block, in either direction."""
-        return self.devices.latency_s + size * self.blocks[end - 1].output_bytes / self.devices.bytes_per_s
+    def _times(self, starts: Starts, teacher: Starts) -> list[StageTimes]:
+        link, cut_teacher, times = self._devices.link, self._placement == "pipeline", []
+        for stage, first, end in _parts(starts, self._student.count):
+            part = self._teacher_part(stage, teacher)
+            times.append(
+                StageTimes(
+                    forward_s=self._student.forward_s(first, end),
+                    backward_s=self._student.backward_s(first, end),
+                    send_s=self._send_s(end),
+                    ahead_s=self._ahead_s[stage],
+                    teacher_s=self._teacher.forward_s(*part) if cut_teacher else 0.0,
+                    teacher_send_s=link.seconds(self._teacher.sent_bytes(part[1])) if cut_teacher else 0.0,
+                )
+            )
+        return times
+
+    def _bound_s(self, starts: Starts, teacher: Starts) -> float:
+        """What no step is shorter than: a stage's passes, what it waits for before them, and what waits for it after them."""
+        bound_s = before_s = after_s = 0.0
+        cut_teacher = self._placement == "pipeline"
+        for stage, first, end in _parts(starts, self._student.count):
+            forward_s, backward_s = self._student.forward_s(first, end), self._student.backward_s(first, end)
+            teacher_s = self._teacher.forward_s(*self._teacher_part(stage, teacher)) if cut_teacher else 0.0
+            passes_s = self._number * (forward_s + backward_s + teacher_s)
+            bound_s = max(bound_s, passes_s + max(before_s, self._ahead_s[stage]) + after_s)
+            before_s += teacher_s if cut_teacher else forward_s + self._send_s(end)
+            after_s += backward_s + self._send_s(end)
+        return bound_s
+
+    def step_s(self, starts: Starts, teacher: Starts) -> float:
+        """Of all passes, and of the all-reduce of each stage's gradients: after the passes, but beside DDP's backward pass."""
+        times = self._times(starts, teacher)
+        ended_s = step_seconds(times, self._planner.schedule, self._number, overlapped=self._devices.link.overlapped)
+        reduced_s = [
+            end_s + max(0.0, self._all_reduce_s(first, end) - (stage.backward_s if len(times) == 1 else 0.0))
+            for end_s, stage, (_, first, end) in zip(ended_s, times, _parts(starts, self._student.count), strict=True)
+        ]
+        return max(reduced_s)
 
     def _all_reduce_s(self, first: int, end: int) -> float:
-        """A ring's: each device sends and receives 2 (n - 1)/n of the gradients."""
-        replicas = self.devices.num_replicas
-        gradient_bytes = sum(block.parameter_bytes for block in self.blocks[first:end])
-        return 2 * (replicas - 1) / replicas * gradient_bytes / self.devices.all_reduce_bytes_per_s
+        return self._devices.all_reduce_s(self._student.parameter_bytes(first, end))
 
-    def _stage(self, index: int, first: int, end: int, size: int, num_micro_batches: int) -> Stage:
-        blocks = self.blocks[first:end]
-        last = index == self.devices.num_stages - 1
-        stored = stored_micro_batches(self.schedule, index, self.devices.num_stages, num_micro_batches) * size
-        return Stage(
-            begins_at=blocks[0].begins_at,
-            forward_s=sum(block.forward.seconds(size) for block in blocks) + (self.last_stage_s.seconds(size) if last else 0.0),
-            backward_s=sum(block.backward.seconds(size) for block in blocks),
-            memory_bytes=self.devices.parameter_copies * sum(block.parameter_bytes for block in blocks)
-            + stored * sum(block.activation_bytes for block in blocks),
-        )
+    def plan(self, starts: Starts, teacher: Starts) -> Plan:
+        """What is expected of these stages."""
+        times, step_s = self._times(starts, teacher), self.step_s(starts, teacher)
+        busy_s = sum(stage.ahead_s + self._number * (stage.forward_s + stage.backward_s + stage.teacher_s) for stage in times)
+        stages = []
+        for stage, first, end in _parts(starts, self._student.count):
+            part = self._teacher_part(stage, teacher)
+            stages.append(
+                Stage(
+                    begins_at=self._planner.blocks[first].begins_at,
+                    forward_s=self._student.forward_s(first, end),
+                    backward_s=self._student.backward_s(first, end),
+                    teacher_s=times[stage].teacher_s + self._ahead_s[stage] / self._number,
+                    parameter_bytes=self._student.parameter_bytes(first, end),
+                    memory_bytes=self._memory_bytes(stage, first, end) + self._teacher.parameter_bytes(*part),
+                    sent_bytes=self._student.sent_bytes(end),
+                )
+            )
+        cuts = [self._planner.teacher[first].begins_at for first in teacher[1:]] if self._placement == "pipeline" else []
+        bubble = 1 - busy_s / (step_s * len(stages))
+        return Plan(tuple(stages), self._planner.schedule, self._number, self._placement, tuple(cuts), step_s, bubble)
+
+
+def _all_starts(num_blocks: int, num_stages: int) -> Iterator[Starts]:
+    return ((0, *cuts) for cuts in combinations(range(1, num_blocks), num_stages - 1))
+
+
+def _parts(starts: Starts, num_blocks: int) -> list[tuple[int, int, int]]:
+    """(stage, first block, block after its last)."""
+    return [(stage, *part) for stage, part in enumerate(pairwise((*starts, num_blocks)))]
+
+
+def _moved(starts: Starts, num_blocks: int) -> Iterator[Starts]:
+    for index, move in product(range(1, len(starts)), NEAR):
+        moved = (*starts[:index], starts[index] + move, *starts[index + 1 :])
+        if all(first < end for first, end in pairwise((*moved, num_blocks))):
+            yield moved
+
+
+def _balanced(loads_s: Sequence[Array]) -> Starts | None:
+    """The first blocks of stages whose slowest is fastest, by dynamic programming; None: every one has a load without end.
+
+    `loads_s`: of each stage, by its first block and the block after its last; without end where that cannot be.
+    """
+    slowest_s = np.where(np.arange(len(loads_s[0])) == 0, 0.0, math.inf)
+    """Of the stages so far, by the block after their last."""
+    chosen = []
+    for load_s in loads_s:
+        options_s = np.maximum(slowest_s[:, None], load_s)
+        chosen.append(options_s.argmin(axis=0))
+        slowest_s = options_s.min(axis=0)
+    if not slowest_s[-1] < math.inf:
+        return None
+    starts = [len(slowest_s) - 1]
+    for firsts in reversed(chosen):
+        starts.append(int(firsts[starts[-1]]))
+    return tuple(starts[:0:-1])

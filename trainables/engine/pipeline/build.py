@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from trainables.config import TrainConfig
-from trainables.device.model_input import autocast
+from trainables.config import ScaleConfig, TrainConfig
+from trainables.device.model_input import autocast, tensor_format
 from trainables.distributed.group import gather_objects
-from trainables.distributed.pipeline.block_costs import measure_blocks
+from trainables.distributed.pipeline.block_costs import Conditions
+from trainables.distributed.pipeline.costs import Devices, Link
 from trainables.distributed.pipeline.graph import CutPoint, StageModule, cut_points, split
 from trainables.distributed.pipeline.layout import Layout
-from trainables.distributed.pipeline.plan import Devices, Planner
+from trainables.distributed.pipeline.link import measure_link
+from trainables.distributed.pipeline.plan_cut import cache_folder, plan_cut
 from trainables.errors import DistillError, ExperimentError, ModelError
 from trainables.methods.distillation_module import DistillationModule
 from trainables.models.reused_classifier import ReusedClassifier
@@ -61,47 +65,88 @@ def _named(cut: str, points: Sequence[CutPoint], module: DistillationModule, mod
     raise ModelError(f"scale.cut: model {model} cannot be cut before {cut}: choose among {names}{read}")
 
 
-def choose_cuts(config: TrainConfig, points: Sequence[CutPoint], student: nn.Module, device: torch.device) -> tuple[str, ...]:
-    """The modules with which the second and later stages begin: those of `scale.cut`, or the fastest by timing on `device`."""
-    scale = config.scale
-    if scale.cut is not None:
-        return tuple(point.module for point in points)
-    batch = replica_batch(config)
-    size = max(1, batch // scale.micro_batches)
-    blocks = measure_blocks(
+class Cut(NamedTuple):
+    """Where the stages of a job begin, and how they share a batch."""
+
+    modules: tuple[str, ...]
+    """With which the second and later stages begin."""
+    micro_batches: int
+
+
+def choose_cut(
+    config: TrainConfig, layout: Layout, points: Sequence[CutPoint], student: nn.Module, teacher: nn.Module | None, link: Link
+) -> Cut:
+    """What `scale` gives, and the rest planned by timing on this rank's device. `teacher` runs whole on the last stage.
+
+    Raises:
+        ModelError: nothing fits the device's memory.
+    """
+    scale, device = config.scale, layout.stages.device
+    modules = None if scale.cut is None else [point.module for point in points]
+    number = None if scale.micro_batches == "auto" else scale.micro_batches
+    if modules is not None and number is not None:
+        return Cut(tuple(modules), number)
+    _, tensor_layout = tensor_format(config)
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf
+    plan = plan_cut(
         student,
-        points,
-        image_size=config.data.image_size,
-        sizes=[size, 2 * size],
-        device=device,
-        autocast=autocast(config.precision, device),
+        teacher,
+        Conditions(config.data.image_size, device, config.precision, autocast(config.precision, device), tensor_layout),
+        Devices(
+            scale.pipeline_stages,
+            scale.num_replicas,
+            link,
+            memory_bytes=memory,
+            parameter_copies=4 if config.optim.name == "adamw" else 3,
+        ),
+        num_samples=-(-replica_batch(config) // config.optim.accumulate),
+        schedule=scale.schedule,
+        points=points,
+        cuts=modules,
+        num_micro_batches=number,
+        cache=cache_folder(),
     )
-    devices = Devices(scale.pipeline_stages, num_replicas=scale.num_replicas)
-    return Planner(blocks, devices, scale.schedule).plan(batch).cuts
+    return Cut(plan.cuts, plan.num_micro_batches)
 
 
-def cut_student(config: TrainConfig, layout: Layout, module: DistillationModule) -> StageModule:
-    """This rank's stage of `module`'s student, which is on the CPU, on its device; every rank calls it.
+def cut_student(
+    config: TrainConfig, layout: Layout, module: DistillationModule, teacher: nn.Module | None
+) -> tuple[StageModule, ScaleConfig]:
+    """This rank's stage of `module`'s student, which is on the CPU, on its device; and `scale` without what it leaves open.
 
-    The memory of the others is freed.
+    Every rank calls it; the last stage's have the methods and the `teacher`. The memory of other stages is freed.
 
     Raises:
         ExperimentError, ModelError: see `possible_cuts`; on every rank.
     """
-    student, decides = module.student, layout.is_last and layout.replicas.is_main  # the last stage knows what methods read
-    chosen = gather_objects(_cuts_or_problem(config, layout, module) if decides else None, layout.stages)[-1]
-    cuts = gather_objects(chosen, layout.replicas)[0]
-    if isinstance(cuts, DistillError):
-        raise cuts
-    log.info("%s: %s in %d stages, cut before %s", config.stage, config.model, len(cuts) + 1, ", ".join(cuts))
-    stage = split(student, cuts)[layout.stages.rank]
+    student, scale = module.student, config.scale
+    planned = scale.cut is None or scale.micro_batches == "auto"
+    process_group = layout.stages.process_group
+    link = measure_link(process_group, layout.stages.device) if planned and process_group is not None else Link()
+    decides = layout.is_last and layout.replicas.is_main  # the last stage knows what methods read
+    found = _cut_or_problem(config, layout, module, teacher, link) if decides else None
+    cut = gather_objects(gather_objects(found, layout.stages)[-1], layout.replicas)[0]
+    if isinstance(cut, DistillError):
+        raise cut
+    stage = split(student, cut.modules)[layout.stages.rank]
+    log.info(
+        "%s: %s in %d stages, cut before %s; %d micro-batches, %s",
+        config.stage,
+        config.model,
+        scale.pipeline_stages,
+        ", ".join(cut.modules),
+        cut.micro_batches,
+        scale.schedule,
+    )
     _free(student, {id(tensor) for tensor in (*stage.parameters(), *stage.buffers())})
-    return stage.to(layout.stages.device)
+    return stage.to(layout.stages.device), scale.model_copy(update={"cut": cut.modules, "micro_batches": cut.micro_batches})
 
 
-def _cuts_or_problem(config: TrainConfig, layout: Layout, module: DistillationModule) -> tuple[str, ...] | DistillError:
+def _cut_or_problem(
+    config: TrainConfig, layout: Layout, module: DistillationModule, teacher: nn.Module | None, link: Link
+) -> Cut | DistillError:
     try:
-        return choose_cuts(config, possible_cuts(config, module), module.student, layout.stages.device)
+        return choose_cut(config, layout, possible_cuts(config, module), module.student, teacher, link)
     except DistillError as error:
         return error
 

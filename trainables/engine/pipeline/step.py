@@ -123,6 +123,7 @@ def stage_passes(config: TrainConfig, layout: Layout, trained: Trained) -> Passe
         train_state.prepare = lambda batch: batch  # it has no pixels
     forward = stage_forward(trained.module.student, train_state.autocast)
     size, micro_batches = config.data.image_size, config.scale.micro_batches
+    assert isinstance(micro_batches, int)  # since it was planned
     images = Boundary((3, size, size), tensor_format(config)[0], has_gradient=False)
     trained.module.eval()
     inputs = stage_inputs(forward, images, layout.stages)

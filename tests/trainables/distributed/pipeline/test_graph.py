@@ -128,6 +128,43 @@ def _tensors(output: object) -> list[Tensor]:
     return [output] if isinstance(output, Tensor) else [tensor for tensor in output if tensor is not None]  # type: ignore[attr-defined]
 
 
+def test_a_model_can_be_cut_at_all_of_its_cut_points_at_once() -> None:
+    model = get_model("vit_b_32", num_classes=10, image_size=32)
+    names = _names(model)
+    assert "encoder.layers.encoder_layer_1" in names
+    assert len(split(model, names)) == len(names) + 1
+
+
+class _Masked(nn.Module):
+    """Takes more than images, as timm's vision transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 1), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, scale: float = 2.0, last: bool = True) -> Tensor:
+        x = self.second(self.first(x))
+        if mask is not None:
+            x = x * mask
+        x = scale * x.mean((2, 3))
+        return self.head(x) if last else x
+
+
+def test_what_a_forward_takes_besides_the_images_has_its_default() -> None:
+    model = _Masked()
+    assert _names(model, 8) == ["second", "head"]
+    images_BCHW = torch.rand(2, 3, 8, 8)
+    received = images_BCHW
+    for stage in split(model, ["second", "head"]):
+        received = stage(received)
+    assert torch.equal(received, model(images_BCHW))
+
+
+def test_a_vision_transformer_of_timm_is_cut_between_its_blocks() -> None:
+    names = _names(construct("timm/vit_tiny_patch16_224", num_classes=10, image_size=32, seed=0), 32)
+    assert {f"blocks.{index}" for index in range(1, 12)} <= set(names)
+
+
 def test_cuts_out_of_order_are_refused() -> None:
     with pytest.raises(ModelError, match="layer2 is not called after"):
         split(get_model("resnet18"), ["layer3", "layer2"])
