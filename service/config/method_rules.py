@@ -15,7 +15,7 @@ from service.config.sweep import SweepConfig
 from trainables.config import DistillConfig, OptimConfig
 from trainables.errors import ExperimentError
 from trainables.methods import METHODS, check_name, file_of, load_method, option_key
-from trainables.rules import Problem, first_problem_of_method
+from trainables.rules import Problem, first_problem_of_method, num_micro_batches
 
 if TYPE_CHECKING:
     from service.config.experiment import Experiment
@@ -163,7 +163,7 @@ def _several_teachers_are_enough(experiment: Experiment) -> Problem:
 
 def _methods_have_what_they_need(experiment: Experiment) -> Problem:
     only_kd = experiment.distill.method == ("kd",)
-    limits = experiment.data.device_augment.mixes or experiment.optim.accumulate > 1 or experiment.teacher is None
+    limits = experiment.data.device_augment.mixes or num_micro_batches(experiment) > 1 or experiment.teacher is None
     if only_kd or not limits or not distills(experiment):  # no method is loaded for nothing
         return None
     problems = (first_problem_of_method(name, load_method(name).requires, experiment) for name in experiment.distill.method)

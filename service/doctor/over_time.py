@@ -14,7 +14,7 @@ from service.doctor.compute import idle_share
 from service.doctor.evidence import LEAST_PCT, Evidence
 from service.doctor.recorded import EpochUse, GpuUse, RankTimes
 from service.doctor.step_model import Cause, Effect
-from trainables.metrics.phases import PHASES
+from trainables.metrics.phases import ALL_PHASES
 from trainables.metrics.telemetry import SLOWING_REASONS, decode_throttle
 
 HOT_C = 75.0
@@ -179,7 +179,7 @@ def as_it_is_now(e: Evidence) -> Evidence:
         whole = fmean(map(of, e.epochs))
         return fmean(map(of, latest(e.epochs))) / whole if whole else 1.0
 
-    by_phase = {phase: times(methodcaller("phase_ms", phase)) for phase in PHASES}
+    by_phase = {phase: times(methodcaller("phase_ms", phase)) for phase in ALL_PHASES}
     step, exposed_ms = times(lambda epoch: epoch.step_ms), e.exposed_ms or 0.0
 
     def grown(rank: RankTimes) -> RankTimes:

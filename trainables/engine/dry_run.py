@@ -10,6 +10,7 @@ import torch
 from trainables.config import TrainConfig
 from trainables.distributed.group import Group
 from trainables.engine.modules import build_distillation_module, build_student, methods_with_teacher
+from trainables.engine.pipeline.build import possible_cuts
 from trainables.models.registry import construct
 from trainables.teachers.ensemble import TeacherEnsemble
 
@@ -28,4 +29,6 @@ def check_fit(config: TrainConfig, num_classes: int) -> None:
         models = [construct(model, num_classes=num_classes, image_size=size, seed=config.seed) for model in names]
         network = (TeacherEnsemble(models) if teacher.others else models[0]).eval().requires_grad_(False)
     labels_M = torch.arange(num_classes)  # a small training split, so that buffers with a row a sample are small
-    build_distillation_module(config, Group(), student, network, num_classes, labels_M)
+    module, _ = build_distillation_module(config, Group(), student, network, num_classes, labels_M)
+    if config.scale.pipeline_stages > 1:
+        possible_cuts(config, module)

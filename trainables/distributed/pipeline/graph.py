@@ -102,10 +102,10 @@ def _images_only(graph: fx.Graph) -> fx.Graph:
     return graph
 
 
-def cut_points(model: nn.Module, image_size: int) -> list[CutPoint]:
+def cut_points(model: nn.Module, image_size: int, uncut: Collection[str] = ()) -> list[CutPoint]:
     """Where `model` can be cut, in the order of its forward; the same in training and in eval mode.
 
-    Each side of a cut has parameters, and no parameter is on both.
+    Each side of a cut has parameters, and no parameter is on both. All modules of `uncut` (paths) are in the last stage.
 
     Raises:
         ModelError: the model's forward cannot be traced.
@@ -113,11 +113,11 @@ def cut_points(model: nn.Module, image_size: int) -> list[CutPoint]:
     found: list[dict[str, CutPoint]] = []
     for training in (True, False):
         with _mode(model, training):
-            found.append({point.module: point for point in _cut_points(model, image_size)})
+            found.append({point.module: point for point in _cut_points(model, image_size, uncut)})
     return [point for name, point in found[0].items() if name in found[1]]
 
 
-def _cut_points(model: nn.Module, image_size: int) -> Iterator[CutPoint]:
+def _cut_points(model: nn.Module, image_size: int, uncut: Collection[str]) -> Iterator[CutPoint]:
     graph = trace(model)
     nodes = list(graph.nodes)
     values = _Values(model, graph, image_size)
@@ -129,6 +129,8 @@ def _cut_points(model: nn.Module, image_size: int) -> Iterator[CutPoint]:
     crossed: fx.Node | None = None
     for index, (node, following) in enumerate(itertools.pairwise(nodes)):
         begun.update(_paths(node))
+        if not begun.isdisjoint(uncut):
+            return
         if node.op != "get_attr":  # a stage reads its own parameters
             live.add(node)
         live = {each for each in live if last_use[each] > index}
@@ -218,9 +220,9 @@ def _dry_copy(model: nn.Module, image_size: int) -> nn.Module:
     """A copy to run on blank images; where that is much work for a CPU, on the meta device, which only computes shapes."""
     tensors = [*model.parameters(), *model.buffers()]
     work = image_size**2 * sum(tensor.numel() for tensor in tensors)
+    # What a copy refers to by id is there already: the weights are not copied.
     if work <= MAX_CPU_WORK or tensors[0].device.type != "cpu":
-        return copy.deepcopy(model)
-    # Copies of these are there already: the weights are not copied.
+        return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
     there = {id(tensor): tensor.detach().to("meta") for tensor in tensors}
     for tensor in model.parameters():
         there[id(tensor)] = nn.Parameter(there[id(tensor)], requires_grad=False)

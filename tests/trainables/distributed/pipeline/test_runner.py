@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,8 +13,14 @@ from torch import Tensor, nn
 from torchvision.models import resnet18
 
 from trainables.distributed.group import Group
-from trainables.distributed.pipeline.graph import cut_points, split
-from trainables.distributed.pipeline.runner import Boundary, PipelineRunner, micro_batch_runs
+from trainables.distributed.pipeline.graph import split
+from trainables.distributed.pipeline.runner import (
+    Boundary,
+    PipelineRunner,
+    micro_batch_runs,
+    micro_batch_sizes,
+    stage_inputs,
+)
 from trainables.distributed.rank_pool import RankPool
 
 CUTS = {2: ["layer3"], 3: ["layer2", "layer4"]}
@@ -28,32 +37,36 @@ def _batch(num_samples: int) -> tuple[Tensor, Tensor]:
     return images_BCHW, torch.randint(5, (num_samples,), generator=generator)
 
 
+def _runner(model: nn.Module, group: Group, schedule: str) -> tuple[nn.Module, PipelineRunner]:
+    stage = split(model, CUTS[group.world_size])[group.rank]
+    stages = dataclasses.replace(group, process_group=dist.group.WORLD)
+    inputs = stage_inputs(stage, Boundary((3, 32, 32), torch.float64, has_gradient=False), stages)
+    return stage, PipelineRunner(stages, inputs, schedule)
+
+
+def logits(group: Group, batches: list[tuple[int, int]]) -> list[Tensor | None]:
+    stage, runner = _runner(_model(), group, "1f1b")
+    return [runner.infer(_batch(num_samples)[0], number, stage) for num_samples, number in batches]
+
+
 def gradients(group: Group, schedule: str, batches: list[tuple[int, int]]) -> list[dict[str, Tensor]]:
     """Those of this rank's stage for each (samples, micro-batches)."""
-    model, cuts = _model(), CUTS[group.world_size]
-    points = {point.module: point for point in cut_points(model, 32)}
-    stage = split(model, cuts)[group.rank]
-    assert dist.group.WORLD is not None
-    runner = PipelineRunner(
-        stage,
-        group=dist.group.WORLD,
-        boundaries=(
-            Boundary((3, 32, 32), torch.float64, has_gradient=False),
-            *(Boundary(points[cut].shape, torch.float64) for cut in cuts),
-            Boundary((5,), torch.float64),
-        ),
-        schedule=schedule,
-        device=group.device,
-    )
+    model = _model()
+    stage, runner = _runner(model, group, schedule)
     found = []
     for num_samples, num_micro_batches in batches:
         images_BCHW, labels_B = _batch(num_samples)
 
-        def loss(logits_SK: Tensor, positions_S: Tensor, labels_B: Tensor = labels_B) -> Tensor:
-            return F.cross_entropy(logits_SK, labels_B[positions_S], reduction="sum") / len(labels_B)
+        positions = iter(torch.arange(num_samples).split(micro_batch_sizes(num_samples, num_micro_batches)))
+
+        def forward(received: Tensor, labels_B: Tensor = labels_B, positions: Iterator[Tensor] = positions) -> Tensor:
+            sent: Tensor = stage(received)
+            if not runner.is_last:
+                return sent
+            return F.cross_entropy(sent, labels_B[next(positions)], reduction="sum") / len(labels_B)
 
         stage.zero_grad()
-        runner.step(images_BCHW if runner.is_first else None, num_samples, num_micro_batches, loss)
+        runner.train(images_BCHW, num_micro_batches, forward)
         found.append({name: parameter.grad.clone() for name, parameter in stage.named_parameters() if parameter.grad is not None})
     return found
 
@@ -71,6 +84,18 @@ def test_gradients_are_those_of_one_process_also_of_uneven_batches(ranks: RankPo
         assert found.keys() == dict(model.named_parameters()).keys()
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(found[name], parameter.grad, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_logits_have_the_bits_of_one_process(ranks: RankPool, num_stages: int) -> None:
+    batches = [(8, 4), (7, 3), (1, 4)]
+    *others, last = ranks.run(num_stages, logits, batches)
+    assert all(found is None for rank in others for found in rank)
+    model = _model()
+    with torch.no_grad():
+        for (num_samples, number), found in zip(batches, last, strict=True):
+            parts = _batch(num_samples)[0].split(micro_batch_sizes(num_samples, number))
+            assert torch.equal(found, torch.cat([model(part) for part in parts]))
 
 
 @pytest.mark.parametrize(
