@@ -12,8 +12,11 @@ from trainables.models.names import MODELS, library_models
 pytestmark = pytest.mark.slow
 
 LEAST = 10
-FEW = {"coat", "crossvit", "mvitv2", "nasnet", "nest", "pit", "pnasnet", "tnt", "xcit"}
-"""Families of timm whose blocks pass several tensors on, or that cannot be traced."""
+FEW = {
+    *("coat", "deepseek_vit", "gemma4_vit", "mvitv2", "nasnet", "nest", "pit", "pnasnet", "qwen3_vit", "tnt", "twins"),
+    *("crossvit", "vision_transformer_sam"),
+}
+"""Families of timm whose blocks pass several tensors on, and the last ones, whose forward branches on values."""
 
 
 def _count(name: str, image_size: int) -> int:
@@ -25,21 +28,21 @@ def _count(name: str, image_size: int) -> int:
 
 @pytest.mark.parametrize("name", sorted(library_models("torchvision")))
 def test_every_classifier_of_torchvision_can_be_cut(name: str) -> None:
-    assert _count(name, 299 if name == "inception_v3" else 224) > LEAST
+    assert _count(name, 299 if name == "inception_v3" else 224) >= LEAST
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_every_model_of_ours_can_be_cut(name: str) -> None:
-    assert _count(name, 32) > 1
+    assert _count(name, 32) > 0
 
 
 def test_a_classifier_of_each_family_of_timm_can_be_cut() -> None:
     timm = pytest.importorskip("timm")
     few = set()
     for family in timm.list_modules():
+        if family == "vision_transformer":
+            continue  # its shortest name is a test model of any image size: see test_graph
         name = min(timm.list_models(module=family), key=len, default=None)
-        if name is not None:
-            size = 192 if name == "test_vit" else timm.get_pretrained_cfg(name).input_size[-1]
-            if _count(f"timm/{name}", size) < LEAST:
-                few.add(family)
+        if name is not None and _count(f"timm/{name}", timm.get_pretrained_cfg(name).input_size[-1]) < LEAST:
+            few.add(family)
     assert few == FEW
