@@ -130,7 +130,7 @@ def cut_student(
         raise cut
     stage = split(student, cut.modules)[layout.stages.rank]
     log.info(
-        "%s: %s in %d stages, cut before %s; %d micro-batches, %s",
+        "%s: %s in %d stages, cut before %s; micro-batches: %d, %s",
         config.stage,
         config.model,
         scale.pipeline_stages,

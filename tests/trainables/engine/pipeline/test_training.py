@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
 from trainables.engine import checkpoint, loop
 from trainables.engine.job import build
+from trainables.errors import TrainingError
 
 CUTS = {1: None, 2: ["hidden.1"], 3: ["hidden.1", "head"]}
 
@@ -69,6 +71,7 @@ FAST = [
     ),
     pytest.param(3, 1, 2, "gpipe", {"optim": {"accumulate": 2}}, id="three stages"),
     pytest.param(2, 1, "auto", "1f1b", {"scale": {"cut": None}}, id="planned"),
+    pytest.param(2, 1, 2, "1f1b", {"data": {"device_augment": {"mixup": 0.3}, "last_batch": "drop"}}, id="mixup"),
     pytest.param(2, 2, 1, "gpipe", {"optim": {"name": "adamw", "lr": 0.01, "nesterov": False}}, id="one micro-batch"),
 ]
 ALL = [
@@ -136,17 +139,46 @@ def test_a_job_resumed_on_the_same_stages_ends_with_the_same_bits(many: RankPool
     assert equal(saved(tmp_path / "whole"), saved(tmp_path / "pieces"))
 
 
-def bytes_after_training(group: Group, settings: TrainConfig) -> int:
-    """Of all tensors of this process once a job has trained: parameters, the optimizer's state, batches."""
+def test_models_in_channels_last_and_with_auxiliary_heads_train_in_stages(many: RankPool, tmp_path: Path) -> None:
+    """With one micro-batch, in which batch norms see the whole batch."""
+    sections = {
+        "model": "googlenet",
+        "data": {"path": "synthetic", "synthetic_images": 9, "image_size": 64, "global_batch_size": 4, "last_batch": "drop"},
+        "train": {"channels_last": True},
+        "optim": {"epochs": 1},
+        "teacher": None,
+        "distill": None,
+    }
+    alone = many.run(1, train, job(tmp_path / "alone", 1, 1, **sections))
+    found = many.run(2, train, job(tmp_path / "stages", 2, 1, micro_batches=1, **sections, scale={"cut": ["inception4a"]}))
+    names = whole_state(found, 2).keys()
+    assert names == whole_state(alone, 1).keys()
+    assert any("aux" in name for name in names)
+
+
+def test_a_loss_that_is_not_finite_ends_all_stages_with_one_line(many: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match="the loss is not finite at step"):
+        many.run(4, train, job(tmp_path / "stages", 2, 2, optim={"lr": 1e200, "clip_grad_norm": None}))
+
+
+def bytes_of_job(group: Group, settings: TrainConfig) -> int:
+    """Of the tensors that this process has besides those of earlier tests once a job has trained: of parameters, momenta, …"""
+    before = bytes_of_tensors()
     with contextlib.closing(build(settings, group, Recorded(), no_telemetry)) as job:
         loop.train_epoch(job)
-        gc.collect()
-        storages = (each.untyped_storage() for each in gc.get_objects() if isinstance(each, Tensor) and each.device.type == "cpu")
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        return bytes_of_tensors() - before
+
+
+def bytes_of_tensors() -> int:
+    gc.collect()
+    with warnings.catch_warnings(action="ignore"):  # of what else is asked for its class
+        tensors = [each for each in gc.get_objects() if isinstance(each, Tensor) and each.device.type == "cpu"]
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def test_a_rank_keeps_its_own_stage_alone(many: RankPool, tmp_path: Path) -> None:
     sections = {"data": {"global_batch_size": 8, "path": "synthetic", "synthetic_images": 32}, "teacher": None, "distill": None}
-    (alone,) = many.run(1, bytes_after_training, job(tmp_path / "alone", 1, 1, **sections))
-    stages = many.run(2, bytes_after_training, job(tmp_path / "stages", 2, 1, **sections))
+    (alone,) = many.run(1, bytes_of_job, job(tmp_path / "alone", 1, 1, **sections))
+    stages = many.run(2, bytes_of_job, job(tmp_path / "stages", 2, 1, **sections))
     assert max(stages) < 0.65 * alone  # the second stage has 0.58 of the parameters
