@@ -139,6 +139,19 @@ def test_a_job_resumed_on_the_same_stages_ends_with_the_same_bits(many: RankPool
     assert equal(saved(tmp_path / "whole"), saved(tmp_path / "pieces"))
 
 
+def test_the_last_stages_fill_and_read_a_cache_of_the_teachers_logits(many: RankPool, tmp_path: Path) -> None:
+    cached = {
+        "data": {"path": "synthetic", "synthetic_images": 65, "global_batch_size": 32},
+        "teacher": {"cache": str(tmp_path / "c")},
+    }
+    images = {}
+    for folder, stages, replicas in (("fills", 2, 2), ("reads", 2, 2), ("alone", 1, 1)):
+        found = many.run(stages * replicas, train, job(tmp_path / folder, stages, replicas, **cached))
+        images[folder] = [metrics["epoch/train/teacher_images"] for kind, _, metrics in found[0]["calls"] if kind == "epoch"]
+    assert images == {"fills": [65.0, 0.0], "reads": [0.0, 0.0], "alone": [0.0, 0.0]}
+    assert relative_difference(saved(tmp_path / "alone"), saved(tmp_path / "reads")) < 1e-9
+
+
 def test_models_in_channels_last_and_with_auxiliary_heads_train_in_stages(many: RankPool, tmp_path: Path) -> None:
     """With one micro-batch, in which batch norms see the whole batch."""
     sections = {
