@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 from rich.table import Table
 from torch import nn
 
 from service.config.experiment import Experiment
-from service.config.method_rules import distills
 from service.report.text_table import text_table
 from service.runs.dry_run import num_classes_of
-from trainables.device.model_input import autocast
+from trainables.config import TrainConfig
+from trainables.device.model_input import autocast, tensor_format
 from trainables.distributed.pipeline.block_costs import Conditions
 from trainables.distributed.pipeline.costs import Devices, Link, Plan, usual_link
-from trainables.distributed.pipeline.graph import cut_points
 from trainables.distributed.pipeline.plan import Planner
 from trainables.distributed.pipeline.plan_cut import block_costs, cache_folder, sizes_to_measure, starts_of, teacher_costs
-from trainables.models.registry import construct
-from trainables.teachers.ensemble import TeacherEnsemble
+from trainables.engine.dry_run import untrained_modules
+from trainables.engine.pipeline.build import possible_cuts
+from trainables.methods.distillation_module import DistillationModule
+from trainables.rules import replica_batch
 
 MIB = 2**20
-SCHEDULE = "1f1b"
 PLACEMENTS = {
     "last": "whole, on the last stage's device",
     "worker": "whole, on each device for its share of the batch",
@@ -31,16 +32,26 @@ PLACEMENTS = {
 }
 
 
-def cut_point_table(experiment: Experiment) -> Table:
-    """All cut points of the student.
+def student_in_stages(experiment: Experiment, num_stages: int, cuts: Sequence[str] | None) -> TrainConfig:
+    """The job of the student's stage, of as many workers as the experiment has or the next number that can be divided."""
+    config = experiment.stage("student", Path("/"), {}, "-")
+    num_workers = -(-experiment.scale.num_workers // num_stages) * num_stages
+    scale = {"num_workers": num_workers, "pipeline_stages": num_stages, "cut": cuts}
+    return config.model_copy(update={"scale": config.scale.model_copy(update=scale)})
+
+
+def cut_point_table(config: TrainConfig) -> Table:
+    """All cut points of the student, before what its methods read.
 
     Raises:
-        ModelError: it cannot be traced.
+        ExperimentError, ModelError: it cannot be cut.
     """
-    points = cut_points(_student(experiment), experiment.data.image_size)
-    size = "×".join(["3", *[str(experiment.data.image_size)] * 2])
+    scale = config.scale.model_copy(update={"cut": None})
+    module, _ = _modules(config)
+    points = possible_cuts(config.model_copy(update={"scale": scale}), module)
+    size = "×".join(["3", *[str(config.data.image_size)] * 2])
     table = text_table(
-        f"{experiment.student.model} can be cut at {len(points)} points (images {size})",
+        f"{config.model} can be cut at {len(points)} points (images {size})",
         ("a stage can begin at", "or at", "tensor of an image", "MiB"),
         left=("a stage can begin at", "or at"),
     )
@@ -51,44 +62,42 @@ def cut_point_table(experiment: Experiment) -> Table:
     return table
 
 
-def split_parts(
-    experiment: Experiment, num_stages: int, cuts: Sequence[str] | None, link_gb_per_s: float | None
-) -> Iterator[Table | str]:
+def split_parts(config: TrainConfig, link_gb_per_s: float | None) -> Iterator[Table | str]:
     """Time the student's parts and the teacher on this machine, plan the stages, and say what the plan expects.
 
     Raises:
-        ModelError: the student cannot be cut so, or nothing fits the device's memory.
+        ExperimentError, ModelError: the student cannot be cut so, or nothing fits the device's memory.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    image_size = experiment.data.image_size
-    layout = torch.channels_last if experiment.train.channels_last else torch.contiguous_format
-    conditions = Conditions(image_size, device, experiment.precision, autocast(experiment.precision, device), layout)
-    replicas = max(1, experiment.scale.num_workers // num_stages)
-    batch = -(-experiment.data.global_batch_size // (replicas * experiment.optim.accumulate))
-    student = _student(experiment)
-    points = cut_points(student, image_size)
-    starts = None if cuts is None else starts_of(points, cuts, num_stages)
-    sizes, cache = sizes_to_measure(batch, num_stages, None), cache_folder()
-    blocks = block_costs(student, points, conditions, sizes, cache=cache)
-    network = _teacher(experiment)
+    scale = config.scale
+    in_precision = autocast(config.precision, device)
+    conditions = Conditions(config.data.image_size, device, config.precision, in_precision, tensor_format(config)[1])
+    batch = -(-replica_batch(config) // config.optim.accumulate)
+    number = None if scale.micro_batches == "auto" else scale.micro_batches
+    sizes, cache = sizes_to_measure(batch, scale.pipeline_stages, number), cache_folder()
+    module, network = _modules(config)
+    points = possible_cuts(config, module)
+    starts = None if scale.cut is None else starts_of(points, scale.cut, scale.pipeline_stages)
+    blocks = block_costs(module.student, points, conditions, sizes, cache=cache)
     teacher = [] if network is None else teacher_costs(network, conditions, sizes, cache=cache)
     link = usual_link(device.type) if link_gb_per_s is None else Link(bytes_per_s=1e9 * link_gb_per_s)
     memory = math.inf if device.type == "cpu" else float(torch.cuda.get_device_properties(device).total_memory)
-    adam = experiment.optim.name == "adamw"
-    devices = Devices(num_stages, replicas, link, memory_bytes=memory, parameter_copies=4 if adam else 3)
-    plan = Planner(blocks, devices, SCHEDULE, teacher).plan(batch, starts)
+    copies = 4 if config.optim.name == "adamw" else 3
+    devices = Devices(scale.pipeline_stages, scale.num_replicas, link, memory_bytes=memory, parameter_copies=copies)
+    plan = Planner(blocks, devices, scale.schedule, teacher).plan(batch, starts, number)
 
     def whole(num_replicas: int, num_samples: int) -> Plan:
-        alone = Devices(1, num_replicas, link, parameter_copies=devices.parameter_copies)
-        return Planner(blocks, alone, SCHEDULE, teacher).expect((0,), num_samples, 1)
+        alone = Devices(1, num_replicas, link, parameter_copies=copies)
+        return Planner(blocks, alone, scale.schedule, teacher).expect((0,), num_samples, 1)
 
-    yield plan_table(experiment, plan, batch, device)
-    yield from _verdict(plan, whole(replicas, batch), whole(replicas * num_stages, -(-batch // num_stages)), memory)
+    yield plan_table(config.model, plan, batch, device)
+    ddp = whole(scale.num_workers, -(-batch // scale.pipeline_stages))
+    yield from _verdict(plan, whole(scale.num_replicas, batch), ddp, memory)
 
 
-def plan_table(experiment: Experiment, plan: Plan, batch: int, device: torch.device) -> Table:
+def plan_table(model: str, plan: Plan, batch: int, device: torch.device) -> Table:
     """A row for each stage. Times and bytes are of a micro-batch."""
-    title = f"{experiment.student.model} in {len(plan.stages)} stages, {batch} images in {plan.num_micro_batches} micro-batches"
+    title = f"{model} in {len(plan.stages)} stages, {batch} images in {plan.num_micro_batches} micro-batches"
     taught = plan.placement != "none"
     columns = ["stage", "begins at", "forward ms", "backward ms", "parameters MiB", "memory MiB", "sent MiB"]
     table = text_table(f"{title}, {device}", [*columns, *(["teacher ms"] if taught else [])], left=("begins at",))
@@ -123,21 +132,8 @@ def _verdict(plan: Plan, one: Plan, ddp: Plan, memory_bytes: float) -> Iterator[
         yield f"it does not help: DDP of {num_stages} devices is faster, and the whole model fits each of them"
 
 
-def _student(experiment: Experiment) -> nn.Module:
-    return _model(experiment, experiment.student.model)
-
-
-def _teacher(experiment: Experiment) -> nn.Module | None:
-    """The network that runs in each step; None: there is none, or its logits come from elsewhere."""
-    teacher = experiment.teacher
-    if teacher is None or not distills(experiment) or teacher.cache is not None or teacher.service:
-        return None
-    models = [_model(experiment, name) for name in (teacher.model, *(other.model for other in teacher.others))]
-    return TeacherEnsemble(models) if teacher.others else models[0]
-
-
-def _model(experiment: Experiment, name: str) -> nn.Module:
-    data = experiment.data
-    num_classes = num_classes_of(data.path, data.synthetic_classes)
-    model = construct(name, num_classes=num_classes, image_size=data.image_size, seed=experiment.seed)
-    return model.double() if experiment.precision == "fp64" else model
+def _modules(config: TrainConfig) -> tuple[DistillationModule, nn.Module | None]:
+    """Of the student, and the teacher's network where one runs in each step, in the job's dtype."""
+    module, network = untrained_modules(config, num_classes_of(config.data.path, config.data.synthetic_classes))
+    dtype, _ = tensor_format(config)
+    return module.to(dtype), None if network is None else network.to(dtype)

@@ -35,9 +35,10 @@ from trainables.distributed.pipeline.block_costs import Conditions, measure_bloc
 from trainables.distributed.pipeline.costs import Block, Devices
 from trainables.distributed.pipeline.graph import CutPoint, cut_points, split
 from trainables.distributed.pipeline.link import measure_link
-from trainables.distributed.pipeline.plan import Planner, Starts
+from trainables.distributed.pipeline.plan import Planner
 from trainables.distributed.pipeline.plan_cut import sizes_to_measure, starts_of
-from trainables.distributed.pipeline.runner import Boundary, PipelineRunner
+from trainables.distributed.pipeline.runner import Boundary, PipelineRunner, micro_batch_sizes
+from trainables.distributed.pipeline.starts import Starts
 from trainables.distributed.rank_pool import RankPool
 from trainables.models.registry import construct
 
@@ -117,7 +118,7 @@ def measure(group: Group, name: str, rounds: int) -> Measured:
     images_BCHW = torch.rand(NUM_SAMPLES, 3, image_size, image_size)
     labels_B = torch.arange(NUM_SAMPLES) % NUM_CLASSES
     sides = {
-        cut: _pipeline(model, [points[start - 1] for start in starts[1:]], plan.num_micro_batches, images_BCHW, labels_B)
+        cut: _pipeline(model, [points[start - 1] for start in starts[1:]], plan.num_micro_batches, images_BCHW, labels_B, group)
         for cut, starts in sample.items()
     }
     sides[ONE] = _whole(copy.deepcopy(model), images_BCHW, labels_B) if group.rank == 0 else lambda: None
@@ -180,20 +181,20 @@ def _whole(model: nn.Module, images_BCHW: Tensor, labels_B: Tensor) -> Callable[
 
 
 def _pipeline(
-    model: nn.Module, cuts: Sequence[CutPoint], num_micro_batches: int, images_BCHW: Tensor, labels_B: Tensor
+    model: nn.Module, cuts: Sequence[CutPoint], num_micro_batches: int, images_BCHW: Tensor, labels_B: Tensor, stages: Group
 ) -> Callable[[], None]:
-    assert dist.group.WORLD is not None
-    stage = split(copy.deepcopy(model), [cut.module for cut in cuts])[dist.get_rank()]
+    stage = split(copy.deepcopy(model), [cut.module for cut in cuts])[stages.rank]
     images = Boundary(tuple(images_BCHW.shape[1:]), torch.float32, has_gradient=False)
-    boundaries = (images, *(Boundary(cut.shape, cut.dtype) for cut in cuts), Boundary((NUM_CLASSES,), torch.float32))
-    runner = PipelineRunner(stage, group=dist.group.WORLD, boundaries=boundaries, schedule=SCHEDULE, device=CPU)
-
-    def loss(logits_SK: Tensor, positions_S: Tensor) -> Tensor:
-        return F.cross_entropy(logits_SK, labels_B[positions_S], reduction="sum") / len(labels_B)
+    runner = PipelineRunner(stages, (images, *(Boundary(cut.shape, cut.dtype) for cut in cuts)), SCHEDULE)
 
     def step() -> None:
         stage.zero_grad()
-        runner.step(images_BCHW if runner.is_first else None, len(labels_B), num_micro_batches, loss)
+        labels = iter(labels_B.split(micro_batch_sizes(len(labels_B), num_micro_batches)))
+
+        def loss(received: Tensor) -> Tensor:
+            return F.cross_entropy(stage(received), next(labels), reduction="sum") / len(labels_B)
+
+        runner.train(images_BCHW, num_micro_batches, loss if runner.is_last else stage)
 
     return step
 

@@ -49,9 +49,12 @@ def test_all_cut_points(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--cut", "nowhere"], "the model cannot be cut before nowhere: choose among features.1, features.3"),
-        (["--cut", "head,pool"], "3 stages need 2 cuts in the order of the forward, not head, pool"),
-        (["--stages", "11"], "the model has 9 cut points, and 11 stages need 10"),
+        (
+            ["--cut", "nowhere"],
+            "scale.cut: model convnet_small cannot be cut before nowhere: choose among features.1, features.3",
+        ),
+        (["--cut", "head,pool"], "pool is not called after what comes before it: give the cuts in the order of the forward"),
+        (["--stages", "11"], "model convnet_small can be cut at 9 points: write scale.pipeline_stages at most 10"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], says: str) -> None:

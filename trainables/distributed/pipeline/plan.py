@@ -10,23 +10,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations, pairwise, product
+from itertools import combinations, product
 
 import numpy as np
 
 from trainables.distributed.pipeline.costs import Array, Block, Devices, Plan, Stage, Sums
 from trainables.distributed.pipeline.schedule_time import StageTimes, step_seconds, stored_micro_batches
+from trainables.distributed.pipeline.starts import Starts, all_starts, balanced_starts, neighbours, stage_parts
 from trainables.errors import ModelError
 
 ALL_CUTS = 2000
 """Up to so many, all cuts are compared."""
 NOT_NEAR = 1.1
 """A number of micro-batches whose balanced stages are slower than the best by this factor is not looked into."""
-NEAR = (-2, -1, 1, 2)
-"""By so many blocks a cut is moved to find a better one."""
-
-Starts = tuple[int, ...]
-"""The first block of each stage."""
 
 
 @dataclass(frozen=True)
@@ -126,8 +122,8 @@ class _Layout:
         num_all = 1 if given is not None else math.comb(self._student.count - 1, num_stages - 1)
         num_all *= math.comb(self._teacher.count - 1, num_stages - 1) if cut_teacher else 1
         if num_all <= ALL_CUTS:
-            students = [given] if given is not None else list(_all_starts(self._student.count, num_stages))
-            teachers = list(_all_starts(self._teacher.count, num_stages)) if cut_teacher else [self.whole_teacher]
+            students = [given] if given is not None else list(all_starts(self._student.count, num_stages))
+            teachers = list(all_starts(self._teacher.count, num_stages)) if cut_teacher else [self.whole_teacher]
             return list(product(students, teachers)), True
         found = set()
         for with_sends in (False, True):
@@ -138,11 +134,14 @@ class _Layout:
                     break
                 if cut_teacher:
                     student = self._student.all_parts_s()
-                    parts = self._teacher.all_parts_s()
-                    balanced = _balanced([parts + student[first, end] for _, first, end in _parts(starts, self._student.count)])
+                    loads_s = self._teacher.all_parts_s()
+                    parts = stage_parts(starts, self._student.count)
+                    balanced = balanced_starts([loads_s + student[first, end] for _, first, end in parts])
                     assert balanced is not None
                     teacher = balanced
-                    teacher_s = [self._teacher.forward_s(first, end) for _, first, end in _parts(teacher, self._teacher.count)]
+                    teacher_s = [
+                        self._teacher.forward_s(first, end) for _, first, end in stage_parts(teacher, self._teacher.count)
+                    ]
                 found.add((starts, teacher))
         return sorted(found), False
 
@@ -151,7 +150,7 @@ class _Layout:
         sends_s = np.array([2 * self._send_s(cut) if with_sends else 0.0 for cut in range(self._student.count + 1)])
         loads_s = self._student.all_parts_s() + sends_s[:, None] + sends_s
         stages = range(self._devices.num_stages)
-        return _balanced([np.where(self._fitting(stage), loads_s + teacher_s[stage], math.inf) for stage in stages])
+        return balanced_starts([np.where(self._fitting(stage), loads_s + teacher_s[stage], math.inf) for stage in stages])
 
     def _fitting(self, stage: int) -> Array:
         """By a part's first block and the block after its last, whether a stage can be that."""
@@ -162,11 +161,11 @@ class _Layout:
 
     def _neighbours(self, starts: Starts, teacher: Starts, *, student: bool) -> Iterator[tuple[Starts, Starts]]:
         """Those with one or two cuts moved by a few blocks."""
-        students = [starts, *_moved(starts, self._student.count)] if student else [starts]
-        teachers = [teacher, *_moved(teacher, self._teacher.count)] if self._placement == "pipeline" else [teacher]
+        students = [starts, *neighbours(starts, self._student.count)] if student else [starts]
+        teachers = [teacher, *neighbours(teacher, self._teacher.count)] if self._placement == "pipeline" else [teacher]
         yield from product(students, teachers)
         if student:
-            yield from ((again, teacher) for moved in students[1:] for again in _moved(moved, self._student.count))
+            yield from ((again, teacher) for moved in students[1:] for again in neighbours(moved, self._student.count))
 
     def _send_s(self, cut: int) -> float:
         """Over the cut before a block."""
@@ -186,19 +185,19 @@ class _Layout:
     def _teacher_part(self, stage: int, teacher: Starts) -> tuple[int, int]:
         """The teacher's blocks that a stage's device has."""
         if self._placement == "pipeline":
-            return _parts(teacher, self._teacher.count)[stage][1:]
+            return stage_parts(teacher, self._teacher.count)[stage][1:]
         whole = self._placement == "worker" or (self._placement == "last" and stage == self._devices.num_stages - 1)
         return (0, self._teacher.count) if whole else (0, 0)
 
     def _fits(self, starts: Starts, teacher: Starts) -> bool:
         return all(
             self._part_fits(*part, self._teacher.parameter_bytes(*self._teacher_part(part[0], teacher)))
-            for part in _parts(starts, self._student.count)
+            for part in stage_parts(starts, self._student.count)
         )
 
     def _times(self, starts: Starts, teacher: Starts) -> list[StageTimes]:
         link, cut_teacher, times = self._devices.link, self._placement == "pipeline", []
-        for stage, first, end in _parts(starts, self._student.count):
+        for stage, first, end in stage_parts(starts, self._student.count):
             part = self._teacher_part(stage, teacher)
             times.append(
                 StageTimes(
@@ -216,7 +215,7 @@ class _Layout:
         """What no step is shorter than: a stage's passes, what it waits for before them, and what waits for it after them."""
         bound_s = before_s = after_s = 0.0
         cut_teacher = self._placement == "pipeline"
-        for stage, first, end in _parts(starts, self._student.count):
+        for stage, first, end in stage_parts(starts, self._student.count):
             forward_s, backward_s = self._student.forward_s(first, end), self._student.backward_s(first, end)
             teacher_s = self._teacher.forward_s(*self._teacher_part(stage, teacher)) if cut_teacher else 0.0
             passes_s = self._number * (forward_s + backward_s + teacher_s)
@@ -231,7 +230,7 @@ class _Layout:
         ended_s = step_seconds(times, self._planner.schedule, self._number, overlapped=self._devices.link.overlapped)
         reduced_s = [
             end_s + max(0.0, self._all_reduce_s(first, end) - (stage.backward_s if len(times) == 1 else 0.0))
-            for end_s, stage, (_, first, end) in zip(ended_s, times, _parts(starts, self._student.count), strict=True)
+            for end_s, stage, (_, first, end) in zip(ended_s, times, stage_parts(starts, self._student.count), strict=True)
         ]
         return max(reduced_s)
 
@@ -243,7 +242,7 @@ class _Layout:
         times, step_s = self._times(starts, teacher), self.step_s(starts, teacher)
         busy_s = sum(stage.ahead_s + self._number * (stage.forward_s + stage.backward_s + stage.teacher_s) for stage in times)
         stages = []
-        for stage, first, end in _parts(starts, self._student.count):
+        for stage, first, end in stage_parts(starts, self._student.count):
             part = self._teacher_part(stage, teacher)
             stages.append(
                 Stage(
@@ -259,39 +258,3 @@ class _Layout:
         cuts = [self._planner.teacher[first].begins_at for first in teacher[1:]] if self._placement == "pipeline" else []
         bubble = 1 - busy_s / (step_s * len(stages))
         return Plan(tuple(stages), self._planner.schedule, self._number, self._placement, tuple(cuts), step_s, bubble)
-
-
-def _all_starts(num_blocks: int, num_stages: int) -> Iterator[Starts]:
-    return ((0, *cuts) for cuts in combinations(range(1, num_blocks), num_stages - 1))
-
-
-def _parts(starts: Starts, num_blocks: int) -> list[tuple[int, int, int]]:
-    """(stage, first block, block after its last)."""
-    return [(stage, *part) for stage, part in enumerate(pairwise((*starts, num_blocks)))]
-
-
-def _moved(starts: Starts, num_blocks: int) -> Iterator[Starts]:
-    for index, move in product(range(1, len(starts)), NEAR):
-        moved = (*starts[:index], starts[index] + move, *starts[index + 1 :])
-        if all(first < end for first, end in pairwise((*moved, num_blocks))):
-            yield moved
-
-
-def _balanced(loads_s: Sequence[Array]) -> Starts | None:
-    """The first blocks of stages whose slowest is fastest, by dynamic programming; None: every one has a load without end.
-
-    `loads_s`: of each stage, by its first block and the block after its last; without end where that cannot be.
-    """
-    slowest_s = np.where(np.arange(len(loads_s[0])) == 0, 0.0, math.inf)
-    """Of the stages so far, by the block after their last."""
-    chosen = []
-    for load_s in loads_s:
-        options_s = np.maximum(slowest_s[:, None], load_s)
-        chosen.append(options_s.argmin(axis=0))
-        slowest_s = options_s.min(axis=0)
-    if not slowest_s[-1] < math.inf:
-        return None
-    starts = [len(slowest_s) - 1]
-    for firsts in reversed(chosen):
-        starts.append(int(firsts[starts[-1]]))
-    return tuple(starts[:0:-1])

@@ -18,7 +18,8 @@ from torch import nn
 from trainables.distributed.pipeline.block_costs import Conditions, measure_blocks
 from trainables.distributed.pipeline.costs import Block, Devices, PassTime, Plan
 from trainables.distributed.pipeline.graph import CutPoint, cut_points
-from trainables.distributed.pipeline.plan import Planner, Starts
+from trainables.distributed.pipeline.plan import Planner
+from trainables.distributed.pipeline.starts import Starts
 from trainables.errors import ModelError
 from trainables.rundir import write_json
 

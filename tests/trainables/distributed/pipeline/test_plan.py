@@ -1,14 +1,14 @@
 """Cuts and micro-batches: compared with every cut there is, and with what can be worked out by hand."""
 
 import math
-from collections.abc import Iterator
-from itertools import combinations, product
+from itertools import product
 
 import numpy as np
 import pytest
 
 from trainables.distributed.pipeline.costs import Block, Devices, Link, PassTime, Plan
-from trainables.distributed.pipeline.plan import Planner, Starts, _Layout
+from trainables.distributed.pipeline.plan import Planner, _Layout
+from trainables.distributed.pipeline.starts import all_starts
 from trainables.errors import ModelError
 
 MIB = 2**20
@@ -35,10 +35,6 @@ def _random_blocks(rng: np.random.Generator, count: int) -> list[Block]:
         _block(index, *rng.uniform(0.01, 1, 2), fixed_s=rng.uniform(0, 0.1), output_bytes=rng.uniform(0, 1e3))
         for index in range(count)
     ]
-
-
-def _all_starts(num_blocks: int, num_stages: int) -> Iterator[Starts]:
-    return ((0, *cuts) for cuts in combinations(range(1, num_blocks), num_stages - 1))
 
 
 def test_times_between_and_beyond_what_was_measured_lie_on_straight_lines() -> None:
@@ -76,7 +72,7 @@ def test_the_plan_is_as_fast_as_the_best_of_all_cuts(seed: int, most_cuts: int, 
     planner = Planner(blocks, Devices(num_stages, link=link), str(rng.choice(["gpipe", "1f1b"])))
     best_s = min(
         planner.expect(starts, num_samples, number).step_s
-        for starts in _all_starts(len(blocks), num_stages)
+        for starts in all_starts(len(blocks), num_stages)
         for number in {*(2**power for power in range(4) if 2**power <= num_samples), num_samples}
     )
     assert planner.plan(num_samples).step_s <= (1 + 1e-9 if most_cuts == 2000 else 1.02) * best_s
@@ -93,8 +89,8 @@ def test_a_teacher_is_placed_as_well_as_it_can_be(
     blocks, teacher = _random_blocks(rng, int(rng.integers(3, 9))), _random_blocks(rng, int(rng.integers(3, 9)))
     planner = Planner(blocks, Devices(2, link=Link(0.0, 1e4)), str(rng.choice(["gpipe", "1f1b"])), teacher, (placement,))
     layout = _Layout(planner, 8, 4, placement)
-    teachers = list(_all_starts(len(teacher), 2)) if placement == "pipeline" else [layout.whole_teacher]
-    best_s = min(layout.step_s(*each) for each in product(_all_starts(len(blocks), 2), teachers))
+    teachers = list(all_starts(len(teacher), 2)) if placement == "pipeline" else [layout.whole_teacher]
+    best_s = min(layout.step_s(*each) for each in product(all_starts(len(blocks), 2), teachers))
     assert planner.plan(8, num_micro_batches=4).step_s <= (1 + 1e-9 if most_cuts == 2000 else 1.05) * best_s
 
 
