@@ -164,7 +164,6 @@ def pipeline_stages_support(settings: JobSettings) -> Problem:
         f"data.decoder {settings.data.decoder}: write auto": settings.data.decodes_on_device,
         "optim.name dot: write sgd": optim.name == "dot",
         "optim.losses, optimizers of single losses: leave them out": bool(optim.losses),
-        "teacher.cache: leave it out": teacher is not None and teacher.cache is not None,
         "teacher.service: leave it out": teacher is not None and teacher.service is not None,
     }
     problem = next((text for text, applies in instead.items() if applies), None)

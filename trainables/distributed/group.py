@@ -24,7 +24,7 @@ class Group:
     """In this group, as `world_size`."""
     world_size: int = 1
     local_rank: int = 0
-    """On the node, whatever the group."""
+    """Among this group's ranks on the node."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     process_group: dist.ProcessGroup | None = None
     """None: all ranks of the job."""

@@ -82,7 +82,6 @@ def refused_by_a_worker(overrides: tuple[str, ...], folder: Path) -> str:
         ((*STAGES, "train.compile=true"), "does not go with train.compile: write false"),
         ((*STAGES, "optim.name=dot", "optim.nesterov=false"), "does not go with optim.name dot: write sgd"),
         ((*STAGES, "optim.losses={task: {lr: 0.1}}"), "does not go with optim.losses"),
-        ((*STAGES, "teacher.cache=/tmp/cache"), "does not go with teacher.cache: leave it out"),
         ((*STAGES, "teacher.service=1"), "does not go with teacher.service: leave it out"),
         ((*STAGES, *GPU), "does not go with data.decoder gpu: write auto"),
     ],

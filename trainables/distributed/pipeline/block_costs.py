@@ -147,7 +147,7 @@ class _Run:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in seen:
                 current[storage.data_ptr()] = storage.nbytes()
-            return tensor
+            return tensor.detach()  # a node that saves its own output would keep itself, and the model's copy, for ever
 
         with torch.autograd.graph.saved_tensors_hooks(store, lambda tensor: tensor):
             for index, output in enumerate(self._forward(num_samples)):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from trainables.distributed.group import Group
+from trainables.distributed.group import Group, gather_objects
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,9 @@ def build_layout(group: Group, num_stages: int) -> Layout:
     def part(name: str) -> Group:
         process_group = mesh.get_group(name)
         rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
-        return Group(rank, world_size, group.local_rank, group.device, process_group)
+        found = Group(rank, world_size, 0, group.device, process_group)
+        nodes = gather_objects(socket.gethostname(), found)
+        return replace(found, local_rank=nodes[:rank].count(nodes[rank]))
 
     stages = part("stage")
     ranks = dist.get_process_group_ranks(stages.process_group)

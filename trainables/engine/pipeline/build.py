@@ -48,7 +48,10 @@ def possible_cuts(config: TrainConfig, module: DistillationModule) -> list[CutPo
         )
     points = cut_points(module.student, config.data.image_size, module.tapped_modules)
     if config.scale.cut is not None:
-        return [_named(cut, points, module, model) for cut in config.scale.cut]
+        found = [_named(cut, points, module, model) for cut in config.scale.cut]
+        if found != [point for point in points if point in found]:
+            raise ModelError("scale.cut: give its modules in the order of the forward pass, each once")
+        return found
     if len(points) < stages - 1:
         most = f"at most {len(points) + 1}" if points else "1"
         read = f", before {', '.join(sorted(module.tapped_modules))}, which methods read" if module.tapped_modules else ""
@@ -130,7 +133,7 @@ def cut_student(
         raise cut
     stage = split(student, cut.modules)[layout.stages.rank]
     log.info(
-        "%s: %s in %d stages, cut before %s; %d micro-batches, %s",
+        "%s: %s in %d stages, cut before %s; micro-batches: %d, %s",
         config.stage,
         config.model,
         scale.pipeline_stages,

@@ -32,6 +32,12 @@ def test_a_method_that_cannot_be_trained_in_stages_is_refused_in_one_line(name: 
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("cut", [["layer2", "layer1"], ["layer2", "layer2"]])
+def test_cuts_are_in_the_order_of_the_forward_pass(cut: list[str], tmp_path: Path) -> None:
+    with pytest.raises(DistillError, match="give its modules in the order"):
+        check_fit(in_stages("kd", tmp_path, 3, cut=cut), 4)
+
+
 def test_no_cut_lies_behind_what_a_method_reads(tmp_path: Path) -> None:
     check_fit(in_stages("fitnet", tmp_path, 2, cut=["layer1"]), 4)
     with pytest.raises(DistillError, match=r"scale.cut: model resnet8 cannot be cut before layer3: .*; methods read layer2"):

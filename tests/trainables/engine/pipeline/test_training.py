@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,21 +18,24 @@ from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
 from trainables.engine import checkpoint, loop
 from trainables.engine.job import build
+from trainables.errors import TrainingError
 
 CUTS = {1: None, 2: ["hidden.1"], 3: ["hidden.1", "head"]}
 
 
 @pytest.fixture(scope="module")
-def many(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+def many(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     """More ranks than other tests need, six for the slow ones."""
     slow = any("slow" in item.keywords for item in request.session.items)
-    pool = RankPool(6 if slow else 4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))  # of the measured times of a plan
+        pool = RankPool(6 if slow else 4)
     yield pool
     pool.close()
 
 
 def job(
-    folder: Path, stages: int, replicas: int, *, micro_batches: int = 2, schedule: str = "1f1b", **sections: Any
+    folder: Path, stages: int, replicas: int, *, micro_batches: int | str = 2, schedule: str = "1f1b", **sections: Any
 ) -> TrainConfig:
     """Two epochs, with a short last batch, clipping and a teacher."""
     weights = folder.parent / "teacher.safetensors"
@@ -66,6 +70,8 @@ FAST = [
         2, 2, 3, "1f1b", {"data": {"path": "synthetic", "synthetic_images": 65, "global_batch_size": 32}}, id="an empty rank"
     ),
     pytest.param(3, 1, 2, "gpipe", {"optim": {"accumulate": 2}}, id="three stages"),
+    pytest.param(2, 1, "auto", "1f1b", {"scale": {"cut": None}}, id="planned"),
+    pytest.param(2, 1, 2, "1f1b", {"data": {"device_augment": {"mixup": 0.3}, "last_batch": "drop"}}, id="mixup"),
     pytest.param(2, 2, 1, "gpipe", {"optim": {"name": "adamw", "lr": 0.01, "nesterov": False}}, id="one micro-batch"),
 ]
 ALL = [
@@ -81,7 +87,7 @@ SLOW = [pytest.param(*each.values, id=each.id, marks=pytest.mark.slow) for each 
 
 @pytest.mark.parametrize(("stages", "replicas", "micro_batches", "schedule", "sections"), [*FAST, *SLOW])
 def test_stages_train_what_one_process_does_to_1e_9(
-    many: RankPool, tmp_path: Path, stages: int, replicas: int, micro_batches: int, schedule: str, sections: dict[str, Any]
+    many: RankPool, tmp_path: Path, stages: int, replicas: int, micro_batches: int | str, schedule: str, sections: dict[str, Any]
 ) -> None:
     alone = many.run(1, train, job(tmp_path / "alone", 1, 1, **sections))
     settings = job(tmp_path / "stages", stages, replicas, micro_batches=micro_batches, schedule=schedule, **sections)
@@ -133,17 +139,59 @@ def test_a_job_resumed_on_the_same_stages_ends_with_the_same_bits(many: RankPool
     assert equal(saved(tmp_path / "whole"), saved(tmp_path / "pieces"))
 
 
-def bytes_after_training(group: Group, settings: TrainConfig) -> int:
-    """Of all tensors of this process once a job has trained: parameters, the optimizer's state, batches."""
+def test_the_last_stages_fill_and_read_a_cache_of_the_teachers_logits(many: RankPool, tmp_path: Path) -> None:
+    cached = {
+        "data": {"path": "synthetic", "synthetic_images": 65, "global_batch_size": 32},
+        "teacher": {"cache": str(tmp_path / "c")},
+    }
+    images = {}
+    for folder, stages, replicas in (("fills", 2, 2), ("reads", 2, 2), ("alone", 1, 1)):
+        found = many.run(stages * replicas, train, job(tmp_path / folder, stages, replicas, **cached))
+        images[folder] = [metrics["epoch/train/teacher_images"] for kind, _, metrics in found[0]["calls"] if kind == "epoch"]
+    assert images == {"fills": [65.0, 0.0], "reads": [0.0, 0.0], "alone": [0.0, 0.0]}
+    assert relative_difference(saved(tmp_path / "alone"), saved(tmp_path / "reads")) < 1e-9
+
+
+def test_models_in_channels_last_and_with_auxiliary_heads_train_in_stages(many: RankPool, tmp_path: Path) -> None:
+    """With one micro-batch, in which batch norms see the whole batch."""
+    sections = {
+        "model": "googlenet",
+        "data": {"path": "synthetic", "synthetic_images": 9, "image_size": 64, "global_batch_size": 4, "last_batch": "drop"},
+        "train": {"channels_last": True},
+        "optim": {"epochs": 1},
+        "teacher": None,
+        "distill": None,
+    }
+    alone = many.run(1, train, job(tmp_path / "alone", 1, 1, **sections))
+    found = many.run(2, train, job(tmp_path / "stages", 2, 1, micro_batches=1, **sections, scale={"cut": ["inception4a"]}))
+    names = whole_state(found, 2).keys()
+    assert names == whole_state(alone, 1).keys()
+    assert any("aux" in name for name in names)
+
+
+def test_a_loss_that_is_not_finite_ends_all_stages_with_one_line(many: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match="the loss is not finite at step"):
+        many.run(4, train, job(tmp_path / "stages", 2, 2, optim={"lr": 1e200, "clip_grad_norm": None}))
+
+
+def bytes_of_job(group: Group, settings: TrainConfig) -> int:
+    """Of the tensors that this process has besides those of earlier tests once a job has trained: of parameters, momenta, …"""
+    before = bytes_of_tensors()
     with contextlib.closing(build(settings, group, Recorded(), no_telemetry)) as job:
         loop.train_epoch(job)
-        gc.collect()
-        storages = (each.untyped_storage() for each in gc.get_objects() if isinstance(each, Tensor) and each.device.type == "cpu")
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        return bytes_of_tensors() - before
+
+
+def bytes_of_tensors() -> int:
+    gc.collect()
+    with warnings.catch_warnings(action="ignore"):  # of what else is asked for its class
+        tensors = [each for each in gc.get_objects() if isinstance(each, Tensor) and each.device.type == "cpu"]
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def test_a_rank_keeps_its_own_stage_alone(many: RankPool, tmp_path: Path) -> None:
     sections = {"data": {"global_batch_size": 8, "path": "synthetic", "synthetic_images": 32}, "teacher": None, "distill": None}
-    (alone,) = many.run(1, bytes_after_training, job(tmp_path / "alone", 1, 1, **sections))
-    stages = many.run(2, bytes_after_training, job(tmp_path / "stages", 2, 1, **sections))
+    (alone,) = many.run(1, bytes_of_job, job(tmp_path / "alone", 1, 1, **sections))
+    stages = many.run(2, bytes_of_job, job(tmp_path / "stages", 2, 1, **sections))
     assert max(stages) < 0.65 * alone  # the second stage has 0.58 of the parameters
