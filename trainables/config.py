@@ -379,13 +379,46 @@ class OptimConfig(Section):
 
 
 class ScaleConfig(Section):
-    """How many processes, and what each reserves."""
+    """How many processes, what each has of the model, and what each reserves."""
 
     num_workers: Count = Field(1, description="Ray Train workers: the world size")
+    pipeline_stages: Count = Field(
+        1, description="workers that share one replica of the trained model, each with a part of its layers"
+    )
+    micro_batches: Count | Literal["auto"] = Field(
+        "auto",
+        description="parts of a replica's batch that flow through its pipeline stages; auto: by timing; without effect for one",
+    )
+    schedule: Literal["1f1b", "gpipe"] = Field(
+        "1f1b", description="order of the micro-batches' passes in a pipeline stage; 1f1b stores fewer activations"
+    )
+    cut: tuple[str, ...] | None = Field(
+        None,
+        description="modules with which the student's second and later pipeline stages begin; absent: planned by timing",
+    )
     use_gpu: bool | Literal["auto"] = Field("auto", description="one GPU per worker; auto: where the cluster has GPUs")
     cpus_per_worker: Count = Field(1, description="compute threads of one worker, not counting its loader workers")
     sync_batch_norm: bool = Field(False, description="batch statistics over all workers")
     max_failures: Natural = Field(3, description="restarts after a worker or a node has died")
+
+    @property
+    def num_replicas(self) -> int:
+        """Copies of the model, each of which trains on its part of the global batch."""
+        return self.num_workers // self.pipeline_stages
+
+    @model_validator(mode="after")
+    def _check_stages(self) -> Self:
+        stages, workers = self.pipeline_stages, self.num_workers
+        if workers % stages:
+            lower = max(workers // stages, 1) * stages
+            instead = f"write {lower} or {lower + stages}" if workers > stages else f"write {stages}"
+            raise ValueError(f"num_workers {workers} is not divisible by pipeline_stages {stages}: {instead}")
+        if self.cut is not None and len(self.cut) != stages - 1:
+            raise ValueError(
+                f"cut names {len(self.cut)} modules, and {stages} pipeline_stages begin with {stages - 1} besides the images: "
+                "name as many, or leave cut out"
+            )
+        return self
 
 
 class TrainingConfig(Section):

@@ -7,7 +7,7 @@ what is wrong and what to write instead, in one line; None: nothing is wrong.
 from collections.abc import Callable
 from typing import Protocol
 
-from trainables.config import DataConfig, OptimConfig, ScaleConfig, TeacherConfig
+from trainables.config import DataConfig, OptimConfig, ScaleConfig, TeacherConfig, TrainingConfig
 
 Problem = str | None
 
@@ -23,6 +23,10 @@ class JobSettings(Protocol):
     def optim(self) -> OptimConfig: ...
     @property
     def scale(self) -> ScaleConfig: ...
+    @property
+    def train(self) -> TrainingConfig: ...
+    @property
+    def precision(self) -> str: ...
 
 
 class MethodRequirements(Protocol):
@@ -38,17 +42,18 @@ class MethodRequirements(Protocol):
     def all_gather(self) -> bool: ...
 
 
-def worker_batch(settings: JobSettings) -> int:
-    """Samples of one worker's batch."""
-    return settings.data.global_batch_size // settings.scale.num_workers
+def replica_batch(settings: JobSettings) -> int:
+    """Samples of one replica's batch; without pipeline stages each worker is a replica."""
+    return settings.data.global_batch_size // settings.scale.num_replicas
 
 
 def batch_is_divisible(settings: JobSettings) -> Problem:
-    batch, workers = settings.data.global_batch_size, settings.scale.num_workers
-    if batch % workers == 0:
+    batch, replicas = settings.data.global_batch_size, settings.scale.num_replicas
+    if batch % replicas == 0:
         return None
-    lower = max(batch // workers, 1) * workers
-    return f"data.global_batch_size {batch} is not divisible by scale.num_workers {workers}: write {lower} or {lower + workers}"
+    lower, stages = max(batch // replicas, 1) * replicas, settings.scale.pipeline_stages
+    divisor = f"scale.num_workers {replicas}" if stages == 1 else f"{replicas} replicas of {stages} scale.pipeline_stages"
+    return f"data.global_batch_size {batch} is not divisible by {divisor}: write {lower} or {lower + replicas}"
 
 
 def resize_covers_crop(data: DataConfig) -> Problem:
@@ -70,14 +75,29 @@ def enough_images(data: DataConfig, num_images: int) -> Problem:
 
 
 def accumulate_fits_batch(settings: JobSettings) -> Problem:
-    accumulate, batch = settings.optim.accumulate, worker_batch(settings)
-    if accumulate <= batch:
+    accumulate, batch = settings.optim.accumulate, replica_batch(settings)
+    if num_micro_batches(settings) <= batch:
         return None
-    return f"optim.accumulate {accumulate} exceeds the {batch} samples of one worker's batch"
+    if settings.scale.pipeline_stages == 1:
+        return f"optim.accumulate {accumulate} exceeds the {batch} samples of one worker's batch"
+    return (
+        f"scale.micro_batches {settings.scale.micro_batches} × optim.accumulate {accumulate} exceed the {batch} samples of one"
+        " replica's batch"
+    )
+
+
+def num_micro_batches(settings: JobSettings) -> int:
+    """Parts of a replica's batch that are computed one after the other; at least, where that is `auto`."""
+    accumulate, in_pipeline = settings.optim.accumulate, settings.scale.micro_batches
+    if settings.scale.pipeline_stages == 1:
+        return accumulate
+    if in_pipeline == "auto":  # it may be more than one where there are so many samples
+        in_pipeline = 2 if replica_batch(settings) >= 2 * accumulate else 1
+    return accumulate * in_pipeline
 
 
 def mixing_has_pairs(settings: JobSettings) -> Problem:
-    data, workers, batch = settings.data, settings.scale.num_workers, worker_batch(settings)
+    data, workers, batch = settings.data, settings.scale.num_replicas, replica_batch(settings)
     if not data.device_augment.mixes:
         return None
     if batch % 2:
@@ -132,6 +152,24 @@ def nesterov_has_momentum(optim: OptimConfig, section: str = "optim.") -> Proble
     return f"{section}nesterov needs {section}momentum above 0: set it, or set {section}nesterov to false"
 
 
+def pipeline_stages_support(settings: JobSettings) -> Problem:
+    """What a model that is cut into pipeline stages cannot be trained with."""
+    teacher, optim = settings.teacher, settings.optim
+    instead = {
+        "precision fp16: its scaler would see one stage's gradients; write bf16, or fp32": settings.precision == "fp16",
+        "scale.sync_batch_norm: write false": settings.scale.sync_batch_norm,
+        "train.compile: write false": settings.train.compile,
+        f"data.decoder {settings.data.decoder}: write auto": settings.data.decodes_on_device,
+        "optim.name dot: write sgd": optim.name == "dot",
+        "optim.losses, optimizers of single losses: leave them out": bool(optim.losses),
+        "teacher.service: leave it out": teacher is not None and teacher.service is not None,
+    }
+    problem = next((text for text, applies in instead.items() if applies), None)
+    if settings.scale.pipeline_stages == 1 or problem is None:
+        return None
+    return f"scale.pipeline_stages {settings.scale.pipeline_stages} does not go with {problem}, or scale.pipeline_stages 1"
+
+
 RULES: tuple[Callable[[JobSettings], Problem], ...] = (
     batch_is_divisible,
     lambda settings: resize_covers_crop(settings.data),
@@ -142,18 +180,18 @@ RULES: tuple[Callable[[JobSettings], Problem], ...] = (
     lambda settings: warmup_leaves_an_epoch(settings.optim, settings.optim.epochs),
     lambda settings: nesterov_has_momentum(settings.optim),
     gpu_decoder_has_gpus,
+    pipeline_stages_support,
 )
 """What every job must keep."""
 
 
-def splits_no_batch(what: str, accumulate: int) -> Problem:
+def splits_no_batch(what: str, settings: JobSettings) -> Problem:
     """`what` looks at all samples of a batch."""
-    if accumulate == 1:
+    if num_micro_batches(settings) == 1:
         return None
-    return (
-        f"{what} looks at all samples of a batch, which optim.accumulate {accumulate} splits: "
-        "set optim.accumulate to 1, or use more workers"
-    )
+    accumulate, micro_batches = settings.optim.accumulate, settings.scale.micro_batches
+    key, number = ("optim.accumulate", accumulate) if accumulate > 1 else ("scale.micro_batches", micro_batches)
+    return f"{what} looks at all samples of a batch, which {key} {number} splits: set {key} to 1, or use more workers"
 
 
 def method_has_a_teacher(name: str, requirements: MethodRequirements, settings: JobSettings) -> Problem:
@@ -172,15 +210,17 @@ def method_has_one_label(name: str, requirements: MethodRequirements, settings: 
 
 
 def method_has_whole_batches(name: str, requirements: MethodRequirements, settings: JobSettings) -> Problem:
-    return splits_no_batch(f"distill.method: {name}", settings.optim.accumulate) if requirements.whole_batch else None
+    return splits_no_batch(f"distill.method: {name}", settings) if requirements.whole_batch else None
 
 
 def method_has_all_workers(name: str, requirements: MethodRequirements, settings: JobSettings) -> Problem:
-    if not requirements.all_gather or settings.optim.accumulate == 1 or settings.scale.num_workers == 1:
+    scale = settings.scale
+    if not requirements.all_gather or num_micro_batches(settings) == 1 or scale.num_replicas == 1:
         return None
+    key = "optim.accumulate" if settings.optim.accumulate > 1 else "scale.micro_batches"
     return (
         f"distill.method: {name} gathers the outputs of all workers, and one of them may have fewer micro-batches of a "
-        "short batch: set optim.accumulate to 1, or scale.num_workers to 1"
+        f"short batch: set {key} to 1, or scale.num_workers to {scale.pipeline_stages}"
     )
 
 

@@ -14,7 +14,7 @@ from service.config.sweep import SweepConfig
 from trainables.config import DistillConfig
 from trainables.errors import ExperimentError
 from trainables.methods import METHODS, check_name, file_of, load_method, option_key
-from trainables.rules import Problem, first_problem_of_method
+from trainables.rules import Problem, first_problem_of_method, num_micro_batches
 
 MethodFiles = Literal["run", "run if present", "ignore"]
 """What a check does with methods that are files (`FILE.py:CLASS`), whose code runs when they are loaded."""
@@ -135,7 +135,7 @@ def _several_teachers_are_enough(experiment: Experiment) -> Problem:
 
 def _methods_have_what_they_need(experiment: Experiment) -> Problem:
     only_kd = experiment.distill.method == ("kd",)
-    limits = experiment.data.device_augment.mixes or experiment.optim.accumulate > 1 or experiment.teacher is None
+    limits = experiment.data.device_augment.mixes or num_micro_batches(experiment) > 1 or experiment.teacher is None
     if only_kd or not limits or not experiment.distills:  # no method is loaded for nothing
         return None
     problems = (first_problem_of_method(name, load_method(name).requires, experiment) for name in experiment.distill.method)

@@ -85,8 +85,9 @@ class Experiment(Section):
         `weights` are those of the stage before it. All stages but the teacher's distil alike.
         """
         before = self.preparation
-        model, optim, train = self.student.model, self.optim, self.train
+        model, optim, train, scale = self.student.model, self.optim, self.train, self.scale
         if name in before:
+            scale = scale.model_copy(update={"cut": None})
             model = before[name].model
             optim = optim.model_copy(update={"epochs": before[name].epochs or optim.epochs})
             train = train.model_copy(update={"until_top1_pct": None, "until_s": None})
@@ -102,7 +103,7 @@ class Experiment(Section):
             teacher=teacher,
             distill=distill,
             optim=own_optimizers(optim, distill),
-            scale=self.scale,
+            scale=scale,
             train=train,
             precision=self.precision,
             seed=self.seed,

@@ -12,6 +12,7 @@ from service.doctor.evidence import LEAST_PCT, Evidence
 from service.doctor.growth import as_it_is_now, slowdown
 from service.doctor.input_path import copy, decoding, late_batches, lock, no_prefetch, storage, swapping, unknown
 from service.doctor.outside_steps import between_epochs, checkpoints, evaluation
+from service.doctor.pipeline import bubble, uneven_stages
 from service.doctor.ranks import all_reduce, straggler, uneven
 from service.doctor.step_model import Cause, Finding, predicted_pct
 from service.doctor.teacher_service import service_waits
@@ -28,6 +29,8 @@ RULES = (
     straggler,
     uneven,
     all_reduce,
+    bubble,
+    uneven_stages,
     other_programs,
     launches,
     teacher,

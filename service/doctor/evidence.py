@@ -55,6 +55,9 @@ class Evidence:
     epochs: tuple[EpochUse, ...] = ()
     clock: Clock | None = None
     """None: of a timing run, or where it is not recorded."""
+    pipeline_stages: int = 1
+    micro_batches: int = 1
+    """Of a replica's batch, in its pipeline."""
     teacher_actors: int | None = None
     """Of `teacher.service`: what a step then spends on its teacher is waiting. None: a teacher in each worker, or none."""
 
@@ -70,12 +73,12 @@ class Evidence:
     @property
     def rank_batch(self) -> float:
         """Images of one rank's step."""
-        return self.global_batch / self.num_workers
+        return self.global_batch * self.pipeline_stages / self.num_workers
 
     @property
     def micro_batch(self) -> int:
         """Images of one rank's forward pass."""
-        return max(1, self.global_batch // (self.num_workers * self.accumulate))
+        return max(1, int(self.rank_batch) // (self.accumulate * self.micro_batches))
 
     @cached_property
     def typical(self) -> RankTimes:
@@ -222,7 +225,12 @@ class Evidence:
         return fmean(epoch.eval_s for epoch in self.epochs) if self.epochs else 0.0
 
     def own_backward_ms(self, rank: RankTimes) -> float:
-        """A rank's backward without its waits. Ranks wait for the slowest, so that nobody computes longer than the least."""
+        """A rank's backward without its waits. Ranks wait for the slowest, so that nobody computes longer than the least.
+
+        Pipeline stages have work of their own, and their waits are the bubble.
+        """
+        if self.pipeline_stages > 1:
+            return rank.backward_ms
         least = min(other.backward_ms for other in self.ranks)
         return min(least, rank.backward_ms - (rank.allreduce_wait_ms or 0.0))
 
@@ -242,8 +250,10 @@ class Evidence:
         """A rank's forward without its wait for rank 0, which gives all ranks its batch statistics as their forward begins.
 
         Rank 0 is later than this one in the mean by the difference of what comes before, and, where it waits for images that
-        come now sooner and now later, in single steps by as much again as those waits explain.
+        come now sooner and now later, in single steps by as much again as those waits explain. See `own_backward_ms`.
         """
+        if self.pipeline_stages > 1:
+            return rank.student_ms
         first, least_ms = self.ranks[0], min(other.student_ms for other in self.ranks)
         own_ms = rank.student_ms - max(0.0, first.before_student_ms - rank.before_student_ms)
         varies_ms = 0.0 if self.in_series else first.data_ms

@@ -11,7 +11,7 @@ from service.doctor.clocks import clocks_lost, fallen, latest
 from service.doctor.evidence import LEAST_PCT, Evidence
 from service.doctor.recorded import EpochUse, RankTimes
 from service.doctor.step_model import Cause, Effect
-from trainables.metrics.phases import PHASES
+from trainables.metrics.phases import ALL_PHASES
 
 SURE = 3.0
 """Steps that grow have to grow by so many times what epochs differ by from one to the next."""
@@ -75,7 +75,7 @@ def as_it_is_now(e: Evidence) -> Evidence:
         whole = fmean(map(of, e.epochs))
         return fmean(map(of, latest(e.epochs))) / whole if whole else 1.0
 
-    by_phase = {phase: times(methodcaller("phase_ms", phase)) for phase in PHASES}
+    by_phase = {phase: times(methodcaller("phase_ms", phase)) for phase in ALL_PHASES}
     step, exposed_ms = times(lambda epoch: epoch.step_ms), e.exposed_ms or 0.0
 
     def grown(rank: RankTimes) -> RankTimes:

@@ -14,7 +14,12 @@ SURE = 3.0  # standard errors: of 8 batches' means a difference of none exceeds 
 
 
 def straggler(e: Evidence) -> Cause | None:
-    """Ranks that all others wait for, named: those that compute longer, or those whose loader is slower."""
+    """Ranks that all others wait for, named: those that compute longer, or those whose loader is slower.
+
+    Not of pipeline stages, each of which has work of its own.
+    """
+    if e.pipeline_stages > 1:
+        return None
     computing, loading = late(e, e.computing_ms, "compute"), late(e, e.supply_of, "data")
     if computing is None or loading is None:
         return computing or loading

@@ -14,7 +14,7 @@ from service.doctor.recorded import Clock, EpochUse, GpuUse, LoaderCosts, NodeUs
 from service.runs.outcome import Outcome, read_summary
 from service.runs.result import RunResult, TrialRow
 from trainables.errors import ExperimentError
-from trainables.metrics.phases import PHASES
+from trainables.metrics.phases import ALL_PHASES
 from trainables.rundir import RunDir, read_lines
 
 Metrics = Mapping[str, float]
@@ -121,6 +121,8 @@ def evidence_of(
         clock=_clock(metrics) if epochs else None,
         val_images=evaluated[-1] if evaluated else 0.0,
         epochs=epochs,
+        pipeline_stages=experiment.scale.pipeline_stages,
+        micro_batches=int(start.get("micro_batches", 1)) if experiment.scale.pipeline_stages > 1 else 1,
         teacher_actors=experiment.teacher.service if experiment.teacher is not None else None,
     )
 
@@ -188,7 +190,7 @@ def _gpus(metrics: Metrics) -> tuple[GpuUse, ...]:
 def _epochs(lines: list[Mapping[str, Any]]) -> tuple[EpochUse, ...]:
     """The epochs that ended, each with the mean of its steps and their phases as its log lines have it."""
     found, before = list[EpochUse](), 0
-    total_ms, count = dict.fromkeys((*PHASES, "step"), 0.0), 0
+    total_ms, count = dict.fromkeys((*ALL_PHASES, "step"), 0.0), 0
     for line in lines:
         metrics, step = plain(line["metrics"]), int(line["step"])
         if line["kind"] == "step":

@@ -29,6 +29,8 @@ class RankTimes:
     """What all threads of this rank's process compute, those of its loader too."""
     core_wait_ms: float | None = None
     """How long the step's own thread is ready to run while others have the cores."""
+    bubble_ms: float = 0.0
+    """What a pipeline stage waits for its neighbours."""
 
     @property
     def before_student_ms(self) -> float:
@@ -38,7 +40,7 @@ class RankTimes:
     @property
     def rest_ms(self) -> float:
         """What lies in no phase."""
-        return max(0.0, self.step_ms - self.before_student_ms - self.student_ms - self.backward_ms)
+        return max(0.0, self.step_ms - self.before_student_ms - self.student_ms - self.backward_ms - self.bubble_ms)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from service.doctor.evidence import LEAST_PCT, Evidence
 from service.doctor.input_path import swap_mib_per_s, swaps
 from service.doctor.read_run import Recording
 from service.doctor.step_model import Finding
-from trainables.metrics.phases import PHASES
+from trainables.metrics.phases import ALL_PHASES
 
 HEALTHY = f"nothing to gain over {LEAST_PCT:g}%"
 
@@ -48,7 +48,7 @@ def healthy(e: Evidence) -> str:
 def where_time_goes(e: Evidence) -> str:
     """A step by its phases, the longest first."""
     step = e.typical
-    shares = sorted(((getattr(step, f"{phase}_ms"), phase) for phase in PHASES), reverse=True)
+    shares = sorted(((getattr(step, f"{phase}_ms"), phase) for phase in ALL_PHASES), reverse=True)
     parts = ", ".join(f"{phase} {100 * ms / step.step_ms:.0f}%" for ms, phase in shares if ms >= 0.005 * step.step_ms)
     waits = f", of the backward {e.exposed_ms:.1f} ms waiting for the all-reduce" if e.exposed_ms else ""
     return f"a step of {step.step_ms:.1f} ms is {parts}{waits}"
@@ -105,7 +105,7 @@ def slower_by(best: Evidence, other: Evidence) -> tuple[float, str]:
 
     def an_image(e: Evidence) -> dict[str, float]:
         step, waits_ms = e.typical, e.exposed_ms or 0.0
-        parts = {phase: getattr(step, f"{phase}_ms") for phase in PHASES} | {"the all-reduce": waits_ms}
+        parts = {phase: getattr(step, f"{phase}_ms") for phase in ALL_PHASES} | {"the all-reduce": waits_ms}
         parts["backward"] -= waits_ms
         return {part: ms / e.global_batch for part, ms in parts.items()}
 

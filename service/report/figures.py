@@ -9,11 +9,11 @@ from service.report import plotly_marks as marks
 from service.report.plotly_marks import Figure, Trace
 from service.report.run_records import Row, axes, gpu_s_per_epoch, ran, value
 from service.report.speed_by_axis import NAMED, spans, tip
-from trainables.metrics.phases import PHASES
+from trainables.metrics.phases import ALL_PHASES
 
 YELLOW = "#F0E442"
-COLOURS = (marks.VERMILION, YELLOW, marks.SKY, marks.BLUE, marks.GREEN, marks.PURPLE, marks.ORANGE)
-PHASE_COLOURS = dict(zip(PHASES, COLOURS, strict=True))
+COLOURS = (marks.VERMILION, YELLOW, marks.SKY, marks.BLUE, marks.GREEN, marks.PURPLE, marks.ORANGE, marks.GREY)
+PHASE_COLOURS = dict(zip(ALL_PHASES, COLOURS, strict=True))
 
 
 def phases(rows: Sequence[Row], unit: str) -> Figure | None:
@@ -23,8 +23,9 @@ def phases(rows: Sequence[Row], unit: str) -> Figure | None:
     if not shown:
         return None
     few = len(shown) <= NAMED
+    recorded = [phase for phase in ALL_PHASES if any(f"phase/{phase}_ms" in row.metrics for row in shown)]
     traces = []
-    for phase in PHASES:
+    for phase in recorded:
         part = [row.metrics.get(f"phase/{phase}_ms", 0.0) for row in shown]
         if not any(part):
             continue
@@ -38,7 +39,7 @@ def phases(rows: Sequence[Row], unit: str) -> Figure | None:
         [
             row.id,
             names.point(row, unit, keys),
-            *(names.number(row.metrics.get(f"phase/{phase}_ms")) for phase in (*PHASES, "step")),
+            *(names.number(row.metrics.get(f"phase/{phase}_ms")) for phase in (*recorded, "step")),
         ]
         for row in shown
     ]
@@ -55,7 +56,7 @@ def phases(rows: Sequence[Row], unit: str) -> Figure | None:
             "bargap": 0.15 if few else 0,
             "legend": {"traceorder": "normal"},
         },
-        ["trial", "point", *(f"{phase} ms" for phase in PHASES), "step ms"],
+        ["trial", "point", *(f"{phase} ms" for phase in recorded), "step ms"],
         table,
     )
 

@@ -15,7 +15,7 @@ from service.report.winner import command
 from service.report.winner import lines as sentences
 from service.runs.result import RunResult
 from service.search.rows import probes
-from trainables.metrics.phases import PHASES
+from trainables.metrics.phases import ALL_PHASES
 from trainables.metrics.telemetry import decode_throttle
 from trainables.rundir import RunDir, StageDir, read_lines
 
@@ -77,7 +77,7 @@ def phase_table(metrics: Mapping[str, float], title: str) -> Table:
     """Where a step's time goes: milliseconds per phase and their share of the step."""
     step = metrics.get("phase/step_ms") or float("nan")
     rows = []
-    for phase in (*PHASES, "step"):
+    for phase in (*ALL_PHASES, "step"):
         mean = metrics.get(f"phase/{phase}_ms")
         if mean is not None:
             spread = (number(metrics.get(f"phase/{phase}_{name}_ms")) for name in ("min", "p50", "p95", "max"))

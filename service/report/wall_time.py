@@ -101,6 +101,7 @@ def stage_phases(stages: Sequence[StageRow]) -> Figure | None:
         [stage.stage, phase, *(names.number(stage.metrics.get(f"phase/{phase}{part}_ms")) for part in parts)]
         for stage in timed
         for phase in (*PHASE_COLOURS, "step")
+        if f"phase/{phase}_ms" in stage.metrics
     ]
     return Figure(
         "phases",

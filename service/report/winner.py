@@ -16,7 +16,7 @@ from service.report.run_records import UNRUN, Row, axes, best_of, ended, ran, ro
 from service.runs.result import RunResult, TrialRow
 from service.search.rows import probes
 from trainables.errors import ExperimentError
-from trainables.metrics.phases import PHASES
+from trainables.metrics.phases import ALL_PHASES
 from trainables.rundir import RunDir
 
 BEYOND = 1.96  # standard errors that a difference has to be beyond
@@ -67,7 +67,7 @@ def against(best: Row, runner_up: Row, metric: str, mode: str) -> str:
 
 def step_shares(metrics: Mapping[str, float]) -> str | None:
     """Where a step's time goes, the longest phase first."""
-    shares = {phase: metrics[f"phase/{phase}_ms"] for phase in PHASES if metrics.get(f"phase/{phase}_ms")}
+    shares = {phase: metrics[f"phase/{phase}_ms"] for phase in ALL_PHASES if metrics.get(f"phase/{phase}_ms")}
     total = metrics.get("phase/step_ms") or sum(shares.values())
     if not shares or not total:
         return None

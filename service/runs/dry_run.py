@@ -37,6 +37,7 @@ def num_classes_of(path: str, synthetic_classes: int) -> int:
 def _deciding_config(experiment: Experiment, stage: str) -> str:
     """What decides whether a stage fits, as JSON: the same for points that differ elsewhere, as in learning rate or seed."""
     config = experiment.stage(stage, Path("/"), {}, _UNTRAINED)
+    scale = config.scale
     deciding = {"name", "momentum", "nesterov", "warmup_epochs"}
     optim = config.optim.model_dump(include={*deciding, "delta", "accumulate", "epochs"})
     losses = {name: loss.model_dump(include=deciding) for name, loss in config.optim.losses.items()}
@@ -48,7 +49,8 @@ def _deciding_config(experiment: Experiment, stage: str) -> str:
         "optim": {**optim, "losses": losses},
         "data": config.data.model_dump(include={"image_size", "global_batch_size"}),
         "precision": config.precision,
-        "scale": config.scale.model_dump(include={"sync_batch_norm"}),
+        "scale": scale.model_dump(include={"sync_batch_norm", "pipeline_stages", "micro_batches", "cut"})
+        | {"num_workers": scale.pipeline_stages},
     }
     return TrainConfig.model_validate(whole).model_dump_json()
 

@@ -67,8 +67,9 @@ class Plan:
         scale = self.experiment.scale
         kind = "GPU" if self.use_gpu else "CPU"
         auto = " (auto)" if self.experiment.data.loader_workers == "auto" else ""
+        stages = f" ({scale.num_replicas} × {scale.pipeline_stages} pipeline stages)" if scale.pipeline_stages > 1 else ""
         line = (
-            f"{scale.num_workers} {kind} worker{'s' if scale.num_workers > 1 else ''} × "
+            f"{scale.num_workers} {kind} worker{'s' if scale.num_workers > 1 else ''}{stages} × "
             f"{self.loader_workers} loader workers{auto}, global batch {self.experiment.data.global_batch_size}, "
             f"on {len(cluster.nodes)} node{'s' if len(cluster.nodes) > 1 else ''}"
         )

@@ -6,6 +6,10 @@
     local  = (fixed + image·max(batch, knee)) · (1 + sharing·(per_node − 1))
     exposed= max(0, reduce − hidden·backward)     smooth: reduce²/(reduce + hidden·backward)
 
+With p pipeline stages and m micro-batches, p workers share a replica's work, and wait for each other in (p − 1)/(m + p − 1) of a
+step (Huang et al. 2019); each reduces its own parameters, after its passes. What stages of uneven work and their sends cost is
+in the multiplier that each value of an extra key gets.
+
 Every other `max` is a p-norm, since queues round corners. Too many threads for the cores slow both sides.
 Shapes: ... any leading axes (samples of the parameters), M points, P parameters.
 """
@@ -50,6 +54,7 @@ PARAMETERS = (
     Parameter("straggler", "slowdown of the slowest of n workers, per H_n − 1", 0.02, 1.0),
 )
 INDEX = {parameter.name: index for index, parameter in enumerate(PARAMETERS)}
+LEAST_S = 1e-9  # in place of zero, where it divides
 SHARPNESS = 12.0  # of the p-norms: two equal terms give 6% more than either
 
 
@@ -95,29 +100,33 @@ def step_times(logs: Array, layout: Layout) -> Times:
     count = len(layout.member_KM)
     decode = np.exp(extra[..., :count] @ layout.member_KM)  # ...M
     slower = np.exp(extra[..., count:] @ layout.member_KM)
-    batch, threads, per_node = layout.batch_M, np.maximum(layout.threads_M, 1), layout.per_node_M
+    stages, micro_batches, per_node = layout.stages_M, layout.micro_batches_M, layout.per_node_M
+    batch, threads = layout.batch_M * stages, np.maximum(layout.threads_M, 1)  # images of a replica
+    loading = np.maximum(per_node / stages, 1)  # replicas on the fullest node: the first stage loads
+    share = (micro_batches + stages - 1) / (micro_batches * stages)  # of a replica's work that a step waits for
 
     rate = of["thread_images_per_s"] * decode
-    contended = 1 + of["thread_contention"] * (threads * per_node - 1)
+    contended = 1 + of["thread_contention"] * (threads * loading - 1)
     free_cores = np.maximum(layout.cores - 0.5 * per_node, 0.5 * layout.cores)  # the training threads take their part
-    excess = np.maximum((threads + 1) * per_node / layout.cores - 1, 0)
+    excess = np.maximum((threads * loading + per_node) / layout.cores - 1, 0)
     supply = _larger(
         batch * contended / (rate * threads),
-        batch * per_node / (rate * free_cores) * (1 + of["crowding_supply"] * excess),
-        batch * per_node / of["node_images_per_s"] + 0 * rate,
+        batch * loading / (rate * free_cores) * (1 + of["crowding_supply"] * excess),
+        batch * loading / of["node_images_per_s"] + 0 * rate,
     )
-    filled = np.sqrt(batch**2 + of["knee_images"] ** 2)  # a GPU fills gradually
+    filled = share * np.sqrt(batch**2 + (micro_batches * of["knee_images"]) ** 2)  # a GPU fills gradually
     computed = of["image_s"] * slower * filled
     crowded = (1 + of["sharing"] * (per_node - 1)) * (1 + of["crowding_work"] * excess)
-    fixed = of["fixed_s"] * crowded
+    fixed = of["fixed_s"] * micro_batches * share * crowded
     local = fixed + computed * crowded
     forward = local * np.minimum(of["forward_share"], 0.9)
     backward = local - forward
-    nodes, workers = layout.nodes_M, layout.workers_M
-    reduce = (
-        of["reduce_node_s"] * (per_node - 1) / per_node + of["reduce_net_s"] * (nodes - 1) / nodes + of["hop_s"] * (workers - 1)
-    )
-    cover = np.minimum(of["hidden_share"], 1.0) * backward
+    workers = layout.workers_M
+    replicas = np.maximum(workers / stages, 1)
+    nodes = np.minimum(layout.nodes_M, replicas)
+    in_node = of["reduce_node_s"] * (loading - 1) / loading
+    reduce = (in_node + of["reduce_net_s"] * (nodes - 1) / nodes) / stages + of["hop_s"] * (replicas - 1)
+    cover = np.where(stages > 1, LEAST_S, np.minimum(of["hidden_share"], 1.0) * backward)
     exposed = reduce**2 / (reduce + cover)  # reduce − cover where that is large, never zero: the last bucket has no cover
     harmonic = digamma(workers + 1) + np.euler_gamma
     work = (local + exposed) * (1 + of["straggler"] * (harmonic - 1))

@@ -15,6 +15,10 @@ from numpy.typing import NDArray
 
 from service.config.space import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS, SCALE_AXES
 
+PIPELINE_STAGES, MICRO_BATCHES = "scale.pipeline_stages", "scale.micro_batches"
+USUAL_MICRO_BATCHES = 4
+"""A stage, of a point that does not say how many."""
+
 Array = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 Point = Mapping[str, Any]
@@ -75,6 +79,8 @@ class Layout:
     nodes_M: Array  # nodes that the workers fill, one after the other
     per_node_M: Array  # workers on the fullest node
     batch_M: Array  # images a worker and step
+    stages_M: Array  # workers that share a replica of the model; the first one loads for all of them
+    micro_batches_M: Array  # of a replica's batch
     threads_M: Array  # loader threads of a worker; 0 decodes in the training thread
     cores: float  # of a node
     member_KM: Array  # 1 where the point has the category
@@ -94,6 +100,8 @@ class Layout:
             nodes_M=np.ceil(workers_M / hardware.gpus_per_node),
             per_node_M=per_node_M,
             batch_M=np.array([math.ceil(point[GLOBAL_BATCH] / point[NUM_WORKERS]) for point in points], dtype=float),
+            stages_M=np.array([float(point.get(PIPELINE_STAGES, 1)) for point in points]),
+            micro_batches_M=np.array([_micro_batches(point) for point in points]),
             threads_M=np.array([float(point[LOADER_WORKERS]) for point in points]),
             cores=float(hardware.cpus_per_node),
             member_KM=np.array(member_KM, dtype=float).reshape(len(extras), len(points)),
@@ -102,5 +110,12 @@ class Layout:
     def take(self, rows: Sequence[int] | NDArray[np.int_]) -> Layout:
         """Some of the points."""
         at = np.asarray(rows, dtype=int)
-        columns = ("workers_M", "nodes_M", "per_node_M", "batch_M", "threads_M", "member_KM")
+        columns = ("workers_M", "nodes_M", "per_node_M", "batch_M", "stages_M", "micro_batches_M", "threads_M", "member_KM")
         return replace(self, **{name: getattr(self, name)[..., at] for name in columns})
+
+
+def _micro_batches(point: Point) -> float:
+    stages, number = point.get(PIPELINE_STAGES, 1), point.get(MICRO_BATCHES)
+    if stages == 1:
+        return 1.0
+    return float(number if isinstance(number, int) else USUAL_MICRO_BATCHES * stages)

@@ -114,8 +114,9 @@ class Loader:
         self.costs = Costs(self._most_threads)
         self._pools = [_pool(loader_workers)] if loader_workers else []  # the last one works, the others end
         self._prefetch_batches = data.prefetch_batches if loader_workers else 0
-        rows = math.ceil(min(batch, num_samples) / world_size)
-        self._memory = BatchMemory(rows, data.image_size, pinned=device.type == "cuda")
+        self.max_rows = math.ceil(min(batch, num_samples) / world_size)
+        """The most samples of one batch."""
+        self._memory = BatchMemory(self.max_rows, data.image_size, pinned=device.type == "cuda")
         self._stop = Event()
 
     @property

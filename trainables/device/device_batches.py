@@ -6,7 +6,7 @@ Shapes: B samples of this rank's part of a global batch, C=3 channels, H=W=data.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -37,13 +37,13 @@ class DeviceBatch(NamedTuple):
         if self.copied is not None:
             torch.cuda.current_stream(self.images_BCHW.device).wait_event(self.copied)
 
-    def split(self, parts: int) -> list[DeviceBatch]:
-        """The batch in so many micro-batches of nearly one size."""
+    def split(self, sizes: Sequence[int]) -> list[DeviceBatch]:
+        """The batch in micro-batches of so many samples each, in order."""
         tensors = (self.images_BCHW, self.labels_B, self.indices_B, self.host_indices_B, *(self.mix or ()))
         return [
             DeviceBatch(images_BCHW, labels_B, indices_B, host_indices_B, self.epoch, mix=Mix(*mix) if mix else None)
             for images_BCHW, labels_B, indices_B, host_indices_B, *mix in zip(
-                *(tensor.tensor_split(parts) for tensor in tensors), strict=True
+                *(tensor.split(list(sizes)) for tensor in tensors), strict=True
             )
         ]
 

@@ -11,27 +11,23 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainables.distributed.group import Group
+from trainables.distributed.group import Group, all_reduce_sum
 from trainables.errors import ModelError
 
 
 class _AllReduce(torch.autograd.Function):
-    """The sum over ranks; its gradient is the sum of the ranks' gradients."""
+    """The sum over the ranks of a group; its gradient is the sum of the ranks' gradients."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor) -> Tensor:
-        total = local.clone()
-        dist.all_reduce(total)
-        return total
+    def forward(ctx: Any, local: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return all_reduce_sum(local.clone(), group)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        total = gradients[0].clone()
-        dist.all_reduce(total)
-        return total
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return all_reduce_sum(gradients[0].clone(), ctx.group), None
 
 
 class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
@@ -63,7 +59,7 @@ class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
     def _over_ranks(self, local: Tensor) -> Tensor:
         if self._group.world_size == 1:
             return local
-        total: Tensor = _AllReduce.apply(local)  # type: ignore[no-untyped-call]
+        total: Tensor = _AllReduce.apply(local, self._group)  # type: ignore[no-untyped-call]
         return total
 
     @torch.no_grad()

@@ -22,7 +22,7 @@ class Gather:
     """
 
     def __init__(self, num_rows: int, group: Group, cpu_group: dist.ProcessGroup | None = None):
-        """`cpu_group` is for CPU tensors where the default group has none: see `cpu_process_group`."""
+        """`cpu_group` is for CPU tensors where `group` takes none: see `cpu_process_group`."""
         self._num_rows, self._group, self._cpu_group = num_rows, group, cpu_group
         self._sizes: list[int] | None = None
         self.used = False
@@ -37,7 +37,7 @@ class Gather:
         self.used = True
         if self._group.world_size == 1:
             return local
-        gathered: Tensor = _Gathered.apply(local, self._sizes_R(), self._group.rank)  # type: ignore[no-untyped-call]
+        gathered: Tensor = _Gathered.apply(local, self._sizes_R(), self._group)  # type: ignore[no-untyped-call]
         return gathered
 
     def all_gather_many(self, *local: Tensor) -> tuple[Tensor, ...]:
@@ -53,17 +53,19 @@ class Gather:
         """The number of rows of each rank."""
         if self._sizes is None:
             counts_R = torch.zeros(self._group.world_size, dtype=torch.int64)
-            dist.all_gather_into_tensor(counts_R, torch.tensor([self._num_rows]), group=self._cpu_group)
+            cpu_group = self._cpu_group or self._group.process_group
+            dist.all_gather_into_tensor(counts_R, torch.tensor([self._num_rows]), group=cpu_group)
             self._sizes = counts_R.tolist()
         return self._sizes
 
 
 @cache
 def cpu_process_group(group: Group) -> dist.ProcessGroup | None:
-    """A process group for CPU tensors; None where the default group takes them. All ranks call it."""
+    """A process group for CPU tensors; None where `group` takes them itself. All its ranks call it."""
     if group.world_size == 1 or group.device.type == "cpu":
         return None
-    cpu_group = dist.new_group(backend="gloo")
+    ranks = dist.get_process_group_ranks(group.process_group)
+    cpu_group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     assert isinstance(cpu_group, dist.ProcessGroup)
     return cpu_group
 
@@ -72,15 +74,15 @@ class _Gathered(torch.autograd.Function):
     """All ranks' rows; backward gives the local rows their gradient times the number of ranks."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, sizes: list[int], rank: int) -> Tensor:
-        ctx.begin, ctx.size, ctx.ranks = sum(sizes[:rank]), sizes[rank], len(sizes)
+    def forward(ctx: Any, local: Tensor, sizes: list[int], group: Group) -> Tensor:
+        ctx.begin, ctx.size, ctx.ranks = sum(sizes[: group.rank]), sizes[group.rank], len(sizes)
         max_rows = max(sizes)
         padded = local.contiguous()
         if len(local) < max_rows:
             padded = local.new_zeros((max_rows, *local.shape[1:]))
             padded[: len(local)] = local
         gathered = local.new_empty((len(sizes) * max_rows, *local.shape[1:]))
-        dist.all_gather_into_tensor(gathered, padded)
+        dist.all_gather_into_tensor(gathered, padded, group=group.process_group)
         if min(sizes) == max_rows:
             return gathered
         return torch.cat([part[:size] for part, size in zip(gathered.split(max_rows), sizes, strict=True)])

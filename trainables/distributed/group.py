@@ -1,4 +1,4 @@
-"""The ranks of one job: this process among them, sums over ranks, seeds, and a check that the replicas are equal."""
+"""The ranks of one job or a part of them: this process among them, sums over them, seeds, a check that replicas are equal."""
 
 from __future__ import annotations
 
@@ -20,12 +20,16 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Group:
-    """This process among the ranks of a job."""
+    """This process among the ranks of a job, or among some of them."""
 
     rank: int = 0
+    """In this group, as `world_size`."""
     world_size: int = 1
     local_rank: int = 0
+    """Among this group's ranks on the node."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    process_group: dist.ProcessGroup | None = None
+    """None: all ranks of the job."""
 
     @property
     def is_main(self) -> bool:
@@ -40,7 +44,7 @@ def group_arguments(backend: str, device: torch.device) -> dict[str, Any]:
 def all_reduce_sum(tensor: Tensor, group: Group) -> Tensor:
     """Sum `tensor` over the ranks, in place; every rank must call it with the same shape."""
     if group.world_size > 1:
-        dist.all_reduce(tensor)
+        dist.all_reduce(tensor, group=group.process_group)
     return tensor
 
 
@@ -50,7 +54,9 @@ class GlobalCount:
     def __init__(self, local: int, group: Group, parts: int = 1):
         self._group, self._num_samples, self._num_parts = group, local, parts
         self._totals: Tensor | None = None
-        self._work = dist.all_reduce(self._own(), async_op=True) if group.world_size > 1 else None
+        self._work = None
+        if group.world_size > 1:
+            self._work = dist.all_reduce(self._own(), group=group.process_group, async_op=True)
 
     def _own(self) -> Tensor:
         """This rank's numbers. Filled on the device: a copy from the host would wait for all that the GPU still has to do."""
@@ -81,7 +87,7 @@ def gather_objects(value: Any, group: Group) -> list[Any]:
     if group.world_size == 1:
         return [value]
     gathered: list[Any] = [None] * group.world_size
-    dist.all_gather_object(gathered, value)
+    dist.all_gather_object(gathered, value, group=group.process_group)
     return gathered
 
 
@@ -107,7 +113,7 @@ def broadcast_buffers(model: nn.Module, group: Group) -> None:
     """Give every rank the buffers of rank 0 (batch norm's running statistics differ by rank until then)."""
     if group.world_size > 1:
         for buffer in model.buffers():
-            dist.broadcast(buffer, src=0)
+            dist.broadcast(buffer, group_src=0, group=group.process_group)
 
 
 def seed_rank(seed: int, rank: int) -> None:
@@ -149,7 +155,7 @@ def check_replicas(model: nn.Module, group: Group, step: int) -> None:
         return
     local = checksum(model.parameters(), group.device).reshape(1)
     sums = [torch.empty_like(local) for _ in range(group.world_size)]
-    dist.all_gather(sums, local)
+    dist.all_gather(sums, local, group=group.process_group)
     differing = [rank for rank, other in enumerate(sums) if int(other) != int(sums[0])]
     if differing:
         raise TrainingError(

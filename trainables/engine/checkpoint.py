@@ -8,7 +8,7 @@ metrics, what the model is) is JSON in the header under `raydistill`.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from trainables.distributed.group import Group, gather_objects
+from trainables.engine.pipeline.state_part import StatePart
 from trainables.errors import CheckpointError
 from trainables.models.checkpoint_header import META_KEY
 from trainables.rundir import replacing
@@ -69,6 +70,8 @@ class CheckpointState:
     progress: Progress
     about: dict[str, Any]
     """Describes the model for those who load the file: model, num_classes, image_size, classes, mean, std, data keys."""
+    part: StatePart | None = None
+    """Of the whole state, what this rank has; None: all of it, as every rank."""
 
 
 def rng_state(device: torch.device) -> dict[str, Tensor]:
@@ -80,14 +83,31 @@ def rng_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def save(path: Path, state: CheckpointState, group: Group) -> None:
-    """Write the state to a temporary file, fsync it and rename it to `path`. Every rank calls this; rank 0 writes.
+    """Write the whole state to a temporary file, fsync it and rename it to `path`. Every rank calls this; rank 0 writes.
 
     Raises:
         CheckpointError: on rank 0 where the disk is full or cannot be written; the file that was there is still there.
     """
     rngs = gather_objects(rng_state(group.device), group)
-    if not group.is_main:
+    collected = _collect(state) if group.is_main or state.part is not None else None
+    if collected is None:
         return
+    tensors, optimizers = collected
+    for rank, states in enumerate(rngs):
+        tensors.update({f"rng.{rank}.{kind}": value for kind, value in states.items()})
+    meta = {
+        "format": FORMAT,
+        **state.about,
+        "progress": vars(state.progress),
+        "world_size": group.world_size,
+        "optimizers": optimizers,
+        "scaler": state.scaler.state_dict(),
+    }
+    write_tensors(path, tensors, meta)
+
+
+def _collect(state: CheckpointState) -> tuple[dict[str, Tensor], list[dict[str, Any]]] | None:
+    """The tensors of the whole state and what else its optimizers have; None on a rank that does not write it."""
     tensors = {f"model.{name}": tensor for name, tensor in state.student.state_dict().items()}
     tensors |= {f"method.{name}": tensor for name, tensor in state.methods.state_dict().items()}
     optimizers = []
@@ -101,17 +121,10 @@ def save(path: Path, state: CheckpointState, group: Group) -> None:
                 else:
                     plain.setdefault(str(index), {})[slot] = value
         optimizers.append({"type": type(optimizer).__name__, "param_groups": optim["param_groups"], "plain": plain})
-    for rank, states in enumerate(rngs):
-        tensors.update({f"rng.{rank}.{kind}": value for kind, value in states.items()})
-    meta = {
-        "format": FORMAT,
-        **state.about,
-        "progress": vars(state.progress),
-        "world_size": group.world_size,
-        "optimizers": optimizers,
-        "scaler": state.scaler.state_dict(),
-    }
-    write_tensors(path, tensors, meta)
+    if state.part is None:
+        return tensors, optimizers
+    gathered = state.part.gather(tensors, optimizers[0])
+    return None if gathered is None else (gathered[0], [gathered[1]])
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
@@ -132,8 +145,8 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], meta: dict[str, Any]) 
         ) from error
 
 
-def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """All tensors (on the CPU) and the description of a checkpoint.
+def read(path: Path, wanted: Callable[[str], bool] = lambda name: True) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The wanted tensors (on the CPU), by name, and the description of a checkpoint.
 
     Raises:
         CheckpointError: missing, truncated, not a safetensors file, or not one of ours.
@@ -143,7 +156,7 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         with safe_open(path, framework="pt") as file:
             header = (file.metadata() or {}).get(META_KEY)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
+            tensors = {name: file.get_tensor(name) for name in file.keys() if wanted(name)}  # noqa: SIM118 (it is no mapping)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"checkpoint {path} is damaged ({error}): use another one, such as its neighbour best or last"
@@ -161,7 +174,8 @@ def restore(path: Path, state: CheckpointState, group: Group) -> None:
     Raises:
         CheckpointError: damaged, or of another model or optimizer than those of `state`.
     """
-    tensors, meta = read(path)
+    part = state.part
+    tensors, meta = read(path) if part is None else read(path, part.has)
     _check_model(path, state, meta)
     try:
         state.student.load_state_dict(_without_prefix("model.", tensors))
@@ -175,6 +189,8 @@ def restore(path: Path, state: CheckpointState, group: Group) -> None:
             f"({_last_line(error)}): resume with the same, or choose another --out"
         ) from error
     _check_optimizers(path, state, meta)
+    if part is not None:
+        tensors, meta["optimizers"][0] = part.own(tensors, meta["optimizers"][0])
     for number, optimizer in enumerate(state.optimizers):
         _restore_optimizer(optimizer, _without_prefix(f"optim.{number}.", tensors), meta["optimizers"][number])
     if meta["scaler"]:
@@ -200,8 +216,10 @@ def _check_model(path: Path, state: CheckpointState, meta: dict[str, Any]) -> No
 
 
 def _check_optimizers(path: Path, state: CheckpointState, meta: dict[str, Any]) -> None:
-    saved = [_describe_optimizer(each["type"], each["param_groups"]) for each in meta["optimizers"]]
-    current = [_describe_optimizer(type(optimizer).__name__, optimizer.param_groups) for optimizer in state.optimizers]
+    saved = [_describe_optimizer(each["type"], _sizes(each["param_groups"])) for each in meta["optimizers"]]
+    sizes = [_sizes(each.param_groups) for each in state.optimizers] if state.part is None else [state.part.group_sizes]
+    types = [type(optimizer).__name__ for optimizer in state.optimizers]
+    current = [_describe_optimizer(*each) for each in zip(types, sizes, strict=True)]
     if saved != current:
         raise CheckpointError(
             f"checkpoint {path} was written by {' and '.join(saved)}, and here there is {' and '.join(current)}: resume with "
@@ -218,9 +236,14 @@ def _last_line(error: RuntimeError) -> str:
     return str(error).splitlines()[-1].strip()
 
 
-def _describe_optimizer(class_name: str, groups: Sequence[dict[str, Any]]) -> str:
+def _sizes(groups: Sequence[dict[str, Any]]) -> tuple[int, ...]:
+    """The numbers of an optimizer's parameters by group."""
+    return tuple(len(group["params"]) for group in groups)
+
+
+def _describe_optimizer(class_name: str, sizes: Sequence[int]) -> str:
     """An optimizer and the numbers of its parameters, for an error message."""
-    return f"{class_name} of {'+'.join(str(len(group['params'])) for group in groups)} parameters"
+    return f"{class_name} of {'+'.join(map(str, sizes))} parameters"
 
 
 def _restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], meta: dict[str, Any]) -> None:

@@ -6,16 +6,30 @@ They are built as the job itself would build them, in a second or so: an error s
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from trainables.config import TrainConfig
 from trainables.distributed.group import Group
 from trainables.engine.modules import build_distillation_module, build_student, methods_with_teacher
+from trainables.engine.pipeline.build import possible_cuts
+from trainables.methods.distillation_module import DistillationModule
 from trainables.models.registry import construct
 from trainables.teachers.ensemble import TeacherEnsemble
 
 
 def check_fit(config: TrainConfig, num_classes: int) -> None:
     """Raise what `trainables.engine.job.build` would raise of the models and methods of `config`; no weights are read.
+
+    Raises:
+        ExperimentError, ModelError: one line.
+    """
+    module, _ = untrained_modules(config, num_classes)
+    if config.scale.pipeline_stages > 1:
+        possible_cuts(config, module)
+
+
+def untrained_modules(config: TrainConfig, num_classes: int) -> tuple[DistillationModule, nn.Module | None]:
+    """The distillation module of a job, and the teacher's network where one runs in its steps; no weights are read.
 
     Raises:
         ExperimentError, ModelError: one line.
@@ -28,4 +42,4 @@ def check_fit(config: TrainConfig, num_classes: int) -> None:
         models = [construct(model, num_classes=num_classes, image_size=size, seed=config.seed) for model in names]
         network = (TeacherEnsemble(models) if teacher.others else models[0]).eval().requires_grad_(False)
     labels_M = torch.arange(num_classes)  # a small training split, so that buffers with a row a sample are small
-    build_distillation_module(config, Group(), student, network, num_classes, labels_M)
+    return build_distillation_module(config, Group(), student, network, num_classes, labels_M)[0], network

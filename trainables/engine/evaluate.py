@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from trainables.config import EvaluateConfig
 from trainables.data.loader import Batch, Loader
 from trainables.data.source import open_on_node
-from trainables.device.device_batches import on_device
+from trainables.device.device_batches import DeviceBatch, on_device
 from trainables.device.model_input import autocast, normalizer
 from trainables.distributed.group import Group, all_reduce_sum, broadcast_buffers, gather_objects
 from trainables.engine import checkpoint
@@ -44,19 +44,20 @@ def hits(logits_BK: Tensor, labels_B: Tensor) -> Tensor:
 def evaluate(
     model: nn.Module,
     batches: Generator[Batch, None, None],
-    normalize: Callable[[Tensor], Tensor],
+    logits: Callable[[DeviceBatch], Tensor | None],
     group: Group,
-    autocast_context: Callable[[], contextlib.AbstractContextManager[None]],
+    replicas: Group,
 ) -> dict[str, float]:
-    """Top-1 and top-5 accuracy in percent, mean cross-entropy and the number of images, over all ranks.
+    """Top-1 and top-5 accuracy in percent, mean cross-entropy and the number of images, over all ranks of `group`.
 
-    `model` is the bare module, not DDP: ranks may have different numbers of batches, so that no forward may communicate.
-    `normalize` turns uint8 images_BCHW on the device into the model's input. Closes `batches`, and restores the model's mode.
-    Without a single image all values but `num_images` are nan.
+    `logits` are those (B, K) of a batch as it comes from the loader; None where another rank has them. Replicas may have
+    different numbers of batches, so that no forward may communicate between them: `model` is not under DDP. Its buffers are
+    those of the first of the `replicas`. Closes `batches`, and restores the model's mode. Without a single image all values but
+    `num_images` are nan.
     """
     was_training = model.training
     model.eval()
-    broadcast_buffers(model, group)
+    broadcast_buffers(model, replicas)
     sums = torch.zeros(4, dtype=torch.float64, device=group.device)  # images, cross-entropy, top-1 hits, top-5 hits
     with contextlib.closing(on_device(batches, group.device)) as device_batches:
         for batch in device_batches:
@@ -64,8 +65,9 @@ def evaluate(
             if len(labels_B) == 0:
                 continue
             batch.wait()
-            with autocast_context():
-                logits_BK, _ = logits_and_aux(model(normalize(batch.images_BCHW)))
+            logits_BK = logits(batch)
+            if logits_BK is None:
+                continue
             logits_BK = logits_BK.double()
             top1, top5 = correct_counts(logits_BK, labels_B)
             entropy = F.cross_entropy(logits_BK, labels_B, reduction="sum")
@@ -74,6 +76,18 @@ def evaluate(
     images, entropy, top1, top5 = all_reduce_sum(sums, group).tolist()
     n = images or float("nan")
     return {"top1_pct": 100 * top1 / n, "top5_pct": 100 * top5 / n, "loss": entropy / n, "num_images": images}
+
+
+def logits_of(
+    model: nn.Module, normalize: Callable[[Tensor], Tensor], autocast: Callable[[], contextlib.AbstractContextManager[None]]
+) -> Callable[[DeviceBatch], Tensor]:
+    """A function from a batch to the logits of a whole model. `normalize`: from uint8 images_BCHW to the model's input."""
+
+    def logits(batch: DeviceBatch) -> Tensor:
+        with autocast():
+            return logits_and_aux(model(normalize(batch.images_BCHW)))[0]
+
+    return logits
 
 
 def evaluate_checkpoint(config: EvaluateConfig, group: Group) -> dict[str, Any]:
@@ -109,7 +123,8 @@ def evaluate_checkpoint(config: EvaluateConfig, group: Group) -> dict[str, Any]:
     )
     normalize = normalizer(config.data.mean, config.data.std, group.device, dtype, torch.contiguous_format)
     try:
-        result = evaluate(model, loader.epoch(0), normalize, group, autocast(config.precision, group.device))
+        logits = logits_of(model, normalize, autocast(config.precision, group.device))
+        result = evaluate(model, loader.epoch(0), logits, group, group)
     finally:
         loader.close()
     if not result["num_images"]:

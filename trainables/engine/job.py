@@ -5,35 +5,40 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trainables.config import TrainConfig
 from trainables.data.auto_workers import AutoWorkers
 from trainables.data.loader import Loader
 from trainables.data.order import Split
 from trainables.data.source import open_on_node
-from trainables.device.augment import TrainInputs
 from trainables.device.decode import check_decoder
-from trainables.device.model_input import autocast, normalizer, tensor_format
-from trainables.distributed.batch_norm import accepts_empty_batches
-from trainables.distributed.gather import cpu_process_group
+from trainables.device.model_input import tensor_format
 from trainables.distributed.group import Group, gather_objects, seed_rank
+from trainables.distributed.pipeline.layout import Layout, build_layout
 from trainables.engine import checkpoint
 from trainables.engine.checkpoint import CheckpointState, Progress
 from trainables.engine.epochs import Epochs
 from trainables.engine.job_metrics import JobMetrics, build_metrics
 from trainables.engine.modules import build_modules, build_student
 from trainables.engine.optimizers import build_optimizers
+from trainables.engine.passes import Passes, Trained, whole_passes
+from trainables.engine.pipeline.build import cut_student
+from trainables.engine.pipeline.stage_loader import StageLoader
+from trainables.engine.pipeline.state_part import blank_parameters, state_part
 from trainables.engine.step import TrainState
-from trainables.engine.updates import UpdateSettings, build_update
+from trainables.engine.updates import UpdateSettings
 from trainables.errors import ExperimentError
 from trainables.methods.distillation_module import DistillationModule
 from trainables.rules import first_problem
 from trainables.rundir import StageDir
+from trainables.teachers.interface import TeacherInterface
+from trainables.teachers.network import TeacherNetwork
 from trainables.teachers.service.protocol import TeacherConnection
 
 
@@ -58,9 +63,7 @@ class Job:
     stage: StageDir
     train_loader: Loader
     val_loader: Loader
-    train_state: TrainState
-    normalize: Callable[[Tensor], Tensor]
-    """From uint8 images_BCHW on the device to the models' input, for evaluation; training augments too."""
+    passes: Passes
     checkpoint_state: CheckpointState
     metrics: JobMetrics
     report: Report
@@ -73,8 +76,15 @@ class Job:
     """Unreadable images that the log has named: the loader, and the image's index."""
 
     @property
+    def train_state(self) -> TrainState:
+        return self.passes.train_state
+
+    @property
     def student(self) -> nn.Module:
-        """The bare student, trained through the module of `train_state.training_update`, which wraps it with its methods."""
+        """The bare student, or this rank's pipeline stage of it.
+
+        It is trained through the module of `train_state.training_update`, which wraps it with its methods.
+        """
         return self.train_state.distillation_module.student
 
     @property
@@ -113,62 +123,92 @@ def build(
     """
     if problem := first_problem(config):
         raise ExperimentError(problem)
-    classes, (train_loader, val_loader) = open_loaders(config, group)
-    name, student = build_student(config, group, len(classes))
-    module, teacher = build_modules(config, group, student, classes, train_loader, connections)
-    module.methods.to(group.device, tensor_format(config)[0])
-    if config.train.compile:  # in place: names in the checkpoint stay as they are
-        student.compile()
+    layout = build_layout(group, config.scale.pipeline_stages)
+    classes, (train_loader, val_loader) = open_loaders(config, layout)
+    config, name, module, teacher, student_parameters = build_models(config, layout, classes, train_loader, connections)
     if not module.init_epochs:  # the optimizer of an init stage trains what is frozen afterwards too
         module.begin_stage(0)
-    optimizers = build_optimizers(student, module.methods_by_name, config.optim)
+    optimizers = build_optimizers(module.student, module.methods_by_name, config.optim)
     scaler = torch.amp.GradScaler(group.device.type, enabled=config.precision == "fp16")
     checkpoint_state = CheckpointState(
-        student=student,
+        student=module.student,
         methods=module.methods,
         optimizers=[each.optimizer for each in optimizers],
         scaler=scaler,
         progress=Progress(),
         about=checkpoint_about(config, name, classes),
+        part=None
+        if student_parameters is None
+        else state_part(
+            module,
+            optimizers[0].optimizer,
+            student_parameters=student_parameters,
+            optim=config.optim,
+            layout=layout,
+        ),
     )
     stage = StageDir(Path(config.output_dir))
     seed_rank(config.seed, group.rank)
     # Rank 0 decides for all: a shared file system may show a file to one node later than to another.
     if gather_objects(stage.last.exists(), group)[0]:
         checkpoint.restore(stage.last, checkpoint_state, group)
-    data = config.data
-    normalize = normalizer(data.mean, data.std, group.device, *tensor_format(config))
-    settings = UpdateSettings(scaler, group, config.optim.clip_grad_norm)
     module.begin_stage(0)  # before DDP looks which gradients there will be
-    train_state = TrainState(
-        distillation_module=module,
-        teacher=teacher,
-        optimizers=optimizers,
-        training_update=build_update(module, optimizers, settings, accumulate=config.optim.accumulate),
-        update_settings=settings,
-        group=group,
-        prepare=TrainInputs(data.device_augment, normalize, seed=config.seed, image_size=data.image_size, device=group.device),
-        autocast=autocast(config.precision, group.device),
-        epochs=stage_epochs(config, module, train_loader),
-        num_blank_images=0 if accepts_empty_batches(student) else 2,
-        accumulate=config.optim.accumulate,
-        cpu_group=cpu_process_group(group) if module.methods else None,
-    )
+    settings = UpdateSettings(scaler, layout.replicas, config.optim.clip_grad_norm)
+    trained = Trained(module, teacher, optimizers, settings, stage_epochs(config, module, train_loader))
+    passes_of = whole_passes
+    if layout.stages.world_size > 1:
+        from trainables.engine.pipeline.step import stage_passes  # torch's pipelining takes a second and 150 MB
+
+        passes_of = stage_passes
+    passes = passes_of(config, layout, trained)
     return Job(
         config=config,
         group=group,
         stage=stage,
         train_loader=train_loader,
         val_loader=val_loader,
-        train_state=train_state,
-        normalize=normalize,
+        passes=passes,
         checkpoint_state=checkpoint_state,
-        metrics=build_metrics(config, train_state, checkpoint_state.progress),
+        metrics=build_metrics(config, passes.train_state, checkpoint_state.progress),
         report=report,
         flush_records=flush_records,
         telemetry=telemetry,
         stop_early=stop_early,
     )
+
+
+class Models(NamedTuple):
+    """What a rank has of a job's models."""
+
+    config: TrainConfig
+    """The job's, with what it leaves open to the cut into pipeline stages."""
+    name: str
+    """The student's in full."""
+    module: DistillationModule
+    """The student, or a pipeline stage of it, and its methods, which the last stage has."""
+    teacher: TeacherInterface | None
+    student_parameters: dict[str, nn.Parameter] | None = None
+    """With pipeline stages: those of the whole student, without memory."""
+
+
+def build_models(
+    config: TrainConfig, layout: Layout, classes: tuple[str, ...], loader: Loader, connections: Sequence[TeacherConnection]
+) -> Models:
+    """This rank's models, on its device."""
+    in_stages, device = layout.stages.world_size > 1, layout.replicas.device
+    name, student = build_student(config, Group() if in_stages else layout.replicas, len(classes))
+    module, teacher, parameters = DistillationModule(student), None, None
+    if layout.is_last:
+        module, teacher = build_modules(config, layout.replicas, student, classes, loader, connections)
+    if in_stages:
+        parameters = blank_parameters(student)
+        network = teacher.model if isinstance(teacher, TeacherNetwork) else None
+        module.student, scale = cut_student(config, layout, module, network)
+        config = config.model_copy(update={"scale": scale})
+    module.methods.to(device, tensor_format(config)[0])
+    if config.train.compile:  # in place: names in the checkpoint stay as they are
+        student.compile()
+    return Models(config, name, module, teacher, parameters)
 
 
 def checkpoint_about(config: TrainConfig, name: str, classes: Sequence[str]) -> dict[str, Any]:
@@ -187,26 +227,27 @@ def stage_epochs(config: TrainConfig, module: DistillationModule, loader: Loader
     )
 
 
-def open_loaders(config: TrainConfig, group: Group) -> tuple[tuple[str, ...], tuple[Loader, Loader]]:
+def open_loaders(config: TrainConfig, layout: Layout) -> tuple[tuple[str, ...], tuple[Loader, Loader]]:
     """The class names, and this rank's loaders of the training and the validation split."""
-    data = config.data
+    data, device = config.data, layout.replicas.device
+    kind = partial(StageLoader, hosts=layout.hosts) if layout.stages.world_size > 1 else Loader
     if not isinstance(data.loader_workers, int):
         raise ExperimentError("data.loader_workers is `auto`: the driver resolves it before a job is built")
-    check_decoder(data, group.device, max(1, data.loader_workers))
+    check_decoder(data, device, max(1, data.loader_workers))
     sources = {"train": open_on_node(data, "train"), "val": open_on_node(data, "val")}
 
     def loader(split: Split) -> Loader:
         assert isinstance(data.loader_workers, int)
         training = split == "train"
-        return Loader(
+        return kind(
             sources[split],
             data,
             split=split,
             seed=config.seed,
-            rank=group.rank,
-            world_size=group.world_size,
+            rank=layout.replicas.rank,
+            world_size=layout.replicas.world_size,
             loader_workers=data.loader_workers,
-            device=group.device,
+            device=device,
             auto=AutoWorkers(data.loader_workers) if config.loader_auto and training else None,
             num_augmentation_epochs=config.num_augmentation_epochs if training else None,
         )

@@ -14,7 +14,6 @@ from trainables.engine.epochs import Epoch
 from trainables.engine.evaluate import evaluate
 from trainables.engine.job import Job
 from trainables.engine.metrics_records import epoch_seconds, log_epoch, log_step, means, summarize, teacher_images, throughput
-from trainables.engine.step import train_step
 from trainables.errors import DataError
 
 log = logging.getLogger("raydistill")
@@ -36,15 +35,15 @@ def run(job: Job) -> dict[str, float]:
         "num_workers": job.group.world_size,
         "max_steps": config.train.warmup_steps + config.train.max_steps if config.train.max_steps else 0,
     }
+    if isinstance(config.scale.micro_batches, int):
+        start["micro_batches"] = config.scale.micro_batches
     job.report("start", progress.step, progress.epoch, start)
     if progress.epoch_record:  # its checkpoint is complete: a death may have come before its record was written
         job.report("epoch", **progress.epoch_record)
     if config.train.max_steps is not None:
         return run_timing(job)
     if job.train_state.training_update.noise is None and job.group.is_main:
-        several = "losses have optimizers of their own"
-        why = several if len(job.train_state.optimizers) > 1 else "one worker compares micro-batches, and optim.accumulate is 1"
-        log.info("%s: no noise_scale: %s", config.stage, why)
+        log.info("%s: no noise_scale: %s", config.stage, job.train_state.training_update.without_noise)
     while progress.epoch < job.epochs.total and not progress.reached and not is_time_up(job):
         with job.metrics.clock.part("train"):
             train_epoch(job)
@@ -100,7 +99,7 @@ def train_batches(job: Job, batches: Generator[Batch, None, None], epoch: Epoch,
             timer.mark("data")
             begin_step(job)
             with single_image_errors(job):
-                train_step(job.train_state, batch, progress.step, timer)
+                job.passes.train_step(batch, progress.step, timer)
             job.metrics.stop_step()
             progress.step += 1
             if progress.step == job.metrics.throughput.warmup_until:
@@ -212,7 +211,7 @@ def evaluate_epoch(job: Job) -> dict[str, float]:
         DataError: not one validation image could be read.
     """
     with job.metrics.clock.part("eval"):
-        val = evaluate(job.student, job.val_loader.epoch(0), job.normalize, job.group, job.train_state.autocast)
+        val = evaluate(job.student, job.val_loader.epoch(0), job.passes.logits, job.group, job.train_state.group)
     if not val["num_images"]:
         raise DataError(f"{job.config.data.path}: not one validation image could be read")
     return val

@@ -19,7 +19,7 @@ from trainables.engine.job import Job
 from trainables.engine.pass_latency import TrainingShape, pass_latency
 from trainables.engine.step import TrainState
 from trainables.metrics.allreduce_wait import exposed_ms
-from trainables.metrics.phases import PHASES
+from trainables.metrics.phases import ALL_PHASES
 from trainables.rundir import headline
 
 log = logging.getLogger("raydistill")
@@ -34,14 +34,13 @@ def log_step(job: Job, step_in_epoch: int) -> None:
         TrainingError: on every rank: a loss that is not finite, or replicas that disagree.
     """
     train_state, progress, metrics = job.train_state, job.progress, job.metrics
-    local = train_state.sums.values_N
     totals, num_bad, noise_sums = _reduce_sums(job)
     images_per_s = metrics.throughput.end(totals[0], progress.step)
     metrics.timer.collect()
     metrics.allreduce_wait.sample()
     if num_bad:
         raise_not_finite(job)
-    check_replicas(train_state.distillation_module, job.group, progress.step)
+    check_replicas(train_state.distillation_module, train_state.group, progress.step)
     progress.partial = [old + new for old, new in zip(progress.partial or [0.0] * len(totals), totals, strict=True)]
     epoch, phases = job.epochs.at(progress.epoch), metrics.timer.take()
     values = {
@@ -57,7 +56,7 @@ def log_step(job: Job, step_in_epoch: int) -> None:
         _log_step_line(
             job,
             step_in_epoch,
-            now=means(train_state, local.tolist(), epoch),
+            now=means(train_state, totals, epoch),
             in_epoch=means(train_state, progress.partial, epoch),
             reported=values,
         )
@@ -84,7 +83,7 @@ def _learning_rate(train_state: TrainState) -> float:
 def _log_step_line(
     job: Job, step_in_epoch: int, *, now: Mapping[str, float], in_epoch: Mapping[str, float], reported: Mapping[str, float]
 ) -> None:
-    """`now`: means of this rank since the last line; `in_epoch`: of all ranks in the epoch; `reported`: the step's record."""
+    """`now`: means since the last line; `in_epoch`: in the epoch; `reported`: the step's record."""
     log.info(
         "Epoch: [%d][%d/%d]  Time %.3f  Data %.3f  Loss %.4f (%.4f)  Acc@1 %.2f (%.2f)  Acc@5 %.2f (%.2f)  lr %.4g"
         "  %.1f images/s",
@@ -143,9 +142,8 @@ def teacher_images(job: Job) -> dict[str, float]:
     """Images of the epoch for which a teacher ran although a cache or a service may spare it: the cache had not their logits, or
     no other student had requested them. {} where it is neither. Every rank calls it.
     """
-    if job.train_state.teacher is None:
-        return {}
-    counts = [count for count in gather_objects(job.train_state.teacher.end_epoch(), job.group) if count is not None]
+    teacher = job.train_state.teacher
+    counts = [count for count in gather_objects(teacher and teacher.end_epoch(), job.group) if count is not None]
     return {"teacher_images": float(sum(counts))} if counts else {}
 
 
@@ -179,7 +177,7 @@ def phase_times(job: Job) -> dict[str, float]:
     if allreduce_ms is not None:
         found["phase/allreduce_ms"] = allreduce_ms
     if len(ranks) > 1:
-        names = {f"phase/{p}_ms": f"{p}_ms" for p in (*PHASES, *_OF_A_STEP)}
+        names = {f"phase/{p}_ms": f"{p}_ms" for p in (*ALL_PHASES, *_OF_A_STEP)}
         names |= {"loader/batch_ms": "loader_batch_ms", "loader/wait_ms": "loader_wait_ms"}
         for rank, of_rank in enumerate(ranks):
             found |= {f"rank{rank}/{short}": of_rank[name] for name, short in names.items() if name in of_rank}
@@ -210,8 +208,9 @@ def summarize(job: Job, skipped_images: int = 0) -> dict[str, float]:
         "skipped_images": max([float(skipped_images), *(row["epoch/skipped_images"] for row in progress.history)]),
         **metrics.peak_memory.summary(job.group),
     }
-    # A timing run that may stop early must be short; torch.compile would compile again for other batches.
-    if job.stop_early is None and not job.config.train.compile:
+    # A timing run that may stop early must be short; torch.compile would compile again for other batches; a pipeline stage is
+    # no model.
+    if job.stop_early is None and not job.config.train.compile and job.config.scale.pipeline_stages == 1:
         shape = training_shape(job, summary.get("phase/step_ms", math.inf))
         with metrics.clock.part("timing"):
             summary |= pass_latency(job.train_state, job.config.data.image_size, shape)

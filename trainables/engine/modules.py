@@ -177,7 +177,7 @@ def _check_module(config: TrainConfig, module: DistillationModule) -> None:
     if module.requires_whole_batch or has_global_batch_norm(module.student):
         names = ", ".join(config.distill.method)
         key = f"distill.method: {names}" if module.requires_whole_batch else "scale.sync_batch_norm"
-        problem = splits_no_batch(key, config.optim.accumulate)
+        problem = splits_no_batch(key, config)
         if problem is not None:
             raise ExperimentError(problem)
     methods = module.methods_by_name

@@ -6,16 +6,17 @@ Shapes: B batch of this rank, C channels, H W pixels, K classes.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
+from torch import Tensor
 
 from trainables.device.device_batches import DeviceBatch
 from trainables.distributed.gather import Gather
 from trainables.distributed.group import GlobalCount, Group
 from trainables.engine.epochs import Epoch, Epochs
-from trainables.engine.losses import losses
+from trainables.engine.losses import Losses, losses
 from trainables.engine.optimizers import LossOptimizer
 from trainables.engine.step_sums import StepSums
 from trainables.engine.updates import ParameterUpdate, PerLossUpdate, UpdateSettings
@@ -53,16 +54,14 @@ class TrainState:
     accumulate: int = 1
     cpu_group: dist.ProcessGroup | None = None
     """See `trainables.distributed.gather.cpu_process_group`."""
+    sums: StepSums
+    """Since the last log line; some of it stays 0 while no method computes it, see `absent_terms`."""
     update: ParameterUpdate = field(init=False)
     """Of this epoch's steps."""
     active_teacher: TeacherInterface = field(init=False)
     """The teacher that this epoch's steps call."""
-    sums: StepSums = field(init=False)
-    """Since the last log line; some of it stays 0 while no method computes it, see `absent_terms`."""
 
     def __post_init__(self) -> None:
-        distilled = ("distill_loss", *self.distillation_module.term_names) if self.distillation_module.methods else ()
-        self.sums = StepSums(("images", "top1", "top5", "loss", "task_loss", *distilled), self.group.device)
         self.begin_epoch(self.epochs.at(self.epochs.num_init))
 
     def begin_epoch(self, epoch: Epoch) -> None:
@@ -88,6 +87,12 @@ class TrainState:
         )
 
 
+def sum_names(module: DistillationModule) -> tuple[str, ...]:
+    """What the steps of a module add up over images."""
+    distilled = ("distill_loss", *module.term_names) if module.methods else ()
+    return ("images", "top1", "top5", "loss", "task_loss", *distilled)
+
+
 def micro_batches(batch: DeviceBatch, accumulate: int, num_blank_images: int = 2) -> list[DeviceBatch]:
     """A prepared batch in at most `accumulate` parts. Where the rank has no samples, blank images without labels.
 
@@ -98,7 +103,9 @@ def micro_batches(batch: DeviceBatch, accumulate: int, num_blank_images: int = 2
     if len(batch.labels_B) == 0:
         blank_BCHW = batch.images_BCHW.new_zeros((num_blank_images, *batch.images_BCHW.shape[1:]))
         return [batch._replace(images_BCHW=blank_BCHW, mix=None)]
-    return batch.split(min(accumulate, len(batch.labels_B)))
+    parts = min(accumulate, len(batch.labels_B))
+    size, larger = divmod(len(batch.labels_B), parts)
+    return batch.split([size + (part < larger) for part in range(parts)])
 
 
 def train_step(train_state: TrainState, batch: DeviceBatch, step: int, timer: PhaseTimer) -> None:
@@ -109,25 +116,38 @@ def train_step(train_state: TrainState, batch: DeviceBatch, step: int, timer: Ph
     num_images = len(batch.labels_B)
     count = GlobalCount(num_images, group, parts=num_parts(num_images, group, train_state.accumulate))
     epoch = train_state.epochs.training_epochs(step)
-    weights = train_state.distillation_module.weights(epoch)
     parts = micro_batches(train_state.prepare(batch), train_state.accumulate, train_state.num_blank_images)
     timer.mark("augment")
     for part in parts:
-        rows = len(part.labels_B)
-        with train_state.autocast():
-            teacher_outputs = train_state.active_teacher(part.images_BCHW, rows, TeacherRequest(part.host_indices_B, part.epoch))
+        teacher_outputs = run_teacher(train_state, part)
         timer.mark("teacher")
-        gather = Gather(rows, group, train_state.cpu_group)
-        method_batch = MethodBatch(part.images_BCHW[:rows], part.labels_B, part.indices_B, epoch, gather)
         with update.micro_batch(last=part is parts[-1]):
-            with train_state.autocast():
-                outputs: DistillationOutputs = update.module(part.images_BCHW, method_batch, teacher_outputs)
-            train_state.distillation_module.check_terms(outputs.terms, epoch)
-            loss = losses(outputs, part.labels_B, part.mix, weights)
+            outputs, loss = run_student(train_state, part.images_BCHW, part, teacher_outputs, epoch)
             timer.mark("student")  # before the count, which waits for ranks that have not begun their step
             update.backward(loss, count.weight())
-        update.end_micro_batch(rows)
+        update.end_micro_batch(len(part.labels_B))
         timer.mark("backward")
         train_state.sums.add(step, outputs.logits_BK, part.labels_B, loss.named)
     update.step(count)
     timer.mark("optimizer")
+
+
+def run_teacher(train_state: TrainState, part: DeviceBatch) -> Mapping[str, ModelOutputs]:
+    """The teacher's outputs for a micro-batch."""
+    request = TeacherRequest(part.host_indices_B, part.epoch)
+    with train_state.autocast():
+        return train_state.active_teacher(part.images_BCHW, len(part.labels_B), request)
+
+
+def run_student(
+    train_state: TrainState, inputs: Tensor, part: DeviceBatch, teacher_outputs: Mapping[str, ModelOutputs], epoch: float
+) -> tuple[DistillationOutputs, Losses]:
+    """The outputs and the losses of a micro-batch. `inputs`: of the update's module, where it is a part of the student."""
+    rows = len(part.labels_B)
+    gather = Gather(rows, train_state.group, train_state.cpu_group)
+    method_batch = MethodBatch(part.images_BCHW[:rows], part.labels_B, part.indices_B, epoch, gather)
+    with train_state.autocast():
+        outputs: DistillationOutputs = train_state.update.module(inputs, method_batch, teacher_outputs)
+    module = train_state.distillation_module
+    module.check_terms(outputs.terms, epoch)
+    return outputs, losses(outputs, part.labels_B, part.mix, module.weights(epoch))

@@ -17,15 +17,14 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
 
-from trainables.distributed.group import GlobalCount, Group
+from trainables.distributed.group import GlobalCount, Group, all_reduce_sum
 from trainables.engine.losses import Losses
 from trainables.engine.optimizers import DotSGD, LossOptimizer
 from trainables.metrics.noise_scale import GradientNoise, measure_noise
@@ -46,6 +45,8 @@ class ParameterUpdate(ABC):
 
     noise: GradientNoise | None = None
     """The measurement of the steps' gradient noise, where there is one."""
+    without_noise: ClassVar[str] = "one worker compares micro-batches, and optim.accumulate is 1"
+    """Why there is none, where there is none."""
 
     def __init__(self, module: nn.Module, settings: UpdateSettings) -> None:
         """`module` is what a step's forward calls."""
@@ -71,9 +72,13 @@ class ParameterUpdate(ABC):
         """Clip, change the parameters, and drop their gradients."""
         if self._clip_grad_norm is not None:
             self._scaler.unscale_(optimizer.optimizer)
-            nn.utils.clip_grad_norm_(optimizer.parameters, self._clip_grad_norm)
+            self._clip(optimizer.parameters, self._clip_grad_norm)
         self._scaler.step(optimizer.optimizer)
         optimizer.optimizer.zero_grad(set_to_none=True)
+
+    def _clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> None:
+        """Bound the norm of all gradients of the model."""
+        nn.utils.clip_grad_norm_(parameters, max_norm)
 
 
 class SharedUpdate(ParameterUpdate):
@@ -135,11 +140,13 @@ class _CollectedGradients:
     def put_average(self, parameters: Iterable[nn.Parameter], group: Group) -> None:
         """Give the parameters the mean gradients of all ranks, and forget them here."""
         gradients, self._gradients = average(self._gradients, group), []
-        _put(parameters, gradients)
+        put(parameters, gradients)
 
 
 class PerLossUpdate(ParameterUpdate):
     """An optimizer for each group of losses, or one for some losses of an init stage. `module` is not under DDP."""
+
+    without_noise = "losses have optimizers of their own"
 
     def __init__(self, module: nn.Module, optimizers: Sequence[LossOptimizer], settings: UpdateSettings) -> None:
         super().__init__(module, settings)
@@ -185,13 +192,13 @@ def average(gradients: Sequence[Tensor | None], group: Group) -> list[Tensor | N
     if group.world_size == 1 or not present:
         return list(gradients)
     flat = _flatten_dense_tensors(present)
-    dist.all_reduce(flat)
+    all_reduce_sum(flat, group)
     flat /= group.world_size
     means = iter(_unflatten_dense_tensors(flat, present))
     return [None if gradient is None else next(means) for gradient in gradients]
 
 
-def _put(parameters: Iterable[nn.Parameter], gradients: Iterable[Tensor | None]) -> None:
+def put(parameters: Iterable[nn.Parameter], gradients: Iterable[Tensor | None]) -> None:
     """In the parameter's own memory order, as autograd leaves a gradient itself: fused optimizers read both by address."""
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if gradient is not None and gradient.stride() != parameter.stride():

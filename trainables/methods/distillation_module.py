@@ -84,6 +84,11 @@ class DistillationModule(nn.Module):
         return DistillationOutputs(at_least_float32(logits_BK[:num_rows]), aux, terms)
 
     @property
+    def tapped_modules(self) -> frozenset[str]:
+        """The paths of the student's modules that methods read."""
+        return self._reader.modules if self._reader is not None else frozenset()
+
+    @property
     def methods_by_name(self) -> dict[str, Method]:
         """The methods, in the order of the experiment."""
         return {key: cast(Method, method) for key, method in self.methods.items()}

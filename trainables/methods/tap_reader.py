@@ -30,6 +30,11 @@ class TapReader:
         """The model as one method sees it."""
         return ModelSpec(self._model, self._taps[key].shapes if key in self._taps else (), self._name)
 
+    @property
+    def modules(self) -> frozenset[str]:
+        """The paths of the model's modules that are read."""
+        return frozenset(path for taps in self._taps.values() for path in taps.modules)
+
     def capture(self) -> contextlib.ExitStack:
         """A context whose forward passes are captured, see `Taps.capture`."""
         stack = contextlib.ExitStack()

@@ -34,13 +34,15 @@ class PeakMemory:
 
         Of training past the warm-up, of the rank that had most: `peak_memory_mib` in tensors, and `reserved_memory_mib` with
         what else torch's allocator had reserved. `free_memory_mib` is what nobody uses now, and `gpu_memory_mib` what a GPU has,
-        each of the GPU with the least.
+        each of the GPU with the least. With several ranks the first of each rank too, as `rank0/peak_memory_mib`: pipeline stages
+        differ.
         """
         if self._device.type != "cuda":
             return {}
         sizes = (*(self._training_peaks or read_peaks(self._device)), *torch.cuda.mem_get_info(self._device))
         peaks, reserved, free, total = zip(*gather_objects(sizes, group), strict=True)
-        return {
+        by_rank = {f"rank{rank}/peak_memory_mib": peak / MIB for rank, peak in enumerate(peaks)} if len(peaks) > 1 else {}
+        return by_rank | {
             "peak_memory_mib": max(peaks) / MIB,
             "reserved_memory_mib": max(reserved) / MIB,
             "free_memory_mib": min(free) / MIB,

@@ -16,14 +16,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainables.metrics.phases import PHASES
+from trainables.metrics.phases import ALL_PHASES, BUBBLE
 
-COLUMNS = (*PHASES, "step")
+COLUMNS = (*ALL_PHASES, "step")
 MAX_STEPS = 10_000
 """The latest steps, of which quantiles are; means, minima and maxima are exact over all steps."""
 _MAX_PENDING = 256
-_COLUMN = {phase: column for column, phase in enumerate(PHASES)}
-_DATA, _STEP = _COLUMN["data"], len(PHASES)
+_COLUMN = {phase: column for column, phase in enumerate(ALL_PHASES)}
+_DATA, _STEP = _COLUMN["data"], len(ALL_PHASES)
 
 Floats = npt.NDArray[np.float64]
 
@@ -94,6 +94,7 @@ class _Totals:
         named = {
             f"phase/{name}{suffix}_ms": float(values_T[column])
             for column, name in enumerate(COLUMNS)
+            if name != BUBBLE or self.sum_T[column]
             for suffix, values_T in zip(("", "_min", "_max", "_p50", "_p95"), columns_ST, strict=True)
         }
         whole = float(self.sum_T[_STEP])

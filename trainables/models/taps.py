@@ -50,6 +50,8 @@ class Taps:
     """In the order of the constructor's, with `stages` and `stage-1` resolved."""
     shapes: tuple[tuple[int, ...], ...]
     """Of one sample: (C, H, W), (D,) or what else the module returns."""
+    modules: tuple[str, ...]
+    """The paths of the modules that are read, in the same order."""
 
     def __init__(self, model: nn.Module, names: Sequence[str], *, name: str, image_size: int) -> None:
         """`name` is the model's, for messages. An in-place activation that follows a tap is switched to work out of place.
@@ -63,13 +65,14 @@ class Taps:
             raise RuntimeError("taps go in before model.compile(): a compiled forward does not look for new hooks")
         self._handles: list[Any] = []
         self._slots: list[_Slot] = []
-        self.names, self.shapes = (), ()
+        self.names, self.shapes, self.modules = (), (), ()
         if not names:
             return
         survey = TapSurvey(model, image_size, name=name)
         self.names = tuple(chain.from_iterable(map(survey.expand, names)))
         found = [survey.find(tap) for tap in self.names]
         self.shapes = tuple(hook_point.shape for hook_point in found)
+        self.modules = tuple(hook_point.events[0].path for hook_point in found)
         events = {tap: hook_point.events[0] for tap, hook_point in zip(self.names, found, strict=True)}
         _protect(model, image_size, events, name)
         for hook_point in found:
@@ -116,7 +119,7 @@ class Taps:
             handle.remove()
         self._handles.clear()
         self._slots.clear()
-        self.names, self.shapes = (), ()
+        self.names, self.shapes, self.modules = (), (), ()
 
 
 def _protect(model: nn.Module, image_size: int, taps: dict[str, TraceEvent], name: str) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from trainables.config import EvaluateConfig, FillConfig, TrainConfig
 from trainables.device.release import release_device
 from trainables.distributed.group import Group, gather_objects
+from trainables.distributed.pipeline.layout import build_layout
 from trainables.engine import loop
 from trainables.engine.evaluate import evaluate_checkpoint
 from trainables.engine.job import Job, build, open_loaders
@@ -132,7 +133,7 @@ def fill_loop_per_worker(settings: dict[str, Any]) -> None:
     with failure_recorded(stage, group):
         start_logging(stage, group)
         with Reporter(config, stage, group) as reporter:
-            classes, (loader, val_loader) = open_loaders(config, group)
+            classes, (loader, val_loader) = open_loaders(config, build_layout(group, 1))
             with contextlib.closing(loader), contextlib.closing(val_loader):
                 metrics = fill(config, group, classes, loader, reporter.report)
         if group.is_main:

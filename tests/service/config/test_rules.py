@@ -18,6 +18,7 @@ from trainables.methods import METHODS
 from trainables.methods import load_method as load_method
 from trainables.rules import METHOD_RULES, RULES, enough_images, first_problem_of_method
 
+STAGES = ("scale.num_workers=4", "scale.pipeline_stages=2")
 GPU = ("data.augment=crop_flip", "data.decoder=gpu")
 
 
@@ -65,6 +66,24 @@ def refused_by_a_worker(overrides: tuple[str, ...], folder: Path) -> str:
             "distill.method: dkd needs images of one class each",
         ),
         (("teacher=null", "distill.method=[dkd]"), "distill.method: dkd needs a teacher: write teacher.model"),
+        (
+            (*STAGES, "data.global_batch_size=63"),
+            "63 is not divisible by 2 replicas of 2 scale.pipeline_stages: write 62 or 64",
+        ),
+        (
+            (*STAGES, "scale.micro_batches=9", "optim.accumulate=4"),
+            "scale.micro_batches 9 × optim.accumulate 4 exceed the 32 samples of one replica's batch",
+        ),
+        ((*STAGES, "precision=fp16"), "scale.pipeline_stages 2 does not go with precision fp16"),
+        (
+            (*STAGES, "scale.sync_batch_norm=true"),
+            "does not go with scale.sync_batch_norm: write false, or scale.pipeline_stages 1",
+        ),
+        ((*STAGES, "train.compile=true"), "does not go with train.compile: write false"),
+        ((*STAGES, "optim.name=dot", "optim.nesterov=false"), "does not go with optim.name dot: write sgd"),
+        ((*STAGES, "optim.losses={task: {lr: 0.1}}"), "does not go with optim.losses"),
+        ((*STAGES, "teacher.service=1"), "does not go with teacher.service: leave it out"),
+        ((*STAGES, *GPU), "does not go with data.decoder gpu: write auto"),
     ],
 )
 def test_a_rule_is_checked_on_the_driver_and_again_by_the_worker(
@@ -73,6 +92,26 @@ def test_a_rule_is_checked_on_the_driver_and_again_by_the_worker(
     refused = refused_by_the_driver(overrides)
     assert message in refused
     assert refused_by_a_worker(overrides, tmp_path) == refused
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            (*STAGES, "distill.method=[sp]"),
+            "distill.method: sp looks at all samples of a batch, which scale.micro_batches auto splits: set scale.micro_batches",
+        ),
+        (
+            (*STAGES, "distill.method=[pskd]"),
+            "short batch: set scale.micro_batches to 1, or scale.num_workers to 2",
+        ),
+        (("scale.num_workers=3", "scale.pipeline_stages=2"), "num_workers 3 is not divisible by pipeline_stages 2: write 2 or 4"),
+        (("scale.pipeline_stages=2",), "num_workers 1 is not divisible by pipeline_stages 2: write 2"),
+        ((*STAGES, "scale.cut=[layer2, layer3]"), "cut names 2 modules, and 2 pipeline_stages begin with 1 besides the images"),
+    ],
+)
+def test_stages_that_workers_or_methods_do_not_fit_are_refused(overrides: tuple[str, ...], message: str) -> None:
+    assert message in refused_by_the_driver(overrides)
 
 
 @pytest.mark.parametrize(
@@ -93,6 +132,9 @@ def test_a_rule_is_checked_on_the_driver_and_again_by_the_worker(
         ("optim.accumulate=2", "distill.method=pskd"),
         ("distill.method=pskd", "scale.num_workers=2"),
         ("distill.method=sp",),
+        (*STAGES, "distill.method=sp", "scale.micro_batches=1"),
+        (*STAGES, "precision=bf16", "scale.micro_batches=32"),
+        ("scale.micro_batches=100", "precision=fp16"),
         ("teacher=null", "distill.method=pskd"),
         ("sweep.policy=asha", "sweep.metric=top1_pct", "sweep.steps=null", "sweep.grace_epochs=4", "train.evaluate_every=2"),
         ("sweep.grace_epochs=3", "train.evaluate_every=2"),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from service.search.formulas import INDEX, PARAMETERS, step_times
-from service.search.points import Hardware, Observation, Point
+from service.search.points import Hardware, Observation, Point, categories
 from service.search.step_time_model import Prediction, StepTime, fit_step_times
 from tests.service.search.queues import grid, point
 from trainables.metrics.phases import PHASES
@@ -185,6 +185,40 @@ def test_six_hundred_points_are_fitted_and_predicted_in_a_fifth_of_a_second() ->
 
 
 def test_the_phases_are_those_that_a_worker_times() -> None:
-    from trainables.metrics.phase_timer import PHASES as timed
+    from trainables.metrics.phase_timer import ALL_PHASES
 
-    assert set(timed) <= {*PHASES, "allreduce"}
+    assert set(ALL_PHASES) <= {*PHASES, "allreduce", "bubble"}
+
+
+def test_pipeline_stages_share_a_replicas_work_and_wait_for_the_bubble() -> None:
+    plain = {"image_s": 1e-2, "knee_images": 1e-9, "fixed_s": 1e-2, "reduce_node_s": 1.0, "hop_s": 1e-9, "sharing": 1e-9}
+    logs = np.array([math.log(plain.get(parameter.name, parameter.median)) for parameter in PARAMETERS])
+    points = [
+        {**point(workers, 64, 4), "scale.pipeline_stages": stages, "scale.micro_batches": micro_batches}
+        for workers, stages, micro_batches in [(1, 1, 4), (2, 2, 8), (4, 4, 8), (4, 2, 8), (4, 1, 8)]
+    ]
+    times = step_times(logs, StepTime.prior(EIGHT_GPUS).layout(points))
+    assert times.local[:3] == pytest.approx([0.65, 0.64 * 9 / 16 + 0.01 * 9 / 2, 0.64 * 11 / 32 + 0.01 * 11 / 4], rel=1e-3)
+    assert times.exposed[:3] == pytest.approx([0, 0, 0], abs=1e-6)
+    assert times.exposed[3] == pytest.approx(1.0 / 2 / 2, rel=1e-3), "two replicas reduce half of the parameters each"
+    assert times.supply[2] == pytest.approx(times.supply[0], rel=0.2), "one of four workers loads"
+
+
+def test_an_axis_of_pipeline_stages_is_learned_from_a_few_points() -> None:
+    rng = np.random.default_rng(0)
+    points = [
+        {**point(workers, batch, 8), "scale.pipeline_stages": stages}
+        for workers, batch, stages in product((1, 2, 4, 8), (64, 256), (1, 2, 4))
+        if workers % stages == 0
+    ]
+    prior = StepTime.prior(EIGHT_GPUS, categories(points))
+    true = prior.mean_P + 0.3 * np.sqrt(np.diag(prior.covariance_PP)) * rng.standard_normal(len(prior.mean_P))
+    steps_s = step_times(true, prior.layout(points)).step
+    shown = set(rng.permutation(len(points))[:10].tolist())
+    seen = [
+        Observation("ok", list(step_s * rng.normal(1, 0.01, 20))) if row in shown else Observation("failed")
+        for row, step_s in enumerate(steps_s)
+    ]
+    errors = fit_step_times(points, seen, EIGHT_GPUS).predict(points).step_s / steps_s - 1
+    assert np.median(abs(errors)) < 0.08
+    assert max(abs(errors)) < 0.35

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trainables.metrics import phase_timer as timing
-from trainables.metrics.phase_timer import COLUMNS, CudaClock, PhaseTimer
+from trainables.metrics.phase_timer import CudaClock, PhaseTimer
 from trainables.metrics.phases import PHASES
 
 CPU = torch.device("cpu")
@@ -52,7 +52,7 @@ def test_phases_and_the_rest_add_up_to_the_step() -> None:
     clock.step(timer, {phase: 1.0 + number for number, phase in enumerate(PHASES)}, rest_ms=4)
     clock.passed_ms = clock.time_ms
     found = timer.take()
-    means = {name: found[f"phase/{name}_ms"] for name in COLUMNS}
+    means = {name: found[f"phase/{name}_ms"] for name in (*PHASES, "step")}
     assert means == {"data": 1, "h2d": 2, "augment": 3, "teacher": 4, "student": 5, "backward": 6, "optimizer": 7, "step": 32}
     assert timer.summary()["data_pct"] == 100 * 1 / 32
 
@@ -69,6 +69,16 @@ def test_a_phase_that_is_not_marked_took_nothing_and_a_repeated_one_adds_up() ->
     found = timer.take()
     assert (found["phase/teacher_ms"], found["phase/student_ms"], found["phase/backward_ms"]) == (0, 4, 4)
     assert found["phase/step_ms"] == 10
+
+
+def test_the_bubble_is_recorded_of_pipeline_stages_alone() -> None:
+    clock = Late()
+    timer = PhaseTimer(CPU, clock=clock)
+    clock.passed_ms = np.inf
+    clock.step(timer, {"data": 1.0})
+    assert "phase/bubble_ms" not in timer.take()
+    clock.step(timer, {"bubble": 3.0, "student": 1.0})
+    assert timer.take()["phase/bubble_max_ms"] == 3
 
 
 def test_a_step_is_read_only_after_the_device_has_passed_its_end() -> None:
@@ -119,7 +129,7 @@ def test_a_summary_names_five_numbers_for_each_phase_and_the_step_as_numpy_compu
         clock.step(timer, {"data": float(duration_ms)})
     found = timer.summary()
     kinds = ("", "_min", "_max", "_p50", "_p95")
-    assert set(found) == {f"phase/{column}{kind}_ms" for column in COLUMNS for kind in kinds} | {"data_pct"}
+    assert set(found) == {f"phase/{column}{kind}_ms" for column in (*PHASES, "step") for kind in kinds} | {"data_pct"}
     expected = (durations_ms.mean(), durations_ms.min(), durations_ms.max(), *np.quantile(durations_ms, (0.5, 0.95)))
     assert [found[f"phase/data{kind}_ms"] for kind in kinds] == pytest.approx(expected)
 

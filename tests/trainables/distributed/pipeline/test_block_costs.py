@@ -1,0 +1,120 @@
+"""What is measured of a model's blocks, and that it is measured once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.benchmarks.sleeping_model import SleepingBlock
+from trainables.distributed.pipeline.block_costs import Conditions, measure_blocks
+from trainables.distributed.pipeline.costs import Block, Devices
+from trainables.distributed.pipeline.graph import cut_points
+from trainables.distributed.pipeline.plan_cut import block_costs, plan_cut, sizes_to_measure, teacher_costs
+from trainables.errors import ModelError
+
+CONDITIONS = Conditions(image_size=8, device=torch.device("cpu"), precision="fp32")
+
+
+def _measured(model: nn.Module, sizes: list[int], *, training: bool = True) -> list[Block]:
+    cuts = [point.module for point in cut_points(model, CONDITIONS.image_size)]
+    return measure_blocks(model, cuts, CONDITIONS, sizes, training=training)
+
+
+def _model(*blocks: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 1), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))
+
+
+def _sleeping() -> nn.Module:
+    return _model(SleepingBlock(0.01, 0.0, 0.01), SleepingBlock(0.0, 0.01, 0.02))
+
+
+def test_forward_and_backward_are_timed_apart_block_by_block() -> None:
+    blocks = {block.begins_at: block for block in _measured(_sleeping(), [2, 4])}
+    times_s = [(blocks[name].forward.seconds(size), blocks[name].backward.seconds(size)) for name in "12" for size in (2, 4)]
+    expected_s = [(0.01, 0.03), (0.01, 0.05), (0.02, 0.04), (0.04, 0.08)]
+    for found, expected in zip(times_s, expected_s, strict=True):
+        assert found == pytest.approx(expected, abs=0.008)
+
+
+def test_bytes_are_those_of_a_sample() -> None:
+    blocks = _measured(_model(nn.Conv2d(4, 8, 1), nn.Conv2d(8, 4, 1)), [2, 4])
+    image_bytes = 8 * 8 * 4
+    assert [block.begins_at for block in blocks][:3] == ["", "1", "2"]
+    assert [block.parameter_bytes for block in blocks][:3] == [4 * 16, 4 * 40, 4 * 36]
+    assert [block.output_bytes for block in blocks][:3] == [4 * image_bytes, 8 * image_bytes, 4 * image_bytes]
+    assert [block.activation_bytes for block in blocks][:3] == [3 * image_bytes, 4 * image_bytes, 8 * image_bytes]
+
+
+def test_a_size_that_batch_norm_refuses_is_left_out() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 8), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 5))
+    assert _measured(model, [1, 2, 4])[0].forward.num_samples == (2, 4)
+    with pytest.raises(ModelError, match="does not run on micro-batches of 1: Expected more than 1 value per channel"):
+        _measured(model, [1])
+
+
+def test_the_model_and_the_random_numbers_stay_as_they_are() -> None:
+    model = _model(nn.BatchNorm2d(4)).eval()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    random = torch.get_rng_state()
+    _measured(model, [2])
+    assert not model.training
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_a_teacher_runs_forward_and_may_be_one_that_cannot_be_traced() -> None:
+    class Branching(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) if x.mean() < 10 else x
+
+    (block,) = teacher_costs(Branching(*_sleeping()), CONDITIONS, [2], cache=None)
+    assert block.forward.seconds(2) == pytest.approx(0.03, abs=0.008)
+    assert (block.backward.seconds(2), block.activation_bytes) == (0.0, 0.0)
+    with pytest.raises(ModelError, match="Branching cannot be cut"):
+        plan_cut(Branching(*_sleeping()), None, CONDITIONS, Devices(2), num_samples=2, schedule="1f1b")
+
+
+def test_costs_are_measured_once_under_the_same_conditions(tmp_path: Path) -> None:
+    points = cut_points(_sleeping(), CONDITIONS.image_size)
+    first = block_costs(_sleeping(), points, CONDITIONS, [2], cache=tmp_path)
+    assert block_costs(_sleeping(), points, CONDITIONS, [2], cache=tmp_path) == first
+    (path,) = tmp_path.iterdir()
+    assert json.loads(path.read_text())["key"]["torch"] == torch.__version__
+    assert block_costs(_sleeping(), points, CONDITIONS, [2, 4], cache=tmp_path) != first
+    path.write_text("{")
+    assert block_costs(_sleeping(), points, CONDITIONS, [2], cache=tmp_path) != first, "a damaged file is measured anew"
+
+
+def test_a_plan_from_a_model(tmp_path: Path) -> None:
+    plan = plan_cut(
+        _sleeping(), _model(), CONDITIONS, Devices(2), num_samples=8, schedule="1f1b", placements=("last",), cache=tmp_path
+    )
+    assert (plan.cuts, plan.placement) == (("2",), "last")
+    given = plan_cut(
+        _sleeping(),
+        None,
+        CONDITIONS,
+        Devices(2),
+        num_samples=8,
+        schedule="gpipe",
+        cuts=["1"],
+        num_micro_batches=2,
+        cache=tmp_path,
+    )
+    assert (given.cuts, given.num_micro_batches, given.placement) == (("1",), 2, "none")
+    for cuts, message in [
+        (["3.0"], "the model cannot be cut before 3.0: choose among 1, 2, 3"),
+        (["1", "2"], "2 stages need 1 cuts"),
+    ]:
+        with pytest.raises(ModelError, match=message):
+            plan_cut(_sleeping(), None, CONDITIONS, Devices(2), num_samples=8, schedule="1f1b", cuts=cuts, cache=tmp_path)
+
+
+def test_micro_batches_of_several_sizes_are_measured() -> None:
+    assert sizes_to_measure(64, 2, None) == [4, 8, 16, 32, 64]
+    assert sizes_to_measure(10, 2, 3) == [1, 2, 3, 4, 5, 10]

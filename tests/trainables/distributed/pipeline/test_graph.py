@@ -1,0 +1,170 @@
+"""Where models can be cut, and that their stages compute what the whole model does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchvision.models import get_model
+
+from trainables.distributed.pipeline.graph import cut_points, split
+from trainables.errors import ModelError
+from trainables.models.registry import construct
+
+
+def _names(model: nn.Module, image_size: int = 32) -> list[str]:
+    return [point.module for point in cut_points(model, image_size)]
+
+
+def test_a_residual_network_is_cut_between_its_blocks_and_never_through_one() -> None:
+    names = _names(get_model("resnet18", num_classes=10))
+    assert names == [
+        "bn1",
+        "maxpool",
+        "layer1",
+        "layer1.1",
+        "layer2",
+        "layer2.1",
+        "layer3",
+        "layer3.1",
+        "layer4",
+        "layer4.1",
+        "avgpool",
+        "fc",
+    ]
+
+
+def test_a_cut_knows_what_crosses_it_and_the_names_of_the_modules_that_begin_there() -> None:
+    points = {point.module: point for point in cut_points(get_model("resnet18", num_classes=10).double(), 64)}
+    layer2 = points["layer2"]
+    assert (layer2.shape, layer2.dtype) == ((64, 16, 16), torch.float64)
+    assert "layer2.0" in layer2.aliases
+
+
+def test_dense_connections_are_not_cut() -> None:
+    names = _names(get_model("densenet121", num_classes=10))
+    assert "features.denseblock2" in names
+    assert not any("denselayer3" in name for name in names)
+
+
+class _Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Conv2d(8, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) if x.mean() > 0 else x
+
+
+def _tower(*modules: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(3, 8, 1), *modules, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
+
+
+def test_a_module_that_branches_on_values_is_not_cut_inside() -> None:
+    assert _names(_tower(_Branching(), nn.Conv2d(8, 8, 1))) == ["1", "2", "3", "4", "5"]
+
+
+def test_a_model_that_branches_on_values_itself_is_refused() -> None:
+    class Whole(_Branching):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Conv2d(3, 5, 1)
+
+    with pytest.raises(ModelError, match="Whole cannot be cut into pipeline stages"):
+        cut_points(Whole(), 8)
+
+
+def test_no_cut_lies_between_two_uses_of_a_parameter() -> None:
+    shared = nn.Conv2d(8, 8, 1)
+    names = _names(_tower(shared, nn.Conv2d(8, 8, 1), shared, nn.Conv2d(8, 8, 1)))
+    assert names == ["1", "4", "5", "6", "7"]
+
+
+def test_no_stage_begins_with_an_operation_in_place() -> None:
+    names = _names(_tower(nn.ReLU(inplace=True), nn.Conv2d(8, 8, 1), nn.ReLU()))
+    assert "1" not in names
+    assert "3" in names
+
+
+MODELS = [
+    "resnet18",
+    "mobilenet_v3_small",
+    "shufflenet_v2_x0_5",
+    "googlenet",
+    "vit_b_32",
+    "timm/convnext_atto",
+    "resnet8",
+    "wrn_16_1",
+]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_stages_compute_what_the_whole_model_does_under_its_names(name: str) -> None:
+    size = 32 if name in ("resnet8", "wrn_16_1") else 64
+    model = construct(name, num_classes=7, image_size=size, seed=0)
+    names = _names(model, size)
+    stages = split(model, [names[len(names) // 3], names[2 * len(names) // 3]])
+    assert sorted(name for stage in stages for name, _ in stage.named_parameters()) == sorted(
+        name for name, _ in model.named_parameters()
+    )
+    assert set(model.state_dict()) == {name for stage in stages for name in stage.state_dict()}
+    images_BCHW = torch.randn(3, 3, size, size, generator=torch.Generator().manual_seed(0))
+    for training in (True, False):
+        buffers = {key: value.clone() for key, value in model.state_dict().items()}
+        torch.manual_seed(1)
+        expected = model.train(training)(images_BCHW)
+        after = {key: value.clone() for key, value in model.state_dict().items()}
+        model.load_state_dict(buffers)
+        torch.manual_seed(1)
+        found = images_BCHW
+        for stage in stages:
+            found = stage.train(training)(found)
+        for one, other in zip(_tensors(found), _tensors(expected), strict=True):
+            assert torch.equal(one, other)
+        assert all(torch.equal(after[key], value) for key, value in model.state_dict().items())
+
+
+def _tensors(output: object) -> list[Tensor]:
+    return [output] if isinstance(output, Tensor) else [tensor for tensor in output if tensor is not None]  # type: ignore[attr-defined]
+
+
+def test_a_model_can_be_cut_at_all_of_its_cut_points_at_once() -> None:
+    model = get_model("vit_b_32", num_classes=10, image_size=32)
+    names = _names(model)
+    assert "encoder.layers.encoder_layer_1" in names
+    assert len(split(model, names)) == len(names) + 1
+
+
+class _Masked(nn.Module):
+    """Takes more than images, as timm's vision transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 1), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, scale: float = 2.0, last: bool = True) -> Tensor:
+        x = self.second(self.first(x))
+        if mask is not None:
+            x = x * mask
+        x = scale * x.mean((2, 3))
+        return self.head(x) if last else x
+
+
+def test_what_a_forward_takes_besides_the_images_has_its_default() -> None:
+    model = _Masked()
+    assert _names(model, 8) == ["second", "head"]
+    images_BCHW = torch.rand(2, 3, 8, 8)
+    received = images_BCHW
+    for stage in split(model, ["second", "head"]):
+        received = stage(received)
+    assert torch.equal(received, model(images_BCHW))
+
+
+def test_a_vision_transformer_of_timm_is_cut_between_its_blocks() -> None:
+    names = _names(construct("timm/vit_tiny_patch16_224", num_classes=10, image_size=32, seed=0), 32)
+    assert {f"blocks.{index}" for index in range(1, 12)} <= set(names)
+
+
+def test_cuts_out_of_order_are_refused() -> None:
+    with pytest.raises(ModelError, match="layer2 is not called after"):
+        split(get_model("resnet18"), ["layer3", "layer2"])

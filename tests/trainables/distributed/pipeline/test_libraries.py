@@ -1,0 +1,48 @@
+"""How many cut points every torchvision classifier has, one of each of timm's families, and our own models."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.trainables.models.test_libraries import built
+from trainables.distributed.pipeline.graph import cut_points
+from trainables.errors import ModelError
+from trainables.models.names import MODELS, library_models
+
+pytestmark = pytest.mark.slow
+
+LEAST = 10
+FEW = {
+    *("coat", "deepseek_vit", "gemma4_vit", "mvitv2", "nasnet", "nest", "pit", "pnasnet", "qwen3_vit", "tnt", "twins"),
+    *("crossvit", "vision_transformer_sam"),
+}
+"""Families of timm whose blocks pass several tensors on, and the last ones, whose forward branches on values."""
+
+
+def _count(name: str, image_size: int) -> int:
+    try:
+        return len(cut_points(built(name, image_size), image_size))
+    except ModelError:
+        return 0
+
+
+@pytest.mark.parametrize("name", sorted(library_models("torchvision")))
+def test_every_classifier_of_torchvision_can_be_cut(name: str) -> None:
+    assert _count(name, 299 if name == "inception_v3" else 224) >= LEAST
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_every_model_of_ours_can_be_cut(name: str) -> None:
+    assert _count(name, 32) > 0
+
+
+def test_a_classifier_of_each_family_of_timm_can_be_cut() -> None:
+    timm = pytest.importorskip("timm")
+    few = set()
+    for family in timm.list_modules():
+        if family == "vision_transformer":
+            continue  # its shortest name is a test model of any image size: see test_graph
+        name = min(timm.list_models(module=family), key=len, default=None)
+        if name is not None and _count(f"timm/{name}", timm.get_pretrained_cfg(name).input_size[-1]) < LEAST:
+            few.add(family)
+    assert few == FEW

@@ -1,0 +1,108 @@
+"""Micro-batches through stages on several ranks, against one process that has the whole model and batch, in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchvision.models import resnet18
+
+from trainables.distributed.group import Group
+from trainables.distributed.pipeline.graph import split
+from trainables.distributed.pipeline.runner import (
+    Boundary,
+    PipelineRunner,
+    micro_batch_runs,
+    micro_batch_sizes,
+    stage_inputs,
+)
+from trainables.distributed.rank_pool import RankPool
+
+CUTS = {2: ["layer3"], 3: ["layer2", "layer4"]}
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(1)
+    return resnet18(num_classes=5, norm_layer=lambda channels: nn.GroupNorm(4, channels)).double()
+
+
+def _batch(num_samples: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(num_samples)
+    images_BCHW = torch.randn(num_samples, 3, 32, 32, dtype=torch.float64, generator=generator)
+    return images_BCHW, torch.randint(5, (num_samples,), generator=generator)
+
+
+def _runner(model: nn.Module, group: Group, schedule: str) -> tuple[nn.Module, PipelineRunner]:
+    stage = split(model, CUTS[group.world_size])[group.rank]
+    stages = dataclasses.replace(group, process_group=dist.group.WORLD)
+    inputs = stage_inputs(stage, Boundary((3, 32, 32), torch.float64, has_gradient=False), stages)
+    return stage, PipelineRunner(stages, inputs, schedule)
+
+
+def logits(group: Group, batches: list[tuple[int, int]]) -> list[Tensor | None]:
+    stage, runner = _runner(_model(), group, "1f1b")
+    return [runner.infer(_batch(num_samples)[0], number, stage) for num_samples, number in batches]
+
+
+def gradients(group: Group, schedule: str, batches: list[tuple[int, int]]) -> list[dict[str, Tensor]]:
+    """Those of this rank's stage for each (samples, micro-batches)."""
+    model = _model()
+    stage, runner = _runner(model, group, schedule)
+    found = []
+    for num_samples, num_micro_batches in batches:
+        images_BCHW, labels_B = _batch(num_samples)
+
+        positions = iter(torch.arange(num_samples).split(micro_batch_sizes(num_samples, num_micro_batches)))
+
+        def forward(received: Tensor, labels_B: Tensor = labels_B, positions: Iterator[Tensor] = positions) -> Tensor:
+            sent: Tensor = stage(received)
+            if not runner.is_last:
+                return sent
+            return F.cross_entropy(sent, labels_B[next(positions)], reduction="sum") / len(labels_B)
+
+        stage.zero_grad()
+        runner.train(images_BCHW, num_micro_batches, forward)
+        found.append({name: parameter.grad.clone() for name, parameter in stage.named_parameters() if parameter.grad is not None})
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_gradients_are_those_of_one_process_also_of_uneven_batches(ranks: RankPool, num_stages: int, schedule: str) -> None:
+    batches = [(8, 4), (7, 3), (8, 4), (5, 1), (1, 4)]
+    stages = ranks.run(num_stages, gradients, schedule, batches)
+    for index, (num_samples, _) in enumerate(batches):
+        model = _model()
+        images_BCHW, labels_B = _batch(num_samples)
+        F.cross_entropy(model(images_BCHW), labels_B).backward()
+        found = {name: gradient for stage in stages for name, gradient in stage[index].items()}
+        assert found.keys() == dict(model.named_parameters()).keys()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_logits_have_the_bits_of_one_process(ranks: RankPool, num_stages: int) -> None:
+    batches = [(8, 4), (7, 3), (1, 4)]
+    *others, last = ranks.run(num_stages, logits, batches)
+    assert all(found is None for rank in others for found in rank)
+    model = _model()
+    with torch.no_grad():
+        for (num_samples, number), found in zip(batches, last, strict=True):
+            parts = _batch(num_samples)[0].split(micro_batch_sizes(num_samples, number))
+            assert torch.equal(found, torch.cat([model(part) for part in parts]))
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "num_micro_batches", "expected"),
+    [(8, 4, [(4, 2)]), (7, 3, [(2, 3), (1, 1)]), (1, 4, [(1, 1)]), (5, 1, [(1, 5)]), (9, 4, [(3, 3)])],
+)
+def test_a_batch_is_divided_into_equal_micro_batches_and_a_rest(
+    num_samples: int, num_micro_batches: int, expected: list[tuple[int, int]]
+) -> None:
+    assert micro_batch_runs(num_samples, num_micro_batches) == expected

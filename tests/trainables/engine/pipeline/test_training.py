@@ -1,0 +1,197 @@
+"""A model in pipeline stages trains what it trains as a whole: real jobs of several ranks in float64, without batch norm."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from tests.trainables.jobs import Recorded, config, equal, no_telemetry, relative_difference, train, write_teacher
+from trainables.config import TrainConfig
+from trainables.distributed.group import Group
+from trainables.distributed.rank_pool import RankPool
+from trainables.engine import checkpoint, loop
+from trainables.engine.job import build
+from trainables.errors import TrainingError
+
+CUTS = {1: None, 2: ["hidden.1"], 3: ["hidden.1", "head"]}
+
+
+@pytest.fixture(scope="module")
+def many(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    """More ranks than other tests need, six for the slow ones."""
+    slow = any("slow" in item.keywords for item in request.session.items)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))  # of the measured times of a plan
+        pool = RankPool(6 if slow else 4)
+    yield pool
+    pool.close()
+
+
+def job(
+    folder: Path, stages: int, replicas: int, *, micro_batches: int | str = 2, schedule: str = "1f1b", **sections: Any
+) -> TrainConfig:
+    """Two epochs, with a short last batch, clipping and a teacher."""
+    weights = folder.parent / "teacher.safetensors"
+    if not weights.exists():
+        write_teacher(weights, "mlp_small")
+    scale = {"num_workers": stages * replicas, "pipeline_stages": stages, "cut": CUTS[stages]}
+    settings = {
+        "model": "mlp_large",
+        "teacher": {"model": "mlp_small", "weights": str(weights)},
+        "optim": {"epochs": 2, "clip_grad_norm": 0.5},
+        "scale": {**scale, "micro_batches": micro_batches, "schedule": schedule},
+    }
+    for name, section in sections.items():
+        settings[name] = {**settings.get(name, {}), **section} if isinstance(section, dict) else section  # type: ignore[dict-item]
+    return config(folder, **settings)
+
+
+def whole_state(results: list[dict[str, Any]], stages: int) -> dict[str, Tensor]:
+    """The parameters of the first replica's stages."""
+    return {name: tensor for result in results[:stages] for name, tensor in result["state"].items()}
+
+
+def saved(folder: Path) -> dict[str, Tensor]:
+    """The tensors of the last checkpoint but for the ranks' generators."""
+    tensors, _ = checkpoint.read(folder / "checkpoints" / "last.safetensors")
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith("rng.")}
+
+
+FAST = [
+    pytest.param(2, 1, 4, "1f1b", {}, id="two stages"),
+    pytest.param(
+        2, 2, 3, "1f1b", {"data": {"path": "synthetic", "synthetic_images": 65, "global_batch_size": 32}}, id="an empty rank"
+    ),
+    pytest.param(3, 1, 2, "gpipe", {"optim": {"accumulate": 2}}, id="three stages"),
+    pytest.param(2, 1, "auto", "1f1b", {"scale": {"cut": None}}, id="planned"),
+    pytest.param(2, 1, 2, "1f1b", {"data": {"device_augment": {"mixup": 0.3}, "last_batch": "drop"}}, id="mixup"),
+    pytest.param(2, 2, 1, "gpipe", {"optim": {"name": "adamw", "lr": 0.01, "nesterov": False}}, id="one micro-batch"),
+]
+ALL = [
+    pytest.param(stages, replicas, micro_batches, schedule, {"optim": {"accumulate": accumulate}}, id=f"{stages}x{replicas}")
+    for stages in (1, 2, 3)
+    for replicas in (1, 2)
+    for micro_batches in (1, 2, 3, 4)
+    for schedule in ("1f1b", "gpipe")
+    for accumulate in (1, 3)
+]
+SLOW = [pytest.param(*each.values, id=each.id, marks=pytest.mark.slow) for each in ALL]
+
+
+@pytest.mark.parametrize(("stages", "replicas", "micro_batches", "schedule", "sections"), [*FAST, *SLOW])
+def test_stages_train_what_one_process_does_to_1e_9(
+    many: RankPool, tmp_path: Path, stages: int, replicas: int, micro_batches: int | str, schedule: str, sections: dict[str, Any]
+) -> None:
+    alone = many.run(1, train, job(tmp_path / "alone", 1, 1, **sections))
+    settings = job(tmp_path / "stages", stages, replicas, micro_batches=micro_batches, schedule=schedule, **sections)
+    found = many.run(stages * replicas, train, settings)
+    assert relative_difference(whole_state(alone, 1), whole_state(found, stages)) < 1e-9
+    for replica in range(1, replicas):
+        assert equal(whole_state(found[replica * stages :], stages), whole_state(found, stages))
+    assert relative_difference(saved(tmp_path / "alone"), saved(tmp_path / "stages")) < 1e-9
+    (before,), (after,) = ([row for row in results[0]["progress"].history if row["epoch"] == 2] for results in (alone, found))
+    for name in (
+        "val/top1_pct",
+        "val/loss",
+        "val/num_images",
+        "epoch/train/loss",
+        "epoch/train/distill_loss",
+        "epoch/train/top1_pct",
+    ):
+        assert after[name] == pytest.approx(before[name], rel=1e-9), name
+
+
+def test_a_job_resumed_with_other_stages_and_replicas_or_none_goes_on_with_the_same_numbers(
+    many: RankPool, tmp_path: Path
+) -> None:
+    sections = {"train": {"checkpoint_every": 3, "log_every": 3}, "optim": {"epochs": 3, "decay_norm_and_bias": False}}
+    whole = many.run(1, train, job(tmp_path / "whole", 1, 1, **sections))
+    for die_after, (stages, replicas) in ((5, (2, 1)), (6, (3, 1)), (7, (1, 2)), (None, (2, 2))):
+        settings = job(tmp_path / "pieces", stages, replicas, **sections)
+        found = many.run(stages * replicas, train, settings, die_after)
+        assert found[0]["died"] is (die_after is not None)
+    assert relative_difference(whole_state(whole, 1), whole_state(found, 2)) < 1e-9
+    assert relative_difference(saved(tmp_path / "whole"), saved(tmp_path / "pieces")) < 1e-9
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_job_resumed_on_the_same_stages_ends_with_the_same_bits(many: RankPool, tmp_path: Path, precision: str) -> None:
+    sections = {
+        "model": "resnet8",
+        "precision": precision,
+        "data": {"path": "synthetic", "synthetic_images": 70, "image_size": 16, "global_batch_size": 32},
+        "train": {"checkpoint_every": 2, "log_every": 1},
+        "scale": {"cut": ["layer2"]},
+        "teacher": None,
+        "distill": None,
+    }
+    whole = many.run(4, train, job(tmp_path / "whole", 2, 2, **sections))
+    assert many.run(4, train, job(tmp_path / "pieces", 2, 2, **sections), 5)[0]["died"]
+    pieces = many.run(4, train, job(tmp_path / "pieces", 2, 2, **sections))
+    assert equal(whole_state(whole, 2), whole_state(pieces, 2))
+    assert equal(saved(tmp_path / "whole"), saved(tmp_path / "pieces"))
+
+
+def test_the_last_stages_fill_and_read_a_cache_of_the_teachers_logits(many: RankPool, tmp_path: Path) -> None:
+    cached = {
+        "data": {"path": "synthetic", "synthetic_images": 65, "global_batch_size": 32},
+        "teacher": {"cache": str(tmp_path / "c")},
+    }
+    images = {}
+    for folder, stages, replicas in (("fills", 2, 2), ("reads", 2, 2), ("alone", 1, 1)):
+        found = many.run(stages * replicas, train, job(tmp_path / folder, stages, replicas, **cached))
+        images[folder] = [metrics["epoch/train/teacher_images"] for kind, _, metrics in found[0]["calls"] if kind == "epoch"]
+    assert images == {"fills": [65.0, 0.0], "reads": [0.0, 0.0], "alone": [0.0, 0.0]}
+    assert relative_difference(saved(tmp_path / "alone"), saved(tmp_path / "reads")) < 1e-9
+
+
+def test_models_in_channels_last_and_with_auxiliary_heads_train_in_stages(many: RankPool, tmp_path: Path) -> None:
+    """With one micro-batch, in which batch norms see the whole batch."""
+    sections = {
+        "model": "googlenet",
+        "data": {"path": "synthetic", "synthetic_images": 9, "image_size": 64, "global_batch_size": 4, "last_batch": "drop"},
+        "train": {"channels_last": True},
+        "optim": {"epochs": 1},
+        "teacher": None,
+        "distill": None,
+    }
+    alone = many.run(1, train, job(tmp_path / "alone", 1, 1, **sections))
+    found = many.run(2, train, job(tmp_path / "stages", 2, 1, micro_batches=1, **sections, scale={"cut": ["inception4a"]}))
+    names = whole_state(found, 2).keys()
+    assert names == whole_state(alone, 1).keys()
+    assert any("aux" in name for name in names)
+
+
+def test_a_loss_that_is_not_finite_ends_all_stages_with_one_line(many: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match="the loss is not finite at step"):
+        many.run(4, train, job(tmp_path / "stages", 2, 2, optim={"lr": 1e200, "clip_grad_norm": None}))
+
+
+def bytes_of_job(group: Group, settings: TrainConfig) -> int:
+    """Of the tensors that this process has besides those of earlier tests once a job has trained: of parameters, momenta, …"""
+    before = bytes_of_tensors()
+    with contextlib.closing(build(settings, group, Recorded(), no_telemetry)) as job:
+        loop.train_epoch(job)
+        return bytes_of_tensors() - before
+
+
+def bytes_of_tensors() -> int:
+    gc.collect()
+    with warnings.catch_warnings(action="ignore"):  # of what else is asked for its class
+        tensors = [each for each in gc.get_objects() if isinstance(each, Tensor) and each.device.type == "cpu"]
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def test_a_rank_keeps_its_own_stage_alone(many: RankPool, tmp_path: Path) -> None:
+    sections = {"data": {"global_batch_size": 8, "path": "synthetic", "synthetic_images": 32}, "teacher": None, "distill": None}
+    (alone,) = many.run(1, bytes_of_job, job(tmp_path / "alone", 1, 1, **sections))
+    stages = many.run(2, bytes_of_job, job(tmp_path / "stages", 2, 1, **sections))
+    assert max(stages) < 0.65 * alone  # the second stage has 0.58 of the parameters

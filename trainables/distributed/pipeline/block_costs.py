@@ -1,0 +1,197 @@
+"""What the blocks of a model cost on a device: forward and backward passes timed apart, memory, bytes over the cuts.
+
+The whole model runs, block after block, with a time stamp at each cut point; on the way back each tensor that crosses one sets
+a stamp when its gradient is known. So the blocks' times add up to the model's.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from trainables.distributed.pipeline.costs import Block, PassTime
+from trainables.distributed.pipeline.graph import split
+from trainables.errors import ModelError
+from trainables.failures import kind_of
+
+ROUNDS = 5
+"""Of which the shortest counts: what else a machine does only adds. One more, the first, warms up."""
+BUDGET_S = 20.0
+"""After so long no larger size is tried and no further round begun."""
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Under which a model runs."""
+
+    image_size: int
+    device: torch.device
+    precision: str
+    autocast: Callable[[], AbstractContextManager[None]] = nullcontext
+    layout: torch.memory_format = torch.contiguous_format
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """Seconds of one forward and one backward pass in each block."""
+
+    forward_s: list[float]
+    backward_s: list[float]
+
+
+def measure_blocks(
+    model: nn.Module, cuts: Sequence[str], conditions: Conditions, sizes: Sequence[int], *, training: bool = True
+) -> list[Block]:
+    """The blocks between these cut points, timed on micro-batches of these sizes. `model` stays as it is.
+
+    Without `training`: as a frozen teacher runs, forward only. Sizes that the device's memory or a batch norm refuses, and larger
+    ones after `BUDGET_S`, are left out.
+
+    Raises:
+        ModelError: the model runs at none of the sizes.
+    """
+    model = copy.deepcopy(model).to(conditions.device).to(memory_format=conditions.layout).train(training)
+    blocks: Sequence[nn.Module] = split(model, cuts) if cuts else [model]
+    run = _Run(blocks, conditions, training=training)
+    with torch.random.fork_rng([conditions.device] if conditions.device.type == "cuda" else []):
+        passes = _rounds(run, sizes)
+    return [
+        Block(
+            begins_at=name,
+            forward=_pass_time({size: [each.forward_s[index] for each in found] for size, found in passes.items()}),
+            backward=_pass_time({size: [each.backward_s[index] for each in found] for size, found in passes.items()}),
+            parameter_bytes=sum(parameter.nbytes for parameter in blocks[index].parameters()),
+            activation_bytes=run.stored_bytes[index],
+            output_bytes=run.sent_bytes[index],
+        )
+        for index, name in enumerate(["", *cuts])
+    ]
+
+
+def _pass_time(times_s: dict[int, list[float]]) -> PassTime:
+    return PassTime(tuple(times_s), tuple(min(times) for times in times_s.values()))
+
+
+def _rounds(run: _Run, sizes: Sequence[int]) -> dict[int, list[_Passes]]:
+    """By size, in rising order; each round has all sizes, so that the machine's ups and downs meet all of them."""
+    start_s = time.perf_counter()
+    found: dict[int, list[_Passes]] = {}
+    refusal = ""
+    for size in sorted(set(sizes)):
+        if found and time.perf_counter() - start_s > BUDGET_S:
+            break
+        try:
+            run.count_bytes(size)
+            run.passes(size)
+        except Exception as error:
+            # ValueError: batch norm's, of a single value per channel
+            if not isinstance(error, ValueError) and kind_of(error) != "out_of_memory":
+                raise
+            refusal = str(error)
+        else:
+            found[size] = []
+    if not found:
+        raise ModelError(f"the model does not run on micro-batches of {', '.join(map(str, sizes))}: {refusal.splitlines()[0]}")
+    for number in range(ROUNDS):
+        if number and time.perf_counter() - start_s > BUDGET_S:
+            break
+        for size, passes in found.items():
+            passes.append(run.passes(size))
+    return found
+
+
+class _Run:
+    """Passes of a model's blocks, one after the other."""
+
+    def __init__(self, blocks: Sequence[nn.Module], conditions: Conditions, *, training: bool) -> None:
+        self._blocks, self._conditions, self._training = blocks, conditions, training
+        parameters = [parameter for block in blocks for parameter in block.parameters()]
+        buffers = [buffer for block in blocks for buffer in block.buffers()]
+        self._dtype = parameters[0].dtype
+        self._own = {tensor.untyped_storage().data_ptr() for tensor in (*parameters, *buffers)}
+        self.stored_bytes = [0.0 for _ in blocks]
+        """Of one sample, that a block is the first to store for its backward pass."""
+        self.sent_bytes = [0.0 for _ in blocks]
+        """Of one sample, to the block after it."""
+
+    def passes(self, num_samples: int) -> _Passes:
+        """Time one forward and, in training, one backward pass."""
+        clock = _Clock(self._conditions.device)
+        clock.stamp("forward", 0)
+        for index, output in enumerate(self._forward(num_samples), start=1):
+            clock.stamp("forward", index)
+            if output.requires_grad:
+                output.register_hook(partial(_stamp_backward, clock, index))
+        if self._training:
+            output.backward(torch.ones_like(output))
+            clock.stamp("backward", 0)
+        count = len(self._blocks)
+        return _Passes(
+            [clock.seconds(("forward", index), ("forward", index + 1)) for index in range(count)],
+            [clock.seconds(("backward", index + 1), ("backward", index)) if self._training else 0.0 for index in range(count)],
+        )
+
+    def count_bytes(self, num_samples: int) -> None:
+        """Fill `stored_bytes` and `sent_bytes`."""
+        seen = set(self._own)
+        current: dict[int, int] = {}
+
+        def store(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in seen:
+                current[storage.data_ptr()] = storage.nbytes()
+            return tensor.detach()  # a node that saves its own output would keep itself, and the model's copy, for ever
+
+        with torch.autograd.graph.saved_tensors_hooks(store, lambda tensor: tensor):
+            for index, output in enumerate(self._forward(num_samples)):
+                self.stored_bytes[index] = sum(current.values()) / num_samples
+                self.sent_bytes[index] = output.nbytes / num_samples
+                seen |= current.keys()
+                current.clear()
+
+    def _forward(self, num_samples: int) -> Iterator[Tensor]:
+        """The output of each block; of the last one, the logits."""
+        size = self._conditions.image_size
+        images_BCHW = torch.rand(num_samples, 3, size, size, device=self._conditions.device, dtype=self._dtype)
+        output = images_BCHW.to(memory_format=self._conditions.layout)
+        with torch.inference_mode(not self._training):
+            for block in self._blocks:
+                with self._conditions.autocast():
+                    result = block(output)
+                output = result if isinstance(result, Tensor) else result[0]
+                yield output
+
+
+def _stamp_backward(clock: _Clock, index: int, gradient: Tensor) -> None:
+    clock.stamp("backward", index)
+
+
+class _Clock:
+    """Time stamps of a device's work, by pass and cut."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._events: dict[tuple[str, int], torch.cuda.Event] = {}
+        self._times_s: dict[tuple[str, int], float] = {}
+
+    def stamp(self, kind: str, index: int) -> None:
+        if not self._is_cuda:
+            self._times_s[kind, index] = time.perf_counter()
+            return
+        self._events[kind, index] = torch.cuda.Event(enable_timing=True)
+        self._events[kind, index].record()
+
+    def seconds(self, first: tuple[str, int], then: tuple[str, int]) -> float:
+        """Between two stamps; waits for the device."""
+        if not self._is_cuda:
+            return self._times_s[then] - self._times_s[first]
+        self._events[then].synchronize()
+        elapsed_ms: float = self._events[first].elapsed_time(self._events[then])
+        return elapsed_ms / 1e3

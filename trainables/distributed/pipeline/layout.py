@@ -1,0 +1,57 @@
+"""The ranks of a job as replicas of a model, each a row of pipeline stages."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from trainables.distributed.group import Group, gather_objects
+
+
+@dataclass(frozen=True)
+class Layout:
+    """This rank's replica and stage."""
+
+    replicas: Group
+    """The ranks that have the same stage: the rank in it is the replica's number."""
+    stages: Group
+    """The ranks of this replica: the rank in it is the stage's number."""
+    hosts: Group
+    """The same ranks, with a process group for CPU tensors that nothing else goes through."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank's stage gets the images."""
+        return self.stages.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank's stage computes the logits."""
+        return self.stages.rank == self.stages.world_size - 1
+
+
+def build_layout(group: Group, num_stages: int) -> Layout:
+    """Rank r is stage r mod `num_stages` of replica r div `num_stages`: neighbours share a replica. Every rank calls it."""
+    if num_stages == 1:
+        alone = Group(local_rank=group.local_rank, device=group.device)
+        return Layout(replicas=group, stages=alone, hosts=alone)
+    shape = (group.world_size // num_stages, num_stages)
+    mesh = init_device_mesh(group.device.type, shape, mesh_dim_names=("replica", "stage"))
+
+    def part(name: str) -> Group:
+        process_group = mesh.get_group(name)
+        rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
+        found = Group(rank, world_size, 0, group.device, process_group)
+        nodes = gather_objects(socket.gethostname(), found)
+        return replace(found, local_rank=nodes[:rank].count(nodes[rank]))
+
+    stages = part("stage")
+    ranks = dist.get_process_group_ranks(stages.process_group)
+    host_group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    assert isinstance(host_group, dist.ProcessGroup)
+    hosts = replace(stages, device=torch.device("cpu"), process_group=host_group)
+    return Layout(replicas=part("replica"), stages=stages, hosts=hosts)

@@ -1,0 +1,148 @@
+"""From models and devices to a plan: what the blocks cost is measured once and kept in a file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainables.distributed.pipeline.block_costs import Conditions, measure_blocks
+from trainables.distributed.pipeline.costs import Block, Devices, PassTime, Plan
+from trainables.distributed.pipeline.graph import CutPoint, cut_points
+from trainables.distributed.pipeline.plan import Planner
+from trainables.distributed.pipeline.starts import Starts
+from trainables.errors import ModelError
+from trainables.rundir import write_json
+
+
+def cache_folder() -> Path:
+    """Where measured times are kept."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "raydistill" / "block_costs"
+
+
+def plan_cut(
+    student: nn.Module,
+    teacher: nn.Module | None,
+    conditions: Conditions,
+    devices: Devices,
+    *,
+    num_samples: int,
+    schedule: str,
+    points: Sequence[CutPoint] | None = None,
+    cuts: Sequence[str] | None = None,
+    num_micro_batches: int | None = None,
+    placements: Sequence[str] = ("last",),
+    cache: Path | None = None,
+) -> Plan:
+    """The fastest cut of a student, and of its teacher, for a replica's batch of `num_samples`.
+
+    `points`: where the student may be cut; absent: at all of its cut points. `cuts`, `num_micro_batches`: given, not planned.
+
+    Raises:
+        ModelError: the student cannot be cut so, or nothing fits the memory.
+    """
+    sizes = sizes_to_measure(num_samples, devices.num_stages, num_micro_batches)
+    points = cut_points(student, conditions.image_size) if points is None else points
+    starts = None if cuts is None else starts_of(points, cuts, devices.num_stages)
+    blocks = block_costs(student, points, conditions, sizes, cache=cache)
+    teacher_blocks = [] if teacher is None else teacher_costs(teacher, conditions, sizes, cache=cache)
+    return Planner(blocks, devices, schedule, teacher_blocks, placements).plan(num_samples, starts, num_micro_batches)
+
+
+def starts_of(points: Sequence[CutPoint], cuts: Sequence[str], num_stages: int) -> Starts:
+    """The first blocks of the stages that begin with these modules.
+
+    Raises:
+        ModelError: a name is no cut point, or they are not one fewer than stages, in the order of the forward.
+    """
+    starts = [0]
+    for cut in cuts:
+        found = next((index for index, point in enumerate(points, start=1) if cut in (point.module, *point.aliases)), None)
+        if found is None:
+            raise ModelError(f"the model cannot be cut before {cut}: choose among {', '.join(point.module for point in points)}")
+        starts.append(found)
+    if len(starts) != num_stages or any(first >= then for first, then in pairwise(starts)):
+        raise ModelError(f"{num_stages} stages need {num_stages - 1} cuts in the order of the forward, not {', '.join(cuts)}")
+    return tuple(starts)
+
+
+def sizes_to_measure(num_samples: int, num_stages: int, num_micro_batches: int | None) -> list[int]:
+    """Micro-batches of a replica's batch in 1, 2, 4 and 8 parts a stage; the one that is asked for; the whole batch."""
+    sizes = {-(-num_samples // (num_stages * parts)) for parts in (1, 2, 4, 8)}
+    asked = {-(-num_samples // num_micro_batches)} if num_micro_batches is not None else set()
+    return sorted(sizes | asked | {num_samples})
+
+
+def block_costs(
+    model: nn.Module,
+    points: Sequence[CutPoint],
+    conditions: Conditions,
+    sizes: Sequence[int],
+    *,
+    training: bool = True,
+    cache: Path | None,
+) -> list[Block]:
+    """`measure_blocks`, or what it has found before under the same conditions and with the same torch.
+
+    Raises:
+        ModelError: see there.
+    """
+    cuts = [point.module for point in points]
+    key = {**_key(model, conditions, training), "cuts": cuts, "sizes": list(sizes)}
+    path = None if cache is None else cache / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]}.json"
+    if path is not None and (found := _read(path)) is not None:
+        return found
+    blocks = measure_blocks(model, cuts, conditions, sizes, training=training)
+    if path is not None:
+        write_json(path, {"key": key, "blocks": [asdict(block) for block in blocks]})
+    return blocks
+
+
+def teacher_costs(model: nn.Module, conditions: Conditions, sizes: Sequence[int], *, cache: Path | None) -> list[Block]:
+    """The same of a frozen teacher, forward only; one that cannot be cut is one block."""
+    try:
+        points = cut_points(model, conditions.image_size)
+    except ModelError:
+        points = []
+    return block_costs(model, points, conditions, sizes, training=False, cache=cache)
+
+
+def _read(path: Path) -> list[Block] | None:
+    """None: there is no such file, or it is damaged."""
+    try:
+        return [_block(row) for row in json.loads(path.read_text())["blocks"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _key(model: nn.Module, conditions: Conditions, training: bool) -> dict[str, Any]:
+    cuda = conditions.device.type == "cuda"
+    shapes = [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in model.state_dict().items()]
+    structure = hashlib.sha256(f"{model!r}{shapes}".encode()).hexdigest()
+    return {
+        "version": 1,
+        "model": type(model).__name__,
+        "structure": structure,
+        "training": training,
+        "image_size": conditions.image_size,
+        "precision": conditions.precision,
+        "layout": str(conditions.layout),
+        "device": torch.cuda.get_device_name(conditions.device) if cuda else f"{platform.node()} {platform.machine()}",
+        "threads": 0 if cuda else torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+
+
+def _block(row: dict[str, Any]) -> Block:
+    times = {name: PassTime(tuple(row[name]["num_samples"]), tuple(row[name]["times_s"])) for name in ("forward", "backward")}
+    return Block(**{**row, **times})

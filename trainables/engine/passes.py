@@ -1,0 +1,83 @@
+"""How batches pass through a job's model: its training steps, and the logits of its evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor
+
+from trainables.config import TrainConfig
+from trainables.device.augment import TrainInputs
+from trainables.device.device_batches import DeviceBatch
+from trainables.device.model_input import autocast, normalizer, tensor_format
+from trainables.distributed.batch_norm import accepts_empty_batches
+from trainables.distributed.gather import cpu_process_group
+from trainables.distributed.group import gather_objects
+from trainables.distributed.pipeline.layout import Layout
+from trainables.engine.epochs import Epochs
+from trainables.engine.evaluate import logits_of
+from trainables.engine.optimizers import LossOptimizer
+from trainables.engine.step import TrainState, sum_names, train_step
+from trainables.engine.step_sums import StepSums
+from trainables.engine.updates import ParameterUpdate, UpdateSettings, build_update
+from trainables.methods.distillation_module import DistillationModule
+from trainables.metrics.phase_timer import PhaseTimer
+from trainables.teachers.interface import TeacherInterface
+
+TrainStep = Callable[[DeviceBatch, int, PhaseTimer], None]
+"""Trains on a batch in the step of this index, see `trainables.engine.step.train_step`."""
+
+
+class Passes(NamedTuple):
+    """What a job calls for each of its batches."""
+
+    train_state: TrainState
+    train_step: TrainStep
+    logits: Callable[[DeviceBatch], Tensor | None]
+    """The student's for a batch of the evaluation; None where another rank has them."""
+
+
+class Trained(NamedTuple):
+    """What the steps of a job train, and how often."""
+
+    module: DistillationModule
+    teacher: TeacherInterface | None
+    optimizers: tuple[LossOptimizer, ...]
+    settings: UpdateSettings
+    epochs: Epochs
+
+
+def whole_passes(config: TrainConfig, layout: Layout, trained: Trained) -> Passes:
+    """Of a rank that has the whole model."""
+    update = build_update(trained.module, trained.optimizers, trained.settings, accumulate=config.optim.accumulate)
+    train_state = build_train_state(config, layout, trained, update)
+    logits = logits_of(trained.module.student, image_normalizer(config, layout), train_state.autocast)
+    return Passes(train_state, partial(train_step, train_state), logits)
+
+
+def build_train_state(config: TrainConfig, layout: Layout, trained: Trained, update: ParameterUpdate) -> TrainState:
+    """What the steps of a rank need. Every rank calls it."""
+    data, device, module = config.data, layout.replicas.device, trained.module
+    normalize = image_normalizer(config, layout)
+    return TrainState(
+        distillation_module=module,
+        teacher=trained.teacher,
+        optimizers=trained.optimizers,
+        training_update=update,
+        update_settings=trained.settings,
+        group=layout.replicas,
+        prepare=TrainInputs(data.device_augment, normalize, seed=config.seed, image_size=data.image_size, device=device),
+        autocast=autocast(config.precision, device),
+        epochs=trained.epochs,
+        num_blank_images=0 if accepts_empty_batches(module.student) else 2,
+        accumulate=config.optim.accumulate,
+        cpu_group=cpu_process_group(layout.replicas) if module.methods else None,
+        sums=StepSums(gather_objects(sum_names(module), layout.stages)[-1], device),
+    )
+
+
+def image_normalizer(config: TrainConfig, layout: Layout) -> Callable[[Tensor], Tensor]:
+    """From uint8 images_BCHW on the device to the models' input, for evaluation; training augments too."""
+    return normalizer(config.data.mean, config.data.std, layout.replicas.device, *tensor_format(config))

@@ -1,0 +1,161 @@
+"""Cut a job's student into pipeline stages: where, and what of it and of its methods a rank keeps."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from trainables.config import ScaleConfig, TrainConfig
+from trainables.device.model_input import autocast, tensor_format
+from trainables.distributed.group import gather_objects
+from trainables.distributed.pipeline.block_costs import Conditions
+from trainables.distributed.pipeline.costs import Devices, Link
+from trainables.distributed.pipeline.graph import CutPoint, StageModule, cut_points, split
+from trainables.distributed.pipeline.layout import Layout
+from trainables.distributed.pipeline.link import measure_link
+from trainables.distributed.pipeline.plan_cut import cache_folder, plan_cut
+from trainables.errors import DistillError, ExperimentError, ModelError
+from trainables.methods.distillation_module import DistillationModule
+from trainables.models.reused_classifier import ReusedClassifier
+from trainables.rules import replica_batch
+
+log = logging.getLogger("raydistill")
+
+
+def possible_cuts(config: TrainConfig, module: DistillationModule) -> list[CutPoint]:
+    """Where the student may be cut: before all that its methods read. With `scale.cut` those cuts.
+
+    Raises:
+        ExperimentError, ModelError: it cannot be cut so, or has methods that cannot be trained in stages; one line.
+    """
+    stages, model = config.scale.pipeline_stages, config.model
+    for key, method in module.methods_by_name.items():
+        if method.init_epochs or method.optimizers:
+            what = "an init stage" if method.init_epochs else "optimizers of its own"
+            raise ExperimentError(
+                f"distill.method: {key} has {what}, which scale.pipeline_stages {stages} does not go with: take another method,"
+                " or write scale.pipeline_stages 1"
+            )
+    if isinstance(module.student, ReusedClassifier):
+        raise ExperimentError(
+            f"scale.pipeline_stages {stages}: the student predicts with its teacher's classifier, and cannot be cut: take"
+            " another distill.method, or write scale.pipeline_stages 1"
+        )
+    points = cut_points(module.student, config.data.image_size, module.tapped_modules)
+    if config.scale.cut is not None:
+        found = [_named(cut, points, module, model) for cut in config.scale.cut]
+        if found != [point for point in points if point in found]:
+            raise ModelError("scale.cut: give its modules in the order of the forward pass, each once")
+        return found
+    if len(points) < stages - 1:
+        most = f"at most {len(points) + 1}" if points else "1"
+        read = f", before {', '.join(sorted(module.tapped_modules))}, which methods read" if module.tapped_modules else ""
+        raise ModelError(f"model {model} can be cut at {len(points)} points{read}: write scale.pipeline_stages {most}")
+    return points
+
+
+def _named(cut: str, points: Sequence[CutPoint], module: DistillationModule, model: str) -> CutPoint:
+    found = next((point for point in points if cut == point.module or cut in point.aliases), None)
+    if found is not None:
+        return found
+    names = ", ".join(point.module for point in points) or "none"
+    read = f"; methods read {', '.join(sorted(module.tapped_modules))}" if module.tapped_modules else ""
+    raise ModelError(f"scale.cut: model {model} cannot be cut before {cut}: choose among {names}{read}")
+
+
+class Cut(NamedTuple):
+    """Where the stages of a job begin, and how they share a batch."""
+
+    modules: tuple[str, ...]
+    """With which the second and later stages begin."""
+    micro_batches: int
+
+
+def choose_cut(
+    config: TrainConfig, layout: Layout, points: Sequence[CutPoint], student: nn.Module, teacher: nn.Module | None, link: Link
+) -> Cut:
+    """What `scale` gives, and the rest planned by timing on this rank's device. `teacher` runs whole on the last stage.
+
+    Raises:
+        ModelError: nothing fits the device's memory.
+    """
+    scale, device = config.scale, layout.stages.device
+    modules = None if scale.cut is None else [point.module for point in points]
+    number = None if scale.micro_batches == "auto" else scale.micro_batches
+    if modules is not None and number is not None:
+        return Cut(tuple(modules), number)
+    _, tensor_layout = tensor_format(config)
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf
+    plan = plan_cut(
+        student,
+        teacher,
+        Conditions(config.data.image_size, device, config.precision, autocast(config.precision, device), tensor_layout),
+        Devices(
+            scale.pipeline_stages,
+            scale.num_replicas,
+            link,
+            memory_bytes=memory,
+            parameter_copies=4 if config.optim.name == "adamw" else 3,
+        ),
+        num_samples=-(-replica_batch(config) // config.optim.accumulate),
+        schedule=scale.schedule,
+        points=points,
+        cuts=modules,
+        num_micro_batches=number,
+        cache=cache_folder(),
+    )
+    return Cut(plan.cuts, plan.num_micro_batches)
+
+
+def cut_student(
+    config: TrainConfig, layout: Layout, module: DistillationModule, teacher: nn.Module | None
+) -> tuple[StageModule, ScaleConfig]:
+    """This rank's stage of `module`'s student, which is on the CPU, on its device; and `scale` without what it leaves open.
+
+    Every rank calls it; the last stage's have the methods and the `teacher`. The memory of other stages is freed.
+
+    Raises:
+        ExperimentError, ModelError: see `possible_cuts`; on every rank.
+    """
+    student, scale = module.student, config.scale
+    planned = scale.cut is None or scale.micro_batches == "auto"
+    process_group = layout.stages.process_group
+    link = measure_link(process_group, layout.stages.device) if planned and process_group is not None else Link()
+    decides = layout.is_last and layout.replicas.is_main  # the last stage knows what methods read
+    found = _cut_or_problem(config, layout, module, teacher, link) if decides else None
+    cut = gather_objects(gather_objects(found, layout.stages)[-1], layout.replicas)[0]
+    if isinstance(cut, DistillError):
+        raise cut
+    stage = split(student, cut.modules)[layout.stages.rank]
+    log.info(
+        "%s: %s in %d stages, cut before %s; micro-batches: %d, %s",
+        config.stage,
+        config.model,
+        scale.pipeline_stages,
+        ", ".join(cut.modules),
+        cut.micro_batches,
+        scale.schedule,
+    )
+    _free(student, {id(tensor) for tensor in (*stage.parameters(), *stage.buffers())})
+    return stage.to(layout.stages.device), scale.model_copy(update={"cut": cut.modules, "micro_batches": cut.micro_batches})
+
+
+def _cut_or_problem(
+    config: TrainConfig, layout: Layout, module: DistillationModule, teacher: nn.Module | None, link: Link
+) -> Cut | DistillError:
+    try:
+        return choose_cut(config, layout, possible_cuts(config, module), module.student, teacher, link)
+    except DistillError as error:
+        return error
+
+
+def _free(model: nn.Module, kept: Collection[int]) -> None:
+    """Drop the memory of all parameters and buffers but those with these ids: methods and taps may refer to the modules."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if id(tensor) not in kept:
+            tensor.data = tensor.data.new_empty(0)

@@ -1,0 +1,69 @@
+"""Batches for the ranks of one replica: the first pipeline stage reads them, the last one gets all of them, others the labels.
+
+Shapes: B samples of this replica's part of a global batch, C=3 channels, H=W=data.image_size pixels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trainables.data.loader import Batch, Loader
+from trainables.distributed.group import Group
+
+_END = -1
+"""In place of a batch's number of samples: the epoch has no more."""
+
+
+class StageLoader(Loader):
+    """A loader whose batches the ranks of a replica have in common, see `Loader`. All of them take the same number of batches.
+
+    They travel between the hosts' memories, so that each rank's device copies its own ahead as any batch.
+    """
+
+    def __init__(self, *arguments: Any, hosts: Group, loader_workers: int, **options: Any) -> None:
+        """`hosts`: the ranks of the replica, for CPU tensors."""
+        super().__init__(*arguments, loader_workers=loader_workers if hosts.is_main else 0, **options)
+        self._hosts = hosts
+
+    def epoch(self, epoch: int, start: int = 0) -> Generator[Batch, None, None]:
+        """See `Loader.epoch`. On a stage between the first and the last the pixels are undefined."""
+        batches = super().epoch(epoch, start)
+        return self._send(batches) if self._hosts.is_main else self._receive()
+
+    def _send(self, batches: Generator[Batch, None, None]) -> Generator[Batch, None, None]:
+        sent: dist.Work | None = None
+        last = self._hosts.world_size - 1
+        with contextlib.closing(batches):
+            for batch in batches:
+                header = torch.zeros(2 + 2 * self.max_rows, dtype=torch.int64)
+                header[0], header[1] = len(batch.labels_B), batch.position
+                labels_B, indices_B = header[2:].chunk(2)
+                labels_B[: len(batch.labels_B)], indices_B[: len(batch.labels_B)] = batch.labels_B, batch.indices_B
+                dist.broadcast(header, group_src=0, group=self._hosts.process_group)
+                if sent is not None:
+                    sent.wait()
+                if len(batch.labels_B):
+                    sent = dist.isend(batch.images_BCHW.permute(0, 2, 3, 1), group_dst=last, group=self._hosts.process_group)
+                yield batch
+        dist.broadcast(torch.full((2 + 2 * self.max_rows,), _END), group_src=0, group=self._hosts.process_group)
+        if sent is not None:
+            sent.wait()
+
+    def _receive(self) -> Generator[Batch, None, None]:
+        while True:
+            header = torch.empty(2 + 2 * self.max_rows, dtype=torch.int64)
+            dist.broadcast(header, group_src=0, group=self._hosts.process_group)
+            num_rows, position = header[:2].tolist()
+            if num_rows == _END:
+                return
+            images_BHWC, labels_B, indices_B = (tensor[:num_rows] for tensor in self._memory.allocate())
+            for tensor, values in zip((labels_B, indices_B), header[2:].chunk(2), strict=True):
+                tensor.copy_(values[:num_rows])
+            if num_rows and self._hosts.rank == self._hosts.world_size - 1:
+                dist.recv(images_BHWC, group_src=0, group=self._hosts.process_group)
+            yield Batch(images_BHWC.permute(0, 3, 1, 2), labels_B, indices_B, position)

@@ -1,0 +1,136 @@
+"""One training step on one pipeline stage: forward and backward of the replica's micro-batches, one update of the stage.
+
+Shapes: S samples of a micro-batch, C channels, H W pixels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+from torch import Tensor, nn
+
+from trainables.config import TrainConfig
+from trainables.device.device_batches import DeviceBatch
+from trainables.device.model_input import tensor_format
+from trainables.distributed.group import GlobalCount, Group, all_reduce_sum
+from trainables.distributed.pipeline.layout import Layout
+from trainables.distributed.pipeline.runner import Boundary, Forward, PipelineRunner, micro_batch_sizes, stage_inputs
+from trainables.engine.optimizers import LossOptimizer
+from trainables.engine.passes import Passes, Trained, build_train_state, image_normalizer
+from trainables.engine.step import TrainState, micro_batches, run_student, run_teacher
+from trainables.engine.updates import SharedUpdate, UpdateSettings, average, put
+from trainables.metrics.phase_timer import PhaseTimer
+from trainables.models.forward import logits_and_aux
+
+
+class StageUpdate(SharedUpdate):
+    """One optimizer for the parameters of this rank's pipeline stage, by the mean gradients of all replicas. No DDP."""
+
+    without_noise = "with scale.pipeline_stages it is not measured"
+
+    def __init__(self, module: nn.Module, optimizer: LossOptimizer, settings: UpdateSettings, stages: Group) -> None:
+        super().__init__(module, optimizer, settings)
+        self._stages = stages
+
+    def average_gradients(self) -> None:
+        """After the last backward pass. One all-reduce: the stages end at different times, so that it overlaps with others."""
+        parameters = self._optimizer.parameters
+        put(parameters, average([parameter.grad for parameter in parameters], self._group))
+
+    def _clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> None:
+        """By the norm of all stages' gradients."""
+        norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+        total = all_reduce_sum(norm.double() ** 2, self._stages).sqrt()
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, total.to(norm.dtype))
+
+
+class PipelineStep:
+    """What `trainables.engine.step.train_step` does, for a model of which this rank has one stage.
+
+    Phases: `student` is a stage's forward passes, on the last one with the methods and the losses; `backward` ends with the
+    all-reduce over the replicas; `bubble` is the time in which the stage waits for its neighbours.
+    """
+
+    def __init__(
+        self, train_state: TrainState, update: StageUpdate, runner: PipelineRunner, forward: Forward, num_micro_batches: int
+    ) -> None:
+        """`forward`: of this rank's stage alone."""
+        self._train_state, self._update, self._runner, self._forward = train_state, update, runner, forward
+        self._num_micro_batches = num_micro_batches
+
+    def __call__(self, batch: DeviceBatch, step: int, timer: PhaseTimer) -> None:
+        train_state = self._train_state
+        batch.wait()
+        timer.mark("h2d")
+        count = GlobalCount(len(batch.labels_B), train_state.group)
+        parts = micro_batches(train_state.prepare(batch), train_state.accumulate, train_state.num_blank_images)
+        timer.mark("augment")
+        for part in parts:
+            number = self._num_micro_batches if len(part.labels_B) else 1  # blank images are not divided
+            forward = self._losses(part, number, count, step, timer) if self._runner.is_last else self._forward
+            self._runner.train(part.images_BCHW, number, forward, timer.mark)
+        self._update.average_gradients()
+        timer.mark("backward")
+        self._update.step(count)
+        timer.mark("optimizer")
+
+    def _losses(self, part: DeviceBatch, number: int, count: GlobalCount, step: int, timer: PhaseTimer) -> Forward:
+        """What the last stage does with each micro-batch. The teacher runs for all of them while the first one is on its way."""
+        train_state = self._train_state
+        epoch = train_state.epochs.training_epochs(step)
+        parts = part.split(micro_batch_sizes(len(part.labels_B), number)) if number > 1 else [part]
+        remaining = iter([(each, run_teacher(train_state, each)) for each in parts])
+        timer.mark("teacher")
+
+        def loss_of(received: Tensor) -> Tensor:
+            each, teacher_outputs = next(remaining)
+            outputs, loss = run_student(train_state, received, each, teacher_outputs, epoch)
+            train_state.sums.add(step, outputs.logits_BK, each.labels_B, loss.named)
+            return loss.total(count.weight())
+
+        return loss_of
+
+
+def stage_logits(
+    runner: PipelineRunner, forward: Forward, prepare: Callable[[Tensor], Tensor], num_micro_batches: int
+) -> Callable[[DeviceBatch], Tensor | None]:
+    """A function from a batch to its logits on the last stage, None on the others. `prepare`: from uint8 to the model's input."""
+
+    def logits(batch: DeviceBatch) -> Tensor | None:
+        images_BCHW = prepare(batch.images_BCHW) if runner.is_first else batch.images_BCHW
+        return runner.infer(images_BCHW, num_micro_batches, forward)
+
+    return logits
+
+
+def stage_forward(stage: nn.Module, autocast: Callable[[], contextlib.AbstractContextManager[None]]) -> Forward:
+    """The forward pass of a stage in the job's precision; of the last one the logits."""
+
+    def forward(received: Tensor) -> Tensor:
+        with autocast():
+            return logits_and_aux(stage(received))[0]
+
+    return forward
+
+
+def stage_passes(config: TrainConfig, layout: Layout, trained: Trained) -> Passes:
+    """Of a rank that has one stage of the model; every rank calls it."""
+    (optimizer,) = trained.optimizers
+    update = StageUpdate(trained.module, optimizer, trained.settings, layout.stages)
+    train_state = build_train_state(config, layout, trained, update)
+    if not (layout.is_first or layout.is_last):
+        train_state.prepare = lambda batch: batch  # it has no pixels
+    forward = stage_forward(trained.module.student, train_state.autocast)
+    size, micro_batches = config.data.image_size, config.scale.micro_batches
+    assert isinstance(micro_batches, int)  # since it was planned
+    images = Boundary((3, size, size), tensor_format(config)[0], has_gradient=False)
+    trained.module.eval()
+    inputs = stage_inputs(forward, images, layout.stages)
+    trained.module.train()
+    runner = PipelineRunner(layout.stages, inputs, config.scale.schedule)
+    return Passes(
+        train_state,
+        PipelineStep(train_state, update, runner, forward, micro_batches),
+        stage_logits(runner, forward, image_normalizer(config, layout), micro_batches),
+    )
