@@ -42,7 +42,7 @@ def test_a_cut_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
 def test_all_cut_points(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "split", "digits", "--list")
     assert code == 0
-    assert "convnet_small can be cut at 9 points (images 3×8×8)" in out
+    assert "convnet_small can be cut at 9 points (images 3×8×8)" in " ".join(out.split())
     assert "features.5" in out
 
 
