@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-
 import pytest
 
 from service.config.experiment import load
@@ -30,9 +27,7 @@ def test_a_run_in_pipeline_stages_survives_a_killed_rank_and_trains_what_one_pro
     wait_until(lambda: len(records(run, "step")) > 10, "step 10", command)
     kill([sorted(command.workers(), key=lambda process: process.pid)[-1]])
     wait_until(lambda: records(run, "resume"), "restart", command)
-    os.kill(command.process.pid, signal.SIGINT)
-    assert command.end(60) == 130, command.output
-    distill.run("resume", run)
+    assert command.end() == 0, command.output
     assert result(run)["status"] == "complete"
     assert "2 × 2 pipeline stages" in command.output
     assert "mlp_large in 2 stages, cut before" in command.output

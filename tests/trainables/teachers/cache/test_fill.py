@@ -14,6 +14,7 @@ from tests.trainables.jobs import train
 from tests.trainables.teachers.cache.test_cached_teacher import ran_for, settings
 from trainables.config import FillConfig, TrainConfig
 from trainables.distributed.group import Group
+from trainables.distributed.pipeline.layout import build_layout
 from trainables.distributed.rank_pool import RankPool
 from trainables.engine.job import open_loaders
 from trainables.errors import DataError
@@ -28,7 +29,7 @@ def fill_alone(group: Group, config: TrainConfig) -> tuple[dict[str, float], lis
         reported.append((kind, step))
 
     job = stored_order(FillConfig.model_validate(config.model_dump()))
-    classes, (loader, val_loader) = open_loaders(job, group)
+    classes, (loader, val_loader) = open_loaders(job, build_layout(group, 1))
     with contextlib.closing(loader), contextlib.closing(val_loader):
         return fill(job, group, classes, loader, report), reported
 
