@@ -1,7 +1,5 @@
 """How many kernels a piece of code would launch on a GPU: its operations that compute something, views and allocations apart."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The documents lead where they say: links, anchors, pages of the site, and paths of this repository."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

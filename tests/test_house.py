@@ -1,7 +1,5 @@
 """The rules of the house, read from the imports: who may know whom, and what stays out of the tree."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

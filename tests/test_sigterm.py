@@ -1,7 +1,5 @@
 """SIGTERM to pytest ends it, and what its tests have started."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

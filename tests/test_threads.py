@@ -1,7 +1,5 @@
 """Every thread that the product starts is listed here, with what it calls of CUDA; one that calls anything binds its device."""
 
-from __future__ import annotations
-
 import ast
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`split`: where a model would be cut for several devices."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import click

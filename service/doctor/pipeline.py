@@ -1,7 +1,5 @@
 """What pipeline stages wait for in each other."""
 
-from __future__ import annotations
-
 from statistics import fmean
 
 from service.doctor.evidence import Evidence

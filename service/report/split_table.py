@@ -1,7 +1,5 @@
 """What `distill split` shows: the pipeline stages of a student, what they cost, and whether they help. Imports torch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path

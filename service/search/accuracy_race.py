@@ -7,8 +7,6 @@ knows who trains a point.
 Shapes: M points.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -7,8 +7,6 @@ does not become dear by a probe more. So a probe is priced by what it adds to wh
 Shapes: M points.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np

@@ -5,8 +5,6 @@ as the planner's next point has as many workers. Ray Tune, the function of each 
 `SearchCoordinator`, an actor of the sweep; its state is the trials' results on disk.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

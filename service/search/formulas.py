@@ -14,8 +14,6 @@ Every other `max` is a p-norm, since queues round corners. Too many threads for 
 Shapes: ... any leading axes (samples of the parameters), M points, P parameters.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 

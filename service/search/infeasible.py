@@ -5,8 +5,6 @@ Failures also come by chance (a node that hiccups): one says little, and what fa
 Shapes: M points.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from itertools import combinations

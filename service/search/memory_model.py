@@ -3,8 +3,6 @@
 Shapes: M points.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np

@@ -6,8 +6,6 @@ the fastest point of each number of workers is also its cheapest, and the front 
 Shapes: M points, O measured ones.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

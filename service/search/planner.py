@@ -8,8 +8,6 @@ knows who runs a probe.
 Shapes: M points.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

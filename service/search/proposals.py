@@ -3,8 +3,6 @@
 Shapes: M points, U points that were measured.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

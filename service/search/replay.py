@@ -3,8 +3,6 @@
 So a search goes on after a kill, and a finished one has its posterior, from `result.json` alone.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The rows of a sweep's `result.json` as points: which of them a search may choose from."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TypeVar
 

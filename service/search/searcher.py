@@ -1,7 +1,5 @@
 """The guided search as a searcher of Ray Tune: one of its trials is one group of workers, which measures several points."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import ray

@@ -3,8 +3,6 @@
 Shapes: M points.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`python -m tests.benchmarks [NAME …] [--rounds N] [--json FILE]`: exit code 1 where a bar is missed."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

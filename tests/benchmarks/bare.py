@@ -3,8 +3,6 @@
 Prints when its train function was entered and when `fit` returned, in unix seconds.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """How long the command takes to answer where it starts nothing: its help, and experiments that it refuses."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import sys

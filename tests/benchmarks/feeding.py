@@ -5,8 +5,6 @@ both sides; the peer's loader takes the place of ours in it. `--cifar FOLDER` ho
 (without it: images made up on the spot).
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

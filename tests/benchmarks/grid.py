@@ -7,8 +7,6 @@
 Regret is judged by the grid's own figures. The step-time model is judged by leaving each point of the grid out in turn.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@ pictures made up on the spot). `--dali-python` and `--ffcv-python` are Pythons t
 out, with a word.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

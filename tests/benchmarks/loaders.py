@@ -3,8 +3,6 @@
 `python -m tests.benchmarks.loaders SIDE FOLDER --seconds S`; FOLDER/train/CLASS/* are images, or FOLDER is a packed set of ours.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Our loop in Ray Train workers beside a plain torch script of the same work: images per second."""
 
-from __future__ import annotations
-
 import contextlib
 import tempfile
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ And the peak resident size of the worker's process alone, which leaves the scrip
 other process had them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import tempfile

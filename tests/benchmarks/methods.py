@@ -5,8 +5,6 @@ there is before it, as torch's CPU allocator tells. Gathering: a step on two wor
 worker are copies of the own ones, so that the losses calculate as much and nothing is sent; wall time, since it waits.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import statistics

@@ -1,7 +1,5 @@
 """What measuring the gradient noise scale costs: seconds of a step with it beside the same step without, blocks taking turns."""
 
-from __future__ import annotations
-
 import contextlib
 import statistics
 import tempfile

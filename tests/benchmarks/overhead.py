@@ -6,8 +6,6 @@ that process stands still. It looks for records every five seconds, and at once 
 that too often.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import signal

@@ -4,8 +4,6 @@ Both commands from start to end, files in the page cache. The folder is made her
 CIFAR-10's sizes; `RAYDISTILL_BENCH_JPEGS` names another one, with train/CLASS/* and test/CLASS/*.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

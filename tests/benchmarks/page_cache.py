@@ -6,8 +6,6 @@ Cold: every page of the shards is dropped first (`POSIX_FADV_DONTNEED`, which wo
 reads samples that no earlier way has read. Prints one line a way: images/s, MiB/s of samples, and disk bytes ÷ sample bytes.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import time

@@ -1,7 +1,5 @@
 """The work that `loop` and `memory` do on both sides: a teacher, a student and a number of steps on noise."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Sequence

@@ -8,8 +8,6 @@ processes. Of more than `MOST_CUTS` cuts evenly spaced ones are measured, and th
 models that sleep instead of computing: for more stages than cores, and for a machine that is in use.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import json

@@ -3,8 +3,6 @@
 Models and images are the product's, everything else is torch's and as torchvision's reference has it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

@@ -1,7 +1,5 @@
 """Child processes of the benchmarks, and what a process says of itself."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -1,7 +1,5 @@
 """Two sides measured in turn, and the verdict: the machine's own ups and downs meet both, so that only ratios are compared."""
 
-from __future__ import annotations
-
 import operator
 import os
 import statistics

@@ -1,7 +1,5 @@
 """A model whose blocks sleep instead of computing: stages of any number run at once, however few cores there are."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -4,8 +4,6 @@ Both from the start of a fresh process. The bar's peer is the whole of the bare 
 line, without a bar, takes the moment at which its train function is entered, before the workers are put away again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import subprocess

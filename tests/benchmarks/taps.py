@@ -5,8 +5,6 @@ not count. Memory is torch's own account of what its CPU allocator holds: the st
 plus the kept tensors, which a method holds until the backward has ended.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

@@ -4,8 +4,6 @@ Logits are kept for images that are cropped and flipped anew in each epoch, as i
 epoch 0, in one process without evaluation.
 """
 
-from __future__ import annotations
-
 import contextlib
 import statistics
 import tempfile

@@ -4,8 +4,6 @@ Both sides train the same students at the same time, each a thread of this proce
 epoch 0, their models' building included; the actor, a process of its own, stands before, and knows nothing yet.
 """
 
-from __future__ import annotations
-
 import contextlib
 import tempfile
 import threading

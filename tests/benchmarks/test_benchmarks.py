@@ -1,7 +1,5 @@
 """The benchmarks run: one short round of each, whose figures nobody judges."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

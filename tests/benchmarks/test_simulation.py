@@ -1,7 +1,5 @@
 """The simulated clusters: right where a hand can reckon, never faster than their parts, the same for the same seed."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable
 from dataclasses import replace

@@ -6,8 +6,6 @@ compared with. Learning rates follow McCandlish et al. 2018, lr(B) = lr_max/(1 +
 holds for that rule. An order of two batches is judged where their times differ by more than twice the error of that difference.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import itertools

@@ -1,7 +1,5 @@
 """The doctor against real runs: `faults` alone (the default), `pairs` of them, `healthy` ones, or faults by name."""
 
-from __future__ import annotations
-
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, as in the tests

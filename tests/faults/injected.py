@@ -3,8 +3,6 @@
 A fault adds a multiple of a step's time where its cause would. Those that go with the images do so by their number.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Callable

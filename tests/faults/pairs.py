@@ -1,7 +1,5 @@
 """Faults in simulated trainings, one and two at once: what the doctor says first, and what mending that brings."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The doctor on real runs with a fault in each: all named first, and the gain predicted that mending it measures."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

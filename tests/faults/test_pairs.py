@@ -1,7 +1,5 @@
 """The doctor on simulated trainings: each fault, every two at once, and trainings in which nothing is wrong."""
 
-from __future__ import annotations
-
 import pytest
 
 from service.doctor.causes import findings

@@ -1,7 +1,5 @@
 """Real runs with a fault, or two at once: what the doctor says first, what it predicts, and what removing that gains."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ Each input gives a sample or a named error in one line, within the time and memo
 lives. Inputs are a function of seed and number: `--first 4711 --count 1` tries one of them again.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

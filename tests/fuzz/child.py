@@ -3,8 +3,6 @@
 In a process of its own, so that a crash, a hang or memory without end is seen and not suffered.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -1,7 +1,5 @@
 """Damaged images through every decoder that is installed: 64 px crops, `fast` and `exact`, and validation's view."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """What happens to bytes on disks, in networks and in the hands of adversaries."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Whole images that are then damaged: every kind of JPEG, PNG and WebP that decoders treat in a way of its own."""
 
-from __future__ import annotations
-
 import math
 import struct
 import zlib

@@ -1,7 +1,5 @@
 """Batches of inputs in processes of their own, watched; what came of them, as a table."""
 
-from __future__ import annotations
-
 import json
 import os
 import queue

@@ -1,7 +1,5 @@
 """Damaged packed sets: every sample and name is read, and every image seen, of both splits."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """What is done to each damaged input, and what may come of it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol

@@ -1,7 +1,5 @@
 """`python -m tests.gpu [--only 2,3] [--minutes 9]`: measure what waits for a GPU, piece by piece; see docs/gpu-checks.md."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

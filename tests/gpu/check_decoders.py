@@ -1,7 +1,5 @@
 """6: `data.decoder: gpu` and `dali`: alone, beside training, and their memory."""
 
-from __future__ import annotations
-
 import importlib.util
 import time
 from functools import partial

@@ -1,7 +1,5 @@
 """5: real images: the loader alone by its threads, and the whole loop beside data on the device."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import time

@@ -1,7 +1,5 @@
 """8: NCCL with a single rank, fp16 with everything that a scaler meets, and how many contexts a worker opens on its GPU."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

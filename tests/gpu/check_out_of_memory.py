@@ -1,7 +1,5 @@
 """2: a GPU whose memory runs out: in which words, what we call it, and whether the same process can train again."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -1,7 +1,5 @@
 """3: what a step takes of the GPU's memory, at first and later, by its batch."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """1: `pytest -m gpu`, which has never been run."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

@@ -1,7 +1,5 @@
 """7: two ranks on the one GPU, over Gloo with CUDA tensors: what one rank learns, two learn."""
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Iterator

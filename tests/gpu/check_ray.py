@@ -2,8 +2,6 @@
 GPUs, one worker of them out of memory.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """11: eight GPUs of one node: who is where, how training scales, and what watching it costs."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import statistics

@@ -1,7 +1,5 @@
 """4: speed with one batch repeated on the device, beside the best plain loop and torchvision's reference loop with a teacher."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -1,7 +1,5 @@
 """9: what NVML says of the GPU while it trains, and what asking costs."""
 
-from __future__ import annotations
-
 import statistics
 import time
 

@@ -1,7 +1,5 @@
 """All checks by their numbers in the plan, in the order in which they are run."""
 
-from __future__ import annotations
-
 from tests.gpu import (
     check_decoders,
     check_input,

@@ -1,7 +1,5 @@
 """A check: pieces that are measured one after the other, each below ten minutes, and what was expected of their figures."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The table of a run on the terminal, and as one HTML file that loads nothing from anywhere."""
 
-from __future__ import annotations
-
 import html
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Photos and packed sets, made on the spot: the machine has no network."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Ranks of this node as processes, each on a GPU of its own over NCCL; on a CPU over Gloo."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

@@ -1,7 +1,5 @@
 """Methods of a user's own file, for runs in Ray: one notes where its worker is, one runs a worker out of memory."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The records of a run: a JSON file for each piece as soon as it has ended, and all of them with their verdicts together."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

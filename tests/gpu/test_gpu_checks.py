@@ -1,7 +1,5 @@
 """The checks for a GPU, each by its twin on the CPU; and the command around them, which is stopped and goes on."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Sides that take turns on one device: throughput, the host's time to launch a step, and the device's to run it."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence

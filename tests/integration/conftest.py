@@ -1,7 +1,5 @@
 """The `distill` command as a process, and a real Ray cluster whose nodes are processes on loopback."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Teacher → assistant → assistant → student on a real Ray: killed in the middle, gone on with, and shared by a sweep's trials."""
 
-from __future__ import annotations
-
 import pytest
 
 from service.config.experiment import load

@@ -3,8 +3,6 @@
 Each ends with exit code 2, at most six lines, no stack trace, nothing left running and what was good kept.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

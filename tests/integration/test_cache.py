@@ -1,7 +1,5 @@
 """`distill cache`, and a training that then asks no teacher."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

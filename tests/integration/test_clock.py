@@ -1,7 +1,5 @@
 """A run's wall time is accounted for, and each of its numbers is on record once: with a real Ray and a real MLflow store."""
 
-from __future__ import annotations
-
 import os
 import sqlite3
 from collections import Counter

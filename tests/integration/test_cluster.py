@@ -1,7 +1,5 @@
 """One experiment on a real cluster of two Ray nodes: workers on both, a node's death, tokens, a storage that is not shared."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

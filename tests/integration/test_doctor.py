@@ -1,7 +1,5 @@
 """The doctor given an experiment: a short timing run on a Ray of its own, which it then reads."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.integration.conftest import Distill, records, result

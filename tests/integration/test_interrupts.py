@@ -1,7 +1,5 @@
 """A run on a Ray of its own: it listens on loopback alone, Ctrl-C ends it cleanly, resumed it ends with a whole one's bits."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

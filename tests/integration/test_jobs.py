@@ -1,7 +1,5 @@
 """Ray jobs on a real cluster with token authentication: `distill submit`, and `ray job submit` as the README says."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

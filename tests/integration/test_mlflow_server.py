@@ -1,7 +1,5 @@
 """Tracking against a real MLflow server that is away, slow, cut off and killed."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """A run of two replicas of two pipeline stages on a real Ray: a rank is killed, and it ends with what one process trains."""
 
-from __future__ import annotations
-
 import pytest
 
 from service.config.experiment import load

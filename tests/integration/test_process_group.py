@@ -1,7 +1,5 @@
 """How the workers of a real Ray find each other: whose rank is whose, and on which device."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A small table run on a Ray of its own, interrupted and gone on with."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

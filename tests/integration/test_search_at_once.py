@@ -1,7 +1,5 @@
 """A guided sweep on a real cluster of two nodes with room for two groups of workers; its driver is killed on the way."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

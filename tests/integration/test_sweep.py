@@ -1,7 +1,5 @@
 """A real sweep on a Ray of its own: what cannot run is a row, and a killed driver's sweep goes on where it was."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

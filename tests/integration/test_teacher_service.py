@@ -1,7 +1,5 @@
 """A teacher's service on a real cluster: a sweep's students share it, and its death costs them time alone."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The `distill` command in this process, for commands that start no Ray."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

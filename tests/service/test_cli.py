@@ -1,7 +1,5 @@
 """The command: quick to start; every mistake that can be known before Ray starts ends in at most six lines and exit code 2."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

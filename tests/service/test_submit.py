@@ -1,7 +1,5 @@
 """What a submitted command is on the cluster, where this machine's working directory is not."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

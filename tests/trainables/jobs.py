@@ -1,7 +1,5 @@
 """Small real training jobs, and the ways tests look at them."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 from typing import Any

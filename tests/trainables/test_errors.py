@@ -1,7 +1,5 @@
 """The length of a message."""
 
-from __future__ import annotations
-
 import pytest
 
 from trainables.errors import MAX_PATH, MAX_WORD, DataError

@@ -1,7 +1,5 @@
 """N workers train what one worker trains; distilling with weight on the labels alone is training on labels."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A failure's kind: from real exceptions where this machine can raise them, elsewhere from a library's own type and words."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

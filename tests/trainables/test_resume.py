@@ -1,7 +1,5 @@
 """A job that dies anywhere continues as if it had not: bit for bit on the same world size, in the same order on another."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Files that survive a death at any moment."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Timing runs: they end after their steps, or sooner where their caller has seen enough, on all ranks at the same step."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Bind a thread to its worker's GPU: a new thread's is the first that its process sees, also where the worker has another."""
 
-from __future__ import annotations
-
 import torch
 
 

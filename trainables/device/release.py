@@ -1,7 +1,5 @@
 """Give back what a job has left on a worker's device and in its pinned memory, before the next job of the same process."""
 
-from __future__ import annotations
-
 import gc
 
 import torch

@@ -6,8 +6,6 @@ which count. This one does not wait for the device, and a rank may have no rows.
 Shapes: B rows of this rank, C channels, then any further dimensions.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

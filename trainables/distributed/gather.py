@@ -3,8 +3,6 @@
 Shapes: B rows of this rank, N rows of all ranks in the order of ranks, R ranks.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

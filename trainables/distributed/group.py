@@ -1,7 +1,5 @@
 """The ranks of one job or a part of them: this process among them, sums over them, seeds, a check that replicas are equal."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast

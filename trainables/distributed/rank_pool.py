@@ -1,7 +1,5 @@
 """A pool of processes that are the ranks of a job: real Gloo groups of any size, without Ray, started once for many runs."""
 
-from __future__ import annotations
-
 import itertools
 import multiprocessing
 import tempfile

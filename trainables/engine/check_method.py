@@ -1,7 +1,5 @@
 """`distill check-method`: whether a method fulfils its contract, by small real training jobs on one to three workers."""
 
-from __future__ import annotations
-
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping

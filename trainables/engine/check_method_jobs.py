@@ -4,8 +4,6 @@ Student and teacher are a CIFAR ResNet each, with synchronised batch norms, on n
 has one sample, so that all workers but one have none.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path

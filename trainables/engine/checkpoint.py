@@ -5,8 +5,6 @@ Names in the file: `model.<parameter or buffer>`, `method.<name>.<parameter or b
 metrics, what the model is) is JSON in the header under `raydistill`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The training's checks of itself: losses and parameters that are not finite, batches that cannot be normalised, bad images."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

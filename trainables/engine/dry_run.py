@@ -3,8 +3,6 @@
 They are built as the job itself would build them, in a second or so: an error shows before a teacher is trained.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """The epochs of a stage, and the three ways in which each is counted."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

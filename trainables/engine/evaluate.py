@@ -3,8 +3,6 @@
 Shapes: B batch, C channels, H W pixels, K classes.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Generator
 from pathlib import Path

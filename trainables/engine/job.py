@@ -1,7 +1,5 @@
 """Build a job on one rank: open the data, build and wrap the models, restore the last checkpoint. Knows no Ray."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """What is measured of a job on one rank."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from trainables.config import TrainConfig

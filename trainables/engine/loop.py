@@ -1,7 +1,5 @@
 """Epochs: train, evaluate, checkpoint, report. Knows neither Ray nor MLflow: `report` is a callable."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Generator, Sequence
 

@@ -1,7 +1,5 @@
 """Which losses share an optimizer, with which settings, and which parameters it changes. Nothing is trained here."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Set
 from typing import NamedTuple
 

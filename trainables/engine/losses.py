@@ -4,8 +4,6 @@ Losses of samples stay (B,) until they are summed, so that a gradient weights sa
 global batch is the same on every rank. Shapes: B batch of this rank, K classes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Parameter groups, the optimizer, and the learning rate as a function of the step."""
 
-from __future__ import annotations
-
 import bisect
 import math
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """The optimizers of a job: one for all losses, or one for each group of losses."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any

@@ -3,8 +3,6 @@
 Shapes: B images, C=3 channels, H=W pixels.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

@@ -1,7 +1,5 @@
 """How batches pass through a job's model: its training steps, and the logits of its evaluation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple

@@ -3,8 +3,6 @@
 Shapes: B batch of this rank, C channels, H W pixels, K classes.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace

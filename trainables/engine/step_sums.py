@@ -5,8 +5,6 @@ A micro-batch launches six kernels here whatever its terms are; nothing waits fo
 Shapes: B batch of this rank, K classes, N names, P pending steps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

@@ -9,8 +9,6 @@ Memory on top of one optimizer's: for each further optimizer its state and its g
 the shared parameters and a third of those that one changes; on several ranks a flat copy of one loss's gradients at a time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 from abc import ABC, abstractmethod

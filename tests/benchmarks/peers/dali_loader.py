@@ -1,7 +1,5 @@
 """DALI on the CPU at its best settings: `python dali_loader.py FOLDER SECONDS`, where FOLDER/train/CLASS/* are JPEG files."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Both take batches that lie on the device, and give a step as a callable. Models 
 Shapes: B batch, C=3 channels, H W pixels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

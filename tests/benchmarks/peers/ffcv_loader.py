@@ -3,8 +3,6 @@
 They are packed into FOLDER/images.beton on the first call: JPEG of quality 90, as its users do.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

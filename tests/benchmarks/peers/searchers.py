@@ -5,8 +5,6 @@ them: an order of the values where there is one, points that cannot be planned f
 the budget, and no second measurement where one proposes a point again without a wish to know it better.
 """
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence

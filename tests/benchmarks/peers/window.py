@@ -1,7 +1,5 @@
 """How fast batches come. Knows nothing but the standard library, since foreign Pythons import it too."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 

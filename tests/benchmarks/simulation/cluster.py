@@ -5,8 +5,6 @@ are, nobody else on the cluster. It is taken over one long run of all points und
 it is common to all. A failure that would not come again, a start, a set-up and a tenant are no part of it.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Which hardware, networks, data and space a seed stands for. Ranges are those of machines that one can rent or has at hand."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import dataclass, replace

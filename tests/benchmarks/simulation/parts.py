@@ -3,8 +3,6 @@
 Shapes: K kernels of a pass, P points of one GPU count, N nodes, G GPUs a node.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A searcher's time on a cluster: probes one after the other, what they cost, and what the clock brings: heat and a tenant."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 

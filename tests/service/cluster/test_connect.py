@@ -1,7 +1,5 @@
 """What a user sees where there is no Ray."""
 
-from __future__ import annotations
-
 import os
 import re
 import stat

@@ -1,7 +1,5 @@
 """A command on its way to the cluster, and its log on the way back."""
 
-from __future__ import annotations
-
 import http.server
 import json
 import threading

@@ -1,7 +1,5 @@
 """The servers of a Ray of our own, the thread that uses it, and the exit code of a process whose thread has ended or not."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Spread work that fails: in one line where a cluster loses a part of it, and with its own processes alone."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import time

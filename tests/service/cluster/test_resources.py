@@ -1,7 +1,5 @@
 """What a cluster has room for, how many jobs at a time, and what `auto` becomes."""
 
-from __future__ import annotations
-
 from service.cluster.resources import Cluster, Node, Reservation, auto_loader_workers, nodes_for_actors, use_gpu
 
 

@@ -1,7 +1,5 @@
 """Nested mappings by dotted keys."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from service.config.dotted import flatten, merge, put

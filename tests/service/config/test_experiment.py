@@ -1,7 +1,5 @@
 """The experiment: recipes and files, bases and overrides, and the one line that each mistake gets."""
 
-from __future__ import annotations
-
 import math
 import time
 from pathlib import Path

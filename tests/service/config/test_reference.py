@@ -1,7 +1,5 @@
 """The reference of all keys: complete, and the page of the documentation is current."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The rules between keys: the driver refuses an experiment, and a worker its job, with the same message."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Points drawn from a space."""
 
-from __future__ import annotations
-
 from service.config.space import points
 
 

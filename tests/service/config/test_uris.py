@@ -1,7 +1,5 @@
 """Which URIs are refused."""
 
-from __future__ import annotations
-
 import pytest
 
 from service.config.experiment import load

@@ -1,7 +1,5 @@
 """Evidence of runs made up by hand: a step of 100 ms on one worker, and what is changed of it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

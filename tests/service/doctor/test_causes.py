@@ -1,7 +1,5 @@
 """Each rule alone: what it names, what it predicts, and when it is silent."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace

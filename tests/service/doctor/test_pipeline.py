@@ -1,7 +1,5 @@
 """What the doctor says of pipeline stages that wait for each other."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

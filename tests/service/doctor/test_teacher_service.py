@@ -1,7 +1,5 @@
 """When a teacher's service pays: the rule, and the formulas under it, in numbers."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """The doctor's words, and records read back from directories."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import astuple, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A sweep's records, for the tests of what is drawn from them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A page as a parser sees it: every element closed where it belongs, what it says, what it would fetch."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json

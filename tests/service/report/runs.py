@@ -1,7 +1,5 @@
 """Run directories as sweeps and runs leave them, with times from a formula that is not the product's."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Mapping, Sequence

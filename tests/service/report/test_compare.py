@@ -1,7 +1,5 @@
 """`distill compare A B`: common points, what is beyond noise, what differs in the experiments."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`distill data`: what a packed set holds, told without reading its images, and a sheet of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A sweep's figures as data: which marks, curves and numbers they hold."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The methods as a table, and one with its options; one that cannot be loaded takes no other with it."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`report.html` of sweeps and runs of every size, read by a parser."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The tables of a sweep's page: every trial in them, also those without a result, and the best one where it is seen at once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Trials over several seeds: the numbers against scipy's own paired test, and what a reader is told."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Speed over an axis as data: which marks, error bars and curves the figure holds."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`distill split`: the stages of a student and whether they help, all cut points, and what is refused in one line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

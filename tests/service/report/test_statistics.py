@@ -1,7 +1,5 @@
 """Holm's correction and the paired t-test."""
 
-from __future__ import annotations
-
 import pytest
 from scipy import stats
 

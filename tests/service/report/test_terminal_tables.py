@@ -1,7 +1,5 @@
 """The tables as a reader sees them, from results as they lie on disk."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Figures over time from what stages write while they run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Where a run's wall time went, from what its stages have recorded."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """`distill report --watch` follows a run until it ends."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

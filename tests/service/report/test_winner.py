@@ -1,7 +1,5 @@
 """The sentences on a winner: how much better, how sure, and the command that trains it."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What the finished trials of a table's sweeps come to."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a part of a table comes to: its sweeps, its points, and what the command line may change."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

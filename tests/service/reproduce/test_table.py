@@ -1,7 +1,5 @@
 """Tables of published accuracies: well-formed, with sources, and of models and methods that exist."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What is known of a teacher: one hash for weights in a file, weights by a name, and a teacher trained here."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

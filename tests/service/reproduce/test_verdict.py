@@ -1,7 +1,5 @@
 """Mean, deviation, tolerance and verdict, with numbers worked out by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """What is shown of a stage's files: plain lines in a log, bars on a terminal, each line once."""
 
-from __future__ import annotations
-
 import io
 import subprocess
 import threading

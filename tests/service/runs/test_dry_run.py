@@ -1,7 +1,5 @@
 """What does not fit together is found before anything is trained, whichever point or stage of the experiment it is in."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import psutil

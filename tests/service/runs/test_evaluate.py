@@ -1,7 +1,5 @@
 """What an evaluation takes from its checkpoint and reserves, and what it ends with where its workers fail."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Several measurements as one outcome."""
 
-from __future__ import annotations
-
 import pytest
 
 from service.runs.measurements import combined

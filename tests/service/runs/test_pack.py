@@ -1,7 +1,5 @@
 """`distill pack`: the same bytes by any number of processes, nothing done twice after a kill, mistakes in one line."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """What stages run on once every `auto` is resolved, and what they reserve."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from service.cluster.resources import Cluster, Node, Reservation

@@ -1,7 +1,5 @@
 """Whoever reads a run runs no code of the run's author, and needs none of it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Run directories that are damaged, or that another version wrote: what commands that read them say."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

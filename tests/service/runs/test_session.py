@@ -1,7 +1,5 @@
 """The session of a run: what it saves, and in which order its records end."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import time

@@ -1,7 +1,5 @@
 """The time of a stage over its sessions, which its folder records."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The stages of a run: the time that each took, over all sessions that carried it out."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the driver makes of a failure: begin again, a row with its reason, or out of memory."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

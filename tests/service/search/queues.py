@@ -1,7 +1,5 @@
 """A made-up cluster: loaders fill a bounded queue, workers empty it, a ring sums up. It shares no formula with the model."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Rows of a sweep's `result.json`, made from a formula instead of a cluster."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Steps and time to an accuracy: trainings with a known law are explained, and doubt is neither hidden nor made up."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

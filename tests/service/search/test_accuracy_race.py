@@ -1,7 +1,5 @@
 """Trainings in the order of what is predicted: few of them find the batch that reaches the target first."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

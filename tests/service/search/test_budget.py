@@ -1,7 +1,5 @@
 """What a search may still cost, and what a probe counts."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Groups of workers that measure a sweep's points, with a formula in place of the workers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Who else was on the cluster, from the times of points that were measured several times."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

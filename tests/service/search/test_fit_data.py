@@ -1,7 +1,5 @@
 """Observations as the fit of the step-time model wants them."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

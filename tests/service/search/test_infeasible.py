@@ -1,7 +1,5 @@
 """What one point's failure says of others: as little as it must."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

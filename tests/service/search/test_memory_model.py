@@ -1,7 +1,5 @@
 """Which batches are believed to fit, and how surely."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The front of speed and cost."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The planner's ask and tell on made-up clusters that share no formula with its model."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """What the posterior says of each point, and when the leading ones are clear."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """How well a probe knows its mean."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

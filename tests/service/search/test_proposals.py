@@ -1,7 +1,5 @@
 """The kinds of probes that a search spends its GPU time on, on made-up clusters that share no formula with its model."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """A planner made from records alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

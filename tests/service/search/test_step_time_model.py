@@ -1,7 +1,5 @@
 """The step-time model against published tables, against itself, and against one wild probe."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Points that cannot run, found before anything starts."""
 
-from __future__ import annotations
-
 from service.cluster.resources import Cluster, Node
 from service.config.experiment import load
 from service.runs.outcome import Outcome

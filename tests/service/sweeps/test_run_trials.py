@@ -1,7 +1,5 @@
 """What a sweep makes of trials that left no result of their own."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a sweep's trials leave in the spool."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The points of a sweep, what becomes of those that cannot run, and which one wins."""
 
-from __future__ import annotations
-
 from service.config.experiment import load
 from service.runs.outcome import Outcome
 from service.sweeps.trials import plan_trials, training_of

@@ -1,7 +1,5 @@
 """When asha ends a trial."""
 
-from __future__ import annotations
-
 from service.config.sweep import SweepConfig
 from service.sweeps.tune import asha_scheduler
 

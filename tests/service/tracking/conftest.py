@@ -1,7 +1,5 @@
 """A run and its tracker on a real MLflow store."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

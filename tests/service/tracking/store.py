@@ -1,7 +1,5 @@
 """What stands in the MLflow store, asked of the database itself; and what a worker records."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sqlite3

@@ -1,7 +1,5 @@
 """The spool's files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from trainables.rundir import append_line, lines_after

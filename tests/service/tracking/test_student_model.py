@@ -1,7 +1,5 @@
 """The student as an MLflow model."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Tracking on a real SQLite store, without a server."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

@@ -1,7 +1,5 @@
 """Packed sets for tests."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from trainables.data.index import Index

@@ -1,7 +1,5 @@
 """Images for tests: photos made up on the spot, and their encoded bytes."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Small packed sets, written as docs/records.md says."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Threads are let go where a step does without them, and come back where it waits. Time here is simulated."""
 
-from __future__ import annotations
-
 import pytest
 
 from trainables.data.auto_workers import AutoWorkers

@@ -1,7 +1,5 @@
 """A few of the damaged inputs of `python -m tests.fuzz`, and that it finds what it looks for."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from pathlib import Path

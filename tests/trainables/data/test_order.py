@@ -1,7 +1,5 @@
 """An order is a permutation that no statistic here tells from a random one, the same however it is asked for."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import time

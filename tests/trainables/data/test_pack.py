@@ -1,7 +1,5 @@
 """What a record decodes to is what its source decodes to: to the bit as it is, within a bound when it is compressed again."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every layout that can be packed gives the same images, names and labels as the library that it was made with."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

@@ -1,7 +1,5 @@
 """A packed set is read as its source was; whatever is damaged is told in one line, and never ends the process."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from tests.trainables.data.conftest import make_folder
 
 __all__ = ["make_folder"]

@@ -1,7 +1,5 @@
 """Batches of uint8 images with smooth parts, noise, flat channels and few levels: what augmentations meet."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

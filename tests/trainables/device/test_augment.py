@@ -1,7 +1,5 @@
 """The whole way from bytes to the models' input, and that it depends on nothing but (seed, epoch, sample)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Colours of a batch, each image with its own factors, against torchvision's functions on one image after the other."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

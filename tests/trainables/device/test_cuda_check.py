@@ -1,7 +1,5 @@
 """A GPU that torch cannot use."""
 
-from __future__ import annotations
-
 import pynvml
 import pytest
 import torch

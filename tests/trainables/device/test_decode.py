@@ -1,7 +1,5 @@
 """Crops decoded on the device: the code of the GPU, run by each library's decoder for the CPU; and, where there is one, a GPU."""
 
-from __future__ import annotations
-
 import io
 import threading
 from collections.abc import Iterator

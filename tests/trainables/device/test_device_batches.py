@@ -1,7 +1,5 @@
 """Batches on their way to the device: the same, in order, and never overwritten by what comes after."""
 
-from __future__ import annotations
-
 from collections.abc import Generator
 
 import pytest

@@ -1,7 +1,5 @@
 """Random erasing against torchvision's own way to choose a rectangle, and what is erased."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """MixUp and CutMix: who is mixed with whom, by how much, and what the loss makes of it."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """RandAugment of a batch, each image with its own operation, against torchvision's RandAugment on one image after the other."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

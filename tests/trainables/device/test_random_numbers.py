@@ -1,7 +1,5 @@
 """The device's random numbers are drawn as the loader's are, bit for bit, from streams of their own."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

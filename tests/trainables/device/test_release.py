@@ -1,7 +1,5 @@
 """A worker that visits several points keeps nothing of the earlier ones: neither decoders nor the memory of their batches."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import weakref

@@ -1,7 +1,5 @@
 """Which batch norms can be replaced by those over all ranks. What these compute is tested in `test_gather`."""
 
-from __future__ import annotations
-
 import pytest
 from torch import nn
 

@@ -1,7 +1,5 @@
 """Rows of all ranks on every rank, and batch norm over them, against one rank that has all rows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

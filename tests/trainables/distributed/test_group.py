@@ -1,7 +1,5 @@
 """Sums, counts and buffers over ranks, their seeds, and the check that the replicas are equal."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 The classic mistake, and the command itself, are in `tests.service.test_cli`.
 """
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 

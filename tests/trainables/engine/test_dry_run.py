@@ -1,7 +1,5 @@
 """What fits together passes the dry run. What does not is tested where an experiment is checked."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

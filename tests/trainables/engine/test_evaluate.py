@@ -1,7 +1,5 @@
 """Distributed evaluation equals a plain loop for every length and world size."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from pathlib import Path

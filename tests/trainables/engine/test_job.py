@@ -1,7 +1,5 @@
 """A job's loaders, and its end. Its beginning is tested with what is built."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A step launches no more kernels than the plain loop of the same work, and its checks a handful."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Where a training ends: at its epochs, at the accuracy asked for, or when its time is up; and which terms it reports."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import re

@@ -1,7 +1,5 @@
 """Schedules at the points where they are defined, scaling, and which parameters decay."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """Several losses, several optimizers, one forward: against the same calculated by hand, in float64, on 1 and 2 workers."""
 
-from __future__ import annotations
-
 import contextlib
 import weakref
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A step's cost on one image: measured after the training, which it leaves as it was."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from pathlib import Path

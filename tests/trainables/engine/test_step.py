@@ -1,7 +1,5 @@
 """The loss of a step against the formula in plain float64, its terms, and what it does with precision and bad numbers."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What steps add up: every image once, and the first loss that is not finite, however many steps are pending."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """A method by itself: built for shapes, called with tensors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

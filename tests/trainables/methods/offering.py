@@ -1,7 +1,5 @@
 """Installed packages that offer methods."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import sys

@@ -1,7 +1,5 @@
 """Methods as a user writes them, in a file of their own: some correct, some with a usual mistake."""
 
-from __future__ import annotations
-
 import math
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """A method on a global batch that lies on one rank or on several: what it says, and the gradients that a step would have."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """CRD's draw of negatives and its memory."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, cast
 

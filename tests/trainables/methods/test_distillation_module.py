@@ -1,7 +1,5 @@
 """What each method counts, and when."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """dkd: what is beside its formula, with which `test_logits_against_references.py` compares it."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

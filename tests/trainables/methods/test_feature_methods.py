@@ -1,7 +1,5 @@
 """fitnet, at, ab, ft, fsp, nst, vid, kdsvd: what is beside their formulas, and any number of workers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The methods on feature maps beside references that were written from the papers alone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any

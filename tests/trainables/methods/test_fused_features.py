@@ -1,7 +1,5 @@
 """Methods that fuse, project or attend: ofd, reviewkd, simkd, srrl, semckd."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import Any

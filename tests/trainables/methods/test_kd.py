@@ -1,7 +1,5 @@
 """kd: what is beside its formula, with which `test_logits_against_references.py` compares it."""
 
-from __future__ import annotations
-
 import torch
 
 from tests.trainables.methods.split import draw

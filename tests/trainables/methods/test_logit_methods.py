@@ -1,7 +1,5 @@
 """DIST, NKD, TTM, MLKD and logit standardisation: what is beside their formulas, and any number of workers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """kd, dkd, dist, nkd, ttm, mlkd and logit standardisation beside references that were written from the papers alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

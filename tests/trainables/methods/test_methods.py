@@ -1,7 +1,5 @@
 """What holds for every method by name, and how names are found, loaded and refused."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The default options of every method, and what its options refuse."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

@@ -4,8 +4,6 @@ Each is compared with a few lines of plain torch that follow the code: RepDistil
 ReviewKD's CIFAR-100/train.py, whose teacher is never put into eval mode, for reviewkd and ofd.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import itertools

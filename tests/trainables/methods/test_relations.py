@@ -1,7 +1,5 @@
 """SP, CC, RKD, PKT, IRG and CRD: what is beside their formulas, and any number of workers."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """sp, cc, rkd, pkt, irg and crd beside references that were written from the papers alone."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Ways of training against the plain references: mutual learning, and the student's own last epoch."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from typing import Any

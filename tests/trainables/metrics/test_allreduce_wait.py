@@ -1,7 +1,5 @@
 """What ranks wait for: for a slow network all of them, for a slow rank the others; and it changes no bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from statistics import median
 

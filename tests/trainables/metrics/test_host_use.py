@@ -1,7 +1,5 @@
 """What a step takes of its node's cores: the process's computing, and waits for a free core."""
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -1,7 +1,5 @@
 """A stage's records: each once, none lost, whatever kills the process and however often it is resumed."""
 
-from __future__ import annotations
-
 import re
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The gradient noise scale against its definition: per-sample gradients, a known covariance, and DDP without the measurement."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 from typing import Any

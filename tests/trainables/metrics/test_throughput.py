@@ -1,7 +1,5 @@
 """Images per second over wall time, warm-up apart."""
 
-from __future__ import annotations
-
 import pytest
 
 from trainables.metrics.throughput import Throughput

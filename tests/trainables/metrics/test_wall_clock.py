@@ -1,7 +1,5 @@
 """Every second of a job is in one part, and the parts are what the clock says."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from itertools import pairwise

@@ -5,8 +5,6 @@ shapes, strides and what is tapped (`is_feat`, `preact`). A `Net` draws a parame
 state dict with the published names and shapes, the logits, the taps, the number of parameters and of floating point operations.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Stages of the families of models, as the papers that distil them count."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

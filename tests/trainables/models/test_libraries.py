@@ -1,7 +1,5 @@
 """Every torchvision classifier, and one of each of timm's families, is built, answers with logits, and tells its points."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

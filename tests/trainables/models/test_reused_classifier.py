@@ -1,7 +1,5 @@
 """A student that predicts with a teacher's classifier: as a model, and as what SimKD trains, keeps and hands on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

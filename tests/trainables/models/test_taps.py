@@ -1,7 +1,5 @@
 """Taps: what they give is what the forward made, and the model does not notice them."""
 
-from __future__ import annotations
-
 import functools
 import shutil
 

@@ -1,7 +1,5 @@
 """An ensemble of teachers: the mean that methods read, which methods can use it, and whole trainings."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The failure of a worker is in `error.json` when its exception reaches Ray."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Each name of Ray that is not public API, with the installed Ray: what `trainables.worker` relies on is so."""
 
-from __future__ import annotations
-
 import inspect
 import pickle
 

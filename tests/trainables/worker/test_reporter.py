@@ -1,7 +1,5 @@
 """The records of a job: a failure to write or report one reaches the training thread."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

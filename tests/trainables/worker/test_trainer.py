@@ -1,7 +1,5 @@
 """The exceptions of `fit` where Ray Train's workers could not be started."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """What a block of a model costs, what connects its devices, and what a plan makes of both: plain values."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

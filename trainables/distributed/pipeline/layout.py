@@ -1,7 +1,5 @@
 """The ranks of a job as replicas of a model, each a row of pipeline stages."""
 
-from __future__ import annotations
-
 import socket
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """What carries a tensor from one pipeline stage to the next, measured."""
 
-from __future__ import annotations
-
 import time
 
 import torch

@@ -1,7 +1,5 @@
 """From models and devices to a plan: what the blocks cost is measured once and kept in a file."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -5,8 +5,6 @@ micro-batches is (p - 1)/(m + p - 1) of a step (Huang et al. 2019, GPipe); 1F1B 
 and stores fewer activations.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

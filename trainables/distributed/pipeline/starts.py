@@ -1,7 +1,5 @@
 """Runs of a model's blocks as pipeline stages, by the first block of each: all, balanced ones, and those next to some."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise, product

@@ -1,7 +1,5 @@
 """Cut a job's student into pipeline stages: where, and what of it and of its methods a rank keeps."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Collection, Sequence

@@ -3,8 +3,6 @@
 Shapes: B samples of this replica's part of a global batch, C=3 channels, H=W=data.image_size pixels.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Generator
 from typing import Any

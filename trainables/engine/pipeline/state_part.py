@@ -3,8 +3,6 @@
 A checkpoint has the names that it has without stages: an optimizer's state is numbered by the whole model's parameters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise

@@ -3,8 +3,6 @@
 Shapes: S samples of a micro-batch, C channels, H W pixels.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """What is measured of a model's blocks, and that it is measured once."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Where models can be cut, and that their stages compute what the whole model does."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """How many cut points every torchvision classifier has, one of each of timm's families, and our own models."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.trainables.models.test_libraries import built

@@ -1,7 +1,5 @@
 """Micro-batches through stages on several ranks, against one process that has the whole model and batch, in float64."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Which methods train a student in pipeline stages, and that they train there what they do in one process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

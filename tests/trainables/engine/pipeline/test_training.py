@@ -1,7 +1,5 @@
 """A model in pipeline stages trains what it trains as a whole: real jobs of several ranks in float64, without batch norm."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import warnings

@@ -1,7 +1,5 @@
 """`python -m tests.trainables.teachers.cache.long_job JOB.json`: trains a job, for a test that kills it."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

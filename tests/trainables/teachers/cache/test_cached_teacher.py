@@ -1,7 +1,5 @@
 """Training from cached logits: the same losses as with the network, the right teacher always, and what a kill leaves."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

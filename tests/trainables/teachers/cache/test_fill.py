@@ -1,7 +1,5 @@
 """`distill cache`: what it writes is all that any training reads."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

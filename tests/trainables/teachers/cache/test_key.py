@@ -1,7 +1,5 @@
 """What makes two data sets, or two teachers, one and the same to a cache."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Sequence

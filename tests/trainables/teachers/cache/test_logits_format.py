@@ -13,8 +13,6 @@ softmax(z/T), d_j = max z - z_j, and h(x) = -x·log x - (1 - x)·log(1 - x).
 Shapes: B samples, K classes, k stored ones.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Segments on disk: found by index, equal where they overlap, left out where they are damaged."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A teacher service in this process: the real one, without Ray."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future

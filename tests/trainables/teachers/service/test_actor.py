@@ -1,7 +1,5 @@
 """The class of the actor: many requests wait in it at once."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

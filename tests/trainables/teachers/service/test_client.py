@@ -1,7 +1,5 @@
 """Trainings with a teacher service: the losses of a network on the worker, whatever dies, and no image computed twice."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import threading

@@ -1,7 +1,5 @@
 """The network of a service computes what a worker's does, wherever it runs and however its images arrive."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

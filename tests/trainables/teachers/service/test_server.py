@@ -1,7 +1,5 @@
 """The service without a training: each row computed once for all clients, and what a full memory and failures do."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
