@@ -68,6 +68,8 @@ def split_parts(config: TrainConfig, link_gb_per_s: float | None) -> Iterator[Ta
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     scale = config.scale
+    if device.type == "cpu":
+        torch.set_num_threads(scale.cpus_per_worker)  # as a worker has them
     in_precision = autocast(config.precision, device)
     conditions = Conditions(config.data.image_size, device, config.precision, in_precision, tensor_format(config)[1])
     batch = -(-replica_batch(config) // config.optim.accumulate)

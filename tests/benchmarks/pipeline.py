@@ -99,7 +99,7 @@ def measure(group: Group, name: str, rounds: int) -> Measured:
     points = cut_points(model, image_size)
     dist.barrier()  # all measure at once, as all compute at once later
     sizes = sizes_to_measure(NUM_SAMPLES, num_stages, None)
-    blocks = measure_blocks(model, [point.module for point in points], Conditions(image_size, CPU, "fp32"), sizes)
+    blocks = measure_blocks(model, [point.module for point in points], Conditions(image_size, CPU, "fp32"), sizes).blocks
     planner = Planner(blocks, Devices(num_stages, link=link), SCHEDULE)
     found = [planner.plan(NUM_SAMPLES)]
     dist.broadcast_object_list(found)

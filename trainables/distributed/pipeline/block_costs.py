@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -45,10 +47,22 @@ class _Passes:
     forward_s: list[float]
     backward_s: list[float]
 
+    @property
+    def total_s(self) -> float:
+        return sum(self.forward_s) + sum(self.backward_s)
+
+
+class Measurement(NamedTuple):
+    """A model's blocks, timed."""
+
+    blocks: list[Block]
+    spread: float
+    """The median round's time by the shortest's, of the size of micro-batches where that is most: 1 on a quiet machine."""
+
 
 def measure_blocks(
     model: nn.Module, cuts: Sequence[str], conditions: Conditions, sizes: Sequence[int], *, training: bool = True
-) -> list[Block]:
+) -> Measurement:
     """The blocks between these cut points, timed on micro-batches of these sizes. `model` stays as it is.
 
     Without `training`: as a frozen teacher runs, forward only. Sizes that the device's memory or a batch norm refuses, and larger
@@ -58,21 +72,26 @@ def measure_blocks(
         ModelError: the model runs at none of the sizes.
     """
     model = copy.deepcopy(model).to(conditions.device).to(memory_format=conditions.layout).train(training)
-    blocks: Sequence[nn.Module] = split(model, cuts) if cuts else [model]
-    run = _Run(blocks, conditions, training=training)
+    parts: Sequence[nn.Module] = split(model, cuts) if cuts else [model]
+    run = _Run(parts, conditions, training=training)
     with torch.random.fork_rng([conditions.device] if conditions.device.type == "cuda" else []):
         passes = _rounds(run, sizes)
-    return [
+    blocks = [
         Block(
             begins_at=name,
             forward=_pass_time({size: [each.forward_s[index] for each in found] for size, found in passes.items()}),
             backward=_pass_time({size: [each.backward_s[index] for each in found] for size, found in passes.items()}),
-            parameter_bytes=sum(parameter.nbytes for parameter in blocks[index].parameters()),
+            parameter_bytes=sum(parameter.nbytes for parameter in parts[index].parameters()),
             activation_bytes=run.stored_bytes[index],
             output_bytes=run.sent_bytes[index],
         )
         for index, name in enumerate(["", *cuts])
     ]
+    return Measurement(blocks, max(_spread([each.total_s for each in found]) for found in passes.values()))
+
+
+def _spread(times_s: Sequence[float]) -> float:
+    return median(times_s) / min(times_s)
 
 
 def _pass_time(times_s: dict[int, list[float]]) -> PassTime:
@@ -140,12 +159,12 @@ class _Run:
 
     def count_bytes(self, num_samples: int) -> None:
         """Fill `stored_bytes` and `sent_bytes`."""
-        seen = set(self._own)
+        counted = set(self._own)
         current: dict[int, int] = {}
 
         def store(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in seen:
+            if storage.data_ptr() not in counted:
                 current[storage.data_ptr()] = storage.nbytes()
             return tensor.detach()  # a node that saves its own output would keep itself, and the model's copy, for ever
 
@@ -153,7 +172,7 @@ class _Run:
             for index, output in enumerate(self._forward(num_samples)):
                 self.stored_bytes[index] = sum(current.values()) / num_samples
                 self.sent_bytes[index] = output.nbytes / num_samples
-                seen |= current.keys()
+                counted |= current.keys()
                 current.clear()
 
     def _forward(self, num_samples: int) -> Iterator[Tensor]:

@@ -21,6 +21,9 @@ from trainables.distributed.pipeline.starts import Starts
 from trainables.errors import ModelError
 from trainables.rundir import write_json
 
+MOST_SPREAD = 2.0
+"""Times whose median is so many times the shortest are those of a busy machine: the next plan measures anew."""
+
 
 def cache_folder() -> Path:
     """Where measured times are kept."""
@@ -77,8 +80,8 @@ def starts_of(points: Sequence[CutPoint], cuts: Sequence[str], num_stages: int) 
 def sizes_to_measure(num_samples: int, num_stages: int, num_micro_batches: int | None) -> list[int]:
     """Micro-batches of a replica's batch in 1, 2, 4 and 8 parts a stage; the one that is asked for; the whole batch."""
     sizes = {-(-num_samples // (num_stages * parts)) for parts in (1, 2, 4, 8)}
-    asked = {-(-num_samples // num_micro_batches)} if num_micro_batches is not None else set()
-    return sorted(sizes | asked | {num_samples})
+    requested = {-(-num_samples // num_micro_batches)} if num_micro_batches is not None else set()
+    return sorted(sizes | requested | {num_samples})
 
 
 def block_costs(
@@ -90,7 +93,7 @@ def block_costs(
     training: bool = True,
     cache: Path | None,
 ) -> list[Block]:
-    """`measure_blocks`, or what it has found before under the same conditions and with the same torch.
+    """`measure_blocks`, or what it has found before under the same conditions and with the same torch, on a quiet machine.
 
     Raises:
         ModelError: see there.
@@ -100,8 +103,8 @@ def block_costs(
     path = None if cache is None else cache / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]}.json"
     if path is not None and (found := _read(path)) is not None:
         return found
-    blocks = measure_blocks(model, cuts, conditions, sizes, training=training)
-    if path is not None:
+    blocks, spread = measure_blocks(model, cuts, conditions, sizes, training=training)
+    if path is not None and spread < MOST_SPREAD:
         write_json(path, {"key": key, "blocks": [asdict(block) for block in blocks]})
     return blocks
 

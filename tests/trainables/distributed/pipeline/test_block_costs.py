@@ -19,7 +19,7 @@ CONDITIONS = Conditions(image_size=8, device=torch.device("cpu"), precision="fp3
 
 def _measured(model: nn.Module, sizes: list[int], *, training: bool = True) -> list[Block]:
     cuts = [point.module for point in cut_points(model, CONDITIONS.image_size)]
-    return measure_blocks(model, cuts, CONDITIONS, sizes, training=training)
+    return measure_blocks(model, cuts, CONDITIONS, sizes, training=training).blocks
 
 
 def _model(*blocks: nn.Module) -> nn.Module:
