@@ -31,11 +31,12 @@ from tests.benchmarks.sleeping_model import sleeping_model
 from trainables.distributed.group import Group
 from trainables.distributed.pipeline.block_costs import Conditions, measure_blocks
 from trainables.distributed.pipeline.costs import Block, Devices
-from trainables.distributed.pipeline.graph import CutPoint, cut_points, split
+from trainables.distributed.pipeline.cut_points import CutPoint, cut_points
 from trainables.distributed.pipeline.link import measure_link
 from trainables.distributed.pipeline.plan import Planner
 from trainables.distributed.pipeline.plan_cut import sizes_to_measure, starts_of
 from trainables.distributed.pipeline.runner import Boundary, PipelineRunner, micro_batch_sizes
+from trainables.distributed.pipeline.stage_module import split
 from trainables.distributed.pipeline.starts import Starts
 from trainables.distributed.rank_pool import RankPool
 from trainables.models.registry import construct

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from trainables.distributed.pipeline.costs import Block, PassTime
-from trainables.distributed.pipeline.graph import split
+from trainables.distributed.pipeline.stage_module import split
 from trainables.errors import ModelError
 from trainables.failures import kind_of
 

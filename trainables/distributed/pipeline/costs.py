@@ -116,7 +116,7 @@ class Plan:
 
     @property
     def cuts(self) -> tuple[str, ...]:
-        """Names for `graph.split`."""
+        """Names for `stage_module.split`."""
         return tuple(stage.begins_at for stage in self.stages[1:])
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from trainables.distributed.pipeline.block_costs import Conditions, measure_blocks
 from trainables.distributed.pipeline.costs import Block, Devices, PassTime, Plan
-from trainables.distributed.pipeline.graph import CutPoint, cut_points
+from trainables.distributed.pipeline.cut_points import CutPoint, cut_points
 from trainables.distributed.pipeline.plan import Planner
 from trainables.distributed.pipeline.starts import Starts
 from trainables.errors import ModelError

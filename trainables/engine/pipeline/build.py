@@ -13,10 +13,11 @@ from trainables.device.model_input import autocast, tensor_format
 from trainables.distributed.group import gather_objects
 from trainables.distributed.pipeline.block_costs import Conditions
 from trainables.distributed.pipeline.costs import Devices, Link
-from trainables.distributed.pipeline.graph import CutPoint, StageModule, cut_points, split
+from trainables.distributed.pipeline.cut_points import CutPoint, cut_points
 from trainables.distributed.pipeline.layout import Layout
 from trainables.distributed.pipeline.link import measure_link
 from trainables.distributed.pipeline.plan_cut import cache_folder, plan_cut
+from trainables.distributed.pipeline.stage_module import StageModule, split
 from trainables.errors import DistillError, ExperimentError, ModelError
 from trainables.methods.distillation_module import DistillationModule
 from trainables.models.reused_classifier import ReusedClassifier

@@ -10,7 +10,7 @@ from torch import nn
 from tests.benchmarks.sleeping_model import SleepingBlock
 from trainables.distributed.pipeline.block_costs import Conditions, measure_blocks
 from trainables.distributed.pipeline.costs import Block, Devices
-from trainables.distributed.pipeline.graph import cut_points
+from trainables.distributed.pipeline.cut_points import cut_points
 from trainables.distributed.pipeline.plan_cut import block_costs, plan_cut, sizes_to_measure, teacher_costs
 from trainables.errors import ModelError
 

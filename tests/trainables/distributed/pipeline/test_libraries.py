@@ -3,7 +3,7 @@
 import pytest
 
 from tests.trainables.models.test_libraries import built
-from trainables.distributed.pipeline.graph import cut_points
+from trainables.distributed.pipeline.cut_points import cut_points
 from trainables.errors import ModelError
 from trainables.models.names import MODELS, library_models
 

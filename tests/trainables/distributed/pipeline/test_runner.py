@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torchvision.models import resnet18
 
 from trainables.distributed.group import Group
-from trainables.distributed.pipeline.graph import split
 from trainables.distributed.pipeline.runner import (
     Boundary,
     PipelineRunner,
@@ -19,6 +18,7 @@ from trainables.distributed.pipeline.runner import (
     micro_batch_sizes,
     stage_inputs,
 )
+from trainables.distributed.pipeline.stage_module import split
 from trainables.distributed.rank_pool import RankPool
 
 CUTS = {2: ["layer3"], 3: ["layer2", "layer4"]}

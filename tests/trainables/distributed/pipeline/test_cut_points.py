@@ -5,7 +5,8 @@ import torch
 from torch import Tensor, nn
 from torchvision.models import get_model
 
-from trainables.distributed.pipeline.graph import cut_points, split
+from trainables.distributed.pipeline.cut_points import cut_points
+from trainables.distributed.pipeline.stage_module import split
 from trainables.errors import ModelError
 from trainables.models.registry import construct
 

@@ -1,0 +1,97 @@
+"""The stages of a model: each a module of its own graph, over the model's modules and under their names."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from torch import fx, nn
+
+from trainables.distributed.pipeline.graph import mode_of, module_paths, trace
+from trainables.errors import ModelError
+
+
+def split(model: nn.Module, cuts: Sequence[str]) -> list[StageModule]:
+    """The stages of a model, each beginning with the module that a cut names. They share the model's modules and parameters.
+
+    The names of parameters and buffers are those of the whole model. Modules that hold no cut are called as they are.
+
+    Raises:
+        ModelError: the model's forward cannot be traced, or a name is no cut point.
+    """
+    expand = {cut.rsplit(".", count)[0] for cut in cuts for count in range(1, cut.count(".") + 1)}
+    graphs = {}
+    for training in (True, False):
+        with mode_of(model, training):
+            graphs[training] = _split_graph(trace(model, expand), cuts)
+    return [StageModule(model, graphs[True][stage], graphs[False][stage]) for stage in range(len(cuts) + 1)]
+
+
+def _split_graph(graph: fx.Graph, cuts: Sequence[str]) -> list[fx.Graph]:
+    nodes = [node for node in graph.nodes if node.op != "get_attr"]
+    starts = [0]
+    for cut in cuts:
+        index = next((index for index, node in enumerate(nodes) if cut in module_paths(node)), None)
+        if index is None or index <= starts[-1]:
+            raise ModelError(f"{cut} is not called after what comes before it: give the cuts in the order of the forward")
+        starts.append(index)
+    starts.append(len(nodes))
+    return [_part(graph, nodes, first, end) for first, end in itertools.pairwise(starts)]
+
+
+def _part(graph: fx.Graph, nodes: Sequence[fx.Node], first: int, end: int) -> fx.Graph:
+    """The nodes [first, end) as a graph of their own: one tensor in, one out."""
+    part, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    inside, later = set(nodes[first:end]), set(nodes[end:])
+
+    def copied(node: fx.Node) -> fx.Node:
+        if node not in copies:  # a parameter, or the tensor that the previous stage sends
+            copies[node] = part.node_copy(node) if node.op == "get_attr" else part.placeholder("received")
+        return copies[node]
+
+    if first:  # before all nodes: a graph's inputs come first
+        previous = set(nodes[:first])
+        received = {node for other in inside for node in other.all_input_nodes if node in previous}
+        if len(received) != 1:
+            raise ModelError(f"{nodes[first]} is no cut point: {len(received)} tensors cross it")
+        copied(received.pop())
+    for node in nodes[first:end]:
+        copies[node] = part.node_copy(node, copied)
+    if end < len(nodes):
+        sent = {node for node in inside if any(user in later for user in node.users)}
+        if len(sent) != 1:
+            raise ModelError(f"{nodes[end]} is no cut point: {len(sent)} tensors cross it")
+        part.output(copies[sent.pop()])
+    return part
+
+
+class StageModule(fx.GraphModule):
+    """A part of a model: the tensor of the stage before (the images, for the first) to that of the next (the logits).
+
+    Has a graph for each mode, as some models compute more in training.
+    """
+
+    def __init__(self, model: nn.Module, training: fx.Graph, evaluation: fx.Graph) -> None:
+        super().__init__(model, training, type(model).__name__)
+        self._graphs = {True: self.graph, False: self.graph}
+        if training.python_code("self").src != evaluation.python_code("self").src:
+            other = fx.GraphModule(model, evaluation)
+            for path, module in other.named_modules():
+                if path and not self._has(path):
+                    self.add_submodule(path, module)
+            self._graphs[False] = other.graph
+        self.train(model.training)
+
+    def _has(self, path: str) -> bool:
+        try:
+            self.get_submodule(path)
+        except AttributeError:
+            return False
+        return True
+
+    def train(self, mode: bool = True) -> StageModule:
+        """Set the mode of all modules, and run its graph from now on."""
+        if self._graphs[mode] is not self.graph:
+            self.graph = self._graphs[mode]
+        super().train(mode)
+        return self
