@@ -16,6 +16,7 @@ from typing import Literal, get_args
 
 from trainables.errors import DeviceError, DistillError, TeacherServiceLostError
 from trainables.locks import try_lock
+from trainables.redact import redact
 from trainables.rundir import write_json
 
 Kind = Literal["user", "out_of_memory", "node_out_of_memory", "disk", "device", "worker_died", "lost_peer"]
@@ -195,7 +196,7 @@ def write_failure(path: Path, failure: Failure) -> None:
     try:
         before = read_failure(path)
         if before is None or first_cause([before, failure]) is not before:
-            write_json(path, {"version": VERSION, **asdict(failure)})
+            write_json(path, {"version": VERSION, **asdict(failure), "message": redact(failure.message)})
     finally:
         if lock is not None:
             lock.release()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainables.errors import ExperimentError
-from trainables.redact import redact, redact_values
+from trainables.redact import redact_uris, redact_values
 
 
 @contextlib.contextmanager
@@ -71,12 +71,12 @@ def fsync_directory(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace `path` with `text`, in which secrets are hidden; see `replacing`."""
-    write_atomic(path, redact(text).encode())
+    """Replace `path` with `text`, in which the secrets of URIs are hidden; see `replacing`."""
+    write_atomic(path, redact_uris(text).encode())
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` as indented JSON, atomically, its secrets hidden."""
+    """Write `value` as indented JSON, atomically, the secrets of its URIs hidden."""
     write_atomic(path, (json.dumps(redact_values(value), indent=2) + "\n").encode())
 
 
@@ -86,7 +86,7 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
 
 
 def append_lines(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    """Append JSON lines, their secrets hidden, and fsync them: after this returns, the records survive the machine.
+    """Append JSON lines, the secrets of their URIs hidden, and fsync them: after this returns, the records survive the machine.
 
     A line that an earlier process left unfinished is ended first, so that only that line is lost.
     """

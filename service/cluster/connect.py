@@ -17,6 +17,9 @@ from trainables.errors import ClusterError
 from trainables.rundir import unwritable_reason
 from trainables.user_folder import user_folder
 
+MAX_BASE = 20
+"""Characters: /raydistill-UID/ray/session_…/sockets/plasma_store follow, and a socket's path has 107 at most."""
+
 # Ray takes loopback as a node's address, and binds each of its servers to it, where clusters are "not supported", which is
 # its word for macOS and Windows; `_node_ip_address="127.0.0.1"` is turned into the machine's outer address. Elsewhere too
 # a Ray of our own is no cluster. Gloo and NCCL go by the interface's name.
@@ -82,7 +85,7 @@ def _start_ray(logical_cpus: int) -> None:
         cores = real_cpus()
         cpus = max(cores, min(logical_cpus, cores * MAX_OVERSUBSCRIPTION))
         # Ray makes the folders of a session writable for everybody: who writes there runs code as the user of its workers.
-        folder = user_folder(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()) / "ray"
+        folder = user_folder(session_base()) / "ray"
         protect_token()
         ray.init(address="local", num_cpus=cpus, dashboard_host="127.0.0.1", _temp_dir=str(folder), **quiet)
         protect_token()
@@ -90,6 +93,12 @@ def _start_ray(logical_cpus: int) -> None:
     else:
         in_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ  # which has brought its own code
         ray.init(runtime_env=None if in_job else packages(), **quiet)
+
+
+def session_base() -> str:
+    """Below which Ray's sessions lie: RAY_TMPDIR, else TMPDIR, unless sockets there would have paths that are too long."""
+    base = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    return "/tmp" if "RAY_TMPDIR" not in os.environ and len(base) > MAX_BASE else base
 
 
 def protect_token() -> None:

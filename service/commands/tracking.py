@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+import re
 import secrets
 import socket
 import subprocess
@@ -32,6 +33,8 @@ def ui(root: Path, host: str, port: int, allow_changes: bool) -> None:
     check_writable(root, None)
     check_address(host, port)
     token = os.environ.get("RAYDISTILL_UI_TOKEN") or secrets.token_urlsafe(24)
+    if not re.fullmatch(r"[\w.~-]{8,}", token):
+        raise ExperimentError("RAYDISTILL_UI_TOKEN: write at least 8 letters, digits and characters of `.~_-`, or unset it")
     # MLflow 3.17 opens as a tool for language models unless the address says otherwise.
     address = f"http://{host}:{port}/?token={token}#/experiments?workflowType=machine_learning"
     click.echo(f"MLflow on {root}: {address} (Ctrl-C ends it)")

@@ -4,7 +4,7 @@ import os
 from urllib.parse import urlsplit
 
 from trainables.errors import ExperimentError
-from trainables.redact import redact
+from trainables.redact import redact_uris
 
 SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks")
 
@@ -48,4 +48,4 @@ def secret_refusal(key: str, value: object) -> str:
         "s3": "leave it out of the URI and give it in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or ~/.aws",
     }
     how = instead.get(scheme) or instead.get(key, "give it in the environment, or in the file where its file system looks for it")
-    return f"{key} has a password or a key in it ({redact(str(value))}), and it would be written into every record: {how}"
+    return f"{key} has a password or a key in it ({redact_uris(str(value))}), and it would be written into every record: {how}"

@@ -2,7 +2,7 @@
 
 Failures also come by chance (a node that hiccups): one says little, and what failed is tried again where that may be worth it.
 
-Shapes: M points.
+Shapes: M points, S sets of values.
 """
 
 from collections import Counter
@@ -17,6 +17,7 @@ from service.search.points import Array, Flags, Layout, Observation, Point
 ALWAYS_FAILS = 0.04  # probability of a value, or of a point, before anything is measured
 FAILS_BY_CHANCE = 0.05  # of a probe that should run
 MAX_BROKEN = 3  # values that are broken at once
+MAX_SUSPECTS = 12  # of which sets are weighed: those that explain most of the failures
 RAN = ("ok", "oom")  # an OOM too had its room, and its code ran
 
 
@@ -73,14 +74,13 @@ def chances_after_failures(layout: Layout, values: Sequence[Flags], history: Seq
     failed = [row for row in counts if row not in worked]
     sizes = [layout.workers_M >= workers for workers in np.unique(layout.workers_M[failed])]
     suspects = [having_M for having_M in (*values, *sizes) if having_M[failed].any() and not having_M[worked].any()]
-    total, fails_M = 0.0, np.zeros(len(layout.workers_M))
-    for num_broken in range(min(len(suspects), MAX_BROKEN) + 1):
-        for broken in combinations(suspects, num_broken):
-            having_M = np.any([np.zeros(len(fails_M), dtype=bool), *broken], axis=0)
-            weight = ALWAYS_FAILS**num_broken / FAILS_BY_CHANCE ** int(having_M[failed].sum())
-            total += weight
-            fails_M += weight * having_M
-    chance_M = 1 - fails_M / total
+    suspects = sorted(suspects, key=lambda having_M: -int(having_M[failed].sum()))[:MAX_SUSPECTS]
+    sets = [broken for size in range(min(len(suspects), MAX_BROKEN) + 1) for broken in combinations(suspects, size)]
+    having_SM = np.array([np.any([np.zeros(len(layout.workers_M), dtype=bool), *broken], axis=0) for broken in sets])
+    sizes_S, explained_S = np.array([len(broken) for broken in sets]), having_SM[:, failed].sum(axis=1)
+    log_weight_S = sizes_S * np.log(ALWAYS_FAILS) - explained_S * np.log(FAILS_BY_CHANCE)
+    weight_S = np.exp(log_weight_S - log_weight_S.max())
+    chance_M = 1 - weight_S @ having_SM / weight_S.sum()
     for row in failed:
-        chance_M[row] /= 1 + ALWAYS_FAILS / FAILS_BY_CHANCE ** counts[row]
+        chance_M[row] /= 1 + np.exp(np.log(ALWAYS_FAILS) - counts[row] * np.log(FAILS_BY_CHANCE))
     return np.asarray(chance_M)

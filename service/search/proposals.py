@@ -14,7 +14,7 @@ from service.search.disturbance import second_look
 from service.search.formulas import step_times
 from service.search.neighbours import unchecked_neighbours
 from service.search.points import Array, Flags, describe_point
-from service.search.remeasure import MAX_REPEATS, Contest
+from service.search.remeasure import MAX_FAILED, MAX_REPEATS, Contest
 from service.search.state import SearchState
 
 MIN_WIN_PROBABILITY = 0.05  # of beating the best point by more than the tolerance: below it a point is not worth a probe
@@ -178,7 +178,8 @@ class Proposals:
         return [(row, turn) for row, turn, is_clean in ended if is_clean]
 
     def _may_repeat(self, row: int, left_gpu_s: float) -> bool:
-        return row not in self.state.pending and bool(self.repeat_cost_M[row] < left_gpu_s)
+        num_failed = sum(tried == row and observation.status != "ok" for tried, observation in self.state.history)
+        return row not in self.state.pending and num_failed < MAX_FAILED and bool(self.repeat_cost_M[row] < left_gpu_s)
 
     def _is_futile(self, row: int) -> bool:
         """Whether a point was just measured twice while others disturbed it: they will be there the next time too."""

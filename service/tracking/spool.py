@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainables.locks import try_lock
+from trainables.redact import redact
 from trainables.rundir import RunDir, append_line, lines_after, write_json
 
 CHUNK_BYTES = 64 * 1024
@@ -138,7 +139,7 @@ class Spool:
 
     def set_aside(self, record: Mapping[str, Any], reason: str) -> None:
         """Keep a record that the store refuses for good, with the reason, so that it does not hold up those behind it."""
-        append_line(self.refused, {"reason": reason, **record})
+        append_line(self.refused, {"reason": redact(reason), **record})
 
     @contextlib.contextmanager
     def sender_lock(self) -> Iterator[bool]:

@@ -7,7 +7,6 @@ import os
 import re
 import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
-from http.cookies import SimpleCookie
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
@@ -16,9 +15,12 @@ from mlflow.server.fastapi_app import app as mlflow_app
 COOKIE = "raydistill_ui"
 _READ_METHODS = ("GET", "HEAD", "OPTIONS")
 _READ_BY_POST = re.compile(
-    r"/(search|search-datasets|get-latest-versions|presigned-download-url|batchGetInfos|metrics|graphql)/?$"
+    r"/graphql|/(?:ajax-)?api/\d\.\d/mlflow/[\w-]+/"
+    r"(?:search|search-datasets|get-latest-versions|presigned-download-url|batchGetInfos|metrics)"
 )
 """Paths of MLflow's REST API that read, though their method is POST."""
+TOKEN = re.compile(r"[\w.~-]{8,}")
+"""What goes into an address and a cookie as it is."""
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -29,7 +31,13 @@ class GuardedApp:
     """An ASGI application that lets through who knows the token: from the address once, and from then on from a cookie."""
 
     def __init__(self, inner: Callable[[Scope, Receive, Send], Awaitable[None]], token: str, *, changes: bool) -> None:
-        """`changes`: whether requests may write and delete."""
+        """`changes`: whether requests may write and delete.
+
+        Raises:
+            ValueError: a token that is short, or that addresses and cookies do not take as it is.
+        """
+        if not TOKEN.fullmatch(token):
+            raise ValueError("a token has at least 8 letters, digits and characters of `.~_-`")
         self._inner, self._token, self._changes = inner, token, changes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -40,27 +48,32 @@ class GuardedApp:
         if scope["type"] != "http":
             return  # a websocket that is not accepted is closed by the server
         query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
-        given = [value for name, value in query if name == "token"]
-        if given and self._is_token(given[0]):
+        sent = [value for name, value in query if name == "token"]
+        if sent and self._is_token(sent[0]):
             rest = urlencode([(name, value) for name, value in query if name != "token"])
-            cookie = f"{COOKIE}={self._token}; Path=/; HttpOnly; SameSite=Strict"
+            cookie = f"{COOKIE}={self._token}; Path=/; HttpOnly; SameSite=Lax"
             location = scope["path"] + (f"?{rest}" if rest else "")
             await _answer(send, 303, "", [("set-cookie", cookie), ("location", location)])
         elif not self._is_known(scope):
             await _answer(send, 401, "Open the address with the token that `distill ui` has printed.\n")
-        elif not self._changes and scope["method"] not in _READ_METHODS and not _READ_BY_POST.search(scope["path"]):
+        elif not self._changes and not _only_reads(scope["method"], scope["path"]):
             await _answer(send, 403, "These records can only be read here: start `distill ui --allow-changes` to change them.\n")
         else:
             await self._inner(scope, receive, send)
 
     def _is_known(self, scope: Scope) -> bool:
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        cookie = SimpleCookie(headers.get(b"cookie", "")).get(COOKIE)
+        # Not by http.cookies: it drops all cookies where another program of this host has one in JSON.
+        cookie = re.search(rf"(?:^|;\s*){COOKIE}=([^;]*)", headers.get(b"cookie", ""))
         bearer = headers.get(b"authorization", "").removeprefix("Bearer ")  # as MLFLOW_TRACKING_TOKEN is sent
-        return self._is_token(bearer) or (cookie is not None and self._is_token(cookie.value))
+        return self._is_token(bearer) or (cookie is not None and self._is_token(cookie[1]))
 
-    def _is_token(self, given: str) -> bool:
-        return secrets.compare_digest(given.encode(), self._token.encode())
+    def _is_token(self, sent: str) -> bool:
+        return secrets.compare_digest(sent.encode(), self._token.encode())
+
+
+def _only_reads(method: str, path: str) -> bool:
+    return method in _READ_METHODS or (method == "POST" and _READ_BY_POST.fullmatch(path) is not None)
 
 
 async def _answer(send: Send, status: int, text: str, headers: list[tuple[str, str]] | None = None) -> None:

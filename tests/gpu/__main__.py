@@ -47,6 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.again:
         for piece in pieces:
             folder.record_file(piece).unlink(missing_ok=True)
+    longest = max((piece.minutes for piece in pieces), default=0.0)
+    if args.device == "cuda" and args.minutes < longest:
+        parser.error(f"--minutes {args.minutes:g}: the longest of the chosen pieces may take {longest:g}")
     try:
         left = run(pieces, folder, 60 * args.minutes, console)
     finally:
@@ -56,7 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.print(terminal_table(rows))
     console.print(f"{counts(rows)}; {out / 'results.json'}, {out / 'results.html'}", soft_wrap=True)
     if left:
-        console.print(f"{len(left)} pieces are left ({', '.join(left)}): run the same command again", soft_wrap=True)
+        console.print(
+            f"{len(left)} pieces are left ({', '.join(left)}): run the same command again, without --again", soft_wrap=True
+        )
         return LEFT_OVER
     remove_all(Settings(args.device, out / "made"))
     return 1 if any(row.verdict == "MISSED" for row in rows) else 0

@@ -110,9 +110,9 @@ OF_LOOP = {
         Expected("of device data", "real JPEG ÷ data on the device ≥ 0.97", low=0.97),
         Expected("data_pct/5", "data below 3 % of a step", high=3, estimate=True),
     ),
-    64: (Expected("of device data", "÷ data on the device: told"), Expected("data_pct/5", "data in %: told")),
+    64: (Expected("of device data", "÷ data on the device: recorded"), Expected("data_pct/5", "data in %: recorded")),
     32: (
-        Expected("of device data", "÷ data on the device: told"),
+        Expected("of device data", "÷ data on the device: recorded"),
         Expected("host with loader", "host time 1.5–3 × of that without a loader", 1.5, 3, estimate=True),
     ),
 }

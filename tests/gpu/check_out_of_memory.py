@@ -112,7 +112,7 @@ def on_a_full_card(run: Callable[[], None], left_bytes: int, device: torch.devic
 OF_FILLED = (
     Expected("not oom", "all read out_of_memory", 0, 0, on_cpu=True),
     Expected("failed", "fails with at least three of the five", low=3, on_cpu=True),
-    Expected("words", "type and words: told"),
+    Expected("words", "type and words: recorded"),
     Expected("left_mib", f"tensors left afterwards ≤ {MOST_LEFT:g} MiB", high=MOST_LEFT, on_cpu=True),
 )
 CHECK = Check(
@@ -126,8 +126,8 @@ CHECK = Check(
             double_until_full,
             (
                 Expected("not oom", "reads out_of_memory", 0, 0, on_cpu=True),
-                Expected("words", "type and words: told"),
-                Expected("batch that fits", "largest batch that fits: told"),
+                Expected("words", "type and words: recorded"),
+                Expected("batch that fits", "largest batch that fits: recorded"),
                 Expected("left_mib", f"tensors left afterwards ≤ {MOST_LEFT:g} MiB", high=MOST_LEFT, on_cpu=True),
                 Expected("next job failed", "the next job in the same process trains", 0, 0, on_cpu=True),
             ),

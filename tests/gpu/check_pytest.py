@@ -54,9 +54,9 @@ CHECK = Check(
             run_pytest,
             (
                 Expected("failed", "all green: none failed", 0, 0, on_cpu=True),
-                Expected("which failed", "which failed: told"),
+                Expected("which failed", "which failed: recorded"),
                 Expected("passed", "at least 50 have run", low=50),
-                Expected("skipped", "skipped for want of a library: told"),
+                Expected("skipped", "skipped for want of a library: recorded"),
                 Expected("minutes", "under 4 minutes", high=4, estimate=True),
             ),
             8,

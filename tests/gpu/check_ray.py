@@ -164,7 +164,7 @@ CHECK = Check(
             train_once,
             (
                 Expected("exit code", "the command ends well", 0, 0, on_cpu=True),
-                Expected("device", "the worker's device: told"),
+                Expected("device", "the worker's device: recorded"),
                 Expected("local rank", "LOCAL_RANK 0", 0, 0, on_cpu=True),
                 Expected("processes on a GPU", "one process on its GPU (a container may hide it)", 1, 1, estimate=True),
                 Expected("ends after_s", "ends within 10 s of its last step", high=10),
@@ -178,7 +178,7 @@ CHECK = Check(
             (
                 Expected("exit codes", "both sweeps end well", 0, 0, on_cpu=True),
                 Expected("of best", "guided finds a point within 3 % of the grid's best", low=0.97),
-                Expected("points tried", "share of the grid that it tried: told"),
+                Expected("points tried", "share of the grid that it tried: recorded"),
             ),
             9,
             lacks_ray,

@@ -162,11 +162,11 @@ CHECK = Check(
             (
                 Expected("noise ratio", "noise scale on ÷ off < 1.01", high=1.01),
                 Expected("replicas checked", "1,000 steps, the replicas equal after each", low=1000),
-                Expected("ms a check", "a check of the replicas: told"),
+                Expected("ms a check", "a check of the replicas: recorded"),
             ),
             7,
             lacks_gpus,
         ),
-        Piece("11-input", input_of_all, (Expected("data_pct", "8 × 8 loader threads: data's share told"),), 5, lacks_gpus),
+        Piece("11-input", input_of_all, (Expected("data_pct", "8 × 8 loader threads: data's share recorded"),), 5, lacks_gpus),
     ),
 )

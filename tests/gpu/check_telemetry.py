@@ -53,7 +53,7 @@ CHECK = Check(
                 Expected("fields", f"all {len(GPU_FIELDS)} fields of a GPU", len(GPU_FIELDS), len(GPU_FIELDS)),
                 Expected("ms a sample", "milliseconds a sample: below 20", high=20, estimate=True),
                 Expected("util_pct", "use at batch 256 ≥ 95 %", low=95),
-                Expected("cpu_pct", "use of the node's CPU: told"),
+                Expected("cpu_pct", "use of the node's CPU: recorded"),
             ),
             2,
         ),

@@ -36,14 +36,14 @@ class Expected:
     """Holds for the twin too."""
 
     def verdict(self, measured: Mapping[str, Figure], device: str) -> str:
-        """`ok`, `MISSED`, `finding` (an estimate is off), `told` (nothing to judge by) or `not judged on a CPU`."""
+        """`ok`, `MISSED`, `finding` (an estimate is off), `recorded` (nothing to judge by) or `not judged on a CPU`."""
         value = measured.get(self.figure)
         if device == "cpu" and not self.on_cpu:
             return "not judged on a CPU"
         if value is None:
             return "MISSED"
         if isinstance(value, str) or (self.low is None and self.high is None):
-            return "told"
+            return "recorded"
         inside = (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
         return "ok" if inside else "finding" if self.estimate else "MISSED"
 

@@ -106,7 +106,7 @@ def test_the_decoders_check_without_their_libraries(folder: Path, monkeypatch: p
         (Expected("x", "", low=1.0), 1.0, "ok"),
         (Expected("x", "", low=1.0), 0.99, "MISSED"),
         (Expected("x", "", high=2.0, estimate=True), 3.0, "finding"),
-        (Expected("x", ""), 3.0, "told"),
+        (Expected("x", ""), 3.0, "recorded"),
         (Expected("x", "", low=1.0), None, "MISSED"),
         (Expected("x", "", high=1.0), float("nan"), "MISSED"),
     ],

@@ -84,7 +84,10 @@ def test_records_are_shown_to_who_has_the_token_and_changed_by_nobody(tmp_path: 
         assert (
             status(f"{base}/ajax-api/2.0/mlflow/runs/set-tag", body={"run_id": run, "key": "a", "value": "b"}, token=token) == 403
         )
-        assert status(f"{base}/api/2.0/mlflow-artifacts/artifacts/x", body="x", method="PUT", token=token) == 403
+        for name in ("x", "metrics", "search", "graphql"):
+            for method in ("PUT", "DELETE"):
+                assert status(f"{base}/api/2.0/mlflow-artifacts/artifacts/{name}", body="x", method=method, token=token) == 403
+        assert status(f"{base}/api/2.0/mlflow-artifacts/mpu/create/x/search", body={"path": "x"}, token=token) == 403
     assert MlflowClient(default_uri(tmp_path)).get_run(run).info.lifecycle_stage == "active"
 
 
