@@ -82,5 +82,5 @@ def chances_after_failures(layout: Layout, values: Sequence[Flags], history: Seq
     weight_S = np.exp(log_weight_S - log_weight_S.max())
     chance_M = 1 - weight_S @ having_SM / weight_S.sum()
     for row in failed:
-        chance_M[row] /= 1 + np.exp(np.log(ALWAYS_FAILS) - counts[row] * np.log(FAILS_BY_CHANCE))
+        chance_M[row] /= 1 + ALWAYS_FAILS / FAILS_BY_CHANCE ** min(counts[row], 100)  # beyond that a float overflows
     return np.asarray(chance_M)

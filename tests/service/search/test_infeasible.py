@@ -1,8 +1,10 @@
 """What one point's failure says of others: as little as it must."""
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from service.search.infeasible import chances_after_failures, lost, unschedulable, values
@@ -19,16 +21,16 @@ def at(workers: int, threads: int, decoder: str = "pillow") -> int:
     return POINTS.index(point(workers, 256, threads, data__decoder=decoder))
 
 
-def told(*pairs: tuple[int, str]) -> list[tuple[int, Observation]]:
+def history_of(*pairs: tuple[int, str]) -> list[tuple[int, Observation]]:
     return [(row, Observation(status)) for row, status in pairs]  # type: ignore[arg-type]
 
 
 def without_room(*pairs: tuple[int, str]) -> set[tuple[int, int]]:
-    return {(p["scale.num_workers"], p["data.loader_workers"]) for p in chosen(unschedulable(LAYOUT, told(*pairs)))}
+    return {(p["scale.num_workers"], p["data.loader_workers"]) for p in chosen(unschedulable(LAYOUT, history_of(*pairs)))}
 
 
 def chances(*pairs: tuple[int, str]) -> Array:
-    return chances_after_failures(LAYOUT, values(POINTS), told(*pairs))
+    return chances_after_failures(LAYOUT, values(POINTS), history_of(*pairs))
 
 
 def failed(*rows: int) -> list[tuple[int, str]]:
@@ -58,13 +60,13 @@ def test_a_cluster_that_grew_back_has_its_places_again() -> None:
 
 
 def test_what_ran_on_a_larger_cluster_is_lost_with_its_nodes() -> None:
-    assert chosen(lost(LAYOUT, told((at(8, 4), "ok"), (at(4, 8), "infeasible")))) == chosen(
-        unschedulable(LAYOUT, told((at(4, 8), "infeasible")))
+    assert chosen(lost(LAYOUT, history_of((at(8, 4), "ok"), (at(4, 8), "infeasible")))) == chosen(
+        unschedulable(LAYOUT, history_of((at(4, 8), "infeasible")))
     )  # no point with as many loader workers ever ran: maybe no node has so many CPUs
     shrunk = (at(8, 4), "ok"), (at(4, 4), "infeasible")
-    assert {p["scale.num_workers"] for p in chosen(lost(LAYOUT, told(*shrunk)))} == {4, 8}
-    assert len(chosen(lost(LAYOUT, told(*shrunk)))) == len(POINTS) / 2
-    assert chosen(lost(LAYOUT, told(*shrunk, (at(8, 4), "ok")))) == []
+    assert {p["scale.num_workers"] for p in chosen(lost(LAYOUT, history_of(*shrunk)))} == {4, 8}
+    assert len(chosen(lost(LAYOUT, history_of(*shrunk)))) == len(POINTS) / 2
+    assert chosen(lost(LAYOUT, history_of(*shrunk, (at(8, 4), "ok")))) == []
 
 
 def test_without_failures_everything_runs() -> None:
@@ -131,3 +133,14 @@ def test_a_point_that_fails_again_and_again_is_given_up() -> None:
 def test_a_failure_of_a_point_that_also_ran_blames_nothing() -> None:
     both = chances((at(4, 8, "gpu"), "failed"), (at(4, 8, "gpu"), "ok"), *failed(at(8, 1, "gpu")))
     assert both.tolist() == chances((at(4, 8, "gpu"), "ok"), *failed(at(8, 1, "gpu"))).tolist()
+
+
+def test_many_values_that_failed_are_weighed_in_a_moment_and_however_often() -> None:
+    points = [{**POINTS[0], "optim.lr": rate} for rate in range(150)]
+    layout = Layout.of(points, Hardware(2, 4, 16), ())
+    history = [(row, Observation("failed")) for row in range(120)] + [(0, Observation("failed"))] * 400
+    began_s = time.process_time()
+    chance_M = chances_after_failures(layout, values(points), history)
+    assert time.process_time() - began_s < 1
+    assert np.isfinite(chance_M).all()
+    assert chance_M[0] < 1e-6

@@ -270,3 +270,16 @@ def test_a_tenant_that_leaves_after_half_of_the_cluster_was_measured_does_not_de
             search.tell(at, one)
         regrets.append(cluster.regret(search))
     assert max(regrets) <= 0.03
+
+
+def test_a_point_that_failed_twice_is_not_measured_again_however_many_of_the_others_fail_too() -> None:
+    cluster = Queues(ONE_NODE)
+    search, rng = Planner(SearchState(SMALL, ONE_NODE)), np.random.default_rng(0)
+    attempts: dict[tuple[object, ...], int] = {}
+    turn = 0
+    while (at := search.ask()) is not None:
+        turn += 1
+        if turn > 6:
+            attempts[identity(at)] = attempts.get(identity(at), 0) + 1
+        search.tell(at, cluster.probe(at, search, rng) if turn <= 6 else Observation("failed"))
+    assert max(attempts.values(), default=0) <= 3
