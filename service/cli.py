@@ -35,7 +35,7 @@ COMMANDS = {
     "reproduce": ("reproduce:reproduce", "Run a TABLE of published accuracies."),
     "resume": ("runs:resume", "Continue an interrupted run or sweep: nothing is lost, nothing is run twice."),
     "show": ("experiments:show", "The resolved experiment, each value with where it comes from; --keys: every key."),
-    "split": ("split:split", "Where the student could be cut for several devices, and what each part costs."),
+    "split": ("split:split", "Where the student is best cut into pipeline stages, by timing its parts on this machine."),
     "submit": ("submit:submit", "Run any other command as a Ray job: distill submit --follow train digits."),
     "sweep": ("runs:sweep", "Search over GPUs × batch × loader workers, or whatever sweep.space names."),
     "sync": ("tracking:sync", "Send to MLflow what it has not taken yet."),

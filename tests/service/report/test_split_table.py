@@ -51,7 +51,7 @@ def test_all_cut_points(capsys: pytest.CaptureFixture[str]) -> None:
             ["--cut", "nowhere"],
             "scale.cut: model convnet_small cannot be cut before nowhere: choose among features.1, features.3",
         ),
-        (["--cut", "head,pool"], "pool is not called after what comes before it: give the cuts in the order of the forward"),
+        (["--cut", "head,pool"], "scale.cut: give its modules in the order of the forward pass, each once"),
         (["--stages", "11"], "model convnet_small can be cut at 9 points: write scale.pipeline_stages at most 10"),
     ],
 )
