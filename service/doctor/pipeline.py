@@ -9,17 +9,17 @@ from service.doctor.step_model import Cause, Effect
 def bubble(e: Evidence) -> Cause | None:
     """Even the slowest stage waits while the pipeline fills and drains: T' = T - the part that twice the micro-batches spare.
 
-    The bubble of p equal stages and m micro-batches is (p - 1)/(m + p - 1) of a step (Huang et al. 2019, GPipe).
+    With work W in each of p equal stages and m micro-batches it takes (p - 1) W / m (Huang et al. 2019, GPipe):
+    half as long with 2m.
     """
-    p, m = e.pipeline_stages, e.micro_batches
-    if p == 1 or e.micro_batch == 1:
+    if e.pipeline_stages == 1 or e.micro_batch == 1:
         return None
     waits_ms = min(rank.bubble_ms for rank in e.ranks)
     return Cause(
         "pipeline bubble",
         f"every pipeline stage waits for its neighbours, at least {waits_ms:.1f} of a step's {e.typical.step_ms:.1f} ms",
-        f"more and smaller micro-batches: --set scale.micro_batches={2 * m}; or fewer stages",
-        Effect(beyond_ms=waits_ms * (1 - (m + p - 1) / (2 * m + p - 1))),
+        f"more and smaller micro-batches: --set scale.micro_batches={2 * e.micro_batches}; or fewer stages",
+        Effect(beyond_ms=waits_ms / 2),
     )
 
 

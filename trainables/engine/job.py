@@ -26,7 +26,7 @@ from trainables.engine.job_metrics import JobMetrics, build_metrics
 from trainables.engine.modules import build_modules, build_student
 from trainables.engine.optimizers import build_optimizers
 from trainables.engine.passes import Passes, Trained, whole_passes
-from trainables.engine.pipeline.build import cut_student
+from trainables.engine.pipeline.build import cut_student, with_saved_cut
 from trainables.engine.pipeline.stage_loader import StageLoader
 from trainables.engine.pipeline.state_part import blank_parameters, state_part
 from trainables.engine.step import TrainState
@@ -123,6 +123,11 @@ def build(
         raise ExperimentError(problem)
     layout = build_layout(group, config.scale.pipeline_stages)
     classes, (train_loader, val_loader) = open_loaders(config, layout)
+    stage = StageDir(Path(config.output_dir))
+    # Rank 0 decides for all: a shared file system may show a file to one node later than to another.
+    resumes = gather_objects(stage.last.exists(), group)[0]
+    if resumes and config.scale.pipeline_stages > 1:
+        config = with_saved_cut(config, stage.last)
     config, name, module, teacher, student_parameters = build_models(config, layout, classes, train_loader, connections)
     if not module.init_epochs:  # the optimizer of an init stage trains what is frozen afterwards too
         module.begin_stage(0)
@@ -145,10 +150,8 @@ def build(
             layout=layout,
         ),
     )
-    stage = StageDir(Path(config.output_dir))
     seed_rank(config.seed, group.rank)
-    # Rank 0 decides for all: a shared file system may show a file to one node later than to another.
-    if gather_objects(stage.last.exists(), group)[0]:
+    if resumes:
         checkpoint.restore(stage.last, checkpoint_state, group)
     module.begin_stage(0)  # before DDP looks which gradients there will be
     settings = UpdateSettings(scaler, layout.replicas, config.optim.clip_grad_norm)
@@ -212,7 +215,10 @@ def build_models(
 def checkpoint_about(config: TrainConfig, name: str, classes: Sequence[str]) -> dict[str, Any]:
     """See `CheckpointState.about`."""
     about = {"stage": config.stage, "model": name, "num_classes": len(classes), "classes": list(classes), "seed": config.seed}
-    return about | config.data.model_dump(mode="json", include={"image_size", "val_resize", "mean", "std"})
+    about |= config.data.model_dump(mode="json", include={"image_size", "val_resize", "mean", "std"})
+    if config.scale.pipeline_stages > 1:
+        about["pipeline"] = config.scale.model_dump(mode="json", include={"pipeline_stages", "cut", "micro_batches"})
+    return about
 
 
 def stage_epochs(config: TrainConfig, module: DistillationModule, loader: Loader) -> Epochs:

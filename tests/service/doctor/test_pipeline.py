@@ -26,7 +26,7 @@ def test_a_bubble_is_named_with_what_twice_the_micro_batches_would_gain() -> Non
     assert finding.cause == "pipeline bubble"
     assert "at least 20.0 of a step's 100.0 ms" in finding.sentence
     assert "--set scale.micro_batches=8" in finding.change
-    assert finding.gain_pct == pytest.approx(20 * (1 - 5 / 9), abs=0.5)
+    assert finding.gain_pct == pytest.approx(20 / 2, abs=0.5)
 
 
 def test_stages_of_uneven_work_are_told_apart_and_none_is_a_straggler() -> None:
@@ -37,4 +37,7 @@ def test_stages_of_uneven_work_are_told_apart_and_none_is_a_straggler() -> None:
 
 
 def test_micro_batches_of_one_image_are_not_divided_further() -> None:
-    assert not findings(run_in_stages(stage(80.0, 20.0), stage(80.0, 20.0), micro_batches=128))
+    waiting = (stage(80.0, 20.0), stage(80.0, 20.0))
+    assert not findings(run_in_stages(*waiting, micro_batches=128))
+    assert not findings(replace(run_in_stages(*waiting, micro_batches=33), accumulate=2)), "2 * 33 * 2 are more than 128 images"
+    assert findings(replace(run_in_stages(*waiting, micro_batches=32), accumulate=2))

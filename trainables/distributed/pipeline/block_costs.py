@@ -69,9 +69,9 @@ def measure_blocks(
     ones after `BUDGET_S`, are left out.
 
     Raises:
-        ModelError: the model runs at none of the sizes.
+        ModelError: the model runs at none of the sizes, or does not fit the device.
     """
-    model = copy.deepcopy(model).to(conditions.device).to(memory_format=conditions.layout).train(training)
+    model = _on_device(model, conditions).train(training)
     parts: Sequence[nn.Module] = split(model, cuts) if cuts else [model]
     run = _Run(parts, conditions, training=training)
     with torch.random.fork_rng([conditions.device] if conditions.device.type == "cuda" else []):
@@ -90,6 +90,23 @@ def measure_blocks(
     return Measurement(blocks, max(_spread([each.total_s for each in found]) for found in passes.values()))
 
 
+def _on_device(model: nn.Module, conditions: Conditions) -> nn.Module:
+    try:
+        return copy.deepcopy(model).to(conditions.device).to(memory_format=conditions.layout)
+    except Exception as error:
+        if kind_of(error) != "out_of_memory":
+            raise
+        raise _does_not_fit(error) from None
+
+
+def _does_not_fit(error: Exception) -> ModelError:
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return ModelError(
+        "the parts of a model are timed on one device, and the whole model does not fit it with its micro-batches: write"
+        f" scale.cut and scale.micro_batches by hand ({reason})"
+    )
+
+
 def _spread(times_s: Sequence[float]) -> float:
     return median(times_s) / min(times_s)
 
@@ -102,22 +119,24 @@ def _rounds(run: _Run, sizes: Sequence[int]) -> dict[int, list[_Passes]]:
     """By size, in rising order; each round has all sizes, so that the machine's ups and downs meet all of them."""
     start_s = time.perf_counter()
     found: dict[int, list[_Passes]] = {}
-    refusal = ""
+    refused: ModelError | None = None
     for size in sorted(set(sizes)):
         if found and time.perf_counter() - start_s > BUDGET_S:
             break
         try:
             run.count_bytes(size)
             run.passes(size)
+        except ValueError as error:  # batch norm's, of a single value per channel
+            sizes_tried = ", ".join(map(str, sizes))
+            refused = ModelError(f"the model does not run on micro-batches of {sizes_tried}: {str(error).splitlines()[0]}")
         except Exception as error:
-            # ValueError: batch norm's, of a single value per channel
-            if not isinstance(error, ValueError) and kind_of(error) != "out_of_memory":
+            if kind_of(error) != "out_of_memory":
                 raise
-            refusal = str(error)
+            refused = _does_not_fit(error)
         else:
             found[size] = []
-    if not found:
-        raise ModelError(f"the model does not run on micro-batches of {', '.join(map(str, sizes))}: {refusal.splitlines()[0]}")
+    if refused is not None and not found:
+        raise refused
     for number in range(ROUNDS):
         if number and time.perf_counter() - start_s > BUDGET_S:
             break

@@ -147,7 +147,9 @@ def _dry_copy(model: nn.Module, image_size: int) -> nn.Module:
     # What a copy refers to by id is there already: the weights are not copied.
     if work <= MAX_CPU_WORK or tensors[0].device.type != "cpu":
         return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
-    there = {id(tensor): tensor.detach().to("meta") for tensor in tensors}
+    # Tensors that a forward makes are plain attributes of the model once it is traced.
+    plain = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
+    there = {id(tensor): tensor.detach().to("meta") for tensor in (*tensors, *plain)}
     for tensor in model.parameters():
         there[id(tensor)] = nn.Parameter(there[id(tensor)], requires_grad=False)
     return copy.deepcopy(model, there)

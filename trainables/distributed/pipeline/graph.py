@@ -24,7 +24,8 @@ class _Tracer(fx.Tracer):
     def is_leaf_module(self, module: nn.Module, path: str) -> bool:
         if path in self._opaque or (self._expand is not None and path not in self._expand):
             return True
-        return super().is_leaf_module(module, path)
+        # A library's subclass too: tracing into it would count a batch in the model's own buffer.
+        return isinstance(module, nn.modules.batchnorm._BatchNorm) or super().is_leaf_module(module, path)
 
     def call_module(self, module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         try:

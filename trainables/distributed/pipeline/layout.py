@@ -2,6 +2,7 @@
 
 import socket
 from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -32,11 +33,26 @@ class Layout:
         return self.stages.rank == self.stages.world_size - 1
 
 
+_built = WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Group, int], Layout]]()
+"""By the process group of all ranks, with which the others end."""
+
+
 def build_layout(group: Group, num_stages: int) -> Layout:
-    """Rank r is stage r mod `num_stages` of replica r div `num_stages`: neighbours share a replica. Every rank calls it."""
+    """Rank r is stage r mod `num_stages` of replica r div `num_stages`: neighbours share a replica. Every rank calls it.
+
+    The jobs that a process runs one after the other have the same process groups: torch keeps each until all are destroyed.
+    """
     if num_stages == 1:
         alone = Group(local_rank=group.local_rank, device=group.device)
         return Layout(replicas=group, stages=alone, hosts=alone)
+    assert dist.group.WORLD is not None
+    built = _built.setdefault(dist.group.WORLD, {})
+    if (group, num_stages) not in built:
+        built[group, num_stages] = _build_stages(group, num_stages)
+    return built[group, num_stages]
+
+
+def _build_stages(group: Group, num_stages: int) -> Layout:
     shape = (group.world_size // num_stages, num_stages)
     mesh = init_device_mesh(group.device.type, shape, mesh_dim_names=("replica", "stage"))
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import os
 import platform
 from collections.abc import Sequence
@@ -21,14 +22,19 @@ from trainables.distributed.pipeline.starts import Starts
 from trainables.errors import ModelError
 from trainables.rundir import write_json
 
+log = logging.getLogger("raydistill")
+
 MOST_SPREAD = 2.0
 """Times whose median is so many times the shortest are those of a busy machine: the next plan measures anew."""
 
 
-def cache_folder() -> Path:
-    """Where measured times are kept."""
+def cache_folder() -> Path | None:
+    """Where measured times are kept. None: the user has no home."""
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "raydistill" / "block_costs"
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "raydistill" / "block_costs"
+    except RuntimeError:
+        return None
 
 
 def plan_cut(
@@ -105,7 +111,10 @@ def block_costs(
         return found
     blocks, spread = measure_blocks(model, cuts, conditions, sizes, training=training)
     if path is not None and spread < MOST_SPREAD:
-        write_json(path, {"key": key, "blocks": [asdict(block) for block in blocks]})
+        try:
+            write_json(path, {"key": key, "blocks": [asdict(block) for block in blocks]})
+        except OSError as error:
+            log.warning("measured times are not kept, the next plan measures anew: %s", error)
     return blocks
 
 
@@ -113,9 +122,9 @@ def teacher_costs(model: nn.Module, conditions: Conditions, sizes: Sequence[int]
     """The same of a frozen teacher, forward only; one that cannot be cut is one block."""
     try:
         points = cut_points(model, conditions.image_size)
+        return block_costs(model, points, conditions, sizes, training=False, cache=cache)
     except ModelError:
-        points = []
-    return block_costs(model, points, conditions, sizes, training=False, cache=cache)
+        return block_costs(model, [], conditions, sizes, training=False, cache=cache)
 
 
 def _read(path: Path) -> list[Block] | None:

@@ -100,6 +100,7 @@ class PipelineRunner:
         for run in self._runs(images_BCHW, num_micro_batches, training=False):
             with self._called.by(forward):
                 outputs.append(run.schedule.step(*run.arguments))
+            run.stage.clear_runtime_states()  # what it received would stay in memory until the next evaluation
         return torch.cat(outputs) if self.is_last else None
 
     def _runs(self, images_BCHW: Tensor, num_micro_batches: int, *, training: bool) -> Iterator[_Run]:

@@ -17,14 +17,18 @@ def split(model: nn.Module, cuts: Sequence[str]) -> list[StageModule]:
     The names of parameters and buffers are those of the whole model. Modules that hold no cut are called as they are.
 
     Raises:
-        ModelError: the model's forward cannot be traced, or a name is no cut point.
+        ModelError: the model's forward cannot be traced, a name is no cut point, or a buffer would be lost.
     """
     expand = {cut.rsplit(".", count)[0] for cut in cuts for count in range(1, cut.count(".") + 1)}
     graphs = {}
     for training in (True, False):
         with mode_of(model, training):
             graphs[training] = _split_graph(trace(model, expand), cuts)
-    return [StageModule(model, graphs[True][stage], graphs[False][stage]) for stage in range(len(cuts) + 1)]
+    stages = [StageModule(model, graphs[True][stage], graphs[False][stage]) for stage in range(len(cuts) + 1)]
+    if differing := set(model.state_dict()) ^ {name for stage in stages for name in stage.state_dict()}:
+        name = type(model).__name__
+        raise ModelError(f"{name} cannot be cut before {', '.join(cuts)}: no stage has {', '.join(sorted(differing))}")
+    return stages
 
 
 def _split_graph(graph: fx.Graph, cuts: Sequence[str]) -> list[fx.Graph]:
@@ -79,7 +83,11 @@ class StageModule(fx.GraphModule):
             for path, module in other.named_modules():
                 if path and not self._has(path):
                     self.add_submodule(path, module)
+            for name, constant in other.named_buffers(recurse=False):
+                self.register_buffer(name, constant)
             self._graphs[False] = other.graph
+        # Tensors that a forward makes, constants of its graph, are no state.
+        self._non_persistent_buffers_set.update(self._buffers.keys() - model.state_dict().keys())
         self.train(model.training)
 
     def _has(self, path: str) -> bool:

@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from trainables.distributed.pipeline.layout import Layout
 from trainables.distributed.pipeline.link import measure_link
 from trainables.distributed.pipeline.plan_cut import cache_folder, plan_cut
 from trainables.distributed.pipeline.stage_module import StageModule, split
+from trainables.engine import checkpoint
 from trainables.errors import DistillError, ExperimentError, ModelError
 from trainables.methods.distillation_module import DistillationModule
 from trainables.models.reused_classifier import ReusedClassifier
@@ -50,6 +52,7 @@ def possible_cuts(config: TrainConfig, module: DistillationModule) -> list[CutPo
         found = [_named(cut, points, module, model) for cut in config.scale.cut]
         if found != [point for point in points if point in found]:
             raise ModelError("scale.cut: give its modules in the order of the forward pass, each once")
+        _check_trains(module.student, found)
         return found
     if len(points) < stages - 1:
         most = f"at most {len(points) + 1}" if points else "1"
@@ -65,6 +68,14 @@ def _named(cut: str, points: Sequence[CutPoint], module: DistillationModule, mod
     names = ", ".join(point.module for point in points) or "none"
     read = f"; methods read {', '.join(sorted(module.tapped_modules))}" if module.tapped_modules else ""
     raise ModelError(f"scale.cut: model {model} cannot be cut before {cut}: choose among {names}{read}")
+
+
+def _check_trains(student: nn.Module, points: Sequence[CutPoint]) -> None:
+    """Whether each stage has something to train: an optimizer without parameters is refused by torch."""
+    begins = ["the images", *(point.module for point in points)]
+    for begin, stage in zip(begins, split(student, begins[1:]), strict=True):
+        if not any(parameter.requires_grad for parameter in stage.parameters()):
+            raise ModelError(f"scale.cut: the stage that begins with {begin} has no parameters to train: cut elsewhere")
 
 
 class Cut(NamedTuple):
@@ -109,6 +120,23 @@ def choose_cut(
         cache=cache_folder(),
     )
     return Cut(plan.cuts, plan.num_micro_batches)
+
+
+def with_saved_cut(config: TrainConfig, path: Path) -> TrainConfig:
+    """With the cut and the micro-batches of a checkpoint of as many stages, where `scale` leaves them open.
+
+    Another number of micro-batches would change what batch norms see in the middle of a run.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    saved = checkpoint.read(path, lambda name: False)[1].get("pipeline")
+    scale = config.scale
+    if saved is None or saved["pipeline_stages"] != scale.pipeline_stages:
+        return config
+    cut = tuple(saved["cut"]) if scale.cut is None else scale.cut
+    micro_batches = saved["micro_batches"] if scale.micro_batches == "auto" else scale.micro_batches
+    return config.model_copy(update={"scale": scale.model_copy(update={"cut": cut, "micro_batches": micro_batches})})
 
 
 def cut_student(

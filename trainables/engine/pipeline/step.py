@@ -38,7 +38,8 @@ class StageUpdate(SharedUpdate):
 
     def _clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> None:
         """By the norm of all stages' gradients."""
-        norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        norm = nn.utils.get_total_norm(gradients).to(self._stages.device)  # without gradients it is zero on the CPU
         total = all_reduce_sum(norm.double() ** 2, self._stages).sqrt()
         nn.utils.clip_grads_with_norm_(parameters, max_norm, total.to(norm.dtype))
 

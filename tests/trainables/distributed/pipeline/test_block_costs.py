@@ -11,7 +11,7 @@ from tests.benchmarks.sleeping_model import SleepingBlock
 from trainables.distributed.pipeline.block_costs import Conditions, measure_blocks
 from trainables.distributed.pipeline.costs import Block, Devices
 from trainables.distributed.pipeline.cut_points import cut_points
-from trainables.distributed.pipeline.plan_cut import block_costs, plan_cut, sizes_to_measure, teacher_costs
+from trainables.distributed.pipeline.plan_cut import block_costs, cache_folder, plan_cut, sizes_to_measure, teacher_costs
 from trainables.errors import ModelError
 
 CONDITIONS = Conditions(image_size=8, device=torch.device("cpu"), precision="fp32")
@@ -54,6 +54,22 @@ def test_a_size_that_batch_norm_refuses_is_left_out() -> None:
         _measured(model, [1])
 
 
+class _TooLarge(nn.Conv2d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+class _TooLargeToMove(nn.Conv2d):
+    def _apply(self, *arguments: object, **options: object) -> "_TooLargeToMove":
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+@pytest.mark.parametrize("kind", [_TooLarge, _TooLargeToMove])
+def test_a_model_that_does_not_fit_one_device_asks_for_a_cut_by_hand(kind: type[nn.Conv2d]) -> None:
+    with pytest.raises(ModelError, match=r"write scale\.cut and scale\.micro_batches by hand \(CUDA out of memory"):
+        measure_blocks(_model(kind(4, 4, 1)), ["1"], CONDITIONS, [2, 4])
+
+
 def test_the_model_and_the_random_numbers_stay_as_they_are() -> None:
     model = _model(nn.BatchNorm2d(4)).eval()
     state = {name: value.clone() for name, value in model.state_dict().items()}
@@ -86,6 +102,22 @@ def test_costs_are_measured_once_under_the_same_conditions(tmp_path: Path) -> No
     assert block_costs(_sleeping(), points, CONDITIONS, [2, 4], cache=tmp_path) != first
     path.write_text("{")
     assert block_costs(_sleeping(), points, CONDITIONS, [2], cache=tmp_path) != first, "a damaged file is measured anew"
+
+
+def test_times_that_cannot_be_kept_are_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    points = cut_points(_sleeping(), CONDITIONS.image_size)
+    assert block_costs(_sleeping(), points, CONDITIONS, [2], cache=tmp_path / "file" / "cache")
+    assert "measured times are not kept" in caplog.text
+
+
+def test_without_a_home_no_times_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    assert cache_folder() is None
 
 
 def test_a_plan_from_a_model(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.models import get_model
 
@@ -167,3 +168,59 @@ def test_a_vision_transformer_of_timm_is_cut_between_its_blocks() -> None:
 def test_cuts_out_of_order_are_refused() -> None:
     with pytest.raises(ModelError, match="layer2 is not called after"):
         split(get_model("resnet18"), ["layer3", "layer2"])
+
+
+def test_a_large_model_whose_forward_makes_tensors_is_cut_on_the_cpu() -> None:
+    model = construct("timm/swin_tiny_patch4_window7_224", num_classes=10, image_size=224, seed=0)
+    assert {"layers.1", "layers.2", "layers.3"} <= set(_names(model, 224))
+
+
+class _CountingNorm(nn.BatchNorm2d):
+    """Has a forward of its own, as timm's batch norms with an activation do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.num_batches_tracked is not None
+        if self.training:
+            self.num_batches_tracked.add_(1)
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training).relu()
+
+
+def test_a_subclass_of_batch_norm_stays_whole_and_unchanged() -> None:
+    model = _tower(_CountingNorm(8), nn.Conv2d(8, 8, 1))
+    assert _names(model, 8) == ["1", "2", "3", "4", "5"]
+    stages = split(model, ["1", "2"])
+    assert model.state_dict()["1.num_batches_tracked"] == 0
+    assert set(model.state_dict()) == {name for stage in stages for name in stage.state_dict()}
+
+
+class _Making(nn.Module):
+    """Makes a tensor, which tracing keeps as a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Conv2d(3, 8, 1), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((self.first(x) * torch.tensor(2.0)).mean((2, 3))) + torch.arange(5)
+
+
+def test_tensors_that_a_forward_makes_are_in_both_modes_and_in_no_checkpoint() -> None:
+    model = _Making()
+    stages = split(model, ["head"])
+    assert set(model.state_dict()) == {name for stage in stages for name in stage.state_dict()}
+    images_BCHW = torch.rand(2, 3, 8, 8)
+    for training in (True, False):
+        received = images_BCHW
+        for stage in stages:
+            received = stage.train(training)(received)
+        assert torch.equal(received, model(images_BCHW))
+
+
+def test_a_cut_that_would_lose_a_buffer_is_refused() -> None:
+    class Unused(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return self[1](self[0](x))
+
+    model = Unused(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8))
+    with pytest.raises(ModelError, match=r"cannot be cut before 1: no stage has 2\.bias, 2\.num_batches_tracked"):
+        split(model, ["1"])

@@ -47,6 +47,13 @@ def logits(group: Group, batches: list[tuple[int, int]]) -> list[Tensor | None]:
     return [runner.infer(_batch(num_samples)[0], number, stage) for num_samples, number in batches]
 
 
+def held_by_inference(group: Group) -> int:
+    """Activations that the runner still refers to."""
+    stage, runner = _runner(_model(), group, "1f1b")
+    runner.infer(_batch(8)[0], 4, stage)
+    return sum(len(built._forward_chunk_states) + len(built.output_chunks) for built, _ in runner._built.values())
+
+
 def gradients(group: Group, schedule: str, batches: list[tuple[int, int]]) -> list[dict[str, Tensor]]:
     """Those of this rank's stage for each (samples, micro-batches)."""
     model = _model()
@@ -94,6 +101,10 @@ def test_logits_have_the_bits_of_one_process(ranks: RankPool, num_stages: int) -
         for (num_samples, number), found in zip(batches, last, strict=True):
             parts = _batch(num_samples)[0].split(micro_batch_sizes(num_samples, number))
             assert torch.equal(found, torch.cat([model(part) for part in parts]))
+
+
+def test_inference_keeps_no_activations(ranks: RankPool) -> None:
+    assert ranks.run(2, held_by_inference) == [0, 0]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from torch import Tensor
+from torchvision.models import get_model
 
 from tests.trainables.jobs import Recorded, config, equal, no_telemetry, relative_difference, train, write_teacher
 from trainables.config import TrainConfig
@@ -16,7 +17,9 @@ from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
 from trainables.engine import checkpoint, loop
 from trainables.engine.job import build
-from trainables.errors import TrainingError
+from trainables.engine.pipeline.build import possible_cuts, with_saved_cut
+from trainables.errors import ModelError, TrainingError
+from trainables.methods.distillation_module import DistillationModule
 
 CUTS = {1: None, 2: ["hidden.1"], 3: ["hidden.1", "head"]}
 
@@ -135,6 +138,24 @@ def test_a_job_resumed_on_the_same_stages_ends_with_the_same_bits(many: RankPool
     pieces = many.run(4, train, job(tmp_path / "pieces", 2, 2, **sections))
     assert equal(whole_state(whole, 2), whole_state(pieces, 2))
     assert equal(saved(tmp_path / "whole"), saved(tmp_path / "pieces"))
+
+
+def test_a_resumed_job_keeps_its_cut_and_micro_batches_where_they_are_open(many: RankPool, tmp_path: Path) -> None:
+    sections = {"train": {"checkpoint_every": 2, "log_every": 1}}
+    settings = job(tmp_path / "run", 2, 1, micro_batches=3, **sections, scale={"cut": ["head"]})
+    assert many.run(2, train, settings, 5)[0]["died"]
+    many.run(2, train, job(tmp_path / "run", 2, 1, micro_batches="auto", **sections, scale={"cut": None}))
+    last = tmp_path / "run" / "checkpoints" / "last.safetensors"
+    expected = {"pipeline_stages": 2, "cut": ["head"], "micro_batches": 3}
+    assert checkpoint.read(last)[1]["pipeline"] == expected
+    scale = with_saved_cut(job(tmp_path / "other", 3, 1, micro_batches="auto", scale={"cut": None}), last).scale
+    assert (scale.cut, scale.micro_batches) == (None, "auto"), "of other stages it is planned anew"
+
+
+def test_a_stage_with_nothing_to_train_is_refused(tmp_path: Path) -> None:
+    settings = job(tmp_path / "run", 3, 1, model="resnet18", scale={"cut": ["maxpool", "layer1"]})
+    with pytest.raises(ModelError, match=r"scale\.cut: the stage that begins with maxpool has no parameters to train"):
+        possible_cuts(settings, DistillationModule(get_model("resnet18", num_classes=10)))
 
 
 def test_the_last_stages_fill_and_read_a_cache_of_the_teachers_logits(many: RankPool, tmp_path: Path) -> None:
