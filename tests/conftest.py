@@ -63,6 +63,7 @@ PROCESSES = (
     "tests/trainables/data/test_fuzz.py",
     "tests/trainables/data/storage/",
     "tests/service/tracking/",
+    "tests/trainables/engine/pipeline/",
     "tests/benchmarks/",
     "tests/gpu/",
 )

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent
 STARTS = {"Thread", "ThreadPoolExecutor", "Timer"}
 NOTHING, BOUND, ONE_GPU = "nothing", "binds its device", "its process sees one GPU"
 THREADS = {
+    "service/cluster/forks.py": NOTHING,
     "service/cluster/local_ray.py": NOTHING,
     "service/cluster/parallel_map.py": NOTHING,
     "service/runs/pack.py": NOTHING,
