@@ -3,23 +3,24 @@ PYTHON ?= $(firstword $(foreach v,3.12 3.11 3.13,$(if $(shell python$(v) -c "" 2
 BIN = .venv/bin
 INSTALLED = .venv/.installed
 
-.PHONY: demo test test-quick quick-half quick-rest test-processes test-slow bench lint docs lock clean
+.PHONY: demo test test-quick quick-half quick-rest test-ray test-processes test-slow bench lint docs lock clean
 
 demo: $(INSTALLED)
 	$(BIN)/distill sweep digits
 
-# Two processes of pytest for two cores; each one's output comes in one piece.
-TWO = --no-print-directory --keep-going --jobs=2 $(if $(filter output-sync,$(.FEATURES)),--output-sync)
+# Several processes of pytest at a time; each one's output comes in one piece.
+PARALLEL = --no-print-directory --keep-going $(if $(filter output-sync,$(.FEATURES)),--output-sync)
 PYTEST = $(BIN)/python -m pytest
 QUICK = $(PYTEST) -m "not integration and not processes and not slow and not gpu"
 HALF = tests/trainables/models tests/trainables/data tests/trainables/device tests/trainables/metrics
 
+# Three for two cores: the tests with Ray mostly wait.
 test: $(INSTALLED)
-	$(MAKE) $(TWO) test-processes lint quick-half quick-rest
+	$(MAKE) $(PARALLEL) --jobs=3 test-ray test-processes lint quick-half quick-rest
 
 # About 200 CPU-seconds: no Ray, no server, no ranks or killed children, none of the longest simulated searches.
 test-quick: $(INSTALLED)
-	$(MAKE) $(TWO) quick-half quick-rest
+	$(MAKE) $(PARALLEL) --jobs=2 quick-half quick-rest
 
 quick-half: $(INSTALLED)
 	$(QUICK) $(HALF)
@@ -27,8 +28,11 @@ quick-half: $(INSTALLED)
 quick-rest: $(INSTALLED)
 	$(QUICK) $(HALF:%=--ignore=%)
 
+test-ray: $(INSTALLED)
+	$(PYTEST) -m "integration and not slow and not gpu"
+
 test-processes: $(INSTALLED)
-	$(PYTEST) -m "(integration or processes) and not slow and not gpu"
+	$(PYTEST) -m "processes and not integration and not slow and not gpu"
 
 test-slow: $(INSTALLED)
 	$(PYTEST) -m slow
