@@ -69,7 +69,7 @@ class MemoryModel:
         if refused < np.inf:
             fits = float(self._by_line(kind, np.array([refused]))[0])
             if len(self.peaks.get(kind, {})) > 1 and fits < CREDIBLE:
-                chance_M = np.maximum(chance_M - fits, 0.0) / (1 - fits)  # the chance by the line, given that `refused` does not fit
+                chance_M = np.maximum(chance_M - fits, 0.0) / (1 - fits)  # by the line, given that the refused one does not fit
             else:
                 chance_M = np.minimum(chance_M, 1 - (batch_M / refused) ** 2)
         chance_M[batch_M <= ran] = 1.0
