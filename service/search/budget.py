@@ -1,8 +1,7 @@
 """What probes cost, what a search may still cost, and how much a probe has to bring for its cost.
 
 All in GPU-seconds, from the durations of the probes so far; the unit is a lean grid, which measures every point once and briefly.
-A search that ends early has cost little: what it has not spent yet is well spent on its doubts. One that has cost much already
-does not become dear by a probe more. So a probe is priced by what it adds to what the search costs anyway.
+A search that has cost little so far spends more easily on its doubts.
 
 Shapes: M points.
 """
@@ -19,7 +18,6 @@ MAX_SHARE = 0.6  # of a lean grid that is spent at most; the rest is what its es
 RACE_SHARE = 0.06  # of that, in lean grids, that is kept for measuring the leading points again at the end
 MAX_REPEATS_SHARE = 0.2  # of a lean grid beyond which no known point is measured again before that
 LEAST_SHARE = 0.08  # of a lean grid: a search that has cost less goes on as long as a probe may show something
-DEAR_SHARE = 0.35  # of a lean grid: beyond it a probe counts as its part of what was spent
 EARLY_PRICE = 0.3  # of a probe, before the least share is spent
 
 
@@ -111,14 +109,7 @@ class Budget:
         """Which probes leave the search's cost below a share of a lean grid, and so much more."""
         return np.asarray(self.spent_gpu_s + cost_M < share * self.grid_gpu_s + more_gpu_s)
 
-    def affordable_checks_M(self, cost_M: Array) -> Flags:
-        """Where a probe may be spent on what is expected to be worse: while the search is cheap, or where it is dear anyway."""
-        spent = self.spent_gpu_s / self.grid_gpu_s
-        return self.within(LEAST_SHARE, cost_M) | ((spent > DEAR_SHARE) & (cost_M < self.left_gpu_s))
-
     def price(self, cost: float) -> float:
         """A probe's cost in lean grids, as much as it counts."""
-        share = cost / self.grid_gpu_s
-        if self.within(LEAST_SHARE, np.array(cost)):
-            return EARLY_PRICE * share
-        return share / max(self.spent_gpu_s / self.grid_gpu_s / DEAR_SHARE, 1.0)
+        counts = EARLY_PRICE if self.within(LEAST_SHARE, np.array(cost)) else 1.0
+        return counts * cost / self.grid_gpu_s

@@ -14,6 +14,7 @@ from service.search.points import Array
 USABLE = 0.985  # of a GPU's memory: the peak at which a batch fits as often as not, for fragmentation and the driver
 LINE_SD, EXTRAPOLATION_SD = 0.03, 0.04  # relative: of a peak on the line, and more for each doubling beyond what ran
 LARGEST_BASE = 0.9  # of the only peak known: the base may be anything from nothing to this share of it
+CREDIBLE = 0.5  # a line that gives a batch which did not fit a better chance than this is not believed
 DISPUTED = 0.6  # chance of a batch that ran once and once did not
 OTHER_KIND = 0.2  # chance left to a batch that no kind tried so far holds
 
@@ -64,7 +65,13 @@ class MemoryModel:
     def _chances(self, kind: int, batch_M: Array) -> Array:
         """Of a kind that was tried."""
         ran, refused = self.largest.get(kind, 0.0), self.refused.get(kind, np.inf)
-        chance_M = np.minimum(self._by_line(kind, batch_M), 1 - (batch_M / refused) ** 2)
+        chance_M = self._by_line(kind, batch_M)
+        if refused < np.inf:
+            fits = float(self._by_line(kind, np.array([refused]))[0])
+            if len(self.peaks.get(kind, {})) > 1 and fits < CREDIBLE:
+                chance_M = np.maximum(chance_M - fits, 0.0) / (1 - fits)  # by the line, given that the refused one does not fit
+            else:
+                chance_M = np.minimum(chance_M, 1 - (batch_M / refused) ** 2)
         chance_M[batch_M <= ran] = 1.0
         chance_M[batch_M >= refused] = 0.0
         chance_M[(refused <= batch_M) & (batch_M <= ran)] = DISPUTED

@@ -2,8 +2,7 @@
 
 A few probes where the step-time model learns most; then those with the best expected gain a GPU-second; then the best point's
 neighbours, in case the model is wrong about them; then the leading points again, in turn, until it is clear enough which one is
-the best. Now and then a point that is known is measured again, which shows whether the cluster is still what it was. Nothing here
-knows who runs a probe.
+the best. Now and then a known point is measured again that may have been slow for its time. Nothing here knows who runs a probe.
 
 Shapes: M points.
 """
@@ -15,7 +14,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from service.search.disturbance import excess
-from service.search.formulas import step_times
 from service.search.pareto_front import behind, front
 from service.search.points import Observation, Point, identity
 from service.search.probes import MeanStepTime
@@ -23,23 +21,18 @@ from service.search.proposals import MIN_WIN_PROBABILITY, Proposal, Proposals, f
 from service.search.state import MIN_PROBE_STEPS, SearchState
 
 FIRST_PROBES = 4  # by optimal design, before gains are compared
-STOP_ERROR, STOP_ERROR_REPEAT = 0.03, 0.015  # a probe ends when its mean is known so well (relative, 95%); one of a known point
+STOP_ERROR, STOP_ERROR_REPEAT = 0.04, 0.015  # a probe ends when its mean is known so well (relative, 95%); one of a known point
 STOP_ERROR_BEHIND, MAX_STOP_ERROR = 0.25, 0.1  # of a point that is 20% behind the best 5% more will do; and at most so much
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Of one point, in seconds of a step; the parts as the model has them, before its residuals."""
+    """Of one point."""
 
     point: Point
     step_s: float
     sd: float  # of the step, relative
     measured: bool
-    supply_s: float  # what the loader alone would take
-    work_s: float  # everything but the wait for data
-    forward_s: float
-    local_s: float  # one worker's own work, nobody waited for
-    exposed_s: float  # all-reduce that the backward does not hide
 
 
 class Planner:
@@ -80,7 +73,7 @@ class Planner:
     def should_stop(self, steps_s: Sequence[float], point: Point | None = None) -> bool:
         """Whether a probe's mean step time is known well enough, or the probe has had its steps; no point: the one pending.
 
-        That is to 3%, of a point that was measured before to 1.5%; what is far from the best is worth no long probe (Maron and
+        That is to 4%, of a point that was measured before to 1.5%; what is far from the best is worth no long probe (Maron and
         Moore 1994, "Hoeffding races").
         """
         count, state = len(steps_s), self.state
@@ -130,14 +123,13 @@ class Planner:
     def forecasts(self) -> list[Forecast]:
         """The posterior of every point, in the order of `points`; before anything ran, what a cluster usually is like."""
         state = self.state
-        parts = step_times(state.model.mean_P, state.layout)
         if state.measurements:
             posterior = state.posterior()
             step_s_M, sd_M = posterior.step_s_M, posterior.spread_M
         else:
             guess = state.model.predict(state.points)
             step_s_M, sd_M = guess.step_s, guess.step_sd_s / guess.step_s
-        columns = (step_s_M, sd_M, ~state.untested_M, parts.supply, parts.work, parts.forward, parts.local, parts.exposed)
+        columns = (step_s_M, sd_M, ~state.untested_M)
         return [Forecast(*row) for row in zip(state.points, *(column.tolist() for column in columns), strict=True)]
 
     def why(self) -> str:

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from service.search.budget import Budget
+from service.search.budget import LEAST_SHARE, Budget
 from service.search.disturbance import second_look
 from service.search.formulas import step_times
 from service.search.neighbours import unchecked_neighbours
@@ -18,7 +18,7 @@ from service.search.remeasure import MAX_FAILED, MAX_REPEATS, Contest
 from service.search.state import SearchState
 
 MIN_WIN_PROBABILITY = 0.05  # of beating the best point by more than the tolerance: below it a point is not worth a probe
-GAIN_PER_GRID, LATE_GAIN_PER_GRID = 0.05, 0.3  # relative gain that a probe as dear as a lean grid would have to bring
+GAIN_PER_GRID, LATE_GAIN_PER_GRID = 0.1, 0.6  # relative gain that a probe as dear as a lean grid would have to bring
 EARLY_SHARE = 0.10  # of a lean grid, its starts added: until it is spent the lower gain will do, or the probability
 NEIGHBOUR_SHARE = 0.15  # the same for neighbours of the best point
 CHEAP_CHECK_MARGIN = 0.35  # while the search is cheap, values are checked that are expected to be worse by this (log of the cost)
@@ -73,7 +73,7 @@ class Proposals:
         """The point to measure next, new or known; None: neither is worth it."""
         explored = self.explore()
         if explored.row is not None:
-            return self.interim_repeat() or explored
+            return self.interim_look() or explored
         if found := self.check() or self.second_look():
             return found
         raced = self.final_race()
@@ -114,26 +114,15 @@ class Proposals:
     def check(self) -> Proposal | None:
         """A value of an axis that was not measured with the best point's number of workers, though it is expected to be worse."""
         open_M = self.open_M & (self.chance_M > MIN_CHECK_CHANCE)
-        affordable_M = self.budget.affordable_checks_M(self.cost_M)
+        affordable_M = self.budget.within(LEAST_SHARE, self.cost_M)
         rows = self._neighbours([self.posterior.best], open_M, affordable_M, CHEAP_CHECK_MARGIN)
         return self._neighbour(min(rows, key=lambda row: float(self.posterior.value_M[row]))) if rows else None
 
-    def interim_repeat(self) -> Proposal | None:
-        """A point that is known, to measure again since none was for a while.
-
-        One that may have been slow for its time, else the best one that needs no new workers.
-        """
+    def interim_look(self) -> Proposal | None:
+        """A second look before all is explored, where no known point was measured again for a while."""
         rows = self.state.measured_rows
         since = next((back for back in range(len(rows)) if rows[-1 - back] in rows[: len(rows) - 1 - back]), len(rows))
-        if since < REPEAT_INTERVAL or self.state.pending:
-            return None
-        if found := self.second_look():
-            return found
-        workers_M = self.state.layout.workers_M
-        here = [row for row in self.posterior.leaders(len(rows)).tolist() if workers_M[row] == self.group]
-        if not here or rows[-1] == here[0]:
-            return None
-        return Proposal(int(here[0]), f"{self._name(here[0])} is measured again: is the cluster still what it was?")
+        return None if since < REPEAT_INTERVAL or self.state.pending else self.second_look()
 
     def second_look(self) -> Proposal | None:
         """A point that may only look slow for the time at which it was measured."""

@@ -19,7 +19,7 @@ from service.search.points import Array
 from service.search.posterior import Posterior
 
 NUM_LEADERS = 4  # that are compared; the fourth hardly ever wins
-NEGLIGIBLE_LOSS = 0.005  # expected at which it does not matter which one is taken
+NEGLIGIBLE_LOSS = 0.01  # expected at which it does not matter which one is taken
 MIN_CLEAN, MAX_CLEAN = 2, 5  # undisturbed measurements that the one in front needs; of any
 MAX_REPEATS = 12  # of one point, while somebody else stays on the cluster
 MAX_FAILED = 2  # probes of one point, after which it is not measured again

@@ -6,23 +6,22 @@ import pytest
 from service.search.budget import LEAST_SHARE, MAX_REPEATS_SHARE, MAX_SHARE, RACE_SHARE, Budget
 
 
-def test_a_probe_is_cheap_while_the_search_is_and_where_it_has_cost_much_already() -> None:
-    early, usual, dear = (Budget(1000.0, spent, 0.0).price(10.0) for spent in (0.0, 200.0, 700.0))
+def test_a_probe_is_cheap_while_the_search_is() -> None:
+    early, usual = (Budget(1000.0, spent, 0.0).price(10.0) for spent in (0.0, 200.0))
     assert early < usual == pytest.approx(0.01)
-    assert dear == pytest.approx(usual / 2)
 
 
-def test_what_is_expected_to_be_worse_is_checked_only_by_cheap_and_by_dear_searches() -> None:
+def test_what_is_within_a_share_of_a_lean_grid_counts_what_was_spent() -> None:
     cost_M = np.array([1.0, 1000 * LEAST_SHARE])
-    assert Budget(1000.0, 0.0, 0.0).affordable_checks_M(cost_M).tolist() == [True, False]
-    assert Budget(1000.0, 200.0, 0.0).affordable_checks_M(cost_M).tolist() == [False, False]
-    assert Budget(1000.0, 400.0, 0.0).affordable_checks_M(cost_M).tolist() == [True, True]
+    assert Budget(1000.0, 0.0, 0.0).within(LEAST_SHARE, cost_M).tolist() == [True, False]
+    assert Budget(1000.0, 200.0, 0.0).within(LEAST_SHARE, cost_M).tolist() == [False, False]
+    assert Budget(1000.0, 200.0, 0.0).within(LEAST_SHARE, cost_M, more_gpu_s=200.0).tolist() == [True, False]
 
 
 def test_nothing_is_left_once_the_most_was_spent() -> None:
     budget = Budget(1000.0, 1000 * MAX_SHARE, 0.0)
     assert budget.left_race_gpu_s == 0
-    assert not budget.affordable_checks_M(np.array([1.0])).any()
+    assert budget.left_gpu_s < 0
 
 
 def test_the_last_of_it_is_kept_for_measuring_the_leading_points_again() -> None:

@@ -63,6 +63,24 @@ def test_what_ran_out_of_memory_bounds_every_batch_as_big_and_makes_those_just_b
     assert 0.5 < chances[1] < chances[0] < 1.0
 
 
+def test_a_batch_just_below_one_that_ran_out_of_memory_is_tried_where_the_line_says_that_it_fits() -> None:
+    memory = MemoryModel()
+    for batch in (32.0, 64.0):
+        memory.add(0, batch, 1000 + 100 * batch, 10_000, oom=False)
+    memory.add(0, 100.0, None, 10_000, oom=True)
+    fits, doubtful = memory.chances(ZERO[:2], np.array([80.0, 88.0]))
+    assert fits > 0.9
+    assert 0.2 < doubtful < 0.7
+
+
+def test_a_line_that_a_batch_out_of_memory_has_refuted_is_not_believed() -> None:
+    memory = MemoryModel()
+    for batch in (16.0, 32.0):
+        memory.add(0, batch, 1000 + 10 * batch, 10_000, oom=False)
+    memory.add(0, 64.0, None, 10_000, oom=True)
+    assert memory.chances(ZERO[:1], np.array([60.0]))[0] < 0.2
+
+
 def test_a_kind_that_nobody_tried_is_believed_to_be_like_the_others_and_never_refused_for_them() -> None:
     memory = MemoryModel()
     for batch in (16.0, 64.0):
