@@ -40,7 +40,9 @@ class Observation:
 
     status: Literal["ok", "oom", "failed", "infeasible"]
     steps_s: Sequence[float] = ()  # wall time of each measured step, warm-up left out
-    phases_s: Mapping[str, float] = field(default_factory=dict)  # mean seconds a step; see trainables.metrics.phases
+    phases_s: Mapping[str, float] = field(
+        default_factory=dict
+    )  # mean seconds a step, the bubble among them; see trainables.metrics.phases
     peak_memory_mib: float | None = None  # of the worst rank
     gpu_memory_mib: float | None = None  # what a GPU has
     start_s: float | None = None  # of the group of workers; 0 where it was shared with the probe before, None where unknown

@@ -19,7 +19,7 @@ from service.search.planner import Planner
 from service.search.points import Hardware, Observation, identity
 from service.search.rows import measurements, point_of, probes, searched
 from service.search.state import METRICS, SearchState
-from trainables.metrics.phases import PHASES
+from trainables.metrics.phases import ALL_PHASES
 
 OBSERVED_STATUSES = ("ok", "oom", "failed")
 """Statuses that tell something of a point. What the cluster can never hold is no point of the search."""
@@ -38,7 +38,7 @@ def observation(outcome: Outcome) -> Observation:
     return Observation(
         "ok",
         steps_s=outcome.steps_s or [m["step_s"]],
-        phases_s={phase: m[f"phase/{phase}_ms"] / 1e3 for phase in PHASES if f"phase/{phase}_ms" in m},
+        phases_s={phase: m[f"phase/{phase}_ms"] / 1e3 for phase in ALL_PHASES if f"phase/{phase}_ms" in m},
         peak_memory_mib=m.get("peak_memory_mib"),
         gpu_memory_mib=m.get("gpu_memory_mib"),
         start_s=start_s,
