@@ -20,6 +20,7 @@ USABLE = 0.985  # of a GPU's memory: the peak at which a batch fits as often as 
 LINE_SD, EXTRAPOLATION_SD = 0.03, 0.04  # relative: of a peak on the line, and more for each doubling beyond what ran
 LARGEST_BASE = 0.9  # of the only peak known: the base may be anything from nothing to this share of it
 DISPUTED = 0.6  # chance of a batch that ran once and once did not
+FEWER_STORED = 2.0  # times fewer activations that a stage may store beside its share of them: of some micro-batches only
 OTHER_KIND = 0.2  # chance left to a batch that no kind tried so far holds
 
 
@@ -101,7 +102,7 @@ class MemoryModel:
             for other, more in others.items()
             for size_M in ((batch_M,) if more == 1 else (batch_M, batch_M / more))
         ]
-        return np.maximum(np.mean(guesses, axis=0), OTHER_KIND)
+        return np.asarray(np.maximum(np.mean(guesses, axis=0), OTHER_KIND))
 
     def _relatives(self, kind: int) -> Iterator[tuple[int, float]]:
         """Kinds that differ from this one in their pipeline stages alone, and how many times as many stages this one has."""
@@ -125,27 +126,46 @@ class MemoryModel:
         if not peaks or limit == np.inf:
             return np.ones_like(batch_M)
         if len(peaks) == 1:
-            return self._by_one_peak(kind, *next(iter(peaks.items())), batch_M)
+            batch, peak = next(iter(peaks.items()))
+            if slopes := [
+                self._slopes(other, more) for other, more in self._relatives(kind) if len(self.peaks.get(other, {})) > 1
+            ]:
+                return np.asarray(
+                    np.mean([_by_slopes(least, most, limit - peak, batch_M - batch) for least, most in slopes], axis=0)
+                )
+            return self._by_one_peak(batch, peak, batch_M)
         slope, base = self._line(peaks)
         beyond_M = np.maximum(np.log2(batch_M / max(peaks)), 0.0)
         sd_M = LINE_SD + EXTRAPOLATION_SD * beyond_M
         return np.asarray(ndtr(np.log(limit / np.maximum(base + slope * batch_M, 1.0)) / sd_M))
 
-    def _by_one_peak(self, kind: int, batch: float, peak: float, batch_M: Array) -> Array:
+    def _by_one_peak(self, batch: float, peak: float, batch_M: Array) -> Array:
         """The base is equally likely to be any share of the peak up to `LARGEST_BASE`.
 
-        Weights and optimizer state hardly change with the kind, but that more stages share them: half of the smallest base
-        known is taken for granted.
+        Weights and optimizer state hardly change with the kind: half of the smallest base known is taken for granted.
         """
-        more = dict(self._relatives(kind))
-        bases = [self._line(other)[1] / max(more.get(name, 1.0), 1.0) for name, other in self.peaks.items() if len(other) > 1]
+        bases = [self._line(other)[1] for other in self.peaks.values() if len(other) > 1]
         least = min(max(0.5 * min(bases, default=0.0) / peak, 0.0), 0.8 * LARGEST_BASE)
         more_M = np.maximum(batch_M / batch - 1, 1e-9)
         needed_M = 1 - (USABLE * self.capacity_mib / peak - 1) / more_M  # share of the peak that the base must be for it to fit
         return np.asarray(np.clip((LARGEST_BASE - needed_M) / (LARGEST_BASE - least), 0.0, 1.0))
+
+    def _slopes(self, other: int, more: float) -> tuple[float, float]:
+        """The least and the most that a further image takes in `more` times as many stages as those of `other`, whose line is known.
+
+        A stage stores the activations of all micro-batches, as a whole model does, or of a few.
+        """
+        slope = self._line(self.peaks[other])[0]
+        return (slope / more / FEWER_STORED, slope) if more > 1 else (slope, slope / more * FEWER_STORED)
 
     @staticmethod
     def _line(peaks: dict[float, float]) -> tuple[float, float]:
         """Slope and base through two or more peaks."""
         slope, base = np.polyfit(list(peaks), list(peaks.values()), 1)
         return max(float(slope), 0.0), float(base)
+
+
+def _by_slopes(least: float, most: float, left_mib: float, further_M: Array) -> Array:
+    """The chance that so many further images fit into what is left, every slope in between being equally likely."""
+    allowed_M = left_mib / np.maximum(further_M, 1e-9)
+    return np.asarray(np.clip((allowed_M - least) / max(most - least, 1e-9), 0.0, 1.0))
