@@ -6,7 +6,7 @@ Shapes: ... any leading axes (samples of the parameters), M points, N points joi
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,7 +14,6 @@ import numpy as np
 from service.search.formulas import step_times
 from service.search.points import Array, Layout, Observation
 from service.search.probes import SlowSteps
-from trainables.metrics.phases import BUBBLE
 
 MODEL_ERROR = {"step": 0.03, "work": 0.05, "forward": 0.08}  # relative: what a form this simple is off by, at best
 LEAST_NOISE, UNKNOWN_NOISE = 0.005, 0.05  # of a probe's mean; the latter of a probe of one step
@@ -45,7 +44,7 @@ class Measured:
             # Phases are means over ranks and may come from a timer of their own: shares are taken of their own sum.
             total = sum(parts.values())
             work = step * (1 - parts["data"] / total) if "data" in parts and total > 0 else math.nan
-            forward = step * _forward_s(parts) / total if "student" in parts else math.nan
+            forward = step * (parts.get("teacher", 0.0) + parts["student"]) / total if "student" in parts else math.nan
             for row, (name, value) in enumerate((("step", step), ("work", work), ("forward", forward))):
                 if value > 0:
                     logs_3M[row, m] = math.log(value)
@@ -82,11 +81,3 @@ class Measured:
         observation = step_times(logs, self.layout)
         model = np.log(np.stack([observation.step, observation.work, observation.forward], axis=-2))[..., known]
         return (model - self.logs_3M[known]) / self.errors_3M[known]
-
-
-def _forward_s(phases_s: Mapping[str, float]) -> float:
-    """Seconds of the forward passes; of pipeline stages with as much of the bubble as they have of the stages' own work."""
-    bubble_s = phases_s.get(BUBBLE, 0.0)
-    after_data_s = sum(phases_s.values()) - phases_s.get("data", 0.0)
-    forward_s = phases_s.get("teacher", 0.0) + phases_s["student"]
-    return forward_s * after_data_s / (after_data_s - bubble_s) if bubble_s else forward_s

@@ -6,9 +6,9 @@
     local  = (fixed + image·max(batch, knee)) · (1 + sharing·(per_node − 1))
     exposed= max(0, reduce − hidden·backward)     smooth: reduce²/(reduce + hidden·backward)
 
-With p pipeline stages and m micro-batches, as many as make the step shortest where a point leaves that open, p workers share a replica's work, and wait for each other in (p − 1)/(m + p − 1) of a
-step (Huang et al. 2019); each reduces its own parameters, after its passes. What stages of uneven work and their sends cost is
-in the multiplier that each value of an extra key gets.
+With p pipeline stages and m micro-batches, p workers share a replica's work, and wait for each other in (p − 1)/(m + p − 1) of a
+step (Huang et al. 2019); each reduces its own parameters, after its passes. Where a point leaves m open it is the number that
+makes the step shortest. What uneven stages and their sends cost is in the multiplier that each value of an extra key gets.
 
 Every other `max` is a p-norm, since queues round corners. Too many threads for the cores slow both sides.
 Shapes: ... any leading axes (samples of the parameters), M points, P parameters.
@@ -63,7 +63,7 @@ class Times:
     step: Array
     supply: Array  # what the loader alone would take
     work: Array  # everything but the wait for data
-    forward: Array
+    forward: Array  # mean of the workers: of pipeline stages without the bubble
     local: Array  # one worker's own work, nobody waited for
     exposed: Array  # all-reduce that the backward does not hide
 
@@ -113,15 +113,16 @@ def step_times(logs: Array, layout: Layout) -> Times:
     )
     crowded = (1 + of["sharing"] * (per_node - 1)) * (1 + of["crowding_work"] * excess)
 
-    def local_s(micro_batches: Array) -> Array:
+    local, waits = np.full_like(rate * batch, np.inf), np.ones_like(rate * batch)
+    for micro_batches in layout.micro_batches_CM:
         share = (micro_batches + stages - 1) / (micro_batches * stages)  # of a replica's work that a step waits for
         filled = share * np.sqrt(batch**2 + (micro_batches * of["knee_images"]) ** 2)  # a GPU fills gradually
         computed = of["image_s"] * slower * filled
         fixed = of["fixed_s"] * micro_batches * share * crowded
-        return np.asarray(fixed + computed * crowded)
-
-    local = functools.reduce(np.minimum, map(local_s, layout.micro_batches_CM))
-    forward = local * np.minimum(of["forward_share"], 0.9)
+        local_s = fixed + computed * crowded
+        waits = np.where(local_s < local, share * stages, waits)
+        local = np.minimum(local, local_s)
+    forward = local * np.minimum(of["forward_share"], 0.9) / waits  # the bubble is no part of it
     backward = local - forward
     workers = layout.workers_M
     replicas = np.maximum(workers / stages, 1)

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtr
 
-from service.search.points import PIPELINE_STAGES, Array, Category, Layout
+from service.config.space import PIPELINE_STAGES
+from service.search.points import Array, Category, Layout
 
 USABLE = 0.985  # of a GPU's memory: the peak at which a batch fits as often as not, for fragmentation and the driver
 LINE_SD, EXTRAPOLATION_SD = 0.03, 0.04  # relative: of a peak on the line, and more for each doubling beyond what ran
@@ -151,7 +152,7 @@ class MemoryModel:
         return np.asarray(np.clip((LARGEST_BASE - needed_M) / (LARGEST_BASE - least), 0.0, 1.0))
 
     def _slopes(self, other: int, more: float) -> tuple[float, float]:
-        """The least and the most that a further image takes in `more` times as many stages as those of `other`, whose line is known.
+        """The least and the most that a further image takes in `more` times as many stages as `other` has, whose line is known.
 
         A stage stores the activations of all micro-batches, as a whole model does, or of a few.
         """

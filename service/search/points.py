@@ -13,10 +13,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from service.config.space import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS, SCALE_AXES
+from service.config.space import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS, PIPELINE_STAGES, SCALE_AXES
 
-PIPELINE_STAGES, MICRO_BATCHES = "scale.pipeline_stages", "scale.micro_batches"
-MICRO_BATCHES_A_STAGE = (1, 2, 4, 8)
+MICRO_BATCHES = "scale.micro_batches"
+MICRO_BATCHES_A_STAGE = (1, 3, 8)
 """That a point is thought to choose among where it does not say how many; or one in all."""
 
 Array = NDArray[np.float64]

@@ -7,7 +7,8 @@ In about half of the clusters another tenant comes and goes during the search. T
 not installed is left out.
 
 `python -m tests.benchmarks.search --seeds 0 100` prints a row a cluster, `--alone` leaves the peers out, `--metric
-gpu_s_per_epoch` asks for another best, `--stages` for clusters with an axis of pipeline stages, and `--trace SEED` prints each probe of one search.
+gpu_s_per_epoch` asks for another best, `--stages` for clusters with an axis of pipeline stages, and `--trace SEED` prints each
+probe of one search.
 """
 
 from __future__ import annotations

@@ -80,7 +80,8 @@ def draw_with_stages(seed: int, attempt: int = 0) -> Drawn:
         memory = replace(memory, fixed_mib=memory.gpu_mib * rng.uniform(0.4, 1.3))
     space["scale.pipeline_stages"] = [1, 2] if rng.random() < 0.3 else [1, 2, 4]
     counts, stages = space["scale.num_workers"], space["scale.pipeline_stages"]
-    shares = sum(n % p == 0 for n in counts for p in stages) / len(counts)
+    fitting = [p for p in stages if memory.fixed_mib * (layers.uncut + (1 - layers.uncut) / p) < memory.gpu_mib]
+    shares = sum(n % p == 0 for n in counts for p in fitting) / len(counts)
     for key in (
         "data.global_batch_size",
         "data.loader_workers",

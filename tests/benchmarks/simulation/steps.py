@@ -227,8 +227,8 @@ def _gpu_times(plant: Plant, settings: list[BuildContext]) -> tuple[dict[str, Fl
 
 
 def _stage_times(plant: Plant, settings: list[BuildContext]) -> tuple[dict[str, Floats], dict[str, Floats]]:
-    """The same of replicas in pipeline stages: `backward` is all of a replica's step that the means of its ranks' other phases leave,
-    and `stage_backward` the mean of their backward passes.
+    """The same of replicas in pipeline stages: `backward` is what its ranks' other phases leave of a replica's step in the mean,
+    and `stage_backward` their mean backward pass.
     """
     gpu, rows, launching = plant.gpu, [], []
     for setting in settings:
