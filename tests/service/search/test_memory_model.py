@@ -111,6 +111,18 @@ def test_what_is_out_of_memory_in_more_stages_is_in_fewer_with_the_same_batch_of
     assert memory.chances(ZERO + 3, BATCHES).min() > 0, "another precision says nothing for sure"
 
 
+def test_how_a_stages_peak_grows_is_bounded_by_how_those_of_other_numbers_of_stages_do() -> None:
+    memory = MemoryModel(CUT)
+    for batch in (16.0, 64.0):
+        memory.add(QUARTERS, batch, 5000 + 20 * batch, 10_000, oom=False)
+    memory.add(HALVES, 2.0, 7000, 10_000, oom=False)  # hardly more than its base
+    at = np.array([16.0, 64.0, 256.0])
+    chances = memory.chances(ZERO[:3] + HALVES, at)
+    assert chances[0] == 1.0  # 14 further images take 1,120 at most
+    assert 0 < chances[1] < 1  # 62 take 1,240 to 4,960, and 2,850 are left
+    assert chances[2] == 0.0
+
+
 def test_a_stages_own_probes_count_more_than_what_others_say_of_it() -> None:
     memory = MemoryModel(CUT)
     memory.add(HALVES, 64.0, 9000, 10_000, oom=False)
