@@ -66,7 +66,7 @@ def method_parts(name: str) -> Iterator[str | Table]:
 
 def in_stages(kind: type[Method]) -> str:
     """Whether a student in pipeline stages can be trained with a method."""
-    if kind.without_stages(kind.Options.model_construct()):
+    if kind.stages_conflict(kind.Options.model_construct()):
         return "no"
     return "one micro-batch" if kind.requires.whole_batch else "yes"
 

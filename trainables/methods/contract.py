@@ -138,7 +138,7 @@ class Method(nn.Module):
     """The weight of the labels' cross-entropy, where the user sets none."""
 
     @classmethod
-    def without_stages(cls, options: MethodOptions) -> str | None:
+    def stages_conflict(cls, options: MethodOptions) -> str | None:
         """What of it does not go with pipeline stages, where no rank has the whole student; None: nothing."""
         if getattr(options, "init_epochs", 0):
             return "an init stage"

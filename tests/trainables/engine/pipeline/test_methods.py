@@ -12,7 +12,7 @@ from trainables.engine.dry_run import check_fit, untrained_modules
 from trainables.errors import DistillError
 from trainables.methods import METHODS, load_method
 
-REFUSED = [name for name in METHODS if (kind := load_method(name)).without_stages(kind.Options.model_construct())]
+REFUSED = [name for name in METHODS if (kind := load_method(name)).stages_conflict(kind.Options.model_construct())]
 FAST = ("dkd", "fitnet", "sp")
 
 
