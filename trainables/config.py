@@ -401,6 +401,16 @@ class ScaleConfig(Section):
     sync_batch_norm: bool = Field(False, description="batch statistics over all workers")
     max_failures: Natural = Field(3, description="restarts after a worker or a node has died")
 
+    @field_validator("pipeline_stages", mode="before")
+    @classmethod
+    def _check_stages_are_known(cls, value: object) -> object:
+        if value == "auto":
+            raise ValueError(
+                "auto is for sweeps: write sweep.space: {scale.pipeline_stages: auto}, or here a number: `distill split`"
+                " shows whether it helps"
+            )
+        return value
+
     @property
     def num_replicas(self) -> int:
         """Copies of the model, each of which trains on its part of the global batch."""

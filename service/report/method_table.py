@@ -22,12 +22,13 @@ if TYPE_CHECKING:
     from trainables.methods.contract import Method
 
 LOSS = "loss, added to task_weight·CE"
-HEADINGS = ("name", "paper", LOSS, "weight", "task_weight", "taps")
+STAGES = "pipeline stages"
+HEADINGS = ("name", "paper", LOSS, "weight", "task_weight", "taps", STAGES)
 
 
 def method_table() -> Table:
     """A row for each method that goes by a name: its paper and loss, its default weights and taps; or why it cannot be loaded."""
-    table = text_table("distill.method", HEADINGS, left=("name", "paper", LOSS, "taps"), show_lines=True)
+    table = text_table("distill.method", HEADINGS, left=("name", "paper", LOSS, "taps", STAGES), show_lines=True)
     for name in sorted(available_methods()):
         try:
             kind = load_method(name)
@@ -38,7 +39,7 @@ def method_table() -> Table:
         else:
             paper, loss = (text.split("\n\n")[0] for text in _docs(kind))
             weight = _default(kind.Options.model_fields["weight"])
-            cells = (name, paper, loss, weight, f"{kind.task_weight:g}", _taps(kind))
+            cells = (name, paper, loss, weight, f"{kind.task_weight:g}", _taps(kind), in_stages(kind))
         table.add_row(*(Text(" ".join(cell.split())) for cell in cells))
     return table
 
@@ -51,13 +52,23 @@ def method_parts(name: str) -> Iterator[str | Table]:
     """
     kind = load_method(name)
     module, loss = _docs(kind)
-    defaults = f"task_weight {kind.task_weight:g}, unless distill.task_weight says otherwise; taps: {_taps(kind)}"
+    defaults = (
+        f"task_weight {kind.task_weight:g}, unless distill.task_weight says otherwise; taps: {_taps(kind)}; "
+        f"{STAGES}: {in_stages(kind)}"
+    )
     options = inspect.cleandoc(kind.Options.__doc__ or "") if kind.Options is not MethodOptions else ""
     yield "\n\n".join(text for text in (f"{option_key(name)}: {loss}", module, defaults, options) if text) + "\n"
     columns = ("option", "default", "description")
     fields = kind.Options.model_fields.items()
     rows = [[Text(cell) for cell in (option, _default(field), _description(kind.Options, option))] for option, field in fields]
     yield text_table(f"distill.options.{option_key(name)}", columns, rows, left=columns)
+
+
+def in_stages(kind: type[Method]) -> str:
+    """Whether a student in pipeline stages can be trained with a method."""
+    if kind.stages_conflict(kind.Options.model_construct()):
+        return "no"
+    return "one micro-batch" if kind.requires.whole_batch else "yes"
 
 
 def _docs(kind: type[Method]) -> tuple[str, str]:

@@ -7,8 +7,8 @@
     exposed= max(0, reduce − hidden·backward)     smooth: reduce²/(reduce + hidden·backward)
 
 With p pipeline stages and m micro-batches, p workers share a replica's work, and wait for each other in (p − 1)/(m + p − 1) of a
-step (Huang et al. 2019); each reduces its own parameters, after its passes. What stages of uneven work and their sends cost is
-in the multiplier that each value of an extra key gets.
+step (Huang et al. 2019); each reduces its own parameters, after its passes. Where a point leaves m open it is the number that
+makes the step shortest. What uneven stages and their sends cost is in the multiplier that each value of an extra key gets.
 
 Every other `max` is a p-norm, since queues round corners. Too many threads for the cores slow both sides.
 Shapes: ... any leading axes (samples of the parameters), M points, P parameters.
@@ -63,7 +63,7 @@ class Times:
     step: Array
     supply: Array  # what the loader alone would take
     work: Array  # everything but the wait for data
-    forward: Array
+    forward: Array  # mean of the workers: of pipeline stages without the bubble
     local: Array  # one worker's own work, nobody waited for
     exposed: Array  # all-reduce that the backward does not hide
 
@@ -98,10 +98,9 @@ def step_times(logs: Array, layout: Layout) -> Times:
     count = len(layout.member_KM)
     decode = np.exp(extra[..., :count] @ layout.member_KM)  # ...M
     slower = np.exp(extra[..., count:] @ layout.member_KM)
-    stages, micro_batches, per_node = layout.stages_M, layout.micro_batches_M, layout.per_node_M
+    stages, per_node = layout.stages_M, layout.per_node_M
     batch, threads = layout.batch_M * stages, np.maximum(layout.threads_M, 1)  # images of a replica
     loading = np.maximum(per_node / stages, 1)  # replicas on the fullest node: the first stage loads
-    share = (micro_batches + stages - 1) / (micro_batches * stages)  # of a replica's work that a step waits for
 
     rate = of["thread_images_per_s"] * decode
     contended = 1 + of["thread_contention"] * (threads * loading - 1)
@@ -112,12 +111,18 @@ def step_times(logs: Array, layout: Layout) -> Times:
         batch * loading / (rate * free_cores) * (1 + of["crowding_supply"] * excess),
         batch * loading / of["node_images_per_s"] + 0 * rate,
     )
-    filled = share * np.sqrt(batch**2 + (micro_batches * of["knee_images"]) ** 2)  # a GPU fills gradually
-    computed = of["image_s"] * slower * filled
     crowded = (1 + of["sharing"] * (per_node - 1)) * (1 + of["crowding_work"] * excess)
-    fixed = of["fixed_s"] * micro_batches * share * crowded
-    local = fixed + computed * crowded
-    forward = local * np.minimum(of["forward_share"], 0.9)
+
+    local, waits = np.full_like(rate * batch, np.inf), np.ones_like(rate * batch)
+    for micro_batches in layout.micro_batches_CM:
+        share = (micro_batches + stages - 1) / (micro_batches * stages)  # of a replica's work that a step waits for
+        filled = share * np.sqrt(batch**2 + (micro_batches * of["knee_images"]) ** 2)  # a GPU fills gradually
+        computed = of["image_s"] * slower * filled
+        fixed = of["fixed_s"] * micro_batches * share * crowded
+        local_s = fixed + computed * crowded
+        waits = np.where(local_s < local, share * stages, waits)
+        local = np.minimum(local, local_s)
+    forward = local * np.minimum(of["forward_share"], 0.9) / waits  # the bubble is no part of it
     backward = local - forward
     workers = layout.workers_M
     replicas = np.maximum(workers / stages, 1)

@@ -4,7 +4,8 @@ So a search goes on after a kill, and a finished one has its posterior, from `re
 """
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from service.search.planner import Planner
 from service.search.points import Hardware, Observation, identity
 from service.search.rows import measurements, point_of, probes, searched
 from service.search.state import METRICS, SearchState
-from trainables.metrics.phases import PHASES
+from trainables.metrics.phases import ALL_PHASES, BUBBLE
 
 OBSERVED_STATUSES = ("ok", "oom", "failed")
 """Statuses that tell something of a point. What the cluster can never hold is no point of the search."""
@@ -38,12 +39,22 @@ def observation(outcome: Outcome) -> Observation:
     return Observation(
         "ok",
         steps_s=outcome.steps_s or [m["step_s"]],
-        phases_s={phase: m[f"phase/{phase}_ms"] / 1e3 for phase in PHASES if f"phase/{phase}_ms" in m},
+        phases_s=phase_seconds(m),
         peak_memory_mib=m.get("peak_memory_mib"),
         gpu_memory_mib=m.get("gpu_memory_mib"),
         start_s=start_s,
         seconds=seconds,
     )
+
+
+def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Mean seconds of each phase. Of pipeline stages the first one alone waits for its loader, the others for the first one."""
+    phases_s = {phase: metrics[f"phase/{phase}_ms"] / 1e3 for phase in ALL_PHASES if f"phase/{phase}_ms" in metrics}
+    by_rank_s = [value / 1e3 for name, value in metrics.items() if re.fullmatch(r"rank\d+/data_ms", name)]
+    if BUBBLE in phases_s and by_rank_s:
+        loader_s = min(by_rank_s)
+        phases_s |= {"data": loader_s, BUBBLE: phases_s[BUBBLE] + phases_s["data"] - loader_s}
+    return phases_s
 
 
 def hardware_of(hardware: ClusterHardware) -> Hardware:

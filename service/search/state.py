@@ -11,7 +11,7 @@ from service.config.space import GLOBAL_BATCH
 from service.search.budget import ProbeCosts
 from service.search.fit_data import Measured
 from service.search.infeasible import RAN, chances_after_failures, lost, unschedulable, values
-from service.search.memory_model import MemoryModel
+from service.search.memory_model import MemoryModel, kinds_of
 from service.search.points import Array, Flags, Hardware, Observation, Point, categories, identity
 from service.search.posterior import Posterior, posterior_of
 from service.search.step_time_model import StepTime
@@ -58,14 +58,12 @@ class SearchState:
         self.row = {identity(point): row for row, point in enumerate(self.points)}
         self.prior = StepTime.prior(hardware, categories(self.points))
         self.layout = self.prior.layout(self.points)
-        columns = [tuple(column) for column in self.layout.member_KM.T]
-        kinds = {column: kind for kind, column in enumerate(dict.fromkeys(columns))}
-        self.kind_M = np.array([kinds[column] for column in columns])
+        self.kind_M, kinds = kinds_of(self.layout, self.prior.extras)
         self.global_M = np.array([float(point[GLOBAL_BATCH]) for point in self.points])
         self.cost_M = METRICS[metric] * np.log(self.layout.workers_M)  # cost of a second, in logarithms
         self.offset_M = self.cost_M - np.log(self.global_M) + np.log([factor(point) for point in self.points])
         self.values = values(self.points)
-        self.memory = MemoryModel()
+        self.memory = MemoryModel(kinds)
         self.history: list[tuple[int, Observation]] = []
         self.pending: list[int] = []
         self.model = self.prior

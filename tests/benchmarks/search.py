@@ -7,7 +7,8 @@ In about half of the clusters another tenant comes and goes during the search. T
 not installed is left out.
 
 `python -m tests.benchmarks.search --seeds 0 100` prints a row a cluster, `--alone` leaves the peers out, `--metric
-gpu_s_per_epoch` asks for another best, and `--trace SEED` prints each probe of one search.
+gpu_s_per_epoch` asks for another best, `--stages` for clusters with an axis of pipeline stages, and `--trace SEED` prints each
+probe of one search.
 """
 
 from __future__ import annotations
@@ -109,9 +110,9 @@ def search(
     return planner, session, thinking_s
 
 
-def search_one(seed: int, metric: str, peers: tuple[str, ...], tenant: bool | None = None) -> Row:
+def search_one(seed: int, metric: str, peers: tuple[str, ...], tenant: bool | None = None, stages: bool = False) -> Row:
     """Ours, then the peers with the same GPU-seconds."""
-    cluster = Cluster(seed, tenant=tenant)
+    cluster = Cluster(seed, tenant=tenant, stages=stages)
     planner, session, thinking_s = search(cluster, metric)
     return Row(
         seed=seed,
@@ -136,11 +137,16 @@ def search_all(
     say: Callable[[Row], None] = lambda row: None,
     processes: int = PROCESSES,
     tenant: bool | None = None,
+    stages: bool = False,
 ) -> list[Row]:
-    """A row a seed, in order; the same for the same seeds but for the times. `tenant`: in all clusters, or in none."""
+    """A row a seed, in order; the same for the same seeds but for the times.
+
+    `tenant`: in all clusters, or in none; `stages`: with an axis of pipeline stages.
+    """
     rows = []
+    one = functools.partial(search_one, metric=metric, peers=peers, tenant=tenant, stages=stages)
     with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for row in pool.map(functools.partial(search_one, metric=metric, peers=peers, tenant=tenant), seeds):
+        for row in pool.map(one, seeds):
             say(row)
             rows.append(row)
     return rows
@@ -236,9 +242,9 @@ def comparisons(short: bool) -> Iterator[list[Comparison]]:
     ]
 
 
-def trace(seed: int, metric: str, tenant: bool | None) -> None:
+def trace(seed: int, metric: str, tenant: bool | None, stages: bool) -> None:
     """A line a probe: when, where, what it brought beside the truth, and who else was there."""
-    cluster = Cluster(seed, tenant=tenant)
+    cluster = Cluster(seed, tenant=tenant, stages=stages)
     print(f"{cluster.kind}, {cluster.plant.nodes} nodes × {cluster.plant.gpus_per_node} GPUs, {cluster.plant.cpu}")
     print("     clock_s  lean grids  tenant  status  steps  measured_s  truth_s  regret, %  point")
 
@@ -266,16 +272,19 @@ def main() -> None:
     parser.add_argument("--metric", choices=(*METRICS, FRONT), default="images_per_s")
     parser.add_argument("--alone", action="store_true", help="without the peers")
     parser.add_argument("--tenant", choices=("yes", "no"), help="in all clusters, or in none (default: in half of them)")
+    parser.add_argument(
+        "--stages", action="store_true", help="with an axis of pipeline stages, and models that fit only when cut"
+    )
     parser.add_argument("--processes", type=int, default=PROCESSES, metavar="N")
     parser.add_argument("--trace", type=int, metavar="SEED", help="one search, a line a probe")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     tenant = None if args.tenant is None else args.tenant == "yes"
     if args.trace is not None:
-        trace(args.trace, args.metric, tenant)
+        trace(args.trace, args.metric, tenant, args.stages)
         return
     peers = () if args.alone or args.metric == FRONT else installed_peers()
-    rows = search_all(range(*args.seeds), args.metric, peers, say, args.processes, tenant)
+    rows = search_all(range(*args.seeds), args.metric, peers, say, args.processes, tenant, args.stages)
     print(summary(rows))
     if args.json:
         args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")

@@ -65,7 +65,8 @@ class Requirements:
     hard_labels: bool = False
     """`labels_B` is the one class of each image: refused with MixUp and CutMix."""
     whole_batch: bool = False
-    """It compares samples with each other: refused with `optim.accumulate`, which runs the parts of a batch separately."""
+    """It compares samples with each other, or has batch norms of its own: refused with `optim.accumulate`, and more than one of
+    `scale.micro_batches`, which run the parts of a batch separately."""
     all_gather: bool = False
     """It gathers the rows of all workers without comparing them: refused with `optim.accumulate` on several workers, one of which
     may have fewer micro-batches than another."""
@@ -135,6 +136,15 @@ class Method(nn.Module):
     requires: ClassVar[Requirements] = Requirements()
     task_weight: ClassVar[float] = 1.0
     """The weight of the labels' cross-entropy, where the user sets none."""
+
+    @classmethod
+    def stages_conflict(cls, options: MethodOptions) -> str | None:
+        """What of it does not go with pipeline stages, where no rank has the whole student; None: nothing."""
+        if getattr(options, "init_epochs", 0):
+            return "an init stage"
+        if cls.optimizers:
+            return "optimizers of its own"
+        return "its teacher's classifier in the student" if cls.requires.reuses_classifier else None
 
     def __init__(self, options: MethodOptions, context: BuildContext) -> None:
         """Build the method's modules, on the CPU in float32. torch's generator is seeded for the method.

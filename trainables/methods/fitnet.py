@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from trainables.config import MethodOptions, NonNegative
-from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, mean_per_sample
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Requirements, mean_per_sample
 from trainables.methods.features import ConvReg, paired_maps
 
 
@@ -33,6 +33,7 @@ class FitNet(Method):
     options: FitNetOptions
     terms = ("hint",)
     taps = ("stage2",)
+    requires = Requirements(whole_batch=True)
 
     def __init__(self, options: FitNetOptions, context: BuildContext) -> None:
         super().__init__(options, context)

@@ -22,7 +22,7 @@ from trainables.config import MethodOptions, Natural, NonNegative, Positive
 from trainables.distributed.batch_norm import GlobalBatchNorm2d
 from trainables.distributed.group import Group
 from trainables.methods.at import attention
-from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, mean_per_sample
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Requirements, mean_per_sample
 from trainables.methods.features import paired_maps, pooled_alike, unit
 
 
@@ -48,6 +48,7 @@ class FT(Method):
     terms = ("factor",)
     init_terms = ("reconstruction",)
     taps = ("stage-1",)
+    requires = Requirements(whole_batch=True)
 
     def __init__(self, options: FTOptions, context: BuildContext) -> None:
         super().__init__(options, context)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from trainables.config import NonNegative
 from trainables.distributed.batch_norm import GlobalBatchNorm2d
 from trainables.errors import ExperimentError
-from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Requirements
 from trainables.methods.features import TeacherNormOptions, average_pooled, paired_maps
 from trainables.models.tap_names import norms_before
 
@@ -42,6 +42,7 @@ class OFD(Method):
     Options = OFDOptions
     terms = ("partial",)
     taps = ("stages.preact",)
+    requires = Requirements(whole_batch=True)
 
     def __init__(self, options: OFDOptions, context: BuildContext) -> None:
         """Raises ExperimentError where a batch norm before a teacher's tap is not found, or the maps cannot be paired."""

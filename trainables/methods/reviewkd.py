@@ -31,7 +31,7 @@ from torch.nn import functional
 from trainables.config import NonNegative
 from trainables.distributed.batch_norm import GlobalBatchNorm2d
 from trainables.distributed.group import Group
-from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, ModelSpec, mean_per_sample
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, ModelSpec, Requirements, mean_per_sample
 from trainables.methods.features import TeacherNormOptions, average_pooled, paired_maps
 
 SIZES = (4, 2, 1)
@@ -55,6 +55,7 @@ class ReviewKD(Method):
 
     Options = ReviewKDOptions
     terms = ("review",)
+    requires = Requirements(whole_batch=True)
 
     def __init__(self, options: ReviewKDOptions, context: BuildContext) -> None:
         """Raises ExperimentError where student and teacher have different numbers of levels."""

@@ -23,7 +23,7 @@ from torch.nn import functional
 from trainables.config import MethodOptions, NonNegative
 from trainables.distributed.batch_norm import GlobalBatchNorm2d
 from trainables.errors import ExperimentError
-from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, mean_per_sample
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Requirements, mean_per_sample
 from trainables.models.tap_names import classifier
 
 
@@ -42,6 +42,7 @@ class SRRL(Method):
     Options = SRRLOptions
     options: SRRLOptions
     terms = ("feature", "regression")
+    requires = Requirements(whole_batch=True)
 
     def __init__(self, options: SRRLOptions, context: BuildContext) -> None:
         """Raises ExperimentError or ModelError where the teacher has no linear classifier on what is tapped."""

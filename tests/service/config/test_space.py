@@ -1,8 +1,51 @@
 """Points drawn from a space."""
 
-from service.config.space import points
+import re
+from typing import Any
+
+import pytest
+
+from service.config.experiment import load
+from service.config.space import points, with_stages_axis
+from trainables.errors import ExperimentError
 
 
 def test_randint_draws_both_ends_and_nothing_beyond_them() -> None:
     drawn = points({"seed": {"randint": [3, 5]}}, "random", num_samples=200, seed=0)
     assert sorted(point["seed"] for point in drawn) == [3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("workers", "stages"),
+    [({}, [1, 2, 4]), ({"scale.num_workers": [1, 6]}, [1, 2, 3, 6]), ({"scale.num_workers": {"range": [2, 4, 2]}}, [1, 2, 4])],
+)
+def test_automatic_pipeline_stages_are_all_that_divide_a_number_of_workers(workers: dict[str, Any], stages: list[int]) -> None:
+    space = {**workers, "scale.pipeline_stages": "auto"}
+    assert with_stages_axis(space, num_workers=4) == {**workers, "scale.pipeline_stages": stages}
+
+
+def test_automatic_pipeline_stages_are_numbers_in_the_experiment_that_is_written_down() -> None:
+    resolved = load("digits", ["scale.num_workers=4", "sweep.space={scale.pipeline_stages: auto}", "sweep.policy=guided"])
+    assert resolved.experiment.sweep.space == {"scale.pipeline_stages": [1, 2, 4]}
+
+
+@pytest.mark.parametrize(
+    ("sets", "says"),
+    [
+        (
+            ["scale.pipeline_stages=auto"],
+            "write sweep.space: {scale.pipeline_stages: auto}, or here a number: `distill split` shows",
+        ),
+        (
+            [
+                "sweep.policy=random",
+                "sweep.space={scale.num_workers: {randint: [1, 4]}, scale.pipeline_stages: auto}",
+            ],
+            "auto divides numbers of workers: write scale.num_workers as a list or a range",
+        ),
+    ],
+)
+def test_automatic_pipeline_stages_without_numbers_to_divide_are_refused_in_one_line(sets: list[str], says: str) -> None:
+    with pytest.raises(ExperimentError, match=re.escape(says)) as caught:
+        load("digits", sets)
+    assert "\n" not in str(caught.value)

@@ -1,13 +1,14 @@
 """The methods as a table, and one with its options; one that cannot be loaded takes no other with it."""
 
 import io
+import re
 from pathlib import Path
 
 import pytest
 from rich.console import Console, RenderableType
 
 from service import cli
-from service.report.method_table import method_parts, method_table
+from service.report.method_table import in_stages, method_parts, method_table
 from tests.trainables.methods.offering import installed
 from trainables.errors import ExperimentError
 from trainables.methods import METHODS, load_method
@@ -50,8 +51,16 @@ def test_every_method_has_a_row_with_its_weights_and_taps() -> None:
     assert max(map(len, text.splitlines())) <= 130
     found = rows(text)
     assert found.keys() == METHODS.keys()
-    assert found["kd"][2:] == ["0.9", "0.1", "logits"]
-    assert found["at"][2:] == ["1000", "1", "stages"]
+    assert found["kd"][2:] == ["0.9", "0.1", "logits", "yes"]
+    assert found["at"][2:] == ["1000", "1", "stages", "yes"]
+
+
+def test_the_page_on_pipeline_stages_says_of_each_method_what_the_table_does() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "pipeline.md").read_text()
+    rows = re.findall(r"^\| (`.*`.*) \| (yes|with `micro_batches: 1`|no)(?!\w).*\|$", page, re.MULTILINE)
+    written = {name: says for names, says in rows for name in re.findall(r"`(\w+)`", names)}
+    words = {"yes": "yes", "one micro-batch": "with `micro_batches: 1`", "no": "no"}
+    assert written == {name: words[in_stages(load_method(name))] for name in METHODS}
 
 
 @pytest.mark.parametrize(
@@ -74,7 +83,7 @@ def test_a_method_that_cannot_be_loaded_is_a_row_that_says_so(tmp_path: Path, co
 
 def test_a_method_whose_weight_has_no_default_is_a_row_like_any_other(tmp_path: Path) -> None:
     with installed(tmp_path, "other", "mine", OWN_METHOD):
-        assert rows(text_of(method_table()))["mine"] == ["", "A loss of [mine].", "required", "1", "pooled"]
+        assert rows(text_of(method_table()))["mine"] == ["", "A loss of [mine].", "required", "1", "pooled", "yes"]
 
 
 def test_a_name_that_two_packages_offer_is_shown_with_both(tmp_path: Path) -> None:

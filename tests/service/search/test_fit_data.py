@@ -19,6 +19,12 @@ def test_work_and_forward_are_shares_of_the_step_by_the_phases() -> None:
     assert np.exp(logs_31[:, 0]).tolist() == pytest.approx([0.2, 0.15, 0.05])
 
 
+def test_the_bubble_of_pipeline_stages_is_work_and_no_forward_pass() -> None:
+    phases_s = {"data": 0.5, "student": 0.25, "backward": 0.5, "bubble": 0.75}
+    logs_31 = Measured.of(LAYOUT.take([0]), [Observation("ok", [0.2] * 8, phases_s)]).logs_3M
+    assert np.exp(logs_31[:, 0]).tolist() == pytest.approx([0.2, 0.15, 0.025])
+
+
 def test_a_share_that_nothing_is_known_of_is_not_measured() -> None:
     only_data = Observation("ok", [0.2] * 8, {"data": 1.0})
     logs_32 = Measured.of(LAYOUT, [only_data, Observation("ok", [0.1] * 8)]).logs_3M

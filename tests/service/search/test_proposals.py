@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,22 @@ def test_after_two_peaks_hardly_anything_is_tried_that_does_not_fit() -> None:
     ran_out = [cluster.batch(at) for at, seen in cluster.search(search) if seen.status != "ok"]
     assert ran_out in ([], [128])  # 2% more than there is: that may be tried once, and nothing beyond it
     assert cluster.regret(search) <= 0.03
+
+
+def test_a_batch_that_fits_in_stages_alone_is_found() -> None:
+    """A model that takes 9,000 MiB whole and half as much in two stages, which are as fast as the whole one would be."""
+    cluster = Queues(ONE_NODE, image_mib=20, gpu_mib=8000)
+    points = [{**at, "scale.pipeline_stages": p} for at in SMALL for p in (1, 2) if at["scale.num_workers"] % p == 0]
+    search, rng = Planner(SearchState(points, ONE_NODE, start_s=2.0)), np.random.default_rng(0)
+    halves, num_whole = replace(cluster, base_mib=4500), 0
+    while (at := search.ask()) is not None:
+        num_whole += at["scale.pipeline_stages"] == 1
+        search.tell(at, (halves if at["scale.pipeline_stages"] == 2 else replace(cluster, base_mib=9000)).probe(at, search, rng))
+    best = search.best()
+    assert best is not None
+    in_stages = [at for at in points if at["scale.pipeline_stages"] == 2 and halves.fits(at)]
+    assert cluster.cost(best) <= 1.03 * min(map(cluster.cost, in_stages))
+    assert num_whole <= 3
 
 
 def test_a_value_that_always_fails_is_tried_three_times_at_most() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from service.runs.result import RunResult
 from service.search.accuracy_race import Race
-from service.search.replay import conclusion, observation, race, replay
+from service.search.replay import conclusion, observation, phase_seconds, race, replay
 from service.search.rows import measurements, point_of
 from tests.service.search.rows import grid, result, row, step_s, typed
 
@@ -30,6 +30,19 @@ def test_a_replayed_planner_asks_what_the_one_that_lived_asks() -> None:
         lived.tell(asked, observation(typed(measured(rows, number, asked, 100.0 + turn))))
         asked = lived.ask()
         assert replay(result(list(rows.values()))).ask() == asked
+
+
+def test_only_the_first_pipeline_stage_waits_for_data_the_others_for_the_first_one() -> None:
+    metrics = {
+        "phase/data_ms": 40.0,
+        "phase/student_ms": 60.0,
+        "phase/bubble_ms": 90.0,
+        "rank0/data_ms": 10.0,
+        "rank1/data_ms": 70.0,
+    }
+    assert phase_seconds(metrics) == pytest.approx({"data": 0.01, "student": 0.06, "bubble": 0.12})
+    del metrics["phase/bubble_ms"]
+    assert phase_seconds(metrics) == pytest.approx({"data": 0.04, "student": 0.06}), "workers that are no stages"
 
 
 def test_the_point_of_a_row_has_loader_workers_as_they_were_resolved() -> None:

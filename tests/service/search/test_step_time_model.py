@@ -202,6 +202,26 @@ def test_pipeline_stages_share_a_replicas_work_and_wait_for_the_bubble() -> None
     assert times.supply[2] == pytest.approx(times.supply[0], rel=0.2), "one of four workers loads"
 
 
+def test_where_a_point_leaves_the_micro_batches_open_it_has_as_many_as_make_its_step_shortest() -> None:
+    logs = StepTime.prior(EIGHT_GPUS).mean_P
+    points = [
+        {**point(4, 256, 4), "scale.pipeline_stages": 4, "scale.micro_batches": number} for number in (1, 4, 12, 32, "auto")
+    ]
+    *given, auto = step_times(logs, StepTime.prior(EIGHT_GPUS).layout(points)).local
+    assert auto == min(given) < max(given)
+    few = [{**point(4, 2, 4), "scale.pipeline_stages": 4, "scale.micro_batches": number} for number in (1, 2, "auto")]
+    *given, auto = step_times(logs, StepTime.prior(EIGHT_GPUS).layout(few)).local
+    assert auto == min(given), "no micro-batch is smaller than an image"
+
+
+def test_forward_passes_of_pipeline_stages_are_without_the_bubble() -> None:
+    logs = StepTime.prior(EIGHT_GPUS).mean_P
+    whole, half = ({**point(n, 64, 4), "scale.pipeline_stages": n, "scale.micro_batches": 1} for n in (1, 2))
+    times = step_times(logs, StepTime.prior(Hardware(1, 1, 32)).layout([whole, half]))
+    assert times.local[1] == pytest.approx(times.local[0])
+    assert times.forward[1] == pytest.approx(times.forward[0] / 2)
+
+
 def test_an_axis_of_pipeline_stages_is_learned_from_a_few_points() -> None:
     rng = np.random.default_rng(0)
     points = [

@@ -21,6 +21,17 @@ def test_a_point_that_is_wrong_in_itself_is_infeasible_with_its_reason() -> None
     )
 
 
+def test_workers_that_no_stages_divide_are_infeasible_before_anything_starts_and_replicas_share_the_batch() -> None:
+    space = "{scale.num_workers: [2, 3], scale.pipeline_stages: [1, 2], data.global_batch_size: [63]}"
+    reasons = [trial.outcome.reason if trial.outcome else None for trial in plan_trials(load("digits", [f"sweep.space={space}"]))]
+    assert reasons == [
+        "data.global_batch_size 63 is not divisible by scale.num_workers 2: write 62 or 64",
+        None,  # one replica of two stages
+        None,
+        "scale: num_workers 3 is not divisible by pipeline_stages 2: write 2 or 4",
+    ]
+
+
 def test_random_points_are_drawn_from_the_seed_alone() -> None:
     space = "sweep.space={optim.lr: {loguniform: [0.001, 1]}, data.global_batch_size: [64, 128]}"
     drawn = [

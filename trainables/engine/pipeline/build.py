@@ -36,8 +36,7 @@ def possible_cuts(config: TrainConfig, module: DistillationModule) -> list[CutPo
     """
     stages, model = config.scale.pipeline_stages, config.model
     for key, method in module.methods_by_name.items():
-        if method.init_epochs or method.optimizers:
-            what = "an init stage" if method.init_epochs else "optimizers of its own"
+        if what := method.stages_conflict(method.options):
             raise ExperimentError(
                 f"distill.method: {key} has {what}, which scale.pipeline_stages {stages} does not go with: take another method,"
                 " or write scale.pipeline_stages 1"

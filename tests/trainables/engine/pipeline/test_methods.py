@@ -8,12 +8,11 @@ from tests.trainables.jobs import relative_difference, train
 from trainables.config import TrainConfig
 from trainables.distributed.rank_pool import RankPool
 from trainables.engine.check_method_jobs import Case, job_config
-from trainables.engine.dry_run import check_fit
+from trainables.engine.dry_run import check_fit, untrained_modules
 from trainables.errors import DistillError
-from trainables.methods import METHODS
+from trainables.methods import METHODS, load_method
 
-INIT_STAGE = ("ab", "fsp", "ft")
-REUSED_CLASSIFIER = ("simkd",)
+REFUSED = [name for name in METHODS if (kind := load_method(name)).stages_conflict(kind.Options.model_construct())]
 FAST = ("dkd", "fitnet", "sp")
 
 
@@ -23,11 +22,17 @@ def in_stages(name: str, folder: Path, stages: int, micro_batches: int = 1, cut:
     return TrainConfig.model_validate({**settings, "scale": scale})
 
 
-@pytest.mark.parametrize("name", [*INIT_STAGE, *REUSED_CLASSIFIER])
+@pytest.mark.parametrize("name", REFUSED)
 def test_a_method_that_cannot_be_trained_in_stages_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
     with pytest.raises(DistillError, match=r"pipeline_stages 2.*or write scale.pipeline_stages 1") as caught:
         check_fit(in_stages(name, tmp_path, 2), 4)
     assert "\n" not in str(caught.value)
+
+
+def test_a_method_whose_modules_see_a_whole_batch_says_so_before_it_is_built(tmp_path: Path) -> None:
+    for name in METHODS:
+        method = untrained_modules(in_stages(name, tmp_path / name, 1), 4)[0].methods_by_name[name]
+        assert method.requires.whole_batch is method.requires_whole_batch, name
 
 
 @pytest.mark.parametrize("cut", [["layer2", "layer1"], ["layer2", "layer2"]])
@@ -42,7 +47,7 @@ def test_no_cut_lies_behind_what_a_method_reads(tmp_path: Path) -> None:
         check_fit(in_stages("fitnet", tmp_path, 2, cut=["layer3"]), 4)
 
 
-TRAINED = [name for name in METHODS if name not in (*INIT_STAGE, *REUSED_CLASSIFIER)]
+TRAINED = [name for name in METHODS if name not in REFUSED]
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in TRAINED])
