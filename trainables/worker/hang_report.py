@@ -66,6 +66,7 @@ class RankReport:
             f"rank {self.rank} ({self.host}): {self.position or 'no job'}",
             self.frame,
             self.trouble,
+            "a thread in state D" if self.process is not None and self.process.waits_for_disk else "",
             f"last collective {self.collective.name} {self.collective.number}" if self.collective else "",
             self.process.gpus if self.process is not None else "",
         ]
@@ -112,6 +113,8 @@ def _in_words(rank: RankReport) -> str:
     where = f"in {position}" if position is not None else "before its job"
     if rank.trouble:
         return f"on {rank.host} {rank.trouble}, {where}{frame}"
+    if rank.process is not None and rank.process.waits_for_disk:
+        frame += ", where a disk or a network file system does not answer (a thread in state D)"
     if position is not None and position.activity == "train" and position.phase == "data":
         return f"waits for data {where}{frame}"
     if position is not None and position.activity == "checkpoint":

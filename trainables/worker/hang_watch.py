@@ -22,11 +22,12 @@ from trainables.failures import EndedError, Failure
 from trainables.rundir import StageDir, write_json
 from trainables.worker.hang_report import RankReport, hang_error
 from trainables.worker.process_signs import ProcessSigns, WorkerProcess, end, inspect
-from trainables.worker.progress import COLD_FACTOR, Progress
+from trainables.worker.progress import COLD_FACTOR, JobProgress
 from trainables.worker.ray_internals import WorkerGroupCallback
 from trainables.worker.signs_of_life import Collective, Signs, last_collective, signs
 
-POLL_S = 1.0
+POLL_S = 2.0
+"""As long as Ray Train's own: an answer takes a worker about half a millisecond."""
 FILE_S = 5.0
 """Between two of the files that a report reads."""
 ANSWER_S = 6.0
@@ -71,7 +72,7 @@ class HangWatch(WorkerGroupCallback):  # type: ignore[misc]
             self._stopping.set()
 
     def _watch(self, workers: dict[int, Any], stopping: threading.Event) -> None:
-        progress = Progress(self._hang_after_s, len(workers), time.monotonic())
+        progress = JobProgress(self._hang_after_s, len(workers), time.monotonic())
         answers, file = Answers(workers), HeartbeatFile()
         factor = 1.0
         while not stopping.wait(POLL_S):
@@ -127,7 +128,7 @@ class HeartbeatFile:
         self._thread: threading.Thread | None = None
         self._due_s = 0.0
 
-    def write(self, progress: Progress, now_s: float) -> None:
+    def write(self, progress: JobProgress, now_s: float) -> None:
         """Begin to write the file, where it is due and the last one is written."""
         positions = [rank.position for rank in progress.ranks]
         folder = next((position.folder for position in positions if position is not None and position.folder), "")
@@ -150,7 +151,7 @@ def _write(path: Path, record: dict[str, Any]) -> None:
         log.warning("%s cannot be written: %s", path, error)
 
 
-def look_at(workers: Mapping[int, Any], progress: Progress, descriptors: Mapping[int, int]) -> list[RankReport]:
+def look_at(workers: Mapping[int, Any], progress: JobProgress, descriptors: Mapping[int, int]) -> list[RankReport]:
     """All that can be found out about ranks that do not go on; it takes `ANSWER_S` at most."""
     asked = {rank: worker.execute_async(last_collective) for rank, worker in workers.items()}
     found: dict[int, ProcessSigns] = {}

@@ -19,7 +19,6 @@ STATES = {
     psutil.STATUS_TRACING_STOP: "is stopped by a debugger",
     psutil.STATUS_ZOMBIE: "has died",
 }
-DISK_SLEEP = "waits for a disk or a network file system that does not answer (state D)"
 
 
 @dataclass(frozen=True)
@@ -39,18 +38,27 @@ class ProcessSigns:
 
     state: str = ""
     """What is wrong with the process as a whole; empty: nothing."""
+    waits_for_disk: bool = False
+    """Whether one of its threads is in state D all the time: a disk or a network file system does not answer."""
     stacks: str = ""
     gpus: str = ""
 
 
 def inspect(processes: Mapping[int, WorkerProcess]) -> dict[int, ProcessSigns]:
     """Signs of the workers of this node, by rank. It takes as long as the slowest of them writes its stacks, at most 2 s."""
+    asleep = {rank: _in_disk_sleep(process.pid) for rank, process in processes.items()}
     files = {rank: _StacksFile.of(process) for rank, process in processes.items()}
     until_s = time.monotonic() + _STACKS_WAIT_S
+    time.sleep(_POLL_S)
     while any(file is not None and file.grows() for file in files.values()) and time.monotonic() < until_s:
         time.sleep(_POLL_S)
     return {
-        rank: ProcessSigns(_state(process.pid), file.text() if (file := files[rank]) else "", _gpus(process.gpus))
+        rank: ProcessSigns(
+            _state(process.pid),
+            bool(asleep[rank] & _in_disk_sleep(process.pid)),
+            file.text() if (file := files[rank]) else "",
+            _gpus(process.gpus),
+        )
         for rank, process in processes.items()
     }
 
@@ -96,13 +104,20 @@ class _StacksFile:
 
 def _state(pid: int) -> str:
     try:
-        if text := STATES.get(psutil.Process(pid).status()):
-            return text
-        # The third field, behind a name in brackets that may have any characters.
-        states = [path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
-    except (psutil.NoSuchProcess, OSError):
+        return STATES.get(psutil.Process(pid).status(), "")
+    except psutil.NoSuchProcess:
         return STATES[psutil.STATUS_ZOMBIE]
-    return DISK_SLEEP if "D" in states else ""
+
+
+def _in_disk_sleep(pid: int) -> set[str]:
+    """The threads of a process that are in state D."""
+    threads = set[str]()
+    for path in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            # The third field, behind a name in brackets that may have any characters.
+            if path.read_text().rpartition(")")[2].split()[0] == "D":
+                threads.add(path.parent.name)
+    return threads
 
 
 def _gpus(ids: tuple[str, ...]) -> str:

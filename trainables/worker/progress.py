@@ -1,7 +1,6 @@
 """Whether a job goes on: what its ranks' positions say over time, without Ray and without a clock of its own."""
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Literal
@@ -30,7 +29,7 @@ class RankProgress:
 
 
 @dataclass
-class Progress:
+class JobProgress:
     """The ranks' latest positions. `now_s` is the caller's monotonic clock.
 
     Args:
@@ -98,10 +97,3 @@ class Progress:
 def key_of(position: Position | None) -> tuple[str, int] | None:
     """Two positions are the same where nothing has happened in between."""
     return None if position is None else (position.folder, position.num_beats)
-
-
-def behind(positions: Sequence[Position | None]) -> list[int]:
-    """The ranks that are least far, where some are further."""
-    orders = [position.order for position in positions if position is not None]
-    least = min(orders, default=None)
-    return [rank for rank, position in enumerate(positions) if position is not None and position.order == least]

@@ -58,9 +58,12 @@ def signs() -> Signs | None:
 
 def last_collective() -> Collective | None:
     """From torch's flight recorder, which is on by default; None where it has nothing."""
-    from torch._C import _distributed_c10d  # here, since others import this module's names alone
+    from torch import distributed as dist  # here, since others import this module's names alone
+    from torch._C import _distributed_c10d as c10d
 
-    entries = json.loads(_distributed_c10d._dump_fr_trace_json(True, False)).get("entries", [])
+    nccl = dist.get_backend() == "nccl"
+    dump = c10d._dump_nccl_trace_json if nccl else c10d._dump_fr_trace_json  # type: ignore[attr-defined]
+    entries = json.loads(dump(True, False)).get("entries", [])
     of_all = [entry for entry in entries if entry["process_group"][1] == "default_pg" and not entry["is_p2p"]]
     last = max(of_all, key=lambda entry: entry["collective_seq_id"], default=None)
     return None if last is None else Collective(last["collective_seq_id"], last["profiling_name"])

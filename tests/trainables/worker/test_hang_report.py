@@ -1,12 +1,13 @@
 """A hang in one line: whom the others wait for, where it is, and what keeps it."""
 
 import pickle
+from dataclasses import replace
 
 import pytest
 
 from trainables.metrics.heartbeat import Position
 from trainables.worker.hang_report import RankReport, hang_error, numbered, odd_ones
-from trainables.worker.process_signs import DISK_SLEEP, ProcessSigns
+from trainables.worker.process_signs import ProcessSigns
 from trainables.worker.signs_of_life import Collective
 
 TRAINING = 0x7F0000000010
@@ -31,7 +32,7 @@ def stacks(*frames: str, others: str = POOL) -> str:
 
 
 def rank(number: int, position: Position, *, text: str = "", state: str = "", collective: int | None = None) -> RankReport:
-    process = ProcessSigns(state, text, "")
+    process = ProcessSigns(state, stacks=text)
     last = None if collective is None else Collective(collective, "gloo:all_reduce")
     return RankReport(number, "10.0.0.1", position._replace(thread_id=TRAINING), process, last)
 
@@ -67,7 +68,7 @@ def test_without_collectives_the_one_is_odd_that_is_least_far() -> None:
     assert [odd.rank for odd in odd_ones(ranks)] == [1]
 
 
-@pytest.mark.parametrize("state", ["is stopped (SIGSTOP)", DISK_SLEEP])
+@pytest.mark.parametrize("state", ["is stopped (SIGSTOP)", "has died"])
 def test_a_process_in_trouble_is_the_cause_wherever_the_others_are(state: str) -> None:
     ranks = [rank(0, at("student"), collective=50), rank(1, at("backward"), state=state, collective=51)]
     assert f"rank 1 of 2 on 10.0.0.1 {state}, in backward of step 13; rank 0 waits for it in gloo:all_reduce 50" in message(
@@ -85,6 +86,15 @@ def test_a_node_that_does_not_answer_is_the_cause() -> None:
 def test_waiting_for_data_names_the_thread_that_reads() -> None:
     text = stacks('/usr/lib/python3.11/queue.py", line 171 in get', others=POOL + "\n" + READER)
     assert "rank 0 of 1 waits for data in data of step 13 (folder.py:70 in read)" in message(rank(0, at("data"), text=text))
+
+
+def test_a_thread_that_waits_for_a_disk_is_said_of_the_rank_behind() -> None:
+    ranks = [rank(0, at("data"), text=SLEEPS), rank(1, at("backward"))]
+    ranks[0] = replace(ranks[0], process=ProcessSigns(waits_for_disk=True, stacks=SLEEPS))
+    assert (
+        "rank 0 of 2 waits for data in data of step 13 (my_method.py:41 in forward), where a disk or a network file system does "
+        "not answer (a thread in state D); rank 1 waits for it"
+    ) in message(*ranks)
 
 
 def test_a_checkpoint_that_is_not_written_is_told_apart_from_a_lost_peer() -> None:
