@@ -134,6 +134,7 @@ def test_no_other_private_names_of_torch_are_relied_on() -> None:
     used = {name for path in MODULES for name in private_names(path, "torch")}
     assert used <= {
         "torch._C",
+        "torch._C._distributed_c10d",
         "torch._C._host_emptyCache",
         "torch._foreach_add_",
         "torch._foreach_copy_",

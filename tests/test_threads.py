@@ -32,6 +32,7 @@ THREADS = {
     "trainables/teachers/service/compute_thread.py": ONE_GPU,  # an actor's
     "trainables/teachers/service/loaded_teachers.py": ONE_GPU,
     "trainables/teachers/service/server.py": NOTHING,
+    "trainables/worker/hang_watch.py": NOTHING,
     "trainables/worker/reporter.py": NOTHING,
 }
 

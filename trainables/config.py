@@ -399,7 +399,15 @@ class ScaleConfig(Section):
     use_gpu: bool | Literal["auto"] = Field("auto", description="one GPU per worker; auto: where the cluster has GPUs")
     cpus_per_worker: Count = Field(1, description="compute threads of one worker, not counting its loader workers")
     sync_batch_norm: bool = Field(False, description="batch statistics over all workers")
-    max_failures: Natural = Field(3, description="restarts after a worker or a node has died")
+    max_failures: Natural = Field(3, description="restarts after a worker or a node has died, or a hang")
+    hang_after_s: NonNegative | Literal["auto"] = Field(
+        "auto",
+        description="seconds without progress after which workers hang and are restarted, and ten times as many before the "
+        "second step; auto: 50 steady steps, at least 120 s (a checkpoint 600 s); 0: never",
+    )
+    collective_timeout_s: Count = Field(
+        1800, description="seconds after which torch gives up a collective; less than hang_after_s leaves a hang unexplained"
+    )
 
     @field_validator("pipeline_stages", mode="before")
     @classmethod

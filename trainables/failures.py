@@ -19,13 +19,14 @@ from trainables.locks import try_lock
 from trainables.redact import redact
 from trainables.rundir import write_json
 
-Kind = Literal["user", "out_of_memory", "node_out_of_memory", "disk", "device", "worker_died", "lost_peer"]
+Kind = Literal["user", "out_of_memory", "node_out_of_memory", "disk", "device", "hang", "time_limit", "worker_died", "lost_peer"]
 """`user`: code, settings or data, which would fail again in the same way. `out_of_memory`: of the worker, on its GPU or CPU;
-`node_out_of_memory`: of its whole node, which may have other users. `lost_peer`: another process of the job has ended.
+`node_out_of_memory`: of its whole node, which may have other users. `hang`: no worker went on for `scale.hang_after_s`;
+`time_limit`: the job took longer than it may. `lost_peer`: another process of the job has ended.
 
 Causes come first: a later kind may follow from an earlier one on another worker.
 """
-RETRYABLE = frozenset({"device", "worker_died", "lost_peer"})
+RETRYABLE = frozenset({"device", "hang", "worker_died", "lost_peer"})
 """Kinds after which training continues from the last checkpoint."""
 OUT_OF_MEMORY_KINDS = frozenset({"out_of_memory", "node_out_of_memory"})
 VERSION = 1
@@ -94,6 +95,8 @@ class Failure:
     type: str | None = None
     """The exception's class, where the message alone does not say what is wrong."""
     rank: int | None = None
+    place: str | None = None
+    """Of a hang: in which phase and step."""
 
     def __str__(self) -> str:
         if self.kind == "worker_died":
@@ -106,11 +109,25 @@ class Failure:
         return ": ".join(parts)
 
 
-class WorkersFailedError(Exception):
-    """A job's workers ended before they had finished. `failures`: what is known of each, at least of one."""
+class EndedError(Exception):
+    """Why whoever watches over the workers ended them; `stacks` is what they were doing."""
 
-    def __init__(self, failures: Iterable[Failure]) -> None:
-        self.failures = tuple(failures)
+    def __init__(self, failure: Failure, stacks: str = "") -> None:
+        super().__init__(failure, stacks)
+        self.failure, self.stacks = failure, stacks
+
+    def __str__(self) -> str:
+        return str(self.failure)
+
+
+class WorkersFailedError(Exception):
+    """A job's workers ended before they had finished. `failures`: what is known of each, at least of one.
+
+    `stacks`: what hanging workers were doing, as text.
+    """
+
+    def __init__(self, failures: Iterable[Failure], stacks: str = "") -> None:
+        self.failures, self.stacks = tuple(failures), stacks
         super().__init__(str(first_cause(self.failures)))
 
 

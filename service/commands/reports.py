@@ -8,7 +8,7 @@ from service.commands.options import DIR, RUNS, SET, print_all
 from service.commands.path_types import PathType, RunOrRecipe
 from service.config.experiment import load
 from service.runs.display import output
-from service.runs.run_directory import reopen
+from service.runs.run_directory import as_it_stands, reopen
 
 HTML = PathType(path_type=Path, dir_okay=False)
 
@@ -28,6 +28,7 @@ def report(directory: Path, html: Path | None, watch: bool) -> None:
         run_dir, result = follow(directory, console, html)
     else:
         resolved, run_dir, result = reopen(directory)
+        result = as_it_stands(run_dir, result)
         for key in resolved.unknown:
             click.echo(f"{run_dir.experiment}: {key}: no such key in this version, left out here")
     print_all(console, report_of(result, run_dir))

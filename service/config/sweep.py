@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from trainables.config import Count, Section
+from trainables.config import Count, Positive, Section
 from trainables.errors import near
 
 SPEEDS = ("images_per_s", "step_s", "epoch_s", "gpu_s_per_epoch", "data_pct", "peak_memory_mib")
@@ -44,6 +44,9 @@ class SweepConfig(Section):
     )
     tolerance: Annotated[float, Field(gt=0, lt=1)] = Field(
         0.03, description="guided: the search ends when no point is predicted to beat the best by more than this share"
+    )
+    trial_limit_s: Positive | None = Field(
+        None, description="seconds on its workers after which a trial ends as failed, and the sweep goes on; absent: no limit"
     )
     max_concurrent: Count = Field(1, description="trials at a time; bounded by the cluster's resources")
     grace_epochs: Count = Field(1, description="asha: epochs before a trial may be stopped, those of a method's init stage apart")

@@ -12,6 +12,7 @@ from typing import Any
 from service.config.dotted import flatten
 from service.config.schema import Experiment
 from service.config.space import SCALE_AXES
+from service.runs.hangs import hang_lines
 from service.runs.result import RunResult, TrialRow
 from service.runs.run_directory import reopen
 from service.search.probes import relative_error
@@ -65,6 +66,7 @@ class Records:
     sources: Mapping[str, str]
     rows: Sequence[Row] = ()  # of a sweep
     histories: Sequence[History] = field(default_factory=tuple)
+    hangs: Sequence[str] = ()
 
     @property
     def is_sweep(self) -> bool:
@@ -97,14 +99,15 @@ def read_records(run_dir: RunDir, result: RunResult, experiment: Experiment, sou
     if result.kind != "sweep":
         stages = [(name, run_dir.stage(name)) for name in (*experiment.preparation, "student")]
         histories = [read_history(name, stage, steps=True) for name, stage in stages if stage.metrics.exists()]
-        return Records(run_dir.root, result, flat, sources, (), histories)
+        return Records(run_dir.root, result, flat, sources, (), histories, hang_lines(stages))
     rows, histories = [], []
     for row in result.rows:
         history = read_history(f"trial {row.id}", run_dir.trial(row.id).stage("student"), steps=False)
         rows.append(Row.of(row, history.windows_s))
         if history.lines:
             histories.append(history)
-    return Records(run_dir.root, result, flat, sources, rows, histories)
+    students = [(f"trial {row.id}", run_dir.trial(row.id).stage("student")) for row in result.rows]
+    return Records(run_dir.root, result, flat, sources, rows, histories, hang_lines(students))
 
 
 def read_history(label: str, stage: StageDir, steps: bool) -> History:

@@ -11,7 +11,7 @@ from service.report.page import write_page
 from service.report.run_records import UNRUN
 from service.report.terminal_tables import overview, under_way
 from service.runs.result import RunResult
-from service.runs.run_directory import abandoned, reopen
+from service.runs.run_directory import abandoned, as_it_stands, reopen
 from service.search.rows import probes
 from trainables.rundir import RunDir
 
@@ -46,9 +46,8 @@ def watch(directory: Path, console: Console, html: Path | None) -> tuple[RunDir,
             time.sleep(EVERY_S)
             alone = abandoned(run_dir)  # looked at first: a run that ends now is no longer running in what is read next
             _, run_dir, result = reopen(directory)
-            if alone and result.status == "running":
-                reason = f"nobody carries this out any more; continue with: distill resume {run_dir.root}"
-                return run_dir, result.model_copy(update={"status": "interrupted", "reason": reason})
+            if alone:
+                return run_dir, as_it_stands(run_dir, result)
     return run_dir, result
 
 

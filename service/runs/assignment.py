@@ -1,6 +1,6 @@
 """A stage as its workers get it, and what they reserve."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from service.cluster.resources import Reservation
@@ -18,6 +18,12 @@ class Assignment:
     loader_workers: int
     storage: Path
     """Ray's own files; ours are under `config.output_dir`."""
+    limit_s: float | None = None
+    """How long it may take on its workers."""
+
+    def after(self, used_s: float) -> "Assignment":
+        """What is left of it when workers have worked on it for so long."""
+        return self if self.limit_s is None else replace(self, limit_s=max(self.limit_s - used_s, 0.0))
 
     @property
     def stage_dir(self) -> StageDir:

@@ -94,6 +94,16 @@ def locked_run(run_dir: RunDir) -> AbstractContextManager[None]:
     return locked_or_raise(run_dir.root / ".lock", ExperimentError(refusal))
 
 
+def as_it_stands(run_dir: RunDir, result: RunResult) -> RunResult:
+    """The result; of a run whose driver was killed and could not say so, as one that was interrupted, and since when."""
+    if result.status != "running" or not abandoned(run_dir):
+        return result
+    files = [run_dir.result, *run_dir.root.rglob("metrics.jsonl"), *run_dir.root.rglob("heartbeats.json")]
+    since = datetime.fromtimestamp(max(file.stat().st_mtime for file in files))
+    reason = f"not running since {since:%Y-%m-%d %H:%M:%S}: nobody carries this out any more"
+    return result.model_copy(update={"status": "interrupted", "reason": reason})
+
+
 def abandoned(run_dir: RunDir) -> bool:
     """Whether no process works on a run that has begun: its lock is free. It is not taken."""
     lock = run_dir.root / ".lock"

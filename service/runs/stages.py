@@ -4,6 +4,7 @@ from pathlib import Path
 
 from service.config.method_rules import needs_teacher
 from service.runs.assignment import Assignment
+from service.runs.hangs import hang_tags
 from service.runs.outcome import Outcome
 from service.runs.plan import Plan
 from service.runs.result import StageRow
@@ -51,6 +52,8 @@ def run_stage(session: Session, assignment: Assignment) -> TrainConfig:
         outcome = accounted_over_sessions(session.wait_for(lambda: run_to_end(assignment), tick), stage)
     session.display.unfollow(config.stage)
     record_stage(session, assignment, outcome)
+    if session.tracker and (tags := hang_tags(stage)):
+        session.tracker.tags(session.key, tags)
     if config.stage != "student":  # which has plain names, see `record_student`
         record_numbers(session, session.key, stage, outcome.metrics, f"{config.stage}/")
     if outcome.status != "ok":

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from service.cluster.resources import living_nodes
 from service.runs.assignment import Assignment
+from service.runs.hangs import record_hang
 from service.runs.outcome import Outcome, read_outcome, read_summary, write_outcome
 from service.runs.stage_times import accounted_over_sessions, stage_session
 from trainables.errors import DistillError
@@ -28,14 +29,16 @@ def run_to_end(assignment: Assignment, callbacks: list[Any] | None = None, reuse
 
     A worker or node that dies is no reason to stop: the stage is restarted up to `scale.max_failures` times. What the
     training itself refuses (a loss that is not finite, unreadable data), an error in a model's code and memory that runs out
-    come back the same way every time, and end it at once. Workers for which other jobs leave no resources wait; those that
-    would not even fit on the empty cluster do not.
+    come back the same way every time, and end it at once; so does a second hang at the same place. Workers for which other jobs
+    leave no resources wait; those that would not even fit on the empty cluster do not.
     """
-    restarts = 0
+    restarts, used_s = 0, 0.0
+    places: list[str] = []
     while True:
         if outcome := finished(assignment.stage_dir, restarts):
             return outcome
-        result = attempt(assignment, callbacks, reused)
+        began_s = time.monotonic()
+        result = attempt(assignment.after(used_s), callbacks, reused)
         if isinstance(result, Outcome):
             return result.model_copy(update={"restarts": restarts})
         if isinstance(result, WorkersFailedError):
@@ -43,10 +46,11 @@ def run_to_end(assignment: Assignment, callbacks: list[Any] | None = None, reuse
             if current is None:  # its last point was measured; the workers died on their way out
                 return Outcome(status="failed", reason="the workers died when they had nothing left to do")
             if current != assignment:
-                assignment, restarts = current, 0
-            if outcome := unless_restarted(assignment, result, restarts):
+                assignment, restarts, places = current, 0, []
+            if outcome := unless_restarted(assignment, result, restarts, places):
                 return outcome
             restarts += 1
+            used_s += 0.0 if reused is not None else time.monotonic() - began_s  # whose points each have the whole time
 
 
 def attempt(
@@ -107,21 +111,32 @@ def fit_stage(assignment: Assignment, callbacks: list[Any] | None, reused: Reusa
         name=f"{config.labels.get('trial', config.stage)}-{time.time_ns():x}",
         callbacks=callbacks,
         reused=reused,
+        limit_s=assignment.limit_s,
     )
 
 
-def unless_restarted(assignment: Assignment, error: WorkersFailedError, restarts: int) -> Outcome | None:
-    """The outcome of a stage whose workers failed; None where it is to be restarted, for which there are resources again."""
+def unless_restarted(assignment: Assignment, error: WorkersFailedError, restarts: int, places: list[str]) -> Outcome | None:
+    """The outcome of a stage whose workers failed; None where it is to be restarted, for which there are resources again.
+
+    `places`: where it hung before, to which this adds.
+    """
     stage, limit = assignment.stage_dir, assignment.config.scale.max_failures
     cause = cause_of(stage, error)
     outcome = Outcome(
         status="oom" if cause.kind in OUT_OF_MEMORY_KINDS else "failed", reason=str(cause), failure=cause.kind, restarts=restarts
     )
+    if cause.kind == "hang":
+        record_hang(stage, cause, error.stacks)
+        log(stage, f"{cause} (the stacks of all threads are in {stage.stacks})")
+        if cause.place in places:
+            return outcome.model_copy(update={"reason": f"hung in {cause.place} again: {cause}"})
+        places.append(cause.place or "")
     if cause.kind not in RETRYABLE or restarts == limit:
         return outcome
     if refusal := wait_for_resources(assignment):
         return outcome.model_copy(update={"reason": f"{cause}; and now {refusal}"})
-    log(stage, f"{cause}: going on from the last checkpoint (restart {restarts + 1} of at most {limit})")
+    why = "hang" if cause.kind == "hang" else cause  # a hang is in the log already
+    log(stage, f"{why}: going on from the last checkpoint (restart {restarts + 1} of at most {limit})")
     return None
 
 
@@ -144,7 +159,12 @@ def complete(summary: StageResult, restarts: int = 0) -> Outcome:
 
 
 def cause_of(stage: StageDir, error: WorkersFailedError) -> Failure:
-    """What a worker wrote to `error.json`; where none could, or where it only lost a peer, the first cause that Ray knows."""
+    """What the watch over the workers found, or else what a worker wrote to `error.json`.
+
+    Where none could, or where it only lost a peer, the first cause that Ray knows.
+    """
+    if ended := next((failure for failure in error.failures if failure.kind in ("hang", "time_limit")), None):
+        return ended
     written = read_failure(stage.error)
     if written is not None and written.kind != "lost_peer":
         return written

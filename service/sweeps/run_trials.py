@@ -3,7 +3,7 @@
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -70,7 +70,8 @@ def assign(
         if trial.outcome is None:
             write_text(run_dir.experiment, trial.resolved.to_yaml())
         plan, labels = Plan.on(trial.resolved.experiment, cluster), {"run": session.run_dir.root.name, "trial": trial.id}
-        assignments[trial.id] = plan.assign("student", run_dir, labels, teacher.weights, teacher.actors)
+        assignment = plan.assign("student", run_dir, labels, teacher.weights, teacher.actors)
+        assignments[trial.id] = replace(assignment, limit_s=session.experiment.sweep.trial_limit_s)
     return assignments
 
 

@@ -1,6 +1,7 @@
 """How trials are shown and recorded in MLflow: a child run each, with its parameters, log lines and final numbers."""
 
 from service.config.dotted import flatten
+from service.runs.hangs import hang_tags
 from service.runs.outcome import Outcome
 from service.runs.session import Session, written_ms
 from service.sweeps.trials import Trial
@@ -54,7 +55,8 @@ class TrialRecords:
             "oversubscribed": str(trial.oversubscribed),
             "measurements": str(trial.num_measurements),
         }
-        tracker.tags(_key(trial), tags)
+        last = run_dir.measurement(max(trial.num_measurements - 1, 0))
+        tracker.tags(_key(trial), tags | hang_tags(last))
         if outcome.metrics:
             m = outcome.metrics
             first = {name: m[name] for name in (self._metric, "images_per_s") if name in m}

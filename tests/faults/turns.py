@@ -76,9 +76,9 @@ class Turns:
         start_step, reader = job.metrics.start_step, job.train_loader._reader
         fill = reader.fill
 
-        def start_in_turn() -> None:
+        def start_in_turn(step: int) -> None:
             self._wait_for_turn()
-            start_step()
+            start_step(step)
 
         def fill_in_turn(*arguments: Any) -> Any:
             self._running.wait()

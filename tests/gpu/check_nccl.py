@@ -12,6 +12,7 @@ from tests.gpu.contract import Check, Expected, Measured, Piece, Settings
 from tests.gpu.work import Pair, first_device, folder_of, group_of, job_config
 from tests.trainables.jobs import relative_difference, train
 from trainables.distributed.group import group_arguments
+from trainables.worker.signs_of_life import last_collective
 
 DIGITS = Pair("convnet_large", "convnet_small", 8, 10)
 STEPS = 50
@@ -30,19 +31,22 @@ def process_group(settings: Settings, device: torch.device) -> Iterator[None]:
 
 
 def collectives(settings: Settings) -> Measured:
-    """A barrier, gathered objects, a sum, and the second group for CPU tensors."""
+    """A barrier, gathered objects, a sum, which torch's flight recorder has, and the second group for CPU tensors."""
     device = first_device(settings)
+    backend = "gloo" if device.type == "cpu" else "nccl"
     with process_group(settings, device):
         dist.barrier()
         objects: list[Any] = [None]
         dist.all_gather_object(objects, {"rank": 0})
         total = torch.ones(1000, device=device)
         dist.all_reduce(total)
+        last = last_collective()
         cpu_group = dist.new_group(backend="gloo")
         counts = torch.zeros(1, dtype=torch.int64)
         dist.all_gather_into_tensor(counts, torch.tensor([7]), group=cpu_group)
         wrong = [objects != [{"rank": 0}], float(total.sum()) != 1000, counts.tolist() != [7]]
-    return {"wrong": sum(wrong), "backend": "gloo" if device.type == "cpu" else "nccl"}
+        wrong.append(last is None or last.name != f"{backend}:all_reduce")
+    return {"wrong": sum(wrong), "backend": backend}
 
 
 def half_precision(settings: Settings) -> Measured:

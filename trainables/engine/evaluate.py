@@ -20,6 +20,7 @@ from trainables.device.model_input import autocast, normalizer
 from trainables.distributed.group import Group, all_reduce_sum, broadcast_buffers, gather_objects
 from trainables.engine import checkpoint
 from trainables.errors import DataError
+from trainables.metrics.heartbeat import Heartbeat
 from trainables.models.forward import logits_and_aux
 from trainables.models.weights import load_teacher
 
@@ -88,7 +89,7 @@ def logits_of(
     return logits
 
 
-def evaluate_checkpoint(config: EvaluateConfig, group: Group) -> dict[str, Any]:
+def evaluate_checkpoint(config: EvaluateConfig, group: Group, heartbeat: Heartbeat | None = None) -> dict[str, Any]:
     """Exact accuracy of a checkpoint on the validation split of `config.data`, on every rank.
 
     `skipped` lists the images that could not be read, and why.
@@ -96,6 +97,7 @@ def evaluate_checkpoint(config: EvaluateConfig, group: Group) -> dict[str, Any]:
     Raises:
         CheckpointError, DataError: the file or the data cannot be read, or their classes differ.
     """
+    heartbeat = heartbeat or Heartbeat()
     source = open_on_node(config.data, "val")
     path = Path(config.checkpoint)
     _, about = checkpoint.read(path)
@@ -122,7 +124,8 @@ def evaluate_checkpoint(config: EvaluateConfig, group: Group) -> dict[str, Any]:
     normalize = normalizer(config.data.mean, config.data.std, group.device, dtype, torch.contiguous_format)
     try:
         logits = logits_of(model, normalize, autocast(config.precision, group.device))
-        result = evaluate(model, loader.epoch(0), logits, group, group)
+        heartbeat.enter("eval")
+        result = evaluate(model, heartbeat.over(loader.epoch(0)), logits, group, group)
     finally:
         loader.close()
     if not result["num_images"]:

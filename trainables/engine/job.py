@@ -33,6 +33,7 @@ from trainables.engine.step import TrainState
 from trainables.engine.updates import UpdateSettings
 from trainables.errors import ExperimentError
 from trainables.methods.distillation_module import DistillationModule
+from trainables.metrics.heartbeat import Heartbeat
 from trainables.rules import first_problem
 from trainables.rundir import StageDir
 from trainables.teachers.interface import TeacherInterface
@@ -111,10 +112,12 @@ def build(
     stop_early: Callable[[Sequence[float]], bool] | None = None,
     connections: Sequence[TeacherConnection] = (),
     flush_records: Callable[[], None] = lambda: None,
+    heartbeat: Heartbeat | None = None,
 ) -> Job:
     """Open the data, build and wrap the models, and continue from the stage's last checkpoint if there is one.
 
-    `connections`: to the actors of `teacher.service`; `flush_records`: for a `report` that leaves writing to another thread.
+    `connections`: to the actors of `teacher.service`; `flush_records`: for a `report` that leaves writing to another thread;
+    `heartbeat`: says from now on where the job is.
 
     Raises:
         DataError, ModelError, CheckpointError, ExperimentError: what the experiment names does not exist or does not fit.
@@ -170,7 +173,7 @@ def build(
         val_loader=val_loader,
         passes=passes,
         checkpoint_state=checkpoint_state,
-        metrics=build_metrics(config, passes.train_state, checkpoint_state.progress),
+        metrics=build_metrics(config, passes.train_state, checkpoint_state.progress, heartbeat or Heartbeat()),
         report=report,
         flush_records=flush_records,
         telemetry=telemetry,

@@ -6,6 +6,7 @@ from trainables.config import TrainConfig
 from trainables.engine.checkpoint import Progress
 from trainables.engine.step import TrainState
 from trainables.metrics.allreduce_wait import AllreduceWait
+from trainables.metrics.heartbeat import Heartbeat
 from trainables.metrics.host_use import HostUse
 from trainables.metrics.noise_scale import NoiseHistory
 from trainables.metrics.peak_memory import PeakMemory
@@ -25,9 +26,11 @@ class JobMetrics:
     noise: NoiseHistory
     allreduce_wait: AllreduceWait
     peak_memory: PeakMemory
+    heartbeat: Heartbeat
 
-    def start_step(self) -> None:
-        """A step begins: it first waits for its batch."""
+    def start_step(self, step: int) -> None:
+        """A step begins, after `step` others: it first waits for its batch."""
+        self.heartbeat.begin_step(step)
         self.timer.start()
         self.host.start()
 
@@ -36,9 +39,10 @@ class JobMetrics:
         self.timer.stop()
         self.host.stop()
         self.allreduce_wait.end_step()
+        self.heartbeat.end_step()
 
 
-def build_metrics(config: TrainConfig, train_state: TrainState, progress: Progress) -> JobMetrics:
+def build_metrics(config: TrainConfig, train_state: TrainState, progress: Progress, heartbeat: Heartbeat) -> JobMetrics:
     """What is measured of a job, continued from `progress`."""
     device, epochs = train_state.group.device, train_state.epochs
     # Where there are several epochs the first one is left out: it fills caches, and its disk reads are cold.
@@ -48,11 +52,12 @@ def build_metrics(config: TrainConfig, train_state: TrainState, progress: Progre
     # Never before the first step, which searches; by default before the warm-up's last one, so that no step measured is slow.
     first_memory_step = progress.step + (warmup_steps if several_epochs else max(warmup_steps - 1, 1))
     return JobMetrics(
-        timer=PhaseTimer(device, warmup_steps=warmup_steps),
+        timer=PhaseTimer(device, warmup_steps=warmup_steps, heartbeat=heartbeat),
         host=HostUse(warmup_steps),
         throughput=Throughput(progress.step + warmup_steps, warm=progress.warm, cold=progress.cold),
-        clock=WallClock(progress.wall, progress.epoch_wall),
+        clock=WallClock(progress.wall, progress.epoch_wall, heartbeat=heartbeat),
         noise=NoiseHistory(progress.noise),
         allreduce_wait=AllreduceWait(train_state.training_update.module, device, warmup_steps=warmup_steps),
         peak_memory=PeakMemory(device, first_memory_step),
+        heartbeat=heartbeat,
     )

@@ -91,7 +91,7 @@ def train_batches(job: Job, batches: Generator[Batch, None, None], epoch: Epoch,
     config, progress, timer, loader = job.config, job.progress, job.metrics.timer, job.train_loader
     ready = on_device(batches, job.group.device, epoch.augmentation, loader.costs.add_copy)
     job.metrics.throughput.begin(progress.step)
-    job.metrics.start_step()
+    job.metrics.start_step(progress.step)
     try:
         for batch in ready:
             timer.mark("data")
@@ -113,7 +113,7 @@ def train_batches(job: Job, batches: Generator[Batch, None, None], epoch: Epoch,
                 return ended
             if step_in_epoch % config.train.checkpoint_every == 0 and stop_at is None:
                 save_inside_epoch(job, step_in_epoch)
-            job.metrics.start_step()
+            job.metrics.start_step(progress.step)
     finally:
         ready.close()
     return False
@@ -209,7 +209,8 @@ def evaluate_epoch(job: Job) -> dict[str, float]:
         DataError: not one validation image could be read.
     """
     with job.metrics.clock.part("eval"):
-        val = evaluate(job.student, job.val_loader.epoch(0), job.passes.logits, job.group, job.train_state.group)
+        batches = job.metrics.heartbeat.over(job.val_loader.epoch(0))
+        val = evaluate(job.student, batches, job.passes.logits, job.group, job.train_state.group)
     if not val["num_images"]:
         raise DataError(f"{job.config.data.path}: not one validation image could be read")
     return val

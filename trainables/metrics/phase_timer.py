@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from trainables.metrics.heartbeat import Heartbeat
 from trainables.metrics.phases import ALL_PHASES, BUBBLE
 
 COLUMNS = (*ALL_PHASES, "step")
@@ -112,9 +113,13 @@ class PhaseTimer:
         device: the device whose time counts.
         warmup_steps: first steps that `summary()` leaves out; `take()` has them.
         clock: a source of time other than the device's.
+        heartbeat: learns of each phase as it ends on the host.
     """
 
-    def __init__(self, device: torch.device, warmup_steps: int = 0, clock: Clock | None = None):
+    def __init__(
+        self, device: torch.device, warmup_steps: int = 0, clock: Clock | None = None, heartbeat: Heartbeat | None = None
+    ):
+        self._heartbeat = heartbeat or Heartbeat()
         self._clock = clock or (CudaClock(device) if device.type == "cuda" else Clock())
         self._now = self._clock.now
         self._warmup_left = warmup_steps
@@ -137,6 +142,7 @@ class PhaseTimer:
         """
         self._columns.append(_COLUMN[phase])
         self._timestamps.append(self._now())
+        self._heartbeat.end_phase(phase)
 
     def stop(self) -> None:
         """End the step."""

@@ -77,13 +77,17 @@ def visible_gpus(visible: str | None, count: int) -> list[int | str]:
     return chosen
 
 
-def open_gpus() -> list[Handle]:
-    """NVML handles of the GPUs that this process may use, `cuda:0` first; [] where there is no NVIDIA driver."""
+def open_gpus(visible: str | None = None) -> list[Handle]:
+    """NVML handles of the GPUs that a process may use, `cuda:0` first; [] where there is no NVIDIA driver.
+
+    `visible` is its `CUDA_VISIBLE_DEVICES`; None: that of this process.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") if visible is None else visible
     try:
         pynvml.nvmlInit()
         return [
             pynvml.nvmlDeviceGetHandleByUUID(gpu) if isinstance(gpu, str) else pynvml.nvmlDeviceGetHandleByIndex(gpu)
-            for gpu in visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), pynvml.nvmlDeviceGetCount())
+            for gpu in visible_gpus(visible, pynvml.nvmlDeviceGetCount())
         ]
     except pynvml.NVMLError:
         return []

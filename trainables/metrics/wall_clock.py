@@ -4,6 +4,8 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 
+from trainables.metrics.heartbeat import Heartbeat
+
 PARTS = ("train", "eval", "checkpoint", "timing", "other")
 """Steps with their waits for data, evaluations, writing checkpoints, timing passes after the training, whatever lies between."""
 
@@ -15,10 +17,18 @@ class WallClock:
         total: seconds by part of the whole job, changed in place, so that a checkpoint carries them to the next process.
         epoch: the same of the epoch under way.
         clock: a source of time.
+        heartbeat: learns of each part as it begins.
     """
 
-    def __init__(self, total: dict[str, float], epoch: dict[str, float], clock: Callable[[], float] = time.perf_counter):
+    def __init__(
+        self,
+        total: dict[str, float],
+        epoch: dict[str, float],
+        clock: Callable[[], float] = time.perf_counter,
+        heartbeat: Heartbeat | None = None,
+    ):
         self._total, self._epoch, self._clock = total, epoch, clock
+        self._heartbeat = heartbeat or Heartbeat()
         for sums in (total, epoch):
             for part in PARTS:
                 sums.setdefault(part, 0.0)
@@ -27,6 +37,7 @@ class WallClock:
     def begin(self) -> None:
         """The job begins: the time until now is not counted."""
         self._part, self._part_start_s = "other", self._clock()
+        self._heartbeat.enter("other")
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -61,6 +72,8 @@ class WallClock:
         now = self._clock()
         for sums in (self._total, self._epoch):
             sums[self._part] += now - self._part_start_s
+        if part != self._part:
+            self._heartbeat.enter(part)
         self._part, self._part_start_s = part, now
 
 

@@ -18,6 +18,7 @@ from trainables.distributed.pipeline.layout import build_layout
 from trainables.engine import loop
 from trainables.engine.evaluate import evaluate_checkpoint
 from trainables.engine.job import Job, build, open_loaders
+from trainables.metrics.heartbeat import Heartbeat
 from trainables.redact import redact_record
 from trainables.rundir import StageDir, write_json
 from trainables.stage_result import StageResult, write_stage_result
@@ -27,6 +28,7 @@ from trainables.worker.node_telemetry import NodeTelemetry
 from trainables.worker.process_group import current_group
 from trainables.worker.ray_failures import failure_recorded
 from trainables.worker.reporter import Reporter
+from trainables.worker.signs_of_life import watched
 
 log = logging.getLogger("raydistill")
 
@@ -62,9 +64,9 @@ def train_stage(config: TrainConfig, group: Group, stop_early: Callable[[Sequenc
     """
     stage = StageDir(Path(config.output_dir))
     set_up_torch(config, group)
-    with failure_recorded(stage, group):
+    with failure_recorded(stage, group), watched(config.output_dir) as heartbeat:
         start_logging(stage, group)
-        job, summary = _train(config, group, stage, stop_early)
+        job, summary = _train(config, group, stage, heartbeat, stop_early)
         dist.barrier()  # the stage is complete once every rank has finished
         result = StageResult(
             stage=config.stage,
@@ -79,7 +81,11 @@ def train_stage(config: TrainConfig, group: Group, stop_early: Callable[[Sequenc
 
 
 def _train(
-    config: TrainConfig, group: Group, stage: StageDir, stop_early: Callable[[Sequence[float]], bool] | None
+    config: TrainConfig,
+    group: Group,
+    stage: StageDir,
+    heartbeat: Heartbeat,
+    stop_early: Callable[[Sequence[float]], bool] | None,
 ) -> tuple[Job, dict[str, float]]:
     """Build the job, train it to its end, and close it. Returns the closed job and its summary."""
     began_s = time.time()
@@ -94,6 +100,7 @@ def _train(
             stop_early=stop_early,
             connections=[ActorConnection(name) for name in config.teachers],
             flush_records=reporter.flush,
+            heartbeat=heartbeat,
         )
         stack.callback(job.close)
         if group.is_main:
@@ -130,12 +137,12 @@ def fill_loop_per_worker(settings: dict[str, Any]) -> None:
     config, group = stored_order(FillConfig.model_validate(settings)), current_group()
     stage = StageDir(Path(config.output_dir))
     set_up_torch(config, group)
-    with failure_recorded(stage, group):
+    with failure_recorded(stage, group), watched(config.output_dir) as heartbeat:
         start_logging(stage, group)
         with Reporter(config, stage, group) as reporter:
             classes, (loader, val_loader) = open_loaders(config, build_layout(group, 1))
             with contextlib.closing(loader), contextlib.closing(val_loader):
-                metrics = fill(config, group, classes, loader, reporter.report)
+                metrics = fill(config, group, classes, loader, reporter.report, heartbeat)
         if group.is_main:
             write_stage_result(stage, StageResult(stage=config.stage, model=config.model, metrics=metrics))
 
@@ -144,7 +151,8 @@ def evaluate_loop_per_worker(settings: dict[str, Any]) -> None:
     """Evaluate a checkpoint on the validation split; rank 0 writes the result to `output`."""
     config, group = EvaluateConfig.model_validate(settings), current_group()
     torch.set_num_threads(config.scale.cpus_per_worker)
-    result = evaluate_checkpoint(config, group)
+    with watched() as heartbeat:
+        result = evaluate_checkpoint(config, group, heartbeat)
     if group.is_main:
         write_json(Path(config.output), result)
 

@@ -8,9 +8,9 @@ import ray
 import ray.train
 
 from trainables.distributed.group import Group
-from trainables.failures import Failure, Kind, failure_of, write_failure
+from trainables.failures import EndedError, Failure, Kind, failure_of, write_failure
 from trainables.rundir import StageDir
-from trainables.worker.ray_internals import RayTrainError, WorkerHealthCheckFailedError
+from trainables.worker.ray_internals import NCCLHangError, RayTrainError, WorkerHealthCheckFailedError
 
 log = logging.getLogger("raydistill")
 
@@ -43,6 +43,10 @@ def ray_failure(error: BaseException, rank: int | None, ray_kind: Kind) -> Failu
         error = error.health_check_failure
     if isinstance(error, ray.exceptions.RayTaskError):
         error = error.cause
+    if isinstance(error, EndedError):
+        return error.failure
+    if isinstance(error, NCCLHangError):  # of Ray's own watch over NCCL, where that is on
+        return Failure("hang", str(error).strip().splitlines()[-1], place="a collective of NCCL")
     if isinstance(error, ray.exceptions.OutOfMemoryError):
         return Failure("node_out_of_memory", "the node ran out of memory: Ray killed a worker to save it")
     if isinstance(error, ray.exceptions.RayError | RayTrainError):

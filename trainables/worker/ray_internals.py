@@ -11,9 +11,13 @@ from ray.train.v2._internal.exceptions import (
     WorkerGroupStartupTimeoutError,
     WorkerHealthCheckFailedError,
 )
+from ray.train.v2._internal.execution.callback import WorkerGroupCallback
+from ray.train.v2.api.exceptions import NCCLHangError
 
 __all__ = [
+    "NCCLHangError",
     "RayTrainError",
+    "WorkerGroupCallback",
     "WorkerGroupStartupFailedError",
     "WorkerGroupStartupTimeoutError",
     "WorkerHealthCheckFailedError",

@@ -12,8 +12,9 @@ import ray.train.torch
 
 from trainables.config import EvaluateConfig, FillConfig, TrainConfig
 from trainables.errors import ClusterError, DistillError
-from trainables.failures import WorkersFailedError
+from trainables.failures import EndedError, WorkersFailedError
 from trainables.worker import entry_points
+from trainables.worker.hang_watch import HangWatch
 from trainables.worker.process_group import ProcessGroup
 from trainables.worker.ray_failures import failures_in
 from trainables.worker.ray_internals import WorkerGroupStartupFailedError, WorkerGroupStartupTimeoutError
@@ -55,11 +56,13 @@ def fit(
     name: str,
     callbacks: list[Any] | None = None,
     reused: ReusableWorkers | None = None,
+    limit_s: float | None = None,
 ) -> None:
     """Train one stage (with `reused` others after it), fill a cache, or evaluate, with `scale.num_workers` workers.
 
     Blocks until all workers have ended.
-    Each worker reserves what it uses: its compute threads and its loader workers as CPUs, and one GPU.
+    Each worker reserves what it uses: its compute threads and its loader workers as CPUs, and one GPU. `limit_s`: how long a
+    stage may take on its workers.
 
     Raises:
         WorkersFailedError: a worker raised or died; its reason, where it had one, is in the stage's `error.json`.
@@ -72,14 +75,14 @@ def fit(
     trainer = ray.train.torch.TorchTrainer(
         _entry_point(config, reused),
         train_loop_config=settings if reused is None else {"config": settings, "reused": reused},
-        torch_config=ProcessGroup(backend="nccl" if use_gpu else "gloo"),
+        torch_config=ProcessGroup(backend="nccl" if use_gpu else "gloo", timeout_s=config.scale.collective_timeout_s),
         scaling_config=ray.train.ScalingConfig(
             num_workers=config.scale.num_workers, use_gpu=use_gpu, resources_per_worker=resources
         ),
         run_config=ray.train.RunConfig(
             storage_path=str(storage),
             name=name,
-            callbacks=callbacks or [],
+            callbacks=[*(callbacks or []), HangWatch(config.scale.hang_after_s, limit_s)],
             worker_runtime_env=runtime_env(use_gpu),
             # By default Ray Train waits for free resources for ever, silently, also where a node's death made that hopeless.
             failure_config=ray.train.FailureConfig(controller_failure_limit=0),
@@ -90,7 +93,9 @@ def fit(
     except ray.train.ControllerError as error:
         _raise_controller_failure(error)
     except (ray.train.TrainingFailedError, ray.exceptions.RayError) as error:
-        raise WorkersFailedError(failures_in(error)) from error
+        failures = getattr(error, "worker_failures", {}).values()
+        stacks = next((failure.stacks for failure in failures if isinstance(failure, EndedError)), "")
+        raise WorkersFailedError(failures_in(error), stacks) from error
 
 
 def runtime_env(use_gpu: bool) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """`distill report --watch` follows a run until it ends."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -87,7 +88,9 @@ def test_a_run_whose_driver_was_killed_is_not_followed_for_ever(tmp_path: Path, 
     assert abandoned(run_dir)
     code, out, _ = run(capsys, "report", run_dir.root, "--watch")
     assert code == 0
-    assert f"interrupted nobody carries this out any more; continue with: distill resume {run_dir.root}\n" in out
+    for shown in (out, run(capsys, "report", run_dir.root)[1]):
+        assert re.search(r": interrupted not running since [\d-]+ [\d:]+: nobody carries this out any more\n", shown)
+        assert f"continue it with: distill resume {run_dir.root}\n" in shown
     assert not any(attributes.get("http-equiv") == "refresh" for attributes in Parsed(run_dir.report.read_text()).all("meta"))
 
 

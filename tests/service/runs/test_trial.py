@@ -1,6 +1,7 @@
 """What the driver makes of a failure: begin again, a row with its reason, or out of memory."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 
 from service.runs import trial
 from service.runs.assignment import Assignment
+from service.runs.hangs import hang_lines, hang_tags
 from service.runs.outcome import Outcome, read_summary
 from service.runs.trial import cause_of, finished, run_to_end
 from trainables.config import TrainConfig
 from trainables.errors import CheckpointError, ExperimentError
-from trainables.failures import Failure, Kind, WorkersFailedError, write_failure
+from trainables.failures import Failure, Kind, WorkersFailedError, read_failure, write_failure
 from trainables.rundir import StageDir, write_json
 from trainables.stage_result import StageResult, write_stage_result
 from trainables.worker import trainer
@@ -34,6 +36,8 @@ def ended(kind: Kind, **about: Any) -> Failure:
         ("out_of_memory", "oom", 1),
         ("node_out_of_memory", "oom", 1),
         ("device", "failed", 3),
+        ("hang", "failed", 3),
+        ("time_limit", "failed", 1),
         ("worker_died", "failed", 3),
         ("lost_peer", "failed", 3),
     ],
@@ -56,6 +60,55 @@ def test_only_what_beginning_again_may_mend_is_begun_again(
     )
     outcome = run_to_end(Assignment(config, False, 1, tmp_path))
     assert (outcome.status, outcome.failure, len(begun), outcome.restarts) == (status, kind, tries, tries - 1)
+
+
+@pytest.mark.parametrize(("places", "tries"), [(("step 3", "step 3"), 2), (("step 3", "step 5", "step 3"), 3)])
+def test_a_second_hang_at_the_same_place_ends_the_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, places: tuple[str, ...], tries: int
+) -> None:
+    begun = list[str]()
+
+    def fit(config: TrainConfig, **_: object) -> None:
+        begun.append(places[len(begun)])
+        write_failure(StageDir(tmp_path).error, ended("user", rank=0))  # as of a gloo that words a lost peer anew
+        hung = Failure("hang", f"no progress for 9 s: rank 1 hangs in {begun[-1]}", rank=1, place=begun[-1])
+        raise WorkersFailedError([hung], f"stacks {len(begun)}")
+
+    monkeypatch.setattr(trainer, "fit", fit)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(trial, "wait_for_resources", lambda assignment: None)
+    config = TrainConfig.model_validate({"model": "mlp_small", "output_dir": str(tmp_path), "data": {"path": "digits"}})
+    outcome = run_to_end(Assignment(config, False, 1, tmp_path))
+    assert (outcome.status, outcome.failure, outcome.restarts, len(begun)) == ("failed", "hang", tries - 1, tries)
+    assert outcome.reason == "hung in step 3 again: no progress for 9 s: rank 1 hangs in step 3"
+    stage = StageDir(tmp_path)
+    written = read_failure(stage.error)
+    assert written is not None
+    assert (written.kind, written.place) == ("hang", "step 3")
+    assert [f"stacks {number}" in stage.stacks.read_text() for number in range(1, tries + 1)] == [True] * tries
+    assert [line.partition(": ")[2] for line in hang_lines([("student", stage)])] == [
+        f"no progress for 9 s: rank 1 hangs in {place}" for place in places
+    ]
+    assert hang_tags(stage) == {"hang": "no progress for 9 s: rank 1 hangs in step 3"}
+    assert stage.log.read_text().count("hang: going on from the last checkpoint") == tries - 1
+
+
+def test_a_restart_has_what_is_left_of_the_assignments_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left_s = list[float]()
+
+    def fit(config: TrainConfig, *, limit_s: float, **_: object) -> None:
+        left_s.append(limit_s)
+        time.sleep(0.1)
+        raise WorkersFailedError([ended("worker_died", rank=0)])
+
+    monkeypatch.setattr(trainer, "fit", fit)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(trial, "wait_for_resources", lambda assignment: None)
+    config = TrainConfig.model_validate({"model": "mlp_small", "output_dir": str(tmp_path), "data": {"path": "digits"}})
+    run_to_end(Assignment(config, False, 1, tmp_path, limit_s=60.0))
+    first, second, *_ = left_s
+    assert first == 60.0
+    assert 0 < second <= 59.9
 
 
 def test_the_cause_is_what_a_worker_wrote_unless_it_only_lost_another(tmp_path: Path) -> None:

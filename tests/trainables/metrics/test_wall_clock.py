@@ -53,7 +53,7 @@ def test_parts_add_up_inside_one_another_and_over_processes() -> None:
 def test_a_real_jobs_parts_are_its_wall_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = itertools.count()  # a clock that is a millisecond later whenever someone looks: no busy machine comes between
     monkeypatch.setattr(metrics_file, "time", SimpleNamespace(time_ns=lambda: next(ticks) * 1_000_000))
-    monkeypatch.setattr(job_metrics, "WallClock", lambda *sums: WallClock(*sums, lambda: next(ticks) / 1e3))
+    monkeypatch.setattr(job_metrics, "WallClock", lambda *sums, **_: WallClock(*sums, lambda: next(ticks) / 1e3))
     settings = config(tmp_path, optim={"epochs": 3, "lr": 0.05}, train={"checkpoint_every": 6})
     summary = train_on_record(settings)
     lines = read_lines(StageDir(tmp_path).metrics)

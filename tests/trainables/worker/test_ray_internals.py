@@ -7,12 +7,17 @@ import pytest
 import ray.exceptions
 import ray.train
 import ray.train.torch
+from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata, Worker
 from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGroup
 
+from trainables.failures import EndedError, Failure
+from trainables.worker.hang_watch import HangWatch
 from trainables.worker.process_group import ProcessGroup, ProcessGroupBackend
 from trainables.worker.ray_failures import failures_in, ray_failure
 from trainables.worker.ray_internals import (
+    NCCLHangError,
     RayTrainError,
+    WorkerGroupCallback,
     WorkerGroupStartupFailedError,
     WorkerGroupStartupTimeoutError,
     WorkerHealthCheckFailedError,
@@ -48,6 +53,33 @@ def test_a_worker_group_has_the_methods_by_which_the_process_group_is_made() -> 
     assert parameters["execute"][:2] == ["self", "fn"]
     assert parameters["execute_single"][:3] == parameters["execute_single_async"][:3] == ["self", "rank", "fn"]
     assert parameters["abort"] == parameters["__len__"] == ["self"]
+
+
+def test_a_callback_on_the_worker_group_is_called_with_what_the_watch_reads() -> None:
+    hooks = {
+        "after_worker_group_training_start": ["self", "worker_group"],
+        "after_worker_group_poll_status": ["self", "worker_group_status"],
+        "before_worker_group_shutdown": ["self", "worker_group"],
+        "before_worker_group_abort": ["self", "worker_group_context"],
+    }
+    for name, parameters in hooks.items():
+        assert list(inspect.signature(getattr(WorkerGroupCallback, name)).parameters) == parameters
+        assert list(inspect.signature(getattr(HangWatch, name)).parameters) == parameters
+    assert list(inspect.signature(WorkerGroup.get_workers).parameters) == ["self"]
+    assert list(inspect.signature(Worker.execute_async).parameters)[:2] == ["self", "fn"]
+    assert {"metadata", "distributed_context"} <= Worker.__dataclass_fields__.keys()
+    assert {"pid", "node_id", "node_ip"} <= ActorMetadata.__dataclass_fields__.keys()
+    assert isinstance(ActorMetadata.gpu_ids, property)
+    assert pickle.loads(pickle.dumps(HangWatch("auto", 3.0))).after_worker_group_poll_status(None) is None
+
+
+def test_what_the_watch_raises_reaches_the_driver_with_its_failure_and_so_does_a_hang_that_ray_finds() -> None:
+    ended = EndedError(Failure("hang", "no progress", rank=1, place="data of step 3"), "stacks")
+    found = pickle.loads(pickle.dumps(ray.train.WorkerGroupError("no progress", {1: ended})))
+    assert failures_in(found) == [ended.failure]
+    assert found.worker_failures[1].stacks == "stacks"
+    nccl = failures_in(NCCLHangError("communicator 3 is frozen", {}))[0]
+    assert (nccl.kind, nccl.message) == ("hang", "communicator 3 is frozen")
 
 
 def test_the_process_group_is_rays_torch_backend_with_another_start() -> None:

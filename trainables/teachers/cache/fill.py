@@ -4,15 +4,16 @@ Shapes: B samples of this rank's part of a global batch.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 
 from trainables.config import FillConfig
-from trainables.data.loader import Loader
+from trainables.data.loader import Batch, Loader
 from trainables.device.augment import TrainInputs
 from trainables.device.device_batches import on_device
 from trainables.device.model_input import autocast, normalizer, tensor_format
 from trainables.distributed.group import Group, gather_objects
 from trainables.errors import DataError
+from trainables.metrics.heartbeat import Heartbeat
 from trainables.teachers.build import cached_teacher
 from trainables.teachers.cache.cached_teacher import CachedTeacher
 from trainables.teachers.interface import TeacherRequest
@@ -26,7 +27,14 @@ def stored_order(config: FillConfig) -> FillConfig:
     return config.model_copy(update={"data": data})
 
 
-def fill(config: FillConfig, group: Group, classes: tuple[str, ...], loader: Loader, report: Report) -> dict[str, float]:
+def fill(
+    config: FillConfig,
+    group: Group,
+    classes: tuple[str, ...],
+    loader: Loader,
+    report: Report,
+    heartbeat: Heartbeat | None = None,
+) -> dict[str, float]:
     """Write the logits that are missing. Returns `images` (for which the teacher ran), `missing` (unreadable) and `rows`.
 
     `config` is of `stored_order`, and `loader` reads its training split: each worker its part of a batch, and an epoch begins at
@@ -35,15 +43,19 @@ def fill(config: FillConfig, group: Group, classes: tuple[str, ...], loader: Loa
     Raises:
         DistillError: see `open_store`; unreadable data; a disk that cannot be written.
     """
+    heartbeat = heartbeat or Heartbeat()
     num_steps, num_epochs = loader.steps_per_epoch, config.num_cached_epochs
     sizes = {"steps_per_epoch": num_steps, "samples_per_epoch": loader.samples_per_epoch, "epochs": num_epochs}
     report("start", 0, 0.0, {**sizes, "num_workers": group.world_size, "max_steps": 0})
     num_images, num_missing = 0, 0
+    heartbeat.enter("fill")
     with contextlib.closing(cached_teacher(config, group, classes, loader, ["cache"])) as teacher:
         for epoch in range(num_epochs):
             missing_N = gather_objects(teacher.store.open(epoch).missing_N if group.is_main else None, group)[0]
             if missing_N.any():  # rank 0 decides: a shared file system may show a segment to one node later than to another
-                _run_epoch(config, group, loader, teacher, report, epoch=epoch, start=int(missing_N.argmax()))
+                start = int(missing_N.argmax())
+                batches = heartbeat.over(loader.epoch(epoch, start))
+                _run_epoch(config, group, loader, batches, teacher, report, epoch=epoch, start=start)
                 num_images += sum(gather_objects(teacher.end_epoch(), group))
                 _check_written(teacher, group)
                 num_missing += int(teacher.store.open(epoch).missing_N.sum())
@@ -52,17 +64,25 @@ def fill(config: FillConfig, group: Group, classes: tuple[str, ...], loader: Loa
 
 
 def _run_epoch(
-    config: FillConfig, group: Group, loader: Loader, teacher: CachedTeacher, report: Report, *, epoch: int, start: int
+    config: FillConfig,
+    group: Group,
+    loader: Loader,
+    batches: Generator[Batch, None, None],
+    teacher: CachedTeacher,
+    report: Report,
+    *,
+    epoch: int,
+    start: int,
 ) -> None:
-    """Run the teacher over an epoch's images from position `start` on."""
+    """Run the teacher over an epoch's `batches`, its images from position `start` on."""
     data, num_steps = config.data, loader.steps_per_epoch
     dtype, layout = tensor_format(config)
     normalize = normalizer(data.mean, data.std, group.device, dtype, layout)
     prepare = TrainInputs(data.device_augment, normalize, seed=config.seed, image_size=data.image_size, device=group.device)
     precision = autocast(config.precision, group.device)
-    batches = on_device(loader.epoch(epoch, start), group.device, loader.augmentation_epoch(epoch))
+    ready = on_device(batches, group.device, loader.augmentation_epoch(epoch))
     first_step = epoch * num_steps + start // data.global_batch_size + 1
-    for step, batch in enumerate(batches, start=first_step):
+    for step, batch in enumerate(ready, start=first_step):
         batch.wait()
         with precision():
             images_BCHW = prepare(batch).images_BCHW

@@ -1,0 +1,43 @@
+"""Where the ranks of a running stage are, in `distill report`."""
+
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+from service.report.ranks import rank_lines
+from service.report.terminal_tables import under_way
+from trainables.rundir import RunDir, StageDir, append_line, write_json
+
+
+def write_heartbeats(stage: StageDir, ages_s: list[float]) -> None:
+    ranks: list[dict[str, Any]] = [
+        {"rank": rank, "at": f"student of step {rank}", "age_s": age_s} for rank, age_s in enumerate(ages_s)
+    ]
+    write_json(stage.heartbeats, {"version": 1, "time_ms": time.time() * 1e3 - 2000, "ranks": ranks})
+
+
+def test_a_running_stage_has_the_age_of_its_last_record_and_of_each_ranks_progress(tmp_path: Path) -> None:
+    stage = RunDir(tmp_path).stage("student")
+    append_line(stage.metrics, {"kind": "step", "step": 7, "time_ms": time.time() * 1e3 - 40_000, "metrics": {}})
+    write_heartbeats(stage, [0.5, 30.0])
+    first, *ranks = under_way(RunDir(tmp_path))
+    assert re.fullmatch(r"student: step 7, – images/s, last record 4[0-9] s ago", first)
+    assert re.fullmatch(r"  rank 1: student of step 1, went on 3[2-9] s ago", ranks[0])
+    assert re.fullmatch(r"  rank 0: student of step 0, went on [2-9] s ago", ranks[1])
+
+
+def test_of_many_ranks_those_are_shown_that_went_on_first(tmp_path: Path) -> None:
+    stage = StageDir(tmp_path)
+    write_heartbeats(stage, [float(rank) for rank in range(64)])
+    lines = rank_lines(stage)
+    assert len(lines) == 9
+    assert lines[0].startswith("  rank 63: ")
+    assert lines[-1] == "  and 56 ranks that went on later"
+
+
+def test_without_heartbeats_there_are_no_lines(tmp_path: Path) -> None:
+    stage = StageDir(tmp_path)
+    assert rank_lines(stage) == []
+    write_json(stage.heartbeats, {"version": 2})
+    assert rank_lines(stage) == []

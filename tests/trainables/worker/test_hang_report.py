@@ -1,0 +1,137 @@
+"""A hang in one line: whom the others wait for, where it is, and what keeps it."""
+
+import pickle
+from dataclasses import replace
+
+import pytest
+
+from trainables.metrics.heartbeat import Position
+from trainables.worker.hang_report import RankReport, hang_error, numbered, odd_ones
+from trainables.worker.process_signs import ProcessSigns
+from trainables.worker.signs_of_life import Collective
+
+TRAINING = 0x7F0000000010
+POOL = """\
+Thread 0x00007f0000000020 (most recent call first):
+  File "/usr/lib/python3.11/concurrent/futures/thread.py", line 81 in _worker
+  File "/usr/lib/python3.11/threading.py", line 982 in run
+"""
+READER = """\
+Thread 0x00007f0000000030 (most recent call first):
+  File "/usr/lib/python3.11/pathlib.py", line 1044 in open
+  File "/x/trainables/data/folder.py", line 70 in read
+  File "/x/trainables/data/loader.py", line 12 in _fill
+"""
+
+
+def stacks(*frames: str, others: str = POOL) -> str:
+    lines = "".join(f'  File "{frame}\n' for frame in frames)
+    return (
+        f"{others}\nThread 0x{TRAINING:016x} (most recent call first):\n{lines}\nCurrent thread 0x01 (most recent call first):\n"
+    )
+
+
+def rank(number: int, position: Position, *, text: str = "", state: str = "", collective: int | None = None) -> RankReport:
+    process = ProcessSigns(state, stacks=text)
+    last = None if collective is None else Collective(collective, "gloo:all_reduce")
+    return RankReport(number, "10.0.0.1", position._replace(thread_id=TRAINING), process, last)
+
+
+def at(phase: str, step: int = 12) -> Position:
+    return Position("train", step, phase)
+
+
+SLEEPS = stacks('/x/my_method.py", line 41 in forward', '/x/step.py", line 140 in run_student')
+WAITS = stacks('/x/torch/autograd/graph.py", line 9 in _engine_run_backward')
+
+
+def message(*ranks: RankReport) -> str:
+    return str(hang_error(ranks, 31.4))
+
+
+def test_the_rank_behind_is_named_with_its_line_and_the_collective_that_the_others_wait_in() -> None:
+    ranks = [rank(n, at("backward"), text=WAITS, collective=56) for n in (0, 1, 3)]
+    ranks.insert(2, rank(2, at("student"), text=SLEEPS, collective=55))
+    assert message(*ranks) == (
+        "no progress for 31 s: rank 2 of 4 hangs in student of step 13 (my_method.py:41 in forward); "
+        "ranks 0–1, 3 wait for it in gloo:all_reduce 56"
+    )
+
+
+def test_in_the_same_phase_the_one_is_odd_that_has_not_begun_the_collective() -> None:
+    ranks = [rank(0, at("backward"), collective=55), rank(1, at("backward"), collective=56)]
+    assert [odd.rank for odd in odd_ones(ranks)] == [0]
+
+
+def test_without_collectives_the_one_is_odd_that_is_least_far() -> None:
+    ranks = [rank(0, at("data", 13)), rank(1, at("backward", 12))]
+    assert [odd.rank for odd in odd_ones(ranks)] == [1]
+
+
+@pytest.mark.parametrize("state", ["is stopped (SIGSTOP)", "has died"])
+def test_a_process_in_trouble_is_the_cause_wherever_the_others_are(state: str) -> None:
+    ranks = [rank(0, at("student"), collective=50), rank(1, at("backward"), state=state, collective=51)]
+    assert f"rank 1 of 2 on 10.0.0.1 {state}, in backward of step 13; rank 0 waits for it in gloo:all_reduce 50" in message(
+        *ranks
+    )
+
+
+def test_a_node_that_does_not_answer_is_the_cause() -> None:
+    silent = RankReport(1, "10.0.0.2", at("student"), None)
+    assert "rank 1 of 2 on 10.0.0.2 is on a node that does not answer, in student of step 13" in message(
+        rank(0, at("data")), silent
+    )
+
+
+def test_waiting_for_data_names_the_thread_that_reads() -> None:
+    text = stacks('/usr/lib/python3.11/queue.py", line 171 in get', others=POOL + "\n" + READER)
+    assert "rank 0 of 1 waits for data in data of step 13 (folder.py:70 in read)" in message(rank(0, at("data"), text=text))
+
+
+def test_a_thread_that_waits_for_a_disk_is_said_of_the_rank_behind() -> None:
+    ranks = [rank(0, at("data"), text=SLEEPS), rank(1, at("backward"))]
+    ranks[0] = replace(ranks[0], process=ProcessSigns(waits_for_disk=True, stacks=SLEEPS))
+    assert (
+        "rank 0 of 2 waits for data in data of step 13 (my_method.py:41 in forward), where a disk or a network file system does "
+        "not answer (a thread in state D); rank 1 waits for it"
+    ) in message(*ranks)
+
+
+def test_a_checkpoint_that_is_not_written_is_told_apart_from_a_lost_peer() -> None:
+    text = stacks('/x/trainables/rundir.py", line 35 in replacing')
+    ranks = [
+        rank(0, Position("checkpoint", 20), text=text, collective=80),
+        rank(1, at("backward", 20), text=WAITS, collective=81),
+    ]
+    assert message(*ranks).endswith(
+        "rank 0 of 2 does not get its checkpoint written in checkpoint after step 20 (rundir.py:35 in replacing); "
+        "rank 1 waits for it in gloo:all_reduce 81"
+    )
+
+
+def test_where_all_ranks_are_alike_none_is_named_the_cause() -> None:
+    same = rank(0, at("backward"), text=WAITS), rank(1, at("backward"))
+    assert message(*same).endswith(
+        "rank 0 of 2 hangs in backward of step 13 (graph.py:9 in _engine_run_backward), and so does rank 1"
+    )
+
+
+def test_a_model_that_is_being_compiled_does_not_hang() -> None:
+    compiling = stacks(
+        '/x/torch/_inductor/codecache.py", line 1 in load', '/x/torch/_inductor/compile_fx.py", line 9 in compile_fx'
+    )
+    compiled = stacks('/x/torch/_dynamo/eval_frame.py", line 9 in compile_wrapper')
+    assert rank(0, at("student"), text=compiling).is_compiling
+    assert not rank(0, at("student"), text=compiled).is_compiling
+
+
+def test_the_failure_reaches_the_driver_whole() -> None:
+    error = pickle.loads(pickle.dumps(hang_error([rank(0, at("student"), text=SLEEPS)], 31.4)))
+    assert (error.failure.kind, error.failure.rank, error.failure.place) == ("hang", 0, "student of step 13")
+    assert "rank 0 (10.0.0.1): student of step 13, my_method.py:41 in forward" in error.stacks
+    assert "line 140 in run_student" in error.stacks
+
+
+def test_ranks_are_numbered_in_runs() -> None:
+    assert numbered([4]) == "rank 4"
+    assert numbered([5, 0, 1, 2, 7, 8]) == "ranks 0–2, 5, 7–8"

@@ -1,0 +1,40 @@
+"""What a worker shows of itself while a job runs in it."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from trainables.distributed.group import Group, all_reduce_sum
+from trainables.distributed.rank_pool import RankPool
+from trainables.worker.signs_of_life import Collective, last_collective, signs, watched
+
+
+def test_signs_are_there_while_a_job_runs() -> None:
+    assert signs() is None
+    with watched("/runs/x/student") as heartbeat:
+        heartbeat.enter("eval")
+        found = signs()
+        assert found is not None
+        assert (found.position.activity, found.position.folder) == ("eval", "/runs/x/student")
+    assert signs() is None
+
+
+def collectives(group: Group) -> list[Collective | None]:
+    """What torch's flight recorder has after each of two sums and a gather."""
+    found = []
+    for collective in (all_reduce_sum, all_reduce_sum):
+        collective(torch.ones(1), group)
+        found.append(last_collective())
+    dist.all_gather([torch.ones(1) for _ in range(group.world_size)], torch.ones(1))
+    return [*found, last_collective()]
+
+
+@pytest.mark.processes
+def test_the_last_collective_that_a_rank_began_has_a_number_and_a_name() -> None:
+    with contextlib.closing(RankPool(2)) as pool:
+        for first, second, third in pool.run(2, collectives):
+            assert first.name == second.name == "gloo:all_reduce"
+            assert third.name == "gloo:all_gather"
+            assert (second.number, third.number) == (first.number + 1, first.number + 2)

@@ -1,0 +1,112 @@
+"""Where a rank's job is: written by its training thread at every phase, read by another thread while that one may be stuck."""
+
+import contextlib
+import threading
+import time
+from collections import Counter
+from collections.abc import Generator
+from typing import NamedTuple, TypeVar
+
+from trainables.metrics.phases import BUBBLE, PHASES
+
+T = TypeVar("T")
+BETWEEN_STEPS = "log"
+"""From a step's last phase to the next step's first."""
+_FOLLOWING = dict(zip(PHASES, (*PHASES[1:], BETWEEN_STEPS), strict=True)) | {BUBBLE: "student"}
+_WARM_AFTER = {"start": None, "timing": None, "train": 2, "eval": 2, "fill": 2}
+"""Steps or batches of an activity of which the first may compile and search; None: there is no later one."""
+_ORDER = ("start", "fill", BETWEEN_STEPS, "other", "eval", "checkpoint", "train", "timing")
+"""What ranks do after as many steps, in the order in which they do it."""
+
+
+class Position(NamedTuple):
+    """Where a rank is in its job."""
+
+    activity: str = "start"
+    """A part of `wall_clock`, or `start` before the loop, or `fill` of a teacher's cache."""
+    step: int = 0
+    """Steps that are complete."""
+    phase: str = ""
+    """Of a step, where the activity is `train`."""
+    num_beats: int = 0
+    """It rises with every sign of progress."""
+    is_warm: bool = False
+    """Whether as much as this took it before, it may take now: no first step, which compiles."""
+    age_s: float = 0.0
+    """Since the job began on this rank."""
+    thread_id: int = 0
+    """Of the training thread, as `faulthandler` names it."""
+    folder: str = ""
+    """The stage's; empty where there is none."""
+
+    def __str__(self) -> str:
+        if self.activity == "train" and self.phase != BETWEEN_STEPS:
+            return f"{self.phase} of step {self.step + 1}"
+        if self.activity == "start":
+            return "start"
+        name = BETWEEN_STEPS if self.activity == "train" else self.activity
+        return f"{name} after step {self.step}"
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Less than that of a rank that is further."""
+        between = self.activity == "train" and self.phase == BETWEEN_STEPS
+        phase = PHASES.index(self.phase) if self.phase in PHASES else 0
+        return self.step, _ORDER.index(BETWEEN_STEPS if between else self.activity), phase
+
+
+class Heartbeat:
+    """The position of a rank. Its training thread calls what changes it, each a fraction of a microsecond."""
+
+    def __init__(self, folder: str = "") -> None:
+        self._folder, self._began_s, self._thread_id = folder, time.monotonic(), threading.get_ident()
+        self._activity, self._phase, self._step = "start", "", 0
+        self._num_beats = 0
+        self._num_in = Counter[str]()
+
+    def enter(self, activity: str) -> None:
+        """An activity begins, or goes on."""
+        self._activity = activity
+        self._num_beats += 1
+
+    def end_phase(self, phase: str) -> None:
+        """A phase of a step is over."""
+        self._phase = _FOLLOWING[phase]
+        self._num_beats += 1
+
+    def begin_step(self, step: int) -> None:
+        """A step begins, after `step` others; it first waits for its batch."""
+        self._step, self._phase = step, PHASES[0]
+        self.beat()
+
+    def end_step(self) -> None:
+        """The step is complete."""
+        self._step, self._phase = self._step + 1, BETWEEN_STEPS
+        self._num_beats += 1
+
+    def beat(self) -> None:
+        """A step or a batch of the activity begins."""
+        self._num_in[self._activity] += 1
+        self._num_beats += 1
+
+    def over(self, batches: Generator[T, None, None]) -> Generator[T, None, None]:
+        """`batches`, each of them a sign of progress. Closes them."""
+        with contextlib.closing(batches):
+            for batch in batches:
+                self.beat()
+                yield batch
+
+    def position(self) -> Position:
+        """Read by any thread; it may be a beat late."""
+        activity = self._activity
+        warm_after = _WARM_AFTER.get(activity, 0)
+        return Position(
+            activity,
+            self._step,
+            self._phase,
+            self._num_beats,
+            warm_after is not None and self._num_in[activity] >= warm_after,
+            time.monotonic() - self._began_s,
+            self._thread_id,
+            self._folder,
+        )

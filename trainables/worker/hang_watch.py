@@ -1,0 +1,190 @@
+"""A watch over a job's workers, on Ray Train's controller: it ends a job that hangs, and one that takes too long.
+
+Ray itself notices a worker whose process does not answer after ten minutes, and one whose training thread is stuck never; its
+watch over NCCL sees collectives alone, on GPUs, and needs a program that torch does not bring.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import ray
+import ray.train
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from trainables.failures import EndedError, Failure
+from trainables.rundir import StageDir, write_json
+from trainables.worker.hang_report import RankReport, hang_error
+from trainables.worker.process_signs import ProcessSigns, WorkerProcess, end, inspect
+from trainables.worker.progress import COLD_FACTOR, JobProgress
+from trainables.worker.ray_internals import WorkerGroupCallback
+from trainables.worker.signs_of_life import Collective, Signs, last_collective, signs
+
+POLL_S = 2.0
+"""As long as Ray Train's own: an answer takes a worker about half a millisecond."""
+FILE_S = 5.0
+"""Between two of the files that a report reads."""
+ANSWER_S = 6.0
+"""How long a node may take to look at its workers."""
+
+log = logging.getLogger("raydistill")
+
+
+class HangWatch(WorkerGroupCallback):  # type: ignore[misc]
+    """Polls where each worker is from a thread, and lets Ray Train raise `EndedError` for all of them.
+
+    Args:
+        hang_after_s: `scale.hang_after_s`.
+        limit_s: how long a job may take on its workers; None: as long as it does.
+    """
+
+    def __init__(self, hang_after_s: float | Literal["auto"], limit_s: float | None) -> None:
+        self._hang_after_s, self._limit_s = hang_after_s, limit_s
+        self._error: ray.train.WorkerGroupError | None = None
+        self._stopping: threading.Event | None = None  # made where the watch begins: events cannot be sent to another process
+
+    def after_worker_group_training_start(self, worker_group: Any) -> None:
+        """Called by Ray Train when all workers run."""
+        self._error, self._stopping = None, threading.Event()
+        workers = {worker.distributed_context.world_rank: worker for worker in worker_group.get_workers()}
+        arguments = (workers, self._stopping)
+        threading.Thread(target=self._watch, args=arguments, name="hang watch", daemon=True).start()
+
+    def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
+        """Called by Ray Train every two seconds. Raises what the watch has found."""
+        if self._error is not None:
+            raise self._error
+
+    def before_worker_group_shutdown(self, worker_group: Any) -> None:
+        self._stop()
+
+    def before_worker_group_abort(self, worker_group_context: Any) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._stopping is not None:
+            self._stopping.set()
+
+    def _watch(self, workers: dict[int, Any], stopping: threading.Event) -> None:
+        progress = JobProgress(self._hang_after_s, len(workers), time.monotonic())
+        answers, file = Answers(workers), HeartbeatFile()
+        factor = 1.0
+        while not stopping.wait(POLL_S):
+            now_s = time.monotonic()
+            for rank, answer in answers.take().items():
+                progress.update(rank, answer.position if answer is not None else None, now_s)
+            file.write(progress, now_s)
+            error = None
+            if self._limit_s is not None and progress.age_s(now_s) > self._limit_s:
+                place = progress.ranks[0].position
+                message = f"took longer than sweep.trial_limit_s; it was in {place}"
+                error = EndedError(Failure("time_limit", message))
+            elif not progress.is_hung(now_s):
+                factor = 1.0
+            elif progress.is_hung(now_s, factor):
+                reports = look_at(workers, progress, answers.descriptors)
+                if factor < COLD_FACTOR and any(report.is_compiling for report in reports):
+                    factor = COLD_FACTOR
+                    continue
+                error = hang_error(reports, progress.longest_s(now_s))
+            if error is not None and not stopping.is_set():
+                rank = error.failure.rank or 0
+                self._error = ray.train.WorkerGroupError(str(error), {rank: error})
+                on_nodes(workers, answers.descriptors, end, wait_s=0.0)
+                return
+
+
+class Answers:
+    """What workers say of themselves, asked without waiting for any of them: one question at a time is under way."""
+
+    def __init__(self, workers: Mapping[int, Any]) -> None:
+        self._workers = workers
+        self._asked = {rank: worker.execute_async(signs) for rank, worker in workers.items()}
+        self.descriptors: dict[int, int] = {}
+        """Where ranks write their stacks."""
+
+    def take(self) -> dict[int, Signs | None]:
+        """The answers since the last call. A worker that has died has none: Ray Train sees to it."""
+        found: dict[int, Signs | None] = {}
+        for rank, reference in list(self._asked.items()):
+            with contextlib.suppress(ray.exceptions.GetTimeoutError, ray.exceptions.RayError):
+                found[rank] = answer = ray.get(reference, timeout=0)
+                if answer is not None:
+                    self.descriptors[rank] = answer.stacks_descriptor
+                self._asked[rank] = self._workers[rank].execute_async(signs)
+        return found
+
+
+class HeartbeatFile:
+    """Writes where each rank is for `distill report`, in a thread of its own: the disk may be what hangs."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._due_s = 0.0
+
+    def write(self, progress: JobProgress, now_s: float) -> None:
+        """Begin to write the file, where it is due and the last one is written."""
+        positions = [rank.position for rank in progress.ranks]
+        folder = next((position.folder for position in positions if position is not None and position.folder), "")
+        if not folder or now_s < self._due_s or (self._thread is not None and self._thread.is_alive()):
+            return
+        self._due_s = now_s + FILE_S
+        ranks = [
+            {"rank": number, "at": str(rank.position or "no job"), "age_s": round(now_s - rank.changed_s, 1)}
+            for number, rank in enumerate(progress.ranks)
+        ]
+        record = {"version": 1, "time_ms": time.time_ns() // 1_000_000, "ranks": ranks}
+        self._thread = threading.Thread(target=_write, args=(StageDir(Path(folder)).heartbeats, record), daemon=True)
+        self._thread.start()
+
+
+def _write(path: Path, record: dict[str, Any]) -> None:
+    try:
+        write_json(path, record)
+    except OSError as error:
+        log.warning("%s cannot be written: %s", path, error)
+
+
+def look_at(workers: Mapping[int, Any], progress: JobProgress, descriptors: Mapping[int, int]) -> list[RankReport]:
+    """All that can be found out about ranks that do not go on; it takes `ANSWER_S` at most."""
+    asked = {rank: worker.execute_async(last_collective) for rank, worker in workers.items()}
+    found: dict[int, ProcessSigns] = {}
+    for answer in on_nodes(workers, descriptors, inspect, wait_s=ANSWER_S):
+        found |= answer
+    collectives: dict[int, Collective] = {}
+    for rank, reference in asked.items():
+        with contextlib.suppress(ray.exceptions.GetTimeoutError, ray.exceptions.RayError):
+            collectives[rank] = ray.get(reference, timeout=0)
+    return [
+        RankReport(rank, worker.metadata.node_ip, progress.ranks[rank].position, found.get(rank), collectives.get(rank))
+        for rank, worker in sorted(workers.items())
+    ]
+
+
+def on_nodes(
+    workers: Mapping[int, Any], descriptors: Mapping[int, int], work: Callable[[dict[int, WorkerProcess]], Any], wait_s: float
+) -> list[Any]:
+    """What `work` returns for the workers of each node, on that node; of those that answer in time."""
+    by_node: dict[str, dict[int, WorkerProcess]] = {}
+    for rank, worker in workers.items():
+        about = worker.metadata
+        process = WorkerProcess(about.pid, descriptors.get(rank), tuple(map(str, about.gpu_ids)))
+        by_node.setdefault(about.node_id, {})[rank] = process
+    here = by_node.pop(ray.get_runtime_context().get_node_id(), None)
+    remote = ray.remote(num_cpus=0, max_retries=0)(work)
+    asked = [
+        remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(processes)
+        for node, processes in by_node.items()
+    ]
+    answers = [] if here is None else [work(here)]
+    ready = ray.wait(asked, num_returns=len(asked), timeout=wait_s)[0] if asked else []
+    for reference in ready:
+        with contextlib.suppress(ray.exceptions.RayError):
+            answers.append(ray.get(reference))
+    return answers

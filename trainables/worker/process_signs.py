@@ -1,0 +1,129 @@
+"""What can be seen of stuck workers from another process of their node: state, stacks, GPUs. And how they are ended."""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from trainables.metrics.telemetry import open_gpus, read_gpus
+from trainables.worker.signs_of_life import STACKS_SIGNAL
+
+_STACKS_WAIT_S, _POLL_S = 2.0, 0.05
+STATES = {
+    psutil.STATUS_STOPPED: "is stopped (SIGSTOP)",
+    psutil.STATUS_TRACING_STOP: "is stopped by a debugger",
+    psutil.STATUS_ZOMBIE: "has died",
+}
+
+
+@dataclass(frozen=True)
+class WorkerProcess:
+    """A worker on this node."""
+
+    pid: int
+    stacks_descriptor: int | None
+    """None: the worker has not said yet where it writes its stacks, and cannot be asked for them."""
+    gpus: tuple[str, ...] = ()
+    """Their numbers or UUIDs."""
+
+
+@dataclass(frozen=True)
+class ProcessSigns:
+    """What was found."""
+
+    state: str = ""
+    """What is wrong with the process as a whole; empty: nothing."""
+    waits_for_disk: bool = False
+    """Whether one of its threads is in state D all the time: a disk or a network file system does not answer."""
+    stacks: str = ""
+    gpus: str = ""
+
+
+def inspect(processes: Mapping[int, WorkerProcess]) -> dict[int, ProcessSigns]:
+    """Signs of the workers of this node, by rank. It takes as long as the slowest of them writes its stacks, at most 2 s."""
+    asleep = {rank: _in_disk_sleep(process.pid) for rank, process in processes.items()}
+    files = {rank: _StacksFile.of(process) for rank, process in processes.items()}
+    until_s = time.monotonic() + _STACKS_WAIT_S
+    time.sleep(_POLL_S)
+    while any(file is not None and file.grows() for file in files.values()) and time.monotonic() < until_s:
+        time.sleep(_POLL_S)
+    return {
+        rank: ProcessSigns(
+            _state(process.pid),
+            bool(asleep[rank] & _in_disk_sleep(process.pid)),
+            file.text() if (file := files[rank]) else "",
+            _gpus(process.gpus),
+        )
+        for rank, process in processes.items()
+    }
+
+
+def end(processes: Mapping[int, WorkerProcess]) -> None:
+    """Kill those of the workers that cannot end when Ray asks them to."""
+    for process in processes.values():
+        if _state(process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+
+
+class _StacksFile:
+    """A worker's stacks, asked for when this is made."""
+
+    def __init__(self, path: Path, pid: int) -> None:
+        self._path, self._begin = path, path.stat().st_size
+        self._size = self._begin
+        os.kill(pid, STACKS_SIGNAL)
+
+    @classmethod
+    def of(cls, process: WorkerProcess) -> "_StacksFile | None":
+        if process.stacks_descriptor is None:
+            return None
+        try:
+            return cls(Path(f"/proc/{process.pid}/fd/{process.stacks_descriptor}"), process.pid)
+        except OSError:  # it has died
+            return None
+
+    def grows(self) -> bool:
+        """Whether more has been written since the last call, or nothing so far."""
+        with contextlib.suppress(OSError):
+            before, self._size = self._size, self._path.stat().st_size
+            return self._size == self._begin or self._size > before
+        return False
+
+    def text(self) -> str:
+        try:
+            return self._path.read_bytes()[self._begin :].decode(errors="replace")
+        except OSError:
+            return ""
+
+
+def _state(pid: int) -> str:
+    try:
+        return STATES.get(psutil.Process(pid).status(), "")
+    except psutil.NoSuchProcess:
+        return STATES[psutil.STATUS_ZOMBIE]
+
+
+def _in_disk_sleep(pid: int) -> set[str]:
+    """The threads of a process that are in state D."""
+    threads = set[str]()
+    for path in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            # The third field, behind a name in brackets that may have any characters.
+            if path.read_text().rpartition(")")[2].split()[0] == "D":
+                threads.add(path.parent.name)
+    return threads
+
+
+def _gpus(ids: tuple[str, ...]) -> str:
+    """`GPU 3: 100 % busy, 20480 MiB`, of each GPU."""
+    handles = open_gpus(",".join(ids)) if ids else []
+    values = dict(read_gpus(handles))
+    names = (f"GPU {name}: {values.get(f'gpu{index}/util_pct', float('nan')):.0f} % busy, " for index, name in enumerate(ids))
+    memory = (f"{values.get(f'gpu{index}/memory_mib', float('nan')):.0f} MiB" for index in range(len(handles)))
+    return "; ".join(name + mib for name, mib in zip(names, memory, strict=False))

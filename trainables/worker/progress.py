@@ -1,0 +1,99 @@
+"""Whether a job goes on: what its ranks' positions say over time, without Ray and without a clock of its own."""
+
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Literal
+
+from trainables.metrics.heartbeat import Position
+
+SHORTEST_S = 120.0
+STEPS = 50
+"""`auto` waits for so many steady steps, and at least `SHORTEST_S`."""
+COLD_FACTOR = 10.0
+"""How much longer the start and what may compile may take than a step."""
+CHECKPOINT_FACTOR = 5.0
+"""The same of a checkpoint, with `auto` alone: its time is that of a disk and not that of steps."""
+
+
+@dataclass
+class RankProgress:
+    """What is known of one rank."""
+
+    position: Position | None
+    """None: no job runs on it."""
+    changed_s: float
+    """When that was last seen to change."""
+    answered_s: float
+    """When the rank last answered."""
+
+
+@dataclass
+class JobProgress:
+    """The ranks' latest positions. `now_s` is the caller's monotonic clock.
+
+    Args:
+        hang_after_s: `scale.hang_after_s`; 0: a job never hangs.
+        num_ranks: of the job.
+        began_s: when the ranks were started.
+    """
+
+    hang_after_s: float | Literal["auto"]
+    num_ranks: int
+    began_s: float
+    ranks: list[RankProgress] = field(init=False)
+    _steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS))
+    _last_step: tuple[int, float] | None = None
+    """The steps that rank 0 had done when their number last rose, and when that was."""
+
+    def __post_init__(self) -> None:
+        self.ranks = [RankProgress(Position(), self.began_s, self.began_s) for _ in range(self.num_ranks)]
+
+    def update(self, rank: int, position: Position | None, now_s: float) -> None:
+        """Take what a rank has answered."""
+        known = self.ranks[rank]
+        same = key_of(position) == key_of(known.position)
+        self.ranks[rank] = RankProgress(position, known.changed_s if same else now_s, now_s)
+        if rank == 0:
+            self._time_steps(position, now_s)
+
+    def _time_steps(self, position: Position | None, now_s: float) -> None:
+        if position is None or position.activity != "train" or not position.is_warm:
+            self._last_step = None
+        elif self._last_step is None:
+            self._last_step = position.step, now_s
+        elif (num_steps := position.step - self._last_step[0]) > 0:
+            self._steps_s.append((now_s - self._last_step[1]) / num_steps)
+            self._last_step = position.step, now_s
+
+    def is_hung(self, now_s: float, factor: float = 1.0) -> bool:
+        """Whether every rank with a job has been where it is for `factor` times as long as it may.
+
+        A rank that goes on may be what the others wait for.
+        """
+        busy = [rank for rank in self.ranks if rank.position is not None]
+        return bool(busy) and all(now_s - rank.changed_s > factor * self.limit_s(rank.position) for rank in busy)
+
+    def limit_s(self, position: Position | None) -> float:
+        """How long a rank may stay at a position."""
+        auto = self.hang_after_s == "auto"
+        base_s = max(SHORTEST_S, STEPS * median(self._steps_s or [0.0])) if self.hang_after_s == "auto" else self.hang_after_s
+        if position is None or not base_s:
+            return float("inf")
+        if auto and position.activity == "checkpoint":
+            return CHECKPOINT_FACTOR * base_s
+        return base_s if position.is_warm else COLD_FACTOR * base_s
+
+    def longest_s(self, now_s: float) -> float:
+        """For how long no rank has gone on."""
+        return min((now_s - rank.changed_s for rank in self.ranks if rank.position is not None), default=0.0)
+
+    def age_s(self, now_s: float) -> float:
+        """For how long the job has been running, by the rank that began it first."""
+        ages_s = (rank.position.age_s + now_s - rank.answered_s for rank in self.ranks if rank.position is not None)
+        return max(ages_s, default=0.0)
+
+
+def key_of(position: Position | None) -> tuple[str, int] | None:
+    """Two positions are the same where nothing has happened in between."""
+    return None if position is None else (position.folder, position.num_beats)

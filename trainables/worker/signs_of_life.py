@@ -1,0 +1,69 @@
+"""What a worker shows of itself to `hang_watch`, in the process's other threads while its training thread may be stuck."""
+
+import contextlib
+import faulthandler
+import functools
+import json
+import signal
+import tempfile
+from collections.abc import Iterator
+from typing import IO, NamedTuple
+
+from trainables.metrics.heartbeat import Heartbeat, Position
+
+STACKS_SIGNAL = signal.SIGUSR1
+"""Makes a worker write the Python stacks of all its threads, in C and without the GIL."""
+_current: Heartbeat | None = None
+
+
+class Signs(NamedTuple):
+    """Where a worker is, and the descriptor of the file that its stacks are written to."""
+
+    position: Position
+    stacks_descriptor: int
+
+
+class Collective(NamedTuple):
+    """The last collective that a rank has begun in the group of all ranks."""
+
+    number: int
+    name: str
+
+
+@contextlib.contextmanager
+def watched(folder: str = "") -> Iterator[Heartbeat]:
+    """A context in which this worker is watched: the heartbeat of the job that runs in it. `folder`: see `Position`."""
+    global _current
+    stacks_file()
+    _current = Heartbeat(folder)
+    try:
+        yield _current
+    finally:
+        _current = None
+
+
+@functools.cache
+def stacks_file() -> IO[bytes]:
+    """Open for the rest of the process: without a handler the signal would end it. The file has no name, and leaves nothing."""
+    file = tempfile.TemporaryFile()  # noqa: SIM115 (see above)
+    faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
+    return file
+
+
+def signs() -> Signs | None:
+    """Called by Ray in the worker's main thread; None where no job runs."""
+    heartbeat = _current
+    return None if heartbeat is None else Signs(heartbeat.position(), stacks_file().fileno())
+
+
+def last_collective() -> Collective | None:
+    """From torch's flight recorder, which is on by default; None where it has nothing."""
+    from torch import distributed as dist  # here, since others import this module's names alone
+    from torch._C import _distributed_c10d as c10d
+
+    nccl = dist.get_backend() == "nccl"
+    dump = c10d._dump_nccl_trace_json if nccl else c10d._dump_fr_trace_json  # type: ignore[attr-defined]
+    entries = json.loads(dump(True, False)).get("entries", [])
+    of_all = [entry for entry in entries if entry["process_group"][1] == "default_pg" and not entry["is_p2p"]]
+    last = max(of_all, key=lambda entry: entry["collective_seq_id"], default=None)
+    return None if last is None else Collective(last["collective_seq_id"], last["profiling_name"])
