@@ -44,6 +44,7 @@ def test_the_wheel_has_all_that_ships_and_no_tests(wheel: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.integration
+@pytest.mark.timeout(600)
 def test_the_wheel_runs_the_demo_in_an_environment_of_its_own(wheel: Path, tmp_path: Path) -> None:
     """The libraries are those of this environment, but for the project, which it has in place."""
     venv, python = tmp_path / "venv", tmp_path / "venv" / "bin" / "python"
@@ -66,7 +67,7 @@ def test_the_wheel_runs_the_demo_in_an_environment_of_its_own(wheel: Path, tmp_p
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=230,
+        timeout=580,
     )
     assert done.returncode == 0, done.stdout
     result = json.loads((tmp_path / "run" / "result.json").read_text())

@@ -180,7 +180,7 @@ def test_a_method_that_ends_the_process_when_it_is_loaded_is_an_error(tmp_path: 
 
 
 def test_code_that_ends_the_process_later_is_an_error_too(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.commands.runs.start_run", lambda *_: sys.exit(0))
+    monkeypatch.setattr("service.commands.runs.start_run", lambda *_, **__: sys.exit(0))
     assert refuse("train", "digits") == "code that this command has loaded called sys.exit(0)"
 
 

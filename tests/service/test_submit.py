@@ -48,7 +48,7 @@ def test_paths_of_pack_and_data_are_absolute_whether_they_exist_or_not(tmp_path:
 
 @pytest.mark.parametrize("words", [[], ["dance"], ["submit"]])
 def test_what_is_no_command_of_ours_is_refused_with_those_that_are(words: list[str], tmp_path: Path) -> None:
-    with pytest.raises(ExperimentError, match=r"give one of cache, check-method, compare, .*, taps, train, ui and its arguments"):
+    with pytest.raises(ExperimentError, match=r"give one of cache, check-method, clean, compare, .*, taps, train, ui and its arguments"):
         packaged(words, tmp_path)
 
 
@@ -56,6 +56,7 @@ def test_every_other_command_can_be_submitted(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     Path("swept").mkdir()
     commands = {
+        "clean --older-than 30d --dry-run": "clean --older-than 30d --dry-run",
         "methods": "methods",
         "recipes": "recipes",
         "show --keys optim": "show optim --keys",
