@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -39,8 +40,11 @@ class Cleaner:
     num_bytes: int = 0
 
     def is_old(self, path: Path, *, read: bool = False) -> bool:
-        """Whether nothing in it has changed, or with `read` been read, since then."""
-        return all(max(entry.st_mtime, entry.st_atime if read else 0.0) < self.before_s for entry in _stats(path))
+        """Whether nothing in it has changed, or with `read` no file been read, since then."""
+        return all(
+            entry.st_mtime < self.before_s and not (read and stat.S_ISREG(entry.st_mode) and entry.st_atime >= self.before_s)
+            for entry in _stats(path)
+        )
 
     def remove(self, path: Path, what: str, by: Callable[[Path], bool] | None = None) -> None:
         """Remove a file or folder, `by` a function of its own that says whether it has."""
@@ -76,7 +80,8 @@ def clean(root: Path, cleaner: Cleaner, *, unfinished: bool, checkpoints_only: b
     if checkpoints_only:
         return
     remaining = [run for run in runs if run not in removable]
-    for cache in sorted({run.cache for run in runs if run.cache} - {run.cache for run in remaining}):
+    caches = {run.cache for run in removable if run.cache and run.cache.is_absolute()}
+    for cache in sorted(cache for cache in caches if not any(run.uses_cache(cache) for run in remaining)):
         for folder in _subfolders(cache, _KEY.fullmatch):
             if cleaner.is_old(folder, read=True):
                 cleaner.remove(folder, "logits")
@@ -118,12 +123,17 @@ class Run:
 
     @property
     def cache(self) -> Path | None:
-        """Its `teacher.cache`."""
+        """Its `teacher.cache`, as it is written: a relative one began in a directory that nobody knows any more."""
         try:
             tree = strict_yaml.parse(self.text, str(self.path))
-            return Path(tree["teacher"]["cache"]).expanduser().absolute()
+            return Path(tree["teacher"]["cache"]).expanduser()
         except (ExperimentError, KeyError, TypeError, RuntimeError):
             return None
+
+    def uses_cache(self, cache: Path) -> bool:
+        """Whether this may be its `teacher.cache`."""
+        own = self.cache
+        return own is not None and (own == cache or (not own.is_absolute() and own.name == cache.name))
 
     def names(self, other: "Run") -> bool:
         """Whether its experiment names something in the other's directory, as `teacher.weights` may."""

@@ -48,7 +48,9 @@ def test_paths_of_pack_and_data_are_absolute_whether_they_exist_or_not(tmp_path:
 
 @pytest.mark.parametrize("words", [[], ["dance"], ["submit"]])
 def test_what_is_no_command_of_ours_is_refused_with_those_that_are(words: list[str], tmp_path: Path) -> None:
-    with pytest.raises(ExperimentError, match=r"give one of cache, check-method, clean, compare, .*, taps, train, ui and its arguments"):
+    with pytest.raises(
+        ExperimentError, match=r"give one of cache, check-method, clean, compare, .*, taps, train, ui and its arguments"
+    ):
         packaged(words, tmp_path)
 
 

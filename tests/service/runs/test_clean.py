@@ -132,7 +132,13 @@ def test_a_cache_goes_with_the_last_run_that_names_it_once_nobody_has_read_it(ro
     run_clean()
     assert segment.exists()
     make_run(root / "again", experiment=f"teacher: {{cache: {cache}}}")
+    relative = make_run(root / "relative", experiment="teacher: {cache: logits}", days=1)
     aged(cache)
+    run_clean()
+    assert segment.exists()
+    make_run(root / "again", experiment=f"teacher: {{cache: {cache}}}")
+    aged(relative)
+    run_clean(dry_run=True)  # which looks at the folder, and is no reading
     run_clean()
     assert [path.name for path in cache.iterdir()] == ["notes"]
 
