@@ -59,6 +59,9 @@ def test_the_wheel_runs_the_demo_in_an_environment_of_its_own(wheel: Path, tmp_p
 
     found = subprocess.run([python, "-c", "import service; print(service.__file__)"], cwd=tmp_path, env=env, capture_output=True)
     assert str(venv) in found.stdout.decode()
+    for package in ("service", "trainables"):  # the user's own of the same names, which nothing may import
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("raise ImportError('of another project')")
     sets = [word for text in (*TINY, SPACE) for word in ("--set", text)]
     done = subprocess.run(
         [venv / "bin" / "distill", "sweep", "digits", "--out", "run", *sets],
