@@ -21,6 +21,10 @@ from trainables.redact import redact, redact_record
 COMMANDS = {
     "cache": ("runs:cache", "Fill teacher.cache: the teacher's logits for all epochs of an experiment."),
     "check-method": ("methods:check_method", "Whether a method keeps the contract: NAME as in distill.method, or FILE.py:CLASS."),
+    "clean": (
+        "clean:clean",
+        "Remove what is old and needed by nothing: runs, caches, and what killed jobs have left.",
+    ),
     "compare": ("reports:compare", "Two sweeps or runs side by side."),
     "data": ("data:data", "The content of a packed set: counts, classes, sizes, shapes, pictures."),
     "doctor": ("reports:doctor", "Where a step's time goes and what to change."),

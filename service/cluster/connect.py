@@ -8,7 +8,9 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from service.cluster import local_ray
 from service.cluster.resources import MAX_OVERSUBSCRIPTION, Cluster, is_local, living_nodes, real_cpus
@@ -80,19 +82,32 @@ def set_ray_environment() -> None:
 def _start_ray(logical_cpus: int) -> None:
     import ray
 
-    quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
+    options = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True, "job_config": _job_config()}
     if is_local():
         cores = real_cpus()
         cpus = max(cores, min(logical_cpus, cores * MAX_OVERSUBSCRIPTION))
         # Ray makes the folders of a session writable for everybody: who writes there runs code as the user of its workers.
         folder = user_folder(session_base()) / "ray"
         protect_token()
-        ray.init(address="local", num_cpus=cpus, dashboard_host="127.0.0.1", _temp_dir=str(folder), **quiet)
+        ray.init(address="local", num_cpus=cpus, dashboard_host="127.0.0.1", _temp_dir=str(folder), **options)
         protect_token()
         local_ray.watch_servers()
     else:
         in_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ  # which has brought its own code
-        ray.init(runtime_env=None if in_job else packages(), **quiet)
+        ray.init(runtime_env=None if in_job else packages(), **options)
+
+
+def _job_config() -> Any:
+    """Workers import from this package's checkout, where it is in one, and not from the user's directory.
+
+    There may be a `service/` of theirs. Ray adds none of a driver's directories where its job has a working directory.
+    """
+    from ray.job_config import JobConfig
+
+    folder = Path(__file__).parents[2]
+    config = JobConfig(_py_driver_sys_path=[str(folder)] if (folder / "pyproject.toml").exists() else [])
+    config._runtime_env_has_working_dir = partial(bool, True)
+    return config
 
 
 def session_base() -> str:

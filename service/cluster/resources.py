@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 MAX_OVERSUBSCRIPTION = 4
+HEAD = "node:__internal_head__"
+"""Ray's resource of the head node alone."""
+TRIAL_BYTES = 5 * 2**28
+"""Memory of a running trial on the head node: Ray Tune's function, Ray Train's controller and their actors."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,8 @@ class Cluster:
 
     nodes: tuple[Node, ...]
     real_cpus: int | None = None
+    head_bytes: float = float("inf")
+    """Memory that the head node has to reserve, whether in use or not."""
 
     @property
     def cpus(self) -> float:
@@ -113,8 +120,24 @@ class Cluster:
         return f"{reservation.num_workers} workers of {reservation} each{actors} do not fit: {nodes} {hold}"
 
     def max_concurrent(self, reservation: Reservation, limit: int) -> int:
-        """How many such jobs may run at a time, at most `limit`: so few that none waits on another's bundles for ever."""
-        return max(1, min(limit, self.max_workers(reservation) // reservation.num_workers))
+        """How many such jobs may run at a time, at most `limit`: so few that none waits on another's bundles for ever.
+
+        And so few that the head node has memory for them.
+        """
+        return max(1, min(limit, self.max_workers(reservation) // reservation.num_workers, self._trials_on_head))
+
+    def trial_resources(self) -> dict[str, float]:
+        """What the function of a trial reserves of the head node, where it waits for its workers, which reserve what they use.
+
+        Ray Tune wants it to reserve something; a grain of the head costs no CPU that a trial may need. The memory is that of
+        all that a trial has there, so that the sweeps of several people do not fill it; all of it where a head has less.
+        """
+        memory = {} if self.head_bytes == float("inf") else {"memory": int(min(TRIAL_BYTES, self.head_bytes))}
+        return {HEAD: 0.001, **memory}
+
+    @property
+    def _trials_on_head(self) -> int:
+        return int(min(self.head_bytes, sys.maxsize) // TRIAL_BYTES)
 
     def hardware(self, use_gpu: bool, cpus_per_worker: int) -> dict[str, float]:
         """The nodes that workers run on, as a model of a step's time sees them.
@@ -174,9 +197,7 @@ def living_nodes(cores: int | None = None) -> Cluster:
     """The cluster that this process is connected to, without the nodes that have died. `cores`: see `Cluster.real_cpus`."""
     import ray
 
-    nodes = [
-        Node(node["NodeID"], node["Resources"].get("CPU", 0.0), node["Resources"].get("GPU", 0.0))
-        for node in ray.nodes()
-        if node["Alive"]
-    ]
-    return Cluster(tuple(nodes), real_cpus=cores)
+    living = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+    nodes = tuple(Node(node_id, has.get("CPU", 0.0), has.get("GPU", 0.0)) for node_id, has in living.items())
+    head_bytes = sum((has.get("memory", 0.0) for has in living.values() if HEAD in has), 0.0)
+    return Cluster(nodes, real_cpus=cores, head_bytes=head_bytes or float("inf"))

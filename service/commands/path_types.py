@@ -1,5 +1,6 @@
 """Types of arguments and options whose text names something on this machine, and how `submit` says it for another directory."""
 
+import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -15,6 +16,8 @@ from service.config.dotted import put
 from service.config.experiment import load, parse_override
 from service.config.files import recipes
 from service.config.paths import absolute, absolute_or_new, absolute_paths, with_absolute_file
+from trainables.methods import file_of, option_key
+from trainables.rundir import write_atomic
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,17 @@ class JobFiles:
 
     folder: Path
     params: Mapping[str, Any]
+
+    def method(self, name: str) -> str:
+        """The name of a method in the job; of `FILE.py:CLASS` the file travels along, unless it is on the cluster alone."""
+        path = file_of(name)
+        if path is None or not path.is_file():
+            return with_absolute_file(name)
+        content = path.read_bytes()
+        # Below a folder, where its name hides no module, and apart from another file of the same name.
+        copy = Path("methods") / f"{path.stem}-{hashlib.sha256(content).hexdigest()[:12]}.py"
+        write_atomic(self.folder / copy, content)
+        return f"{copy}:{option_key(name)}"
 
 
 class NamesPath(ABC):
@@ -58,7 +72,7 @@ class MethodName(NamesPath, StringParamType):
     """A method: its name, or FILE.py:CLASS."""
 
     def in_job(self, text: str, job: JobFiles) -> list[str]:
-        return [with_absolute_file(text)]
+        return [job.method(text)]
 
 
 class Override(NamesPath, StringParamType):
@@ -69,7 +83,7 @@ class Override(NamesPath, StringParamType):
         key, value = parse_override(text)
         tree: dict[str, object] = {}
         put(tree, key, value, f"--set {text}")
-        return [text, *(f"{key}={json.dumps(path)}" for key, path in absolute_paths(tree).items())]
+        return [text, *(f"{key}={json.dumps(path)}" for key, path in absolute_paths(tree, job.method).items())]
 
 
 class RecipeOrFile(NamesPath, StringParamType):
@@ -84,7 +98,7 @@ class RecipeOrFile(NamesPath, StringParamType):
         if text in recipes():
             return [text]
         tree = experiment.model_dump(mode="json")
-        for key, value in absolute_paths(tree).items():
+        for key, value in absolute_paths(tree, job.method).items():
             put(tree, key, value, text)
         name = f"{experiment.name}.yaml"
         (job.folder / name).write_text(strict_yaml.dump(tree))

@@ -16,35 +16,46 @@ if TYPE_CHECKING:
 
 # What is imported in a function is not needed to refuse a wrong experiment.
 
+CONTINUE = click.option(
+    "--continue", "continues", is_flag=True, help="Resume the run of --out if there is one: for a scheduler that starts it again."
+)
+
 
 @click.command()
 @RECIPE
 @SET
 @OUT
+@CONTINUE
 @RUNS
-def train(recipe_or_file: str, overrides: tuple[str, ...], out: Path | None, root: Path) -> None:
+def train(recipe_or_file: str, overrides: tuple[str, ...], out: Path | None, continues: bool, root: Path) -> None:
     """Train the teacher if it has no weights, then distil the student."""
     from service.config.experiment import load
 
-    start_run("train", load(recipe_or_file, overrides), out, root)
+    start_run("train", load(recipe_or_file, overrides), out, root, continues=continues)
 
 
 @click.command()
 @RECIPE
 @SET
 @OUT
+@CONTINUE
 @RUNS
-def sweep(recipe_or_file: str, overrides: tuple[str, ...], out: Path | None, root: Path) -> None:
+def sweep(recipe_or_file: str, overrides: tuple[str, ...], out: Path | None, continues: bool, root: Path) -> None:
     """Search over GPUs × batch × loader workers, or whatever sweep.space names."""
     from service.config.experiment import load
 
-    start_run("sweep", load(recipe_or_file, overrides), out, root)
+    start_run("sweep", load(recipe_or_file, overrides), out, root, continues=continues)
 
 
 @click.command()
 @DIR
 def resume(directory: Path) -> None:
     """Continue an interrupted run or sweep: nothing is lost, nothing is run twice."""
+    resume_run(directory)
+
+
+def resume_run(directory: Path) -> None:
+    """See `resume`."""
     from service.runs.method_copies import changed_methods
     from service.runs.preflight import check_checkpoints
     from service.runs.run_directory import reopen
@@ -73,11 +84,18 @@ def cache(recipe_or_file: str, overrides: tuple[str, ...], root: Path) -> None:
     click.echo(fill_cache(load(recipe_or_file, overrides), root))
 
 
-def start_run(kind: Kind, resolved: Resolved, out: Path | None, root: Path) -> None:
-    """Check the experiment, create its run directory, and run it."""
-    from service.runs.run_directory import begin_run, check_writable, new_run_dir
+def start_run(kind: Kind, resolved: Resolved, out: Path | None, root: Path, *, continues: bool) -> None:
+    """Check the experiment, create its run directory, and run it; `continues`: or resume the same run in `out`."""
+    from service.runs.run_directory import begin_run, check_same, check_writable, has_begun, new_run_dir
+    from trainables.errors import ExperimentError
 
-    check_writable(root, out)
+    if continues and out is None:
+        raise ExperimentError("--continue: give the run's directory with --out")
+    if continues and out is not None and has_begun(out):
+        check_same(kind, resolved, out)
+        resume_run(out)
+        return
+    check_writable(root, out, begun_ok=continues)
     check_inputs(kind, resolved)
     run_dir = new_run_dir(root, resolved.experiment.name, out)
     begin_run(resolved, kind, run_dir, root)

@@ -26,8 +26,8 @@ from trainables.errors import ExperimentError
 def submit(context: click.Context, follow: bool, root: Path | None, command: tuple[str, ...]) -> None:
     """Run any other command as a Ray job: distill submit --follow train digits.
 
-    Relative paths begin in this directory, also in an experiment file and in --set. The file itself travels with the job;
-    the nodes have to see all else that is named.
+    Relative paths begin in this directory, also in an experiment file and in --set. The file itself and the files of methods
+    travel with the job; the nodes have to see all else that is named.
     """
     with tempfile.TemporaryDirectory(prefix="raydistill-") as folder:
         arguments = package(context.find_root(), command, Path(folder))

@@ -39,24 +39,28 @@ PATHS: dict[str, Callable[[str], str]] = {
 """The keys whose values are paths or have some."""
 
 
-def absolute_paths(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of an experiment, whole or in part, that have relative paths, with absolute ones: dotted key → value."""
+def absolute_paths(tree: Mapping[str, Any], method: Callable[[str], str] = with_absolute_file) -> dict[str, Any]:
+    """The values of an experiment, whole or in part, that have relative paths, with absolute ones: dotted key → value.
+
+    `method`: what becomes of the name of a method.
+    """
+    changes = {**PATHS, "distill.method": method}
     flat = flatten(tree)
     space = flat.pop("sweep.space", {})
     flat |= {f"sweep.space.{key}": values for key, values in space.items()} if isinstance(space, Mapping) else {}
-    found = {key: _with_absolute(key.removeprefix("sweep.space."), value) for key, value in flat.items()}
+    found = {key: _with_absolute(changes, key.removeprefix("sweep.space."), value) for key, value in flat.items()}
     return {key: value for key, value in found.items() if value != flat[key]}
 
 
-def _point(point: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _with_absolute(key, value) for key, value in point.items()}
-
-
-def _with_absolute(key: str, value: Any) -> Any:
+def _with_absolute(changes: Mapping[str, Callable[[str], str]], key: str, value: Any) -> Any:
     """The value or values of a key."""
     if key == "sweep.points" and isinstance(value, list):
-        return [_point(point) if isinstance(point, Mapping) else point for point in value]
-    return _mapped(PATHS[key], value) if key in PATHS else value
+        return [_point(changes, point) if isinstance(point, Mapping) else point for point in value]
+    return _mapped(changes[key], value) if key in changes else value
+
+
+def _point(changes: Mapping[str, Callable[[str], str]], point: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _with_absolute(changes, key, value) for key, value in point.items()}
 
 
 def _mapped(change: Callable[[str], str], value: Any) -> Any:

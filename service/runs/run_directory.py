@@ -5,6 +5,7 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
+from service.config.dotted import flatten
 from service.config.experiment import Resolved, read_resolved
 from service.runs.method_copies import copy_methods, use_copies_of
 from service.runs.result import Kind, RunResult, read_result, write_result
@@ -13,13 +14,30 @@ from trainables.locks import is_locked, locked_or_raise
 from trainables.rundir import RunDir, unwritable_reason, write_text
 
 
-def check_writable(root: Path, out: Path | None) -> None:
+def has_begun(path: Path) -> bool:
+    """Whether a directory has a run that can be resumed."""
+    return RunDir(path).experiment.is_file() and RunDir(path).result.is_file()
+
+
+def check_same(kind: Kind, resolved: Resolved, path: Path) -> None:
+    """Refuse to continue a run of another experiment. Raises ExperimentError: naming the first key that differs."""
+    begun, _, result = reopen(path)
+    wanted, begun_with = (flatten(each.experiment.model_dump(mode="json")) for each in (resolved, begun))
+    differing = [key for key in sorted({*wanted, *begun_with}) if wanted.get(key) != begun_with.get(key)]
+    if result.kind != kind or differing:
+        other = f"a {result.kind}" if result.kind != kind else f"another {differing[0]} ({begun_with.get(differing[0])})"
+        raise ExperimentError(f"{path} has a run with {other}: continue it with `distill resume {path}`, or choose another --out")
+
+
+def check_writable(root: Path, out: Path | None, *, begun_ok: bool = False) -> None:
     """Refuse an `out` that has a run already, and folders that cannot be written, before anything is created.
+
+    `begun_ok`: a run that died before it could be resumed is begun anew.
 
     Raises:
         ExperimentError: see above.
     """
-    if out is not None and (RunDir(out).experiment.exists() or RunDir(out).result.exists()):
+    if out is not None and not begun_ok and (RunDir(out).experiment.exists() or RunDir(out).result.exists()):
         raise ExperimentError(f"{out} already holds a run: continue it with `distill resume {out}`, or choose another --out")
     for option, path in (("--runs", root), ("--out", out)):
         if path is None:
@@ -75,7 +93,7 @@ def reopen(path: Path, *, to_continue: bool = False) -> tuple[Resolved, RunDir, 
         ExperimentError: no run there, or one that is damaged; or it cannot be continued by this version.
     """
     run_dir = RunDir(path.absolute())
-    if not (run_dir.result.is_file() and run_dir.experiment.is_file()):
+    if not has_begun(run_dir.root):
         raise ExperimentError(f"{path} holds no run: give a directory that `distill train` or `distill sweep` wrote")
     if to_continue:
         use_copies_of(run_dir)

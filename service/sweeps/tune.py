@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from service.cluster.resources import living_nodes
 from service.config.sweep import SweepConfig
 from service.runs.assignment import Assignment
 from service.runs.result import RunResult
@@ -17,10 +18,6 @@ from trainables.rundir import RunDir
 
 if TYPE_CHECKING:
     from ray.tune.schedulers import ASHAScheduler
-
-TRIAL_RESOURCES = {"node:__internal_head__": 0.001}
-"""What the function of a trial reserves. It only waits for its workers, which reserve what they use, and Tune wants it to
-reserve something: a grain of the head node costs no CPU that a trial may need."""
 
 
 def tune_trials(sweep: SweepConfig, assignments: Mapping[str, Assignment], run_dir: RunDir, max_concurrent: int) -> None:
@@ -35,7 +32,7 @@ def tune_trials(sweep: SweepConfig, assignments: Mapping[str, Assignment], run_d
             for trial, assignment in assignments.items()
         }
     function = partial(run_trial, assignments=dict(assignments), sweep_dir=str(run_dir.root))
-    trainable = tune.with_resources(function, TRIAL_RESOURCES)
+    trainable = tune.with_resources(function, living_nodes().trial_resources())
     # Which trials are done is known from their results. Only asha has more to remember: the metric of each epoch.
     path = run_dir.tune / "tune"
     if path.exists() and sweep.policy != "asha":
@@ -95,7 +92,7 @@ def search_trials(result: RunResult, assignments: Mapping[str, Assignment], run_
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor = ray.remote(SearchCoordinator).options(num_cpus=0, scheduling_strategy=here)
     coordinator = actor.remote(result, assignments, str(run_dir.root))
-    trainable = tune.with_resources(partial(run_worker_group, coordinator=coordinator), TRIAL_RESOURCES)
+    trainable = tune.with_resources(partial(run_worker_group, coordinator=coordinator), living_nodes().trial_resources())
     # As many worker groups as the coordinator starts: points may be measured again, so that their number is not known.
     tune.Tuner(
         trainable,

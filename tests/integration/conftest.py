@@ -110,6 +110,9 @@ class Distill:
         self.folder, self.runs = folder, folder / "runs"
         self.experiment = folder / "tiny.yaml"
         self.experiment.write_text(EXPERIMENT)
+        for package in ("service", "trainables"):  # the user's own of the same names, which nothing may import
+            (folder / package).mkdir()
+            (folder / package / "__init__.py").write_text("raise ImportError('of another project')")
         self._started: list[Command] = []
 
     def start(self, *arguments: str | Path, env: dict[str, str] | None = None, cwd: Path | None = None) -> Command:
@@ -118,12 +121,12 @@ class Distill:
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "RAYDISTILL_"))}
         with open(log, "wb") as file:
             process = subprocess.Popen(
-                [sys.executable, "-m", "service", *map(str, arguments)],
+                [sys.executable, "-P", "-m", "service", *map(str, arguments)],
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 cwd=cwd or self.folder,
                 start_new_session=True,
-                env={**clean, "RAYDISTILL_RUNS": str(self.runs), "COLUMNS": "200", **(env or {})},
+                env={**clean, "PYTHONPATH": str(PROJECT), "RAYDISTILL_RUNS": str(self.runs), "COLUMNS": "200", **(env or {})},
             )
         self._started.append(Command(process, log))
         return self._started[-1]

@@ -7,22 +7,38 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.conftest import PATIENCE_S, PROJECT, Distill, RayCluster, result
+from tests.integration.conftest import PATIENCE_S, PROJECT, Distill, RayCluster, records, result
 
 pytestmark = pytest.mark.integration
 
 
+METHOD = """
+from trainables.methods.contract import Method, Requirements
+
+
+class Flat(Method):
+    terms = ("flat_loss",)
+    requires = Requirements(teacher=False)
+
+    def forward(self, student, teacher, batch):
+        return {"flat_loss": student.logits_BK.square().mean(1)}
+"""
+
+
 @pytest.mark.slow
-def test_a_submitted_run_is_followed_to_its_end_and_leaves_its_results_in_the_runs_root(
+def test_a_submitted_run_with_a_method_of_its_own_is_followed_to_its_end_and_leaves_its_results_in_the_runs_root(
     distill: Distill, cluster: RayCluster
 ) -> None:
-    submit = ("submit", "--runs", distill.runs, "--follow", "train", distill.experiment, "--set", "optim.epochs=1")
-    output = distill.run(*submit, env=cluster.env)
+    (distill.folder / "flat.py").write_text(METHOD)
+    changes = ("--set", "optim.epochs=1", "--set", "distill.method=flat.py:Flat")
+    output = distill.run("submit", "--runs", distill.runs, "--follow", "train", "tiny.yaml", *changes, env=cluster.env)
     assert "submitted raysubmit_" in output
     assert "student epoch 1/1" in output
     (run,) = distill.runs.iterdir()
     assert result(run)["status"] == "complete"
     assert f"result: {run}/result.json" in output
+    assert "methods/flat-" in (run / "experiment.yaml").read_text()
+    assert "flat_loss" in "".join(map(str, records(run, "epoch")))
 
 
 def test_the_exit_code_of_a_followed_job_is_the_jobs_own(distill: Distill, cluster: RayCluster) -> None:

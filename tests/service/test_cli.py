@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from service import cli
+from service.config.experiment import load
 from tests.trainables.data.photos import encoded, photo
 from tests.trainables.jobs import write_teacher
 from tests.trainables.methods import own_methods
@@ -179,7 +180,7 @@ def test_a_method_that_ends_the_process_when_it_is_loaded_is_an_error(tmp_path: 
 
 
 def test_code_that_ends_the_process_later_is_an_error_too(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.commands.runs.start_run", lambda *_: sys.exit(0))
+    monkeypatch.setattr("service.commands.runs.start_run", lambda *_, **__: sys.exit(0))
     assert refuse("train", "digits") == "code that this command has loaded called sys.exit(0)"
 
 
@@ -523,6 +524,18 @@ def test_a_folder_that_holds_a_run_is_not_written_over(refuse: Refuse, tmp_path:
     before = (run / "result.json").read_bytes()
     assert f"already holds a run: continue it with `distill resume {run}`" in refuse("train", "digits", "--out", run)
     assert (run / "result.json").read_bytes() == before
+
+
+def test_a_job_that_is_started_again_continues_its_run_and_no_other(
+    refuse: Refuse, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = begun(tmp_path / "run", status="complete")
+    (run / "experiment.yaml").write_text(load("digits").to_yaml())
+    assert exit_code("train", "digits", "--out", run, "--continue") == 0
+    assert capsys.readouterr().out == f"{run} is complete; its tables: distill report {run}\n"
+    assert "has a run with another optim.lr (0.05)" in refuse("train", "digits", "--out", run, "--continue", *sets("optim.lr=9"))
+    assert f"{run} has a run with a train" in refuse("sweep", "digits", "--out", run, "--continue")
+    assert "give the run's directory with --out" in refuse("train", "digits", "--continue")
 
 
 @pytest.mark.parametrize("command", ["resume", "report", "sync"])

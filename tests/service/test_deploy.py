@@ -1,6 +1,7 @@
 import itertools
 import json
 import re
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,12 +13,29 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "service" / "deploy"
-SCHEMA = Path(__file__).parent / "schemas" / "kuberay.yaml"
+SCHEMAS = Path(__file__).parent / "schemas"
 MANIFESTS = (DEPLOY / "raycluster.yaml", DEPLOY / "rayjob.yaml")
+OTHERS = tuple(DEPLOY / name for name in ("kueue.yaml", "mlflow.yaml", "networkpolicy.yaml"))
 
 
 def load(path: Path) -> Any:
     return yaml.safe_load(path.read_text())
+
+
+def load_all(path: Path) -> list[Any]:
+    return list(yaml.safe_load_all(path.read_text()))
+
+
+def validate(manifest: dict[str, Any]) -> None:
+    """Raises jsonschema.ValidationError."""
+    schema = load(SCHEMAS / "kuberay.yaml")
+    if manifest["apiVersion"] != "ray.io/v1" and not manifest["kind"].startswith("Ray"):
+        properties = load(SCHEMAS / "kubernetes.yaml")["kinds"][f"{manifest['apiVersion']}/{manifest['kind']}"]
+        metadata = schema["$defs"]["template"]["properties"]["metadata"]
+        properties |= {"apiVersion": {}, "kind": {}, "metadata": {**metadata, "required": ["name"]}}
+        required = [name for name in ("spec", "data", "value") if name in properties and manifest["kind"] != "ResourceFlavor"]
+        schema = {"$defs": schema["$defs"], "properties": properties, "additionalProperties": False, "required": required}
+    jsonschema.Draft202012Validator(schema).validate(manifest)
 
 
 def dashboard() -> dict[str, Any]:
@@ -87,49 +105,126 @@ def test_the_clusters_sessions_lie_in_a_folder_of_its_user_alone(tmp_path: Path)
         assert subprocess.run(["bash", "-c", made], env={"RAY_TMPDIR": str(link)}, timeout=30).returncode != 0
 
 
-@pytest.mark.parametrize("path", [ROOT / "cluster.yaml", *MANIFESTS], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", [ROOT / "cluster.yaml", *MANIFESTS, *OTHERS, DEPLOY / "mlflow.service"], ids=lambda path: path.name
+)
 def test_what_a_user_has_to_change_is_marked(path: Path) -> None:
-    unmarked = ("192.168.", "registry.example.com", "claimName:", "ssh_user:", "replicas:", "RAYDISTILL_RUNS=")
-    lines = path.read_text().splitlines()
+    unmarked = (
+        "192.168.1.",
+        "registry.example.com",
+        "claimName:",
+        "ssh_user:",
+        "eplicas:",
+        "RAYDISTILL_RUNS=",
+        "=s3:",
+        "metadata.name:",
+    )
+    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
     for before, line in itertools.pairwise(lines):
-        if any(word in line for word in unmarked):
-            assert "EDIT" in line or "pip install" in before, line
+        if any(word in line for word in unmarked) and line != "  replicas: 1":
+            assert "EDIT" in line or "pip install" in before or path.suffix == ".service", line
+    assert "EDIT" in path.read_text()
 
 
-@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
-def test_the_manifests_fit_kuberays_schema(path: Path) -> None:
-    """Against a hand-written schema of the fields that KubeRay defines and the usual ones of a pod, not the CRDs' whole text.
+@pytest.mark.parametrize("path", [*MANIFESTS, *OTHERS], ids=lambda path: path.name)
+def test_the_manifests_fit_the_schemas_of_kuberay_kubernetes_and_kueue(path: Path) -> None:
+    """Against hand-written schemas of the fields that the manifests are likely to use, not the CRDs' whole text.
 
-    What the schema takes from where stands at its top. The pods were checked once against Kubernetes' own full schema.
+    What the schemas take from where stands at their top. The manifests were checked once against the whole CRDs of KubeRay 1.7
+    and Kueue with unknown fields refused, and against Kubernetes' own models.
     """
-    jsonschema.Draft202012Validator(load(SCHEMA)).validate(load(path))
+    for manifest in load_all(path):
+        validate(manifest)
+
+
+def test_every_file_for_kubernetes_is_checked() -> None:
+    assert {*MANIFESTS, *OTHERS} == set(DEPLOY.glob("*.yaml"))
 
 
 @pytest.mark.parametrize(
-    ("key_path", "value"),
+    ("name", "key_path", "value"),
     [
-        (("spec", "workerGroupSpecs", 0, "replica"), 2),
-        (("spec", "workerGroupSpecs", 0, "replicas"), "2"),
-        (("spec", "headGroupSpec", "rayStartParams", "num-cpus"), 0),
-        (("spec", "workerGroupSpecs", 0, "template", "spec", "containers", 0, "resources", "limits", "memory"), "128 GB"),
-        (("spec", "headGroupSpec", "template", "spec", "volumes", 1, "emptyDir", "medium"), "RAM"),
-        (("apiVersion",), "ray.io/v1alpha1"),
+        ("raycluster", ("spec", "workerGroupSpecs", 0, "replica"), 2),
+        ("raycluster", ("spec", "workerGroupSpecs", 0, "replicas"), "2"),
+        ("raycluster", ("spec", "headGroupSpec", "rayStartParams", "num-cpus"), 0),
+        (
+            "raycluster",
+            ("spec", "workerGroupSpecs", 0, "template", "spec", "containers", 0, "resources", "limits", "cpu"),
+            "2 CPU",
+        ),
+        ("raycluster", ("spec", "headGroupSpec", "template", "spec", "volumes", 1, "emptyDir", "medium"), "RAM"),
+        ("raycluster", ("spec", "gcsFaultToleranceOptions", "backend"), "rocks"),
+        ("raycluster", ("spec", "autoscalerOptions", "idleTimeoutSecond"), 60),
+        ("raycluster", ("apiVersion",), "ray.io/v1alpha1"),
+        ("networkpolicy", ("spec", "ingress", 0, "ports", 0), {"port": 8265, "protocol": "tcp"}),
+        ("networkpolicy", ("spec", "ingres"), []),
+        ("mlflow", ("spec", "template", "spec", "containers", 0, "readinessProbe", "httpget"), {"port": "http"}),
     ],
 )
-def test_the_schema_catches_a_slip(key_path: tuple[str | int, ...], value: object) -> None:
-    manifest = load(MANIFESTS[0])
+def test_the_schemas_catch_a_slip(name: str, key_path: tuple[str | int, ...], value: object) -> None:
+    manifest = next(each for each in load_all(DEPLOY / f"{name}.yaml") if each["kind"] != "ConfigMap")
     inner = manifest
     for key in key_path[:-1]:
-        inner = inner[key]
+        inner = inner.setdefault(key, [None]) if isinstance(inner, dict) else inner[key]
     inner[key_path[-1]] = value
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.Draft202012Validator(load(SCHEMA)).validate(manifest)
+        validate(manifest)
 
 
-def test_the_jobs_cluster_is_the_standing_one_and_runs_this_package() -> None:
-    cluster, job = (load(path) for path in MANIFESTS)
-    assert job["spec"]["rayClusterSpec"] == cluster["spec"]
+def test_the_jobs_cluster_is_the_standing_one_without_what_only_that_one_needs() -> None:
+    cluster, job = (load(path)["spec"] for path in MANIFESTS)
+    only_standing = {"enableInTreeAutoscaling", "autoscalerOptions", "gcsFaultToleranceOptions"}
+    counts = {"replicas": 2, "minReplicas": 2, "maxReplicas": 2}
+    assert only_standing <= set(cluster)
+    expected = {key: value for key, value in cluster.items() if key not in only_standing}
+    expected["workerGroupSpecs"] = [{**group, **counts} for group in cluster["workerGroupSpecs"]]
+    assert job["rayClusterSpec"] == expected
+
+
+def test_a_job_that_is_started_again_continues_its_run_and_waits_in_the_queue_that_ships() -> None:
+    job, kinds = load(MANIFESTS[1]), {}
     assert job["spec"]["entrypoint"].startswith("python -m service sweep ")
+    assert job["spec"]["entrypoint"].endswith(" --continue")
+    for manifest in load_all(DEPLOY / "kueue.yaml"):
+        kinds.setdefault(manifest["kind"], []).append(manifest["metadata"]["name"])
+    assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] in kinds["LocalQueue"]
+    assert job["metadata"]["labels"]["kueue.x-k8s.io/priority-class"] in kinds["WorkloadPriorityClass"]
+
+
+def test_the_queue_has_room_for_a_job() -> None:
+    (queue,) = (each["spec"] for each in load_all(DEPLOY / "kueue.yaml") if each["kind"] == "ClusterQueue")
+    (group,) = queue["resourceGroups"]
+    (flavor,) = group["flavors"]
+    quota = {each["name"]: each["nominalQuota"] for each in flavor["resources"]}
+    assert list(quota) == group["coveredResources"]
+    spec = load(MANIFESTS[1])["spec"]["rayClusterSpec"]
+    needed = dict.fromkeys(quota, 0)
+    for spec_group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+        for name, value in spec_group["template"]["spec"]["containers"][0]["resources"]["requests"].items():
+            needed[name] += int(value.removesuffix("Gi")) * spec_group.get("replicas", 1)
+    assert all(needed[name] <= int(quota[name].removesuffix("Gi")) for name in quota)
+
+
+def test_mlflows_server_asks_for_a_login_and_takes_its_passwords_from_the_secret_alone() -> None:
+    config, deployment, service = load_all(DEPLOY / "mlflow.yaml")
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    unit = (DEPLOY / "mlflow.service").read_text()
+    assert "--app-name=basic-auth" in container["command"]
+    assert "--app-name=basic-auth" in unit
+    assert container["envFrom"] == [{"secretRef": {"name": "raydistill-mlflow"}}]
+    assert "EnvironmentFile=/etc/mlflow/env" in unit
+    texts = [config["data"]["basic_auth.ini"], *container["args"], unit]
+    assert not any(re.search(r"://[^/@\s]*:[^/@\s]*@|^admin_password", text, re.MULTILINE) for text in texts)
+    assert service["spec"]["selector"] == deployment["spec"]["template"]["metadata"]["labels"]
+
+
+def test_systemd_takes_the_unit_of_mlflows_server(tmp_path: Path) -> None:
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("no systemd here")
+    unit = tmp_path / "mlflow.service"
+    unit.write_text((DEPLOY / "mlflow.service").read_text().replace("/opt/mlflow/bin/mlflow", "/bin/true"))
+    checked = subprocess.run(["systemd-analyze", "verify", "--man=no", unit], capture_output=True, text=True, timeout=30)
+    assert not [line for line in checked.stderr.splitlines() if "mlflow.service" in line], checked.stderr
 
 
 def test_every_pod_mounts_the_shared_volume_and_memory_for_rays_object_store() -> None:
@@ -143,7 +238,7 @@ def test_every_pod_mounts_the_shared_volume_and_memory_for_rays_object_store() -
             assert mounted["/dev/shm"]["emptyDir"]["medium"] == "Memory"
             assert container["env"] == [{"name": "RAYDISTILL_RUNS", "value": "/shared/raydistill/runs"}]
     assert "nvidia.com/gpu" in pods[1]["containers"][0]["resources"]["limits"]
-    assert spec["authOptions"] == {"mode": "token"}
+    assert spec["authOptions"] == {"mode": "token", "secretName": "raydistill-token"}
 
 
 def test_the_manifests_name_the_ray_that_the_lock_pins() -> None:

@@ -10,6 +10,17 @@ from service.commands.submit import package
 from service.config.experiment import load
 from trainables.errors import ExperimentError
 
+METHOD = """
+from trainables.methods.contract import Method
+
+
+class Plain(Method):
+    terms = ("plain_loss",)
+
+    def forward(self, student, teacher, batch):
+        return {"plain_loss": (student.logits_BK - teacher.logits_BK).square().mean(1)}
+"""
+
 
 def packaged(words: list[str], folder: Path) -> list[str]:
     return package(click.Context(cli.cli), words, folder)
@@ -37,20 +48,22 @@ def test_paths_of_pack_and_data_are_absolute_whether_they_exist_or_not(tmp_path:
 
 @pytest.mark.parametrize("words", [[], ["dance"], ["submit"]])
 def test_what_is_no_command_of_ours_is_refused_with_those_that_are(words: list[str], tmp_path: Path) -> None:
-    with pytest.raises(ExperimentError, match=r"give one of cache, check-method, compare, .*, taps, train, ui and its arguments"):
+    with pytest.raises(
+        ExperimentError, match=r"give one of cache, check-method, clean, compare, .*, taps, train, ui and its arguments"
+    ):
         packaged(words, tmp_path)
 
 
 def test_every_other_command_can_be_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("margin.py").touch()
     Path("swept").mkdir()
     commands = {
+        "clean --older-than 30d --dry-run": "clean --older-than 30d --dry-run",
         "methods": "methods",
         "recipes": "recipes",
         "show --keys optim": "show optim --keys",
         "taps resnet8 --all --image-size=32": "taps resnet8 --image-size 32 --all",
-        "check-method margin.py:Margin --option a=1": f"check-method {tmp_path}/margin.py:Margin --option a=1",
+        "check-method /there/margin.py:Margin --option a=1": "check-method /there/margin.py:Margin --option a=1",
         "compare swept /shared/run --html=page.html": f"compare {tmp_path}/swept /shared/run --html {tmp_path}/page.html",
         "doctor swept": f"doctor {tmp_path}/swept",
         "doctor digits --set seed=1": "doctor digits --set seed=1",
@@ -121,6 +134,23 @@ def test_relative_paths_among_the_values_of_a_sweep_begin_in_the_users_directory
     assert sent == ({"data.path": paths[0]}, {"data.path": paths[1], "optim.lr": 0.1})
     words = ["sweep", "digits", "--set", "sweep.space.data.path=[a, digits]"]
     assert packaged(words, tmp_path / "package")[4:] == ["--set", f'sweep.space.data.path=["{paths[0]}", "digits"]']
+
+
+def test_the_file_of_a_method_travels_with_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "package"
+    Path("torch.py").write_text(METHOD)  # a name that must not hide a module there
+    Path("own.yaml").write_text("{base: digits, distill: {method: 'torch.py:Plain'}}")
+    (name,) = set(packaged(["check-method", "torch.py:Plain"], folder)[1:])
+    file, _, label = name.partition(":")
+    assert label == "Plain"
+    assert Path(file).parent.name == "methods"
+    assert (folder / file).read_text() == METHOD
+    packaged(["train", "own.yaml"], folder)
+    assert packaged(["train", "digits", "--set", "distill.method=torch.py:Plain"], folder)[-1] == f'distill.method="{name}"'
+    monkeypatch.chdir(folder)  # as the job does
+    Path("../torch.py").unlink()
+    assert load("own.yaml").experiment.distill.method == (name,)
 
 
 def test_a_wrong_override_is_refused_before_anything_is_submitted(tmp_path: Path) -> None:

@@ -1,5 +1,9 @@
 """What a cluster has room for, how many jobs at a time, and what `auto` becomes."""
 
+from dataclasses import replace
+
+import pytest
+
 from service.cluster.resources import Cluster, Node, Reservation, auto_loader_workers, nodes_for_actors, use_gpu
 
 
@@ -33,6 +37,15 @@ def test_jobs_at_a_time_leave_each_its_whole_group() -> None:
     assert cluster((8, 0)).max_concurrent(Reservation(2, 2), limit=1) == 1
     # 9 CPUs, but each node has a place for one worker of 2: the second group would wait for a third of the first's.
     assert cluster((3, 0), (3, 0), (3, 0)).max_concurrent(Reservation(2, 2), limit=2) == 1
+
+
+@pytest.mark.parametrize(("head_gib", "num_trials"), [(float("inf"), 40), (64 * 0.7, 35), (16 * 0.7, 8), (0.7, 1)])
+def test_no_more_trials_run_at_a_time_than_the_head_has_memory_for(head_gib: float, num_trials: int) -> None:
+    big = replace(cluster((400, 0)), head_bytes=head_gib * 2**30)
+    assert big.max_concurrent(Reservation(num_workers=1, cpus=1), limit=40) == num_trials
+    reserved = big.trial_resources().get("memory", 0)
+    assert num_trials * reserved <= big.head_bytes
+    assert bool(reserved) == (head_gib < float("inf"))
 
 
 def test_the_actors_of_a_service_are_reserved_once_for_all_jobs() -> None:

@@ -1,0 +1,228 @@
+"""`distill clean`: removes runs, checkpoints and caches that are old and needed by no other run, and what killed jobs left."""
+
+import os
+import re
+import shutil
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from service.cluster.connect import session_base
+from service.config import strict_yaml
+from service.runs.result import RunResult, read_result
+from service.runs.run_directory import has_begun
+from service.tracking.spool import Spool
+from trainables.data.storage import folder_cleaner
+from trainables.data.storage.shared_folder import RAM, format_bytes
+from trainables.distributed.pipeline.plan_cut import cache_folder
+from trainables.errors import ExperimentError
+from trainables.locks import is_locked, try_lock
+from trainables.rundir import RunDir
+from trainables.user_folder import user_folder
+
+ASIDE = ".removed-"
+_KEY = re.compile(r"[0-9a-f]{16,64}")
+"""The folder of a key in `teacher.cache`."""
+
+
+@dataclass
+class Cleaner:
+    """Removes, and says, what it is given; in a dry run it only says."""
+
+    before_s: float
+    """Unix seconds: what was used later stays."""
+    dry_run: bool
+    echo: Callable[[str], None]
+    num_bytes: int = 0
+
+    def is_old(self, path: Path, *, read: bool = False) -> bool:
+        """Whether nothing in it has changed, or with `read` no file been read, since then."""
+        return all(
+            entry.st_mtime < self.before_s and not (read and stat.S_ISREG(entry.st_mode) and entry.st_atime >= self.before_s)
+            for entry in _stats(path)
+        )
+
+    def remove(self, path: Path, what: str, by: Callable[[Path], bool] | None = None) -> None:
+        """Remove a file or folder, `by` a function of its own that says whether it has."""
+        num_bytes = sum(entry.st_size for entry in _stats(path))
+        self.echo(f"{format_bytes(num_bytes):>10}  {what} {path}")
+        try:
+            if not (self.dry_run or (by or _remove)(path)):
+                num_bytes = 0
+                self.echo(f"{path} stays: it is used again")
+        except OSError as error:
+            self.echo(f"{path} cannot be removed: {error.strerror}")
+        else:
+            self.num_bytes += num_bytes
+
+
+def _remove(path: Path) -> bool:
+    """Rename and remove: a kill leaves nothing that looks like half of a run."""
+    aside = path if path.name.startswith(ASIDE) else path.with_name(f"{ASIDE}{path.name}")
+    path.rename(aside)
+    if aside.is_dir():
+        shutil.rmtree(aside)
+    else:
+        aside.unlink()
+    return True
+
+
+def clean(root: Path, cleaner: Cleaner, *, unfinished: bool, checkpoints_only: bool) -> None:
+    """Remove what is old below the runs' root; unless `checkpoints_only`, also this user's caches and folders on this machine."""
+    runs = [Run(path, RunDir(path).experiment.read_text(errors="replace")) for path in _subfolders(root) if has_begun(path)]
+    removable = _removable(runs, cleaner, unfinished)
+    for run in removable:
+        with_lock(run, cleaner, _remove_checkpoints if checkpoints_only else _remove_run)
+    if checkpoints_only:
+        return
+    remaining = [run for run in runs if run not in removable]
+    caches = {run.cache for run in removable if run.cache and run.cache.is_absolute()}
+    for cache in sorted(cache for cache in caches if not any(run.uses_cache(cache) for run in remaining)):
+        for folder in _subfolders(cache, _KEY.fullmatch):
+            if cleaner.is_old(folder, read=True):
+                cleaner.remove(folder, "logits")
+    for folder in (*_subfolders(root, re.compile(re.escape(ASIDE)).match), *_subfolders(root / ".cache")):
+        if cleaner.is_old(folder):
+            cleaner.remove(folder, "left by a killed command:")
+    clean_machine(cleaner)
+
+
+def clean_machine(cleaner: Cleaner) -> None:
+    """This user's measured times of models, unused copies of data, and sessions of Ray, on this machine."""
+    times = cache_folder()
+    for file in sorted(times.glob("*.json")) if times else []:
+        if cleaner.is_old(file, read=True):
+            cleaner.remove(file, "measured times")
+    for base in dict.fromkeys((RAM, tempfile.gettempdir())):
+        for folder in _own_folders(base):
+            if folder.name != "ray" and not folder_cleaner.is_used(str(folder)) and cleaner.is_old(folder):
+                cleaner.remove(folder, "copy of data", by=lambda path: folder_cleaner.remove_unused(str(path)))
+    used = " ".join(_command_lines())
+    for sessions in (folder for folder in _own_folders(session_base()) if folder.name == "ray"):
+        for folder in _subfolders(sessions, re.compile("session_2").match):
+            if folder.name not in used and cleaner.is_old(folder):
+                cleaner.remove(folder, "session of Ray")
+
+
+def _own_folders(base: str) -> list[Path]:
+    """What is in this user's folder below `base`."""
+    return _subfolders(user_folder(base)) if os.path.lexists(f"{base}/raydistill-{os.getuid()}") else []
+
+
+@dataclass(frozen=True)
+class Run:
+    """A directory that has a run."""
+
+    path: Path
+    text: str
+    """Of its experiment."""
+
+    @property
+    def cache(self) -> Path | None:
+        """Its `teacher.cache`, as it is written: a relative one began in a directory that nobody knows any more."""
+        try:
+            tree = strict_yaml.parse(self.text, str(self.path))
+            return Path(tree["teacher"]["cache"]).expanduser()
+        except (ExperimentError, KeyError, TypeError, RuntimeError):
+            return None
+
+    def uses_cache(self, cache: Path) -> bool:
+        """Whether this may be its `teacher.cache`."""
+        own = self.cache
+        return own is not None and (own == cache or (not own.is_absolute() and own.name == cache.name))
+
+    def names(self, other: "Run") -> bool:
+        """Whether its experiment names something in the other's directory, as `teacher.weights` may."""
+        return re.search(rf"(?:^|[/'\"\s]){re.escape(other.path.name)}/", self.text) is not None
+
+    def needed_reason(self, unfinished: bool) -> str | None:
+        """Why it may not be removed, however old; None: it may, unless another run needs it."""
+        run_dir = RunDir(self.path)
+        try:
+            result = read_result(run_dir.result, run_dir.experiment)
+            if is_locked(self.path / ".lock"):
+                return "a process works on it"
+            waiting = _num_unsent(result, run_dir)
+        except (ExperimentError, OSError) as error:
+            return str(error)
+        if waiting:
+            return f"{waiting} records wait for MLflow: distill sync {self.path}"
+        if result.status != "complete" and not unfinished:
+            return f"it is {result.status}, and can be resumed; --unfinished removes it too"
+        return None
+
+
+def _removable(runs: list[Run], cleaner: Cleaner, unfinished: bool) -> list[Run]:
+    """The old runs that no other one needs. Says why the others stay."""
+    removable = []
+    for run in runs:
+        if cleaner.is_old(run.path):
+            if reason := run.needed_reason(unfinished):
+                cleaner.echo(f"{run.path} stays: {reason}")
+            else:
+                removable.append(run)
+    while True:
+        users = {run: user for run in removable for user in runs if user not in removable and user.names(run)}
+        for run, user in users.items():
+            cleaner.echo(f"{run.path} stays: {user.path} names it")
+            removable.remove(run)
+        if not users:
+            return removable
+
+
+def with_lock(run: Run, cleaner: Cleaner, remove: Callable[[Run, Cleaner], None]) -> None:
+    """Remove of a run while nobody can resume it."""
+    lock = None if cleaner.dry_run else try_lock(run.path / ".lock")
+    if lock is None and not cleaner.dry_run:
+        cleaner.echo(f"{run.path} stays: a process works on it")
+        return
+    try:
+        remove(run, cleaner)
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def _remove_run(run: Run, cleaner: Cleaner) -> None:
+    cleaner.remove(run.path, "run")
+
+
+def _remove_checkpoints(run: Run, cleaner: Cleaner) -> None:
+    """Of a complete run all but the best ones of its stages, and of a sweep's trials those of the best trial."""
+    run_dir = RunDir(run.path)
+    result = read_result(run_dir.result, run_dir.experiment)
+    for file in sorted(run.path.rglob("checkpoints/*.safetensors")):
+        inside = file.relative_to(run.path).parts
+        best_trial = result.best is None or inside[:2] == ("trials", result.best.id) or inside[0] != "trials"
+        if file.name != "best.safetensors" or not best_trial:
+            cleaner.remove(file, "checkpoint")
+
+
+def _num_unsent(result: RunResult, run_dir: RunDir) -> int:
+    return Spool(run_dir).num_pending(result.mlflow.uri) if result.mlflow else 0
+
+
+def _subfolders(folder: Path, takes: Callable[[str], object] = bool) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return [path for path in sorted(folder.iterdir()) if takes(path.name) and path.is_dir() and not path.is_symlink()]
+
+
+def _stats(path: Path) -> Iterator[os.stat_result]:
+    """Of a file, or of all files and folders in a folder; links are not followed."""
+    yield path.lstat()
+    for folder, folders, files in os.walk(path):
+        for name in (*folders, *files):
+            try:
+                yield os.lstat(os.path.join(folder, name))
+            except FileNotFoundError:  # a process has just removed it
+                continue
+
+
+def _command_lines() -> Iterator[str]:
+    for process in psutil.process_iter(["cmdline"]):
+        yield from process.info["cmdline"] or ()

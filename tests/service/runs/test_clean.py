@@ -1,0 +1,201 @@
+"""What `distill clean` removes, and what it leaves because something needs it. Each run here is 40 days old."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from service.runs.clean import Cleaner, clean
+from service.runs.run_directory import locked_run
+from service.tracking.spool import Spool
+from trainables.rundir import RunDir
+
+DAY_S = 86400.0
+Clean = Callable[..., list[str]]
+
+
+def aged(path: Path, days: float = 40) -> Path:
+    """All of a folder, neither changed nor read for so long."""
+    then = time.time() - days * DAY_S
+    for each in (*sorted(path.rglob("*"), reverse=True), path):
+        os.utime(each, (then, then), follow_symlinks=False)
+    return path
+
+
+def make_run(path: Path, status: str = "complete", experiment: str = "base: digits", days: float = 40, **result: object) -> Path:
+    last = RunDir(path).stage("student").last
+    last.parent.mkdir(parents=True)
+    last.write_bytes(b"x" * 1000)
+    RunDir(path).stage("student").best.write_bytes(b"x" * 1000)
+    RunDir(path).experiment.write_text(experiment)
+    values = {"kind": "train", "name": "digits", "status": status, "runs_root": str(path.parent), **result}
+    RunDir(path).result.write_text(json.dumps(values))
+    (path / ".lock").touch()
+    return aged(path, days)
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A runs' root; this user's folders of the machine lie beside it."""
+    for name in ("runs", "tmp", "cache"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setattr("service.runs.clean.RAM", str(tmp_path / "tmp"))
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def run_clean(root: Path) -> Clean:
+    """Clean what is older than 30 days; returns the lines that it says."""
+
+    def run(*, dry_run: bool = False, unfinished: bool = False, checkpoints_only: bool = False) -> list[str]:
+        lines: list[str] = []
+        cleaner = Cleaner(time.time() - 30 * DAY_S, dry_run, lines.append)
+        clean(root, cleaner, unfinished=unfinished, checkpoints_only=checkpoints_only)
+        return lines
+
+    return run
+
+
+def test_an_old_complete_run_is_removed_and_a_dry_run_only_says_so(root: Path, run_clean: Clean) -> None:
+    old, young = make_run(root / "old"), make_run(root / "young", days=20)
+    (said,) = run_clean(dry_run=True)
+    assert said.endswith(f"iB  run {old}")
+    assert old.exists()
+    assert run_clean() == [said]
+    assert [path.name for path in root.iterdir()] == [young.name]
+
+
+def test_a_run_that_can_be_resumed_stays_unless_it_is_asked_for(root: Path, run_clean: Clean) -> None:
+    run = make_run(root / "run", status="interrupted")
+    assert run_clean() == [f"{run} stays: it is interrupted, and can be resumed; --unfinished removes it too"]
+    run_clean(unfinished=True)
+    assert not run.exists()
+
+
+def test_a_run_that_a_process_works_on_stays(root: Path, run_clean: Clean) -> None:
+    run = make_run(root / "run", status="running")
+    with locked_run(RunDir(run)):
+        assert run_clean(unfinished=True) == [f"{run} stays: a process works on it"]
+    assert run.exists()
+
+
+def test_a_run_whose_records_wait_for_mlflow_stays(root: Path, run_clean: Clean) -> None:
+    run = make_run(root / "run", mlflow={"uri": "http://mlflow:5000", "experiment": "x"})
+    Spool(RunDir(run)).append("run", "train", 1)
+    aged(run)
+    assert run_clean() == [f"{run} stays: 1 records wait for MLflow: distill sync {run}"]
+
+
+def test_a_run_whose_weights_a_younger_run_names_stays_and_so_does_what_it_names_itself(root: Path, run_clean: Clean) -> None:
+    first = make_run(root / "first")
+    second = make_run(root / "second", experiment=f"teacher: {{weights: {first}/student/checkpoints/best.safetensors}}")
+    third = make_run(root / "third", days=1, experiment="teacher: {weights: ../runs/second/student/checkpoints/best.safetensors}")
+    other = make_run(root / "sec")  # the end of another one's name
+    run_clean()
+    assert first.exists()
+    assert second.exists()
+    assert not other.exists()
+    aged(third)
+    run_clean()
+    assert list(root.iterdir()) == []
+
+
+def test_a_damaged_run_stays(root: Path, run_clean: Clean) -> None:
+    run = make_run(root / "run")
+    RunDir(run).result.write_text("{")
+    aged(run)
+    (line,) = run_clean(unfinished=True)
+    assert line.startswith(f"{run} stays: {run}/result.json is damaged")
+
+
+def test_a_cache_goes_with_the_last_run_that_names_it_once_nobody_has_read_it(root: Path, run_clean: Clean) -> None:
+    cache = root.parent / "logits"
+    folder = cache / ("0" * 32)
+    (folder / "epoch-00000").mkdir(parents=True)
+    segment = folder / "epoch-00000" / f"1-{'0' * 64}.arrow"
+    segment.write_bytes(b"x")
+    (cache / "notes").mkdir()
+    aged(cache)
+    young = make_run(root / "young", experiment=f"teacher: {{cache: {cache}}}", days=1)
+    run_clean()
+    assert segment.exists()
+    aged(young)
+    os.utime(segment, (time.time(), segment.stat().st_mtime))  # read by a run of another root
+    run_clean()
+    assert segment.exists()
+    make_run(root / "again", experiment=f"teacher: {{cache: {cache}}}")
+    relative = make_run(root / "relative", experiment="teacher: {cache: logits}", days=1)
+    aged(cache)
+    run_clean()
+    assert segment.exists()
+    make_run(root / "again", experiment=f"teacher: {{cache: {cache}}}")
+    aged(relative)
+    run_clean(dry_run=True)  # which looks at the folder, and is no reading
+    run_clean()
+    assert [path.name for path in cache.iterdir()] == ["notes"]
+
+
+def test_of_checkpoints_a_complete_run_needs_its_best_alone_and_a_sweep_those_of_its_best_trial(
+    root: Path, run_clean: Clean
+) -> None:
+    scale = {"scale.num_workers": 1, "data.global_batch_size": 8, "data.loader_workers": 1}
+    best = {"id": "001", "params": {}, "status": "ok", "scale": scale}
+    sweep = make_run(root / "sweep", kind="sweep", trials=[best], best=best, space={}, metric="loss", mode="min")
+    for trial in ("000", "001"):
+        make_run(sweep / "trials" / trial)
+    aged(sweep)
+    unfinished = make_run(root / "unfinished", status="failed")
+    run_clean(checkpoints_only=True)
+    left = sorted(str(path.relative_to(root)) for path in root.rglob("*.safetensors"))
+    assert left == [
+        "sweep/student/checkpoints/best.safetensors",
+        "sweep/trials/001/student/checkpoints/best.safetensors",
+        *(f"{unfinished.name}/student/checkpoints/{name}.safetensors" for name in ("best", "last")),
+    ]
+
+
+def test_sessions_of_ray_that_no_process_uses_are_removed(root: Path, run_clean: Clean) -> None:
+    base = root.parent / "tmp" / f"raydistill-{os.getuid()}"
+    used, unused = (base / "ray" / f"session_2026-01-0{day}_00-00-00_000000_1" for day in (1, 2))
+    for session in (used, unused):
+        (session / "logs").mkdir(parents=True)
+        aged(session)
+    base.chmod(0o700)
+    process = subprocess.Popen([sys.executable, "-c", "input()", str(used / "sockets")], stdin=subprocess.PIPE)
+    try:
+        run_clean()
+    finally:
+        process.kill()
+        process.wait()
+    assert used.exists()
+    assert not unused.exists()
+
+
+def test_copies_of_data_that_a_job_uses_stay(root: Path, run_clean: Clean) -> None:
+    from trainables.locks import try_lock
+
+    base = root.parent / "tmp" / f"raydistill-{os.getuid()}"
+    for name in ("used", "unused"):
+        (base / name / "users").mkdir(parents=True)
+        (base / name / "registry").touch()
+        (base / name / "users" / "a").touch()
+        aged(base / name)
+    lock = try_lock(base / "used" / "users" / "a")
+    run_clean()
+    assert [path.name for path in base.iterdir()] == ["used"]
+    assert lock is not None
+
+
+def test_what_a_kill_left_of_an_earlier_cleaning_is_removed(root: Path, run_clean: Clean) -> None:
+    (root / ".removed-run").mkdir()
+    aged(root / ".removed-run")
+    run_clean()
+    assert list(root.iterdir()) == []
