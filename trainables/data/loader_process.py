@@ -130,7 +130,7 @@ class LoaderProcess:
                     [sys.executable, "-P", "-c", _SERVER, str(os.getpid()), *map(str, handles)],
                     pass_fds=handles,
                     stdin=subprocess.DEVNULL,
-                    start_new_session=True,  # Ctrl-C and a SIGTERM to the group are for this process, which ends it
+                    process_group=0,  # Ctrl-C and a SIGTERM to the group are for this process, which ends it
                     env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
                 )
             except OSError as error:

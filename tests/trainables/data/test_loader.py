@@ -574,14 +574,21 @@ def test_ctrl_c_ends_a_waiting_consumer_and_leaves_what_was_set_to_work_unread(w
     assert int(output) < 2000
 
 
+def _gpu_loader(source: Source, data: DataConfig, split: Split = "train", workers: int = 2) -> Loader:
+    data, device = data.model_copy(update={"loader_workers": workers}), torch.device("cuda")
+    process = loader_process(data, world_size=1, device=device)
+    return Loader(
+        source, data, split=split, seed=11, rank=0, world_size=1, loader_workers=workers, device=device, process=process
+    )
+
+
 @pytest.mark.gpu
-def test_pinned_batches_stay_pinned_when_an_image_is_left_out(make_folder: MakeFolder) -> None:
+@in_both
+def test_pinned_batches_stay_pinned_when_an_image_is_left_out(make_folder: MakeFolder, where: Any) -> None:
     root = make_folder(train={"a": 2}, val={"a": 4})
     _truncate(root / "val" / "a" / "001.jpg")
-    data = DataConfig(path=str(root), image_size=16, global_batch_size=4)
-    loader = Loader(
-        open_source(data, "val"), data, split="val", seed=0, rank=0, world_size=1, loader_workers=2, device=torch.device("cuda")
-    )
+    data = DataConfig(path=str(root), image_size=16, global_batch_size=4, loader=where)
+    loader = _gpu_loader(open_source(data, "val"), data, "val")
     (batch,) = loader.epoch(0)
     assert batch.images_BCHW.is_pinned()
     assert batch.labels_B.is_pinned()
@@ -595,12 +602,11 @@ def test_torch_has_the_function_that_gives_pinned_memory_back() -> None:
 
 
 @pytest.mark.gpu
-def test_a_closed_loaders_pinned_memory_is_free_for_the_next_ones() -> None:
+@in_both
+def test_a_closed_loaders_pinned_memory_is_free_for_the_next_ones(where: Any) -> None:
     free_pinned()
     before = torch.cuda.host_memory_stats()["allocated_bytes.current"]
-    data = DataConfig(image_size=64, global_batch_size=32)
-    source, device = open_synthetic("train", 320, 3, 64), torch.device("cuda")
-    loader = Loader(source, data, split="train", seed=0, rank=0, world_size=1, loader_workers=2, device=device)
+    loader = _gpu_loader(open_synthetic("train", 320, 3, 64), DataConfig(image_size=64, global_batch_size=32, loader=where))
     assert len(list(loader.epoch(0))) == 10
     loader.close()
     free_pinned()
@@ -608,12 +614,13 @@ def test_a_closed_loaders_pinned_memory_is_free_for_the_next_ones() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("workers", "prefetch"), [(0, 2), (2, 0), (2, 2)])
-def test_a_batch_is_not_written_over_while_a_gpu_fetches_it(workers: int, prefetch: int) -> None:
-    data, device = _data(20, prefetch_batches=prefetch), torch.device("cuda")
-    loader = Loader(
-        NumberedSource(4000), data, split="train", seed=11, rank=0, world_size=1, loader_workers=workers, device=device
-    )
+@pytest.mark.parametrize(
+    ("workers", "prefetch", "where"),
+    [(0, 2, "threads"), (2, 0, "threads"), (2, 2, "threads"), (2, 0, "process"), (2, 2, "process")],
+)
+def test_a_batch_is_not_written_over_while_a_gpu_fetches_it(workers: int, prefetch: int, where: str) -> None:
+    device = torch.device("cuda")
+    loader = _gpu_loader(NumberedSource(4000), _data(20, prefetch_batches=prefetch, loader=where), workers=workers)
     fetched = []
     for batch in on_device(loader.epoch(0), device):
         torch.cuda._sleep(2_000_000)  # a slow step: the copy after the next stands in a queue behind it

@@ -13,6 +13,8 @@ from tests.trainables.data.photos import MakeFolder
 from tests.trainables.data.sources import NumberedSource, SlowSource
 from tests.waiting import wait_until
 from trainables.config import DataConfig
+from trainables.data.batch_layout import BatchLayout
+from trainables.data.batch_memory import SharedBatchMemory
 from trainables.data.interface import Source
 from trainables.data.loader import Loader
 from trainables.data.loader_process import LoaderProcess, loader_process
@@ -144,6 +146,41 @@ def test_crops_for_the_device_to_decode_come_as_from_threads(make_folder: MakeFo
         loader.close()
     assert len(found[0]) == 2
     assert found[0] == found[1]
+
+
+def _is_mapped(address: int, num_bytes: int) -> bool:
+    lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if MEMORY in line]
+    ranges = [[int(end, 16) for end in line.split()[0].split("-")] for line in lines]
+    return any(begin <= address and address + num_bytes <= end for begin, end in ranges)
+
+
+def test_blocks_that_a_gpu_copies_from_are_page_locked_for_as_long_as_they_are_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    locked = dict[int, int]()
+
+    class Cuda:
+        """Of torch's bindings, which are missing without a GPU, the two functions that are called."""
+
+        def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+            assert _is_mapped(address, num_bytes)
+            locked[address] = num_bytes
+            return 0
+
+        def cudaHostUnregister(self, address: int) -> int:
+            assert _is_mapped(address, locked.pop(address))
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", Cuda)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+    memory = SharedBatchMemory(BatchLayout(64, 224), pinned=True)
+    blocks = [memory.allocate(64) for _ in range(3)]
+    assert list(locked.values()) == 3 * [memory.block_bytes]
+    memory.close()
+    image_HWC = blocks.pop().images_BHWC[-1]
+    blocks.clear()
+    assert list(locked.values()) == [memory.block_bytes]
+    del image_HWC
+    assert not locked
+    assert os.getpid() not in _who_maps_batches()
 
 
 def _worker(where: str = "iterating") -> subprocess.Popen[str]:
