@@ -21,7 +21,8 @@ THREADS = {
     "service/cluster/parallel_map.py": NOTHING,
     "service/runs/pack.py": NOTHING,
     "service/tracking/tracker.py": NOTHING,
-    "trainables/data/loader.py": NOTHING,  # it fills memory that the training thread has pinned
+    "trainables/data/batch_reader.py": NOTHING,  # it fills memory that the training thread has pinned
+    "trainables/data/loader_server.py": NOTHING,  # of a process that never imports CUDA
     "trainables/data/storage/shard_fetcher.py": NOTHING,
     "trainables/data/storage/staging.py": NOTHING,
     "trainables/device/device_batches.py": BOUND,  # decodes, records an event

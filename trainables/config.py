@@ -109,6 +109,11 @@ class DataConfig(Section):
     loader_workers: Natural | Literal["auto"] = Field(
         "auto", description="decode threads that feed one worker; auto: as many as are needed; 0 decodes in the training thread"
     )
+    loader: Literal["auto", "threads", "process"] = Field(
+        "auto",
+        description="where they live: threads of the training process, or a process of its own, which does not share its GIL; "
+        "auto: a process where a GPU trains",
+    )
     image_size: Annotated[Count, Field(le=4096)] = Field(
         8, description="height and width of the images that the models see, in pixels"
     )

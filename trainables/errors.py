@@ -85,3 +85,7 @@ class DeviceError(DistillError):
 
 class TeacherServiceLostError(Exception):
     """The teacher actor that a request was sent to is gone or is being restarted; sending the request again is safe."""
+
+
+class LoaderDiedError(Exception):
+    """A worker's loader process is gone; the job may go on from its last checkpoint."""

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from trainables.errors import DeviceError, DistillError, TeacherServiceLostError
+from trainables.errors import DeviceError, DistillError, LoaderDiedError, TeacherServiceLostError
 from trainables.locks import try_lock
 from trainables.redact import redact
 from trainables.rundir import write_json
@@ -179,6 +179,8 @@ def _kind_of_type(error: BaseException) -> Kind:
             return "out_of_memory"
         case TeacherServiceLostError():  # a bare ConnectionError or TimeoutError is the user's: ours are none
             return "lost_peer"
+        case LoaderDiedError():
+            return "worker_died"
         case OSError(errno=errno.ENOMEM):
             return "out_of_memory"
         case OSError(errno=errno.ENOSPC | errno.EDQUOT | errno.EROFS):

@@ -130,7 +130,7 @@ def host_bound(e: Evidence, waiting: str, idle_ms: float) -> Cause:
     return Cause(
         "host-bound",
         f"{waiting}, which could launch a step in {could_ms:.1f} ms{memory_used(e)}",
-        "give each worker its cores (--set scale.cpus_per_worker=…, fewer data.loader_workers: they share Python's lock), "
+        "give each worker its cores (--set scale.cpus_per_worker=…, data.loader=process: threads share Python's lock), "
         "and see what else runs on that node",
         Effect(work_ms=idle_ms),
     )

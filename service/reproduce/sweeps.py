@@ -18,6 +18,7 @@ DECIDED_BY_THE_TABLE = ("teacher.model", "teacher.weights", "student", "distill.
 HARMLESS = (
     "data.path",
     "data.loader_workers",
+    "data.loader",
     "data.prefetch_batches",
     "data.stage",
     "data.cache",

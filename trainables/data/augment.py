@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import cv2
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -171,6 +170,8 @@ def _resize_linear(rgb_HWC: NDArray[np.uint8], edges: tuple[float, float, float,
 
 def resize_exact(rgb_HWC: NDArray[np.uint8], out_HWC: NDArray[np.uint8]) -> None:
     """Fill `out_HWC` (contiguous) by torch's antialiased bilinear resize: PIL's within a rounding, in a quarter of the time."""
+    import torch  # here: a loader process, to which it would cost seconds and 300 MiB, needs it for this alone
+
     if not rgb_HWC.flags.writeable:
         rgb_HWC = rgb_HWC.copy()  # torch warns of memory that is read-only
     image_1CHW, out_1CHW = (torch.from_numpy(pixels_HWC).permute(2, 0, 1)[None] for pixels_HWC in (rgb_HWC, out_HWC))

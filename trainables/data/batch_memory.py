@@ -1,46 +1,95 @@
 """The memory that a loader's batches are read into. A block of it is used again as soon as nothing refers to it.
 
-Shapes: B samples of one batch, at most `rows`; C=3 channels, H=W=`image_size` pixels.
+Shapes: B samples of one batch, at most those of the layout; C=3 channels, H=W pixels.
 """
 
 import math
+import mmap
+import os
 import weakref
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trainables.data.batch_layout import BatchLayout
+
+
+class Block(NamedTuple):
+    """Memory for the samples of one batch; the values are undefined."""
+
+    images_BHWC: Tensor  # uint8
+    labels_B: Tensor  # int64
+    indices_B: Tensor  # int64
+    number: int  # of the block
+
 
 class BatchMemory:
-    """Allocates blocks of memory, each for a batch of up to `rows` samples; pinned where a GPU copies from them.
+    """Allocates blocks of memory, each for one batch; pinned where a GPU copies from them.
 
     A block is free when the last tensor or array that shares its memory is gone, whoever had it. Pinned blocks come from torch's
     own caching allocator, which also waits for copies to a GPU that are under way; see `free_pinned`. Other blocks are cached
     here: fresh memory costs a page fault every 4 KiB.
     """
 
-    def __init__(self, rows: int, image_size: int, *, pinned: bool) -> None:
-        self._images_shape, self._pinned = (rows, image_size, image_size, 3), pinned
-        self._image_bytes = -(-3 * rows * image_size**2 // 8) * 8  # int64 follow
-        self._used_bytes = self._image_bytes + 16 * rows  # uint8 pixels, and an int64 label and index a sample
-        self.block_bytes = 1 << (self._used_bytes - 1).bit_length() if pinned else self._used_bytes
+    def __init__(self, layout: BatchLayout, *, pinned: bool) -> None:
+        self.layout, self._pinned = layout, pinned
+        self.block_bytes = 1 << (layout.num_bytes - 1).bit_length() if pinned else layout.num_bytes
         """What a block takes: torch's allocator rounds pinned memory up to a power of two."""
-        self._free: list[NDArray[np.uint8]] = []
+        self._blocks: list[NDArray[np.uint8]] = []
+        self._free: list[int] = []
 
-    def allocate(self) -> tuple[Tensor, Tensor, Tensor]:
-        """images_BHWC (uint8), labels_B and indices_B (int64) of a new batch, in one block; the values are undefined."""
-        block = self._allocate_block()
-        labels_B, indices_B = block[self._image_bytes :].view(torch.int64).chunk(2)
-        return block[: math.prod(self._images_shape)].view(self._images_shape), labels_B, indices_B
+    def allocate(self, rows: int) -> Block:
+        """A block for a batch of so many samples, at most `layout.rows`."""
+        layout, (memory, number) = self.layout, self._allocate_block()
+        images_BHWC = memory[: math.prod(layout.images_shape)].view(layout.images_shape)
+        labels_B, indices_B = memory[layout.labels_at : layout.num_bytes].view(torch.int64).chunk(2)
+        return Block(images_BHWC[:rows], labels_B[:rows], indices_B[:rows], number)
 
-    def _allocate_block(self) -> Tensor:
+    def _allocate_block(self) -> tuple[Tensor, int]:
         if self._pinned:
-            return torch.empty(self._used_bytes, dtype=torch.uint8, pin_memory=True)
-        memory = self._free.pop() if self._free else torch.empty(self._used_bytes, dtype=torch.uint8).numpy()
-        lease = memory[:]  # every tensor on the block keeps this very array alive
-        weakref.finalize(lease, self._free.append, memory)
-        return torch.from_numpy(lease)
+            return torch.empty(self.layout.num_bytes, dtype=torch.uint8, pin_memory=True), 0
+        if not self._free:
+            self._blocks.append(self._new_block(len(self._blocks)))
+            self._free.append(len(self._blocks) - 1)
+        number = self._free.pop()
+        lease = self._blocks[number][:]  # every tensor on the block keeps this very array alive
+        weakref.finalize(lease, self._free.append, number)
+        return torch.from_numpy(lease), number
+
+    def _new_block(self, number: int) -> NDArray[np.uint8]:
+        return torch.empty(self.layout.num_bytes, dtype=torch.uint8).numpy()
+
+
+class SharedBatchMemory(BatchMemory):
+    """Blocks in memory without a name, which another process maps too, by `handle`: block n begins at n · `block_bytes`.
+
+    It is gone with the last process that has it, however that ends. Where a GPU copies from the blocks they are page-locked in
+    this process; whoever copies refers to a block until its copy is over.
+    """
+
+    def __init__(self, layout: BatchLayout, *, pinned: bool) -> None:
+        super().__init__(layout, pinned=False)
+        self.block_bytes = -(-layout.num_bytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        self.handle = os.memfd_create("loader batches")
+        self._page_locked = pinned
+
+    def close(self) -> None:
+        """Free what nothing refers to; the rest is free when that is so. Nothing is allocated any more."""
+        os.close(self.handle)
+        self._blocks.clear()
+
+    def _new_block(self, number: int) -> NDArray[np.uint8]:
+        os.ftruncate(self.handle, (number + 1) * self.block_bytes)
+        mapped = mmap.mmap(self.handle, self.block_bytes, offset=number * self.block_bytes)
+        block = np.frombuffer(mapped, dtype=np.uint8)
+        if self._page_locked:
+            cuda = torch.cuda.cudart()
+            torch.cuda.check_error(cuda.cudaHostRegister(block.ctypes.data, self.block_bytes, 0))
+            weakref.finalize(block, cuda.cudaHostUnregister, block.ctypes.data)  # runs before the block is unmapped
+        return block
 
 
 def free_pinned() -> None:

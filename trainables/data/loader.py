@@ -7,10 +7,8 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Generator, Mapping
 from functools import partial
-from threading import Event
 from typing import NamedTuple
 
 import numpy as np
@@ -19,18 +17,20 @@ from torch import Tensor
 
 from trainables.config import DataConfig
 from trainables.data.auto_workers import AutoWorkers
+from trainables.data.batch_layout import BatchLayout
 from trainables.data.batch_memory import BatchMemory
+from trainables.data.batch_reader import BatchReader, Reads, Request
 from trainables.data.encoded_rows import EncodedRows
 from trainables.data.image_view import View
 from trainables.data.interface import Source
-from trainables.data.order import Order, Split, rank_part
-from trainables.data.sample_reader import Costs, Reader, ReadResult, result_of
+from trainables.data.loader_process import LoaderProcess
+from trainables.data.order import Split, rank_part
+from trainables.data.sample_reader import Costs, ReadResult
 from trainables.errors import DataError
 from trainables.rules import enough_images, resize_covers_crop
 
 log = logging.getLogger("raydistill")
 
-_CHUNKS_PER_THREAD = 4  # of a batch: few enough to cost nothing, enough that no thread waits long for the slowest
 _NAMED_IN_ERROR = 3
 _CPU = torch.device("cpu")
 
@@ -52,7 +52,7 @@ class _Pending(NamedTuple):
     """A batch whose pixels are being read."""
 
     batch: Batch
-    parts: list[Future[ReadResult]]
+    reads: Reads
 
 
 class Loader:
@@ -60,10 +60,11 @@ class Loader:
 
     Global batch k of an epoch covers [k·G, (k+1)·G) of the epoch's `Order`, which depends on (seed, epoch) alone and never
     stands in memory; each rank takes a contiguous part. With `data.last_batch: drop` training leaves out the incomplete last
-    batch; validation never does. `loader_workers` threads work ahead by `data.prefetch_batches`; with 0 the caller's thread
-    does the work. One epoch runs at a time: starting one ends the one before. Its batches take `batches_mib` MiB of memory,
-    pinned where `device` is a GPU. With `auto`, `loader_workers` is the most threads and `auto` decides how many work.
-    With `num_augmentation_epochs` n images are augmented as in epochs 0, 1, … n - 1 and then again; the order never repeats.
+    batch; validation never does. `loader_workers` threads work ahead by `data.prefetch_batches`, in `process` where there is
+    one; with 0 the caller's thread does the work. One epoch runs at a time: starting one ends the one before. Its batches take
+    `batches_mib` MiB of memory, pinned where `device` is a GPU. With `auto`, `loader_workers` is the most threads and `auto`
+    decides how many work. With `num_augmentation_epochs` n images are augmented as in epochs 0, 1, … n - 1 and then again; the
+    order never repeats.
 
     `skipped` maps the dataset-wide index of each unreadable image that this rank met in this epoch to its name and the reason,
     `NAME (REASON)`; those images are missing from their batches, and more than `max_bad` of them (see `data.max_bad`) are a
@@ -83,6 +84,7 @@ class Loader:
         world_size: int,
         loader_workers: int,
         device: torch.device = _CPU,
+        process: LoaderProcess | None = None,
         auto: AutoWorkers | None = None,
         num_augmentation_epochs: int | None = None,
     ) -> None:
@@ -98,26 +100,19 @@ class Loader:
         self.max_bad = max(math.floor(data.max_bad * num_samples + 1e-9), 1 if data.max_bad else 0)
         self.source, self._data = source, data
         self._rank, self._world_size = rank, world_size
-        self._order = Order(
-            split,
-            data.shuffle,
-            seed=seed,
-            num_samples=num_samples,
-            shard_sizes=source.shard_sizes,
-        )
-        view = View(data, split)
-        self.decoder = view.decoder
+        self.decoder = View(data, split).decoder
         """Which library decodes JPEG, see DECODERS and REGION_DECODERS."""
-        self._reader = Reader(source, view, seed)
         self._num_augmentation_epochs = num_augmentation_epochs
-        self._auto_workers, self._threads, self._most_threads = auto, loader_workers, max(1, loader_workers)
+        self._auto_workers, self._most_threads = auto, max(1, loader_workers)
         self.costs = Costs(self._most_threads)
-        self._pools = [_pool(loader_workers)] if loader_workers else []  # the last one works, the others end
         self._prefetch_batches = data.prefetch_batches if loader_workers else 0
         self.max_rows = math.ceil(min(batch, num_samples) / world_size)
         """The most samples of one batch."""
-        self._memory = BatchMemory(self.max_rows, data.image_size, pinned=device.type == "cuda")
-        self._stop = Event()
+        open_reader = process.open if process and loader_workers else BatchReader
+        self._reader = open_reader(source, data, split=split, seed=seed, rank=rank, world_size=world_size, threads=loader_workers)
+        layout, pinned = BatchLayout(self.max_rows, data.image_size), device.type == "cuda"
+        self._memory = process.memory if process and loader_workers else BatchMemory(layout, pinned=pinned)
+        self._iteration = 0
 
     @property
     def labels_M(self) -> Tensor:
@@ -132,7 +127,8 @@ class Loader:
     def batches_mib(self) -> float:
         """Memory of the batches in MiB: `data.prefetch_batches`, the one that is returned next and the one in use.
 
-        Whoever uses more than one batch at a time takes more; so do copies to a GPU, whose memory is free a little later.
+        Loaders with a process have it in common. Whoever uses more than one batch at a time takes more; so do copies to a GPU,
+        whose memory is free a little later.
         """
         return (self._prefetch_batches + 2) * self._memory.block_bytes / 2**20
 
@@ -143,26 +139,22 @@ class Loader:
         Raises while iterating: DataError where more than `max_bad` images are unreadable, or where the source's disk or network
         fails; RuntimeError, naming the image, for whatever else a thread died of.
         """
-        self._stop.set()
-        self._stop = Event()
+        self._reader.stop(self._iteration)
+        self._iteration += 1
         self.skipped = {}
-        return self._batches(epoch, start, self._stop)
+        return self._batches(epoch, start, self._iteration)
 
     def close(self) -> None:
         """End all work and the threads, and close the source. A closed loader reads no more."""
-        self._stop.set()
-        self.source.close()  # first: a thread may wait for a shard
-        for pool in self._pools:
-            pool.shutdown(wait=True, cancel_futures=True)
+        self._reader.close()
+        self.source.close()
 
     def resize(self, threads: int) -> None:
         """Go on with so many threads (at least 1); what was set to work is finished by those that there were."""
-        if self._pools and threads != self._threads:
-            self._pools[-1].shutdown(wait=False)
-            self._pools.append(_pool(threads))
-            self._threads = self.costs.threads = threads
+        self._reader.resize(threads)
+        self.costs.threads = threads
 
-    def _batches(self, epoch: int, start: int, stop: Event) -> Generator[Batch, None, None]:
+    def _batches(self, epoch: int, start: int, iteration: int) -> Generator[Batch, None, None]:
         batch, num_samples = self._data.global_batch_size, len(self.source)
         last = num_samples - batch + 1 if self._drop else num_samples
         begins = iter(range(start, last, batch))
@@ -171,11 +163,12 @@ class Loader:
         try:
             while True:
                 while len(pending) <= self._prefetch_batches and (begin := next(begins, None)) is not None:
-                    pending.append(self._begin(begin, min(begin + batch, num_samples), epoch, stop))
+                    end = min(begin + batch, num_samples)
+                    pending.append(self._begin(Request(iteration, epoch, self.augmentation_epoch(epoch), begin, end)))
                 if not pending:
                     return
-                waits, wait_began_s = not all(part.done() for part in pending[0].parts), time.perf_counter()
-                parts = [result_of(part) for part in pending[0].parts]
+                waits, wait_began_s = not pending[0].reads.done(), time.perf_counter()
+                parts = pending[0].reads.results()
                 now_s = time.perf_counter()
                 wait_s = now_s - wait_began_s if waits else 0.0
                 ready = self._finish(pending[0], parts)
@@ -188,31 +181,17 @@ class Loader:
                 yield ready
                 del ready  # its memory is free once the consumer has done with it
         finally:
-            stop.set()
-            wait([part for unfinished in pending for part in unfinished.parts if not part.cancel()])
+            self._reader.stop(iteration)
+            for unfinished in pending:
+                unfinished.reads.end()
 
-    def _begin(self, begin: int, end: int, epoch: int, stop: Event) -> _Pending:
-        """Set the threads to work on this rank's part of the global batch [begin, end)."""
-        self.source.follow(self._order, epoch, begin)
-        indices_B = self._order.at(epoch, np.arange(*rank_part(begin, end, self._rank, self._world_size)))
-        images_BHWC, labels_B, numbers_B = (tensor[: len(indices_B)] for tensor in self._memory.allocate())
-        labels_B.numpy()[:], numbers_B.numpy()[:] = self.source.labels_N[indices_B], indices_B
-        pixels_BHWC, augmentation_epoch = images_BHWC.numpy(), self.augmentation_epoch(epoch)
-        rows = max(1, math.ceil(len(indices_B) / max(1, self._threads * _CHUNKS_PER_THREAD)))
-        parts = []
-        for row in range(0, len(indices_B), rows):
-            # In a list that `fill` empties: an executor's thread keeps a finished task's arguments for a while.
-            pixels = [pixels_BHWC[row : row + rows]]
-            fill = partial(self._reader.fill, row, indices_B[row : row + rows], pixels, augmentation_epoch, stop)
-            parts.append(self._run(fill))
-        return _Pending(Batch(images_BHWC.permute(0, 3, 1, 2), labels_B, numbers_B, end), parts)
-
-    def _run(self, work: Callable[[], ReadResult]) -> Future[ReadResult]:
-        if self._pools:
-            return self._pools[-1].submit(work)
-        done: Future[ReadResult] = Future()
-        done.set_result(work())
-        return done
+    def _begin(self, request: Request) -> _Pending:
+        """Begin to read this rank's part of a global batch."""
+        begin, end = rank_part(request.begin, request.end, self._rank, self._world_size)
+        block = self._memory.allocate(end - begin)
+        reads = self._reader.begin(request, block)
+        images_BCHW = block.images_BHWC.permute(0, 3, 1, 2)
+        return _Pending(Batch(images_BCHW, block.labels_B, block.indices_B, request.end), reads)
 
     def _finish(self, pending: _Pending, parts: list[ReadResult]) -> Batch:
         """The batch whose pixels are read, without the unreadable images."""
@@ -258,7 +237,3 @@ def _moved_up(tensor: Tensor, rows: list[int]) -> Tensor:
     """These rows alone, inside the same memory, which may be pinned."""
     tensor[: len(rows)] = tensor[rows]
     return tensor[: len(rows)]
-
-
-def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, thread_name_prefix="loader")

@@ -1,8 +1,8 @@
 """The work of a loader thread: read samples of a batch into their rows. Shapes: R rows of a batch, C=3 channels, H W pixels."""
 
 import time
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
-from threading import Event
 from typing import NamedTuple
 
 import numpy as np
@@ -88,13 +88,18 @@ class Reader:
         self._core_wait = CoreWait()
 
     def fill(
-        self, first_row: int, indices_R: NDArray[np.int64], out: list[NDArray[np.uint8]], epoch: int, stop: Event
+        self,
+        first_row: int,
+        indices_R: NDArray[np.int64],
+        out: list[NDArray[np.uint8]],
+        epoch: int,
+        is_stopped: Callable[[], bool],
     ) -> ReadResult:
         """Read `indices_R` into the array out_RHWC that is taken from `out`, the rows of a batch from `first_row` on.
 
         Rows that stay undefined are named, as bad or as encoded.
 
-        Raises CancelledError once `stop` is set, DataError where the source's disk or network fails, and RuntimeError, which
+        Raises CancelledError once `is_stopped`, DataError where the source's disk or network fails, and RuntimeError, which
         names the sample, for whatever should not happen; errors of ours and MemoryError as they are.
         """
         out_RHWC = out.pop()
@@ -108,7 +113,7 @@ class Reader:
             source.read_batch(indices_R, out_RHWC)
         read_s, read_cpu_s = time.perf_counter() - before_s, time.thread_time() - before_cpu_s
         for row, index in enumerate(() if self._as_stored else indices_R.tolist()):
-            if stop.is_set():
+            if is_stopped():
                 raise CancelledError
             try:
                 before_s, before_cpu_s = time.perf_counter(), time.thread_time()

@@ -100,6 +100,7 @@ class _Copy(NamedTuple):
     """A batch whose copy has begun."""
 
     batch: DeviceBatch
+    host: Batch  # whose memory the loader may write to again once nothing refers to it
     began: torch.cuda.Event
     copied: torch.cuda.Event
     encoded_rows: EncodedRows | None
@@ -132,8 +133,8 @@ def _copy_ahead(
             if current:
                 yield current.result()
     finally:
-        # A batch that nobody waited for gives its memory back to the step's stream, which must not write to it too early.
-        torch.cuda.current_stream(device).wait_stream(stream)
+        # Nobody may have waited for the last copy: the loader must not write too early to its memory, nor a step to the device's.
+        stream.synchronize()
 
 
 def _copy(batch: Batch, device: torch.device, epoch: int, stream: torch.cuda.Stream, decoder: ThreadPoolExecutor) -> _Copy:
@@ -162,7 +163,7 @@ def _copy(batch: Batch, device: torch.device, epoch: int, stream: torch.cuda.Str
         decoded = decoder.submit(_decode, encoded_rows, images_BCHW, stream, copied)
     host_indices_B = batch.indices_B.clone()  # a clone: it must not keep the memory of the whole batch
     ready = DeviceBatch(images_BCHW, labels_B, indices_B, host_indices_B, epoch, batch.position, copied)
-    return _Copy(ready, began, copied, encoded_rows, decoded)
+    return _Copy(ready, batch, began, copied, encoded_rows, decoded)
 
 
 def _decode(

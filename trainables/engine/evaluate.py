@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from trainables.config import EvaluateConfig
 from trainables.data.loader import Batch, Loader
+from trainables.data.loader_process import loader_process
 from trainables.data.source import open_on_node
 from trainables.device.device_batches import DeviceBatch, on_device
 from trainables.device.model_input import autocast, normalizer
@@ -120,6 +121,7 @@ def evaluate_checkpoint(config: EvaluateConfig, group: Group, heartbeat: Heartbe
         world_size=group.world_size,
         loader_workers=config.data.loader_workers,
         device=group.device,
+        process=loader_process(config.data, world_size=group.world_size, device=group.device),
     )
     normalize = normalizer(config.data.mean, config.data.std, group.device, dtype, torch.contiguous_format)
     try:

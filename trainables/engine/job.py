@@ -13,6 +13,7 @@ from torch import nn
 from trainables.config import TrainConfig
 from trainables.data.auto_workers import AutoWorkers
 from trainables.data.loader import Loader
+from trainables.data.loader_process import loader_process
 from trainables.data.order import Split
 from trainables.data.source import open_on_node
 from trainables.device.decode import check_decoder
@@ -242,6 +243,7 @@ def open_loaders(config: TrainConfig, layout: Layout) -> tuple[tuple[str, ...], 
         raise ExperimentError("data.loader_workers is `auto`: the driver resolves it before a job is built")
     check_decoder(data, device, max(1, data.loader_workers))
     sources = {"train": open_on_node(data, "train"), "val": open_on_node(data, "val")}
+    process = loader_process(data, world_size=layout.replicas.world_size, device=device)
 
     def loader(split: Split) -> Loader:
         assert isinstance(data.loader_workers, int)
@@ -255,6 +257,7 @@ def open_loaders(config: TrainConfig, layout: Layout) -> tuple[tuple[str, ...], 
             world_size=layout.replicas.world_size,
             loader_workers=data.loader_workers,
             device=device,
+            process=process,
             auto=AutoWorkers(data.loader_workers) if config.loader_auto and training else None,
             num_augmentation_epochs=config.num_augmentation_epochs if training else None,
         )

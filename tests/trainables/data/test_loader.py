@@ -1,6 +1,5 @@
 import contextlib
 import errno
-import hashlib
 import logging
 import os
 import re
@@ -12,6 +11,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -19,14 +19,15 @@ import pytest
 import torch
 
 from tests.trainables.data.photos import MakeFolder
+from tests.trainables.data.sources import BusySource, FailingSource, NumberedSource, SlowSource, TwinsSource
 from tests.waiting import wait_until
 from trainables.config import DataConfig
 from trainables.data.augment import AUGMENTS
 from trainables.data.auto_workers import AutoWorkers
 from trainables.data.batch_memory import free_pinned
-from trainables.data.decode import Sample, UnreadableImageError
 from trainables.data.interface import Source
 from trainables.data.loader import Batch, Loader
+from trainables.data.loader_process import loader_process
 from trainables.data.order import Split, sample_at
 from trainables.data.source import open_source
 from trainables.data.synthetic import open_synthetic
@@ -35,10 +36,18 @@ from trainables.device.model_input import normalizer
 from trainables.errors import DataError
 
 WORLD_SIZES = (1, 2, 3, 5, 8)
+CPU = torch.device("cpu")
+PROCESS = pytest.param("process", marks=pytest.mark.processes)
+in_both = pytest.mark.parametrize("where", ["threads", PROCESS])
+"""Threads of the training process, or of a loader process: `data.loader`."""
+with_workers = pytest.mark.parametrize(
+    ("workers", "where"), [(0, "threads"), (2, "threads"), pytest.param(2, "process", marks=pytest.mark.processes)]
+)
 
 
 def _loader(source: Source, data: DataConfig, split: Split = "train", rank: int = 0, world: int = 1, workers: int = 0) -> Loader:
-    return Loader(source, data, split=split, seed=11, rank=rank, world_size=world, loader_workers=workers)
+    process = loader_process(data.model_copy(update={"loader_workers": workers}), world_size=world, device=CPU)
+    return Loader(source, data, split=split, seed=11, rank=rank, world_size=world, loader_workers=workers, process=process)
 
 
 def _order(epoch: int, num_samples: int) -> list[int]:
@@ -66,39 +75,22 @@ def _data(batch: int, **changes: object) -> DataConfig:
     return DataConfig(image_size=2, global_batch_size=batch).model_copy(update=changes)
 
 
-class SlowSource(Source):
-    """A real source whose reads take 2 ms and are counted."""
-
-    classes = ("only",)
-
-    def __init__(self, num_samples: int) -> None:
-        self.labels_N = np.zeros(num_samples, dtype=np.int64)
-        self.num_reads, self._lock = 0, threading.Lock()
-
-    def fingerprint(self) -> str:
-        return f"{len(self)} of the same"
-
-    def name(self, index: int) -> str:
-        return str(index)
-
-    def read(self, index: int) -> Sample:
-        time.sleep(0.002)
-        with self._lock:
-            self.num_reads += 1
-        return np.zeros((2, 2, 3), dtype=np.uint8)
-
-
 def _loader_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("loader")]
+
+
+def _loader_processes() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if "loader_server" in " ".join(child.cmdline())]
 
 
 @pytest.fixture(autouse=True)
 def _no_thread_outlives_a_test() -> Iterator[None]:
     yield
     deadline = time.monotonic() + 5
-    while _loader_threads() and time.monotonic() < deadline:
+    while (_loader_threads() or _loader_processes()) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not _loader_threads()
+    assert not _loader_processes()
 
 
 @pytest.mark.parametrize("world", WORLD_SIZES)
@@ -175,16 +167,17 @@ def test_resuming_with_another_batch_size_neither_repeats_nor_loses_a_sample() -
     assert [index for batch in before + after for index in batch] == _order(0, 45)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("augment", AUGMENTS)
 def test_pixels_do_not_depend_on_threads_or_world_size_or_resuming(make_folder: MakeFolder, augment: str) -> None:
     root = make_folder(train={"a": 9, "b": 8}, val={"a": 1})
     data = _data(6, path=str(root), image_size=16, augment=augment, last_batch="short")
     source = open_source(data, "train")
 
-    def pixels(world: int, workers: int, epoch: int = 2, start: int = 0) -> dict[int, bytes]:
+    def pixels(world: int, workers: int, epoch: int = 2, start: int = 0, where: str = "threads") -> dict[int, bytes]:
         found = {}
         for rank in range(world):
-            loader = _loader(source, data, "train", rank, world, workers)
+            loader = _loader(source, data.model_copy(update={"loader": where}), "train", rank, world, workers)
             for batch in loader.epoch(epoch, start):
                 for index, image in zip(batch.indices_B.tolist(), batch.images_BCHW, strict=True):
                     found[index] = image.numpy().tobytes()
@@ -199,23 +192,30 @@ def test_pixels_do_not_depend_on_threads_or_world_size_or_resuming(make_folder: 
     assert len(resumed) == 11
     assert resumed.items() <= expected.items()
     assert (pixels(1, 0, epoch=3) == expected) == (augment == "none")
+    assert pixels(1, 2, where="process") == expected
 
 
-@pytest.mark.parametrize("workers", [0, 1, 3])
-def test_batches_come_in_order_for_any_number_of_threads(workers: int) -> None:
-    source, data = SlowSource(40), _data(6, last_batch="short", prefetch_batches=3)
+@pytest.mark.parametrize(
+    ("workers", "where"),
+    [(0, "threads"), (1, "threads"), (3, "threads"), pytest.param(3, "process", marks=pytest.mark.processes)],
+)
+def test_batches_come_in_order_for_any_number_of_threads(workers: int, where: str) -> None:
+    source, data = SlowSource(40), _data(6, last_batch="short", prefetch_batches=3, loader=where)
     loader = _loader(source, data, "train", workers=workers)
     assert [index for batch in loader.epoch(0) for index in batch.indices_B.tolist()] == _order(0, 40)
     assert source.num_reads == 40
     loader.close()
 
 
-def test_stored_pixels_and_read_pixels_are_the_same() -> None:
-    data = DataConfig(path="digits", global_batch_size=50)
+@in_both
+def test_stored_pixels_and_read_pixels_are_the_same(where: Any) -> None:
+    data = DataConfig(path="digits", global_batch_size=50, loader=where)
     source = open_source(data, "val")
-    for batch in _loader(source, data, "val", workers=2).epoch(0):
+    loader = _loader(source, data, "val", workers=2)
+    for batch in loader.epoch(0):
         for index, image in zip(batch.indices_B.tolist(), batch.images_BCHW, strict=True):
             assert (image.numpy() == np.asarray(source.read(index)).transpose(2, 0, 1)).all()
+    loader.close()
 
 
 def test_digits_are_resized_where_the_models_see_another_size() -> None:
@@ -228,10 +228,12 @@ def _truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:400])
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_an_unreadable_image_in_the_middle_is_left_out_named_and_counted(make_folder: MakeFolder, workers: int) -> None:
+@with_workers
+def test_an_unreadable_image_in_the_middle_is_left_out_named_and_counted(
+    make_folder: MakeFolder, workers: int, where: Any
+) -> None:
     root = make_folder(train={"a": 5, "b": 5}, val={"a": 3, "b": 4})
-    data = DataConfig(path=str(root), image_size=16, global_batch_size=4, max_bad=0.3)
+    data = DataConfig(path=str(root), image_size=16, global_batch_size=4, max_bad=0.3, loader=where)
     source = open_source(data, "val")
     whole = list(_loader(source, data, "val").epoch(0))
     _truncate(root / "val" / "a" / "001.jpg")
@@ -261,12 +263,14 @@ def test_a_batch_of_nothing_but_unreadable_images_is_empty(make_folder: MakeFold
     assert second.indices_B.tolist() == [2, 3]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_more_unreadable_images_than_the_share_are_an_error_that_names_the_first(make_folder: MakeFolder, workers: int) -> None:
+@with_workers
+def test_more_unreadable_images_than_the_share_are_an_error_that_names_the_first(
+    make_folder: MakeFolder, workers: int, where: Any
+) -> None:
     root = make_folder(train={"a": 20}, val={"a": 8})
     for number in range(4):
         _truncate(root / "val" / "a" / f"{number:03}.jpg")
-    data = DataConfig(path=str(root), image_size=16, global_batch_size=4, max_bad=0.5)
+    data = DataConfig(path=str(root), image_size=16, global_batch_size=4, max_bad=0.5, loader=where)
     loader = _loader(open_source(data, "val"), data, "val", workers=workers)
     assert sum(len(batch.labels_B) for batch in loader.epoch(0)) == 4
     loader.close()
@@ -278,18 +282,6 @@ def test_more_unreadable_images_than_the_share_are_an_error_that_names_the_first
         list(loader.epoch(0))
     assert "\n" not in str(caught.value)
     loader.close()
-
-
-class TwinsSource(SlowSource):
-    """All samples have one name, as in tars that number theirs each from 0 on; the first two are unreadable."""
-
-    def name(self, index: int) -> str:
-        return "0.jpg"
-
-    def read(self, index: int) -> Sample:
-        if index < 2:
-            raise UnreadableImageError("not an image")
-        return super().read(index)
 
 
 def test_unreadable_images_of_one_name_are_counted_each() -> None:
@@ -310,20 +302,7 @@ def test_a_small_split_may_have_one_unreadable_image_unless_none_is_allowed(
     assert _loader(_tiny(num_samples), _data(1, max_bad=max_bad)).max_bad == allowed
 
 
-class FailingSource(SlowSource):
-    """A source that raises `error` at sample 13."""
-
-    def __init__(self, error: BaseException) -> None:
-        super().__init__(4000)
-        self._error = error
-
-    def read(self, index: int) -> Sample:
-        if index == 13:
-            raise self._error
-        return super().read(index)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
+@with_workers
 @pytest.mark.parametrize(
     ("error", "kind", "message"),
     [
@@ -338,10 +317,10 @@ class FailingSource(SlowSource):
     ],
 )
 def test_what_a_thread_dies_of_reaches_the_consumer_at_once(
-    workers: int, error: Exception, kind: type[Exception], message: str
+    workers: int, where: str, error: Exception, kind: type[Exception], message: str
 ) -> None:
     source = FailingSource(error)
-    loader = _loader(source, _data(8), "val", workers=workers)
+    loader = _loader(source, _data(8, loader=where), "val", workers=workers)
     with pytest.raises(kind, match=message) as caught:
         list(loader.epoch(0))
     assert "\n" not in str(caught.value)
@@ -349,8 +328,9 @@ def test_what_a_thread_dies_of_reaches_the_consumer_at_once(
     loader.close()
 
 
-def test_a_thread_that_ends_itself_is_an_error_and_not_the_end_of_the_training_process() -> None:
-    loader = _loader(FailingSource(SystemExit(0)), _data(8), "val", workers=2)
+@in_both
+def test_a_thread_that_ends_itself_is_an_error_and_not_the_end_of_the_training_process(where: str) -> None:
+    loader = _loader(FailingSource(SystemExit(0)), _data(8, loader=where), "val", workers=2)
     with pytest.raises(RuntimeError, match="a loader thread died of SystemExit: 0"):
         list(loader.epoch(0))
     loader.close()
@@ -374,20 +354,12 @@ def test_a_disk_that_fails_under_a_folder_of_files_ends_the_epoch(
     loader.close()
 
 
-class NumberedSource(SlowSource):
-    """The pixels of sample i are all i mod 251, and its label is i."""
-
-    def __init__(self, num_samples: int) -> None:
-        super().__init__(num_samples)
-        self.labels_N = np.arange(num_samples)
-
-    def read(self, index: int) -> Sample:
-        return np.full((2, 2, 3), index % 251, dtype=np.uint8)
-
-
-@pytest.mark.parametrize(("workers", "prefetch"), [(0, 3), (2, 0), (2, 3)])
-def test_a_batch_holds_until_the_one_after_the_next_is_requested(workers: int, prefetch: int) -> None:
-    loader = _loader(NumberedSource(600), _data(10, prefetch_batches=prefetch), workers=workers)
+@pytest.mark.parametrize(
+    ("workers", "prefetch", "where"),
+    [(0, 3, "threads"), (2, 0, "threads"), (2, 3, "threads"), pytest.param(2, 3, "process", marks=pytest.mark.processes)],
+)
+def test_a_batch_holds_until_the_one_after_the_next_is_requested(workers: int, prefetch: int, where: str) -> None:
+    loader = _loader(NumberedSource(600), _data(10, prefetch_batches=prefetch, loader=where), workers=workers)
     before = None
     for step, batch in enumerate(loader.epoch(0)):
         time.sleep(0.01 if step < 10 else 0)  # the threads read on meanwhile, as far as they may
@@ -401,9 +373,12 @@ def test_a_batch_holds_until_the_one_after_the_next_is_requested(workers: int, p
     loader.close()
 
 
-@pytest.mark.parametrize(("workers", "prefetch"), [(0, 3), (2, 0), (2, 3)])
-def test_a_batch_stays_as_it_is_while_anything_refers_to_one_of_its_tensors(workers: int, prefetch: int) -> None:
-    loader = _loader(NumberedSource(600), _data(10, prefetch_batches=prefetch), workers=workers)
+@pytest.mark.parametrize(
+    ("workers", "prefetch", "where"),
+    [(0, 3, "threads"), (2, 0, "threads"), (2, 3, "threads"), pytest.param(2, 3, "process", marks=pytest.mark.processes)],
+)
+def test_a_batch_stays_as_it_is_while_anything_refers_to_one_of_its_tensors(workers: int, prefetch: int, where: str) -> None:
+    loader = _loader(NumberedSource(600), _data(10, prefetch_batches=prefetch, loader=where), workers=workers)
     images = [batch.images_BCHW[-1].numpy() for batch in loader.epoch(0)]  # a view of a part, as an array
     for step, image_CHW in enumerate(images):
         assert (image_CHW == _order(0, 600)[10 * step + 9] % 251).all()
@@ -423,12 +398,13 @@ def test_a_models_input_shares_no_memory_with_a_batch(dtype: torch.dtype) -> Non
     assert torch.equal(images_BCHW, before)
 
 
-def test_ten_thousand_batches_take_the_memory_of_a_few() -> None:
+@pytest.mark.parametrize("where", ["threads", pytest.param("process", marks=pytest.mark.slow)])
+def test_ten_thousand_batches_take_the_memory_of_a_few(where: Any) -> None:
     source = open_synthetic("train", 2 * 10_000, 3, 128)
-    data = DataConfig(image_size=128, global_batch_size=2, prefetch_batches=3)
+    data = DataConfig(image_size=128, global_batch_size=2, prefetch_batches=3, loader=where)
     loader = _loader(source, data, workers=2)
     images_mib = 2 * 128 * 128 * 3 / 2**20
-    assert 5 * images_mib < loader.batches_mib < 5 * images_mib * 1.01
+    assert 5 * images_mib < loader.batches_mib < 5 * images_mib * (1.01 if where == "threads" else 1.05)  # whole pages
     locations, process, before = set(), psutil.Process(), 0
     for step, batch in enumerate(loader.epoch(0)):
         locations.add((batch.images_BCHW.data_ptr(), batch.labels_B.data_ptr(), batch.indices_B.data_ptr()))
@@ -456,15 +432,18 @@ def test_batches_that_a_gpu_copies_count_with_what_torchs_allocator_of_pinned_me
     loader.close()
 
 
-def test_all_epochs_read_into_the_same_memory() -> None:
-    loader = _loader(open_synthetic("train", 320, 3, 16), DataConfig(image_size=16, global_batch_size=32), workers=1)
+@in_both
+def test_all_epochs_read_into_the_same_memory(where: Any) -> None:
+    data = DataConfig(image_size=16, global_batch_size=32, loader=where)
+    loader = _loader(open_synthetic("train", 320, 3, 16), data, workers=1)
     locations = [{batch.images_BCHW.data_ptr() for batch in loader.epoch(epoch)} for epoch in range(3)]
     assert len(set.union(*locations)) == len(locations[0]) == 4
     loader.close()
 
 
-def test_changing_the_number_of_threads_changes_no_batch_and_leaves_no_thread_behind() -> None:
-    loader = _loader(NumberedSource(600), _data(10, prefetch_batches=3), workers=4)
+@in_both
+def test_changing_the_number_of_threads_changes_no_batch_and_leaves_no_thread_behind(where: str) -> None:
+    loader = _loader(NumberedSource(600), _data(10, prefetch_batches=3, loader=where), workers=4)
     visited = []
     for step, batch in enumerate(loader.epoch(0)):
         visited += batch.indices_B.tolist()
@@ -475,10 +454,19 @@ def test_changing_the_number_of_threads_changes_no_batch_and_leaves_no_thread_be
     assert not _loader_threads()
 
 
-def test_a_loader_on_auto_does_with_the_threads_that_a_slow_step_needs(caplog: pytest.LogCaptureFixture) -> None:
-    source, data = SlowSource(4000), _data(5)
+@in_both
+def test_a_loader_on_auto_does_with_the_threads_that_a_slow_step_needs(where: str, caplog: pytest.LogCaptureFixture) -> None:
+    source, data = SlowSource(4000), _data(5, loader=where, loader_workers=4)
     loader = Loader(
-        source, data, split="train", seed=11, rank=0, world_size=1, loader_workers=4, auto=AutoWorkers(4, window_s=0.3)
+        source,
+        data,
+        split="train",
+        seed=11,
+        rank=0,
+        world_size=1,
+        loader_workers=4,
+        process=loader_process(data, world_size=1, device=CPU),
+        auto=AutoWorkers(4, window_s=0.3),
     )
     visited = []
     with caplog.at_level(logging.INFO, "raydistill"):
@@ -492,9 +480,10 @@ def test_a_loader_on_auto_does_with_the_threads_that_a_slow_step_needs(caplog: p
     loader.close()
 
 
-def test_an_iterator_that_is_closed_early_leaves_no_thread_working() -> None:
+@in_both
+def test_an_iterator_that_is_closed_early_leaves_no_thread_working(where: str) -> None:
     source = SlowSource(4000)
-    loader = _loader(source, _data(400), workers=2)
+    loader = _loader(source, _data(400, loader=where), workers=2)
     batches = loader.epoch(0)
     next(batches)
     batches.close()  # type: ignore[attr-defined]
@@ -506,9 +495,10 @@ def test_an_iterator_that_is_closed_early_leaves_no_thread_working() -> None:
     assert not _loader_threads()
 
 
-def test_threads_work_no_further_ahead_than_configured() -> None:
+@in_both
+def test_threads_work_no_further_ahead_than_configured(where: str) -> None:
     source = SlowSource(200)
-    loader = _loader(source, _data(10, prefetch_batches=2), workers=2)
+    loader = _loader(source, _data(10, prefetch_batches=2, loader=where), workers=2)
     batches = loader.epoch(0)
     for reads_allowed in (30, 40, 50):
         next(batches)
@@ -518,9 +508,10 @@ def test_threads_work_no_further_ahead_than_configured() -> None:
     loader.close()
 
 
-def test_closing_a_loader_in_the_middle_of_an_epoch_does_not_hang() -> None:
+@in_both
+def test_closing_a_loader_in_the_middle_of_an_epoch_does_not_hang(where: str) -> None:
     source = SlowSource(4000)
-    loader = _loader(source, _data(400, prefetch_batches=4), workers=2)
+    loader = _loader(source, _data(400, prefetch_batches=4, loader=where), workers=2)
     batches = loader.epoch(0)
     next(batches)
     loader.close()
@@ -530,9 +521,10 @@ def test_closing_a_loader_in_the_middle_of_an_epoch_does_not_hang() -> None:
     assert not _loader_threads()
 
 
-def test_a_new_epoch_ends_the_one_before() -> None:
+@in_both
+def test_a_new_epoch_ends_the_one_before(where: str) -> None:
     source = SlowSource(2000)
-    loader = _loader(source, _data(200, prefetch_batches=8), workers=2)
+    loader = _loader(source, _data(200, prefetch_batches=8, loader=where), workers=2)
     old = loader.epoch(0)
     next(old)
     new = loader.epoch(1)
@@ -544,22 +536,28 @@ def test_a_new_epoch_ends_the_one_before() -> None:
 
 
 _INTERRUPTED = """
-import atexit, signal
-from tests.trainables.data.test_loader import SlowSource, _data, _loader
+import atexit, signal, sys, threading
+from tests.trainables.data.sources import SlowSource
+from tests.trainables.data.test_loader import _data, _loader
+from tests.waiting import wait_until
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that started the tests in the background ignores it
 source = SlowSource(100_000)
 atexit.register(lambda: print(source.num_reads))  # runs once all threads are joined
-print("ready", flush=True)
-for batch in _loader(source, _data(2000, prefetch_batches=8), workers=2).epoch(0):
+def report_start():
+    wait_until(lambda: source.num_reads)
+    print("ready", flush=True)
+threading.Thread(target=report_start, daemon=True).start()
+for batch in _loader(source, _data(2000, prefetch_batches=8, loader=sys.argv[1]), workers=2).epoch(0):
     pass
 """
 
 
 @pytest.mark.processes
-def test_ctrl_c_ends_a_waiting_consumer_and_leaves_what_was_set_to_work_unread() -> None:
+@pytest.mark.parametrize("where", ["threads", "process"])
+def test_ctrl_c_ends_a_waiting_consumer_and_leaves_what_was_set_to_work_unread(where: str) -> None:
     path = os.pathsep.join([str(Path(__file__).parents[3]), *sys.path])
     child = subprocess.Popen(
-        [sys.executable, "-c", _INTERRUPTED],
+        [sys.executable, "-c", _INTERRUPTED, where],
         env=os.environ | {"PYTHONPATH": path},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -568,7 +566,6 @@ def test_ctrl_c_ends_a_waiting_consumer_and_leaves_what_was_set_to_work_unread()
     try:
         assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"
-        time.sleep(0.3)
         child.send_signal(signal.SIGINT)
         output, errors = child.communicate(timeout=100)
     finally:
@@ -577,14 +574,21 @@ def test_ctrl_c_ends_a_waiting_consumer_and_leaves_what_was_set_to_work_unread()
     assert int(output) < 2000
 
 
+def _gpu_loader(source: Source, data: DataConfig, split: Split = "train", workers: int = 2) -> Loader:
+    data, device = data.model_copy(update={"loader_workers": workers}), torch.device("cuda")
+    process = loader_process(data, world_size=1, device=device)
+    return Loader(
+        source, data, split=split, seed=11, rank=0, world_size=1, loader_workers=workers, device=device, process=process
+    )
+
+
 @pytest.mark.gpu
-def test_pinned_batches_stay_pinned_when_an_image_is_left_out(make_folder: MakeFolder) -> None:
+@in_both
+def test_pinned_batches_stay_pinned_when_an_image_is_left_out(make_folder: MakeFolder, where: Any) -> None:
     root = make_folder(train={"a": 2}, val={"a": 4})
     _truncate(root / "val" / "a" / "001.jpg")
-    data = DataConfig(path=str(root), image_size=16, global_batch_size=4)
-    loader = Loader(
-        open_source(data, "val"), data, split="val", seed=0, rank=0, world_size=1, loader_workers=2, device=torch.device("cuda")
-    )
+    data = DataConfig(path=str(root), image_size=16, global_batch_size=4, loader=where)
+    loader = _gpu_loader(open_source(data, "val"), data, "val")
     (batch,) = loader.epoch(0)
     assert batch.images_BCHW.is_pinned()
     assert batch.labels_B.is_pinned()
@@ -598,12 +602,11 @@ def test_torch_has_the_function_that_gives_pinned_memory_back() -> None:
 
 
 @pytest.mark.gpu
-def test_a_closed_loaders_pinned_memory_is_free_for_the_next_ones() -> None:
+@in_both
+def test_a_closed_loaders_pinned_memory_is_free_for_the_next_ones(where: Any) -> None:
     free_pinned()
     before = torch.cuda.host_memory_stats()["allocated_bytes.current"]
-    data = DataConfig(image_size=64, global_batch_size=32)
-    source, device = open_synthetic("train", 320, 3, 64), torch.device("cuda")
-    loader = Loader(source, data, split="train", seed=0, rank=0, world_size=1, loader_workers=2, device=device)
+    loader = _gpu_loader(open_synthetic("train", 320, 3, 64), DataConfig(image_size=64, global_batch_size=32, loader=where))
     assert len(list(loader.epoch(0))) == 10
     loader.close()
     free_pinned()
@@ -611,12 +614,13 @@ def test_a_closed_loaders_pinned_memory_is_free_for_the_next_ones() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("workers", "prefetch"), [(0, 2), (2, 0), (2, 2)])
-def test_a_batch_is_not_written_over_while_a_gpu_fetches_it(workers: int, prefetch: int) -> None:
-    data, device = _data(20, prefetch_batches=prefetch), torch.device("cuda")
-    loader = Loader(
-        NumberedSource(4000), data, split="train", seed=11, rank=0, world_size=1, loader_workers=workers, device=device
-    )
+@pytest.mark.parametrize(
+    ("workers", "prefetch", "where"),
+    [(0, 2, "threads"), (2, 0, "threads"), (2, 2, "threads"), (2, 0, "process"), (2, 2, "process")],
+)
+def test_a_batch_is_not_written_over_while_a_gpu_fetches_it(workers: int, prefetch: int, where: str) -> None:
+    device = torch.device("cuda")
+    loader = _gpu_loader(NumberedSource(4000), _data(20, prefetch_batches=prefetch, loader=where), workers=workers)
     fetched = []
     for batch in on_device(loader.epoch(0), device):
         torch.cuda._sleep(2_000_000)  # a slow step: the copy after the next stands in a queue behind it
@@ -628,10 +632,13 @@ def test_a_batch_is_not_written_over_while_a_gpu_fetches_it(workers: int, prefet
     loader.close()
 
 
-def test_the_loader_reports_what_an_image_costs_a_thread_and_how_much_of_it_is_waiting_for_the_source() -> None:
-    loader = _loader(SlowSource(32), _data(8), workers=2)
-    assert loader.costs.summary() == {}
+@in_both
+def test_the_loader_reports_what_an_image_costs_a_thread_and_how_much_of_it_is_waiting_for_the_source(where: str) -> None:
+    loader = _loader(SlowSource(32), _data(8, loader=where), workers=2)
     list(loader.epoch(0))
+    loader.costs.clear()  # the first batch waits for the start of a process
+    assert loader.costs.summary() == {}
+    list(loader.epoch(1))
     costs = loader.costs.summary()
     assert costs["loader/read_ms"] >= 2
     assert costs["loader/read_ms"] <= costs["loader/image_ms"]
@@ -640,24 +647,13 @@ def test_the_loader_reports_what_an_image_costs_a_thread_and_how_much_of_it_is_w
     assert costs["loader/threads"] == 2
     assert costs["loader/batch_ms"] == pytest.approx(8 * costs["loader/image_ms"] / 2)
     assert 0 < costs["loader/wait_ms"] < 2 * costs["loader/batch_ms"]  # nobody computes meanwhile: each batch is waited for
-    loader.costs.clear()
-    assert loader.costs.summary() == {}
     loader.close()
 
 
-class BusySource(SlowSource):
-    """A real source that computes for 2 ms instead."""
-
-    def read(self, index: int) -> Sample:
-        until_s = time.thread_time() + 0.002
-        while time.thread_time() < until_s:
-            hashlib.sha256(bytes(100_000)).digest()  # without Python's lock
-        return np.zeros((2, 2, 3), dtype=np.uint8)
-
-
-def test_time_inside_the_source_that_is_computing_or_waiting_for_a_core_is_no_wait_for_the_source() -> None:
+@in_both
+def test_time_inside_the_source_that_is_computing_or_waiting_for_a_core_is_no_wait_for_the_source(where: str) -> None:
     shares = []
-    with contextlib.closing(_loader(BusySource(32), _data(8), workers=8)) as loader:  # more threads than cores
+    with contextlib.closing(_loader(BusySource(32), _data(8, loader=where), workers=8)) as loader:  # more threads than cores
         for epoch in range(3):  # of which one at least should be free of what other tenants of the machine take
             list(loader.epoch(epoch))
             costs = loader.costs.summary()

@@ -4,6 +4,7 @@ import contextlib
 import threading
 from pathlib import Path
 
+import psutil
 import pytest
 from PIL import Image
 
@@ -27,10 +28,15 @@ def _packed(root: Path) -> Path:
 
 
 @pytest.mark.parametrize("uri", [False, True])
-@pytest.mark.parametrize("die_after", [None, 3])
-def test_a_job_that_ends_or_dies_leaves_no_thread_and_no_hold(tmp_path: Path, die_after: int | None, uri: bool) -> None:
+@pytest.mark.parametrize(
+    ("die_after", "where"), [(None, "threads"), (3, "threads"), pytest.param(3, "process", marks=pytest.mark.processes)]
+)
+def test_a_job_that_ends_or_dies_leaves_no_thread_no_process_and_no_hold(
+    tmp_path: Path, die_after: int | None, where: str, uri: bool
+) -> None:
     packed, before = _packed(tmp_path), set(threading.enumerate())
     data = {"path": packed.as_uri() if uri else str(packed), "stage": str(tmp_path / "disk"), "global_batch_size": 4}
+    data |= {"loader": where, "loader_workers": 1}
     settings = config(tmp_path / "out", teacher=None, data=data, train={"log_every": 1})
     job = build(settings, Group(), Recorded(die_after), no_telemetry)
     folders = list((tmp_path / "disk").glob("raydistill-*/*"))
@@ -42,6 +48,7 @@ def test_a_job_that_ends_or_dies_leaves_no_thread_and_no_hold(tmp_path: Path, di
         loop.run(job)
     wait_until(lambda: set(threading.enumerate()) <= before and folder_cleaner.remove_unused(str(folders[0])))
     assert not folders[0].exists()
+    assert not [child for child in psutil.Process().children() if "loader_server" in " ".join(child.cmdline())]
 
 
 @pytest.mark.parametrize("loader_auto", [False, True])

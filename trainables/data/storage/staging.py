@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Any
 
 from trainables.config import DataConfig
 from trainables.data.index import INDEX, File, Index, read_index
 from trainables.data.order import Split
-from trainables.data.records import RecordsSource
+from trainables.data.records import RecordsSource, open_records
 from trainables.data.shards import LocalShards
 from trainables.data.storage.shared_folder import (
     GRACE_S,
@@ -72,11 +73,15 @@ class StagedRecords(RecordsSource):
 
     def __init__(self, root: Path, index: Index, split: Split, lease: FolderLease) -> None:
         super().__init__(root, index, split, LocalShards(root, index.splits[split].shards))
-        self._lease = lease
+        self._root, self._split, self._lease = root, split, lease
 
     def close(self) -> None:
         """This process needs the copy no more."""
         self._lease.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For a process that ends before this one, whose lease does for both."""
+        return open_records, (str(self._root), self._split)
 
 
 def open_staged(data: DataConfig, split: Split) -> StagedRecords:

@@ -59,7 +59,7 @@ class StageLoader(Loader):
             num_rows, position = header[:2].tolist()
             if num_rows == _END:
                 return
-            images_BHWC, labels_B, indices_B = (tensor[:num_rows] for tensor in self._memory.allocate())
+            images_BHWC, labels_B, indices_B, _ = self._memory.allocate(num_rows)
             for tensor, values in zip((labels_B, indices_B), header[2:].chunk(2), strict=True):
                 tensor.copy_(values[:num_rows])
             if num_rows and self._hosts.rank == self._hosts.world_size - 1:

@@ -1,0 +1,146 @@
+"""What loader threads do to a step that launches small operations without pause, as a GPU's does, and the step to them.
+
+The "decoding" only sleeps, 1 ms an image, so that nothing but Python's lock is contended on 2 cores: once with the loader's
+threads in the training process, once in a process of their own. The loader is held to a rate that both can reach.
+"""
+
+import argparse
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from tests.benchmarks.process import answer_of
+from tests.benchmarks.rounds import Bar, Comparison, Sides
+from tests.benchmarks.sleeping_source import SIZE, SleepingSource
+from trainables.config import DataConfig
+from trainables.data.loader import Loader
+from trainables.data.loader_process import loader_process
+
+BATCH, IMAGES_PER_S, THREADS = 64, 4000.0, 16
+
+
+@contextlib.contextmanager
+def comparisons(short: bool) -> Iterator[list[Comparison]]:
+    seconds = str(0.5 if short else 5.0)
+    sides = Sides(
+        {side: partial(answer_of, ["-m", "tests.benchmarks.launches", side, seconds]) for side in ("threads", "process")}
+    )
+    both = sides.pair("process", "threads", "op_ratio")
+    yield [
+        Comparison(
+            f"time per operation beside a loader at {IMAGES_PER_S:,.0f} images/s / alone, a process (peer: threads)",
+            "×",
+            both,
+            Bar("≤", 1.15),
+            lambda ours, peer: ours,
+            "ours",
+        ),
+        Comparison(
+            "loader beside a busy step / alone, a process (peer: threads)",
+            "×",
+            sides.pair("process", "threads", "loader_ratio"),
+            Bar("≥", 0.95),
+            lambda ours, peer: ours,
+            "ours",
+        ),
+        Comparison(
+            "CPU of the training thread an image, a process (peer: threads)",
+            "µs",
+            sides.pair("process", "threads", "image_us"),
+            Bar("≤", 2.0),
+            lambda ours, peer: ours,
+            "ours",
+        ),
+    ]
+
+
+def measure(where: str, seconds: float) -> dict[str, float]:
+    torch.set_num_threads(1)
+    data = DataConfig.model_validate(
+        {"image_size": SIZE, "global_batch_size": BATCH, "loader_workers": THREADS, "loader": where, "augment": "none"}
+    )
+    process = loader_process(data, world_size=1, device=torch.device("cpu"))
+    source = SleepingSource(10_000_000)
+    loader = Loader(source, data, split="train", seed=0, rank=0, world_size=1, loader_workers=THREADS, process=process)
+    batches = loader.epoch(0)
+    for _ in range(10):
+        next(batches)
+    alone_s, _ = _launch(seconds, lambda: None)
+    step = _Steps(batches)
+    beside_s, _ = _launch(seconds, step.take_due)
+    batch_s = step.taken_s / step.taken
+    loader_alone = _rate(batches, seconds)
+    stop = threading.Event()
+    busy = threading.Thread(target=_busy, args=(stop,))
+    busy.start()
+    loader_beside = _rate(batches, seconds)
+    stop.set()
+    busy.join()
+    batches.close()
+    loader.close()
+    return {
+        "alone_us": 1e6 * alone_s,
+        "beside_us": 1e6 * beside_s,
+        "op_ratio": beside_s / alone_s,
+        "images_per_s": step.taken * BATCH / seconds,
+        "image_us": 1e6 * batch_s / BATCH,
+        "loader_alone": loader_alone,
+        "loader_beside": loader_beside,
+        "loader_ratio": loader_beside / loader_alone,
+    }
+
+
+class _Steps:
+    """Takes a batch as often as the rate says."""
+
+    def __init__(self, batches: Iterator[object]) -> None:
+        self._batches, self._began_s = batches, time.perf_counter()
+        self.taken, self.taken_s = 0, 0.0
+
+    def take_due(self) -> None:
+        if time.perf_counter() - self._began_s > self.taken * BATCH / IMAGES_PER_S:
+            began_s = time.thread_time()
+            next(self._batches)
+            self.taken_s += time.thread_time() - began_s
+            self.taken += 1
+
+
+def _launch(seconds: float, between: Callable[[], None]) -> tuple[float, int]:
+    """Mean seconds of an operation, and how many there were; `between` is called every hundred."""
+    values, num_operations, operations_s = torch.zeros(8), 0, 0.0
+    until_s = time.perf_counter() + seconds
+    while time.perf_counter() < until_s:
+        began_s = time.perf_counter()
+        for _ in range(100):
+            values.add_(1.0)
+        operations_s += time.perf_counter() - began_s
+        num_operations += 100
+        between()
+    return operations_s / num_operations, num_operations
+
+
+def _busy(stop: threading.Event) -> None:
+    values = torch.zeros(8)
+    while not stop.is_set():
+        for _ in range(100):
+            values.add_(1.0)
+
+
+def _rate(batches: Iterator[object], seconds: float) -> float:
+    began_s, images = time.perf_counter(), 0
+    while (took_s := time.perf_counter() - began_s) < seconds:
+        next(batches)
+        images += BATCH
+    return images / took_s
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("where", choices=["threads", "process"])
+    parser.add_argument("seconds", type=float)
+    print(json.dumps(measure(**vars(parser.parse_args()))))

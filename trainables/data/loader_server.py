@@ -1,0 +1,136 @@
+"""The main program of a loader process: it reads batches for the worker that has started it, and ends with that worker.
+
+Its arguments are that worker's process id, a socket and the batches' memory. It imports no torch, see `batch_reader`.
+"""
+
+import contextlib
+import logging
+import mmap
+import os
+import pickle
+import signal
+import sys
+import threading
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainables.data.batch_layout import BatchLayout
+from trainables.data.batch_reader import BatchReader, Reads, Request
+from trainables.data.loader_messages import FailedReads, LogLine
+from trainables.data.sample_reader import ReadResult, ThreadTimes
+
+_LOOK_S = 1.0
+
+
+class LoaderServer:
+    """Carries out what the worker sends; answers for batches go back in the order of their requests."""
+
+    def __init__(self, connection: Connection, memory: int, layout: BatchLayout, block_bytes: int) -> None:
+        self._connection, self._memory, self._layout, self._block_bytes = connection, memory, layout, block_bytes
+        self._blocks: dict[int, tuple[NDArray[Any], ...]] = {}
+        self._readers: dict[int, BatchReader] = {}
+        self._failures: dict[int, Exception] = {}  # of readers that could not be opened
+        self._begun = SimpleQueue[Reads | Exception]()
+        self._sending = threading.Lock()
+        threading.Thread(target=self._send_answers, name="answers", daemon=True).start()
+
+    def carry_out(self, reader: int, method: str, arguments: tuple[Any, ...]) -> None:
+        """Call a method of a reader; its errors are sent where the worker waits for a batch."""
+        if method == "open":
+            self._open(reader, *arguments)
+        elif method == "begin":
+            self._begun.put(self._begin(reader, *arguments))
+        elif method == "close":
+            if opened := self._readers.pop(reader, None):
+                opened.close(wait=False)
+        elif opened := self._readers.get(reader):
+            getattr(opened, method)(*arguments)
+
+    def close(self) -> None:
+        for reader in self._readers.values():
+            reader.close(wait=False)
+
+    def send(self, answer: Any) -> None:
+        with self._sending, contextlib.suppress(ConnectionError):  # the worker is gone, and soon so is this process
+            self._connection.send_bytes(pickle.dumps(answer))
+
+    def _open(self, reader: int, pickled: bytes) -> None:
+        try:
+            source, data, options = pickle.loads(pickled)
+            self._readers[reader] = BatchReader(source, data, **options)
+        except Exception as error:
+            self._failures[reader] = error
+
+    def _begin(self, reader: int, request: Request, block: int) -> Reads | Exception:
+        try:
+            if reader in self._failures:
+                return self._failures[reader]
+            return self._readers[reader].begin(request, self._block(block))
+        except Exception as error:
+            return error
+
+    def _block(self, number: int) -> tuple[NDArray[Any], ...]:
+        if number not in self._blocks:
+            mapped = mmap.mmap(self._memory, self._block_bytes, offset=number * self._block_bytes)
+            self._blocks[number] = self._layout.arrays(np.frombuffer(mapped, dtype=np.uint8))
+        return self._blocks[number]
+
+    def _send_answers(self) -> None:
+        while True:
+            self.send(_answer(self._begun.get()))
+
+
+class _SendToWorker(logging.Handler):
+    """The worker logs what this process would log."""
+
+    def __init__(self, server: LoaderServer) -> None:
+        super().__init__()
+        self._server = server
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._server.send(LogLine(record.levelno, record.getMessage()))
+
+
+def main() -> None:
+    """Serve until the worker closes the connection or is gone."""
+    worker, handle, memory = map(int, sys.argv[1:])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with contextlib.suppress(EOFError, OSError):  # the end of the connection, perhaps in the middle of a message
+        connection = Connection(handle)
+        server = LoaderServer(connection, memory, *connection.recv())
+        log = logging.getLogger("raydistill")
+        log.addHandler(_SendToWorker(server))
+        log.propagate = False
+        while os.getppid() == worker:  # a process that the worker has forked may keep the connection open
+            if connection.poll(_LOOK_S):
+                server.carry_out(*connection.recv())
+        server.close()
+    os._exit(0)  # threads may wait for a disk
+
+
+def _answer(reads: Reads | Exception) -> list[ReadResult] | FailedReads:
+    """What the threads have read for a batch, as one part of it: what the worker does with it does not grow with the threads."""
+    if isinstance(reads, Exception):
+        return _failed(reads)
+    try:
+        parts = reads.results()
+    except Exception as error:
+        return _failed(error)
+    bad = [entry for part in parts for entry in part.bad]
+    regions = [region._replace(data=bytes(region.data)) for part in parts for region in part.encoded_rows]
+    times = ThreadTimes(*map(sum, zip(*(part.times for part in parts), strict=True)))
+    return [ReadResult(bad, regions, times)]
+
+
+def _failed(error: Exception) -> FailedReads:
+    """The error as the worker is to raise it. One that cannot be sent becomes a RuntimeError with its text."""
+    failed = FailedReads(error, error.__cause__)
+    try:
+        pickle.loads(pickle.dumps(failed))
+    except Exception:
+        return FailedReads(RuntimeError(f"{type(error).__name__}: {error}"))
+    return failed
