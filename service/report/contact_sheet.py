@@ -24,14 +24,15 @@ _MOST_CLASSES = 20
 
 def describe(root: Path, index: Index) -> Iterator[str | Table]:
     """Lines and tables, from the rows alone: no image is read. Raises DataError where the set is damaged."""
-    yield f"{root}: {index.source.get('kind')} {index.source.get('name')}, {described(index.mode)}, by raydistill {index.raydistill}"
+    mode = described(index.mode)
+    yield f"{root}: {index.source.get('kind')} {index.source.get('name')}, {mode}, by raydistill {index.raydistill}"
     yield (
         f"images as {'RGB pixels' if index.image == 'pixels' else 'files'}; {index.num_unreadable} unreadable left out; "
         f"{len(index.classes)} classes"
     )
     if "tiles" in index.mode:
         num_images = sum(split.rows.rows for split in index.splits.values())
-        yield f"{index.mode['tiles']:,} of {num_images:,} images are tiled; the others are stored without tiles"
+        yield f"{index.mode['tiles']:,} of {num_images:,} images are tiled; the others could not be, or would not gain"
     sources: dict[Split, RecordsSource] = {split: open_records(str(root), split) for split in ("train", "val")}
     yield _splits(index, sources)
     yield _classes(index.classes, sources)

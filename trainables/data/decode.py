@@ -48,21 +48,21 @@ _BOMB = "more pixels than PIL's limit against decompression bombs"
 class StoredImage:
     """A sample of known size, of which parts can be decoded; a JPEG file is decoded no further than they need.
 
-    Raises UnreadableImageError as `decode_image` does, for a JPEG file's pixels only when they are decoded; and where the map of a
-    tiled file is damaged.
+    Raises UnreadableImageError as `decode_image` does, for a JPEG file's pixels only when they are decoded, and for a tiled file
+    whose map is damaged.
     """
 
     def __init__(self, sample: Sample, decoder: Decoder) -> None:
         self._sample, self._decoder = sample, decoder
         self._header = None if isinstance(sample, np.ndarray) else read_header(sample)
+        try:
+            self._tiles = None if isinstance(sample, np.ndarray) else open_tiles(sample, self._header)
+        except ValueError as error:
+            raise UnreadableImageError(f"truncated or damaged: its map of tiles: {error}") from None
         if self._header and not isinstance(sample, np.ndarray):
             self.width, self.height = self._header.width, self._header.height
             if reason := too_costly(self.width, self.height, sample, self._header.progressive):  # before any memory is taken
                 raise UnreadableImageError(reason)
-            try:
-                self._tiles = open_tiles(sample, self._header)
-            except ValueError as error:
-                raise UnreadableImageError(f"truncated or damaged: its map of tiles: {error}") from None
         else:
             self._pixels_HWC = sample if isinstance(sample, np.ndarray) else np.asarray(decode_image(sample))
             self.height, self.width = self._pixels_HWC.shape[:2]
@@ -82,7 +82,7 @@ class StoredImage:
         if not self._tiles:
             return self._decode(self._sample, self._header, box, shrink)
         cut = self._tiles.cut(box, shrink)
-        return cut.decoded(self._decode(cut.data, cut.header, cut.box(box), shrink))
+        return cut.in_whole(self._decode(cut.data, cut.header, cut.box(box), shrink))
 
     def _decode(self, data: bytes | memoryview, header: JpegHeader, box: Box, shrink: int) -> Decoded:
         if decoded := self._decoder.decode(data, header, box, shrink):

@@ -1,6 +1,6 @@
 """A JPEG file's scan as bits: its Huffman tables, how many bits each MCU's codes take, and which bytes they lie in.
 
-The coefficients tell the number of bits, so that the codes themselves need not be read (ITU-T T.81, annexes C and F).
+How many bits follows from the coefficients, without reading a code (ITU-T T.81, annexes C and F).
 
 Shapes: N MCUs in the scan's order, B blocks of an MCU, 64 coefficients of a block in zigzag order, C components.
 """
@@ -16,7 +16,7 @@ from trainables.data.pack.transcode import Plane
 _ZIGZAG = np.array(sorted(range(64), key=lambda at: (at // 8 + at % 8, at // 8 if (at // 8 + at % 8) % 2 else at % 8)))
 _NUM_BITS = np.array([value.bit_length() for value in range(2**15 + 1)])
 _DHT, _SOS, _DRI = 0xC4, 0xDA, 0xDD
-_METADATA = frozenset((*range(0xE1, 0xEE), 0xEF, 0xFE))  # APPn, COM; but JFIF's and Adobe's, which tell the colours
+_METADATA = frozenset((*range(0xE1, 0xEE), 0xEF, 0xFE))  # APPn, COM; but JFIF's and Adobe's, by which colours are decoded
 END_OF_BLOCK, SIXTEEN_ZEROS = 0x00, 0xF0
 
 
@@ -56,13 +56,13 @@ def read_scan(data: bytes, header: JpegHeader) -> Scan | None:
     """The scan of a file that is sequential, without restarts, and has all components in its first scan; None of another."""
     if header.progressive:
         return None
-    at, kept, tables = 2, [data[:2]], dict[int, Huffman]()
+    at, segments, tables = 2, [data[:2]], dict[int, Huffman]()
     while at + 4 <= len(data):
         marker, end = data[at + 1], at + 2 + int.from_bytes(data[at + 2 : at + 4], "big")
         if data[at] != 0xFF or marker == 0xFF or marker == _DRI or end > len(data):
             return None
         if marker not in _METADATA:
-            kept.append(data[at:end])
+            segments.append(data[at:end])
         if marker == _DHT:
             tables |= _huffman_tables(data[at + 4 : end])
         if marker == _SOS:
@@ -80,7 +80,7 @@ def read_scan(data: bytes, header: JpegHeader) -> Scan | None:
         Component(*factors, tables[choice >> 4], tables[0x10 | choice & 15])
         for factors, choice in zip(sampling(data, header), choices, strict=True)
     ]
-    before = b"".join(kept)
+    before = b"".join(segments)
     return Scan(before + data[end:], len(before), components)
 
 

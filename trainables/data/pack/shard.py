@@ -58,7 +58,7 @@ class ShardJob:
         return self.done.with_suffix(".npy")
 
     def finished(self) -> tuple[File, list[Unreadable], int] | None:
-        """What an earlier process has written of this shard, and how many of its images are tiled; None where it was not finished."""
+        """What an earlier process has written of this shard, and how many images are tiled; None where it is not finished."""
         try:
             stored = json.loads(self.done.read_bytes())
             file = File.model_validate(stored["file"])
