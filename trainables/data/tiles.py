@@ -6,7 +6,7 @@ MCU that leads to it from a whole byte and a DC prediction of 0; the suffix code
 runs of several rows are joined to a smaller file. Its pixels are those of the whole file, but for two columns of flat MCUs at its
 left or right, or a row of them at its top.
 
-Restart markers would do the same, but with them libjpeg-turbo takes its slower Huffman decoder, which costs most of what is saved.
+Restart markers would do the same, but with them libjpeg-turbo takes its slower Huffman decoder, which takes most of the gain.
 
 Shapes: R rows of MCUs, S tiles in each.
 """
