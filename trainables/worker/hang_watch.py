@@ -89,7 +89,7 @@ class HangWatch(WorkerGroupCallback):  # type: ignore[misc]
                 factor = 1.0
             elif progress.is_hung(now_s, factor):
                 reports = look_at(workers, progress, answers.descriptors)
-                if factor < COLD_FACTOR and any(report.is_compiling for report in reports):
+                if factor < COLD_FACTOR and any(report.may_take_long for report in reports):
                     factor = COLD_FACTOR
                     continue
                 error = hang_error(reports, progress.longest_s(now_s))
