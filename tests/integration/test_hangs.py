@@ -81,23 +81,6 @@ def test_a_rank_that_sleeps_in_a_method_is_named_with_its_line_and_with_what_the
 
 
 @pytest.mark.slow
-def test_a_hang_that_comes_again_at_the_same_place_ends_the_stage_and_one_that_does_not_is_outlived(distill: Distill) -> None:
-    sets = hanging(distill, "time.sleep(10_000)", "dist.get_rank() == 1 and batch.epoch * 22 > 10.5")
-    run = distill.runs / "same"
-    output = distill.run("train", distill.experiment, "--out", run, *TWO, *sets, code=2)
-    assert "hang: going on from the last checkpoint (restart 1 of at most 3)" in output
-    assert "hung in student of step 12 again: no progress for" in output.splitlines()[-1]
-    assert len(hang_lines([("student", stage_of(run))])) == 2
-    once = distill.folder / "once"
-    sets = hanging(distill, f"time.sleep(0 if os.path.exists({str(once)!r}) else open({str(once)!r}, 'w').write('x') * 10_000)")
-    run = distill.runs / "once"
-    distill.run("train", distill.experiment, "--out", run, *TWO, *sets)
-    found = result(run)["stages"][0]
-    assert (found["status"], found["restarts"], found["metrics"]["steps"]) == ("ok", 1, 44)
-    assert "rank 1 of 2 hangs in student of step 12" in distill.run("report", run)
-
-
-@pytest.mark.slow
 def test_a_worker_that_is_stopped_is_ended_and_begun_again(distill: Distill) -> None:
     run = distill.runs / "stopped"
     sets = hanging(distill, "time.sleep(0.05)", "True")
@@ -110,16 +93,6 @@ def test_a_worker_that_is_stopped_is_ended_and_begun_again(distill: Distill) -> 
     assert not stopped.is_running()
     found = result(run)["stages"][0]
     assert (found["status"], found["restarts"]) == ("ok", 1)
-
-
-@pytest.mark.slow
-def test_a_worker_that_does_not_let_go_of_the_interpreter_shows_its_stack_too(distill: Distill) -> None:
-    run = distill.runs / "interpreter"
-    sets = hanging(
-        distill, "[ctypes.PyDLL(None).pthread_mutex_lock(MUTEX) for _ in range(2)]", "self.calls == 4"
-    )  # it waits for itself
-    output = distill.run("train", distill.experiment, "--out", run, *sets, "--set", "scale.max_failures=0", code=2)
-    assert re.search(r"rank 0 of 1 hangs in student of step 4 \(hangs-\w+\.py:\d+ in forward\)", output)
 
 
 @pytest.mark.slow
@@ -160,3 +133,30 @@ def test_a_trial_that_takes_too_long_ends_as_failed_and_the_sweep_goes_on(distil
     slow, fast = result(run)["trials"]
     assert (slow["status"], slow["failure"], fast["status"]) == ("failed", "time_limit", "ok")
     assert re.search(r"took longer than sweep\.trial_limit_s; it was in \w+ of step \d+", slow["reason"])
+
+
+@pytest.mark.slow
+def test_a_hang_that_comes_again_at_the_same_place_ends_the_stage_and_one_that_does_not_is_outlived(distill: Distill) -> None:
+    sets = hanging(distill, "time.sleep(10_000)", "dist.get_rank() == 1 and batch.epoch * 22 > 10.5")
+    run = distill.runs / "same"
+    output = distill.run("train", distill.experiment, "--out", run, *TWO, *sets, code=2)
+    assert "hang: going on from the last checkpoint (restart 1 of at most 3)" in output
+    assert "hung in student of step 12 again: no progress for" in output.splitlines()[-1]
+    assert len(hang_lines([("student", stage_of(run))])) == 2
+    once = distill.folder / "once"
+    sets = hanging(distill, f"time.sleep(0 if os.path.exists({str(once)!r}) else open({str(once)!r}, 'w').write('x') * 10_000)")
+    run = distill.runs / "once"
+    distill.run("train", distill.experiment, "--out", run, *TWO, *sets)
+    found = result(run)["stages"][0]
+    assert (found["status"], found["restarts"], found["metrics"]["steps"]) == ("ok", 1, 44)
+    assert "rank 1 of 2 hangs in student of step 12" in distill.run("report", run)
+
+
+@pytest.mark.slow
+def test_a_worker_that_does_not_let_go_of_the_interpreter_shows_its_stack_too(distill: Distill) -> None:
+    run = distill.runs / "interpreter"
+    sets = hanging(
+        distill, "[ctypes.PyDLL(None).pthread_mutex_lock(MUTEX) for _ in range(2)]", "self.calls == 4"
+    )  # it waits for itself
+    output = distill.run("train", distill.experiment, "--out", run, *sets, "--set", "scale.max_failures=0", code=2)
+    assert re.search(r"rank 0 of 1 hangs in student of step 4 \(hangs-\w+\.py:\d+ in forward\)", output)

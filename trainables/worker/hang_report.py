@@ -13,7 +13,8 @@ from trainables.worker.signs_of_life import Collective
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+).*\n((?:  File .*\n?)*)", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
-_COMPILING = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_fx.py")
+_LONG = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_fx.py", "/trainables/locks.py")
+"""Files of what compiles a model, or waits for another job's lock, as while that one copies the data set to the node."""
 _WAITING = ("threading.py", "queue.py", "selectors.py", "thread.py")
 """Files of Python's library in which a thread without work waits for some."""
 _READING = ("/trainables/data/", "/trainables/device/decoders/")
@@ -46,9 +47,9 @@ class RankReport:
         }
 
     @property
-    def is_compiling(self) -> bool:
-        """Whether its training thread compiles a model, which takes its time."""
-        return any(path.endswith(_COMPILING) for path, _ in self._training_frames())
+    def may_take_long(self) -> bool:
+        """Whether its training thread does what takes its time, and shows no progress meanwhile."""
+        return any(path.endswith(_LONG) for path, _ in self._training_frames())
 
     @property
     def frame(self) -> str:

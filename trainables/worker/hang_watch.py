@@ -22,7 +22,7 @@ from trainables.failures import EndedError, Failure
 from trainables.rundir import StageDir, write_json
 from trainables.worker.hang_report import RankReport, hang_error
 from trainables.worker.process_signs import ProcessSigns, WorkerProcess, end, inspect
-from trainables.worker.progress import COLD_FACTOR, JobProgress
+from trainables.worker.progress import JobProgress
 from trainables.worker.ray_internals import WorkerGroupCallback
 from trainables.worker.signs_of_life import Collective, Signs, last_collective, signs
 
@@ -74,30 +74,29 @@ class HangWatch(WorkerGroupCallback):  # type: ignore[misc]
     def _watch(self, workers: dict[int, Any], stopping: threading.Event) -> None:
         progress = JobProgress(self._hang_after_s, len(workers), time.monotonic())
         answers, file = Answers(workers), HeartbeatFile()
-        factor = 1.0
         while not stopping.wait(POLL_S):
             now_s = time.monotonic()
             for rank, answer in answers.take().items():
                 progress.update(rank, answer.position if answer is not None else None, now_s)
             file.write(progress, now_s)
-            error = None
-            if self._limit_s is not None and progress.age_s(now_s) > self._limit_s:
-                place = progress.ranks[0].position
-                message = f"took longer than sweep.trial_limit_s; it was in {place}"
-                error = EndedError(Failure("time_limit", message))
-            elif not progress.is_hung(now_s):
-                factor = 1.0
-            elif progress.is_hung(now_s, factor):
-                reports = look_at(workers, progress, answers.descriptors)
-                if factor < COLD_FACTOR and any(report.is_compiling for report in reports):
-                    factor = COLD_FACTOR
-                    continue
-                error = hang_error(reports, progress.longest_s(now_s))
+            error = self._why_end(workers, progress, answers, now_s)
             if error is not None and not stopping.is_set():
-                rank = error.failure.rank or 0
-                self._error = ray.train.WorkerGroupError(str(error), {rank: error})
+                self._error = ray.train.WorkerGroupError(str(error), {error.failure.rank or 0: error})
                 on_nodes(workers, answers.descriptors, end, wait_s=0.0)
                 return
+
+    def _why_end(self, workers: Mapping[int, Any], progress: JobProgress, answers: Answers, now_s: float) -> EndedError | None:
+        """Why the job has to end; None: it may go on."""
+        if self._limit_s is not None and progress.age_s(now_s) > self._limit_s:
+            message = f"took longer than sweep.trial_limit_s; it was in {progress.ranks[0].position}"
+            return EndedError(Failure("time_limit", message))
+        if not progress.is_hung(now_s):
+            return None
+        reports = look_at(workers, progress, answers.descriptors)
+        if not progress.is_extended and any(report.may_take_long for report in reports):
+            progress.is_extended = True
+            return None
+        return hang_error(reports, progress.longest_s(now_s))
 
 
 class Answers:

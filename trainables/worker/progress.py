@@ -43,6 +43,8 @@ class JobProgress:
     began_s: float
     ranks: list[RankProgress] = field(init=False)
     _steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS))
+    is_extended: bool = False
+    """Set by the caller where the ranks may stay `COLD_FACTOR` times as long where they are; reset when one of them goes on."""
     _last_step: tuple[int, float] | None = None
     """The steps that rank 0 had done when their number last rose, and when that was."""
 
@@ -54,6 +56,7 @@ class JobProgress:
         known = self.ranks[rank]
         same = key_of(position) == key_of(known.position)
         self.ranks[rank] = RankProgress(position, known.changed_s if same else now_s, now_s)
+        self.is_extended = self.is_extended and same
         if rank == 0:
             self._time_steps(position, now_s)
 
@@ -66,11 +69,9 @@ class JobProgress:
             self._steps_s.append((now_s - self._last_step[1]) / num_steps)
             self._last_step = position.step, now_s
 
-    def is_hung(self, now_s: float, factor: float = 1.0) -> bool:
-        """Whether every rank with a job has been where it is for `factor` times as long as it may.
-
-        A rank that goes on may be what the others wait for.
-        """
+    def is_hung(self, now_s: float) -> bool:
+        """Whether every rank with a job has been where it is for longer than it may: one that goes on may be waited for."""
+        factor = COLD_FACTOR if self.is_extended else 1.0
         busy = [rank for rank in self.ranks if rank.position is not None]
         return bool(busy) and all(now_s - rank.changed_s > factor * self.limit_s(rank.position) for rank in busy)
 

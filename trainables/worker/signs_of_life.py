@@ -9,11 +9,15 @@ import tempfile
 from collections.abc import Iterator
 from typing import IO, NamedTuple
 
+import psutil
+
 from trainables.metrics.heartbeat import Heartbeat, Position
 
 STACKS_SIGNAL = signal.SIGUSR1
 """Makes a worker write the Python stacks of all its threads, in C and without the GIL."""
+_MOVED_BYTES = 2**20
 _current: Heartbeat | None = None
+_bytes_at_beat = 0
 
 
 class Signs(NamedTuple):
@@ -53,7 +57,21 @@ def stacks_file() -> IO[bytes]:
 def signs() -> Signs | None:
     """Called by Ray in the worker's main thread; None where no job runs."""
     heartbeat = _current
+    if heartbeat is not None and heartbeat.position().activity == "start":
+        _beat_if_bytes_moved(heartbeat)
     return None if heartbeat is None else Signs(heartbeat.position(), stacks_file().fileno())
+
+
+def _beat_if_bytes_moved(heartbeat: Heartbeat) -> None:
+    """Before a job's loop begins, reading and writing is progress: a data set may be copied to the node for hours."""
+    global _bytes_at_beat
+    if not hasattr(psutil.Process, "io_counters"):  # macOS counts none
+        return
+    counters = psutil.Process().io_counters()
+    num_bytes = counters.read_chars + counters.write_chars
+    if num_bytes - _bytes_at_beat > _MOVED_BYTES:
+        _bytes_at_beat = num_bytes
+        heartbeat.beat()
 
 
 def last_collective() -> Collective | None:

@@ -116,13 +116,15 @@ def test_where_all_ranks_are_alike_none_is_named_the_cause() -> None:
     )
 
 
-def test_a_model_that_is_being_compiled_does_not_hang() -> None:
+def test_a_model_that_is_being_compiled_does_not_hang_nor_does_what_waits_for_another_jobs_lock() -> None:
     compiling = stacks(
         '/x/torch/_inductor/codecache.py", line 1 in load', '/x/torch/_inductor/compile_fx.py", line 9 in compile_fx'
     )
     compiled = stacks('/x/torch/_dynamo/eval_frame.py", line 9 in compile_wrapper')
-    assert rank(0, at("student"), text=compiling).is_compiling
-    assert not rank(0, at("student"), text=compiled).is_compiling
+    locked = stacks('/x/trainables/locks.py", line 77 in locked', '/x/trainables/data/storage/staging.py", line 50 in stage')
+    assert rank(0, at("student"), text=compiling).may_take_long
+    assert rank(0, Position("start"), text=locked).may_take_long
+    assert not rank(0, at("student"), text=compiled).may_take_long
 
 
 def test_the_failure_reaches_the_driver_whole() -> None:

@@ -36,8 +36,20 @@ def test_what_may_compile_has_ten_times_as_long_and_so_has_the_start() -> None:
     assert not progress.is_hung(200.0)
     assert progress.is_hung(202.0)
     progress.update(0, training(2), 202.0)
-    assert not progress.is_hung(220.0, factor=10.0)
     assert progress.is_hung(213.0)
+
+
+def test_what_takes_long_may_take_ten_times_as_long_until_it_goes_on() -> None:
+    progress = JobProgress(10.0, 2, began_s=0.0)
+    progress.update(0, training(1), 1.0)
+    progress.update(1, training(1), 1.0)
+    progress.is_extended = True
+    progress.update(0, training(1), 50.0)
+    assert not progress.is_hung(100.0)
+    assert progress.is_hung(102.0)
+    progress.update(1, training(2), 102.0)
+    assert not progress.is_hung(111.0)
+    assert progress.is_hung(113.0)
 
 
 def test_ranks_without_a_job_are_not_waited_for() -> None:

@@ -1,6 +1,8 @@
 """What a worker shows of itself while a job runs in it."""
 
 import contextlib
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +21,23 @@ def test_signs_are_there_while_a_job_runs() -> None:
         assert found is not None
         assert (found.position.activity, found.position.folder) == ("eval", "/runs/x/student")
     assert signs() is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_at_its_start_a_job_goes_on_while_it_reads_and_writes(tmp_path: Path) -> None:
+    def num_beats() -> int:
+        found = signs()
+        assert found is not None
+        return found.position.num_beats
+
+    with watched() as heartbeat:
+        before = num_beats()
+        assert num_beats() == before
+        (tmp_path / "file").write_bytes(bytes(2**21))
+        assert num_beats() == before + 1
+        heartbeat.enter("train")
+        (tmp_path / "file").write_bytes(bytes(2**21))
+        assert num_beats() == before + 2  # the one of its own
 
 
 def collectives(group: Group) -> list[Collective | None]:
