@@ -30,6 +30,7 @@ With 350, 500 and 700 files of ImageNet grow by 7, 5 and 3%, and a crop of one t
 """
 _LEAST_BYTES = 12_000  # of the scan: of less, decoding it all takes no longer than cutting
 _MOST_GROWTH = 1.3  # where a progressive file, or one of a flat colour, grows by more, it is not worth it
+_MOST_PIXELS = 2**24  # whose coefficients take half a gigabyte here
 _MOST_POINTS = 2400  # what a segment of 64 KiB surely holds
 
 
@@ -40,8 +41,10 @@ def tiled(data: bytes) -> bytes | None:
     out. Raises DataError where libjpeg-turbo is not installed.
     """
     header = read_header(data)
-    factors = sampling(data, header) if header else []
-    if header is None or not all(across and down for across, down in factors):
+    if header is None or header.width * header.height > _MOST_PIXELS:
+        return None
+    factors = sampling(data, header)
+    if not all(across and down for across, down in factors):
         return None
     found = transcode(data, [across for across, _ in factors])
     if found is None:
