@@ -11,6 +11,7 @@ from ray.train.v2._internal.exceptions import (
     WorkerGroupStartupTimeoutError,
     WorkerHealthCheckFailedError,
 )
+from ray.train.v2._internal.execution.context import get_train_context
 
 __all__ = [
     "RayTrainError",
@@ -18,6 +19,7 @@ __all__ = [
     "WorkerGroupStartupTimeoutError",
     "WorkerHealthCheckFailedError",
     "abort",
+    "is_preempted",
 ]
 
 
@@ -27,3 +29,11 @@ def abort(worker_group: Any) -> None:
     Ray Train forgets a group whose backend fails to start, and with it the placement group.
     """
     worker_group.abort()
+
+
+def is_preempted() -> bool:
+    """In a worker: whether Ray has announced the end of a node of its job.
+
+    `ray.train.get_preemption_info` says the same, and makes every rank wait for all others through an actor.
+    """
+    return get_train_context().preemption_context.preemption_info is not None
