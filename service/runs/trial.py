@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import time
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from service.cluster.resources import living_nodes
 from service.runs.assignment import Assignment
+from service.runs.elastic import with_free_workers
+from service.runs.node_wait import NodeWait, log
 from service.runs.outcome import Outcome, read_outcome, read_summary, write_outcome
 from service.runs.stage_times import accounted_over_sessions, stage_session
 from trainables.errors import DistillError
-from trainables.failures import OUT_OF_MEMORY_KINDS, RETRYABLE, Failure, WorkersFailedError, first_cause, read_failure
-from trainables.redact import redact
+from trainables.failures import ANNOUNCED, OUT_OF_MEMORY_KINDS, RETRYABLE, Failure, WorkersFailedError, first_cause, read_failure
 from trainables.rundir import RunDir, StageDir
 from trainables.stage_result import StageResult
 
@@ -26,16 +25,16 @@ def run_to_end(assignment: Assignment, callbacks: list[Any] | None = None, reuse
 
     With `reused` the same workers go on to what their coordinator has next; the outcome is that of the stage which they were at.
 
-    A worker or node that dies is no reason to stop: the stage is restarted up to `scale.max_failures` times. What the
-    training itself refuses (a loss that is not finite, unreadable data), an error in a model's code and memory that runs out
-    come back the same way every time, and end it at once. Workers for which other jobs leave no resources wait; those that
-    would not even fit on the empty cluster do not.
+    A worker or node that dies is no reason to stop: the stage is restarted up to `scale.max_failures` times, and as often as
+    a node's end is announced. What the training itself refuses (a loss that is not finite, unreadable data), an error in a
+    model's code and memory that runs out come back the same way every time, and end it at once. Workers for which other jobs
+    leave no resources wait; those that would not even fit on the empty cluster wait as long as `scale.wait_for_nodes_s` says.
     """
-    restarts = 0
+    restarts, node_wait = 0, NodeWait()
     while True:
         if outcome := finished(assignment.stage_dir, restarts):
             return outcome
-        result = attempt(assignment, callbacks, reused)
+        result = attempt(with_free_workers(assignment), callbacks, reused, node_wait)
         if isinstance(result, Outcome):
             return result.model_copy(update={"restarts": restarts})
         if isinstance(result, WorkersFailedError):
@@ -44,13 +43,14 @@ def run_to_end(assignment: Assignment, callbacks: list[Any] | None = None, reuse
                 return Outcome(status="failed", reason="the workers died when they had nothing left to do")
             if current != assignment:
                 assignment, restarts = current, 0
-            if outcome := unless_restarted(assignment, result, restarts):
+            cause = cause_of(assignment.stage_dir, result)
+            if outcome := unless_restarted(assignment, cause, restarts, node_wait):
                 return outcome
-            restarts += 1
+            restarts += cause.kind not in ANNOUNCED
 
 
 def attempt(
-    assignment: Assignment, callbacks: list[Any] | None, reused: ReusableWorkers | None
+    assignment: Assignment, callbacks: list[Any] | None, reused: ReusableWorkers | None, node_wait: NodeWait
 ) -> Outcome | WorkersFailedError | None:
     """Train a stage once: its outcome, or why its workers failed; None where they found no room and may now.
 
@@ -65,9 +65,10 @@ def attempt(
     try:
         fit_stage(assignment, callbacks, reused)
     except trainer.ClusterFullError:
-        if refusal := wait_for_resources(assignment):
+        if refusal := node_wait.refusal(assignment):
             return Outcome(status="failed", reason=refusal)
-        log(stage, "the cluster has no room for the workers yet: still waiting")
+        if not node_wait.is_waiting:
+            log(stage, "the cluster has no room for the workers yet: still waiting")
         return None
     except DistillError as error:
         return Outcome(status="failed", reason=str(error))
@@ -110,26 +111,19 @@ def fit_stage(assignment: Assignment, callbacks: list[Any] | None, reused: Reusa
     )
 
 
-def unless_restarted(assignment: Assignment, error: WorkersFailedError, restarts: int) -> Outcome | None:
-    """The outcome of a stage whose workers failed; None where it is to be restarted, for which there are resources again."""
-    stage, limit = assignment.stage_dir, assignment.config.scale.max_failures
-    cause = cause_of(stage, error)
+def unless_restarted(assignment: Assignment, cause: Failure, restarts: int, node_wait: NodeWait) -> Outcome | None:
+    """The outcome of a stage whose workers failed; None where it is to be restarted, once there are resources for it."""
+    stage, limit, announced = assignment.stage_dir, assignment.config.scale.max_failures, cause.kind in ANNOUNCED
     outcome = Outcome(
         status="oom" if cause.kind in OUT_OF_MEMORY_KINDS else "failed", reason=str(cause), failure=cause.kind, restarts=restarts
     )
-    if cause.kind not in RETRYABLE or restarts == limit:
+    if cause.kind not in RETRYABLE or (restarts == limit and not announced):
         return outcome
-    if refusal := wait_for_resources(assignment):
+    counted = "" if announced else f" (restart {restarts + 1} of at most {limit})"
+    log(stage, f"{cause}: going on from the last checkpoint{counted}")
+    if refusal := node_wait.refusal(assignment):
         return outcome.model_copy(update={"reason": f"{cause}; and now {refusal}"})
-    log(stage, f"{cause}: going on from the last checkpoint (restart {restarts + 1} of at most {limit})")
     return None
-
-
-def log(stage: StageDir, line: str) -> None:
-    """Append a line to the stage's log, which the display shows."""
-    stage.log.parent.mkdir(parents=True, exist_ok=True)
-    with open(stage.log, "a") as file:
-        file.write(f"{datetime.now():%H:%M:%S} {redact(line)}\n")
 
 
 def finished(stage: StageDir, restarts: int = 0) -> Outcome | None:
@@ -149,17 +143,6 @@ def cause_of(stage: StageDir, error: WorkersFailedError) -> Failure:
     if written is not None and written.kind != "lost_peer":
         return written
     return first_cause([*error.failures, *([written] if written is not None else [])])
-
-
-def wait_for_resources(assignment: Assignment, patience_s: float = 120.0) -> str | None:
-    """After a node's death: wait until the job would fit on the cluster again, since a new node may be on its way.
-
-    Returns why it still does not, or None: a trainer that reserves more than there is would wait for ever, silently.
-    """
-    until = time.monotonic() + patience_s
-    while (refusal := living_nodes().refusal(assignment.reservation)) and time.monotonic() < until:
-        time.sleep(2)
-    return refusal
 
 
 def run_trial(settings: dict[str, Any], assignments: dict[str, Assignment], sweep_dir: str) -> None:

@@ -9,7 +9,8 @@ import ray
 from ray.train import ControllerError, WorkerGroupError
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 
-from service.runs import trial
+from service.cluster.resources import Cluster, Node
+from service.runs import node_wait
 from service.runs.assignment import Assignment
 from service.runs.outcome import Outcome, read_summary
 from service.runs.trial import cause_of, finished, run_to_end
@@ -50,7 +51,7 @@ def test_only_what_beginning_again_may_mend_is_begun_again(
 
     monkeypatch.setattr(trainer, "fit", fit)
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(trial, "wait_for_resources", lambda assignment: None)
+    monkeypatch.setattr(node_wait, "living_nodes", lambda: Cluster((Node("only", 8, 0),)))
     config = TrainConfig.model_validate(
         {"model": "mlp_small", "output_dir": str(tmp_path), "data": {"path": "digits"}, "scale": {"max_failures": 2}}
     )
