@@ -29,7 +29,7 @@ def with_num_workers(config: TrainConfig, num_workers: int, next_num_workers: in
 def world_sizes(config: TrainConfig) -> list[int]:
     """The numbers of workers that a stage may have, ascending: between the two, those that divide what has to be divided."""
     scale = config.scale
-    if scale.min_workers is None:
+    if scale.min_workers is None or config.train.max_steps is not None:  # what is timed is one number of workers
         return [scale.num_workers]
     numbers = range(scale.min_workers, scale.num_workers + 1)
     return [

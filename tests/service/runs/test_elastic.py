@@ -36,6 +36,11 @@ def test_pipeline_stages_stay_whole(tmp_path: Path) -> None:
     assert world_sizes(config(tmp_path, num_workers=[4, 8], pipeline_stages=4)) == [4, 8]
 
 
+def test_a_timing_run_has_one_number_of_workers(tmp_path: Path) -> None:
+    timed = config(tmp_path, num_workers=[2, 8])
+    assert world_sizes(timed.model_copy(update={"train": timed.train.model_copy(update={"max_steps": 9})})) == [8]
+
+
 def test_a_stage_of_fixed_size_is_left_as_it_is(tmp_path: Path) -> None:
     assignment = Assignment(config(tmp_path, num_workers=2), False, 1, tmp_path)
     assert with_free_workers(assignment) is assignment
