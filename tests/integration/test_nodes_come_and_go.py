@@ -88,6 +88,7 @@ def test_a_run_that_loses_a_worker_and_gains_one_ends_where_an_undisturbed_one_d
     wait_until(lambda: records(run, "resume"), "second start", command)
     cluster.add()
     assert command.end(500) == 0, command.output
+    cluster.kill(cluster.nodes[2])
     sizes = [line["metrics"]["train/num_workers"] for line in records(run, "step")]
     assert [size for size, _ in itertools.groupby(sizes)] == [3, 2, 3]
     assert len(records(run, "resume")) == 2
