@@ -386,7 +386,10 @@ class OptimConfig(Section):
 class ScaleConfig(Section):
     """How many processes, what each has of the model, and what each reserves."""
 
-    num_workers: Count = Field(1, description="Ray Train workers: the world size")
+    num_workers: Count = Field(1, description="Ray Train workers: the world size; [2, 8] sets min_workers to 2 and this to 8")
+    min_workers: Count | None = Field(
+        None, description="elastic: a stage goes on with as few workers where nodes are gone; absent: with num_workers alone"
+    )
     pipeline_stages: Count = Field(
         1, description="workers that share one replica of the trained model, each with a part of its layers"
     )
@@ -404,7 +407,6 @@ class ScaleConfig(Section):
     use_gpu: bool | Literal["auto"] = Field("auto", description="one GPU per worker; auto: where the cluster has GPUs")
     cpus_per_worker: Count = Field(1, description="compute threads of one worker, not counting its loader workers")
     sync_batch_norm: bool = Field(False, description="batch statistics over all workers")
-    max_failures: Natural = Field(3, description="restarts after a worker or a node has died, or a hang")
     hang_after_s: NonNegative | Literal["auto"] = Field(
         "auto",
         description="seconds without progress after which workers hang and are restarted, and ten times as many before the "
@@ -424,6 +426,21 @@ class ScaleConfig(Section):
             )
         return value
 
+    max_failures: Natural = Field(
+        3, description="restarts after a worker or a node has died, or a hang; an announced end is not counted"
+    )
+    wait_for_nodes_s: NonNegative = Field(
+        1800.0, description="seconds that a stage waits for nodes where those that are there are too few; 0: it ends at once"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _parse_range(cls, tree: Any) -> Any:
+        workers = tree.get("num_workers") if isinstance(tree, dict) else None
+        if not isinstance(workers, list | tuple) or len(workers) != 2:
+            return tree
+        return {**tree, "min_workers": workers[0], "num_workers": workers[1]}
+
     @property
     def num_replicas(self) -> int:
         """Copies of the model, each of which trains on its part of the global batch."""
@@ -432,6 +449,8 @@ class ScaleConfig(Section):
     @model_validator(mode="after")
     def _check_stages(self) -> Self:
         stages, workers = self.pipeline_stages, self.num_workers
+        if self.min_workers is not None and self.min_workers > workers:
+            raise ValueError(f"min_workers {self.min_workers} is more than num_workers {workers}: write at most {workers}")
         if workers % stages:
             lower = max(workers // stages, 1) * stages
             instead = f"write {lower} or {lower + stages}" if workers > stages else f"write {stages}"
@@ -452,6 +471,9 @@ class TrainingConfig(Section):
     log_every: Count = Field(20, description="steps between log lines and records")
     checkpoint_every: Count = Field(
         500, description="steps between checkpoints inside an epoch; one is written at each epoch's end too"
+    )
+    checkpoint_every_s: Positive = Field(
+        300.0, description="seconds between checkpoints inside an epoch, where checkpoint_every steps take longer"
     )
     evaluate_every: Count = Field(
         1, description="epochs between evaluations, those of a method's init stage apart; the last epoch is always evaluated"
@@ -492,6 +514,10 @@ class TrainConfig(Section):
     train: TrainingConfig = TrainingConfig()
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    next_num_workers: int | None = Field(
+        None,
+        description="an elastic stage: it ends, to begin again with so many workers, once there is room; None: never",
+    )
     report_each_epoch: bool = Field(False, description="a scheduler may stop the job after each epoch: the loop waits for Ray")
     labels: dict[str, str] = Field(default_factory=dict, description="tags of exported Ray metrics, such as the trial's name")
 

@@ -3,7 +3,7 @@
 import difflib
 import re
 from collections.abc import Iterable
-from typing import Self
+from typing import Literal, Self
 
 MAX_WORD, MAX_PATH = 300, 4096
 MAX_LINE = 2000 + MAX_PATH
@@ -11,6 +11,12 @@ MAX_LINE = 2000 + MAX_PATH
 _COMMANDS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 """Control characters but for the tab and the end of a line, and those that reverse the direction of what follows."""
 _LONG_WORD = re.compile(rf"\S{{{MAX_WORD + 1},}}")
+
+Interruption = Literal["preempted", "resized"]
+INTERRUPTIONS: dict[Interruption, str] = {
+    "preempted": "a node or a worker is about to end",
+    "resized": "there is room for more workers",
+}
 
 
 class DistillError(Exception):
@@ -89,3 +95,14 @@ class TeacherServiceLostError(Exception):
 
 class LoaderDiedError(Exception):
     """A worker's loader process is gone; the job may go on from its last checkpoint."""
+
+
+class StageInterruptedError(Exception):
+    """A stage ended on request after a checkpoint, to go on from there with other workers."""
+
+    def __init__(self, reason: Interruption) -> None:
+        super().__init__(INTERRUPTIONS[reason])
+        self.reason: Interruption = reason
+
+    def __reduce__(self) -> tuple[type[Self], tuple[Interruption]]:
+        return type(self), (self.reason,)

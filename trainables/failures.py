@@ -14,19 +14,34 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from trainables.errors import DeviceError, DistillError, LoaderDiedError, TeacherServiceLostError
+from trainables.errors import DeviceError, DistillError, LoaderDiedError, StageInterruptedError, TeacherServiceLostError
 from trainables.locks import try_lock
 from trainables.redact import redact
 from trainables.rundir import write_json
 
-Kind = Literal["user", "out_of_memory", "node_out_of_memory", "disk", "device", "hang", "time_limit", "worker_died", "lost_peer"]
+Kind = Literal[
+    "user",
+    "out_of_memory",
+    "node_out_of_memory",
+    "disk",
+    "device",
+    "hang",
+    "time_limit",
+    "preempted",
+    "resized",
+    "worker_died",
+    "lost_peer",
+]
 """`user`: code, settings or data, which would fail again in the same way. `out_of_memory`: of the worker, on its GPU or CPU;
 `node_out_of_memory`: of its whole node, which may have other users. `hang`: no worker went on for `scale.hang_after_s`;
-`time_limit`: the job took longer than it may. `lost_peer`: another process of the job has ended.
+`time_limit`: the job took longer than it may. `preempted`: the end of a node or worker was announced; `resized`: it made way
+for more workers. `lost_peer`: another process of the job has ended.
 
 Causes come first: a later kind may follow from an earlier one on another worker.
 """
-RETRYABLE = frozenset({"device", "hang", "worker_died", "lost_peer"})
+ANNOUNCED = frozenset({"preempted", "resized"})
+"""Kinds that are nobody's fault: they do not count as one of `scale.max_failures`."""
+RETRYABLE = frozenset({"device", "hang", "worker_died", "lost_peer"}) | ANNOUNCED
 """Kinds after which training continues from the last checkpoint."""
 OUT_OF_MEMORY_KINDS = frozenset({"out_of_memory", "node_out_of_memory"})
 VERSION = 1
@@ -142,7 +157,7 @@ def failure_of(error: BaseException, rank: int | None) -> Failure:
     if isinstance(error, SystemExit):
         return Failure(kind, f"code of the experiment called sys.exit({error.code!r})", None, rank)
     text = str(error).strip() or type(error).__name__
-    if isinstance(error, DistillError):
+    if isinstance(error, DistillError | StageInterruptedError):
         return Failure(kind, text, None, rank)
     if isinstance(error, OSError) and kind == "disk":
         where = f"{error.filename}: " if error.filename else ""
@@ -171,6 +186,8 @@ def _kind_of_type(error: BaseException) -> Kind:
     from torch import distributed as dist
 
     match error:
+        case StageInterruptedError():
+            return error.reason
         case DeviceError():
             return "device"
         case DistillError():

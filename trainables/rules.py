@@ -56,6 +56,14 @@ def batch_is_divisible(settings: JobSettings) -> Problem:
     return f"data.global_batch_size {batch} is not divisible by {divisor}: write {lower} or {lower + replicas}"
 
 
+def fewest_workers_divide_batch(settings: JobSettings) -> Problem:
+    batch, fewest, stages = settings.data.global_batch_size, settings.scale.min_workers, settings.scale.pipeline_stages
+    if fewest is None or (fewest % stages == 0 and batch % (fewest // stages) == 0):
+        return None
+    fitting = [workers for workers in range(stages, settings.scale.num_workers + 1, stages) if batch % (workers // stages) == 0]
+    return f"scale.min_workers {fewest} cannot share data.global_batch_size {batch} evenly: write one of {fitting}"
+
+
 def resize_covers_crop(data: DataConfig) -> Problem:
     resize, size = data.val_resize, data.image_size
     if resize is None or resize >= size:
@@ -172,6 +180,7 @@ def pipeline_stages_support(settings: JobSettings) -> Problem:
 
 RULES: tuple[Callable[[JobSettings], Problem], ...] = (
     batch_is_divisible,
+    fewest_workers_divide_batch,
     lambda settings: resize_covers_crop(settings.data),
     accumulate_fits_batch,
     mixing_has_pairs,

@@ -8,6 +8,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,8 @@ def connect(logical_cpus: int, runs_root: Path, cache: Path | None = None) -> It
     """
     set_ray_environment()
     check_ray_address()
+    from trainables.worker.ray_nodes import has_autoscaler
+
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         _start_ray(logical_cpus)
@@ -50,7 +53,7 @@ def connect(logical_cpus: int, runs_root: Path, cache: Path | None = None) -> It
         raise ClusterError(_why_no_ray(error)) from error
     signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own handler aborts this process, without its cleaning up
     try:
-        cluster = living_nodes(real_cpus() if is_local() else None)
+        cluster = living_nodes(real_cpus()) if is_local() else replace(living_nodes(), autoscaled=has_autoscaler())
         check_shared(runs_root, str(runs_root), "give a shared folder with --runs or --out")
         if cache is not None:
             name = f"teacher.cache: {cache}"
@@ -75,6 +78,8 @@ def set_ray_environment() -> None:
         # A process for each trainer that asks whether a cloud is about to take a node away: seconds of a core to start.
         os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
     else:
+        # By default Ray looks every 5 s whether the end of a node was announced, of which a cloud may leave 30 s.
+        os.environ.setdefault("RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S", "2")
         # Ray asks twenty times, a second apart and with a line on the terminal each, also where it was refused for its token.
         os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "3")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -25,6 +25,8 @@ class Reservation:
     gpus: int = 0
     service: Reservation | None = None
     """What the actors of `teacher.service` reserve, once for all jobs of a sweep."""
+    min_workers: int | None = None
+    """An elastic job goes on with so few."""
 
     @property
     def total_cpus(self) -> int:
@@ -85,6 +87,8 @@ class Cluster:
     real_cpus: int | None = None
     head_bytes: float = float("inf")
     """Memory that the head node has to reserve, whether in use or not."""
+    autoscaled: bool = False
+    """Whether an autoscaler starts further nodes, of kinds that only it knows."""
 
     @property
     def cpus(self) -> float:
@@ -107,9 +111,10 @@ class Cluster:
         return [node.without(service, actors[node.node_id]) for node in self.nodes] if actors else []
 
     def refusal(self, reservation: Reservation) -> str | None:
-        """Why it would not even fit on the empty cluster, or None where it does."""
+        """Why it would not even fit on the empty cluster; None where it does, or where an autoscaler may yet see to it."""
         workers, service = self.max_workers(reservation), reservation.service
-        if workers >= reservation.num_workers:
+        needed = reservation.min_workers or reservation.num_workers
+        if workers >= needed or self.autoscaled:
             return None
         cpus = f"{self.cpus:g} CPUs"
         if self.real_cpus is not None and self.cpus > self.real_cpus:
@@ -117,7 +122,7 @@ class Cluster:
         nodes = f"{_counted(len(self.nodes), 'node')} with {cpus} and {self.gpus:g} GPUs in all"
         actors = f" and teacher.service's {service.num_workers} actors of {service}" if service else ""
         hold = f"hold{'' if len(self.nodes) > 1 else 's'} {workers}{' workers in addition' if service else ''}"
-        return f"{reservation.num_workers} workers of {reservation} each{actors} do not fit: {nodes} {hold}"
+        return f"{needed} workers of {reservation} each{actors} do not fit: {nodes} {hold}"
 
     def max_concurrent(self, reservation: Reservation, limit: int) -> int:
         """How many such jobs may run at a time, at most `limit`: so few that none waits on another's bundles for ever.
@@ -194,10 +199,23 @@ def use_gpu(scale_use_gpu: bool | Literal["auto"], cluster: Cluster) -> bool:
 
 
 def living_nodes(cores: int | None = None) -> Cluster:
-    """The cluster that this process is connected to, without the nodes that have died. `cores`: see `Cluster.real_cpus`."""
-    import ray
+    """The cluster that this process is connected to, without the nodes that have died or are about to.
 
-    living = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
-    nodes = tuple(Node(node_id, has.get("CPU", 0.0), has.get("GPU", 0.0)) for node_id, has in living.items())
-    head_bytes = sum((has.get("memory", 0.0) for has in living.values() if HEAD in has), 0.0)
-    return Cluster(nodes, real_cpus=cores, head_bytes=head_bytes or float("inf"))
+    `cores`: see `Cluster.real_cpus`.
+    """
+    from trainables.worker.ray_nodes import usable_nodes
+
+    nodes = usable_nodes()
+    head_bytes = sum(each.get("memory", 0.0) for each in nodes.values() if HEAD in each)
+    return Cluster(_nodes(nodes), real_cpus=cores, head_bytes=head_bytes or float("inf"))
+
+
+def free_on_nodes() -> Cluster:
+    """The same nodes, each with what nobody has reserved."""
+    from trainables.worker.ray_nodes import free_resources
+
+    return Cluster(_nodes(free_resources()))
+
+
+def _nodes(resources: Mapping[str, Mapping[str, float]]) -> tuple[Node, ...]:
+    return tuple(Node(node_id, each.get("CPU", 0.0), each.get("GPU", 0.0)) for node_id, each in resources.items())

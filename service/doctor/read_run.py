@@ -95,7 +95,7 @@ def evidence_of(
     samples, epochs = start.get("samples_per_epoch"), _epochs(lines)
     return Evidence(
         global_batch=experiment.data.global_batch_size,
-        ranks=_ranks(metrics, experiment.scale.num_workers),
+        ranks=_ranks(metrics, int(metrics.get("num_workers", experiment.scale.num_workers))),
         loader_workers=loader_workers if isinstance(loader_workers, int) else 1,
         accumulate=experiment.optim.accumulate,
         precision=experiment.precision,

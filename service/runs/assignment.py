@@ -41,4 +41,6 @@ def reservation_of(config: TrainConfig, loader_workers: int, use_gpu: bool) -> R
     num_actors = config.teacher.service if config.teacher is not None else None
     if num_actors is not None and config.distill is not None and needs_teacher(config.distill, ()):
         service = Reservation(num_actors, cpus_per_worker, gpus)
-    return Reservation(config.scale.num_workers, cpus_per_worker + loader_workers, gpus, service)
+    return Reservation(
+        config.scale.num_workers, cpus_per_worker + loader_workers, gpus, service, min_workers=config.scale.min_workers
+    )

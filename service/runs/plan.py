@@ -68,11 +68,14 @@ class Plan:
         kind = "GPU" if self.use_gpu else "CPU"
         auto = " (auto)" if self.experiment.data.loader_workers == "auto" else ""
         stages = f" ({scale.num_replicas} × {scale.pipeline_stages} pipeline stages)" if scale.pipeline_stages > 1 else ""
+        fewest = f"{scale.min_workers} to " if scale.min_workers is not None else ""
         line = (
-            f"{scale.num_workers} {kind} worker{'s' if scale.num_workers > 1 else ''}{stages} × "
+            f"{fewest}{scale.num_workers} {kind} worker{'s' if scale.num_workers > 1 else ''}{stages} × "
             f"{self.loader_workers} loader workers{auto}, global batch {self.experiment.data.global_batch_size}, "
-            f"on {len(cluster.nodes)} node{'s' if len(cluster.nodes) > 1 else ''}"
+            f"on {len(cluster.nodes)} node{'s' if len(cluster.nodes) != 1 else ''}"
         )
+        if cluster.autoscaled:
+            line += ", and those that an autoscaler starts"
         if actors := self.reservation().service:
             line += f", and {actors.num_workers} for the teacher"
         if self.loader_workers == 0:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import time
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from service.cluster.resources import living_nodes
 from service.runs.assignment import Assignment
+from service.runs.elastic import with_free_workers
 from service.runs.hangs import record_hang
+from service.runs.node_wait import NodeWait, log
 from service.runs.outcome import Outcome, read_outcome, read_summary, write_outcome
 from service.runs.stage_times import accounted_over_sessions, stage_session
 from trainables.errors import DistillError
-from trainables.failures import OUT_OF_MEMORY_KINDS, RETRYABLE, Failure, WorkersFailedError, first_cause, read_failure
-from trainables.redact import redact
+from trainables.failures import ANNOUNCED, OUT_OF_MEMORY_KINDS, RETRYABLE, Failure, WorkersFailedError, first_cause, read_failure
 from trainables.rundir import RunDir, StageDir
 from trainables.stage_result import StageResult
 
@@ -27,18 +26,19 @@ def run_to_end(assignment: Assignment, callbacks: list[Any] | None = None, reuse
 
     With `reused` the same workers go on to what their coordinator has next; the outcome is that of the stage which they were at.
 
-    A worker or node that dies is no reason to stop: the stage is restarted up to `scale.max_failures` times. What the
-    training itself refuses (a loss that is not finite, unreadable data), an error in a model's code and memory that runs out
-    come back the same way every time, and end it at once; so does a second hang at the same place. Workers for which other jobs
-    leave no resources wait; those that would not even fit on the empty cluster do not.
+    A worker or node that dies is no reason to stop: the stage is restarted up to `scale.max_failures` times, and as often as
+    a node's end is announced. What the training itself refuses (a loss that is not finite, unreadable data), an error in a
+    model's code and memory that runs out come back the same way every time, and end it at once; so does a second hang at the
+    same place. Workers for which other jobs leave no resources wait; those that would not even fit on the empty cluster wait as
+    long as `scale.wait_for_nodes_s` says.
     """
-    restarts, used_s = 0, 0.0
-    places: list[str] = []
+    restarts, used_s, node_wait = 0, 0.0, NodeWait()
+    hung_in: list[str] = []
     while True:
         if outcome := finished(assignment.stage_dir, restarts):
             return outcome
         began_s = time.monotonic()
-        result = attempt(assignment.after(used_s), callbacks, reused)
+        result = attempt(with_free_workers(assignment).after(used_s), callbacks, reused, node_wait)
         if isinstance(result, Outcome):
             return result.model_copy(update={"restarts": restarts})
         if isinstance(result, WorkersFailedError):
@@ -46,15 +46,18 @@ def run_to_end(assignment: Assignment, callbacks: list[Any] | None = None, reuse
             if current is None:  # its last point was measured; the workers died on their way out
                 return Outcome(status="failed", reason="the workers died when they had nothing left to do")
             if current != assignment:
-                assignment, restarts, places = current, 0, []
-            if outcome := unless_restarted(assignment, result, restarts, places):
+                assignment, restarts, hung_in = current, 0, []
+            cause = cause_of(assignment.stage_dir, result)
+            if cause.kind == "hang":
+                record_hang(assignment.stage_dir, cause, result.stacks)
+            if outcome := unless_restarted(assignment, cause, restarts, hung_in, node_wait):
                 return outcome
-            restarts += 1
+            restarts += cause.kind not in ANNOUNCED
             used_s += 0.0 if reused is not None else time.monotonic() - began_s  # whose points each have the whole time
 
 
 def attempt(
-    assignment: Assignment, callbacks: list[Any] | None, reused: ReusableWorkers | None
+    assignment: Assignment, callbacks: list[Any] | None, reused: ReusableWorkers | None, node_wait: NodeWait
 ) -> Outcome | WorkersFailedError | None:
     """Train a stage once: its outcome, or why its workers failed; None where they found no room and may now.
 
@@ -69,9 +72,10 @@ def attempt(
     try:
         fit_stage(assignment, callbacks, reused)
     except trainer.ClusterFullError:
-        if refusal := wait_for_resources(assignment):
+        if refusal := node_wait.refusal(assignment):
             return Outcome(status="failed", reason=refusal)
-        log(stage, "the cluster has no room for the workers yet: still waiting")
+        if not node_wait.is_waiting:
+            log(stage, "the cluster has no room for the workers yet: still waiting")
         return None
     except DistillError as error:
         return Outcome(status="failed", reason=str(error))
@@ -115,36 +119,30 @@ def fit_stage(assignment: Assignment, callbacks: list[Any] | None, reused: Reusa
     )
 
 
-def unless_restarted(assignment: Assignment, error: WorkersFailedError, restarts: int, places: list[str]) -> Outcome | None:
-    """The outcome of a stage whose workers failed; None where it is to be restarted, for which there are resources again.
+def unless_restarted(
+    assignment: Assignment, cause: Failure, restarts: int, hung_in: list[str], node_wait: NodeWait
+) -> Outcome | None:
+    """The outcome of a stage whose workers failed; None where it is to be restarted, once there are resources for it.
 
-    `places`: where it hung before, to which this adds.
+    `hung_in`: where it hung before, to which this adds.
     """
-    stage, limit = assignment.stage_dir, assignment.config.scale.max_failures
-    cause = cause_of(stage, error)
+    stage, limit, announced = assignment.stage_dir, assignment.config.scale.max_failures, cause.kind in ANNOUNCED
     outcome = Outcome(
         status="oom" if cause.kind in OUT_OF_MEMORY_KINDS else "failed", reason=str(cause), failure=cause.kind, restarts=restarts
     )
     if cause.kind == "hang":
-        record_hang(stage, cause, error.stacks)
         log(stage, f"{cause} (the stacks of all threads are in {stage.stacks})")
-        if cause.place in places:
+        if cause.place in hung_in:
             return outcome.model_copy(update={"reason": f"hung in {cause.place} again: {cause}"})
-        places.append(cause.place or "")
-    if cause.kind not in RETRYABLE or restarts == limit:
+        hung_in.append(cause.place or "")
+    if cause.kind not in RETRYABLE or (restarts == limit and not announced):
         return outcome
-    if refusal := wait_for_resources(assignment):
-        return outcome.model_copy(update={"reason": f"{cause}; and now {refusal}"})
+    counted = "" if announced else f" (restart {restarts + 1} of at most {limit})"
     why = "hang" if cause.kind == "hang" else cause  # a hang is in the log already
-    log(stage, f"{why}: going on from the last checkpoint (restart {restarts + 1} of at most {limit})")
+    log(stage, f"{why}: going on from the last checkpoint{counted}")
+    if refusal := node_wait.refusal(assignment):
+        return outcome.model_copy(update={"reason": f"{cause}; and now {refusal}"})
     return None
-
-
-def log(stage: StageDir, line: str) -> None:
-    """Append a line to the stage's log, which the display shows."""
-    stage.log.parent.mkdir(parents=True, exist_ok=True)
-    with open(stage.log, "a") as file:
-        file.write(f"{datetime.now():%H:%M:%S} {redact(line)}\n")
 
 
 def finished(stage: StageDir, restarts: int = 0) -> Outcome | None:
@@ -169,17 +167,6 @@ def cause_of(stage: StageDir, error: WorkersFailedError) -> Failure:
     if written is not None and written.kind != "lost_peer":
         return written
     return first_cause([*error.failures, *([written] if written is not None else [])])
-
-
-def wait_for_resources(assignment: Assignment, patience_s: float = 120.0) -> str | None:
-    """After a node's death: wait until the job would fit on the cluster again, since a new node may be on its way.
-
-    Returns why it still does not, or None: a trainer that reserves more than there is would wait for ever, silently.
-    """
-    until = time.monotonic() + patience_s
-    while (refusal := living_nodes().refusal(assignment.reservation)) and time.monotonic() < until:
-        time.sleep(2)
-    return refusal
 
 
 def run_trial(settings: dict[str, Any], assignments: dict[str, Assignment], sweep_dir: str) -> None:

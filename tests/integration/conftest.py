@@ -187,7 +187,10 @@ class RayCluster:
     dashboard_port: int = field(default_factory=free_port)
     nodes: list[RayNode] = field(default_factory=list)
     """The head first."""
+    head_options: tuple[str, ...] = ()
+    """Further ones of `ray start --head`."""
     _serial: int = 1
+    _ending: list[RayNode] = field(default_factory=list)
 
     @property
     def token_file(self) -> Path:
@@ -216,6 +219,7 @@ class RayCluster:
                 "--dashboard-host=127.0.0.1",
                 f"--dashboard-port={self.dashboard_port}",
                 f"--ray-client-server-port={free_port()}",
+                *self.head_options,
             ]
         log = self.folder / f"node-{self._serial}.log"
         clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
@@ -263,6 +267,12 @@ class RayCluster:
         kill(family(node.process))
         node.process.wait()
 
+    def announce_end(self, node: RayNode) -> None:
+        """The node is asked to end, as by a cloud or by Kubernetes: Ray announces that, and ends it within 30 s."""
+        self.nodes.remove(node)
+        node.process.send_signal(signal.SIGTERM)
+        self._ending.append(node)
+
     def remove(self, node: RayNode) -> None:
         """Stop a node in order: it takes its leave from the head."""
         for process in family(node.process):
@@ -273,8 +283,9 @@ class RayCluster:
         self.kill(node)
 
     def close(self) -> None:
-        for node in reversed(self.nodes[:]):
-            self.kill(node)
+        for node in reversed([*self.nodes, *self._ending]):
+            kill(family(node.process))
+            node.process.wait()
 
 
 @pytest.fixture(scope="session")

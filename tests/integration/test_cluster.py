@@ -38,7 +38,7 @@ def test_a_run_on_both_nodes_outlives_one_of_them_and_loses_at_most_the_steps_si
     found = result(run)["stages"][0]
     assert {"node0/gpus", "node1/gpus"} <= found["metrics"].keys()
     assert (found["status"], found["restarts"], found["metrics"]["steps"]) == ("ok", 1, 8 * 22)
-    first, again = records(run, "start")
+    first, again = *records(run, "start"), *records(run, "resume")
     assert first["step"] == 0
     # A checkpoint every 4 steps; the record of a step may be a step or two ahead of what rank 0 has on disk.
     assert at_death - 6 <= again["step"] <= at_death + 2

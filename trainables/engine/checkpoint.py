@@ -40,6 +40,8 @@ class Progress:
     """Images, seconds and steps of the steady state so far (`throughput`), so that a resumed job still knows its speed."""
     cold: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
     """The same of all warm-ups."""
+    other_sizes: dict[str, list[float]] = field(default_factory=dict)
+    """What `warm` was with other world sizes, by their number of workers."""
     wall: dict[str, float] = field(default_factory=dict)
     """Seconds so far by part of the job, see `wall_clock`."""
     epoch_wall: dict[str, float] = field(default_factory=dict)
@@ -195,10 +197,18 @@ def restore(path: Path, state: CheckpointState, group: Group) -> None:
         state.scaler.load_state_dict(meta["scaler"])
     state.progress = Progress(**meta["progress"])
     state.progress.skipped = {int(index): image for index, image in state.progress.skipped.items()}  # JSON's keys are strings
-    if meta["world_size"] == group.world_size:
+    if meta["world_size"] != group.world_size:
+        _begin_world_size(state.progress, meta["world_size"], group.world_size)
+    else:
         torch.set_rng_state(tensors[f"rng.{group.rank}.cpu"])
         if group.device.type == "cuda" and f"rng.{group.rank}.cuda" in tensors:
             torch.cuda.set_rng_state(tensors[f"rng.{group.rank}.cuda"], group.device)
+
+
+def _begin_world_size(progress: Progress, before: int, now: int) -> None:
+    """The speed of the steady state is that of one world size: continue what was measured with this one before."""
+    progress.other_sizes[str(before)] = progress.warm
+    progress.warm = progress.other_sizes.pop(str(now), [0.0, 0.0, 0.0])
 
 
 def _check_model(path: Path, state: CheckpointState, meta: dict[str, Any]) -> None:

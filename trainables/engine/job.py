@@ -23,6 +23,7 @@ from trainables.distributed.pipeline.layout import Layout, build_layout
 from trainables.engine import checkpoint
 from trainables.engine.checkpoint import CheckpointState, Progress
 from trainables.engine.epochs import Epochs
+from trainables.engine.interruptions import InterruptionRequest, Interruptions
 from trainables.engine.job_metrics import JobMetrics, build_metrics
 from trainables.engine.modules import build_modules, build_student
 from trainables.engine.optimizers import build_optimizers
@@ -70,6 +71,7 @@ class Job:
     flush_records: Callable[[], None]
     """Waits until all that was reported is on disk: a step before a checkpoint is never run again."""
     telemetry: Snapshot
+    interruptions: Interruptions
     stop_early: Callable[[Sequence[float]], bool] | None = None
     """Of a timing run: whether the seconds of its steps past the warm-up are enough to end it. None: it runs all its steps."""
     logged_skips: set[tuple[Loader, int]] = field(default_factory=set)
@@ -114,11 +116,12 @@ def build(
     connections: Sequence[TeacherConnection] = (),
     flush_records: Callable[[], None] = lambda: None,
     heartbeat: Heartbeat | None = None,
+    interruption_request: InterruptionRequest = lambda: None,
 ) -> Job:
     """Open the data, build and wrap the models, and continue from the stage's last checkpoint if there is one.
 
     `connections`: to the actors of `teacher.service`; `flush_records`: for a `report` that leaves writing to another thread;
-    `heartbeat`: says from now on where the job is.
+    `heartbeat`: says from now on where the job is; `interruption_request`: see `Interruptions`.
 
     Raises:
         DataError, ModelError, CheckpointError, ExperimentError: what the experiment names does not exist or does not fit.
@@ -178,6 +181,7 @@ def build(
         report=report,
         flush_records=flush_records,
         telemetry=telemetry,
+        interruptions=Interruptions(group, config.train.checkpoint_every_s, interruption_request),
         stop_early=stop_early,
     )
 

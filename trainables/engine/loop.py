@@ -12,7 +12,7 @@ from trainables.engine.epochs import Epoch
 from trainables.engine.evaluate import evaluate
 from trainables.engine.job import Job
 from trainables.engine.metrics_records import epoch_seconds, log_epoch, log_step, means, summarize, teacher_images, throughput
-from trainables.errors import DataError
+from trainables.errors import DataError, StageInterruptedError
 
 log = logging.getLogger("raydistill")
 
@@ -22,6 +22,7 @@ def run(job: Job) -> dict[str, float]:
 
     Raises:
         TrainingError: a loss or a parameter that is not finite, or replicas that disagree.
+        StageInterruptedError: on every rank, after a checkpoint: some rank's `interruption_request` was heeded.
         DataError, CheckpointError: see their own modules.
     """
     config, progress = job.config, job.progress
@@ -43,6 +44,8 @@ def run(job: Job) -> dict[str, float]:
     if job.train_state.training_update.noise is None and job.group.is_main:
         log.info("%s: no noise_scale: %s", config.stage, job.train_state.training_update.without_noise)
     while progress.epoch < job.epochs.total and not progress.reached and not is_time_up(job):
+        if interruption := job.interruptions.exchange(progress.step).interruption:
+            raise StageInterruptedError(interruption)  # at the last checkpoint, which is that of the epoch before
         with job.metrics.clock.part("train"):
             train_epoch(job)
         finish_epoch(job)
@@ -111,8 +114,12 @@ def train_batches(job: Job, batches: Generator[Batch, None, None], epoch: Epoch,
                 ended = ended or (stop_at is not None and job.stop_early is not None and stops_early(job, job.stop_early))
             if last or ended:
                 return ended
-            if step_in_epoch % config.train.checkpoint_every == 0 and stop_at is None:
-                save_inside_epoch(job, step_in_epoch)
+            if stop_at is None:
+                decision = job.interruptions.after_step(progress.step)
+                if decision.saves or step_in_epoch % config.train.checkpoint_every == 0:
+                    save_inside_epoch(job, step_in_epoch)
+                if decision.interruption is not None:
+                    raise StageInterruptedError(decision.interruption)
             job.metrics.start_step(progress.step)
     finally:
         ready.close()
@@ -158,6 +165,7 @@ def save_inside_epoch(job: Job, step_in_epoch: int) -> None:
         progress.skipped = check_skipped(job, job.train_loader, progress.skipped)
         job.flush_records()
         checkpoint.save(job.stage.last, job.checkpoint_state, job.group)
+    job.interruptions.saved()
     job.metrics.throughput.begin(progress.step)
 
 
@@ -176,6 +184,7 @@ def finish_epoch(job: Job) -> None:
         if best:
             checkpoint.save(job.stage.best, job.checkpoint_state, job.group)
         checkpoint.save(job.stage.last, job.checkpoint_state, job.group)
+    job.interruptions.saved()
     if job.group.is_main:
         log_epoch(job, val, best)
     for name, seconds in epoch_seconds(job).items():  # a checkpoint cannot hold how long it took itself

@@ -46,6 +46,7 @@ def log_step(job: Job, step_in_epoch: int) -> None:
         **(metrics.noise.add(noise_sums) if noise_sums else {}),
         "lr": _learning_rate(train_state),
         "images_per_s": images_per_s,
+        "num_workers": job.group.world_size,
         **phases,
     }
     passed = progress.epoch + step_in_epoch / job.epochs.steps_per_epoch
@@ -148,12 +149,20 @@ def teacher_images(job: Job) -> dict[str, float]:
 def throughput(job: Job) -> dict[str, float]:
     """Steady-state speed and the epoch time it gives; `epoch_projected` is 1 where no whole steady epoch was run."""
     speed = job.metrics.throughput.summary()
-    if not speed:
-        return {}
+    speed |= {f"workers{size}/images_per_s": sums[0] / sums[1] for size, sums in _speeds_by_size(job).items()}
+    if "step_s" not in speed:
+        return speed
     steps = job.epochs.steps_per_epoch
     epoch_s = speed["step_s"] * steps
     projected = float(speed["steady_steps"] < steps)
     return {**speed, "epoch_s": epoch_s, "gpu_s_per_epoch": job.group.world_size * epoch_s, "epoch_projected": projected}
+
+
+def _speeds_by_size(job: Job) -> dict[str, list[float]]:
+    """Where the job has had several world sizes, the steady state's sums (`Progress.warm`) of each in which it was reached."""
+    progress = job.progress
+    by_size = {**progress.other_sizes, str(job.group.world_size): progress.warm} if progress.other_sizes else {}
+    return {size: by_size[size] for size in sorted(by_size, key=int) if by_size[size][1]}
 
 
 def phase_times(job: Job) -> dict[str, float]:
@@ -203,6 +212,7 @@ def summarize(job: Job, skipped_images: int = 0) -> dict[str, float]:
         **job.telemetry(whole=True),
         **metrics.noise.whole(),
         "steps": float(progress.step),
+        "num_workers": float(job.group.world_size),
         "skipped_images": max([float(skipped_images), *(row["epoch/skipped_images"] for row in progress.history)]),
         **metrics.peak_memory.summary(job.group),
     }

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import ray.train
 import torch
 import torch.distributed as dist
 
@@ -24,6 +25,7 @@ from trainables.rundir import StageDir, write_json
 from trainables.stage_result import StageResult, write_stage_result
 from trainables.teachers.cache.fill import fill, stored_order
 from trainables.worker.actor_connection import ActorConnection
+from trainables.worker.interruption_requests import InterruptionRequests, reserve_more, worker_resources
 from trainables.worker.node_telemetry import NodeTelemetry
 from trainables.worker.process_group import current_group
 from trainables.worker.ray_failures import failure_recorded
@@ -101,6 +103,7 @@ def _train(
             connections=[ActorConnection(name) for name in config.teachers],
             flush_records=reporter.flush,
             heartbeat=heartbeat,
+            interruption_request=interruption_requests(config, group),
         )
         stack.callback(job.close)
         if group.is_main:
@@ -117,6 +120,16 @@ def _train(
         # Written before the loaders are closed, which may wait for a disk.
         stack.enter_context(failure_recorded(stage, group))
         return job, loop.run(job)
+
+
+def interruption_requests(config: TrainConfig, group: Group) -> InterruptionRequests:
+    """Those of this rank; rank 0 reserves what more workers would need."""
+    if config.next_num_workers is None or not group.is_main:
+        return InterruptionRequests()
+    assert isinstance(config.data.loader_workers, int)
+    bundle = worker_resources(config.scale, config.data.loader_workers, use_gpu=group.device.type == "cuda")
+    name = ray.train.get_context().get_experiment_name()
+    return InterruptionRequests(reserve_more(config.next_num_workers - group.world_size, bundle, name))
 
 
 def set_up_torch(config: TrainConfig, group: Group) -> None:

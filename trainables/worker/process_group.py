@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from trainables.device.cuda_check import check_usable
 from trainables.distributed.group import Group, group_arguments
+from trainables.worker.interruption_requests import note_sigterm
 from trainables.worker.ray_internals import abort
 
 
@@ -49,6 +50,7 @@ class ProcessGroupBackend(ray.train.torch.TorchConfig().backend_cls):  # type: i
                 worker_group.execute(check_gpu)
             address, port, listener = worker_group.execute_single(0, reserve_store)
             worker_group.execute(set_variables, address, port)
+            worker_group.execute(note_sigterm)
             timeout, world_size = timedelta(seconds=backend_config.timeout_s), len(worker_group)
             rendezvous = Rendezvous(backend_config.backend, timeout, address, port, world_size)
             joins = [

@@ -8,6 +8,7 @@ import ray
 import ray.train
 
 from trainables.distributed.group import Group
+from trainables.errors import INTERRUPTIONS
 from trainables.failures import EndedError, Failure, Kind, failure_of, write_failure
 from trainables.rundir import StageDir
 from trainables.worker.ray_internals import NCCLHangError, RayTrainError, WorkerHealthCheckFailedError
@@ -47,6 +48,8 @@ def ray_failure(error: BaseException, rank: int | None, ray_kind: Kind) -> Failu
         return error.failure
     if isinstance(error, NCCLHangError):  # of Ray's own watch over NCCL, where that is on
         return Failure("hang", str(error).strip().splitlines()[-1], place="a collective of NCCL")
+    if isinstance(error, ray.train.PreemptionError) or (isinstance(error, ray.exceptions.RayActorError) and error.preempted):
+        return Failure("preempted", INTERRUPTIONS["preempted"], None, rank)
     if isinstance(error, ray.exceptions.OutOfMemoryError):
         return Failure("node_out_of_memory", "the node ran out of memory: Ray killed a worker to save it")
     if isinstance(error, ray.exceptions.RayError | RayTrainError):

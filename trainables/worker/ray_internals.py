@@ -12,6 +12,7 @@ from ray.train.v2._internal.exceptions import (
     WorkerHealthCheckFailedError,
 )
 from ray.train.v2._internal.execution.callback import WorkerGroupCallback
+from ray.train.v2._internal.execution.context import get_train_context
 from ray.train.v2.api.exceptions import NCCLHangError
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "WorkerGroupStartupTimeoutError",
     "WorkerHealthCheckFailedError",
     "abort",
+    "is_preempted",
 ]
 
 
@@ -31,3 +33,11 @@ def abort(worker_group: Any) -> None:
     Ray Train forgets a group whose backend fails to start, and with it the placement group.
     """
     worker_group.abort()
+
+
+def is_preempted() -> bool:
+    """In a worker: whether Ray has announced the end of a node of its job.
+
+    `ray.train.get_preemption_info` says the same, and makes every rank wait for all others through an actor.
+    """
+    return get_train_context().preemption_context.preemption_info is not None

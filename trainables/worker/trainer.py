@@ -15,6 +15,7 @@ from trainables.errors import ClusterError, DistillError
 from trainables.failures import EndedError, WorkersFailedError
 from trainables.worker import entry_points
 from trainables.worker.hang_watch import HangWatch
+from trainables.worker.interruption_requests import release_more, worker_resources
 from trainables.worker.process_group import ProcessGroup
 from trainables.worker.ray_failures import failures_in
 from trainables.worker.ray_internals import WorkerGroupStartupFailedError, WorkerGroupStartupTimeoutError
@@ -70,7 +71,7 @@ def fit(
         ClusterError: the workers could not be started at all, which trying again would not change.
         DeviceError: torch cannot use a worker's GPU.
     """
-    resources = {"CPU": float(config.scale.cpus_per_worker + loader_workers), **({"GPU": 1.0} if use_gpu else {})}
+    resources = worker_resources(config.scale, loader_workers, use_gpu=use_gpu)
     settings = config.model_dump(mode="json")
     trainer = ray.train.torch.TorchTrainer(
         _entry_point(config, reused),
@@ -84,8 +85,9 @@ def fit(
             name=name,
             callbacks=[*(callbacks or []), HangWatch(config.scale.hang_after_s, limit_s)],
             worker_runtime_env=runtime_env(use_gpu),
-            # By default Ray Train waits for free resources for ever, silently, also where a node's death made that hopeless.
-            failure_config=ray.train.FailureConfig(controller_failure_limit=0),
+            # By default Ray Train waits for free resources for ever, silently, also where a node's death made that hopeless, and
+            # begins again by itself after an announced end of a node, where we would not know of it.
+            failure_config=ray.train.FailureConfig(controller_failure_limit=0, max_preemption_failures=0),
         ),
     )
     try:
@@ -96,6 +98,9 @@ def fit(
         failures = getattr(error, "worker_failures", {}).values()
         stacks = next((failure.stacks for failure in failures if isinstance(failure, EndedError)), "")
         raise WorkersFailedError(failures_in(error), stacks) from error
+    finally:
+        if isinstance(config, TrainConfig) and config.next_num_workers is not None and ray.is_initialized():
+            release_more(name)
 
 
 def runtime_env(use_gpu: bool) -> dict[str, Any]:

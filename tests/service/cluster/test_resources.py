@@ -90,3 +90,8 @@ def test_gpus_are_used_where_there_are_any() -> None:
     assert use_gpu("auto", cluster((8, 1)))
     assert not use_gpu("auto", cluster((8, 0)))
     assert not use_gpu(False, cluster((8, 1)))
+
+
+def test_what_an_autoscaler_may_start_nodes_for_is_not_refused() -> None:
+    assert Cluster((), autoscaled=True).refusal(Reservation(2, 2, gpus=1)) is None
+    assert Cluster(()).refusal(Reservation(2, 2, gpus=1)) is not None

@@ -58,7 +58,8 @@ def test_keys_below_a_prefix(capsys: pytest.CaptureFixture[str]) -> None:
         keys_below("optin")
     code, out, err = run(capsys, "show", "--keys", "scale.num_workers")
     assert (code, err) == (0, "")
-    assert out == "scale.num_workers  integer ≥ 1  default 1\n    Ray Train workers: the world size\n"
+    about = "Ray Train workers: the world size; [2, 8] sets min_workers to 2 and this to 8"
+    assert out == f"scale.num_workers  integer ≥ 1  default 1\n    {about}\n"
 
 
 def test_show_wants_an_experiment_or_the_keys(capsys: pytest.CaptureFixture[str]) -> None:

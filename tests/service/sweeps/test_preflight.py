@@ -1,10 +1,13 @@
 """Points that cannot run, found before anything starts."""
 
+import pytest
+
 from service.cluster.resources import Cluster, Node
 from service.config.experiment import load
 from service.runs.outcome import Outcome
-from service.sweeps.preflight import mark_unschedulable
+from service.sweeps.preflight import check_sweep, mark_unschedulable
 from service.sweeps.trials import plan_trials
+from trainables.errors import ExperimentError
 
 
 def test_a_point_that_does_not_fit_on_the_cluster_is_infeasible_before_anything_starts() -> None:
@@ -23,3 +26,9 @@ def test_a_trial_that_ended_before_a_resume_has_its_loader_workers_in_numbers_to
     mark_unschedulable(trials, Cluster((Node("a", 8, 0),), real_cpus=2))
     assert [trial.loader_workers for trial in trials] == [1, 1]
     assert trials[0].outcome == Outcome(status="ok")
+
+
+def test_a_sweep_is_not_elastic() -> None:
+    resolved = load("digits", ["scale.num_workers=[1, 2]", "sweep.space={seed: [1, 2]}"])
+    with pytest.raises(ExperimentError, match=r"scale\.min_workers: .* write one in scale\.num_workers"):
+        check_sweep(resolved)

@@ -1,16 +1,21 @@
 """Each name of Ray that is not public API, with the installed Ray: what `trainables.worker` relies on is so."""
 
+import dataclasses
 import inspect
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import ray.exceptions
 import ray.train
 import ray.train.torch
+from ray.train.v2._internal.execution.context import TrainContext
+from ray.train.v2._internal.execution.preemption import PreemptionContext
 from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata, Worker
 from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGroup
 
 from trainables.failures import EndedError, Failure
+from trainables.worker import ray_internals
 from trainables.worker.hang_watch import HangWatch
 from trainables.worker.process_group import ProcessGroup, ProcessGroupBackend
 from trainables.worker.ray_failures import failures_in, ray_failure
@@ -21,6 +26,7 @@ from trainables.worker.ray_internals import (
     WorkerGroupStartupFailedError,
     WorkerGroupStartupTimeoutError,
     WorkerHealthCheckFailedError,
+    is_preempted,
 )
 
 
@@ -35,6 +41,18 @@ def test_a_failed_health_check_has_the_workers_own_failure_also_after_its_way_to
         assert isinstance(arrived.health_check_failure, ray.exceptions.ActorDiedError)
         failure = ray_failure(arrived, 1, "worker_died")
         assert (failure.kind, failure.type) == ("worker_died", "ActorDiedError")
+
+
+def test_an_announced_end_is_known_to_the_worker_before_it_and_to_the_driver_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    info = ray.train.PreemptionInfo(deadline_ms=None, preempted_node_to_ranks={"node": [1]})
+    assert {field.name for field in dataclasses.fields(TrainContext)} >= {"preemption_context"}
+    for known, expected in ((None, False), (info, True)):
+        context = SimpleNamespace(preemption_context=PreemptionContext(known))
+        monkeypatch.setattr(ray_internals, "get_train_context", lambda context=context: context)
+        assert is_preempted() is expected
+    died = ray.exceptions.RayActorError(preempted=True)
+    for error in (died, WorkerHealthCheckFailedError("rank 1", died), ray.train.PreemptionError(info)):
+        assert ray_failure(error, 1, "worker_died").kind == "preempted"
 
 
 def test_a_controller_error_has_its_failure_and_a_worker_group_error_those_of_its_workers() -> None:

@@ -1,0 +1,68 @@
+"""Why a worker wants its stage to end after a checkpoint: it, or a node, is about to end, or there is room for more workers."""
+
+import signal
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import FrameType
+
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+
+from trainables.config import ScaleConfig
+from trainables.errors import Interruption
+from trainables.worker.ray_internals import is_preempted
+
+_terminated = threading.Event()
+
+
+def note_sigterm() -> None:
+    """Take the first SIGTERM of this process as a notice, and the second as Ray does. Called in the process's main thread."""
+    at_second = signal.getsignal(signal.SIGTERM)
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        _terminated.set()
+        signal.signal(signal.SIGTERM, at_second)
+
+    signal.signal(signal.SIGTERM, note)
+
+
+def worker_resources(scale: ScaleConfig, loader_workers: int, *, use_gpu: bool) -> dict[str, float]:
+    """What one worker reserves: its compute threads and its loader workers as CPUs, and one GPU."""
+    return {"CPU": float(scale.cpus_per_worker + loader_workers), **({"GPU": 1.0} if use_gpu else {})}
+
+
+def reserve_more(num_workers: int, bundle: Mapping[str, float], name: str) -> PlacementGroup:
+    """What further workers need, each a `bundle`. Ray reserves it once there is room; until then an autoscaler sees the demand.
+
+    Called in a worker, whose own resources are then reserved already. Ray keeps it until the driver ends or calls `release_more`.
+    """
+    return placement_group([dict(bundle)] * num_workers, name=name)
+
+
+def release_more(name: str) -> None:
+    """On the driver: give back what a worker has reserved under this name, however that worker ended."""
+    try:
+        remove_placement_group(get_placement_group(name))
+    except ValueError:  # the worker ended before it reserved anything
+        return
+
+
+@dataclass
+class InterruptionRequests:
+    """Called now and then on every rank; see `trainables.engine.interruptions`."""
+
+    more: PlacementGroup | None = None
+    """On rank 0: what the stage would have with more workers."""
+
+    def __call__(self) -> Interruption | None:
+        if _terminated.is_set() or is_preempted():
+            return "preempted"
+        if self.more is not None and placement_group_table(self.more)["state"] == "CREATED":
+            return "resized"
+        return None

@@ -1,0 +1,40 @@
+"""What Ray knows of the cluster's nodes, by calls that are not all public API, and nothing else here makes.
+
+`tests/integration/test_nodes_come_and_go.py` makes each of them with the installed Ray.
+"""
+
+import json
+from typing import Any
+
+MANUAL_NODE = "node_"
+"""What the name of a node's type begins with where nodes were started by hand: Ray gives each a type of its own."""
+
+
+def usable_nodes() -> dict[str, dict[str, float]]:
+    """The resources of each node that is alive and not about to end, by its id."""
+    import ray
+    from ray._private.state import state
+
+    ending = state.get_draining_nodes()
+    return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in ending}
+
+
+def free_resources() -> dict[str, dict[str, float]]:
+    """What nobody has reserved on each node that is alive and not about to end, by its id."""
+    from ray._private.state import state
+
+    free = state.available_resources_per_node()
+    return {node_id: free.get(node_id, {}) for node_id in usable_nodes()}
+
+
+def has_autoscaler() -> bool:
+    """Whether an autoscaler starts nodes for this cluster. What kinds, and how many, Ray's own records do not say."""
+    from ray._private.worker import global_worker
+    from ray.autoscaler.v2.utils import is_autoscaler_v2
+
+    client: Any = global_worker.gcs_client
+    if is_autoscaler_v2(fetch_from_server=True, gcs_client=client):
+        return True
+    status = json.loads(client.internal_kv_get(b"__autoscaling_status", None) or "{}")
+    types = (status.get("autoscaler_report") or {}).get("active_nodes") or {}
+    return any(not name.startswith(MANUAL_NODE) for name in types)
