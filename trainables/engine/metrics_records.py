@@ -38,7 +38,7 @@ def log_step(job: Job, step_in_epoch: int) -> None:
     metrics.allreduce_wait.sample()
     if num_bad:
         raise_not_finite(job)
-    check_replicas(train_state.distillation_module, train_state.group, progress.step)
+    check_replicas(train_state.distillation_module, job.group, progress.step, job.config.scale.pipeline_stages)
     progress.partial = [old + new for old, new in zip(progress.partial or [0.0] * len(totals), totals, strict=True)]
     epoch, phases = job.epochs.at(progress.epoch), metrics.timer.take()
     values = {
