@@ -23,7 +23,7 @@ from torch.nn import functional
 from trainables.config import MethodOptions, NonNegative
 from trainables.distributed.batch_norm import GlobalBatchNorm2d
 from trainables.errors import ExperimentError
-from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, mean_per_sample
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Requirements, mean_per_sample
 from trainables.models.tap_names import classifier
 
 
@@ -39,6 +39,7 @@ class SRRLOptions(MethodOptions):
 class SRRL(Method):
     """mean (h_t − h_s)² + mean (z_t − W·h_s − b)², h_s a connector's, W and b the teacher's."""
 
+    requires = Requirements(teacher_model=True)
     Options = SRRLOptions
     options: SRRLOptions
     terms = ("feature", "regression")
