@@ -210,6 +210,10 @@ class TeacherConfig(ModelConfig):
     service: Annotated[Count, Field(le=1024)] | None = Field(
         None, description="so many Ray actors compute its logits for all students, instead of a network in each worker"
     )
+    placement: Literal["auto", "whole", "sharded"] = Field(
+        "auto",
+        description="its network: whole in each worker, or each has a part of its parameters; auto: whole where that fits a GPU",
+    )
     share: Positive = Field(1.0, description="weight of its probabilities in the mean with `others`")
     others: tuple[OtherTeacherConfig, ...] = Field(
         (), description="further teachers: the mean of their probabilities is imitated, each counting by its `share`"
@@ -233,6 +237,11 @@ class TeacherConfig(ModelConfig):
             raise ValueError("cache stores the logits of one teacher: leave out cache, or others")
         if self.service is not None and self.others:
             raise ValueError("service computes the logits of one teacher: leave out service, or others")
+        if self.placement == "sharded" and self.logits_only is not None:
+            raise ValueError(
+                f"placement sharded is for a network that runs in every step, and {self.logits_only} is set: leave out one of"
+                " the two"
+            )
         if self.service is not None and self.cache is not None:
             raise ValueError("cache stores what service would compute: leave out one of the two")
         return self

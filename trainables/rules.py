@@ -140,6 +140,12 @@ def teacher_service_gets_images(settings: JobSettings) -> Problem:
     )
 
 
+def sharded_teacher_is_not_compiled(settings: JobSettings) -> Problem:
+    if settings.teacher is None or settings.teacher.placement != "sharded" or not settings.train.compile:
+        return None
+    return "teacher.placement sharded does not go with train.compile: set train.compile to false, or teacher.placement to whole"
+
+
 def gpu_decoder_has_gpus(settings: JobSettings) -> Problem:
     if not settings.data.decodes_on_device or settings.scale.use_gpu is not False:
         return None
@@ -186,6 +192,7 @@ RULES: tuple[Callable[[JobSettings], Problem], ...] = (
     mixing_has_pairs,
     mixing_has_a_network,
     teacher_service_gets_images,
+    sharded_teacher_is_not_compiled,
     lambda settings: warmup_leaves_an_epoch(settings.optim, settings.optim.epochs),
     lambda settings: nesterov_has_momentum(settings.optim),
     gpu_decoder_has_gpus,
@@ -200,7 +207,7 @@ def splits_no_batch(what: str, settings: JobSettings) -> Problem:
         return None
     accumulate, micro_batches = settings.optim.accumulate, settings.scale.micro_batches
     key, number = ("optim.accumulate", accumulate) if accumulate > 1 else ("scale.micro_batches", micro_batches)
-    return f"{what} looks at all samples of a batch, which {key} {number} splits: set {key} to 1, or use more workers"
+    return f"{what} looks at all samples of a batch, which {key} {number} splits: set {key} to 1"
 
 
 def method_has_a_teacher(name: str, requirements: MethodRequirements, settings: JobSettings) -> Problem:

@@ -118,7 +118,7 @@ class Experiment(Section):
         previous = names[names.index(name) - 1]
         teacher = self.teacher
         if previous != "teacher":
-            cache = self.teacher.model_dump(include={"cache", "cache_top_k", "cache_epochs"})
+            cache = self.teacher.model_dump(include={"cache", "cache_top_k", "cache_epochs", "placement"})
             teacher = TeacherConfig(model=self.preparation[previous].model, **cache)
         # The teacher service starts together with the students, after the assistants.
         own: dict[str, Any] = {"service": self.teacher.service if name == "student" else None}

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,22 +13,15 @@ from service.config.schema import Experiment
 from service.report.text_table import text_table
 from service.runs.dry_run import num_classes_of
 from trainables.config import TrainConfig
-from trainables.device.model_input import autocast, tensor_format
-from trainables.distributed.pipeline.block_costs import Conditions
-from trainables.distributed.pipeline.costs import Devices, Link, Plan, usual_link
-from trainables.distributed.pipeline.plan import Planner
-from trainables.distributed.pipeline.plan_cut import block_costs, cache_folder, sizes_to_measure, starts_of, teacher_costs
+from trainables.device.memory import memory_bytes
+from trainables.device.model_input import tensor_format
+from trainables.distributed.pipeline.costs import Link, Plan, usual_link
 from trainables.engine.dry_run import untrained_modules
-from trainables.engine.pipeline.build import possible_cuts
+from trainables.engine.pipeline.build import PlannedModels, plan_stages, planned_batch, possible_cuts
+from trainables.engine.teacher_placement import is_sharded
 from trainables.methods.distillation_module import DistillationModule
-from trainables.rules import replica_batch
 
 MIB = 2**20
-PLACEMENTS = {
-    "last": "whole, on the last stage's device",
-    "worker": "whole, on each device for its share of the batch",
-    "pipeline": "cut too",
-}
 
 
 def student_in_stages(experiment: Experiment, num_stages: int, cuts: Sequence[str] | None) -> TrainConfig:
@@ -70,35 +64,30 @@ def split_parts(config: TrainConfig, link_gb_per_s: float | None) -> Iterator[Ta
     scale = config.scale
     if device.type == "cpu":
         torch.set_num_threads(scale.cpus_per_worker)  # as a worker has them
-    in_precision = autocast(config.precision, device)
-    conditions = Conditions(config.data.image_size, device, config.precision, in_precision, tensor_format(config)[1])
-    batch = -(-replica_batch(config) // config.optim.accumulate)
-    number = None if scale.micro_batches == "auto" else scale.micro_batches
-    sizes, cache = sizes_to_measure(batch, scale.pipeline_stages, number), cache_folder()
     module, network = _modules(config)
-    points = possible_cuts(config, module)
-    starts = None if scale.cut is None else starts_of(points, scale.cut, scale.pipeline_stages)
-    blocks = block_costs(module.student, points, conditions, sizes, cache=cache)
-    teacher = [] if network is None else teacher_costs(network, conditions, sizes, cache=cache)
+    sharded = network is not None and is_sharded(config, scale.num_replicas, device, module.student, network)
     link = usual_link(device.type) if link_gb_per_s is None else Link(bytes_per_s=1e9 * link_gb_per_s)
-    memory = math.inf if device.type == "cpu" else float(torch.cuda.get_device_properties(device).total_memory)
-    copies = 4 if config.optim.name == "adamw" else 3
-    devices = Devices(scale.pipeline_stages, scale.num_replicas, link, memory_bytes=memory, parameter_copies=copies)
-    plan = Planner(blocks, devices, scale.schedule, teacher).plan(batch, starts, number)
+    models = PlannedModels(module.student, network, sharded)
+    planner, plan = plan_stages(config, device, link, possible_cuts(config, module), models)
+    batch = planned_batch(config)
 
     def whole(num_replicas: int, num_samples: int) -> Plan:
-        alone = Devices(1, num_replicas, link, parameter_copies=copies)
-        return Planner(blocks, alone, scale.schedule, teacher).expect((0,), num_samples, 1)
+        alone = replace(planner.devices, num_stages=1, num_replicas=num_replicas)
+        share = 1 / num_replicas if sharded else 1.0
+        return replace(planner, devices=alone, teacher_share=share).expect((0,), num_samples, 1)
 
     yield plan_table(config.model, plan, batch, device)
+    if network is not None:
+        how = f"sharded over {scale.num_replicas} replicas" if sharded else "whole"
+        yield f"teacher: {how}, on the last stage's device"
     ddp = whole(scale.num_workers, -(-batch // scale.pipeline_stages))
-    yield from _verdict(plan, whole(scale.num_replicas, batch), ddp, memory)
+    yield from _verdict(plan, whole(scale.num_replicas, batch), ddp, memory_bytes(device))
 
 
 def plan_table(model: str, plan: Plan, batch: int, device: torch.device) -> Table:
     """A row for each stage. Times and bytes are of a micro-batch."""
     title = f"{model} in {len(plan.stages)} stages, {batch} images in {plan.num_micro_batches} micro-batches"
-    taught = plan.placement != "none"
+    taught = any(stage.teacher_s for stage in plan.stages)
     columns = ["stage", "begins at", "forward ms", "backward ms", "parameters MiB", "memory MiB", "sent MiB"]
     table = text_table(f"{title}, {device}", [*columns, *(["teacher ms"] if taught else [])], left=("begins at",))
     for index, stage in enumerate(plan.stages):
@@ -119,8 +108,6 @@ def _verdict(plan: Plan, one: Plan, ddp: Plan, memory_bytes: float) -> Iterator[
     num_stages, number = len(plan.stages), plan.num_micro_batches
     formula = (num_stages - 1) / (number + num_stages - 1)
     yield f"write scale.cut: [{', '.join(plan.cuts)}]; schedule {plan.schedule}"
-    if plan.placement in PLACEMENTS:
-        yield f"teacher: {PLACEMENTS[plan.placement]}" + (f", at {', '.join(plan.teacher_cuts)}" if plan.teacher_cuts else "")
     yield f"bubble {100 * plan.bubble:.0f} % of a step; {100 * formula:.0f} % for equal stages and sends that take no time"
     yield (
         f"predicted step {1e3 * plan.step_s:.1f} ms; one device {1e3 * one.step_s:.1f} ms ({one.step_s / plan.step_s:.2f} ×);"

@@ -24,6 +24,7 @@ NAMES = (
     "search",
     "taps",
     "methods",
+    "sharded_teacher",
     "teacher_cache",
     "teacher_service",
 )
@@ -41,6 +42,7 @@ ROUNDS = {
     "search": 1,
     "taps": 5,
     "methods": 3,
+    "sharded_teacher": 3,
     "teacher_cache": 3,
     "teacher_service": 3,
 }

@@ -143,20 +143,21 @@ def _in_memory_order(tensor: Tensor) -> Tensor:
     return tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True)).flatten()
 
 
-def check_replicas(model: nn.Module, group: Group, step: int) -> None:
-    """Raise where the ranks' parameters differ.
+def check_replicas(model: nn.Module, group: Group, step: int, num_stages: int = 1) -> None:
+    """Raise where the parameters of replicas differ. `group`: all ranks, of which r has what r mod `num_stages` has.
 
     Raises:
-        TrainingError: on every rank, naming the ranks that differ from rank 0 and the usual cause.
+        TrainingError: on every rank, naming the ranks that differ from the first replica's and the usual cause.
     """
     if group.world_size == 1:
         return
     local = checksum(model.parameters(), group.device).reshape(1)
     sums = [torch.empty_like(local) for _ in range(group.world_size)]
     dist.all_gather(sums, local, group=group.process_group)
-    differing = [rank for rank, other in enumerate(sums) if int(other) != int(sums[0])]
+    differing = [rank for rank, other in enumerate(sums) if int(other) != int(sums[rank % num_stages])]
     if differing:
+        first = "rank 0's" if num_stages == 1 else "the first replica's"
         raise TrainingError(
-            f"step {step}: the parameters of rank {', '.join(map(str, differing))} differ from rank 0's: each rank trains alone; "
+            f"step {step}: the parameters of rank {', '.join(map(str, differing))} differ from {first}: each rank trains alone; "
             "call the wrapped student itself, never its `.module`"
         )

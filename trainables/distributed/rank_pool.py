@@ -16,7 +16,7 @@ import torch.distributed as dist
 from trainables.distributed.group import Group
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
-"""After which a rank whose peers do not call the same collective raises."""
+"""After which a rank whose peers do not call the same collective raises, and ranks are ended that wait for one that raised."""
 
 
 class RankDiedError(RuntimeError):
@@ -48,19 +48,27 @@ class RankPool:
                 _send(pipe, rank, (function, Group(rank, world_size, rank), rendezvous, args))
             while len(results) < world_size:  # all of them, also where one has raised
                 pending = {pipe: rank for rank, pipe in enumerate(self._pipes[:world_size]) if rank not in results}
-                for ready in wait(list(pending)):
+                failed = any(isinstance(result, BaseException) for result in results.values())
+                finished = wait(list(pending), COLLECTIVE_TIMEOUT.total_seconds() if failed else None)
+                if not finished:  # they wait for the one that raised, in a group with a longer timeout
+                    self._restart()
+                    break
+                for ready in finished:
                     rank = pending[cast(Connection, ready)]
                     results[rank] = _receive(self._pipes[rank], rank)
         except RankDiedError:  # the others may wait for it for a minute
-            for process in self._processes:
-                process.kill()
-            self._end()
-            self._start()
+            self._restart()
             raise
         for _, result in sorted(results.items()):
             if isinstance(result, BaseException):
                 raise result
         return [results[rank] for rank in range(world_size)]
+
+    def _restart(self) -> None:
+        for process in self._processes:
+            process.kill()
+        self._end()
+        self._start()
 
     def close(self) -> None:
         """End the processes."""

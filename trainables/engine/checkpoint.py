@@ -190,7 +190,7 @@ def restore(path: Path, state: CheckpointState, group: Group) -> None:
         ) from error
     _check_optimizers(path, state, meta)
     if part is not None:
-        tensors, meta["optimizers"][0] = part.own(tensors, meta["optimizers"][0])
+        tensors, meta["optimizers"][0] = part.to_local(tensors, meta["optimizers"][0])
     for number, optimizer in enumerate(state.optimizers):
         _restore_optimizer(optimizer, _without_prefix(f"optim.{number}.", tensors), meta["optimizers"][number])
     if meta["scaler"]:

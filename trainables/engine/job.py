@@ -27,11 +27,12 @@ from trainables.engine.interruptions import InterruptionRequest, Interruptions
 from trainables.engine.job_metrics import JobMetrics, build_metrics
 from trainables.engine.modules import build_modules, build_student
 from trainables.engine.optimizers import build_optimizers
-from trainables.engine.passes import Passes, Trained, whole_passes
-from trainables.engine.pipeline.build import cut_student, with_saved_cut
+from trainables.engine.pipeline.build import PlannedModels, cut_student, with_saved_cut
 from trainables.engine.pipeline.stage_loader import StageLoader
 from trainables.engine.pipeline.state_part import blank_parameters, state_part
 from trainables.engine.step import TrainState
+from trainables.engine.step_functions import StepFunctions, TrainingParts, whole_model_functions
+from trainables.engine.teacher_placement import is_sharded, place
 from trainables.engine.updates import UpdateSettings
 from trainables.errors import ExperimentError
 from trainables.methods.distillation_module import DistillationModule
@@ -64,7 +65,7 @@ class Job:
     stage: StageDir
     train_loader: Loader
     val_loader: Loader
-    passes: Passes
+    functions: StepFunctions
     checkpoint_state: CheckpointState
     metrics: JobMetrics
     report: Report
@@ -79,7 +80,7 @@ class Job:
 
     @property
     def train_state(self) -> TrainState:
-        return self.passes.train_state
+        return self.functions.train_state
 
     @property
     def student(self) -> nn.Module:
@@ -162,22 +163,22 @@ def build(
         checkpoint.restore(stage.last, checkpoint_state, group)
     module.begin_stage(0)  # before DDP looks which gradients there will be
     settings = UpdateSettings(scaler, layout.replicas, config.optim.clip_grad_norm)
-    trained = Trained(module, teacher, optimizers, settings, stage_epochs(config, module, train_loader))
-    passes_of = whole_passes
+    parts = TrainingParts(module, teacher, optimizers, settings, stage_epochs(config, module, train_loader))
+    functions_of = whole_model_functions
     if layout.stages.world_size > 1:
-        from trainables.engine.pipeline.step import stage_passes  # torch's pipelining takes a second and 150 MB
+        from trainables.engine.pipeline.step import stage_functions  # torch's pipelining takes a second and 150 MB
 
-        passes_of = stage_passes
-    passes = passes_of(config, layout, trained)
+        functions_of = stage_functions
+    functions = functions_of(config, layout, parts)
     return Job(
         config=config,
         group=group,
         stage=stage,
         train_loader=train_loader,
         val_loader=val_loader,
-        passes=passes,
+        functions=functions,
         checkpoint_state=checkpoint_state,
-        metrics=build_metrics(config, passes.train_state, checkpoint_state.progress, heartbeat or Heartbeat()),
+        metrics=build_metrics(config, functions.train_state, checkpoint_state.progress, heartbeat or Heartbeat()),
         report=report,
         flush_records=flush_records,
         telemetry=telemetry,
@@ -209,11 +210,16 @@ def build_models(
     module, teacher, parameters = DistillationModule(student), None, None
     if layout.is_last:
         module, teacher = build_modules(config, layout.replicas, student, classes, loader, connections)
+    network = teacher.model if isinstance(teacher, TeacherNetwork) else None
+    sharded = network is not None and any(
+        gather_objects(is_sharded(config, layout.replicas.world_size, device, student, network), layout.replicas)
+    )
     if in_stages:
         parameters = blank_parameters(student)
-        network = teacher.model if isinstance(teacher, TeacherNetwork) else None
-        module.student, scale = cut_student(config, layout, module, network)
+        module.student, scale = cut_student(config, layout, module, PlannedModels(student, network, sharded))
         config = config.model_copy(update={"scale": scale})
+    if isinstance(teacher, TeacherNetwork):
+        place(teacher, config, layout.replicas, sharded=sharded)
     module.methods.to(device, tensor_format(config)[0])
     if config.train.compile:  # in place: names in the checkpoint stay as they are
         student.compile()

@@ -34,7 +34,8 @@ def run(job: Job) -> dict[str, float]:
         "num_workers": job.group.world_size,
         "max_steps": config.train.warmup_steps + config.train.max_steps if config.train.max_steps else 0,
     }
-    if isinstance(config.scale.micro_batches, int):
+    if config.scale.pipeline_stages > 1:
+        assert isinstance(config.scale.micro_batches, int)  # since it was planned
         start["micro_batches"] = config.scale.micro_batches
     job.report("start", progress.step, progress.epoch, start)
     if progress.epoch_record:  # its checkpoint is complete: a death may have come before its record was written
@@ -100,7 +101,7 @@ def train_batches(job: Job, batches: Generator[Batch, None, None], epoch: Epoch,
             timer.mark("data")
             begin_step(job)
             with single_image_errors(job):
-                job.passes.train_step(batch, progress.step, timer)
+                job.functions.train_step(batch, progress.step, timer)
             job.metrics.stop_step()
             progress.step += 1
             if progress.step == job.metrics.throughput.warmup_until:
@@ -219,7 +220,7 @@ def evaluate_epoch(job: Job) -> dict[str, float]:
     """
     with job.metrics.clock.part("eval"):
         batches = job.metrics.heartbeat.over(job.val_loader.epoch(0))
-        val = evaluate(job.student, batches, job.passes.logits, job.group, job.train_state.group)
+        val = evaluate(job.student, batches, job.functions.logits, job.group, job.train_state.group)
     if not val["num_images"]:
         raise DataError(f"{job.config.data.path}: not one validation image could be read")
     return val

@@ -21,6 +21,7 @@ from trainables.methods.select import (
     SelectedMethod,
     check_cache_top_k,
     check_logits_only,
+    check_sharded,
     select_methods,
     student_name,
     task_weight,
@@ -29,7 +30,7 @@ from trainables.methods.tap_reader import TapReader
 from trainables.models.registry import build_model
 from trainables.models.reused_classifier import ReusedClassifier
 from trainables.rules import first_problem_of_method, splits_no_batch
-from trainables.teachers.build import cached_teacher, load_network, service_teacher, teacher_reader, to_device
+from trainables.teachers.build import cached_teacher, load_network, service_teacher, teacher_reader
 from trainables.teachers.interface import TeacherInterface
 from trainables.teachers.network import TeacherNetwork
 from trainables.teachers.service.protocol import TeacherConnection
@@ -43,7 +44,8 @@ def build_modules(
     loader: Loader,
     connections: Sequence[TeacherConnection] = (),
 ) -> tuple[DistillationModule, TeacherInterface | None]:
-    """The student with its methods, on the CPU, and the teacher where a method reads one: a network, a cache or a service.
+    """The student with its methods, on the CPU, and the teacher where a method reads one: a network, still on the CPU, a cache or
+    a service.
 
     `connections` lead to the actors of `teacher.service`.
 
@@ -65,7 +67,7 @@ def build_modules(
         return module, service_teacher(config, group, classes, loader, connections, keys)
     assert network is not None
     assert reader is not None
-    to_device(network, config, group)
+    network.to(tensor_format(config)[0])
     gradient = any(method.method_class.requires.teacher_gradient for method in methods)
     return module, TeacherNetwork(network, reader, gradient=gradient)
 
@@ -138,6 +140,8 @@ def _check_methods(config: TrainConfig, student: nn.Module, selected: Sequence[S
         if problem is not None:
             raise ExperimentError(problem)
     teacher, with_teacher = config.teacher, methods_with_teacher(config)
+    if teacher is not None and teacher.placement == "sharded":
+        check_sharded(with_teacher)
     if with_teacher and teacher is not None and teacher.logits_only is not None:
         check_logits_only(selected, teacher)
         check_cache_top_k(selected, teacher, num_classes)

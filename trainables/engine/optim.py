@@ -26,6 +26,11 @@ def parameter_groups(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> 
     ]
 
 
+def parameter_copies(optim: OptimConfig) -> int:
+    """How many times its own memory a trained parameter takes, with its gradient and the optimizer's state."""
+    return 4 if optim.name == "adamw" else 3
+
+
 def build_optimizer(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> torch.optim.Optimizer:
     """The optimizer of `optim.name`; its learning rate is set before each step from `learning_rate`."""
     groups = parameter_groups(parameters, optim)

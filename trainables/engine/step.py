@@ -116,6 +116,7 @@ def train_step(train_state: TrainState, batch: DeviceBatch, step: int, timer: Ph
     epoch = train_state.epochs.training_epochs(step)
     parts = micro_batches(train_state.prepare(batch), train_state.accumulate, train_state.num_blank_images)
     timer.mark("augment")
+    train_state.active_teacher.skip(parts[0].images_BCHW, train_state.accumulate - len(parts))
     for part in parts:
         teacher_outputs = run_teacher(train_state, part)
         timer.mark("teacher")

@@ -79,8 +79,9 @@ class Requirements:
     """It reads the teacher's logit of every class: refused with `teacher.cache_top_k` below the number of classes. False: the
     largest logits and the total of the others are enough."""
     teacher_model: bool = False
-    """It uses the teacher's network or a part of it: refused where only logits are available (`teacher.cache`, `teacher.service`,
-    `teacher.others`). `teacher_gradient`, `reuses_classifier` and taps imply it."""
+    """Its forward uses the teacher's network or a part of it: refused where each worker has a part of the parameters
+    (`teacher.placement: sharded`), and where only logits are available (`teacher.cache`, `teacher.service`, `teacher.others`).
+    The second is so with `teacher_gradient`, `reuses_classifier` and taps too."""
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,26 @@ def _check_weight_schedule(method: SelectedMethod) -> None:
         )
 
 
+def needs_whole_teacher(method: SelectedMethod) -> bool:
+    """Whether it reads the parameters of the teacher, or differentiates it, which a sharded one does not go with."""
+    requires = method.method_class.requires
+    return requires.teacher_model or requires.teacher_gradient
+
+
+def check_sharded(selected: Sequence[SelectedMethod]) -> None:
+    """Refuse methods that a sharded teacher does not go with.
+
+    Raises:
+        ExperimentError: one line.
+    """
+    for method in filter(needs_whole_teacher, selected):
+        raise ExperimentError.of_key(
+            "teacher.placement",
+            f"{method.key} reads the teacher's parameters, or differentiates it, and sharded has a part of them on each worker:"
+            " write whole",
+        )
+
+
 def check_logits_only(selected: Sequence[SelectedMethod], teacher: TeacherConfig) -> None:
     """Refuse methods that need more of a teacher than its logits, where `teacher.cache` or `teacher.service` gives no more.
 

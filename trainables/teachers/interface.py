@@ -32,6 +32,12 @@ class TeacherInterface(ABC):
         `request` identifies the images; None: they are no samples, as in a trial run.
         """
 
+    is_collective = False
+    """Whether all ranks that have this teacher call it equally often, see `skip`."""
+
+    def skip(self, images_BCHW: Tensor, num_calls: int) -> None:  # noqa: B027
+        """Take part in so many calls of the other ranks that this one has no micro-batches for. `images_BCHW`: any images."""
+
     def prefetch(self, batches: Generator[Batch, None, None], epoch: int) -> Generator[Batch, None, None]:
         """Pass the host batches of an epoch on to the device; a teacher whose outputs come from elsewhere requests them here.
 

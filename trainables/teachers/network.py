@@ -22,6 +22,11 @@ class TeacherNetwork(TeacherInterface):
         self._reader, self._gradient = reader, gradient
         self._batch_norms = [module for module in model.modules() if isinstance(module, GlobalBatchNorm)]
 
+    def skip(self, images_BCHW: Tensor, num_calls: int) -> None:
+        """See `TeacherInterface`; a sharded network runs, so that other ranks get this rank's part of the parameters."""
+        for _ in range(num_calls if self.is_collective else 0):
+            self(images_BCHW[:1], 0)
+
     def __call__(self, images_BCHW: Tensor, num_rows: int, request: TeacherRequest | None = None) -> dict[str, ModelOutputs]:
         """See `TeacherInterface`; it runs for whatever images it gets."""
         for norm in self._batch_norms:  # images that are no samples form no batch, and one rank may run some alone

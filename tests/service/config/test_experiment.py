@@ -739,6 +739,13 @@ def test_what_a_cache_cannot_hold_is_refused_in_one_line() -> None:
     assert all("\n" not in text for text in (mixed, features))
 
 
+@pytest.mark.parametrize("logits", [CACHE, "teacher.service=1"])
+def test_logits_that_come_from_elsewhere_have_no_sharded_network(logits: str) -> None:
+    text = refusal(logits, "teacher.placement=sharded")
+    key = logits.partition("=")[0]
+    assert f"placement sharded is for a network that runs in every step, and {key} is set: leave out one of the two" in text
+
+
 def test_what_a_service_cannot_answer_is_refused_in_one_line() -> None:
     served = "teacher.service=1"
     problem = {

@@ -54,17 +54,29 @@ def test_every_rank_gets_the_same_of_all(ranks: RankPool, n: int) -> None:
     assert ranks.run(n, collectives) == [expected] * n
 
 
-def differ_on(group: Group, rank: int) -> None:
+def differ_on(group: Group, rank: int, num_stages: int = 1) -> None:
     model = nn.Linear(2, 2)
     for parameter in model.parameters():
-        nn.init.constant_(parameter, 0.25 if group.rank == rank else 0.5)
-    check_replicas(model, group, 7)
+        nn.init.constant_(parameter, 0.25 if group.rank == rank else 0.5 + group.rank % num_stages)
+    check_replicas(model, group, 7, num_stages)
+
+
+def raises_on_differing(group: Group, rank: int, num_stages: int) -> str:
+    with pytest.raises(TrainingError) as caught:
+        differ_on(group, rank, num_stages)
+    return str(caught.value)
 
 
 def test_replicas_that_differ_are_named_and_equal_ones_pass(ranks: RankPool) -> None:
     ranks.run(3, differ_on, 9)
     with pytest.raises(TrainingError, match=r"^step 7: the parameters of rank 2 differ from rank 0's"):
         ranks.run(3, differ_on, 2)
+
+
+def test_all_ranks_learn_that_one_pipeline_stage_differs(ranks: RankPool) -> None:
+    ranks.run(3, differ_on, 9, 2)
+    for message in ranks.run(3, raises_on_differing, 2, 2):
+        assert message.startswith("step 7: the parameters of rank 2 differ from the first replica's")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8])

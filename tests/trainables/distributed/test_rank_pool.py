@@ -1,5 +1,6 @@
 import os
 import signal
+from datetime import timedelta
 
 import pytest
 import torch
@@ -34,6 +35,14 @@ def refuse(group: Group) -> None:
         raise ValueError("not here")
 
 
+def refuse_in_a_group_of_its_own(group: Group) -> None:
+    """The other rank waits half an hour: torch's timeout of a group that is made without one."""
+    of_both = dist.new_group()
+    if group.rank == 0:
+        raise ValueError("not here")
+    dist.barrier(group=of_both)
+
+
 def test_every_run_has_a_group_of_its_own_size(ranks: RankPool) -> None:
     assert [ranks.run(2, total), ranks.run(3, total), ranks.run(2, total)] == [[3.0] * 2, [6.0] * 3, [3.0] * 2]
 
@@ -57,5 +66,15 @@ def test_a_pool_that_lost_a_rank_starts_anew() -> None:
     with pytest.raises(RankDiedError, match="rank 1 ended"):
         pool.run(2, total)
     assert pool.run(1, refuse_nobody) == [7]
+    assert pool.run(2, total) == [3.0, 3.0]
+    pool.close()
+
+
+@pytest.mark.processes
+def test_ranks_that_wait_for_one_that_raised_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = RankPool(2)
+    monkeypatch.setattr("trainables.distributed.rank_pool.COLLECTIVE_TIMEOUT", timedelta(seconds=1))
+    with pytest.raises(ValueError, match="not here"):
+        pool.run(2, refuse_in_a_group_of_its_own)
     assert pool.run(2, total) == [3.0, 3.0]
     pool.close()

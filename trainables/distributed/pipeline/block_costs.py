@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from trainables.distributed.pipeline.costs import Block, PassTime
 from trainables.distributed.pipeline.stage_module import split
@@ -41,7 +43,7 @@ class Conditions:
 
 
 @dataclass(frozen=True)
-class _Passes:
+class _PassTimes:
     """Seconds of one forward and one backward pass in each block."""
 
     forward_s: list[float]
@@ -115,10 +117,10 @@ def _pass_time(times_s: dict[int, list[float]]) -> PassTime:
     return PassTime(tuple(times_s), tuple(min(times) for times in times_s.values()))
 
 
-def _rounds(run: _Run, sizes: Sequence[int]) -> dict[int, list[_Passes]]:
+def _rounds(run: _Run, sizes: Sequence[int]) -> dict[int, list[_PassTimes]]:
     """By size, in rising order; each round has all sizes, so that the machine's ups and downs meet all of them."""
     start_s = time.perf_counter()
-    found: dict[int, list[_Passes]] = {}
+    found: dict[int, list[_PassTimes]] = {}
     refused: ModelError | None = None
     for size in sorted(set(sizes)):
         if found and time.perf_counter() - start_s > BUDGET_S:
@@ -155,11 +157,11 @@ class _Run:
         self._dtype = parameters[0].dtype
         self._own = {tensor.untyped_storage().data_ptr() for tensor in (*parameters, *buffers)}
         self.stored_bytes = [0.0 for _ in blocks]
-        """Of one sample, that a block is the first to store for its backward pass."""
+        """Of one sample, that a block is the first to store for its backward pass; without one, the most at a time in it."""
         self.sent_bytes = [0.0 for _ in blocks]
         """Of one sample, to the block after it."""
 
-    def passes(self, num_samples: int) -> _Passes:
+    def passes(self, num_samples: int) -> _PassTimes:
         """Time one forward and, in training, one backward pass."""
         clock = _Clock(self._conditions.device)
         clock.stamp("forward", 0)
@@ -171,13 +173,19 @@ class _Run:
             output.backward(torch.ones_like(output))
             clock.stamp("backward", 0)
         count = len(self._blocks)
-        return _Passes(
+        return _PassTimes(
             [clock.seconds(("forward", index), ("forward", index + 1)) for index in range(count)],
             [clock.seconds(("backward", index + 1), ("backward", index)) if self._training else 0.0 for index in range(count)],
         )
 
     def count_bytes(self, num_samples: int) -> None:
         """Fill `stored_bytes` and `sent_bytes`."""
+        if not self._training:
+            with _LiveBytes(self._own) as live:
+                for index, output in enumerate(self._forward(num_samples)):
+                    self.stored_bytes[index] = live.take_most() / num_samples
+                    self.sent_bytes[index] = output.nbytes / num_samples
+            return
         counted = set(self._own)
         current: dict[int, int] = {}
 
@@ -205,6 +213,38 @@ class _Run:
                     result = block(output)
                 output = result if isinstance(result, Tensor) else result[0]
                 yield output
+
+
+class _LiveBytes(TorchFunctionMode):
+    """Counts the memory of the tensors that torch's functions return in it, on any device."""
+
+    def __init__(self, ignored: Collection[int]) -> None:
+        """`ignored`: addresses of parameters and buffers."""
+        super().__init__()
+        self._ignored, self._live_bytes = ignored, dict[int, int]()
+        self._most_bytes = 0
+
+    def take_most(self) -> int:
+        """The most at a time since the last call."""
+        most_bytes, self._most_bytes = self._most_bytes, sum(self._live_bytes.values())
+        return most_bytes
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, Tensor):
+                self._add(tensor.untyped_storage())
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        address = storage.data_ptr()
+        if address in self._ignored or address in self._live_bytes:
+            return
+        self._live_bytes[address] = storage.nbytes()
+        weakref.finalize(storage, self._live_bytes.pop, address)
+        self._most_bytes = max(self._most_bytes, sum(self._live_bytes.values()))
 
 
 def _stamp_backward(clock: _Clock, index: int, gradient: Tensor) -> None:

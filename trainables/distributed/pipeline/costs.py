@@ -42,7 +42,7 @@ class Block:
     backward: PassTime
     parameter_bytes: int
     activation_bytes: float
-    """Of one sample, stored from the forward to the backward pass."""
+    """Of one sample, stored from the forward to the backward pass; of a frozen teacher, the most at a time in its forward."""
     output_bytes: float
     """Of one sample: what crosses a cut after the block."""
 
@@ -92,10 +92,11 @@ class Stage:
     """Of one micro-batch."""
     backward_s: float
     teacher_s: float
-    """Of the teacher's part in this stage, for one micro-batch."""
+    """Of the teacher, for one micro-batch; 0 before the last stage, and without a teacher."""
     parameter_bytes: int
     """Of the student."""
     memory_bytes: float
+    """Of the student's part and, on the last stage, the teacher."""
     sent_bytes: float
     """Of one micro-batch over the cut after it, in either direction; 0 for the last stage."""
 
@@ -107,9 +108,6 @@ class Plan:
     stages: tuple[Stage, ...]
     schedule: str
     num_micro_batches: int
-    placement: str
-    """Of the teacher: `none`, whole on the `last` stage, whole on each `worker`, or cut into a `pipeline` of its own."""
-    teacher_cuts: tuple[str, ...]
     step_s: float
     bubble: float
     """The share of a step in which the stages wait, in the mean."""

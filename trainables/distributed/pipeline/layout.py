@@ -20,7 +20,7 @@ class Layout:
     stages: Group
     """The ranks of this replica: the rank in it is the stage's number."""
     hosts: Group
-    """The same ranks, with a process group for CPU tensors that nothing else goes through."""
+    """The same ranks, with a process group for CPU tensors: batches, and the parts of a checkpoint."""
 
     @property
     def is_first(self) -> bool:

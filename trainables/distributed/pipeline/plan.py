@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations, product
+from itertools import combinations
 
 import numpy as np
 
@@ -27,15 +27,15 @@ NOT_NEAR = 1.1
 
 @dataclass(frozen=True)
 class Planner:
-    """Plans for one model, and its teacher, on some devices."""
+    """Plans for one model on some devices, its teacher on the last one."""
 
     blocks: Sequence[Block]
     devices: Devices
     schedule: str
     teacher: Sequence[Block] = ()
     """Of a network that runs with the student; without backward passes."""
-    placements: Sequence[str] = ("last",)
-    """Of the teacher, of those that `Plan.placement` names."""
+    teacher_share: float = 1.0
+    """Of the teacher's parameters that the last device stores; the other replicas' last devices have the rest."""
 
     def plan(self, num_samples: int, starts: Starts | None = None, num_micro_batches: int | None = None) -> Plan:
         """The fastest plan for a replica's batch; `starts` and `num_micro_batches` where they are given.
@@ -48,8 +48,8 @@ class Planner:
             raise ModelError(f"the model has {len(self.blocks) - 1} cut points, and {stages} stages need {stages - 1}")
         numbers = [num_micro_batches] if num_micro_batches is not None else self._numbers(num_samples)
         best: Plan | None = None
-        for layout in self._layouts(num_samples, numbers):
-            found = layout.best(starts, math.inf if best is None else best.step_s)
+        for number in numbers:
+            found = _Layout(self, num_samples, number).best(starts, math.inf if best is None else best.step_s)
             best = found or best
         if best is None:
             given = "this cut" if starts is not None else "no cut"
@@ -58,9 +58,8 @@ class Planner:
         return best
 
     def expect(self, starts: Starts, num_samples: int, num_micro_batches: int) -> Plan:
-        """The expected step of stages that begin at these blocks, the teacher placed as the first of `placements` says."""
-        layout = next(self._layouts(num_samples, [num_micro_batches]))
-        return layout.plan(starts, layout.whole_teacher)
+        """The expected step of stages that begin at these blocks."""
+        return _Layout(self, num_samples, num_micro_batches).plan(starts)
 
     def _numbers(self, num_samples: int) -> list[int]:
         """Of micro-batches: those that divide a batch, and powers of two; none smaller than what was measured."""
@@ -69,29 +68,22 @@ class Planner:
         sizes |= {size for power in range(num_samples.bit_length()) if (size := -(-num_samples // 2**power)) >= least}
         return sorted(-(-num_samples // size) for size in sizes)
 
-    def _layouts(self, num_samples: int, numbers: Sequence[int]) -> Iterator[_Layout]:
-        for number, placement in product(numbers, self.placements if self.teacher else ("none",)):
-            if placement != "pipeline" or len(self.teacher) >= self.devices.num_stages:
-                yield _Layout(self, num_samples, number, placement)
-
 
 class _Layout:
-    """A number of micro-batches and a placement of the teacher: the stages are to be found."""
+    """A number of micro-batches: the stages are to be found."""
 
-    def __init__(self, planner: Planner, num_samples: int, num_micro_batches: int, placement: str) -> None:
+    def __init__(self, planner: Planner, num_samples: int, num_micro_batches: int) -> None:
         self._planner, self._devices, self._number = planner, planner.devices, num_micro_batches
-        self._size, self._placement = -(-num_samples // num_micro_batches), placement
+        self._size = -(-num_samples // num_micro_batches)
         self._student = Sums(planner.blocks, self._size)
-        self._teacher = Sums(planner.teacher, self._size)
-        self._ahead_s = [0.0] * self._devices.num_stages
-        """Of a whole teacher, by stage."""
-        if placement == "last":
-            self._ahead_s[-1] = num_micro_batches * self._teacher.forward_s(0, self._teacher.count)
-        elif placement == "worker":
-            share = Sums(planner.teacher, -(-num_samples // self._devices.num_stages))
-            self._ahead_s = [share.forward_s(0, share.count) for _ in self._ahead_s]
-        self.whole_teacher = (0,) * self._devices.num_stages
-        """Stands for the teacher's stages where it is not cut."""
+        teacher = Sums(planner.teacher, self._size)
+        self._teacher_s = num_micro_batches * teacher.forward_s(0, teacher.count)
+        """Of the whole batch, on the last stage."""
+        self._teacher_bytes = planner.teacher_share * teacher.parameter_bytes(0, teacher.count)
+        """There, with what its passes need."""
+        if planner.teacher:
+            running = max(block.activation_bytes for block in planner.teacher)
+            self._teacher_bytes += self._size * running + num_samples * planner.teacher[-1].output_bytes
 
     def best(self, given: Starts | None, limit_s: float) -> Plan | None:
         """The fastest plan; None: none fits the memory and is faster than `limit_s`."""
@@ -100,57 +92,40 @@ class _Layout:
         if best is None or best_s > NOT_NEAR * limit_s:
             return None
         while not all_of_them:
-            step_s, found = self._fastest(self._neighbours(*best, student=given is None), best_s)
+            step_s, found = self._fastest(self._neighbours(best), best_s)
             if found is None:
                 break
             best_s, best = step_s, found
-        return self.plan(*best) if best_s < limit_s else None
+        return self.plan(best) if best_s < limit_s else None
 
-    def _fastest(self, pairs: Iterable[tuple[Starts, Starts]], limit_s: float) -> tuple[float, tuple[Starts, Starts] | None]:
+    def _fastest(self, candidates: Iterable[Starts], limit_s: float) -> tuple[float, Starts | None]:
         """Of those that fit the memory and are faster than `limit_s`."""
         found = None
-        for bound_s, *pair in sorted((self._bound_s(*pair), *pair) for pair in pairs):
+        for bound_s, starts in sorted((self._bound_s(starts), starts) for starts in candidates):
             if bound_s >= limit_s:
                 break
-            if self._fits(*pair) and (step_s := self.step_s(*pair)) < limit_s:
-                limit_s, found = step_s, (pair[0], pair[1])
+            if self._fits(starts) and (step_s := self.step_s(starts)) < limit_s:
+                limit_s, found = step_s, starts
         return limit_s, found
 
-    def _candidates(self, given: Starts | None) -> tuple[list[tuple[Starts, Starts]], bool]:
-        """Pairs of a student's and a teacher's stages to begin with, and whether they are all that there are."""
-        num_stages, cut_teacher = self._devices.num_stages, self._placement == "pipeline"
-        num_all = 1 if given is not None else math.comb(self._student.count - 1, num_stages - 1)
-        num_all *= math.comb(self._teacher.count - 1, num_stages - 1) if cut_teacher else 1
-        if num_all <= ALL_CUTS:
-            students = [given] if given is not None else list(all_starts(self._student.count, num_stages))
-            teachers = list(all_starts(self._teacher.count, num_stages)) if cut_teacher else [self.whole_teacher]
-            return list(product(students, teachers)), True
-        found = set()
-        for with_sends in (False, True):
-            teacher, teacher_s = self.whole_teacher, [ahead_s / self._number for ahead_s in self._ahead_s]
-            for _ in range(2 if cut_teacher else 1):
-                starts = given or self._balanced_student(teacher_s, with_sends=with_sends)
-                if starts is None:
-                    break
-                if cut_teacher:
-                    student = self._student.all_parts_s()
-                    loads_s = self._teacher.all_parts_s()
-                    parts = stage_parts(starts, self._student.count)
-                    balanced = balanced_starts([loads_s + student[first, end] for _, first, end in parts])
-                    assert balanced is not None
-                    teacher = balanced
-                    teacher_s = [
-                        self._teacher.forward_s(first, end) for _, first, end in stage_parts(teacher, self._teacher.count)
-                    ]
-                found.add((starts, teacher))
-        return sorted(found), False
+    def _candidates(self, given: Starts | None) -> tuple[list[Starts], bool]:
+        """Stages to begin with, and whether they are all that there are."""
+        num_stages = self._devices.num_stages
+        if given is not None:
+            return [given], True
+        if math.comb(self._student.count - 1, num_stages - 1) <= ALL_CUTS:
+            return list(all_starts(self._student.count, num_stages)), True
+        found = {self._balanced(with_sends=with_sends) for with_sends in (False, True)}
+        return sorted(starts for starts in found if starts is not None), False
 
-    def _balanced_student(self, teacher_s: Sequence[float], *, with_sends: bool) -> Starts | None:
-        """The stages whose slowest is fastest, beside the teacher's part in each; None: none fits the memory."""
+    def _balanced(self, *, with_sends: bool) -> Starts | None:
+        """The stages whose slowest is fastest, with the teacher's passes on the last one; None: none fits the memory."""
         sends_s = np.array([2 * self._send_s(cut) if with_sends else 0.0 for cut in range(self._student.count + 1)])
         loads_s = self._student.all_parts_s() + sends_s[:, None] + sends_s
         stages = range(self._devices.num_stages)
-        return balanced_starts([np.where(self._fitting(stage), loads_s + teacher_s[stage], math.inf) for stage in stages])
+        return balanced_starts(
+            [np.where(self._fitting(stage), loads_s + self._stage_teacher_s(stage) / self._number, math.inf) for stage in stages]
+        )
 
     def _fitting(self, stage: int) -> Array:
         """By a part's first block and the block after its last, whether a stage can be that."""
@@ -159,74 +134,62 @@ class _Layout:
             fitting[first, end] = self._part_fits(stage, first, end)
         return fitting
 
-    def _neighbours(self, starts: Starts, teacher: Starts, *, student: bool) -> Iterator[tuple[Starts, Starts]]:
+    def _neighbours(self, starts: Starts) -> Iterator[Starts]:
         """Those with one or two cuts moved by a few blocks."""
-        students = [starts, *neighbours(starts, self._student.count)] if student else [starts]
-        teachers = [teacher, *neighbours(teacher, self._teacher.count)] if self._placement == "pipeline" else [teacher]
-        yield from product(students, teachers)
-        if student:
-            yield from ((again, teacher) for moved in students[1:] for again in neighbours(moved, self._student.count))
+        for moved in neighbours(starts, self._student.count):
+            yield moved
+            yield from neighbours(moved, self._student.count)
 
     def _send_s(self, cut: int) -> float:
         """Over the cut before a block."""
         return self._devices.link.seconds(self._student.sent_bytes(cut)) if 0 < cut < self._student.count else 0.0
 
-    def _part_fits(self, stage: int, first: int, end: int, teacher_bytes: float = 0.0) -> bool:
+    def _is_last(self, stage: int) -> bool:
+        return stage == self._devices.num_stages - 1
+
+    def _stage_teacher_s(self, stage: int) -> float:
+        """Of the whole batch."""
+        return self._teacher_s if self._is_last(stage) else 0.0
+
+    def _part_fits(self, stage: int, first: int, end: int) -> bool:
         """A stage has parameters to train, and its device the memory."""
         has_parameters = self._student.parameter_bytes(first, end) > 0
-        return has_parameters and self._memory_bytes(stage, first, end) + teacher_bytes <= self._devices.memory_bytes
+        return has_parameters and self._memory_bytes(stage, first, end) <= self._devices.memory_bytes
 
     def _memory_bytes(self, stage: int, first: int, end: int) -> float:
         stored = self._size * stored_micro_batches(self._planner.schedule, stage, self._devices.num_stages, self._number)
         received = self._student.sent_bytes(first) / self._size if first else 0.0
         activations = stored * (received + self._student.activation_bytes(first, end))
-        return self._devices.parameter_copies * self._student.parameter_bytes(first, end) + activations
+        teacher_bytes = self._teacher_bytes if self._is_last(stage) else 0.0
+        return self._devices.parameter_copies * self._student.parameter_bytes(first, end) + activations + teacher_bytes
 
-    def _teacher_part(self, stage: int, teacher: Starts) -> tuple[int, int]:
-        """The teacher's blocks that a stage's device has."""
-        if self._placement == "pipeline":
-            return stage_parts(teacher, self._teacher.count)[stage][1:]
-        whole = self._placement == "worker" or (self._placement == "last" and stage == self._devices.num_stages - 1)
-        return (0, self._teacher.count) if whole else (0, 0)
+    def _fits(self, starts: Starts) -> bool:
+        return all(self._part_fits(*part) for part in stage_parts(starts, self._student.count))
 
-    def _fits(self, starts: Starts, teacher: Starts) -> bool:
-        return all(
-            self._part_fits(*part, self._teacher.parameter_bytes(*self._teacher_part(part[0], teacher)))
-            for part in stage_parts(starts, self._student.count)
-        )
-
-    def _times(self, starts: Starts, teacher: Starts) -> list[StageTimes]:
-        link, cut_teacher, times = self._devices.link, self._placement == "pipeline", []
-        for stage, first, end in stage_parts(starts, self._student.count):
-            part = self._teacher_part(stage, teacher)
-            times.append(
-                StageTimes(
-                    forward_s=self._student.forward_s(first, end),
-                    backward_s=self._student.backward_s(first, end),
-                    send_s=self._send_s(end),
-                    ahead_s=self._ahead_s[stage],
-                    teacher_s=self._teacher.forward_s(*part) if cut_teacher else 0.0,
-                    teacher_send_s=link.seconds(self._teacher.sent_bytes(part[1])) if cut_teacher else 0.0,
-                )
+    def _times(self, starts: Starts) -> list[StageTimes]:
+        return [
+            StageTimes(
+                forward_s=self._student.forward_s(first, end),
+                backward_s=self._student.backward_s(first, end),
+                send_s=self._send_s(end),
+                teacher_s=self._stage_teacher_s(stage),
             )
-        return times
+            for stage, first, end in stage_parts(starts, self._student.count)
+        ]
 
-    def _bound_s(self, starts: Starts, teacher: Starts) -> float:
+    def _bound_s(self, starts: Starts) -> float:
         """What no step is shorter than: a stage's passes, what it waits for before them, and what waits for it after them."""
         bound_s = before_s = after_s = 0.0
-        cut_teacher = self._placement == "pipeline"
-        for stage, first, end in stage_parts(starts, self._student.count):
-            forward_s, backward_s = self._student.forward_s(first, end), self._student.backward_s(first, end)
-            teacher_s = self._teacher.forward_s(*self._teacher_part(stage, teacher)) if cut_teacher else 0.0
-            passes_s = self._number * (forward_s + backward_s + teacher_s)
-            bound_s = max(bound_s, passes_s + max(before_s, self._ahead_s[stage]) + after_s)
-            before_s += teacher_s if cut_teacher else forward_s + self._send_s(end)
-            after_s += backward_s + self._send_s(end)
+        for stage in self._times(starts):
+            passes_s = self._number * (stage.forward_s + stage.backward_s)
+            bound_s = max(bound_s, passes_s + max(before_s, stage.teacher_s) + after_s)
+            before_s += stage.forward_s + stage.send_s
+            after_s += stage.backward_s + stage.send_s
         return bound_s
 
-    def step_s(self, starts: Starts, teacher: Starts) -> float:
+    def step_s(self, starts: Starts) -> float:
         """Of all passes, and of the all-reduce of each stage's gradients: after the passes, but beside DDP's backward pass."""
-        times = self._times(starts, teacher)
+        times = self._times(starts)
         ended_s = step_seconds(times, self._planner.schedule, self._number, overlapped=self._devices.link.overlapped)
         reduced_s = [
             end_s + max(0.0, self._all_reduce_s(first, end) - (stage.backward_s if len(times) == 1 else 0.0))
@@ -237,24 +200,20 @@ class _Layout:
     def _all_reduce_s(self, first: int, end: int) -> float:
         return self._devices.all_reduce_s(self._student.parameter_bytes(first, end))
 
-    def plan(self, starts: Starts, teacher: Starts) -> Plan:
+    def plan(self, starts: Starts) -> Plan:
         """What is expected of these stages."""
-        times, step_s = self._times(starts, teacher), self.step_s(starts, teacher)
-        busy_s = sum(stage.ahead_s + self._number * (stage.forward_s + stage.backward_s + stage.teacher_s) for stage in times)
-        stages = []
-        for stage, first, end in stage_parts(starts, self._student.count):
-            part = self._teacher_part(stage, teacher)
-            stages.append(
-                Stage(
-                    begins_at=self._planner.blocks[first].begins_at,
-                    forward_s=self._student.forward_s(first, end),
-                    backward_s=self._student.backward_s(first, end),
-                    teacher_s=times[stage].teacher_s + self._ahead_s[stage] / self._number,
-                    parameter_bytes=self._student.parameter_bytes(first, end),
-                    memory_bytes=self._memory_bytes(stage, first, end) + self._teacher.parameter_bytes(*part),
-                    sent_bytes=self._student.sent_bytes(end),
-                )
+        times, step_s = self._times(starts), self.step_s(starts)
+        busy_s = sum(stage.teacher_s + self._number * (stage.forward_s + stage.backward_s) for stage in times)
+        stages = [
+            Stage(
+                begins_at=self._planner.blocks[first].begins_at,
+                forward_s=times[stage].forward_s,
+                backward_s=times[stage].backward_s,
+                teacher_s=times[stage].teacher_s / self._number,
+                parameter_bytes=self._student.parameter_bytes(first, end),
+                memory_bytes=self._memory_bytes(stage, first, end),
+                sent_bytes=self._student.sent_bytes(end),
             )
-        cuts = [self._planner.teacher[first].begins_at for first in teacher[1:]] if self._placement == "pipeline" else []
-        bubble = 1 - busy_s / (step_s * len(stages))
-        return Plan(tuple(stages), self._planner.schedule, self._number, self._placement, tuple(cuts), step_s, bubble)
+            for stage, first, end in stage_parts(starts, self._student.count)
+        ]
+        return Plan(tuple(stages), self._planner.schedule, self._number, step_s, bubble=1 - busy_s / (step_s * len(stages)))

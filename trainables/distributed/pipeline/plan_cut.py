@@ -1,4 +1,4 @@
-"""From models and devices to a plan: what the blocks cost is measured once and kept in a file."""
+"""What a plan is made from: the costs of the blocks, which are measured once and kept in a file, and cuts by name."""
 
 import hashlib
 import json
@@ -15,9 +15,8 @@ import torch
 from torch import nn
 
 from trainables.distributed.pipeline.block_costs import Conditions, measure_blocks
-from trainables.distributed.pipeline.costs import Block, Devices, PassTime, Plan
+from trainables.distributed.pipeline.costs import Block, PassTime
 from trainables.distributed.pipeline.cut_points import CutPoint, cut_points
-from trainables.distributed.pipeline.plan import Planner
 from trainables.distributed.pipeline.starts import Starts
 from trainables.errors import ModelError
 from trainables.rundir import write_json
@@ -35,35 +34,6 @@ def cache_folder() -> Path | None:
         return (Path(base) if base else Path.home() / ".cache") / "raydistill" / "block_costs"
     except RuntimeError:
         return None
-
-
-def plan_cut(
-    student: nn.Module,
-    teacher: nn.Module | None,
-    conditions: Conditions,
-    devices: Devices,
-    *,
-    num_samples: int,
-    schedule: str,
-    points: Sequence[CutPoint] | None = None,
-    cuts: Sequence[str] | None = None,
-    num_micro_batches: int | None = None,
-    placements: Sequence[str] = ("last",),
-    cache: Path | None = None,
-) -> Plan:
-    """The fastest cut of a student, and of its teacher, for a replica's batch of `num_samples`.
-
-    `points`: where the student may be cut; absent: at all of its cut points. `cuts`, `num_micro_batches`: given, not planned.
-
-    Raises:
-        ModelError: the student cannot be cut so, or nothing fits the memory.
-    """
-    sizes = sizes_to_measure(num_samples, devices.num_stages, num_micro_batches)
-    points = cut_points(student, conditions.image_size) if points is None else points
-    starts = None if cuts is None else starts_of(points, cuts, devices.num_stages)
-    blocks = block_costs(student, points, conditions, sizes, cache=cache)
-    teacher_blocks = [] if teacher is None else teacher_costs(teacher, conditions, sizes, cache=cache)
-    return Planner(blocks, devices, schedule, teacher_blocks, placements).plan(num_samples, starts, num_micro_batches)
 
 
 def starts_of(points: Sequence[CutPoint], cuts: Sequence[str], num_stages: int) -> Starts:
@@ -140,7 +110,7 @@ def _key(model: nn.Module, conditions: Conditions, training: bool) -> dict[str, 
     shapes = [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in model.state_dict().items()]
     structure = hashlib.sha256(f"{model!r}{shapes}".encode()).hexdigest()
     return {
-        "version": 1,
+        "version": 2,
         "model": type(model).__name__,
         "structure": structure,
         "training": training,

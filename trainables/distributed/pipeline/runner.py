@@ -6,7 +6,7 @@ Shapes: B samples of a replica's batch, S samples of a micro-batch, C channels, 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,19 +50,11 @@ def stage_inputs(forward: Forward, images: Boundary, stages: Group) -> tuple[Bou
     return tuple(inputs)
 
 
-def micro_batch_runs(num_samples: int, num_micro_batches: int) -> list[tuple[int, int]]:
-    """(number, samples of each) of equal micro-batches, in order: at most two runs of a schedule, which wants equal ones.
-
-    No sample is padded: batch norm sees samples only.
-    """
-    size = -(-num_samples // num_micro_batches)
-    whole, rest = divmod(num_samples, size)
-    return [(whole, size)] + ([(1, rest)] if rest else [])
-
-
 def micro_batch_sizes(num_samples: int, num_micro_batches: int) -> list[int]:
-    """The samples of each micro-batch."""
-    return [size for number, size in micro_batch_runs(num_samples, num_micro_batches) for _ in range(number)]
+    """The samples of each micro-batch: they differ by one at most, the larger ones come first. None is empty."""
+    number = min(num_samples, num_micro_batches)
+    size, num_larger = divmod(num_samples, number)
+    return [size + (index < num_larger) for index in range(number)]
 
 
 class PipelineRunner:
@@ -73,7 +65,7 @@ class PipelineRunner:
         self._stages, self._inputs = stages, inputs
         self._schedule = SCHEDULES[schedule]
         self._built: dict[tuple[int, int, bool], tuple[_MarkedStage, PipelineScheduleSingle]] = {}
-        self._called = _Called()
+        self._stage_forward = _StageForward()
         self.is_first, self.is_last = stages.rank == 0, stages.rank == stages.world_size - 1
 
     def train(
@@ -85,38 +77,41 @@ class PipelineRunner:
         each micro-batch, in their order. `mark` is called at the end of what the rank does: `student` for a forward pass,
         `backward`, and `bubble` for waiting in between.
         """
-        for run in self._runs(images_BCHW, num_micro_batches, training=True):
-            run.stage.mark = mark
-            # A target for each micro-batch, or torch does not ask for its loss, which is the last stage's output already.
-            target = torch.arange(run.number) if self.is_last else None
-            with self._called.by(forward):
-                run.schedule.step(*run.arguments, target=target, return_outputs=False)
+        sizes = micro_batch_sizes(len(images_BCHW), num_micro_batches)
+        stage, schedule = self._schedule_for(len(sizes), sizes[0], training=True)
+        stage.mark = mark
+        # A target for each micro-batch, or torch does not ask for its loss, which is the last stage's output already.
+        target = torch.arange(len(sizes)) if self.is_last else None
+        with self._stage_forward.running(forward, sizes):
+            schedule.step(*self._arguments(images_BCHW, sizes), target=target, return_outputs=False)
         mark("bubble")
 
     @torch.no_grad()
     def infer(self, images_BCHW: Tensor, num_micro_batches: int, forward: Forward) -> Tensor | None:
         """The output of the last stage for a batch, there; None on the others. No gradients."""
-        outputs = []
-        for run in self._runs(images_BCHW, num_micro_batches, training=False):
-            with self._called.by(forward):
-                outputs.append(run.schedule.step(*run.arguments))
-            run.stage.clear_runtime_states()  # what it received would stay in memory until the next evaluation
-        return torch.cat(outputs) if self.is_last else None
+        sizes = micro_batch_sizes(len(images_BCHW), num_micro_batches)
+        stage, schedule = self._schedule_for(len(sizes), sizes[0], training=False)
+        with self._stage_forward.running(forward, sizes):
+            output = schedule.step(*self._arguments(images_BCHW, sizes))
+        stage.clear_runtime_states()  # what it received would stay in memory until the next evaluation
+        if not self.is_last:
+            return None
+        return torch.cat([part[:size] for part, size in zip(output.split(sizes[0]), sizes, strict=True)])
 
-    def _runs(self, images_BCHW: Tensor, num_micro_batches: int, *, training: bool) -> Iterator[_Run]:
-        first = 0
-        for number, size in micro_batch_runs(len(images_BCHW), num_micro_batches):
-            stage, schedule = self._schedule_for(number, size, training)
-            arguments = (images_BCHW[first : first + number * size],) if self.is_first else ()
-            yield _Run(stage, schedule, number, arguments)
-            first += number * size
+    def _arguments(self, images_BCHW: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+        """Of the schedule, which divides a batch into equal parts."""
+        if not self.is_first:
+            return ()
+        if sizes[0] == sizes[-1]:
+            return (images_BCHW,)
+        return (torch.cat([_padded(part, sizes[0]) for part in images_BCHW.split(list(sizes))]),)
 
     def _schedule_for(self, number: int, size: int, training: bool) -> tuple[_MarkedStage, PipelineScheduleSingle]:
         if (number, size, training) not in self._built:
             index, num_stages = self._stages.rank, self._stages.world_size
             sent = Boundary((), torch.float64) if self.is_last else self._inputs[index + 1]
             stage = _MarkedStage(
-                self._called,
+                self._stage_forward,
                 index,
                 num_stages,
                 self._stages.device,
@@ -131,31 +126,38 @@ class PipelineRunner:
         return self._built[number, size, training]
 
 
-@dataclass(frozen=True)
-class _Run:
-    """A run of a schedule over equal micro-batches."""
-
-    stage: _MarkedStage
-    schedule: PipelineScheduleSingle
-    number: int
-    arguments: tuple[Tensor, ...]
+def _padded(tensor: Tensor, num_rows: int) -> Tensor:
+    """With rows of zeros at its end."""
+    if len(tensor) == num_rows:
+        return tensor
+    return torch.cat([tensor, tensor.new_zeros((num_rows - len(tensor), *tensor.shape[1:]))])
 
 
-class _Called(nn.Module):
-    """What torch takes for a stage's module: calls the `Forward` of the current run."""
+class _StageForward(nn.Module):
+    """What torch takes for a stage's module: calls the `Forward` of the current run.
+
+    Torch's schedules send tensors of one shape. A smaller micro-batch has a row more on its way, which no module gets: batch norm
+    sees samples only.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._forward: Forward | None = None
+        self._largest = 0
+        self._sizes: Iterator[int] = iter(())
 
     def forward(self, received: Tensor) -> Tensor:
         assert self._forward is not None
-        return self._forward(received).contiguous()  # a permuted or channels_last tensor cannot be sent
+        size = next(self._sizes)
+        sent = self._forward(received if size == len(received) else received[:size])
+        if sent.ndim:  # no loss
+            sent = _padded(sent, self._largest)
+        return sent.contiguous()  # a permuted or channels_last tensor cannot be sent
 
     @contextlib.contextmanager
-    def by(self, forward: Forward) -> Iterator[None]:
-        """A context in which this is what runs; its exceptions leave the schedule as they are."""
-        self._forward = forward
+    def running(self, forward: Forward, sizes: Sequence[int]) -> Iterator[None]:
+        """A context in which `forward` runs for micro-batches of these sizes; its exceptions leave the schedule as they are."""
+        self._forward, self._largest, self._sizes = forward, sizes[0], iter(sizes)
         try:
             yield
         except RuntimeError as error:

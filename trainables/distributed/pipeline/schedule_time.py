@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-FORWARD, BACKWARD, TEACHER = "forward", "backward", "teacher"
+FORWARD, BACKWARD = "forward", "backward"
 
 
 class Pass(NamedTuple):
@@ -46,17 +46,11 @@ class StageTimes:
     backward_s: float
     send_s: float = 0.0
     """To or from the next stage."""
-    ahead_s: float = 0.0
-    """Of the whole batch, before the stage's first pass: while the first micro-batch is on its way, if it is."""
     teacher_s: float = 0.0
-    """Of the teacher's part in the stage, where the teacher has stages too: its passes run ahead of the student's."""
-    teacher_send_s: float = 0.0
+    """Of the whole batch, before the stage's first pass: while the first micro-batch is on its way."""
 
     def seconds(self, kind: str) -> float:
-        return {FORWARD: self.forward_s, BACKWARD: self.backward_s, TEACHER: self.teacher_s}[kind]
-
-    def send_seconds(self, kind: str) -> float:
-        return self.teacher_send_s if kind == TEACHER else self.send_s
+        return self.forward_s if kind == FORWARD else self.backward_s
 
 
 def step_seconds(
@@ -67,10 +61,9 @@ def step_seconds(
     `overlapped`: a send runs beside the passes; otherwise it takes its time from those of both stages.
     """
     num_stages = len(stages)
-    ahead = [Pass(TEACHER, each) for each in range(num_micro_batches)] if any(stage.teacher_s for stage in stages) else []
-    waiting = [deque([*ahead, *order(schedule, stage, num_stages, num_micro_batches)]) for stage in range(num_stages)]
-    free_s = [stage.ahead_s for stage in stages]
-    sent = {(0, Pass(kind, each)): (0.0, 0.0) for kind in (TEACHER, FORWARD) for each in range(num_micro_batches)}
+    waiting = [deque(order(schedule, stage, num_stages, num_micro_batches)) for stage in range(num_stages)]
+    free_s = [stage.teacher_s for stage in stages]
+    sent = {(0, Pass(FORWARD, each)): (0.0, 0.0) for each in range(num_micro_batches)}
     """By stage and pass: when the tensor that it waits for was sent, and how long that is on its way."""
     while any(waiting):
         for index, passes in enumerate(waiting):
@@ -80,16 +73,14 @@ def step_seconds(
                 begin_s = max(sent_s + way_s, free_s[index]) if overlapped else max(sent_s, free_s[index]) + way_s
                 end_s = begin_s + stages[index].seconds(each.kind)
                 target, kind = _receiver(each.kind, index, num_stages)
-                way_s = stages[min(index, target)].send_seconds(kind) if target != index else 0.0
+                way_s = stages[min(index, target)].send_s if target != index else 0.0
                 sent[target, Pass(kind, each.micro_batch)] = end_s, way_s
                 free_s[index] = end_s if overlapped else end_s + way_s
     return tuple(free_s)
 
 
 def _receiver(kind: str, stage: int, num_stages: int) -> tuple[int, str]:
-    """The stage and the pass that a pass's output goes to. Of the passes that end at a model's end nothing is sent."""
+    """The stage and the pass that a pass's output goes to. Of the passes that end at the model's end nothing is sent."""
     if kind == BACKWARD:
         return max(stage - 1, 0), BACKWARD
-    if stage + 1 < num_stages:
-        return stage + 1, kind
-    return stage, BACKWARD if kind == FORWARD else TEACHER
+    return (stage + 1, FORWARD) if stage + 1 < num_stages else (stage, BACKWARD)

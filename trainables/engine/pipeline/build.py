@@ -1,7 +1,6 @@
 """Cut a job's student into pipeline stages: where, and what of it and of its methods a rank keeps."""
 
 import logging
-import math
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -10,16 +9,19 @@ import torch
 from torch import nn
 
 from trainables.config import ScaleConfig, TrainConfig
+from trainables.device.memory import memory_bytes
 from trainables.device.model_input import autocast, tensor_format
 from trainables.distributed.group import gather_objects
 from trainables.distributed.pipeline.block_costs import Conditions
-from trainables.distributed.pipeline.costs import Devices, Link
+from trainables.distributed.pipeline.costs import Devices, Link, Plan
 from trainables.distributed.pipeline.cut_points import CutPoint, cut_points
 from trainables.distributed.pipeline.layout import Layout
 from trainables.distributed.pipeline.link import measure_link
-from trainables.distributed.pipeline.plan_cut import cache_folder, plan_cut
+from trainables.distributed.pipeline.plan import Planner
+from trainables.distributed.pipeline.plan_cut import block_costs, cache_folder, sizes_to_measure, starts_of, teacher_costs
 from trainables.distributed.pipeline.stage_module import StageModule, split
 from trainables.engine import checkpoint
+from trainables.engine.optim import parameter_copies
 from trainables.errors import DistillError, ExperimentError, ModelError
 from trainables.methods.distillation_module import DistillationModule
 from trainables.models.reused_classifier import ReusedClassifier
@@ -77,6 +79,16 @@ def _check_trains(student: nn.Module, points: Sequence[CutPoint]) -> None:
             raise ModelError(f"scale.cut: the stage that begins with {begin} has no parameters to train: cut elsewhere")
 
 
+class PlannedModels(NamedTuple):
+    """Of a job in stages."""
+
+    student: nn.Module
+    teacher: nn.Module | None
+    """A network that runs on the last stage."""
+    teacher_is_sharded: bool = False
+    """Over the last stages of all replicas."""
+
+
 class Cut(NamedTuple):
     """Where the stages of a job begin, and how they share a batch."""
 
@@ -85,39 +97,50 @@ class Cut(NamedTuple):
     micro_batches: int
 
 
-def choose_cut(
-    config: TrainConfig, layout: Layout, points: Sequence[CutPoint], student: nn.Module, teacher: nn.Module | None, link: Link
-) -> Cut:
-    """What `scale` gives, and the rest planned by timing on this rank's device. `teacher` runs whole on the last stage.
+def planned_batch(config: TrainConfig) -> int:
+    """Samples that flow through the pipeline in one run of its schedule."""
+    return -(-replica_batch(config) // config.optim.accumulate)
+
+
+def plan_stages(
+    config: TrainConfig,
+    device: torch.device,
+    link: Link,
+    points: Sequence[CutPoint],
+    models: PlannedModels,
+) -> tuple[Planner, Plan]:
+    """Time the parts between `points` and the teacher on this device, and plan what `scale` leaves open.
 
     Raises:
         ModelError: nothing fits the device's memory.
     """
-    scale, device = config.scale, layout.stages.device
-    modules = None if scale.cut is None else [point.module for point in points]
+    scale, batch, cache = config.scale, planned_batch(config), cache_folder()
     number = None if scale.micro_batches == "auto" else scale.micro_batches
-    if modules is not None and number is not None:
-        return Cut(tuple(modules), number)
-    _, tensor_layout = tensor_format(config)
-    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf
-    plan = plan_cut(
-        student,
-        teacher,
-        Conditions(config.data.image_size, device, config.precision, autocast(config.precision, device), tensor_layout),
+    starts = None if scale.cut is None else starts_of(points, scale.cut, scale.pipeline_stages)
+    sizes = sizes_to_measure(batch, scale.pipeline_stages, number)
+    in_precision = autocast(config.precision, device)
+    conditions = Conditions(config.data.image_size, device, config.precision, in_precision, tensor_format(config)[1])
+    planner = Planner(
+        block_costs(models.student, points, conditions, sizes, cache=cache),
         Devices(
             scale.pipeline_stages,
             scale.num_replicas,
             link,
-            memory_bytes=memory,
-            parameter_copies=4 if config.optim.name == "adamw" else 3,
+            memory_bytes=memory_bytes(device),
+            parameter_copies=parameter_copies(config.optim),
         ),
-        num_samples=-(-replica_batch(config) // config.optim.accumulate),
-        schedule=scale.schedule,
-        points=points,
-        cuts=modules,
-        num_micro_batches=number,
-        cache=cache_folder(),
+        scale.schedule,
+        [] if models.teacher is None else teacher_costs(models.teacher, conditions, sizes, cache=cache),
+        1 / scale.num_replicas if models.teacher_is_sharded else 1.0,
     )
+    return planner, planner.plan(batch, starts, number)
+
+
+def _choose_cut(config: TrainConfig, device: torch.device, link: Link, points: Sequence[CutPoint], models: PlannedModels) -> Cut:
+    """What `scale` gives, and the rest by `plan_stages`."""
+    if config.scale.cut is not None and isinstance(config.scale.micro_batches, int):
+        return Cut(tuple(point.module for point in points), config.scale.micro_batches)
+    _, plan = plan_stages(config, device, link, points, models)
     return Cut(plan.cuts, plan.num_micro_batches)
 
 
@@ -139,11 +162,11 @@ def with_saved_cut(config: TrainConfig, path: Path) -> TrainConfig:
 
 
 def cut_student(
-    config: TrainConfig, layout: Layout, module: DistillationModule, teacher: nn.Module | None
+    config: TrainConfig, layout: Layout, module: DistillationModule, models: PlannedModels
 ) -> tuple[StageModule, ScaleConfig]:
     """This rank's stage of `module`'s student, which is on the CPU, on its device; and `scale` without what it leaves open.
 
-    Every rank calls it; the last stage's have the methods and the `teacher`. The memory of other stages is freed.
+    Every rank calls it; the last stage's have the methods and the teacher. The memory of other stages is freed.
 
     Raises:
         ExperimentError, ModelError: see `possible_cuts`; on every rank.
@@ -153,7 +176,7 @@ def cut_student(
     process_group = layout.stages.process_group
     link = measure_link(process_group, layout.stages.device) if planned and process_group is not None else Link()
     decides = layout.is_last and layout.replicas.is_main  # the last stage knows what methods read
-    found = _cut_or_problem(config, layout, module, teacher, link) if decides else None
+    found = _cut_or_problem(config, layout, module, models, link) if decides else None
     cut = gather_objects(gather_objects(found, layout.stages)[-1], layout.replicas)[0]
     if isinstance(cut, DistillError):
         raise cut
@@ -172,10 +195,10 @@ def cut_student(
 
 
 def _cut_or_problem(
-    config: TrainConfig, layout: Layout, module: DistillationModule, teacher: nn.Module | None, link: Link
+    config: TrainConfig, layout: Layout, module: DistillationModule, models: PlannedModels, link: Link
 ) -> Cut | DistillError:
     try:
-        return choose_cut(config, layout, possible_cuts(config, module), module.student, teacher, link)
+        return _choose_cut(config, layout.stages.device, link, possible_cuts(config, module), models)
     except DistillError as error:
         return error
 

@@ -1,4 +1,4 @@
-"""Batches for the ranks of one replica: the first pipeline stage reads them, the last one gets all of them, others the labels.
+"""Batches for the ranks of one replica: the first pipeline stage reads them, in training the last one gets the images too.
 
 Shapes: B samples of this replica's part of a global batch, C=3 channels, H=W=data.image_size pixels.
 """
@@ -27,9 +27,10 @@ class StageLoader(Loader):
         """`hosts`: the ranks of the replica, for CPU tensors."""
         super().__init__(*arguments, loader_workers=loader_workers if hosts.is_main else 0, **options)
         self._hosts = hosts
+        self._last_has_images = options["split"] == "train"  # for the teacher and the methods
 
     def epoch(self, epoch: int, start: int = 0) -> Generator[Batch, None, None]:
-        """See `Loader.epoch`. On a stage between the first and the last the pixels are undefined."""
+        """See `Loader.epoch`. The pixels are undefined between the first and the last stage, in evaluation on the last too."""
         batches = super().epoch(epoch, start)
         return self._send(batches) if self._hosts.is_main else self._receive()
 
@@ -45,7 +46,7 @@ class StageLoader(Loader):
                 dist.broadcast(header, group_src=0, group=self._hosts.process_group)
                 if sent is not None:
                     sent.wait()
-                if len(batch.labels_B):
+                if len(batch.labels_B) and self._last_has_images:
                     sent = dist.isend(batch.images_BCHW.permute(0, 2, 3, 1), group_dst=last, group=self._hosts.process_group)
                 yield batch
         dist.broadcast(torch.full((2 + 2 * self.max_rows,), _END), group_src=0, group=self._hosts.process_group)
@@ -62,6 +63,6 @@ class StageLoader(Loader):
             images_BHWC, labels_B, indices_B, _ = self._memory.allocate(num_rows)
             for tensor, values in zip((labels_B, indices_B), header[2:].chunk(2), strict=True):
                 tensor.copy_(values[:num_rows])
-            if num_rows and self._hosts.rank == self._hosts.world_size - 1:
+            if num_rows and self._last_has_images and self._hosts.rank == self._hosts.world_size - 1:
                 dist.recv(images_BHWC, group_src=0, group=self._hosts.process_group)
             yield Batch(images_BHWC.permute(0, 3, 1, 2), labels_B, indices_B, position)

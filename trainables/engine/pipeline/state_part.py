@@ -66,7 +66,7 @@ class StatePart:
                 dist.recv(found[name], group_src=stage, group=self.hosts.process_group)
         return found, {**optimizer, "param_groups": _numbered(optimizer["param_groups"], self.group_sizes), "plain": plain}
 
-    def own(self, tensors: Mapping[str, Tensor], optimizer: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def to_local(self, tensors: Mapping[str, Tensor], optimizer: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """From the tensors of a checkpoint that this rank `has` what it loads into its part."""
         local = self._local_index
         found = {self._renumbered(name, local): tensor for name, tensor in tensors.items()}

@@ -15,8 +15,8 @@ from trainables.distributed.group import GlobalCount, Group, all_reduce_sum
 from trainables.distributed.pipeline.layout import Layout
 from trainables.distributed.pipeline.runner import Boundary, Forward, PipelineRunner, micro_batch_sizes, stage_inputs
 from trainables.engine.optimizers import LossOptimizer
-from trainables.engine.passes import Passes, Trained, build_train_state, image_normalizer
 from trainables.engine.step import TrainState, micro_batches, run_student, run_teacher
+from trainables.engine.step_functions import StepFunctions, TrainingParts, build_train_state, image_normalizer
 from trainables.engine.updates import SharedUpdate, UpdateSettings, average, put
 from trainables.metrics.phase_timer import PhaseTimer
 from trainables.models.forward import logits_and_aux
@@ -65,20 +65,28 @@ class PipelineStep:
         count = GlobalCount(len(batch.labels_B), train_state.group)
         parts = micro_batches(train_state.prepare(batch), train_state.accumulate, train_state.num_blank_images)
         timer.mark("augment")
-        for part in parts:
-            number = self._num_micro_batches if len(part.labels_B) else 1  # blank images are not divided
-            forward = self._losses(part, number, count, step, timer) if self._runner.is_last else self._forward
-            self._runner.train(part.images_BCHW, number, forward, timer.mark)
+        divided = [self._micro_batches(part) for part in parts]
+        if self._runner.is_last:
+            num_calls = sum(map(len, divided))
+            most_calls = train_state.accumulate * self._num_micro_batches
+            train_state.active_teacher.skip(parts[0].images_BCHW, most_calls - num_calls)
+        for part, each in zip(parts, divided, strict=True):
+            forward = self._losses(each, count, step, timer) if self._runner.is_last else self._forward
+            self._runner.train(part.images_BCHW, len(each), forward, timer.mark)
         self._update.average_gradients()
         timer.mark("backward")
         self._update.step(count)
         timer.mark("optimizer")
 
-    def _losses(self, part: DeviceBatch, number: int, count: GlobalCount, step: int, timer: PhaseTimer) -> Forward:
+    def _micro_batches(self, part: DeviceBatch) -> list[DeviceBatch]:
+        """Blank images are not divided."""
+        num_samples = len(part.labels_B)
+        return part.split(micro_batch_sizes(num_samples, self._num_micro_batches)) if num_samples else [part]
+
+    def _losses(self, parts: Sequence[DeviceBatch], count: GlobalCount, step: int, timer: PhaseTimer) -> Forward:
         """What the last stage does with each micro-batch. The teacher runs for all of them while the first one is on its way."""
         train_state = self._train_state
         epoch = train_state.epochs.training_epochs(step)
-        parts = part.split(micro_batch_sizes(len(part.labels_B), number)) if number > 1 else [part]
         remaining = iter([(each, run_teacher(train_state, each)) for each in parts])
         timer.mark("teacher")
 
@@ -113,22 +121,22 @@ def stage_forward(stage: nn.Module, autocast: Callable[[], contextlib.AbstractCo
     return forward
 
 
-def stage_passes(config: TrainConfig, layout: Layout, trained: Trained) -> Passes:
+def stage_functions(config: TrainConfig, layout: Layout, parts: TrainingParts) -> StepFunctions:
     """Of a rank that has one stage of the model; every rank calls it."""
-    (optimizer,) = trained.optimizers
-    update = StageUpdate(trained.module, optimizer, trained.settings, layout.stages)
-    train_state = build_train_state(config, layout, trained, update)
+    (optimizer,) = parts.optimizers
+    update = StageUpdate(parts.module, optimizer, parts.settings, layout.stages)
+    train_state = build_train_state(config, layout, parts, update)
     if not (layout.is_first or layout.is_last):
         train_state.prepare = lambda batch: batch  # it has no pixels
-    forward = stage_forward(trained.module.student, train_state.autocast)
+    forward = stage_forward(parts.module.student, train_state.autocast)
     size, micro_batches = config.data.image_size, config.scale.micro_batches
     assert isinstance(micro_batches, int)  # since it was planned
     images = Boundary((3, size, size), tensor_format(config)[0], has_gradient=False)
-    trained.module.eval()
+    parts.module.eval()
     inputs = stage_inputs(forward, images, layout.stages)
-    trained.module.train()
+    parts.module.train()
     runner = PipelineRunner(layout.stages, inputs, config.scale.schedule)
-    return Passes(
+    return StepFunctions(
         train_state,
         PipelineStep(train_state, update, runner, forward, micro_batches),
         stage_logits(runner, forward, image_normalizer(config, layout), micro_batches),

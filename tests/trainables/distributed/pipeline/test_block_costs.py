@@ -9,9 +9,9 @@ from torch import nn
 
 from tests.benchmarks.sleeping_model import SleepingBlock
 from trainables.distributed.pipeline.block_costs import Conditions, measure_blocks
-from trainables.distributed.pipeline.costs import Block, Devices
+from trainables.distributed.pipeline.costs import Block
 from trainables.distributed.pipeline.cut_points import cut_points
-from trainables.distributed.pipeline.plan_cut import block_costs, cache_folder, plan_cut, sizes_to_measure, teacher_costs
+from trainables.distributed.pipeline.plan_cut import block_costs, cache_folder, sizes_to_measure, starts_of, teacher_costs
 from trainables.errors import ModelError
 
 CONDITIONS = Conditions(image_size=8, device=torch.device("cpu"), precision="fp32")
@@ -88,9 +88,9 @@ def test_a_teacher_runs_forward_and_may_be_one_that_cannot_be_traced() -> None:
 
     (block,) = teacher_costs(Branching(*_sleeping()), CONDITIONS, [2], cache=None)
     assert block.forward.seconds(2) == pytest.approx(0.03, abs=0.008)
-    assert (block.backward.seconds(2), block.activation_bytes) == (0.0, 0.0)
+    assert block.backward.seconds(2) == 0.0
     with pytest.raises(ModelError, match="Branching cannot be cut"):
-        plan_cut(Branching(*_sleeping()), None, CONDITIONS, Devices(2), num_samples=2, schedule="1f1b")
+        cut_points(Branching(*_sleeping()), CONDITIONS.image_size)
 
 
 def test_costs_are_measured_once_under_the_same_conditions(tmp_path: Path) -> None:
@@ -120,29 +120,25 @@ def test_without_a_home_no_times_are_kept(monkeypatch: pytest.MonkeyPatch) -> No
     assert cache_folder() is None
 
 
-def test_a_plan_from_a_model(tmp_path: Path) -> None:
-    plan = plan_cut(
-        _sleeping(), _model(), CONDITIONS, Devices(2), num_samples=8, schedule="1f1b", placements=("last",), cache=tmp_path
-    )
-    assert (plan.cuts, plan.placement) == (("2",), "last")
-    given = plan_cut(
-        _sleeping(),
-        None,
-        CONDITIONS,
-        Devices(2),
-        num_samples=8,
-        schedule="gpipe",
-        cuts=["1"],
-        num_micro_batches=2,
-        cache=tmp_path,
-    )
-    assert (given.cuts, given.num_micro_batches, given.placement) == (("1",), 2, "none")
-    for cuts, message in [
+@pytest.mark.parametrize(
+    ("cuts", "message"),
+    [
         (["3.0"], "the model cannot be cut before 3.0: choose among 1, 2, 3"),
         (["1", "2"], "2 stages need 1 cuts"),
-    ]:
-        with pytest.raises(ModelError, match=message):
-            plan_cut(_sleeping(), None, CONDITIONS, Devices(2), num_samples=8, schedule="1f1b", cuts=cuts, cache=tmp_path)
+    ],
+)
+def test_cuts_that_a_model_does_not_have_are_refused(cuts: list[str], message: str) -> None:
+    points = cut_points(_sleeping(), CONDITIONS.image_size)
+    assert starts_of(points, ["1"], 2) == (0, 1)
+    with pytest.raises(ModelError, match=message):
+        starts_of(points, cuts, 2)
+
+
+def test_of_a_frozen_teacher_the_most_memory_of_a_forward_pass_is_counted() -> None:
+    """The images, and a layer's input and output; the outputs of earlier layers are freed."""
+    layers = nn.Sequential(nn.Flatten(), *(nn.Linear(*sizes, bias=False) for sizes in ((192, 100), (100, 50), (50, 20))))
+    (block,) = measure_blocks(layers, [], CONDITIONS, [4], training=False).blocks
+    assert block.activation_bytes == 4 * (192 + 100 + 50)
 
 
 def test_micro_batches_of_several_sizes_are_measured() -> None:

@@ -1,13 +1,12 @@
 """Cuts and micro-batches: compared with every cut there is, and with what can be worked out by hand."""
 
 import math
-from itertools import product
 
 import numpy as np
 import pytest
 
-from trainables.distributed.pipeline.costs import Block, Devices, Link, PassTime, Plan
-from trainables.distributed.pipeline.plan import Planner, _Layout
+from trainables.distributed.pipeline.costs import Block, Devices, Link, PassTime
+from trainables.distributed.pipeline.plan import Planner
 from trainables.distributed.pipeline.starts import all_starts
 from trainables.errors import ModelError
 
@@ -79,34 +78,29 @@ def test_the_plan_is_as_fast_as_the_best_of_all_cuts(seed: int, most_cuts: int, 
 
 
 @pytest.mark.parametrize("most_cuts", [2000, 5], ids=["all compared", "by dynamic programming"])
-@pytest.mark.parametrize("placement", ["last", "pipeline"])
 @pytest.mark.parametrize("seed", range(20))
-def test_a_teacher_is_placed_as_well_as_it_can_be(
-    seed: int, placement: str, most_cuts: int, monkeypatch: pytest.MonkeyPatch
+def test_the_cut_is_the_best_one_with_a_teacher_on_the_last_stage(
+    seed: int, most_cuts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainables.distributed.pipeline.plan.ALL_CUTS", most_cuts)
     rng = np.random.default_rng(seed)
     blocks, teacher = _random_blocks(rng, int(rng.integers(3, 9))), _random_blocks(rng, int(rng.integers(3, 9)))
-    planner = Planner(blocks, Devices(2, link=Link(0.0, 1e4)), str(rng.choice(["gpipe", "1f1b"])), teacher, (placement,))
-    layout = _Layout(planner, 8, 4, placement)
-    teachers = list(all_starts(len(teacher), 2)) if placement == "pipeline" else [layout.whole_teacher]
-    best_s = min(layout.step_s(*each) for each in product(all_starts(len(blocks), 2), teachers))
+    planner = Planner(blocks, Devices(2, link=Link(0.0, 1e4)), str(rng.choice(["gpipe", "1f1b"])), teacher)
+    best_s = min(planner.expect(starts, 8, 4).step_s for starts in all_starts(len(blocks), 2))
     assert planner.plan(8, num_micro_batches=4).step_s <= (1 + 1e-9 if most_cuts == 2000 else 1.05) * best_s
 
 
-def test_the_teacher_is_placed_where_the_step_is_shortest() -> None:
-    blocks = [_block(index, 1.0, 2.0) for index in range(8)]
-    teacher = [_block(index, 1.0, 0.0) for index in range(8)]
+def test_a_teachers_parameters_and_what_its_passes_need_are_in_the_memory_of_the_last_stage() -> None:
+    blocks = [_block(index, 1.0, 1.0) for index in range(2)]
+    teacher = [_block(index, 1.0, 0.0, output_bytes=MIB / 4) for index in range(3)]
 
-    def placed(*placements: str, memory_bytes: float = math.inf) -> Plan:
-        devices = Devices(2, link=AT_ONCE, memory_bytes=memory_bytes)
-        return Planner(blocks, devices, "gpipe", teacher, placements).plan(8, num_micro_batches=8)
+    def memory_mib(teacher: list[Block], teacher_share: float = 1.0) -> list[float]:
+        plan = Planner(blocks, Devices(2, link=AT_ONCE), "1f1b", teacher, teacher_share).expect((0, 1), 8, 4)
+        return [stage.memory_bytes / MIB for stage in plan.stages]
 
-    assert placed("last", "worker").placement == "worker"
-    assert placed("last").step_s > placed("worker").step_s
-    assert placed("pipeline").teacher_cuts == ("layer4",)
-    cut_only = placed("last", "pipeline", "worker", memory_bytes=(12 + 32 + 4) * MIB)
-    assert (cut_only.placement, cut_only.teacher_cuts, cut_only.cuts) == ("pipeline", ("layer4",), ("layer4",))
+    first, last = memory_mib([])
+    assert memory_mib(teacher) == [first, last + 3 + 2 * 1 + 8 / 4]
+    assert memory_mib(teacher, 1 / 2) == [first, last + 3 / 2 + 2 * 1 + 8 / 4]
 
 
 def test_a_plan_that_does_not_fit_is_left_out_and_none_that_fits_is_an_error() -> None:

@@ -11,13 +11,7 @@ from torch import Tensor, nn
 from torchvision.models import resnet18
 
 from trainables.distributed.group import Group
-from trainables.distributed.pipeline.runner import (
-    Boundary,
-    PipelineRunner,
-    micro_batch_runs,
-    micro_batch_sizes,
-    stage_inputs,
-)
+from trainables.distributed.pipeline.runner import Boundary, PipelineRunner, micro_batch_sizes, stage_inputs
 from trainables.distributed.pipeline.stage_module import split
 from trainables.distributed.rank_pool import RankPool
 
@@ -109,9 +103,36 @@ def test_inference_keeps_no_activations(ranks: RankPool) -> None:
 
 @pytest.mark.parametrize(
     ("num_samples", "num_micro_batches", "expected"),
-    [(8, 4, [(4, 2)]), (7, 3, [(2, 3), (1, 1)]), (1, 4, [(1, 1)]), (5, 1, [(1, 5)]), (9, 4, [(3, 3)])],
+    [(8, 4, [2, 2, 2, 2]), (7, 3, [3, 2, 2]), (1, 4, [1]), (5, 1, [5]), (9, 4, [3, 2, 2, 2])],
 )
-def test_a_batch_is_divided_into_equal_micro_batches_and_a_rest(
-    num_samples: int, num_micro_batches: int, expected: list[tuple[int, int]]
-) -> None:
-    assert micro_batch_runs(num_samples, num_micro_batches) == expected
+def test_micro_batches_differ_by_one_sample_at_most(num_samples: int, num_micro_batches: int, expected: list[int]) -> None:
+    assert micro_batch_sizes(num_samples, num_micro_batches) == expected
+
+
+def runs_of_schedules(group: Group) -> int:
+    """For a batch whose micro-batches are of two sizes."""
+    stage, runner = _runner(_model(), group, "1f1b")
+    runner.infer(_batch(7)[0], 3, stage)
+    return len(runner._built)
+
+
+def test_micro_batches_of_two_sizes_drain_the_pipeline_once(ranks: RankPool) -> None:
+    assert ranks.run(2, runs_of_schedules) == [1, 1]
+
+
+def sizes_of_passes(group: Group) -> list[int]:
+    """What a stage's modules get of uneven micro-batches."""
+    stage, runner = _runner(_model(), group, "1f1b")
+    sizes = []
+
+    def forward(received: Tensor) -> Tensor:
+        sizes.append(len(received))
+        sent: Tensor = stage(received)
+        return sent
+
+    runner.infer(_batch(7)[0], 3, forward)
+    return sizes
+
+
+def test_no_module_gets_rows_that_are_no_samples(ranks: RankPool) -> None:
+    assert ranks.run(2, sizes_of_passes) == [[3, 2, 2], [3, 2, 2]]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch import Tensor
 from torchvision.models import get_model
 
@@ -94,6 +95,8 @@ def test_stages_train_what_one_process_does_to_1e_9(
     settings = job(tmp_path / "stages", stages, replicas, micro_batches=micro_batches, schedule=schedule, **sections)
     found = many.run(stages * replicas, train, settings)
     assert relative_difference(whole_state(alone, 1), whole_state(found, stages)) < 1e-9
+    starts = [results[0]["calls"][0][2] for results in (alone, found)]
+    assert ["micro_batches" in start for start in starts] == [False, stages > 1]
     for replica in range(1, replicas):
         assert equal(whole_state(found[replica * stages :], stages), whole_state(found, stages))
     assert relative_difference(saved(tmp_path / "alone"), saved(tmp_path / "stages")) < 1e-9
@@ -186,6 +189,31 @@ def test_models_in_channels_last_and_with_auxiliary_heads_train_in_stages(many: 
     names = whole_state(found, 2).keys()
     assert names == whole_state(alone, 1).keys()
     assert any("aux" in name for name in names)
+
+
+def test_last_stages_that_share_a_sharded_teacher_train_the_bits_of_whole_ones(many: RankPool, tmp_path: Path) -> None:
+    """One replica has fewer micro-batches of the last batch than the other, and runs the teacher as often."""
+    data = {"path": "synthetic", "synthetic_images": 35, "global_batch_size": 32}
+    whole, sharded = (
+        many.run(4, train, job(tmp_path / each, 2, 2, data=data, teacher={"placement": each})) for each in ("whole", "sharded")
+    )
+    for expected, found in zip(whole, sharded, strict=True):
+        assert equal(expected["state"], found["state"])
+
+
+def images_sent(group: Group, settings: TrainConfig) -> int:
+    """By this rank, in an evaluation."""
+    sent = []
+    with contextlib.closing(build(settings, group, Recorded(), no_telemetry)) as job, pytest.MonkeyPatch.context() as patch:
+        isend = dist.isend
+        patch.setattr(dist, "isend", lambda tensor, **options: sent.append(tensor) or isend(tensor, **options))
+        for _ in job.val_loader.epoch(0):
+            pass
+    return len(sent)
+
+
+def test_an_evaluation_sends_no_images_to_the_last_stage(many: RankPool, tmp_path: Path) -> None:
+    assert many.run(2, images_sent, job(tmp_path / "job", 2, 1)) == [0, 0]
 
 
 def test_a_loss_that_is_not_finite_ends_all_stages_with_one_line(many: RankPool, tmp_path: Path) -> None:

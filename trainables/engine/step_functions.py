@@ -28,7 +28,7 @@ TrainStep = Callable[[DeviceBatch, int, PhaseTimer], None]
 """Trains on a batch in the step of this index, see `trainables.engine.step.train_step`."""
 
 
-class Passes(NamedTuple):
+class StepFunctions(NamedTuple):
     """What a job calls for each of its batches."""
 
     train_state: TrainState
@@ -37,7 +37,7 @@ class Passes(NamedTuple):
     """The student's for a batch of the evaluation; None where another rank has them."""
 
 
-class Trained(NamedTuple):
+class TrainingParts(NamedTuple):
     """What the steps of a job train, and how often."""
 
     module: DistillationModule
@@ -47,28 +47,28 @@ class Trained(NamedTuple):
     epochs: Epochs
 
 
-def whole_passes(config: TrainConfig, layout: Layout, trained: Trained) -> Passes:
+def whole_model_functions(config: TrainConfig, layout: Layout, parts: TrainingParts) -> StepFunctions:
     """Of a rank that has the whole model."""
-    update = build_update(trained.module, trained.optimizers, trained.settings, accumulate=config.optim.accumulate)
-    train_state = build_train_state(config, layout, trained, update)
-    logits = logits_of(trained.module.student, image_normalizer(config, layout), train_state.autocast)
-    return Passes(train_state, partial(train_step, train_state), logits)
+    update = build_update(parts.module, parts.optimizers, parts.settings, accumulate=config.optim.accumulate)
+    train_state = build_train_state(config, layout, parts, update)
+    logits = logits_of(parts.module.student, image_normalizer(config, layout), train_state.autocast)
+    return StepFunctions(train_state, partial(train_step, train_state), logits)
 
 
-def build_train_state(config: TrainConfig, layout: Layout, trained: Trained, update: ParameterUpdate) -> TrainState:
+def build_train_state(config: TrainConfig, layout: Layout, parts: TrainingParts, update: ParameterUpdate) -> TrainState:
     """What the steps of a rank need. Every rank calls it."""
-    data, device, module = config.data, layout.replicas.device, trained.module
+    data, device, module = config.data, layout.replicas.device, parts.module
     normalize = image_normalizer(config, layout)
     return TrainState(
         distillation_module=module,
-        teacher=trained.teacher,
-        optimizers=trained.optimizers,
+        teacher=parts.teacher,
+        optimizers=parts.optimizers,
         training_update=update,
-        update_settings=trained.settings,
+        update_settings=parts.settings,
         group=layout.replicas,
         prepare=TrainInputs(data.device_augment, normalize, seed=config.seed, image_size=data.image_size, device=device),
         autocast=autocast(config.precision, device),
-        epochs=trained.epochs,
+        epochs=parts.epochs,
         num_blank_images=0 if accepts_empty_batches(module.student) else 2,
         accumulate=config.optim.accumulate,
         cpu_group=cpu_process_group(layout.replicas) if module.methods else None,
