@@ -39,11 +39,10 @@ class SRRLOptions(MethodOptions):
 class SRRL(Method):
     """mean (h_t − h_s)² + mean (z_t − W·h_s − b)², h_s a connector's, W and b the teacher's."""
 
-    requires = Requirements(teacher_model=True)
+    requires = Requirements(teacher_model=True, whole_batch=True)
     Options = SRRLOptions
     options: SRRLOptions
     terms = ("feature", "regression")
-    requires = Requirements(whole_batch=True)
 
     def __init__(self, options: SRRLOptions, context: BuildContext) -> None:
         """Raises ExperimentError or ModelError where the teacher has no linear classifier on what is tapped."""
