@@ -20,9 +20,7 @@ def check_sweep(resolved: Resolved) -> None:
     """
     experiment = resolved.experiment
     if experiment.scale.min_workers is not None:
-        raise ExperimentError(
-            "scale.min_workers: a trial of a sweep has one number of workers: write one in scale.num_workers"
-        )
+        raise ExperimentError("scale.min_workers: a trial of a sweep has one number of workers: write one in scale.num_workers")
     check_services(experiment, "sweep")
     trials = plan_trials(resolved)
     if is_local():
