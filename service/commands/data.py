@@ -23,6 +23,7 @@ from trainables.rundir import expand_home
 @click.option("--max-side", type=click.IntRange(min=1), help="Make larger images smaller: JPEGs of so many pixels a side.")
 @click.option("--quality", type=click.IntRange(1, 100), default=90, show_default=True, help="Of the JPEGs that --max-side makes.")
 @click.option("--raw", type=click.IntRange(min=1), help="Store pixels, the shorter side at most so many.")
+@click.option("--tiles", is_flag=True, help="Store JPEGs so that a crop is decoded from the bytes it needs; needs turbojpeg.")
 @click.option("--check", is_flag=True, help="Decode every image: also finds damage that neither header nor end show.")
 @click.option("--strict", is_flag=True, help="Unreadable images are an error; otherwise they are left out and listed.")
 @PROCESSES
@@ -32,6 +33,7 @@ def pack(
     max_side: int | None,
     quality: int,
     raw: int | None,
+    tiles: bool,
     check: bool,
     strict: bool,
     processes: int | None,
@@ -42,7 +44,9 @@ def pack(
     """
     if max_side is not None and raw is not None:
         raise click.UsageError("--max-side and --raw: give one of them")
-    mode = Mode(max_side, quality, raw)
+    if tiles and raw is not None:
+        raise click.UsageError("--tiles and --raw: give one of them")
+    mode = Mode(max_side, quality, raw, tiles)
     try:
         packing = run_pack(source, dest, mode, check=check, strict=strict, processes=processes or real_cpus())
     except KeyboardInterrupt:

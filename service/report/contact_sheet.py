@@ -12,6 +12,7 @@ from service.report.text_table import text_table
 from trainables.data.decode import UnreadableImageError, decode_image
 from trainables.data.index import Index
 from trainables.data.order import Split
+from trainables.data.pack.modes import described
 from trainables.data.records import RecordsSource, open_records
 from trainables.rundir import replacing
 
@@ -23,12 +24,15 @@ _MOST_CLASSES = 20
 
 def describe(root: Path, index: Index) -> Iterator[str | Table]:
     """Lines and tables, from the rows alone: no image is read. Raises DataError where the set is damaged."""
-    mode = " ".join(f"--{key.replace('_', '-')} {value}" for key, value in index.mode.items()) or "as is"
+    mode = described(index.mode)
     yield f"{root}: {index.source.get('kind')} {index.source.get('name')}, {mode}, by raydistill {index.raydistill}"
     yield (
         f"images as {'RGB pixels' if index.image == 'pixels' else 'files'}; {index.num_unreadable} unreadable left out; "
         f"{len(index.classes)} classes"
     )
+    if "tiles" in index.mode:
+        num_images = sum(split.rows.rows for split in index.splits.values())
+        yield f"{index.mode['tiles']:,} of {num_images:,} images are tiled; the others could not be, or would not gain"
     sources: dict[Split, RecordsSource] = {split: open_records(str(root), split) for split in ("train", "val")}
     yield _splits(index, sources)
     yield _classes(index.classes, sources)

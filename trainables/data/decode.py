@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
-from trainables.data.decoders.interface import Box, Decoded, Decoder, read_header
+from trainables.data.decoders.interface import Box, Decoded, Decoder, JpegHeader, read_header
+from trainables.data.tiles import open_tiles
 
 # PIL loads its plugins on first need, and threads that meet their first WebP at once could find the list half filled and
 # call a good file unidentified. The common formats come first, since PIL tries its plugins in the order of their loading.
@@ -47,12 +48,17 @@ _BOMB = "more pixels than PIL's limit against decompression bombs"
 class StoredImage:
     """A sample of known size, of which parts can be decoded; a JPEG file is decoded no further than they need.
 
-    Raises UnreadableImageError as `decode_image` does, for a JPEG file's pixels only when they are decoded.
+    Raises UnreadableImageError as `decode_image` does, for a JPEG file's pixels only when they are decoded, and for a tiled file
+    whose map is damaged.
     """
 
     def __init__(self, sample: Sample, decoder: Decoder) -> None:
         self._sample, self._decoder = sample, decoder
         self._header = None if isinstance(sample, np.ndarray) else read_header(sample)
+        try:
+            self._tiles = None if isinstance(sample, np.ndarray) else open_tiles(sample, self._header)
+        except ValueError as error:
+            raise UnreadableImageError(f"truncated or damaged: its map of tiles: {error}") from None
         if self._header and not isinstance(sample, np.ndarray):
             self.width, self.height = self._header.width, self._header.height
             if reason := too_costly(self.width, self.height, sample, self._header.progressive):  # before any memory is taken
@@ -71,13 +77,20 @@ class StoredImage:
 
     def decode(self, box: Box, shrink: int = 1) -> Decoded:
         """At least the pixels in `box`, of an image `shrink` times smaller where the decoder can do that; see Decoder."""
-        if self._header and not isinstance(self._sample, np.ndarray):
-            if decoded := self._decoder.decode(self._sample, self._header, box, shrink):
-                return decoded
-            self._pixels_HWC = np.asarray(decode_image(self._sample))
-            if self._pixels_HWC.shape[:2] != (self.height, self.width):
-                raise UnreadableImageError("truncated or damaged: two sizes")
-        return Decoded(self._pixels_HWC, 0, 0, 1)
+        if not self._header or isinstance(self._sample, np.ndarray):
+            return Decoded(self._pixels_HWC, 0, 0, 1)
+        if not self._tiles:
+            return self._decode(self._sample, self._header, box, shrink)
+        cut = self._tiles.cut(box, shrink)
+        return cut.in_whole(self._decode(cut.data, cut.header, cut.box(box), shrink))
+
+    def _decode(self, data: bytes | memoryview, header: JpegHeader, box: Box, shrink: int) -> Decoded:
+        if decoded := self._decoder.decode(data, header, box, shrink):
+            return decoded
+        pixels_HWC = np.asarray(decode_image(data))
+        if pixels_HWC.shape[:2] != (header.height, header.width):
+            raise UnreadableImageError("truncated or damaged: two sizes")
+        return Decoded(pixels_HWC, 0, 0, 1)
 
 
 def decode_image(sample: Sample) -> Image.Image:

@@ -44,6 +44,19 @@ def test_counts_sizes_and_shapes_are_shown(packed: Path, capsys: pytest.CaptureF
         assert title in out
 
 
+def test_of_a_tiled_set_it_says_how_many_images_have_tiles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("turbojpeg")
+    for split in ("train", "val"):
+        (tmp_path / "images" / split / "cat").mkdir(parents=True)
+        for number, width in enumerate((30, 400)):
+            photo(number, width, 300).save(tmp_path / "images" / split / "cat" / f"{number}.jpg", quality=90)
+    code, out, err = run(capsys, "pack", "--tiles", "--check", tmp_path / "images", tmp_path / "packed")
+    assert (code, err) == (0, "")
+    _, out, _ = run(capsys, "data", tmp_path / "packed")
+    assert "image folder images, --tiles, by raydistill" in out
+    assert "2 of 4 images are tiled; the others could not be, or would not gain" in out
+
+
 def test_of_many_classes_the_rarest_and_the_commonest_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for split in ("train", "val"):
         for label in range(25):

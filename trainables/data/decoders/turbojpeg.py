@@ -94,7 +94,7 @@ def _open_library() -> tuple[PyDLL, Callable[[int, int | bytes, int, int, int, i
     A thread that gives the GIL up has to wait for it again: with a call of a microsecond that is a loss.
     Raises ImportError where there is none, or none with regions.
     """
-    path = _find_library()
+    path = find_library()
     if path is None:
         raise ImportError("neither the wheel nor a system library is there")
     try:
@@ -115,7 +115,7 @@ def _open_library() -> tuple[PyDLL, Callable[[int, int | bytes, int, int, int, i
     return library, decompress
 
 
-def _find_library() -> str | None:
+def find_library() -> str | None:
     try:
         files = importlib.metadata.files("turbojpeg") or []
     except importlib.metadata.PackageNotFoundError:

@@ -24,12 +24,14 @@ def write_set(plan: PackPlan, dest: Path, version: str, *, strict: bool) -> Inde
     files: dict[str, list[File]] = {"train": [], "val": []}
     rows: dict[str, list[np.ndarray]] = {"train": [], "val": []}
     unreadable: list[Unreadable] = []
+    num_tiled = 0
     for job in plan.jobs:
         finished = job.finished()
         if finished is None:
             raise DataError(f"{dest / job.file} has vanished while it was packed; the same command once more writes it again")
         files[job.split].append(finished[0])
         unreadable += finished[1]
+        num_tiled += finished[2]
         rows[job.split].append(np.load(job.rows, allow_pickle=False))
     report = dest / UNREADABLE
     write_atomic(report, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in unreadable).encode())
@@ -47,7 +49,7 @@ def write_set(plan: PackPlan, dest: Path, version: str, *, strict: bool) -> Inde
         splits[split] = SplitIndex(rows=table, shards=tuple(files[split]))
     index = Index(
         image="pixels" if plan.pixels else "file",
-        mode=plan.mode.described(),
+        mode=plan.mode.described() | ({"tiles": num_tiled} if plan.mode.tiles else {}),
         source={"kind": plan.kind, "name": plan.source.name, "plan": plan.fingerprint},
         raydistill=version,
         num_unreadable=len(unreadable),

@@ -9,6 +9,7 @@ from PIL import Image
 
 from trainables.data.decode import Sample, decode_image, with_shorter_side
 from trainables.data.pack.image_check import check_header
+from trainables.data.pack.tiling import has_pixels_of, tiled
 
 
 class Packed(NamedTuple):
@@ -17,6 +18,13 @@ class Packed(NamedTuple):
     content: bytes | memoryview
     width: int
     height: int
+    is_tiled: bool = False
+
+
+def described(mode: dict[str, int]) -> str:
+    """A mode as options of `distill pack`."""
+    options = (f"--{name.replace('_', '-')}" + (f" {value}" if name != "tiles" else "") for name, value in mode.items())
+    return " ".join(options) or "as is"
 
 
 @dataclass(frozen=True)
@@ -27,11 +35,13 @@ class Mode:
     no larger keeps its bytes: another round of compression would only harm it.
     raw: pixels, the shorter side at most so many (bilinear, antialiased, as validation resizes: so that its view of the
     record equals its view of the original). Smaller images are not enlarged.
+    tiles: files become tiled ones, of the same pixels, where they can.
     """
 
     max_side: int | None = None
     quality: int = 90
     raw: int | None = None
+    tiles: bool = False
 
     def stores_pixels(self, source_has_pixels: bool) -> bool:
         """Whether the set has pixels: by the mode, or because the source has them."""
@@ -41,15 +51,26 @@ class Mode:
         """For the index; nothing where images stay as they are."""
         if self.raw is not None:
             return {"raw": self.raw}
-        return {"max_side": self.max_side, "quality": self.quality} if self.max_side is not None else {}
+        sides = {"max_side": self.max_side, "quality": self.quality} if self.max_side is not None else {}
+        return sides | ({"tiles": 1} if self.tiles else {})
 
     def __str__(self) -> str:
-        return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in self.described().items()) or "as is"
+        return described(self.described())
 
-    def apply(self, sample: Sample, pixels: bool) -> Packed:
-        """The sample as a record keeps it, as pixels or as a file; see `stores_pixels`. Raises UnreadableImageError."""
+    def apply(self, sample: Sample, pixels: bool, *, check: bool = False) -> Packed:
+        """The sample as a record keeps it, as pixels or as a file; see `stores_pixels`.
+
+        check: a tiled file whose pixels are not those of the file it was made of is not taken. Raises UnreadableImageError;
+        DataError where there is no library that makes tiles.
+        """
         if pixels:
             return _pixels(sample, self.raw)
+        packed = self._file(sample)
+        if self.tiles and (content := tiled(bytes(packed.content))) and (not check or has_pixels_of(content, packed.content)):
+            return packed._replace(content=content, is_tiled=True)
+        return packed
+
+    def _file(self, sample: Sample) -> Packed:
         if isinstance(sample, np.ndarray):
             return _encoded(decode_image(sample), self.max_side, self.quality)
         header = check_header(bytes(sample))

@@ -57,13 +57,13 @@ class ShardJob:
     def rows(self) -> Path:
         return self.done.with_suffix(".npy")
 
-    def finished(self) -> tuple[File, list[Unreadable]] | None:
-        """What an earlier process has written of this shard; None where it has not come to its end."""
+    def finished(self) -> tuple[File, list[Unreadable], int] | None:
+        """What an earlier process has written of this shard, and how many images are tiled; None where it is not finished."""
         try:
             stored = json.loads(self.done.read_bytes())
             file = File.model_validate(stored["file"])
             whole = (self.dest / file.file).stat().st_size == file.bytes and self.rows.exists()
-            return (file, stored["unreadable"]) if whole else None
+            return (file, stored["unreadable"], stored["num_tiled"]) if whole else None
         except (OSError, ValueError, KeyError):
             return None
 
@@ -82,6 +82,7 @@ def write_shard(job: ShardJob) -> int:
         raise DataError(f"{job.source} is not visible to {socket.gethostname()}: give a source that all nodes share")
     data, ends, labels, names, widths, heights = bytearray(), [0], [], [], [], []
     unreadable: list[Unreadable] = []
+    num_tiled = 0
     samples = READERS[job.kind](job.source).read(job.split_listing.locations)
     for label, (name, sample) in zip(job.split_listing.labels_N.tolist(), samples, strict=True):
         try:
@@ -95,12 +96,13 @@ def write_shard(job: ShardJob) -> int:
         names.append(name)
         widths.append(packed.width)
         heights.append(packed.height)
+        num_tiled += packed.is_tiled
     sizes = np.array([widths, heights], dtype=np.int32)
     file = _write(job.dest / job.file, data, ends, labels, names, sizes)
     starts = np.array(ends[:-1], dtype=np.int64) + _image_offset(job.dest / job.file)
     with replacing(job.rows) as temporary, open(temporary, "wb") as rows:
         np.save(rows, np.stack([np.array(labels, dtype=np.int64), starts, np.diff(ends), *sizes.astype(np.int64)]))
-    write_json(job.done, {"file": file.model_dump(), "unreadable": unreadable})
+    write_json(job.done, {"file": file.model_dump(), "unreadable": unreadable, "num_tiled": num_tiled})
     return len(job.split_listing.locations)
 
 
@@ -109,7 +111,7 @@ def _packed(job: ShardJob, sample: Any) -> Packed:
         raise sample
     if job.check:
         decode_image(sample)
-    return job.mode.apply(sample, job.pixels)
+    return job.mode.apply(sample, job.pixels, check=job.check)
 
 
 def _write(path: Path, data: bytearray, ends: list[int], labels: list[int], names: list[str], sizes: NDArray[np.int32]) -> File:
