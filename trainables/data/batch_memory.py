@@ -3,7 +3,6 @@
 Shapes: B samples of one batch, at most those of the layout; C=3 channels, H=W pixels.
 """
 
-import math
 import mmap
 import os
 import weakref
@@ -44,9 +43,11 @@ class BatchMemory:
     def allocate(self, rows: int) -> Block:
         """A block for a batch of so many samples, at most `layout.rows`."""
         layout, (memory, number) = self.layout, self._allocate_block()
-        images_BHWC = memory[: math.prod(layout.images_shape)].view(layout.images_shape)
-        labels_B, indices_B = memory[layout.labels_at : layout.num_bytes].view(torch.int64).chunk(2)
-        return Block(images_BHWC[:rows], labels_B[:rows], indices_B[:rows], number)
+        _, height, width, channels = layout.images_shape
+        strides = height * width * channels, width * channels, channels, 1
+        images_BHWC = memory.as_strided((rows, height, width, channels), strides)
+        numbers = memory[layout.labels_at :].view(torch.int64)
+        return Block(images_BHWC, numbers[:rows], numbers[layout.rows : layout.rows + rows], number)
 
     def _allocate_block(self) -> tuple[Tensor, int]:
         if self._pinned:

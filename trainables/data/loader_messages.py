@@ -1,6 +1,11 @@
-"""What a loader process sends beside the results of its threads."""
+"""What a loader process sends. Of what comes with each batch the types are plain: a class takes as long as all else of it."""
 
 from typing import NamedTuple
+
+from trainables.data.encoded_rows import Region
+
+Answer = tuple[list[tuple[int, str]], list[Region], tuple[float, ...]]
+"""The fields of a `ReadResult` for a whole batch; the last one those of its `ThreadTimes`."""
 
 
 class FailedReads(NamedTuple):

@@ -24,8 +24,8 @@ from trainables.data.batch_layout import BatchLayout
 from trainables.data.batch_memory import Block, SharedBatchMemory
 from trainables.data.batch_reader import Reads, Request
 from trainables.data.interface import Source
-from trainables.data.loader_messages import FailedReads, LogLine
-from trainables.data.sample_reader import ReadResult
+from trainables.data.loader_messages import Answer, FailedReads, LogLine
+from trainables.data.sample_reader import ReadResult, ThreadTimes
 from trainables.errors import DataError, LoaderDiedError
 
 log = logging.getLogger("raydistill")
@@ -84,7 +84,7 @@ class LoaderProcess:
         reads = _ProcessReads(self)
         if self._open:
             self._unanswered.append(reads)
-            self.send(reader, "begin", request, block.number)
+            self.send(reader, "begin", tuple(request), block.number)
         else:
             reads.answer = FailedReads(CancelledError())
         return reads
@@ -176,7 +176,7 @@ class _ProcessReads:
 
     def __init__(self, process: LoaderProcess) -> None:
         self._process = process
-        self.answer: list[ReadResult] | FailedReads | None = None
+        self.answer: Answer | FailedReads | None = None
 
     def done(self) -> bool:
         while self.answer is None and self._process.receive(wait=False):
@@ -188,7 +188,8 @@ class _ProcessReads:
             self._process.receive(wait=True)
         if isinstance(self.answer, FailedReads):
             raise self.answer.error from self.answer.cause
-        return self.answer
+        bad, encoded_rows, times = self.answer
+        return [ReadResult(bad, encoded_rows, ThreadTimes(*times))]
 
     def end(self) -> None:
         with contextlib.suppress(LoaderDiedError):  # then nothing is written any more

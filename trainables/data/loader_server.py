@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 
 from trainables.data.batch_layout import BatchLayout
 from trainables.data.batch_reader import BatchReader, Reads, Request
-from trainables.data.loader_messages import FailedReads, LogLine
-from trainables.data.sample_reader import ReadResult, ThreadTimes
+from trainables.data.loader_messages import Answer, FailedReads, LogLine
 
 _LOOK_S = 1.0
 
@@ -65,11 +64,11 @@ class LoaderServer:
         except Exception as error:
             self._failures[reader] = error
 
-    def _begin(self, reader: int, request: Request, block: int) -> Reads | Exception:
+    def _begin(self, reader: int, request: tuple[int, ...], block: int) -> Reads | Exception:
         try:
             if reader in self._failures:
                 return self._failures[reader]
-            return self._readers[reader].begin(request, self._block(block))
+            return self._readers[reader].begin(Request(*request), self._block(block))
         except Exception as error:
             return error
 
@@ -112,18 +111,18 @@ def main() -> None:
     os._exit(0)  # threads may wait for a disk
 
 
-def _answer(reads: Reads | Exception) -> list[ReadResult] | FailedReads:
+def _answer(reads: Reads | Exception) -> Answer | FailedReads:
     """What the threads have read for a batch, as one part of it: what the worker does with it does not grow with the threads."""
     if isinstance(reads, Exception):
         return _failed(reads)
     try:
         parts = reads.results()
     except Exception as error:
+        reads.end()  # the worker uses the memory again
         return _failed(error)
     bad = [entry for part in parts for entry in part.bad]
     regions = [region._replace(data=bytes(region.data)) for part in parts for region in part.encoded_rows]
-    times = ThreadTimes(*map(sum, zip(*(part.times for part in parts), strict=True)))
-    return [ReadResult(bad, regions, times)]
+    return bad, regions, tuple(map(sum, zip(*(part.times for part in parts), strict=True)))
 
 
 def _failed(error: Exception) -> FailedReads:
