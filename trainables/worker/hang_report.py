@@ -113,7 +113,7 @@ def _in_words(rank: RankReport) -> str:
     position, frame = rank.position, f" ({rank.frame})" if rank.frame else ""
     where = f"in {position}" if position is not None else "before its job"
     if rank.trouble:
-        return f"on {rank.host} {rank.trouble}, {where}{frame}"
+        return f"on {rank.host} {rank.trouble}, and last answered {where}"
     if rank.process is not None and rank.process.waits_for_disk:
         frame += ", where a disk or a network file system does not answer (a thread in state D)"
     if position is not None and position.activity == "train" and position.phase == "data":

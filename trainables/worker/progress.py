@@ -12,6 +12,8 @@ STEPS = 50
 """`auto` waits for so many steady steps, and at least `SHORTEST_S`."""
 COLD_FACTOR = 10.0
 """How much longer the start and what may compile may take than a step."""
+SILENT_S = 5.0
+"""A rank that has not answered for so long does not answer."""
 CHECKPOINT_FACTOR = 5.0
 """The same of a checkpoint, with `auto` alone: its time is that of a disk and not that of steps."""
 
@@ -73,7 +75,10 @@ class JobProgress:
         """Whether every rank with a job has been where it is for longer than it may: one that goes on may be waited for."""
         factor = COLD_FACTOR if self.is_extended else 1.0
         busy = [rank for rank in self.ranks if rank.position is not None]
-        return bool(busy) and all(now_s - rank.changed_s > factor * self.limit_s(rank.position) for rank in busy)
+        # A rank that does not answer is where the others wait for it, and no longer where it answered last.
+        answering_s = [self.limit_s(rank.position) for rank in busy if now_s - rank.answered_s < SILENT_S]
+        longest_s = max(answering_s, default=float("inf"))
+        return bool(busy) and all(now_s - rank.changed_s > factor * min(self.limit_s(rank.position), longest_s) for rank in busy)
 
     def limit_s(self, position: Position | None) -> float:
         """How long a rank may stay at a position."""

@@ -28,6 +28,13 @@ def test_a_rank_that_does_not_answer_has_not_gone_on() -> None:
     assert progress.is_hung(11.5)
 
 
+def test_a_rank_that_fell_silent_at_its_start_has_no_longer_than_those_that_wait_for_it() -> None:
+    progress = JobProgress(10.0, 2, began_s=0.0)
+    for now_s in range(1, 22):  # rank 1 was stopped before it answered again
+        progress.update(0, training(min(now_s, 9)), now_s)
+        assert progress.is_hung(now_s) is (now_s > 19)
+
+
 def test_what_may_compile_has_ten_times_as_long_and_so_has_the_start() -> None:
     progress = JobProgress(10.0, 1, began_s=0.0)
     assert not progress.is_hung(99.0)
