@@ -3,6 +3,7 @@
 Shapes: B samples of one batch, at most those of the layout; C=3 channels, H=W pixels.
 """
 
+import logging
 import mmap
 import os
 import weakref
@@ -14,6 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainables.data.batch_layout import BatchLayout
+
+log = logging.getLogger("raydistill")
 
 
 class Block(NamedTuple):
@@ -87,10 +90,18 @@ class SharedBatchMemory(BatchMemory):
         mapped = mmap.mmap(self.handle, self.block_bytes, offset=number * self.block_bytes)
         block = np.frombuffer(mapped, dtype=np.uint8)
         if self._page_locked:
-            cuda = torch.cuda.cudart()
-            torch.cuda.check_error(cuda.cudaHostRegister(block.ctypes.data, self.block_bytes, 0))
-            weakref.finalize(block, cuda.cudaHostUnregister, block.ctypes.data)  # runs before the block is unmapped
+            self._page_lock(block)
         return block
+
+    def _page_lock(self, block: NDArray[np.uint8]) -> None:
+        cuda = torch.cuda.cudart()
+        try:
+            torch.cuda.check_error(cuda.cudaHostRegister(block.ctypes.data, self.block_bytes, 0))
+        except torch.cuda.CudaError as error:  # copies from it are as right, and slower
+            log.warning("the loader's batches are not page-locked: %s", error)
+            self._page_locked = False
+        else:
+            weakref.finalize(block, cuda.cudaHostUnregister, block.ctypes.data)  # runs before the block is unmapped
 
 
 def free_pinned() -> None:

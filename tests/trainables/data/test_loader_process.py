@@ -183,6 +183,29 @@ def test_blocks_that_a_gpu_copies_from_are_page_locked_for_as_long_as_they_are_m
     assert os.getpid() not in _who_maps_batches()
 
 
+def test_batches_that_cannot_be_page_locked_are_read_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Cuda:
+        def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+            return 801  # not supported
+
+    def check_error(code: int) -> None:
+        error = torch.cuda.CudaError.__new__(torch.cuda.CudaError)  # whose constructor asks the library for the text
+        error.args = (f"operation not supported ({code})",)
+        raise error
+
+    monkeypatch.setattr(torch.cuda, "cudart", Cuda)
+    monkeypatch.setattr(torch.cuda, "check_error", check_error)
+    memory = SharedBatchMemory(BatchLayout(2, 8), pinned=True)
+    blocks = [memory.allocate(2) for _ in range(3)]
+    assert len({block.images_BHWC.data_ptr() for block in blocks}) == 3
+    assert [record.getMessage() for record in caplog.records] == [
+        "the loader's batches are not page-locked: operation not supported (801)"
+    ]
+    memory.close()
+
+
 def _worker(where: str = "iterating") -> subprocess.Popen[str]:
     """A process with a loader of its own, which has begun to work."""
     return subprocess.Popen([sys.executable, "-c", _WORKER, where], stdout=subprocess.PIPE, text=True)
