@@ -132,9 +132,9 @@ def unless_restarted(
     )
     if cause.kind == "hang":
         log(stage, f"{cause} (the stacks of all threads are in {stage.stacks})")
-        if cause.place in hung_in:
-            return outcome.model_copy(update={"reason": f"hung in {cause.place} again: {cause}"})
-        hung_in.append(cause.place or "")
+        if cause.position in hung_in:
+            return outcome.model_copy(update={"reason": f"hung in {cause.position} again: {cause}"})
+        hung_in.append(cause.position or "")
     if cause.kind not in RETRYABLE or (restarts == limit and not announced):
         return outcome
     counted = "" if announced else f" (restart {restarts + 1} of at most {limit})"

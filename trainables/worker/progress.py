@@ -25,7 +25,7 @@ class RankProgress:
     position: Position | None
     """None: no job runs on it."""
     changed_s: float
-    """When that was last seen to change."""
+    """When that last changed."""
     answered_s: float
     """When the rank last answered."""
 

@@ -1,4 +1,4 @@
-"""What a worker shows of itself while a job runs in it."""
+"""What a worker reports about itself while a job runs in it."""
 
 import contextlib
 import sys
@@ -10,23 +10,23 @@ import torch.distributed as dist
 
 from trainables.distributed.group import Group, all_reduce_sum
 from trainables.distributed.rank_pool import RankPool
-from trainables.worker.signs_of_life import Collective, last_collective, signs, watched
+from trainables.worker.worker_probe import Collective, last_collective, state, watched
 
 
-def test_signs_are_there_while_a_job_runs() -> None:
-    assert signs() is None
+def test_there_is_a_state_while_a_job_runs() -> None:
+    assert state() is None
     with watched("/runs/x/student") as heartbeat:
         heartbeat.enter("eval")
-        found = signs()
+        found = state()
         assert found is not None
         assert (found.position.activity, found.position.folder) == ("eval", "/runs/x/student")
-    assert signs() is None
+    assert state() is None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_at_its_start_a_job_goes_on_while_it_reads_and_writes(tmp_path: Path) -> None:
     def num_beats() -> int:
-        found = signs()
+        found = state()
         assert found is not None
         return found.position.num_beats
 

@@ -1,4 +1,4 @@
-"""What can be seen of stuck workers from another process of their node: state, stacks, GPUs. And how they are ended."""
+"""What another process on the node can find out about stuck workers: state, stacks, GPUs. It also ends them."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from trainables.metrics.telemetry import open_gpus, read_gpus
-from trainables.worker.signs_of_life import STACKS_SIGNAL
+from trainables.worker.worker_probe import STACKS_SIGNAL
 
 _STACKS_WAIT_S, _POLL_S = 2.0, 0.05
 STATES = {
@@ -27,13 +27,13 @@ class WorkerProcess:
 
     pid: int
     stacks_descriptor: int | None
-    """None: the worker has not said yet where it writes its stacks, and cannot be asked for them."""
+    """None: the worker has not answered yet, so that it is not known where it writes its stacks."""
     gpus: tuple[str, ...] = ()
     """Their numbers or UUIDs."""
 
 
 @dataclass(frozen=True)
-class ProcessSigns:
+class ProcessState:
     """What was found."""
 
     state: str = ""
@@ -44,8 +44,8 @@ class ProcessSigns:
     gpus: str = ""
 
 
-def inspect(processes: Mapping[int, WorkerProcess]) -> dict[int, ProcessSigns]:
-    """Signs of the workers of this node, by rank. It takes as long as the slowest of them writes its stacks, at most 2 s."""
+def inspect(processes: Mapping[int, WorkerProcess]) -> dict[int, ProcessState]:
+    """The state of the workers of this node, by rank. It takes as long as the slowest of them writes its stacks, at most 2 s."""
     asleep = {rank: _in_disk_sleep(process.pid) for rank, process in processes.items()}
     files = {rank: _StacksFile.of(process) for rank, process in processes.items()}
     until_s = time.monotonic() + _STACKS_WAIT_S
@@ -53,7 +53,7 @@ def inspect(processes: Mapping[int, WorkerProcess]) -> dict[int, ProcessSigns]:
     while any(file is not None and file.grows() for file in files.values()) and time.monotonic() < until_s:
         time.sleep(_POLL_S)
     return {
-        rank: ProcessSigns(
+        rank: ProcessState(
             _state(process.pid),
             bool(asleep[rank] & _in_disk_sleep(process.pid)),
             file.text() if (file := files[rank]) else "",
@@ -72,7 +72,7 @@ def end(processes: Mapping[int, WorkerProcess]) -> None:
 
 
 class _StacksFile:
-    """A worker's stacks, asked for when this is made."""
+    """A worker's stacks; the worker is sent the signal to write them when this object is created."""
 
     def __init__(self, path: Path, pid: int) -> None:
         self._path, self._begin = path, path.stat().st_size
