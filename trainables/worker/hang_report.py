@@ -28,14 +28,18 @@ class RankReport:
     host: str
     position: Position | None
     process: ProcessState | None
-    """None: its node did not answer."""
+    """None: its node did not answer in time."""
     collective: Collective | None = None
     """None: the rank did not answer, or there is none."""
+    is_answering: bool = True
+    """Whether the worker itself answered lately."""
 
     @property
     def problem(self) -> str:
         """What is wrong with the process as a whole."""
-        return "is on a node that does not answer" if self.process is None else self.process.state
+        if self.process is not None:
+            return self.process.state
+        return "" if self.is_answering else "is on a node that does not answer"
 
     @property
     def threads(self) -> dict[int, list[tuple[str, str]]]:
@@ -54,6 +58,8 @@ class RankReport:
     @property
     def frame(self) -> str:
         """Where it is in the code: its training thread; where that waits for data, the thread that reads them."""
+        if self.process is None:
+            return "its stacks did not arrive"
         frames = self._training_frames()
         if self.position is not None and self.position.phase == "data" and self.position.activity == "train":
             frames = next(filter(None, map(_reading, self.threads.values())), frames)
@@ -67,6 +73,7 @@ class RankReport:
             f"rank {self.rank} ({self.host}): {self.position or 'no job'}",
             self.frame,
             self.problem,
+            self.process.stopped_child if self.process is not None else "",
             "a thread in state D" if self.process is not None and self.process.waits_for_disk else "",
             f"last collective {self.collective.name} {self.collective.number}" if self.collective else "",
             self.process.gpus if self.process is not None else "",
@@ -84,7 +91,7 @@ def _reading(frames: list[tuple[str, str]]) -> list[tuple[str, str]]:
 
 def stragglers(ranks: Sequence[RankReport]) -> list[RankReport]:
     """The ranks that the others wait for, at least one; all of them, where they do not differ."""
-    with_problem = [rank for rank in ranks if rank.problem]
+    with_problem = [rank for rank in ranks if rank.problem or (rank.process is not None and rank.process.stopped_child)]
     if with_problem:
         return with_problem
     numbers = [rank.collective.number for rank in ranks if rank.collective is not None]
@@ -116,6 +123,8 @@ def describe(rank: RankReport) -> str:
         return f"on {rank.host} {rank.problem}, and last answered {where}"
     if rank.process is not None and rank.process.waits_for_disk:
         frame += ", where a disk or a network file system does not answer (a thread in state D)"
+    if rank.process is not None and rank.process.stopped_child:
+        frame += f", and {rank.process.stopped_child}"
     if position is not None and position.activity == "train" and position.phase == "data":
         return f"waits for data {where}{frame}"
     if position is not None and position.activity == "checkpoint":

@@ -30,8 +30,8 @@ POLL_S = 2.0
 """As long as Ray Train's own: an answer takes a worker about half a millisecond."""
 FILE_S = 5.0
 """Between two of the files that a report reads."""
-ANSWER_S = 6.0
-"""How long a node may take to look at its workers."""
+ANSWER_S = 15.0
+"""How long a node may take to look at its workers: a busy one is slow to start a process."""
 
 log = logging.getLogger("raydistill")
 
@@ -90,11 +90,12 @@ class HangWatch(WorkerGroupCallback):  # type: ignore[misc]
     ) -> EndedError | None:
         """Why the job has to end; None: it may go on."""
         if self._limit_s is not None and progress.age_s(now_s) > self._limit_s:
-            message = f"took longer than sweep.trial_limit_s; it was in {progress.ranks[0].position}"
+            position = next((rank.position for rank in progress.ranks if rank.position is not None), "start")
+            message = f"took longer than sweep.trial_limit_s; it was in {position}"
             return EndedError(Failure("time_limit", message))
         if not progress.is_hung(now_s):
             return None
-        reports = look_at(workers, progress, poller.descriptors)
+        reports = look_at(workers, progress, poller.descriptors, now_s)
         if not progress.is_extended and any(report.is_compiling_or_locked for report in reports):
             progress.is_extended = True
             return None
@@ -114,11 +115,15 @@ class StatePoller:
         """The answers since the last call. A worker that has died has none: Ray Train sees to it."""
         found: dict[int, WorkerState | None] = {}
         for rank, reference in list(self._pending.items()):
-            with contextlib.suppress(ray.exceptions.GetTimeoutError, ray.exceptions.RayError):
+            try:
                 found[rank] = answer = ray.get(reference, timeout=0)
                 if answer is not None:
                     self.descriptors[rank] = answer.stacks_descriptor
-                self._pending[rank] = self._workers[rank].execute_async(state)
+            except (ray.exceptions.GetTimeoutError, ray.exceptions.ActorDiedError):
+                continue
+            except ray.exceptions.RayError as error:  # the next answer may arrive
+                log.debug("rank %d could not answer: %s", rank, error)
+            self._pending[rank] = self._workers[rank].execute_async(state)
         return found
 
 
@@ -152,7 +157,7 @@ def _write(path: Path, record: dict[str, Any]) -> None:
         log.warning("%s cannot be written: %s", path, error)
 
 
-def look_at(workers: Mapping[int, Any], progress: JobProgress, descriptors: Mapping[int, int]) -> list[RankReport]:
+def look_at(workers: Mapping[int, Any], progress: JobProgress, descriptors: Mapping[int, int], now_s: float) -> list[RankReport]:
     """All that can be found out about ranks that do not go on; it takes `ANSWER_S` at most."""
     pending = {rank: worker.execute_async(last_collective) for rank, worker in workers.items()}
     found: dict[int, ProcessState] = {}
@@ -163,7 +168,14 @@ def look_at(workers: Mapping[int, Any], progress: JobProgress, descriptors: Mapp
         with contextlib.suppress(ray.exceptions.GetTimeoutError, ray.exceptions.RayError):
             collectives[rank] = ray.get(reference, timeout=0)
     return [
-        RankReport(rank, worker.metadata.node_ip, progress.ranks[rank].position, found.get(rank), collectives.get(rank))
+        RankReport(
+            rank,
+            worker.metadata.node_ip,
+            progress.ranks[rank].position,
+            found.get(rank),
+            collectives.get(rank),
+            is_answering=progress.ranks[rank].is_answering(now_s),
+        )
         for rank, worker in sorted(workers.items())
     ]
 

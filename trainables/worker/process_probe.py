@@ -4,8 +4,9 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import psutil
@@ -14,6 +15,8 @@ from trainables.metrics.telemetry import open_gpus, read_gpus
 from trainables.worker.worker_probe import STACKS_SIGNAL
 
 _STACKS_WAIT_S, _POLL_S = 2.0, 0.05
+LOADER_MODULE = "trainables.data.loader_server"
+"""What a loader process runs, by its command line."""
 STATES = {
     psutil.STATUS_STOPPED: "is stopped (SIGSTOP)",
     psutil.STATUS_TRACING_STOP: "is stopped by a debugger",
@@ -39,14 +42,17 @@ class ProcessState:
     state: str = ""
     """What is wrong with the process as a whole; empty: nothing."""
     waits_for_disk: bool = False
-    """Whether one of its threads is in state D all the time: a disk or a network file system does not answer."""
+    """Whether a thread of it or of its children is in state D all the time: a disk or a network file system does not answer."""
+    stopped_child: str = ""
+    """Such as `its loader process is stopped (SIGSTOP)`; empty: none is."""
     stacks: str = ""
     gpus: str = ""
 
 
 def inspect(processes: Mapping[int, WorkerProcess]) -> dict[int, ProcessState]:
     """The state of the workers of this node, by rank. It takes as long as the slowest of them writes its stacks, at most 2 s."""
-    asleep = {rank: _in_disk_sleep(process.pid) for rank, process in processes.items()}
+    families = {rank: _family(process.pid) for rank, process in processes.items()}
+    asleep = {rank: _in_disk_sleep(family) for rank, family in families.items()}
     files = {rank: _StacksFile.of(process) for rank, process in processes.items()}
     until_s = time.monotonic() + _STACKS_WAIT_S
     time.sleep(_POLL_S)
@@ -55,7 +61,8 @@ def inspect(processes: Mapping[int, WorkerProcess]) -> dict[int, ProcessState]:
     return {
         rank: ProcessState(
             _state(process.pid),
-            bool(asleep[rank] & _in_disk_sleep(process.pid)),
+            bool(asleep[rank] & _in_disk_sleep(families[rank])),
+            _stopped_child(families[rank][1:]),
             file.text() if (file := files[rank]) else "",
             _gpus(process.gpus),
         )
@@ -109,10 +116,28 @@ def _state(pid: int) -> str:
         return STATES[psutil.STATUS_ZOMBIE]
 
 
-def _in_disk_sleep(pid: int) -> set[str]:
-    """The threads of a process that are in state D."""
+def _family(pid: int) -> list[int]:
+    """A process and its children, among them its loader process."""
+    with contextlib.suppress(psutil.Error):
+        return [pid, *(child.pid for child in psutil.Process(pid).children())]
+    return [pid]
+
+
+def _stopped_child(pids: Sequence[int]) -> str:
+    """The first of the children that is stopped, see `ProcessState`."""
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):  # it has ended
+            child = psutil.Process(pid)
+            if (status := child.status()) in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+                is_loader = any(LOADER_MODULE in argument for argument in child.cmdline())
+                return f"its {'loader' if is_loader else 'child'} process {STATES[status]}"
+    return ""
+
+
+def _in_disk_sleep(pids: Sequence[int]) -> set[str]:
+    """The threads of some processes that are in state D."""
     threads = set[str]()
-    for path in Path(f"/proc/{pid}/task").glob("*/stat"):
+    for path in chain.from_iterable(Path(f"/proc/{pid}/task").glob("*/stat") for pid in pids):
         with contextlib.suppress(OSError):  # it has ended
             # The third field, behind a name in brackets that may have any characters.
             if path.read_text().rpartition(")")[2].split()[0] == "D":

@@ -67,11 +67,12 @@ def _beat_if_bytes_moved(heartbeat: Heartbeat) -> None:
     global _bytes_at_beat
     if not hasattr(psutil.Process, "io_counters"):  # macOS counts none
         return
-    counters = psutil.Process().io_counters()
-    num_bytes = counters.read_chars + counters.write_chars
-    if num_bytes - _bytes_at_beat > _MOVED_BYTES:
-        _bytes_at_beat = num_bytes
-        heartbeat.beat()
+    with contextlib.suppress(psutil.Error, OSError):  # a node may not let a process read its counters
+        counters = psutil.Process().io_counters()
+        num_bytes = counters.read_chars + counters.write_chars
+        if num_bytes - _bytes_at_beat > _MOVED_BYTES:
+            _bytes_at_beat = num_bytes
+            heartbeat.beat()
 
 
 def last_collective() -> Collective | None:

@@ -76,9 +76,24 @@ def test_a_process_with_problem_is_the_cause_wherever_the_others_are(state: str)
 
 
 def test_a_node_that_does_not_answer_is_the_cause() -> None:
-    silent = RankReport(1, "10.0.0.2", at("student"), None)
+    silent = RankReport(1, "10.0.0.2", at("student"), None, is_answering=False)
     said = "rank 1 of 2 on 10.0.0.2 is on a node that does not answer, and last answered in student of step 13; rank 0 waits"
     assert said in message(rank(0, at("data")), silent)
+
+
+def test_a_node_that_is_only_slow_is_not_the_cause_and_its_stacks_are_missed() -> None:
+    ranks = [RankReport(0, "10.0.0.2", at("backward"), None), rank(1, at("student"), text=SLEEPS)]
+    assert "rank 1 of 2 hangs in student of step 13 (my_method.py:41 in forward); rank 0 waits for it" in message(*ranks)
+    assert "rank 0 of 1 hangs in backward of step 13 (its stacks did not arrive)" in message(ranks[0])
+
+
+def test_a_rank_whose_loader_process_is_stopped_is_the_cause_and_the_line_says_so() -> None:
+    ranks = [rank(0, at("data")), rank(1, at("data"), text=SLEEPS)]
+    ranks[1] = replace(ranks[1], process=ProcessState(stopped_child="its loader process is stopped (SIGSTOP)", stacks=SLEEPS))
+    assert message(*ranks).endswith(
+        "rank 1 of 2 waits for data in data of step 13 (my_method.py:41 in forward), and its loader process is stopped (SIGSTOP)"
+        "; rank 0 waits for it in data of step 13"
+    )
 
 
 def test_waiting_for_data_names_the_thread_that_reads() -> None:

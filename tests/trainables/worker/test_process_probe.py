@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from tests.waiting import wait_until
+from trainables.data.loader_process import _SERVER
 from trainables.worker.process_probe import WorkerProcess, end, inspect
 
 pytestmark = [pytest.mark.processes, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
@@ -29,6 +30,12 @@ with watched():
     threading.Thread(target=sleeping_in_python, daemon=True).start()
     print(state().stacks_descriptor, flush=True)
     {main}()
+"""
+PARENT = """\
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(99)", {argument!r}])
+print(child.pid, flush=True)
+child.wait()
 """
 
 
@@ -66,6 +73,22 @@ def test_a_stopped_process_says_nothing_is_named_and_ended() -> None:
         end({0: process})
         wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE)
         assert inspect({0: process})[0].state == "has died"
+
+
+@pytest.mark.parametrize(("argument", "name"), [("other", "child"), (_SERVER, "loader")])
+def test_a_stopped_child_is_found_and_the_loader_process_is_named(argument: str, name: str) -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT.format(argument=argument)], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        processes = {0: WorkerProcess(parent.pid, None)}
+        try:
+            assert inspect(processes)[0].stopped_child == ""
+            child.suspend()
+            wait_until(lambda: child.status() == psutil.STATUS_STOPPED)
+            found = inspect(processes)[0]
+            assert (found.state, found.stopped_child) == ("", f"its {name} process is stopped (SIGSTOP)")
+        finally:
+            child.kill()
 
 
 def test_a_process_that_is_gone_has_died() -> None:

@@ -4,6 +4,7 @@ import contextlib
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -38,6 +39,17 @@ def test_at_its_start_a_job_goes_on_while_it_reads_and_writes(tmp_path: Path) ->
         heartbeat.enter("train")
         (tmp_path / "file").write_bytes(bytes(2**21))
         assert num_beats() == before + 2  # the one of its own
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("error", [psutil.AccessDenied(), PermissionError()])
+def test_a_worker_whose_counters_cannot_be_read_has_a_state(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: psutil.Process) -> None:
+        raise error
+
+    monkeypatch.setattr(psutil.Process, "io_counters", refuse)
+    with watched():
+        assert state() is not None
 
 
 def collectives(group: Group) -> list[Collective | None]:
