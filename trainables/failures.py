@@ -110,7 +110,7 @@ class Failure:
     type: str | None = None
     """The exception's class, where the message alone does not say what is wrong."""
     rank: int | None = None
-    place: str | None = None
+    position: str | None = None
     """Of a hang: in which phase and step."""
 
     def __str__(self) -> str:

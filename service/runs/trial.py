@@ -29,8 +29,8 @@ def run_to_end(assignment: Assignment, callbacks: list[Any] | None = None, reuse
     A worker or node that dies is no reason to stop: the stage is restarted up to `scale.max_failures` times, and as often as
     a node's end is announced. What the training itself refuses (a loss that is not finite, unreadable data), an error in a
     model's code and memory that runs out come back the same way every time, and end it at once; so does a second hang at the
-    same place. Workers for which other jobs leave no resources wait; those that would not even fit on the empty cluster wait as
-    long as `scale.wait_for_nodes_s` says.
+    same position. Workers for which other jobs leave no resources wait; those that would not even fit on the empty cluster wait
+    as long as `scale.wait_for_nodes_s` says.
     """
     restarts, used_s, node_wait = 0, 0.0, NodeWait()
     hung_in: list[str] = []
@@ -133,9 +133,9 @@ def unless_restarted(
     )
     if cause.kind == "hang":
         log(stage, f"{cause} (the stacks of all threads are in {stage.stacks})")
-        if cause.place in hung_in:
-            return outcome.model_copy(update={"reason": f"hung in {cause.place} again: {cause}"})
-        hung_in.append(cause.place or "")
+        if cause.position in hung_in:
+            return outcome.model_copy(update={"reason": f"hung in {cause.position} again: {cause}"})
+        hung_in.append(cause.position or "")
     if cause.kind not in RETRYABLE or (restarts == limit and not announced):
         return outcome
     counted = "" if announced else f" (restart {restarts + 1} of at most {limit})"

@@ -71,7 +71,7 @@ def test_a_rank_that_sleeps_in_a_method_is_named_with_its_line_and_with_what_the
     assert (found["status"], found["failure"]) == ("failed", "hang")
     failure = read_failure(stage_of(run).error)
     assert failure is not None
-    assert (failure.kind, failure.rank, failure.place) == ("hang", 1, "student of step 12")
+    assert (failure.kind, failure.rank, failure.position) == ("hang", 1, "student of step 12")
     seconds = re.search(r"no progress for (\d+) s", failure.message)
     assert seconds is not None
     assert HANG_AFTER_S <= int(seconds[1]) <= HANG_AFTER_S + 15

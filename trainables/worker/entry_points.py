@@ -30,7 +30,7 @@ from trainables.worker.node_telemetry import NodeTelemetry
 from trainables.worker.process_group import current_group
 from trainables.worker.ray_failures import failure_recorded
 from trainables.worker.reporter import Reporter
-from trainables.worker.signs_of_life import watched
+from trainables.worker.worker_probe import watched
 
 log = logging.getLogger("raydistill")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from trainables.failures import EndedError, Failure
 from trainables.metrics.heartbeat import Position
-from trainables.worker.process_signs import ProcessSigns
-from trainables.worker.signs_of_life import Collective
+from trainables.worker.process_probe import ProcessState
+from trainables.worker.worker_probe import Collective
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+).*\n((?:  File .*\n?)*)", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
@@ -27,15 +27,19 @@ class RankReport:
     rank: int
     host: str
     position: Position | None
-    process: ProcessSigns | None
-    """None: its node did not answer."""
+    process: ProcessState | None
+    """None: its node did not answer in time."""
     collective: Collective | None = None
     """None: the rank did not answer, or there is none."""
+    is_answering: bool = True
+    """Whether the worker itself answered lately."""
 
     @property
-    def trouble(self) -> str:
+    def problem(self) -> str:
         """What is wrong with the process as a whole."""
-        return "is on a node that does not answer" if self.process is None else self.process.state
+        if self.process is not None:
+            return self.process.state
+        return "" if self.is_answering else "is on a node that does not answer"
 
     @property
     def threads(self) -> dict[int, list[tuple[str, str]]]:
@@ -47,13 +51,15 @@ class RankReport:
         }
 
     @property
-    def may_take_long(self) -> bool:
+    def is_compiling_or_locked(self) -> bool:
         """Whether its training thread does what takes its time, and shows no progress meanwhile."""
         return any(path.endswith(_LONG) for path, _ in self._training_frames())
 
     @property
     def frame(self) -> str:
         """Where it is in the code: its training thread; where that waits for data, the thread that reads them."""
+        if self.process is None:
+            return "its stacks did not arrive"
         frames = self._training_frames()
         if self.position is not None and self.position.phase == "data" and self.position.activity == "train":
             frames = next(filter(None, map(_reading, self.threads.values())), frames)
@@ -66,7 +72,8 @@ class RankReport:
         parts = [
             f"rank {self.rank} ({self.host}): {self.position or 'no job'}",
             self.frame,
-            self.trouble,
+            self.problem,
+            self.process.stopped_child if self.process is not None else "",
             "a thread in state D" if self.process is not None and self.process.waits_for_disk else "",
             f"last collective {self.collective.name} {self.collective.number}" if self.collective else "",
             self.process.gpus if self.process is not None else "",
@@ -82,11 +89,11 @@ def _reading(frames: list[tuple[str, str]]) -> list[tuple[str, str]]:
     return [] if ours is None else frames[ours:]
 
 
-def odd_ones(ranks: Sequence[RankReport]) -> list[RankReport]:
+def stragglers(ranks: Sequence[RankReport]) -> list[RankReport]:
     """The ranks that the others wait for, at least one; all of them, where they do not differ."""
-    in_trouble = [rank for rank in ranks if rank.trouble]
-    if in_trouble:
-        return in_trouble
+    with_problem = [rank for rank in ranks if rank.problem or (rank.process is not None and rank.process.stopped_child)]
+    if with_problem:
+        return with_problem
     numbers = [rank.collective.number for rank in ranks if rank.collective is not None]
     late = [rank for rank in ranks if rank.collective is not None and rank.collective.number < max(numbers)]
     candidates = late or ranks
@@ -96,26 +103,28 @@ def odd_ones(ranks: Sequence[RankReport]) -> list[RankReport]:
 
 def hang_error(ranks: Sequence[RankReport], after_s: float) -> EndedError:
     """The failure of a job no rank of which has gone on for `after_s` seconds, with the stacks of all ranks."""
-    first, *alike = odd_ones(ranks)
+    first, *alike = stragglers(ranks)
     others = [rank for rank in ranks if rank is not first and rank not in alike]
-    text = f"rank {first.rank} of {len(ranks)} {_in_words(first)}"
+    text = f"rank {first.rank} of {len(ranks)} {describe(first)}"
     if alike:
         text += f", and so {'does' if len(alike) == 1 else 'do'} {numbered(rank.rank for rank in alike)}"
     if others:
         text += f"; {numbered(rank.rank for rank in others)} wait{'s' if len(others) == 1 else ''} for it in {_waits_in(others)}"
     parts = [f"no progress for {after_s:.0f} s: {text}", *map(str, ranks)]
     stacks = "\n\n".join("\n".join([str(rank), rank.process.stacks if rank.process else ""]) for rank in ranks)
-    failure = Failure("hang", parts[0], rank=first.rank, place=str(first.position or "start"))
+    failure = Failure("hang", parts[0], rank=first.rank, position=str(first.position or "start"))
     return EndedError(failure, "\n".join([*parts, "", stacks]))
 
 
-def _in_words(rank: RankReport) -> str:
+def describe(rank: RankReport) -> str:
     position, frame = rank.position, f" ({rank.frame})" if rank.frame else ""
     where = f"in {position}" if position is not None else "before its job"
-    if rank.trouble:
-        return f"on {rank.host} {rank.trouble}, and last answered {where}"
+    if rank.problem:
+        return f"on {rank.host} {rank.problem}, and last answered {where}"
     if rank.process is not None and rank.process.waits_for_disk:
         frame += ", where a disk or a network file system does not answer (a thread in state D)"
+    if rank.process is not None and rank.process.stopped_child:
+        frame += f", and {rank.process.stopped_child}"
     if position is not None and position.activity == "train" and position.phase == "data":
         return f"waits for data {where}{frame}"
     if position is not None and position.activity == "checkpoint":
@@ -124,7 +133,7 @@ def _in_words(rank: RankReport) -> str:
 
 
 def _waits_in(ranks: Sequence[RankReport]) -> str:
-    """The collective that most ranks have begun last; without one, their place in the job."""
+    """The collective that most ranks have begun last; without one, their position in the job."""
     names = [f"{rank.collective.name} {rank.collective.number}" for rank in ranks if rank.collective is not None]
     names = names or [str(rank.position) for rank in ranks]
     return max(names, key=names.count)

@@ -21,17 +21,17 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from trainables.failures import EndedError, Failure
 from trainables.rundir import StageDir, write_json
 from trainables.worker.hang_report import RankReport, hang_error
-from trainables.worker.process_signs import ProcessSigns, WorkerProcess, end, inspect
+from trainables.worker.process_probe import ProcessState, WorkerProcess, end, inspect
 from trainables.worker.progress import JobProgress
 from trainables.worker.ray_internals import WorkerGroupCallback
-from trainables.worker.signs_of_life import Collective, Signs, last_collective, signs
+from trainables.worker.worker_probe import Collective, WorkerState, last_collective, state
 
 POLL_S = 2.0
 """As long as Ray Train's own: an answer takes a worker about half a millisecond."""
 FILE_S = 5.0
 """Between two of the files that a report reads."""
-ANSWER_S = 6.0
-"""How long a node may take to look at its workers."""
+ANSWER_S = 15.0
+"""How long a node may take to look at its workers: a busy one is slow to start a process."""
 
 log = logging.getLogger("raydistill")
 
@@ -73,50 +73,57 @@ class HangWatch(WorkerGroupCallback):  # type: ignore[misc]
 
     def _watch(self, workers: dict[int, Any], stopping: threading.Event) -> None:
         progress = JobProgress(self._hang_after_s, len(workers), time.monotonic())
-        answers, file = Answers(workers), HeartbeatFile()
+        poller, file = StatePoller(workers), HeartbeatFile()
         while not stopping.wait(POLL_S):
             now_s = time.monotonic()
-            for rank, answer in answers.take().items():
+            for rank, answer in poller.take().items():
                 progress.update(rank, answer.position if answer is not None else None, now_s)
             file.write(progress, now_s)
-            error = self._why_end(workers, progress, answers, now_s)
+            error = self._end_reason(workers, progress, poller, now_s)
             if error is not None and not stopping.is_set():
                 self._error = ray.train.WorkerGroupError(str(error), {error.failure.rank or 0: error})
-                on_nodes(workers, answers.descriptors, end, wait_s=0.0)
+                on_nodes(workers, poller.descriptors, end, wait_s=0.0)
                 return
 
-    def _why_end(self, workers: Mapping[int, Any], progress: JobProgress, answers: Answers, now_s: float) -> EndedError | None:
+    def _end_reason(
+        self, workers: Mapping[int, Any], progress: JobProgress, poller: StatePoller, now_s: float
+    ) -> EndedError | None:
         """Why the job has to end; None: it may go on."""
         if self._limit_s is not None and progress.age_s(now_s) > self._limit_s:
-            message = f"took longer than sweep.trial_limit_s; it was in {progress.ranks[0].position}"
+            position = next((rank.position for rank in progress.ranks if rank.position is not None), "start")
+            message = f"took longer than sweep.trial_limit_s; it was in {position}"
             return EndedError(Failure("time_limit", message))
         if not progress.is_hung(now_s):
             return None
-        reports = look_at(workers, progress, answers.descriptors)
-        if not progress.is_extended and any(report.may_take_long for report in reports):
+        reports = look_at(workers, progress, poller.descriptors, now_s)
+        if not progress.is_extended and any(report.is_compiling_or_locked for report in reports):
             progress.is_extended = True
             return None
         return hang_error(reports, progress.longest_s(now_s))
 
 
-class Answers:
-    """What workers say of themselves, asked without waiting for any of them: one question at a time is under way."""
+class StatePoller:
+    """Polls the workers' state without waiting for any of them: each has one request pending at a time."""
 
     def __init__(self, workers: Mapping[int, Any]) -> None:
         self._workers = workers
-        self._asked = {rank: worker.execute_async(signs) for rank, worker in workers.items()}
+        self._pending = {rank: worker.execute_async(state) for rank, worker in workers.items()}
         self.descriptors: dict[int, int] = {}
         """Where ranks write their stacks."""
 
-    def take(self) -> dict[int, Signs | None]:
+    def take(self) -> dict[int, WorkerState | None]:
         """The answers since the last call. A worker that has died has none: Ray Train sees to it."""
-        found: dict[int, Signs | None] = {}
-        for rank, reference in list(self._asked.items()):
-            with contextlib.suppress(ray.exceptions.GetTimeoutError, ray.exceptions.RayError):
+        found: dict[int, WorkerState | None] = {}
+        for rank, reference in list(self._pending.items()):
+            try:
                 found[rank] = answer = ray.get(reference, timeout=0)
                 if answer is not None:
                     self.descriptors[rank] = answer.stacks_descriptor
-                self._asked[rank] = self._workers[rank].execute_async(signs)
+            except (ray.exceptions.GetTimeoutError, ray.exceptions.ActorDiedError):
+                continue
+            except ray.exceptions.RayError as error:  # the next answer may arrive
+                log.debug("rank %d could not answer: %s", rank, error)
+            self._pending[rank] = self._workers[rank].execute_async(state)
         return found
 
 
@@ -150,18 +157,25 @@ def _write(path: Path, record: dict[str, Any]) -> None:
         log.warning("%s cannot be written: %s", path, error)
 
 
-def look_at(workers: Mapping[int, Any], progress: JobProgress, descriptors: Mapping[int, int]) -> list[RankReport]:
+def look_at(workers: Mapping[int, Any], progress: JobProgress, descriptors: Mapping[int, int], now_s: float) -> list[RankReport]:
     """All that can be found out about ranks that do not go on; it takes `ANSWER_S` at most."""
-    asked = {rank: worker.execute_async(last_collective) for rank, worker in workers.items()}
-    found: dict[int, ProcessSigns] = {}
+    pending = {rank: worker.execute_async(last_collective) for rank, worker in workers.items()}
+    found: dict[int, ProcessState] = {}
     for answer in on_nodes(workers, descriptors, inspect, wait_s=ANSWER_S):
         found |= answer
     collectives: dict[int, Collective] = {}
-    for rank, reference in asked.items():
+    for rank, reference in pending.items():
         with contextlib.suppress(ray.exceptions.GetTimeoutError, ray.exceptions.RayError):
             collectives[rank] = ray.get(reference, timeout=0)
     return [
-        RankReport(rank, worker.metadata.node_ip, progress.ranks[rank].position, found.get(rank), collectives.get(rank))
+        RankReport(
+            rank,
+            worker.metadata.node_ip,
+            progress.ranks[rank].position,
+            found.get(rank),
+            collectives.get(rank),
+            is_answering=progress.ranks[rank].is_answering(now_s),
+        )
         for rank, worker in sorted(workers.items())
     ]
 
@@ -177,12 +191,12 @@ def on_nodes(
         by_node.setdefault(about.node_id, {})[rank] = process
     here = by_node.pop(ray.get_runtime_context().get_node_id(), None)
     remote = ray.remote(num_cpus=0, max_retries=0)(work)
-    asked = [
+    pending = [
         remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(processes)
         for node, processes in by_node.items()
     ]
     answers = [] if here is None else [work(here)]
-    ready = ray.wait(asked, num_returns=len(asked), timeout=wait_s)[0] if asked else []
+    ready = ray.wait(pending, num_returns=len(pending), timeout=wait_s)[0] if pending else []
     for reference in ready:
         with contextlib.suppress(ray.exceptions.RayError):
             answers.append(ray.get(reference))

@@ -6,6 +6,7 @@ from statistics import median
 from typing import Literal
 
 from trainables.metrics.heartbeat import Position
+from trainables.teachers.service.client import RESPONSE_TIMEOUT_S
 
 SHORTEST_S = 120.0
 STEPS = 50
@@ -16,6 +17,8 @@ SILENT_S = 5.0
 """A rank that has not answered for so long does not answer."""
 CHECKPOINT_FACTOR = 5.0
 """The same of a checkpoint, with `auto` alone: its time is that of a disk and not that of steps."""
+TEACHER_S = RESPONSE_TIMEOUT_S + 60.0
+"""With `auto` a step may wait for its teacher at least for so long: a teacher service's client gives up before, and says why."""
 
 
 @dataclass
@@ -25,9 +28,13 @@ class RankProgress:
     position: Position | None
     """None: no job runs on it."""
     changed_s: float
-    """When that was last seen to change."""
+    """When that last changed."""
     answered_s: float
     """When the rank last answered."""
+
+    def is_answering(self, now_s: float) -> bool:
+        """Whether the rank has answered lately."""
+        return now_s - self.answered_s < SILENT_S
 
 
 @dataclass
@@ -76,7 +83,7 @@ class JobProgress:
         factor = COLD_FACTOR if self.is_extended else 1.0
         busy = [rank for rank in self.ranks if rank.position is not None]
         # A rank that does not answer is where the others wait for it, and no longer where it answered last.
-        answering_s = [self.limit_s(rank.position) for rank in busy if now_s - rank.answered_s < SILENT_S]
+        answering_s = [self.limit_s(rank.position) for rank in busy if rank.is_answering(now_s)]
         longest_s = max(answering_s, default=float("inf"))
         return bool(busy) and all(now_s - rank.changed_s > factor * min(self.limit_s(rank.position), longest_s) for rank in busy)
 
@@ -88,7 +95,8 @@ class JobProgress:
             return float("inf")
         if auto and position.activity == "checkpoint":
             return CHECKPOINT_FACTOR * base_s
-        return base_s if position.is_warm else COLD_FACTOR * base_s
+        limit_s = base_s if position.is_warm else COLD_FACTOR * base_s
+        return max(limit_s, TEACHER_S) if auto and (position.activity, position.phase) == ("train", "teacher") else limit_s
 
     def longest_s(self, now_s: float) -> float:
         """For how long no rank has gone on."""

@@ -73,7 +73,7 @@ def test_a_second_hang_at_the_same_place_ends_the_stage(
     def fit(config: TrainConfig, **_: object) -> None:
         begun.append(places[len(begun)])
         write_failure(StageDir(tmp_path).error, ended("user", rank=0))  # as of a gloo that words a lost peer anew
-        hung = Failure("hang", f"no progress for 9 s: rank 1 hangs in {begun[-1]}", rank=1, place=begun[-1])
+        hung = Failure("hang", f"no progress for 9 s: rank 1 hangs in {begun[-1]}", rank=1, position=begun[-1])
         raise WorkersFailedError([hung], f"stacks {len(begun)}")
 
     monkeypatch.setattr(trainer, "fit", fit)
@@ -86,7 +86,7 @@ def test_a_second_hang_at_the_same_place_ends_the_stage(
     stage = StageDir(tmp_path)
     written = read_failure(stage.error)
     assert written is not None
-    assert (written.kind, written.place) == ("hang", "step 3")
+    assert (written.kind, written.position) == ("hang", "step 3")
     assert [f"stacks {number}" in stage.stacks.read_text() for number in range(1, tries + 1)] == [True] * tries
     assert [line.partition(": ")[2] for line in hang_lines([("student", stage)])] == [
         f"no progress for 9 s: rank 1 hangs in {place}" for place in places

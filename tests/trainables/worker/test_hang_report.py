@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from trainables.metrics.heartbeat import Position
-from trainables.worker.hang_report import RankReport, hang_error, numbered, odd_ones
-from trainables.worker.process_signs import ProcessSigns
-from trainables.worker.signs_of_life import Collective
+from trainables.worker.hang_report import RankReport, hang_error, numbered, stragglers
+from trainables.worker.process_probe import ProcessState
+from trainables.worker.worker_probe import Collective
 
 TRAINING = 0x7F0000000010
 POOL = """\
@@ -32,7 +32,7 @@ def stacks(*frames: str, others: str = POOL) -> str:
 
 
 def rank(number: int, position: Position, *, text: str = "", state: str = "", collective: int | None = None) -> RankReport:
-    process = ProcessSigns(state, stacks=text)
+    process = ProcessState(state, stacks=text)
     last = None if collective is None else Collective(collective, "gloo:all_reduce")
     return RankReport(number, "10.0.0.1", position._replace(thread_id=TRAINING), process, last)
 
@@ -58,27 +58,42 @@ def test_the_rank_behind_is_named_with_its_line_and_the_collective_that_the_othe
     )
 
 
-def test_in_the_same_phase_the_one_is_odd_that_has_not_begun_the_collective() -> None:
+def test_in_the_same_phase_the_one_is_the_straggler_that_has_not_begun_the_collective() -> None:
     ranks = [rank(0, at("backward"), collective=55), rank(1, at("backward"), collective=56)]
-    assert [odd.rank for odd in odd_ones(ranks)] == [0]
+    assert [straggler.rank for straggler in stragglers(ranks)] == [0]
 
 
-def test_without_collectives_the_one_is_odd_that_is_least_far() -> None:
+def test_without_collectives_the_one_is_the_straggler_that_is_least_far() -> None:
     ranks = [rank(0, at("data", 13)), rank(1, at("backward", 12))]
-    assert [odd.rank for odd in odd_ones(ranks)] == [1]
+    assert [straggler.rank for straggler in stragglers(ranks)] == [1]
 
 
 @pytest.mark.parametrize("state", ["is stopped (SIGSTOP)", "has died"])
-def test_a_process_in_trouble_is_the_cause_wherever_the_others_are(state: str) -> None:
+def test_a_process_with_problem_is_the_cause_wherever_the_others_are(state: str) -> None:
     ranks = [rank(0, at("student"), collective=50), rank(1, at("backward"), state=state, collective=51)]
     said = f"rank 1 of 2 on 10.0.0.1 {state}, and last answered in backward of step 13; rank 0 waits for it in gloo:all_reduce 50"
     assert message(*ranks).endswith(said)
 
 
 def test_a_node_that_does_not_answer_is_the_cause() -> None:
-    silent = RankReport(1, "10.0.0.2", at("student"), None)
+    silent = RankReport(1, "10.0.0.2", at("student"), None, is_answering=False)
     said = "rank 1 of 2 on 10.0.0.2 is on a node that does not answer, and last answered in student of step 13; rank 0 waits"
     assert said in message(rank(0, at("data")), silent)
+
+
+def test_a_node_that_is_only_slow_is_not_the_cause_and_its_stacks_are_missed() -> None:
+    ranks = [RankReport(0, "10.0.0.2", at("backward"), None), rank(1, at("student"), text=SLEEPS)]
+    assert "rank 1 of 2 hangs in student of step 13 (my_method.py:41 in forward); rank 0 waits for it" in message(*ranks)
+    assert "rank 0 of 1 hangs in backward of step 13 (its stacks did not arrive)" in message(ranks[0])
+
+
+def test_a_rank_whose_loader_process_is_stopped_is_the_cause_and_the_line_says_so() -> None:
+    ranks = [rank(0, at("data")), rank(1, at("data"), text=SLEEPS)]
+    ranks[1] = replace(ranks[1], process=ProcessState(stopped_child="its loader process is stopped (SIGSTOP)", stacks=SLEEPS))
+    assert message(*ranks).endswith(
+        "rank 1 of 2 waits for data in data of step 13 (my_method.py:41 in forward), and its loader process is stopped (SIGSTOP)"
+        "; rank 0 waits for it in data of step 13"
+    )
 
 
 def test_waiting_for_data_names_the_thread_that_reads() -> None:
@@ -88,7 +103,7 @@ def test_waiting_for_data_names_the_thread_that_reads() -> None:
 
 def test_a_thread_that_waits_for_a_disk_is_said_of_the_rank_behind() -> None:
     ranks = [rank(0, at("data"), text=SLEEPS), rank(1, at("backward"))]
-    ranks[0] = replace(ranks[0], process=ProcessSigns(waits_for_disk=True, stacks=SLEEPS))
+    ranks[0] = replace(ranks[0], process=ProcessState(waits_for_disk=True, stacks=SLEEPS))
     assert (
         "rank 0 of 2 waits for data in data of step 13 (my_method.py:41 in forward), where a disk or a network file system does "
         "not answer (a thread in state D); rank 1 waits for it"
@@ -120,14 +135,14 @@ def test_a_model_that_is_being_compiled_does_not_hang_nor_does_what_waits_for_an
     )
     compiled = stacks('/x/torch/_dynamo/eval_frame.py", line 9 in compile_wrapper')
     locked = stacks('/x/trainables/locks.py", line 77 in locked', '/x/trainables/data/storage/staging.py", line 50 in stage')
-    assert rank(0, at("student"), text=compiling).may_take_long
-    assert rank(0, Position("start"), text=locked).may_take_long
-    assert not rank(0, at("student"), text=compiled).may_take_long
+    assert rank(0, at("student"), text=compiling).is_compiling_or_locked
+    assert rank(0, Position("start"), text=locked).is_compiling_or_locked
+    assert not rank(0, at("student"), text=compiled).is_compiling_or_locked
 
 
 def test_the_failure_reaches_the_driver_whole() -> None:
     error = pickle.loads(pickle.dumps(hang_error([rank(0, at("student"), text=SLEEPS)], 31.4)))
-    assert (error.failure.kind, error.failure.rank, error.failure.place) == ("hang", 0, "student of step 13")
+    assert (error.failure.kind, error.failure.rank, error.failure.position) == ("hang", 0, "student of step 13")
     assert "rank 0 (10.0.0.1): student of step 13, my_method.py:41 in forward" in error.stacks
     assert "line 140 in run_student" in error.stacks
 

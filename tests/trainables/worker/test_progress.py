@@ -3,6 +3,7 @@
 import pytest
 
 from trainables.metrics.heartbeat import Position
+from trainables.teachers.service.client import RESPONSE_TIMEOUT_S
 from trainables.worker.progress import JobProgress
 
 
@@ -79,6 +80,12 @@ def test_auto_waits_for_fifty_steady_steps_and_never_less_than_two_minutes(step_
             progress.update(0, training(beats, step=step if part == 0.75 else step - 1), now_s)
     assert progress.limit_s(training(1)) == pytest.approx(limit_s)
     assert progress.limit_s(Position("checkpoint", 80, "", 1, True)) == pytest.approx(5 * limit_s)
+
+
+def test_auto_waits_for_a_teacher_service_for_longer_than_its_client_does() -> None:
+    waiting = Position("train", 80, "teacher", 1, True)
+    assert JobProgress("auto", 1, began_s=0.0).limit_s(waiting) > RESPONSE_TIMEOUT_S
+    assert JobProgress(10.0, 1, began_s=0.0).limit_s(waiting) == 10.0
 
 
 def test_a_number_counts_for_checkpoints_too_and_zero_is_never() -> None:

@@ -92,7 +92,7 @@ def test_a_callback_on_the_worker_group_is_called_with_what_the_watch_reads() ->
 
 
 def test_what_the_watch_raises_reaches_the_driver_with_its_failure_and_so_does_a_hang_that_ray_finds() -> None:
-    ended = EndedError(Failure("hang", "no progress", rank=1, place="data of step 3"), "stacks")
+    ended = EndedError(Failure("hang", "no progress", rank=1, position="data of step 3"), "stacks")
     found = pickle.loads(pickle.dumps(ray.train.WorkerGroupError("no progress", {1: ended})))
     assert failures_in(found) == [ended.failure]
     assert found.worker_failures[1].stacks == "stacks"

@@ -1,19 +1,22 @@
-"""What can be seen of stuck workers from another process of their node: state, stacks, GPUs. And how they are ended."""
+"""What another process on the node can find out about stuck workers: state, stacks, GPUs. It also ends them."""
 
 import contextlib
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import psutil
 
 from trainables.metrics.telemetry import open_gpus, read_gpus
-from trainables.worker.signs_of_life import STACKS_SIGNAL
+from trainables.worker.worker_probe import STACKS_SIGNAL
 
 _STACKS_WAIT_S, _POLL_S = 2.0, 0.05
+LOADER_MODULE = "trainables.data.loader_server"
+"""What a loader process runs, by its command line."""
 STATES = {
     psutil.STATUS_STOPPED: "is stopped (SIGSTOP)",
     psutil.STATUS_TRACING_STOP: "is stopped by a debugger",
@@ -27,35 +30,39 @@ class WorkerProcess:
 
     pid: int
     stacks_descriptor: int | None
-    """None: the worker has not said yet where it writes its stacks, and cannot be asked for them."""
+    """None: the worker has not answered yet, so that it is not known where it writes its stacks."""
     gpus: tuple[str, ...] = ()
     """Their numbers or UUIDs."""
 
 
 @dataclass(frozen=True)
-class ProcessSigns:
+class ProcessState:
     """What was found."""
 
     state: str = ""
     """What is wrong with the process as a whole; empty: nothing."""
     waits_for_disk: bool = False
-    """Whether one of its threads is in state D all the time: a disk or a network file system does not answer."""
+    """Whether a thread of it or of its children is in state D all the time: a disk or a network file system does not answer."""
+    stopped_child: str = ""
+    """Such as `its loader process is stopped (SIGSTOP)`; empty: none is."""
     stacks: str = ""
     gpus: str = ""
 
 
-def inspect(processes: Mapping[int, WorkerProcess]) -> dict[int, ProcessSigns]:
-    """Signs of the workers of this node, by rank. It takes as long as the slowest of them writes its stacks, at most 2 s."""
-    asleep = {rank: _in_disk_sleep(process.pid) for rank, process in processes.items()}
+def inspect(processes: Mapping[int, WorkerProcess]) -> dict[int, ProcessState]:
+    """The state of the workers of this node, by rank. It takes as long as the slowest of them writes its stacks, at most 2 s."""
+    families = {rank: _family(process.pid) for rank, process in processes.items()}
+    asleep = {rank: _in_disk_sleep(family) for rank, family in families.items()}
     files = {rank: _StacksFile.of(process) for rank, process in processes.items()}
     until_s = time.monotonic() + _STACKS_WAIT_S
     time.sleep(_POLL_S)
     while any(file is not None and file.grows() for file in files.values()) and time.monotonic() < until_s:
         time.sleep(_POLL_S)
     return {
-        rank: ProcessSigns(
+        rank: ProcessState(
             _state(process.pid),
-            bool(asleep[rank] & _in_disk_sleep(process.pid)),
+            bool(asleep[rank] & _in_disk_sleep(families[rank])),
+            _stopped_child(families[rank][1:]),
             file.text() if (file := files[rank]) else "",
             _gpus(process.gpus),
         )
@@ -72,7 +79,7 @@ def end(processes: Mapping[int, WorkerProcess]) -> None:
 
 
 class _StacksFile:
-    """A worker's stacks, asked for when this is made."""
+    """A worker's stacks; the worker is sent the signal to write them when this object is created."""
 
     def __init__(self, path: Path, pid: int) -> None:
         self._path, self._begin = path, path.stat().st_size
@@ -109,10 +116,28 @@ def _state(pid: int) -> str:
         return STATES[psutil.STATUS_ZOMBIE]
 
 
-def _in_disk_sleep(pid: int) -> set[str]:
-    """The threads of a process that are in state D."""
+def _family(pid: int) -> list[int]:
+    """A process and its children, among them its loader process."""
+    with contextlib.suppress(psutil.Error):
+        return [pid, *(child.pid for child in psutil.Process(pid).children())]
+    return [pid]
+
+
+def _stopped_child(pids: Sequence[int]) -> str:
+    """The first of the children that is stopped, see `ProcessState`."""
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):  # it has ended
+            child = psutil.Process(pid)
+            if (status := child.status()) in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+                is_loader = any(LOADER_MODULE in argument for argument in child.cmdline())
+                return f"its {'loader' if is_loader else 'child'} process {STATES[status]}"
+    return ""
+
+
+def _in_disk_sleep(pids: Sequence[int]) -> set[str]:
+    """The threads of some processes that are in state D."""
     threads = set[str]()
-    for path in Path(f"/proc/{pid}/task").glob("*/stat"):
+    for path in chain.from_iterable(Path(f"/proc/{pid}/task").glob("*/stat") for pid in pids):
         with contextlib.suppress(OSError):  # it has ended
             # The third field, behind a name in brackets that may have any characters.
             if path.read_text().rpartition(")")[2].split()[0] == "D":

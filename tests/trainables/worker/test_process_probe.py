@@ -11,13 +11,14 @@ import psutil
 import pytest
 
 from tests.waiting import wait_until
-from trainables.worker.process_signs import WorkerProcess, end, inspect
+from trainables.data.loader_process import _SERVER
+from trainables.worker.process_probe import WorkerProcess, end, inspect
 
 pytestmark = [pytest.mark.processes, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 
 WORKER = """\
 import ctypes, threading, time
-from trainables.worker.signs_of_life import signs, watched
+from trainables.worker.worker_probe import state, watched
 
 def sleeping_in_python(): time.sleep(1000)
 def waiting_with_the_interpreter():
@@ -27,8 +28,14 @@ def waiting_with_the_interpreter():
 
 with watched():
     threading.Thread(target=sleeping_in_python, daemon=True).start()
-    print(signs().stacks_descriptor, flush=True)
+    print(state().stacks_descriptor, flush=True)
     {main}()
+"""
+PARENT = """\
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(99)", {argument!r}])
+print(child.pid, flush=True)
+child.wait()
 """
 
 
@@ -49,10 +56,10 @@ def held() -> Iterator[WorkerProcess]:
 def test_a_process_that_does_not_let_go_of_the_interpreter_writes_all_its_stacks_and_goes_on(held: WorkerProcess) -> None:
     for _ in range(2):  # the second ones are not those of before
         wait_until(lambda: "waiting_with_the_interpreter" in inspect({3: held})[3].stacks)
-        signs = inspect({3: held})[3]
-        assert signs.state == ""
-        assert signs.stacks.count("in waiting_with_the_interpreter") == 1
-        assert signs.stacks.count("in sleeping_in_python") == 1
+        found = inspect({3: held})[3]
+        assert found.state == ""
+        assert found.stacks.count("in waiting_with_the_interpreter") == 1
+        assert found.stacks.count("in sleeping_in_python") == 1
     end({3: held})  # Ray ends it, since nothing is wrong with the process
     assert psutil.pid_exists(held.pid)
 
@@ -61,11 +68,27 @@ def test_a_stopped_process_says_nothing_is_named_and_ended() -> None:
     with worker("sleeping_in_python") as process:
         os.kill(process.pid, signal.SIGSTOP)
         wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
-        signs = inspect({0: process})[0]
-        assert (signs.state, signs.stacks) == ("is stopped (SIGSTOP)", "")
+        found = inspect({0: process})[0]
+        assert (found.state, found.stacks) == ("is stopped (SIGSTOP)", "")
         end({0: process})
         wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE)
         assert inspect({0: process})[0].state == "has died"
+
+
+@pytest.mark.parametrize(("argument", "name"), [("other", "child"), (_SERVER, "loader")])
+def test_a_stopped_child_is_found_and_the_loader_process_is_named(argument: str, name: str) -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT.format(argument=argument)], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        processes = {0: WorkerProcess(parent.pid, None)}
+        try:
+            assert inspect(processes)[0].stopped_child == ""
+            child.suspend()
+            wait_until(lambda: child.status() == psutil.STATUS_STOPPED)
+            found = inspect(processes)[0]
+            assert (found.state, found.stopped_child) == ("", f"its {name} process is stopped (SIGSTOP)")
+        finally:
+            child.kill()
 
 
 def test_a_process_that_is_gone_has_died() -> None:

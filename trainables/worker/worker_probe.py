@@ -1,4 +1,4 @@
-"""What a worker shows of itself to `hang_watch`, in the process's other threads while its training thread may be stuck."""
+"""What a worker reports about itself to `hang_watch`, in the process's other threads while its training thread may be stuck."""
 
 import contextlib
 import faulthandler
@@ -20,7 +20,7 @@ _current: Heartbeat | None = None
 _bytes_at_beat = 0
 
 
-class Signs(NamedTuple):
+class WorkerState(NamedTuple):
     """Where a worker is, and the descriptor of the file that its stacks are written to."""
 
     position: Position
@@ -54,12 +54,12 @@ def stacks_file() -> IO[bytes]:
     return file
 
 
-def signs() -> Signs | None:
+def state() -> WorkerState | None:
     """Called by Ray in the worker's main thread; None where no job runs."""
     heartbeat = _current
     if heartbeat is not None and heartbeat.position().activity == "start":
         _beat_if_bytes_moved(heartbeat)
-    return None if heartbeat is None else Signs(heartbeat.position(), stacks_file().fileno())
+    return None if heartbeat is None else WorkerState(heartbeat.position(), stacks_file().fileno())
 
 
 def _beat_if_bytes_moved(heartbeat: Heartbeat) -> None:
@@ -67,11 +67,12 @@ def _beat_if_bytes_moved(heartbeat: Heartbeat) -> None:
     global _bytes_at_beat
     if not hasattr(psutil.Process, "io_counters"):  # macOS counts none
         return
-    counters = psutil.Process().io_counters()
-    num_bytes = counters.read_chars + counters.write_chars
-    if num_bytes - _bytes_at_beat > _MOVED_BYTES:
-        _bytes_at_beat = num_bytes
-        heartbeat.beat()
+    with contextlib.suppress(psutil.Error, OSError):  # a node may not let a process read its counters
+        counters = psutil.Process().io_counters()
+        num_bytes = counters.read_chars + counters.write_chars
+        if num_bytes - _bytes_at_beat > _MOVED_BYTES:
+            _bytes_at_beat = num_bytes
+            heartbeat.beat()
 
 
 def last_collective() -> Collective | None:

@@ -1,32 +1,33 @@
-"""What a worker shows of itself while a job runs in it."""
+"""What a worker reports about itself while a job runs in it."""
 
 import contextlib
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
 from trainables.distributed.group import Group, all_reduce_sum
 from trainables.distributed.rank_pool import RankPool
-from trainables.worker.signs_of_life import Collective, last_collective, signs, watched
+from trainables.worker.worker_probe import Collective, last_collective, state, watched
 
 
-def test_signs_are_there_while_a_job_runs() -> None:
-    assert signs() is None
+def test_there_is_a_state_while_a_job_runs() -> None:
+    assert state() is None
     with watched("/runs/x/student") as heartbeat:
         heartbeat.enter("eval")
-        found = signs()
+        found = state()
         assert found is not None
         assert (found.position.activity, found.position.folder) == ("eval", "/runs/x/student")
-    assert signs() is None
+    assert state() is None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_at_its_start_a_job_goes_on_while_it_reads_and_writes(tmp_path: Path) -> None:
     def num_beats() -> int:
-        found = signs()
+        found = state()
         assert found is not None
         return found.position.num_beats
 
@@ -38,6 +39,17 @@ def test_at_its_start_a_job_goes_on_while_it_reads_and_writes(tmp_path: Path) ->
         heartbeat.enter("train")
         (tmp_path / "file").write_bytes(bytes(2**21))
         assert num_beats() == before + 2  # the one of its own
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("error", [psutil.AccessDenied(), PermissionError()])
+def test_a_worker_whose_counters_cannot_be_read_has_a_state(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: psutil.Process) -> None:
+        raise error
+
+    monkeypatch.setattr(psutil.Process, "io_counters", refuse)
+    with watched():
+        assert state() is not None
 
 
 def collectives(group: Group) -> list[Collective | None]:
