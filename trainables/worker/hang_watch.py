@@ -42,10 +42,11 @@ class HangWatch(WorkerGroupCallback):  # type: ignore[misc]
     Args:
         hang_after_s: `scale.hang_after_s`.
         limit_s: how long a job may take on its workers; None: as long as it does.
+        has_service: whether the teacher is a service.
     """
 
-    def __init__(self, hang_after_s: float | Literal["auto"], limit_s: float | None) -> None:
-        self._hang_after_s, self._limit_s = hang_after_s, limit_s
+    def __init__(self, hang_after_s: float | Literal["auto"], limit_s: float | None, *, has_service: bool = False) -> None:
+        self._hang_after_s, self._limit_s, self._has_service = hang_after_s, limit_s, has_service
         self._error: ray.train.WorkerGroupError | None = None
         self._stopping: threading.Event | None = None  # made where the watch begins: events cannot be sent to another process
 
@@ -72,7 +73,7 @@ class HangWatch(WorkerGroupCallback):  # type: ignore[misc]
             self._stopping.set()
 
     def _watch(self, workers: dict[int, Any], stopping: threading.Event) -> None:
-        progress = JobProgress(self._hang_after_s, len(workers), time.monotonic())
+        progress = JobProgress(self._hang_after_s, len(workers), time.monotonic(), self._has_service)
         poller, file = StatePoller(workers), HeartbeatFile()
         while not stopping.wait(POLL_S):
             now_s = time.monotonic()

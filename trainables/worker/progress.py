@@ -17,8 +17,8 @@ SILENT_S = 5.0
 """A rank that has not answered for so long does not answer."""
 CHECKPOINT_FACTOR = 5.0
 """The same of a checkpoint, with `auto` alone: its time is that of a disk and not that of steps."""
-TEACHER_S = RESPONSE_TIMEOUT_S + 60.0
-"""With `auto` a step may wait for its teacher at least for so long: a teacher service's client gives up before, and says why."""
+SERVICE_S = RESPONSE_TIMEOUT_S + 60.0
+"""With `auto` a step may wait for a teacher service at least for so long: its client gives up before, and says why."""
 
 
 @dataclass
@@ -45,11 +45,13 @@ class JobProgress:
         hang_after_s: `scale.hang_after_s`; 0: a job never hangs.
         num_ranks: of the job.
         began_s: when the ranks were started.
+        has_service: whether the teacher is a service.
     """
 
     hang_after_s: float | Literal["auto"]
     num_ranks: int
     began_s: float
+    has_service: bool = False
     ranks: list[RankProgress] = field(init=False)
     _steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS))
     is_extended: bool = False
@@ -96,7 +98,8 @@ class JobProgress:
         if auto and position.activity == "checkpoint":
             return CHECKPOINT_FACTOR * base_s
         limit_s = base_s if position.is_warm else COLD_FACTOR * base_s
-        return max(limit_s, TEACHER_S) if auto and (position.activity, position.phase) == ("train", "teacher") else limit_s
+        waits_for_service = self.has_service and (position.activity, position.phase) == ("train", "teacher")
+        return max(limit_s, SERVICE_S) if auto and waits_for_service else limit_s
 
     def longest_s(self, now_s: float) -> float:
         """For how long no rank has gone on."""

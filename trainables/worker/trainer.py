@@ -73,6 +73,7 @@ def fit(
     """
     resources = worker_resources(config.scale, loader_workers, use_gpu=use_gpu)
     settings = config.model_dump(mode="json")
+    has_service = isinstance(config, TrainConfig) and bool(config.teachers)
     trainer = ray.train.torch.TorchTrainer(
         _entry_point(config, reused),
         train_loop_config=settings if reused is None else {"config": settings, "reused": reused},
@@ -83,7 +84,7 @@ def fit(
         run_config=ray.train.RunConfig(
             storage_path=str(storage),
             name=name,
-            callbacks=[*(callbacks or []), HangWatch(config.scale.hang_after_s, limit_s)],
+            callbacks=[*(callbacks or []), HangWatch(config.scale.hang_after_s, limit_s, has_service=has_service)],
             worker_runtime_env=runtime_env(use_gpu),
             # By default Ray Train waits for free resources for ever, silently, also where a node's death made that hopeless, and
             # begins again by itself after an announced end of a node, where we would not know of it.

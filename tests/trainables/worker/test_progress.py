@@ -84,7 +84,8 @@ def test_auto_waits_for_fifty_steady_steps_and_never_less_than_two_minutes(step_
 
 def test_auto_waits_for_a_teacher_service_for_longer_than_its_client_does() -> None:
     waiting = Position("train", 80, "teacher", 1, True)
-    assert JobProgress("auto", 1, began_s=0.0).limit_s(waiting) > RESPONSE_TIMEOUT_S
+    assert JobProgress("auto", 1, began_s=0.0, has_service=True).limit_s(waiting) > RESPONSE_TIMEOUT_S
+    assert JobProgress("auto", 1, began_s=0.0).limit_s(waiting) == 120.0
     assert JobProgress(10.0, 1, began_s=0.0).limit_s(waiting) == 10.0
 
 
