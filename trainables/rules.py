@@ -146,6 +146,13 @@ def sharded_teacher_is_not_compiled(settings: JobSettings) -> Problem:
     return "teacher.placement sharded does not go with train.compile: set train.compile to false, or teacher.placement to whole"
 
 
+def sharded_teacher_has_several_replicas(settings: JobSettings) -> Problem:
+    fewest, stages = settings.scale.min_workers, settings.scale.pipeline_stages
+    if settings.teacher is None or settings.teacher.placement != "sharded" or fewest is None or fewest // stages > 1:
+        return None
+    return f"teacher.placement sharded needs 2 workers or more, and scale.min_workers is {fewest}: write at least {2 * stages}"
+
+
 def gpu_decoder_has_gpus(settings: JobSettings) -> Problem:
     if not settings.data.decodes_on_device or settings.scale.use_gpu is not False:
         return None
@@ -193,6 +200,7 @@ RULES: tuple[Callable[[JobSettings], Problem], ...] = (
     mixing_has_a_network,
     teacher_service_gets_images,
     sharded_teacher_is_not_compiled,
+    sharded_teacher_has_several_replicas,
     lambda settings: warmup_leaves_an_epoch(settings.optim, settings.optim.epochs),
     lambda settings: nesterov_has_momentum(settings.optim),
     gpu_decoder_has_gpus,

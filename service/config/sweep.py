@@ -46,7 +46,8 @@ class SweepConfig(Section):
         0.03, description="guided: the search ends when no point is predicted to beat the best by more than this share"
     )
     trial_limit_s: Positive | None = Field(
-        None, description="seconds on its workers after which a trial ends as failed, and the sweep goes on; absent: no limit"
+        None,
+        description="seconds, its restarts included, after which a trial ends as failed, and the sweep goes on; absent: no limit",
     )
     max_concurrent: Count = Field(1, description="trials at a time; bounded by the cluster's resources")
     grace_epochs: Count = Field(1, description="asha: epochs before a trial may be stopped, those of a method's init stage apart")

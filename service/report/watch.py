@@ -23,7 +23,7 @@ ABOUT_ROWS = 12  # of a screen that is not the table
 def watch(directory: Path, console: Console, html: Path | None) -> tuple[RunDir, RunResult]:
     """Follow a run until it is no longer running. Returns how it stands then, its page written.
 
-    A run that nobody carries out any more (its driver was killed and could not say so) counts as interrupted.
+    A run whose driver was killed and could not say so counts as interrupted.
 
     Raises:
         ExperimentError: no run there, or the page cannot be written.

@@ -48,7 +48,7 @@ def with_free_workers(assignment: Assignment) -> Assignment:
     room = _settled_room(assignment, sizes[-1])
     size = max([number for number in sizes if number <= room], default=sizes[0])
     larger = [number for number in sizes if number > size]
-    if larger:
+    if larger and size <= room:
         log(assignment.stage_dir, f"{size} of {sizes[-1]} workers, as many as there is room for")
     return replace(assignment, config=with_num_workers(config, size, larger[0] if larger else None))
 

@@ -116,9 +116,12 @@ def as_it_stands(run_dir: RunDir, result: RunResult) -> RunResult:
     """The result; of a run whose driver was killed and could not say so, as one that was interrupted, and since when."""
     if result.status != "running" or not abandoned(run_dir):
         return result
+    result = read_result(run_dir.result, run_dir.experiment)  # it may have ended since
+    if result.status != "running":
+        return result
     files = [run_dir.result, *run_dir.root.rglob("metrics.jsonl"), *run_dir.root.rglob("heartbeats.json")]
     since = datetime.fromtimestamp(max(file.stat().st_mtime for file in files))
-    reason = f"not running since {since:%Y-%m-%d %H:%M:%S}: nobody carries this out any more"
+    reason = f"not running since {since:%Y-%m-%d %H:%M:%S}: no process runs it any more"
     return result.model_copy(update={"status": "interrupted", "reason": reason})
 
 

@@ -42,6 +42,7 @@ def run_to_end(assignment: Assignment, callbacks: list[Any] | None = None, reuse
         if isinstance(result, Outcome):
             return result.model_copy(update={"restarts": restarts})
         if isinstance(result, WorkersFailedError):
+            node_wait = NodeWait()  # there were workers: an earlier wait is over
             current = current_assignment(reused) if reused is not None else assignment
             if current is None:  # its last point was measured; the workers died on their way out
                 return Outcome(status="failed", reason="the workers died when they had nothing left to do")

@@ -188,6 +188,7 @@ class RayCluster:
     nodes: list[RayNode] = field(default_factory=list)
     """The head first."""
     head_options: tuple[str, ...] = ()
+    head_env: dict[str, str] = field(default_factory=dict)
     """Further ones of `ray start --head`."""
     _serial: int = 1
     _ending: list[RayNode] = field(default_factory=list)
@@ -251,6 +252,7 @@ class RayCluster:
                     "RAY_AUTH_MODE": "token",
                     "RAY_AUTH_TOKEN_PATH": str(self.token_file),
                     "HOME": str(self.folder),
+                    **({} if self.nodes else self.head_env),
                     "RAY_health_check_period_ms": "1000",  # by default the head asks a dead node five times in 15 s
                     "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
                 },

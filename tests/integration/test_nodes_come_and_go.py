@@ -119,7 +119,12 @@ def autoscaling(cluster: RayCluster) -> dict[str, object]:
         "cluster_name": "test",
         "max_workers": 2,
         "idle_timeout_minutes": 5,
-        "provider": {"type": "external", "module": provider, "gcs_address": f"127.0.0.2:{cluster.port}"},
+        "provider": {
+            "type": "external",
+            "module": provider,
+            "gcs_address": f"127.0.0.2:{cluster.port}",
+            "disable_node_updaters": True,
+        },
         "head_node_type": "ray.head.default",
         "available_node_types": {
             "ray.head.default": {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
@@ -137,9 +142,13 @@ def test_a_run_is_not_refused_for_which_an_autoscaler_starts_nodes(distill: Dist
     with tempfile.TemporaryDirectory(prefix="rd-", ignore_cleanup_errors=True) as folder:
         cluster, config = RayCluster(Path(folder), cpus=0), Path(folder) / "autoscaling.json"
         cluster.head_options = (f"--autoscaling-config={config}",)
+        cluster.head_env = {"RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
         config.write_text(json.dumps(autoscaling(cluster)))
         try:
             cluster.add()
+            code = "import ray; from trainables.worker.ray_nodes import has_autoscaler; ray.init(); print(has_autoscaler())"
+            env = {**os.environ, **cluster.env}
+            wait_until(lambda: b"True" in subprocess.check_output([sys.executable, "-c", code], env=env), "first status")
             output = distill.run("train", distill.experiment, "--set", "scale.num_workers=2", env=cluster.env)
             assert "on 1 node, and those that an autoscaler starts" in output
         finally:

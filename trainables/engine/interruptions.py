@@ -1,7 +1,7 @@
 """Whether it is time for a checkpoint inside an epoch, and whether the stage ends after it: on all ranks at the same step.
 
 Clocks and notices differ by rank, so ranks exchange them at steps that all of them know, a few seconds apart. Nothing else is
-exchanged, and nothing in the loop waits for it between those steps.
+exchanged. With NCCL an exchange waits for the GPU, as a log step does; between exchanges nothing waits.
 """
 
 import time
@@ -13,7 +13,7 @@ from trainables.distributed.group import Group, gather_objects
 from trainables.errors import Interruption
 
 EXCHANGE_S = 5.0
-"""Seconds between two exchanges: with a checkpoint after it a notice is heeded within ten seconds of steps."""
+"""Seconds between two exchanges: with a checkpoint after it a notice is acted on within ten seconds of steps."""
 InterruptionRequest = Callable[[], Interruption | None]
 """Why this rank wants the stage to end, where it does."""
 

@@ -120,6 +120,7 @@ def train_batches(job: Job, batches: Generator[Batch, None, None], epoch: Epoch,
                 if decision.saves or step_in_epoch % config.train.checkpoint_every == 0:
                     save_inside_epoch(job, step_in_epoch)
                 if decision.interruption is not None:
+                    gather_objects(None, job.group)  # one rank writes: the first that raises ends the others within seconds
                     raise StageInterruptedError(decision.interruption)
             job.metrics.start_step(progress.step)
     finally:

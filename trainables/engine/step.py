@@ -118,6 +118,7 @@ def train_step(train_state: TrainState, batch: DeviceBatch, step: int, timer: Ph
     timer.mark("augment")
     train_state.active_teacher.skip(parts[0].images_BCHW, train_state.accumulate - len(parts))
     for part in parts:
+        timer.begin_micro_batch()
         teacher_outputs = run_teacher(train_state, part)
         timer.mark("teacher")
         with update.micro_batch(last=part is parts[-1]):

@@ -38,6 +38,8 @@ class Position(NamedTuple):
     """Of the training thread, as `faulthandler` names it."""
     folder: str = ""
     """The stage's; empty where there is none."""
+    micro_batch: int = 0
+    """Of a step, where the activity is `train`."""
 
     def __str__(self) -> str:
         if self.activity == "train" and self.phase != BETWEEN_STEPS:
@@ -48,11 +50,11 @@ class Position(NamedTuple):
         return f"{name} after step {self.step}"
 
     @property
-    def order(self) -> tuple[int, int, int]:
+    def order(self) -> tuple[int, int, int, int]:
         """Less than that of a rank that is further."""
         between = self.activity == "train" and self.phase == BETWEEN_STEPS
         phase = PHASES.index(self.phase) if self.phase in PHASES else 0
-        return self.step, _ORDER.index(BETWEEN_STEPS if between else self.activity), phase
+        return self.step, _ORDER.index(BETWEEN_STEPS if between else self.activity), self.micro_batch, phase
 
 
 class Heartbeat:
@@ -62,6 +64,7 @@ class Heartbeat:
         self._folder, self._began_s, self._thread_id = folder, time.monotonic(), threading.get_ident()
         self._activity, self._phase, self._step = "start", "", 0
         self._num_beats = 0
+        self._micro_batch = 0
         self._num_in = Counter[str]()
 
     def enter(self, activity: str) -> None:
@@ -76,8 +79,14 @@ class Heartbeat:
 
     def begin_step(self, step: int) -> None:
         """A step begins, after `step` others; it first waits for its batch."""
-        self._step, self._phase = step, PHASES[0]
+        self._step, self._phase, self._micro_batch = step, PHASES[0], 0
         self.beat()
+
+    def begin_micro_batch(self) -> None:
+        """A micro-batch of a step begins, with the teacher's forward."""
+        self._phase = "teacher"
+        self._micro_batch += 1
+        self._num_beats += 1
 
     def end_step(self) -> None:
         """The step is complete."""
@@ -109,4 +118,5 @@ class Heartbeat:
             time.monotonic() - self._began_s,
             self._thread_id,
             self._folder,
+            self._micro_batch,
         )

@@ -144,6 +144,10 @@ class PhaseTimer:
         self._timestamps.append(self._now())
         self._heartbeat.end_phase(phase)
 
+    def begin_micro_batch(self) -> None:
+        """The phases of a further micro-batch follow; costs no mark."""
+        self._heartbeat.begin_micro_batch()
+
     def stop(self) -> None:
         """End the step."""
         self._timestamps.append(self._now())

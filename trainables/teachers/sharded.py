@@ -1,6 +1,7 @@
 """A frozen network whose parameters are divided among ranks: each block's are gathered while it runs, by `fully_shard`.
 
-Its outputs have the bits of the whole network: the parameters are gathered as they are, and each rank runs its own images.
+The parameters are gathered as they are, and each rank runs its own images: on a CPU its outputs have the bits of the whole
+network. On a GPU they agree to rounding, since the parameters are not in the memory format of the images.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 import signal
 import threading
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 
 from ray.util.placement_group import (
@@ -18,6 +19,8 @@ from trainables.config import ScaleConfig
 from trainables.errors import Interruption
 from trainables.worker.ray_internals import is_preempted
 
+STINT_S = 60.0
+"""A stage does not make way for more workers before: two elastic stages would take a free node from each other without end."""
 _terminated = threading.Event()
 
 
@@ -59,10 +62,13 @@ class InterruptionRequests:
 
     more: PlacementGroup | None = None
     """On rank 0: what the stage would have with more workers."""
+    _began_s: float = field(default_factory=time.monotonic)
 
     def __call__(self) -> Interruption | None:
         if _terminated.is_set() or is_preempted():
             return "preempted"
-        if self.more is not None and placement_group_table(self.more)["state"] == "CREATED":
+        if self.more is None or time.monotonic() - self._began_s < STINT_S:
+            return None
+        if placement_group_table(self.more)["state"] == "CREATED":
             return "resized"
         return None

@@ -36,5 +36,6 @@ def has_autoscaler() -> bool:
     if is_autoscaler_v2(fetch_from_server=True, gcs_client=client):
         return True
     status = json.loads(client.internal_kv_get(b"__autoscaling_status", None) or "{}")
-    types = (status.get("autoscaler_report") or {}).get("active_nodes") or {}
+    report = status.get("autoscaler_report") or {}
+    types = {*(report.get("active_nodes") or {}), *(report.get("node_type_mapping") or {}).values()}
     return any(not name.startswith(MANUAL_NODE) for name in types)

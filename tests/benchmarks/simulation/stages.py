@@ -76,7 +76,7 @@ def _pipeline(plant: Plant, setting: BuildContext, number: int) -> Pipeline:
             forward_s=student_s * count / num_layers,
             backward_s=backward_s * count / num_layers,
             send_s=send_s,
-            ahead_s=number * teacher_s if stage == p - 1 else 0.0,
+            teacher_s=number * teacher_s if stage == p - 1 else 0.0,
         )
         for stage, count in enumerate(layers)
     ]

@@ -18,7 +18,7 @@ from service.runs.node_wait import NodeWait
 from service.runs.outcome import Outcome, read_summary
 from service.runs.trial import cause_of, finished, run_to_end
 from trainables.config import TrainConfig
-from trainables.errors import CheckpointError, ExperimentError
+from trainables.errors import CheckpointError, DistillError, ExperimentError
 from trainables.failures import Failure, Kind, WorkersFailedError, read_failure, write_failure
 from trainables.rundir import StageDir, write_json
 from trainables.stage_result import StageResult, write_stage_result
@@ -93,6 +93,28 @@ def test_a_second_hang_at_the_same_place_ends_the_stage(
     ]
     assert hang_tags(stage) == {"hang": "no progress for 9 s: rank 1 hangs in step 3"}
     assert stage.log.read_text().count("hang: going on from the last checkpoint") == tries - 1
+
+
+def test_a_wait_for_nodes_that_ended_well_does_not_count_for_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes, begun = [Node("0", 8, 0)], 0
+
+    def fit(config: TrainConfig, **_: object) -> None:
+        nonlocal begun
+        begun += 1
+        if begun == 1:  # a node is lost, and replaced inside the minute in which Ray waits
+            nodes.clear()
+            raise WorkersFailedError([ended("worker_died", rank=0)])
+        time.sleep(0.2)  # trained for longer than it may wait, then lost another one
+        raise WorkersFailedError([ended("worker_died", rank=0)]) if begun < 4 else DistillError("the end")
+
+    monkeypatch.setattr(trainer, "fit", fit)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(node_wait, "living_nodes", lambda: Cluster(tuple(nodes)))
+    tree = {"model": "mlp_small", "output_dir": str(tmp_path), "data": {"path": "digits"}, "scale": {"wait_for_nodes_s": 0.1}}
+    outcome = run_to_end(Assignment(TrainConfig.model_validate(tree), False, 1, tmp_path))
+    assert (outcome.reason, begun) == ("the end", 4)
 
 
 def test_a_restart_has_what_is_left_of_the_assignments_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

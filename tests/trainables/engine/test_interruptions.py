@@ -2,7 +2,11 @@
 
 import contextlib
 import itertools
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -10,7 +14,7 @@ from tests.trainables.jobs import Recorded, config, equal, no_telemetry, relativ
 from trainables.config import TrainConfig
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
-from trainables.engine import loop
+from trainables.engine import checkpoint, loop
 from trainables.engine.interruptions import Decision, Interruptions
 from trainables.engine.job import build
 from trainables.errors import Interruption, StageInterruptedError
@@ -58,6 +62,11 @@ def test_requests_are_exchanged_every_five_seconds_whatever_a_step_takes() -> No
     assert max(gaps_s) <= 5.2
 
 
+def slow_save(*arguments: Any, save: Callable[..., None] = checkpoint.save) -> None:
+    time.sleep(0.3)
+    save(*arguments)
+
+
 def end_after(group: Group, settings: TrainConfig, num_steps: int) -> list[int]:
     """Rank 1 alone requests the end once there were so many steps; returns the steps that this rank has made."""
     report = Recorded()
@@ -67,8 +76,9 @@ def end_after(group: Group, settings: TrainConfig, num_steps: int) -> list[int]:
 
     job = build(settings, group, report, no_telemetry, interruption_request=request)
     job.interruptions.after_step = job.interruptions.exchange  # type: ignore[method-assign]
-    with contextlib.closing(job), pytest.raises(StageInterruptedError) as caught:
+    with contextlib.closing(job), patch.object(checkpoint, "save", slow_save), pytest.raises(StageInterruptedError) as caught:
         loop.run(job)
+    assert job.stage.last.exists()  # also on the rank that does not write it
     assert failure_of(caught.value, group.rank).kind == "preempted"
     return [step for kind, step, _ in report.calls if kind == "step"]
 

@@ -43,6 +43,22 @@ def test_a_job_says_where_it_is_from_its_start_to_its_end(tmp_path: Path, monkey
     assert all(position.folder == str(tmp_path) for position in visited)
 
 
+def test_the_phases_of_each_micro_batch_follow_those_of_the_one_before() -> None:
+    heartbeat, visited = Heartbeat(), list[Position]()
+    heartbeat.enter("train")
+    heartbeat.begin_step(0)
+    for phase in ("data", "h2d", "augment"):
+        heartbeat.end_phase(phase)
+    for _ in range(2):
+        heartbeat.begin_micro_batch()
+        for phase in ("teacher", "student", "backward"):
+            visited.append(heartbeat.position())
+            heartbeat.end_phase(phase)
+    visited.append(heartbeat.position())
+    assert [position.phase for position in visited] == [*("teacher", "student", "backward") * 2, "optimizer"]
+    assert [position.order for position in visited] == sorted(position.order for position in visited)
+
+
 def test_a_phase_costs_less_than_two_microseconds() -> None:
     heartbeat = Heartbeat()
     assert min(timeit.repeat(lambda: heartbeat.end_phase("student"), number=10_000, repeat=5)) / 10_000 < 2e-6
