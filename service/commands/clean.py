@@ -27,9 +27,10 @@ def check_age(context: click.Context, parameter: click.Parameter, age: str) -> s
 def clean(age: str, dry_run: bool, unfinished: bool, checkpoints_only: bool, root: Path) -> None:
     """Remove what is old and needed by nothing: runs, caches, and what killed jobs have left.
 
-    A run stays while a process works on it, while records of it wait for MLflow, while a run that stays names it (as
-    teacher.weights may), and as long as it can be resumed, unless --unfinished is given. Caches and leftovers are those of this
-    user on this machine. MLflow's records stay.
+    A run stays while a process works on it, while records of it wait for MLflow, while a run of this root that stays refers to
+    it (as teacher.weights may), and as long as it can be resumed, unless --unfinished is given. Runs outside this root are not
+    looked at, neither for weights nor for logits. Caches and leftovers are those of this user on this machine. MLflow's records
+    stay.
     """
     from service.runs.clean import Cleaner
     from service.runs.clean import clean as run_clean

@@ -99,15 +99,20 @@ def read_records(run_dir: RunDir, result: RunResult, experiment: Experiment, sou
     if result.kind != "sweep":
         stages = [(name, run_dir.stage(name)) for name in (*experiment.preparation, "student")]
         histories = [read_history(name, stage, steps=True) for name, stage in stages if stage.metrics.exists()]
-        return Records(run_dir.root, result, flat, sources, (), histories, hang_lines(stages))
+        return Records(run_dir.root, result, flat, sources, (), histories, hangs_of(run_dir))
     rows, histories = [], []
     for row in result.rows:
         history = read_history(f"trial {row.id}", run_dir.trial(row.id).stage("student"), steps=False)
         rows.append(Row.of(row, history.windows_s))
         if history.lines:
             histories.append(history)
-    students = [(f"trial {row.id}", run_dir.trial(row.id).stage("student")) for row in result.rows]
-    return Records(run_dir.root, result, flat, sources, rows, histories, hang_lines(students))
+    return Records(run_dir.root, result, flat, sources, rows, histories, hangs_of(run_dir))
+
+
+def hangs_of(run_dir: RunDir) -> list[str]:
+    """A line for each hang of a run, also of the measurements that a guided search repeated."""
+    stages = [StageDir(path.parent) for path in sorted(run_dir.root.rglob("hangs.jsonl"))]
+    return hang_lines((str(stage.root.relative_to(run_dir.root)), stage) for stage in stages)
 
 
 def read_history(label: str, stage: StageDir, steps: bool) -> History:

@@ -31,7 +31,7 @@ _KEY = re.compile(r"[0-9a-f]{16,64}")
 
 @dataclass
 class Cleaner:
-    """Removes, and says, what it is given; in a dry run it only says."""
+    """Removes files and folders, and prints a line for each; in a dry run it only prints."""
 
     before_s: float
     """Unix seconds: what was used later stays."""
@@ -135,9 +135,9 @@ class Run:
         own = self.cache
         return own is not None and (own == cache or (not own.is_absolute() and own.name == cache.name))
 
-    def names(self, other: "Run") -> bool:
-        """Whether its experiment names something in the other's directory, as `teacher.weights` may."""
-        return re.search(rf"(?:^|[/'\"\s]){re.escape(other.path.name)}/", self.text) is not None
+    def refers_to(self, other: "Run") -> bool:
+        """Whether its experiment has the path of the other's directory, or of a file in it, as `teacher.weights` may."""
+        return re.search(rf"(?:^|[/'\"\s]){re.escape(other.path.name)}(?:[/'\"\s,}}\]]|$)", self.text) is not None
 
     def needed_reason(self, unfinished: bool) -> str | None:
         """Why it may not be removed, however old; None: it may, unless another run needs it."""
@@ -166,9 +166,9 @@ def _removable(runs: list[Run], cleaner: Cleaner, unfinished: bool) -> list[Run]
             else:
                 removable.append(run)
     while True:
-        users = {run: user for run in removable for user in runs if user not in removable and user.names(run)}
+        users = {run: user for run in removable for user in runs if user not in removable and user.refers_to(run)}
         for run, user in users.items():
-            cleaner.echo(f"{run.path} stays: {user.path} names it")
+            cleaner.echo(f"{run.path} stays: {user.path} refers to it")
             removable.remove(run)
         if not users:
             return removable

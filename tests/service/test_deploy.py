@@ -241,6 +241,12 @@ def test_every_pod_mounts_the_shared_volume_and_memory_for_rays_object_store() -
     assert spec["authOptions"] == {"mode": "token", "secretName": "raydistill-token"}
 
 
+def test_trials_may_reserve_the_part_of_the_heads_memory_that_the_documentation_says() -> None:
+    head = load(MANIFESTS[0])["spec"]["headGroupSpec"]
+    limit = head["template"]["spec"]["containers"][0]["resources"]["limits"]["memory"]
+    assert int(head["rayStartParams"]["memory"]) == int(0.7 * int(limit.removesuffix("Gi")) * 2**30)
+
+
 def test_the_manifests_name_the_ray_that_the_lock_pins() -> None:
     locked = re.search(r"^ray==(\S+)", (ROOT / "requirements.lock").read_text(), re.MULTILINE)
     assert locked is not None

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from trainables.data.encoded_rows import Region
 
-Answer = tuple[list[tuple[int, str]], list[Region], tuple[float, ...]]
+Response = tuple[list[tuple[int, str]], list[Region], tuple[float, ...]]
 """The fields of a `ReadResult` for a whole batch; the last one those of its `ThreadTimes`."""
 
 

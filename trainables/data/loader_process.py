@@ -24,7 +24,7 @@ from trainables.data.batch_layout import BatchLayout
 from trainables.data.batch_memory import Block, SharedBatchMemory
 from trainables.data.batch_reader import Reads, Request
 from trainables.data.interface import Source
-from trainables.data.loader_messages import Answer, FailedReads, LogLine
+from trainables.data.loader_messages import FailedReads, LogLine, Response
 from trainables.data.sample_reader import ReadResult, ThreadTimes
 from trainables.errors import DataError, LoaderDiedError
 
@@ -58,10 +58,10 @@ class LoaderProcess:
     """
 
     def __init__(self, layout: BatchLayout, *, pinned: bool) -> None:
-        self.memory = SharedBatchMemory(layout, pinned=pinned)
+        self._layout, self._pinned = layout, pinned
         self._process: subprocess.Popen[bytes] | None = None
         self._num_opened, self._open = 0, set[int]()
-        self._unanswered = deque[_ProcessReads]()
+        self._pending = deque[_ProcessReads]()
 
     def open(self, source: Source, data: DataConfig, **options: Any) -> "ProcessReader":
         """A reader there, see `BatchReader`. What fails as it opens the source again is raised where the first batch is taken."""
@@ -74,7 +74,7 @@ class LoaderProcess:
         return ProcessReader(self, self._num_opened)
 
     def send(self, reader: int, method: str, *arguments: Any) -> None:
-        """Call a method of a reader, or of none where the process has died: whoever waits for its answer says so."""
+        """Call a method of a reader, or of none where the process has died: whoever waits for its response raises that."""
         if self._open:
             with contextlib.suppress(ConnectionError):
                 self._connection.send_bytes(pickle.dumps((reader, method, arguments)))
@@ -83,24 +83,24 @@ class LoaderProcess:
         """See `BatchReader.begin`."""
         reads = _ProcessReads(self)
         if self._open:
-            self._unanswered.append(reads)
+            self._pending.append(reads)
             self.send(reader, "begin", tuple(request), block.number)
         else:
-            reads.answer = FailedReads(CancelledError())
+            reads.response = FailedReads(CancelledError())
         return reads
 
     def receive(self, *, wait: bool) -> bool:
-        """Take the next answer, for the batch that has waited longest. False: there is none yet. Raises LoaderDiedError."""
+        """Take the next response, for the batch that has waited longest. False: there is none yet. Raises LoaderDiedError."""
         try:
             if not wait and not self._readable.poll(0):
                 return False
-            answer = pickle.loads(self._connection.recv_bytes())
+            message = pickle.loads(self._connection.recv_bytes())
         except (EOFError, ConnectionError):
             raise self._death() from None
-        if isinstance(answer, LogLine):
-            log.log(answer.level, "%s", answer.message)
+        if isinstance(message, LogLine):
+            log.log(message.level, "%s", message.message)
         else:
-            self._unanswered.popleft().answer = answer
+            self._pending.popleft().response = message
         return True
 
     def close(self, reader: int) -> None:
@@ -116,12 +116,13 @@ class LoaderProcess:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        while self._unanswered:
-            self._unanswered.popleft().answer = FailedReads(CancelledError())
+        while self._pending:
+            self._pending.popleft().response = FailedReads(CancelledError())
         self.memory.close()
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
+        self.memory = SharedBatchMemory(self._layout, pinned=self._pinned)
         handles = theirs.fileno(), self.memory.handle
         path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
         with theirs:
@@ -134,6 +135,7 @@ class LoaderProcess:
                     env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
                 )
             except OSError as error:
+                self.memory.close()
                 raise DataError(
                     f"data.loader: the loader process cannot be started: {error.strerror}; write data.loader=threads"
                 ) from error
@@ -146,7 +148,8 @@ class LoaderProcess:
         assert self._process is not None
         code = self._process.wait()
         if code >= 0:
-            return LoaderDiedError(f"the loader process ended with exit code {code}; its last words are in this worker's log")
+            where = "this worker's log, worker-*.err in the logs of Ray's session"
+            return LoaderDiedError(f"the loader process ended with exit code {code}; its error is in {where}")
         name = signal.Signals(-code).name
         memory = "; if the node's memory ran out: fewer data.loader_workers or data.prefetch_batches" * (name == "SIGKILL")
         return LoaderDiedError(f"the loader process was ended by {name}{memory}")
@@ -176,22 +179,22 @@ class _ProcessReads:
 
     def __init__(self, process: LoaderProcess) -> None:
         self._process = process
-        self.answer: Answer | FailedReads | None = None
+        self.response: Response | FailedReads | None = None
 
     def done(self) -> bool:
-        while self.answer is None and self._process.receive(wait=False):
+        while self.response is None and self._process.receive(wait=False):
             pass
-        return self.answer is not None
+        return self.response is not None
 
     def results(self) -> list[ReadResult]:
-        while self.answer is None:
+        while self.response is None:
             self._process.receive(wait=True)
-        if isinstance(self.answer, FailedReads):
-            raise self.answer.error from self.answer.cause
-        bad, encoded_rows, times = self.answer
+        if isinstance(self.response, FailedReads):
+            raise self.response.error from self.response.cause
+        bad, encoded_rows, times = self.response
         return [ReadResult(bad, encoded_rows, ThreadTimes(*times))]
 
     def end(self) -> None:
         with contextlib.suppress(LoaderDiedError):  # then nothing is written any more
-            while self.answer is None:
+            while self.response is None:
                 self._process.receive(wait=True)

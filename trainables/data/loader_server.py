@@ -11,6 +11,8 @@ import pickle
 import signal
 import sys
 import threading
+import traceback
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
@@ -20,13 +22,13 @@ from numpy.typing import NDArray
 
 from trainables.data.batch_layout import BatchLayout
 from trainables.data.batch_reader import BatchReader, Reads, Request
-from trainables.data.loader_messages import Answer, FailedReads, LogLine
+from trainables.data.loader_messages import FailedReads, LogLine, Response
 
 _LOOK_S = 1.0
 
 
 class LoaderServer:
-    """Carries out what the worker sends; answers for batches go back in the order of their requests."""
+    """Calls the readers' methods as the worker sends them; responses for batches go back in the order of their requests."""
 
     def __init__(self, connection: Connection, memory: int, layout: BatchLayout, block_bytes: int) -> None:
         self._connection, self._memory, self._layout, self._block_bytes = connection, memory, layout, block_bytes
@@ -35,9 +37,9 @@ class LoaderServer:
         self._failures: dict[int, Exception] = {}  # of readers that could not be opened
         self._begun = SimpleQueue[Reads | Exception]()
         self._sending = threading.Lock()
-        threading.Thread(target=self._send_answers, name="answers", daemon=True).start()
+        threading.Thread(target=self._send_responses, name="responses", daemon=True).start()
 
-    def carry_out(self, reader: int, method: str, arguments: tuple[Any, ...]) -> None:
+    def dispatch(self, reader: int, method: str, arguments: tuple[Any, ...]) -> None:
         """Call a method of a reader; its errors are sent where the worker waits for a batch."""
         if method == "open":
             self._open(reader, *arguments)
@@ -53,9 +55,9 @@ class LoaderServer:
         for reader in self._readers.values():
             reader.close(wait=False)
 
-    def send(self, answer: Any) -> None:
+    def send(self, message: Any) -> None:
         with self._sending, contextlib.suppress(ConnectionError):  # the worker is gone, and soon so is this process
-            self._connection.send_bytes(pickle.dumps(answer))
+            self._connection.send_bytes(pickle.dumps(message))
 
     def _open(self, reader: int, pickled: bytes) -> None:
         try:
@@ -78,9 +80,9 @@ class LoaderServer:
             self._blocks[number] = self._layout.arrays(np.frombuffer(mapped, dtype=np.uint8))
         return self._blocks[number]
 
-    def _send_answers(self) -> None:
+    def _send_responses(self) -> None:
         while True:
-            self.send(_answer(self._begun.get()))
+            self.send(_response(self._begun.get()))
 
 
 class _SendToWorker(logging.Handler):
@@ -98,20 +100,40 @@ def main() -> None:
     """Serve until the worker closes the connection or is gone."""
     worker, handle, memory = map(int, sys.argv[1:])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with contextlib.suppress(EOFError, OSError):  # the end of the connection, perhaps in the middle of a message
-        connection = Connection(handle)
-        server = LoaderServer(connection, memory, *connection.recv())
-        log = logging.getLogger("raydistill")
-        log.addHandler(_SendToWorker(server))
-        log.propagate = False
-        while os.getppid() == worker:  # a process that the worker has forked may keep the connection open
-            if connection.poll(_LOOK_S):
-                server.carry_out(*connection.recv())
-        server.close()
+    try:
+        _serve(Connection(handle), worker, memory)
+    except Exception:
+        traceback.print_exc()
+        os._exit(1)
     os._exit(0)  # threads may wait for a disk
 
 
-def _answer(reads: Reads | Exception) -> Answer | FailedReads:
+def _serve(connection: Connection, worker: int, memory: int) -> None:
+    messages = _messages(connection, worker)
+    layout = next(messages, None)
+    if layout is None:
+        return
+    server = LoaderServer(connection, memory, *layout)
+    log = logging.getLogger("raydistill")
+    log.addHandler(_SendToWorker(server))
+    log.propagate = False
+    for message in messages:
+        server.dispatch(*message)
+    server.close()
+
+
+def _messages(connection: Connection, worker: int) -> Iterator[Any]:
+    while os.getppid() == worker:  # a process that the worker has forked may keep the connection open
+        try:
+            if not connection.poll(_LOOK_S):
+                continue
+            message = connection.recv()
+        except (EOFError, OSError):  # the end of the connection, perhaps in the middle of a message
+            return
+        yield message
+
+
+def _response(reads: Reads | Exception) -> Response | FailedReads:
     """What the threads have read for a batch, as one part of it: what the worker does with it does not grow with the threads."""
     if isinstance(reads, Exception):
         return _failed(reads)

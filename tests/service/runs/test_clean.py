@@ -94,7 +94,7 @@ def test_a_run_whose_records_wait_for_mlflow_stays(root: Path, run_clean: Clean)
     assert run_clean() == [f"{run} stays: 1 records wait for MLflow: distill sync {run}"]
 
 
-def test_a_run_whose_weights_a_younger_run_names_stays_and_so_does_what_it_names_itself(root: Path, run_clean: Clean) -> None:
+def test_a_run_whose_weights_a_younger_run_uses_stays_and_so_does_what_it_uses_itself(root: Path, run_clean: Clean) -> None:
     first = make_run(root / "first")
     second = make_run(root / "second", experiment=f"teacher: {{weights: {first}/student/checkpoints/best.safetensors}}")
     third = make_run(root / "third", days=1, experiment="teacher: {weights: ../runs/second/student/checkpoints/best.safetensors}")
@@ -106,6 +106,26 @@ def test_a_run_whose_weights_a_younger_run_names_stays_and_so_does_what_it_names
     aged(third)
     run_clean()
     assert list(root.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "experiment",
+    [
+        "teacher:\n  weights: ../runs/second\n",
+        "teacher: {weights: ../runs/second}",
+        "teacher: {weights: '../runs/second', top1_pct: 80}",
+        'teacher: {weights: "../runs/second"}',
+        "weights: [../runs/second, ../runs/third]",
+        "teacher: {weights: second, top1_pct: 80}",
+        "teacher:\n  weights: second",
+    ],
+)
+def test_a_run_whose_directory_a_younger_run_refers_to_stays(root: Path, run_clean: Clean, experiment: str) -> None:
+    second, begin = make_run(root / "second"), make_run(root / "sec")
+    third = make_run(root / "third", days=1, experiment=experiment)
+    assert f"{second} stays: {third} refers to it" in run_clean()
+    assert second.exists()
+    assert not begin.exists()
 
 
 def test_a_damaged_run_stays(root: Path, run_clean: Clean) -> None:

@@ -1,3 +1,4 @@
+import gc
 import os
 import signal
 import subprocess
@@ -124,6 +125,47 @@ def test_a_loader_process_that_is_killed_is_one_line_and_training_may_go_on() ->
     loader.close()
 
 
+class BadToCloseThere(SlowSource):
+    """Closing it is an error in every process but the one that made it."""
+
+    def __init__(self, num_samples: int) -> None:
+        super().__init__(num_samples)
+        self._maker = os.getpid()
+
+    def close(self) -> None:
+        if os.getpid() != self._maker:
+            raise OSError("stale file handle")
+
+
+def test_an_error_of_the_process_itself_is_in_its_log_and_ends_it(capfd: pytest.CaptureFixture[str]) -> None:
+    data = _data(8)
+    process = _process(data)
+    train, val = _loader(SlowSource(4000), data, process), _loader(BadToCloseThere(8), data, process, "val")
+    batches = train.epoch(0)
+    next(batches)
+    val.close()
+    with pytest.raises(LoaderDiedError, match=r"exit code 1; its error is in this worker's log, worker-\*\.err in"):
+        list(batches)
+    train.close()
+    assert "OSError: stale file handle" in capfd.readouterr().err
+
+
+def _num_descriptors() -> int:
+    """Of batches' memory, in this process."""
+    return sum(MEMORY in os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
+
+
+def test_no_descriptor_is_left_whether_a_loader_was_opened_or_not() -> None:
+    data = _data(8)
+    before = _num_descriptors()
+    processes = [_process(data) for _ in range(3)]
+    assert _num_descriptors() == before
+    loader = _loader(NumberedSource(64), data, processes[0])
+    assert len(list(loader.epoch(0))) == 8
+    loader.close()
+    assert _num_descriptors() == before
+
+
 def test_what_a_process_cannot_open_is_an_error_of_the_first_batch(tmp_path: Path) -> None:
     class NotInAModule(SlowSource):
         def __reduce__(self) -> tuple[Any, ...]:
@@ -171,6 +213,7 @@ def test_blocks_that_a_gpu_copies_from_are_page_locked_for_as_long_as_they_are_m
 
     monkeypatch.setattr(torch.cuda, "cudart", Cuda)
     monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+    gc.collect()  # the tracebacks of errors that other tests have caught refer to batches
     memory = SharedBatchMemory(BatchLayout(64, 224), pinned=True)
     blocks = [memory.allocate(64) for _ in range(3)]
     assert list(locked.values()) == 3 * [memory.block_bytes]

@@ -172,6 +172,17 @@ def test_a_file_of_the_longest_sides_is_left_as_it_is() -> None:
     assert tiled(encoded(Image.new("RGB", (65_490, 64)), "JPEG", quality=100)) is None
 
 
+@pytest.mark.parametrize("own_tables", [False, True])
+def test_a_file_whose_map_would_be_too_long_for_its_segment_has_fewer_tiles(own_tables: bool) -> None:
+    noise = np.random.default_rng(0)
+    colors = np.kron(noise.integers(0, 2, (68, 68, 3)) * 255, np.ones((16, 16, 1)))  # so that entry points take long codes
+    pixels = 0.75 * colors + 0.25 * noise.integers(0, 256, colors.shape)
+    data = encoded(Image.fromarray(pixels.astype(np.uint8)), "JPEG", quality=100, optimize=own_tables)
+    content = tiled(data)
+    assert content is not None
+    assert has_pixels_of(content, data)
+
+
 def test_codes_stay_as_they_are_where_their_tables_will_do() -> None:
     for kind, same in (("its own tables", True), ("4:2:0", True), ("progressive", False), ("tables that lack codes", False)):
         codes = JPEGS[kind][-2000:]

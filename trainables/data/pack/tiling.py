@@ -3,7 +3,6 @@
 Shapes: N MCUs in the scan's order, B blocks of an MCU, P entry points, C components.
 """
 
-import itertools
 from itertools import pairwise
 
 import numpy as np
@@ -31,7 +30,7 @@ With 350, 500 and 700 files of ImageNet grow by 7, 5 and 3%, and a crop of one t
 _LEAST_BYTES = 12_000  # of the scan: of less, decoding it all takes no longer than cutting
 _MOST_GROWTH = 1.3  # where a progressive file, or one of a flat colour, grows by more, it is not worth it
 _MOST_PIXELS = 2**24  # whose coefficients take half a gigabyte here
-_MOST_POINTS = 2400  # what a segment of 64 KiB surely holds
+_MOST_POINTS = 1900  # which take up to 34 bytes each in a segment of 64 KiB: more than most files need
 
 
 def tiled(data: bytes) -> bytes | None:
@@ -67,8 +66,10 @@ def has_pixels_of(content: bytes, original: bytes | memoryview) -> bool:
     return np.array_equal(np.asarray(decode_image(content)), expected_HWC) and all(same)
 
 
-def _with_map(data: bytes, header: JpegHeader, planes: list[Plane], *, anew: bool) -> bytes | None:
-    """`anew`: libjpeg-turbo has written the file."""
+def _with_map(
+    data: bytes, header: JpegHeader, planes: list[Plane], *, anew: bool, most_points: int = _MOST_POINTS
+) -> bytes | None:
+    """`anew`: libjpeg-turbo has written the file. Where the map is too long, it is made of half as many points."""
     scan = read_scan(data, header)
     if scan is None:
         return None
@@ -76,7 +77,7 @@ def _with_map(data: bytes, header: JpegHeader, planes: list[Plane], *, anew: boo
     mcu_height = 8 * max(down for _, down in factors)
     num_rows, per_row = -(-header.height // mcu_height), -(-header.width // header.mcu_width)
     num_bytes = len(scan.data) - scan.begin
-    num_tiles = min(round(num_bytes / (num_rows * _TILE_BYTES)), _MOST_POINTS // num_rows, per_row)
+    num_tiles = min(round(num_bytes / (num_rows * _TILE_BYTES)), most_points // num_rows, per_row)
     if num_tiles < 1 or num_bytes < _LEAST_BYTES or not fits(header, mcu_height):
         return None
     coefficients_NB64 = in_scan_order(planes, factors, num_rows, anew=anew)
@@ -99,6 +100,7 @@ def _with_map(data: bytes, header: JpegHeader, planes: list[Plane], *, anew: boo
         points[name] = byte_P + np.searchsorted(ff, byte_P)
     points["suffix"], points["prefix"] = list(map(len, suffixes)), list(map(len, prefixes))
     both = [suffix + prefix for suffix, prefix in zip(suffixes, prefixes, strict=True)]
-    points["codes"] = [0, *itertools.accumulate(map(len, both[:-1]))]
+    points["codes"] = np.cumsum([0, *map(len, both[:-1])])  # which overflow only in a map that is too long
     layout = {"interval": interval, "mcu_height": mcu_height}
-    return add_map(scan.data, scan.begin, **layout, flat=mcus.flat, points=points, codes=b"".join(both))
+    content = add_map(scan.data, scan.begin, **layout, flat=mcus.flat, points=points, codes=b"".join(both))
+    return content or _with_map(data, header, planes, anew=anew, most_points=most_points // 2)
