@@ -22,7 +22,7 @@ def run(job: Job) -> dict[str, float]:
 
     Raises:
         TrainingError: a loss or a parameter that is not finite, or replicas that disagree.
-        StageInterruptedError: on every rank, after a checkpoint: some rank's `interruption_request` was heeded.
+        StageInterruptedError: on every rank, after a checkpoint: some rank requested it.
         DataError, CheckpointError: see their own modules.
     """
     config, progress = job.config, job.progress

@@ -1,4 +1,4 @@
-"""What a plan is made from: the costs of the blocks, which are measured once and kept in a file, and cuts by name."""
+"""What a plan is made from: the costs of the blocks, which are measured once and stored in a file, and cuts by name."""
 
 import hashlib
 import json
