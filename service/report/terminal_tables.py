@@ -9,12 +9,11 @@ from rich.table import Table
 from service.config.space import SCALE_AXES
 from service.report.labels import epoch_seconds_text, natural, number
 from service.report.ranks import ago, rank_lines
-from service.report.run_records import rows_of
+from service.report.run_records import hangs_of, rows_of
 from service.report.seeds import seed_table, seeds_sentence
 from service.report.text_table import text_table
 from service.report.winner import command
 from service.report.winner import lines as sentences
-from service.runs.hangs import hang_lines
 from service.runs.result import RunResult
 from service.search.rows import probes
 from trainables.metrics.phases import ALL_PHASES
@@ -148,8 +147,7 @@ def report_of(result: RunResult, run_dir: RunDir) -> list[Any]:
         parts.append(f"train at that point: {command(run_dir.root, result.best)}")
     for stage in result.stages:
         parts += measured(stage.metrics, f"the {stage.stage}") if stage.metrics else []
-    stages = [(str(path.parent.relative_to(run_dir.root)), StageDir(path.parent)) for path in run_dir.root.rglob("hangs.jsonl")]
-    parts += hang_lines(sorted(stages, key=lambda stage: stage[0]))
+    parts += hangs_of(run_dir)
     if result.status != "complete":
         parts += [*under_way(run_dir), f"continue it with: distill resume {run_dir.root}"]
     return parts

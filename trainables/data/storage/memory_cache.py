@@ -11,6 +11,7 @@ import logging
 import mmap
 import os
 import struct
+import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,7 @@ class CachedSource(Source):
         self.classes, self.labels_N = source.classes, source.labels_N
         self.folder = lease.folder
         self._data, self._split, self._source, self._samples, self._lease = data, split, source, samples, lease
+        self._warning = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return cached, (self._data, self._split, self._source, self.folder.name)
@@ -110,14 +112,20 @@ class CachedSource(Source):
             return sample
         content = self._source.read(index)
         if not self._samples.is_full and not isinstance(content, np.ndarray) and not self._samples.put(index, content):
-            self._samples.is_full = True
-            _log.warning(
-                "data.cache: its %s are full: further %s images are read from %s every time",
-                format_bytes(self._samples.limit_bytes),
-                self._split,
-                self._data.path,
-            )
+            self._warn_once()
         return content
+
+    def _warn_once(self) -> None:
+        with self._warning:  # of several threads that find it full at the same time
+            if self._samples.is_full:
+                return
+            self._samples.is_full = True
+        _log.warning(
+            "data.cache: its %s are full: further %s images are read from %s every time",
+            format_bytes(self._samples.limit_bytes),
+            self._split,
+            self._data.path,
+        )
 
 
 def cached(data: DataConfig, split: Split, source: Source, identity: str | None = None) -> CachedSource:
