@@ -3,7 +3,7 @@
 Each cluster is searched by ours until it has nothing more to ask; then by each peer with as many GPU-seconds as that took. All
 costs are the simulator's own, in lean grids: one start for each num_workers, a set-up, a warm-up and 40 steps for each point that
 runs. Seeds 0–199, 3000–3199, 4000–5060 and 6000–6399 have been tuned on; 6400–6599 are reported, and nobody tunes on them.
-With `--stages` 7000–7059 are reported, and 7200–7216 have been tuned on.
+With `--stages` 7100–7159 are reported, and 7000–7059 and 7200–7216 have been tuned on.
 In about half of the clusters another tenant comes and goes during the search. TPE needs optuna, BOHB needs hpbandster; what is
 not installed is left out.
 
