@@ -18,6 +18,7 @@ import psutil
 import pytest
 import torch
 
+from tests.trainables.data.loader_processes import loader_processes
 from tests.trainables.data.photos import MakeFolder
 from tests.trainables.data.sources import BusySource, FailingSource, NumberedSource, SlowSource, TwinsSource
 from tests.waiting import wait_until
@@ -79,18 +80,14 @@ def _loader_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("loader")]
 
 
-def _loader_processes() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "loader_server" in " ".join(child.cmdline())]
-
-
 @pytest.fixture(autouse=True)
 def _no_thread_outlives_a_test() -> Iterator[None]:
     yield
     deadline = time.monotonic() + 5
-    while (_loader_threads() or _loader_processes()) and time.monotonic() < deadline:
+    while (_loader_threads() or loader_processes()) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not _loader_threads()
-    assert not _loader_processes()
+    assert not loader_processes()
 
 
 @pytest.mark.parametrize("world", WORLD_SIZES)
@@ -544,7 +541,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that started
 source = SlowSource(100_000)
 atexit.register(lambda: print(source.num_reads))  # runs once all threads are joined
 def report_start():
-    wait_until(lambda: source.num_reads)
+    wait_until(lambda: source.num_reads > 100)  # the consumer has set all to work, and waits
     print("ready", flush=True)
 threading.Thread(target=report_start, daemon=True).start()
 for batch in _loader(source, _data(2000, prefetch_batches=8, loader=sys.argv[1]), workers=2).epoch(0):
@@ -570,6 +567,7 @@ def test_ctrl_c_ends_a_waiting_consumer_and_leaves_what_was_set_to_work_unread(w
         output, errors = child.communicate(timeout=100)
     finally:
         child.kill()
+        child.wait()
     assert errors.strip().endswith("KeyboardInterrupt")
     assert int(output) < 2000
 

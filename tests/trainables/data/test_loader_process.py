@@ -10,6 +10,7 @@ import psutil
 import pytest
 import torch
 
+from tests.trainables.data.loader_processes import loader_processes
 from tests.trainables.data.photos import MakeFolder
 from tests.trainables.data.sources import NumberedSource, SlowSource
 from tests.waiting import wait_until
@@ -42,11 +43,6 @@ def _process(data: DataConfig) -> LoaderProcess:
 
 def _loader(source: Source, data: DataConfig, process: LoaderProcess | None, split: Split = "train") -> Loader:
     return Loader(source, data, split=split, seed=11, rank=0, world_size=1, loader_workers=2, process=process)
-
-
-def _servers(parent: int | None = None) -> list[psutil.Process]:
-    """The loader processes of a process."""
-    return [child for child in psutil.Process(parent).children() if "loader_server" in " ".join(child.cmdline())]
 
 
 def _who_maps_batches() -> set[int]:
@@ -87,7 +83,7 @@ def test_a_workers_loaders_share_one_process_and_its_memory() -> None:
     next(batches)
     assert [index for batch in val.epoch(0) for index in batch.indices_B.tolist()] == list(range(20))
     assert len(list(batches)) == 7
-    (server,) = _servers()
+    (server,) = loader_processes()
     assert len(process.memory._blocks) <= 8
     val.close()
     assert server.is_running()
@@ -102,7 +98,7 @@ def test_a_loader_process_imports_no_torch_where_photos_are_decoded_fast(make_fo
     loader = _loader(open_source(data, "train"), data, _process(data))
     batches = loader.epoch(0)
     next(batches)
-    (server,) = _servers()
+    (server,) = loader_processes()
     assert "libtorch" not in Path(f"/proc/{server.pid}/maps").read_text()
     batches.close()
     loader.close()
@@ -113,7 +109,7 @@ def test_a_loader_process_that_is_killed_is_one_line_and_training_may_go_on() ->
     loader = _loader(SlowSource(4000), data, _process(data))
     batches = loader.epoch(0)
     next(batches)
-    _servers()[0].send_signal(signal.SIGKILL)
+    loader_processes()[0].send_signal(signal.SIGKILL)
     with pytest.raises(
         LoaderDiedError, match=r"^the loader process was ended by SIGKILL; if .* fewer data.loader_workers"
     ) as caught:
@@ -274,7 +270,7 @@ def test_a_loader_process_ends_with_its_worker_though_a_fork_of_that_lives_on() 
     worker = _worker("forked")
     assert worker.stdout is not None
     _, fork = (worker.stdout.readline().strip() for _ in range(2))
-    (server,) = _servers(worker.pid)
+    (server,) = loader_processes(worker.pid)
     worker.kill()
     worker.wait()
     try:
@@ -293,7 +289,7 @@ def test_no_process_and_no_memory_is_left_whenever_one_of_the_two_is_killed(vict
         worker.stdout.readline()
         if moment >= 5:
             worker.stdout.readline()
-        (server,) = wait_until(lambda worker=worker: _servers(worker.pid))  # type: ignore[misc]
+        (server,) = wait_until(lambda worker=worker: loader_processes(worker.pid))  # type: ignore[misc]
         pids = {worker.pid, server.pid}
         try:
             wait_until(lambda server=server, busy_s=0.1 * moment: server.cpu_times().user > busy_s)  # type: ignore[misc]
