@@ -56,6 +56,11 @@ def _who_maps_batches() -> set[int]:
     return found
 
 
+@pytest.fixture(autouse=True)
+def _no_earlier_garbage() -> None:
+    gc.collect()  # the traceback of an earlier test's exception may refer to its batches and loaders
+
+
 @pytest.mark.parametrize(
     ("device", "changes", "uses_process"),
     [
