@@ -214,7 +214,6 @@ def test_blocks_that_a_gpu_copies_from_are_page_locked_for_as_long_as_they_are_m
 
     monkeypatch.setattr(torch.cuda, "cudart", Cuda)
     monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
-    gc.collect()  # the tracebacks of errors that other tests have caught refer to batches
     memory = SharedBatchMemory(BatchLayout(64, 224), pinned=True)
     blocks = [memory.allocate(64) for _ in range(3)]
     assert list(locked.values()) == 3 * [memory.block_bytes]
