@@ -65,8 +65,10 @@ def stage_of(run: Path) -> StageDir:
 def test_a_rank_that_sleeps_in_a_method_is_named_with_its_line_and_with_what_the_others_wait_for(distill: Distill) -> None:
     run, sets = distill.runs / "sleeps", hanging(distill, "time.sleep(10_000)")
     output = distill.run("train", distill.experiment, "--out", run, *TWO, *sets, "--set", "scale.max_failures=0", code=2)
-    said = r"rank 1 of 2 hangs in student of step 12 \(hangs-\w+\.py:\d+ in forward\); rank 0 waits for it in gloo:all_reduce \d+"
-    assert re.search(said, output.splitlines()[-1]), output
+    expected = (
+        r"rank 1 of 2 hangs in student of step 12 \(hangs-\w+\.py:\d+ in forward\); rank 0 waits for it in gloo:all_reduce \d+"
+    )
+    assert re.search(expected, output.splitlines()[-1]), output
     found = result(run)["stages"][0]
     assert (found["status"], found["failure"]) == ("failed", "hang")
     failure = read_failure(stage_of(run).error)
@@ -78,7 +80,7 @@ def test_a_rank_that_sleeps_in_a_method_is_named_with_its_line_and_with_what_the
     stacks = stage_of(run).stacks.read_text()
     assert stacks.count("in train_batches") >= 2  # both ranks' training threads
     assert "in forward" in stacks
-    assert re.search(said, RunDir(run).report.read_text())
+    assert re.search(expected, RunDir(run).report.read_text())
 
 
 @pytest.mark.slow

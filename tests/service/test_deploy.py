@@ -241,7 +241,7 @@ def test_every_pod_mounts_the_shared_volume_and_memory_for_rays_object_store() -
     assert spec["authOptions"] == {"mode": "token", "secretName": "raydistill-token"}
 
 
-def test_trials_may_reserve_the_part_of_the_heads_memory_that_the_documentation_says() -> None:
+def test_trials_may_reserve_as_much_of_the_heads_memory_as_documented() -> None:
     head = load(MANIFESTS[0])["spec"]["headGroupSpec"]
     limit = head["template"]["spec"]["containers"][0]["resources"]["limits"]["memory"]
     assert int(head["rayStartParams"]["memory"]) == int(0.7 * int(limit.removesuffix("Gi")) * 2**30)

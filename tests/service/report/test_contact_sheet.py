@@ -44,7 +44,7 @@ def test_counts_sizes_and_shapes_are_shown(packed: Path, capsys: pytest.CaptureF
         assert title in out
 
 
-def test_of_a_tiled_set_it_says_how_many_images_have_tiles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tiled_set_is_shown_with_the_number_of_its_tiled_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("turbojpeg")
     for split in ("train", "val"):
         (tmp_path / "images" / split / "cat").mkdir(parents=True)

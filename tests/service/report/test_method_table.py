@@ -55,7 +55,7 @@ def test_every_method_has_a_row_with_its_weights_and_taps() -> None:
     assert found["at"][2:] == ["1000", "1", "stages", "yes"]
 
 
-def test_the_page_on_pipeline_stages_says_of_each_method_what_the_table_does() -> None:
+def test_the_page_on_pipeline_stages_agrees_with_the_table_on_each_method() -> None:
     page = (Path(__file__).parents[3] / "docs" / "pipeline.md").read_text()
     rows = re.findall(r"^\| (`.*`.*) \| (yes|with `micro_batches: 1`|no)(?!\w).*\|$", page, re.MULTILINE)
     written = {name: says for names, says in rows for name in re.findall(r"`(\w+)`", names)}

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFile
 
+from tests.trainables.data.boxes import random_boxes
 from tests.trainables.data.photos import encoded, photo
 from trainables.config import ON_DEVICE, DataConfig
 from trainables.data import decode
@@ -48,12 +49,8 @@ def _pil(data: bytes) -> np.ndarray:
 
 
 def _boxes(width: int, height: int, count: int) -> list[Box]:
-    noise = np.random.default_rng(3)
     boxes = [(0, 0, width, height), (0, 0, 1, 1), (width - 1, height - 1, width, height)]
-    for _ in range(count):
-        left, top = int(noise.integers(width)), int(noise.integers(height))
-        boxes.append((left, top, int(noise.integers(left + 1, width + 1)), int(noise.integers(top + 1, height + 1))))
-    return boxes
+    return [*boxes, *random_boxes(width, height, count)]
 
 
 @pytest.mark.parametrize("kind", JPEGS)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.trainables.data.boxes import random_boxes
 from tests.trainables.data.packed import pack_here
 from tests.trainables.data.photos import MakeFolder, encoded, photo
 from tests.trainables.data.test_decoders import EXIF_ROTATED
@@ -93,11 +94,7 @@ def _boxes(width: int, height: int, count: int) -> list[Box]:
     xs, ys = ((0, side // 3, side * 2 // 3, side) for side in (width, height))
     lines = [list(itertools.combinations(along, 2)) for along in (xs, ys)]
     boxes = [(left, top, right, bottom) for (left, right), (top, bottom) in itertools.product(*lines)]
-    noise = np.random.default_rng(3)
-    for _ in range(count):
-        left, top = int(noise.integers(width)), int(noise.integers(height))
-        boxes.append((left, top, int(noise.integers(left + 1, width + 1)), int(noise.integers(top + 1, height + 1))))
-    return boxes
+    return [*boxes, *random_boxes(width, height, count)]
 
 
 @pytest.mark.parametrize("kind", JPEGS)

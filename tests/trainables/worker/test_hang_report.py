@@ -69,16 +69,16 @@ def test_without_collectives_the_one_is_the_straggler_that_is_least_far() -> Non
 
 
 @pytest.mark.parametrize("state", ["is stopped (SIGSTOP)", "has died"])
-def test_a_process_with_problem_is_the_cause_wherever_the_others_are(state: str) -> None:
+def test_a_stopped_or_dead_process_is_the_cause_wherever_the_others_are(state: str) -> None:
     ranks = [rank(0, at("student"), collective=50), rank(1, at("backward"), state=state, collective=51)]
-    said = f"rank 1 of 2 on 10.0.0.1 {state}, and last answered in backward of step 13; rank 0 waits for it in gloo:all_reduce 50"
-    assert message(*ranks).endswith(said)
+    line = f"rank 1 of 2 on 10.0.0.1 {state}, and last answered in backward of step 13; rank 0 waits for it in gloo:all_reduce 50"
+    assert message(*ranks).endswith(line)
 
 
 def test_a_node_that_does_not_answer_is_the_cause() -> None:
     silent = RankReport(1, "10.0.0.2", at("student"), None, is_answering=False)
-    said = "rank 1 of 2 on 10.0.0.2 is on a node that does not answer, and last answered in student of step 13; rank 0 waits"
-    assert said in message(rank(0, at("data")), silent)
+    line = "rank 1 of 2 on 10.0.0.2 is on a node that does not answer, and last answered in student of step 13; rank 0 waits"
+    assert line in message(rank(0, at("data")), silent)
 
 
 def test_a_node_that_is_only_slow_is_not_the_cause_and_its_stacks_are_missed() -> None:

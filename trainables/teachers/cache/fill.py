@@ -4,10 +4,10 @@ Shapes: B samples of this rank's part of a global batch.
 """
 
 import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 
 from trainables.config import FillConfig
-from trainables.data.loader import Batch, Loader
+from trainables.data.loader import Loader
 from trainables.device.augment import TrainInputs
 from trainables.device.device_batches import on_device
 from trainables.device.model_input import autocast, normalizer, tensor_format
@@ -54,8 +54,7 @@ def fill(
             missing_N = gather_objects(teacher.store.open(epoch).missing_N if group.is_main else None, group)[0]
             if missing_N.any():  # rank 0 decides: a shared file system may show a segment to one node later than to another
                 start = int(missing_N.argmax())
-                batches = heartbeat.over(loader.epoch(epoch, start))
-                _run_epoch(config, group, loader, batches, teacher, report, epoch=epoch, start=start)
+                _run_epoch(config, group, loader, teacher, report, heartbeat, epoch=epoch, start=start)
                 num_images += sum(gather_objects(teacher.end_epoch(), group))
                 _check_written(teacher, group)
                 num_missing += int(teacher.store.open(epoch).missing_N.sum())
@@ -67,19 +66,20 @@ def _run_epoch(
     config: FillConfig,
     group: Group,
     loader: Loader,
-    batches: Generator[Batch, None, None],
     teacher: CachedTeacher,
     report: Report,
+    heartbeat: Heartbeat,
     *,
     epoch: int,
     start: int,
 ) -> None:
-    """Run the teacher over an epoch's `batches`, its images from position `start` on."""
+    """Run the teacher over an epoch's images from position `start` on."""
     data, num_steps = config.data, loader.steps_per_epoch
     dtype, layout = tensor_format(config)
     normalize = normalizer(data.mean, data.std, group.device, dtype, layout)
     prepare = TrainInputs(data.device_augment, normalize, seed=config.seed, image_size=data.image_size, device=group.device)
     precision = autocast(config.precision, group.device)
+    batches = heartbeat.over(loader.epoch(epoch, start))
     ready = on_device(batches, group.device, loader.augmentation_epoch(epoch))
     first_step = epoch * num_steps + start // data.global_batch_size + 1
     for step, batch in enumerate(ready, start=first_step):
