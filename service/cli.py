@@ -21,10 +21,7 @@ from trainables.redact import redact, redact_record
 COMMANDS = {
     "cache": ("runs:cache", "Fill teacher.cache: the teacher's logits for all epochs of an experiment."),
     "check-method": ("methods:check_method", "Whether a method keeps the contract: NAME as in distill.method, or FILE.py:CLASS."),
-    "clean": (
-        "clean:clean",
-        "Remove what is old and needed by nothing: runs, caches, and what killed jobs have left.",
-    ),
+    "clean": ("clean:clean", "Remove what is old and needed by nothing: runs, caches, and what killed jobs have left."),
     "compare": ("reports:compare", "Two sweeps or runs side by side."),
     "data": ("data:data", "The content of a packed set: counts, classes, sizes, shapes, pictures."),
     "doctor": ("reports:doctor", "Where a step's time goes and what to change."),
@@ -32,10 +29,7 @@ COMMANDS = {
     "methods": ("methods:list_methods", "The ways to distil."),
     "pack": ("data:pack", "Put a data set into a few large files, for data.path."),
     "recipes": ("experiments:list_recipes", "The experiments that ship with raydistill."),
-    "report": (
-        "reports:report",
-        "Tables of a finished or running run or sweep, and one HTML page with figures.",
-    ),
+    "report": ("reports:report", "Tables of a finished or running run or sweep, and one HTML page with figures."),
     "reproduce": ("reproduce:reproduce", "Run a TABLE of published accuracies."),
     "resume": ("runs:resume", "Continue an interrupted run or sweep: nothing is lost, nothing is run twice."),
     "show": ("experiments:show", "The resolved experiment, each value with where it comes from; --keys: every key."),

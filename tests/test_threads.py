@@ -19,21 +19,24 @@ THREADS = {
     "service/cluster/forks.py": NOTHING,
     "service/cluster/local_ray.py": NOTHING,
     "service/cluster/parallel_map.py": NOTHING,
+    "service/runs/stored/driver_lease.py": NOTHING,
     "service/runs/pack.py": NOTHING,
+    "service/runs/stored/stored_session.py": NOTHING,
     "service/tracking/tracker.py": NOTHING,
-    "trainables/data/batch_reader.py": NOTHING,  # it fills memory that the training thread has pinned
-    "trainables/data/loader_server.py": NOTHING,  # of a process that never imports CUDA
+    "trainables/data/loader/batch_reader.py": NOTHING,  # it fills memory that the training thread has pinned
+    "trainables/data/loader/loader_server.py": NOTHING,  # of a process that never imports CUDA
     "trainables/data/storage/shard_fetcher.py": NOTHING,
     "trainables/data/storage/staging.py": NOTHING,
     "trainables/device/device_batches.py": BOUND,  # decodes, records an event
-    "trainables/metrics/metrics_file.py": NOTHING,
+    "trainables/disk_writer.py": NOTHING,  # `write_packed` waits for a checkpoint's copy on the device of its event
     "trainables/metrics/telemetry.py": NOTHING,  # NVML, which needs no context
+    "trainables/object_store/stage_copy.py": NOTHING,
     "trainables/teachers/cache/writer.py": BOUND,  # waits for copies to the host
     "trainables/teachers/service/client.py": NOTHING,  # the training thread copies what it has received
     "trainables/teachers/service/compute_thread.py": ONE_GPU,  # an actor's
     "trainables/teachers/service/loaded_teachers.py": ONE_GPU,
     "trainables/teachers/service/server.py": NOTHING,
-    "trainables/worker/hang_watch.py": NOTHING,
+    "trainables/worker/hangs/hang_watch.py": NOTHING,
     "trainables/worker/reporter.py": NOTHING,
 }
 

@@ -51,6 +51,18 @@ def near(name: str, known: Iterable[str], count: int = 1, cutoff: float = 0.6) -
     return difflib.get_close_matches(name, dict.fromkeys(known), n=count, cutoff=cutoff) if len(name) <= MAX_WORD else []
 
 
+def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
+    """What to write instead of a wrong name: the one most like it, or else `otherwise`."""
+    similar = near(name, known)
+    return f"did you mean {similar[0]}?" if similar else otherwise
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or its type where it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0].strip().rstrip(".:") if lines else type(error).__name__
+
+
 class ExperimentError(DistillError):
     """An experiment file or an override that cannot be carried out as written."""
 
@@ -79,6 +91,10 @@ class CheckpointError(DistillError):
 
 class ClusterError(DistillError):
     """Ray, its resources or its storage are not enough for the request, or cannot be used."""
+
+
+class StorageError(DistillError):
+    """An object store that does not take or give what a run needs."""
 
 
 class TrainingError(DistillError):

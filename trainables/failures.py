@@ -31,11 +31,13 @@ Kind = Literal[
     "resized",
     "worker_died",
     "lost_peer",
+    "unschedulable",
 ]
 """`user`: code, settings or data, which would fail again in the same way. `out_of_memory`: of the worker, on its GPU or CPU;
 `node_out_of_memory`: of its whole node, which may have other users. `hang`: no worker went on for `scale.hang_after_s`;
 `time_limit`: the job took longer than it may. `preempted`: the end of a node or worker was announced; `resized`: it made way
-for more workers. `lost_peer`: another process of the job has ended.
+for more workers. `lost_peer`: another process of the job has ended. `unschedulable`: the cluster did not get enough nodes for
+it in `scale.wait_for_nodes_s`.
 
 Causes come first: a later kind may follow from an earlier one on another worker.
 """

@@ -51,13 +51,13 @@ def batch_is_divisible(settings: JobSettings) -> Problem:
     batch, replicas = settings.data.global_batch_size, settings.scale.num_replicas
     if batch % replicas == 0:
         return None
-    lower, stages = max(batch // replicas, 1) * replicas, settings.scale.pipeline_stages
+    lower, stages = max(batch // replicas, 1) * replicas, settings.scale.num_stages
     divisor = f"scale.num_workers {replicas}" if stages == 1 else f"{replicas} replicas of {stages} scale.pipeline_stages"
     return f"data.global_batch_size {batch} is not divisible by {divisor}: write {lower} or {lower + replicas}"
 
 
 def fewest_workers_divide_batch(settings: JobSettings) -> Problem:
-    batch, fewest, stages = settings.data.global_batch_size, settings.scale.min_workers, settings.scale.pipeline_stages
+    batch, fewest, stages = settings.data.global_batch_size, settings.scale.min_workers, settings.scale.num_stages
     if fewest is None or (fewest % stages == 0 and batch % (fewest // stages) == 0):
         return None
     fitting = [workers for workers in range(stages, settings.scale.num_workers + 1, stages) if batch % (workers // stages) == 0]
@@ -86,7 +86,7 @@ def accumulate_fits_batch(settings: JobSettings) -> Problem:
     accumulate, batch = settings.optim.accumulate, replica_batch(settings)
     if num_micro_batches(settings) <= batch:
         return None
-    if settings.scale.pipeline_stages == 1:
+    if settings.scale.num_stages == 1:
         return f"optim.accumulate {accumulate} exceeds the {batch} samples of one worker's batch"
     return (
         f"scale.micro_batches {settings.scale.micro_batches} × optim.accumulate {accumulate} exceed the {batch} samples of one"
@@ -97,7 +97,7 @@ def accumulate_fits_batch(settings: JobSettings) -> Problem:
 def num_micro_batches(settings: JobSettings) -> int:
     """Parts of a replica's batch that are computed one after the other; at least, where that is `auto`."""
     accumulate, in_pipeline = settings.optim.accumulate, settings.scale.micro_batches
-    if settings.scale.pipeline_stages == 1:
+    if settings.scale.num_stages == 1:
         return accumulate
     if in_pipeline == "auto":  # it may be more than one where there are so many samples
         in_pipeline = 2 if replica_batch(settings) >= 2 * accumulate else 1
@@ -140,6 +140,13 @@ def teacher_service_gets_images(settings: JobSettings) -> Problem:
     )
 
 
+def teacher_over_devices_is_not_compiled(settings: JobSettings) -> Problem:
+    if settings.teacher is None or settings.teacher.service_devices == 1 or not settings.train.compile:
+        return None
+    number = settings.teacher.service_devices
+    return f"teacher.service_devices {number} does not go with train.compile: set train.compile to false, or write 1"
+
+
 def sharded_teacher_is_not_compiled(settings: JobSettings) -> Problem:
     if settings.teacher is None or settings.teacher.placement != "sharded" or not settings.train.compile:
         return None
@@ -147,7 +154,7 @@ def sharded_teacher_is_not_compiled(settings: JobSettings) -> Problem:
 
 
 def sharded_teacher_has_several_replicas(settings: JobSettings) -> Problem:
-    fewest, stages = settings.scale.min_workers, settings.scale.pipeline_stages
+    fewest, stages = settings.scale.min_workers, settings.scale.num_stages
     if settings.teacher is None or settings.teacher.placement != "sharded" or fewest is None or fewest // stages > 1:
         return None
     return f"teacher.placement sharded needs 2 workers or more, and scale.min_workers is {fewest}: write at least {2 * stages}"
@@ -186,9 +193,9 @@ def pipeline_stages_support(settings: JobSettings) -> Problem:
         "teacher.service: leave it out": teacher is not None and teacher.service is not None,
     }
     problem = next((text for text, applies in instead.items() if applies), None)
-    if settings.scale.pipeline_stages == 1 or problem is None:
+    if settings.scale.num_stages == 1 or problem is None:
         return None
-    return f"scale.pipeline_stages {settings.scale.pipeline_stages} does not go with {problem}, or scale.pipeline_stages 1"
+    return f"scale.pipeline_stages {settings.scale.num_stages} does not go with {problem}, or scale.pipeline_stages 1"
 
 
 RULES: tuple[Callable[[JobSettings], Problem], ...] = (
@@ -199,6 +206,7 @@ RULES: tuple[Callable[[JobSettings], Problem], ...] = (
     mixing_has_pairs,
     mixing_has_a_network,
     teacher_service_gets_images,
+    teacher_over_devices_is_not_compiled,
     sharded_teacher_is_not_compiled,
     sharded_teacher_has_several_replicas,
     lambda settings: warmup_leaves_an_epoch(settings.optim, settings.optim.epochs),
@@ -244,7 +252,7 @@ def method_has_all_workers(name: str, requirements: MethodRequirements, settings
     key = "optim.accumulate" if settings.optim.accumulate > 1 else "scale.micro_batches"
     return (
         f"distill.method: {name} gathers the outputs of all workers, and one of them may have fewer micro-batches of a "
-        f"short batch: set {key} to 1, or scale.num_workers to {scale.pipeline_stages}"
+        f"short batch: set {key} to 1, or scale.num_workers to {scale.num_stages}"
     )
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -16,7 +17,7 @@ from typing import Any
 from service.cluster import local_ray
 from service.cluster.resources import MAX_OVERSUBSCRIPTION, Cluster, is_local, living_nodes, real_cpus
 from service.cluster.shared_folders import check_shared
-from trainables.errors import ClusterError
+from trainables.errors import ClusterError, first_line
 from trainables.rundir import unwritable_reason
 from trainables.user_folder import user_folder
 
@@ -33,10 +34,10 @@ LOOPBACK = {
 
 
 @contextlib.contextmanager
-def connect(logical_cpus: int, runs_root: Path, cache: Path | None = None) -> Iterator[Cluster]:
+def connect(logical_cpus: int, runs_root: Path, cache: Path | None = None, *, is_copy: bool = False) -> Iterator[Cluster]:
     """The cluster of `RAY_ADDRESS`, or a Ray of our own on loopback with `logical_cpus` CPUs (at least the cores, at most 4×).
 
-    `cache`: the folder of `teacher.cache`, where it will be written.
+    `cache`: the folder of `teacher.cache`, where it will be written. `is_copy`: what is in `runs_root` is in an object store.
 
     Raises:
         ClusterError: no Ray at RAY_ADDRESS, or none can start here; or its nodes do not all see `runs_root` and `cache`, or may
@@ -54,7 +55,8 @@ def connect(logical_cpus: int, runs_root: Path, cache: Path | None = None) -> It
     signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own handler aborts this process, without its cleaning up
     try:
         cluster = living_nodes(real_cpus()) if is_local() else replace(living_nodes(), autoscaled=has_autoscaler())
-        check_shared(runs_root, str(runs_root), "give a shared folder with --runs or --out")
+        if not is_copy:
+            check_shared(runs_root, str(runs_root), "give a shared folder, or s3://BUCKET/PREFIX, with --runs")
         if cache is not None:
             name = f"teacher.cache: {cache}"
             full = cache.is_dir() and unwritable_reason(cache) is not None  # see `preflight.check_cache`
@@ -93,9 +95,8 @@ def _start_ray(logical_cpus: int) -> None:
         cpus = max(cores, min(logical_cpus, cores * MAX_OVERSUBSCRIPTION))
         # Ray makes the folders of a session writable for everybody: who writes there runs code as the user of its workers.
         folder = user_folder(session_base()) / "ray"
-        protect_token()
+        make_token()
         ray.init(address="local", num_cpus=cpus, dashboard_host="127.0.0.1", _temp_dir=str(folder), **options)
-        protect_token()
         local_ray.watch_servers()
     else:
         in_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ  # which has brought its own code
@@ -121,16 +122,25 @@ def session_base() -> str:
     return "/tmp" if "RAY_TMPDIR" not in os.environ and len(base) > MAX_BASE else base
 
 
-def protect_token() -> None:
-    """Let no other user read Ray's token: Ray writes it as the umask says."""
+def make_token() -> None:
+    """See to it that Ray's token can be read by no other user: where there is none Ray writes one, readable as the umask says."""
     folder = Path("~/.ray").expanduser()
+    token, new = folder / "auth_token", folder / f".auth_token.{secrets.token_hex(4)}"
+    named = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys()
     with contextlib.suppress(OSError):  # without a home Ray has no token there either
         folder.mkdir(mode=0o700, exist_ok=True)
-        (folder / "auth_token").chmod(0o600)
+        if not token.exists() and not named and os.environ.get("RAY_AUTH_MODE", "token") == "token":
+            with open(new, "x", opener=partial(os.open, mode=0o600)) as file:
+                file.write(secrets.token_hex(32))
+            try:
+                os.link(new, token)  # unless another process was faster
+            finally:
+                new.unlink()
+        token.chmod(0o600)
 
 
 def _why_no_ray(error: Exception) -> str:
-    reason = (str(error) or type(error).__name__).splitlines()[0].split(". ")[0]
+    reason = first_line(error).split(". ")[0]
     if is_local():
         return f"Ray does not start on this machine: {reason}; mend that, or where the machine was too busy try again later"
     return (

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from service.cluster.connect import packages
-from trainables.errors import ClusterError
+from trainables.errors import ClusterError, first_line
 
 if TYPE_CHECKING:
     from ray.job_submission import JobDetails, JobSubmissionClient
@@ -31,11 +31,11 @@ def dashboard_address() -> str:
     return next((address for address in named if address.startswith("http")), "http://127.0.0.1:8265")
 
 
-def submit(arguments: Sequence[str], working_dir: Path, runs_root: Path | None, follow: bool, echo: Callable[[str], None]) -> int:
+def submit(arguments: Sequence[str], working_dir: Path, runs_root: str | None, follow: bool, echo: Callable[[str], None]) -> int:
     """Run `distill` with these arguments as a job; with `follow` stream its log until it ends.
 
-    `working_dir` is copied to the cluster: the job begins there. `runs_root`: a folder of the cluster; None: that of its own
-    RAYDISTILL_RUNS. Returns the job's exit code (0 where it is not followed).
+    `working_dir` is copied to the cluster: the job begins there. `runs_root`: a folder of the cluster, or a URI; None: its
+    own RAYDISTILL_RUNS. Returns the job's exit code (0 where it is not followed).
 
     Raises:
         ClusterError: no Ray dashboard answers, or it refuses.
@@ -44,7 +44,7 @@ def submit(arguments: Sequence[str], working_dir: Path, runs_root: Path | None, 
     entrypoint = shlex.join(["python", "-m", "service", *arguments])
     runtime_env: dict[str, Any] = {"working_dir": str(working_dir), **packages()}
     if runs_root is not None:
-        runtime_env["env_vars"] = {"RAYDISTILL_RUNS": str(runs_root.absolute())}
+        runtime_env["env_vars"] = {"RAYDISTILL_RUNS": runs_root}
     client, job = _submit(address, entrypoint, runtime_env)
     echo(f"submitted {job}: {entrypoint}")
     if not follow:
@@ -57,7 +57,7 @@ def submit(arguments: Sequence[str], working_dir: Path, runs_root: Path | None, 
         raise
     except _failures() as error:
         raise ClusterError(
-            f"{address} does not answer any more: {_reason(error)}; {job} goes on without a follower, "
+            f"{address} does not answer any more: {first_line(error)}; {job} goes on without a follower, "
             f"its log: ray job logs --follow {job} --address {address}"
         ) from error
     if details.status == "SUCCEEDED":
@@ -92,7 +92,7 @@ def _submit(address: str, entrypoint: str, runtime_env: dict[str, Any]) -> tuple
         raise ClusterError(f"{address} {problem}") from error
     except _failures() as error:
         raise ClusterError(
-            f"no job could be submitted to {address}: {_reason(error)}; start Ray or set RAY_API_SERVER_ADDRESS"
+            f"no job could be submitted to {address}: {first_line(error)}; start Ray or set RAY_API_SERVER_ADDRESS"
         ) from error
     return client, job
 
@@ -176,7 +176,3 @@ def _may_pass(error: Exception) -> bool:
     status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
     found = _STATUS.search(str(error))
     return str(error).startswith("WebSocket ") or int(found[1] if found else status or 0) >= 500
-
-
-def _reason(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0].rstrip(".")

@@ -12,6 +12,7 @@ from typing import Literal
 MAX_OVERSUBSCRIPTION = 4
 HEAD = "node:__internal_head__"
 """Ray's resource of the head node alone."""
+_MOST_WITHOUT_GPU = 8
 TRIAL_BYTES = 5 * 2**28
 """Memory of a running trial on the head node: Ray Tune's function, Ray Train's controller and their actors."""
 
@@ -27,11 +28,18 @@ class Reservation:
     """What the actors of `teacher.service` reserve, once for all jobs of a sweep."""
     min_workers: int | None = None
     """An elastic job goes on with so few."""
+    unit: str = "workers"
+    """What takes a bundle each."""
 
     @property
     def total_cpus(self) -> int:
         """With those of the service."""
         return self.num_workers * self.cpus + (self.service.total_cpus if self.service else 0)
+
+    def is_as_large_as(self, other: Reservation) -> bool:
+        """Whether it has room only where the other one has."""
+        needs = zip((self.num_workers, self.cpus, self.gpus), (other.num_workers, other.cpus, other.gpus), strict=True)
+        return all(need >= others for need, others in needs)
 
     def bundles_on(self, node: Node) -> int:
         """How many bundles fit on an empty node."""
@@ -39,7 +47,7 @@ class Reservation:
 
     def __str__(self) -> str:
         """One bundle."""
-        return _counted(self.cpus, "CPU") + (f" and {self.gpus} GPU" if self.gpus else "")
+        return _counted(self.cpus, "CPU") + (f" and {_counted(self.gpus, 'GPU')}" if self.gpus else "")
 
 
 @dataclass(frozen=True)
@@ -89,6 +97,8 @@ class Cluster:
     """Memory that the head node has to reserve, whether in use or not."""
     autoscaled: bool = False
     """Whether an autoscaler starts further nodes, of kinds that only it knows."""
+    free_nodes: tuple[Node, ...] = ()
+    """The same nodes, each with what nobody has reserved, of a cluster that we are connected to."""
 
     @property
     def cpus(self) -> float:
@@ -97,6 +107,11 @@ class Cluster:
     @property
     def gpus(self) -> float:
         return sum(node.gpus for node in self.nodes)
+
+    @property
+    def free(self) -> Cluster:
+        """What of the cluster nobody has reserved."""
+        return replace(self, nodes=self.free_nodes)
 
     def max_workers(self, reservation: Reservation) -> int:
         """How many of its workers fit on the empty cluster, each on one node, in addition to its service."""
@@ -122,7 +137,7 @@ class Cluster:
         nodes = f"{_counted(len(self.nodes), 'node')} with {cpus} and {self.gpus:g} GPUs in all"
         actors = f" and teacher.service's {service.num_workers} actors of {service}" if service else ""
         hold = f"hold{'' if len(self.nodes) > 1 else 's'} {workers}{' workers in addition' if service else ''}"
-        return f"{needed} workers of {reservation} each{actors} do not fit: {nodes} {hold}"
+        return f"{needed} {reservation.unit} of {reservation} each{actors} do not fit: {nodes} {hold}"
 
     def max_concurrent(self, reservation: Reservation, limit: int) -> int:
         """How many such jobs may run at a time, at most `limit`: so few that none waits on another's bundles for ever.
@@ -171,26 +186,26 @@ def is_local() -> bool:
 
 def local_capacity() -> Cluster:
     """What a Ray that we start here could offer at most, without starting it."""
+    from trainables.metrics.telemetry import open_gpus
+
     cores = real_cpus()
-    return Cluster((Node("local", cores * MAX_OVERSUBSCRIPTION, _local_gpus()),), real_cpus=cores)
+    return Cluster((Node("local", cores * MAX_OVERSUBSCRIPTION, len(open_gpus())),), real_cpus=cores)
 
 
-def _local_gpus() -> int:
-    import pynvml
+def auto_loader_workers(cluster: Cluster, num_workers: int, cpus_per_worker: int, *, use_gpu: bool) -> int:
+    """Decode threads per worker for `data.loader_workers: auto`, at least 1: what its share of the real cores leaves.
 
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:  # no driver: a machine without GPUs
-        return 0
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    count = int(pynvml.nvmlDeviceGetCount())
-    return count if visible is None else min(count, len([device for device in visible.split(",") if device.strip()]))
-
-
-def auto_loader_workers(cluster: Cluster, num_workers: int, cpus_per_worker: int) -> int:
-    """Decode threads per worker for `data.loader_workers: auto`: the real cores that a worker's share leaves, 1 to 8."""
-    cores = cluster.real_cpus if cluster.real_cpus is not None else cluster.cpus
-    return int(min(8, max(1, cores // num_workers - cpus_per_worker)))
+    With GPUs each of these has the same share, whether this job uses it or another one does. Without them training itself
+    needs the cores, and more threads than a few would only keep them from other trials.
+    """
+    nodes = cluster.nodes if cluster.real_cpus is None else (Node("local", cluster.real_cpus, cluster.gpus),)
+    shares = max(num_workers, int(cluster.gpus)) if use_gpu else num_workers
+    most = int(max(node.cpus for node in nodes)) if use_gpu else _MOST_WITHOUT_GPU
+    for threads in range(most, 1, -1):
+        bundle = Reservation(shares, cpus_per_worker + threads, int(use_gpu))
+        if sum(bundle.bundles_on(node) for node in nodes) >= shares:
+            return threads
+    return 1
 
 
 def use_gpu(scale_use_gpu: bool | Literal["auto"], cluster: Cluster) -> bool:
@@ -205,16 +220,10 @@ def living_nodes(cores: int | None = None) -> Cluster:
     """
     from trainables.worker.ray_nodes import usable_nodes
 
-    nodes = usable_nodes()
-    head_bytes = sum(each.get("memory", 0.0) for each in nodes.values() if HEAD in each)
-    return Cluster(_nodes(nodes), real_cpus=cores, head_bytes=head_bytes or float("inf"))
-
-
-def free_on_nodes() -> Cluster:
-    """The same nodes, each with what nobody has reserved."""
-    from trainables.worker.ray_nodes import free_resources
-
-    return Cluster(_nodes(free_resources()))
+    found = usable_nodes()
+    total, free = ({node_id: each[part] for node_id, each in found.items()} for part in (0, 1))
+    head_bytes = sum(each.get("memory", 0.0) for each in total.values() if HEAD in each)
+    return Cluster(_nodes(total), real_cpus=cores, head_bytes=head_bytes or float("inf"), free_nodes=_nodes(free))
 
 
 def _nodes(resources: Mapping[str, Mapping[str, float]]) -> tuple[Node, ...]:

@@ -12,6 +12,8 @@ from service.config.experiment import load
 from service.config.files import recipes
 from service.config.messages import source_of_key
 from service.config.reference import keys_below
+from service.runs.stored.stored_runs import fetch_records, is_uri, run_folder
+from trainables.rundir import RunDir
 
 
 @click.command("recipes")
@@ -40,6 +42,10 @@ def show(recipe_or_file: str | None, overrides: tuple[str, ...], keys: bool) -> 
     elif recipe_or_file is None:
         raise click.UsageError("give a recipe or a file, or --keys")
     else:
+        if is_uri(recipe_or_file):
+            folder = run_folder(recipe_or_file.removesuffix("/experiment.yaml"))
+            fetch_records(folder)
+            recipe_or_file = str(RunDir(folder).experiment)
         print_values(recipe_or_file, overrides)
 
 

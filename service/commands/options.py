@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from service.commands.path_types import Override, PathType, RecipeOrFile
+from service.commands.path_types import FolderPath, Override, PathType, RecipeOrFile, RunPath, RunsRoot
+from service.runs.stored.stored_runs import is_uri
 from trainables.rundir import expand_home
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 
-def default_runs_root() -> Path:
-    """`RAYDISTILL_RUNS`, else `runs/` here; inside a Ray job, whose working directory is thrown away, `~/runs`."""
+def default_runs_root() -> Path | str:
+    """`RAYDISTILL_RUNS`, also a URI, else `runs/` here; inside a Ray job, whose working directory is thrown away, `~/runs`."""
     if named := os.environ.get("RAYDISTILL_RUNS"):
+        if is_uri(named):
+            return named
         return expand_home(named).absolute()
     here = Path.cwd()
     return Path.home() / "runs" if "runtime_resources" in here.parts else here / "runs"
 
 
+FC = TypeVar("FC", bound="Callable[..., Any] | click.Command")
 RECIPE = click.argument("recipe_or_file", type=RecipeOrFile())
-DIR = click.argument("directory", type=PathType(path_type=Path))
+DIR = click.argument("directory", type=RunPath(path_type=Path))
 SET = click.option(
     "--set",
     "overrides",
@@ -34,15 +38,18 @@ SET = click.option(
     metavar="KEY=VALUE",
     help="Change one value, such as data.global_batch_size=256.",
 )
-OUT = click.option("--out", type=PathType(path_type=Path), help="Run directory; default: ROOT/<name>-<time>.")
-RUNS = click.option(
-    "--runs",
-    "root",
-    type=PathType(path_type=Path),
-    default=default_runs_root,
-    show_default="RAYDISTILL_RUNS or runs/",
-    help="Root of all runs and of their MLflow store.",
-)
+OUT = click.option("--out", type=RunPath(path_type=Path), help="Run directory, or s3://…/RUN; default: ROOT/<name>-<time>.")
+
+
+def runs_option(kind: PathType, help_text: str) -> Callable[[FC], FC]:
+    """`--runs`, which may be, by its type, a URI."""
+    return click.option(
+        "--runs", "root", type=kind, default=default_runs_root, show_default="RAYDISTILL_RUNS or runs/", help=help_text
+    )
+
+
+RUNS = runs_option(FolderPath(path_type=Path), "Root of all runs and of their MLflow store.")
+RUNS_OR_URI = runs_option(RunsRoot(path_type=Path), "Root of all runs and of their MLflow store, or s3://BUCKET/PREFIX.")
 DATA_PATH = "As data.path: digits, synthetic, a packed set, an image folder."
 PROCESSES = click.option(
     "--processes", type=click.IntRange(min=1), help="Processes on this machine; default: one a core. The result is the same."

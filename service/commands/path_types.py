@@ -16,7 +16,10 @@ from service.config.dotted import put
 from service.config.experiment import load, parse_override
 from service.config.files import recipes
 from service.config.paths import absolute, absolute_or_new, absolute_paths, with_absolute_file
+from service.runs.stored.stored_runs import is_uri, root_folder, run_folder, uri_of
+from trainables.errors import ExperimentError
 from trainables.methods import file_of, option_key
+from trainables.redact import redact_uris
 from trainables.rundir import write_atomic
 
 
@@ -52,6 +55,33 @@ class PathType(NamesPath, click.Path):
 
     def in_job(self, text: str, job: JobFiles) -> list[str]:
         return [absolute_or_new(text)]
+
+
+class FolderPath(PathType):
+    """A folder, for what works on no copy of an object store."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if is_uri(str(value)):
+            name = ctx.info_name if ctx else ""
+            raise ExperimentError(f"--runs {redact_uris(str(value))}: `distill {name}` needs a folder: write --runs FOLDER")
+        return super().convert(value, param, ctx)
+
+
+class RunsRoot(PathType):
+    """A runs' root: a folder, or the URI of an object store, which becomes the folder of its copies."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return root_folder(value) if isinstance(value, str) and is_uri(value) else super().convert(value, param, ctx)
+
+    def in_job(self, text: str, job: JobFiles) -> list[str]:
+        return [uri_of(Path(text)) or absolute_or_new(text)]
+
+
+class RunPath(RunsRoot):
+    """A run's folder, or its URI, which becomes the folder that is its copy."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return run_folder(value) if isinstance(value, str) and is_uri(value) else super().convert(value, param, ctx)
 
 
 class DataPath(NamesPath, StringParamType):
@@ -116,6 +146,8 @@ class RunOrRecipe(RecipeOrFile):
     """The directory of a run, which may be on the cluster alone if its path is absolute, or an experiment."""
 
     def in_job(self, text: str, job: JobFiles) -> list[str]:
+        if is_uri(text):
+            return [text]
         path = Path(text)
         is_run = path.is_dir() or (path.is_absolute() and not path.exists())
         return [absolute_or_new(text)] if is_run else super().in_job(text, job)

@@ -4,11 +4,12 @@ from pathlib import Path
 
 import click
 
-from service.commands.options import DIR, RUNS, SET, print_all
-from service.commands.path_types import PathType, RunOrRecipe
+from service.commands.options import DIR, RUNS_OR_URI, SET, print_all
+from service.commands.path_types import PathType, RunOrRecipe, RunPath
 from service.config.experiment import load
 from service.runs.display import output
 from service.runs.run_directory import as_it_stands, reopen
+from service.runs.stored.stored_runs import is_uri, run_folder
 
 HTML = PathType(path_type=Path, dir_okay=False)
 
@@ -36,8 +37,8 @@ def report(directory: Path, html: Path | None, watch: bool) -> None:
 
 
 @click.command()
-@click.argument("a", type=PathType(path_type=Path))
-@click.argument("b", type=PathType(path_type=Path))
+@click.argument("a", type=RunPath(path_type=Path))
+@click.argument("b", type=RunPath(path_type=Path))
 @click.option("--html", type=HTML, help="Also write the comparison as a page here.")
 def compare(a: Path, b: Path, html: Path | None) -> None:
     """Two sweeps or runs side by side: the best of each, speed at common points, what differs in the experiments."""
@@ -56,12 +57,15 @@ def compare(a: Path, b: Path, html: Path | None) -> None:
 @click.command()
 @click.argument("directory_or_recipe", type=RunOrRecipe(), metavar="DIR_OR_RECIPE")
 @SET
-@RUNS
+@RUNS_OR_URI
 def doctor(directory_or_recipe: str, overrides: tuple[str, ...], root: Path) -> None:
     """Where a step's time goes and what to change: of a run or sweep by its records, of a recipe by a short timing run."""
     from service.doctor.read_run import read_run
     from service.doctor.terminal_lines import case_lines
 
+    if is_uri(directory_or_recipe):
+        directory_or_recipe = str(run_folder(directory_or_recipe))
+        reopen(Path(directory_or_recipe))
     if Path(directory_or_recipe).is_dir():
         if overrides:
             raise click.UsageError("--set: changes a recipe; the values of a run are in its experiment.yaml")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from service.commands.options import DIR, OUT, RECIPE, RUNS, SET
+from service.commands.options import DIR, OUT, RECIPE, RUNS, RUNS_OR_URI, SET
 
 if TYPE_CHECKING:
     from service.config.experiment import Resolved
@@ -26,7 +26,7 @@ CONTINUE = click.option(
 @SET
 @OUT
 @CONTINUE
-@RUNS
+@RUNS_OR_URI
 def train(recipe_or_file: str, overrides: tuple[str, ...], out: Path | None, continues: bool, root: Path) -> None:
     """Train the teacher if it has no weights, then distil the student."""
     from service.config.experiment import load
@@ -39,7 +39,7 @@ def train(recipe_or_file: str, overrides: tuple[str, ...], out: Path | None, con
 @SET
 @OUT
 @CONTINUE
-@RUNS
+@RUNS_OR_URI
 def sweep(recipe_or_file: str, overrides: tuple[str, ...], out: Path | None, continues: bool, root: Path) -> None:
     """Search over GPUs × batch × loader workers, or whatever sweep.space names."""
     from service.config.experiment import load
@@ -58,18 +58,22 @@ def resume_run(directory: Path) -> None:
     """See `resume`."""
     from service.runs.method_copies import changed_methods
     from service.runs.preflight import check_checkpoints
-    from service.runs.run_directory import reopen
+    from service.runs.run_directory import reopen, runs_root_of
+    from service.runs.stored.stored_runs import display_name
+    from service.runs.stored.stored_session import put_rest
+    from service.sweeps.trials import has_unschedulable
 
-    _, run_dir, result = reopen(directory)
-    if result.status == "complete":
-        click.echo(f"{directory} is complete; its tables: distill report {directory}")
+    saved, run_dir, result = reopen(directory)
+    if result.status == "complete" and not has_unschedulable(saved.experiment, result.rows):
+        put_rest(run_dir, click.echo)
+        click.echo(f"{display_name(directory)} is complete; its tables: distill report {display_name(directory)}")
         return
     resolved, run_dir, result = reopen(directory, to_continue=True)
     for line in changed_methods(run_dir):
         click.echo(line)
     check_checkpoints(run_dir)
     check_inputs(result.kind, resolved)
-    run_to_the_end(result.kind, resolved, run_dir, Path(result.runs_root))
+    run_to_the_end(result.kind, resolved, run_dir, runs_root_of(result))
 
 
 @click.command()
@@ -87,10 +91,14 @@ def cache(recipe_or_file: str, overrides: tuple[str, ...], root: Path) -> None:
 def start_run(kind: Kind, resolved: Resolved, out: Path | None, root: Path, *, continues: bool) -> None:
     """Check the experiment, create its run directory, and run it; `continues`: or resume the same run in `out`."""
     from service.runs.run_directory import begin_run, check_same, check_writable, has_begun, new_run_dir
+    from service.runs.stored.stored_runs import fetch_records, uri_of
     from trainables.errors import ExperimentError
 
     if continues and out is None:
         raise ExperimentError("--continue: give the run's directory with --out")
+    if out is not None:
+        root = out.parent if uri_of(out) else root
+        fetch_records(out)
     if continues and out is not None and has_begun(out):
         check_same(kind, resolved, out)
         resume_run(out)
@@ -114,6 +122,7 @@ def run_to_the_end(kind: Kind, resolved: Resolved, run_dir: RunDir, root: Path) 
     """Run, or continue, the experiment of a run directory; print where its results are."""
     from service.cluster.local_ray import RayLostError
     from service.report import end_of_run
+    from service.runs.stored.stored_runs import display_name
     from service.runs.train import train as run_train
     from service.sweeps.sweep import sweep as run_sweep
     from service.tracking import compare_url
@@ -123,16 +132,16 @@ def run_to_the_end(kind: Kind, resolved: Resolved, run_dir: RunDir, root: Path) 
     try:
         result = (run_train if kind == "train" else run_sweep)(resolved, run_dir, end_of_run)
     except KeyboardInterrupt:
-        click.echo(f"interrupted; continue with: distill resume {run_dir.root}", err=True)
+        click.echo(f"interrupted; continue with: distill resume {display_name(run_dir.root)}", err=True)
         raise
     except RayLostError as error:
-        raise ClusterError(f"{error}; continue with `distill resume {run_dir.root}`") from error
-    click.echo(f"result: {run_dir.result}")
+        raise ClusterError(f"{error}; continue with `distill resume {display_name(run_dir.root)}`") from error
+    click.echo(f"result: {display_name(run_dir.result)}")
     if run_dir.report.exists():
-        click.echo(f"page: {run_dir.report}")
+        click.echo(f"page: {display_name(run_dir.report)}")
     if result.mlflow:
         click.echo(f"records: {redact(result.mlflow.uri)}")
-        click.echo(f"open them with: distill ui --runs {root}")
+        click.echo(f"open them with: distill ui --runs {display_name(root)}")
         keys = [f"trial/{row.id}" for row in result.rows if row.status == "ok"]
         if link := compare_url(run_dir, keys):
             click.echo(f"then compare the trials at: {link}")

@@ -34,8 +34,8 @@ def split(
         cuts: Sequence[str] | None = [name.strip() for name in cut.split(",")]
         stages = cut.count(",") + 2
     else:
-        stages = stages or max(2, scale.pipeline_stages)
-        cuts = scale.cut if stages == scale.pipeline_stages else None
+        stages = stages or max(2, scale.num_stages)
+        cuts = scale.cut if stages == scale.num_stages else None
     config = student_in_stages(experiment, stages, cuts)
     if only_list:
         output().print(cut_point_table(config))

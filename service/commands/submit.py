@@ -9,6 +9,7 @@ from click.core import ParameterSource
 
 from service.cluster.jobs import submit as run_submit
 from service.commands.path_types import JobFiles, NamesPath
+from service.runs.stored.stored_runs import is_uri
 from trainables.errors import ExperimentError
 
 
@@ -17,13 +18,12 @@ from trainables.errors import ExperimentError
 @click.option(
     "--runs",
     "root",
-    type=click.Path(path_type=Path),
     show_default="the cluster's RAYDISTILL_RUNS, or ~/runs",
     help="Root of all runs on the cluster, and of their MLflow store.",
 )
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
-def submit(context: click.Context, follow: bool, root: Path | None, command: tuple[str, ...]) -> None:
+def submit(context: click.Context, follow: bool, root: str | None, command: tuple[str, ...]) -> None:
     """Run any other command as a Ray job: distill submit --follow train digits.
 
     Relative paths begin in this directory, also in an experiment file and in --set. The file itself and the files of methods
@@ -31,6 +31,8 @@ def submit(context: click.Context, follow: bool, root: Path | None, command: tup
     """
     with tempfile.TemporaryDirectory(prefix="raydistill-") as folder:
         arguments = package(context.find_root(), command, Path(folder))
+        if root is not None and not is_uri(root):
+            root = str(Path(root).absolute())
         raise click.exceptions.Exit(run_submit(arguments, Path(folder), root, follow, click.echo))
 
 

@@ -10,15 +10,16 @@ from pathlib import Path
 
 import click
 
-from service.commands.options import DIR, RUNS
-from service.runs.run_directory import check_writable, reopen
+from service.commands.options import DIR, RUNS_OR_URI
+from service.runs.run_directory import as_it_stands, check_writable, reopen
+from service.runs.stored.stored_runs import display_name, uri_of
 from service.tracking import sync as run_sync
 from service.tracking import ui_command, ui_environment
 from trainables.errors import ClusterError, ExperimentError
 
 
 @click.command()
-@RUNS
+@RUNS_OR_URI
 @click.option("--host", default="127.0.0.1", show_default=True, help="Anything but loopback shows your records to the network.")
 @click.option("--port", type=click.IntRange(1, 65535), default=5000, show_default=True)
 @click.option("--allow-changes", is_flag=True, help="Let the UI change and delete records; without it, it only shows them.")
@@ -62,7 +63,9 @@ def check_address(host: str, port: int) -> None:
 @DIR
 def sync(directory: Path) -> None:
     """Send to MLflow what it has not taken yet."""
-    _, run_dir, _ = reopen(directory)
+    _, run_dir, result = reopen(directory)
+    if uri_of(run_dir.root) and as_it_stands(run_dir, result).status == "running":
+        raise ExperimentError(f"{display_name(run_dir.root)} is being carried out, and its driver sends its records: wait for it")
     delivery = run_sync(run_dir)
     click.echo(delivery.message)
     if delivery.num_pending:

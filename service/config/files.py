@@ -8,7 +8,7 @@ from typing import Any
 
 from service.config import strict_yaml
 from service.config.dotted import flatten, merge
-from trainables.errors import ExperimentError, near
+from trainables.errors import ExperimentError, did_you_mean
 
 MAX_FILE_BYTES = 16 << 20
 
@@ -69,8 +69,7 @@ def _text_of(file: str, where: str) -> str:
     if not os.path.isfile(file):
         if os.path.isdir(file):
             raise ExperimentError(f"{where}: is a folder: give a YAML file in it, or a recipe ({', '.join(recipes())})")
-        similar = near(Path(file).stem, recipes())
-        hint = f"did you mean {similar[0]}?" if similar else f"recipes: {', '.join(recipes())}"
+        hint = did_you_mean(Path(file).stem, recipes(), f"recipes: {', '.join(recipes())}")
         raise ExperimentError(f"{where or repr(file)}: neither a recipe nor a file; {hint}")
     try:
         if os.path.getsize(file) > MAX_FILE_BYTES:

@@ -19,11 +19,9 @@ def assistants_have_a_teacher(experiment: Experiment) -> Problem:
 def warmup_leaves_an_epoch_of_each_stage(experiment: Experiment) -> Problem:
     lengths = {"teacher.epochs": experiment.teacher.epochs if experiment.teacher else None}
     lengths |= {f"assistants[{n}].epochs": assistant.epochs for n, assistant in enumerate(experiment.assistants)}
-    for key, epochs in lengths.items():
-        problem = warmup_leaves_an_epoch(experiment.optim, epochs, key) if epochs is not None else None
-        if problem is not None:
-            return problem
-    return None
+    known = {key: epochs for key, epochs in lengths.items() if epochs is not None}
+    problems = (warmup_leaves_an_epoch(experiment.optim, epochs, key) for key, epochs in known.items())
+    return next((problem for problem in problems if problem is not None), None)
 
 
 def asha_compares_evaluated_epochs(experiment: Experiment) -> Problem:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from trainables.config import Count, Positive, Section
-from trainables.errors import near
+from trainables.errors import did_you_mean
 
 SPEEDS = ("images_per_s", "step_s", "epoch_s", "gpu_s_per_epoch", "data_pct", "peak_memory_mib")
 FRONT = "pareto"
@@ -96,8 +96,7 @@ class SweepConfig(Section):
     def _metric_exists(self) -> Self:
         known = (*SPEEDS, *ACCURACIES, TIME, *([FRONT] if self.policy == "guided" else []))
         if self.metric not in known and not re.match(r"(phase|rank\d+|node\d+)/.", self.metric):
-            similar = near(self.metric, known)
-            instead = f"did you mean {similar[0]}?" if similar else f"write one of {', '.join(known)}"
+            instead = did_you_mean(self.metric, known, f"write one of {', '.join(known)}")
             raise ValueError(f"metric: trials have no {self.metric!r}; {instead}")
         if self.policy == "guided" and self.metric not in GUIDED:
             raise ValueError(

@@ -85,7 +85,9 @@ class Evidence:
         """The median rank, number by number (the lower one of two): what a step is like but for its slowest ranks."""
 
         def middle(name: str) -> Any:
-            known = [value for rank in self.ranks if (value := getattr(rank, name)) is not None]
+            # Of pipeline stages the first ones alone have a loader.
+            ranks = self.ranks[:: self.pipeline_stages] if name == "data_ms" else self.ranks
+            known = [value for rank in ranks if (value := getattr(rank, name)) is not None]
             return median_low(known) if known else None
 
         return RankTimes(**{field.name: middle(field.name) for field in fields(RankTimes)})
@@ -147,7 +149,7 @@ class Evidence:
         """What a rank does in a step without waiting for images or for others."""
         before_ms = self.handling_ms(rank) + (0.0 if self.on_gpu else rank.h2d_ms) + rank.augment_ms + rank.teacher_ms
         passes_ms = self.own_student_ms(rank) + self.own_backward_ms(rank)
-        return before_ms + passes_ms + rank.optimizer_ms + rank.rest_ms
+        return before_ms + passes_ms + rank.optimizer_ms + rank.graph_ms + rank.rest_ms
 
     def handling_ms(self, rank: RankTimes) -> float:
         """Of the data phase what is no wait: the step's own thread hands batches out."""
@@ -236,10 +238,10 @@ class Evidence:
 
     @property
     def compute_ms(self) -> float:
-        """The models' own work in a step: forward of both, loss, backward."""
+        """The models' own work in a step: forward of both, loss, backward; the update too, where all of it is one CUDA graph."""
         step = self.typical
         teacher_ms = step.teacher_ms if self.teacher_actors is None else 0.0
-        return teacher_ms + step.student_ms + min(self.own_backward_ms(rank) for rank in self.ranks)
+        return teacher_ms + step.student_ms + step.graph_ms + min(self.own_backward_ms(rank) for rank in self.ranks)
 
     @property
     def service_ms(self) -> float:

@@ -11,7 +11,7 @@ from service.doctor.clocks import clocks_lost, fallen, latest
 from service.doctor.evidence import LEAST_PCT, Evidence
 from service.doctor.recorded import EpochUse, RankTimes
 from service.doctor.step_model import Cause, Effect
-from trainables.metrics.phases import ALL_PHASES
+from trainables.metrics.phases import ALL_PHASES, RECEIVE
 
 SURE = 3.0
 """Steps that grow have to grow by so many times what epochs differ by from one to the next."""
@@ -59,8 +59,8 @@ def computing_ms(epoch: EpochUse) -> float:
 
 
 def data_ms(epoch: EpochUse) -> float:
-    """A step's data phase."""
-    return epoch.phase_ms("data")
+    """What a step waits for its images: on later pipeline stages until the first one has them."""
+    return epoch.phase_ms("data") + epoch.phase_ms(RECEIVE)
 
 
 def as_it_is_now(e: Evidence) -> Evidence:

@@ -10,11 +10,11 @@ def bubble(e: Evidence) -> Cause | None:
     """Even the slowest stage waits while the pipeline fills and drains: T' = T - the part that twice the micro-batches spare.
 
     With work W in each of p equal stages and m micro-batches it takes (p - 1) W / m (Huang et al. 2019, GPipe):
-    half as long with 2m.
+    half as long with 2m. A later stage waits for a part of it before its step, until the first stage has drained.
     """
     if e.pipeline_stages == 1 or e.micro_batch == 1:
         return None
-    waits_ms = min(rank.bubble_ms for rank in e.ranks)
+    waits_ms = min(rank.bubble_ms + rank.receive_ms for rank in e.ranks)
     return Cause(
         "pipeline bubble",
         f"every pipeline stage waits for its neighbours, at least {waits_ms:.1f} of a step's {e.typical.step_ms:.1f} ms",

@@ -3,12 +3,14 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from operator import attrgetter
 from statistics import median_low
 
 from service.doctor.compute import most_times
 from service.doctor.evidence import LEAST_PCT, Evidence
 from service.doctor.recorded import RankTimes
 from service.doctor.step_model import Cause, Effect
+from trainables.metrics.phases import PHASES
 
 SURE = 3.0  # standard errors: of 8 batches' means a difference of none exceeds it with a probability of 1%
 
@@ -104,14 +106,8 @@ def uneven(e: Evidence) -> Cause | None:
 
 def longest(e: Evidence, rank: RankTimes, others: Sequence[RankTimes]) -> str:
     """The phase in which a rank exceeds most what is usual for the others."""
-    own: dict[str, Callable[[RankTimes], float]] = {
-        "h2d": lambda r: r.h2d_ms,
-        "augment": lambda r: r.augment_ms,
-        "teacher": lambda r: r.teacher_ms,
-        "student": e.own_student_ms,
-        "backward": e.own_backward_ms,
-        "optimizer": lambda r: r.optimizer_ms,
-    }
+    own: dict[str, Callable[[RankTimes], float]] = {phase: attrgetter(f"{phase}_ms") for phase in PHASES if phase != "data"}
+    own |= {"student": e.own_student_ms, "backward": e.own_backward_ms}
     return max(own, key=lambda phase: own[phase](rank) - median_low(own[phase](other) for other in others))
 
 

@@ -121,8 +121,8 @@ def evidence_of(
         clock=_clock(metrics) if epochs else None,
         val_images=evaluated[-1] if evaluated else 0.0,
         epochs=epochs,
-        pipeline_stages=experiment.scale.pipeline_stages,
-        micro_batches=int(start.get("micro_batches", 1)) if experiment.scale.pipeline_stages > 1 else 1,
+        pipeline_stages=int(start.get("pipeline_stages", experiment.scale.num_stages)),
+        micro_batches=int(start.get("micro_batches", 1)),
         teacher_actors=experiment.teacher.service if experiment.teacher is not None else None,
     )
 
@@ -180,11 +180,8 @@ def _ranks(metrics: Metrics, num_workers: int) -> tuple[RankTimes, ...]:
 
 def _gpus(metrics: Metrics) -> tuple[GpuUse, ...]:
     names = sorted({match[0] for name in metrics if (match := re.match(r"node\d+/gpu\d+(?=/)", name))})
-    found = [
-        recorded(GpuUse, metrics, f"{name}/") | {"throttle_reasons": int(metrics.get(f"{name}/throttle_reasons", 0))}
-        for name in names
-    ]
-    return tuple(GpuUse(name, **values) for name, values in zip(names, found, strict=True))
+    reasons = {name: {"throttle_reasons": int(metrics.get(f"{name}/throttle_reasons", 0))} for name in names}
+    return tuple(GpuUse(name, **recorded(GpuUse, metrics, f"{name}/") | reasons[name]) for name in names)
 
 
 def _epochs(lines: list[Mapping[str, Any]]) -> tuple[EpochUse, ...]:

@@ -29,18 +29,23 @@ class RankTimes:
     """What all threads of this rank's process compute, those of its loader too."""
     core_wait_ms: float | None = None
     """How long the step's own thread is ready to run while others have the cores."""
+    receive_ms: float = 0.0
+    """What a later pipeline stage waits for the first one's next batch; it has no loader of its own."""
     bubble_ms: float = 0.0
-    """What a pipeline stage waits for its neighbours."""
+    """What a pipeline stage waits for its neighbours within a step."""
+    graph_ms: float = 0.0
+    """From teacher to optimizer, in steps that are launched as a CUDA graph."""
 
     @property
     def before_student_ms(self) -> float:
         """From the end of the last backward to the student's forward."""
-        return self.optimizer_ms + self.data_ms + self.h2d_ms + self.augment_ms + self.teacher_ms
+        return self.optimizer_ms + self.data_ms + self.receive_ms + self.h2d_ms + self.augment_ms + self.teacher_ms
 
     @property
     def rest_ms(self) -> float:
         """What lies in no phase."""
-        return max(0.0, self.step_ms - self.before_student_ms - self.student_ms - self.backward_ms - self.bubble_ms)
+        named_ms = self.before_student_ms + self.student_ms + self.backward_ms + self.bubble_ms + self.graph_ms
+        return max(0.0, self.step_ms - named_ms)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from trainables.data.decode import UnreadableImageError, decode_image
 from trainables.data.index import Index
 from trainables.data.order import Split
 from trainables.data.pack.modes import described
-from trainables.data.records import RecordsSource, open_records
+from trainables.data.sources.records import RecordsSource, open_records
 from trainables.rundir import replacing
 
 _BAR = 30

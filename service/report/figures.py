@@ -11,8 +11,11 @@ from service.report.run_records import Row, axes, gpu_s_per_epoch, ran, value
 from service.report.speed_by_axis import NAMED, spans, tip
 from trainables.metrics.phases import ALL_PHASES
 
-YELLOW = "#F0E442"
-COLOURS = (marks.VERMILION, YELLOW, marks.SKY, marks.BLUE, marks.GREEN, marks.PURPLE, marks.ORANGE, marks.GREY)
+YELLOW, BROWN, BLACK = "#F0E442", "#8C510A", "#000000"
+COLOURS = (
+    *(marks.VERMILION, YELLOW, marks.SKY, marks.BLUE, marks.GREEN, marks.PURPLE, marks.ORANGE),
+    *(BLACK, marks.GREY, BROWN),
+)
 PHASE_COLOURS = dict(zip(ALL_PHASES, COLOURS, strict=True))
 
 

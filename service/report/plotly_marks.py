@@ -11,15 +11,7 @@ from typing import Any
 
 from service.report.labels import short
 
-BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY, GREY = (
-    "#0072B2",
-    "#D55E00",
-    "#009E73",
-    "#E69F00",
-    "#CC79A7",
-    "#56B4E9",
-    "#8A8F98",
-)
+BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY, GREY = "#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#8A8F98"
 PALETTE = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY)
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star")
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")

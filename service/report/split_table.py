@@ -17,7 +17,8 @@ from trainables.device.memory import memory_bytes
 from trainables.device.model_input import tensor_format
 from trainables.distributed.pipeline.costs import Link, Plan, usual_link
 from trainables.engine.dry_run import untrained_modules
-from trainables.engine.pipeline.build import PlannedModels, plan_stages, planned_batch, possible_cuts
+from trainables.engine.pipeline.build import possible_cuts
+from trainables.engine.pipeline.planning import PlannedModels, plan_stages, planned_batch
 from trainables.engine.teacher_placement import is_sharded
 from trainables.methods.distillation_module import DistillationModule
 
@@ -80,7 +81,7 @@ def split_parts(config: TrainConfig, link_gb_per_s: float | None) -> Iterator[Ta
     if network is not None:
         how = f"sharded over {scale.num_replicas} replicas" if sharded else "whole"
         yield f"teacher: {how}, on the last stage's device"
-    ddp = whole(scale.num_workers, -(-batch // scale.pipeline_stages))
+    ddp = whole(scale.num_workers, -(-batch // scale.num_stages))
     yield from _verdict(plan, whole(scale.num_replicas, batch), ddp, memory_bytes(device))
 
 

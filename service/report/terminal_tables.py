@@ -15,6 +15,7 @@ from service.report.text_table import text_table
 from service.report.winner import command
 from service.report.winner import lines as sentences
 from service.runs.result import RunResult
+from service.runs.stored.stored_runs import display_name
 from service.search.rows import probes
 from trainables.metrics.phases import ALL_PHASES
 from trainables.metrics.telemetry import decode_throttle
@@ -155,7 +156,9 @@ def report_of(result: RunResult, run_dir: RunDir) -> list[Any]:
 
 def overview(result: RunResult, run_dir: RunDir, only: Collection[str] | None = None) -> list[Any]:
     """How a run stands: its trials and what they say, or its stages. `only`: as in `sweep_table`."""
-    parts: list[Any] = [f"{result.kind} {result.name} in {run_dir.root}: {result.status} {result.reason or ''}".rstrip()]
+    parts: list[Any] = [
+        f"{result.kind} {result.name} in {display_name(run_dir.root)}: {result.status} {result.reason or ''}".rstrip()
+    ]
     if result.trials is not None:
         parts += compared(result, only)
     elif result.stages:

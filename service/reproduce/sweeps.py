@@ -11,7 +11,7 @@ from service.config.dotted import flatten, merge, put
 from service.config.experiment import Resolved, load, parse_override, validate
 from service.config.paths import absolute
 from service.reproduce.table import ALONE, Table
-from trainables.errors import ExperimentError, near
+from trainables.errors import ExperimentError, did_you_mean
 
 DECIDED_BY_THE_TABLE = ("teacher.model", "teacher.weights", "student", "distill.method", "seed", "name", "sweep")
 """Keys that a user may not set, but for `HARMLESS` ones among them."""
@@ -76,8 +76,7 @@ def _selected(option: str, text: str | None, known: Sequence[str]) -> tuple[str,
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
     for name in names:
         if name not in known:
-            similar = near(name, known)
-            instead = f"did you mean {similar[0]}?" if similar else f"the table has {', '.join(known)}"
+            instead = did_you_mean(name, known, f"the table has {', '.join(known)}")
             raise ExperimentError(f"{option} {name}: there is none in this table; {instead}")
     return names
 

@@ -11,7 +11,7 @@ from service.config import strict_yaml
 from service.config.files import recipes, shipped
 from service.config.messages import problems_of
 from trainables.config import Count, Section
-from trainables.errors import ExperimentError, near
+from trainables.errors import ExperimentError, did_you_mean
 
 TABLES = "service.reproduce.tables"
 ALONE = "student"
@@ -154,8 +154,7 @@ def read_table(name: str) -> Table:
     elif Path(name).is_file():
         text = Path(name).read_text(encoding="utf-8", errors="replace")
     else:
-        similar = near(name, ours)
-        instead = f"did you mean {similar[0]}?" if similar else f"tables: {', '.join(ours)}"
+        instead = did_you_mean(name, ours, f"tables: {', '.join(ours)}")
         raise ExperimentError(f"{name}: neither a table nor a file; {instead}")
     tree = strict_yaml.parse(text, name)
     if not isinstance(tree, Mapping):

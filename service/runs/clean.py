@@ -7,6 +7,7 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import psutil
@@ -79,7 +80,7 @@ def clean(root: Path, cleaner: Cleaner, *, unfinished: bool, checkpoints_only: b
         with_lock(run, cleaner, _remove_checkpoints if checkpoints_only else _remove_run)
     if checkpoints_only:
         return
-    remaining = [run for run in runs if run not in removable]
+    remaining = _without(runs, removable)
     caches = {run.cache for run in removable if run.cache and run.cache.is_absolute()}
     for cache in sorted(cache for cache in caches if not any(run.uses_cache(cache) for run in remaining)):
         for folder in _subfolders(cache, _KEY.fullmatch):
@@ -121,7 +122,7 @@ class Run:
     text: str
     """Of its experiment."""
 
-    @property
+    @cached_property
     def cache(self) -> Path | None:
         """Its `teacher.cache`, as it is written: a relative one began in a directory that nobody knows any more."""
         try:
@@ -137,7 +138,8 @@ class Run:
 
     def refers_to(self, other: "Run") -> bool:
         """Whether its experiment has the path of the other's directory, or of a file in it, as `teacher.weights` may."""
-        return re.search(rf"(?:^|[/'\"\s]){re.escape(other.path.name)}(?:[/'\"\s,}}\]]|$)", self.text) is not None
+        name = other.path.name
+        return name in self.text and re.search(rf"(?:^|[/'\"\s]){re.escape(name)}(?:[/'\"\s,}}\]]|$)", self.text) is not None
 
     def needed_reason(self, unfinished: bool) -> str | None:
         """Why it may not be removed, however old; None: it may, unless another run needs it."""
@@ -166,12 +168,18 @@ def _removable(runs: list[Run], cleaner: Cleaner, unfinished: bool) -> list[Run]
             else:
                 removable.append(run)
     while True:
-        users = {run: user for run in removable for user in runs if user not in removable and user.refers_to(run)}
+        remaining = _without(runs, removable)
+        users = {run: user for run in removable for user in remaining if user.refers_to(run)}
         for run, user in users.items():
             cleaner.echo(f"{run.path} stays: {user.path} refers to it")
             removable.remove(run)
         if not users:
             return removable
+
+
+def _without(runs: list[Run], others: list[Run]) -> list[Run]:
+    left_out = {run.path for run in others}
+    return [run for run in runs if run.path not in left_out]
 
 
 def with_lock(run: Run, cleaner: Cleaner, remove: Callable[[Run, Cleaner], None]) -> None:

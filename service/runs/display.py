@@ -74,7 +74,7 @@ class Followed:
 
     label: str
     metrics: LineTail
-    log: LineTail
+    logs: tuple[LineTail, ...]
     task: TaskID | None
     steps: int = 0
 
@@ -128,9 +128,10 @@ class Display:
     def follow(self, label: str, stage: StageDir) -> None:
         """Show a stage from where its files now end: after a resume the earlier lines are not shown again."""
         if label not in self._followed:
-            ends = [path.stat().st_size if path.exists() else 0 for path in (stage.metrics, stage.log)]
+            ends = [path.stat().st_size if path.exists() else 0 for path in (stage.metrics, stage.log, stage.driver_log)]
             task = self._bars.add_task(label, total=None, info="starting workers") if self._bars else None
-            followed = Followed(label, LineTail(stage.metrics, ends[0]), LineTail(stage.log, ends[1]), task)
+            logs = LineTail(stage.log, ends[1]), LineTail(stage.driver_log, ends[2])
+            followed = Followed(label, LineTail(stage.metrics, ends[0]), logs, task)
             self._followed[label] = followed
             with contextlib.suppress(OSError), open(stage.metrics, "rb") as file:
                 if (record := _record(file.readline())) is not None:  # of a stage that is resumed
@@ -146,8 +147,7 @@ class Display:
     def tick(self) -> None:
         """Show what is new."""
         for followed in self._followed.values():
-            lines = followed.log.lines()
-            for line in lines:
+            for line in [line for log in followed.logs for line in log.lines()]:
                 if self._bars is None or " teacher.cache: " in line:  # what takes disk space is shown with bars too
                     self.print(f"[{followed.label}] {line}")
             for text in followed.metrics.lines():

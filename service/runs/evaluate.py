@@ -103,7 +103,7 @@ def evaluate(checkpoint: Path, data_path: str, overrides: list[str], root: Path)
         data = config.data.model_copy(update={"loader_workers": workers})
         job = config.model_copy(update={"data": data, "output": str(output)})
         gpu, name = bool(reservation.gpus), output.stem
-        fit = partial(trainer.fit, job, use_gpu=gpu, loader_workers=workers, storage=storage.tune, name=name)
+        fit = partial(trainer.fit, job, use_gpu=gpu, loader_workers=workers, storage=str(storage.tune), name=name)
         try:
             wait_for(fit, display)
             return dict(json.loads(output.read_text()))
@@ -118,9 +118,10 @@ def evaluate(checkpoint: Path, data_path: str, overrides: list[str], root: Path)
 def reserve(config: EvaluateConfig, cluster: Cluster) -> tuple[int, Reservation]:
     """The loader workers of each worker, and what the evaluation reserves. Raises ClusterError where that does not fit."""
     workers, scale = config.data.loader_workers, config.scale
+    has_gpu = use_gpu(scale.use_gpu, cluster)
     if workers == "auto":
-        workers = auto_loader_workers(cluster, scale.num_workers, scale.cpus_per_worker)
-    reservation = Reservation(scale.num_workers, scale.cpus_per_worker + workers, int(use_gpu(scale.use_gpu, cluster)))
+        workers = auto_loader_workers(cluster, scale.num_workers, scale.cpus_per_worker, use_gpu=has_gpu)
+    reservation = Reservation(scale.num_workers, scale.cpus_per_worker + workers, int(has_gpu))
     if refusal := cluster.refusal(reservation):
         raise ClusterError(f"{refusal}: lower scale.num_workers or data.loader_workers")
     return workers, reservation

@@ -9,7 +9,8 @@ from service.cluster.resources import Cluster, Reservation, auto_loader_workers,
 from service.config.dotted import put
 from service.config.paths import absolute_paths
 from service.config.schema import Experiment
-from service.runs.assignment import Assignment, reservation_of
+from service.runs.stages.assignment import Assignment, reservation_of
+from service.runs.stored.stored_runs import ray_storage, run_store
 from trainables.config import TrainConfig
 from trainables.errors import ClusterError
 from trainables.rundir import RunDir
@@ -27,9 +28,10 @@ class Plan:
     def on(cls, experiment: Experiment, cluster: Cluster) -> Plan:
         """Resolve every `auto`."""
         scale, loader_workers = experiment.scale, experiment.data.loader_workers
+        has_gpu = use_gpu(scale.use_gpu, cluster)
         if loader_workers == "auto":
-            loader_workers = auto_loader_workers(cluster, scale.num_workers, scale.cpus_per_worker)
-        return cls(experiment, use_gpu(scale.use_gpu, cluster), loader_workers)
+            loader_workers = auto_loader_workers(cluster, scale.num_workers, scale.cpus_per_worker, use_gpu=has_gpu)
+        return cls(experiment, has_gpu, loader_workers)
 
     def assign(
         self, stage: str, run_dir: RunDir, labels: dict[str, str], weights: str | None = None, teachers: tuple[str, ...] = ()
@@ -38,9 +40,10 @@ class Plan:
         tree = self.experiment.stage(stage, run_dir.stage(stage).root, labels, weights).model_dump()
         tree["data"]["loader_workers"] = self.loader_workers
         tree |= {"loader_auto": self.experiment.data.loader_workers == "auto", "teachers": teachers}
+        tree["run_store"] = run_store(run_dir.root)
         for key, value in absolute_paths(tree).items():
             put(tree, key, value, stage)
-        return Assignment(TrainConfig.model_validate(tree), self.use_gpu, self.loader_workers, run_dir.tune)
+        return Assignment(TrainConfig.model_validate(tree), self.use_gpu, self.loader_workers, ray_storage(run_dir))
 
     def reservation(self) -> Reservation:
         """What one stage reserves."""
@@ -67,7 +70,8 @@ class Plan:
         scale = self.experiment.scale
         kind = "GPU" if self.use_gpu else "CPU"
         auto = " (auto)" if self.experiment.data.loader_workers == "auto" else ""
-        stages = f" ({scale.num_replicas} × {scale.pipeline_stages} pipeline stages)" if scale.pipeline_stages > 1 else ""
+        stages = f" ({scale.num_replicas} × {scale.num_stages} pipeline stages)" if scale.num_stages > 1 else ""
+        stages = " (pipeline stages: auto)" if scale.pipeline_stages == "auto" else stages
         fewest = f"{scale.min_workers} to " if scale.min_workers is not None else ""
         line = (
             f"{fewest}{scale.num_workers} {kind} worker{'s' if scale.num_workers > 1 else ''}{stages} × "

@@ -9,6 +9,8 @@ from service.config.dotted import flatten
 from service.config.experiment import Resolved, read_resolved
 from service.runs.method_copies import copy_methods, use_copies_of
 from service.runs.result import Kind, RunResult, read_result, write_result
+from service.runs.stored.driver_lease import is_fresh
+from service.runs.stored.stored_runs import check_reachable, display_name, fetch_records, is_taken, is_uri, root_folder, uri_of
 from trainables.errors import ExperimentError
 from trainables.locks import is_locked, locked_or_raise
 from trainables.rundir import RunDir, unwritable_reason, write_text
@@ -26,7 +28,8 @@ def check_same(kind: Kind, resolved: Resolved, path: Path) -> None:
     differing = [key for key in sorted({*wanted, *begun_with}) if wanted.get(key) != begun_with.get(key)]
     if result.kind != kind or differing:
         other = f"a {result.kind}" if result.kind != kind else f"another {differing[0]} ({begun_with.get(differing[0])})"
-        raise ExperimentError(f"{path} has a run with {other}: continue it with `distill resume {path}`, or choose another --out")
+        run = display_name(path)
+        raise ExperimentError(f"{run} has a run with {other}: continue it with `distill resume {run}`, or choose another --out")
 
 
 def check_writable(root: Path, out: Path | None, *, begun_ok: bool = False) -> None:
@@ -38,12 +41,25 @@ def check_writable(root: Path, out: Path | None, *, begun_ok: bool = False) -> N
         ExperimentError: see above.
     """
     if out is not None and not begun_ok and (RunDir(out).experiment.exists() or RunDir(out).result.exists()):
-        raise ExperimentError(f"{out} already holds a run: continue it with `distill resume {out}`, or choose another --out")
+        if has_begun(out):
+            raise ExperimentError(already_begun(out))
+        raise ExperimentError(
+            f"{display_name(out)} holds a run that died as it began: add --continue to begin it anew, or choose another --out"
+        )
     for option, path in (("--runs", root), ("--out", out)):
         if path is None:
             continue
         if reason := unwritable_reason(path):
-            raise ExperimentError(f"{option} {path} cannot be written: {reason}; choose another {option}")
+            copy_of = f"{uri}: its copy {path}" if (uri := uri_of(path)) else path
+            remedy = "set RAYDISTILL_COPIES" if uri else f"choose another {option}"
+            raise ExperimentError(f"{option} {copy_of} cannot be written: {reason}; {remedy}")
+        check_reachable(path)
+
+
+def already_begun(out: Path) -> str:
+    """Why no run can begin in `out`, where there is one."""
+    run = display_name(out)
+    return f"{run} already holds a run: continue it with `distill resume {run}`, or choose another --out"
 
 
 def new_run_dir(root: Path, name: str, out: Path | None) -> RunDir:
@@ -61,23 +77,38 @@ def new_run_dir(root: Path, name: str, out: Path | None) -> RunDir:
         except OSError as error:
             raise ExperimentError(f"{path} cannot be written: {error.strerror}; choose another --out or --runs") from error
         else:
-            return RunDir(path)
+            if out is not None or not is_taken(path):
+                return RunDir(path)
+            serial += 1  # on another machine
+
+
+def runs_root_of(result: RunResult) -> Path:
+    """The root of a run, or the folder of this machine that has the copies of a root in an object store."""
+    return root_folder(result.runs_root) if is_uri(result.runs_root) else Path(result.runs_root)
 
 
 def begin_run(resolved: Resolved, kind: Kind, run_dir: RunDir, root: Path) -> None:
-    """Write the resolved experiment and a first result: from here on `distill resume` can continue the run."""
+    """Write the resolved experiment and a first result: from here on `distill resume` can continue the run.
+
+    Raises:
+        ExperimentError: the folder cannot be written, or another process has begun a run there since it was chosen.
+    """
+    result = RunResult(
+        kind=kind,
+        name=resolved.experiment.name,
+        status="running",
+        started=datetime.now().isoformat(timespec="seconds"),
+        runs_root=display_name(root.absolute()),
+        sources=resolved.sources,
+    )
     try:
-        copy_methods(resolved.experiment, run_dir)
-        write_text(run_dir.experiment, resolved.to_yaml())
-        result = RunResult(
-            kind=kind,
-            name=resolved.experiment.name,
-            status="running",
-            started=datetime.now().isoformat(timespec="seconds"),
-            runs_root=str(root.absolute()),
-            sources=resolved.sources,
-        )
-        write_result(run_dir.result, result)
+        run_dir.root.mkdir(parents=True, exist_ok=True)
+        with locked_run(run_dir):
+            if has_begun(run_dir.root):
+                raise ExperimentError(already_begun(run_dir.root))
+            copy_methods(resolved.experiment, run_dir)
+            write_text(run_dir.experiment, resolved.to_yaml())
+            write_result(run_dir.result, result)
     except OSError as error:
         raise ExperimentError(
             f"{run_dir.root} cannot be written: {error.strerror}; free space or choose another --out"
@@ -92,9 +123,12 @@ def reopen(path: Path, *, to_continue: bool = False) -> tuple[Resolved, RunDir, 
     Raises:
         ExperimentError: no run there, or one that is damaged; or it cannot be continued by this version.
     """
+    fetch_records(path)
     run_dir = RunDir(path.absolute())
     if not has_begun(run_dir.root):
-        raise ExperimentError(f"{path} holds no run: give a directory that `distill train` or `distill sweep` wrote")
+        raise ExperimentError(
+            f"{display_name(path)} holds no run: give a directory that `distill train` or `distill sweep` wrote"
+        )
     if to_continue:
         use_copies_of(run_dir)
     resolved = read_resolved(run_dir.experiment, reading=not to_continue)
@@ -108,7 +142,7 @@ def locked_run(run_dir: RunDir) -> AbstractContextManager[None]:
     Raises:
         ExperimentError: another process works on this run.
     """
-    refusal = f"{run_dir.root} is being carried out by another process: wait for it, or end it first"
+    refusal = f"{display_name(run_dir.root)} is being carried out by another process: wait for it, or end it first"
     return locked_or_raise(run_dir.root / ".lock", ExperimentError(refusal))
 
 
@@ -129,6 +163,8 @@ def abandoned(run_dir: RunDir) -> bool:
     """Whether no process works on a run that has begun: its lock is free. It is not taken."""
     lock = run_dir.root / ".lock"
     try:
+        if uri := uri_of(run_dir.root):
+            return not is_locked(lock) and not is_fresh(uri)
         return lock.exists() and not is_locked(lock)
     except OSError:  # another user's, which may not be read
         return False

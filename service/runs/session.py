@@ -18,7 +18,9 @@ from service.config.schema import Experiment
 from service.runs.display import Display, wait_for
 from service.runs.outcome import VERSION
 from service.runs.result import MlflowTarget, RunResult, read_result, write_result
-from service.runs.run_directory import locked_run
+from service.runs.run_directory import locked_run, runs_root_of
+from service.runs.stored.stored_runs import display_name, uri_of
+from service.runs.stored.stored_session import stored_session
 from service.tracking import Tracker, default_uri, sync_neighbours
 from trainables.rundir import RunDir, StageDir
 
@@ -87,9 +89,12 @@ class Session:
 @contextlib.contextmanager
 def open_session(resolved: Resolved, run_dir: RunDir, reporter: ResultReporter) -> Iterator[Session]:
     """Open the display and the records around a run; however it ends, `result.json` and MLflow say how."""
-    with locked_run(run_dir), Display() as display:
+    with locked_run(run_dir), Display() as display, stored_session(run_dir, display.print):
         session = _open(resolved, run_dir, display, reporter)
-        display.print(f"{session.result.kind} {resolved.experiment.name} in {run_dir.root}")
+        display.print(f"{session.result.kind} {resolved.experiment.name} in {display_name(run_dir.root)}")
+        if session.tracker and uri_of(run_dir.root) and not resolved.experiment.tracking.uri:
+            store = runs_root_of(session.result)
+            display.print(f"MLflow's records lie on this machine, in {store}: a server in tracking.uri keeps them for all")
         try:
             yield session
         except BaseException as error:
@@ -107,7 +112,7 @@ def _open(resolved: Resolved, run_dir: RunDir, display: Display, reporter: Resul
     result = read_result(run_dir.result, run_dir.experiment)
     experiment, kind, tracker, target = resolved.experiment, result.kind, None, None
     if experiment.tracking.enabled:
-        uri = experiment.tracking.uri or default_uri(Path(result.runs_root))
+        uri = experiment.tracking.uri or default_uri(runs_root_of(result))
         target = MlflowTarget(uri=uri, experiment=experiment.tracking.experiment)
         tracker = Tracker(run_dir, uri, experiment.tracking.experiment)
         tracker.start_run(kind, run_dir.root.name, params=flatten(experiment.model_dump(mode="json")), tags=code_tags(kind))
@@ -133,7 +138,7 @@ def _close(session: Session, status: Literal["FINISHED", "FAILED", "KILLED"], ti
     delivery = session.tracker.close(timeout_s)
     session.display.print(delivery.message)
     if status == "FINISHED" and not delivery.num_pending:
-        for folder in sync_neighbours(Path(session.result.runs_root), session.run_dir):
+        for folder in sync_neighbours(runs_root_of(session.result), session.run_dir):
             session.display.print(f"MLflow was also sent what had waited in {folder}")
 
 

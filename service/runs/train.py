@@ -7,8 +7,9 @@ from service.config.experiment import Resolved
 from service.runs.plan import Plan, most_local_cpus
 from service.runs.result import RunResult
 from service.runs.session import ResultReporter, open_session, record_student
-from service.runs.stages import prepare_teacher, run_stage
-from service.runs.teacher_actors import running_teacher_actors
+from service.runs.stages.stages import prepare_teacher, run_stage
+from service.runs.stages.teacher_actors import running_teacher_actors
+from service.runs.stored.stored_runs import uri_of
 from trainables.rundir import RunDir, StageDir
 
 
@@ -22,7 +23,8 @@ def train(resolved: Resolved, run_dir: RunDir, reporter: ResultReporter) -> RunR
     experiment = resolved.experiment
     with open_session(resolved, run_dir, reporter) as session:
         cpus = most_local_cpus(experiment)
-        with connect(cpus, run_dir.root, experiment.written_cache("train")) as cluster:
+        is_copy = uri_of(run_dir.root) is not None
+        with connect(cpus, run_dir.root, experiment.written_cache("train"), is_copy=is_copy) as cluster:
             plan = Plan.on(experiment, cluster)
             plan.check(cluster)
             session.save(use_gpu=plan.use_gpu, num_workers=experiment.scale.num_workers, loader_workers=plan.loader_workers)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from service.runs.assignment import Assignment
-from service.runs.elastic import with_free_workers
-from service.runs.hangs import record_hang
-from service.runs.node_wait import NodeWait, log
 from service.runs.outcome import Outcome, read_outcome, read_summary, write_outcome
-from service.runs.stage_times import accounted_over_sessions, stage_session
+from service.runs.stages.assignment import Assignment
+from service.runs.stages.elastic import with_free_workers
+from service.runs.stages.hangs import record_hang
+from service.runs.stages.node_wait import NodeWait, log
+from service.runs.stages.stage_times import accounted_over_sessions, stage_session
+from service.runs.stored.stored_runs import fetch_stage, put_stage_records, remove_error
 from trainables.errors import DistillError
 from trainables.failures import ANNOUNCED, OUT_OF_MEMORY_KINDS, RETRYABLE, Failure, WorkersFailedError, first_cause, read_failure
 from trainables.rundir import RunDir, StageDir
@@ -73,8 +75,8 @@ def attempt(
     try:
         fit_stage(assignment, callbacks, reused)
     except trainer.ClusterFullError:
-        if refusal := node_wait.refusal(assignment):
-            return Outcome(status="failed", reason=refusal)
+        if refusal := refusal_after_wait(node_wait, assignment):
+            return Outcome(status="failed", reason=refusal, failure="unschedulable")
         if not node_wait.is_waiting:
             log(stage, "the cluster has no room for the workers yet: still waiting")
         return None
@@ -105,19 +107,24 @@ def fit_stage(assignment: Assignment, callbacks: list[Any] | None, reused: Reusa
 
     stage, config = assignment.stage_dir, assignment.config
     stage.root.mkdir(parents=True, exist_ok=True)
+    remove_error(config)
     stage.error.unlink(missing_ok=True)
+    put_stage_records(config)
     for leftover in stage.last.parent.glob(".*.tmp"):  # of a checkpoint that a kill cut short
         leftover.unlink(missing_ok=True)
-    trainer.fit(
-        config,
-        use_gpu=assignment.use_gpu,
-        loader_workers=assignment.loader_workers,
-        storage=assignment.storage,
-        name=f"{config.labels.get('trial', config.stage)}-{time.time_ns():x}",
-        callbacks=callbacks,
-        reused=reused,
-        limit_s=assignment.limit_s,
-    )
+    try:
+        trainer.fit(
+            config,
+            use_gpu=assignment.use_gpu,
+            loader_workers=assignment.loader_workers,
+            storage=assignment.storage,
+            name=f"{config.labels.get('trial', config.stage)}-{time.time_ns():x}",
+            callbacks=callbacks,
+            reused=reused,
+            limit_s=assignment.limit_s,
+        )
+    finally:
+        fetch_stage(config)
 
 
 def unless_restarted(
@@ -141,9 +148,15 @@ def unless_restarted(
     counted = "" if announced else f" (restart {restarts + 1} of at most {limit})"
     why = "hang" if cause.kind == "hang" else cause  # a hang is in the log already
     log(stage, f"{why}: going on from the last checkpoint{counted}")
-    if refusal := node_wait.refusal(assignment):
+    if refusal := refusal_after_wait(node_wait, assignment):
         return outcome.model_copy(update={"reason": f"{cause}; and now {refusal}"})
     return None
+
+
+def refusal_after_wait(node_wait: NodeWait, assignment: Assignment) -> str | None:
+    """See `NodeWait.refusal`."""
+    limit_s = assignment.config.scale.wait_for_nodes_s
+    return node_wait.refusal(assignment.reservation, limit_s, partial(log, assignment.stage_dir))
 
 
 def finished(stage: StageDir, restarts: int = 0) -> Outcome | None:

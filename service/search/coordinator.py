@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from service.config.space import NUM_WORKERS
-from service.runs.assignment import Assignment
 from service.runs.measurements import combined
 from service.runs.outcome import Outcome, write_outcome
 from service.runs.result import RunResult
-from service.runs.stage_times import accounted
+from service.runs.stages.assignment import Assignment
+from service.runs.stages.stage_times import accounted
 from service.runs.trial import complete
 from service.search.points import identity
 from service.search.replay import observation, replay

@@ -120,7 +120,8 @@ class MemoryModel:
         chance_M = self._by_line(kind, batch_M)
         if refused < np.inf:
             fits = float(self._by_line(kind, np.array([refused]))[0])
-            if len(self.peaks.get(kind, {})) > 1 and fits < CREDIBLE:
+            has_line = len(self.peaks.get(kind, {})) > 1 or (kind in self.peaks and bool(self._relatives_with_lines(kind)))
+            if has_line and fits < CREDIBLE:
                 chance_M = np.maximum(chance_M - fits, 0.0) / (1 - fits)  # by the line, given that the refused one does not fit
             else:
                 chance_M = np.minimum(chance_M, 1 - (batch_M / refused) ** 2)
@@ -135,9 +136,7 @@ class MemoryModel:
             return np.ones_like(batch_M)
         if len(peaks) == 1:
             batch, peak = next(iter(peaks.items()))
-            if slopes := [
-                self._slopes(other, more) for other, more in self._relatives(kind) if len(self.peaks.get(other, {})) > 1
-            ]:
+            if slopes := [self._slopes(other, more, batch, peak) for other, more in self._relatives_with_lines(kind)]:
                 return np.asarray(
                     np.mean([_by_slopes(least, most, limit - peak, batch_M - batch) for least, most in slopes], axis=0)
                 )
@@ -158,13 +157,21 @@ class MemoryModel:
         needed_M = 1 - (USABLE * self.capacity_mib / peak - 1) / more_M  # share of the peak that the base must be for it to fit
         return np.asarray(np.clip((LARGEST_BASE - needed_M) / (LARGEST_BASE - least), 0.0, 1.0))
 
-    def _slopes(self, other: int, more: float) -> tuple[float, float]:
+    def _relatives_with_lines(self, kind: int) -> list[tuple[int, float]]:
+        return [(other, more) for other, more in self._relatives(kind) if len(self.peaks.get(other, {})) > 1]
+
+    def _slopes(self, other: int, more: float, batch: float, peak: float) -> tuple[float, float]:
         """The least and the most that a further image takes in `more` times as many stages as `other` has, whose line is known.
 
-        A stage stores the activations of all micro-batches, as a whole model does, or of a few.
+        A stage stores the activations of all micro-batches, as a whole model does, or of a few. Of the one `peak` known what is
+        left for images is bounded too: a stage of fewer has no fewer parameters, and at most so many times more.
         """
-        slope = self._line(self.peaks[other])[0]
-        return (slope / more / FEWER_STORED, slope) if more > 1 else (slope, slope / more * FEWER_STORED)
+        slope, base = self._line(self.peaks[other])
+        least, most = (slope / more / FEWER_STORED, slope) if more > 1 else (slope, slope / more * FEWER_STORED)
+        smallest_base, largest_base = sorted((max(base, 0.0), max(base, 0.0) / more))
+        fewest, largest = (peak * (1 - LINE_SD) - largest_base) / batch, (peak * (1 + LINE_SD) - smallest_base) / batch
+        agree = fewest < most and least < largest
+        return (max(least, fewest), min(most, largest)) if agree else (least, most)
 
     @staticmethod
     def _line(peaks: dict[float, float]) -> tuple[float, float]:

@@ -20,7 +20,7 @@ from service.search.planner import Planner
 from service.search.points import Hardware, Observation, identity
 from service.search.rows import measurements, point_of, probes, searched
 from service.search.state import METRICS, SearchState
-from trainables.metrics.phases import ALL_PHASES, BUBBLE
+from trainables.metrics.phases import ALL_PHASES, BUBBLE, RECEIVE
 
 OBSERVED_STATUSES = ("ok", "oom", "failed")
 """Statuses that tell something of a point. What the cluster can never hold is no point of the search."""
@@ -34,6 +34,8 @@ def observation(outcome: Outcome) -> Observation:
     m, start_s, seconds = outcome.metrics, outcome.start_s, outcome.seconds or None
     if outcome.status == "oom" and outcome.failure != "node_out_of_memory":  # which has more users than a batch
         return Observation("oom", start_s=start_s, seconds=seconds)
+    if outcome.failure == "unschedulable":
+        return Observation("infeasible")
     if outcome.status != "ok" or "step_s" not in m:
         return Observation("failed", start_s=start_s, seconds=seconds)
     return Observation(
@@ -48,12 +50,16 @@ def observation(outcome: Outcome) -> Observation:
 
 
 def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Mean seconds of each phase. Of pipeline stages the first one alone waits for its loader, the others for the first one."""
+    """Mean seconds of each phase. Of pipeline stages the first one alone waits for its loader, the others for the first one.
+
+    What they wait is of the bubble. Older records count it as `data`.
+    """
     phases_s = {phase: metrics[f"phase/{phase}_ms"] / 1e3 for phase in ALL_PHASES if f"phase/{phase}_ms" in metrics}
-    by_rank_s = [value / 1e3 for name, value in metrics.items() if re.fullmatch(r"rank\d+/data_ms", name)]
-    if BUBBLE in phases_s and by_rank_s:
-        loader_s = min(by_rank_s)
-        phases_s |= {"data": loader_s, BUBBLE: phases_s[BUBBLE] + phases_s["data"] - loader_s}
+    ranks = {match[1]: value / 1e3 for name, value in metrics.items() if (match := re.fullmatch(r"(rank\d+)/data_ms", name))}
+    received_s = phases_s.pop(RECEIVE, 0.0)
+    if BUBBLE in phases_s and ranks:
+        loader_s = min(data_s for rank, data_s in ranks.items() if not metrics.get(f"{rank}/{RECEIVE}_ms"))
+        phases_s |= {"data": loader_s, BUBBLE: phases_s[BUBBLE] + received_s + phases_s["data"] - loader_s}
     return phases_s
 
 

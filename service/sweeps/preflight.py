@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from service.cluster.resources import Cluster, is_local, local_capacity
 from service.config.experiment import Resolved
+from service.config.space import PIPELINE_STAGES
 from service.runs.dry_run import check_fits, num_classes_of
 from service.runs.outcome import Outcome
 from service.runs.plan import Plan
@@ -21,6 +22,11 @@ def check_sweep(resolved: Resolved) -> None:
     experiment = resolved.experiment
     if experiment.scale.min_workers is not None:
         raise ExperimentError("scale.min_workers: a trial of a sweep has one number of workers: write one in scale.num_workers")
+    if experiment.scale.pipeline_stages == "auto" and PIPELINE_STAGES not in experiment.sweep.space:
+        raise ExperimentError(
+            "scale.pipeline_stages: a trial of a sweep has one number of stages: write"
+            " sweep.space: {scale.pipeline_stages: auto}, or here a number"
+        )
     check_services(experiment, "sweep")
     trials = plan_trials(resolved)
     if is_local():

@@ -1,6 +1,6 @@
 """Trials handed to Ray Tune, watched while it runs them, and recorded as each ends."""
 
-import shutil
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,15 +8,17 @@ from functools import partial
 from pathlib import Path
 
 from service.cluster.resources import Cluster
-from service.runs.assignment import Assignment
 from service.runs.outcome import Outcome, write_outcome
 from service.runs.plan import Plan
 from service.runs.result import TrialRow
 from service.runs.session import Session, start_tracking
-from service.runs.stage_times import end_session
+from service.runs.stages.assignment import Assignment
+from service.runs.stages.stage_times import end_session
+from service.runs.stored.stored_runs import discard
 from service.sweeps.trial_records import TrialRecords
-from service.sweeps.trials import Trial, load_outcomes
+from service.sweeps.trials import Trial, load_outcomes, rows_of
 from service.sweeps.tune import search_trials, tune_trials, with_shared_starts
+from trainables.errors import ExperimentError
 from trainables.rundir import StageDir, final_names, headline, read_lines, write_text
 
 
@@ -43,14 +45,17 @@ def run_pending(
         search = partial(search_trials, session.result)
     else:
         search = partial(tune_trials, session.experiment.sweep)
-    watch = TrialWatch(session, records, trials)
+    watch = TrialWatch(session, records, trials, {} if guided else assignments)
     max_concurrent = concurrency(session, assignments, cluster)
     try:
         session.wait_for(lambda: search(assignments, session.run_dir, max_concurrent), watch.tick)
     except BaseException:  # as of Ctrl-C: the processes of trials are killed, and cannot say that they end
         watch.end_sessions(pending)
+        with contextlib.suppress(OSError, ExperimentError):  # as of a full disk: what ended the sweep matters more
+            load_outcomes(trials, session.run_dir)
+            save_rows(session, trials)
         raise
-    watch.tick()
+    watch.look()
     if not guided:  # which has written how each point ended that it began
         watch.end_unfinished(pending)
     save_rows(session, trials)
@@ -66,7 +71,7 @@ def assign(
             continue
         run_dir = session.run_dir.trial(trial.id)
         if guided:  # what a kill left of a measurement is of no use, and would look as if it had been begun again
-            shutil.rmtree(run_dir.measurement(trial.num_measurements).root, ignore_errors=True)
+            discard(run_dir.measurement(trial.num_measurements))
         if trial.outcome is None:
             write_text(run_dir.experiment, trial.resolved.to_yaml())
         plan, labels = Plan.on(trial.resolved.experiment, cluster), {"run": session.run_dir.root.name, "trial": trial.id}
@@ -86,20 +91,37 @@ def concurrency(session: Session, assignments: Mapping[str, Assignment], cluster
 
 
 class TrialWatch:
-    """Sees trials begin and end while Ray Tune runs them, by their files; `tick` is called a few times a second."""
+    """Sees trials begin and end while Ray Tune runs them, by their files; `tick` is called a few times a second.
 
-    def __init__(self, session: Session, records: TrialRecords, trials: list[Trial]) -> None:
-        self._session, self._records, self._trials = session, records, trials
+    Looking at the files of thousands of trials takes long, and so does writing their rows: each is done so seldom that it takes
+    at most a tenth of the time.
+    """
+
+    def __init__(
+        self, session: Session, records: TrialRecords, trials: list[Trial], assignments: Mapping[str, Assignment]
+    ) -> None:
+        """`assignments` are those of the trials that are refused where one that needs no more has waited for nodes in vain."""
+        self._session, self._records, self._trials, self._assignments = session, records, trials, assignments
         self._began_s = time.time()
         self._begun: set[StageDir] = set()
         self._loaded_ns = {trial.id: changed_ns(self._result_of(trial)) for trial in trials}
+        self._unsaved = False
+        self._look, self._save = Paced(self.look), Paced(self.save)
 
     def tick(self) -> None:
+        """Show and record what has changed, unless it is too early to look again."""
+        self._look()
+        if self._unsaved:
+            self._save()
+
+    def look(self) -> None:
         """Show and record which measurements have begun and which trials have a new result."""
         start_tracking(self._session)
         for trial in self._trials:
             stage = self._session.run_dir.trial(trial.id).measurement(trial.num_measurements)
-            if stage.root.exists() and stage not in self._begun:
+            if stage not in self._begun:
+                if not stage.root.exists():
+                    continue
                 self._begun.add(stage)
                 self._records.begin(trial, stage)
                 self._session.display.follow(trial.id, stage)
@@ -108,8 +130,32 @@ class TrialWatch:
                 self._loaded_ns[trial.id] = written_ns
                 load_outcomes([trial], self._session.run_dir)
                 self._records.end(trial)
-                save_rows(self._session, self._trials)
+                self._unsaved = True
+                self._refuse_as_large(trial)
         self._session.display.trials(sum(trial.outcome is not None for trial in self._trials), len(self._trials))
+
+    def save(self) -> None:
+        """Write the rows as they stand."""
+        self._unsaved = False
+        save_rows(self._session, self._trials)
+
+    def _refuse_as_large(self, waited: Trial) -> None:
+        """Where a trial waited for nodes in vain, refuse those that need as much and have not begun: one such wait is enough."""
+        if waited.outcome is None or waited.outcome.failure != "unschedulable" or waited.id not in self._assignments:
+            return
+        reservation = self._assignments[waited.id].reservation
+        for trial in self._trials:
+            stage = self._session.run_dir.trial(trial.id).measurement(0)
+            if trial.outcome is not None or trial.id not in self._assignments or stage.root.exists():
+                continue
+            if self._assignments[trial.id].reservation.is_as_large_as(reservation):
+                reason = f"it needs as much as trial {waited.id}, and {waited.outcome.reason}"
+                outcome = Outcome(status="failed", failure="unschedulable", reason=reason)
+                write_outcome(self._result_of(trial), outcome)  # the trial sees it, and does not begin
+                trial.outcome = outcome
+                self._loaded_ns[trial.id] = changed_ns(self._result_of(trial))
+                self._records.begin(trial)
+                self._records.end(trial)
 
     def end_sessions(self, pending: Sequence[Trial]) -> None:
         """Note that the work on trials ends that this session has begun and that have not ended."""
@@ -129,6 +175,21 @@ class TrialWatch:
 
     def _result_of(self, trial: Trial) -> Path:
         return self._session.run_dir.trial(trial.id).result
+
+
+class Paced:
+    """Something that is done again and again, and takes at most a tenth of the time, however long it takes once."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work, self._next_s = work, 0.0
+
+    def __call__(self) -> None:
+        """Do it, unless it is too early."""
+        began_s = time.monotonic()
+        if began_s >= self._next_s:
+            self._work()
+            ended_s = time.monotonic()
+            self._next_s = ended_s + 9 * (ended_s - began_s)
 
 
 def changed_ns(path: Path) -> int:
@@ -170,6 +231,6 @@ def best_trial(rows: Sequence[TrialRow], metric: str, mode: str) -> TrialRow | N
 def save_rows(session: Session, trials: Sequence[Trial]) -> None:
     """Write the rows as they stand."""
     config = session.experiment.sweep
-    rows = [trial.row(session.resolved, config.timing_steps is not None) for trial in trials]
+    rows = rows_of(trials, session.resolved, timing=config.timing_steps is not None)
     best = best_trial(rows, config.figure, config.mode)
     session.save(space=config.axes, metric=config.metric, mode=config.mode, trials=rows, best=best)

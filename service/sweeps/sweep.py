@@ -3,20 +3,29 @@
 from dataclasses import replace
 
 from service.cluster.connect import connect
-from service.cluster.resources import Cluster, is_local, local_capacity
+from service.cluster.resources import HEAD, Cluster, is_local, local_capacity
 from service.config.experiment import Resolved
 from service.config.method_rules import needs_teacher
 from service.runs.plan import Plan, most_local_cpus
 from service.runs.result import ClusterHardware, RunResult
 from service.runs.session import ResultReporter, Session, open_session, record_student
-from service.runs.stages import prepare_teacher
-from service.runs.teacher_actors import running_teacher_actors
+from service.runs.stages.stages import prepare_teacher
+from service.runs.stages.teacher_actors import running_teacher_actors
+from service.runs.stored.stored_runs import put, uri_of
 from service.search.replay import conclusion, race, replay
 from service.sweeps.preflight import mark_unbuildable, mark_unschedulable
 from service.sweeps.run_trials import TeacherSource, run_pending, save_rows
 from service.sweeps.trial_records import TrialRecords
-from service.sweeps.trials import Trial, finished_trainings, load_outcomes, plan_trials, training_of
-from trainables.errors import TrainingError
+from service.sweeps.trials import (
+    Trial,
+    finished_trainings,
+    load_outcomes,
+    may_retry,
+    plan_trials,
+    retry_unschedulable,
+    training_of,
+)
+from trainables.errors import ClusterError, TrainingError
 from trainables.rundir import RunDir
 
 
@@ -31,6 +40,8 @@ def sweep(resolved: Resolved, run_dir: RunDir, reporter: ResultReporter) -> RunR
     with open_session(resolved, run_dir, reporter) as session:
         records = TrialRecords(session)
         load_outcomes(trials, run_dir)
+        if may_retry(resolved.experiment):
+            retry_unschedulable(trials, run_dir)
         rows = {row.id: row for row in session.result.rows}
         for trial in trials:
             if (row := rows.get(trial.id)) is not None:
@@ -43,11 +54,27 @@ def sweep(resolved: Resolved, run_dir: RunDir, reporter: ResultReporter) -> RunR
         if pending or resolved.experiment.sweep.policy == "guided":
             experiments = [resolved.experiment, *(trial.resolved.experiment for trial in pending if trial.resolved)]
             cache = resolved.experiment.written_cache("sweep")
-            with connect(most_local_cpus(*experiments), run_dir.root, cache) as cluster:
+            is_copy = uri_of(run_dir.root) is not None
+            with connect(most_local_cpus(*experiments), run_dir.root, cache, is_copy=is_copy) as cluster:
+                check_driver_node(run_dir)
                 mark_unschedulable(trials, cluster)
                 run_trials(session, records, trials, cluster)
         finish(session, records, trials)
     return session.result
+
+
+def check_driver_node(run_dir: RunDir) -> None:
+    """Refuse a sweep in an object store whose driver is not on the cluster's head, where trials wait for their workers.
+
+    Raises:
+        ClusterError: see above.
+    """
+    if uri := uri_of(run_dir.root):
+        import ray
+
+        here = ray.get_runtime_context().get_node_id()
+        if not any(HEAD in node["Resources"] for node in ray.nodes() if node["NodeID"] == here):
+            raise ClusterError(f"{uri}: the driver of such a sweep runs on the cluster's head: use `distill submit`")
 
 
 def run_trials(session: Session, records: TrialRecords, trials: list[Trial], cluster: Cluster) -> None:
@@ -118,6 +145,7 @@ def untrained_teacher(session: Session) -> str | None:
     model = build_model(name, num_classes=len(classes), image_size=data.image_size, seed=experiment.seed)
     about = {"model": name, "num_classes": len(classes), "classes": list(classes), "image_size": data.image_size}
     checkpoint.write_tensors(stage.best, {f"model.{name}": value for name, value in model.state_dict().items()}, about)
+    put(stage.best)
     session.display.print(f"a timing sweep: the teacher {name} runs with untrained weights")
     return str(stage.best)
 

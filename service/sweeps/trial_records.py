@@ -1,9 +1,9 @@
 """How trials are shown and recorded in MLflow: a child run each, with its parameters, log lines and final numbers."""
 
 from service.config.dotted import flatten
-from service.runs.hangs import hang_tags
 from service.runs.outcome import Outcome
 from service.runs.session import Session, written_ms
+from service.runs.stages.hangs import hang_tags
 from service.sweeps.trials import Trial
 from trainables.rundir import StageDir
 

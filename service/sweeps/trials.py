@@ -1,13 +1,16 @@
 """The trials of a sweep: every point of its space, those that cannot run, and the trainings that follow some; resumable."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from service.config.dotted import flatten
 from service.config.experiment import Resolved, read_resolved
+from service.config.schema import Experiment
 from service.config.space import LOADER_WORKERS, SCALE_AXES, SpaceError, points
 from service.runs.outcome import Outcome, read_outcome
 from service.runs.result import TrialRow
+from service.runs.stored.stored_runs import delete
 from trainables.errors import ExperimentError
 from trainables.rundir import RunDir
 
@@ -31,9 +34,9 @@ class Trial:
         """What the trial's row is about, in a sweep that is a `timing` one or not."""
         return "timing" if timing and not self.probe else "accuracy"
 
-    def row(self, base: Resolved, timing: bool) -> TrialRow:
-        """The trial in `result.json`."""
-        values = flatten(base.experiment.model_dump(mode="json")) | self.params | {LOADER_WORKERS: self.loader_workers}
+    def _row(self, base: Mapping[str, Any], timing: bool) -> TrialRow:
+        """See `rows_of`; `base` is the sweep's own experiment by dotted keys."""
+        values = {**base, **self.params, LOADER_WORKERS: self.loader_workers}
         outcome = self.outcome or Outcome(status="pending")
         fields = dict(outcome) if outcome.measurements else {k: v for k, v in dict(outcome).items() if k != "measurements"}
         return TrialRow.model_validate(
@@ -61,6 +64,12 @@ class Trial:
         m = outcome.metrics
         reason = f"top-1 {m['top1_pct']:.2f}% after {m['train_s']:.1f} s, not {target:g}%"
         return outcome.model_copy(update={"status": "stopped", "reason": reason})
+
+
+def rows_of(trials: Sequence[Trial], base: Resolved, *, timing: bool) -> list[TrialRow]:
+    """The trials in `result.json`, in a sweep of the experiment `base` that is a `timing` one or not."""
+    values = flatten(base.experiment.model_dump(mode="json"))
+    return [trial._row(values, timing) for trial in trials]
 
 
 def plan_trials(resolved: Resolved) -> list[Trial]:
@@ -106,6 +115,24 @@ def load_outcomes(trials: list[Trial], run_dir: RunDir) -> None:
         path = run_dir.trial(trial.id).result
         if path.exists():
             trial.outcome = trial.judged(read_outcome(path))
+
+
+def may_retry(experiment: Experiment) -> bool:
+    """Whether trials that waited for nodes in vain run again; in a policy's own records they have ended."""
+    return experiment.sweep.policy not in ("asha", "guided")
+
+
+def has_unschedulable(experiment: Experiment, rows: Sequence[TrialRow]) -> bool:
+    """Whether a sweep that is complete has trials to run again."""
+    return may_retry(experiment) and any(row.failure == "unschedulable" for row in rows)
+
+
+def retry_unschedulable(trials: list[Trial], run_dir: RunDir) -> None:
+    """Let the trials that waited for nodes in vain run again: there may be more nodes now. Raises StorageError."""
+    for trial in trials:
+        if trial.outcome is not None and trial.outcome.failure == "unschedulable":
+            delete(run_dir.trial(trial.id).result)
+            trial.outcome = None
 
 
 def training_of(base: Resolved, probe: Trial, until_s: float | None) -> Trial:

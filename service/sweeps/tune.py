@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from service.cluster.resources import living_nodes
 from service.config.sweep import SweepConfig
-from service.runs.assignment import Assignment
 from service.runs.result import RunResult
+from service.runs.stages.assignment import Assignment
+from service.runs.stored.stored_runs import ray_storage
 from service.runs.trial import run_trial, run_worker_group
 from trainables.rundir import RunDir
 
@@ -34,11 +35,9 @@ def tune_trials(sweep: SweepConfig, assignments: Mapping[str, Assignment], run_d
     function = partial(run_trial, assignments=dict(assignments), sweep_dir=str(run_dir.root))
     trainable = tune.with_resources(function, living_nodes().trial_resources())
     # Which trials are done is known from their results. Only asha has more to remember: the metric of each epoch.
-    path = run_dir.tune / "tune"
-    if path.exists() and sweep.policy != "asha":
-        path = path.with_name(f"tune-{time.time_ns():x}")
-    if tune.Tuner.can_restore(str(path)):
-        tuner = tune.Tuner.restore(str(path), trainable, restart_errored=True)
+    storage, name = ray_storage(run_dir), "tune" if sweep.policy == "asha" else f"tune-{time.time_ns():x}"
+    if sweep.policy == "asha" and tune.Tuner.can_restore(f"{storage}/{name}"):
+        tuner = tune.Tuner.restore(f"{storage}/{name}", trainable, restart_errored=True)
     else:
         tuner = tune.Tuner(
             trainable,
@@ -48,7 +47,7 @@ def tune_trials(sweep: SweepConfig, assignments: Mapping[str, Assignment], run_d
                 scheduler=asha_scheduler(sweep) if sweep.policy == "asha" else None,
                 trial_dirname_creator=lambda trial: trial.config["trial"],
             ),
-            run_config=tune.RunConfig(name=path.name, storage_path=str(run_dir.tune), verbose=0),
+            run_config=tune.RunConfig(name=name, storage_path=storage, verbose=0),
         )
     tuner.fit()
 
@@ -102,5 +101,5 @@ def search_trials(result: RunResult, assignments: Mapping[str, Assignment], run_
             max_concurrent_trials=max_concurrent,
             trial_dirname_creator=lambda trial: f"group-{trial.config['group']}",
         ),
-        run_config=tune.RunConfig(name=f"tune-{time.time_ns():x}", storage_path=str(run_dir.tune), verbose=0),
+        run_config=tune.RunConfig(name=f"tune-{time.time_ns():x}", storage_path=ray_storage(run_dir), verbose=0),
     ).fit()

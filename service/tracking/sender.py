@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from service.tracking.spool import CHUNK_BYTES, Cursor, Delivery, RefusedError, Row, Spool, Tail, Target
+from trainables.errors import printable
 from trainables.redact import redact
 from trainables.rundir import lines_after
 
@@ -273,5 +274,5 @@ def root_cause(error: BaseException) -> BaseException:
 
 
 def one_line(error: BaseException) -> str:
-    """An error's first line, at most 200 characters."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    """An error's first line, at most 200 characters; a server may have answered anything."""
+    return printable((str(error).strip().splitlines() or [type(error).__name__])[0][:200])

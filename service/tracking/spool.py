@@ -8,13 +8,13 @@ import json
 import threading
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainables.locks import try_lock
 from trainables.redact import redact
-from trainables.rundir import RunDir, append_line, lines_after, write_json
+from trainables.rundir import RunDir, append_line, lines_after, write_json, write_text
 
 CHUNK_BYTES = 64 * 1024
 
@@ -114,8 +114,9 @@ class Spool:
         return Cursor(**{**values, "tails": [Tail(**tail) for tail in values["tails"]]})
 
     def save_cursor(self, uri: str, cursor: Cursor) -> None:
-        """Replace the cursor of the store at `uri`, atomically."""
-        write_json(self._sent, {**_read_json(self._sent), uri: asdict(cursor)})
+        """Replace the cursor of the store at `uri`, atomically; compact, since it is often written and grows with trials."""
+        values = {**vars(cursor), "tails": [vars(tail) for tail in cursor.tails]}
+        write_text(self._sent, json.dumps({**_read_json(self._sent), uri: values}))
 
     def num_pending(self, uri: str) -> int:
         """Records that the store at `uri` has not taken yet: events, and lines of followed files."""

@@ -119,7 +119,10 @@ class Tracker:
         self._poll_s = poll_s
         self._closing, self._abandoned = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._deliver, name="tracking", daemon=True)
-        self._unwritable = False
+        self._unwritten = list[tuple[str, str, int, dict[str, Any]]]()
+        """Events that the disk has not taken, in order."""
+        self._appending = threading.Lock()
+        self._unwritable: OSError | None = None
 
     def start_run(
         self,
@@ -194,20 +197,44 @@ class Tracker:
         self._thread.start()
 
     def close(self, timeout_s: float) -> Delivery:
-        """Deliver what is there for at most `timeout_s`; the rest stays in the spool."""
+        """Deliver what is there for at most `timeout_s`; the rest stays in the spool, but for what the disk does not take."""
+        self._write()
         self._closing.set()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
         self._abandoned.set()
-        return self._sender.summary()
+        self._write()  # there may be room by now: then the rest waits on disk
+        delivery = self._sender.summary()
+        with self._appending:
+            if not self._unwritten:
+                return delivery
+            num_lost = len(self._unwritten)
+        lost = f"{num_lost} records are lost: {self._spool.events} could not be written ({self._unwritable})"
+        message = f"{delivery.message}\n{lost}" if delivery.num_pending else lost
+        return Delivery(delivery.num_sent, delivery.num_pending + num_lost, message)
 
     def _append(self, op: str, key: str, time_ms: int | None = None, **fields: Any) -> None:
-        try:
-            self._spool.append(op, key, time.time_ns() // 1_000_000 if time_ms is None else time_ms, **fields)
-        except OSError as error:
-            if not self._unwritable:
-                log.warning("tracking: cannot write %s (%s); records are lost until it can be written", self._spool.events, error)
-            self._unwritable = True
+        with self._appending:
+            self._unwritten.append((op, key, time.time_ns() // 1_000_000 if time_ms is None else time_ms, fields))
+        self._write()
+
+    def _write(self) -> None:
+        """Append to the spool what it does not have yet; what a full disk does not take is tried again with the next event."""
+        with self._appending:
+            try:
+                while self._unwritten:
+                    op, key, time_ms, fields = self._unwritten[0]
+                    self._spool.append(op, key, time_ms, **fields)
+                    del self._unwritten[0]
+                self._unwritable = None
+            except OSError as error:
+                if self._unwritable is None:
+                    log.warning(
+                        "tracking: cannot write %s (%s); records wait in memory until it can be written",
+                        self._spool.events,
+                        error,
+                    )
+                self._unwritable = error
 
     def _deliver(self) -> None:
         if sys.platform == "linux":

@@ -21,7 +21,7 @@ from trainables.data.image_view import View
 from trainables.data.index import INDEX
 from trainables.data.order import Split
 from trainables.data.pack.modes import Mode
-from trainables.data.records import RecordsSource, open_records
+from trainables.data.sources.records import RecordsSource, open_records
 
 _SIZE = 32
 _SHARD_BYTES = 4000  # about three photos

@@ -95,7 +95,7 @@ def test_a_storage_path_that_a_node_does_not_share_is_refused_by_name(distill: D
     try:
         output = distill.run("train", distill.experiment, code=2, env=cluster.env)
         assert "is not shared: node" in output
-        assert f"({blind.address}) does not see it; give a shared folder with --runs" in output
+        assert f"({blind.address}) does not see it; give a shared folder, or s3://BUCKET/PREFIX, with --runs" in output
         assert len(output.splitlines()) <= 6
     finally:
         cluster.remove(blind)

@@ -60,7 +60,7 @@ def test_a_gpu_that_ray_has_and_torch_cannot_use_is_refused_before_anything_is_t
     ray.init(address="local", num_cpus=2, num_gpus=1, log_to_driver=False, include_dashboard=False)
     try:
         with pytest.raises(DeviceError) as refused:
-            trainer.fit(config, use_gpu=True, loader_workers=1, storage=tmp_path / "ray", name="x")
+            trainer.fit(config, use_gpu=True, loader_workers=1, storage=str(tmp_path / "ray"), name="x")
     finally:
         ray.shutdown()
     assert not StageDir(tmp_path).metrics.exists()

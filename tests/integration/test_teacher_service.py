@@ -33,7 +33,7 @@ def test_students_of_a_sweep_share_a_teacher_whose_death_changes_none_of_them(
     weights = write_teacher(tmp_path / "teacher.safetensors")
     settings = (
         "--set",
-        f"teacher={{model: mlp_large, weights: {weights}, service: 1}}",
+        f"teacher={{model: mlp_large, weights: {weights}, service: 1, service_devices: 2}}",
         "--set",
         "student.model=mlp_small",
         "--set",

@@ -526,6 +526,13 @@ def test_a_folder_that_holds_a_run_is_not_written_over(refuse: Refuse, tmp_path:
     assert (run / "result.json").read_bytes() == before
 
 
+def test_a_folder_whose_run_died_before_it_could_be_resumed_says_how_to_begin_anew(refuse: Refuse, tmp_path: Path) -> None:
+    run = begun(tmp_path / "run")
+    (run / "result.json").unlink()
+    assert "holds no run" in refuse("resume", run)
+    assert "died as it began: add --continue to begin it anew" in refuse("train", "digits", "--out", run)
+
+
 def test_a_job_that_is_started_again_continues_its_run_and_no_other(
     refuse: Refuse, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

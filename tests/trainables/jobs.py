@@ -8,9 +8,12 @@ import torch
 from torch import Tensor
 
 from trainables.config import TrainConfig
+from trainables.disk_writer import DiskWriter
 from trainables.distributed.group import Group
 from trainables.engine import checkpoint, loop, updates
-from trainables.engine.job import Job, build
+from trainables.engine.checkpoint import CheckpointState
+from trainables.engine.checkpoint_writer import CheckpointWriter
+from trainables.engine.job import Job, Report, build
 from trainables.metrics.metrics_file import MetricsFile
 from trainables.models.registry import build_model
 from trainables.rundir import StageDir
@@ -84,10 +87,26 @@ def train_on_record(settings: TrainConfig) -> dict[str, float]:
     """Run the job alone, its numbers in the stage's `metrics.jsonl` as a worker writes them. Returns its summary."""
     stage = StageDir(Path(settings.output_dir))
     with (
-        MetricsFile(stage.metrics, settings.stage) as file,
-        contextlib.closing(build(settings, Group(), file.add, no_telemetry, flush_records=file.flush)) as job,
+        DiskWriter() as disk,
+        contextlib.closing(build(settings, Group(), record(stage, settings, disk), no_telemetry, disk=disk)) as job,
     ):
         return loop.run(job)
+
+
+def record(stage: StageDir, settings: TrainConfig, disk: DiskWriter) -> Report:
+    """A `report` into the stage's `metrics.jsonl`."""
+    file = MetricsFile(stage.metrics, settings.stage, disk)
+
+    def report(kind: str, step: int, epoch: float, metrics: dict[str, float]) -> None:
+        file.add(kind, step, epoch, metrics)
+
+    return report
+
+
+def save(path: Path, state: CheckpointState, group: Group) -> None:
+    """Write a checkpoint, and wait for it."""
+    with DiskWriter() as disk:
+        CheckpointWriter(disk, group.device).save([path], state, group)
 
 
 def build_unmeasured(group: Group, settings: TrainConfig) -> Job:

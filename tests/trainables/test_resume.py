@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from tests.trainables.jobs import config, equal, relative_difference, train, write_teacher
+from tests.trainables.jobs import config, equal, relative_difference, save, train, write_teacher
 from trainables.config import DataConfig, EvaluateConfig
 from trainables.data.order import sample_at
 from trainables.distributed.group import Group
@@ -114,7 +114,7 @@ def small_state() -> CheckpointState:
 
 def test_a_checkpoint_restores_parameters_optimizer_progress_and_generators(tmp_path: Path) -> None:
     path, state, group = tmp_path / "checkpoints" / "last.safetensors", small_state(), Group()
-    checkpoint.save(path, state, group)
+    save(path, state, group)
     expected = torch.rand(3)
     other = small_state()
     for parameter in other.student.parameters():
@@ -146,7 +146,7 @@ def test_a_checkpoint_names_no_wrapper_holds_no_pickle_and_loads_as_a_teacher_wi
 
 def test_a_truncated_checkpoint_is_refused_in_one_line(tmp_path: Path) -> None:
     path = tmp_path / "last.safetensors"
-    checkpoint.save(path, small_state(), Group())
+    save(path, small_state(), Group())
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match="damaged") as caught:
         checkpoint.restore(path, small_state(), Group())
@@ -191,7 +191,7 @@ def test_weights_that_an_older_version_trained_are_a_teacher_and_can_be_evaluate
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     path, state = tmp_path / "last.safetensors", small_state()
-    checkpoint.save(path, state, Group())
+    save(path, state, Group())
     state.about["model"] = "other"
     with pytest.raises(CheckpointError, match="holds tiny with 4 classes, the experiment asks for other"):
         checkpoint.restore(path, state, Group())
@@ -199,7 +199,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_other_optimizers_is_refused(tmp_path: Path) -> None:
     path, adam, sgd = tmp_path / "last.safetensors", small_state(), small_state()
-    checkpoint.save(path, adam, Group())
+    save(path, adam, Group())
     sgd.optimizers = [torch.optim.SGD(sgd.student.parameters(), lr=0.1)]
     with pytest.raises(
         CheckpointError, match="was written by AdamW of 4 parameters, and here there is SGD of 4 parameters: resume"
@@ -213,13 +213,13 @@ def test_a_checkpoint_of_other_optimizers_is_refused(tmp_path: Path) -> None:
 
 def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
     path, state = tmp_path / "last.safetensors", small_state()
-    checkpoint.save(path, state, Group())
+    save(path, state, Group())
     before = path.read_bytes()
     broken = CheckpointState(
         state.student, state.methods, state.optimizers, state.scaler, state.progress, {"unserialisable": object()}
     )
     with pytest.raises(TypeError):
-        checkpoint.save(path, broken, Group())
+        save(path, broken, Group())
     with pytest.raises(CheckpointError, match="the previous one still stands"):
         checkpoint.write_tensors(tmp_path / "last.safetensors" / "below-a-file", {"a": torch.zeros(1)}, {})
     assert path.read_bytes() == before

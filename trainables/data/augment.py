@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from trainables.data.decode import StoredImage, with_shorter_side
-from trainables.data.decoders.interface import Box
+from trainables.data.decode import DecodePlan, StoredImage, with_shorter_side
+from trainables.data.decoders.interface import Box, Decoded
 from trainables.data.order import GOLDEN, mix64
 
 _TRIES = 10
@@ -95,20 +95,33 @@ class Recipe(NamedTuple):
     exact: bool
 
 
-def _none(stored: StoredImage, uniforms_U: NDArray[np.float64], out_HWC: NDArray[np.uint8], recipe: Recipe) -> None:
+class Planned(NamedTuple):
+    """What is to be shown of a stored image, and all that can be known before it is decoded."""
+
+    decode_plan: DecodePlan
+    box: Box
+    flip: bool
+
+
+def _plan_whole(stored: StoredImage, uniforms_U: NDArray[np.float64], size: int, recipe: Recipe) -> Planned:
+    box = 0, 0, stored.width, stored.height
+    return Planned(stored.plan(box), box, flip=False)
+
+
+def _show_whole(planned: Planned, out_HWC: NDArray[np.uint8], recipe: Recipe) -> None:
     """Validation's view."""
     size = len(out_HWC)
-    rgb_HWC = stored.whole()
+    rgb_HWC = planned.decode_plan.decode().part(planned.box)
     if recipe.val_resize is None and rgb_HWC.shape == out_HWC.shape:
         out_HWC[:] = rgb_HWC
     else:
         out_HWC[:] = np.asarray(validation_view(Image.fromarray(rgb_HWC), size, recipe.val_resize))
 
 
-def _crop_flip(stored: StoredImage, uniforms_U: NDArray[np.float64], out_HWC: NDArray[np.uint8], recipe: Recipe) -> None:
+def _plan_crop(stored: StoredImage, uniforms_U: NDArray[np.float64], size: int, recipe: Recipe) -> Planned:
     """RandomResizedCrop (bilinear, antialiased) and a horizontal flip of every second image, as for ImageNet."""
     box, flip = crop_and_flip(uniforms_U, stored.width, stored.height)
-    cut(stored, box, flip, out_HWC, exact=recipe.exact)
+    return Planned(stored.plan(box, 1 if recipe.exact else _shrink(box, size)), box, flip)
 
 
 def crop_and_flip(uniforms_U: NDArray[np.float64], width: int, height: int) -> tuple[Box, bool]:
@@ -116,33 +129,42 @@ def crop_and_flip(uniforms_U: NDArray[np.float64], width: int, height: int) -> t
     return random_resized_crop_box(uniforms_U[1:], width, height), bool(uniforms_U[0] < 0.5)
 
 
-def cut(stored: StoredImage, box: Box, flip: bool, out_HWC: NDArray[np.uint8], *, exact: bool) -> None:
-    """Fill `out_HWC` (contiguous) with the pixels in `box`, resized and perhaps mirrored.
+def show_crop(planned: Planned, out_HWC: NDArray[np.uint8], recipe: Recipe) -> None:
+    """Fill `out_HWC` (contiguous) with the pixels of a box, resized and perhaps mirrored.
 
-    Raises UnreadableImageError as `stored` does.
+    Raises UnreadableImageError as the stored image does.
     """
+    plan, box, flip = planned
     target_HWC = np.empty_like(out_HWC) if flip else out_HWC
-    if exact:
-        resize_exact(stored.decode(box).part(box), target_HWC)
+    if recipe.exact:
+        resize_exact(plan.decode().part(box), target_HWC)
     else:
-        _resize_fast(stored, box, target_HWC)
+        _resize_fast(plan.decode(), box, target_HWC)
     if flip:
         cv2.flip(target_HWC, 1, dst=out_HWC)
 
 
-def _resize_fast(stored: StoredImage, box: Box, out_HWC: NDArray[np.uint8]) -> None:
-    """Fill `out_HWC` with the box, with less work than `resize_exact` where that is hardly visible.
+def _scale(box: Box, size: int) -> float:
+    """How many pixels of the box there are for each that is shown, in one direction."""
+    return math.sqrt((box[2] - box[0]) * (box[3] - box[1])) / size
 
-    An image is decoded at a half, a quarter or an eighth where at least one pixel is left for each that is shown, and what is
-    then shrunk by less than 2 is interpolated without antialiasing. docs/data.md has what other limits cost and gain.
-    """
-    size = len(out_HWC)
-    scale = math.sqrt((box[2] - box[0]) * (box[3] - box[1])) / size
-    shrink = 1
+
+def _shrink(box: Box, size: int) -> int:
+    """How much smaller `fast` decodes an image: by 2, 4 or 8 where a pixel is left for each that is shown."""
+    scale, shrink = _scale(box, size), 1
     while shrink < 8 and scale >= 2 * shrink:
         shrink *= 2
-    decoded = stored.decode(box, shrink)
-    antialiased = scale >= _LINEAR_BELOW * decoded.shrink  # by a decoder that cannot shrink, or not that far
+    return shrink
+
+
+def _resize_fast(decoded: Decoded, box: Box, out_HWC: NDArray[np.uint8]) -> None:
+    """Fill `out_HWC` with the box, with less work than `resize_exact` where that is hardly visible.
+
+    What is shrunk by less than 2 is interpolated without antialiasing. docs/data.md has what other limits cost and gain.
+    """
+    size = len(out_HWC)
+    # a decoder may not be able to shrink, or not that far
+    antialiased = _scale(box, size) >= _LINEAR_BELOW * decoded.shrink
     if decoded.shrink > 1:
         height, width = decoded.rgb_HWC.shape[:2]
         left, right = (edge / decoded.shrink - decoded.left for edge in box[::2])
@@ -197,17 +219,18 @@ def _pad_crop_flip(uniforms_BU: NDArray[np.float64], images_BHWC: NDArray[np.uin
 class Augment(NamedTuple):
     """How many random numbers U it takes a sample, and what is done with them.
 
-    apply(stored, uniforms_U, out_HWC, recipe) fills `out_HWC` with an image; in_place(uniforms_BU, images_BHWC), where there is
-    one, then changes all of a batch.
+    plan(stored, uniforms_U, size, recipe) chooses what of an image is shown on size × size pixels; show(planned, out_HWC, recipe)
+    decodes that and fills `out_HWC`; in_place(uniforms_BU, images_BHWC), where there is one, then changes all of a batch.
     """
 
     num_uniforms: int
-    apply: Callable[[StoredImage, NDArray[np.float64], NDArray[np.uint8], Recipe], None]
+    plan: Callable[[StoredImage, NDArray[np.float64], int, Recipe], Planned]
+    show: Callable[[Planned, NDArray[np.uint8], Recipe], None]
     in_place: Callable[[NDArray[np.float64], NDArray[np.uint8]], None] | None = None
 
 
 AUGMENTS: dict[str, Augment] = {
-    "none": Augment(0, _none),
-    "crop_flip": Augment(3 + 2 * _TRIES, _crop_flip),
-    "pad_crop_flip": Augment(3, _none, _pad_crop_flip),
+    "none": Augment(0, _plan_whole, _show_whole),
+    "crop_flip": Augment(3 + 2 * _TRIES, _plan_crop, show_crop),
+    "pad_crop_flip": Augment(3, _plan_whole, _show_whole, _pad_crop_flip),
 }

@@ -6,13 +6,14 @@ Shapes: H W pixels, of the image or of the part that is decoded.
 import errno
 import io
 import os
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
 from trainables.data.decoders.interface import Box, Decoded, Decoder, JpegHeader, read_header
-from trainables.data.tiles import open_tiles
+from trainables.data.tiles import Cut, open_tiles
 
 # PIL loads its plugins on first need, and threads that meet their first WebP at once could find the list half filled and
 # call a good file unidentified. The common formats come first, since PIL tries its plugins in the order of their loading.
@@ -77,20 +78,45 @@ class StoredImage:
 
     def decode(self, box: Box, shrink: int = 1) -> Decoded:
         """At least the pixels in `box`, of an image `shrink` times smaller where the decoder can do that; see Decoder."""
-        if not self._header or isinstance(self._sample, np.ndarray):
-            return Decoded(self._pixels_HWC, 0, 0, 1)
-        if not self._tiles:
-            return self._decode(self._sample, self._header, box, shrink)
-        cut = self._tiles.cut(box, shrink)
-        return cut.in_whole(self._decode(cut.data, cut.header, cut.box(box), shrink))
+        return self.plan(box, shrink).decode()
 
-    def _decode(self, data: bytes | memoryview, header: JpegHeader, box: Box, shrink: int) -> Decoded:
-        if decoded := self._decoder.decode(data, header, box, shrink):
-            return decoded
-        pixels_HWC = np.asarray(decode_image(data))
-        if pixels_HWC.shape[:2] != (header.height, header.width):
-            raise UnreadableImageError("truncated or damaged: two sizes")
-        return Decoded(pixels_HWC, 0, 0, 1)
+    def plan(self, box: Box, shrink: int = 1) -> "DecodePlan":
+        """All of `decode` but the decoding."""
+        if not self._header or isinstance(self._sample, np.ndarray):
+            return DecodePlan(self._decoder, b"", None, box, 1, None, Decoded(self._pixels_HWC, 0, 0, 1))
+        if not self._tiles:
+            return DecodePlan(self._decoder, self._sample, self._header, box, shrink, None, None)
+        cut = self._tiles.cut(box, shrink)
+        return DecodePlan(self._decoder, cut.data, cut.header, cut.box(box), shrink, cut, None)
+
+
+class DecodePlan(NamedTuple):
+    """A part of a stored image that is to be decoded."""
+
+    decoder: Decoder
+    data: bytes | memoryview
+    header: JpegHeader | None
+    box: Box
+    shrink: int
+    cut: Cut | None
+    """Of a tiled file, whose `data` and `box` are those of the cut."""
+    decoded: Decoded | None
+    """Of a sample that is decoded already."""
+
+    def decode(self) -> Decoded:
+        """See `StoredImage.decode`."""
+        decoder, data, header, box, shrink, cut, decoded = self
+        if header is not None:
+            decoded = decoder.decode(data, header, box, shrink) or _decode_by_pil(data, header)
+        assert decoded is not None
+        return cut.in_whole(decoded) if cut else decoded
+
+
+def _decode_by_pil(data: bytes | memoryview, header: JpegHeader) -> Decoded:
+    pixels_HWC = np.asarray(decode_image(data))
+    if pixels_HWC.shape[:2] != (header.height, header.width):
+        raise UnreadableImageError("truncated or damaged: two sizes")
+    return Decoded(pixels_HWC, 0, 0, 1)
 
 
 def decode_image(sample: Sample) -> Image.Image:

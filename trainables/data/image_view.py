@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainables.config import DataConfig
-from trainables.data.augment import AUGMENTS, Recipe, crop_and_flip
+from trainables.data.augment import AUGMENTS, Planned, Recipe, crop_and_flip
 from trainables.data.decode import Sample, StoredImage
 from trainables.data.decoders import open_decoder
 from trainables.data.decoders.interface import read_header
@@ -36,25 +36,36 @@ class View:
         self.num_uniforms = self._augment.num_uniforms
 
     def shows_unchanged(self, size: int | None) -> bool:
-        """Whether `into` shows images of this height and width as they are stored. None: they differ."""
+        """Whether `show` shows images of this height and width as they are stored. None: they differ."""
         val_resize = self._recipe.val_resize
-        return self._augment.apply is AUGMENTS["none"].apply and val_resize is None and self._image_size == size
+        return self._augment.plan is AUGMENTS["none"].plan and val_resize is None and self._image_size == size
 
     def region(self, row: int, sample: Sample, uniforms_U: NDArray[np.float64]) -> Region | None:
-        """What the device is to show in `row` of a batch. None for what is for `into`: no ordinary JPEG file, or too large."""
+        """What the device is to show in `row` of a batch. None: for `plan` and `show`, no ordinary JPEG file or too large."""
         header = None if isinstance(sample, np.ndarray) else read_header(sample)
         if header is None or isinstance(sample, np.ndarray) or not header.ycbcr or header.width * header.height > _MOST_PIXELS:
             return None
         return Region(row, sample, header, *crop_and_flip(uniforms_U, header.width, header.height))
 
-    def into(self, sample: Sample, uniforms_U: NDArray[np.float64], out_HWC: NDArray[np.uint8]) -> None:
-        """Fill `out_HWC` (contiguous) with the part of `sample` that these random numbers in [0, 1) choose; `finish` comes next.
+    def plan(self, sample: Sample, uniforms_U: NDArray[np.float64]) -> Planned:
+        """The part of `sample` that these random numbers in [0, 1) choose.
+
+        Raises UnreadableImageError where the sample holds no image.
+        """
+        return self._augment.plan(StoredImage(sample, self._decoder), uniforms_U, self._image_size, self._recipe)
+
+    def show(self, planned: Planned, out_HWC: NDArray[np.uint8]) -> None:
+        """Decode what was planned into `out_HWC` (contiguous); `finish` comes next.
 
         Raises UnreadableImageError where the sample holds no whole image; `out_HWC` is then undefined.
         """
-        self._augment.apply(StoredImage(sample, self._decoder), uniforms_U, out_HWC, self._recipe)
+        self._augment.show(planned, out_HWC, self._recipe)
+
+    def into(self, sample: Sample, uniforms_U: NDArray[np.float64], out_HWC: NDArray[np.uint8]) -> None:
+        """`plan` and `show`."""
+        self.show(self.plan(sample, uniforms_U), out_HWC)
 
     def finish(self, uniforms_BU: NDArray[np.float64], images_BHWC: NDArray[np.uint8]) -> None:
-        """What is left to do to images that `into` has filled, with the same random numbers."""
+        """What is left to do to images that `show` has filled, with the same random numbers."""
         if self._augment.in_place:
             self._augment.in_place(uniforms_BU, images_BHWC)

@@ -3,16 +3,16 @@
 from collections.abc import Callable
 
 from trainables.config import DataConfig
-from trainables.data.digits import open_digits
-from trainables.data.folder import FolderSource
 from trainables.data.index import is_records
 from trainables.data.interface import Source
 from trainables.data.order import Split
-from trainables.data.records import open_records
+from trainables.data.sources.digits import open_digits
+from trainables.data.sources.folder import FolderSource
+from trainables.data.sources.records import open_records
+from trainables.data.sources.synthetic import open_synthetic
 from trainables.data.storage.memory_cache import cached
 from trainables.data.storage.remote import is_remote, open_remote
 from trainables.data.storage.staging import open_staged
-from trainables.data.synthetic import open_synthetic
 from trainables.errors import DataError
 
 SOURCES: dict[str, Callable[[DataConfig, Split], Source]] = {

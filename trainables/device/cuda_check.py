@@ -3,7 +3,7 @@
 import pynvml
 import torch
 
-from trainables.errors import DeviceError
+from trainables.errors import DeviceError, first_line
 from trainables.failures import kind_of
 
 
@@ -18,10 +18,9 @@ def check_usable(device: torch.device, node: str) -> None:
     except (RuntimeError, AssertionError, torch.cuda.DeferredCudaCallError) as error:  # of a torch without CUDA an AssertionError
         if kind_of(error) == "out_of_memory":
             raise
-        reason = str(error).strip().splitlines()[0].rstrip(".")
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
         raise DeviceError(
-            f"node {node}: Ray has a GPU there that torch cannot use: {reason} (torch {torch.__version__}, {built}; "
+            f"node {node}: Ray has a GPU there that torch cannot use: {first_line(error)} (torch {torch.__version__}, {built}; "
             f"{driver()}): install a driver and a torch that fit each other, or set scale.use_gpu=false"
         ) from error
 

@@ -14,15 +14,16 @@ from PIL import Image
 from torch import Tensor
 
 from trainables.config import DataConfig
-from trainables.data.augment import cut
+from trainables.data.augment import Planned, Recipe, show_crop
 from trainables.data.decode import StoredImage, UnreadableImageError
 from trainables.data.decoders import open_decoder
 from trainables.data.decoders.interface import Decoder, read_header
 from trainables.data.encoded_rows import Region
 from trainables.device.decoders import PACKAGES, REGION_DECODERS, RegionDecoder
-from trainables.errors import DataError
+from trainables.errors import DataError, first_line
 from trainables.failures import kind_of
 
+_EXACT = Recipe(val_resize=None, exact=True)
 _MOST_PIXELS = 2**26  # that are decoded at once, 3 bytes each; a batch of photos has less
 
 
@@ -72,7 +73,8 @@ def _fill_on_cpu(regions: list[Region], out_BCHW: Tensor) -> dict[int, str]:
     out_HWC = np.empty((*out_BCHW.shape[-2:], 3), dtype=np.uint8)
     for region in regions:
         try:
-            cut(StoredImage(region.data, decoder), region.box, region.flip, out_HWC, exact=True)
+            planned = Planned(StoredImage(region.data, decoder).plan(region.box), region.box, region.flip)
+            show_crop(planned, out_HWC, _EXACT)
         except UnreadableImageError as error:
             bad[region.row] = str(error)
         else:
@@ -123,7 +125,7 @@ def check_decoder(data: DataConfig, device: torch.device, threads: int) -> None:
     except (ImportError, RuntimeError) as error:
         if kind_of(error) == "out_of_memory":
             raise
-        reason = (str(error) or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
     raise DataError(
         f"{key} cannot be used on this node ({reason}); pip install {PACKAGES[data.decoder]}, or write data.decoder=auto"
     )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from trainables.data.encoded_rows import EncodedRows
-from trainables.data.loader import Batch
+from trainables.data.loader.loader import Batch
 from trainables.device.bind import bind_thread
 from trainables.device.decode import decode_regions, region_decoder
 from trainables.device.mixing import Mix

@@ -3,10 +3,11 @@
 Shapes: B samples, U random numbers a sample. 64-bit words are int64, which adds and multiplies modulo 2^64.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from trainables.data.order import GOLDEN
+from trainables.data.order import GOLDEN, mix64
 
 DEVICE_STREAM = 2**32
 """Added to the seed; an experiment's seeds are smaller."""
@@ -19,8 +20,9 @@ class Draws:
     """
 
     def __init__(self, seed: int, epoch: int, indices_B: Tensor) -> None:
-        epoch_start = int(_mix(_mix(torch.tensor(seed + DEVICE_STREAM)) + epoch))  # on the CPU: nothing waits
-        self._starts_B = _mix(indices_B + epoch_start)
+        seed_start = mix64(np.array([seed + DEVICE_STREAM], dtype=np.uint64))
+        epoch_start = int(mix64(seed_start + np.uint64(epoch))[0])
+        self._starts_B = _mix(indices_B + _signed(epoch_start))
 
     def columns(self, first: int, count: int) -> Tensor:
         """Columns [first, first + count) of the batch's random numbers: (B, count) in [0, 1), float64."""

@@ -4,7 +4,7 @@ import gc
 
 import torch
 
-from trainables.data.batch_memory import free_pinned
+from trainables.data.loader.batch_memory import free_pinned
 from trainables.device.decode import region_decoder
 
 

@@ -1,4 +1,4 @@
-"""Save and load a `CheckpointState` as one safetensors file: no pickle, nothing that could run code, replaced in one rename.
+"""A `CheckpointState` as one safetensors file: no pickle, nothing that could run code. `checkpoint_writer` saves it.
 
 Names in the file: `model.<parameter or buffer>`, `method.<name>.<parameter or buffer>`,
 `optim.<optimizer>.<parameter index>.<state>`, `rng.<rank>.cpu|cuda`; everything else (position, schedule of the scaler,
@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from trainables.distributed.group import Group, gather_objects
+from trainables.distributed.group import Group
 from trainables.engine.pipeline.state_part import StatePart
+from trainables.engine.tensor_file import HostBuffer, write_packed
 from trainables.errors import CheckpointError
 from trainables.models.checkpoint_header import META_KEY
-from trainables.rundir import replacing
 
 FORMAT = 3
 """Version of the state that a training continues from; the weights of a file are the same in every format."""
@@ -74,75 +73,13 @@ class CheckpointState:
     """Of the whole state, what this rank has; None: all of it, as every rank."""
 
 
-def rng_state(device: torch.device) -> dict[str, Tensor]:
-    """This rank's generator states (uint8 vectors)."""
-    state = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
-
-
-def save(path: Path, state: CheckpointState, group: Group) -> None:
-    """Write the whole state to a temporary file, fsync it and rename it to `path`. Every rank calls this; rank 0 writes.
-
-    Raises:
-        CheckpointError: on rank 0 where the disk is full or cannot be written; the file that was there is still there.
-    """
-    rngs = gather_objects(rng_state(group.device), group)
-    collected = _collect(state) if group.is_main or state.part is not None else None
-    if collected is None:
-        return
-    tensors, optimizers = collected
-    for rank, states in enumerate(rngs):
-        tensors.update({f"rng.{rank}.{kind}": value for kind, value in states.items()})
-    meta = {
-        "format": FORMAT,
-        **state.about,
-        "progress": vars(state.progress),
-        "world_size": group.world_size,
-        "optimizers": optimizers,
-        "scaler": state.scaler.state_dict(),
-    }
-    write_tensors(path, tensors, meta)
-
-
-def _collect(state: CheckpointState) -> tuple[dict[str, Tensor], list[dict[str, Any]]] | None:
-    """The tensors of the whole state and what else its optimizers have; None on a rank that does not write it."""
-    tensors = {f"model.{name}": tensor for name, tensor in state.student.state_dict().items()}
-    tensors |= {f"method.{name}": tensor for name, tensor in state.methods.state_dict().items()}
-    optimizers = []
-    for number, optimizer in enumerate(state.optimizers):
-        optim = optimizer.state_dict()
-        plain: dict[str, dict[str, Any]] = {}
-        for index, slots in optim["state"].items():
-            for slot, value in slots.items():
-                if isinstance(value, Tensor):
-                    tensors[f"optim.{number}.{index}.{slot}"] = value
-                else:
-                    plain.setdefault(str(index), {})[slot] = value
-        optimizers.append({"type": type(optimizer).__name__, "param_groups": optim["param_groups"], "plain": plain})
-    if state.part is None:
-        return tensors, optimizers
-    gathered = state.part.gather(tensors, optimizers[0])
-    return None if gathered is None else (gathered[0], [gathered[1]])
-
-
-def write_tensors(path: Path, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
-    """The atomic write under `save`.
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], meta: dict[str, Any]) -> None:
+    """Write a checkpoint of `tensors`, by their names in it, with the description `meta`; see `write_packed`.
 
     Raises:
         CheckpointError: where the disk is full or cannot be written.
     """
-    # A copy each: safetensors refuses tensors that share storage, as tied weights do.
-    copies = {name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
-    header = {META_KEY: json.dumps(meta)}
-    try:
-        with replacing(path) as temporary:
-            save_file(copies, temporary, metadata=header)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"cannot write checkpoint {path}: {error}; the previous one still stands: free space, then `distill resume`"
-        ) from error
+    write_packed(path, HostBuffer(torch.device("cpu")).pack(tensors), json.dumps(meta))
 
 
 def read(path: Path, wanted: Callable[[str], bool] = lambda name: True) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from trainables.data.loader import Loader
+from trainables.data.loader.loader import Loader
 from trainables.distributed.group import all_reduce_sum, gather_objects
 from trainables.engine.job import Job
 from trainables.errors import TrainingError

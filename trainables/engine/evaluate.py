@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainables.config import EvaluateConfig
-from trainables.data.loader import Batch, Loader
-from trainables.data.loader_process import loader_process
+from trainables.data.loader.loader import Batch, Loader
+from trainables.data.loader.loader_process import loader_process
 from trainables.data.source import open_on_node
 from trainables.device.device_batches import DeviceBatch, on_device
 from trainables.device.model_input import autocast, normalizer

@@ -11,23 +11,27 @@ import torch
 from torch import nn
 
 from trainables.config import TrainConfig
-from trainables.data.auto_workers import AutoWorkers
-from trainables.data.loader import Loader
-from trainables.data.loader_process import loader_process
+from trainables.data.loader.auto_workers import AutoWorkers
+from trainables.data.loader.loader import Loader
+from trainables.data.loader.loader_process import loader_process
 from trainables.data.order import Split
 from trainables.data.source import open_on_node
 from trainables.device.decode import check_decoder
 from trainables.device.model_input import tensor_format
+from trainables.disk_writer import DiskWriter
 from trainables.distributed.group import Group, gather_objects, seed_rank
 from trainables.distributed.pipeline.layout import Layout, build_layout
 from trainables.engine import checkpoint
 from trainables.engine.checkpoint import CheckpointState, Progress
+from trainables.engine.checkpoint_writer import CheckpointWriter
 from trainables.engine.epochs import Epochs
 from trainables.engine.interruptions import InterruptionRequest, Interruptions
 from trainables.engine.job_metrics import JobMetrics, build_metrics
 from trainables.engine.modules import build_modules, build_student
 from trainables.engine.optimizers import build_optimizers
-from trainables.engine.pipeline.build import PlannedModels, cut_student, with_saved_cut
+from trainables.engine.pipeline.build import cut_student, with_saved_cut
+from trainables.engine.pipeline.choose_stages import choose_stages
+from trainables.engine.pipeline.planning import PlannedModels
 from trainables.engine.pipeline.stage_loader import StageLoader
 from trainables.engine.pipeline.state_part import blank_parameters, state_part
 from trainables.engine.step import TrainState
@@ -69,12 +73,15 @@ class Job:
     checkpoint_state: CheckpointState
     metrics: JobMetrics
     report: Report
-    flush_records: Callable[[], None]
-    """Waits until all that was reported is on disk: a step before a checkpoint is never run again."""
+    disk: DiskWriter
+    """Writes checkpoints, and where `report` puts its records there too, each in its order."""
+    checkpoints: CheckpointWriter
     telemetry: Snapshot
     interruptions: Interruptions
     stop_early: Callable[[Sequence[float]], bool] | None = None
     """Of a timing run: whether the seconds of its steps past the warm-up are enough to end it. None: it runs all its steps."""
+    predicted_s: dict[int, float] = field(default_factory=dict)
+    """A step by number of pipeline stages, where the job has just chosen among them."""
     logged_skips: set[tuple[Loader, int]] = field(default_factory=set)
     """Unreadable images that the log has named: the loader, and the image's index."""
 
@@ -99,8 +106,9 @@ class Job:
         return self.checkpoint_state.progress
 
     def close(self) -> None:
-        """End the loaders' threads, and release what they use on this node. The job can train no more."""
+        """End the threads of loaders and disk, and release what they use on this node. The job can train no more."""
         with contextlib.ExitStack() as stack:
+            stack.callback(self.disk.close)
             stack.callback(self.val_loader.close)
             stack.callback(self.train_loader.close)
             if self.train_state.teacher is not None:
@@ -115,13 +123,13 @@ def build(
     *,
     stop_early: Callable[[Sequence[float]], bool] | None = None,
     connections: Sequence[TeacherConnection] = (),
-    flush_records: Callable[[], None] = lambda: None,
+    disk: DiskWriter | None = None,
     heartbeat: Heartbeat | None = None,
     interruption_request: InterruptionRequest = lambda: None,
 ) -> Job:
     """Open the data, build and wrap the models, and continue from the stage's last checkpoint if there is one.
 
-    `connections`: to the actors of `teacher.service`; `flush_records`: for a `report` that leaves writing to another thread;
+    `connections`: to the actors of `teacher.service`; `disk`: the one that `report` puts its records into, if any;
     `heartbeat`: says from now on where the job is; `interruption_request`: see `Interruptions`.
 
     Raises:
@@ -129,13 +137,17 @@ def build(
     """
     if problem := first_problem(config):
         raise ExperimentError(problem)
-    layout = build_layout(group, config.scale.pipeline_stages)
-    classes, (train_loader, val_loader) = open_loaders(config, layout)
+    disk = disk or DiskWriter()
     stage = StageDir(Path(config.output_dir))
     # Rank 0 decides for all: a shared file system may show a file to one node later than to another.
     resumes = gather_objects(stage.last.exists(), group)[0]
-    if resumes and config.scale.pipeline_stages > 1:
+    if resumes and config.scale.pipeline_stages != 1:
         config = with_saved_cut(config, stage.last)
+    predicted_s: dict[int, float] = {}
+    if config.scale.pipeline_stages == "auto":
+        config, predicted_s, _ = choose_stages(config, group)
+    layout = build_layout(group, config.scale.num_stages)
+    classes, (train_loader, val_loader) = open_loaders(config, layout)
     config, name, module, teacher, student_parameters = build_models(config, layout, classes, train_loader, connections)
     if not module.init_epochs:  # the optimizer of an init stage trains what is frozen afterwards too
         module.begin_stage(0)
@@ -180,10 +192,12 @@ def build(
         checkpoint_state=checkpoint_state,
         metrics=build_metrics(config, functions.train_state, checkpoint_state.progress, heartbeat or Heartbeat()),
         report=report,
-        flush_records=flush_records,
+        disk=disk,
+        checkpoints=CheckpointWriter(disk, group.device),
         telemetry=telemetry,
         interruptions=Interruptions(group, config.train.checkpoint_every_s, interruption_request),
         stop_early=stop_early,
+        predicted_s=predicted_s,
     )
 
 
@@ -220,7 +234,11 @@ def build_models(
         config = config.model_copy(update={"scale": scale})
     if isinstance(teacher, TeacherNetwork):
         place(teacher, config, layout.replicas, sharded=sharded)
-    module.methods.to(device, tensor_format(config)[0])
+    dtype, memory_format = tensor_format(config)
+    module.methods.to(device, dtype)
+    for parameter in module.methods.parameters():
+        if parameter.dim() == 4:  # its gradient comes in the images' format, and DDP copies one of another format than its own
+            parameter.data = parameter.data.to(dtype, memory_format=memory_format)
     if config.train.compile:  # in place: names in the checkpoint stay as they are
         student.compile()
     return Models(config, name, module, teacher, parameters)
@@ -230,8 +248,7 @@ def checkpoint_about(config: TrainConfig, name: str, classes: Sequence[str]) -> 
     """See `CheckpointState.about`."""
     about = {"stage": config.stage, "model": name, "num_classes": len(classes), "classes": list(classes), "seed": config.seed}
     about |= config.data.model_dump(mode="json", include={"image_size", "val_resize", "mean", "std"})
-    if config.scale.pipeline_stages > 1:
-        about["pipeline"] = config.scale.model_dump(mode="json", include={"pipeline_stages", "cut", "micro_batches"})
+    about["pipeline"] = config.scale.model_dump(mode="json", include={"pipeline_stages", "cut", "micro_batches"})
     return about
 
 

@@ -2,17 +2,17 @@
 
 import logging
 from collections.abc import Callable, Generator, Sequence
+from typing import NoReturn
 
-from trainables.data.loader import Batch
+from trainables.data.loader.loader import Batch
 from trainables.device.device_batches import on_device
 from trainables.distributed.group import gather_objects
-from trainables.engine import checkpoint
 from trainables.engine.checks import check_finite, check_skipped, single_image_errors
 from trainables.engine.epochs import Epoch
 from trainables.engine.evaluate import evaluate
 from trainables.engine.job import Job
 from trainables.engine.metrics_records import epoch_seconds, log_epoch, log_step, means, summarize, teacher_images, throughput
-from trainables.errors import DataError, StageInterruptedError
+from trainables.errors import DataError, Interruption, StageInterruptedError
 
 log = logging.getLogger("raydistill")
 
@@ -34,9 +34,10 @@ def run(job: Job) -> dict[str, float]:
         "num_workers": job.group.world_size,
         "max_steps": config.train.warmup_steps + config.train.max_steps if config.train.max_steps else 0,
     }
-    if config.scale.pipeline_stages > 1:
+    if config.scale.num_stages > 1:
         assert isinstance(config.scale.micro_batches, int)  # since it was planned
-        start["micro_batches"] = config.scale.micro_batches
+        start |= {"pipeline_stages": config.scale.num_stages, "micro_batches": config.scale.micro_batches}
+    start |= {f"predicted/{stages}_stages_ms": 1e3 * step_s for stages, step_s in job.predicted_s.items()}
     job.report("start", progress.step, progress.epoch, start)
     if progress.epoch_record:  # its checkpoint is complete: a death may have come before its record was written
         job.report("epoch", **progress.epoch_record)
@@ -46,11 +47,25 @@ def run(job: Job) -> dict[str, float]:
         log.info("%s: no noise_scale: %s", config.stage, job.train_state.training_update.without_noise)
     while progress.epoch < job.epochs.total and not progress.reached and not is_time_up(job):
         if interruption := job.interruptions.exchange(progress.step).interruption:
-            raise StageInterruptedError(interruption)  # at the last checkpoint, which is that of the epoch before
+            end_interrupted(job, interruption)  # at the last checkpoint, which is that of the epoch before
         with job.metrics.clock.part("train"):
             train_epoch(job)
         finish_epoch(job)
+    wait_for_disk(job)
     return summarize(job)
+
+
+def wait_for_disk(job: Job) -> None:
+    """Wait until the checkpoints and records so far are on disk."""
+    with job.metrics.clock.part("checkpoint"):
+        job.disk.wait()
+
+
+def end_interrupted(job: Job, interruption: Interruption) -> NoReturn:
+    """End the stage on every rank, once its last checkpoint is on disk."""
+    wait_for_disk(job)
+    gather_objects(None, job.group)  # one rank writes: the first that raises ends the others within seconds
+    raise StageInterruptedError(interruption)
 
 
 def is_time_up(job: Job) -> bool:
@@ -98,7 +113,8 @@ def train_batches(job: Job, batches: Generator[Batch, None, None], epoch: Epoch,
     job.metrics.start_step(progress.step)
     try:
         for batch in ready:
-            timer.mark("data")
+            timer.mark(loader.wait_phase)
+            job.disk.check()
             begin_step(job)
             with single_image_errors(job):
                 job.functions.train_step(batch, progress.step, timer)
@@ -120,8 +136,7 @@ def train_batches(job: Job, batches: Generator[Batch, None, None], epoch: Epoch,
                 if decision.saves or step_in_epoch % config.train.checkpoint_every == 0:
                     save_inside_epoch(job, step_in_epoch)
                 if decision.interruption is not None:
-                    gather_objects(None, job.group)  # one rank writes: the first that raises ends the others within seconds
-                    raise StageInterruptedError(decision.interruption)
+                    end_interrupted(job, decision.interruption)
             job.metrics.start_step(progress.step)
     finally:
         ready.close()
@@ -165,14 +180,13 @@ def save_inside_epoch(job: Job, step_in_epoch: int) -> None:
     with job.metrics.clock.part("checkpoint"):
         check_finite(job)
         progress.skipped = check_skipped(job, job.train_loader, progress.skipped)
-        job.flush_records()
-        checkpoint.save(job.stage.last, job.checkpoint_state, job.group)
+        job.checkpoints.save([job.stage.last], job.checkpoint_state, job.group)
     job.interruptions.saved()
     job.metrics.throughput.begin(progress.step)
 
 
 def finish_epoch(job: Job) -> None:
-    """Evaluate where it is due, check, save last and best, and report: an epoch counts once its checkpoint is written."""
+    """Evaluate where it is due, check, save last and best, and report: the record is written after its checkpoint."""
     check_finite(job)
     trained, telemetry, num_skipped = end_training(job)
     val, best = {}, False
@@ -182,10 +196,8 @@ def finish_epoch(job: Job) -> None:
         best = take_accuracy(job, val["top1_pct"])
     row, record = add_epoch_record(job, val=val, trained=trained, telemetry=telemetry, num_skipped=num_skipped)
     with job.metrics.clock.part("checkpoint"):
-        job.flush_records()
-        if best:
-            checkpoint.save(job.stage.best, job.checkpoint_state, job.group)
-        checkpoint.save(job.stage.last, job.checkpoint_state, job.group)
+        paths = [job.stage.best, job.stage.last] if best else [job.stage.last]
+        job.checkpoints.save(paths, job.checkpoint_state, job.group)
     job.interruptions.saved()
     if job.group.is_main:
         log_epoch(job, val, best)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from trainables.config import TrainConfig
-from trainables.data.loader import Loader
+from trainables.data.loader.loader import Loader
 from trainables.device.model_input import AUTOCAST, tensor_format
 from trainables.distributed.batch_norm import convert, has_global_batch_norm, use_batch_statistics
 from trainables.distributed.group import Group

@@ -28,7 +28,9 @@ _MAX_PASS_S = 0.5
 """No batch is timed whose passes would take longer."""
 _MAX_FACTOR = 64
 _WORTH_IT = 0.97
-"""A batch twice as large has to bring the time of an image below this part of the least so far, or no larger one is timed."""
+"""A batch twice as large makes an image cheaper where it brings its time below this part of the least so far."""
+_MOST_WORSE = 2
+"""After so many in a row that do not, no larger one is timed."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +50,9 @@ def pass_latency(train_state: TrainState, image_size: int, shape: TrainingShape)
     """Milliseconds of augmentation, teacher's forward, student's forward, loss and backward, on images of zeros.
 
     `one_image_ms`: on one of them, which is what launching the work takes where a device has next to nothing to do.
-    `passes/N_images_ms`: on N, the micro-batch of the training and each doubling of it, as long as that makes an image cheaper,
-    as there are so many images, and as that takes half a second at most. On a GPU N has to fit: `passes/out_of_memory_images` is
-    the one that did not.
+    `passes/N_images_ms`: on N, the micro-batch of the training and each doubling of it, until two in a row make no image cheaper
+    (one may have been disturbed), as long as there are so many images, and as that takes half a second at most. On a GPU N has
+    to fit: `passes/out_of_memory_images` is the one that did not.
 
     The least of a few rounds each, 0.5 s at most after the first. No communication: the student and its methods are run without
     DDP, as if this rank were alone. Nothing of the training is changed: batch norms leave their statistics as they are,
@@ -60,7 +62,7 @@ def pass_latency(train_state: TrainState, image_size: int, shape: TrainingShape)
     with _unchanged(train_state.distillation_module):
         one_s = _shortest_s(train_state, image_size, 1)
         found = {"one_image_ms": 1e3 * one_s}
-        num_images, image_s = shape.micro_batch, math.inf
+        num_images, image_s, num_worse = shape.micro_batch, math.inf, 0
         took_s = min(shape.step_s, num_images * one_s)  # at most
         max_images = min(shape.max_images, _MAX_FACTOR * shape.micro_batch)
         while num_images <= max_images and took_s <= _MAX_PASS_S:
@@ -78,9 +80,10 @@ def pass_latency(train_state: TrainState, image_size: int, shape: TrainingShape)
                 found["passes/out_of_memory_images"] = float(num_images)
                 break
             found[f"passes/{num_images}_images_ms"] = 1e3 * now_s
-            if now_s / num_images > _WORTH_IT * image_s:
+            num_worse = num_worse + 1 if now_s / num_images > _WORTH_IT * image_s else 0
+            if num_worse == _MOST_WORSE:
                 break
-            num_images, took_s, image_s = 2 * num_images, 2 * now_s, now_s / num_images
+            num_images, took_s, image_s = 2 * num_images, 2 * now_s, min(image_s, now_s / num_images)
         return found
 
 

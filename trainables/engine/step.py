@@ -6,6 +6,7 @@ Shapes: B batch of this rank, C channels, H W pixels, K classes.
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor
@@ -14,7 +15,7 @@ from trainables.device.device_batches import DeviceBatch
 from trainables.distributed.gather import Gather
 from trainables.distributed.group import GlobalCount, Group
 from trainables.engine.epochs import Epoch, Epochs
-from trainables.engine.losses import Losses, losses
+from trainables.engine.losses import Losses, LossWeights, losses
 from trainables.engine.optimizers import LossOptimizer
 from trainables.engine.step_sums import StepSums
 from trainables.engine.updates import ParameterUpdate, PerLossUpdate, UpdateSettings
@@ -23,6 +24,9 @@ from trainables.methods.distillation_module import DistillationModule, Distillat
 from trainables.metrics.noise_scale import num_parts
 from trainables.metrics.phase_timer import PhaseTimer
 from trainables.teachers.interface import TeacherInterface, TeacherRequest
+
+AddSums = Callable[[Tensor, Tensor, Mapping[str, Tensor]], None]
+"""Takes a micro-batch's logits_BK, labels_B and named losses."""
 
 
 class NoTeacher(TeacherInterface):
@@ -108,26 +112,45 @@ def micro_batches(batch: DeviceBatch, accumulate: int, num_blank_images: int = 2
 
 def train_step(train_state: TrainState, batch: DeviceBatch, step: int, timer: PhaseTimer) -> None:
     """Forward, loss, backward, update; adds to `train_state.sums`."""
-    group, update = train_state.group, train_state.update
+    prepared = prepare_batch(train_state, batch, timer)
+    epoch = train_state.epochs.training_epochs(step)
+    train_prepared(train_state, prepared, epoch, timer, partial(train_state.sums.add, step))
+
+
+def prepare_batch(train_state: TrainState, batch: DeviceBatch, timer: PhaseTimer) -> DeviceBatch:
+    """The batch as the models take it in."""
     batch.wait()
     timer.mark("h2d")
+    prepared = train_state.prepare(batch)
+    timer.mark("augment")
+    return prepared
+
+
+def train_prepared(
+    train_state: TrainState,
+    batch: DeviceBatch,
+    epoch: float,
+    timer: PhaseTimer,
+    add_sums: AddSums,
+    weights: LossWeights | None = None,
+) -> None:
+    """A step on a prepared batch. `epoch`: see `MethodBatch.epoch`; `weights`: of the losses, by default those of the epoch."""
+    group, update = train_state.group, train_state.update
     num_images = len(batch.labels_B)
     count = GlobalCount(num_images, group, parts=num_parts(num_images, group, train_state.accumulate))
-    epoch = train_state.epochs.training_epochs(step)
-    parts = micro_batches(train_state.prepare(batch), train_state.accumulate, train_state.num_blank_images)
-    timer.mark("augment")
+    parts = micro_batches(batch, train_state.accumulate, train_state.num_blank_images)
     train_state.active_teacher.skip(parts[0].images_BCHW, train_state.accumulate - len(parts))
     for part in parts:
         timer.begin_micro_batch()
         teacher_outputs = run_teacher(train_state, part)
         timer.mark("teacher")
         with update.micro_batch(last=part is parts[-1]):
-            outputs, loss = run_student(train_state, part.images_BCHW, part, teacher_outputs, epoch)
+            outputs, loss = run_student(train_state, part.images_BCHW, part, teacher_outputs, epoch, weights)
             timer.mark("student")  # before the count, which waits for ranks that have not begun their step
             update.backward(loss, count.weight())
         update.end_micro_batch(len(part.labels_B))
         timer.mark("backward")
-        train_state.sums.add(step, outputs.logits_BK, part.labels_B, loss.named)
+        add_sums(outputs.logits_BK, part.labels_B, loss.named)
     update.step(count)
     timer.mark("optimizer")
 
@@ -140,7 +163,12 @@ def run_teacher(train_state: TrainState, part: DeviceBatch) -> Mapping[str, Mode
 
 
 def run_student(
-    train_state: TrainState, inputs: Tensor, part: DeviceBatch, teacher_outputs: Mapping[str, ModelOutputs], epoch: float
+    train_state: TrainState,
+    inputs: Tensor,
+    part: DeviceBatch,
+    teacher_outputs: Mapping[str, ModelOutputs],
+    epoch: float,
+    weights: LossWeights | None = None,
 ) -> tuple[DistillationOutputs, Losses]:
     """The outputs and the losses of a micro-batch. `inputs`: of the update's module, where it is a part of the student."""
     rows = len(part.labels_B)
@@ -150,4 +178,4 @@ def run_student(
         outputs: DistillationOutputs = train_state.update.module(inputs, method_batch, teacher_outputs)
     module = train_state.distillation_module
     module.check_terms(outputs.terms, epoch)
-    return outputs, losses(outputs, part.labels_B, part.mix, module.weights(epoch))
+    return outputs, losses(outputs, part.labels_B, part.mix, weights or module.weights(epoch))

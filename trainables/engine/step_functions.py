@@ -16,16 +16,13 @@ from trainables.distributed.group import gather_objects
 from trainables.distributed.pipeline.layout import Layout
 from trainables.engine.epochs import Epochs
 from trainables.engine.evaluate import logits_of
+from trainables.engine.graphed_step import TrainStep, with_graphs
 from trainables.engine.optimizers import LossOptimizer
 from trainables.engine.step import TrainState, sum_names, train_step
 from trainables.engine.step_sums import StepSums
 from trainables.engine.updates import ParameterUpdate, UpdateSettings, build_update
 from trainables.methods.distillation_module import DistillationModule
-from trainables.metrics.phase_timer import PhaseTimer
 from trainables.teachers.interface import TeacherInterface
-
-TrainStep = Callable[[DeviceBatch, int, PhaseTimer], None]
-"""Trains on a batch in the step of this index, see `trainables.engine.step.train_step`."""
 
 
 class StepFunctions(NamedTuple):
@@ -52,7 +49,8 @@ def whole_model_functions(config: TrainConfig, layout: Layout, parts: TrainingPa
     update = build_update(parts.module, parts.optimizers, parts.settings, accumulate=config.optim.accumulate)
     train_state = build_train_state(config, layout, parts, update)
     logits = logits_of(parts.module.student, image_normalizer(config, layout), train_state.autocast)
-    return StepFunctions(train_state, partial(train_step, train_state), logits)
+    step = with_graphs(config, train_state) if config.train.cuda_graphs else partial(train_step, train_state)
+    return StepFunctions(train_state, step, logits)
 
 
 def build_train_state(config: TrainConfig, layout: Layout, parts: TrainingParts, update: ParameterUpdate) -> TrainState:

@@ -7,11 +7,13 @@ from torch import nn
 
 from trainables.config import TrainConfig
 from trainables.device.memory import memory_bytes, parameter_bytes
+from trainables.device.model_input import AUTOCAST
 from trainables.distributed.group import Group
 from trainables.engine.modules import methods_with_teacher
 from trainables.engine.optim import parameter_copies
-from trainables.methods.select import needs_whole_teacher
-from trainables.teachers.build import to_device
+from trainables.methods.select import SelectedMethod, needs_whole_teacher
+from trainables.teachers.build import on_devices
+from trainables.teachers.frozen import fold_batch_norms, round_weights
 from trainables.teachers.network import TeacherNetwork
 
 log = logging.getLogger("raydistill")
@@ -32,17 +34,39 @@ def is_sharded(config: TrainConfig, num_replicas: int, device: torch.device, stu
         return True
     if config.train.compile or any(map(needs_whole_teacher, methods_with_teacher(config))):
         return False
-    student_bytes = parameter_copies(config.optim) * parameter_bytes(student) / config.scale.pipeline_stages
+    student_bytes = parameter_copies(config.optim) * parameter_bytes(student) / config.scale.num_stages
     return parameter_bytes(teacher) + student_bytes > MOST_WHOLE * memory_bytes(device)
 
 
 def place(teacher: TeacherNetwork, config: TrainConfig, group: Group, *, sharded: bool) -> None:
-    """Move a teacher that is on the CPU, in the job's dtype, to this rank's device; every rank of the group calls it."""
+    """Move a teacher that is on the CPU, in the job's dtype, to this rank's device; every rank of the group calls it.
+
+    A whole one becomes what it can be, since it is never trained, see `teachers.frozen`.
+    """
     if not sharded:
-        to_device(teacher.model, config, group)
+        may_change = not any(map(_uses_teacher_itself, methods_with_teacher(config)))
+        if may_change and folds_batch_norms(config):
+            fold_batch_norms(teacher.model, teacher.tapped_modules)
+        on_devices(teacher.model, config, [group.device])
+        if may_change and config.precision in AUTOCAST:
+            round_weights(teacher.model, AUTOCAST[config.precision])
         return
     from trainables.teachers.sharded import shard  # torch's FSDP takes a second
 
     shard(teacher.model, group, config.data.image_size)
     teacher.is_collective = True
-    log.info("%s: the teacher is sharded over %d workers", config.stage, group.world_size)
+    if config.scale.num_stages == 1:
+        log.info("%s: the teacher is sharded over %d workers", config.stage, group.world_size)
+
+
+def folds_batch_norms(config: TrainConfig) -> bool:
+    """What `teacher.fold_batch_norms` says or, by default, whether rounding is that of half precision anyway."""
+    assert config.teacher is not None
+    folds = config.teacher.fold_batch_norms
+    return config.precision in AUTOCAST if folds is None else folds
+
+
+def _uses_teacher_itself(method: SelectedMethod) -> bool:
+    """Whether a method has modules of the teacher, or its gradients."""
+    requires = method.method_class.requires
+    return requires.teacher_model or requires.reuses_classifier or requires.teacher_gradient

@@ -66,6 +66,10 @@ class ParameterUpdate(ABC):
     def step(self, count: GlobalCount) -> None:
         """Change the parameters and drop the gradients. What no loss reaches stays as it is, without weight decay too."""
 
+    def discard(self) -> None:
+        """Drop the gradients of a step that did not come to its end."""
+        self.module.zero_grad(set_to_none=True)
+
     def _step_optimizer(self, optimizer: LossOptimizer) -> None:
         """Clip, change the parameters, and drop their gradients."""
         if self._clip_grad_norm is not None:
@@ -173,6 +177,10 @@ class PerLossUpdate(ParameterUpdate):
         if shared:
             torch._foreach_add_(shared, changes)
         self._scaler.update()
+
+    def discard(self) -> None:
+        super().discard()
+        self._collected = [_CollectedGradients() for _ in self._optimizers]
 
     def _name_shared_to_dot(self) -> None:
         """DOT's optimizers depend on which parameters the gradients of both reach in this step."""

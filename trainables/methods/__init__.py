@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainables.errors import ExperimentError, near
+from trainables.errors import ExperimentError, did_you_mean
 
 if TYPE_CHECKING:
     from trainables.methods.contract import Method
@@ -133,8 +133,7 @@ def check_name(name: str, where: str = "distill.method") -> None:
         return
     known = available_methods()
     if name not in known:
-        similar = near(name.lower(), known)
-        instead = f"did you mean {similar[0]}?" if similar else f"write one of {', '.join(sorted(known))}, or FILE.py:CLASS"
+        instead = did_you_mean(name.lower(), known, f"write one of {', '.join(sorted(known))}, or FILE.py:CLASS")
         raise ExperimentError.of_key(where, f"there is no method {name!r}; {instead}")
 
 

@@ -20,7 +20,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from trainables.config import Count, MethodOptions, Positive
-from trainables.errors import ExperimentError, near
+from trainables.errors import ExperimentError, did_you_mean
 from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs
 from trainables.methods.features import ConvReg, body_parameters, paired_maps
 
@@ -89,8 +89,7 @@ def _check_frozen(names: tuple[str, ...], student: nn.Module) -> None:
     modules = {name: module for name, module in student.named_modules() if name}
     for name in names:
         if name not in modules:
-            similar = near(name, modules)
-            instead = f"did you mean {similar[0]}?" if similar else f"it has {', '.join(dict(student.named_children()))}"
+            instead = did_you_mean(name, modules, f"it has {', '.join(dict(student.named_children()))}")
             raise ExperimentError(f"distill.options.ab.init_frozen: the student has no module {name!r}; {instead}")
     frozen = {parameter for name in names for parameter in modules[name].parameters()}
     if names and frozen.issuperset(body_parameters(student)):

@@ -3,6 +3,7 @@
 Shapes: B batch, C channels, H W positions. The shape of a map is (C, H, W).
 """
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -101,6 +102,13 @@ def body_parameters(student: nn.Module) -> list[nn.Parameter]:
     """All trainable parameters of a model except those of its final linear layer, which no loss on maps changes."""
     last = {id(parameter) for parameter in classifier(student).parameters()}
     return [parameter for parameter in student.parameters() if parameter.requires_grad and id(parameter) not in last]
+
+
+def connector(inputs: int, outputs: int, group: Group) -> nn.Sequential:
+    """1×1 convolution and batch norm, its first weights drawn as by the authors of OFD and SRRL."""
+    convolution = nn.Conv2d(inputs, outputs, 1, bias=False)
+    nn.init.normal_(convolution.weight, std=math.sqrt(2 / outputs))
+    return nn.Sequential(convolution, GlobalBatchNorm2d(outputs, group))
 
 
 class ConvReg(nn.Module):

@@ -23,10 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from trainables.config import NonNegative
-from trainables.distributed.batch_norm import GlobalBatchNorm2d
 from trainables.errors import ExperimentError
 from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Requirements
-from trainables.methods.features import TeacherNormOptions, average_pooled, paired_maps
+from trainables.methods.features import TeacherNormOptions, average_pooled, connector, paired_maps
 from trainables.models.tap_names import norms_before
 
 
@@ -52,7 +51,7 @@ class OFD(Method):
         names = options.teacher_taps or self.taps
         model = context.teacher.model
         norms = norms_before(model, names, name=f"{type(model).__name__} (the teacher)", image_size=context.image_size)
-        self._connectors = nn.ModuleList(_connector(student[0], teacher[0], context) for student, teacher in pairs)
+        self._connectors = nn.ModuleList(connector(student[0], teacher[0], context.group) for student, teacher in pairs)
         for index, norm in enumerate(norms):
             if norm is None:
                 raise ExperimentError(
@@ -65,18 +64,12 @@ class OFD(Method):
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`partial` of each sample, (B,), summed over stages with their weights."""
         distances = []
-        for index, connector in enumerate(self._connectors):
-            connected_BCHW = connector(student.features[index])
+        for index, connected in enumerate(self._connectors):
+            connected_BCHW = connected(student.features[index])
             target_BCHW = average_pooled(teacher.features[index], *connected_BCHW.shape[2:])
             distance_B = partial_distance(connected_BCHW, target_BCHW, self.get_buffer(f"_margin{index}"))
             distances.append(distance_B * 2.0 ** (index + 1 - len(self._connectors)))
         return {"partial": torch.stack(distances).sum(0)}
-
-
-def _connector(inputs: int, outputs: int, context: BuildContext) -> nn.Sequential:
-    convolution = nn.Conv2d(inputs, outputs, 1, bias=False)
-    nn.init.normal_(convolution.weight, std=math.sqrt(2 / outputs))
-    return nn.Sequential(convolution, GlobalBatchNorm2d(outputs, context.group))
 
 
 @torch.no_grad()

@@ -45,7 +45,7 @@ class PSKD(Method):
         last_MK = self.get_buffer("last_MK")
         alpha = self.options.alpha * min((int(batch.epoch) + 1) / self._epochs, 1.0)
         log_BK = student.logits_BK.log_softmax(1)
-        one_hot_BK = F.one_hot(batch.labels_B, log_BK.shape[1]).to(log_BK.dtype)
+        one_hot_BK = torch.zeros_like(log_BK).scatter_(1, batch.labels_B[:, None], 1.0)
         target_BK = (1 - alpha) * one_hot_BK + alpha * last_MK[batch.indices_B]
         if self.training:
             with torch.no_grad():

@@ -14,16 +14,14 @@ the convolution's first weights are drawn as there. SimKD's repository has the c
 Shapes: B batch, C channels, H W positions, D features of the teacher, K classes.
 """
 
-import math
-
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
 from trainables.config import MethodOptions, NonNegative
-from trainables.distributed.batch_norm import GlobalBatchNorm2d
 from trainables.errors import ExperimentError
 from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Requirements, mean_per_sample
+from trainables.methods.features import connector
 from trainables.models.tap_names import classifier
 
 
@@ -61,9 +59,7 @@ class SRRL(Method):
                 f"distill.options.srrl.student_taps: srrl reads one map (C, H, W) or vector (D,), not {student}: "
                 "name one stage, or pooled"
             )
-        convolution = nn.Conv2d(student[0][0], width, 1, bias=False)
-        nn.init.normal_(convolution.weight, std=math.sqrt(2 / width))
-        self._connector = nn.Sequential(convolution, GlobalBatchNorm2d(width, context.group), nn.ReLU())
+        self._connector = connector(student[0][0], width, context.group).append(nn.ReLU())
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`feature` (L_FM) and `regression` (L_SR) of each sample, (B,), with their weights."""

@@ -2,7 +2,7 @@
 
 import time
 
-from trainables.data.core_wait import CoreWait
+from trainables.data.loader.core_wait import CoreWait
 
 
 class HostUse:

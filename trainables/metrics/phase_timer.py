@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from trainables.metrics.heartbeat import Heartbeat
-from trainables.metrics.phases import ALL_PHASES, BUBBLE
+from trainables.metrics.phases import ALL_PHASES, PHASES, RECEIVE
 
 COLUMNS = (*ALL_PHASES, "step")
 MAX_STEPS = 10_000
@@ -95,9 +95,11 @@ class _Totals:
         named = {
             f"phase/{name}{suffix}_ms": float(values_T[column])
             for column, name in enumerate(COLUMNS)
-            if name != BUBBLE or self.sum_T[column]
+            if name in PHASES or name == "step" or self.sum_T[column]
             for suffix, values_T in zip(("", "_min", "_max", "_p50", "_p95"), columns_ST, strict=True)
         }
+        if self.sum_T[_COLUMN[RECEIVE]]:  # it has no loader to wait for
+            return named
         whole = float(self.sum_T[_STEP])
         return named | {"data_pct": 100 * float(self.sum_T[_DATA]) / whole if whole > 0 else 0.0}
 

@@ -1,6 +1,10 @@
 """The parts of a step, in their order. Apart from `timing`, which measures them, so that naming them needs no torch."""
 
 PHASES = ("data", "h2d", "augment", "teacher", "student", "backward", "optimizer")
+RECEIVE = "receive"
+"""What a later pipeline stage waits for the first one's next batch, in place of `data`: it has no loader."""
 BUBBLE = "bubble"
-"""What a pipeline stage waits for its neighbours; not recorded where there are none."""
-ALL_PHASES = (*PHASES, BUBBLE)
+"""What a pipeline stage waits for its neighbours within a step; not recorded where there are none."""
+GRAPH = "graph"
+"""From teacher to optimizer at once, in a step that is launched as a CUDA graph; not recorded where there are none."""
+ALL_PHASES = (*PHASES, RECEIVE, BUBBLE, GRAPH)

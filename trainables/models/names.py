@@ -2,43 +2,53 @@
 
 import importlib.util
 import re
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from trainables.errors import ModelError, near
 
-MODELS: dict[str, str] = {
-    "convnet_small": "trainables.models.small:convnet_small",
-    "convnet_large": "trainables.models.small:convnet_large",
-    "mlp_small": "trainables.models.small:mlp_small",
-    "mlp_large": "trainables.models.small:mlp_large",
-    "resnet8": "trainables.models.cifar.resnet:resnet8",
-    "resnet14": "trainables.models.cifar.resnet:resnet14",
-    "resnet20": "trainables.models.cifar.resnet:resnet20",
-    "resnet32": "trainables.models.cifar.resnet:resnet32",
-    "resnet44": "trainables.models.cifar.resnet:resnet44",
-    "resnet56": "trainables.models.cifar.resnet:resnet56",
-    "resnet110": "trainables.models.cifar.resnet:resnet110",
-    "resnet8x4": "trainables.models.cifar.resnet:resnet8x4",
-    "resnet32x4": "trainables.models.cifar.resnet:resnet32x4",
-    "wrn_16_1": "trainables.models.cifar.wrn:wrn_16_1",
-    "wrn_16_2": "trainables.models.cifar.wrn:wrn_16_2",
-    "wrn_40_1": "trainables.models.cifar.wrn:wrn_40_1",
-    "wrn_40_2": "trainables.models.cifar.wrn:wrn_40_2",
+
+class Builder(NamedTuple):
+    """How a model of ours is built: by a callable (num_classes, image_size, **options) → nn.Module."""
+
+    path: str
+    """`module:name` in `trainables.models`."""
+    options: Mapping[str, Any] = {}
+
+
+MODELS: dict[str, Builder] = {
+    "convnet_small": Builder("small:ConvNet", {"widths": (8, 16, 32), "convs_per_stage": 1}),
+    "convnet_large": Builder("small:ConvNet", {"widths": (32, 64, 128), "convs_per_stage": 2}),
+    "mlp_small": Builder("small:MLP", {"hidden": (32,)}),
+    "mlp_large": Builder("small:MLP", {"hidden": (256, 256)}),
+    "resnet8": Builder("cifar.resnet:CifarResNet", {"depth": 8}),
+    "resnet14": Builder("cifar.resnet:CifarResNet", {"depth": 14}),
+    "resnet20": Builder("cifar.resnet:CifarResNet", {"depth": 20}),
+    "resnet32": Builder("cifar.resnet:CifarResNet", {"depth": 32}),
+    "resnet44": Builder("cifar.resnet:CifarResNet", {"depth": 44}),
+    "resnet56": Builder("cifar.resnet:CifarResNet", {"depth": 56}),
+    "resnet110": Builder("cifar.resnet:CifarResNet", {"depth": 110}),
+    "resnet8x4": Builder("cifar.resnet:CifarResNet", {"depth": 8, "widths": (32, 64, 128, 256)}),
+    "resnet32x4": Builder("cifar.resnet:CifarResNet", {"depth": 32, "widths": (32, 64, 128, 256)}),
+    "wrn_16_1": Builder("cifar.wrn:CifarWideResNet", {"depth": 16, "widen": 1}),
+    "wrn_16_2": Builder("cifar.wrn:CifarWideResNet", {"depth": 16, "widen": 2}),
+    "wrn_40_1": Builder("cifar.wrn:CifarWideResNet", {"depth": 40, "widen": 1}),
+    "wrn_40_2": Builder("cifar.wrn:CifarWideResNet", {"depth": 40, "widen": 2}),
     # Papers on distillation call these vgg8, vgg13, ResNet50, MobileNetV2…: in torchvision and timm, such names mean models for
     # images of 224 pixels. Those keep their names; `_cifar` says which ones are meant.
-    "resnet50_cifar": "trainables.models.cifar.resnet:CifarResNet50",
-    "vgg8_cifar": "trainables.models.cifar.vgg:vgg8_cifar",
-    "vgg11_cifar": "trainables.models.cifar.vgg:vgg11_cifar",
-    "vgg13_cifar": "trainables.models.cifar.vgg:vgg13_cifar",
-    "vgg16_cifar": "trainables.models.cifar.vgg:vgg16_cifar",
-    "vgg19_cifar": "trainables.models.cifar.vgg:vgg19_cifar",
-    "mobilenetv2_half_cifar": "trainables.models.cifar.mobilenetv2:mobilenetv2_half_cifar",
-    "shufflenetv1_cifar": "trainables.models.cifar.shufflenet:CifarShuffleNetV1",
-    "shufflenetv2_cifar": "trainables.models.cifar.shufflenet:CifarShuffleNetV2",
+    "resnet50_cifar": Builder("cifar.resnet:CifarResNet50"),
+    "vgg8_cifar": Builder("cifar.vgg:CifarVgg", {"depth": 8}),
+    "vgg11_cifar": Builder("cifar.vgg:CifarVgg", {"depth": 11}),
+    "vgg13_cifar": Builder("cifar.vgg:CifarVgg", {"depth": 13}),
+    "vgg16_cifar": Builder("cifar.vgg:CifarVgg", {"depth": 16}),
+    "vgg19_cifar": Builder("cifar.vgg:CifarVgg", {"depth": 19}),
+    "mobilenetv2_half_cifar": Builder("cifar.mobilenetv2:CifarMobileNetV2", {"width": 0.5}),
+    "shufflenetv1_cifar": Builder("cifar.shufflenet:CifarShuffleNetV1"),
+    "shufflenetv2_cifar": Builder("cifar.shufflenet:CifarShuffleNetV2"),
 }
-"""Ours: name → `module:builder`, a callable (num_classes, image_size) → nn.Module. A hyphen may stand for an underscore."""
+"""Ours. A hyphen may stand for an underscore."""
 
 TIMM_PREFIX = "timm/"
 REUSE_SEPARATOR = "+"

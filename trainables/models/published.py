@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from trainables.errors import ModelError, near
+from trainables.errors import ModelError, did_you_mean, first_line
 from trainables.models.names import ModelName
-from trainables.models.registry import first_line, library_options
+from trainables.models.registry import library_options
 
 
 def published_model(found: ModelName, weights: str, num_classes: int, image_size: int) -> nn.Module:
@@ -73,9 +73,8 @@ def _timm(found: ModelName, weights: str, num_classes: int, image_size: int) -> 
 def _check_known(name: str, weights: str, known: Sequence[str], *others: str) -> None:
     """Refuse weights that are neither `known`, which a message may list, nor one of the `others`."""
     if weights not in (*known, *others):
-        similar = near(weights, known)
         there_are = f"there are: {', '.join(known) if known else 'none'}; or give a file's path"
-        raise ModelError(f"{name} has no weights {weights!r}; " + (f"did you mean {similar[0]}?" if similar else there_are))
+        raise ModelError(f"{name} has no weights {weights!r}; {did_you_mean(weights, known, there_are)}")
 
 
 def _check_classes(name: str, weights: str, of_weights: int, of_data: int) -> None:

@@ -11,7 +11,7 @@ import pkgutil
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from trainables.errors import ModelError
+from trainables.errors import ModelError, first_line
 from trainables.models.forward import dry_forward, logits_and_aux, seeded
 from trainables.models.names import MODELS, ModelName, check_model_name
 
@@ -58,7 +58,8 @@ def construct(name: str, *, num_classes: int, image_size: int, seed: int) -> nn.
 def _construct(found: ModelName, num_classes: int, image_size: int) -> nn.Module:
     model: nn.Module
     if found.library == "ours":
-        model = pkgutil.resolve_name(MODELS[found.name])(num_classes, image_size)
+        builder = MODELS[found.name]
+        model = pkgutil.resolve_name(f"trainables.models.{builder.path}")(num_classes, image_size, **builder.options)
     elif found.library == "torchvision":
         import torchvision
 
@@ -121,9 +122,3 @@ def _takes(model: nn.Module, image_size: int, training: bool) -> bool:
     except (AssertionError, IndexError, RuntimeError, TypeError, ValueError):
         return False
     return True
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text, or its type where it has none."""
-    lines = str(error).strip().splitlines()
-    return lines[0].strip().rstrip(".:") if lines else type(error).__name__

@@ -4,7 +4,6 @@ Shapes: B batch, C channels, H W pixels, K classes.
 """
 
 import math
-from functools import partial
 from itertools import pairwise
 
 import torch
@@ -13,7 +12,7 @@ from torch import nn
 from trainables.models.layers import init_convolutions
 
 
-class ConvNet(nn.Module):
+class ConvNet(nn.Sequential):
     """Stages of 3×3 convolution, BatchNorm and ReLU; the map is halved between stages, then averaged.
 
     The averaged map makes it fit any image of at least 2^(stages - 1) pixels a side.
@@ -31,13 +30,9 @@ class ConvNet(nn.Module):
                 channels = width
         self.features = nn.Sequential(*layers)
         self.pool = nn.AdaptiveAvgPool2d(1)
+        self.flatten = nn.Flatten()
         self.head = nn.Linear(channels, num_classes)
         init_convolutions(self)
-
-    def forward(self, images_BCHW: torch.Tensor) -> torch.Tensor:
-        """Logits (B, K)."""
-        logits_BK: torch.Tensor = self.head(self.pool(self.features(images_BCHW)).flatten(1))
-        return logits_BK
 
 
 class MLP(nn.Module):
@@ -60,9 +55,3 @@ class MLP(nn.Module):
             features_BD = layer(features_BD).relu()
         logits_BK: torch.Tensor = self.head(features_BD)
         return logits_BK
-
-
-convnet_small = partial(ConvNet, widths=(8, 16, 32), convs_per_stage=1)
-convnet_large = partial(ConvNet, widths=(32, 64, 128), convs_per_stage=2)
-mlp_small = partial(MLP, hidden=(32,))
-mlp_large = partial(MLP, hidden=(256, 256))

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from trainables.errors import CheckpointError
-from trainables.models.registry import first_line
+from trainables.errors import CheckpointError, first_line
 
 MOST_GROWTH = 2
 """torch.save compresses nothing: a file whose content is larger than so many times itself would fill the memory."""

@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from trainables.data.index import file_sha256
-from trainables.errors import CheckpointError
+from trainables.errors import CheckpointError, first_line
 from trainables.models.checkpoint_header import CheckpointHeader, locate_checkpoint, read_checkpoint_header
 from trainables.models.names import ModelName, check_model_name
 from trainables.models.published import published_model
-from trainables.models.registry import check_forward, construct, first_line
+from trainables.models.registry import check_forward, construct
 from trainables.models.unpickle import SAVE_AGAIN, load_torch_file
 
 WRAPPERS = ("state_dict", "model")

@@ -3,10 +3,11 @@
 import logging
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 from trainables.config import TeacherConfig, TrainConfig
-from trainables.data.loader import Loader
+from trainables.data.loader.loader import Loader
 from trainables.device.model_input import tensor_format
 from trainables.distributed.group import Group, from_main
 from trainables.methods.select import SelectedMethod, check_ensemble
@@ -19,6 +20,7 @@ from trainables.teachers.ensemble import EnsembleReader, TeacherEnsemble
 from trainables.teachers.network import TeacherNetwork
 from trainables.teachers.service.client import ServiceTeacher
 from trainables.teachers.service.protocol import TeacherConnection
+from trainables.teachers.service.split_network import over_devices
 
 log = logging.getLogger("raydistill")
 
@@ -55,16 +57,23 @@ def teacher_reader(teacher: TeacherConfig, model: nn.Module, methods: Sequence[S
     return EnsembleReader(model, teacher.shares, temperatures)
 
 
-def to_device(network: nn.Module, config: TrainConfig, group: Group) -> None:
-    """Move a network that is not trained to the device, in the job's tensor format; compile it where `train.compile` says so."""
+def on_devices(network: nn.Module, config: TrainConfig, devices: Sequence[torch.device]) -> nn.Module:
+    """A network that is not trained on its devices, in the job's tensor format; compiled where `train.compile` says so.
+
+    Raises:
+        ModelError: it cannot be cut for several devices.
+    """
     dtype, layout = tensor_format(config)
-    network.to(group.device, dtype).to(memory_format=layout)
+    placed = over_devices(network.to(dtype), config.data.image_size, devices).to(memory_format=layout)
     if config.train.compile:
-        network.compile()
+        placed.compile()
+    return placed
 
 
-def logits_network(config: TrainConfig, group: Group, classes: Sequence[str], methods: Sequence[str]) -> TeacherNetwork:
-    """The experiment's teacher as a network on this rank, for methods (by key) that read its logits.
+def logits_network(
+    config: TrainConfig, devices: Sequence[torch.device], classes: Sequence[str], methods: Sequence[str]
+) -> TeacherNetwork:
+    """The experiment's teacher as a network on these devices, for methods (by key) that read its logits.
 
     Raises:
         CheckpointError, ModelError: see `load_teacher`; or the file is not the teacher of `config.teacher_sha256`.
@@ -72,7 +81,7 @@ def logits_network(config: TrainConfig, group: Group, classes: Sequence[str], me
     teacher, image_size = config.teacher, config.data.image_size
     assert teacher is not None
     network = load_network(teacher, classes, image_size, config.seed, config.teacher_sha256)
-    to_device(network, config, group)
+    network = on_devices(network, config, devices)
     return TeacherNetwork(network, TapReader(network, dict.fromkeys(methods, ()), name=teacher.model, image_size=image_size))
 
 
@@ -90,7 +99,7 @@ def cached_teacher(
 
     def build() -> TeacherNetwork:
         log.info("%s: teacher.cache does not hold all logits that are needed: %s runs", config.stage, model)
-        return logits_network(config.model_copy(update={"teacher_sha256": sha256}), group, classes, methods)
+        return logits_network(config.model_copy(update={"teacher_sha256": sha256}), [group.device], classes, methods)
 
     dtype, _ = tensor_format(config)
     return CachedTeacher(store, methods, build, device=group.device, dtype=dtype, writes=writes_cache(config))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from trainables.data.loader import Batch
+from trainables.data.loader.loader import Batch
 from trainables.methods.contract import ModelOutputs
 
 

@@ -22,6 +22,11 @@ class TeacherNetwork(TeacherInterface):
         self._reader, self._gradient = reader, gradient
         self._batch_norms = [module for module in model.modules() if isinstance(module, GlobalBatchNorm)]
 
+    @property
+    def tapped_modules(self) -> frozenset[str]:
+        """The paths of the network's modules that methods read."""
+        return self._reader.modules
+
     def skip(self, images_BCHW: Tensor, num_calls: int) -> None:
         """See `TeacherInterface`; a sharded network runs, so that other ranks get this rank's part of the parameters."""
         for _ in range(num_calls if self.is_collective else 0):

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,30 +14,35 @@ import torch
 import torch.distributed as dist
 
 from trainables.config import EvaluateConfig, FillConfig, TrainConfig
+from trainables.device.numa import run_near
 from trainables.device.release import release_device
+from trainables.disk_writer import DiskWriter
 from trainables.distributed.group import Group, gather_objects
 from trainables.distributed.pipeline.layout import build_layout
 from trainables.engine import loop
 from trainables.engine.evaluate import evaluate_checkpoint
 from trainables.engine.job import Job, build, open_loaders
 from trainables.metrics.heartbeat import Heartbeat
+from trainables.object_store.run_copy import RunCopy
+from trainables.object_store.stage_copy import fetch_inputs, stored_stage
 from trainables.redact import redact_record
 from trainables.rundir import StageDir, write_json
 from trainables.stage_result import StageResult, write_stage_result
 from trainables.teachers.cache.fill import fill, stored_order
 from trainables.worker.actor_connection import ActorConnection
+from trainables.worker.hangs.worker_probe import watched
 from trainables.worker.interruption_requests import InterruptionRequests, reserve_more, worker_resources
 from trainables.worker.node_telemetry import NodeTelemetry
 from trainables.worker.process_group import current_group
 from trainables.worker.ray_failures import failure_recorded
 from trainables.worker.reporter import Reporter
-from trainables.worker.worker_probe import watched
 
 log = logging.getLogger("raydistill")
 
 
 def train_loop_per_worker(settings: dict[str, Any]) -> None:
     """Train one stage. `settings` is a `TrainConfig` as plain data. Raises DistillError: see `train_stage`."""
+    fetch_inputs(settings)
     train_stage(TrainConfig.model_validate(settings), current_group())
 
 
@@ -53,6 +59,7 @@ def timing_loop_per_worker(settings: dict[str, Any]) -> None:
 
     config = settings["config"]
     while config is not None:
+        fetch_inputs(config)
         result = train_stage(TrainConfig.model_validate(config), group, stop_early)
         chosen = ray.get(workers.coordinator.next_config.remote(workers.group_id, result)) if group.is_main else None
         config = gather_objects(chosen, group)[0]
@@ -65,9 +72,9 @@ def train_stage(config: TrainConfig, group: Group, stop_early: Callable[[Sequenc
         DistillError: also written, as one line, to the stage's `error.json`, where the driver reads it.
     """
     stage = StageDir(Path(config.output_dir))
-    set_up_torch(config, group)
-    with failure_recorded(stage, group), watched(config.output_dir) as heartbeat:
+    with stored(config, group), failure_recorded(stage, group), watched(config.output_dir) as heartbeat:
         start_logging(stage, group)
+        set_up_torch(config, group)
         job, summary = _train(config, group, stage, heartbeat, stop_early)
         dist.barrier()  # the stage is complete once every rank has finished
         result = StageResult(
@@ -82,6 +89,15 @@ def train_stage(config: TrainConfig, group: Group, stop_early: Callable[[Sequenc
         return result
 
 
+def stored(config: TrainConfig, group: Group) -> contextlib.AbstractContextManager[None]:
+    """Around a stage: where its run is in an object store, see `stored_stage`."""
+    if config.run_store is None:
+        return contextlib.nullcontext()
+    copy = RunCopy(config.run_store.uri, Path(config.run_store.folder))
+    barrier = partial(gather_objects, None, group)
+    return stored_stage(copy, Path(config.output_dir), is_main=group.is_main, barrier=barrier)
+
+
 def _train(
     config: TrainConfig,
     group: Group,
@@ -92,7 +108,8 @@ def _train(
     """Build the job, train it to its end, and close it. Returns the closed job and its summary."""
     began_s = time.time()
     with contextlib.ExitStack() as stack:
-        reporter = stack.enter_context(Reporter(config, stage, group))
+        disk = stack.enter_context(DiskWriter())
+        reporter = stack.enter_context(Reporter(config, stage, group, disk))
         telemetry = stack.enter_context(NodeTelemetry(config, group))
         job = build(
             config,
@@ -101,7 +118,7 @@ def _train(
             telemetry.snapshot,
             stop_early=stop_early,
             connections=[ActorConnection(name) for name in config.teachers],
-            flush_records=reporter.flush,
+            disk=disk,
             heartbeat=heartbeat,
             interruption_request=interruption_requests(config, group),
         )
@@ -133,12 +150,19 @@ def interruption_requests(config: TrainConfig, group: Group) -> InterruptionRequ
 
 
 def set_up_torch(config: TrainConfig, group: Group) -> None:
-    """Threads, caches and memory statistics of this process, as if no stage had run in it before."""
-    torch.set_num_threads(config.scale.cpus_per_worker)
+    """CPUs, caches and memory statistics of this process, as if no stage had run in it before."""
+    set_up_cpus(config, group)
     torch.backends.cudnn.benchmark = True  # shapes do not change: the fastest convolution is worth a search
     if config.train.compile:  # an earlier stage's kernels were compiled for other shapes, and would be used here too
         torch.compiler.reset()
     release_device(group.device)  # an earlier stage's peak is not this one's, nor are its batches and decoders
+
+
+def set_up_cpus(config: TrainConfig | EvaluateConfig, group: Group) -> None:
+    """Near a GPU, as many CPUs as this worker reserves; and torch's threads."""
+    assert isinstance(config.data.loader_workers, int)
+    run_near(group.device, config.scale.cpus_per_worker + config.data.loader_workers)
+    torch.set_num_threads(config.scale.cpus_per_worker)
 
 
 def fill_loop_per_worker(settings: dict[str, Any]) -> None:
@@ -149,10 +173,10 @@ def fill_loop_per_worker(settings: dict[str, Any]) -> None:
     """
     config, group = stored_order(FillConfig.model_validate(settings)), current_group()
     stage = StageDir(Path(config.output_dir))
-    set_up_torch(config, group)
     with failure_recorded(stage, group), watched(config.output_dir) as heartbeat:
         start_logging(stage, group)
-        with Reporter(config, stage, group) as reporter:
+        set_up_torch(config, group)
+        with DiskWriter() as disk, Reporter(config, stage, group, disk) as reporter:
             classes, (loader, val_loader) = open_loaders(config, build_layout(group, 1))
             with contextlib.closing(loader), contextlib.closing(val_loader):
                 metrics = fill(config, group, classes, loader, reporter.report, heartbeat)
@@ -163,7 +187,7 @@ def fill_loop_per_worker(settings: dict[str, Any]) -> None:
 def evaluate_loop_per_worker(settings: dict[str, Any]) -> None:
     """Evaluate a checkpoint on the validation split; rank 0 writes the result to `output`."""
     config, group = EvaluateConfig.model_validate(settings), current_group()
-    torch.set_num_threads(config.scale.cpus_per_worker)
+    set_up_cpus(config, group)
     with watched() as heartbeat:
         result = evaluate_checkpoint(config, group, heartbeat)
     if group.is_main:

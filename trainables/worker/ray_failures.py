@@ -8,7 +8,7 @@ import ray
 import ray.train
 
 from trainables.distributed.group import Group
-from trainables.errors import INTERRUPTIONS
+from trainables.errors import INTERRUPTIONS, StorageError
 from trainables.failures import EndedError, Failure, Kind, failure_of, write_failure
 from trainables.rundir import StageDir
 from trainables.worker.ray_internals import NCCLHangError, RayTrainError, WorkerHealthCheckFailedError
@@ -25,7 +25,7 @@ def failure_recorded(stage: StageDir, group: Group) -> Iterator[None]:
         try:
             # An exception of Ray's own means that an actor is gone, or that other workers did not call the same report.
             write_failure(stage.error, ray_failure(error, group.rank, "lost_peer"))
-        except OSError as problem:  # a full disk: the exception itself still reaches the driver
+        except (OSError, StorageError) as problem:  # a full disk, or no store: the exception itself still reaches the driver
             log.warning("%s cannot be written: %s", stage.error, problem)
         raise
 

@@ -4,27 +4,27 @@
 """
 
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 MANUAL_NODE = "node_"
 """What the name of a node's type begins with where nodes were started by hand: Ray gives each a type of its own."""
 
 
-def usable_nodes() -> dict[str, dict[str, float]]:
-    """The resources of each node that is alive and not about to end, by its id."""
+class NodeResources(NamedTuple):
+    """What a node has, and what of that nobody has reserved, by Ray's name of the resource."""
+
+    total: dict[str, float]
+    free: dict[str, float]
+
+
+def usable_nodes() -> dict[str, NodeResources]:
+    """Each node that is alive and not about to end, by its id."""
     import ray
     from ray._private.state import state
 
-    ending = state.get_draining_nodes()
-    return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in ending}
-
-
-def free_resources() -> dict[str, dict[str, float]]:
-    """What nobody has reserved on each node that is alive and not about to end, by its id."""
-    from ray._private.state import state
-
-    free = state.available_resources_per_node()
-    return {node_id: free.get(node_id, {}) for node_id in usable_nodes()}
+    ending, free = state.get_draining_nodes(), state.available_resources_per_node()
+    alive = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+    return {id: NodeResources(total, free.get(id, {})) for id, total in alive.items() if id not in ending}
 
 
 def has_autoscaler() -> bool:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, NamedTuple
 
 import ray.train
 from ray.util.metrics import Gauge
 
 from trainables.config import TrainConfig
+from trainables.disk_writer import DiskWriter
 from trainables.distributed.group import Group, gather_objects
 from trainables.metrics.metrics_file import MetricsFile
 from trainables.rundir import StageDir, final_names
@@ -31,9 +33,9 @@ GAUGES = {
 class Reporter:
     """The loop's `report`: a durable record, gauges, and Ray Train's own report at the end of an epoch."""
 
-    def __init__(self, config: TrainConfig, stage: StageDir, group: Group):
-        self._config, self._group = config, group
-        self._file = MetricsFile(stage.metrics, config.stage) if group.is_main else None
+    def __init__(self, config: TrainConfig, stage: StageDir, group: Group, disk: DiskWriter):
+        self._config, self._group, self._disk = config, group, disk
+        self._file = MetricsFile(stage.metrics, config.stage, disk) if group.is_main else None
         self._epochs = None if config.report_each_epoch else EpochReports(group)
         self._gauges: dict[str, Gauge] = {}
         self._stack = contextlib.ExitStack()
@@ -44,7 +46,6 @@ class Reporter:
             for metric, (name, text) in GAUGES.items():
                 self._gauges[metric] = Gauge(name, description=text, tag_keys=tuple(tags))
                 self._gauges[metric].set_default_tags(tags)
-            self._stack.enter_context(self._file)
         if self._epochs:
             self._stack.enter_context(self._epochs)
         return self
@@ -58,8 +59,9 @@ class Reporter:
         Raises:
             Exception: why an earlier record could not be written, or an earlier report did not reach Ray.
         """
+        written = None
         if self._file:
-            self._file.add(kind, step, epoch, metrics)
+            written = self._file.add(kind, step, epoch, metrics)
             for name, gauge in self._gauges.items():
                 if name in metrics:
                     gauge.set(metrics[name])
@@ -67,14 +69,17 @@ class Reporter:
             return
         epoch_metrics = {"epoch": epoch, "step": step, **final_names(metrics)}
         if self._epochs:
-            self._epochs.put(epoch_metrics)
+            self._epochs.put(EpochReport(epoch_metrics, written))
         else:
+            self._disk.wait()  # Ray may end the trial at once
             ray.train.report(epoch_metrics)
 
-    def flush(self) -> None:
-        """See `MetricsFile.flush`; every rank may call it, rank 0 alone has records."""
-        if self._file:
-            self._file.flush()
+
+class EpochReport(NamedTuple):
+    """An epoch's metrics, and on rank 0 when its record is on disk, and so its checkpoint: it is reported after that."""
+
+    metrics: dict[str, Any]
+    written: Future[None] | None = None
 
 
 class EpochReports:
@@ -86,11 +91,11 @@ class EpochReports:
 
     def __init__(self, group: Group):
         self._group = group
-        self._reports: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._reports: queue.Queue[EpochReport | None] = queue.Queue()
         self._idle = threading.Event()
         self._idle.set()
         self._thread = threading.Thread(target=self._report, name="epoch reports", daemon=True)
-        self._deferred: dict[str, Any] | None = None
+        self._deferred: EpochReport | None = None
         """The last epoch, where no report of it has begun."""
         self._failure: BaseException | None = None
 
@@ -107,16 +112,16 @@ class EpochReports:
         self._thread.join()
         self._check()
 
-    def put(self, metrics: dict[str, Any]) -> None:
+    def put(self, report: EpochReport) -> None:
         """Report an epoch; every rank calls it."""
         self._check()
         # All ranks report the same epochs: one that left out an epoch would block the others in its report.
         if not all(gather_objects(self._idle.is_set(), self._group)):
-            self._deferred = metrics
+            self._deferred = report
             return
         self._deferred = None
         self._idle.clear()
-        self._reports.put(metrics)
+        self._reports.put(report)
 
     def _check(self) -> None:
         if self._failure is not None:
@@ -124,11 +129,13 @@ class EpochReports:
 
     def _report(self) -> None:
         while True:
-            metrics = self._reports.get()
-            if metrics is None:
+            report = self._reports.get()
+            if report is None:
                 return
             try:
-                ray.train.report(metrics)
+                if report.written is not None:
+                    report.written.result()
+                ray.train.report(report.metrics)
             except BaseException as error:  # of any kind: the training thread raises it
                 self._failure = error
             self._idle.set()

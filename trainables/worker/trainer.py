@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
 import ray
@@ -14,7 +13,7 @@ from trainables.config import EvaluateConfig, FillConfig, TrainConfig
 from trainables.errors import ClusterError, DistillError
 from trainables.failures import EndedError, WorkersFailedError
 from trainables.worker import entry_points
-from trainables.worker.hang_watch import HangWatch
+from trainables.worker.hangs.hang_watch import HangWatch
 from trainables.worker.interruption_requests import release_more, worker_resources
 from trainables.worker.process_group import ProcessGroup
 from trainables.worker.ray_failures import failures_in
@@ -26,6 +25,14 @@ CPU_MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(32 << 20), 
 By default every step maps its activations anew, page fault by page fault: a tenth of its time. The thresholds are the largest
 that mallopt(3) takes; they count in the main arena alone, and Ray Train runs the loop in a thread, which would have another.
 """
+
+GPU_ALLOC = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+"""torch's allocator for workers that compute on a GPU: its segments grow, so that batches of many sizes leave no gaps behind.
+
+https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-alloc-conf
+"""
+_ALSO_GPU_ALLOC = "PYTORCH_CUDA_ALLOC_CONF"
+"""The variable's older name, which torch reads too."""
 
 
 class ClusterFullError(Exception):
@@ -53,7 +60,7 @@ def fit(
     *,
     use_gpu: bool,
     loader_workers: int,
-    storage: Path,
+    storage: str,
     name: str,
     callbacks: list[Any] | None = None,
     reused: ReusableWorkers | None = None,
@@ -82,7 +89,7 @@ def fit(
             num_workers=config.scale.num_workers, use_gpu=use_gpu, resources_per_worker=resources
         ),
         run_config=ray.train.RunConfig(
-            storage_path=str(storage),
+            storage_path=storage,
             name=name,
             callbacks=[*(callbacks or []), HangWatch(config.scale.hang_after_s, limit_s, has_service=has_service)],
             worker_runtime_env=runtime_env(use_gpu),
@@ -105,8 +112,12 @@ def fit(
 
 
 def runtime_env(use_gpu: bool) -> dict[str, Any]:
-    """The runtime environment of a process that computes: on a CPU `CPU_MALLOC`, but for what this process has set itself."""
-    return {} if use_gpu else {"env_vars": {name: value for name, value in CPU_MALLOC.items() if name not in os.environ}}
+    """The runtime environment of what computes: `CPU_MALLOC` or `GPU_ALLOC`, but for what this process has set itself."""
+    own = set(os.environ)
+    if _ALSO_GPU_ALLOC in own:
+        own |= GPU_ALLOC.keys()
+    variables = GPU_ALLOC if use_gpu else CPU_MALLOC
+    return {"env_vars": {name: value for name, value in variables.items() if name not in own}}
 
 
 def _entry_point(config: TrainConfig | EvaluateConfig, reused: ReusableWorkers | None) -> Callable[[dict[str, Any]], None]:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from service.cluster.connect import make_token
+
 CONNECT = """
 import sys
 from pathlib import Path
@@ -36,6 +38,26 @@ def test_a_ray_that_cannot_start_here_is_one_line(tmp_path: Path) -> None:
     )
     words = r"Ray does not start on this machine: .*AF_UNIX path length cannot exceed 107 bytes.*\n"
     assert re.fullmatch(words, done.stdout)
+
+
+def test_a_token_is_made_that_no_other_user_can_read_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    make_token()
+    (token,) = (tmp_path / ".ray").iterdir()
+    made = token.read_text()
+    assert (stat.S_IMODE(token.stat().st_mode), len(made)) == (0o600, 64)
+    token.chmod(0o644)
+    make_token()
+    assert (stat.S_IMODE(token.stat().st_mode), token.read_text()) == (0o600, made)
+
+
+@pytest.mark.parametrize("variable", ["RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"])
+def test_no_token_is_made_where_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv(variable, "x")
+    make_token()
+    assert not list((tmp_path / ".ray").iterdir())
 
 
 @pytest.mark.processes

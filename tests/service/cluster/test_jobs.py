@@ -107,7 +107,7 @@ def dashboard(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Dashb
 
 def submitted(tmp_path: Path) -> list[str]:
     lines: list[str] = []
-    assert submit(["train", "digits"], tmp_path, tmp_path / "runs", follow=False, echo=lines.append) == 0
+    assert submit(["train", "digits"], tmp_path, str(tmp_path / "runs"), follow=False, echo=lines.append) == 0
     return lines
 
 
@@ -115,7 +115,7 @@ def test_the_clusters_own_runs_root_counts_unless_another_is_given(
     dashboard: Dashboard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAYDISTILL_RUNS", "/of/this/machine")
-    for root in (None, Path("/shared/runs")):
+    for root in (None, "/shared/runs"):
         submit(["train", "digits"], tmp_path, root, follow=False, echo=lambda _: None)
     assert dashboard.variables == [{}, {"RAYDISTILL_RUNS": "/shared/runs"}]
 

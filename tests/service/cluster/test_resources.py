@@ -81,9 +81,22 @@ def test_more_reserved_than_real_cores_is_oversubscribed() -> None:
 
 
 def test_auto_takes_the_cores_that_a_worker_leaves_and_never_none() -> None:
-    assert auto_loader_workers(cluster((2, 0), cores=2), num_workers=2, cpus_per_worker=1) == 1
-    assert auto_loader_workers(cluster((16, 4)), num_workers=4, cpus_per_worker=1) == 3
-    assert auto_loader_workers(cluster((256, 8)), num_workers=1, cpus_per_worker=1) == 8
+    assert auto_loader_workers(cluster((2, 0), cores=2), num_workers=2, cpus_per_worker=1, use_gpu=False) == 1
+    assert auto_loader_workers(cluster((16, 4)), num_workers=4, cpus_per_worker=1, use_gpu=False) == 3
+    assert auto_loader_workers(cluster((256, 0)), num_workers=1, cpus_per_worker=1, use_gpu=False) == 8
+    assert auto_loader_workers(cluster((256, 0), cores=4), num_workers=1, cpus_per_worker=2, use_gpu=False) == 2
+
+
+@pytest.mark.parametrize(("num_workers", "threads"), [(1, 31), (8, 31), (9, 1)])
+def test_auto_takes_a_gpus_share_of_its_node_whatever_the_job_uses(num_workers: int, threads: int) -> None:
+    assert auto_loader_workers(cluster((256, 8)), num_workers=num_workers, cpus_per_worker=1, use_gpu=True) == threads
+
+
+def test_auto_takes_no_more_than_fits_on_every_node_that_is_needed() -> None:
+    uneven = cluster((4, 0), (64, 4), (32, 4))
+    assert auto_loader_workers(uneven, num_workers=2, cpus_per_worker=2, use_gpu=True) == 6
+    assert uneven.refusal(Reservation(8, 2 + 6, gpus=1)) is None
+    assert auto_loader_workers(cluster((3, 0), (3, 0)), num_workers=2, cpus_per_worker=1, use_gpu=False) == 2
 
 
 def test_gpus_are_used_where_there_are_any() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from service.config.experiment import load
 from service.config.space import points, with_stages_axis
+from service.sweeps.preflight import check_sweep
 from trainables.errors import ExperimentError
 
 
@@ -33,8 +34,8 @@ def test_automatic_pipeline_stages_are_numbers_in_the_experiment_that_is_written
     ("sets", "says"),
     [
         (
-            ["scale.pipeline_stages=auto"],
-            "write sweep.space: {scale.pipeline_stages: auto}, or here a number: `distill split` shows",
+            ["scale.pipeline_stages=auto", "scale.cut=[layer2]"],
+            "cut names 1 modules for a number of pipeline_stages: write that number, or leave cut out",
         ),
         (
             [
@@ -49,3 +50,11 @@ def test_automatic_pipeline_stages_without_numbers_to_divide_are_refused_in_one_
     with pytest.raises(ExperimentError, match=re.escape(says)) as caught:
         load("digits", sets)
     assert "\n" not in str(caught.value)
+
+
+def test_a_trial_of_a_sweep_has_one_number_of_stages_and_a_run_may_choose_it() -> None:
+    resolved = load("digits", ["scale.num_workers=4", "scale.pipeline_stages=auto"])
+    scale = resolved.experiment.scale
+    assert (scale.pipeline_stages, scale.num_stages, scale.num_replicas) == ("auto", 1, 4)
+    with pytest.raises(ExperimentError, match=r"write sweep\.space: \{scale\.pipeline_stages: auto\}, or here a number"):
+        check_sweep(resolved)

@@ -29,6 +29,16 @@ def test_a_bubble_is_named_with_what_twice_the_micro_batches_would_gain() -> Non
     assert finding.gain_pct == pytest.approx(20 / 2, abs=0.5)
 
 
+def test_what_a_later_stage_waits_for_the_next_batch_is_of_the_bubble_and_no_wait_for_images() -> None:
+    later = replace(stage(80.0, 8.0), data_ms=0.0, receive_ms=12.0 + RANK.data_ms, step_ms=100.0)
+    evidence = run_in_stages(stage(80.0, 20.0), later)
+    (finding,) = findings(evidence)
+    assert finding.cause == "pipeline bubble"
+    assert "at least 20.0 of a step's 100.0 ms" in finding.sentence
+    assert evidence.typical.data_ms == RANK.data_ms
+    assert later.rest_ms == stage(80.0, 20.0).rest_ms
+
+
 def test_stages_of_uneven_work_are_told_apart_and_none_is_a_straggler() -> None:
     found = {finding.cause: finding for finding in findings(run_in_stages(stage(95.0, 5.0), stage(45.0, 55.0)))}
     assert set(found) == {"uneven pipeline stages"}

@@ -42,7 +42,7 @@ def test_a_cut_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
 def test_all_cut_points(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "split", "digits", "--list")
     assert code == 0
-    assert "convnet_small can be cut at 9 points (images 3×8×8)" in " ".join(out.split())
+    assert "convnet_small can be cut at 10 points (images 3×8×8)" in " ".join(out.split())
     assert "features.5" in out
 
 
@@ -54,7 +54,7 @@ def test_all_cut_points(capsys: pytest.CaptureFixture[str]) -> None:
             "scale.cut: model convnet_small cannot be cut before nowhere: choose among features.1, features.3",
         ),
         (["--cut", "head,pool"], "scale.cut: give its modules in the order of the forward pass, each once"),
-        (["--stages", "11"], "model convnet_small can be cut at 9 points: write scale.pipeline_stages at most 10"),
+        (["--stages", "12"], "model convnet_small can be cut at 10 points: write scale.pipeline_stages at most 11"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], says: str) -> None:

@@ -19,7 +19,7 @@ from tests.trainables.data.photos import photo
 from tests.waiting import wait_until
 from trainables.data.index import INDEX, UNFINISHED
 from trainables.data.pack.modes import Mode
-from trainables.data.records import open_records
+from trainables.data.sources.records import open_records
 from trainables.errors import DataError
 from trainables.locks import locked
 

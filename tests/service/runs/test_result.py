@@ -13,7 +13,7 @@ from service.config.space import GLOBAL_BATCH
 from service.config.sweep import SweepConfig
 from service.runs.outcome import VERSION, Outcome, read_outcome, to_json, write_outcome
 from service.runs.result import read_result, write_result
-from service.sweeps.trials import plan_trials
+from service.sweeps.trials import plan_trials, rows_of
 from tests.service.commands import run
 from tests.service.report.runs import sweep_dir, train_dir
 from trainables.errors import ExperimentError
@@ -113,7 +113,7 @@ def test_a_sweep_over_every_kind_of_space_is_read_again(capsys: pytest.CaptureFi
 def test_a_sweep_with_values_that_no_trial_can_have_is_read_again(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     values = [64, 64.5, "x", [1, 2], 32]
     resolved = load("digits", [f"sweep.space={json.dumps({GLOBAL_BATCH: values})}"])
-    planned = [to_json(trial.row(resolved, timing=True)) for trial in plan_trials(resolved)]
+    planned = [to_json(row) for row in rows_of(plan_trials(resolved), resolved, timing=True)]
     assert [row["status"] for row in planned] == ["pending", "infeasible", "infeasible", "infeasible", "pending"]
     assert [row["scale"][GLOBAL_BATCH] for row in planned] == values
     run_dir = sweep_dir(tmp_path / "s", {GLOBAL_BATCH: [64, 32]})

@@ -11,11 +11,11 @@ from ray.train import ControllerError, WorkerGroupError
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 
 from service.cluster.resources import Cluster, Node
-from service.runs import node_wait
-from service.runs.assignment import Assignment
-from service.runs.hangs import hang_lines, hang_tags
-from service.runs.node_wait import NodeWait
 from service.runs.outcome import Outcome, read_summary
+from service.runs.stages import node_wait
+from service.runs.stages.assignment import Assignment
+from service.runs.stages.hangs import hang_lines, hang_tags
+from service.runs.stages.node_wait import NodeWait
 from service.runs.trial import cause_of, finished, run_to_end
 from trainables.config import TrainConfig
 from trainables.errors import CheckpointError, DistillError, ExperimentError
@@ -78,7 +78,7 @@ def test_a_second_hang_at_the_same_place_ends_the_stage(
 
     monkeypatch.setattr(trainer, "fit", fit)
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(NodeWait, "refusal", lambda self, assignment: None)
+    monkeypatch.setattr(NodeWait, "refusal", lambda *_: None)
     config = TrainConfig.model_validate({"model": "mlp_small", "output_dir": str(tmp_path), "data": {"path": "digits"}})
     outcome = run_to_end(Assignment(config, False, 1, tmp_path))
     assert (outcome.status, outcome.failure, outcome.restarts, len(begun)) == ("failed", "hang", tries - 1, tries)
@@ -127,7 +127,7 @@ def test_a_restart_has_what_is_left_of_the_assignments_time(tmp_path: Path, monk
 
     monkeypatch.setattr(trainer, "fit", fit)
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(NodeWait, "refusal", lambda self, assignment: None)
+    monkeypatch.setattr(NodeWait, "refusal", lambda *_: None)
     config = TrainConfig.model_validate({"model": "mlp_small", "output_dir": str(tmp_path), "data": {"path": "digits"}})
     run_to_end(Assignment(config, False, 1, tmp_path, limit_s=60.0))
     first, second, *_ = left_s

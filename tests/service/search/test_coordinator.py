@@ -6,9 +6,9 @@ from typing import Any
 
 from service.cluster.resources import Cluster, Node
 from service.config.experiment import load
-from service.runs.assignment import Assignment
 from service.runs.outcome import Outcome
 from service.runs.plan import Plan
+from service.runs.stages.assignment import Assignment
 from service.search.coordinator import SearchCoordinator
 from service.sweeps.trials import plan_trials
 from tests.service.search.rows import AXES, result, row, stage

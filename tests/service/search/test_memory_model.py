@@ -141,6 +141,20 @@ def test_how_a_stages_peak_grows_is_bounded_by_how_those_of_other_numbers_of_sta
     assert chances[2] == 0.0
 
 
+def test_fewer_stages_have_no_fewer_parameters_so_that_one_peak_bounds_the_memory_of_an_image() -> None:
+    memory = MemoryModel(CUT)
+    for batch in (42.0, 68.0):
+        memory.add(QUARTERS, batch, 1860 + 112 * batch, 11_264, oom=False)
+    memory.add(HALVES, 42.0, 7078, 11_264, oom=False)
+    at = np.array([67.0, 84.0])
+    chances = memory.chances(ZERO[:2] + HALVES, at)
+    assert chances[0] > 0.9, "25 further images take 3,300 at most, and 4,017 are left: none of 1,860 fixed is for images"
+    memory.add(HALVES, 84.0, None, 11_264, oom=True)
+    chances = memory.chances(ZERO[:2] + HALVES, at)
+    assert chances[0] > 0.9, "as was expected, 84 images did not fit"
+    assert chances[1] == 0.0
+
+
 def test_a_stages_own_probes_count_more_than_what_others_say_of_it() -> None:
     memory = MemoryModel(CUT)
     memory.add(HALVES, 64.0, 9000, 10_000, oom=False)

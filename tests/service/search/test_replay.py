@@ -41,6 +41,14 @@ def test_only_the_first_pipeline_stage_waits_for_data_the_others_for_the_first_o
         "rank1/data_ms": 70.0,
     }
     assert phase_seconds(metrics) == pytest.approx({"data": 0.01, "student": 0.06, "bubble": 0.12})
+    received = {
+        "phase/data_ms": 5.0,
+        "rank1/data_ms": 0.0,
+        "phase/receive_ms": 35.0,
+        "rank0/receive_ms": 0.0,
+        "rank1/receive_ms": 70.0,
+    }
+    assert phase_seconds(metrics | received) == pytest.approx({"data": 0.01, "student": 0.06, "bubble": 0.12})
     del metrics["phase/bubble_ms"]
     assert phase_seconds(metrics) == pytest.approx({"data": 0.04, "student": 0.06}), "workers that are no stages"
 

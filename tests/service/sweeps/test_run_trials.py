@@ -10,12 +10,14 @@ from service.cluster.resources import local_capacity
 from service.config.experiment import load
 from service.report import end_of_run
 from service.runs.display import Display
+from service.runs.outcome import Outcome, write_outcome
 from service.runs.result import RunResult, TrialRow
 from service.runs.session import Session
 from service.sweeps import run_trials
-from service.sweeps.run_trials import TeacherSource, best_trial, run_pending, unfinished
+from service.sweeps.run_trials import Paced, TeacherSource, best_trial, run_pending, unfinished
 from service.sweeps.trial_records import TrialRecords
-from service.sweeps.trials import plan_trials
+from service.sweeps.trials import has_unschedulable, plan_trials, retry_unschedulable
+from tests.waiting import wait_until
 from trainables.rundir import RunDir, append_line, read_lines
 
 EPOCH = {
@@ -111,3 +113,54 @@ def test_an_interrupted_sweep_notes_when_its_work_on_running_trials_ended(
             run_pending(session, TrialRecords(session), trials, trials, local_capacity(), TeacherSource(None, ()))
     assert ["ended_s" in line for line in read_lines(running.sessions)] == [False, True]
     assert read_lines(killed_before.sessions) == [{"began_s": 1000.0}]
+
+
+def test_one_wait_for_nodes_is_enough_for_all_trials_that_need_as_much_until_the_sweep_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    space = ["sweep.space={scale.num_workers: [1, 2], data.loader_workers: [1, 2]}", "teacher=null", "tracking.enabled=false"]
+    resolved, run_dir = load("digits", space), RunDir(tmp_path)
+    trials = plan_trials(resolved)
+    begun: list[str] = []
+
+    def tune_trials(*_: object) -> None:
+        """Trials one after the other, of which those with 2 workers do not fit, as `run_trial` carries them out."""
+        for trial in trials:
+            folder = run_dir.trial(trial.id)
+            if not folder.result.exists():
+                begun.append(trial.id)
+                append_line(folder.stage("student").sessions, {"began_s": time.time()})
+                gone = Outcome(status="failed", reason="2 workers do not fit", failure="unschedulable")
+                write_outcome(folder.result, gone if trial.params["scale.num_workers"] == 2 else Outcome(status="ok"))
+            last = trials[-1] if trial.id == "002" else trial  # a trial that begins in the moment of the refusal may wait itself
+            wait_until(lambda last=last: last.outcome is not None)
+
+    monkeypatch.setattr(run_trials, "tune_trials", tune_trials)
+    with Display() as display:
+        result = RunResult(kind="sweep", name="digits", status="running", runs_root=str(tmp_path))
+        session = Session(resolved, run_dir, display, end_of_run, None, result)
+        run_pending(session, TrialRecords(session), trials, trials, local_capacity(), TeacherSource(None, ()))
+        assert begun == ["000", "001", "002"]
+        assert [row.status for row in session.result.rows] == ["ok", "ok", "failed", "failed"]
+        assert session.result.rows[3].reason == "it needs as much as trial 002, and 2 workers do not fit"
+        assert has_unschedulable(resolved.experiment, session.result.rows), "`distill resume` goes on"
+        retry_unschedulable(trials, run_dir)
+        assert [trial.id for trial in trials if trial.outcome is None] == ["002", "003"]
+        run_pending(session, TrialRecords(session), trials, trials[2:], local_capacity(), TeacherSource(None, ()))
+        assert begun == ["000", "001", "002", "002"]
+
+
+def test_what_takes_long_is_done_at_most_a_tenth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, done_s = 0.0, list[float]()
+
+    def work() -> None:
+        nonlocal now_s
+        done_s.append(now_s)
+        now_s += 1.0
+
+    monkeypatch.setattr(run_trials.time, "monotonic", lambda: now_s)
+    paced = Paced(work)
+    while now_s < 30.0:
+        paced()
+        now_s += 0.25
+    assert done_s == [0.0, 10.0, 20.0]

@@ -2,7 +2,7 @@
 
 from service.config.experiment import load
 from service.runs.outcome import Outcome
-from service.sweeps.trials import plan_trials, training_of
+from service.sweeps.trials import plan_trials, rows_of, training_of
 
 
 def test_a_grid_has_every_combination_once_in_the_order_of_the_space() -> None:
@@ -46,7 +46,7 @@ def test_a_timing_sweep_says_so_in_every_row() -> None:
     trial = plan_trials(timed)[0]
     assert trial.resolved is not None
     assert trial.resolved.experiment.train.max_steps == 7
-    assert trial.row(timed, timing=True).kind == "timing"
+    assert rows_of([trial], timed, timing=True)[0].kind == "timing"
 
 
 def test_every_trial_of_a_grid_by_time_trains_to_the_target() -> None:
@@ -67,7 +67,7 @@ def test_a_training_to_the_target_is_a_row_of_its_own_and_names_its_probe() -> N
     assert trial.resolved is not None
     train = trial.resolved.experiment.train
     assert (train.max_steps, train.until_top1_pct, train.until_s) == (None, 90, 7.5)
-    row = trial.row(base, timing=True)
+    (row,) = rows_of([trial], base, timing=True)
     assert (row.id, row.probe, row.kind, row.params) == ("003-trained", "003", "accuracy", probe.params)
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import resource
 import signal
 import socket
 import sqlite3
@@ -312,6 +313,39 @@ def test_recording_never_raises_even_where_the_spool_cannot_be_written(
     tracker.start_run("train", "run")
     tracker.metrics("train", 1, {"loss": 1.0})
     assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_what_a_full_disk_does_not_take_is_written_once_there_is_room(run_dir: RunDir, tracker: Tracker) -> None:
+    tracker.start_run("train", "run")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    events = run_dir.spool / "events.jsonl"
+    resource.setrlimit(resource.RLIMIT_FSIZE, (events.stat().st_size + 20, hard))  # a line is cut off, as on a full disk
+    try:
+        tracker.metrics("train", 1, {"loss": 1.0})
+        tracker.metrics("train", 2, {"loss": 0.5})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [line["op"] for line in read_lines(events)] == ["run"]
+    tracker.end_run("train", "FINISHED")
+    assert [(line["op"], line.get("step")) for line in read_lines(events)] == [
+        ("run", None),
+        ("metrics", 1),
+        ("metrics", 2),
+        ("end", None),
+    ]
+
+
+def test_what_the_disk_has_not_taken_when_a_run_ends_is_pending(run_dir: RunDir, tracker: Tracker) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        tracker.start_run("train", "run")
+        tracker.end_run("train", "FINISHED")
+        delivery = tracker.close(0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert delivery.num_pending == 2
+    assert delivery.message.startswith(f"2 records are lost: {run_dir.spool / 'events.jsonl'} could not be written")
 
 
 def test_a_sender_without_a_store_waits_and_says_so_once_with_no_stack_trace(

@@ -20,7 +20,8 @@ def _correlation(left: np.ndarray, right: np.ndarray) -> float:
 def _shown(name: str, image: Image.Image, uniforms_U: np.ndarray, size: int, val_resize: int | None = None) -> np.ndarray:
     out_HWC = np.full((size, size, 3), 77, dtype=np.uint8)
     stored = StoredImage(np.asarray(image), DECODERS["pil"]())
-    AUGMENTS[name].apply(stored, uniforms_U, out_HWC, Recipe(val_resize, exact=True))
+    recipe = Recipe(val_resize, exact=True)
+    AUGMENTS[name].show(AUGMENTS[name].plan(stored, uniforms_U, size, recipe), out_HWC, recipe)
     if in_place := AUGMENTS[name].in_place:
         in_place(uniforms_U[None], out_HWC[None])
     return out_HWC

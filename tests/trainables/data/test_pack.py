@@ -19,7 +19,7 @@ from trainables.data.pack.image_check import check_header
 from trainables.data.pack.modes import Mode
 from trainables.data.pack.shard import write_shard
 from trainables.data.pack.shard_plan import plan_pack
-from trainables.data.records import RecordsSource, open_records
+from trainables.data.sources.records import RecordsSource, open_records
 from trainables.errors import DataError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Palette images with Transparency")

@@ -21,7 +21,7 @@ from tests.trainables.data.photos import MakeFolder, encoded, photo
 from trainables.data.pack.modes import Mode
 from trainables.data.pack.readers import READERS, find_reader
 from trainables.data.pack.readers.protobuf import WireError, example_features, parse_datum
-from trainables.data.records import RecordsSource, open_records
+from trainables.data.sources.records import RecordsSource, open_records
 from trainables.errors import DataError
 
 JPEGS = [encoded(photo(seed), "JPEG") for seed in range(6)]

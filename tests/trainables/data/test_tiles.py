@@ -24,7 +24,7 @@ from trainables.data.image_view import View
 from trainables.data.pack import tiling, transcode
 from trainables.data.pack.modes import Mode
 from trainables.data.pack.tiling import has_pixels_of, tiled
-from trainables.data.records import open_records
+from trainables.data.sources.records import open_records
 from trainables.data.tiles import open_tiles
 from trainables.errors import DataError
 

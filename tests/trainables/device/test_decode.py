@@ -13,13 +13,13 @@ from PIL import Image
 from tests.trainables.data.photos import MakeFolder, encoded, photo
 from tests.trainables.data.test_decoders import JPEGS, _boxes, _damaged
 from trainables.config import DataConfig
-from trainables.data.augment import AUGMENTS, cut, uniforms
+from trainables.data.augment import AUGMENTS, Planned, Recipe, show_crop, uniforms
 from trainables.data.decode import StoredImage, UnreadableImageError
 from trainables.data.decoders import DECODERS, open_decoder
 from trainables.data.decoders.interface import Box, read_header
 from trainables.data.encoded_rows import Region
 from trainables.data.image_view import View
-from trainables.data.loader import Loader
+from trainables.data.loader.loader import Loader
 from trainables.data.source import open_source
 from trainables.device import decode as device_decode
 from trainables.device.decode import check_decoder, decode_regions
@@ -59,7 +59,8 @@ def _room(rows: int, device: torch.device = CPU) -> torch.Tensor:
 def _exact(data: bytes, box: Box, flip: bool = False, decoder: str = "pil") -> np.ndarray:
     """The crop as `fidelity: exact` shows it, which test_view.py holds against torchvision."""
     out_HWC = np.empty((SIZE, SIZE, 3), dtype=np.uint8)
-    cut(StoredImage(data, DECODERS[decoder]()), box, flip, out_HWC, exact=True)
+    planned = Planned(StoredImage(data, DECODERS[decoder]()).plan(box), box, flip)
+    show_crop(planned, out_HWC, Recipe(None, exact=True))
     return out_HWC
 
 

@@ -5,7 +5,7 @@ from collections.abc import Generator
 import pytest
 import torch
 
-from trainables.data.loader import Batch
+from trainables.data.loader.loader import Batch
 from trainables.device.device_batches import on_device
 
 NUM_BATCHES = 40

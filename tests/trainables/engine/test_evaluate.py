@@ -16,7 +16,7 @@ from tests.waiting import wait_until
 from trainables.config import DataConfig, EvaluateConfig
 from trainables.data.decode import Sample
 from trainables.data.interface import Source
-from trainables.data.loader import Loader
+from trainables.data.loader.loader import Loader
 from trainables.data.source import open_source
 from trainables.data.storage import folder_cleaner
 from trainables.data.storage.staging import stage_set

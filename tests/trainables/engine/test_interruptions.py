@@ -14,7 +14,7 @@ from tests.trainables.jobs import Recorded, config, equal, no_telemetry, relativ
 from trainables.config import TrainConfig
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
-from trainables.engine import checkpoint, loop
+from trainables.engine import checkpoint_writer, loop
 from trainables.engine.interruptions import Decision, Interruptions
 from trainables.engine.job import build
 from trainables.errors import Interruption, StageInterruptedError
@@ -62,9 +62,9 @@ def test_requests_are_exchanged_every_five_seconds_whatever_a_step_takes() -> No
     assert max(gaps_s) <= 5.2
 
 
-def slow_save(*arguments: Any, save: Callable[..., None] = checkpoint.save) -> None:
+def write_slowly(*arguments: Any, write: Callable[..., None] = checkpoint_writer.write_packed) -> None:
     time.sleep(0.3)
-    save(*arguments)
+    write(*arguments)
 
 
 def end_after(group: Group, settings: TrainConfig, num_steps: int) -> list[int]:
@@ -76,7 +76,11 @@ def end_after(group: Group, settings: TrainConfig, num_steps: int) -> list[int]:
 
     job = build(settings, group, report, no_telemetry, interruption_request=request)
     job.interruptions.after_step = job.interruptions.exchange  # type: ignore[method-assign]
-    with contextlib.closing(job), patch.object(checkpoint, "save", slow_save), pytest.raises(StageInterruptedError) as caught:
+    with (
+        contextlib.closing(job),
+        patch.object(checkpoint_writer, "write_packed", write_slowly),
+        pytest.raises(StageInterruptedError) as caught,
+    ):
         loop.run(job)
     assert job.stage.last.exists()  # also on the rank that does not write it
     assert failure_of(caught.value, group.rank).kind == "preempted"

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from tests.trainables.data.packed import pack_here
-from tests.trainables.jobs import Recorded, config, no_telemetry
+from tests.trainables.jobs import Recorded, config, no_telemetry, write_teacher
 from tests.waiting import wait_until
 from trainables.data.storage import folder_cleaner
 from trainables.distributed.group import Group
@@ -57,3 +57,21 @@ def test_only_the_training_loader_of_an_automatic_choice_looks_for_fewer_threads
     with contextlib.closing(build(settings, Group(), Recorded(), no_telemetry)) as job:
         assert (job.train_loader._auto_workers is not None) == loader_auto
         assert job.val_loader._auto_workers is None
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_a_methods_convolutions_have_the_students_memory_format(tmp_path: Path, channels_last: bool) -> None:
+    settings = config(
+        tmp_path,
+        model="convnet_small",
+        teacher={"model": "convnet_large", "weights": write_teacher(tmp_path / "teacher.safetensors", "convnet_large")},
+        distill={"method": ["fitnet"], "options": {}},
+        train={"channels_last": channels_last},
+    )
+    with contextlib.closing(build(settings, Group(), Recorded(), no_telemetry)) as job:
+        module = job.train_state.distillation_module
+        kernels = [
+            parameter for part in (module.student, module.methods) for parameter in part.parameters() if parameter.dim() == 4
+        ]
+    assert {parameter.dim() for parameter in module.methods.parameters()} >= {4}
+    assert {kernel.stride(1) == 1 and kernel.stride(3) == kernel.shape[1] for kernel in kernels} == {channels_last}

@@ -57,7 +57,8 @@ def test_it_changes_neither_parameters_nor_statistics_nor_gradients_nor_random_n
     [
         (lambda num_images: 0.01, 2, [2, 4, 8, 16]),  # up to as many images as a micro-batch can have
         (lambda num_images: 0.0001, 1, [1, 2, 4, 8, 16]),
-        (lambda num_images: 0.01 * num_images, 2, [2, 4]),  # an image gets no cheaper
+        (lambda num_images: 0.002 * num_images, 2, [2, 4, 8]),  # an image gets no cheaper
+        (lambda num_images: 0.03 if num_images == 4 else 0.01, 2, [2, 4, 8, 16]),  # something else ran meanwhile
         (lambda num_images: 0.24, 2, [2, 4, 8, 16]),
         (lambda num_images: 0.26, 2, [2]),  # the next one may take more than half a second
     ],

@@ -106,7 +106,7 @@ def test_all_of_the_student_takes_part_where_nothing_is_left_out(tmp_path: Path)
     ("names", "message"),
     [
         (["bn2"], "the student has no module 'bn2'; did you mean bn1?"),
-        (["conv1", ""], "the student has no module ''; it has conv1, layer1, layer2, layer3, bn1, relu, avgpool, fc"),
+        (["conv1", ""], "the student has no module ''; it has conv1, layer1, layer2, layer3, bn1, relu, avgpool, flatten, fc"),
         (["conv1", "layer1", "layer2", "layer3", "bn1"], "it names all that ab would train: leave a module out"),
     ],
 )

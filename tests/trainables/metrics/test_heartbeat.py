@@ -7,7 +7,8 @@ import pytest
 
 from tests.trainables.jobs import config, no_telemetry
 from trainables.distributed.group import Group
-from trainables.engine import checkpoint, loop
+from trainables.engine import loop
+from trainables.engine.checkpoint_writer import CheckpointWriter
 from trainables.engine.job import build
 from trainables.metrics.heartbeat import Heartbeat, Position
 from trainables.metrics.phases import PHASES
@@ -15,14 +16,14 @@ from trainables.metrics.phases import PHASES
 
 def test_a_job_says_where_it_is_from_its_start_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     heartbeat, visited = Heartbeat(str(tmp_path)), list[Position]()
-    beat, end_phase, save = heartbeat.beat, heartbeat.end_phase, checkpoint.save
+    beat, end_phase, save = heartbeat.beat, heartbeat.end_phase, CheckpointWriter.save
 
     def note() -> None:
         visited.append(heartbeat.position())
 
     monkeypatch.setattr(heartbeat, "beat", lambda: (beat(), note()))
     monkeypatch.setattr(heartbeat, "end_phase", lambda phase: (end_phase(phase), note()))
-    monkeypatch.setattr(checkpoint, "save", lambda *arguments: (note(), save(*arguments)))
+    monkeypatch.setattr(CheckpointWriter, "save", lambda *arguments: (note(), save(*arguments)))
     note()
     job = build(
         config(tmp_path, optim={"epochs": 2, "lr": 0.1}), Group(), lambda *_, **__: None, no_telemetry, heartbeat=heartbeat

@@ -13,6 +13,7 @@ import pytest
 
 from tests.trainables.jobs import config, train_on_record
 from trainables.config import TrainConfig
+from trainables.disk_writer import DiskWriter
 from trainables.metrics.metrics_file import MetricsFile
 from trainables.rundir import StageDir, read_lines
 
@@ -21,15 +22,15 @@ import os, signal, sys, time
 from pathlib import Path
 from tests.trainables.jobs import train_on_record
 from tests.trainables.metrics.test_metrics_file import distilling
-from trainables.metrics import metrics_file
+from trainables import disk_writer
 
-append_lines = metrics_file.append_lines
+append_lines = disk_writer.append_lines
 
 def append_slowly(path, records):
     time.sleep(1)  # a slow disk: records wait in the writer's queue when the checkpoint is renamed
     append_lines(path, records)
 
-metrics_file.append_lines = append_slowly
+disk_writer.append_lines = append_slowly
 replace, renamed = os.replace, []
 
 def replace_and_die(source, target):
@@ -92,7 +93,8 @@ def test_a_kill_between_a_checkpoint_and_its_epochs_record_loses_no_record(tmp_p
 def test_a_job_that_repeats_steps_records_them_once(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for loss in (0.5, 0.25):
-        with MetricsFile(path, "student") as file:
+        with DiskWriter() as disk:
+            file = MetricsFile(path, "student", disk)
             file.add("start", 0, 0.0, {"epochs": 2})
             for step in (1, 2, 1):
                 file.add("step", step, 0.5, {"train/loss": loss})
@@ -112,7 +114,8 @@ def test_whatever_stops_the_writer_reaches_the_training_thread(tmp_path: Path, k
 
 
 def record_for_long(path: Path, in_the_way: bool) -> None:
-    with MetricsFile(path, "student") as file:
+    with DiskWriter() as disk:
+        file = MetricsFile(path, "student", disk)
         if in_the_way:
             path.parent.touch()  # a file where the folder should be
         wrong: Any = {"loss": 1.0 if in_the_way else object()}

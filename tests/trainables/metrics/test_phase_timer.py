@@ -79,6 +79,16 @@ def test_the_bubble_is_recorded_of_pipeline_stages_alone() -> None:
     assert timer.take()["phase/bubble_max_ms"] == 3
 
 
+def test_a_stage_that_receives_its_batches_waits_for_no_loader() -> None:
+    clock = Late()
+    timer = PhaseTimer(CPU, clock=clock)
+    clock.passed_ms = np.inf
+    clock.step(timer, {"receive": 3.0, "student": 1.0})
+    found = timer.take()
+    assert (found["phase/data_ms"], found["phase/receive_ms"]) == (0, 3)
+    assert "data_pct" not in found
+
+
 def test_a_step_is_read_only_after_the_device_has_passed_its_end() -> None:
     clock = Late()
     timer = PhaseTimer(CPU, clock=clock)

@@ -2,14 +2,13 @@ import pytest
 import torch
 from torch import nn
 
-from trainables.models.cifar import resnet
 from trainables.models.cifar.resnet import BasicBlock, CifarResNet
+from trainables.models.names import MODELS
 
 
 def shapes_only(name: str, num_classes: int = 10) -> CifarResNet:
     with torch.device("meta"):
-        model: CifarResNet = getattr(resnet, name)(num_classes)
-    return model
+        return CifarResNet(num_classes, **MODELS[name].options)
 
 
 def num_parameters(name: str, num_classes: int) -> int:

@@ -5,11 +5,15 @@ from pathlib import Path
 import pytest
 import ray.exceptions
 
+from tests.s3 import S3, s3
 from trainables.distributed.group import Group
-from trainables.errors import DataError
+from trainables.errors import DataError, StageInterruptedError
 from trainables.failures import Failure, read_failure
-from trainables.rundir import StageDir
+from trainables.object_store.store import ObjectStore
+from trainables.rundir import StageDir, observing
 from trainables.worker.ray_failures import failure_recorded
+
+__all__ = ["s3"]
 
 
 @pytest.mark.parametrize(
@@ -34,3 +38,17 @@ def test_a_file_that_cannot_be_written_hides_no_exception(tmp_path: Path) -> Non
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(DataError, match="no images"), failure_recorded(StageDir(tmp_path / "file"), Group()):
         raise DataError("no images")
+
+
+def test_a_store_that_does_not_take_the_file_hides_no_exception(s3: S3, tmp_path: Path) -> None:
+    store, stage = ObjectStore("s3://bucket", retry_s=0), StageDir(tmp_path)
+    s3.refuse(503, 10**6)
+    with (
+        observing(lambda path: store.put(path.name, path)),
+        pytest.raises(StageInterruptedError),
+        failure_recorded(stage, Group()),
+    ):
+        raise StageInterruptedError("preempted")
+    failure = read_failure(stage.error)
+    assert failure is not None
+    assert failure.kind == "preempted"

@@ -16,7 +16,7 @@ from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGro
 
 from trainables.failures import EndedError, Failure
 from trainables.worker import ray_internals
-from trainables.worker.hang_watch import HangWatch
+from trainables.worker.hangs.hang_watch import HangWatch
 from trainables.worker.process_group import ProcessGroup, ProcessGroupBackend
 from trainables.worker.ray_failures import failures_in, ray_failure
 from trainables.worker.ray_internals import (

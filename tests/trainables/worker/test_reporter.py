@@ -7,14 +7,15 @@ import pytest
 import ray.train
 
 from tests.trainables.jobs import config
+from trainables.disk_writer import DiskWriter
 from trainables.distributed.group import Group
 from trainables.errors import DataError
 from trainables.rundir import StageDir
-from trainables.worker.reporter import EpochReports, Reporter
+from trainables.worker.reporter import EpochReport, EpochReports, Reporter
 
 
-def report_until_it_fails(reporter: Reporter) -> None:
-    with reporter:
+def report_until_it_fails(folder: Path) -> None:
+    with DiskWriter() as disk, Reporter(config(folder, teacher=None), StageDir(folder), Group(), disk) as reporter:
         reporter.report("step", 1, 0.1, {"of_no_kind_json_knows": {1, 2}})  # type: ignore[dict-item]
         deadline = time.monotonic() + 10
         step = 2
@@ -25,16 +26,15 @@ def report_until_it_fails(reporter: Reporter) -> None:
 
 
 def test_a_writer_of_records_that_fails_of_anything_stops_the_training_instead_of_losing_what_follows(tmp_path: Path) -> None:
-    reporter = Reporter(config(tmp_path, teacher=None), StageDir(tmp_path), Group())
     with pytest.raises(TypeError, match="not JSON serializable"):
-        report_until_it_fails(reporter)
+        report_until_it_fails(tmp_path)
 
 
 def report_two(reports: EpochReports) -> None:
     with reports:
-        reports.put({"epoch": 1})
+        reports.put(EpochReport({"epoch": 1}))
         assert reports._idle.wait(10)
-        reports.put({"epoch": 2})
+        reports.put(EpochReport({"epoch": 2}))
 
 
 @pytest.mark.parametrize("kind", [DataError, SystemExit])

@@ -7,10 +7,11 @@ import pytest
 import ray
 import ray.train
 import ray.train.torch
+import torch
 
 from tests.trainables.jobs import config
 from trainables.failures import WorkersFailedError
-from trainables.worker.trainer import fit
+from trainables.worker.trainer import fit, runtime_env
 
 
 @pytest.mark.parametrize("lost", [ray.exceptions.ActorDiedError(), ray.exceptions.ActorUnavailableError("gone", None)], ids=repr)
@@ -22,5 +23,19 @@ def test_a_worker_that_dies_while_its_training_is_launched_has_died(
 
     monkeypatch.setattr(ray.train.torch, "TorchTrainer", lambda *_, **__: SimpleNamespace(fit=launch))
     with pytest.raises(WorkersFailedError) as ended:
-        fit(config(tmp_path, teacher=None), use_gpu=False, loader_workers=1, storage=tmp_path, name="x")
+        fit(config(tmp_path, teacher=None), use_gpu=False, loader_workers=1, storage=str(tmp_path), name="x")
     assert [failure.kind for failure in ended.value.failures] == ["worker_died"]
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_a_gpus_allocator_grows_its_segments_unless_the_user_has_set_it(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    for each in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(each, raising=False)
+    assert runtime_env(use_gpu=True) == {"env_vars": {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}}
+    monkeypatch.setenv(name, "max_split_size_mb:512")
+    assert runtime_env(use_gpu=True) == {"env_vars": {}}
+
+
+def test_the_library_reads_the_name_of_the_allocators_variable() -> None:
+    library = Path(torch.__file__).parent / "lib" / "libc10.so"
+    assert b"\0PYTORCH_ALLOC_CONF\0" in library.read_bytes()

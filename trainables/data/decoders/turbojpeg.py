@@ -11,7 +11,7 @@ import ctypes.util
 import importlib.metadata
 import threading
 from collections.abc import Callable
-from ctypes import CDLL, PyDLL, Structure, c_int, c_size_t, c_void_p
+from ctypes import CDLL, PyDLL, Structure, addressof, c_char, c_int, c_size_t, c_void_p
 
 import numpy as np
 
@@ -69,7 +69,7 @@ class TurboJpeg:
         if (
             library.tj3SetScalingFactor(handle, _SCALES[shrink])
             or library.tj3SetCroppingRegion(handle, _Region(left, top, width, height))
-            or self._decompress(handle, encoded, len(data), rgb_HWC.ctypes.data, 0, _RGB)
+            or self._decompress(handle, encoded, len(data), addressof(c_char.from_buffer(rgb_HWC.data)), 0, _RGB)
         ):
             return None
         return Decoded(rgb_HWC, left, top, shrink)

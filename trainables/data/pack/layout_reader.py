@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainables.data.decode import Sample, UnreadableImageError
-from trainables.data.folder import first_three
 from trainables.data.order import Split
+from trainables.data.sources.folder import first_three
 from trainables.errors import DataError
 
 _WORD = re.compile(r"[a-z]+")

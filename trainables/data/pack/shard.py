@@ -15,13 +15,13 @@ import numpy as np
 import pyarrow as pa  # here, so that processes that are forked have it
 from numpy.typing import NDArray
 
-from trainables.data.arrow import to_arrow
 from trainables.data.decode import UnreadableImageError, decode_image
 from trainables.data.index import FORMAT, ROW_COLUMNS, SHARD_COLUMNS, UNFINISHED, VERSION, File
 from trainables.data.order import Split
 from trainables.data.pack.layout_reader import SplitListing
 from trainables.data.pack.modes import Mode, Packed
 from trainables.data.pack.readers import READERS
+from trainables.data.sources.arrow import to_arrow
 from trainables.errors import DataError
 from trainables.rundir import replacing, write_json
 

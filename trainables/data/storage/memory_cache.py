@@ -20,9 +20,9 @@ import numpy as np
 
 from trainables.config import DataConfig
 from trainables.data.decode import Sample
-from trainables.data.folder import sampled_sha256
 from trainables.data.interface import Source
 from trainables.data.order import Split
+from trainables.data.sources.folder import sampled_sha256
 from trainables.data.storage.shared_folder import NO_ROOM, RAM, FolderLease, format_bytes, free_bytes, lease_folder, reported_as
 from trainables.errors import DataError
 from trainables.locks import locked

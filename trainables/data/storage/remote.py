@@ -5,7 +5,6 @@ The index and the rows are read at once; `RemoteShards` brings the shards to a f
 
 import errno
 import hashlib
-import re
 import tempfile
 import weakref
 from typing import Any, BinaryIO
@@ -13,21 +12,19 @@ from typing import Any, BinaryIO
 from trainables.config import DataConfig
 from trainables.data.index import INDEX, parse_index
 from trainables.data.order import Order, Split
-from trainables.data.records import RecordsSource
+from trainables.data.sources.records import RecordsSource
 from trainables.data.storage.shard_fetcher import RemoteShards
 from trainables.data.storage.shared_folder import folder_bytes, format_bytes, free_bytes, lease_folder, reported_as
 from trainables.data.storage.staging import base_folder, is_whole
 from trainables.data.storage.transfer import NoRoomError, fetch, with_retries
 from trainables.errors import DataError
 from trainables.locks import locked
+from trainables.object_store.store import file_system, is_permanent
 
 RETRY_S = 300.0
 """How long a server may be gone in the middle of a job."""
 _OPENING_S = 30.0  # and when a job begins, where a wrong address is more likely
 _FREE_SHARE = 0.9
-_PERMANENT = re.compile(
-    r"ACCESS_DENIED|INVALID_ACCESS_KEY|SIGNATURE_DOES_NOT_MATCH|NO_SUCH_BUCKET|UNAUTHORIZED|FORBIDDEN|Unable to load lib", re.I
-)
 
 
 def is_remote(path: str) -> bool:
@@ -44,7 +41,7 @@ class Server:
 
     def open(self, name: str) -> BinaryIO:
         if self._root is None:
-            self._root = _file_system(self.uri)
+            self._root = file_system(self.uri)
         system, root = self._root
         return system.open_input_file(f"{root}/{name}")  # type: ignore[no-any-return]
 
@@ -52,9 +49,7 @@ class Server:
         return f"{self.uri}/{name}"
 
     def is_permanent(self, error: Exception) -> bool:
-        return isinstance(error, FileNotFoundError | PermissionError | ImportError | ValueError) or bool(
-            _PERMANENT.search(str(error))
-        )
+        return is_permanent(error)
 
     def read(self, name: str) -> bytes:
         """A small file. Raises DataError where `retry_s` was in vain."""
@@ -146,20 +141,3 @@ def open_remote(data: DataConfig, split: Split, retry_s: float = RETRY_S) -> Rem
     source.opened_with = data, split, retry_s
     weakref.finalize(source, shards.close)
     return source
-
-
-def _file_system(uri: str) -> tuple[Any, str]:
-    """The pyarrow file system of a URI and the path there; fsspec opens what pyarrow does not know.
-
-    Raises OSError, or ImportError and ValueError where neither knows it.
-    """
-    from pyarrow import ArrowInvalid, fs
-
-    try:
-        system, root = fs.FileSystem.from_uri(uri)
-    except ArrowInvalid:
-        import fsspec
-
-        found, root = fsspec.core.url_to_fs(uri)
-        system = fs.PyFileSystem(fs.FSSpecHandler(found))
-    return system, root.rstrip("/")

@@ -13,8 +13,8 @@ from typing import Any
 from trainables.config import DataConfig
 from trainables.data.index import INDEX, File, Index, read_index
 from trainables.data.order import Split
-from trainables.data.records import RecordsSource, open_records
-from trainables.data.shards import LocalShards
+from trainables.data.sources.records import RecordsSource, open_records
+from trainables.data.sources.shards import LocalShards
 from trainables.data.storage.shared_folder import (
     GRACE_S,
     RAM,

@@ -15,6 +15,7 @@ from trainables.rundir import fsync_directory
 
 _CHUNK_BYTES = 8 << 20
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 10.0
+_MOST_FETCHES = 5
 _log = logging.getLogger("raydistill")
 Result = TypeVar("Result")
 
@@ -64,23 +65,25 @@ class StoppedError(Exception):
 def fetch(store: FileStore, file: File, folder: Path, stopped: Callable[[], bool] = lambda: False) -> None:
     """Bring `file` to `folder`. One caller at a time for each file and folder.
 
-    A broken connection goes on from the byte that it reached. A file that is not the one of the index is fetched once more.
+    A broken connection goes on from the byte that it reached. A file that is not the one of the index is fetched again: where it
+    is wrong in the same way, it lies there so; where it is wrong in another way, it was altered on its way here.
 
     Raises:
-        DataError: it cannot be read for `store.retry_s`, or it is twice not the one of the index.
+        DataError: it cannot be read for `store.retry_s`, or it is not the one of the index.
         NoRoomError: nothing of it is left.
         StoppedError: `stopped()` became true.
     """
-    part = part_of(folder, file)
+    part, wrong = part_of(folder, file), list[str]()
     try:
-        for last_attempt in (False, True):
-            problem = _download(store, file, part, stopped)
+        while True:
+            problem, sha256 = _download(store, file, part, stopped)
             if problem is None:
                 os.replace(part, folder / file.file)
                 fsync_directory(folder)
                 return
-            if last_attempt:
+            if sha256 in wrong or len(wrong) == _MOST_FETCHES - 1:
                 raise DataError(f"data.path: {store.full_path(file.file)} {problem}; restore the file, or pack it again")
+            wrong.append(sha256)
             _log.warning("%s %s: fetching it again", store.full_path(file.file), problem)
     finally:
         part.unlink(missing_ok=True)
@@ -131,8 +134,8 @@ def with_retries(
         wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
 
-def _download(store: FileStore, file: File, part: Path, stopped: Callable[[], bool]) -> str | None:
-    """Write the file's bytes to `part`, durably; what is wrong with them, or None."""
+def _download(store: FileStore, file: File, part: Path, stopped: Callable[[], bool]) -> tuple[str | None, str]:
+    """Write the file's bytes to `part`, durably. What is wrong with them, or None; and their SHA-256."""
     digest, done = hashlib.sha256(), 0
     with open(part, "wb", buffering=0) as target:
 
@@ -149,11 +152,12 @@ def _download(store: FileStore, file: File, part: Path, stopped: Callable[[], bo
 
         with_retries(store, file.file, attempt, stopped, lambda: done)
         if done != file.bytes:
-            return f"has {'at least ' if done > file.bytes else ''}{done:,} bytes, and its index says {file.bytes:,}"
+            more = "at least " if done > file.bytes else ""
+            return f"has {more}{done:,} bytes, and its index says {file.bytes:,}", digest.hexdigest()
         if digest.hexdigest() != file.sha256:
-            return "has another checksum than its index says"
+            return "has another checksum than its index says", digest.hexdigest()
         os.fsync(target.fileno())
-    return None
+    return None, digest.hexdigest()
 
 
 def _write(target: BinaryIO, chunk: bytes) -> None:

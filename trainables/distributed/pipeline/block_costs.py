@@ -73,11 +73,12 @@ def measure_blocks(
     Raises:
         ModelError: the model runs at none of the sizes, or does not fit the device.
     """
-    model = _on_device(model, conditions).train(training)
+    what = "the whole model" if training else "the whole teacher, sharded or not,"
+    model = _on_device(model, conditions, what).train(training)
     parts: Sequence[nn.Module] = split(model, cuts) if cuts else [model]
     run = _Run(parts, conditions, training=training)
     with torch.random.fork_rng([conditions.device] if conditions.device.type == "cuda" else []):
-        passes = _rounds(run, sizes)
+        passes = _rounds(run, sizes, what)
     blocks = [
         Block(
             begins_at=name,
@@ -92,19 +93,19 @@ def measure_blocks(
     return Measurement(blocks, max(_spread([each.total_s for each in found]) for found in passes.values()))
 
 
-def _on_device(model: nn.Module, conditions: Conditions) -> nn.Module:
+def _on_device(model: nn.Module, conditions: Conditions, what: str) -> nn.Module:
     try:
         return copy.deepcopy(model).to(conditions.device).to(memory_format=conditions.layout)
     except Exception as error:
         if kind_of(error) != "out_of_memory":
             raise
-        raise _does_not_fit(error) from None
+        raise _does_not_fit(what, error) from None
 
 
-def _does_not_fit(error: Exception) -> ModelError:
+def _does_not_fit(what: str, error: Exception) -> ModelError:
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     return ModelError(
-        "the parts of a model are timed on one device, and the whole model does not fit it with its micro-batches: write"
+        f"the parts of a model are timed on one device, and {what} does not fit it with its micro-batches: write"
         f" scale.cut and scale.micro_batches by hand ({reason})"
     )
 
@@ -117,7 +118,7 @@ def _pass_time(times_s: dict[int, list[float]]) -> PassTime:
     return PassTime(tuple(times_s), tuple(min(times) for times in times_s.values()))
 
 
-def _rounds(run: _Run, sizes: Sequence[int]) -> dict[int, list[_PassTimes]]:
+def _rounds(run: _Run, sizes: Sequence[int], what: str) -> dict[int, list[_PassTimes]]:
     """By size, in rising order; each round has all sizes, so that the machine's ups and downs meet all of them."""
     start_s = time.perf_counter()
     found: dict[int, list[_PassTimes]] = {}
@@ -134,7 +135,7 @@ def _rounds(run: _Run, sizes: Sequence[int]) -> dict[int, list[_PassTimes]]:
         except Exception as error:
             if kind_of(error) != "out_of_memory":
                 raise
-            refused = _does_not_fit(error)
+            refused = _does_not_fit(what, error)
         else:
             found[size] = []
     if refused is not None and not found:

@@ -54,6 +54,8 @@ class Planner:
         if best is None:
             given = "this cut" if starts is not None else "no cut"
             memory = f"{self.devices.memory_bytes / 2**30:.1f} GiB a device"
+            if stages == 1:
+                raise ModelError(f"the whole model does not fit {memory}")
             raise ModelError(f"{given} into {stages} stages with parameters in each fits {memory}")
         return best
 
@@ -188,11 +190,14 @@ class _Layout:
         return bound_s
 
     def step_s(self, starts: Starts) -> float:
-        """Of all passes, and of the all-reduce of each stage's gradients: after the passes, but beside DDP's backward pass."""
-        times = self._times(starts)
-        ended_s = step_seconds(times, self._planner.schedule, self._number, overlapped=self._devices.link.overlapped)
+        """Of all passes, and of the all-reduce of each stage's gradients: after the passes, but beside DDP's backward pass.
+
+        Gloo takes the processor from that.
+        """
+        times, overlapped = self._times(starts), self._devices.link.overlapped
+        ended_s = step_seconds(times, self._planner.schedule, self._number, overlapped=overlapped)
         reduced_s = [
-            end_s + max(0.0, self._all_reduce_s(first, end) - (stage.backward_s if len(times) == 1 else 0.0))
+            end_s + max(0.0, self._all_reduce_s(first, end) - (stage.backward_s if len(times) == 1 and overlapped else 0.0))
             for end_s, stage, (_, first, end) in zip(ended_s, times, stage_parts(starts, self._student.count), strict=True)
         ]
         return max(reduced_s)

@@ -17,6 +17,7 @@ from torch import nn
 from trainables.distributed.pipeline.block_costs import Conditions, measure_blocks
 from trainables.distributed.pipeline.costs import Block, PassTime
 from trainables.distributed.pipeline.cut_points import CutPoint, cut_points
+from trainables.distributed.pipeline.stage_module import split
 from trainables.distributed.pipeline.starts import Starts
 from trainables.errors import ModelError
 from trainables.rundir import write_json
@@ -92,9 +93,10 @@ def teacher_costs(model: nn.Module, conditions: Conditions, sizes: Sequence[int]
     """The same of a frozen teacher, forward only; one that cannot be cut is one block."""
     try:
         points = cut_points(model, conditions.image_size)
-        return block_costs(model, points, conditions, sizes, training=False, cache=cache)
+        split(model, [point.module for point in points])
     except ModelError:
-        return block_costs(model, [], conditions, sizes, training=False, cache=cache)
+        points = []
+    return block_costs(model, points, conditions, sizes, training=False, cache=cache)
 
 
 def _read(path: Path) -> list[Block] | None:

@@ -3,29 +3,24 @@
 import logging
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from trainables.config import ScaleConfig, TrainConfig
-from trainables.device.memory import memory_bytes
-from trainables.device.model_input import autocast, tensor_format
 from trainables.distributed.group import gather_objects
-from trainables.distributed.pipeline.block_costs import Conditions
-from trainables.distributed.pipeline.costs import Devices, Link, Plan
+from trainables.distributed.pipeline.costs import Link
 from trainables.distributed.pipeline.cut_points import CutPoint, cut_points
 from trainables.distributed.pipeline.layout import Layout
 from trainables.distributed.pipeline.link import measure_link
-from trainables.distributed.pipeline.plan import Planner
-from trainables.distributed.pipeline.plan_cut import block_costs, cache_folder, sizes_to_measure, starts_of, teacher_costs
 from trainables.distributed.pipeline.stage_module import StageModule, split
 from trainables.engine import checkpoint
-from trainables.engine.optim import parameter_copies
+from trainables.engine.pipeline.planning import PlannedModels, plan_stages
 from trainables.errors import DistillError, ExperimentError, ModelError
 from trainables.methods.distillation_module import DistillationModule
 from trainables.models.reused_classifier import ReusedClassifier
-from trainables.rules import replica_batch
+from trainables.rules import first_problem
 
 log = logging.getLogger("raydistill")
 
@@ -36,7 +31,7 @@ def possible_cuts(config: TrainConfig, module: DistillationModule) -> list[CutPo
     Raises:
         ExperimentError, ModelError: it cannot be cut so, or has methods that cannot be trained in stages; one line.
     """
-    stages, model = config.scale.pipeline_stages, config.model
+    stages, model = config.scale.num_stages, config.model
     for key, method in module.methods_by_name.items():
         if what := method.stages_conflict(method.options):
             raise ExperimentError(
@@ -79,86 +74,45 @@ def _check_trains(student: nn.Module, points: Sequence[CutPoint]) -> None:
             raise ModelError(f"scale.cut: the stage that begins with {begin} has no parameters to train: cut elsewhere")
 
 
-class PlannedModels(NamedTuple):
-    """Of a job in stages."""
-
-    student: nn.Module
-    teacher: nn.Module | None
-    """A network that runs on the last stage."""
-    teacher_is_sharded: bool = False
-    """Over the last stages of all replicas."""
-
-
 class Cut(NamedTuple):
     """Where the stages of a job begin, and how they share a batch."""
 
     modules: tuple[str, ...]
     """With which the second and later stages begin."""
     micro_batches: int
-
-
-def planned_batch(config: TrainConfig) -> int:
-    """Samples that flow through the pipeline in one run of its schedule."""
-    return -(-replica_batch(config) // config.optim.accumulate)
-
-
-def plan_stages(
-    config: TrainConfig,
-    device: torch.device,
-    link: Link,
-    points: Sequence[CutPoint],
-    models: PlannedModels,
-) -> tuple[Planner, Plan]:
-    """Time the parts between `points` and the teacher on this device, and plan what `scale` leaves open.
-
-    Raises:
-        ModelError: nothing fits the device's memory.
-    """
-    scale, batch, cache = config.scale, planned_batch(config), cache_folder()
-    number = None if scale.micro_batches == "auto" else scale.micro_batches
-    starts = None if scale.cut is None else starts_of(points, scale.cut, scale.pipeline_stages)
-    sizes = sizes_to_measure(batch, scale.pipeline_stages, number)
-    in_precision = autocast(config.precision, device)
-    conditions = Conditions(config.data.image_size, device, config.precision, in_precision, tensor_format(config)[1])
-    planner = Planner(
-        block_costs(models.student, points, conditions, sizes, cache=cache),
-        Devices(
-            scale.pipeline_stages,
-            scale.num_replicas,
-            link,
-            memory_bytes=memory_bytes(device),
-            parameter_copies=parameter_copies(config.optim),
-        ),
-        scale.schedule,
-        [] if models.teacher is None else teacher_costs(models.teacher, conditions, sizes, cache=cache),
-        1 / scale.num_replicas if models.teacher_is_sharded else 1.0,
-    )
-    return planner, planner.plan(batch, starts, number)
+    teacher_is_sharded: bool = False
+    """Over the last stages of all replicas."""
 
 
 def _choose_cut(config: TrainConfig, device: torch.device, link: Link, points: Sequence[CutPoint], models: PlannedModels) -> Cut:
     """What `scale` gives, and the rest by `plan_stages`."""
     if config.scale.cut is not None and isinstance(config.scale.micro_batches, int):
-        return Cut(tuple(point.module for point in points), config.scale.micro_batches)
+        return Cut(tuple(point.module for point in points), config.scale.micro_batches, models.teacher_is_sharded)
     _, plan = plan_stages(config, device, link, points, models)
-    return Cut(plan.cuts, plan.num_micro_batches)
+    return Cut(plan.cuts, plan.num_micro_batches, models.teacher_is_sharded)
 
 
 def with_saved_cut(config: TrainConfig, path: Path) -> TrainConfig:
-    """With the cut and the micro-batches of a checkpoint of as many stages, where `scale` leaves them open.
+    """With the cut and the micro-batches of a checkpoint of as many stages, where `scale` leaves them open; stages too.
 
-    Another number of micro-batches would change what batch norms see in the middle of a run.
+    Another number of micro-batches would change what batch norms see in the middle of a run. Stages that do not go with another
+    number of workers are chosen anew.
 
     Raises:
         CheckpointError: the file is damaged.
     """
     saved = checkpoint.read(path, lambda name: False)[1].get("pipeline")
     scale = config.scale
-    if saved is None or saved["pipeline_stages"] != scale.pipeline_stages:
+    if saved is None or scale.pipeline_stages not in ("auto", saved["pipeline_stages"]):
         return config
-    cut = tuple(saved["cut"]) if scale.cut is None else scale.cut
-    micro_batches = saved["micro_batches"] if scale.micro_batches == "auto" else scale.micro_batches
-    return config.model_copy(update={"scale": scale.model_copy(update={"cut": cut, "micro_batches": micro_batches})})
+    found: dict[str, Any] = {"pipeline_stages": saved["pipeline_stages"]}
+    if scale.cut is None and saved["cut"] is not None:
+        found["cut"] = tuple(saved["cut"])
+    if scale.micro_batches == "auto":
+        found["micro_batches"] = saved["micro_batches"]
+    resumed = config.model_copy(update={"scale": scale.model_copy(update=found)})
+    fits = scale.num_workers % saved["pipeline_stages"] == 0 and first_problem(resumed) is None
+    return config if scale.pipeline_stages == "auto" and not fits else resumed
 
 
 def cut_student(
@@ -185,11 +139,13 @@ def cut_student(
         "%s: %s in %d stages, cut before %s; micro-batches: %d, %s",
         config.stage,
         config.model,
-        scale.pipeline_stages,
+        scale.num_stages,
         ", ".join(cut.modules),
         cut.micro_batches,
         scale.schedule,
     )
+    if cut.teacher_is_sharded:  # this rank may have no teacher, and the first one writes the log
+        log.info("%s: the teacher is sharded over the last stages of %d replicas", config.stage, scale.num_replicas)
     _free(student, {id(tensor) for tensor in (*stage.parameters(), *stage.buffers())})
     return stage.to(layout.stages.device), scale.model_copy(update={"cut": cut.modules, "micro_batches": cut.micro_batches})
 
@@ -203,8 +159,8 @@ def _cut_or_problem(
         return error
 
 
-def _free(model: nn.Module, kept: Collection[int]) -> None:
+def _free(model: nn.Module, needed: Collection[int]) -> None:
     """Drop the memory of all parameters and buffers but those with these ids: methods and taps may refer to the modules."""
     for tensor in (*model.parameters(), *model.buffers()):
-        if id(tensor) not in kept:
+        if id(tensor) not in needed:
             tensor.data = tensor.data.new_empty(0)

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainables.data.loader import Batch, Loader
+from trainables.data.loader.loader import Batch, Loader
 from trainables.distributed.group import Group
+from trainables.metrics.phases import RECEIVE
 
 _END = -1
 """In place of a batch's number of samples: the epoch has no more."""
@@ -27,6 +28,8 @@ class StageLoader(Loader):
         """`hosts`: the ranks of the replica, for CPU tensors."""
         super().__init__(*arguments, loader_workers=loader_workers if hosts.is_main else 0, **options)
         self._hosts = hosts
+        if not hosts.is_main:
+            self.wait_phase = RECEIVE
         self._last_has_images = options["split"] == "train"  # for the teacher and the methods
 
     def epoch(self, epoch: int, start: int = 0) -> Generator[Batch, None, None]:
@@ -60,9 +63,9 @@ class StageLoader(Loader):
             num_rows, position = header[:2].tolist()
             if num_rows == _END:
                 return
-            images_BHWC, labels_B, indices_B, _ = self._memory.allocate(num_rows)
+            images_BCHW, labels_B, indices_B, _ = self._memory.allocate(num_rows)
             for tensor, values in zip((labels_B, indices_B), header[2:].chunk(2), strict=True):
                 tensor.copy_(values[:num_rows])
             if num_rows and self._last_has_images and self._hosts.rank == self._hosts.world_size - 1:
-                dist.recv(images_BHWC, group_src=0, group=self._hosts.process_group)
-            yield Batch(images_BHWC.permute(0, 3, 1, 2), labels_B, indices_B, position)
+                dist.recv(images_BCHW.permute(0, 2, 3, 1), group_src=0, group=self._hosts.process_group)
+            yield Batch(images_BCHW, labels_B, indices_B, position)

@@ -14,6 +14,7 @@ from trainables.device.model_input import tensor_format
 from trainables.distributed.group import GlobalCount, Group, all_reduce_sum
 from trainables.distributed.pipeline.layout import Layout
 from trainables.distributed.pipeline.runner import Boundary, Forward, PipelineRunner, micro_batch_sizes, stage_inputs
+from trainables.engine.graphed_step import log_eager
 from trainables.engine.optimizers import LossOptimizer
 from trainables.engine.step import TrainState, micro_batches, run_student, run_teacher
 from trainables.engine.step_functions import StepFunctions, TrainingParts, build_train_state, image_normalizer
@@ -123,6 +124,8 @@ def stage_forward(stage: nn.Module, autocast: Callable[[], contextlib.AbstractCo
 
 def stage_functions(config: TrainConfig, layout: Layout, parts: TrainingParts) -> StepFunctions:
     """Of a rank that has one stage of the model; every rank calls it."""
+    if config.train.cuda_graphs and layout.is_first and layout.replicas.is_main:
+        log_eager(config.stage, "scale.pipeline_stages: a step waits for its neighbours")
     (optimizer,) = parts.optimizers
     update = StageUpdate(parts.module, optimizer, parts.settings, layout.stages)
     train_state = build_train_state(config, layout, parts, update)

@@ -42,7 +42,7 @@ class InvertedResidual(nn.Module):
         return x_BCHW + out_BCHW if self.adds else out_BCHW
 
 
-class CifarMobileNetV2(nn.Module):
+class CifarMobileNetV2(nn.Sequential):
     """MobileNetV2 with `width` times the paper's channels, expansion 6; the last convolution keeps 1280."""
 
     PUBLISHED_NAMES: ClassVar[dict[str, str]] = {
@@ -71,17 +71,8 @@ class CifarMobileNetV2(nn.Module):
         self.layer4 = nn.Sequential(row(rows[4], rows[5], 3, stride=2), row(rows[5], rows[6], 1, stride=1))
         self.head = nn.Sequential(nn.Conv2d(rows[6], 1280, 1, bias=False), nn.BatchNorm2d(1280), nn.ReLU())
         self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.flatten = nn.Flatten()
         self.classifier = nn.Linear(1280, num_classes)
         init_convolutions(self)
         nn.init.normal_(self.classifier.weight, std=0.01)
         nn.init.zeros_(self.classifier.bias)
-
-    def forward(self, images_BCHW: torch.Tensor) -> torch.Tensor:
-        """Logits (B, K)."""
-        x_BCHW = self.layer2(self.layer1(self.stem(images_BCHW)))
-        x_BCHW = self.head(self.layer4(self.layer3(x_BCHW)))
-        logits_BK: torch.Tensor = self.classifier(self.avgpool(x_BCHW).flatten(1))
-        return logits_BK
-
-
-mobilenetv2_half_cifar = partial(CifarMobileNetV2, width=0.5)

@@ -15,15 +15,10 @@ Every activation is a module of its own and none is in place, so that what goes 
 Shapes: B batch, C channels, H W pixels, K classes.
 """
 
-from functools import partial
-
 import torch
 from torch import nn
 
 from trainables.models.layers import init_convolutions, stage
-
-NARROW = (16, 16, 32, 64)
-WIDE_X4 = (32, 64, 128, 256)
 
 
 class BasicBlock(nn.Module):
@@ -49,10 +44,12 @@ class BasicBlock(nn.Module):
         return activated_BCHW
 
 
-class CifarResNet(nn.Module):
+class CifarResNet(nn.Sequential):
     """`depth` weighted layers on the path; `widths`: channels of the stem and of the three stages."""
 
-    def __init__(self, num_classes: int, image_size: int = 32, *, depth: int, widths: tuple[int, int, int, int] = NARROW) -> None:
+    def __init__(
+        self, num_classes: int, image_size: int = 32, *, depth: int, widths: tuple[int, int, int, int] = (16, 16, 32, 64)
+    ) -> None:
         super().__init__()
         blocks_per_stage, rest = divmod(depth - 2, 6)
         if rest or blocks_per_stage < 1:
@@ -64,15 +61,9 @@ class CifarResNet(nn.Module):
         self.layer2 = stage(BasicBlock, widths[1], widths[2], blocks_per_stage, stride=2)
         self.layer3 = stage(BasicBlock, widths[2], widths[3], blocks_per_stage, stride=2)
         self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.flatten = nn.Flatten()
         self.fc = nn.Linear(widths[3], num_classes)
         init_convolutions(self)
-
-    def forward(self, images_BCHW: torch.Tensor) -> torch.Tensor:
-        """Logits (B, K)."""
-        x_BCHW = self.relu(self.bn1(self.conv1(images_BCHW)))
-        x_BCHW = self.layer3(self.layer2(self.layer1(x_BCHW)))
-        logits_BK: torch.Tensor = self.fc(self.avgpool(x_BCHW).flatten(1))
-        return logits_BK
 
 
 class Bottleneck(nn.Module):
@@ -103,7 +94,7 @@ class Bottleneck(nn.Module):
         return activated_BCHW
 
 
-class CifarResNet50(nn.Module):
+class CifarResNet50(nn.Sequential):
     """Stem of 64 channels, stages of 3, 4, 6 and 3 bottlenecks with 256, 512, 1024 and 2048 channels."""
 
     def __init__(self, num_classes: int, image_size: int = 32) -> None:
@@ -116,23 +107,6 @@ class CifarResNet50(nn.Module):
         self.layer3 = stage(Bottleneck, 512, 1024, 6, stride=2)
         self.layer4 = stage(Bottleneck, 1024, 2048, 3, stride=2)
         self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.flatten = nn.Flatten()
         self.linear = nn.Linear(2048, num_classes)
         init_convolutions(self)
-
-    def forward(self, images_BCHW: torch.Tensor) -> torch.Tensor:
-        """Logits (B, K)."""
-        x_BCHW = self.relu(self.bn1(self.conv1(images_BCHW)))
-        x_BCHW = self.layer4(self.layer3(self.layer2(self.layer1(x_BCHW))))
-        logits_BK: torch.Tensor = self.linear(self.avgpool(x_BCHW).flatten(1))
-        return logits_BK
-
-
-resnet8 = partial(CifarResNet, depth=8)
-resnet14 = partial(CifarResNet, depth=14)
-resnet20 = partial(CifarResNet, depth=20)
-resnet32 = partial(CifarResNet, depth=32)
-resnet44 = partial(CifarResNet, depth=44)
-resnet56 = partial(CifarResNet, depth=56)
-resnet110 = partial(CifarResNet, depth=110)
-resnet8x4 = partial(CifarResNet, depth=8, widths=WIDE_X4)
-resnet32x4 = partial(CifarResNet, depth=32, widths=WIDE_X4)

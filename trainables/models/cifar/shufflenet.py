@@ -112,7 +112,7 @@ class UnitV2(nn.Module):
         return shuffled(self.relu(torch.cat((passed_BCHW, out_BCHW), 1)), 2)
 
 
-class CifarShuffleNetV1(nn.Module):
+class CifarShuffleNetV1(nn.Sequential):
     """Stages of 4, 8 and 4 units with 240, 480 and 960 channels. Initial parameters are torch's own, as in RepDistiller."""
 
     def __init__(self, num_classes: int, image_size: int = 32) -> None:
@@ -124,17 +124,11 @@ class CifarShuffleNetV1(nn.Module):
         self.layer2 = stage(UnitV1, 240, 480, 8, stride=2)
         self.layer3 = stage(UnitV1, 480, 960, 4, stride=2)
         self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.flatten = nn.Flatten()
         self.linear = nn.Linear(960, num_classes)
 
-    def forward(self, images_BCHW: torch.Tensor) -> torch.Tensor:
-        """Logits (B, K)."""
-        x_BCHW = self.relu(self.bn1(self.conv1(images_BCHW)))
-        x_BCHW = self.layer3(self.layer2(self.layer1(x_BCHW)))
-        logits_BK: torch.Tensor = self.linear(self.avgpool(x_BCHW).flatten(1))
-        return logits_BK
 
-
-class CifarShuffleNetV2(nn.Module):
+class CifarShuffleNetV2(nn.Sequential):
     """Stages of 4, 8 and 4 units with 116, 232 and 464 channels, and a 1×1 convolution to 1024."""
 
     def __init__(self, num_classes: int, image_size: int = 32) -> None:
@@ -149,16 +143,9 @@ class CifarShuffleNetV2(nn.Module):
         self.bn2 = nn.BatchNorm2d(1024)
         self.relu2 = nn.ReLU()
         self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.flatten = nn.Flatten()
         self.linear = nn.Linear(1024, num_classes)
 
     @staticmethod
     def _stage(channels_in: int, channels_out: int, num_units: int) -> nn.Sequential:
         return nn.Sequential(DownUnitV2(channels_in, channels_out), *(UnitV2(channels_out) for _ in range(num_units - 1)))
-
-    def forward(self, images_BCHW: torch.Tensor) -> torch.Tensor:
-        """Logits (B, K)."""
-        x_BCHW = self.relu1(self.bn1(self.conv1(images_BCHW)))
-        x_BCHW = self.layer3(self.layer2(self.layer1(x_BCHW)))
-        x_BCHW = self.relu2(self.bn2(self.conv2(x_BCHW)))
-        logits_BK: torch.Tensor = self.linear(self.avgpool(x_BCHW).flatten(1))
-        return logits_BK

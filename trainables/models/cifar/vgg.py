@@ -8,10 +8,8 @@ convolution a group. Convolutions have biases, though BatchNorm follows; the pub
 Shapes: B batch, C channels, H W pixels, K classes.
 """
 
-from functools import partial
 from typing import ClassVar
 
-import torch
 from torch import nn
 
 from trainables.models.layers import init_convolutions
@@ -21,7 +19,7 @@ CONVOLUTIONS = {8: (1, 1, 1, 1, 1), 11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16
 """Depth → convolutions in each group. The depth counts the paper's three linear layers, where here is one."""
 
 
-class CifarVgg(nn.Module):
+class CifarVgg(nn.Sequential):
     """`depth`: a key of CONVOLUTIONS. Groups are layer0 to layer4, each with its last ReLU; RepDistiller taps the last four."""
 
     STAGES: ClassVar[tuple[str, ...]] = ("layer0", "layer1", "layer2", "layer3", "layer4")
@@ -42,20 +40,11 @@ class CifarVgg(nn.Module):
         self.pool4 = nn.MaxPool2d(2) if image_size >= 64 else nn.Identity()
         self.layer4 = _group(WIDTHS[3], WIDTHS[4], groups[4])
         self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.flatten = nn.Flatten()
         self.classifier = nn.Linear(WIDTHS[4], num_classes)
         init_convolutions(self)
         nn.init.normal_(self.classifier.weight, std=0.01)
         nn.init.zeros_(self.classifier.bias)
-
-    def forward(self, images_BCHW: torch.Tensor) -> torch.Tensor:
-        """Logits (B, K)."""
-        x_BCHW = self.layer0(images_BCHW)
-        x_BCHW = self.layer1(self.pool1(x_BCHW))
-        x_BCHW = self.layer2(self.pool2(x_BCHW))
-        x_BCHW = self.layer3(self.pool3(x_BCHW))
-        x_BCHW = self.layer4(self.pool4(x_BCHW))
-        logits_BK: torch.Tensor = self.classifier(self.avgpool(x_BCHW).flatten(1))
-        return logits_BK
 
 
 def _group(channels_in: int, channels_out: int, num_convolutions: int) -> nn.Sequential:
@@ -64,10 +53,3 @@ def _group(channels_in: int, channels_out: int, num_convolutions: int) -> nn.Seq
         convolution = nn.Conv2d(channels_in if number == 0 else channels_out, channels_out, 3, padding=1)
         layers += [convolution, nn.BatchNorm2d(channels_out), nn.ReLU()]
     return nn.Sequential(*layers)
-
-
-vgg8_cifar = partial(CifarVgg, depth=8)
-vgg11_cifar = partial(CifarVgg, depth=11)
-vgg13_cifar = partial(CifarVgg, depth=13)
-vgg16_cifar = partial(CifarVgg, depth=16)
-vgg19_cifar = partial(CifarVgg, depth=19)

@@ -13,7 +13,6 @@ it: in training their running statistics move by 1 − 0.9² = 0.19 a step, here
 Shapes: B batch, C channels, H W pixels, K classes.
 """
 
-from functools import partial
 from typing import ClassVar
 
 import torch
@@ -42,7 +41,7 @@ class PreActivationBlock(nn.Module):
         return out_BCHW + (x_BCHW if self.shortcut is None else self.shortcut(active_BCHW))
 
 
-class CifarWideResNet(nn.Module):
+class CifarWideResNet(nn.Sequential):
     """`depth` layers, the shortcuts' not counted; stages `widen` times as wide as 16, 32 and 64."""
 
     PUBLISHED_NAMES: ClassVar[dict[str, str]] = {
@@ -65,19 +64,7 @@ class CifarWideResNet(nn.Module):
         self.bn1 = nn.BatchNorm2d(64 * widen)
         self.relu = nn.ReLU()
         self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.flatten = nn.Flatten()
         self.fc = nn.Linear(64 * widen, num_classes)
         init_convolutions(self)
         nn.init.zeros_(self.fc.bias)
-
-    def forward(self, images_BCHW: torch.Tensor) -> torch.Tensor:
-        """Logits (B, K)."""
-        x_BCHW = self.layer3(self.layer2(self.layer1(self.conv1(images_BCHW))))
-        x_BCHW = self.relu(self.bn1(x_BCHW))
-        logits_BK: torch.Tensor = self.fc(self.avgpool(x_BCHW).flatten(1))
-        return logits_BK
-
-
-wrn_16_1 = partial(CifarWideResNet, depth=16, widen=1)
-wrn_16_2 = partial(CifarWideResNet, depth=16, widen=2)
-wrn_40_1 = partial(CifarWideResNet, depth=40, widen=1)
-wrn_40_2 = partial(CifarWideResNet, depth=40, widen=2)

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable
 
 from trainables.config import FillConfig
-from trainables.data.loader import Loader
+from trainables.data.loader.loader import Loader
 from trainables.device.augment import TrainInputs
 from trainables.device.device_batches import on_device
 from trainables.device.model_input import autocast, normalizer, tensor_format

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from trainables.config import TrainConfig
-from trainables.data.loader import Loader
+from trainables.data.loader.loader import Loader
 from trainables.distributed.group import Group, gather_objects, result_or_error
 from trainables.errors import DataError, DistillError, ExperimentError
 from trainables.models.weights import teacher_sha256

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainables.config import TrainConfig
-from trainables.data.loader import Loader
+from trainables.data.loader.loader import Loader
 from trainables.data.storage.shared_folder import format_bytes, free_bytes
 from trainables.distributed.group import Group, from_main
 from trainables.errors import DataError

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from trainables.data.arrow import to_arrow, to_numpy
+from trainables.data.sources.arrow import to_arrow, to_numpy
 from trainables.rundir import replacing
 from trainables.teachers.cache.logits_format import LogitsFormat
 

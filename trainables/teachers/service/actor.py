@@ -10,6 +10,7 @@ import torch
 
 from trainables.config import TrainConfig
 from trainables.failures import kind_of
+from trainables.object_store.stage_copy import fetch_inputs
 from trainables.teachers.service.protocol import LogitsRequest, LogitsResponse
 from trainables.teachers.service.served_network import ServedNetwork
 from trainables.teachers.service.server import TeacherService
@@ -25,6 +26,7 @@ class TeacherActor:
         torch.set_num_threads(threads)
 
         def build(settings: dict[str, Any], classes: Sequence[str]) -> ServedNetwork:
+            fetch_inputs(settings)
             return ServedNetwork(TrainConfig.model_validate(settings), classes, torch.device(device))
 
         self._service = TeacherService(build)

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainables.data.loader import Batch
+from trainables.data.loader.loader import Batch
 from trainables.errors import ClusterError, TeacherServiceLostError
 from trainables.methods.contract import ModelOutputs
 from trainables.teachers.interface import TeacherInterface, TeacherRequest

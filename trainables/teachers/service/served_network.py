@@ -15,7 +15,6 @@ from trainables.config import TrainConfig
 from trainables.device.augment import TrainInputs
 from trainables.device.device_batches import DeviceBatch
 from trainables.device.model_input import autocast, normalizer, tensor_format
-from trainables.distributed.group import Group
 from trainables.teachers.build import logits_network
 
 _METHOD = "service"
@@ -30,7 +29,12 @@ class ServedNetwork:
         data = config.data
         self.num_classes, self.dtype = len(classes), np.dtype("float64" if dtype == torch.float64 else "float32")
         self._device = device
-        self._teacher = logits_network(config, Group(device=device), classes, [_METHOD])
+        assert config.teacher is not None
+        num_devices = config.teacher.service_devices
+        devices = (
+            [torch.device("cuda", index) for index in range(num_devices)] if device.type == "cuda" else [device] * num_devices
+        )
+        self._teacher = logits_network(config, devices, classes, [_METHOD])
         normalize = normalizer(data.mean, data.std, device, dtype, layout)
         self._prepare = TrainInputs(data.device_augment, normalize, seed=config.seed, image_size=data.image_size, device=device)
         self._autocast = autocast(config.precision, device)
@@ -48,7 +52,7 @@ class ServedNetwork:
         host_logits_nK = torch.empty(logits_nK.shape, dtype=logits_nK.dtype, pin_memory=True)
         host_logits_nK.copy_(logits_nK, non_blocking=True)
         copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        copied.record()  # type: ignore[no-untyped-call]
+        copied.record(torch.cuda.current_stream(logits_nK.device))  # type: ignore[no-untyped-call]
 
         def wait() -> NDArray[Any]:
             copied.synchronize()  # type: ignore[no-untyped-call]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import logging
 import os
 import re
@@ -21,11 +22,11 @@ import pytest
 
 from tests.trainables.data.packed import pack_here
 from tests.trainables.data.photos import MakeFolder
-from tests.trainables.data.shards import image_of, make_records
+from tests.trainables.data.sources.shards import image_of, make_records
 from tests.waiting import wait_until
 from trainables.config import DataConfig
 from trainables.data.index import INDEX, read_index
-from trainables.data.loader import Loader
+from trainables.data.loader.loader import Loader
 from trainables.data.order import Order
 from trainables.data.source import open_on_node, open_source
 from trainables.data.storage import folder_cleaner
@@ -88,7 +89,7 @@ for file in pathlib.Path(sys.argv[2]).iterdir():
         target.write(file.read_bytes())
 ThreadedMotoServer("127.0.0.1", int(sys.argv[1]), verbose=False).start()
 print("ready", flush=True)
-time.sleep(1000)
+time.sleep(100_000)
 """
 
 
@@ -428,6 +429,28 @@ def test_patience_begins_anew_with_every_byte_that_comes(tmp_path: Path) -> None
     (tmp_path / "here").mkdir()
     fetch(Faltering(root.as_uri(), retry_s=0.8), shard, tmp_path / "here")  # three failures, half a second each
     assert (tmp_path / "here" / shard.file).read_bytes() == (root / shard.file).read_bytes()
+
+
+class Altering(Server):
+    """A server of whose answers the first three have a wrong byte, each another one."""
+
+    num_opened = 0
+
+    def open(self, name: str) -> BinaryIO:
+        self.num_opened += 1
+        content = bytearray(super().open(name).read())
+        content[self.num_opened] ^= self.num_opened <= 3
+        return io.BytesIO(content)
+
+
+def test_bytes_that_arrive_wrong_in_another_way_each_time_are_fetched_until_they_are_right(tmp_path: Path) -> None:
+    root = make_records(tmp_path / "set", shards=1, rows=10, size=SIZE)
+    (shard,) = read_index(root).splits["train"].shards
+    (tmp_path / "here").mkdir()
+    store = Altering(root.as_uri(), retry_s=0.8)
+    fetch(store, shard, tmp_path / "here")
+    assert (tmp_path / "here" / shard.file).read_bytes() == (root / shard.file).read_bytes()
+    assert store.num_opened == 4
 
 
 def test_a_server_that_stays_away_is_one_line_after_the_patience(s3: S3, node: Path) -> None:

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainables.data.shards import image_of, make_records
+from tests.trainables.data.sources.shards import image_of, make_records
 from tests.trainables.data.storage.small import file_system
 from tests.waiting import wait_until
 from trainables.config import DataConfig
 from trainables.data.index import INDEX, read_index
-from trainables.data.records import open_records
 from trainables.data.source import open_on_node
+from trainables.data.sources.records import open_records
 from trainables.data.storage import folder_cleaner, staging
 from trainables.data.storage.shared_folder import folder_bytes, lease_folder, remove_others
 from trainables.data.storage.staging import stage_set

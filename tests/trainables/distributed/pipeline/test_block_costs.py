@@ -68,6 +68,8 @@ class _TooLargeToMove(nn.Conv2d):
 def test_a_model_that_does_not_fit_one_device_asks_for_a_cut_by_hand(kind: type[nn.Conv2d]) -> None:
     with pytest.raises(ModelError, match=r"write scale\.cut and scale\.micro_batches by hand \(CUDA out of memory"):
         measure_blocks(_model(kind(4, 4, 1)), ["1"], CONDITIONS, [2, 4])
+    with pytest.raises(ModelError, match="the whole teacher, sharded or not, does not fit it"):
+        teacher_costs(_model(kind(4, 4, 1)), CONDITIONS, [2, 4], cache=None)
 
 
 def test_the_model_and_the_random_numbers_stay_as_they_are() -> None:

@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 from tests.trainables.data.packed import pack_here
 from tests.trainables.jobs import config, write_teacher
 from trainables.config import DataConfig
-from trainables.data import folder as folders
 from trainables.data.decode import UnreadableImageError
-from trainables.data.loader import Loader
+from trainables.data.loader.loader import Loader
 from trainables.data.pack.modes import Mode
 from trainables.data.source import open_on_node, open_source
+from trainables.data.sources import folder as folders
 from trainables.distributed.group import Group
 from trainables.models.registry import build_model
 from trainables.models.weights import teacher_sha256

@@ -25,6 +25,14 @@ def test_the_parts_in_which_images_arrive_do_not_matter(tmp_path: Path) -> None:
     assert not np.allclose(network.launch([IMAGES], samples, 4)(), whole)  # another epoch augments otherwise
 
 
+def test_a_network_over_several_devices_gives_the_bits_of_the_whole_one(tmp_path: Path) -> None:
+    whole, split = (
+        ServedNetwork(settings(tmp_path, "ours", teacher={"service_devices": devices}), CLASSES, CPU) for devices in (1, 3)
+    )
+    expected, found = (network.launch([IMAGES], np.arange(10), 3)() for network in (whole, split))
+    assert np.array_equal(found, expected)
+
+
 @pytest.mark.gpu
 def test_a_gpu_has_the_next_batch_while_it_computes_one(tmp_path: Path) -> None:
     job = settings(tmp_path, "ours")

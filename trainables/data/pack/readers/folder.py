@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from trainables.data.decode import UnreadableImageError, read_file
-from trainables.data.folder import FolderSource
 from trainables.data.pack.layout_reader import LayoutReader, Listing, SplitListing
+from trainables.data.sources.folder import FolderSource
 
 
 class FolderReader(LayoutReader):

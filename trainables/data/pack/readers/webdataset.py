@@ -4,8 +4,8 @@ import tarfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from trainables.data.folder import EXTENSIONS
 from trainables.data.pack.layout_reader import Label, LayoutReader, Listing, Location, files_below, locate, numbered, split_files
+from trainables.data.sources.folder import EXTENSIONS
 from trainables.errors import DataError
 
 _BLOCK = 512

@@ -1,0 +1,119 @@
+"""The actors of `teacher.service`: started before the students of a run or sweep, ended after them, however they end."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from service.cluster.local_ray import RayLostError, check_ray
+from service.cluster.resources import Cluster, Reservation, nodes_for_actors
+from service.runs.display import Display, wait_for
+from service.runs.plan import Plan
+from service.runs.stages.node_wait import NodeWait
+from trainables.errors import ClusterError
+
+WAIT_MESSAGE_S = 60.0
+"""Between two messages about actors that wait for free resources."""
+
+
+@contextlib.contextmanager
+def running_teacher_actors(
+    run: str, display: Display, plan: Plan, cluster: Cluster, weights: str | None
+) -> Iterator[tuple[str, ...]]:
+    """Start the actors that serve the teacher with these weights; yields their names, which begin with that of the `run`.
+
+    None are started where the workers run the teacher themselves, or where no method reads one. Ray restarts an actor that dies,
+    on another node where its own is gone; the logits that it had in memory are computed again on request. Actors for which other
+    jobs leave no resources wait, and the display says so; those that would not even fit on the empty cluster wait as long as
+    `scale.wait_for_nodes_s` says.
+
+    Raises:
+        ClusterError: one cannot start.
+    """
+    teacher, need = plan.experiment.stage("student", Path("/"), {}).teacher, plan.reservation()
+    if teacher is None or weights is None or need.service is None:
+        yield ()
+        return
+    each, actors = need.service, dict[str, Any]()
+    nodes = nodes_for_actors(cluster.nodes, need)
+    try:
+        for number in range(each.num_workers):
+            name = f"{run}-{time.time_ns():x}-teacher-{number}"
+            actors[name] = start_actor(name, each, nodes[number].node_id if nodes else None)
+        display.print(f"teacher.service: {each.num_workers} × {each} for {teacher.model}")
+        limit_s = plan.experiment.scale.wait_for_nodes_s
+        wait_for(lambda: wait_until_started(display, actors, each, limit_s), display)
+        yield tuple(actors)
+        _show_counts(display, teacher.model, actors)
+    finally:
+        _end(actors)
+
+
+def start_actor(name: str, each: Reservation, node_id: str | None = None) -> Any:
+    """The handle of a new actor of a teacher service, which a worker's `ActorConnection` finds by its name.
+
+    `node_id`: the node on which it runs as long as that node is alive.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from trainables.teachers.service.actor import TeacherActor
+    from trainables.worker.actor_connection import ACTOR_NAMESPACE
+    from trainables.worker.trainer import runtime_env
+
+    actor_class = ray.remote(TeacherActor).options(
+        name=name,
+        namespace=ACTOR_NAMESPACE,
+        max_restarts=-1,
+        num_cpus=each.cpus,
+        num_gpus=each.gpus,
+        runtime_env=runtime_env(bool(each.gpus)),
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=True) if node_id else "DEFAULT",
+    )
+    return actor_class.remote("cuda" if each.gpus else "cpu", each.cpus)
+
+
+def wait_until_started(display: Display, actors: dict[str, Any], reservation: Reservation, limit_s: float) -> None:
+    """Return once all actors have been started. Raises ClusterError where one cannot."""
+    import ray
+
+    node_wait = NodeWait()
+    starting = [actor.counts.remote() for actor in actors.values()]
+    while True:
+        started, starting = ray.wait(starting, num_returns=len(starting), timeout=WAIT_MESSAGE_S)
+        try:
+            ray.get(started)
+        except ray.exceptions.ActorUnavailableError:  # it died and is being restarted: its first request waits for that
+            display.print("teacher.service: an actor died while it started: Ray starts it again")
+        except ray.exceptions.RayError as error:
+            raise ClusterError(f"teacher.service: its actors cannot start: {str(error).splitlines()[0]}") from error
+        if not starting:
+            return
+        if refusal := node_wait.refusal(reservation, limit_s, lambda line: display.print(f"teacher.service: {line}")):
+            raise ClusterError(f"teacher.service: {refusal}")
+        if not node_wait.is_waiting:
+            display.print("teacher.service: the cluster has no room for its actors yet: still waiting")
+
+
+def _show_counts(display: Display, model: str, actors: dict[str, Any]) -> None:
+    """Show for how many images the teacher ran, where the actors still respond."""
+    import ray
+
+    with contextlib.suppress(ray.exceptions.RayError):  # for information alone
+        counts = ray.get([actor.counts.remote() for actor in actors.values()], timeout=5)
+        computed, returned = (sum(count[name] for count in counts) for name in ("computed", "returned"))
+        display.print(
+            f"teacher.service: since its actors were last started {model} ran for {computed:,} images, "
+            f"and logits of {returned:,} were returned"
+        )
+
+
+def _end(actors: dict[str, Any]) -> None:
+    import ray
+
+    with contextlib.suppress(RayLostError):  # the actors end with their Ray, which would be waited for
+        check_ray()
+        for actor in actors.values():
+            with contextlib.suppress(Exception):  # its node may be gone
+                ray.kill(actor)

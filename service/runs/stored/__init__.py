@@ -1,0 +1,1 @@
+"""Runs in an object store, on the driver's side."""

@@ -1,0 +1,153 @@
+"""One driver at a time for a run in an object store: each has a lease, an object that it renews.
+
+Works in any store whose listing has every object that was put before it: who puts a lease and then finds no other is alone. Two
+that begin in the same moment see each other's, and both give up.
+"""
+
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from trainables.errors import ExperimentError, StorageError
+from trainables.object_store.run_copy import RunCopy
+from trainables.object_store.store import Entry, ObjectStore
+
+FOLDER = ".drivers"
+RENEW_S = 10.0
+LEASE_S = 30.0
+"""A lease that was not renewed for so long is that of a driver that is gone."""
+_POLL_S = 1.0
+_log = logging.getLogger("raydistill")
+
+
+class LeaseLostError(ExperimentError):
+    """Another driver has taken the run over."""
+
+
+class DriverLease:
+    """This process's lease of a run."""
+
+    def __init__(self, copy: RunCopy, lost: Callable[[], None]) -> None:
+        """`lost` is called, from a thread, where another driver has taken the run over."""
+        self._store, self._folder_id = ObjectStore(copy.store.uri, RENEW_S), copy.folder_id()
+        self._name = f"{FOLDER}/{secrets.token_hex(8)}"
+        self._lost, self._ended, self._drives, self._is_lost = lost, threading.Event(), False, False
+        self._renewed_s = 0.0
+        self._thread = threading.Thread(target=self._renew, name="driver's lease", daemon=True)
+
+    def acquire(self, echo: Callable[[str], None]) -> None:
+        """Wait until the leases of others have ended; the folder's own lock has to be this process's.
+
+        Raises:
+            ExperimentError: another driver works on the run.
+            StorageError: the store does not answer.
+        """
+        self._put()
+        self._thread.start()
+        try:
+            if others := self._others():
+                self._wait_for_end(others, echo)
+            self._drives = True
+            self._put()
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Let others have the run."""
+        self._ended.set()
+        self._thread.join()
+        try:
+            self._store.delete(self._name)
+        except StorageError as error:
+            _log.warning("%s", error)
+
+    def check(self) -> None:
+        """To be called before each put: a process that was paused may wake long after its lease has ended.
+
+        Raises:
+            LeaseLostError: see there.
+            StorageError: the lease has ended, and the store does not say whether another driver has the run.
+        """
+        # By the wall clock: the monotonic one stands still in a machine that sleeps.
+        if not self._is_lost and not 0 <= time.time() - self._renewed_s <= LEASE_S:
+            self._is_lost = self._is_taken_over()
+        if self._is_lost:
+            raise LeaseLostError(f"another driver has taken over {self._store.uri}: this one ends")
+
+    def _put(self) -> None:
+        began_s = time.time()
+        driver = {"folder": self._folder_id, "host": socket.gethostname(), "pid": os.getpid()}
+        self._store.put(self._name, json.dumps({**driver, "drives": self._drives, "renewed_s": began_s}).encode())
+        self._renewed_s = began_s
+
+    def _others(self) -> dict[str, Entry]:
+        """The leases of other drivers; those in this folder are gone, since its lock was free."""
+        others = {name: entry for name, entry in self._store.entries(FOLDER).items() if name != self._name}
+        for name in [name for name in others if self._content(name).get("folder") == self._folder_id]:
+            self._store.delete(name)
+            del others[name]
+        return others
+
+    def _content(self, name: str) -> dict[str, object]:
+        content = self._store.read(name)
+        return {} if content is None else dict(json.loads(content))
+
+    def _wait_for_end(self, others: dict[str, Entry], echo: Callable[[str], None]) -> None:
+        first = self._content(next(iter(others)))
+        driver = f"a driver on {first.get('host', 'another machine')} (process {first.get('pid', '?')})"
+        echo(f"{driver} had this run: waiting {LEASE_S:g} s to see whether it still has")
+        until = time.monotonic() + LEASE_S
+        while time.monotonic() < until:
+            time.sleep(_POLL_S)
+            now = self._store.entries(FOLDER)
+            if any(name in now and now[name] != entry for name, entry in others.items()) or {*now} - {*others, self._name}:
+                raise ExperimentError(f"{self._store.uri} is being carried out by {driver}: wait for it, or end it first")
+        for name in others:
+            self._store.delete(name)
+
+    def _renew(self) -> None:
+        while not self._ended.wait(RENEW_S):
+            try:
+                if self._drives and self._is_taken_over():
+                    self._is_lost = True
+                    self._lost()
+                    return
+                self._put()
+            except StorageError as error:
+                _log.warning("%s; still trying", error)
+
+    def _is_taken_over(self) -> bool:
+        names = self._store.entries(FOLDER)
+        return self._name not in names or any(self._content(name).get("drives") for name in names if name != self._name)
+
+
+def is_fresh(uri: str) -> bool:
+    """Whether a driver has renewed a lease of the run at `uri` of late, by the store's clock.
+
+    Raises:
+        StorageError: the store does not answer.
+    """
+    store = ObjectStore(uri, RENEW_S)
+    entries = store.entries(FOLDER)
+    if not entries:
+        return False
+    now_s = _time_of(store)
+    return any(entry.changed_ns / 1e9 > now_s - 2 * LEASE_S for entry in entries.values())
+
+
+def _time_of(store: ObjectStore) -> float:
+    """Unix time by the store's clock; by this machine's where the store lets nothing be written, as to who only reads."""
+    name = f".clock/{secrets.token_hex(8)}"
+    try:
+        store.put(name, b"")
+        entry = store.entries(".clock").get(name)
+        store.delete(name)
+    except StorageError:
+        return time.time()
+    return time.time() if entry is None else entry.changed_ns / 1e9

@@ -1,0 +1,184 @@
+"""Runs in an object store, `s3://BUCKET/PREFIX/RUN`: the folder of this machine that is a copy of each, and what fills it."""
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from service.config.uris import secret_refusal
+from trainables.config import RunStore, TrainConfig
+from trainables.errors import ExperimentError
+from trainables.locks import is_locked
+from trainables.object_store.run_copy import APPENDED, OWNER, RunCopy, is_of_workers
+from trainables.object_store.store import OPENING_S, ObjectStore
+from trainables.redact import redact_uris
+from trainables.rundir import RunDir, StageDir, write_atomic
+from trainables.user_folder import user_folder
+
+_ORIGIN = ".raydistill-origin"
+"""In the folder of a runs' root that is a copy: its URI."""
+_CHECKPOINTS = "checkpoints/"
+
+
+def is_uri(text: str) -> bool:
+    return "://" in text
+
+
+def root_folder(uri: str, option: str = "--runs") -> Path:
+    """The folder, the same on every node, that has the copies of the runs at a root's URI.
+
+    Raises:
+        ExperimentError: no URI of an object store, or one that has a key or an option in it.
+    """
+    if redact_uris(uri) != uri:
+        raise ExperimentError(secret_refusal(option, uri))
+    scheme, _, path = uri.partition("://")
+    bucket, _, prefix = path.strip("/").partition("/")
+    parts = [bucket, *prefix.split("/")] if prefix else [bucket]
+    if scheme != "s3" or not all(parts) or {".", ".."} & {*parts} or any(c in path for c in "?#@%\\") or not path.isprintable():
+        raise ExperimentError(f"{option} {uri}: write a folder, or s3://BUCKET/PREFIX (the server's address: AWS_ENDPOINT_URL)")
+    uri = "s3://" + "/".join(parts)
+    try:
+        base = user_folder(os.environ.get("RAYDISTILL_COPIES") or tempfile.gettempdir())
+        folder = base / "runs" / f"{parts[-1]}-{hashlib.sha256(uri.encode()).hexdigest()[:12]}"
+        if not (folder / _ORIGIN).exists():
+            write_atomic(folder / _ORIGIN, uri.encode())
+    except OSError as error:
+        raise ExperimentError(f"{option} {uri}: its copies cannot be written: {error}; set RAYDISTILL_COPIES") from error
+    return folder
+
+
+def run_folder(uri: str) -> Path:
+    """The folder that is, or will be, the copy of the run at a URI. Raises ExperimentError: see `root_folder`."""
+    root, _, name = uri.rstrip("/").rpartition("/")
+    if not name or root.endswith(":/"):
+        raise ExperimentError(f"{uri} is no run: write s3://BUCKET/PREFIX/RUN")
+    return root_folder(root, "run") / name
+
+
+def uri_of(path: Path) -> str | None:
+    """The URI of what `path` is a copy of; None: of nothing."""
+    path = path.absolute()
+    for folder in (path, *path.parents):
+        try:
+            root = (folder / _ORIGIN).read_text()
+        except (OSError, UnicodeDecodeError):
+            continue
+        if root.startswith("s3://"):
+            return f"{root}/{path.relative_to(folder)}".removesuffix("/.")
+    return None
+
+
+def display_name(path: Path) -> str:
+    """`path` as the user names it."""
+    return uri_of(path) or str(path)
+
+
+def run_store(path: Path) -> RunStore | None:
+    """The store of the run, or sweep, that has `path`, a folder or file in it; None where that is no copy."""
+    path = path.absolute()
+    for folder, root in zip((path, *path.parents), path.parents, strict=False):
+        if (root / _ORIGIN).exists() and (uri := uri_of(folder)):
+            return RunStore(uri=uri, folder=str(folder))
+    return None
+
+
+def ray_storage(run_dir: RunDir) -> str:
+    """Where Ray Tune and Ray Train write their own files."""
+    return display_name(run_dir.tune)
+
+
+def check_reachable(root: Path) -> None:
+    """Refuse a root in an object store where nothing can be written. Raises StorageError."""
+    if uri := uri_of(root):
+        store = RunCopy(uri, root, OPENING_S).store
+        store.put(".probe", b"")
+        store.delete(".probe")
+
+
+def is_taken(path: Path) -> bool:
+    """Whether there is a run already of which `path` would be the copy. Raises StorageError."""
+    uri = uri_of(path)
+    return bool(uri and RunCopy(uri, path, OPENING_S).store.entries())
+
+
+def fetch_records(path: Path) -> None:
+    """Bring a run's records here, checkpoints apart, unless they are written by a process of this machine.
+
+    Raises:
+        StorageError: the store does not answer.
+    """
+    uri = uri_of(path)
+    if uri is None or is_locked(path / ".lock"):
+        return
+    copy = RunCopy(uri, path, OPENING_S)
+    entries = copy.store.entries()
+    if not entries:
+        return
+    copy.fetch("", lambda name: not is_of_workers(name))
+    for part in stages(entries):
+        copy.fetch(part, lambda name: is_of_workers(name) and _CHECKPOINTS not in name)
+
+
+def stages(entries: Iterable[str]) -> list[str]:
+    """The stages that workers have begun, of those that a listing of their run has."""
+    return [name.removesuffix(f"/{OWNER}") for name in entries if name.endswith(f"/{OWNER}")]
+
+
+def fetch_stage(config: TrainConfig) -> None:
+    """Bring here what a stage's workers have put of it, but for the state that they continue from.
+
+    Raises:
+        StorageError: the store does not answer.
+    """
+    if config.run_store is not None:
+        copy = RunCopy(config.run_store.uri, Path(config.run_store.folder))
+        part = Path(config.output_dir).relative_to(copy.folder)
+        copy.fetch(str(part), is_of_driver_too)
+
+
+def put_stage_records(config: TrainConfig) -> None:
+    """Put what is appended of a stage whose workers wrote it in this folder: after a kill they may write it elsewhere.
+
+    Raises:
+        StorageError: the store does not answer.
+    """
+    if config.run_store is not None:
+        copy = RunCopy(config.run_store.uri, Path(config.run_store.folder))
+        part = str(Path(config.output_dir).relative_to(copy.folder))
+        if copy.owner(part) == copy.folder_id():
+            copy.own(part, lambda name: name.endswith(APPENDED))
+
+
+def put(path: Path) -> None:
+    """Put a file that the driver writes in its workers' stead, where the run is in an object store. Raises StorageError."""
+    if store := run_store(path):
+        ObjectStore(store.uri).put(str(path.relative_to(store.folder)), path)
+
+
+def delete(path: Path) -> None:
+    """Remove a file of the driver's, first in an object store: from there it would come back. Raises StorageError."""
+    if store := run_store(path):
+        ObjectStore(store.uri).delete(str(path.relative_to(store.folder)))
+    path.unlink(missing_ok=True)
+
+
+def discard(stage: StageDir) -> None:
+    """Remove what there is of a stage, in an object store and then here. Raises StorageError."""
+    if store := run_store(stage.root):
+        RunCopy(store.uri, Path(store.folder)).discard(str(stage.root.relative_to(store.folder)))
+    shutil.rmtree(stage.root, ignore_errors=True)
+
+
+def remove_error(config: TrainConfig) -> None:
+    """Remove an earlier attempt's `error.json` from the store of a stage's run. Raises StorageError."""
+    if config.run_store is not None:
+        part = Path(config.output_dir).relative_to(config.run_store.folder)
+        ObjectStore(config.run_store.uri).delete(f"{part}/error.json")
+
+
+def is_of_driver_too(name: str) -> bool:
+    """Whether the driver reads what the stage's workers write."""
+    return is_of_workers(name) and not name.endswith("/last.safetensors")

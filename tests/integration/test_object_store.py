@@ -1,0 +1,96 @@
+"""Runs in an object store, on a real Ray: a killed one goes on elsewhere to the bits of a whole one, and others read it."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from service.config.experiment import load
+from service.runs.stored.stored_runs import run_folder
+from tests.integration.conftest import Distill, kill, records, result, wait_until
+from tests.s3 import S3, SECRET, contents, s3
+from tests.trainables.jobs import equal, train
+from trainables.distributed.rank_pool import RankPool
+from trainables.engine import checkpoint
+from trainables.rundir import RunDir
+
+__all__ = ["s3"]
+pytestmark = pytest.mark.integration
+ROOT = "s3://bucket/runs"
+SETS = ["optim.epochs=20", "train.checkpoint_every=5", "train.log_every=1", "scale.num_workers=2"]
+
+
+def options(sets: list[str]) -> list[str]:
+    return [part for each in sets for part in ("--set", each)]
+
+
+def env_of(s3: S3, copies: Path) -> dict[str, str]:
+    return {**s3.env, "RAYDISTILL_COPIES": str(copies)}
+
+
+def test_a_killed_run_whose_folder_is_gone_is_resumed_from_the_store_to_the_bits_of_a_whole_one(
+    distill: Distill, s3: S3, ranks: RankPool, tmp_path: Path
+) -> None:
+    env, uri = env_of(s3, tmp_path / "copies"), f"{ROOT}/pieces"
+    command = distill.start("train", distill.experiment, "--out", uri, *options(SETS), env=env)
+    folder = run_folder(uri)
+    wait_until(lambda: "student/checkpoints/last.safetensors" in contents(uri), "a checkpoint in the store", command)
+    wait_until(lambda: len(records(folder, "step")) > 30, "step 30", command)
+    kill(command.family())
+    assert "student/stage.json" not in contents(uri)
+    shutil.rmtree(tmp_path / "copies")
+
+    output = distill.run("resume", uri, env=env)
+    assert "waiting 30 s to see whether it still has" in output
+    assert f"train tiny in {uri}" in output
+    assert f"result: {uri}/result.json" in output
+    assert result(folder)["status"] == "complete"
+    whole = distill.folder / "whole"
+    job = load(str(distill.experiment), SETS).experiment.stage("student", RunDir(whole).stage("student").root, {})
+    ranks.run(2, train, job)
+    assert equal(*(checkpoint.read(RunDir(run).stage("student").last)[0] for run in (folder, whole)))
+    assert [line["step"] for line in records(folder, "step")] == list(range(1, 20 * 22 + 1))
+
+    shutil.rmtree(tmp_path / "copies")  # a third machine reads
+    assert "complete" in distill.run("report", uri, env=env)
+    assert "optim.epochs" in distill.run("show", uri, env=env)
+    assert "tiny" in distill.run("compare", uri, uri, env=env)
+    assert "is complete" in distill.run("resume", uri, env=env)
+    assert not list(folder.rglob("*.safetensors"))
+    for name, content in contents(uri).items():
+        assert SECRET not in content, name
+
+
+@pytest.mark.slow
+def test_a_sweep_in_the_store_has_its_rows_there(distill: Distill, s3: S3, tmp_path: Path) -> None:
+    env = env_of(s3, tmp_path / "copies") | {"RAYDISTILL_RUNS": ROOT}
+    sets = ["sweep.space={data.global_batch_size: [32, 64]}", "optim.epochs=1", "tracking.enabled=true"]
+    output = distill.run("sweep", distill.experiment, *options(sets), env=env)
+    assert "MLflow's records lie on this machine" in output
+    found = contents(ROOT)
+    (name,) = [name for name in found if name.endswith("/result.json") and name.count("/") == 1]
+    run = name.removesuffix("/result.json")
+    assert {"000", "001"} == {name.split("/")[2] for name in found if name.endswith("/student/stage.json")}
+    assert f"{run}/trials/001/result.json" in found
+    assert f"{run}/spool/events.jsonl" in found
+    assert f"{run}/spool/sent.json" not in found
+    shutil.rmtree(tmp_path / "copies")
+    table = distill.run("report", f"{ROOT}/{run}", env=env)
+    assert "000" in table
+    assert "001" in table
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["train", "digits", "--runs", "s3://nowhere/runs"], "error: s3://nowhere/runs/.probe cannot be written: NO_SUCH_BUCKET"),
+        (["report", "s3://bucket/runs/none"], "error: s3://bucket/runs/none holds no run"),
+        (["train", "digits", "--runs", f"s3://key:{SECRET}@bucket/runs"], "error: --runs has a password or a key in it"),
+        (["clean", "--runs", ROOT, "--older-than", "1d"], f"error: --runs {ROOT}: `distill clean` needs a folder"),
+    ],
+)
+def test_what_cannot_be_is_one_line(distill: Distill, s3: S3, tmp_path: Path, arguments: list[str], line: str) -> None:
+    output = distill.run(*arguments, env=env_of(s3, tmp_path / "copies"), code=2)
+    assert output.splitlines()[-1].startswith(line)
+    assert SECRET not in output
+    assert "Traceback" not in output

@@ -1,0 +1,70 @@
+"""The stages of a run: the time that each took, over all sessions that carried it out."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from service.cluster.resources import local_capacity
+from service.config.experiment import load
+from service.report import end_of_run
+from service.runs.outcome import Outcome
+from service.runs.plan import Plan
+from service.runs.run_directory import begin_run
+from service.runs.session import Session, open_session
+from service.runs.stages import stages
+from service.runs.stages.assignment import Assignment
+from service.runs.stages.stages import run_stage
+from trainables.errors import TrainingError
+from trainables.rundir import RunDir, append_line
+
+RESOLVED = load("digits", ["tracking.enabled=false"])
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    found = RunDir(tmp_path / "run")
+    found.root.mkdir()
+    begin_run(RESOLVED, "train", found, tmp_path)
+    return found
+
+
+def assignment_of(session: Session, name: str) -> Assignment:
+    return Plan.on(session.experiment, local_capacity()).assign(name, session.run_dir, {})
+
+
+def test_the_times_of_a_stage_are_those_of_all_its_sessions(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage, clock_s = run_dir.stage("student"), [1000.0]
+    monkeypatch.setattr(time, "time", lambda: clock_s[0])
+
+    def work(start_s: float, seconds: float, end: Outcome | type[BaseException]) -> None:
+        """A session whose workers start after `start_s`, and that ends `seconds` later as `end` says."""
+        clock_s[0] += 500.0
+
+        def run_to_end(assignment: Assignment) -> Outcome:
+            clock_s[0] += start_s
+            if seconds:
+                append_line(stage.metrics, {"kind": "start", "time_ms": 1e3 * clock_s[0], "metrics": {}})
+                clock_s[0] += seconds
+                append_line(stage.metrics, {"kind": "step", "time_ms": 1e3 * clock_s[0], "metrics": {}})
+            if isinstance(end, Outcome):
+                return end
+            raise end
+
+        monkeypatch.setattr(stages, "run_to_end", run_to_end)
+        with open_session(RESOLVED, run_dir, end_of_run) as session:
+            run_stage(session, assignment_of(session, "student"))
+
+    with pytest.raises(KeyboardInterrupt):
+        work(2.0, 8.0, KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        work(3.0, 0.0, KeyboardInterrupt)  # while the workers start
+    with pytest.raises(TrainingError):
+        work(10.0, 40.0, Outcome(status="failed", reason="a worker died"))
+    work(5.0, 25.0, Outcome(status="ok"))
+    work(0.1, 0.0, Outcome(status="ok"))  # complete: it is not carried out again
+    (row,) = json.loads(run_dir.result.read_text())["stages"]
+    assert (row["status"], row["reason"]) == ("ok", "")
+    assert row["seconds"] == pytest.approx(10.0 + 3.0 + 50.0 + 30.0)
+    assert row["start_s"] == pytest.approx(2.0 + 10.0 + 5.0)

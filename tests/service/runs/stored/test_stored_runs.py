@@ -1,0 +1,268 @@
+import time
+from pathlib import Path
+
+import pytest
+
+from service.runs.outcome import Outcome, write_outcome
+from service.runs.run_directory import check_writable, reopen
+from service.runs.stages.node_wait import log
+from service.runs.stored import driver_lease, stored_session
+from service.runs.stored.driver_lease import DriverLease, is_fresh
+from service.runs.stored.stored_runs import (
+    delete,
+    display_name,
+    fetch_records,
+    put_stage_records,
+    root_folder,
+    run_folder,
+    run_store,
+    uri_of,
+)
+from service.runs.stored.stored_session import put_rest
+from service.runs.stored.stored_session import stored_session as session_of
+from service.sweeps.trials import Trial, retry_unschedulable
+from tests.s3 import S3, SECRET, contents, s3
+from tests.trainables.jobs import config as job_config
+from tests.waiting import wait_until
+from trainables.config import RunStore
+from trainables.errors import ExperimentError, StorageError
+from trainables.object_store.run_copy import RunCopy, is_of_workers
+from trainables.object_store.store import ObjectStore
+from trainables.rundir import RunDir, StageDir, append_line, write_atomic, write_json
+
+__all__ = ["s3"]
+URI = "s3://bucket/runs/one"
+
+
+@pytest.fixture(autouse=True)
+def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver_lease, "RENEW_S", 0.2)
+    monkeypatch.setattr(driver_lease, "LEASE_S", 2.5)  # a store knows times to the second
+    monkeypatch.setattr(driver_lease, "_POLL_S", 0.1)
+    monkeypatch.setattr(stored_session, "EVERY_S", 0.05)
+    monkeypatch.setattr(stored_session, "_ENDING_S", 0.1)
+
+
+def lease(folder: Path) -> DriverLease:
+    return DriverLease(RunCopy(URI, folder), lambda: None)
+
+
+def test_a_uri_has_one_folder_for_its_copies_and_its_runs_know_their_uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYDISTILL_COPIES", str(tmp_path))
+    folder = root_folder("s3://bucket/runs/")
+    assert folder == root_folder("s3://bucket/runs") != root_folder("s3://bucket/other/runs")
+    assert run_folder("s3://bucket/runs/one/") == folder / "one"
+    assert uri_of(folder) == "s3://bucket/runs"
+    assert display_name(folder / "one" / "result.json") == f"{URI}/result.json"
+    (tmp_path / ".raydistill-origin").write_text("somebody's own file")
+    assert uri_of(tmp_path) is None
+    assert run_store(tmp_path / "run") is None
+    store = run_store(folder / "one/trials/000/student")
+    assert store is not None
+    assert (store.uri, store.folder) == (URI, str(folder / "one"))
+
+
+@pytest.mark.parametrize(
+    ("uri", "message"),
+    [
+        (f"s3://key:{SECRET}@bucket/runs", "AWS_ACCESS_KEY_ID"),
+        ("s3://bucket/runs?endpoint_override=x", "AWS_ENDPOINT_URL"),
+        ("gs://bucket/runs", "write a folder, or s3://BUCKET/PREFIX"),
+        ("s3://", "write a folder, or s3://BUCKET/PREFIX"),
+        ("s3://bucket/../x", "write a folder, or s3://BUCKET/PREFIX"),
+    ],
+)
+def test_another_uri_is_refused_in_a_line_without_a_secret(uri: str, message: str) -> None:
+    with pytest.raises(ExperimentError, match=message) as error:
+        root_folder(uri)
+    assert SECRET not in str(error.value)
+
+
+def test_a_second_driver_is_refused_while_the_first_renews_its_lease(
+    s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = lease(tmp_path / "a"), lease(tmp_path / "b")
+    first.acquire(lambda line: None)
+    assert is_fresh(URI)
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: 1e12)  # this machine's clock does not matter
+        assert is_fresh(URI)
+    with pytest.raises(ExperimentError, match=r"is being carried out by a driver on .*: wait for it, or end it first"):
+        second.acquire(lambda line: None)
+    first.release()
+    assert contents(URI) == {}
+    lease(tmp_path / "b").acquire(pytest.fail)
+
+
+def test_the_lease_of_a_killed_driver_ends_and_at_once_in_its_own_folder(s3: S3, tmp_path: Path) -> None:
+    killed = lease(tmp_path / "a")
+    killed._put()
+    lines: list[str] = []
+    again = lease(tmp_path / "a")
+    again.acquire(lines.append)
+    assert not lines
+    again._ended.set()  # and killed too
+    again._thread.join()
+    began_s = time.monotonic()
+    elsewhere = lease(tmp_path / "b")
+    elsewhere.acquire(lines.append)
+    assert time.monotonic() - began_s >= 2.5
+    assert "waiting 2.5 s to see whether it still has" in lines[0]
+    assert len(contents(URI)) == 1
+    elsewhere.release()
+
+
+def test_a_driver_that_was_paused_while_another_took_over_ends_and_puts_nothing_more(
+    s3: S3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = run_folder(URI)
+    monkeypatch.setattr(driver_lease, "RENEW_S", 3600.0)  # as in a pause: nothing renews the lease, and it has ended
+    monkeypatch.setattr(driver_lease, "LEASE_S", 0.0)
+
+    def drive() -> None:
+        with session_of(RunDir(folder), pytest.fail):
+            ObjectStore(URI).put(".drivers/other", b'{"drives": true, "folder": "of another"}')
+            write_json(folder / "result.json", {})
+            wait_until(lambda: False)
+
+    with pytest.raises(KeyboardInterrupt):
+        drive()
+    assert contents(URI).keys() == {"owner.json", ".drivers/other"}
+
+
+def test_a_driver_that_wakes_at_its_end_puts_nothing_more(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = run_folder(URI)
+    monkeypatch.setattr(driver_lease, "RENEW_S", 3600.0)
+    monkeypatch.setattr(driver_lease, "LEASE_S", 0.0)
+    monkeypatch.setattr(stored_session, "EVERY_S", 3600.0)
+
+    def drive() -> None:
+        with session_of(RunDir(folder), pytest.fail):
+            ObjectStore(URI).put(".drivers/other", b'{"drives": true, "folder": "of another"}')
+            write_json(folder / "result.json", {})
+
+    with pytest.raises(ExperimentError, match=f"another driver has taken over {URI}: this one ends"):
+        drive()
+    assert contents(URI).keys() == {"owner.json", ".drivers/other"}
+
+
+def test_what_the_driver_writes_is_put_and_a_result_behind_all_else(s3: S3) -> None:
+    folder = run_folder(URI)
+    with session_of(RunDir(folder), pytest.fail):
+        write_json(folder / "spool/target.json", {})
+        write_json(folder / "student/sessions.jsonl", {})
+        write_json(folder / "student/stage.json", {})  # the workers'
+        wait_until(lambda: "student/sessions.jsonl" in contents(URI))
+        (folder / "student/sessions.jsonl").unlink()  # as a cleaner of temporary files does
+        delete(folder / "spool/target.json")
+        write_json(folder / "result.json", {"status": "complete"})
+    assert contents(URI).keys() == {"owner.json", "student/sessions.jsonl", "result.json"}
+
+
+def test_a_trial_that_is_to_run_again_has_no_result_in_the_store_either(s3: S3) -> None:
+    run_dir = RunDir(run_folder(URI))
+    outcome = Outcome(status="failed", failure="unschedulable")
+    with session_of(run_dir, pytest.fail):
+        write_outcome(run_dir.trial("000").result, outcome)
+        wait_until(lambda: "trials/000/result.json" in contents(URI))
+        retry_unschedulable([Trial("000", {}, None, outcome)], run_dir)
+    assert contents(URI).keys() == {"owner.json"}
+    assert not run_dir.trial("000").result.exists()
+
+
+def test_what_workers_put_elsewhere_comes_to_the_driver(s3: S3, tmp_path: Path) -> None:
+    folder, node = run_folder(URI), RunCopy(URI, tmp_path / "node")
+    with session_of(RunDir(folder), pytest.fail):
+        node.own("student", lambda name: True)
+        node.store.put("student/metrics.jsonl", b"1\n")
+        wait_until((folder / "student/metrics.jsonl").exists)
+        node.store.put("student/metrics.jsonl", b"1\n2\n")
+        wait_until(lambda: (folder / "student/metrics.jsonl").read_text() == "1\n2\n")
+
+
+def test_records_that_a_kill_left_unsent_are_put_before_workers_begin_elsewhere(s3: S3, tmp_path: Path) -> None:
+    copy = RunCopy(URI, tmp_path / "driver")
+    stage = StageDir(copy.folder / "student")
+    settings = job_config(stage.root, teacher=None).model_copy(update={"run_store": RunStore(uri=URI, folder=str(copy.folder))})
+    put_stage_records(settings)
+    assert contents(URI) == {}
+    copy.own("student", lambda name: True)
+    append_line(stage.metrics, {"step": 1})
+    put_stage_records(settings)
+    assert contents(URI)["student/metrics.jsonl"] == '{"step": 1}\n'
+
+
+def test_the_drivers_lines_on_a_stage_are_not_in_the_log_that_comes_from_its_workers(s3: S3) -> None:
+    stage = StageDir(run_folder(URI) / "student")
+    log(stage, "waiting for nodes")
+    assert not stage.log.exists()
+    assert not is_of_workers("student/logs/driver.log")
+    assert "waiting for nodes" in stage.driver_log.read_text()
+
+
+def test_a_store_that_is_gone_at_the_end_is_one_line_that_says_how_to_go_on(s3: S3) -> None:
+    folder = run_folder(URI)
+
+    def drive() -> None:
+        with session_of(RunDir(folder), pytest.fail):
+            s3.refuse(403, 10**6)
+            write_json(folder / "result.json", {})
+
+    with pytest.raises(StorageError, match=f"cannot be .*continue with `distill resume {URI}`"):
+        drive()
+    s3.refuse(403, 0)
+    put_rest(RunDir(folder), pytest.fail)
+    assert "result.json" in contents(URI)
+
+
+def test_a_run_that_another_machine_has_begun_is_not_continued_with_this_ones_experiment(s3: S3) -> None:
+    folder, store = run_folder(URI), ObjectStore(URI)
+    store.put("owner.json", b'{"folder": "elsewhere"}')
+    store.put("experiment.yaml", b"seed: 1\n")
+    store.put("result.json", b"{}")
+    write_atomic(folder / "experiment.yaml", b"seed: 2\n")
+    with (
+        pytest.raises(ExperimentError, match=f"^{URI} already holds a run: continue it with `distill resume {URI}`"),
+        session_of(RunDir(folder), pytest.fail),
+    ):
+        pytest.fail("it began")
+    assert contents(URI)["experiment.yaml"] == "seed: 1\n"
+    assert not any(name.startswith(".drivers/") for name in contents(URI))
+
+
+def test_a_run_that_died_as_it_began_elsewhere_is_begun_anew(s3: S3) -> None:
+    folder, store = run_folder(URI), ObjectStore(URI)
+    store.put("owner.json", b'{"folder": "elsewhere"}')
+    store.put("experiment.yaml", b"seed: 1\n")
+    write_atomic(folder / "experiment.yaml", b"seed: 2\n")
+    write_atomic(folder / "result.json", b"{}")
+    with session_of(RunDir(folder), pytest.fail):
+        assert contents(URI)["experiment.yaml"] == "seed: 2\n"
+    assert (folder / "result.json").exists()
+
+
+def test_refusals_name_the_run_as_the_user_does(s3: S3) -> None:
+    folder = run_folder(URI)
+    write_atomic(folder / "experiment.yaml", b"")
+    with pytest.raises(ExperimentError, match=f"^{URI} holds a run that died as it began"):
+        check_writable(folder.parent, folder)
+    write_atomic(folder / "result.json", b"")
+    with pytest.raises(ExperimentError, match=f"^{URI} already holds a run: continue it with `distill resume {URI}`"):
+        check_writable(folder.parent, folder)
+
+
+def test_records_are_fetched_unless_the_run_is_written_here(s3: S3) -> None:
+    folder, store = run_folder(URI), ObjectStore(URI)
+    fetch_records(folder)
+    with pytest.raises(ExperimentError, match=f"^{URI} holds no run"):
+        reopen(folder)
+    store.put("owner.json", b'{"folder": "elsewhere"}')
+    store.put("student/owner.json", b'{"folder": "elsewhere"}')
+    for name in ("result.json", "student/metrics.jsonl", "student/checkpoints/best.safetensors", "ray/x", ".drivers/x"):
+        store.put(name, b"1")
+    fetch_records(folder)
+    found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")}
+    assert found == {"result.json", "student/metrics.jsonl"}
+    store.put("result.json", b"2")
+    fetch_records(folder)
+    assert (folder / "result.json").read_bytes() == b"2"

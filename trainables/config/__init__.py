@@ -1,0 +1,40 @@
+"""The configuration of one training job: frozen, typed, checked sections. Nothing here knows Ray, files or the sweep.
+
+`service.config.experiment` composes the same sections into the experiment that a user writes.
+"""
+
+from trainables.config.data import ON_DEVICE, ColorJitterConfig, DataConfig, DeviceAugmentConfig, RandAugmentConfig
+from trainables.config.distill import DistillConfig, MethodOptions
+from trainables.config.job import EvaluateConfig, FillConfig, RunStore, TrainConfig, TrainingConfig
+from trainables.config.models import AssistantConfig, ModelConfig, OtherTeacherConfig, TeacherConfig
+from trainables.config.optim import LossOptimConfig, OptimConfig
+from trainables.config.scale import ScaleConfig
+from trainables.config.section import Count, Natural, NonNegative, Positive, Probability, Section
+
+__all__ = [
+    "ON_DEVICE",
+    "AssistantConfig",
+    "ColorJitterConfig",
+    "Count",
+    "DataConfig",
+    "DeviceAugmentConfig",
+    "DistillConfig",
+    "EvaluateConfig",
+    "FillConfig",
+    "LossOptimConfig",
+    "MethodOptions",
+    "ModelConfig",
+    "Natural",
+    "NonNegative",
+    "OptimConfig",
+    "OtherTeacherConfig",
+    "Positive",
+    "Probability",
+    "RandAugmentConfig",
+    "RunStore",
+    "ScaleConfig",
+    "Section",
+    "TeacherConfig",
+    "TrainConfig",
+    "TrainingConfig",
+]

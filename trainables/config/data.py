@@ -1,0 +1,123 @@
+"""Which images, how they are augmented, and how they reach a worker."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from trainables.config.section import Count, Natural, NonNegative, Positive, Probability, Section
+
+ON_DEVICE = ("gpu", "dali")
+"""What `data.decoder` may be that decodes on the device, see `trainables.device.decoders`."""
+
+
+class RandAugmentConfig(Section):
+    """RandAugment with torchvision's operations."""
+
+    num_ops: Annotated[Count, Field(le=16)] = Field(2, description="operations on each image")
+    magnitude: Annotated[Natural, Field(le=30)] = Field(9, description="of each operation, 0 to 30")
+
+
+class ColorJitterConfig(Section):
+    """How far colours may be changed: factors from 1 - value to 1 + value, hue by a part of the colour circle."""
+
+    brightness: NonNegative = Field(0.0, description="factors from 1 - value to 1 + value")
+    contrast: NonNegative = Field(0.0, description="factors from 1 - value to 1 + value")
+    saturation: NonNegative = Field(0.0, description="factors from 1 - value to 1 + value")
+    hue: Annotated[float, Field(ge=0, le=0.5)] = Field(0.0, description="part of the colour circle, to either side")
+
+
+class DeviceAugmentConfig(Section):
+    """Training augmentation of whole batches on the device, in this order; absent or 0 is off."""
+
+    randaugment: RandAugmentConfig | None = None
+    color_jitter: ColorJitterConfig | None = None
+    random_erasing: Probability = Field(0.0, description="probability that a rectangle of an image becomes the mean colour")
+    mixup: NonNegative = Field(0.0, description="α of the shares of two mixed images, from Beta(α, α)")
+    cutmix: NonNegative = Field(0.0, description="α of the shares of two pasted images; with mixup, each image draws which")
+
+    @property
+    def mixes(self) -> bool:
+        """Whether an image may be mixed with one of another class."""
+        return self.mixup > 0 or self.cutmix > 0
+
+
+class DataConfig(Section):
+    """Which images, and how they reach a worker."""
+
+    path: str = Field(
+        "digits", min_length=1, description="`digits`, `synthetic`, a packed set, or a folder with train/CLASS/* and val/CLASS/*"
+    )
+    global_batch_size: Count = Field(128, description="samples per optimizer step over all workers")
+    loader_workers: Natural | Literal["auto"] = Field(
+        "auto", description="decode threads that feed one worker; auto: as many as are needed; 0 decodes in the training thread"
+    )
+    loader: Literal["auto", "threads", "process"] = Field(
+        "auto",
+        description="where they live: threads of the training process, or a process of its own, which does not share its GIL; "
+        "auto: a process where a GPU trains",
+    )
+    image_size: Annotated[Count, Field(le=4096)] = Field(
+        8, description="height and width of the images that the models see, in pixels"
+    )
+    augment: Literal["none", "crop_flip", "pad_crop_flip"] = Field(
+        "none", description="crop_flip: RandomResizedCrop + flip; pad_crop_flip: pad by 4, crop, flip, as for CIFAR"
+    )
+    device_augment: DeviceAugmentConfig = Field(DeviceAugmentConfig(), description="further augmentation, on the device")
+    decoder: Literal["auto", "gpu", "dali"] = Field(
+        "auto",
+        description="what decodes JPEG; auto: the CPU, by the fastest library there is; gpu, dali: the GPU, for crop_flip alone",
+    )
+    fidelity: Literal["fast", "exact"] = Field(
+        "fast", description="crop_flip in training: torchvision's pixels within a rounding (exact), or nearly so (fast)"
+    )
+    val_resize: Count | None = Field(None, description="shorter side before the centre crop; absent: image_size·256/224")
+    shuffle: str = Field(
+        "full", description="training order: `full`; `none`: as stored; `window(n)`: shards at random, shuffled within n samples"
+    )
+    last_batch: Literal["drop", "short"] = Field("drop", description="what becomes of the last, incomplete training batch")
+    prefetch_batches: Count = Field(2, description="batches that a loader prepares ahead")
+    max_bad: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.001, description="share of a split's images that an epoch may skip as unreadable; one may always be, unless this is 0"
+    )
+    stage: Annotated[str, Field(pattern=r"^(none|ram|[/~].*)$")] = Field(
+        "none", description="where a node keeps its copy of a packed set: `ram`, or a folder (absolute); `none`: no copy"
+    )
+    cache: Literal["none", "memory"] = Field("none", description="memory: a node keeps image files that it has read in memory")
+    cache_mib: Count | None = Field(
+        None, description="most that `cache: memory` or the shards of a remote set take on a node; absent: by what is free"
+    )
+    mean: tuple[float, float, float] = Field((0.485, 0.456, 0.406), description="per-channel mean of pixels in [0, 1]")
+    std: tuple[Positive, Positive, Positive] = Field(
+        (0.229, 0.224, 0.225), description="per-channel deviation of pixels in [0, 1]"
+    )
+    synthetic_images: Count = Field(2048, description="training images of the `synthetic` source")
+    synthetic_classes: Count = Field(10, description="classes of the `synthetic` source")
+
+    @property
+    def augments_at_random(self) -> bool:
+        """Whether an image of the training split is augmented differently in each epoch."""
+        return self.augment != "none" or self.device_augment != DeviceAugmentConfig()
+
+    @property
+    def decodes_on_device(self) -> bool:
+        """Whether training's crops are decoded on the device."""
+        return self.decoder in ON_DEVICE
+
+    @model_validator(mode="after")
+    def _check_device_decoder(self) -> Self:
+        if self.decodes_on_device and self.augment != "crop_flip":
+            raise ValueError(
+                f"decoder {self.decoder} decodes what augment crop_flip cuts out, and augment is {self.augment}: "
+                "write decoder auto"
+            )
+        return self
+
+    @field_validator("shuffle")
+    @classmethod
+    def _check_shuffle(cls, shuffle: str) -> str:
+        if not re.fullmatch(r"full|none|window\([1-9][0-9]{0,11}\)", shuffle):
+            raise ValueError(f"must be full, none or window(n) with a number of samples n, as window(10000), not {shuffle!r}")
+        return shuffle

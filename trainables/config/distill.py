@@ -1,0 +1,66 @@
+"""Which methods distil, and how their weights change in time."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+from pydantic import Field, field_serializer, field_validator
+
+from trainables.config.section import NonNegative, Section
+
+
+class MethodOptions(Section):
+    """The options of every distillation method; a method adds its own, and gives the defaults of its paper."""
+
+    weight: NonNegative = Field(1.0, description="of the method's loss")
+    warmup_epochs: NonNegative = Field(0.0, description="epochs over which the weight rises linearly from 0")
+    warmup_by: Literal["step", "epoch_from_0", "epoch_from_1"] = Field(
+        "step", description="when it rises: with every step, or once an epoch, to (number of the epoch)/warmup_epochs"
+    )
+    decay: Literal["none", "linear", "cosine"] = Field("none", description="how the weight falls to 0 at the last epoch's end")
+    student_taps: tuple[str, ...] | None = Field(None, description="where the student is read; absent: the method's own points")
+    teacher_taps: tuple[str, ...] | None = Field(None, description="where the teacher is read; absent: the method's own points")
+
+    def weight_at(self, epoch: float, epochs: int) -> float:
+        """The weight when `epoch` epochs of `epochs` have passed."""
+        counted = {"step": epoch, "epoch_from_0": math.floor(epoch), "epoch_from_1": math.floor(epoch) + 1}[self.warmup_by]
+        risen = min(counted / self.warmup_epochs, 1.0) if self.warmup_epochs else 1.0
+        done = min(epoch / epochs, 1.0)
+        left = {"none": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[self.decay]
+        return self.weight * max(risen, 0.0) * left
+
+
+class DistillConfig(Section):
+    """How the student learns: task_weight·CE + Σ over methods of weight·(its terms)."""
+
+    method: tuple[str, ...] = Field(
+        ("kd",), description="a method's name, or several; one of your own as FILE.py:CLASS; none: the labels alone"
+    )
+    task_weight: NonNegative | None = Field(
+        None, description="weight of the labels' cross-entropy; absent: as the methods have it by default, the largest"
+    )
+    options: dict[str, dict[str, Any]] = Field(
+        {}, description="method → its options, such as `weight`; those of a method that is not used wait until it is"
+    )
+
+    @field_serializer("method")
+    def _serialize_method(self, method: tuple[str, ...]) -> tuple[str, ...] | str:
+        return method or "none"
+
+    @field_validator("method", mode="before")
+    @classmethod
+    def _parse_method(cls, method: Any) -> Any:
+        if isinstance(method, list | tuple) and not method:
+            raise ValueError("names no method: write one, such as kd, or none")
+        if not isinstance(method, str | list | tuple):
+            raise ValueError(f"names a method, or a list of methods, such as kd, not {method!r}")
+        return () if method == "none" else (method,) if isinstance(method, str) else method
+
+    @field_validator("method")
+    @classmethod
+    def _check_unique(cls, method: tuple[str, ...]) -> tuple[str, ...]:
+        keys = [name.rpartition(":")[2] for name in method]
+        if twice := next((key for key in keys if keys.count(key) > 1), None):
+            raise ValueError(f"names {twice} twice: set its weight in distill.options.{twice}.weight instead")
+        return method

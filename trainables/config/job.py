@@ -1,0 +1,110 @@
+"""How the loop runs, and the whole configuration of one job: to train, to fill a cache, to evaluate."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from trainables.config.data import DataConfig
+from trainables.config.distill import DistillConfig
+from trainables.config.models import TeacherConfig
+from trainables.config.optim import OptimConfig
+from trainables.config.scale import ScaleConfig
+from trainables.config.section import Count, Natural, Positive, Section
+
+
+class TrainingConfig(Section):
+    """How the loop runs, apart from what it learns."""
+
+    channels_last: bool = Field(False, description="models and images in channels_last memory format")
+    compile: bool = Field(False, description="torch.compile the student and the teacher")
+    cuda_graphs: bool = Field(
+        False, description="launch a step as one CUDA graph, where it can be captured; where it cannot, the log says why"
+    )
+    log_every: Count = Field(20, description="steps between log lines and records")
+    checkpoint_every: Count = Field(
+        500, description="steps between checkpoints inside an epoch; one is written at each epoch's end too"
+    )
+    checkpoint_every_s: Positive = Field(
+        300.0, description="seconds between checkpoints inside an epoch, where checkpoint_every steps take longer"
+    )
+    evaluate_every: Count = Field(
+        1, description="epochs between evaluations, those of a method's init stage apart; the last epoch is always evaluated"
+    )
+    warmup_steps: Natural = Field(5, description="first steps that throughput and phase times leave out")
+    max_steps: Count | None = Field(
+        None, description="stop after so many steps past the warm-up, without evaluation: a timing run"
+    )
+    until_top1_pct: Annotated[float, Field(gt=0, le=100)] | None = Field(
+        None, description="the student: stop after the first evaluated epoch whose top-1 reaches this, and record after how long"
+    )
+    until_s: Positive | None = Field(
+        None, description="the student: stop after the epoch in which training has taken so many seconds, evaluation apart"
+    )
+    telemetry_every_s: Positive = Field(1.0, description="seconds between two readings of GPU and CPU telemetry")
+
+    @model_validator(mode="after")
+    def _check_timing_run(self) -> Self:
+        if self.max_steps is not None and (self.until_top1_pct is not None or self.until_s is not None):
+            raise ValueError("max_steps is for timing runs, which are not evaluated: leave out until_top1_pct and until_s")
+        return self
+
+
+class RunStore(Section):
+    """A run in an object store."""
+
+    uri: str = Field(description="of the run, or the sweep")
+    folder: str = Field(description="absolute folder of its copy on each node")
+
+
+class TrainConfig(Section):
+    """Everything one worker needs to train one model: with `distill` it distils, without it trains on labels alone."""
+
+    stage: str = Field("student", description="name of this stage in records: `teacher`, `assistant1` …, `student`")
+    output_dir: str = Field(description="absolute stage directory; without a run_store on a file system that all nodes share")
+    run_store: RunStore | None = Field(None, description="where the run is, of which each node has a copy; None: in its folder")
+    data: DataConfig
+    loader_auto: bool = Field(False, description="data.loader_workers was `auto`: it is the most threads, fewer may be enough")
+    model: str
+    teacher: TeacherConfig | None = None
+    teachers: tuple[str, ...] = Field((), description="names of the actors of `teacher.service`")
+    teacher_sha256: str | None = Field(None, description="hash of the teacher whose logits are cached or requested")
+    distill: DistillConfig | None = Field(None, description="absent: the labels alone are learned")
+    optim: OptimConfig = OptimConfig()
+    scale: ScaleConfig = ScaleConfig()
+    train: TrainingConfig = TrainingConfig()
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    next_num_workers: int | None = Field(
+        None,
+        description="an elastic stage: it ends, to begin again with so many workers, once there is room; None: never",
+    )
+    report_each_epoch: bool = Field(False, description="a scheduler may stop the job after each epoch: the loop waits for Ray")
+    labels: dict[str, str] = Field(default_factory=dict, description="tags of exported Ray metrics, such as the trial's name")
+
+    @property
+    def num_augmentation_epochs(self) -> int | None:
+        """The number of different augmentations of an image, which epochs repeat in turn; None: every epoch has its own."""
+        if self.teacher is None or self.teacher.logits_only is None:
+            return None
+        return self.teacher.cache_epochs if self.data.augments_at_random else 1
+
+    @property
+    def num_cached_epochs(self) -> int:
+        """The number of epochs whose logits make a full cache."""
+        return min(self.num_augmentation_epochs or self.optim.epochs, self.optim.epochs)
+
+
+class FillConfig(TrainConfig):
+    """What one worker needs to fill the cache of `teacher`: nothing is trained."""
+
+
+class EvaluateConfig(Section):
+    """What one worker needs to evaluate a checkpoint."""
+
+    checkpoint: str
+    output: str = Field(description="absolute path of the JSON file that the result is written to")
+    data: DataConfig
+    scale: ScaleConfig = ScaleConfig()
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"

@@ -1,0 +1,111 @@
+"""Which models teach, and which stand between teacher and student."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from trainables.config.section import Count, Positive, Section
+
+
+class ModelConfig(Section):
+    """A model by name."""
+
+    model: str = Field(min_length=1, description="one of ours, torchvision's or timm's (`timm/NAME`)")
+
+
+class OtherTeacherConfig(ModelConfig):
+    """A further model that is imitated; it has been trained before."""
+
+    weights: str = Field(min_length=1, description="as teacher.weights")
+    share: Positive = Field(1.0, description="weight of its probabilities in the mean of all teachers'")
+
+
+class TeacherConfig(ModelConfig):
+    """The model that is imitated."""
+
+    weights: str | None = Field(
+        None, description="a checkpoint of ours, a torchvision or timm weight name, a state-dict file; absent: trained first"
+    )
+    epochs: Count | None = Field(None, description="epochs of its training; absent: optim.epochs")
+    cache: str | None = Field(
+        None,
+        min_length=1,
+        description="a folder that all nodes share, where its logits, and an assistant's, are stored for all runs",
+    )
+    cache_top_k: Count | None = Field(None, description="store so many classes of each image, and what the others add up to")
+    cache_epochs: Count | None = Field(
+        None, description="augment the images in so many ways, one epoch each, then again; absent: every epoch in its own"
+    )
+    service: Annotated[Count, Field(le=1024)] | None = Field(
+        None, description="so many Ray actors compute its logits for all students, instead of a network in each worker"
+    )
+    service_devices: Annotated[Count, Field(le=64)] = Field(
+        1, description="GPUs of each of these actors, which share the layers of its network"
+    )
+    placement: Literal["auto", "whole", "sharded"] = Field(
+        "auto",
+        description="its network: whole in each worker, or each has a part of its parameters; auto: whole where that fits a GPU",
+    )
+    fold_batch_norms: bool | None = Field(
+        None, description="fold its batch norms into its convolutions, in each worker; absent: with precision bf16 and fp16"
+    )
+    share: Positive = Field(1.0, description="weight of its probabilities in the mean with `others`")
+    others: tuple[OtherTeacherConfig, ...] = Field(
+        (), description="further teachers: the mean of their probabilities is imitated, each counting by its `share`"
+    )
+
+    @field_validator("cache")
+    @classmethod
+    def _check_cache_folder(cls, cache: str | None) -> str | None:
+        if cache is not None and "://" in cache:
+            raise ValueError("must be a folder that all nodes mount, not a URI")
+        if cache is not None and "\0" in cache:
+            raise ValueError("must be a folder, and no path has the character NUL in it")
+        return cache
+
+    @model_validator(mode="after")
+    def _check_cache_keys(self) -> Self:
+        for name in ("cache_top_k", "cache_epochs"):
+            if self.cache is None and getattr(self, name) is not None:
+                raise ValueError(f"{name} is for a teacher whose logits are cached: write cache: FOLDER, or leave it out")
+        if self.cache is not None and self.others:
+            raise ValueError("cache stores the logits of one teacher: leave out cache, or others")
+        if self.service is not None and self.others:
+            raise ValueError("service computes the logits of one teacher: leave out service, or others")
+        if self.placement == "sharded" and self.logits_only is not None:
+            raise ValueError(
+                f"placement sharded is for a network that runs in every step, and {self.logits_only} is set: leave out one of"
+                " the two"
+            )
+        if self.service is None and self.service_devices > 1:
+            raise ValueError("service_devices is for the actors of service: write service: NUMBER, or leave it out")
+        if self.service is not None and self.cache is not None:
+            raise ValueError("cache stores what service would compute: leave out one of the two")
+        return self
+
+    @property
+    def logits_only(self) -> str | None:
+        """The key of what gives the teacher's logits, and no more of it, in place of a network in each worker; None: neither."""
+        return "teacher.cache" if self.cache is not None else "teacher.service" if self.service is not None else None
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Those of this teacher and the others, as parts of 1."""
+        shares = (self.share, *(other.share for other in self.others))
+        return tuple(share / math.fsum(shares) for share in shares)
+
+
+class AssistantConfig(ModelConfig):
+    """A model between teacher and student: it learns from the one before it and teaches the one after it."""
+
+    epochs: Count | None = Field(None, description="epochs of its training; absent: optim.epochs")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_weights(cls, tree: Any) -> Any:
+        if isinstance(tree, dict) and "weights" in tree:
+            raise ValueError("weights: an assistant is trained here: leave them out")
+        return tree

@@ -1,0 +1,74 @@
+"""Optimizer, schedule and length of training."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from trainables.config.section import Count, NonNegative, Positive, Section
+
+
+class LossOptimConfig(Section):
+    """An optimizer for one loss, where it differs from the section around it."""
+
+    name: Literal["sgd", "adamw"] | None = Field(None, description="as optim.name; absent: the same")
+    lr: Positive | None = Field(None, description="as optim.lr; absent: the same")
+    schedule: Literal["constant", "step", "cosine"] | None = Field(None, description="as optim.schedule; absent: the same")
+    milestones: tuple[Count, ...] | None = Field(None, description="as optim.milestones; absent: the same")
+    gamma: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="as optim.gamma; absent: the same")
+    warmup_epochs: NonNegative | None = Field(None, description="as optim.warmup_epochs; absent: the same")
+    momentum: Annotated[float, Field(ge=0, lt=1)] | None = Field(None, description="as optim.momentum; absent: the same")
+    nesterov: bool | None = Field(None, description="as optim.nesterov; absent: the same")
+    weight_decay: NonNegative | None = Field(None, description="as optim.weight_decay; absent: the same")
+
+
+class OptimConfig(Section):
+    """Optimizer, schedule and length of training."""
+
+    name: Literal["sgd", "adamw", "dot"] = Field(
+        "sgd", description="dot: the Distillation-Oriented Trainer, SGD with a momentum for the task and one for the methods"
+    )
+    losses: dict[str, LossOptimConfig] = Field(
+        {}, description="`task`, a method or METHOD/TERM → an optimizer of its own, as what differs from this section"
+    )
+    delta: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.075, description="dot: the task's momentum is `momentum` less this, the methods' is `momentum` and this"
+    )
+    epochs: Count = Field(10, description="epochs of training")
+    lr: Positive = Field(0.1, description="peak learning rate")
+    lr_scaling: Literal["none", "linear"] = Field(
+        "none", description="linear: lr is multiplied by global_batch_size / lr_base_batch"
+    )
+    lr_base_batch: Count = Field(256, description="lr_scaling linear: the global batch size for which lr is meant")
+    schedule: Literal["constant", "step", "cosine"] = Field(
+        "cosine", description="how the learning rate falls after the warm-up; cosine: to 0 at the end"
+    )
+    milestones: tuple[Count, ...] = Field((30, 60, 90), description="epochs at which the step schedule multiplies lr by gamma")
+    gamma: Annotated[float, Field(gt=0, le=1)] = Field(0.1, description="schedule step: factor at each milestone")
+    warmup_epochs: NonNegative = Field(0.0, description="epochs over which the learning rate rises linearly to lr")
+    momentum: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="of sgd and dot")
+    nesterov: bool = Field(False, description="Nesterov momentum, of sgd")
+    weight_decay: NonNegative = Field(1e-4, description="of sgd and dot L2, of adamw decoupled")
+    decay_norm_and_bias: bool = Field(True, description="false: no weight decay on norm layers and biases")
+    accumulate: Count = Field(
+        1, description="micro-batches per optimizer step, of the per-worker batch; one worker needs 2 to measure the noise_scale"
+    )
+    clip_grad_norm: Positive | None = Field(None, description="largest L2 norm of all gradients of a step; absent: no clipping")
+
+    @model_validator(mode="after")
+    def _check_dot(self) -> Self:
+        if self.name == "dot":
+            if self.nesterov or self.losses:
+                raise ValueError("name dot has two momenta of its own: set nesterov to false, and leave out losses")
+            if self.momentum + self.delta >= 1 or self.momentum < self.delta:
+                raise ValueError(
+                    f"name dot: momentum {self.momentum:g} ± delta {self.delta:g} must lie in 0 … 1: write a smaller delta"
+                )
+        return self
+
+    def for_loss(self, key: str, declared: LossOptimConfig | None = None) -> OptimConfig:
+        """The section as it is for one loss; what a method has `declared` for it counts where `losses` says nothing."""
+        layers = (layer.model_dump(exclude_none=True) for layer in (declared, self.losses.get(key)) if layer is not None)
+        own = {name: value for layer in layers for name, value in layer.items()}
+        return OptimConfig.model_validate({**self.model_dump(), **own, "losses": {}})

@@ -1,0 +1,91 @@
+"""How many processes train, and what each has and reserves."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from trainables.config.section import Count, Natural, NonNegative, Section
+
+
+class ScaleConfig(Section):
+    """How many processes, what each has of the model, and what each reserves."""
+
+    num_workers: Count = Field(1, description="Ray Train workers: the world size; [2, 8] sets min_workers to 2 and this to 8")
+    min_workers: Count | None = Field(
+        None, description="elastic: a stage goes on with as few workers where nodes are gone; absent: with num_workers alone"
+    )
+    pipeline_stages: Count | Literal["auto"] = Field(
+        1,
+        description="workers that share one replica of the trained model, each with a part of its layers; auto: by timing,"
+        " the fastest of the numbers that divide num_workers; data.global_batch_size must suit 1",
+    )
+    micro_batches: Count | Literal["auto"] = Field(
+        "auto",
+        description="parts of a replica's batch that flow through its pipeline stages; auto: by timing; without effect for one",
+    )
+    schedule: Literal["1f1b", "gpipe"] = Field(
+        "1f1b", description="order of the micro-batches' passes in a pipeline stage; 1f1b stores fewer activations"
+    )
+    cut: tuple[str, ...] | None = Field(
+        None,
+        description="modules with which the student's second and later pipeline stages begin; absent: planned by timing",
+    )
+    use_gpu: bool | Literal["auto"] = Field("auto", description="one GPU per worker; auto: where the cluster has GPUs")
+    cpus_per_worker: Count = Field(1, description="compute threads of one worker, not counting its loader workers")
+    sync_batch_norm: bool = Field(False, description="batch statistics over all workers")
+    hang_after_s: NonNegative | Literal["auto"] = Field(
+        "auto",
+        description="seconds without progress after which workers hang and are restarted, and ten times as many before the "
+        "second step; auto: 50 steady steps, at least 120 s (a checkpoint 600 s); 0: never",
+    )
+    collective_timeout_s: Count = Field(
+        1800, description="seconds after which torch gives up a collective; less than hang_after_s leaves a hang unexplained"
+    )
+
+    max_failures: Natural = Field(
+        3, description="restarts after a worker or a node has died, or a hang; an announced end is not counted"
+    )
+    wait_for_nodes_s: NonNegative = Field(
+        1800.0,
+        description="seconds that a stage, or teacher.service, waits for nodes where those at hand are too few; 0: it ends",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _parse_range(cls, tree: Any) -> Any:
+        workers = tree.get("num_workers") if isinstance(tree, dict) else None
+        if not isinstance(workers, list | tuple) or len(workers) != 2:
+            return tree
+        return {**tree, "min_workers": workers[0], "num_workers": workers[1]}
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages; 1 as long as a job has not chosen them (`auto`)."""
+        return 1 if self.pipeline_stages == "auto" else self.pipeline_stages
+
+    @property
+    def num_replicas(self) -> int:
+        """Copies of the model, each of which trains on its part of the global batch."""
+        return self.num_workers // self.num_stages
+
+    @model_validator(mode="after")
+    def _check_stages(self) -> Self:
+        stages, workers = self.num_stages, self.num_workers
+        if self.min_workers is not None and self.min_workers > workers:
+            raise ValueError(f"min_workers {self.min_workers} is more than num_workers {workers}: write at most {workers}")
+        if workers % stages:
+            lower = max(workers // stages, 1) * stages
+            instead = f"write {lower} or {lower + stages}" if workers > stages else f"write {stages}"
+            raise ValueError(f"num_workers {workers} is not divisible by pipeline_stages {stages}: {instead}")
+        if self.cut is not None and self.pipeline_stages == "auto":
+            raise ValueError(
+                f"cut names {len(self.cut)} modules for a number of pipeline_stages: write that number, or leave cut out"
+            )
+        if self.cut is not None and len(self.cut) != stages - 1:
+            raise ValueError(
+                f"cut names {len(self.cut)} modules, and {stages} pipeline_stages begin with {stages - 1} besides the images: "
+                "name as many, or leave cut out"
+            )
+        return self

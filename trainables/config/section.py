@@ -1,0 +1,52 @@
+"""What every section of a configuration is: frozen, typed, checked; and the numbers that several have."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated, Any, cast
+
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, PydanticKnownError, core_schema
+
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+Natural = Annotated[int, Field(ge=0, lt=2**31)]
+NonNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+Probability = Annotated[float, Field(ge=0, le=1)]
+
+
+def _refuse_booleans(schema: Any) -> Any:
+    """A pydantic schema whose integers and floats, at any depth, refuse booleans before anything else is checked.
+
+    Python counts true as 1; a user who writes `true` for a number has mistaken the key. Each branch of a union and each element
+    of a list has its own error, which a validator of whole fields could not give. Sections inside have their own schemas.
+    """
+    if isinstance(schema, list):
+        return [_refuse_booleans(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if schema.get("type") in ("int", "float"):
+        check = partial(_refuse_boolean, f"{schema['type']}_type")
+        return core_schema.no_info_before_validator_function(check, cast(CoreSchema, schema))
+    return {key: part if key in _NO_SCHEMAS else _refuse_booleans(part) for key, part in schema.items()}
+
+
+_NO_SCHEMAS = ("metadata", "serialization", "default", "config")
+"""Keys of a pydantic schema whose values are no schemas."""
+
+
+def _refuse_boolean(error: Any, value: Any) -> Any:
+    if isinstance(value, bool):
+        raise PydanticKnownError(error)
+    return value
+
+
+class Section(BaseModel):
+    """One frozen part of an experiment; unknown keys are refused, and so are booleans, infinities and NaN for any number."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema: CoreSchema = _refuse_booleans(handler(source))
+        return schema

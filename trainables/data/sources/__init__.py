@@ -1,0 +1,1 @@
+"""Where samples come from: folders, packed records, small sets in memory."""

@@ -1,0 +1,122 @@
+"""Tensors copied into one stretch of host memory as a safetensors file has them, and that file written from there.
+
+safetensors' own `save_file` turns each tensor into bytes under Python's lock, for which the training thread would wait. Here one
+call writes them all, without that lock and without another copy. The format: 8 bytes with the header's length, little-endian; the
+header as JSON; the tensors without holes (https://huggingface.co/docs/safetensors).
+
+Shapes: N bytes of all tensors.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainables.errors import CheckpointError
+from trainables.models.checkpoint_header import META_KEY
+from trainables.rundir import replacing
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+}
+ALIGNMENT = 8
+
+
+class PackedTensors(NamedTuple):
+    """Tensors one behind the other."""
+
+    bytes_N: Tensor
+    """uint8, on the host."""
+    entries: dict[str, dict[str, Any]]
+    """By name what the header says of it: `dtype`, `shape`, and `data_offsets`, its first byte and the one behind its last."""
+    copied: torch.cuda.Event | None = None
+    """When `bytes_N` has them all; None: at once."""
+
+
+class HostBuffer:
+    """Host memory that tensors are copied to, the same for every `pack` of as many bytes; page-locked for a GPU's tensors."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._bytes_N = torch.empty(0, dtype=torch.uint8)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def pack(self, tensors: Mapping[str, Tensor]) -> PackedTensors:
+        """Copy `tensors` as they are now. What an earlier call returned is no longer valid.
+
+        On a GPU the copies run on a stream of their own: the host goes on, and later kernels of the current stream, which may
+        change the tensors, wait for them.
+
+        Raises:
+            CheckpointError: a tensor of a type that the format does not have.
+        """
+        entries = _entries(tensors)
+        num_bytes = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        if len(self._bytes_N) != num_bytes:
+            self._bytes_N = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._stream is not None)
+        if self._stream is None:
+            self._copy(tensors, entries)
+            return PackedTensors(self._bytes_N, entries)
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        copied = torch.cuda.Event(blocking=True)  # who waits for it does not use up a core
+        with torch.cuda.stream(self._stream):
+            self._copy(tensors, entries)
+            copied.record()
+        current.wait_event(copied)
+        return PackedTensors(self._bytes_N, entries, copied)
+
+    def _copy(self, tensors: Mapping[str, Tensor], entries: Mapping[str, Mapping[str, Any]]) -> None:
+        for name, tensor in tensors.items():
+            begin, end = entries[name]["data_offsets"]
+            self._bytes_N[begin:end].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach(), non_blocking=True)
+
+
+def _entries(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
+    """The largest elements first, so that each tensor begins at a multiple of its own."""
+    entries: dict[str, dict[str, Any]] = {}
+    end = 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])):
+        if tensor.dtype not in DTYPES:
+            raise CheckpointError(f"a checkpoint cannot hold {name}, which is of {tensor.dtype}: store it as another type")
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    return entries
+
+
+def write_packed(path: Path, packed: PackedTensors, meta: str) -> None:
+    """Write the tensors to a temporary file with `meta`, JSON, in its header; fsync it and rename it to `path`.
+
+    Raises:
+        CheckpointError: the disk is full or cannot be written; the file that was there is still there.
+    """
+    if packed.copied is not None:
+        with torch.cuda.device(packed.copied.device):  # a thread of its own would else open a context on the first GPU
+            packed.copied.synchronize()
+    header = json.dumps({"__metadata__": {META_KEY: meta}, **packed.entries}).encode()
+    header += b" " * (-len(header) % ALIGNMENT)
+    try:
+        with replacing(path) as temporary, open(temporary, "wb", buffering=0) as file:
+            for rest in (memoryview(len(header).to_bytes(8, "little") + header), packed.bytes_N.numpy().data):
+                while rest:  # a write may end early, and on Linux does after 2 GiB
+                    rest = rest[file.write(rest) :]
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write checkpoint {path}: {error}; the previous one still stands: free space, then `distill resume`"
+        ) from error

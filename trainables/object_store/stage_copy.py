@@ -1,0 +1,127 @@
+"""What a stage's workers bring from an object store and put there, while their folder is a copy of the run."""
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from trainables.errors import StorageError
+from trainables.object_store.run_copy import APPENDED, REPLACED, RunCopy, is_of_workers
+from trainables.rundir import StageDir, observing
+
+PUT_EVERY_S = 10.0
+"""Seconds between two puts of a file that grows; a second more for each MiB of it."""
+_ENDING_S = 10.0
+_log = logging.getLogger("raydistill")
+
+
+def fetch_inputs(settings: Mapping[str, Any]) -> None:
+    """Bring to this node what a stage reads of its run: copies of method files, a teacher that the run has trained.
+
+    `settings`: a `TrainConfig` as plain data. Raises StorageError.
+    """
+    if (run_store := settings.get("run_store")) is None:
+        return
+    copy = RunCopy(run_store["uri"], Path(run_store["folder"]))
+    copy.fetch_missing("methods")
+    weights = (settings.get("teacher") or {}).get("weights")
+    if weights and Path(weights).is_relative_to(copy.folder):
+        name = Path(weights).relative_to(copy.folder)
+        copy.fetch(str(name.parent.parent), lambda each: each == str(name))
+
+
+@contextlib.contextmanager
+def stored_stage(copy: RunCopy, folder: Path, *, is_main: bool, barrier: Callable[[], object]) -> Iterator[None]:
+    """Around a rank's work on the stage in `folder`: begin from what the store has, and put there what the rank writes.
+
+    A file that is replaced, as a checkpoint is, counts once the store has acknowledged it: `replacing` waits for that.
+
+    Raises:
+        StorageError: the store did not answer for as long as it is waited for.
+    """
+    StageDir(folder).error.unlink(missing_ok=True)  # of an earlier attempt: it would be put again as the cause of a new failure
+    part = str(folder.relative_to(copy.folder))
+    if is_main:
+        copy.own(part, _is_continued)
+    barrier()  # rank 0 may have had to put what a kill had kept from the store
+    if not is_main:
+        copy.fetch(part, lambda name: name.endswith("/last.safetensors"))
+    writer = StageWriter(copy, part, is_main=is_main)
+    thread = threading.Thread(target=writer.run, name="object store", daemon=True)
+    with observing(writer.replaced):
+        if is_main:
+            thread.start()
+        try:
+            yield
+        finally:
+            writer.end_soon()
+            writer.ended.set()
+            if is_main:
+                thread.join()
+                with contextlib.suppress(StorageError):  # the last lines of a log: all else is there
+                    writer.put_appended()
+
+
+def _is_continued(name: str) -> bool:
+    """Whether a new attempt goes on with the object; why the last one ended is nothing of its."""
+    return is_of_workers(name) and not name.endswith("/error.json")
+
+
+class StageWriter:
+    """Puts a stage's files as a worker writes them."""
+
+    def __init__(self, copy: RunCopy, part: str, *, is_main: bool) -> None:
+        self.ended = threading.Event()
+        self._copy, self._part = copy, part
+        self._appended = APPENDED if is_main else ()
+        self._sizes: dict[str, int] = {}
+        self._putting = threading.Lock()
+
+    def run(self) -> None:
+        """Put what is appended, until the stage ends."""
+        wait_s = PUT_EVERY_S
+        while not self.ended.wait(wait_s):
+            try:
+                wait_s = PUT_EVERY_S + self.put_appended() / 2**20
+            except StorageError as error:
+                _log.warning("%s; still trying", error)
+
+    def replaced(self, path: Path) -> None:
+        """A file was replaced: put it, behind the records that were written before it.
+
+        `error.json` is put at once, and its exception reaches the driver also where the store does not take it.
+
+        Raises:
+            StorageError: the store does not take another file.
+        """
+        if not path.is_relative_to(self._copy.folder / self._part):
+            return
+        name = str(path.relative_to(self._copy.folder / self._part))
+        if name == "error.json":
+            self.end_soon()
+            try:
+                self._copy.store.put(f"{self._part}/{name}", path)
+            except StorageError as error:
+                _log.warning("%s", error)
+        elif name in REPLACED:
+            self.put_appended()
+            self._copy.store.put(f"{self._part}/{name}", path)
+
+    def end_soon(self) -> None:
+        """Wait less for the store from here on: the exception that ends the stage, or its result, matters more."""
+        self._copy.store.retry_s = min(self._copy.store.retry_s, _ENDING_S)
+
+    def put_appended(self) -> int:
+        """Put the files that have grown. Returns the bytes that were put; raises StorageError."""
+        num_bytes = 0
+        with self._putting:
+            for name in self._appended:
+                path = self._copy.folder / self._part / name
+                size = path.stat().st_size if path.exists() else 0
+                if size != self._sizes.get(name, 0):
+                    self._copy.store.put(f"{self._part}/{name}", path)
+                    self._sizes[name] = size
+                    num_bytes += size
+        return num_bytes

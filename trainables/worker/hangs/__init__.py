@@ -1,0 +1,1 @@
+"""Workers that make no progress: noticed, explained, ended."""
