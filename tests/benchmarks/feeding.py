@@ -25,9 +25,9 @@ from tests.benchmarks.pairs import Pair, train_on
 from tests.benchmarks.process import ROOT, answer_of, environment
 from tests.benchmarks.rounds import Bar, Comparison, Sides
 from trainables.config import DataConfig
-from trainables.data.folder import FolderSource
 from trainables.data.index import read_index
-from trainables.data.loader import Batch, Loader
+from trainables.data.loader.loader import Batch, Loader
+from trainables.data.sources.folder import FolderSource
 from trainables.distributed.group import Group
 from trainables.engine.job import build
 from trainables.worker.trainer import CPU_MALLOC

@@ -72,7 +72,8 @@ def comparisons(
                 sides[title] = partial(answer_of, [str(PEERS / "ffcv_loader.py"), str(folder), *work], ffcv_python)
         else:
             print("input: no --ffcv-python PATH, so FFCV is left out", flush=True)
-        yield [*_speeds(Sides(sides), list(sides)), *_fidelities(files[:FIDELITY_IMAGES])]
+        costs = [_python_cost(title, root / title, *work) for title in ("records", "tiles")]
+        yield [*_speeds(Sides(sides), list(sides)), *costs, *_fidelities(files[:FIDELITY_IMAGES])]
 
 
 def _speeds(sides: Sides, names: list[str]) -> Iterator[Comparison]:
@@ -99,6 +100,19 @@ def _speeds(sides: Sides, names: list[str]) -> Iterator[Comparison]:
     ):
         if peer in names:
             yield Comparison(title, "images/s", sides.pair(ours, peer, "images_per_s"), Bar("≥", bar) if bar else None)
+
+
+def _python_cost(title: str, packed: Path, seconds: str) -> Comparison:
+    command = ["-m", "tests.benchmarks.image_cost", str(packed), "--seconds", seconds]
+    sides = Sides({"in place": partial(answer_of, command), "warm": partial(answer_of, [*command, "--warm"])})
+    return Comparison(
+        f"CPU time of Python in a loader thread, an image, {title} (peer: with a decoder that does nothing)",
+        "µs",
+        sides.pair("in place", "warm", "python_us"),
+        Bar("≤", 25.0),
+        lambda ours, peer: ours,
+        "ours",
+    )
 
 
 def _fidelities(files: list[Path]) -> Iterator[Comparison]:

@@ -19,24 +19,25 @@ from tests.benchmarks.process import answer_of
 from tests.benchmarks.rounds import Bar, Comparison, Sides
 from tests.benchmarks.sleeping_source import SIZE, SleepingSource
 from trainables.config import DataConfig
-from trainables.data.loader import Loader
-from trainables.data.loader_process import loader_process
+from trainables.data.loader.loader import Loader
+from trainables.data.loader.loader_process import loader_process
 
-BATCH, IMAGES_PER_S, THREADS = 256, 4000.0, 16  # a batch costs the training thread the same, whatever its size
+BATCHES, IMAGES_PER_S, THREADS = (256, 64), 4000.0, 16  # a batch costs the training thread the same, whatever its size
 
 
 @contextlib.contextmanager
 def comparisons(short: bool) -> Iterator[list[Comparison]]:
     seconds = str(0.5 if short else 5.0)
-    sides = Sides(
-        {side: partial(answer_of, ["-m", "tests.benchmarks.launches", side, seconds]) for side in ("threads", "process")}
+    command = ["-m", "tests.benchmarks.launches"]
+    large, small = (
+        Sides({side: partial(answer_of, [*command, side, str(batch), seconds]) for side in ("threads", "process")})
+        for batch in BATCHES
     )
-    both = sides.pair("process", "threads", "op_ratio")
     yield [
         Comparison(
             f"time per operation beside a loader at {IMAGES_PER_S:,.0f} images/s / alone, a process (peer: threads)",
             "×",
-            both,
+            large.pair("process", "threads", "op_ratio"),
             Bar("≤", 1.15),
             lambda ours, peer: ours,
             "ours",
@@ -44,26 +45,29 @@ def comparisons(short: bool) -> Iterator[list[Comparison]]:
         Comparison(
             "loader beside a busy step / alone, a process (peer: threads)",
             "×",
-            sides.pair("process", "threads", "loader_ratio"),
+            large.pair("process", "threads", "loader_ratio"),
             Bar("≥", 0.95),
             lambda ours, peer: ours,
             "ours",
         ),
-        Comparison(
-            "GIL held by the training thread to take a batch, an image, a process (peer: threads, without what these hold)",
-            "µs",
-            sides.pair("process", "threads", "gil_us"),
-            Bar("≤", 2.0),
-            lambda ours, peer: ours,
-            "ours",
+        *(
+            Comparison(
+                f"GIL held by the training thread to take a batch of {batch}, an image, a process (peer: threads)",
+                "µs",
+                sides.pair("process", "threads", "gil_us"),
+                Bar("≤", 2.0),
+                lambda ours, peer: ours,
+                "ours",
+            )
+            for batch, sides in zip(BATCHES, (large, small), strict=True)
         ),
     ]
 
 
-def measure(where: str, seconds: float) -> dict[str, float]:
+def measure(where: str, batch: int, seconds: float) -> dict[str, float]:
     torch.set_num_threads(1)
     data = DataConfig.model_validate(
-        {"image_size": SIZE, "global_batch_size": BATCH, "loader_workers": THREADS, "loader": where, "augment": "none"}
+        {"image_size": SIZE, "global_batch_size": batch, "loader_workers": THREADS, "loader": where, "augment": "none"}
     )
     process = loader_process(data, world_size=1, device=torch.device("cpu"))
     source = SleepingSource(10_000_000)
@@ -75,16 +79,16 @@ def measure(where: str, seconds: float) -> dict[str, float]:
     for _ in range(10):
         next(batches)
     alone_s, _ = _launch(seconds, lambda: None)
-    step = _Steps(batches)
+    step = _Steps(batches, batch)
     if socket:
         socket.cpu_s = 0.0
     beside_s, _ = _launch(seconds, step.take_due)
     gil_s = step.cpu_s - (socket.cpu_s if socket else 0.0)
-    loader_alone = _rate(batches, seconds)
+    loader_alone = _rate(batches, batch, seconds)
     stop = threading.Event()
     busy = threading.Thread(target=_busy, args=(stop,))
     busy.start()
-    loader_beside = _rate(batches, seconds)
+    loader_beside = _rate(batches, batch, seconds)
     stop.set()
     busy.join()
     batches.close()
@@ -93,9 +97,9 @@ def measure(where: str, seconds: float) -> dict[str, float]:
         "alone_us": 1e6 * alone_s,
         "beside_us": 1e6 * beside_s,
         "op_ratio": beside_s / alone_s,
-        "images_per_s": step.taken * BATCH / seconds,
-        "image_us": 1e6 * step.cpu_s / (step.taken * BATCH),
-        "gil_us": 1e6 * gil_s / (step.taken * BATCH),
+        "images_per_s": step.taken * batch / seconds,
+        "image_us": 1e6 * step.cpu_s / (step.taken * batch),
+        "gil_us": 1e6 * gil_s / (step.taken * batch),
         "loader_alone": loader_alone,
         "loader_beside": loader_beside,
         "loader_ratio": loader_beside / loader_alone,
@@ -126,12 +130,12 @@ class _Socket:
 class _Steps:
     """Takes a batch as often as the rate says."""
 
-    def __init__(self, batches: Iterator[object]) -> None:
-        self._batches, self._began_s = batches, time.perf_counter()
+    def __init__(self, batches: Iterator[object], batch: int) -> None:
+        self._batches, self._batch, self._began_s = batches, batch, time.perf_counter()
         self.taken, self.cpu_s = 0, 0.0
 
     def take_due(self) -> None:
-        if time.perf_counter() - self._began_s > self.taken * BATCH / IMAGES_PER_S:
+        if time.perf_counter() - self._began_s > self.taken * self._batch / IMAGES_PER_S:
             began_s = time.thread_time()
             next(self._batches)
             self.cpu_s += time.thread_time() - began_s
@@ -159,16 +163,17 @@ def _busy(stop: threading.Event) -> None:
             values.add_(1.0)
 
 
-def _rate(batches: Iterator[object], seconds: float) -> float:
+def _rate(batches: Iterator[object], batch: int, seconds: float) -> float:
     began_s, images = time.perf_counter(), 0
     while (took_s := time.perf_counter() - began_s) < seconds:
         next(batches)
-        images += BATCH
+        images += batch
     return images / took_s
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("where", choices=["threads", "process"])
+    parser.add_argument("batch", type=int)
     parser.add_argument("seconds", type=float)
     print(json.dumps(measure(**vars(parser.parse_args()))))

@@ -22,7 +22,7 @@ from trainables.data.augment import random_resized_crop_box, uniforms
 from trainables.data.decode import StoredImage
 from trainables.data.decoders import open_decoder
 from trainables.data.decoders.interface import read_header
-from trainables.data.loader import Loader
+from trainables.data.loader.loader import Loader
 from trainables.data.source import open_source
 
 DECODED = 500

@@ -22,6 +22,7 @@ from service.tracking import Tracker, default_uri
 from tests.benchmarks.pairs import Pair, train_on
 from tests.benchmarks.process import ROOT, environment
 from tests.benchmarks.rounds import Bar, Comparison
+from trainables.disk_writer import DiskWriter
 from trainables.distributed.group import Group
 from trainables.engine.job import Job, build
 from trainables.metrics.phase_timer import PhaseTimer
@@ -82,7 +83,11 @@ def in_stretches(pair: Pair, log_every: int, num_stretches: int = 4) -> Iterator
 def watched(job: Job, tracker: subprocess.Popen[str]) -> Iterator[None]:
     """All that a worker and its driver do beside training."""
     start_logging(job.stage, job.group)
-    with Reporter(job.config, job.stage, job.group) as reporter, NodeTelemetry(job.config, job.group) as telemetry:
+    with (
+        DiskWriter() as disk,
+        Reporter(job.config, job.stage, job.group, disk) as reporter,
+        NodeTelemetry(job.config, job.group) as telemetry,
+    ):
         job.metrics.timer, job.report, job.telemetry = PhaseTimer(job.group.device), reporter.report, telemetry.snapshot
         tracker.send_signal(signal.SIGCONT)
         yield

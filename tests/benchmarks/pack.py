@@ -30,7 +30,7 @@ OPEN = """
 import json, sys, time
 from tests.benchmarks.process import peak_rss_mib
 import numpy, pyarrow
-from trainables.data.records import open_records
+from trainables.data.sources.records import open_records
 empty = peak_rss_mib()
 began = time.perf_counter()
 source = open_records(sys.argv[1], "train")

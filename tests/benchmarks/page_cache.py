@@ -18,7 +18,7 @@ import numpy as np
 
 from trainables.data.index import read_index
 from trainables.data.order import Order
-from trainables.data.records import RecordsSource, open_records
+from trainables.data.sources.records import RecordsSource, open_records
 
 BATCH, AHEAD = 64, 4
 

@@ -1,4 +1,4 @@
-"""The work that `loop` and `memory` do on both sides: a teacher, a student and a number of steps on noise."""
+"""The work that `loop` and `memory` do on both sides: a teacher, a student and a number of steps, on noise or on JPEG files."""
 
 import json
 import tempfile
@@ -9,6 +9,7 @@ from typing import Any
 
 from tests.benchmarks.process import answer_of
 from trainables.config import TrainConfig
+from trainables.data.index import read_index
 from trainables.engine import loop
 from trainables.engine.checkpoint import write_tensors
 from trainables.engine.job import Job
@@ -43,6 +44,10 @@ class Pair:
     global_batch_size: int
     warmup_steps: int
     steps: int
+    images: Path | None = None
+    """Holds train/CLASS/*.jpg, which the plain script reads; None: noise for both sides."""
+    packed: Path | None = None
+    """The same images as a packed set, which ours reads."""
 
     def config(self, folder: Path, num_workers: int, classes: Sequence[str] = LABELS) -> TrainConfig:
         """What our workers are told. The teacher's weights, which change nothing about the time, are the initial ones."""
@@ -66,18 +71,20 @@ class Pair:
             "scale": {"num_workers": num_workers, "use_gpu": False},
             "train": {"warmup_steps": self.warmup_steps, "max_steps": self.steps, "log_every": LOG_EVERY},
         }
+        if self.packed:
+            tree["data"] |= {"path": str(self.packed), "augment": "pad_crop_flip"}
         return TrainConfig.model_validate(tree)
 
     def ours(self, folder: Path, num_workers: int) -> dict[str, float]:
         """The summary of a timing run in a `TorchTrainer`, on the Ray that this process is connected to."""
-        config = self.config(folder, num_workers)
-        trainer.fit(config, use_gpu=False, loader_workers=1, storage=folder / "ray", name=Path(config.output_dir).name)
+        config = self.config(folder, num_workers, read_index(self.packed).classes if self.packed else LABELS)
+        trainer.fit(config, use_gpu=False, loader_workers=1, storage=str(folder / "ray"), name=Path(config.output_dir).name)
         summary: dict[str, float] = json.loads(StageDir(Path(config.output_dir)).result.read_text())["metrics"]
         return summary
 
     def plain(self, num_workers: int) -> dict[str, float]:
         """`images_per_s` of the plain script, and `peak_mib`, `pss_mib` and `empty_mib` (before its work) of its rank 0."""
-        options = {
+        options: dict[str, Any] = {
             "teacher": self.teacher,
             "student": self.student,
             "size": self.image_size,
@@ -88,6 +95,8 @@ class Pair:
             "steps": self.steps,
             "log-every": LOG_EVERY,
         }
+        if self.images:
+            options["folder"] = self.images
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_workers}"]
         return answer_of([*launch, "-m", "tests.benchmarks.plain", *words])

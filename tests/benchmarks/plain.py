@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torchvision import datasets, transforms
 
 from tests.benchmarks.process import peak_rss_mib, pss_mib
 from trainables.models.registry import build_model
@@ -35,6 +36,12 @@ class Noise(Dataset[tuple[Tensor, int]]):
         return self.images[index % 64], index % self.num_classes
 
 
+def photos(folder: str, size: int) -> Dataset[tuple[Tensor, int]]:
+    """JPEG files, cropped and flipped as for CIFAR."""
+    steps = [transforms.RandomCrop(size, padding=4), transforms.RandomHorizontalFlip(), transforms.PILToTensor()]
+    return datasets.ImageFolder(f"{folder}/train", transforms.Compose(steps))
+
+
 def kd_loss(student: Tensor, teacher: Tensor, labels: Tensor, T: float = 4.0) -> Tensor:
     soft = F.kl_div(F.log_softmax(student / T, 1), F.softmax(teacher / T, 1), reduction="batchmean") * T * T
     return 0.1 * F.cross_entropy(student, labels) + 0.9 * soft
@@ -51,7 +58,7 @@ def main(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    data = Noise(args.images, args.size, args.classes)
+    data = photos(args.folder, args.size) if args.folder else Noise(args.images, args.size, args.classes)
     sampler: DistributedSampler[tuple[Tensor, int]] = DistributedSampler(data, drop_last=True)
     loader = DataLoader(data, args.batch // world_size, sampler=sampler, num_workers=1, persistent_workers=True, drop_last=True)
     teacher = build_model(args.teacher, num_classes=args.classes, image_size=args.size, seed=0).eval().requires_grad_(False)
@@ -98,4 +105,5 @@ if __name__ == "__main__":
         parser.add_argument(f"--{name}", type=int, required=True)
     for name in ("teacher", "student"):
         parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--folder", help="JPEG files instead of noise")
     main(parser.parse_args())

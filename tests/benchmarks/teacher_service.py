@@ -16,7 +16,7 @@ import ray
 
 from service.cluster.connect import connect
 from service.cluster.resources import Reservation
-from service.runs import teacher_actors as teachers
+from service.runs.stages import teacher_actors as teachers
 from tests.benchmarks.rounds import Comparison, in_turn
 from tests.benchmarks.teacher_cache import PAIRS, STUDENTS, Bench
 from trainables.engine.job import Job

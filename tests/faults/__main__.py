@@ -1,4 +1,7 @@
-"""The doctor against real runs: `faults` alone (the default), `pairs` of them, `healthy` ones, or faults by name."""
+"""The doctor against real runs: `faults` alone (the default), `pairs` of them, `healthy` ones, or faults by name.
+
+`storm`: faults at random moments of all commands, counted; see `tests.faults.storm`.
+"""
 
 import os
 
@@ -23,6 +26,10 @@ BAR_PCT, ALARMS_BAR_PCT = 95.0, 5.0
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["storm"]:
+        from tests.faults.storm import cli  # with Ray and MLflow, which the doctor's runs do without
+
+        sys.exit(cli.main(sys.argv[2:]))
     os.environ |= CPU_MALLOC  # of the ranks' processes, as of a run's workers
     console, arguments, began_s = Console(width=160, highlight=False), sys.argv[1:] or ["faults"], time.monotonic()
     with tempfile.TemporaryDirectory() as folder, Bench(Path(folder)) as bench:

@@ -11,7 +11,7 @@ from tests.gpu.contract import Check, Expected, Measured, Piece, Settings
 from tests.gpu.photos import packed_photos
 from tests.gpu.work import R34_R18, Pair, first_device, job_config, open_job, sized
 from trainables.config import DataConfig
-from trainables.data.loader import Loader
+from trainables.data.loader.loader import Loader
 from trainables.data.source import open_source
 from trainables.device.decode import region_decoder
 from trainables.device.decoders import PACKAGES

@@ -13,7 +13,7 @@ from tests.gpu.photos import cifar_files, packed_photos, raw_photos
 from tests.gpu.timing import host_ms, seconds_of
 from tests.gpu.work import R34_R18, Pair, Stepper, device_batch, first_device, job_config, open_job, sized
 from trainables.config import DataConfig
-from trainables.data.loader import Loader
+from trainables.data.loader.loader import Loader
 from trainables.data.source import open_source
 from trainables.engine import loop
 

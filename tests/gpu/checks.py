@@ -2,6 +2,7 @@
 
 from tests.gpu import (
     check_decoders,
+    check_graphs,
     check_input,
     check_nccl,
     check_out_of_memory,
@@ -26,4 +27,5 @@ CHECKS = (
     check_telemetry.CHECK,
     check_ray.CHECK,
     check_several_gpus.CHECK,
+    check_graphs.CHECK,
 )

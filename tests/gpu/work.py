@@ -18,8 +18,8 @@ from tests.trainables.jobs import Recorded, no_telemetry, write_teacher
 from trainables.config import TrainConfig
 from trainables.device.device_batches import DeviceBatch
 from trainables.distributed.group import Group
+from trainables.engine.graphed_step import TrainStep
 from trainables.engine.job import Job, build
-from trainables.engine.step import train_step
 
 WARM_UP_STEPS = 3
 """In which kernels are loaded and cuDNN searches."""
@@ -118,14 +118,16 @@ def device_batch(pair: Pair, batch: int, device: torch.device) -> DeviceBatch:
 class Stepper:
     """A callable that takes one more step of a job on the same batch, as the loop takes it."""
 
-    def __init__(self, job: Job, batch: DeviceBatch) -> None:
+    def __init__(self, job: Job, batch: DeviceBatch, train_step: TrainStep | None = None) -> None:
+        """`train_step`: in place of the job's own."""
         self._job, self._batch, self._step = job, batch, 0
+        self._train_step = train_step or job.functions.train_step
 
     def __call__(self) -> None:
         timer = self._job.metrics.timer
         timer.start()
         timer.mark("data")
-        train_step(self._job.train_state, self._batch, self._step, timer)
+        self._train_step(self._batch, self._step, timer)
         timer.stop()
         self._step += 1
 

@@ -1,0 +1,1 @@
+"""`python -m tests.faults storm`: faults at random moments, counted, and whether anything was lost."""

@@ -1,0 +1,124 @@
+"""What is wrong with a job that faults have struck, held against one that none has."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import torch
+from safetensors.torch import load_file
+
+from service.tracking.spool import Spool
+from tests.service.tracking.store import tag_of
+from tests.trainables.metrics.test_metrics_file import learned, pairs
+from trainables.locks import is_locked
+from trainables.rundir import RunDir, StageDir, read_lines
+
+NOT_SENT = ("start", "resume", "summary")
+"""Kinds of a stage's records that MLflow does not get from its file."""
+TRACEBACK = "Traceback (most recent call last)"
+
+
+def stage_losses(whole: StageDir, struck: StageDir) -> Iterator[str]:
+    """Final parameters, optimizer and generators bit for bit; the same records, each number once a step; nothing left over."""
+    for name in ("last", "best"):
+        yield from tensor_losses(getattr(whole, name), getattr(struck, name))
+    yield from record_losses(whole, struck)
+    if not struck.result.exists():
+        yield f"no {struck.result.name}"
+
+
+def tensor_losses(whole: Path, struck: Path) -> Iterator[str]:
+    """Differences of two checkpoints."""
+    if not struck.exists():
+        yield f"no {struck.name}"
+        return
+    expected, found = load_file(whole), load_file(struck)
+    if expected.keys() != found.keys():
+        yield f"{struck.name} has other tensors: {sorted(expected.keys() ^ found.keys())[:3]}"
+        return
+    if different := [name for name, tensor in expected.items() if not torch.equal(tensor, found[name])]:
+        yield f"{struck.name}: {len(different)} of {len(expected)} tensors differ, such as {different[0]}"
+
+
+def record_losses(whole: StageDir, struck: StageDir) -> Iterator[str]:
+    """Differences of two stages' `metrics.jsonl`; how often the training was resumed is none."""
+    lines = read_lines(struck.metrics)
+    if twice := [pair for pair, count in pairs(lines).items() if count > 1]:
+        yield f"{len(twice)} numbers are on record twice, such as {twice[0]}"
+    expected = [comparable(line) for line in read_lines(whole.metrics)]
+    found = [comparable(line) for line in lines if line["kind"] != "resume"]
+    if missing := [line[:3] for line in expected if line[:2] not in {other[:2] for other in found}]:
+        yield f"{len(missing)} records are lost, such as {missing[0]}"
+    elif found != expected:
+        ours, theirs = next((pair for pair in zip(found, expected, strict=False) if pair[0] != pair[1]), (found, expected))
+        yield f"records differ: {str(ours)[:300]} for {str(theirs)[:300]}"
+
+
+def comparable(line: dict[str, Any]) -> tuple[Any, ...]:
+    """See `learned`; a summary's phase times are those of the process that wrote it, which may have trained no step."""
+    kind, step, epoch, names, values = learned(line)
+    return kind, step, epoch, set() if kind == "summary" else names, values
+
+
+def cache_losses(whole: Path, struck: Path) -> Iterator[str]:
+    """Differences of two folders of cached logits: the rows of every epoch, by sample."""
+    expected, found = cached_rows(whole), cached_rows(struck)
+    if missing := expected.keys() - found.keys():
+        yield f"{len(missing)} of {len(expected)} cached rows are lost"
+    if different := [key for key in expected.keys() & found.keys() if expected[key] != found[key]]:
+        yield f"{len(different)} of {len(expected)} cached rows differ"
+
+
+def cached_rows(cache: Path) -> dict[tuple[str, int], str]:
+    """(key, epoch and sample) → its columns, of all segments of a cache."""
+    rows = dict[tuple[str, int], str]()
+    for path in cache.rglob("*.arrow"):
+        with pa.memory_map(str(path)) as file:
+            for row in pa.ipc.open_file(file).read_all().to_pylist():
+                rows[f"{path.parent.parent.name}/{path.parent.name}", row.pop("sample")] = str(row)
+    return rows
+
+
+def delivery_losses(database: Path, run_dir: RunDir, key: str, expected: set[tuple[str, int, float]]) -> Iterator[str]:
+    """What one run's records in MLflow lack or have twice. `expected`: name, step and value of each metric."""
+    with contextlib.closing(sqlite3.connect(database, timeout=60)) as store:
+        runs = store.execute(
+            """SELECT r.run_uuid, r.status FROM runs r JOIN tags k ON k.run_uuid = r.run_uuid AND k.key = 'raydistill.key'
+            WHERE k.value = ? AND r.lifecycle_stage = 'active'""",
+            (tag_of(run_dir, key),),
+        ).fetchall()
+        if [status for _, status in runs] != ["FINISHED"]:
+            yield f"MLflow has the runs {runs} for {key}, and not one that is FINISHED"
+            return
+        rows = store.execute("SELECT key, step, value FROM metrics WHERE run_uuid = ?", (runs[0][0],)).fetchall()
+    if len(rows) != len({row[:2] for row in rows}):
+        yield f"MLflow has {len(rows) - len({row[:2] for row in rows})} numbers twice"
+    if missing := expected - {(name, step, value) for name, step, value in rows}:
+        yield f"MLflow lacks {len(missing)} of {len(expected)} numbers, such as {min(missing)}"
+    spool = Spool(run_dir)
+    if spool.refused.exists():
+        yield f"MLflow refused records: {spool.refused.read_text()[:200]}"
+
+
+def sent_numbers(stage: StageDir, prefix: str) -> set[tuple[str, int, float]]:
+    """What MLflow gets of a stage's records."""
+    lines = [line for line in read_lines(stage.metrics) if line["kind"] not in NOT_SENT]
+    return {(prefix + name, line["step"], value) for line in lines for name, value in line["metrics"].items() if value == value}
+
+
+def lock_losses(folder: Path) -> Iterator[str]:
+    """Locks below a folder that somebody still has."""
+    for path in folder.rglob("*.lock"):
+        if is_locked(path):
+            yield f"{path} is still locked"
+
+
+def status_of(run_dir: RunDir) -> dict[str, Any]:
+    """What a run or sweep has recorded of itself; {} where it has nothing yet."""
+    return dict(json.loads(run_dir.result.read_text())) if run_dir.result.exists() else {}

@@ -1,0 +1,112 @@
+"""12: `train.cuda_graphs`: as fast as it should be, and the same training as without it."""
+
+from functools import partial
+
+import torch
+
+from tests.gpu.check_speed import plain
+from tests.gpu.contract import Check, Expected, Measured, Piece, Settings
+from tests.gpu.timing import compare
+from tests.gpu.work import R34_R18, R56_R20, Pair, Stepper, device_batch, first_device, folder_of, job_config, open_job, sized
+from tests.trainables.engine.graphed_jobs import Trained, fuse_optimizers, settings
+from tests.trainables.jobs import relative_difference
+from trainables.engine.graphed_step import GraphedStep
+from trainables.methods import METHODS
+
+
+def speed(of: Pair, batch_size: int, precision: str, setting: Settings) -> Measured:
+    """A job with graphs, the same without, and the plain loop, taking turns."""
+    device, pair = first_device(setting), sized(of, setting)
+    batch_size = 8 if setting.small else batch_size
+    batch = device_batch(pair, batch_size, device)
+    graphs = job_config(setting, pair, batch_size, precision, {"train": {"cuda_graphs": True}})
+    with open_job(graphs, device) as job, open_job(job_config(setting, pair, batch_size, precision), device) as eager:
+        train_step = job.functions.train_step
+        if setting.small:
+            fuse_optimizers(job)
+            train_step = GraphedStep(job.train_state, lambda run: run)
+        sides = {
+            "ours": Stepper(job, batch, train_step),
+            "eager": Stepper(eager, batch),
+            "plain": plain(pair, batch, device, precision),
+        }
+        rounds, steps = (2, 2) if setting.small else (7, 50)
+        found = compare(sides, device, batch=batch_size, rounds=rounds, steps=steps, warm_up=4 if setting.small else 10)
+        found["graph_ms"] = job.metrics.timer.summary().get("phase/graph_ms", 0.0)
+        found["off"] = int(not isinstance(train_step, GraphedStep) or train_step.off is not None)
+    return found
+
+
+def same_training(setting: Settings) -> Measured:
+    """resnet14 → resnet8 with KD, rate and weight changing with every step: parameters, momenta and sums of 50 steps."""
+    device = first_device(setting)
+    torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
+    config, steps = settings("kd", folder_of(setting, "graphs-kd")), 12 if setting.small else 50
+    eager, graphed = (Trained(config, graphed=graphed, device=device, steps=steps) for graphed in (False, True))
+    return {"difference": _difference(eager, graphed), "replays": graphed.num_replays, "off": graphed.step.off or "no"}
+
+
+def methods(setting: Settings) -> Measured:
+    """Every method as it is and captured, 20 steps each: how many were captured, and the largest difference of any number."""
+    device = first_device(setting)
+    torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
+    differences, reasons = {}, {}
+    for name in ("kd", "kdsvd") if setting.small else METHODS:
+        config = settings(name, folder_of(setting, f"graphs-{name}"))
+        eager, graphed = (Trained(config, graphed=graphed, device=device) for graphed in (False, True))
+        if graphed.num_replays:
+            differences[name] = _difference(eager, graphed)
+        if graphed.step.off is not None:
+            reasons[name] = graphed.step.off
+    worst = max(differences, key=lambda name: differences[name])
+    return {
+        "captured": len(differences),
+        "difference": differences[worst],
+        "worst": worst,
+        "not captured": "; ".join(f"{name}: {reason}" for name, reason in reasons.items()),
+    }
+
+
+def _difference(one: Trained, other: Trained) -> float:
+    states = ({name: tensor.double() for name, tensor in each.state().items()} for each in (one, other))
+    return relative_difference(*states)
+
+
+REPLAYED = Expected("off", "the steps are replayed", 0, 0, on_cpu=True)
+CHECK = Check(
+    12,
+    "CUDA graphs",
+    (
+        Piece(
+            "12-cifar",
+            partial(speed, R56_R20, 64, "fp32"),
+            (Expected("ours/plain", "r56 → r20 at batch 64 ÷ plain loop ≥ 3", low=3.0), REPLAYED),
+            3,
+        ),
+        Piece(
+            "12-bf16-32",
+            partial(speed, R34_R18, 32, "bf16"),
+            (Expected("ours/plain", "r34 → r18 at batch 32 ÷ plain loop ≥ 1.5", low=1.5), REPLAYED),
+            3,
+        ),
+        Piece(
+            "12-same",
+            same_training,
+            (
+                Expected("difference", "50 steps give what eager ones give, to 1e-5", high=1e-5, on_cpu=True),
+                Expected("replays", "some are replayed", low=1, on_cpu=True),
+            ),
+            2,
+        ),
+        Piece(
+            "12-methods",
+            methods,
+            (
+                Expected("captured", "26 of 27 methods are captured", 26, 26),
+                Expected("difference", "20 steps give what eager ones give, to 1e-3", high=1e-3, on_cpu=True),
+                Expected("not captured", "and why the others are not: recorded"),
+            ),
+            6,
+        ),
+    ),
+)
