@@ -29,7 +29,7 @@ quick-rest: $(INSTALLED)
 	$(QUICK) $(HALF:%=--ignore=%)
 
 test-ray: $(INSTALLED)
-	$(PYTEST) -m "integration and not slow and not gpu"
+	$(PYTEST) -m "integration and not slow and not gpu" tests/integration
 
 test-processes: $(INSTALLED)
 	$(PYTEST) -m "processes and not integration and not slow and not gpu"

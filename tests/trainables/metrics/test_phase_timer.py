@@ -1,4 +1,5 @@
 import time
+import timeit
 from collections.abc import Iterable
 
 import numpy as np
@@ -180,20 +181,28 @@ def test_the_cpu_clock_sees_real_time() -> None:
     assert found["phase/student_ms"] < 5
 
 
-def test_timing_costs_under_a_hundredth_of_a_two_millisecond_step() -> None:
-    timer = PhaseTimer(CPU)
-    log_every, costs_s = 20, []
-    for _ in range(30):
-        begin = time.perf_counter()
-        for _ in range(log_every):
+def test_timing_a_step_costs_at_most_25_times_the_plainest_timer() -> None:
+    """11 µs on a core of 2.6 GHz, under a hundredth of a step of 2 ms. Beside a timer that only stores times, since cores differ."""
+    timer, num_steps = PhaseTimer(CPU), 20
+
+    def timed() -> None:
+        for _ in range(num_steps):
             timer.start()
             for phase in PHASES:
                 timer.mark(phase)
             timer.stop()
         timer.take()
-        costs_s.append((time.perf_counter() - begin) / log_every)
+
+    def plain() -> None:
+        for _ in range(num_steps):
+            ends = dict[str, float]()
+            for phase in PHASES:
+                ends[phase] = time.perf_counter()
+
+    rounds = [(timeit.timeit(timed, number=1), timeit.timeit(plain, number=1)) for _ in range(30)]
     # The least of many rounds: other processes of this machine can only add to it.
-    assert min(costs_s) < 0.01 * 2e-3
+    timed_s, plain_s = (min(each) for each in zip(*rounds, strict=True))
+    assert timed_s < 25 * plain_s
 
 
 @pytest.mark.gpu
