@@ -19,7 +19,7 @@ from trainables.data.source import open_on_node
 from trainables.device.decode import check_decoder
 from trainables.device.model_input import tensor_format
 from trainables.disk_writer import DiskWriter
-from trainables.distributed.group import Group, gather_objects, seed_rank
+from trainables.distributed.group import Group, from_main, gather_objects, seed_rank
 from trainables.distributed.pipeline.layout import Layout, build_layout
 from trainables.engine import checkpoint
 from trainables.engine.checkpoint import CheckpointState, Progress
@@ -142,7 +142,8 @@ def build(
     # Rank 0 decides for all: a shared file system may show a file to one node later than to another.
     resumes = gather_objects(stage.last.exists(), group)[0]
     if resumes and config.scale.pipeline_stages != 1:
-        config = with_saved_cut(config, stage.last)
+        scale = from_main(lambda: with_saved_cut(config, stage.last).scale, group)
+        config = config.model_copy(update={"scale": scale})
     predicted_s: dict[int, float] = {}
     if config.scale.pipeline_stages == "auto":
         config, predicted_s, _ = choose_stages(config, group)
