@@ -133,8 +133,8 @@ def _read_on_all_ranks(path: Path, wanted: Callable[[str], bool], group: Group) 
             rank, other = next((rank, file) for rank, file in enumerate(files) if file != files[0])
             has = f"has none ({other})" if isinstance(other, str) else f"that of step {other[0]}"
             raise CheckpointError(
-                f"rank 0 reads the checkpoint of step {files[0][0]} at {path}, rank {rank} {has}: their nodes do not see the same "
-                "file: see that they share the folder, then `distill resume`"
+                f"rank 0 reads the checkpoint of step {files[0][0]} at {path}, rank {rank} {has}: their nodes do not see the "
+                "same file: check that they share the folder, then `distill resume`"
             )
         time.sleep(1)
 

@@ -216,7 +216,11 @@ def end_training(job: Job) -> tuple[dict[str, float], dict[str, float], int]:
     """
     progress, epoch = job.progress, job.epochs.at(job.progress.epoch)
     num_skipped = len(check_skipped(job, job.train_loader, progress.skipped))
-    trained = means(job.train_state, progress.partial, epoch) | job.metrics.noise.end_epoch() | teacher_images(job)
+    teacher = job.train_state.teacher
+    with job.metrics.clock.part("checkpoint"):  # a cache writes the epoch's logits to the disk
+        num_computed = teacher.end_epoch() if teacher is not None else None
+    trained = means(job.train_state, progress.partial, epoch) | job.metrics.noise.end_epoch()
+    trained |= teacher_images(num_computed, job.group)
     telemetry = job.telemetry()  # of the training alone: the evaluation loads a node otherwise
     if not progress.partial[0]:
         raise DataError(f"{job.config.data.path}: not one training image could be read")

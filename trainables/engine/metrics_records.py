@@ -10,7 +10,7 @@ from statistics import fmean
 
 import torch
 
-from trainables.distributed.group import all_reduce_sum, check_replicas, gather_objects
+from trainables.distributed.group import Group, all_reduce_sum, check_replicas, gather_objects
 from trainables.engine.checks import raise_not_finite
 from trainables.engine.epochs import Epoch
 from trainables.engine.job import Job
@@ -27,7 +27,7 @@ _OF_A_STEP = ("step", "cpu", "core_wait", "allreduce_wait", "allreduce_wait_erro
 
 
 def log_step(job: Job, step_in_epoch: int) -> None:
-    """The one call that waits for the device: reads the sums of all ranks, checks them, reports a step, logs a line.
+    """Read the sums of all ranks, check them, report a step, log a line. Waits for the device, which a step never does.
 
     Raises:
         TrainingError: on every rank: a loss that is not finite, or replicas that disagree.
@@ -138,12 +138,11 @@ def log_epoch(job: Job, val: dict[str, float], best: bool) -> None:
         )
 
 
-def teacher_images(job: Job) -> dict[str, float]:
+def teacher_images(num_computed: int | None, group: Group) -> dict[str, float]:
     """Images of the epoch for which a teacher ran although a cache or a service may spare it: the cache had not their logits, or
-    no other student had requested them. {} where it is neither. Every rank calls it.
+    no other student had requested them. `num_computed`: this rank's; {} where all are None. Every rank calls it.
     """
-    teacher = job.train_state.teacher
-    counts = [count for count in gather_objects(teacher and teacher.end_epoch(), job.group) if count is not None]
+    counts = [count for count in gather_objects(num_computed, group) if count is not None]
     return {"teacher_images": float(sum(counts))} if counts else {}
 
 

@@ -99,8 +99,7 @@ class LogitsStore:
 
         Of an epoch that several jobs filled at once, each with segments of its own, there may be fewer rows than that.
         """
-        folders = self.folder.glob(f"{_EPOCH}*")
-        epochs = [_segments(folder) for folder in folders if int(folder.name[len(_EPOCH) :]) < num_epochs]
+        epochs = [_segments(self._epoch_folder(epoch)) for epoch in range(num_epochs)]
         rows = [sum(int(path.name.partition("-")[0]) for path in paths) for paths in epochs]
         num_bytes = sum(path.stat().st_size for paths in epochs for path in paths)
         return sum(min(count, self.num_samples) for count in rows), num_bytes
