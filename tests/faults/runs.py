@@ -21,7 +21,8 @@ from trainables.config import TrainConfig
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
 from trainables.engine import loop
-from trainables.engine.job import Job, Report, build
+from trainables.engine.job import Job, build
+from trainables.metrics.metrics_file import Report
 from trainables.rundir import RunDir, StageDir, write_json
 from trainables.stage_result import StageResult, write_stage_result
 from trainables.worker.node_telemetry import NodeTelemetry

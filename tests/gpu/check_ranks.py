@@ -15,7 +15,6 @@ from tests.gpu.work import folder_of
 from tests.trainables.jobs import Recorded, config, no_telemetry, relative_difference, train, write_teacher
 from trainables.config import TrainConfig
 from trainables.device.device_batches import on_device
-from trainables.distributed.gather import cpu_process_group
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
 from trainables.engine.job import build
@@ -34,7 +33,6 @@ def on(group: Group, device: str) -> Group:
     """The rank on the first GPU, which all share."""
     if device == "cpu":
         return group
-    cpu_process_group.cache_clear()  # the groups of an earlier run in this process are gone
     torch.cuda.set_device(0)
     return replace(group, device=torch.device("cuda", 0))
 

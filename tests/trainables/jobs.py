@@ -13,8 +13,8 @@ from trainables.distributed.group import Group
 from trainables.engine import checkpoint, loop, updates
 from trainables.engine.checkpoint import CheckpointState
 from trainables.engine.checkpoint_writer import CheckpointWriter
-from trainables.engine.job import Job, Report, build
-from trainables.metrics.metrics_file import MetricsFile
+from trainables.engine.job import Job, build
+from trainables.metrics.metrics_file import MetricsFile, Report
 from trainables.models.registry import build_model
 from trainables.rundir import StageDir
 

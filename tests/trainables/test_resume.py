@@ -1,11 +1,15 @@
 """A job that dies anywhere continues as if it had not: bit for bit on the same world size, in the same order on another."""
 
+import os
+import shutil
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 from torch import nn
 
 from tests.trainables.jobs import config, equal, relative_difference, save, train, write_teacher
@@ -17,9 +21,10 @@ from trainables.engine import checkpoint
 from trainables.engine.checkpoint import CheckpointState, Progress
 from trainables.engine.evaluate import evaluate_checkpoint
 from trainables.errors import CheckpointError, DataError
-from trainables.models.checkpoint_header import read_checkpoint_header
+from trainables.models.checkpoint_header import META_KEY, read_checkpoint_header
 from trainables.models.registry import build_model
 from trainables.models.weights import load_teacher
+from trainables.rundir import StageDir
 
 
 def interrupted(ranks: RankPool, folder: Path, world_sizes: list[int], die_after: int, **settings: object) -> dict[str, object]:
@@ -187,6 +192,51 @@ def test_weights_that_an_older_version_trained_are_a_teacher_and_can_be_evaluate
     )
     taught = config(tmp_path / "taught", teacher={"model": "mlp_small", "weights": str(best)})
     assert not ranks.run(1, train, taught)[0]["died"]
+
+
+def train_on_nodes(group: Group, folders: list[Path], wait_s: float, newer: Path | None = None) -> dict[str, object]:
+    """Train with a folder a rank, as nodes that see a shared one at different times; `newer` comes to rank 1's after a while."""
+    checkpoint.OLD_FILE_S = wait_s
+    if newer is not None and group.rank == 1:
+        last = StageDir(folders[1]).last
+        threading.Timer(0.3, lambda: os.replace(shutil.copy(newer, last.with_name("copy")), last)).start()
+    return train(group, config(folders[group.rank], train={"checkpoint_every": 1}, optim={"momentum": 0, "nesterov": False}))
+
+
+def test_ranks_that_read_different_checkpoints_are_told_apart_or_wait_for_the_newer(ranks: RankPool, tmp_path: Path) -> None:
+    settings = {"train": {"checkpoint_every": 1}, "optim": {"momentum": 0, "nesterov": False}}
+    for name, die_after in (("old", 4), ("new", 8)):
+        assert ranks.run(2, train, config(tmp_path / name, **settings), die_after)[0]["died"]
+    steps = [checkpoint.read_about(StageDir(tmp_path / name).last)["progress"]["step"] for name in ("new", "old")]
+    assert steps[0] > steps[1]
+    folders = [tmp_path / "new", tmp_path / "old"]
+    message = rf"rank 0 reads the checkpoint of step {steps[0]} at .*, rank 1 that of step {steps[1]}: their nodes do not see"
+    with pytest.raises(CheckpointError, match=message):
+        ranks.run(2, train_on_nodes, folders, 0.0)
+    resumed = ranks.run(2, train_on_nodes, folders, 60.0, StageDir(tmp_path / "new").last)
+    whole = ranks.run(2, train, config(tmp_path / "whole", **settings))
+    assert equal(resumed[0]["state"], whole[0]["state"])
+
+
+def test_a_rank_that_sees_no_checkpoint_ends_all_with_one_line(ranks: RankPool, tmp_path: Path) -> None:
+    settings = {"train": {"checkpoint_every": 1}, "optim": {"momentum": 0, "nesterov": False}}
+    assert ranks.run(2, train, config(tmp_path / "new", **settings), 5)[0]["died"]
+    with pytest.raises(
+        CheckpointError, match=r"rank 0 reads the checkpoint of step \d+ at .*, rank 1 has none \(no checkpoint at"
+    ):
+        ranks.run(2, train_on_nodes, [tmp_path / "new", tmp_path / "empty"], 0.0)
+
+
+def test_a_checkpoint_without_the_keys_of_its_version_or_with_a_damaged_description_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "last.safetensors"
+    save(path, small_state(), Group())
+    tensors, _ = checkpoint.read(path)
+    checkpoint.write_tensors(path, tensors, {"format": 99})
+    with pytest.raises(CheckpointError, match="written by another version"):
+        checkpoint.restore(path, small_state(), Group())
+    save_file(tensors, path, {META_KEY: '{"format": '})
+    with pytest.raises(CheckpointError, match="is damaged"):
+        checkpoint.restore(path, small_state(), Group())
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:

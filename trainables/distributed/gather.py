@@ -3,8 +3,8 @@
 Shapes: B rows of this rank, N rows of all ranks in the order of ranks, R ranks.
 """
 
-from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -57,11 +57,22 @@ class Gather:
         return self._sizes
 
 
-@cache
+_cpu_groups = WeakKeyDictionary[dist.ProcessGroup, dict[Group, dist.ProcessGroup]]()
+"""By the process group of all ranks, with which the others end."""
+
+
 def cpu_process_group(group: Group) -> dist.ProcessGroup | None:
     """A process group for CPU tensors; None where `group` takes them itself. All its ranks call it."""
     if group.world_size == 1 or group.device.type == "cpu":
         return None
+    assert dist.group.WORLD is not None
+    built = _cpu_groups.setdefault(dist.group.WORLD, {})
+    if group not in built:
+        built[group] = _gloo_group(group)
+    return built[group]
+
+
+def _gloo_group(group: Group) -> dist.ProcessGroup:
     ranks = dist.get_process_group_ranks(group.process_group)
     cpu_group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     assert isinstance(cpu_group, dist.ProcessGroup)

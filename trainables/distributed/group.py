@@ -151,13 +151,13 @@ def check_replicas(model: nn.Module, group: Group, step: int, num_stages: int = 
     """
     if group.world_size == 1:
         return
-    local = checksum(model.parameters(), group.device).reshape(1)
-    sums = [torch.empty_like(local) for _ in range(group.world_size)]
-    dist.all_gather(sums, local, group=group.process_group)
-    differing = [rank for rank, other in enumerate(sums) if int(other) != int(sums[rank % num_stages])]
+    sums_R = torch.empty(group.world_size, dtype=torch.int64, device=group.device)
+    dist.all_gather_into_tensor(sums_R, checksum(model.parameters(), group.device).reshape(1), group=group.process_group)
+    sums = sums_R.tolist()
+    differing = [rank for rank, other in enumerate(sums) if other != sums[rank % num_stages]]
     if differing:
         first = "rank 0's" if num_stages == 1 else "the first replica's"
         raise TrainingError(
-            f"step {step}: the parameters of rank {', '.join(map(str, differing))} differ from {first}: each rank trains alone; "
-            "call the wrapped student itself, never its `.module`"
+            f"step {step}: the parameters of rank {', '.join(map(str, differing))} differ from {first}: code of a method changes "
+            "them by the rows of its own rank, or calls the student past DDP (`.module`): try it with `distill check-method`"
         )

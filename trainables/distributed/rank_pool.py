@@ -2,6 +2,7 @@
 
 import itertools
 import multiprocessing
+import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -40,7 +41,10 @@ class RankPool:
         Raises:
             RankDiedError: a rank's process ended.
             BaseException: what the lowest rank raised, with its stack trace as a note.
+            ValueError: the pool has not so many ranks.
         """
+        if world_size > self._max_ranks:
+            raise ValueError(f"{world_size} ranks of a pool of {self._max_ranks}")
         rendezvous = Path(self._rendezvous_dir.name, str(next(self._run_numbers)))
         results: dict[int, Any] = {}
         try:
@@ -56,7 +60,7 @@ class RankPool:
                 for ready in finished:
                     rank = pending[cast(Connection, ready)]
                     results[rank] = _receive(self._pipes[rank], rank)
-        except RankDiedError:  # the others may wait for it for a minute
+        except BaseException:  # others may wait for a rank that died for a minute, or have results that nobody reads
             self._restart()
             raise
         for _, result in sorted(results.items()):
@@ -123,8 +127,22 @@ def _serve(pipe: Connection) -> None:
             result = _run_task(function, group, rendezvous, args)
         except BaseException as error:
             error.add_note(traceback.format_exc())
-            result = error
-        pipe.send(result)
+            result = _portable(error)
+        try:
+            pipe.send(result)
+        except Exception as error:  # before a byte of it: pickling comes first
+            pipe.send(TypeError(f"a result that cannot be sent: {error}"))
+
+
+def _portable(error: BaseException) -> BaseException:
+    """An error as it arrives in another process: itself, or its text where its class cannot be pickled."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        portable = RuntimeError(f"{type(error).__name__}: {error}")
+        portable.__notes__ = error.__notes__
+        return portable
+    return error
 
 
 def _run_task(function: Callable[..., Any], group: Group, rendezvous: Path, args: tuple[Any, ...]) -> Any:

@@ -54,7 +54,7 @@ def _finding(title: str, problem: Callable[[], str | None]) -> CheckResult:
         return CheckResult(title, problem())
     except DistillError as error:
         return CheckResult(title, str(error))
-    except Exception as error:  # a user's method may fail in any way
+    except (Exception, SystemExit) as error:  # a user's method may fail in any way
         first_line = next(iter(str(error).strip().splitlines()), "")
         return CheckResult(title, f"{type(error).__name__}: {first_line}")
 

@@ -5,7 +5,9 @@ Names in the file: `model.<parameter or buffer>`, `method.<name>.<parameter or b
 metrics, what the model is) is JSON in the header under `raydistill`.
 """
 
+import hashlib
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,14 +17,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from trainables.distributed.group import Group
+from trainables.distributed.group import Group, gather_objects, result_or_error
 from trainables.engine.pipeline.state_part import StatePart
 from trainables.engine.tensor_file import HostBuffer, write_packed
-from trainables.errors import CheckpointError
+from trainables.errors import CheckpointError, DistillError
 from trainables.models.checkpoint_header import META_KEY
 
 FORMAT = 3
 """Version of the state that a training continues from; the weights of a file are the same in every format."""
+OLD_FILE_S = 90.0
+"""So long a rank may see an older file than rank 0; NFS keeps what it knows of a folder for a minute (`acdirmax`)."""
 
 
 @dataclass
@@ -94,7 +98,8 @@ def read(path: Path, wanted: Callable[[str], bool] = lambda name: True) -> tuple
         with safe_open(path, framework="pt") as file:
             header = (file.metadata() or {}).get(META_KEY)
             tensors = {name: file.get_tensor(name) for name in file.keys() if wanted(name)}  # noqa: SIM118 (it is no mapping)
-    except (OSError, SafetensorError) as error:
+        meta = json.loads(header or "{}")
+    except (OSError, SafetensorError, ValueError) as error:
         raise CheckpointError(
             f"checkpoint {path} is damaged ({error}): use another one, such as its neighbour best or last"
         ) from error
@@ -102,7 +107,41 @@ def read(path: Path, wanted: Callable[[str], bool] = lambda name: True) -> tuple
         raise CheckpointError(
             f"{path} is not a checkpoint of ours (no `{META_KEY}` in its header): as a teacher, give it in teacher.weights"
         )
-    return tensors, json.loads(header)
+    return tensors, meta
+
+
+def read_about(path: Path) -> dict[str, Any]:
+    """The description of a checkpoint alone; see `read`."""
+    return read(path, lambda name: False)[1]
+
+
+def _read_on_all_ranks(path: Path, wanted: Callable[[str], bool], group: Group) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """See `read`, of the same file on every rank: a node may see what another one wrote to a shared folder up to a minute later.
+
+    Raises:
+        CheckpointError: on every rank, where one of them cannot read the file, or still another one than rank 0's.
+    """
+    until_s = time.monotonic() + OLD_FILE_S
+    while True:
+        found = result_or_error(lambda: read(path, wanted))
+        files = gather_objects(str(found) if isinstance(found, DistillError) else _identity(found[1]), group)
+        if isinstance(files[0], str):
+            raise CheckpointError(files[0])
+        if not isinstance(found, DistillError) and all(file == files[0] for file in files):
+            return found
+        if gather_objects(time.monotonic() > until_s, group)[0]:
+            rank, other = next((rank, file) for rank, file in enumerate(files) if file != files[0])
+            has = f"has none ({other})" if isinstance(other, str) else f"that of step {other[0]}"
+            raise CheckpointError(
+                f"rank 0 reads the checkpoint of step {files[0][0]} at {path}, rank {rank} {has}: their nodes do not see the "
+                "same file: check that they share the folder, then `distill resume`"
+            )
+        time.sleep(1)
+
+
+def _identity(meta: dict[str, Any]) -> tuple[int, str]:
+    """The step of a checkpoint, and a digest of its description: that has times in it, so that no two files have the same."""
+    return meta.get("progress", {}).get("step", 0), hashlib.sha256(json.dumps(meta).encode()).hexdigest()
 
 
 def restore(path: Path, state: CheckpointState, group: Group) -> None:
@@ -112,7 +151,7 @@ def restore(path: Path, state: CheckpointState, group: Group) -> None:
         CheckpointError: damaged, or of another model or optimizer than those of `state`.
     """
     part = state.part
-    tensors, meta = read(path) if part is None else read(path, part.has)
+    tensors, meta = _read_on_all_ranks(path, (lambda name: True) if part is None else part.has, group)
     _check_model(path, state, meta)
     try:
         state.student.load_state_dict(_without_prefix("model.", tensors))
@@ -149,14 +188,14 @@ def _begin_world_size(progress: Progress, before: int, now: int) -> None:
 
 
 def _check_model(path: Path, state: CheckpointState, meta: dict[str, Any]) -> None:
+    if meta.get("format") != FORMAT:
+        raise CheckpointError(
+            f"checkpoint {path} was written by another version: train on with that one, or choose another --out"
+        )
     if meta["model"] != state.about["model"] or meta["num_classes"] != state.about["num_classes"]:
         raise CheckpointError(
             f"checkpoint {path} holds {meta['model']} with {meta['num_classes']} classes, the experiment asks for "
             f"{state.about['model']} with {state.about['num_classes']}: choose another --out or the same model"
-        )
-    if meta["format"] != FORMAT:
-        raise CheckpointError(
-            f"checkpoint {path} was written by another version: train on with that one, or choose another --out"
         )
 
 

@@ -10,6 +10,7 @@ import torch
 from trainables.data.loader.loader import Loader
 from trainables.distributed.group import all_reduce_sum, gather_objects
 from trainables.engine.job import Job
+from trainables.engine.optim import peak_learning_rate
 from trainables.errors import TrainingError
 from trainables.failures import is_single_value
 
@@ -41,10 +42,7 @@ def raise_not_finite(job: Job) -> None:
         TrainingError: always.
     """
     steps = [step for step in gather_objects(int(job.train_state.sums.bad_step), job.group) if step >= 0]
-    raise TrainingError(
-        f"{job.config.stage}: the loss is not finite at step {min(steps) + 1}: lower optim.lr (now {job.config.optim.lr:g}), set "
-        f"optim.clip_grad_norm, or use precision bf16 or fp32; {_last_good_state(job)}"
-    )
+    raise TrainingError(f"{job.config.stage}: the loss is not finite at step {min(steps) + 1}: {_advice(job)}")
 
 
 def check_finite(job: Job) -> None:
@@ -61,12 +59,22 @@ def check_finite(job: Job) -> None:
     if not math.isfinite(float(all_reduce_sum(total, job.group))):  # statistics differ by rank
         raise TrainingError(
             f"{job.config.stage}: a parameter or a batch norm's statistic is not finite after step {job.progress.step}: "
-            f"lower optim.lr (now {job.config.optim.lr:g}) or set optim.clip_grad_norm; {_last_good_state(job)}"
+            f"{_advice(job)}"
         )
 
 
-def _last_good_state(job: Job) -> str:
-    return f"the last good state is {job.stage.last}" if job.stage.last.exists() else "no checkpoint had been written yet"
+def _advice(job: Job) -> str:
+    """What may be done about numbers that are not finite, as far as it is not done yet, and where the last good state is."""
+    optim = job.config.optim
+    peak = peak_learning_rate(optim, job.config.data.global_batch_size)
+    of_batch = f", {peak:g} after scaling with the batch" if peak != optim.lr else ""
+    changes = [f"lower optim.lr (now {optim.lr:g}{of_batch})"]
+    if optim.clip_grad_norm is None:
+        changes.append("set optim.clip_grad_norm")
+    if job.config.precision == "fp16":
+        changes.append("use precision bf16 or fp32")
+    last = f"the last good state is {job.stage.last}" if job.stage.last.exists() else "no checkpoint had been written yet"
+    return f"{' or '.join(changes)}; {last}"
 
 
 def check_skipped(job: Job, loader: Loader, known: dict[int, str]) -> dict[int, str]:

@@ -101,7 +101,7 @@ def evaluate_checkpoint(config: EvaluateConfig, group: Group, heartbeat: Heartbe
     heartbeat = heartbeat or Heartbeat()
     source = open_on_node(config.data, "val")
     path = Path(config.checkpoint)
-    _, about = checkpoint.read(path)
+    about = checkpoint.read_about(path)
     dtype = torch.float64 if config.precision == "fp64" else torch.float32
     model = load_teacher(
         about["model"],

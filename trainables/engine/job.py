@@ -19,7 +19,7 @@ from trainables.data.source import open_on_node
 from trainables.device.decode import check_decoder
 from trainables.device.model_input import tensor_format
 from trainables.disk_writer import DiskWriter
-from trainables.distributed.group import Group, gather_objects, seed_rank
+from trainables.distributed.group import Group, from_main, gather_objects, seed_rank
 from trainables.distributed.pipeline.layout import Layout, build_layout
 from trainables.engine import checkpoint
 from trainables.engine.checkpoint import CheckpointState, Progress
@@ -28,7 +28,7 @@ from trainables.engine.epochs import Epochs
 from trainables.engine.interruptions import InterruptionRequest, Interruptions
 from trainables.engine.job_metrics import JobMetrics, build_metrics
 from trainables.engine.modules import build_modules, build_student
-from trainables.engine.optimizers import build_optimizers
+from trainables.engine.optimizers import LossOptimizer, build_optimizers
 from trainables.engine.pipeline.build import cut_student, with_saved_cut
 from trainables.engine.pipeline.choose_stages import choose_stages
 from trainables.engine.pipeline.planning import PlannedModels
@@ -41,17 +41,12 @@ from trainables.engine.updates import UpdateSettings
 from trainables.errors import ExperimentError
 from trainables.methods.distillation_module import DistillationModule
 from trainables.metrics.heartbeat import Heartbeat
+from trainables.metrics.metrics_file import Report
 from trainables.rules import first_problem
 from trainables.rundir import StageDir
 from trainables.teachers.interface import TeacherInterface
 from trainables.teachers.network import TeacherNetwork
 from trainables.teachers.service.protocol import TeacherConnection
-
-
-class Report(Protocol):
-    """Records numbers. `kind`: `start`, `step` (a log line), `epoch` (every rank calls it), `summary`; see `metrics_file`."""
-
-    def __call__(self, kind: str, step: int, epoch: float, metrics: dict[str, float]) -> None: ...
 
 
 class Snapshot(Protocol):
@@ -80,6 +75,8 @@ class Job:
     interruptions: Interruptions
     stop_early: Callable[[Sequence[float]], bool] | None = None
     """Of a timing run: whether the seconds of its steps past the warm-up are enough to end it. None: it runs all its steps."""
+    resources: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    """Ends the threads and processes of loaders, teacher and disk."""
     predicted_s: dict[int, float] = field(default_factory=dict)
     """A step by number of pipeline stages, where the job has just chosen among them."""
     logged_skips: set[tuple[Loader, int]] = field(default_factory=set)
@@ -107,12 +104,7 @@ class Job:
 
     def close(self) -> None:
         """End the threads of loaders and disk, and release what they use on this node. The job can train no more."""
-        with contextlib.ExitStack() as stack:
-            stack.callback(self.disk.close)
-            stack.callback(self.val_loader.close)
-            stack.callback(self.train_loader.close)
-            if self.train_state.teacher is not None:
-                stack.callback(self.train_state.teacher.close)
+        self.resources.close()
 
 
 def build(
@@ -142,63 +134,59 @@ def build(
     # Rank 0 decides for all: a shared file system may show a file to one node later than to another.
     resumes = gather_objects(stage.last.exists(), group)[0]
     if resumes and config.scale.pipeline_stages != 1:
-        config = with_saved_cut(config, stage.last)
+        scale = from_main(lambda: with_saved_cut(config, stage.last).scale, group)
+        config = config.model_copy(update={"scale": scale})
     predicted_s: dict[int, float] = {}
     if config.scale.pipeline_stages == "auto":
         config, predicted_s, _ = choose_stages(config, group)
     layout = build_layout(group, config.scale.num_stages)
-    classes, (train_loader, val_loader) = open_loaders(config, layout)
-    config, name, module, teacher, student_parameters = build_models(config, layout, classes, train_loader, connections)
-    if not module.init_epochs:  # the optimizer of an init stage trains what is frozen afterwards too
-        module.begin_stage(0)
-    optimizers = build_optimizers(module.student, module.methods_by_name, config.optim)
-    scaler = torch.amp.GradScaler(group.device.type, enabled=config.precision == "fp16")
-    checkpoint_state = CheckpointState(
-        student=module.student,
-        methods=module.methods,
-        optimizers=[each.optimizer for each in optimizers],
-        scaler=scaler,
-        progress=Progress(),
-        about=checkpoint_about(config, name, classes),
-        part=None
-        if student_parameters is None
-        else state_part(
-            module,
-            optimizers[0].optimizer,
-            student_parameters=student_parameters,
-            optim=config.optim,
-            layout=layout,
-        ),
-    )
-    seed_rank(config.seed, group.rank)
-    if resumes:
-        checkpoint.restore(stage.last, checkpoint_state, group)
-    module.begin_stage(0)  # before DDP looks which gradients there will be
-    settings = UpdateSettings(scaler, layout.replicas, config.optim.clip_grad_norm)
-    parts = TrainingParts(module, teacher, optimizers, settings, stage_epochs(config, module, train_loader))
-    functions_of = whole_model_functions
-    if layout.stages.world_size > 1:
-        from trainables.engine.pipeline.step import stage_functions  # torch's pipelining takes a second and 150 MB
+    with contextlib.ExitStack() as resources:  # closed here where the job cannot be built
+        resources.callback(disk.close)
+        classes, (train_loader, val_loader) = open_loaders(config, layout)
+        resources.callback(val_loader.close)
+        resources.callback(train_loader.close)
+        models = build_models(config, layout, classes, train_loader, connections)
+        config, module = models.config, models.module
+        if models.teacher is not None:
+            resources.callback(models.teacher.close)
+        if not module.init_epochs:  # else the optimizer has what the init stage trains and the training freezes, too
+            module.begin_stage(0)
+        optimizers = build_optimizers(module.student, module.methods_by_name, config.optim)
+        checkpoint_state = build_checkpoint_state(models, optimizers, layout, classes)
+        seed_rank(config.seed, group.rank)
+        if resumes:
+            checkpoint.restore(stage.last, checkpoint_state, group)
+        module.begin_stage(0)  # before DDP looks which gradients there will be
+        settings = UpdateSettings(checkpoint_state.scaler, layout.replicas, config.optim.clip_grad_norm)
+        parts = TrainingParts(module, models.teacher, optimizers, settings, stage_epochs(config, module, train_loader))
+        functions = functions_of(layout)(config, layout, parts)
+        return Job(
+            config=config,
+            group=group,
+            stage=stage,
+            train_loader=train_loader,
+            val_loader=val_loader,
+            functions=functions,
+            checkpoint_state=checkpoint_state,
+            metrics=build_metrics(config, functions.train_state, checkpoint_state.progress, heartbeat or Heartbeat()),
+            report=report,
+            disk=disk,
+            checkpoints=CheckpointWriter(disk, group.device),
+            telemetry=telemetry,
+            interruptions=Interruptions(group, config.train.checkpoint_every_s, interruption_request),
+            stop_early=stop_early,
+            predicted_s=predicted_s,
+            resources=resources.pop_all(),
+        )
 
-        functions_of = stage_functions
-    functions = functions_of(config, layout, parts)
-    return Job(
-        config=config,
-        group=group,
-        stage=stage,
-        train_loader=train_loader,
-        val_loader=val_loader,
-        functions=functions,
-        checkpoint_state=checkpoint_state,
-        metrics=build_metrics(config, functions.train_state, checkpoint_state.progress, heartbeat or Heartbeat()),
-        report=report,
-        disk=disk,
-        checkpoints=CheckpointWriter(disk, group.device),
-        telemetry=telemetry,
-        interruptions=Interruptions(group, config.train.checkpoint_every_s, interruption_request),
-        stop_early=stop_early,
-        predicted_s=predicted_s,
-    )
+
+def functions_of(layout: Layout) -> Callable[[TrainConfig, Layout, TrainingParts], StepFunctions]:
+    """Builds the step of a whole model, or of a pipeline stage."""
+    if layout.stages.world_size == 1:
+        return whole_model_functions
+    from trainables.engine.pipeline.step import stage_functions  # torch's pipelining takes a second and 150 MB
+
+    return stage_functions
 
 
 class Models(NamedTuple):
@@ -242,6 +230,30 @@ def build_models(
     if config.train.compile:  # in place: names in the checkpoint stay as they are
         student.compile()
     return Models(config, name, module, teacher, parameters)
+
+
+def build_checkpoint_state(
+    models: Models, optimizers: Sequence[LossOptimizer], layout: Layout, classes: Sequence[str]
+) -> CheckpointState:
+    """What a checkpoint of the job holds, before the first step."""
+    config, module, part = models.config, models.module, None
+    if models.student_parameters is not None:
+        part = state_part(
+            module,
+            optimizers[0].optimizer,
+            student_parameters=models.student_parameters,
+            optim=config.optim,
+            layout=layout,
+        )
+    return CheckpointState(
+        student=module.student,
+        methods=module.methods,
+        optimizers=[each.optimizer for each in optimizers],
+        scaler=torch.amp.GradScaler(layout.replicas.device.type, enabled=config.precision == "fp16"),
+        progress=Progress(),
+        about=checkpoint_about(config, models.name, classes),
+        part=part,
+    )
 
 
 def checkpoint_about(config: TrainConfig, name: str, classes: Sequence[str]) -> dict[str, Any]:

@@ -126,7 +126,8 @@ def train_batches(job: Job, batches: Generator[Batch, None, None], epoch: Epoch,
             step_in_epoch = -(-progress.position // config.data.global_batch_size)
             ended = progress.step == stop_at
             last = ended or step_in_epoch == job.epochs.steps_per_epoch
-            if last or step_in_epoch % config.train.log_every == 0 or progress.step == config.train.warmup_steps:
+            logged = last or step_in_epoch % config.train.log_every == 0 or progress.step == config.train.warmup_steps
+            if logged:
                 log_step(job, step_in_epoch)
                 ended = ended or (stop_at is not None and job.stop_early is not None and stops_early(job, job.stop_early))
             if last or ended:
@@ -134,7 +135,9 @@ def train_batches(job: Job, batches: Generator[Batch, None, None], epoch: Epoch,
             if stop_at is None:
                 decision = job.interruptions.after_step(progress.step)
                 if decision.saves or step_in_epoch % config.train.checkpoint_every == 0:
-                    save_inside_epoch(job, step_in_epoch)
+                    if not logged:
+                        log_step(job, step_in_epoch)  # the sums belong to the state: they are read before it is saved
+                    save_inside_epoch(job)
                 if decision.interruption is not None:
                     end_interrupted(job, decision.interruption)
             job.metrics.start_step(progress.step)
@@ -172,10 +175,8 @@ def stops_early(job: Job, stop_early: Callable[[Sequence[float]], bool]) -> bool
     return bool(stops)
 
 
-def save_inside_epoch(job: Job, step_in_epoch: int) -> None:
-    """A checkpoint at a position inside the epoch; training goes on in the same loader."""
-    if step_in_epoch % job.config.train.log_every:
-        log_step(job, step_in_epoch)  # the sums belong to the state: they are read before it is saved
+def save_inside_epoch(job: Job) -> None:
+    """A checkpoint at a position inside the epoch, behind a log step; training goes on in the same loader."""
     progress = job.progress
     with job.metrics.clock.part("checkpoint"):
         check_finite(job)
@@ -215,7 +216,11 @@ def end_training(job: Job) -> tuple[dict[str, float], dict[str, float], int]:
     """
     progress, epoch = job.progress, job.epochs.at(job.progress.epoch)
     num_skipped = len(check_skipped(job, job.train_loader, progress.skipped))
-    trained = means(job.train_state, progress.partial, epoch) | job.metrics.noise.end_epoch() | teacher_images(job)
+    teacher = job.train_state.teacher
+    with job.metrics.clock.part("checkpoint"):  # a cache writes the epoch's logits to the disk
+        num_computed = teacher.end_epoch() if teacher is not None else None
+    trained = means(job.train_state, progress.partial, epoch) | job.metrics.noise.end_epoch()
+    trained |= teacher_images(num_computed, job.group)
     telemetry = job.telemetry()  # of the training alone: the evaluation loads a node otherwise
     if not progress.partial[0]:
         raise DataError(f"{job.config.data.path}: not one training image could be read")

@@ -10,12 +10,13 @@ from statistics import fmean
 
 import torch
 
-from trainables.distributed.group import all_reduce_sum, check_replicas, gather_objects
+from trainables.distributed.group import Group, all_reduce_sum, check_replicas, gather_objects
 from trainables.engine.checks import raise_not_finite
 from trainables.engine.epochs import Epoch
 from trainables.engine.job import Job
 from trainables.engine.pass_latency import TrainingShape, pass_latency
 from trainables.engine.step import TrainState
+from trainables.failures import kind_of
 from trainables.metrics.allreduce_wait import exposed_ms
 from trainables.metrics.phases import ALL_PHASES
 from trainables.rundir import headline
@@ -26,7 +27,7 @@ _OF_A_STEP = ("step", "cpu", "core_wait", "allreduce_wait", "allreduce_wait_erro
 
 
 def log_step(job: Job, step_in_epoch: int) -> None:
-    """The one call that waits for the device: reads the sums of all ranks, checks them, reports a step, logs a line.
+    """Read the sums of all ranks, check them, report a step, log a line. Waits for the device, which a step never does.
 
     Raises:
         TrainingError: on every rank: a loss that is not finite, or replicas that disagree.
@@ -137,12 +138,11 @@ def log_epoch(job: Job, val: dict[str, float], best: bool) -> None:
         )
 
 
-def teacher_images(job: Job) -> dict[str, float]:
+def teacher_images(num_computed: int | None, group: Group) -> dict[str, float]:
     """Images of the epoch for which a teacher ran although a cache or a service may spare it: the cache had not their logits, or
-    no other student had requested them. {} where it is neither. Every rank calls it.
+    no other student had requested them. `num_computed`: this rank's; {} where all are None. Every rank calls it.
     """
-    teacher = job.train_state.teacher
-    counts = [count for count in gather_objects(teacher and teacher.end_epoch(), job.group) if count is not None]
+    counts = [count for count in gather_objects(num_computed, group) if count is not None]
     return {"teacher_images": float(sum(counts))} if counts else {}
 
 
@@ -203,6 +203,17 @@ def training_shape(job: Job, step_ms: float) -> TrainingShape:
     )
 
 
+def _passes(job: Job, shape: TrainingShape) -> dict[str, float]:
+    """See `pass_latency`. {} where a method's own code fails on its images of zeros: that is no end of a finished training."""
+    try:
+        return pass_latency(job.train_state, job.config.data.image_size, shape)
+    except Exception as error:
+        if kind_of(error) == "device":
+            raise
+        log.warning("%s: its passes are not timed: %s: %s", job.config.stage, type(error).__name__, error)
+        return {}
+
+
 def summarize(job: Job, skipped_images: int = 0) -> dict[str, float]:
     """The numbers of the whole job, reported once and returned. `skipped_images`: the most that any epoch could not read."""
     progress, metrics = job.progress, job.metrics
@@ -223,7 +234,7 @@ def summarize(job: Job, skipped_images: int = 0) -> dict[str, float]:
     if times_passes and not (teacher is not None and teacher.is_collective):
         shape = training_shape(job, summary.get("phase/step_ms", math.inf))
         with metrics.clock.part("timing"):
-            summary |= pass_latency(job.train_state, job.config.data.image_size, shape)
+            summary |= _passes(job, shape)
     evaluated = [row for row in progress.history if "val/top1_pct" in row]
     if evaluated:
         summary |= headline(evaluated[-1])

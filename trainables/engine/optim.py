@@ -3,7 +3,7 @@
 import bisect
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -28,14 +28,16 @@ def parameter_groups(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> 
 
 def parameter_copies(optim: OptimConfig) -> int:
     """How many times its own memory a trained parameter takes, with its gradient and the optimizer's state."""
-    return 4 if optim.name == "adamw" else 3
+    if optim.name == "dot":  # SGD twice, each with a gradient and a momentum
+        return 5
+    return 2 + OPTIMIZERS[optim.name].num_states(optim)
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> torch.optim.Optimizer:
-    """The optimizer of `optim.name`; its learning rate is set before each step from `learning_rate`."""
+    """The optimizer of `optim.name`; `LossOptimizer.set_learning_rate` sets its learning rate before each step."""
     groups = parameter_groups(parameters, optim)
     fused = any(p.is_cuda for group in groups for p in group["params"]) or None
-    return OPTIMIZERS[optim.name](groups, optim, fused)
+    return OPTIMIZERS[optim.name].build(groups, optim, fused)
 
 
 def build_sgd(groups: list[dict[str, Any]], optim: OptimConfig, fused: bool | None) -> torch.optim.Optimizer:
@@ -50,9 +52,18 @@ def build_adamw(groups: list[dict[str, Any]], optim: OptimConfig, fused: bool | 
     return torch.optim.AdamW(groups, lr=optim.lr, fused=fused)
 
 
-OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]], OptimConfig, bool | None], torch.optim.Optimizer]] = {
-    "sgd": build_sgd,
-    "adamw": build_adamw,
+class OptimizerSpec(NamedTuple):
+    """An optimizer that `optim.name` may name."""
+
+    build: Callable[[list[dict[str, Any]], OptimConfig, bool | None], torch.optim.Optimizer]
+    """Of torch's parameter groups; the last argument is torch's `fused`."""
+    num_states: Callable[[OptimConfig], int]
+    """Tensors of a parameter's size in its state."""
+
+
+OPTIMIZERS = {
+    "sgd": OptimizerSpec(build_sgd, num_states=lambda optim: int(optim.momentum > 0)),
+    "adamw": OptimizerSpec(build_adamw, num_states=lambda optim: 2),
 }
 """By `optim.name`; `dot` is SGD twice, see `optimizers.build_optimizers`."""
 

@@ -7,6 +7,7 @@ header as JSON; the tensors without holes (https://huggingface.co/docs/safetenso
 Shapes: N bytes of all tensors.
 """
 
+import errno
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -118,5 +119,9 @@ def write_packed(path: Path, packed: PackedTensors, meta: str) -> None:
                     rest = rest[file.write(rest) :]
     except OSError as error:
         raise CheckpointError(
-            f"cannot write checkpoint {path}: {error}; the previous one still stands: free space, then `distill resume`"
+            f"cannot write checkpoint {path}: {error}; the previous one still stands: {_remedy(error)}, then `distill resume`"
         ) from error
+
+
+def _remedy(error: OSError) -> str:
+    return "free space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "see that the folder can be written"

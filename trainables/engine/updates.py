@@ -234,4 +234,6 @@ def wrap(model: nn.Module, group: Group) -> nn.Module:
     option = "forward_sync_buffers" if "forward_sync_buffers" in signature.parameters else "broadcast_buffers"
     unshared: dict[str, Any] = {option: False}
     ids = [group.device] if group.device.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True, **unshared)
+    return DistributedDataParallel(
+        model, device_ids=ids, process_group=group.process_group, gradient_as_bucket_view=True, **unshared
+    )

@@ -7,9 +7,16 @@ The names of a record's numbers show its kind: `train/…` in a `step`, `val/…
 import time
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Protocol
 
 from trainables.disk_writer import DiskWriter
 from trainables.rundir import read_lines
+
+
+class Report(Protocol):
+    """Records numbers. `kind`: `start`, `step` (a log line), `epoch` (every rank calls it), `summary`."""
+
+    def __call__(self, kind: str, step: int, epoch: float, metrics: dict[str, float]) -> None: ...
 
 
 class MetricsFile:

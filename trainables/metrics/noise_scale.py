@@ -95,7 +95,8 @@ class GradientNoise:
         self._norms |= {self._indices[p]: norm for p, norm in zip(bucket.parameters(), norms, strict=True)}
         buffer: Tensor = bucket.buffer()
         buffer.mul_(1 / self._group.world_size)  # as DDP does it: a division may differ in the last bit
-        future: torch.futures.Future[list[Tensor]] = dist.all_reduce(buffer, async_op=True).get_future()
+        work = dist.all_reduce(buffer, group=self._group.process_group, async_op=True)
+        future: torch.futures.Future[list[Tensor]] = work.get_future()
         return future.then(lambda done: done.value()[0])
 
     def _reduce_pending(self) -> None:

@@ -1,11 +1,14 @@
+import contextlib
 import os
 import signal
+import threading
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from trainables.distributed import rank_pool
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankDiedError, RankPool
 
@@ -41,6 +44,56 @@ def refuse_in_a_group_of_its_own(group: Group) -> None:
     if group.rank == 0:
         raise ValueError("not here")
     dist.barrier(group=of_both)
+
+
+class NotPicklableError(Exception):
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} and {second}")
+        self.lock = threading.Lock()
+
+
+class TwoArgumentsError(NotPicklableError):
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(first, second)
+        del self.lock
+
+
+def raise_it(group: Group, error: type[NotPicklableError]) -> None:
+    raise error("one", "two")
+
+
+def result_with_a_lock(group: Group) -> object:
+    return threading.Lock()
+
+
+@pytest.mark.parametrize("error", [NotPicklableError, TwoArgumentsError])
+def test_an_error_that_cannot_be_pickled_arrives_as_its_text_with_its_stack(
+    ranks: RankPool, error: type[NotPicklableError]
+) -> None:
+    with pytest.raises(RuntimeError, match=f"{error.__name__}: one and two") as caught:
+        ranks.run(2, raise_it, error)
+    assert "in raise_it" in caught.value.__notes__[0]
+    with pytest.raises(TypeError, match="a result that cannot be sent: cannot pickle"):
+        ranks.run(1, result_with_a_lock)
+    assert ranks.run(2, total) == [3.0, 3.0]
+
+
+def test_more_ranks_than_the_pool_has_are_refused(ranks: RankPool) -> None:
+    with pytest.raises(ValueError, match="4 ranks of a pool of 3"):
+        ranks.run(4, total)
+
+
+@pytest.mark.processes
+def test_what_an_interrupted_run_would_have_returned_is_no_result_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with contextlib.closing(RankPool(2)) as pool:
+        monkeypatch.setattr(rank_pool, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pool.run(2, total)
+        monkeypatch.undo()
+        assert pool.run(2, own_process) != [3.0, 3.0]
 
 
 def test_every_run_has_a_group_of_its_own_size(ranks: RankPool) -> None:

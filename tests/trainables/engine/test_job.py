@@ -15,6 +15,8 @@ from trainables.data.storage import folder_cleaner
 from trainables.distributed.group import Group
 from trainables.engine import loop
 from trainables.engine.job import build
+from trainables.errors import CheckpointError
+from trainables.rundir import StageDir
 
 
 def _packed(root: Path) -> Path:
@@ -49,6 +51,17 @@ def test_a_job_that_ends_or_dies_leaves_no_thread_no_process_and_no_hold(
     wait_until(lambda: set(threading.enumerate()) <= before and folder_cleaner.remove_unused(str(folders[0])))
     assert not folders[0].exists()
     assert not [child for child in psutil.Process().children() if "loader_server" in " ".join(child.cmdline())]
+
+
+def test_a_job_that_cannot_be_built_leaves_no_thread(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    settings = config(tmp_path / "out", teacher=None)
+    stage = StageDir(tmp_path / "out")
+    stage.last.parent.mkdir(parents=True)
+    stage.last.write_bytes(b"no checkpoint")
+    with pytest.raises(CheckpointError, match="damaged"):
+        build(settings, Group(), Recorded(), no_telemetry)
+    wait_until(lambda: set(threading.enumerate()) <= before)
 
 
 @pytest.mark.parametrize("loader_auto", [False, True])

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,20 @@ def test_a_term_is_on_record_in_the_stage_that_computes_it_and_in_no_other(ranks
         stages = [names for names, _ in itertools.groupby(said)]
         assert stages == [{"InitStage/reconstruction", "distill_loss"}, {"InitStage/code", "kd/kl", "distill_loss"}]
     assert [metrics["epoch/training_epoch"] for kind, _, metrics in calls if kind == "epoch"] == [0.0, 1.0]
+
+
+def test_a_step_that_is_logged_and_saved_has_one_record(tmp_path: Path) -> None:
+    """Its last warm-up step, whose record would be the second one and of no steps at all."""
+    settings = until(tmp_path, checkpoint_every=1, warmup_steps=1, log_every=20)
+    steps = [(step, metrics) for kind, step, metrics in train(Group(), settings)["calls"] if kind == "step"]
+    assert [step for step, _ in steps] == sorted({step for step, _ in steps})
+    assert all(metrics["train/images_per_s"] > 0 and math.isfinite(metrics["train/loss"]) for _, metrics in steps)
+
+
+def test_advice_about_a_loss_that_is_not_finite_names_what_is_not_done_yet(tmp_path: Path) -> None:
+    optim = {"epochs": 1, "lr": 1e12, "clip_grad_norm": 1e9, "lr_scaling": "linear", "lr_base_batch": 50}
+    with pytest.raises(TrainingError, match=r": lower optim.lr \(now 1e\+12, 2e\+12 after scaling with the batch\); no check"):
+        train(Group(), config(tmp_path, **{**LONG, "optim": optim}))
 
 
 def test_a_loss_that_is_not_finite_ends_the_job_names_the_step_and_leaves_the_last_good_state(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from tests.trainables.jobs import config, equal, no_telemetry, write_teacher
 from trainables.distributed.group import Group
-from trainables.engine import loop
+from trainables.engine import loop, metrics_records
 from trainables.engine import pass_latency as latency
 from trainables.engine.job import Job, build
 from trainables.engine.pass_latency import TrainingShape, pass_latency
@@ -26,6 +26,21 @@ def job(tmp_path: Path) -> Job:
         teacher={"model": "convnet_small", "weights": weights}, train={"max_steps": 4, "warmup_steps": 1},
     )  # fmt: skip
     return build(settings, Group(), lambda *_: None, no_telemetry)
+
+
+def test_a_method_that_fails_on_images_of_zeros_ends_no_finished_training(
+    job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def singular(*_: object) -> dict[str, float]:
+        torch.linalg.cholesky(torch.zeros(2, 2))
+        return {}
+
+    monkeypatch.setattr(metrics_records, "pass_latency", singular)
+    with contextlib.closing(job), caplog.at_level("WARNING", logger="raydistill"):
+        summary = loop.run(job)
+    assert summary["steps"] == 5
+    assert "one_image_ms" not in summary
+    assert "its passes are not timed: _LinAlgError: linalg.cholesky" in caplog.text
 
 
 def test_it_is_less_than_a_step_on_many_and_more_than_nothing(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

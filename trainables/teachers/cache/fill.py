@@ -4,7 +4,6 @@ Shapes: B samples of this rank's part of a global batch.
 """
 
 import contextlib
-from collections.abc import Callable
 
 from trainables.config import FillConfig
 from trainables.data.loader.loader import Loader
@@ -14,11 +13,10 @@ from trainables.device.model_input import autocast, normalizer, tensor_format
 from trainables.distributed.group import Group, gather_objects
 from trainables.errors import DataError
 from trainables.metrics.heartbeat import Heartbeat
+from trainables.metrics.metrics_file import Report
 from trainables.teachers.build import cached_teacher
 from trainables.teachers.cache.cached_teacher import CachedTeacher
 from trainables.teachers.interface import TeacherRequest
-
-Report = Callable[[str, int, float, dict[str, float]], None]
 
 
 def stored_order(config: FillConfig) -> FillConfig:
@@ -80,16 +78,16 @@ def _run_epoch(
     prepare = TrainInputs(data.device_augment, normalize, seed=config.seed, image_size=data.image_size, device=group.device)
     precision = autocast(config.precision, group.device)
     batches = heartbeat.over(loader.epoch(epoch, start))
-    ready = on_device(batches, group.device, loader.augmentation_epoch(epoch))
     first_step = epoch * num_steps + start // data.global_batch_size + 1
-    for step, batch in enumerate(ready, start=first_step):
-        batch.wait()
-        with precision():
-            images_BCHW = prepare(batch).images_BCHW
-            teacher(images_BCHW, len(batch.labels_B), TeacherRequest(batch.host_indices_B, batch.epoch))
-        if step % config.train.log_every == 0:
-            report("step", step, step / num_steps, {})
-            _check_written(teacher, group)
+    with contextlib.closing(on_device(batches, group.device, loader.augmentation_epoch(epoch))) as ready:
+        for step, batch in enumerate(ready, start=first_step):
+            batch.wait()
+            with precision():
+                images_BCHW = prepare(batch).images_BCHW
+                teacher(images_BCHW, len(batch.labels_B), TeacherRequest(batch.host_indices_B, batch.epoch))
+            if step % config.train.log_every == 0:
+                report("step", step, step / num_steps, {})
+                _check_written(teacher, group)
 
 
 def _check_written(teacher: CachedTeacher, group: Group) -> None:

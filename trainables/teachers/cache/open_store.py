@@ -66,7 +66,7 @@ def _prepare(config: TrainConfig, images: ImageSet, classes: Sequence[str]) -> t
                 )
             write_json(store.folder / "key.json", parts)
     except OSError as error:
-        raise DataError(f"teacher.cache: {cache} cannot be written ({error.strerror}): name another folder") from None
+        raise DataError(f"teacher.cache: {cache} cannot be written ({error.strerror or error}): name another folder") from None
     return key, parts["teacher"]["sha256"]
 
 

@@ -28,6 +28,7 @@ log = logging.getLogger("raydistill")
 
 _ROW_BITS = 32
 _EPOCH = "epoch-"
+_EPOCH_NAME = re.compile(rf"{_EPOCH}(\d+)")
 _STALE_S = 3600.0
 _SEGMENT_NAME = re.compile(r"[0-9]+-[0-9a-f]{64}\.arrow")
 Columns = dict[str, NDArray[Any]]
@@ -99,8 +100,8 @@ class LogitsStore:
 
         Of an epoch that several jobs filled at once, each with segments of its own, there may be fewer rows than that.
         """
-        folders = self.folder.glob(f"{_EPOCH}*")
-        epochs = [_segments(folder) for folder in folders if int(folder.name[len(_EPOCH) :]) < num_epochs]
+        names = [_EPOCH_NAME.fullmatch(folder.name) for folder in self.folder.glob(f"{_EPOCH}*")]
+        epochs = [_segments(self.folder / name[0]) for name in names if name and int(name[1]) < num_epochs]
         rows = [sum(int(path.name.partition("-")[0]) for path in paths) for paths in epochs]
         num_bytes = sum(path.stat().st_size for paths in epochs for path in paths)
         return sum(min(count, self.num_samples) for count in rows), num_bytes

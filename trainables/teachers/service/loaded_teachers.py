@@ -67,10 +67,11 @@ class LoadedTeachers:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _load(self, name: str, settings: dict[str, Any], classes: Sequence[str], num_samples: int) -> None:
+        with self._lock:
+            self._drop_idle()  # first: the device may have room for one network alone
         network = self._build(settings, classes)
         memory = LogitsMemory(self._memory_bytes, num_samples, network.num_classes, network.dtype)
         with self._lock:
-            self._drop_idle()
             self._teachers[name] = LoadedTeacher(network, memory, time.monotonic())
 
     def _drop_idle(self) -> None:

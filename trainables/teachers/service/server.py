@@ -196,10 +196,11 @@ class TeacherService:
     def _deliver(self, teacher: LoadedTeacher, token: int, logits_nK: NDArray[Any]) -> None:
         complete = list[_PartialResponse]()
         with self._lock:
-            computation = self._computations.pop(token)
+            computation = self._computations[token]
+            teacher.memory.write(computation.index, computation.samples_n, logits_nK)
+            del self._computations[token]  # not before: until it is in memory, `_fail` has to find it
             teacher.num_active -= 1
             self._num_computed += len(logits_nK)
-            teacher.memory.write(computation.index, computation.samples_n, logits_nK)
             for response, rows, found in computation.waiting:
                 response.logits_BK[rows] = logits_nK[found]
                 response.num_missing -= 1
@@ -217,8 +218,7 @@ class TeacherService:
             teacher.num_active -= 1
             teacher.memory.release(computation.index, computation.samples_n)
         for response, *_ in computation.waiting:
-            if not response.future.done():
-                response.future.set_exception(error)
+            _reject(response.future, error)
 
     def _begin_upload(self, teacher: LoadedTeacher, index: EpochIndex, samples_n: NDArray[np.int64]) -> None:
         """One client is asked to send these images."""
@@ -252,8 +252,7 @@ class TeacherService:
                 try:
                     self._handle([opened])
                 except Exception as error:  # of this request alone: the thread serves all
-                    if not opened.future.done():
-                        opened.future.set_exception(error)
+                    _reject(opened.future, error)
 
     def _upload_tokens(self, slots: NDArray[np.int64]) -> list[int]:
         """The tokens of uploads among these slots."""
@@ -267,3 +266,8 @@ class TeacherService:
 def _resolve(future: Future[LogitsResponse], response: LogitsResponse) -> None:
     with contextlib.suppress(InvalidStateError):  # it was cancelled, or an error came first
         future.set_result(response)
+
+
+def _reject(future: Future[LogitsResponse], error: Exception) -> None:
+    with contextlib.suppress(InvalidStateError):  # it was cancelled, or there is a response
+        future.set_exception(error)

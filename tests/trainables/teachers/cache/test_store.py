@@ -58,6 +58,8 @@ def test_the_same_segment_twice_is_one_file_and_overlaps_are_equal(tmp_path: Pat
 def test_other_files_are_ignored(tmp_path: Path) -> None:
     store = LogitsStore(tmp_path, FORMAT, 20)
     store.write(0, columns([3]))
+    (tmp_path / "epoch-00000.bak").mkdir()
+    assert store.size(1)[0] == 1
     for name in ("notes.arrow", ".1-00.arrow.7.tmp"):
         (tmp_path / "epoch-00000" / name).write_bytes(b"no segment")
     assert (~store.open(0).missing_N).sum() == 1

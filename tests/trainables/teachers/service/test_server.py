@@ -1,8 +1,10 @@
 """The service without a training: each row computed once for all clients, and what a full memory and failures do."""
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -26,7 +28,7 @@ class Numbered:
     def __init__(self) -> None:
         self.ran: list[tuple[int, int]] = []
         self.calls: list[int] = []
-        self.fails = False
+        self.fails, self.num_lost_rows = False, 0
         self.may_run = threading.Event()
         self.may_run.set()
 
@@ -39,7 +41,8 @@ class Numbered:
                 raise ArithmeticError("the teacher cannot")
             self.ran += [(epoch, int(sample)) for sample in samples_n]
             self.calls.append(len(samples_n))
-            return np.stack([pixels_n.astype(float), samples_n.astype(float), np.full(len(samples_n), float(epoch))], axis=1)
+            rows = np.stack([pixels_n.astype(float), samples_n.astype(float), np.full(len(samples_n), float(epoch))], axis=1)
+            return rows[self.num_lost_rows :]
 
         return run
 
@@ -155,6 +158,55 @@ def test_a_request_that_fails_or_is_cancelled_harms_no_other_that_waits(monkeypa
     assert (
         service.logits(LogitsRequest("key", 0, np.arange(25, 30), NONE, None)).result(5).missing is not None
     )  # the thread goes on
+    service.close()
+
+
+def test_logits_that_memory_cannot_take_fail_their_requests_and_are_computed_when_repeated() -> None:
+    service, network = served()
+    samples = np.arange(10)
+    network.num_lost_rows = 1
+    with pytest.raises(ValueError, match="shape"):
+        service.logits(LogitsRequest("key", 0, samples, samples, pixels(samples))).result(5)
+    network.num_lost_rows = 0
+    assert is_right(fetch(service, samples), samples)
+    service.close()
+
+
+def test_a_request_that_is_cancelled_while_its_computation_fails_ends_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    service, network = served()
+    network.fails = True
+    network.may_run.clear()
+    request = LogitsRequest("key", 0, np.arange(10), np.arange(10), pixels(np.arange(10)))
+    cancelled, other = service.logits(request), service.logits(request)
+    set_exception = Future.set_exception
+
+    def cancel_first(self: Future[Any], error: BaseException | None) -> None:
+        cancelled.cancel()
+        set_exception(self, error)
+
+    monkeypatch.setattr(Future, "set_exception", cancel_first)
+    network.may_run.set()
+    with pytest.raises(ArithmeticError):
+        other.result(5)
+    monkeypatch.undo()
+    network.fails = False
+    assert is_right(fetch(service, np.arange(10)), np.arange(10))
+    service.close()
+
+
+def test_an_idle_network_is_gone_before_the_next_is_built() -> None:
+    alive = weakref.WeakSet[Numbered]()
+
+    def build(settings: dict[str, Any], classes: Sequence[str]) -> Numbered:
+        gc.collect()
+        assert not alive
+        network = Numbered()
+        alive.add(network)
+        return network
+
+    service = TeacherService(build, idle_timeout_s=0.0)
+    for key in ("first", "second"):
+        service.open(key, {}, ("a", "b", "c"), 1000).result(5)
     service.close()
 
 
