@@ -1,6 +1,7 @@
 """A step's cost on one image: measured after the training, which it leaves as it was."""
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -68,7 +69,7 @@ def test_it_changes_neither_parameters_nor_statistics_nor_gradients_nor_random_n
 
 
 @pytest.mark.parametrize(
-    ("shortest_s", "micro_batch", "timed"),
+    ("passes_s", "micro_batch", "timed"),
     [
         (lambda num_images: 0.01, 2, [2, 4, 8, 16]),  # up to as many images as a micro-batch can have
         (lambda num_images: 0.0001, 1, [1, 2, 4, 8, 16]),
@@ -79,13 +80,32 @@ def test_it_changes_neither_parameters_nor_statistics_nor_gradients_nor_random_n
     ],
 )
 def test_larger_batches_are_timed_as_long_as_that_is_worth_it(
-    job: Job, monkeypatch: pytest.MonkeyPatch, shortest_s: Callable[[int], float], micro_batch: int, timed: list[int]
+    job: Job, monkeypatch: pytest.MonkeyPatch, passes_s: Callable[[int], float], micro_batch: int, timed: list[int]
 ) -> None:
-    monkeypatch.setattr(latency, "_shortest_s", lambda train_state, image_size, num_images: shortest_s(num_images))
+    monkeypatch.setattr(latency, "passes_s", lambda train_state, image_size, num_images: passes_s(num_images))
     with contextlib.closing(job):
         found = pass_latency(job.train_state, IMAGE_SIZE, TrainingShape(micro_batch=micro_batch, step_s=0.0, max_images=16))
-    expected = {f"passes/{num_images}_images_ms": 1e3 * shortest_s(num_images) for num_images in timed}
-    assert found == {"one_image_ms": 1e3 * shortest_s(1), **expected}
+    expected = {f"passes/{num_images}_images_ms": 1e3 * passes_s(num_images) for num_images in timed}
+    assert found == {"one_image_ms": 1e3 * passes_s(1), **expected}
+
+
+def test_batches_are_timed_in_turn_so_that_a_machine_that_is_slow_for_a_while_is_so_for_all(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    factors = itertools.chain([3.0] * 6, itertools.repeat(1.0))
+
+    def passes_s(train_state: TrainState, image_size: int, num_images: int) -> float:
+        return 0.001 * num_images**0.5 * next(factors)
+
+    monkeypatch.setattr(latency, "passes_s", passes_s)
+    with contextlib.closing(job):
+        timed = pass_latency(job.train_state, IMAGE_SIZE, TrainingShape(micro_batch=4, step_s=0.0, max_images=16))
+    assert timed == {
+        "one_image_ms": 1.0,
+        "passes/4_images_ms": 2.0,
+        "passes/8_images_ms": pytest.approx(8**0.5),
+        "passes/16_images_ms": 4.0,
+    }
 
 
 def test_a_batch_that_does_not_fit_is_recorded_and_the_ones_before_it_are_timed(
@@ -96,7 +116,7 @@ def test_a_batch_that_does_not_fit_is_recorded_and_the_ones_before_it_are_timed(
             raise torch.OutOfMemoryError("CUDA out of memory")
         return 0.001
 
-    monkeypatch.setattr(latency, "_shortest_s", with_little_memory)
+    monkeypatch.setattr(latency, "passes_s", with_little_memory)
     with contextlib.closing(job), caplog.at_level("INFO", logger="raydistill"):
         timed = pass_latency(job.train_state, IMAGE_SIZE, TrainingShape(micro_batch=2, step_s=0.0, max_images=64))
     assert timed == {
