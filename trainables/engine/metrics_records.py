@@ -10,12 +10,15 @@ from statistics import fmean
 
 import torch
 
+from trainables.data.storage.remote import is_remote
 from trainables.distributed.group import all_reduce_sum, check_replicas, gather_objects
 from trainables.engine.checks import raise_not_finite
 from trainables.engine.epochs import Epoch
 from trainables.engine.job import Job
+from trainables.engine.loading_slowdown import loading_slowdown
 from trainables.engine.pass_latency import TrainingShape, pass_latency
 from trainables.engine.step import TrainState
+from trainables.errors import DataError, LoaderDiedError
 from trainables.metrics.allreduce_wait import exposed_ms
 from trainables.metrics.phases import ALL_PHASES
 from trainables.rundir import headline
@@ -203,6 +206,20 @@ def training_shape(job: Job, step_ms: float) -> TrainingShape:
     )
 
 
+def _loading_slowdown(job: Job, micro_batch: int) -> dict[str, float]:
+    """See `loading_slowdown`. {} where shards would be fetched again for it, or where the disk fails: the training is over."""
+    data = job.config.data
+    if is_remote(data.path):
+        return {}
+    epoch = max(0, job.progress.epoch - 1)
+    try:
+        slowdown = loading_slowdown(job.train_state, data.image_size, micro_batch, job.train_loader, epoch)
+    except (DataError, LoaderDiedError) as error:
+        log.warning("how much the loader slows a step is not measured: %s", error)
+        return {}
+    return {"passes/loading_slowdown": slowdown}
+
+
 def summarize(job: Job, skipped_images: int = 0) -> dict[str, float]:
     """The numbers of the whole job, reported once and returned. `skipped_images`: the most that any epoch could not read."""
     progress, metrics = job.progress, job.metrics
@@ -224,6 +241,8 @@ def summarize(job: Job, skipped_images: int = 0) -> dict[str, float]:
         shape = training_shape(job, summary.get("phase/step_ms", math.inf))
         with metrics.clock.part("timing"):
             summary |= pass_latency(job.train_state, job.config.data.image_size, shape)
+            if f"passes/{shape.micro_batch}_images_ms" in summary:
+                summary |= _loading_slowdown(job, shape.micro_batch)
     evaluated = [row for row in progress.history if "val/top1_pct" in row]
     if evaluated:
         summary |= headline(evaluated[-1])
