@@ -182,7 +182,7 @@ def test_the_cpu_clock_sees_real_time() -> None:
 
 
 def test_timing_a_step_costs_at_most_25_times_the_plainest_timer() -> None:
-    """11 µs on a core of 2.6 GHz, under a hundredth of a step of 2 ms. Beside a timer that only stores times, since cores differ."""
+    """11 µs on a core of 2.6 GHz, a hundredth of a step of 1.1 ms. Beside a timer that only stores times, since cores differ."""
     timer, num_steps = PhaseTimer(CPU), 20
 
     def timed() -> None:
