@@ -3,6 +3,7 @@
 A program by itself: `python -m tests.faults.storm.object_store SECONDS`.
 """
 
+import logging
 import sys
 import time
 
@@ -25,7 +26,7 @@ class Filler:
 
 def main(seconds: float) -> None:
     """Fill, wait, and leave."""
-    ray.init(log_to_driver=False)
+    ray.init(log_to_driver=False, logging_level=logging.ERROR)
     nodes = [node for node in ray.nodes() if node["Alive"]]
     wheres = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=True) for node in nodes]
     fillers = [Filler.options(scheduling_strategy=where).remote() for where in wheres]

@@ -24,7 +24,7 @@ from tests.faults.storm.oracle import TRACEBACK, lock_losses
 from tests.faults.storm.table import Fault, Trial
 from tests.integration.conftest import Command, Distill, RayCluster, family, is_worker, kill, title
 
-MAX_FAULTS = 6
+MAX_FAULTS = 8
 """Of one trial."""
 RESUME = "resume"
 """The workload of whatever goes on after a fault that ended its command."""
@@ -89,14 +89,15 @@ class RayTier:
         self.distill.close()
 
     def trial(self, scenario: Scenario, kinds: tuple[str, ...] | None = None) -> Trial:
-        """Strike a command one to three times, carry it on, and look what is lost."""
+        """Strike a command several times, carry it on, and look what is lost."""
         whole, seconds = self._undisturbed(scenario)
         run = self.distill.runs / f"{next(self._serial)}-{scenario.workload.replace(' ', '-')}"
         faults, losses = list[Fault](), list[str]()
         command = self._start(scenario, run)
-        for _ in range(self.rng.randint(1, MAX_FAULTS)):
+        for number in range(self.rng.randint(2, MAX_FAULTS)):
             kind = self.rng.choice(kinds or scenario.kinds)
-            if not self._wait(command, kind, seconds):
+            # The first at any time, the others soon after it: most of a command's seconds are those of its start.
+            if not self._wait(command, kind, seconds * (0.2 if number else 0.9)):
                 break
             has_begun = (run / "result.json").exists()
             if not self._strike(kind, command):
@@ -132,15 +133,14 @@ class RayTier:
             env |= self.cluster.env
         return self.distill.start(*words, *out, env=env)
 
-    def _wait(self, command: Command, kind: str, seconds: float) -> bool:
-        """Until a random moment, of a command of about so many seconds; for what a fault strikes, too. Whether it still runs."""
-        pause_s = self.rng.uniform(0, 0.6) * seconds
+    def _wait(self, command: Command, kind: str, most_s: float) -> bool:
+        """For a random time, from when there is what the fault strikes. Whether the command still runs."""
         if kind in (WORKER_KILLED, WORKER_STOPPED, WORKER_HUNG, ACTOR_KILLED, JOB_KILLED):
             while command.process.poll() is None and not self._targets(kind, command):
                 time.sleep(0.1)
-            pause_s = self.rng.uniform(0, 0.4) * seconds
+            most_s = min(most_s, 20)  # workers come late and do not stay long
         with contextlib.suppress(subprocess.TimeoutExpired):
-            command.process.wait(pause_s)
+            command.process.wait(self.rng.uniform(0, most_s))
         return command.process.poll() is None
 
     def _end(self, command: Command) -> int | str:

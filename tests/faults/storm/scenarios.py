@@ -13,7 +13,7 @@ from trainables.engine import checkpoint
 from trainables.rundir import RunDir, StageDir, read_lines
 
 TRAINING = {
-    "optim.epochs": "20",
+    "optim.epochs": "40",
     "train.checkpoint_every": "20",
     "train.log_every": "1",
     "scale.num_workers": "2",
