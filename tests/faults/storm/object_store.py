@@ -14,7 +14,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 BLOCK_BYTES = 1 << 22
 
 
-@ray.remote(num_cpus=0)
 class Filler:
     """What one node's object store is full of."""
 
@@ -29,7 +28,8 @@ def main(seconds: float) -> None:
     ray.init(log_to_driver=False, logging_level=logging.ERROR)
     nodes = [node for node in ray.nodes() if node["Alive"]]
     wheres = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=True) for node in nodes]
-    fillers = [Filler.options(scheduling_strategy=where).remote() for where in wheres]
+    actor = ray.remote(num_cpus=0)(Filler)
+    fillers = [actor.options(scheduling_strategy=where).remote() for where in wheres]
     sizes = [node["Resources"]["object_store_memory"] for node in nodes]
     ray.get([filler.fill.remote(size) for filler, size in zip(fillers, sizes, strict=True)], timeout=120)
     print("full", flush=True)

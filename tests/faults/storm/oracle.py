@@ -59,7 +59,8 @@ def record_losses(whole: StageDir, struck: StageDir) -> Iterator[str]:
         yield f"{len(missing)} records are lost, such as {missing[0]}"
     elif found != expected:
         # All that is missing is above: where these differ only in number, records came in addition.
-        both = itertools.zip_longest(found, expected, fillvalue=(None, None, None, set(), {}))
+        nothing: tuple[Any, ...] = (None, None, None, set(), {})
+        both = itertools.zip_longest(found, expected, fillvalue=nothing)
         ours, theirs = next(pair for pair in both if pair[0] != pair[1])
         (*where, names, values), (*_, other_names, other_values) = ours, theirs
         yield f"records differ: {where} has other names {names ^ other_names} and numbers {values.items() ^ other_values.items()}"

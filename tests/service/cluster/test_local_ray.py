@@ -54,7 +54,7 @@ def test_a_process_that_is_inside_ray_when_a_server_ends_is_ended_with_one_line(
         "while not local_ray._servers: time.sleep(0.01)\n"
         "raylet.kill()\ntime.sleep(600)"
     )
-    words = [sys.executable, "-c", code, tmp_path / "raylet"]
+    words = [sys.executable, "-c", code, str(tmp_path / "raylet")]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("error: Ray has ended: its process raylet was killed")
