@@ -94,10 +94,10 @@ class RayTier:
         run = self.distill.runs / f"{next(self._serial)}-{scenario.workload.replace(' ', '-')}"
         faults, losses = list[Fault](), list[str]()
         command = self._start(scenario, run)
-        for number in range(self.rng.randint(2, MAX_FAULTS)):
+        for number in range(self.rng.randint(3, MAX_FAULTS)):
             kind = self.rng.choice(kinds or scenario.kinds)
             # The first at any time, the others soon after it: most of a command's seconds are those of its start.
-            if not self._wait(command, kind, seconds * (0.2 if number else 0.9)):
+            if not self._wait(command, kind, seconds * (0.1 if number else 0.9)):
                 break
             has_begun = (run / "result.json").exists()
             if not self._strike(kind, command):
