@@ -148,9 +148,10 @@ def test_a_run_whose_ray_is_killed_ends_at_once_with_one_line_and_can_be_resumed
 @pytest.mark.slow
 def test_a_command_whose_ray_is_killed_while_it_starts_ends_at_once_with_one_line(distill: Distill) -> None:
     command = distill.start("train", distill.experiment, "--out", distill.runs / "lost")
-    started = wait_until(lambda: [each for each in command.family() if each.name() == "gcs_server"], "start of Ray", command)
+    # Ray asks the GCS whether its dashboard has started, again and again.
+    wait_until(lambda: any("dashboard.py" in title(each) for each in command.family()), "start of Ray's dashboard", command)
     family = command.family()[1:]
-    started[0].kill()
+    next(each for each in family if each.name() == "gcs_server").kill()
     assert command.end(40) == 2  # Ray waits for 60 s, and ends the process with code 1
     assert command.output.splitlines()[-1].startswith("error: Ray ")
     _, left = psutil.wait_procs([process for process in family if "Agent" not in title(process)], timeout=20)

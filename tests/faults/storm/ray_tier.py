@@ -99,7 +99,7 @@ class RayTier:
             # The first at any time, the others soon after it: most of a command's seconds are those of its start.
             if not self._wait(command, kind, seconds * (0.1 if number else 0.9)):
                 break
-            has_begun = (run / "result.json").exists()
+            has_begun = (run / "result.json").exists() and bool(command.output)
             if not self._strike(kind, command):
                 continue
             faults.append(Fault(kind, RESUME if any(fault.kind in ENDS for fault in faults) else scenario.workload))
@@ -199,7 +199,8 @@ class RayTier:
     def _ending_losses(self, kind: str, command: Command, has_begun: bool) -> Iterator[str]:
         """What is wrong with the end of a command that was to end by a fault, and with what it leaves running.
 
-        `has_begun`: whether there was a run by then; before that SIGTERM may end an interpreter that is still starting.
+        `has_begun`: whether the command had opened its run by then; before that SIGTERM may end an interpreter that is still
+        starting, or a command that has nothing to say of a run.
         """
         code, lines = self._end(command), command.output.strip().splitlines()
         early = -signal.SIGTERM if kind == INTERRUPTED and not has_begun else 0
