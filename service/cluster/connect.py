@@ -51,6 +51,7 @@ def connect(logical_cpus: int, runs_root: Path, cache: Path | None = None, *, is
     try:
         _start_ray(logical_cpus)
     except Exception as error:  # all kinds: where a node takes too long to start, Ray raises just that
+        local_ray.end_watch()
         raise ClusterError(_why_no_ray(error)) from error
     signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own handler aborts this process, without its cleaning up
     try:
@@ -96,8 +97,8 @@ def _start_ray(logical_cpus: int) -> None:
         # Ray makes the folders of a session writable for everybody: who writes there runs code as the user of its workers.
         folder = user_folder(session_base()) / "ray"
         make_token()
-        ray.init(address="local", num_cpus=cpus, dashboard_host="127.0.0.1", _temp_dir=str(folder), **options)
         local_ray.watch_servers()
+        ray.init(address="local", num_cpus=cpus, dashboard_host="127.0.0.1", _temp_dir=str(folder), **options)
     else:
         in_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ  # which has brought its own code
         ray.init(runtime_env=None if in_job else packages(), **options)

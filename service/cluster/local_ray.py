@@ -1,4 +1,4 @@
-"""The Ray that this process has started: its servers, the thread that uses it, and the end of all of them with the command.
+"""The Ray that this process has started: its servers, the threads that watch and use it, and the end of all with the command.
 
 While a thread uses Ray, the process may not shut it down.
 """
@@ -17,13 +17,16 @@ from trainables.errors import ClusterError
 
 SERVERS = ("gcs_server", "raylet")
 """The processes without which there is no Ray."""
+GRACE_S = 5.0
+"""How long a caller has to find out by itself that a server has ended."""
 _servers: dict[str, psutil.Process] = {}
 """Those of the Ray that this process has started, by name."""
-
+_watches: list[tuple[threading.Thread, threading.Event]] = []
+"""The thread that watches them, and what ends it."""
+_noticed = threading.Event()
+"""The caller has found out."""
 _threads: list[threading.Thread] = []
 """Those in which a command uses Ray while its caller watches."""
-_lost = threading.Event()
-"""Ray has ended by itself: shutting it down would wait for it."""
 
 
 class RayLostError(ClusterError):
@@ -31,8 +34,27 @@ class RayLostError(ClusterError):
 
 
 def watch_servers() -> None:
-    """Remember the servers of the Ray that this process has just started, for `check_ray`."""
-    _servers.update(find_servers())
+    """Watch the servers of the Ray that this process is about to start, until `shut_down`.
+
+    For a caller that is inside Ray when one of them ends: Ray waits a minute for it, and then ends this process. After
+    `GRACE_S` the watch ends it, with one line.
+    """
+    _noticed.clear()
+    stop = threading.Event()
+    thread = threading.Thread(target=_watch, args=(stop,), daemon=True)
+    thread.start()
+    _watches.append((thread, stop))
+
+
+def _watch(stop: threading.Event) -> None:
+    while not stop.wait(0.5):
+        if len(_servers) < len(SERVERS):
+            _servers.update(find_servers())
+        if name := _dead_server():
+            if not _noticed.wait(GRACE_S):
+                print(f"error: {_lost(name)}; give the command again, or `distill resume` its run", file=sys.stderr)
+                _end_process(2)
+            return
 
 
 def find_servers() -> dict[str, psutil.Process]:
@@ -50,14 +72,23 @@ def check_ray() -> None:
     Raises:
         RayLostError: naming the process.
     """
-    for name, server in _servers.items():
+    if name := _dead_server():
+        _noticed.set()
+        raise _lost(name)
+
+
+def _dead_server() -> str | None:
+    for name, server in list(_servers.items()):
         try:
-            lives = server.status() != psutil.STATUS_ZOMBIE
+            if server.status() == psutil.STATUS_ZOMBIE:
+                return name
         except psutil.NoSuchProcess:
-            lives = False
-        if not lives:
-            _lost.set()
-            raise RayLostError(f"Ray has ended: its process {name} was killed, by someone or for want of memory")
+            return name
+    return None
+
+
+def _lost(server: str) -> RayLostError:
+    return RayLostError(f"Ray has ended: its process {server} was killed, by someone or for want of memory, or failed")
 
 
 def shut_down() -> None:
@@ -65,8 +96,17 @@ def shut_down() -> None:
     import ray
 
     if not in_use():
+        end_watch()
         _servers.clear()
         ray.shutdown()
+
+
+def end_watch() -> None:
+    """From here on whoever uses Ray finds out by himself."""
+    while _watches:
+        thread, stop = _watches.pop()
+        stop.set()
+        thread.join()
 
 
 def start_thread(target: Callable[[], None]) -> threading.Thread:
@@ -79,7 +119,10 @@ def start_thread(target: Callable[[], None]) -> threading.Thread:
 
 def in_use() -> bool:
     """Whether Ray cannot be shut down, for a caller that was interrupted or has failed: a thread uses it, or it is lost."""
-    return _lost.is_set() or any(thread.is_alive() for thread in _threads)
+    is_lost = _dead_server() is not None
+    if is_lost:
+        _noticed.set()
+    return is_lost or any(thread.is_alive() for thread in _threads)
 
 
 def leave(code: int) -> NoReturn:
@@ -92,6 +135,10 @@ def leave(code: int) -> NoReturn:
         sys.exit(code)
     for number in (signal.SIGINT, signal.SIGTERM):  # between stopping and killing it would leave the processes stopped
         signal.signal(number, signal.SIG_IGN)
+    _end_process(code)
+
+
+def _end_process(code: int) -> NoReturn:
     children = psutil.Process().children(recursive=True)
     for end in (psutil.Process.suspend, psutil.Process.kill):
         for process in children:

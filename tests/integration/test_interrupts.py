@@ -146,6 +146,20 @@ def test_a_run_whose_ray_is_killed_ends_at_once_with_one_line_and_can_be_resumed
 
 
 @pytest.mark.slow
+def test_a_command_whose_ray_is_killed_while_it_starts_ends_at_once_with_one_line(distill: Distill) -> None:
+    command = distill.start("train", distill.experiment, "--out", distill.runs / "lost")
+    # Ray asks the GCS whether its dashboard has started, again and again.
+    wait_until(lambda: any("dashboard.py" in title(each) for each in command.family()), "start of Ray's dashboard", command)
+    family = command.family()[1:]
+    next(each for each in family if each.name() == "gcs_server").kill()
+    assert command.end(40) == 2  # Ray waits for 60 s, and ends the process with code 1
+    assert command.output.splitlines()[-1].startswith("error: Ray ")
+    _, left = psutil.wait_procs([process for process in family if "Agent" not in title(process)], timeout=20)
+    assert not left
+    distill.run("resume", distill.runs / "lost")
+
+
+@pytest.mark.slow
 def test_a_worker_that_ray_kills_for_the_nodes_memory_is_out_of_memory_and_not_begun_again(distill: Distill) -> None:
     greedy = {"RAY_memory_usage_threshold": "0.01", "RAY_memory_monitor_refresh_ms": "250"}
     output = distill.run("train", distill.experiment, "--set", "optim.epochs=100000", code=2, env=greedy)

@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from pathlib import Path
 from rich.console import Console
 
 from service.tracking.sender import NO_TELEMETRY
+from tests.faults.storm import supervised_head
 from tests.faults.storm.http_tier import mlflow_tier, s3_tier
 from tests.faults.storm.process_tier import ProcessTier, small_disk, workloads
 from tests.faults.storm.ray_tier import RayTier, Scenario
@@ -63,19 +65,21 @@ def run_tier(tier: str, rng: random.Random, only: str, seconds: float, table: Ta
             for draw in itertools.cycle(draws):
                 if time.monotonic() > end_s:
                     break
-                table.trials.append(show(console, draw()))
+                began_s = time.monotonic()
+                trial = draw()
+                table.trials.append(trial)
+                show(console, trial, time.monotonic() - began_s)
     finally:
         if not any(trial.losses for trial in table.trials[first:]):
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def show(console: Console, trial: Trial) -> Trial:
+def show(console: Console, trial: Trial, seconds: float) -> None:
     """A line of it."""
     struck = ", ".join(fault.kind for fault in trial.faults) or "nothing struck"
-    console.print(f"{'LOSS' if trial.losses else 'ok':4} {trial.workload}: {struck}")
+    console.print(f"{'LOSS' if trial.losses else 'ok':4} {trial.workload} ({seconds:.0f} s): {struck}")
     for loss in trial.losses:
         console.print(f"       {loss}", markup=False)
-    return trial
 
 
 @contextlib.contextmanager
@@ -105,10 +109,12 @@ def local_ray(folder: Path, rng: random.Random, only: str) -> Iterator[list[Draw
 
 @contextlib.contextmanager
 def cluster_ray(folder: Path, rng: random.Random, only: str) -> Iterator[list[Draw]]:
-    """Commands on two nodes. A socket's path may have 107 characters: the cluster's folder has a short name."""
+    """Commands on three nodes. A socket's path may have 107 characters: the cluster's folder has a short name."""
     with tempfile.TemporaryDirectory(prefix="rd-", ignore_cleanup_errors=True) as short:
-        cluster = RayCluster(Path(short), cpus=3)
+        lasting = {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": f"{short}/gcs"}
+        cluster = RayCluster(Path(short), cpus=3, head_env=lasting)
         try:
+            cluster.add((sys.executable, supervised_head.__file__))
             cluster.add()
             cluster.add()
             with RayTier(folder / "cluster", rng, cluster) as tier:

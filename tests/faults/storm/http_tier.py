@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from service.tracking import sync
 from tests.faults.storm import jobs
 from tests.faults.storm.children import Job
 from tests.faults.storm.oracle import delivery_losses, lock_losses, sent_numbers, stage_losses
@@ -63,7 +62,6 @@ class MlflowTier:
         self.proxy.plan = None
         run_dir = RunDir(folder / "run")
         if not losses:
-            sync(run_dir)
             expected = sent_numbers(run_dir.stage("student"), "student/") | {("top1_pct", jobs.NUM_STEPS, 50.0)}
             losses += delivery_losses(self.server.root / "mlflow.db", run_dir, jobs.KEY, expected)
             losses += lock_losses(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import sqlite3
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pyarrow as pa
 import torch
 from safetensors.torch import load_file
 
+from service.tracking import sync
 from service.tracking.spool import Spool
 from tests.service.tracking.store import tag_of
 from tests.trainables.metrics.test_metrics_file import learned, pairs
@@ -56,14 +58,23 @@ def record_losses(whole: StageDir, struck: StageDir) -> Iterator[str]:
     if missing := [line[:3] for line in expected if line[:2] not in {other[:2] for other in found}]:
         yield f"{len(missing)} records are lost, such as {missing[0]}"
     elif found != expected:
-        ours, theirs = next((pair for pair in zip(found, expected, strict=False) if pair[0] != pair[1]), (found, expected))
-        yield f"records differ: {str(ours)[:300]} for {str(theirs)[:300]}"
+        # All that is missing is above: where these differ only in number, records came in addition.
+        nothing: tuple[Any, ...] = (None, None, None, set(), {})
+        both = itertools.zip_longest(found, expected, fillvalue=nothing)
+        ours, theirs = next(pair for pair in both if pair[0] != pair[1])
+        (*where, names, values), (*_, other_names, other_values) = ours, theirs
+        yield f"records differ: {where} has other names {names ^ other_names} and numbers {values.items() ^ other_values.items()}"
 
 
 def comparable(line: dict[str, Any]) -> tuple[Any, ...]:
-    """See `learned`; a summary's phase times are those of the process that wrote it, which may have trained no step."""
+    """See `learned`; without what depends on moments.
+
+    A summary's phase times are those of the process that wrote it, which may have trained no step. An epoch has
+    telemetry where a sample of it fell into it.
+    """
     kind, step, epoch, names, values = learned(line)
-    return kind, step, epoch, set() if kind == "summary" else names, values
+    lasting = set() if kind == "summary" else {name for name in names if "/node" not in name}
+    return kind, step, epoch, lasting, values
 
 
 def cache_losses(whole: Path, struck: Path) -> Iterator[str]:
@@ -86,7 +97,11 @@ def cached_rows(cache: Path) -> dict[tuple[str, int], str]:
 
 
 def delivery_losses(database: Path, run_dir: RunDir, key: str, expected: set[tuple[str, int, float]]) -> Iterator[str]:
-    """What one run's records in MLflow lack or have twice. `expected`: name, step and value of each metric."""
+    """What one run's records in MLflow lack or have twice, after what waited for it was sent.
+
+    `expected`: name, step and value of each metric.
+    """
+    sync(run_dir)
     with contextlib.closing(sqlite3.connect(database, timeout=60)) as store:
         runs = store.execute(
             """SELECT r.run_uuid, r.status FROM runs r JOIN tags k ON k.run_uuid = r.run_uuid AND k.key = 'raydistill.key'

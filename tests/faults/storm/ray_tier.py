@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import random
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -22,7 +24,7 @@ from tests.faults.storm.oracle import TRACEBACK, lock_losses
 from tests.faults.storm.table import Fault, Trial
 from tests.integration.conftest import Command, Distill, RayCluster, family, is_worker, kill, title
 
-MAX_FAULTS = 3
+MAX_FAULTS = 8
 """Of one trial."""
 RESUME = "resume"
 """The workload of whatever goes on after a fault that ended its command."""
@@ -54,9 +56,11 @@ WORKER_KILLED, WORKER_STOPPED, WORKER_HUNG = "kill -9 of a worker", "SIGSTOP, SI
 DRIVER_KILLED, DRIVER_STOPPED, INTERRUPTED = "kill -9 of the driver", "SIGSTOP, SIGCONT of the driver", "SIGTERM to the driver"
 RAYLET_KILLED, RAYLET_STOPPED = "kill -9 of a raylet", "SIGSTOP, SIGCONT of a raylet"
 GCS_KILLED, GCS_STOPPED = "kill -9 of the GCS", "SIGSTOP, SIGCONT of the GCS"
+GCS_RESTARTED, STORE_FULL = "kill -9 of a GCS that comes back", "object stores full"
 ACTOR_KILLED, NODE_KILLED, NODE_ENDED = "kill -9 of a teacher actor", "kill -9 of a node", "SIGTERM to a node"
 JOB_KILLED = "kill -9 of a job's driver"
 OF_RUNS = (WORKER_KILLED, WORKER_STOPPED, WORKER_HUNG, DRIVER_KILLED, DRIVER_STOPPED, INTERRUPTED)
+OF_CLUSTERS = (NODE_KILLED, NODE_ENDED, RAYLET_STOPPED, GCS_RESTARTED, GCS_STOPPED, STORE_FULL)
 OF_LOCAL_RAY = (RAYLET_KILLED, RAYLET_STOPPED, GCS_KILLED, GCS_STOPPED)
 ENDS = {DRIVER_KILLED: -signal.SIGKILL, INTERRUPTED: 130, RAYLET_KILLED: 2, GCS_KILLED: 2, JOB_KILLED: 1}
 """Kinds that end the command, and its exit code."""
@@ -85,16 +89,17 @@ class RayTier:
         self.distill.close()
 
     def trial(self, scenario: Scenario, kinds: tuple[str, ...] | None = None) -> Trial:
-        """Strike a command one to three times, carry it on, and look what is lost."""
+        """Strike a command several times, carry it on, and look what is lost."""
         whole, seconds = self._undisturbed(scenario)
         run = self.distill.runs / f"{next(self._serial)}-{scenario.workload.replace(' ', '-')}"
         faults, losses = list[Fault](), list[str]()
         command = self._start(scenario, run)
-        for _ in range(self.rng.randint(1, MAX_FAULTS)):
+        for number in range(self.rng.randint(3, MAX_FAULTS)):
             kind = self.rng.choice(kinds or scenario.kinds)
-            if not self._wait(command, kind, seconds):
+            # The first at any time, the others soon after it: most of a command's seconds are those of its start.
+            if not self._wait(command, kind, seconds * (0.1 if number else 0.9)):
                 break
-            has_begun = (run / "result.json").exists()
+            has_begun = (run / "result.json").exists() and bool(command.output)
             if not self._strike(kind, command):
                 continue
             faults.append(Fault(kind, RESUME if any(fault.kind in ENDS for fault in faults) else scenario.workload))
@@ -128,15 +133,14 @@ class RayTier:
             env |= self.cluster.env
         return self.distill.start(*words, *out, env=env)
 
-    def _wait(self, command: Command, kind: str, seconds: float) -> bool:
-        """Until a random moment, of a command of about so many seconds; for what a fault strikes, too. Whether it still runs."""
-        pause_s = self.rng.uniform(0.1, 0.9) * seconds
+    def _wait(self, command: Command, kind: str, most_s: float) -> bool:
+        """For a random time, from when there is what the fault strikes. Whether the command still runs."""
         if kind in (WORKER_KILLED, WORKER_STOPPED, WORKER_HUNG, ACTOR_KILLED, JOB_KILLED):
             while command.process.poll() is None and not self._targets(kind, command):
                 time.sleep(0.1)
-            pause_s = self.rng.uniform(0, 0.4) * seconds
+            most_s = min(most_s, 20)  # workers come late and do not stay long
         with contextlib.suppress(subprocess.TimeoutExpired):
-            command.process.wait(pause_s)
+            command.process.wait(self.rng.uniform(0, most_s))
         return command.process.poll() is None
 
     def _end(self, command: Command) -> int | str:
@@ -157,6 +161,8 @@ class RayTier:
         """Do it, if there is what it strikes."""
         if kind in (NODE_KILLED, NODE_ENDED):
             return self._end_node(kind)
+        if kind == STORE_FULL:
+            return self._fill_object_stores(command)
         targets = self._targets(kind, command)
         if not targets:
             return False
@@ -182,10 +188,19 @@ class RayTier:
         self.cluster.add()
         return True
 
+    def _fill_object_stores(self, command: Command) -> bool:
+        """For some seconds, of all nodes. Whether the command still ran when they were full."""
+        assert self.cluster is not None
+        words = [sys.executable, "-m", "tests.faults.storm.object_store", f"{self.rng.uniform(1, 10):.1f}"]
+        with subprocess.Popen(words, env=os.environ | self.cluster.env, stdout=subprocess.PIPE, text=True) as filler:
+            assert filler.stdout is not None
+            return filler.stdout.readline() == "full\n" and command.process.poll() is None
+
     def _ending_losses(self, kind: str, command: Command, has_begun: bool) -> Iterator[str]:
         """What is wrong with the end of a command that was to end by a fault, and with what it leaves running.
 
-        `has_begun`: whether there was a run by then; before that SIGTERM may end an interpreter that is still starting.
+        `has_begun`: whether the command had opened its run by then; before that SIGTERM may end an interpreter that is still
+        starting, or a command that has nothing to say of a run.
         """
         code, lines = self._end(command), command.output.strip().splitlines()
         early = -signal.SIGTERM if kind == INTERRUPTED and not has_begun else 0
@@ -205,7 +220,7 @@ STOPPED = {WORKER_STOPPED, DRIVER_STOPPED, RAYLET_STOPPED, GCS_STOPPED}
 IS_TARGET: dict[str, Callable[[psutil.Process], bool]] = {
     **dict.fromkeys((WORKER_KILLED, WORKER_STOPPED, WORKER_HUNG), is_worker),
     **dict.fromkeys((RAYLET_KILLED, RAYLET_STOPPED), lambda process: process.name() == "raylet"),
-    **dict.fromkeys((GCS_KILLED, GCS_STOPPED), lambda process: process.name() == "gcs_server"),
+    **dict.fromkeys((GCS_KILLED, GCS_STOPPED, GCS_RESTARTED), lambda process: process.name() == "gcs_server"),
     ACTOR_KILLED: lambda process: "ray::TeacherActor" in title(process),
     JOB_KILLED: lambda process: "-m service train" in title(process) and "submit" not in title(process),
 }

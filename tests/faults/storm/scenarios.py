@@ -13,8 +13,8 @@ from trainables.engine import checkpoint
 from trainables.rundir import RunDir, StageDir, read_lines
 
 TRAINING = {
-    "optim.epochs": "4",
-    "train.checkpoint_every": "5",
+    "optim.epochs": "40",
+    "train.checkpoint_every": "20",
     "train.log_every": "1",
     "scale.num_workers": "2",
     "scale.max_failures": "20",
@@ -43,12 +43,12 @@ def scenarios(folder: Path, experiment: Path) -> list[Scenario]:
 
 
 def cluster_scenarios(runs: Path, experiment: Path) -> list[Scenario]:
-    """All of a Ray of two nodes."""
-    of_nodes = (ray.NODE_KILLED, ray.NODE_ENDED, ray.RAYLET_STOPPED)
+    """All of a Ray of three nodes."""
     submit = ("submit", "--runs", runs, "--follow", "train", experiment)
+    kinds, of_jobs = (*ray.OF_RUNS, *ray.OF_CLUSTERS), (ray.JOB_KILLED, ray.WORKER_KILLED, *ray.OF_CLUSTERS)
     return [
-        Scenario("train on two nodes", ("train", experiment), TRAINING, (*ray.OF_RUNS, *of_nodes), train_losses, on_cluster=True),
-        Scenario("submit", submit, TRAINING, (ray.JOB_KILLED, ray.WORKER_KILLED, ray.NODE_KILLED), train_losses, on_cluster=True),
+        Scenario("train on three nodes", ("train", experiment), TRAINING, kinds, train_losses, on_cluster=True),
+        Scenario("submit", submit, TRAINING, of_jobs, train_losses, on_cluster=True),
     ]
 
 

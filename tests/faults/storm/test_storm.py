@@ -54,6 +54,16 @@ def test_a_lost_record_a_doubled_one_and_a_changed_tensor_are_found(whole: Stage
     assert [loss.partition(",")[0] for loss in stage_losses(whole, struck)] == ["1 records are lost"]
     struck.metrics.write_text("\n".join([*lines, lines[2]]))
     assert any("twice" in loss for loss in stage_losses(whole, struck))
+    records = [dict(line) for line in read_lines(whole.metrics)]
+    epoch = next(line for line in records if line["kind"] == "epoch")
+    epoch["metrics"] = epoch["metrics"] | {"epoch/node0/cpu_pct": 1.0}  # telemetry, where a sample fell into the epoch
+    struck.metrics.write_text("\n".join(map(json.dumps, records)))
+    assert not list(stage_losses(whole, struck))
+    epoch["metrics"] = epoch["metrics"] | {"val/loss": -1.0}
+    struck.metrics.write_text("\n".join(map(json.dumps, records)))
+    assert [loss.partition(" has")[0] for loss in stage_losses(whole, struck)] == [
+        f"records differ: ['epoch', {epoch['step']}, 1.0]"
+    ]
     struck = StageDir(shutil.copytree(whole.root, tmp_path / "changed"))
     tensors = load_file(struck.last)
     name = next(name for name in tensors if name.startswith("model."))

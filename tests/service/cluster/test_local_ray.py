@@ -1,16 +1,19 @@
 """The servers of a Ray of our own, the thread that uses it, and the exit code of a process whose thread has ended or not."""
 
 import contextlib
+import shutil
 import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import psutil
 import pytest
 
 from service.cluster import local_ray
 from service.cluster.local_ray import find_servers
+from tests.waiting import wait_until
 
 
 def test_a_child_that_ends_while_rays_servers_are_looked_up_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,6 +44,32 @@ def test_a_command_leaves_with_its_code_whatever_its_thread_does(seconds: int) -
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 130, done.stderr
     assert done.stdout == ("" if seconds else "whole\n")  # what shuts Ray down at the exit is not called either
+
+
+def test_a_process_that_is_inside_ray_when_a_server_ends_is_ended_with_one_line(tmp_path: Path) -> None:
+    (tmp_path / "raylet").symlink_to(shutil.which("sleep") or "")
+    code = (
+        "import subprocess, sys, time\nfrom service.cluster import local_ray\nlocal_ray.GRACE_S = 0.1\n"
+        "local_ray.watch_servers()\nraylet = subprocess.Popen([sys.argv[1], '600'])\n"
+        "while not local_ray._servers: time.sleep(0.01)\n"
+        "raylet.kill()\ntime.sleep(600)"
+    )
+    words = [sys.executable, "-c", code, str(tmp_path / "raylet")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: Ray has ended: its process raylet was killed")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_ray_that_is_shut_down_in_order_is_not_missed(tmp_path: Path) -> None:
+    (tmp_path / "raylet").symlink_to(shutil.which("sleep") or "")
+    local_ray.watch_servers()
+    with subprocess.Popen([tmp_path / "raylet", "600"]) as raylet:
+        wait_until(lambda: local_ray._servers)
+        local_ray.end_watch()
+        raylet.kill()
+    assert local_ray._dead_server() == "raylet"
+    local_ray._servers.clear()
 
 
 @pytest.mark.parametrize("again", [0, signal.SIGINT, signal.SIGTERM])

@@ -16,7 +16,7 @@ from trainables.data.sources.records import RecordsSource
 from trainables.data.storage.shard_fetcher import RemoteShards
 from trainables.data.storage.shared_folder import folder_bytes, format_bytes, free_bytes, lease_folder, reported_as
 from trainables.data.storage.staging import base_folder, is_whole
-from trainables.data.storage.transfer import NoRoomError, fetch, with_retries
+from trainables.data.storage.transfer import MOST_FETCHES, NoRoomError, fetch, with_retries
 from trainables.errors import DataError
 from trainables.locks import locked
 from trainables.object_store.store import file_system, is_permanent
@@ -52,13 +52,25 @@ class Server:
         return is_permanent(error)
 
     def read(self, name: str) -> bytes:
-        """A small file. Raises DataError where `retry_s` was in vain."""
+        """A small file of which no checksum is known: read until two copies agree, since one may be altered on its way here.
+
+        Raises:
+            DataError: `retry_s` was in vain, or all copies differ.
+        """
 
         def attempt() -> bytes:
             with self.open(name) as file:
                 return file.read()
 
-        return with_retries(self, name, attempt)
+        copies = set[bytes]()
+        while len(copies) <= MOST_FETCHES:
+            if (copy := with_retries(self, name, attempt)) in copies:
+                return copy
+            copies.add(copy)
+        raise DataError(
+            f"data.path: {self.full_path(name)} is another each of {len(copies)} times that it was read; look for what alters it "
+            "between its server and this node"
+        )
 
 
 class RemoteRecords(RecordsSource):

@@ -15,7 +15,8 @@ from trainables.rundir import fsync_directory
 
 _CHUNK_BYTES = 8 << 20
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 10.0
-_MOST_FETCHES = 5
+MOST_FETCHES = 5
+"""Of a file that is altered or cut in another way each time."""
 _log = logging.getLogger("raydistill")
 Result = TypeVar("Result")
 
@@ -81,7 +82,7 @@ def fetch(store: FileStore, file: File, folder: Path, stopped: Callable[[], bool
                 os.replace(part, folder / file.file)
                 fsync_directory(folder)
                 return
-            if sha256 in wrong or len(wrong) == _MOST_FETCHES - 1:
+            if sha256 in wrong or len(wrong) == MOST_FETCHES - 1:
                 raise DataError(f"data.path: {store.full_path(file.file)} {problem}; restore the file, or pack it again")
             wrong.append(sha256)
             _log.warning("%s %s: fetching it again", store.full_path(file.file), problem)

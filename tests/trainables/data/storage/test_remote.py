@@ -338,6 +338,35 @@ def test_a_shard_that_was_cut_or_altered_is_fetched_again_and_then_an_error(
             source.read(2 * ROWS + 1)
 
 
+def test_an_index_that_was_altered_on_its_way_is_read_again_also_where_it_can_still_be_read(
+    packed: Path, node: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content, opened, whole = (
+        (packed / INDEX).read_bytes(),
+        Server.open,
+        open_remote(_data(packed.as_uri(), node), "train").classes,
+    )
+    names, brace = content.index(b"classes") + len(b'classes": ["'), content.index(b"{")
+    assert content[names - 1 : names] == b'"'
+
+    def altered(place: int, serial: int) -> bytes:
+        return content[:place] + bytes([content[place] ^ (1 << serial)]) + content[place + 1 :]
+
+    for place in (brace, names):  # what is no JSON any more, and a class of another name
+        copies = iter([altered(place, 1)])
+        monkeypatch.setattr(
+            Server,
+            "open",
+            lambda server, name, copies=copies: io.BytesIO(next(copies, content)) if name == INDEX else opened(server, name),
+        )
+        assert open_remote(_data(packed.as_uri(), node), "train").classes == whole
+    copies = iter([altered(names, serial) for serial in range(8)])
+    monkeypatch.setattr(Server, "open", lambda server, name: io.BytesIO(next(copies)))
+    with pytest.raises(DataError, match=r"data.path: file:\S+index.json is another each of 6 times that it was read") as error:
+        open_remote(_data(packed.as_uri(), node), "train")
+    assert "\n" not in str(error.value)
+
+
 def test_a_loader_reads_ahead_from_a_set_behind_a_uri(tmp_path: Path, node: Path, make_folder: MakeFolder) -> None:
     folder = make_folder(train={"a": 30, "b": 30}, val={"a": 10})
     pack_here(folder, tmp_path / "set", shard_bytes=4_000)
