@@ -113,7 +113,7 @@ class Failure:
     """The exception's class, where the message alone does not say what is wrong."""
     rank: int | None = None
     position: str | None = None
-    """Of a hang: in which phase and step."""
+    """Of a hang: in which phase and step; None where nobody knows."""
 
     def __str__(self) -> str:
         if self.kind == "worker_died":
