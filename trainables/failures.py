@@ -1,8 +1,8 @@
 """Why a training ended: its kind, decided from the exception in the process where it was raised, and `error.json`.
 
-A kind follows from an exception's type. Where torch or a CUDA library raises a bare RuntimeError or ValueError, the phrases below
-are all that is relied on; no other module here reads their messages. `tests/trainables/test_failures.py` provokes each with the
-installed library, or where that takes a GPU looks it up in the library's file.
+A kind follows from an exception's type. Where torch or a CUDA library raises a bare RuntimeError or ValueError, it follows from
+the phrases below; no other module here reads their messages. `tests/trainables/test_failures.py` provokes each phrase with the
+installed library. Those that only a GPU provokes it looks up in the library's file.
 """
 
 import errno
