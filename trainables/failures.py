@@ -1,15 +1,15 @@
 """Why a training ended: its kind, decided from the exception in the process where it was raised, and `error.json`.
 
-A kind follows from an exception's type. Where torch or a CUDA library raises a bare RuntimeError or ValueError, the phrases below
-are all that is relied on; no other module here reads their messages. `tests/trainables/test_failures.py` provokes each with the
-installed library, or where that takes a GPU looks it up in the library's file.
+A kind follows from an exception's type. Where torch or a CUDA library raises a bare RuntimeError or ValueError, it follows from
+the phrases below; no other module here reads their messages. `tests/trainables/test_failures.py` provokes each phrase with the
+installed library. Those that only a GPU provokes it looks up in the library's file.
 """
 
 import errno
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -61,10 +61,6 @@ OUT_OF_MEMORY = (
     "CUDNN_STATUS_ALLOC_FAILED",
     "DEVICE_ALLOCATION_FAILED",
     "HOST_ALLOCATION_FAILED",
-    # the first call of a CUDA library creates its handle, which needs memory too
-    "CUDNN_STATUS_NOT_INITIALIZED",
-    "CUBLAS_STATUS_NOT_INITIALIZED",
-    "CUSOLVER_STATUS_NOT_INITIALIZED",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUSOLVER_STATUS_ALLOC_FAILED",
     "CUSPARSE_STATUS_ALLOC_FAILED",
@@ -78,6 +74,10 @@ OUT_OF_MEMORY = (
     "CUDA_ERROR_OUT_OF_MEMORY",
     "std::bad_alloc",
 )
+NO_HANDLE = ("CUDNN_STATUS_NOT_INITIALIZED", "CUBLAS_STATUS_NOT_INITIALIZED", "CUSOLVER_STATUS_NOT_INITIALIZED")
+"""The first call of a CUDA library creates its handle: that fails where its memory finds no room, and on a GPU that is broken."""
+PLENTY_FREE = 0.05
+"""Of a GPU's memory: handles need less."""
 DALI_OUT_OF_MEMORY = re.compile(r"Can't allocate \d+ bytes on (device|host)")
 LOST_PEER = ("/gloo/transport/", "Gloo connectFullMesh failed", "Application timeout caused pair closure")
 """Of gloo, which raises a bare RuntimeError; NCCL and the store raise a `torch.distributed.DistError`."""
@@ -113,7 +113,7 @@ class Failure:
     """The exception's class, where the message alone does not say what is wrong."""
     rank: int | None = None
     position: str | None = None
-    """Of a hang: in which phase and step."""
+    """Of a hang: in which phase and step; None where nobody knows."""
 
     def __str__(self) -> str:
         if self.kind == "worker_died":
@@ -171,19 +171,30 @@ def failure_of(error: BaseException, rank: int | None) -> Failure:
     return Failure(kind, line, type(error).__name__, rank)
 
 
-def kind_of(error: BaseException) -> Kind:
+def gpu_free_share() -> float:
+    """The free share of the memory of this process's GPU; 0 where it uses none. Raises RuntimeError: the GPU is broken."""
+    import torch
+
+    if not torch.cuda.is_initialized():  # as on the driver, which is not to begin to use one
+        return 0.0
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    return free_bytes / total_bytes
+
+
+def kind_of(error: BaseException, free_share: Callable[[], float] = gpu_free_share) -> Kind:
     """The kind of an exception; where that is `user` and it was raised from another exception, the kind of that one.
 
-    A DistillError stays `user` whatever it was raised from, unless memory ran out.
+    A DistillError stays `user` whatever it was raised from, unless memory ran out. `free_share` is called where only free memory
+    distinguishes a full GPU from a broken one.
     """
-    kind = _kind_of_type(error)
+    kind = _kind_of_type(error, free_share)
     if kind != "user" or error.__cause__ is None:
         return kind
-    cause = kind_of(error.__cause__)
+    cause = kind_of(error.__cause__, free_share)
     return cause if cause == "out_of_memory" or not isinstance(error, DistillError) else kind
 
 
-def _kind_of_type(error: BaseException) -> Kind:
+def _kind_of_type(error: BaseException, free_share: Callable[[], float]) -> Kind:
     import torch
     from torch import distributed as dist
 
@@ -208,6 +219,8 @@ def _kind_of_type(error: BaseException) -> Kind:
             text = str(error)
             if any(phrase in text for phrase in OUT_OF_MEMORY) or DALI_OUT_OF_MEMORY.search(text):
                 return "out_of_memory"
+            if any(phrase in text for phrase in NO_HANDLE):
+                return _kind_without_handle(free_share)
             if isinstance(error, dist.DistError) or any(phrase in text for phrase in LOST_PEER):
                 return "lost_peer"
             if DEVICE_ASSERT in text:
@@ -215,6 +228,13 @@ def _kind_of_type(error: BaseException) -> Kind:
             if isinstance(error, torch.AcceleratorError) or any(phrase in text for phrase in DEVICE):
                 return "device"
     return "user"
+
+
+def _kind_without_handle(free_share: Callable[[], float]) -> Kind:
+    try:
+        return "device" if free_share() > PLENTY_FREE else "out_of_memory"
+    except RuntimeError:
+        return "device"
 
 
 def is_single_value(error: ValueError) -> bool:

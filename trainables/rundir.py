@@ -197,7 +197,7 @@ class _RelativePath:
 
 @dataclass(frozen=True)
 class StageDir:
-    """One training stage: the teacher's, or the student's."""
+    """A stage of a run: one model's training, a cache's filling, or one measurement of a trial."""
 
     root: Path
 

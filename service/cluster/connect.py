@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from service.cluster import local_ray
-from service.cluster.resources import MAX_OVERSUBSCRIPTION, Cluster, is_local, living_nodes, real_cpus
+from service.cluster.resources import MAX_OVERSUBSCRIPTION, Cluster, is_local, living_nodes
 from service.cluster.shared_folders import check_shared
 from trainables.errors import ClusterError, first_line
+from trainables.metrics.telemetry import usable_cores
 from trainables.rundir import unwritable_reason
 from trainables.user_folder import user_folder
 
@@ -55,7 +56,7 @@ def connect(logical_cpus: int, runs_root: Path, cache: Path | None = None, *, is
         raise ClusterError(_why_no_ray(error)) from error
     signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own handler aborts this process, without its cleaning up
     try:
-        cluster = living_nodes(real_cpus()) if is_local() else replace(living_nodes(), autoscaled=has_autoscaler())
+        cluster = living_nodes(usable_cores()) if is_local() else replace(living_nodes(), autoscaled=has_autoscaler())
         if not is_copy:
             check_shared(runs_root, str(runs_root), "give a shared folder, or s3://BUCKET/PREFIX, with --runs")
         if cache is not None:
@@ -92,7 +93,7 @@ def _start_ray(logical_cpus: int) -> None:
 
     options = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True, "job_config": _job_config()}
     if is_local():
-        cores = real_cpus()
+        cores = usable_cores()
         cpus = max(cores, min(logical_cpus, cores * MAX_OVERSUBSCRIPTION))
         # Ray makes the folders of a session writable for everybody: who writes there runs code as the user of its workers.
         folder = user_folder(session_base()) / "ray"

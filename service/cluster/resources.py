@@ -174,11 +174,6 @@ class Cluster:
         return self.real_cpus is not None and reservation.total_cpus > self.real_cpus
 
 
-def real_cpus() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def is_local() -> bool:
     """Whether we start a Ray of our own; otherwise `RAY_ADDRESS` names the cluster."""
     return os.environ.get("RAY_ADDRESS", "local") in ("", "local")
@@ -186,9 +181,9 @@ def is_local() -> bool:
 
 def local_capacity() -> Cluster:
     """What a Ray that we start here could offer at most, without starting it."""
-    from trainables.metrics.telemetry import open_gpus
+    from trainables.metrics.telemetry import open_gpus, usable_cores
 
-    cores = real_cpus()
+    cores = usable_cores()
     return Cluster((Node("local", cores * MAX_OVERSUBSCRIPTION, len(open_gpus())),), real_cpus=cores)
 
 

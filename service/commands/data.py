@@ -4,7 +4,6 @@ from pathlib import Path
 
 import click
 
-from service.cluster.resources import real_cpus
 from service.commands.options import DIR, PROCESSES, print_all
 from service.commands.path_types import PathType
 from service.report.contact_sheet import describe, write_sheet
@@ -14,6 +13,7 @@ from service.runs.pack import summary_line
 from service.runs.pack import verify as run_verify
 from trainables.data.index import read_index
 from trainables.data.pack.modes import Mode
+from trainables.metrics.telemetry import usable_cores
 from trainables.rundir import expand_home
 
 
@@ -48,7 +48,7 @@ def pack(
         raise click.UsageError("--tiles and --raw: give one of them")
     mode = Mode(max_side, quality, raw, tiles)
     try:
-        packing = run_pack(source, dest, mode, check=check, strict=strict, processes=processes or real_cpus())
+        packing = run_pack(source, dest, mode, check=check, strict=strict, processes=processes or usable_cores())
     except KeyboardInterrupt:
         click.echo("interrupted; the same command goes on where it was", err=True)
         raise
@@ -68,5 +68,5 @@ def data(directory: Path, verify: bool, sheet: Path | None, processes: int | Non
     if sheet:
         click.echo(f"{write_sheet(directory, sheet)} pictures: {sheet}")
     if verify:
-        run_verify(directory, index, processes or real_cpus())
+        run_verify(directory, index, processes or usable_cores())
         click.echo(f"every checksum of {len(index.files())} files is right")

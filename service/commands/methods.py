@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 import click
 
+from service.commands.options import print_all
 from service.commands.path_types import MethodName
 from service.config.experiment import parse_override
 from service.config.messages import ConfigProblems
@@ -25,9 +26,7 @@ def list_methods(name: str | None) -> None:
 
     With NAME, as in distill.method or FILE.py:CLASS, all about this one, with its options.
     """
-    console = output()
-    for part in (method_table(),) if name is None else method_parts(name):
-        console.print(part, soft_wrap=isinstance(part, str))
+    print_all(output(), (method_table(),) if name is None else method_parts(name))
 
 
 @click.command()

@@ -9,6 +9,7 @@ scale.pipeline_stages: auto                 every number that divides one of the
 import itertools
 import math
 from collections.abc import Callable, Mapping
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,9 @@ def choices(key: str, spec: Any) -> list[Any] | None:
     if isinstance(spec, list):
         if not spec:
             raise SpaceError(f"{key}: the list is empty")
+        repeated = [value for i, value in enumerate(spec) if value in spec[:i]]
+        if repeated:
+            raise SpaceError(f"{key}: the list has {repeated[0]} twice, which would be the same trial: write it once")
         return spec
     if isinstance(spec, Mapping) and len(spec) == 1:
         ((kind, limits),) = spec.items()
@@ -52,10 +56,12 @@ def choices(key: str, spec: Any) -> list[Any] | None:
             first, last, step = (*limits, 1)[:3] if len(limits) == 2 else limits
             if step <= 0 or last < first:
                 raise SpaceError(f"{key}: range [first, last, step] needs first ≤ last and step > 0")
-            count = int((last - first) / step + 1e-9) + 1
-            if count > MAX_POINTS:
-                raise SpaceError(f"{key}: the range has {count} values, more than {MAX_POINTS}: give it a larger step")
-            return [first + i * step for i in range(count)]
+            steps = (last - first) / step + 1e-9
+            if steps >= MAX_POINTS:
+                raise SpaceError(f"{key}: the range has {steps + 1:.0f} values, more than {MAX_POINTS}: give it a larger step")
+            # In decimals, as they are written: the third of 0.1, 0.2, … is 0.3 and not 0.30000000000000004.
+            number = int if isinstance(first, int) and isinstance(step, int) else float
+            return [number(Decimal(str(first)) + i * Decimal(str(step))) for i in range(int(steps) + 1)]
         if kind in DISTRIBUTIONS and numbers and len(limits) == 2:
             if limits[0] > limits[1] or (kind == "loguniform" and limits[0] <= 0):
                 raise SpaceError(f"{key}: {kind} [low, high] needs low ≤ high" + (" and low > 0" if kind == "loguniform" else ""))

@@ -13,7 +13,7 @@ from service.runs.preflight import check_train
 from service.runs.result import RunResult
 from service.runs.run_directory import begin_run, check_writable, new_run_dir
 from service.runs.session import open_session
-from service.runs.stages.stages import run_stage
+from service.runs.stages.run_stages import run_stage
 from service.runs.stages.teacher_actors import running_teacher_actors
 from service.sweeps.sweep import untrained_teacher
 from trainables.rundir import RunDir

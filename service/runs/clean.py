@@ -62,13 +62,13 @@ class Cleaner:
 
 
 def _remove(path: Path) -> bool:
-    """Rename and remove: a kill leaves nothing that looks like half of a run."""
+    """A folder is renamed first: a kill leaves nothing that looks like half of a run."""
+    if not path.is_dir() or path.is_symlink():
+        path.unlink()
+        return True
     aside = path if path.name.startswith(ASIDE) else path.with_name(f"{ASIDE}{path.name}")
     path.rename(aside)
-    if aside.is_dir():
-        shutil.rmtree(aside)
-    else:
-        aside.unlink()
+    shutil.rmtree(aside)
     return True
 
 

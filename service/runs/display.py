@@ -61,8 +61,19 @@ class LineTail:
     path: Path
     offset: int = 0
 
+    @classmethod
+    def at_end(cls, path: Path) -> LineTail:
+        """The lines that a file will gain from now on."""
+        with contextlib.suppress(OSError):
+            return cls(path, path.stat().st_size)
+        return cls(path)
+
     def lines(self) -> list[str]:
-        lines = lines_after(self.path, self.offset)
+        """None while the file cannot be read, as on a file server that is down for a while."""
+        try:
+            lines = lines_after(self.path, self.offset)
+        except OSError:
+            return []
         if lines:
             self.offset = lines[-1].end
         return [line.raw.decode(errors="replace") for line in lines]
@@ -128,10 +139,9 @@ class Display:
     def follow(self, label: str, stage: StageDir) -> None:
         """Show a stage from where its files now end: after a resume the earlier lines are not shown again."""
         if label not in self._followed:
-            ends = [path.stat().st_size if path.exists() else 0 for path in (stage.metrics, stage.log, stage.driver_log)]
             task = self._bars.add_task(label, total=None, info="starting workers") if self._bars else None
-            logs = LineTail(stage.log, ends[1]), LineTail(stage.driver_log, ends[2])
-            followed = Followed(label, LineTail(stage.metrics, ends[0]), logs, task)
+            logs = LineTail.at_end(stage.log), LineTail.at_end(stage.driver_log)
+            followed = Followed(label, LineTail.at_end(stage.metrics), logs, task)
             self._followed[label] = followed
             with contextlib.suppress(OSError), open(stage.metrics, "rb") as file:
                 if (record := _record(file.readline())) is not None:  # of a stage that is resumed

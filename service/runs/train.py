@@ -7,7 +7,7 @@ from service.config.experiment import Resolved
 from service.runs.plan import Plan, most_local_cpus
 from service.runs.result import RunResult
 from service.runs.session import ResultReporter, open_session, record_student
-from service.runs.stages.stages import prepare_teacher, run_stage
+from service.runs.stages.run_stages import prepare_teacher, run_stage
 from service.runs.stages.teacher_actors import running_teacher_actors
 from service.runs.stored.stored_runs import uri_of
 from trainables.rundir import RunDir, StageDir

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from functools import partial
 from pathlib import Path
@@ -11,16 +12,19 @@ from service.runs.outcome import Outcome, read_outcome, read_summary, write_outc
 from service.runs.stages.assignment import Assignment
 from service.runs.stages.elastic import with_free_workers
 from service.runs.stages.hangs import record_hang
-from service.runs.stages.node_wait import NodeWait, log
+from service.runs.stages.node_wait import NodeWait
+from service.runs.stages.stage_log import append_to_log
 from service.runs.stages.stage_times import accounted_over_sessions, stage_session
 from service.runs.stored.stored_runs import fetch_stage, put_stage_records, remove_error
-from trainables.errors import DistillError
+from trainables.errors import DistillError, StorageError
 from trainables.failures import ANNOUNCED, OUT_OF_MEMORY_KINDS, RETRYABLE, Failure, WorkersFailedError, first_cause, read_failure
 from trainables.rundir import RunDir, StageDir
 from trainables.stage_result import StageResult
 
 if TYPE_CHECKING:
     from trainables.worker.trainer import ReusableWorkers
+
+log = logging.getLogger("raydistill")
 
 
 def run_to_end(assignment: Assignment, callbacks: list[Any] | None = None, reused: ReusableWorkers | None = None) -> Outcome:
@@ -78,7 +82,7 @@ def attempt(
         if refusal := refusal_after_wait(node_wait, assignment):
             return Outcome(status="failed", reason=refusal, failure="unschedulable")
         if not node_wait.is_waiting:
-            log(stage, "the cluster has no room for the workers yet: still waiting")
+            append_to_log(stage, "the cluster has no room for the workers yet: still waiting")
         return None
     except DistillError as error:
         return Outcome(status="failed", reason=str(error))
@@ -102,7 +106,10 @@ def fit_stage(assignment: Assignment, callbacks: list[Any] | None, reused: Reusa
 
     Raises:
         DistillError, WorkersFailedError, ClusterFullError: see `trainables.worker.trainer.fit`.
+        StorageError: the workers ended well, and what they wrote cannot be read.
     """
+    import ray
+
     from trainables.worker import trainer
 
     stage, config = assignment.stage_dir, assignment.config
@@ -123,8 +130,15 @@ def fit_stage(assignment: Assignment, callbacks: list[Any] | None, reused: Reusa
             reused=reused,
             limit_s=assignment.limit_s,
         )
-    finally:
-        fetch_stage(config)
+    except Exception:
+        # Why the workers failed matters more than a store that does not answer, or than a driver that is ending.
+        if ray.is_initialized():
+            try:
+                fetch_stage(config)
+            except StorageError as problem:
+                log.warning("what the workers wrote last of %s cannot be read: %s", config.stage, problem)
+        raise
+    fetch_stage(config)
 
 
 def unless_restarted(
@@ -139,15 +153,16 @@ def unless_restarted(
         status="oom" if cause.kind in OUT_OF_MEMORY_KINDS else "failed", reason=str(cause), failure=cause.kind, restarts=restarts
     )
     if cause.kind == "hang":
-        log(stage, f"{cause} (the stacks of all threads are in {stage.stacks})")
-        if cause.position in hung_in:
-            return outcome.model_copy(update={"reason": f"hung in {cause.position} again: {cause}"})
-        hung_in.append(cause.position or "")
+        append_to_log(stage, f"{cause} (the stacks of all threads are in {stage.stacks})")
+        if cause.position is not None:
+            if cause.position in hung_in:
+                return outcome.model_copy(update={"reason": f"hung in {cause.position} again: {cause}"})
+            hung_in.append(cause.position)
     if cause.kind not in RETRYABLE or (restarts == limit and not announced):
         return outcome
     counted = "" if announced else f" (restart {restarts + 1} of at most {limit})"
     why = "hang" if cause.kind == "hang" else cause  # a hang is in the log already
-    log(stage, f"{why}: going on from the last checkpoint{counted}")
+    append_to_log(stage, f"{why}: going on from the last checkpoint{counted}")
     if refusal := refusal_after_wait(node_wait, assignment):
         return outcome.model_copy(update={"reason": f"{cause}; and now {refusal}"})
     return None
@@ -156,7 +171,7 @@ def unless_restarted(
 def refusal_after_wait(node_wait: NodeWait, assignment: Assignment) -> str | None:
     """See `NodeWait.refusal`."""
     limit_s = assignment.config.scale.wait_for_nodes_s
-    return node_wait.refusal(assignment.reservation, limit_s, partial(log, assignment.stage_dir))
+    return node_wait.refusal(assignment.reservation, limit_s, partial(append_to_log, assignment.stage_dir))
 
 
 def finished(stage: StageDir, restarts: int = 0) -> Outcome | None:

@@ -9,7 +9,7 @@ from service.config.method_rules import needs_teacher
 from service.runs.plan import Plan, most_local_cpus
 from service.runs.result import ClusterHardware, RunResult
 from service.runs.session import ResultReporter, Session, open_session, record_student
-from service.runs.stages.stages import prepare_teacher
+from service.runs.stages.run_stages import prepare_teacher
 from service.runs.stages.teacher_actors import running_teacher_actors
 from service.runs.stored.stored_runs import put, uri_of
 from service.search.replay import conclusion, race, replay

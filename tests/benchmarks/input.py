@@ -162,7 +162,7 @@ def _fidelity_db(files: list[Path], fidelity: str) -> tuple[float, float]:
     for file, row in zip(files, uniforms(0, 0, np.arange(len(files)), view.num_uniforms), strict=True):
         ours_HWC = np.empty((SIZE, SIZE, 3), dtype=np.uint8)
         data = file.read_bytes()
-        view.into(data, row, ours_HWC)
+        view.show(view.plan(data, row), ours_HWC)
         view.finish(row[None], ours_HWC[None])
         image = decode_image(data)
         left, top, right, bottom = random_resized_crop_box(row[1:], *image.size)

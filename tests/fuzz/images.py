@@ -53,7 +53,7 @@ class Images:
                 yield partial(self._see, view, data, crop)
 
     def _see(self, view: View, data: bytes, crop: np.ndarray) -> list[str]:
-        view.into(data, crop[: view.num_uniforms], self._out_HWC)
+        view.show(view.plan(data, crop[: view.num_uniforms]), self._out_HWC)
         return [""]
 
 

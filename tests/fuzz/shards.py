@@ -99,7 +99,7 @@ class Shards:
         (crop,) = uniforms(0, 0, np.array([index]), view.num_uniforms)
         try:
             source.prefetch(np.array([index]))
-            view.into(source.read(index), crop, self._out_HWC)
+            view.show(view.plan(source.read(index), crop), self._out_HWC)
             assert source.name(index)
             return ""
         except UnreadableImageError as error:

@@ -12,7 +12,7 @@ import torch
 
 from tests.integration.conftest import PROJECT, RayCluster
 from trainables.config import TrainConfig
-from trainables.errors import DeviceError
+from trainables.failures import WorkersFailedError
 from trainables.rundir import StageDir
 from trainables.worker import trainer
 
@@ -59,11 +59,12 @@ def test_a_gpu_that_ray_has_and_torch_cannot_use_is_refused_before_anything_is_t
     config = TrainConfig.model_validate({"model": "mlp_small", "output_dir": str(tmp_path), "data": {"path": "digits"}})
     ray.init(address="local", num_cpus=2, num_gpus=1, log_to_driver=False, include_dashboard=False)
     try:
-        with pytest.raises(DeviceError) as refused:
+        with pytest.raises(WorkersFailedError) as refused:
             trainer.fit(config, use_gpu=True, loader_workers=1, storage=str(tmp_path / "ray"), name="x")
     finally:
         ray.shutdown()
     assert not StageDir(tmp_path).metrics.exists()
+    assert [failure.kind for failure in refused.value.failures] == ["device"]
     line = str(refused.value)
     assert len(line.splitlines()) == 1
     assert "Ray has a GPU there that torch cannot use: " in line

@@ -91,6 +91,19 @@ def test_what_libraries_raise_where_memory_runs_out_is_out_of_memory(error: Exce
     assert kind_of(pickle.loads(pickle.dumps(error))) == "out_of_memory"
 
 
+@pytest.mark.parametrize("phrase", failures.NO_HANDLE)
+def test_a_library_without_a_handle_is_out_of_memory_on_a_full_gpu_and_a_device_that_fails_on_another(phrase: str) -> None:
+    def broken() -> float:
+        raise torch.AcceleratorError("CUDA error: unspecified launch failure")
+
+    error = RuntimeError(f"CUDA error: {phrase} when calling `cublasCreate(handle)`")
+    assert kind_of(error, lambda: 0.001) == "out_of_memory"
+    assert kind_of(error, lambda: 0.6) == kind_of(error, broken) == "device"
+    outer = RuntimeError("in a method")
+    outer.__cause__ = error
+    assert kind_of(outer, lambda: 0.6) == "device"
+
+
 def test_memory_that_really_runs_out_is_out_of_memory_also_under_an_error_of_ours() -> None:
     with pytest.raises(RuntimeError) as raised:
         torch.empty(1 << 60)
@@ -204,7 +217,7 @@ LIBRARY_OF = {
 
 @pytest.mark.slow
 def test_phrases_that_only_a_gpu_provokes_are_in_the_installed_libraries() -> None:
-    assert {*LIBRARY_OF} <= {*failures.OUT_OF_MEMORY, *failures.DEVICE}
+    assert {*LIBRARY_OF} <= {*failures.OUT_OF_MEMORY, *failures.NO_HANDLE, *failures.DEVICE}
     site, missing = Path(torch.__file__).parent.parent, list[str]()
     if not torch.version.cuda:
         pytest.skip("a torch without CUDA")
@@ -335,6 +348,7 @@ def test_a_gpu_that_is_full_is_out_of_memory_also_where_cudnn_searches() -> None
         with pytest.raises(RuntimeError) as searched:
             torch.nn.functional.conv2d(torch.ones(256, 64, 224, 224, device="cuda"), torch.ones(64, 64, 3, 3, device="cuda"))
         assert kind_of(searched.value) == "out_of_memory"
+        assert failures.gpu_free_share() < failures.PLENTY_FREE
     finally:
         torch.backends.cudnn.benchmark = False
         del filled

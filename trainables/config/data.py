@@ -118,6 +118,12 @@ class DataConfig(Section):
     @field_validator("shuffle")
     @classmethod
     def _check_shuffle(cls, shuffle: str) -> str:
-        if not re.fullmatch(r"full|none|window\([1-9][0-9]{0,11}\)", shuffle):
+        if shuffle not in ("full", "none") and shuffle_window(shuffle) is None:
             raise ValueError(f"must be full, none or window(n) with a number of samples n, as window(10000), not {shuffle!r}")
         return shuffle
+
+
+def shuffle_window(shuffle: str) -> int | None:
+    """The number of samples n of `data.shuffle: window(n)`; None of the other orders."""
+    found = re.fullmatch(r"window\(([1-9][0-9]{0,11})\)", shuffle)
+    return int(found[1]) if found else None

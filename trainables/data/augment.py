@@ -88,8 +88,8 @@ def _between(limits: tuple[float, float], at: float) -> float:
     return limits[0] + (limits[1] - limits[0]) * at
 
 
-class Recipe(NamedTuple):
-    """What an augmentation goes by. The size of the pixels that it fills is the size that the models see."""
+class ResizeOptions(NamedTuple):
+    """How an augmentation resizes. The size of the pixels that it fills is the size that the models see."""
 
     val_resize: int | None
     exact: bool
@@ -103,25 +103,25 @@ class Planned(NamedTuple):
     flip: bool
 
 
-def _plan_whole(stored: StoredImage, uniforms_U: NDArray[np.float64], size: int, recipe: Recipe) -> Planned:
+def _plan_whole(stored: StoredImage, uniforms_U: NDArray[np.float64], size: int, options: ResizeOptions) -> Planned:
     box = 0, 0, stored.width, stored.height
     return Planned(stored.plan(box), box, flip=False)
 
 
-def _show_whole(planned: Planned, out_HWC: NDArray[np.uint8], recipe: Recipe) -> None:
+def _show_whole(planned: Planned, out_HWC: NDArray[np.uint8], options: ResizeOptions) -> None:
     """Validation's view."""
     size = len(out_HWC)
     rgb_HWC = planned.decode_plan.decode().part(planned.box)
-    if recipe.val_resize is None and rgb_HWC.shape == out_HWC.shape:
+    if options.val_resize is None and rgb_HWC.shape == out_HWC.shape:
         out_HWC[:] = rgb_HWC
     else:
-        out_HWC[:] = np.asarray(validation_view(Image.fromarray(rgb_HWC), size, recipe.val_resize))
+        out_HWC[:] = np.asarray(validation_view(Image.fromarray(rgb_HWC), size, options.val_resize))
 
 
-def _plan_crop(stored: StoredImage, uniforms_U: NDArray[np.float64], size: int, recipe: Recipe) -> Planned:
+def _plan_crop(stored: StoredImage, uniforms_U: NDArray[np.float64], size: int, options: ResizeOptions) -> Planned:
     """RandomResizedCrop (bilinear, antialiased) and a horizontal flip of every second image, as for ImageNet."""
     box, flip = crop_and_flip(uniforms_U, stored.width, stored.height)
-    return Planned(stored.plan(box, 1 if recipe.exact else _shrink(box, size)), box, flip)
+    return Planned(stored.plan(box, 1 if options.exact else _shrink(box, size)), box, flip)
 
 
 def crop_and_flip(uniforms_U: NDArray[np.float64], width: int, height: int) -> tuple[Box, bool]:
@@ -129,14 +129,14 @@ def crop_and_flip(uniforms_U: NDArray[np.float64], width: int, height: int) -> t
     return random_resized_crop_box(uniforms_U[1:], width, height), bool(uniforms_U[0] < 0.5)
 
 
-def show_crop(planned: Planned, out_HWC: NDArray[np.uint8], recipe: Recipe) -> None:
+def show_crop(planned: Planned, out_HWC: NDArray[np.uint8], options: ResizeOptions) -> None:
     """Fill `out_HWC` (contiguous) with the pixels of a box, resized and perhaps mirrored.
 
     Raises UnreadableImageError as the stored image does.
     """
     plan, box, flip = planned
     target_HWC = np.empty_like(out_HWC) if flip else out_HWC
-    if recipe.exact:
+    if options.exact:
         resize_exact(plan.decode().part(box), target_HWC)
     else:
         _resize_fast(plan.decode(), box, target_HWC)
@@ -219,13 +219,13 @@ def _pad_crop_flip(uniforms_BU: NDArray[np.float64], images_BHWC: NDArray[np.uin
 class Augment(NamedTuple):
     """How many random numbers U it takes a sample, and what is done with them.
 
-    plan(stored, uniforms_U, size, recipe) chooses what of an image is shown on size × size pixels; show(planned, out_HWC, recipe)
-    decodes that and fills `out_HWC`; in_place(uniforms_BU, images_BHWC), where there is one, then changes all of a batch.
+    plan(stored, uniforms_U, size, options) chooses what of an image is shown on size × size pixels; show(planned, out_HWC,
+    options) decodes that and fills `out_HWC`; in_place(uniforms_BU, images_BHWC), where there is one, then changes a whole batch.
     """
 
     num_uniforms: int
-    plan: Callable[[StoredImage, NDArray[np.float64], int, Recipe], Planned]
-    show: Callable[[Planned, NDArray[np.uint8], Recipe], None]
+    plan: Callable[[StoredImage, NDArray[np.float64], int, ResizeOptions], Planned]
+    show: Callable[[Planned, NDArray[np.uint8], ResizeOptions], None]
     in_place: Callable[[NDArray[np.float64], NDArray[np.uint8]], None] | None = None
 
 

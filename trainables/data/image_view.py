@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainables.config import DataConfig
-from trainables.data.augment import AUGMENTS, Planned, Recipe, crop_and_flip
+from trainables.data.augment import AUGMENTS, Planned, ResizeOptions, crop_and_flip
 from trainables.data.decode import Sample, StoredImage
 from trainables.data.decoders import open_decoder
 from trainables.data.decoders.interface import read_header
@@ -26,7 +26,7 @@ class View:
         training = split == "train"
         self._augment = AUGMENTS[data.augment if training else "none"]
         # what validation says is compared with published figures
-        self._recipe = Recipe(data.val_resize, exact=not training or data.fidelity == "exact")
+        self._resize_options = ResizeOptions(data.val_resize, exact=not training or data.fidelity == "exact")
         self._image_size = data.image_size
         self.on_device = training and data.decodes_on_device
         """Whether `region` may find something to leave to the device."""
@@ -37,7 +37,7 @@ class View:
 
     def shows_unchanged(self, size: int | None) -> bool:
         """Whether `show` shows images of this height and width as they are stored. None: they differ."""
-        val_resize = self._recipe.val_resize
+        val_resize = self._resize_options.val_resize
         return self._augment.plan is AUGMENTS["none"].plan and val_resize is None and self._image_size == size
 
     def region(self, row: int, sample: Sample, uniforms_U: NDArray[np.float64]) -> Region | None:
@@ -52,18 +52,14 @@ class View:
 
         Raises UnreadableImageError where the sample holds no image.
         """
-        return self._augment.plan(StoredImage(sample, self._decoder), uniforms_U, self._image_size, self._recipe)
+        return self._augment.plan(StoredImage(sample, self._decoder), uniforms_U, self._image_size, self._resize_options)
 
     def show(self, planned: Planned, out_HWC: NDArray[np.uint8]) -> None:
         """Decode what was planned into `out_HWC` (contiguous); `finish` comes next.
 
         Raises UnreadableImageError where the sample holds no whole image; `out_HWC` is then undefined.
         """
-        self._augment.show(planned, out_HWC, self._recipe)
-
-    def into(self, sample: Sample, uniforms_U: NDArray[np.float64], out_HWC: NDArray[np.uint8]) -> None:
-        """`plan` and `show`."""
-        self.show(self.plan(sample, uniforms_U), out_HWC)
+        self._augment.show(planned, out_HWC, self._resize_options)
 
     def finish(self, uniforms_BU: NDArray[np.float64], images_BHWC: NDArray[np.uint8]) -> None:
         """What is left to do to images that `show` has filled, with the same random numbers."""

@@ -10,6 +10,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from trainables.config.data import shuffle_window
+
 Split = Literal["train", "val"]
 
 GOLDEN = 0x9E3779B97F4A7C15
@@ -89,7 +91,7 @@ class Order:
     ) -> None:
         self.num_samples, self._seed = num_samples, seed
         self._shuffle = shuffle if split == "train" else "none"
-        self._window = int(shuffle.removeprefix("window(").removesuffix(")")) if self._shuffle.startswith("window") else 0
+        self._window = shuffle_window(self._shuffle) or 0
         if self._window:
             cuts = np.arange(0, num_samples + _BLOCK_SAMPLES, _BLOCK_SAMPLES).clip(max=num_samples)
             self._sizes_S: NDArray[np.int64] = np.diff(cuts) if shard_sizes is None else np.array(shard_sizes, dtype=np.int64)

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from trainables.config import DataConfig
-from trainables.data.augment import Planned, Recipe, show_crop
+from trainables.data.augment import Planned, ResizeOptions, show_crop
 from trainables.data.decode import StoredImage, UnreadableImageError
 from trainables.data.decoders import open_decoder
 from trainables.data.decoders.interface import Decoder, read_header
@@ -23,7 +23,7 @@ from trainables.device.decoders import PACKAGES, REGION_DECODERS, RegionDecoder
 from trainables.errors import DataError, first_line
 from trainables.failures import kind_of
 
-_EXACT = Recipe(val_resize=None, exact=True)
+_EXACT = ResizeOptions(val_resize=None, exact=True)
 _MOST_PIXELS = 2**26  # that are decoded at once, 3 bytes each; a batch of photos has less
 
 

@@ -154,7 +154,7 @@ def _copy(batch: Batch, device: torch.device, epoch: int, stream: torch.cuda.Str
             images_BCHW.copy_(batch.images_BCHW, non_blocking=True)
         labels_B.copy_(batch.labels_B, non_blocking=True)
         indices_B.copy_(batch.indices_B, non_blocking=True)
-    # It sleeps who waits for it: the CPU belongs to the loader's threads.
+    # A blocking event: the waiting thread sleeps and leaves its core to the loader.
     copied = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
     decoded = None
     if encoded_rows is None:

@@ -76,7 +76,7 @@ class HostBuffer:
             return PackedTensors(self._bytes_N, entries)
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
-        copied = torch.cuda.Event(blocking=True)  # who waits for it does not use up a core
+        copied = torch.cuda.Event(blocking=True)  # the waiting thread sleeps and leaves its core to the loader
         with torch.cuda.stream(self._stream):
             self._copy(tensors, entries)
             copied.record()

@@ -152,7 +152,7 @@ def interruption_requests(config: TrainConfig, group: Group) -> InterruptionRequ
 def set_up_torch(config: TrainConfig, group: Group) -> None:
     """CPUs, caches and memory statistics of this process, as if no stage had run in it before."""
     set_up_cpus(config, group)
-    torch.backends.cudnn.benchmark = True  # shapes do not change: the fastest convolution is worth a search
+    torch.backends.cudnn.benchmark = True  # few shapes come, again and again: the fastest convolution of each is worth a search
     if config.train.compile:  # an earlier stage's kernels were compiled for other shapes, and would be used here too
         torch.compiler.reset()
     release_device(group.device)  # an earlier stage's peak is not this one's, nor are its batches and decoders

@@ -19,7 +19,7 @@ from trainables.config import ScaleConfig
 from trainables.errors import Interruption
 from trainables.worker.ray_internals import is_preempted
 
-STINT_S = 60.0
+MIN_SESSION_S = 60.0
 """A stage does not make way for more workers before: two elastic stages would take a free node from each other without end."""
 _terminated = threading.Event()
 
@@ -67,7 +67,7 @@ class InterruptionRequests:
     def __call__(self) -> Interruption | None:
         if _terminated.is_set() or is_preempted():
             return "preempted"
-        if self.more is None or time.monotonic() - self._began_s < STINT_S:
+        if self.more is None or time.monotonic() - self._began_s < MIN_SESSION_S:
             return None
         if placement_group_table(self.more)["state"] == "CREATED":
             return "resized"

@@ -47,7 +47,7 @@ def ray_failure(error: BaseException, rank: int | None, ray_kind: Kind) -> Failu
     if isinstance(error, EndedError):
         return error.failure
     if isinstance(error, NCCLHangError):  # of Ray's own watch over NCCL, where that is on
-        return Failure("hang", str(error).strip().splitlines()[-1], position="a collective of NCCL")
+        return Failure("hang", str(error).strip().splitlines()[-1])
     if isinstance(error, ray.train.PreemptionError) or (isinstance(error, ray.exceptions.RayActorError) and error.preempted):
         return Failure("preempted", INTERRUPTIONS["preempted"], None, rank)
     if isinstance(error, ray.exceptions.OutOfMemoryError):

@@ -10,7 +10,7 @@ import ray.train
 import ray.train.torch
 
 from trainables.config import EvaluateConfig, FillConfig, TrainConfig
-from trainables.errors import ClusterError, DistillError
+from trainables.errors import ClusterError, DeviceError, DistillError
 from trainables.failures import EndedError, WorkersFailedError
 from trainables.worker import entry_points
 from trainables.worker.hangs.hang_watch import HangWatch
@@ -76,7 +76,6 @@ def fit(
         WorkersFailedError: a worker raised or died; its reason, where it had one, is in the stage's `error.json`.
         ClusterFullError: the cluster had no free resources for the workers for a minute.
         ClusterError: the workers could not be started at all, which trying again would not change.
-        DeviceError: torch cannot use a worker's GPU.
     """
     resources = worker_resources(config.scale, loader_workers, use_gpu=use_gpu)
     settings = config.model_dump(mode="json")
@@ -135,9 +134,10 @@ def _raise_controller_failure(error: ray.train.ControllerError) -> NoReturn:
     failure = error.controller_failure
     if isinstance(failure, WorkerGroupStartupTimeoutError):
         raise ClusterFullError from error
-    if isinstance(failure, ray.exceptions.RayTaskError) and isinstance(failure.cause, DistillError):
-        raise failure.cause from error
-    # A worker died, or could not continue, before its training began or while Ray launched it.
+    cause = failure.cause if isinstance(failure, ray.exceptions.RayTaskError) else failure
+    if isinstance(cause, DistillError) and not isinstance(cause, DeviceError):
+        raise cause from error
+    # A worker died, could not continue, or cannot use its GPU, before its training began or while Ray launched it.
     if isinstance(failure, ray.exceptions.RayError | WorkerGroupStartupFailedError):
         raise WorkersFailedError(failures_in(error)) from error
     raise ClusterError(f"Ray Train's controller failed: {str(error).splitlines()[-1]}") from error

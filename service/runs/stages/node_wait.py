@@ -5,12 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime
 
 from service.cluster.resources import Reservation, living_nodes
-from service.runs.stored.stored_runs import run_store
-from trainables.redact import redact
-from trainables.rundir import StageDir
 
 
 @dataclass
@@ -45,11 +41,3 @@ class NodeWait:
             return f"{problem}, and scale.wait_for_nodes_s is {limit_s:g}: `distill resume` goes on once there are nodes"
         log(f"{problem}: waiting for nodes, for {limit_s - waited_s:.0f} s more at most")
         return None
-
-
-def log(stage: StageDir, line: str) -> None:
-    """Append a line to the stage's log, which the display shows."""
-    path = stage.driver_log if run_store(stage.root) else stage.log
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a") as file:
-        file.write(f"{datetime.now():%H:%M:%S} {redact(line)}\n")

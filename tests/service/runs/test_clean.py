@@ -182,6 +182,23 @@ def test_of_checkpoints_a_complete_run_needs_its_best_alone_and_a_sweep_those_of
     ]
 
 
+def test_a_kill_in_the_middle_leaves_no_checkpoint_under_another_name(
+    root: Path, run_clean: Clean, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    last = RunDir(make_run(root / "one")).stage("student").last
+
+    def die(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", die)
+        with pytest.raises(KeyboardInterrupt):
+            run_clean(checkpoints_only=True)
+    assert last.exists()
+    run_clean(checkpoints_only=True)
+    assert [path.name for path in last.parent.iterdir()] == ["best.safetensors"]
+
+
 def test_sessions_of_ray_that_no_process_uses_are_removed(root: Path, run_clean: Clean) -> None:
     base = root.parent / "tmp" / f"raydistill-{os.getuid()}"
     used, unused = (base / "ray" / f"session_2026-01-0{day}_00-00-00_000000_1" for day in (1, 2))

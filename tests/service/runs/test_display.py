@@ -2,6 +2,7 @@
 
 import io
 import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -29,6 +30,34 @@ def test_a_log_gets_each_new_line_once_behind_its_stages_name(tmp_path: Path) ->
         display.tick()
         display.unfollow("student")
     assert out.getvalue().splitlines() == ["[student] Epoch: [1][1/2]", "[student] Epoch: [1][2/2]"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_file_that_cannot_be_read_for_a_while_ends_nothing_and_no_line_is_lost_or_shown_twice(tmp_path: Path) -> None:
+    """A real input/output error: nothing is mapped at the beginning of a process's memory."""
+    stage, out = StageDir(tmp_path), io.StringIO()
+    stage.log.parent.mkdir()
+
+    def fail(path: Path) -> None:
+        path.with_suffix(".aside").symlink_to("/proc/self/mem")
+        path.with_suffix(".aside").replace(path)
+
+    with Display(Console(file=out, width=160)) as display:
+        for path in (stage.metrics, stage.log):
+            fail(path)
+        display.follow("student", stage)
+        display.tick()
+        stage.log.unlink()
+        stage.log.write_text("one\n")
+        display.tick()
+        stage.log.rename(tmp_path / "log")
+        fail(stage.log)
+        display.tick()
+        (tmp_path / "log").replace(stage.log)
+        with open(stage.log, "a") as log:
+            log.write("two\n")
+        display.unfollow("student")
+    assert out.getvalue().splitlines() == ["[student] one", "[student] two"]
 
 
 def test_a_terminal_gets_a_bar_with_speed_and_loss(tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
 """What the driver makes of a failure: begin again, a row with its reason, or out of memory."""
 
 import json
+import logging
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from ray.train import ControllerError, WorkerGroupError
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 
 from service.cluster.resources import Cluster, Node
+from service.runs import trial
 from service.runs.outcome import Outcome, read_summary
 from service.runs.stages import node_wait
 from service.runs.stages.assignment import Assignment
@@ -18,12 +21,13 @@ from service.runs.stages.hangs import hang_lines, hang_tags
 from service.runs.stages.node_wait import NodeWait
 from service.runs.trial import cause_of, finished, run_to_end
 from trainables.config import TrainConfig
-from trainables.errors import CheckpointError, DistillError, ExperimentError
+from trainables.errors import CheckpointError, DeviceError, DistillError, ExperimentError, StorageError
 from trainables.failures import Failure, Kind, WorkersFailedError, read_failure, write_failure
 from trainables.rundir import StageDir, write_json
 from trainables.stage_result import StageResult, write_stage_result
 from trainables.worker import trainer
-from trainables.worker.ray_failures import failures_in
+from trainables.worker.ray_failures import failures_in, ray_failure
+from trainables.worker.ray_internals import NCCLHangError
 
 
 def ended(kind: Kind, **about: Any) -> Failure:
@@ -93,6 +97,75 @@ def test_a_second_hang_at_the_same_place_ends_the_stage(
     ]
     assert hang_tags(stage) == {"hang": "no progress for 9 s: rank 1 hangs in step 3"}
     assert stage.log.read_text().count("hang: going on from the last checkpoint") == tries - 1
+
+
+def trained(folder: Path, monkeypatch: pytest.MonkeyPatch, *errors: Exception, max_failures: int = 3) -> Outcome:
+    """The outcome of a stage whose attempts end in these errors, one after the other."""
+    raised = iter(errors)
+
+    def fit(config: TrainConfig, **_: object) -> None:
+        raise next(raised)
+
+    monkeypatch.setattr(trainer, "fit", fit)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(NodeWait, "refusal", lambda *_: None)
+    tree = {"model": "mlp_small", "data": {"path": "digits"}, "scale": {"max_failures": max_failures}}
+    config = TrainConfig.model_validate({**tree, "output_dir": str(folder)})
+    outcome = run_to_end(Assignment(config, False, 1, str(folder)))
+    assert next(raised, None) is None
+    return outcome
+
+
+def test_hangs_at_unknown_positions_are_not_taken_for_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = [WorkersFailedError([ray_failure(NCCLHangError("a communicator is frozen", {}), 0, "lost_peer")]) for _ in range(3)]
+    outcome = trained(tmp_path, monkeypatch, *errors, max_failures=2)
+    assert (outcome.failure, outcome.restarts, outcome.reason) == ("hang", 2, "a communicator is frozen")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_disk_that_does_not_take_the_records_of_a_hang_keeps_nobody_from_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage = StageDir(tmp_path)
+    stage.log.parent.mkdir()
+    for path in (stage.hangs, stage.log):
+        path.symlink_to("/dev/full")
+    hung = Failure("hang", "no progress for 9 s", rank=1, position="step 3")
+    with caplog.at_level(logging.WARNING, "raydistill"):
+        outcome = trained(tmp_path, monkeypatch, WorkersFailedError([hung]), DistillError("the end"))
+    assert outcome.reason == "the end"
+    assert "the records of a hang of" in caplog.text
+    assert "hang: going on from the last checkpoint (restart 1 of at most 3) (not in" in caplog.text
+
+
+def test_a_gpu_that_cannot_be_used_is_begun_again_and_its_kind_is_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch() -> None:
+        unusable = DeviceError("node a: Ray has a GPU there that torch cannot use")
+        raise ControllerError(ray.exceptions.RayTaskError("check_gpu", "", unusable))
+
+    monkeypatch.setattr(ray.train.torch, "TorchTrainer", lambda *_, **__: SimpleNamespace(fit=launch))
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(NodeWait, "refusal", lambda *_: None)
+    tree = {"model": "mlp_small", "output_dir": str(tmp_path), "data": {"path": "digits"}, "scale": {"max_failures": 1}}
+    outcome = run_to_end(Assignment(TrainConfig.model_validate(tree), False, 1, str(tmp_path)))
+    assert (outcome.status, outcome.failure, outcome.restarts) == ("failed", "device", 1)
+    assert outcome.reason == "node a: Ray has a GPU there that torch cannot use"
+
+
+def test_a_store_that_does_not_answer_does_not_hide_why_the_workers_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(config: TrainConfig) -> None:
+        raise StorageError("s3://bucket does not answer")
+
+    monkeypatch.setattr(trial, "fetch_stage", refuse)
+    with caplog.at_level(logging.WARNING, "raydistill"):
+        outcome = trained(tmp_path, monkeypatch, WorkersFailedError([ended("user", rank=1)]))
+    assert (outcome.failure, outcome.reason) == ("user", "why")
+    assert "what the workers wrote last of student cannot be read: s3://bucket" in caplog.text
+    monkeypatch.setattr(trainer, "fit", lambda *_, **__: None)
+    config = TrainConfig.model_validate({"model": "mlp_small", "output_dir": str(tmp_path), "data": {"path": "digits"}})
+    assert run_to_end(Assignment(config, False, 1, str(tmp_path))).reason == "s3://bucket does not answer"
 
 
 def test_a_wait_for_nodes_that_ended_well_does_not_count_for_the_next_one(

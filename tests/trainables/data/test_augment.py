@@ -8,7 +8,14 @@ from torchvision.transforms import RandomResizedCrop, v2
 from torchvision.transforms import functional as tv
 
 from tests.trainables.data.photos import photo
-from trainables.data.augment import AUGMENTS, Recipe, default_val_resize, random_resized_crop_box, uniforms, validation_view
+from trainables.data.augment import (
+    AUGMENTS,
+    ResizeOptions,
+    default_val_resize,
+    random_resized_crop_box,
+    uniforms,
+    validation_view,
+)
 from trainables.data.decode import StoredImage, UnreadableImageError
 from trainables.data.decoders import DECODERS
 
@@ -20,8 +27,8 @@ def _correlation(left: np.ndarray, right: np.ndarray) -> float:
 def _shown(name: str, image: Image.Image, uniforms_U: np.ndarray, size: int, val_resize: int | None = None) -> np.ndarray:
     out_HWC = np.full((size, size, 3), 77, dtype=np.uint8)
     stored = StoredImage(np.asarray(image), DECODERS["pil"]())
-    recipe = Recipe(val_resize, exact=True)
-    AUGMENTS[name].show(AUGMENTS[name].plan(stored, uniforms_U, size, recipe), out_HWC, recipe)
+    options = ResizeOptions(val_resize, exact=True)
+    AUGMENTS[name].show(AUGMENTS[name].plan(stored, uniforms_U, size, options), out_HWC, options)
     if in_place := AUGMENTS[name].in_place:
         in_place(uniforms_U[None], out_HWC[None])
     return out_HWC

@@ -34,7 +34,7 @@ def decoder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 def _shown(view: View, sample: bytes | np.ndarray, uniforms_U: np.ndarray, size: int = 64) -> np.ndarray:
     out_HWC = np.full((size, size, 3), 77, dtype=np.uint8)
-    view.into(sample, uniforms_U, out_HWC)
+    view.show(view.plan(sample, uniforms_U), out_HWC)
     view.finish(uniforms_U[None], out_HWC[None])
     return out_HWC
 

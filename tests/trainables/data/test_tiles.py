@@ -134,8 +134,8 @@ def test_training_and_validation_see_the_same_pixels(fidelity: str) -> None:
             content, original = memoryview(_tiled(kind)), JPEGS[kind]
             for row in uniforms(0, 0, np.arange(10), view.num_uniforms):
                 ours_HWC, expected_HWC = np.zeros((2, 48, 48, 3), dtype=np.uint8)
-                view.into(content, row, ours_HWC)
-                view.into(original, row, expected_HWC)
+                view.show(view.plan(content, row), ours_HWC)
+                view.show(view.plan(original, row), expected_HWC)
                 assert np.array_equal(ours_HWC, expected_HWC)
 
 

@@ -13,7 +13,7 @@ from PIL import Image
 from tests.trainables.data.photos import MakeFolder, encoded, photo
 from tests.trainables.data.test_decoders import JPEGS, _boxes, _damaged
 from trainables.config import DataConfig
-from trainables.data.augment import AUGMENTS, Planned, Recipe, show_crop, uniforms
+from trainables.data.augment import AUGMENTS, Planned, ResizeOptions, show_crop, uniforms
 from trainables.data.decode import StoredImage, UnreadableImageError
 from trainables.data.decoders import DECODERS, open_decoder
 from trainables.data.decoders.interface import Box, read_header
@@ -60,7 +60,7 @@ def _exact(data: bytes, box: Box, flip: bool = False, decoder: str = "pil") -> n
     """The crop as `fidelity: exact` shows it, which test_view.py holds against torchvision."""
     out_HWC = np.empty((SIZE, SIZE, 3), dtype=np.uint8)
     planned = Planned(StoredImage(data, DECODERS[decoder]()).plan(box), box, flip)
-    show_crop(planned, out_HWC, Recipe(None, exact=True))
+    show_crop(planned, out_HWC, ResizeOptions(None, exact=True))
     return out_HWC
 
 

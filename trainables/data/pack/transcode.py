@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trainables.data.decoders.turbojpeg import find_library
+from trainables.data.decoders.turbojpeg import Region, find_library
 from trainables.errors import DataError
 
 _TRANSFORM = 2  # TJINIT_TRANSFORM
@@ -30,15 +30,11 @@ class Plane(NamedTuple):
     width: int
 
 
-class _Region(Structure):
-    _fields_ = (("x", c_int), ("y", c_int), ("w", c_int), ("h", c_int))
-
-
-_Filter = CFUNCTYPE(c_int, c_void_p, _Region, _Region, c_int, c_int, c_void_p)
+_Filter = CFUNCTYPE(c_int, c_void_p, Region, Region, c_int, c_int, c_void_p)
 
 
 class _Transform(Structure):
-    _fields_ = (("region", _Region), ("op", c_int), ("options", c_int), ("data", c_void_p), ("filter", _Filter))
+    _fields_ = (("region", Region), ("op", c_int), ("options", c_int), ("data", c_void_p), ("filter", _Filter))
 
 
 def transcode(data: bytes, across: list[int]) -> tuple[bytes, list[Plane]] | None:
@@ -50,7 +46,7 @@ def transcode(data: bytes, across: list[int]) -> tuple[bytes, list[Plane]] | Non
     rows: list[list[bytes]] = [[] for _ in across]
     sizes = [(0, 0)] * len(across)
 
-    def collect(row: int, part: _Region, plane: _Region, component: int, number: int, transform: int) -> int:
+    def collect(row: int, part: Region, plane: Region, component: int, number: int, transform: int) -> int:
         width = part.w // _BLOCK
         padded = -(-width // across[component]) * across[component]  # the library's own rows are as long
         rows[component].append(ctypes.string_at(row, padded * _BLOCK_BYTES))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import os
 import resource
 import sys
@@ -47,6 +47,7 @@ class LocalShards:
         self._identities: list[tuple[int, int] | None] = [None] * len(shards)
         """Of the files that were there when the source was opened; None: not looked at so far."""
         self._lock = threading.Lock()
+        _raise_open_limit(len(shards))
         for number in range(0, len(shards), -(-len(shards) // MOST_CHECKED) or 1):
             shard = shards[number]
             try:
@@ -77,7 +78,8 @@ class LocalShards:
     def prefetch(self, shard: int, offset: int, size: int) -> None:
         if sys.platform == "linux":
             try:
-                os.posix_fadvise(self._open(shard).descriptor, offset, size, os.POSIX_FADV_WILLNEED)
+                handle = self._open(shard)  # in a name: another thread may let go of it meanwhile
+                os.posix_fadvise(handle.descriptor, offset, size, os.POSIX_FADV_WILLNEED)
             except OSError as error:
                 raise unreadable(self.path(shard), error) from None
 
@@ -85,7 +87,7 @@ class LocalShards:
         with self._lock:
             handle = self._handles[shard]
             if handle is None:
-                handle = _Handle(_open(self.path(shard)))
+                handle = _Handle(os.open(self.path(shard), os.O_RDONLY | os.O_CLOEXEC))
                 found = os.fstat(handle.descriptor)
                 self._check_size(self._shards[shard], found.st_size)
                 if self._identities[shard] not in (None, _identity(found)):
@@ -124,18 +126,14 @@ def unreadable(path: Path, error: OSError) -> DataError:
     return DataError(f"data.path: {path} cannot be read: {error.strerror}; copy or pack it again")
 
 
-def _open(path: Path) -> int:
-    """A file for reading; the limit on open files is raised where it is in the way: a large set has a thousand shards."""
-    try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno != errno.EMFILE:
-            raise
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+def _raise_open_limit(num_files: int) -> None:
+    """Raise the process's limit on open files as far as it may, if it is in the way: a large set has a thousand shards."""
+    if num_files > _most_open():
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with contextlib.suppress(OSError, ValueError):  # refused: fewer stay open
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _most_open() -> int:
     """How many files of one split may be open: other parts of the process need some too."""
-    return max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[1] // 4)
+    return max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)

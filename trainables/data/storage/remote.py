@@ -10,6 +10,7 @@ import weakref
 from typing import Any, BinaryIO
 
 from trainables.config import DataConfig
+from trainables.config.data import shuffle_window
 from trainables.data.index import INDEX, parse_index
 from trainables.data.order import Order, Split
 from trainables.data.sources.records import RecordsSource
@@ -91,9 +92,8 @@ class RemoteRecords(RecordsSource):
         """
         shards, limit_bytes = self._shards.shards, self._shards.limit_bytes
         total_bytes, largest_bytes = sum(shard.bytes for shard in shards), max(shard.bytes for shard in shards)
-        needed_bytes = {"full": total_bytes, "none": largest_bytes}.get(shuffle)
-        if needed_bytes is None:  # a window may begin and end in the middle of a shard
-            window = int(shuffle.removeprefix("window(").removesuffix(")"))
+        needed_bytes = largest_bytes if shuffle == "none" else total_bytes
+        if window := shuffle_window(shuffle):  # which may begin and end in the middle of a shard
             needed_bytes = min(total_bytes, total_bytes * window // len(self) + 2 * largest_bytes)
         # Validation reads between epochs, and training goes on with what it had.
         val_bytes = self._shards.largest_val_bytes if self.opened_with[1] == "train" else 0

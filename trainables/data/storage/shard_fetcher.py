@@ -5,6 +5,7 @@ it fetches it again.
 """
 
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -24,6 +25,8 @@ from trainables.locks import is_locked, locked
 _NUM_THREADS = 4  # shards fetched at a time
 _TOUCH_EVERY_S = 1.0
 _LOOK_AGAIN_S = 1.0
+_FAILED_AGAIN_S = 10.0  # until a shard that could not be fetched ahead is tried again
+_log = logging.getLogger("raydistill")
 
 
 class RemoteShards:
@@ -41,7 +44,8 @@ class RemoteShards:
         self._next_shards = NextShards(self.shards, repeats=split == "train")
         self._changed = threading.Condition()
         self._present_shards: set[int] = set()  # or on its way; what was removed since is found when it is read
-        self._failed: dict[int, DataError] = {}
+        self._failed: dict[int, DataError] = {}  # for a reader: the job ends
+        self._not_ahead_before_s: dict[int, float] = {}  # of those that could not be fetched ahead
         self._threads: list[threading.Thread] = []
         self._closed = False
 
@@ -101,8 +105,10 @@ class RemoteShards:
                 shard, earlier = self._next()
                 try:
                     fetched = self._ensure(shard, earlier)
-                except DataError:  # whoever reads the shard says so
-                    continue
+                except DataError as error:  # the server may be back before the shard is needed; who reads it tries for itself
+                    _log.warning("a shard was not fetched ahead, and will be tried again: %s", error)
+                    self._not_ahead_before_s[shard] = time.monotonic() + _FAILED_AGAIN_S
+                    fetched = False
                 if not fetched:
                     with self._changed:
                         self._present_shards.discard(shard)
@@ -116,6 +122,8 @@ class RemoteShards:
                 upcoming = self._next_shards.upcoming(self.limit_bytes)
                 for position, shard in enumerate(upcoming):
                     if shard in self._present_shards or shard in self._failed:
+                        continue
+                    if time.monotonic() < self._not_ahead_before_s.get(shard, 0.0):
                         continue
                     self._present_shards.add(shard)
                     return shard, frozenset(self.shards[before].file for before in upcoming[:position])
@@ -133,8 +141,9 @@ class RemoteShards:
             try:
                 with here():
                     return is_whole(self.folder, self.shards[shard]) or self._fetch(self.shards[shard], earlier)
-            except DataError as error:  # for the threads that wait for the same shard
-                self._failed[shard] = error
+            except DataError as error:
+                if earlier is None:  # for the readers that wait for the same shard
+                    self._failed[shard] = error
                 raise
 
     def _fetch(self, file: File, earlier: frozenset[str] | None) -> bool:

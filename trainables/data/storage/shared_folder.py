@@ -124,15 +124,37 @@ def folder_bytes(folder: Path) -> int:
     return num_bytes
 
 
-def _container_bytes() -> float:
-    """Memory that the control group of this process (version 2) may still take; what the kernel can reclaim counts as free."""
-    group = Path("/sys/fs/cgroup")
+def _container_bytes(memberships: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float:
+    """Memory that this process may still take by its control group and those above it, of version 1 or 2 of control groups.
+
+    A container may see the path that its group has on the machine, and only its own group as the root.
+    """
+    free = float("inf")
+    with contextlib.suppress(OSError):
+        for line in memberships.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                top, limit, used, reclaimable = root, "memory.max", "memory.current", "inactive_file"
+            elif "memory" in controllers.split(","):
+                top, limit, used = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+                reclaimable = "total_inactive_file"
+            else:
+                continue
+            own = top.joinpath(*(part for part in path.split("/") if part not in ("", "..")))
+            for group in (own, *own.parents[: len(own.parts) - len(top.parts)]):
+                free = min(free, _group_bytes(group, limit, used, reclaimable))
+    return free
+
+
+def _group_bytes(group: Path, limit: str, used: str, reclaimable: str) -> float:
+    """What one control group may still take, by its files of these names; what the kernel can reclaim counts as free."""
     try:
-        limit, used = (group / "memory.max").read_text().strip(), int((group / "memory.current").read_text())
-        reclaimable = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())["inactive_file"]
+        if (limit_bytes := (group / limit).read_text().strip()) == "max":
+            return float("inf")
+        counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return int(limit_bytes) - int((group / used).read_text()) + int(counts[reclaimable])
     except (OSError, KeyError, ValueError):
         return float("inf")
-    return float("inf") if limit == "max" else int(limit) - used + int(reclaimable)
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -77,11 +77,15 @@ class HangWatch(WorkerGroupCallback):  # type: ignore[misc]
         progress = JobProgress(self._hang_after_s, len(workers), time.monotonic(), self._has_service)
         poller, file = PositionPoller(workers), HeartbeatFile()
         while not stopping.wait(POLL_S):
-            now_s = time.monotonic()
-            for rank, answer in poller.take().items():
-                progress.update(rank, answer, now_s)
-            file.write(progress, now_s)
-            error = self._end_reason(workers, progress, now_s)
+            try:
+                now_s = time.monotonic()
+                for rank, answer in poller.take().items():
+                    progress.update(rank, answer, now_s)
+                file.write(progress, now_s)
+                error = self._end_reason(workers, progress, now_s)
+            except Exception:  # whatever it was: without a watch a hang would last for ever
+                log.exception("a look at the workers failed; the watch over them goes on")
+                continue
             if error is not None and not stopping.is_set():
                 self._error = ray.train.WorkerGroupError(str(error), {error.failure.rank or 0: error})
                 on_nodes(workers, end, wait_s=0.0)
@@ -177,7 +181,11 @@ def look_at(workers: Mapping[int, Any], progress: JobProgress, now_s: float) -> 
 
 
 def on_nodes(workers: Mapping[int, Any], work: Callable[[dict[int, WorkerProcess]], Any], wait_s: float) -> list[Any]:
-    """What `work` returns for the workers of each node, on that node; of those that answer in time."""
+    """What `work` returns for the workers of each node, on that node; of those that answer within `wait_s`.
+
+    On this node it is a thread: to read of a process in state D, or of a GPU, may never end.
+    """
+    until_s = time.monotonic() + wait_s
     by_node: dict[str, dict[int, WorkerProcess]] = {}
     for rank, worker in workers.items():
         about = worker.metadata
@@ -189,8 +197,14 @@ def on_nodes(workers: Mapping[int, Any], work: Callable[[dict[int, WorkerProcess
         remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(processes)
         for node, processes in by_node.items()
     ]
-    answers = [] if here is None else [work(here)]
+    answers = list[Any]()
+    if here is not None:
+        thread = threading.Thread(target=lambda: answers.append(work(here)), name="look at this node", daemon=True)
+        thread.start()
     ready = ray.wait(pending, num_returns=len(pending), timeout=wait_s)[0] if pending else []
+    if here is not None:
+        thread.join(max(until_s - time.monotonic(), 0.0))
+    answers = answers.copy()  # what comes later is not waited for
     for reference in ready:
         with contextlib.suppress(ray.exceptions.RayError):
             answers.append(ray.get(reference))

@@ -12,7 +12,7 @@ SHORTEST_S = 120.0
 STEPS = 50
 """`auto` waits for so many steady steps, and at least `SHORTEST_S`."""
 COLD_FACTOR = 10.0
-"""How much longer the start and what may compile may take than a step."""
+"""How much longer the start and what may compile may take than a step; with `auto` also a second step than the first one."""
 SILENT_S = 5.0
 """A rank that has not answered for so long does not answer."""
 CHECKPOINT_FACTOR = 5.0
@@ -56,8 +56,10 @@ class JobProgress:
     _steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS))
     is_extended: bool = False
     """Set by the caller where the ranks may stay `COLD_FACTOR` times as long where they are; reset when one of them goes on."""
-    _last_step: tuple[int, float] | None = None
-    """The steps that rank 0 had done when their number last rose, and when that was."""
+    _last_step: tuple[int, float, bool] | None = None
+    """The steps that rank 0 had done when their number last rose, when that was, and whether the next one was warm."""
+    _cold_s: float = 0.0
+    """The longest of rank 0's steps that were not warm."""
 
     def __post_init__(self) -> None:
         self.ranks = [RankProgress(Position(), self.began_s, self.began_s) for _ in range(self.num_ranks)]
@@ -72,13 +74,18 @@ class JobProgress:
             self._time_steps(position, now_s)
 
     def _time_steps(self, position: Position | None, now_s: float) -> None:
-        if position is None or position.activity != "train" or not position.is_warm:
+        if position is None or position.activity != "train":
             self._last_step = None
-        elif self._last_step is None:
-            self._last_step = position.step, now_s
-        elif (num_steps := position.step - self._last_step[0]) > 0:
-            self._steps_s.append((now_s - self._last_step[1]) / num_steps)
-            self._last_step = position.step, now_s
+            return
+        if self._last_step is not None:
+            step, since_s, is_warm = self._last_step
+            if position.step == step and position.is_warm == is_warm:
+                return
+            if position.step > step and is_warm:
+                self._steps_s.append((now_s - since_s) / (position.step - step))
+            elif not is_warm:
+                self._cold_s = max(self._cold_s, now_s - since_s)
+        self._last_step = position.step, now_s, position.is_warm
 
     def is_hung(self, now_s: float) -> bool:
         """Whether every rank with a job has been where it is for longer than it may: one that goes on may be waited for."""
@@ -92,7 +99,8 @@ class JobProgress:
     def limit_s(self, position: Position | None) -> float:
         """How long a rank may stay at a position."""
         auto = self.hang_after_s == "auto"
-        base_s = max(SHORTEST_S, STEPS * median(self._steps_s or [0.0])) if self.hang_after_s == "auto" else self.hang_after_s
+        steps_s = STEPS * median(self._steps_s) if self._steps_s else COLD_FACTOR * self._cold_s
+        base_s = max(SHORTEST_S, steps_s) if self.hang_after_s == "auto" else self.hang_after_s
         if position is None or not base_s:
             return float("inf")
         if auto and position.activity == "checkpoint":

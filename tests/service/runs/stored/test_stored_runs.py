@@ -5,7 +5,7 @@ import pytest
 
 from service.runs.outcome import Outcome, write_outcome
 from service.runs.run_directory import check_writable, reopen
-from service.runs.stages.node_wait import log
+from service.runs.stages.stage_log import append_to_log
 from service.runs.stored import driver_lease, stored_session
 from service.runs.stored.driver_lease import DriverLease, is_fresh
 from service.runs.stored.stored_runs import (
@@ -194,7 +194,7 @@ def test_records_that_a_kill_left_unsent_are_put_before_workers_begin_elsewhere(
 
 def test_the_drivers_lines_on_a_stage_are_not_in_the_log_that_comes_from_its_workers(s3: S3) -> None:
     stage = StageDir(run_folder(URI) / "student")
-    log(stage, "waiting for nodes")
+    append_to_log(stage, "waiting for nodes")
     assert not stage.log.exists()
     assert not is_of_workers("student/logs/driver.log")
     assert "waiting for nodes" in stage.driver_log.read_text()

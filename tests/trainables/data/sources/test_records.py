@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import pickle
+import resource
 import shutil
 import subprocess
 import sys
@@ -176,12 +177,38 @@ def test_files_are_closed_with_their_source(packed: Path) -> None:
 def test_a_low_limit_on_open_files_is_raised(packed: Path) -> None:
     code = (
         "import resource, sys; from trainables.data.sources.records import open_records;"
+        "_, hard = resource.getrlimit(resource.RLIMIT_NOFILE); resource.setrlimit(resource.RLIMIT_NOFILE, (9, hard));"
         "source = open_records(sys.argv[1], 'train');"
-        "_, hard = resource.getrlimit(resource.RLIMIT_NOFILE); resource.setrlimit(resource.RLIMIT_NOFILE, (4, hard));"
-        "print(sum(len(source.read(index)) > 0 for index in range(len(source))))"
+        "print(sum(len(source.read(index)) > 0 for index in range(len(source))));"
+        "others = [open('/dev/null') for _ in range(9)]"
     )
     done = subprocess.run([sys.executable, "-c", code, str(packed)], capture_output=True, text=True, check=True)
     assert done.stdout == "13\n"
+
+
+def test_where_the_limit_on_open_files_may_not_be_raised_fewer_stay_open(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (9, 4096))
+    monkeypatch.setattr(resource, "setrlimit", refuse)
+    before = len(os.listdir("/dev/fd"))
+    source = open_records(str(packed), "train")
+    assert all(source.read(index) for index in range(len(source)))
+    assert len(os.listdir("/dev/fd")) == before + 2
+
+
+def test_a_file_is_not_closed_while_it_is_read_ahead(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "_most_open", lambda: 1)
+    opened, found = shards.LocalShards(packed, read_index(packed).splits["train"].shards), []
+
+    def advise(descriptor: int, *_: int) -> None:
+        opened.read(1, 0, 1)  # as another thread does meanwhile
+        found.append(_target(str(descriptor)))
+
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    opened.prefetch(0, 0, 1)
+    assert found == [str(packed / "train-00000.arrow")]
 
 
 def test_files_that_were_opened_longest_ago_are_closed_where_there_are_too_many(

@@ -29,7 +29,7 @@ from trainables.data.index import INDEX, read_index
 from trainables.data.loader.loader import Loader
 from trainables.data.order import Order
 from trainables.data.source import open_on_node, open_source
-from trainables.data.storage import folder_cleaner
+from trainables.data.storage import folder_cleaner, shard_fetcher
 from trainables.data.storage import next_shards as looking
 from trainables.data.storage.next_shards import NextShards
 from trainables.data.storage.remote import RemoteRecords, Server, open_remote
@@ -424,6 +424,32 @@ def test_a_server_that_vanishes_stalls_the_epoch_and_does_not_end_it(s3: S3, nod
             assert source.read(index) == image_of("train", index, SIZE)
     assert restart is not None
     restart.join()
+
+
+class Vanishing(Server):
+    """A server that refuses connections while it is down."""
+
+    is_down = True
+
+    def open(self, name: str) -> BinaryIO:
+        if self.is_down:
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+        return super().open(name)
+
+
+def test_an_outage_while_shards_are_fetched_ahead_is_over_when_it_is_over(
+    packed: Path, node: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shard_fetcher, "_FAILED_AGAIN_S", 0.1)
+    source = open_remote(_data(packed.as_uri(), node, cache_mib=40), "train")
+    server = Vanishing(packed.as_uri(), retry_s=0.1)
+    source._shards.server = server
+    with caplog.at_level(logging.WARNING, "raydistill"):
+        source.follow(_order(source, "none"), 0, 0)
+        wait_until(lambda: caplog.text.count("will be tried again: data.path") >= shard_fetcher._NUM_THREADS)
+    server.is_down = False
+    assert source.read(0) == image_of("train", 0, SIZE)
+    wait_until(lambda: len(list(node.glob("raydistill-*/*/data/train-*.arrow"))) == SHARDS)
 
 
 class Faltering(Server):

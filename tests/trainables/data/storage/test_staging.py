@@ -21,7 +21,7 @@ from trainables.config import DataConfig
 from trainables.data.index import INDEX, read_index
 from trainables.data.source import open_on_node
 from trainables.data.sources.records import open_records
-from trainables.data.storage import folder_cleaner, staging
+from trainables.data.storage import folder_cleaner, shared_folder, staging
 from trainables.data.storage.shared_folder import folder_bytes, lease_folder, remove_others
 from trainables.data.storage.staging import stage_set
 from trainables.errors import DataError
@@ -240,6 +240,40 @@ def test_whoever_copies_or_waits_says_how_far_it_is(
             assert re.match(rf"staging {root} in {to}: 12\d KiB of 122 KiB", caplog.messages[0])
         waiting.result()[1].close()
     lease.close()
+
+
+def _group(folder: Path, version: int, limit: str, used: int, reclaimable: int = 0) -> None:
+    """Write the files of a control group."""
+    folder.mkdir(parents=True, exist_ok=True)
+    limit_file, used_file = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}[version]
+    (folder / limit_file).write_text(f"{limit}\n")
+    (folder / used_file).write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 5\n{'total_' if version == 1 else ''}inactive_file {reclaimable}\n")
+
+
+@pytest.mark.parametrize(
+    ("memberships", "version", "top"), [("0::{}", 2, ""), ("3:cpu,cpuacct:/other\n2:memory:{}", 1, "memory")], ids=["2", "1"]
+)
+def test_the_memory_that_is_free_is_that_of_the_processs_own_group_and_those_above(
+    tmp_path: Path, memberships: str, version: int, top: str
+) -> None:
+    own, root = tmp_path / "own", tmp_path / "cgroup"
+    unlimited = "max" if version == 2 else str(2**63 - 4096)
+
+    def free(path: str) -> float:
+        own.write_text(memberships.format(path) + "\n")
+        return shared_folder._container_bytes(own, root)
+
+    assert free("/job/step") == float("inf")
+    _group(root / top / "job" / "step", version, "1000", 300, reclaimable=50)
+    assert free("/job/step") == 750
+    _group(root / top / "job", version, "2000", 1900)
+    assert free("/job/step") == 100
+    _group(root / top, version, unlimited, 10**6)
+    assert free("/job/step") == 100
+    assert free("/elsewhere") > 1e12
+    _group(root / top, version, "700", 600)
+    assert free("/docker/0123") == free("/../../x") == 100  # inside of a container, whose own group is the root
 
 
 def test_a_folder_is_measured_while_others_rename_and_remove_its_files(tmp_path: Path) -> None:

@@ -82,6 +82,19 @@ def test_auto_waits_for_fifty_steady_steps_and_never_less_than_two_minutes(step_
     assert progress.limit_s(Position("checkpoint", 80, "", 1, True)) == pytest.approx(5 * limit_s)
 
 
+def test_a_second_step_that_is_as_slow_as_the_first_one_does_not_hang() -> None:
+    progress, now_s = JobProgress("auto", 1, began_s=0.0), 0.0
+    for beats, step in ((0, 0), (1, 0), (2, 1)):  # a phase of 150 s each
+        now_s += 150.0
+        progress.update(0, training(beats, step, warm=step > 0), now_s)
+    for waited_s in (130.0, 200.0):
+        progress.update(0, training(2, 1), now_s + waited_s)
+        assert not progress.is_hung(now_s + waited_s)
+    assert progress.limit_s(training(2, 1)) == pytest.approx(10 * 300.0)
+    progress.update(0, training(3, 2), now_s + 300.0)
+    assert progress.limit_s(training(3, 2)) == pytest.approx(50 * 300.0)
+
+
 def test_auto_waits_for_a_teacher_service_for_longer_than_its_client_does() -> None:
     waiting = Position("train", 80, "teacher", 1, True)
     assert JobProgress("auto", 1, began_s=0.0, has_service=True).limit_s(waiting) > RESPONSE_TIMEOUT_S

@@ -13,9 +13,9 @@ from service.runs.outcome import Outcome
 from service.runs.plan import Plan
 from service.runs.run_directory import begin_run
 from service.runs.session import Session, open_session
-from service.runs.stages import stages
+from service.runs.stages import run_stages
 from service.runs.stages.assignment import Assignment
-from service.runs.stages.stages import run_stage
+from service.runs.stages.run_stages import run_stage
 from trainables.errors import TrainingError
 from trainables.rundir import RunDir, append_line
 
@@ -52,7 +52,7 @@ def test_the_times_of_a_stage_are_those_of_all_its_sessions(run_dir: RunDir, mon
                 return end
             raise end
 
-        monkeypatch.setattr(stages, "run_to_end", run_to_end)
+        monkeypatch.setattr(run_stages, "run_to_end", run_to_end)
         with open_session(RESOLVED, run_dir, end_of_run) as session:
             run_stage(session, assignment_of(session, "student"))
 

@@ -1,5 +1,6 @@
 """The stages of a run: each is carried out once, shown, and recorded with the times of all sessions that worked on it."""
 
+import os
 from pathlib import Path
 
 from service.config.method_rules import needs_teacher
@@ -46,7 +47,7 @@ def run_stage(session: Session, assignment: Assignment) -> TrainConfig:
     session.display.follow(config.stage, stage)
 
     def tick() -> None:
-        if stage.metrics.exists():
+        if os.path.exists(stage.metrics):  # also says no where a file server is down
             start_tracking(session)
 
     with stage_session(stage):
