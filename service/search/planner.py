@@ -59,7 +59,7 @@ class Planner:
         `group` is the num_workers of the group that would probe it: a point with as many pays for no start.
         """
         num_ok, proposal = len(self.state.measurements), Proposal(None, self._why)
-        if num_ok + len(self.state.pending) < FIRST_PROBES or not num_ok:
+        if num_ok + len(self.state.pending) < FIRST_PROBES or not self.state.has_runnable:
             proposal = first_probe(self.state, group)
         if proposal.row is None and num_ok:
             proposal = Proposals(self.state, group).next()

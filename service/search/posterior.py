@@ -130,7 +130,7 @@ def posterior_of(
 
     Pending rows count as if each had brought what the model predicts (Ginsbourger et al. 2010, "kriging believer").
     A point's incumbent is the best measured one, or with `along_front` the one that keeps it off the front of speed and cost.
-    What is `lost` cannot run any more and is nobody's incumbent.
+    What is `lost` cannot run any more and is nobody's incumbent, unless all that was measured is lost.
     """
     if pending:
         guess = step_times(model.mean_P, layout.take(pending))
@@ -146,7 +146,8 @@ def posterior_of(
     cost_U = _costs(fit, measured, layout, rows_U, at_O, (weights_S @ value_SM)[rows_U], offset_M)
     mean_U, error_U = _own(rows_U, at_O, measured.logs_3M[0], measured.noise_M)
     own_most_U = mean_U + 2 * error_U + offset_M[rows_U]
-    cost_U[lost_M[rows_U]] = own_most_U[lost_M[rows_U]] = np.inf
+    if not lost_M[rows_U].all():
+        cost_U[lost_M[rows_U]] = own_most_U[lost_M[rows_U]] = np.inf
     incumbent_M, penalty_M = np.full(len(offset_M), np.argmin(cost_U)), np.zeros(len(offset_M))
     if along_front:
         incumbent_M, penalty_M = incumbents(layout.workers_M, layout.workers_M[rows_U], cost_U)

@@ -74,6 +74,8 @@ class Proposals:
         explored = self.explore()
         if explored.row is not None:
             return self.interim_look() or explored
+        if not self.state.has_runnable:
+            return Proposal(None, f"{explored.why}; no measured point can run on the nodes that are left")
         if found := self.check() or self.second_look():
             return found
         raced = self.final_race()

@@ -137,6 +137,11 @@ class SearchState:
         return [row for row, _ in self.measurements]
 
     @property
+    def has_runnable(self) -> bool:
+        """Whether a point was measured that can still run: whose nodes are there, as far as is known."""
+        return not lost(self.layout, self.history)[self.measured_rows].all()
+
+    @property
     def turns(self) -> list[int]:
         """Of each measurement, its place in the history."""
         return [turn for turn, (_, observation) in enumerate(self.history) if observation.status == "ok"]
