@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from service.cluster.resources import living_nodes
+from service.cluster.resources import Reservation, living_nodes
 from service.config.sweep import SweepConfig
 from service.runs.result import RunResult
 from service.runs.stages.assignment import Assignment
@@ -67,15 +67,15 @@ def asha_scheduler(sweep: SweepConfig) -> ASHAScheduler:
 
 
 def with_shared_starts(assignments: Mapping[str, Assignment]) -> dict[str, Assignment]:
-    """The same work for workers that measure several points: they reserve loader workers for the hungriest with their number."""
-    most: dict[int, int] = {}
-    for assignment in assignments.values():
-        num_workers = assignment.config.scale.num_workers
-        most[num_workers] = max(assignment.loader_workers, most.get(num_workers, 0))
-    return {
-        trial: replace(assignment, loader_workers=most[assignment.config.scale.num_workers])
-        for trial, assignment in assignments.items()
-    }
+    """The same work for workers that measure several points: they reserve loader workers for the hungriest of their points.
+
+    What else workers reserve is the same for all of their points.
+    """
+    workers = {trial: replace(assignment, loader_workers=0).reservation for trial, assignment in assignments.items()}
+    most: dict[Reservation, int] = {}
+    for trial, assignment in assignments.items():
+        most[workers[trial]] = max(assignment.loader_workers, most.get(workers[trial], 0))
+    return {trial: replace(assignment, loader_workers=most[workers[trial]]) for trial, assignment in assignments.items()}
 
 
 def search_trials(result: RunResult, assignments: Mapping[str, Assignment], run_dir: RunDir, max_concurrent: int) -> None:
