@@ -10,11 +10,11 @@ from functools import cached_property
 import numpy as np
 
 from service.search.budget import LEAST_SHARE, Budget
+from service.search.confirmation import MAX_FAILED, MAX_REPEATS, BestPointConfirmation
 from service.search.disturbance import second_look
 from service.search.formulas import step_times
 from service.search.neighbours import unchecked_neighbours
 from service.search.points import Array, Flags, describe_point
-from service.search.remeasure import MAX_FAILED, MAX_REPEATS, Contest
 from service.search.state import SearchState
 
 MIN_WIN_PROBABILITY = 0.05  # of beating the best point by more than the tolerance: below it a point is not worth a probe
@@ -23,8 +23,8 @@ EARLY_SHARE = 0.10  # of a lean grid, its starts added: until it is spent the lo
 NEIGHBOUR_SHARE = 0.15  # the same for neighbours of the best point
 CHEAP_CHECK_MARGIN = 0.35  # while the search is cheap, values are checked that are expected to be worse by this (log of the cost)
 MIN_CHECK_CHANCE = 0.9  # to run, of what is checked only in case the model is wrong
-RACE_LOSS_PER_GRID = 1.5  # expected loss of taking the leader for the best, for a repeat as dear as a lean grid
-SECOND_LOOK_GAIN_PER_GRID = 0.5  # expected gain of a second look as dear as a lean grid
+CONFIRM_LOSS_PER_GRID = 1.5  # expected loss of taking the leader for the best, for a repeat as dear as a lean grid
+SUSPECT_GAIN_PER_GRID = 0.5  # expected gain of a second look as dear as a lean grid
 REPEAT_INTERVAL = 8  # probes after which a known point is measured again
 
 
@@ -78,8 +78,8 @@ class Proposals:
             return Proposal(None, f"{explored.why}; no measured point can run on the nodes that are left")
         if found := self.check() or self.second_look():
             return found
-        raced = self.final_race()
-        return raced if raced.row is not None else Proposal(None, explored.why + raced.why)
+        confirmed = self.confirm_best()
+        return confirmed if confirmed.row is not None else Proposal(None, explored.why + confirmed.why)
 
     def explore(self) -> Proposal:
         """A point that was not measured yet, and is worth it."""
@@ -137,23 +137,23 @@ class Proposals:
         groups_U = [*zip(workers_U.tolist(), state.kind_M[rows_U].tolist(), strict=True)]
         for index, gain in second_look(groups_U, batch_U, posterior.cost_U, turns_U, last_U, shares_U, ended_s):
             row = int(rows_U[index])
-            worth = gain > SECOND_LOOK_GAIN_PER_GRID * self.budget.price(self.repeat_cost_M[row])
+            worth = gain > SUSPECT_GAIN_PER_GRID * self.budget.price(self.repeat_cost_M[row])
             if worth and rows.count(row) < MAX_REPEATS / 2 and self._may_repeat(row, self.budget.left_repeats_gpu_s):
                 return Proposal(
                     row, f"{self._name(row)} is measured again: it may have been slow for the time at which it was measured"
                 )
         return None
 
-    def final_race(self) -> Proposal:
+    def confirm_best(self) -> Proposal:
         """One of the leading points, to measure again before the best of them is named; None: it is clear enough which it is."""
         state, clean = self.state, self.clean
         seed = (state.seed, len(state.history))
-        contest = Contest.of(self.posterior, state.measured_rows, [row for row, _ in clean], seed)
-        for row in [] if contest.is_settled else contest.candidates():
-            worth = bool(contest.unverified) or contest.loss > RACE_LOSS_PER_GRID * self.budget.price(self.repeat_cost_M[row])
-            if worth and self._may_repeat(row, self.budget.left_race_gpu_s) and not self._is_futile(row):
+        leaders = BestPointConfirmation.of(self.posterior, state.measured_rows, [row for row, _ in clean], seed)
+        for row in [] if leaders.is_settled else leaders.candidates():
+            worth = bool(leaders.unverified) or leaders.loss > CONFIRM_LOSS_PER_GRID * self.budget.price(self.repeat_cost_M[row])
+            if worth and self._may_repeat(row, self.budget.left_confirm_gpu_s) and not self._is_futile(row):
                 return Proposal(row, f"{self._name(row)} is measured again: of the leading points it may be the best")
-        return Proposal(None, contest.summary() if not state.along_front else "")
+        return Proposal(None, leaders.summary() if not state.along_front else "")
 
     @cached_property
     def repeat_cost_M(self) -> Array:

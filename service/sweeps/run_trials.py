@@ -34,8 +34,8 @@ def run_pending(
     session: Session, records: TrialRecords, trials: list[Trial], pending: list[Trial], cluster: Cluster, teacher: TeacherSource
 ) -> None:
     """Hand the pending ones of the trials to Ray Tune and record each as it ends; a guided search may measure any point again."""
-    guided = session.experiment.sweep.policy == "guided" and not any(trial.probe for trial in pending)
-    candidates = [trial for trial in trials if not trial.probe] if guided else pending
+    guided = session.experiment.sweep.policy == "guided" and not any(trial.speed_trial for trial in pending)
+    candidates = [trial for trial in trials if not trial.speed_trial] if guided else pending
     assignments = assign(session, candidates, cluster, teacher, guided=guided)
     save_rows(session, trials)
     if not assignments:
