@@ -202,7 +202,16 @@ def _costs(fit: _Fit, raw: Measured, layout: Layout, rows_U: Rows, at_O: Rows, v
     mean_U, error_U = _own(rows_U, at_O, fit.log_O - fit.residuals.change_O, noise_O)
     cost_U = np.maximum(value_U, mean_U - 2 * error_U + offset_M[rows_U])
     log_O, workers_O = raw.logs_3M[0] + offset_M[at_O], layout.workers_M[at_O]
-    return undisturbed(fit.disturbances, rows_U, at_O, workers_O, log_O, noise_O, fit.change_O, cost_U)
+    return undisturbed(
+        cost_U,
+        fit.disturbances,
+        rows_U=rows_U,
+        rows_O=at_O,
+        workers_O=workers_O,
+        log_O=log_O,
+        noise_O=noise_O,
+        change_O=fit.change_O,
+    )
 
 
 def _own(rows_U: Rows, at_O: Rows, log_O: Array, noise_O: Array) -> tuple[Array, Array]:
