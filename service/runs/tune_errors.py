@@ -16,8 +16,11 @@ def outcome_of(trial: Trial) -> Outcome:
     error = cloudpickle.loads(Path(trial.pickled_error_file).read_bytes()) if trial.pickled_error_file else None
     if isinstance(error, RayTaskError):
         failure = failure_of(error.cause, None)
-        status = "oom" if failure.kind in OUT_OF_MEMORY_KINDS else "failed"
-        return Outcome(status=status, reason=f"{failure}; {where}", failure=failure.kind)
+        return Outcome(
+            status="oom" if failure.kind in OUT_OF_MEMORY_KINDS else "failed",
+            reason=f"{failure}; {where}",
+            failure=failure.kind,
+        )
     # Of other errors Tune has the text alone, below a line of its own that counts them.
     text = str(error) if error is not None else Path(trial.error_file).read_text().partition("\n")[2]
     first_line = next(iter(text.strip().splitlines()), "")

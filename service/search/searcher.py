@@ -1,4 +1,7 @@
-"""The guided search as a searcher of Ray Tune: one of its trials is one group of workers, which measures several points."""
+"""What Ray Tune has of the guided search: a searcher and a callback that forward to the search's coordinator.
+
+A trial of Tune's is one group of workers, which measures several points.
+"""
 
 from typing import Any
 
@@ -11,7 +14,7 @@ from service.runs.tune_errors import outcome_of
 
 
 class GuidedSearcher(Searcher):  # type: ignore[misc]
-    """Forwards to the actor of `service.search.coordinator.SearchCoordinator`, which decides and remembers.
+    """Asks the actor of `service.search.coordinator.SearchCoordinator`, which decides and remembers.
 
     What was searched is known from the trials' results, so there is nothing to save or restore here.
     """

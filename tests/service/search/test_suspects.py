@@ -1,10 +1,12 @@
 """Which points may only look slow for the time at which they were measured."""
 
+from collections.abc import Sequence
+
 from service.search.suspects import MeasuredPoint, suspects
 
 
 def suspected(
-    cost_U: list[float], turns_U: list[list[int]], workers_U: list[float], batch_U: list[float]
+    cost_U: Sequence[float], turns_U: Sequence[Sequence[int]], workers_U: Sequence[float], batch_U: Sequence[float]
 ) -> list[tuple[int, float]]:
     """Ten turns, one each 100 s."""
     points = [

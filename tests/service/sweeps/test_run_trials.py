@@ -57,6 +57,24 @@ def test_an_interrupted_sweep_notes_when_its_work_on_running_trials_ended(
     assert read_lines(killed_before.sessions) == [{"began_s": 1000.0}]
 
 
+def test_a_trial_that_ended_before_it_began_a_stage_is_recorded_as_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolved, run_dir = load("digits", [*ASHA, "teacher=null"]), RunDir(tmp_path)
+    trials = plan_trials(resolved)
+
+    def tune_trials(*_: object) -> None:
+        for trial in trials:
+            write_outcome(run_dir.trial(trial.id).result, Outcome(status="failed", reason="its process never started"))
+
+    monkeypatch.setattr(run_trials, "tune_trials", tune_trials)
+    with Display() as display:
+        result = RunResult(kind="sweep", name="digits", status="running", runs_root=str(tmp_path))
+        session = Session(resolved, run_dir, display, end_of_run, None, result)
+        run_pending(session, TrialRecords(session), trials, trials, local_capacity(), TeacherSource(None, ()))
+    assert {(row.status, row.reason) for row in session.result.rows} == {("failed", "its process never started")}
+
+
 def test_one_wait_for_nodes_is_enough_for_all_trials_that_need_as_much_until_the_sweep_is_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
