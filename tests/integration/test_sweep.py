@@ -159,6 +159,21 @@ def test_a_killed_guided_sweep_goes_on_with_what_it_knows(distill: Distill, patt
 
 
 @pytest.mark.slow
+def test_a_point_of_a_guided_sweep_whose_workers_are_killed_has_its_restart_and_their_start(distill: Distill) -> None:
+    run = distill.runs / "guided-deaths"
+    space = "sweep.space={scale.num_workers: [2], data.global_batch_size: [32, 64, 128, 256], data.loader_workers: [1]}"
+    command = distill.start("sweep", distill.experiment, "--out", run, *sets(*GUIDED[:3], space))
+    wait_until(lambda: any(run.glob("trials/*/result.json")), "end of a measurement", command)
+    kill(command.workers())  # which are at another point by now
+    assert command.end() == 0, command.output
+    each = [one for row in result(run)["trials"] for one in row.get("measurements", [row]) if one["status"] != "untested"]
+    assert {one["status"] for one in each} == {"ok"}
+    (restarted,) = [one for one in each if one["restarts"]]
+    assert restarted["restarts"] == 1
+    assert 0 < restarted["start_s"] < restarted["seconds"]
+
+
+@pytest.mark.slow
 def test_a_point_of_a_guided_sweep_that_runs_out_of_memory_is_a_row_and_the_search_goes_on(distill: Distill) -> None:
     run = distill.runs / "guided-oom"
     # The first layer of this network on images of 4096 pixels takes 51 GB.
