@@ -110,7 +110,14 @@ def test_only_tracking_knows_mlflow() -> None:
 
 
 def test_only_trials_and_sweeps_know_ray_tune() -> None:
-    assert who_imports("ray.tune") == {"service/runs/trial.py", "service/sweeps/tune.py", "service/search/searcher.py"}
+    assert who_imports("ray.tune") == {
+        "service/runs/trial.py",
+        "service/runs/tune_errors.py",
+        "service/search/searcher.py",
+        "service/sweeps/asha.py",
+        "service/sweeps/trial_ends.py",
+        "service/sweeps/tune.py",
+    }
 
 
 def test_the_workers_side_knows_ray_in_one_package_alone() -> None:

@@ -76,7 +76,7 @@ class Experiment(Section):
             return None
         timed = self.train.max_steps is not None
         if kind == "sweep":
-            timed = self.sweep.timing_steps is not None and not self.sweep.races
+            timed = self.sweep.timing_steps is not None and not self.sweep.is_time_to_accuracy
         return None if timed and not self.assistants else expand_home(self.teacher.cache).absolute()
 
     def stage(self, name: str, output_dir: Path, labels: Mapping[str, str], weights: str | None = None) -> TrainConfig:

@@ -77,7 +77,7 @@ class SweepConfig(Section):
         return TIME_S if self.metric == TIME else self.metric
 
     @property
-    def races(self) -> bool:
+    def is_time_to_accuracy(self) -> bool:
         """Whether the fastest points are then trained to the target."""
         return self.policy == "guided" and self.metric == TIME
 

@@ -14,8 +14,8 @@ from trainables.rundir import StageDir, write_json
 from trainables.stage_result import VERSION as STAGE_VERSION
 from trainables.stage_result import StageResult
 
-VERSION = 1
-"""Of `result.json`, of a run and of a trial. Files without a version are older; they have the same fields and are read."""
+VERSION = 2
+"""Of `result.json`, of a run and of a trial. Older ones are read; files without a version have the fields of format 1."""
 Status = Literal["ok", "oom", "failed", "infeasible", "stopped", "pending", "untested"]
 """`pending` and `untested` are statuses of rows alone: the trial has not ended, or a guided search left it out."""
 

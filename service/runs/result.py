@@ -45,8 +45,14 @@ class TrialRow(Outcome):
     oversubscribed: bool = False
     """Whether the trial reserved more CPUs than the machine has cores."""
     scale: TrialScale
-    probe: str | None = None
+    speed_trial: str | None = None
     """Of a training to the target: the trial that had measured the point's speed."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names_its_speed_trial(cls, fields: Any) -> Any:
+        """In format 1 that was its `probe`."""
+        return fields | {"speed_trial": fields["probe"]} if isinstance(fields, dict) and "probe" in fields else fields
 
     @property
     def outcome(self) -> Outcome:

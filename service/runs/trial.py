@@ -60,6 +60,8 @@ def run_to_end(assignment: Assignment, callbacks: list[Any] | None = None, reuse
             if outcome := unless_restarted(assignment, cause, restarts, hung_in, node_wait):
                 return outcome
             restarts += cause.kind not in ANNOUNCED
+            if reused is not None:
+                record_restart(reused, restarts)
             used_s += 0.0 if reused is not None else time.monotonic() - began_s  # whose points each have the whole time
 
 
@@ -99,6 +101,13 @@ def current_assignment(reused: ReusableWorkers) -> Assignment | None:
 
     current: Assignment | None = ray.get(reused.coordinator.current.remote(reused.group_id))
     return current
+
+
+def record_restart(reused: ReusableWorkers, restarts: int) -> None:
+    """Note that other workers start for the stage that reused workers were at."""
+    import ray
+
+    ray.get(reused.coordinator.restart.remote(reused.group_id, restarts))
 
 
 def fit_stage(assignment: Assignment, callbacks: list[Any] | None, reused: ReusableWorkers | None) -> None:

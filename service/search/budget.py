@@ -15,7 +15,7 @@ from service.search.points import Array, Flags, Layout, Observation
 GRID_STEPS = 40  # steps past the warm-up that a lean grid measures of each point
 OOM_S = 5.0  # until a batch that does not fit says so
 MAX_SHARE = 0.6  # of a lean grid that is spent at most; the rest is what its estimate may be off by
-RACE_SHARE = 0.06  # of that, in lean grids, that is kept for measuring the leading points again at the end
+CONFIRM_SHARE = 0.06  # of that, in lean grids, that is kept for measuring the leading points again at the end
 MAX_REPEATS_SHARE = 0.2  # of a lean grid beyond which no known point is measured again before that
 LEAST_SHARE = 0.08  # of a lean grid: a search that has cost less goes on as long as a probe may show something
 EARLY_PRICE = 0.3  # of a probe, before the least share is spent
@@ -91,14 +91,14 @@ class Budget:
     repeats_gpu_s: float  # of that, on points that were measured before
 
     @property
-    def left_race_gpu_s(self) -> float:
+    def left_confirm_gpu_s(self) -> float:
         """For measuring a leading point again at the end."""
         return MAX_SHARE * self.grid_gpu_s - self.spent_gpu_s
 
     @property
     def left_gpu_s(self) -> float:
         """For any probe before."""
-        return self.left_race_gpu_s - RACE_SHARE * self.grid_gpu_s
+        return self.left_confirm_gpu_s - CONFIRM_SHARE * self.grid_gpu_s
 
     @property
     def left_repeats_gpu_s(self) -> float:

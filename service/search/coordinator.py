@@ -1,28 +1,39 @@
 """Which points each group of workers measures: hands out what the planner asks for and writes down the results.
 
 A group of workers takes long to start and a probe is short, so a group that has measured one point goes on to the next as long
-as the planner's next point has as many workers. Ray Tune, the function of each of its trials and the workers talk to one
+as that one reserves the same workers. Ray Tune, the function of each of its trials and the workers talk to one
 `SearchCoordinator`, an actor of the sweep; its state is the trials' results on disk.
 """
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from service.config.space import NUM_WORKERS
+from service.cluster.resources import Reservation
 from service.runs.measurements import combined
 from service.runs.outcome import Outcome, write_outcome
 from service.runs.result import RunResult
 from service.runs.stages.assignment import Assignment
 from service.runs.stages.stage_times import accounted
-from service.runs.trial import complete
+from service.runs.trial import complete, finished
 from service.search.points import identity
 from service.search.replay import observation, replay
 from service.search.rows import measurements, searched
-from trainables.rundir import RunDir
+from trainables.rundir import RunDir, StageDir
 from trainables.stage_result import StageResult
+
+
+@dataclass
+class Running:
+    """A measurement that is under way. All times are unix."""
+
+    assignment: Assignment
+    began_s: float
+    starts_began_s: list[float] = field(default_factory=list)
+    """Of the workers that were started for it; none where they were there already."""
+    restarts: int = 0
 
 
 class SearchCoordinator:
@@ -35,16 +46,14 @@ class SearchCoordinator:
         self._ids = {identity(point): trial for trial, point in reversed(self._points.items())}
         self._assignments = dict(assignments)
         self._measured = {row.id: measurements(row) for row in result.rows}
-        self._running: dict[str, Assignment] = {}  # by trial
         self._run_dir = RunDir(Path(sweep_dir))
-        self._trial_of: dict[str, str] = {}  # worker group → the trial that it measures
-        self._began_s: dict[str, float] = {}  # of a trial, unix
-        self._reusing: set[str] = set()  # trials on workers that were there already
-        self._queued: list[str] = []  # proposed to a group with another number of workers
+        self._trial_of: dict[str, str] = {}  # worker group → the trial that it measures, or will once its workers have started
+        self._running: dict[str, Running] = {}  # by worker group
+        self._queued: list[str] = []  # trials that were proposed to a group with other workers
 
     def suggest(self, group_id: str) -> str | None:
         """The trial that a new group of workers begins with; None: nothing is worth one now."""
-        trial = self._queued.pop(0) if self._queued else self._ask(None)
+        trial = self._next(None)
         if trial is not None:
             self._trial_of[group_id] = trial
         return trial
@@ -55,55 +64,80 @@ class SearchCoordinator:
 
     def start(self, group_id: str) -> Assignment:
         """What a group that is about to start measures first."""
-        return self._start(self._trial_of[group_id])
+        running = self._start(group_id)
+        running.starts_began_s.append(running.began_s)
+        return running.assignment
+
+    def restart(self, group_id: str, restarts: int) -> None:
+        """A group's workers have died, and others start for what it measures: after so many deaths that nobody announced."""
+        self._running[group_id].restarts = restarts
+        self._running[group_id].starts_began_s.append(time.time())
 
     def current(self, group_id: str) -> Assignment | None:
         """What a group is measuring; None: it has ended."""
-        return self._running.get(self._trial_of[group_id]) if group_id in self._trial_of else None
+        return self._running[group_id].assignment if group_id in self._running else None
 
     def should_stop(self, group_id: str, steps_s: Sequence[float]) -> bool:
         """Whether the point that a group is measuring is known well enough."""
         return self._planner.should_stop(steps_s, self._points[self._trial_of[group_id]])
 
     def next_config(self, group_id: str, result: StageResult) -> dict[str, Any] | None:
-        """Take up the `stage.json` of what a group has measured: the config that it goes on with; None: the group may end."""
-        workers = float(self._points[self._trial_of[group_id]][NUM_WORKERS])
-        self._end(self._trial_of[group_id], complete(result))
-        del self._trial_of[group_id]
-        trial = self._ask(workers)
+        """Take up the `stage.json` of what a group has measured: the config that it goes on with; None: the group may end.
+
+        Raises:
+            OSError: the measurement's outcome could not be written; it is still under way, for `finish` to take up.
+        """
+        workers = self._assignments[self._trial_of[group_id]].reservation
+        self._end(group_id, complete(result))
+        trial = self._next(workers)
         if trial is None:
             return None
-        if float(self._points[trial][NUM_WORKERS]) != workers:
+        if self._assignments[trial].reservation != workers:
             self._queued.append(trial)
             return None
         self._trial_of[group_id] = trial
-        self._reusing.add(trial)
-        return self._start(trial).config.model_dump(mode="json")
+        return self._start(group_id).assignment.config.model_dump(mode="json")
 
     def finish(self, group_id: str, outcome: Outcome) -> None:
-        """A group has ended: `outcome` is that of the point that it was measuring, if there was one."""
+        """A group has ended: `outcome` is that of the point that it was measuring, if there was one.
+
+        What was measured to its end is `ok`, whatever its workers died of afterwards.
+        """
         if group_id in self._trial_of:
-            self._end(self._trial_of[group_id], outcome)
-            del self._trial_of[group_id]
+            current = self.current(group_id)
+            self._end(group_id, (finished(current.stage_dir) if current is not None else None) or outcome)
 
-    def _start(self, trial: str) -> Assignment:
-        """The next measurement of a trial, in a folder of its own: those before it stand, whatever becomes of it."""
-        stage = self._run_dir.trial(trial).measurement(len(self._measured[trial]))
-        work = self._assignments[trial]
-        self._running[trial] = replace(work, config=work.config.model_copy(update={"output_dir": str(stage.root)}))
-        self._began_s[trial] = time.time()
-        return self._running[trial]
-
-    def _ask(self, workers: float | None) -> str | None:
-        point = self._planner.ask(workers)
+    def _next(self, workers: Reservation | None) -> str | None:
+        """What such workers, where they are there, measure next: a trial that waits for them, or what the planner asks for."""
+        for trial in self._queued:
+            if workers is None or self._assignments[trial].reservation == workers:
+                self._queued.remove(trial)
+                return trial
+        point = self._planner.ask(None if workers is None else float(workers.num_workers))
         return None if point is None else self._ids[identity(point)]
 
-    def _end(self, trial: str, outcome: Outcome) -> None:
-        stage = self._run_dir.trial(trial).measurement(len(self._measured[trial]))
-        shares = trial in self._reusing and not outcome.restarts
-        one = accounted(outcome, stage, self._began_s.pop(trial, time.time()), shares)
-        self._measured[trial].append(one)
-        self._running.pop(trial, None)
-        self._reusing.discard(trial)
-        write_outcome(self._run_dir.trial(trial).result, combined(self._measured[trial]))
+    def _start(self, group_id: str) -> Running:
+        """The next measurement of a group's trial, in a folder of its own: those before it stand, whatever becomes of it."""
+        trial = self._trial_of[group_id]
+        assignment = self._assignments[trial]
+        output_dir = str(self._stage_dir(trial).root)
+        assignment = replace(assignment, config=assignment.config.model_copy(update={"output_dir": output_dir}))
+        self._running[group_id] = Running(assignment, time.time())
+        return self._running[group_id]
+
+    def _end(self, group_id: str, outcome: Outcome) -> None:
+        """Write down how a group's measurement ended, and only then take it up: what cannot be written is still under way."""
+        trial = self._trial_of[group_id]
+        running = self._running.get(group_id) or Running(self._assignments[trial], time.time())
+        outcome = outcome.model_copy(update={"restarts": running.restarts})
+        one = accounted(outcome, self._stage_dir(trial), running.began_s, running.starts_began_s)
+        measured = [*self._measured[trial], one]
+        write_outcome(self._run_dir.trial(trial).result, combined(measured))
+        self._measured[trial] = measured
+        del self._trial_of[group_id]
+        self._running.pop(group_id, None)
         self._planner.tell(self._points[trial], observation(one))
+
+    def _stage_dir(self, trial: str) -> StageDir:
+        """Of the trial's next measurement, or of the one that is under way."""
+        return self._run_dir.trial(trial).measurement(len(self._measured[trial]))

@@ -10,7 +10,6 @@ Shapes: O observations in the order of time, U points that were measured.
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,9 +24,6 @@ NEAR_PROBES = 6  # between two measurements that may have met the same state of 
 SHARED_EXCESS = 0.5  # of a neighbour's excess that one expects of a measurement at its time, give or take as much
 DISTURBED_SHARE, SHARE_WEIGHT = 0.1, 5.0  # of occasions, before anything was measured twice; occasions that this guess weighs
 MAX_DISTURBED_SHARE = 0.3
-MEAN_EXCESS = 0.25  # of the logarithm of a disturbed measurement
-PERSISTENCE = 0.3  # chance that who disturbed one occasion is there at the next
-EQUAL_COST = 0.06  # points that differ by less (logarithm of the cost) are as good
 APART_PROBES = 4  # in between, after which a measurement is worth another one
 OCCASION_GAP_S, MAX_OCCASIONS = 120.0, 3  # in between that makes two measurements two occasions; how many are looked for
 
@@ -122,21 +118,23 @@ def _nearest(witnesses: NDArray[np.int_], repeat: int) -> list[int]:
 
 
 def undisturbed(
+    cost_U: Array,
     disturbances: Disturbances,
+    *,
     rows_U: NDArray[np.int_],
-    at_O: NDArray[np.int_],
+    rows_O: NDArray[np.int_],
     workers_O: Array,
     log_O: Array,
     noise_O: Array,
     change_O: Array,
-    cost_U: Array,
 ) -> Array:
-    """The cost of points while nobody else is there, where somebody came and went; else as the posterior has it.
+    """The cost of points while nobody else is there, where somebody came and went; else `cost_U`, that of the mean state.
 
-    What was measured while others were not disturbed, or at several times, is as fast as its undisturbed measurements. The
-    posterior of the others (`cost_U`, of the mean state) is taken down by what that state costs those that have as many
-    workers: a point that looks good for this is measured once more before it is chosen.
-    `log_O` are costs as they were measured, `change_O` what the cluster's state most likely has added to them.
+    What was measured while others were not disturbed, or at several times, is as fast as its undisturbed measurements. The cost
+    of the others is taken down by what the mean state costs those that have as many workers: a point that looks good for this is
+    measured once more before it is chosen.
+    `rows_O` are the points of the observations, `log_O` their costs as measured, `change_O` what the cluster's state most likely
+    has added to them.
     """
     switching_O = disturbances.switching_O
     if not switching_O.any():
@@ -145,7 +143,7 @@ def undisturbed(
     least = workers_O[switching_O].min()
     found = cost_U.copy()
     for index, row in enumerate(rows_U.tolist()):
-        repeats = np.flatnonzero(at_O == row)
+        repeats = np.flatnonzero(rows_O == row)
         clean = repeats[disturbances.clean_O[repeats]]
         if len(clean) and (disturbances.witnessed_O[repeats[0]] or repeats[-1] - repeats[0] > APART_PROBES):
             weights = 1 / noise_O[clean] ** 2
@@ -158,55 +156,3 @@ def undisturbed(
 def occasions(ended_s: Sequence[float] | Array) -> int:
     """How many times, well apart, measurements that ended at these times stand for."""
     return 1 + sum(later - earlier > OCCASION_GAP_S for earlier, later in itertools.pairwise(ended_s)) if len(ended_s) else 0
-
-
-def second_look(
-    groups_U: Sequence[tuple[float, int]],
-    batch_U: Array,
-    cost_U: Array,
-    turns_U: Sequence[Sequence[int]],
-    last_U: Sequence[int],
-    shares_U: Array,
-    ended_s: Sequence[float],
-) -> list[tuple[int, float]]:
-    """For each group of points, its best point, and the gain that a second look may bring.
-
-    Of the best point's own group only those count that were measured at another time, and at the time of none that was also
-    measured at about the time of the best: they may have lost by their time alone.
-
-    The most first. A group are the points of one number of workers and one kind. `cost_U`: logarithms; `turns_U`: when each
-    point was measured, disturbed ones left out; `last_U`: the last one of all; `ended_s`: when each turn ended. A group that
-    was never measured at about the time of the best point may have lost by its time alone. Of points that are as good, the one
-    with the largest batch is looked at: it has most to gain where something that all share was slow. What was looked at just
-    before is left out: it would meet the same conditions.
-    """
-    best, now = int(np.argmin(cost_U)), len(ended_s)
-
-    def times_of(turns: Sequence[int]) -> int:
-        return occasions([ended_s[turn] for turn in turns])
-
-    found = []
-    for group in dict.fromkeys(groups_U):
-        members = [index for index, other in enumerate(groups_U) if other == group]
-        if group == groups_U[best]:
-            near = [index for index in members if _are_near(turns_U[index], turns_U[best])]
-            witnesses = [turn for index in near for turn in turns_U[index]]
-            apart = [index for index in members if not _are_near(turns_U[index], witnesses)]
-            members = [index for index in apart if times_of(turns_U[index]) < MAX_OCCASIONS]
-        if not members or best in members:
-            continue
-        cost_N, batch_N = cost_U[members], batch_U[members]
-        candidate = members[int(np.argmax(np.where(cost_N <= cost_N.min() + EQUAL_COST, batch_N, 0.0)))]
-        turns = turns_U[candidate] if group == groups_U[best] else sorted(turn for index in members for turn in turns_U[index])
-        times = times_of(turns)
-        if times < MAX_OCCASIONS and now - last_U[candidate] > APART_PROBES:
-            share = float(shares_U[candidate]) if _are_near(turns, turns_U[best]) else MAX_DISTURBED_SHARE
-            chance = share * PERSISTENCE ** (times - 1) if times else 1.0
-            behind = float(cost_U[candidate] - cost_U[best])
-            found.append((candidate, chance * MEAN_EXCESS * math.exp(-behind / MEAN_EXCESS)))
-    return sorted(found, key=lambda pair: -pair[1])
-
-
-def _are_near(turns: Sequence[int], others: Sequence[int]) -> bool:
-    """Whether some of them were at about the same time."""
-    return any(abs(turn - other) < APART_PROBES for turn in turns for other in others)

@@ -13,7 +13,7 @@ import numpy as np
 
 from service.search.formulas import LEAST_S, step_times
 from service.search.points import Array, Layout, Observation
-from service.search.probes import SlowSteps
+from service.search.step_time_statistics import SlowSteps
 from trainables.metrics.phases import BUBBLE
 
 MODEL_ERROR = {"step": 0.03, "work": 0.05, "forward": 0.08}  # relative: what a form this simple is off by, at best

@@ -45,7 +45,7 @@ def unschedulable(layout: Layout, history: Sequence[tuple[int, Observation]]) ->
     return without_room_M
 
 
-def lost(layout: Layout, history: Sequence[tuple[int, Observation]]) -> Flags:
+def lost_with_nodes(layout: Layout, history: Sequence[tuple[int, Observation]]) -> Flags:
     """Points that may have run once but most likely cannot now.
 
     Where a point has no room although one that needs as much ran before, nodes have gone, and with them their workers,

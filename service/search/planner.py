@@ -16,9 +16,9 @@ import numpy as np
 from service.search.disturbance import excess
 from service.search.pareto_front import behind, front
 from service.search.points import Observation, Point, identity
-from service.search.probes import MeanStepTime
 from service.search.proposals import MIN_WIN_PROBABILITY, Proposal, Proposals, first_probe
 from service.search.state import MIN_PROBE_STEPS, SearchState
+from service.search.step_time_statistics import MeanStepTime
 
 FIRST_PROBES = 4  # by optimal design, before gains are compared
 STOP_ERROR, STOP_ERROR_REPEAT = 0.04, 0.015  # a probe ends when its mean is known so well (relative, 95%); one of a known point
@@ -59,7 +59,7 @@ class Planner:
         `group` is the num_workers of the group that would probe it: a point with as many pays for no start.
         """
         num_ok, proposal = len(self.state.measurements), Proposal(None, self._why)
-        if num_ok + len(self.state.pending) < FIRST_PROBES or not num_ok:
+        if num_ok + len(self.state.pending) < FIRST_PROBES or not self.state.has_runnable:
             proposal = first_probe(self.state, group)
         if proposal.row is None and num_ok:
             proposal = Proposals(self.state, group).next()

@@ -130,7 +130,7 @@ def posterior_of(
 
     Pending rows count as if each had brought what the model predicts (Ginsbourger et al. 2010, "kriging believer").
     A point's incumbent is the best measured one, or with `along_front` the one that keeps it off the front of speed and cost.
-    What is `lost` cannot run any more and is nobody's incumbent.
+    What is `lost` cannot run any more and is nobody's incumbent, unless all that was measured is lost.
     """
     if pending:
         guess = step_times(model.mean_P, layout.take(pending))
@@ -146,7 +146,8 @@ def posterior_of(
     cost_U = _costs(fit, measured, layout, rows_U, at_O, (weights_S @ value_SM)[rows_U], offset_M)
     mean_U, error_U = _own(rows_U, at_O, measured.logs_3M[0], measured.noise_M)
     own_most_U = mean_U + 2 * error_U + offset_M[rows_U]
-    cost_U[lost_M[rows_U]] = own_most_U[lost_M[rows_U]] = np.inf
+    if not lost_M[rows_U].all():
+        cost_U[lost_M[rows_U]] = own_most_U[lost_M[rows_U]] = np.inf
     incumbent_M, penalty_M = np.full(len(offset_M), np.argmin(cost_U)), np.zeros(len(offset_M))
     if along_front:
         incumbent_M, penalty_M = incumbents(layout.workers_M, layout.workers_M[rows_U], cost_U)
@@ -201,7 +202,16 @@ def _costs(fit: _Fit, raw: Measured, layout: Layout, rows_U: Rows, at_O: Rows, v
     mean_U, error_U = _own(rows_U, at_O, fit.log_O - fit.residuals.change_O, noise_O)
     cost_U = np.maximum(value_U, mean_U - 2 * error_U + offset_M[rows_U])
     log_O, workers_O = raw.logs_3M[0] + offset_M[at_O], layout.workers_M[at_O]
-    return undisturbed(fit.disturbances, rows_U, at_O, workers_O, log_O, noise_O, fit.change_O, cost_U)
+    return undisturbed(
+        cost_U,
+        fit.disturbances,
+        rows_U=rows_U,
+        rows_O=at_O,
+        workers_O=workers_O,
+        log_O=log_O,
+        noise_O=noise_O,
+        change_O=fit.change_O,
+    )
 
 
 def _own(rows_U: Rows, at_O: Rows, log_O: Array, noise_O: Array) -> tuple[Array, Array]:

@@ -10,12 +10,12 @@ from functools import cached_property
 import numpy as np
 
 from service.search.budget import LEAST_SHARE, Budget
-from service.search.disturbance import second_look
+from service.search.confirmation import MAX_FAILED, MAX_REPEATS, BestPointConfirmation
 from service.search.formulas import step_times
 from service.search.neighbours import unchecked_neighbours
 from service.search.points import Array, Flags, describe_point
-from service.search.remeasure import MAX_FAILED, MAX_REPEATS, Contest
 from service.search.state import SearchState
+from service.search.suspects import MeasuredPoint, suspects
 
 MIN_WIN_PROBABILITY = 0.05  # of beating the best point by more than the tolerance: below it a point is not worth a probe
 GAIN_PER_GRID, LATE_GAIN_PER_GRID = 0.1, 0.6  # relative gain that a probe as dear as a lean grid would have to bring
@@ -23,8 +23,8 @@ EARLY_SHARE = 0.10  # of a lean grid, its starts added: until it is spent the lo
 NEIGHBOUR_SHARE = 0.15  # the same for neighbours of the best point
 CHEAP_CHECK_MARGIN = 0.35  # while the search is cheap, values are checked that are expected to be worse by this (log of the cost)
 MIN_CHECK_CHANCE = 0.9  # to run, of what is checked only in case the model is wrong
-RACE_LOSS_PER_GRID = 1.5  # expected loss of taking the leader for the best, for a repeat as dear as a lean grid
-SECOND_LOOK_GAIN_PER_GRID = 0.5  # expected gain of a second look as dear as a lean grid
+CONFIRM_LOSS_PER_GRID = 1.5  # expected loss of taking the leader for the best, for a repeat as dear as a lean grid
+SUSPECT_GAIN_PER_GRID = 0.5  # expected gain of measuring a suspect again, as dear as a lean grid
 REPEAT_INTERVAL = 8  # probes after which a known point is measured again
 
 
@@ -73,11 +73,13 @@ class Proposals:
         """The point to measure next, new or known; None: neither is worth it."""
         explored = self.explore()
         if explored.row is not None:
-            return self.interim_look() or explored
-        if found := self.check() or self.second_look():
+            return self.remeasure_suspect_meanwhile() or explored
+        if not self.state.has_runnable:
+            return Proposal(None, f"{explored.why}; no measured point can run on the nodes that are left")
+        if found := self.check() or self.remeasure_suspect():
             return found
-        raced = self.final_race()
-        return raced if raced.row is not None else Proposal(None, explored.why + raced.why)
+        confirmed = self.confirm_best()
+        return confirmed if confirmed.row is not None else Proposal(None, explored.why + confirmed.why)
 
     def explore(self) -> Proposal:
         """A point that was not measured yet, and is worth it."""
@@ -118,40 +120,53 @@ class Proposals:
         rows = self._neighbours([self.posterior.best], open_M, affordable_M, CHEAP_CHECK_MARGIN)
         return self._neighbour(min(rows, key=lambda row: float(self.posterior.value_M[row]))) if rows else None
 
-    def interim_look(self) -> Proposal | None:
-        """A second look before all is explored, where no known point was measured again for a while."""
+    def remeasure_suspect_meanwhile(self) -> Proposal | None:
+        """A suspect before all is explored, where no known point was measured again for a while."""
         rows = self.state.measured_rows
         since = next((back for back in range(len(rows)) if rows[-1 - back] in rows[: len(rows) - 1 - back]), len(rows))
-        return None if since < REPEAT_INTERVAL or self.state.pending else self.second_look()
+        return None if since < REPEAT_INTERVAL or self.state.pending else self.remeasure_suspect()
 
-    def second_look(self) -> Proposal | None:
+    def remeasure_suspect(self) -> Proposal | None:
         """A point that may only look slow for the time at which it was measured."""
-        state, posterior = self.state, self.posterior
-        rows, rows_U, ended_s = state.measured_rows, posterior.rows_U, state.costs.ended_s
-        turns_U = [[turn for row, turn in self.clean if row == point] for point in rows_U]
-        last_U = [max(turn for row, turn in zip(rows, state.turns, strict=True) if row == point) for point in rows_U]
-        workers_U, batch_U = state.layout.workers_M[rows_U], state.layout.batch_M[rows_U]
-        shares_U = posterior.disturbances.shares(state.layout.workers_M[rows], workers_U, np.array(ended_s)[state.turns])
-        groups_U = [*zip(workers_U.tolist(), state.kind_M[rows_U].tolist(), strict=True)]
-        for index, gain in second_look(groups_U, batch_U, posterior.cost_U, turns_U, last_U, shares_U, ended_s):
-            row = int(rows_U[index])
-            worth = gain > SECOND_LOOK_GAIN_PER_GRID * self.budget.price(self.repeat_cost_M[row])
+        rows = self.state.measured_rows
+        for index, gain in suspects(self._measured_points(), self.state.costs.ended_s):
+            row = int(self.posterior.rows_U[index])
+            worth = gain > SUSPECT_GAIN_PER_GRID * self.budget.price(self.repeat_cost_M[row])
             if worth and rows.count(row) < MAX_REPEATS / 2 and self._may_repeat(row, self.budget.left_repeats_gpu_s):
                 return Proposal(
                     row, f"{self._name(row)} is measured again: it may have been slow for the time at which it was measured"
                 )
         return None
 
-    def final_race(self) -> Proposal:
+    def _measured_points(self) -> list[MeasuredPoint]:
+        """In the order of the posterior's."""
+        state, posterior, layout = self.state, self.posterior, self.state.layout
+        rows, turns = state.measured_rows, state.turns
+        workers_U = layout.workers_M[posterior.rows_U]
+        ended_O = np.array(state.costs.ended_s)[turns]
+        shares_U = posterior.disturbances.shares(layout.workers_M[rows], workers_U, ended_O)
+        return [
+            MeasuredPoint(
+                group=(float(layout.workers_M[point]), int(state.kind_M[point])),
+                batch=float(layout.batch_M[point]),
+                cost=float(cost),
+                turns=[turn for row, turn in self.clean if row == point],
+                last_turn=max(turn for row, turn in zip(rows, turns, strict=True) if row == point),
+                disturbed_share=float(share),
+            )
+            for point, cost, share in zip(posterior.rows_U.tolist(), posterior.cost_U, shares_U, strict=True)
+        ]
+
+    def confirm_best(self) -> Proposal:
         """One of the leading points, to measure again before the best of them is named; None: it is clear enough which it is."""
         state, clean = self.state, self.clean
         seed = (state.seed, len(state.history))
-        contest = Contest.of(self.posterior, state.measured_rows, [row for row, _ in clean], seed)
-        for row in [] if contest.is_settled else contest.candidates():
-            worth = bool(contest.unverified) or contest.loss > RACE_LOSS_PER_GRID * self.budget.price(self.repeat_cost_M[row])
-            if worth and self._may_repeat(row, self.budget.left_race_gpu_s) and not self._is_futile(row):
+        leaders = BestPointConfirmation.of(self.posterior, state.measured_rows, [row for row, _ in clean], seed)
+        for row in [] if leaders.is_settled else leaders.candidates():
+            worth = bool(leaders.unverified) or leaders.loss > CONFIRM_LOSS_PER_GRID * self.budget.price(self.repeat_cost_M[row])
+            if worth and self._may_repeat(row, self.budget.left_confirm_gpu_s) and not self._is_futile(row):
                 return Proposal(row, f"{self._name(row)} is measured again: of the leading points it may be the best")
-        return Proposal(None, contest.summary() if not state.along_front else "")
+        return Proposal(None, leaders.summary() if not state.along_front else "")
 
     @cached_property
     def repeat_cost_M(self) -> Array:

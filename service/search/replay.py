@@ -15,11 +15,11 @@ from service.config.sweep import TIME
 from service.runs.outcome import Outcome
 from service.runs.result import ClusterHardware, RunResult, SearchSummary, TrialRow
 from service.search.accuracy import Learning
-from service.search.accuracy_race import Race
 from service.search.planner import Planner
 from service.search.points import Hardware, Observation, identity
 from service.search.rows import measurements, point_of, probes, searched
 from service.search.state import METRICS, SearchState
+from service.search.time_to_accuracy import TimeToAccuracySearch
 from trainables.metrics.phases import ALL_PHASES, BUBBLE, RECEIVE
 
 OBSERVED_STATUSES = ("ok", "oom", "failed")
@@ -106,7 +106,7 @@ def conclusion(result: RunResult) -> dict[str, Any]:
         return {"trials": rows}
     planner = replay(result)
     if result.metric == TIME:
-        return {"trials": rows, **outcome_of_race(result, planner)}
+        return {"trials": rows, **outcome_of_time_to_accuracy(result, planner)}
     planner.ask()
     rows_at = {identity(point_of(row)): row for row in reversed(ran)}
     search = SearchSummary(
@@ -119,8 +119,10 @@ def conclusion(result: RunResult) -> dict[str, Any]:
     return {"trials": rows, "best": rows_at[identity(best)] if best else None, "search": search}
 
 
-def race(result: RunResult, planner: Planner) -> tuple[Race, list[str]]:
-    """The race to the target among the points that can run, after all trainings so far; and the trials of its rows.
+def time_to_accuracy_search(result: RunResult, planner: Planner) -> tuple[TimeToAccuracySearch, list[str]]:
+    """The search among the points that can run for the one that reaches the target first, and the trials of its rows.
+
+    It has taken up all trainings so far.
 
     `planner` is the result's own, see `replay`.
     """
@@ -136,7 +138,7 @@ def race(result: RunResult, planner: Planner) -> tuple[Race, list[str]]:
     timed = [(row.metrics, row.scale.global_batch_size) for row in rows if "epoch_s" in row.metrics]
     samples = max((m["epoch_s"] / m["step_s"] * batch for m, batch in timed), default=1.0)
     batch_M = np.array([float(forecast.point[GLOBAL_BATCH]) for _, forecast in known])
-    found = Race(
+    found = TimeToAccuracySearch(
         batch_M,
         np.array([forecast.step_s for _, forecast in known]),
         np.maximum(1.0, np.floor(samples / batch_M + 1e-6)),
@@ -146,17 +148,17 @@ def race(result: RunResult, planner: Planner) -> tuple[Race, list[str]]:
     )
     row_of_trial = {trial: row for row, (trial, _) in enumerate(known)}
     for row in sorted(rows, key=lambda row: row.ended_s):
-        if row.probe is not None and row.probe in row_of_trial and row.status in (*OBSERVED_STATUSES, "stopped"):
-            found.tell(row_of_trial[row.probe], row.metrics)
+        if row.speed_trial is not None and row.speed_trial in row_of_trial and row.status in (*OBSERVED_STATUSES, "stopped"):
+            found.tell(row_of_trial[row.speed_trial], row.metrics)
     return found, [trial for trial, _ in known]
 
 
-def outcome_of_race(result: RunResult, planner: Planner) -> dict[str, Any]:
+def outcome_of_time_to_accuracy(result: RunResult, planner: Planner) -> dict[str, Any]:
     """What a search for time says at its end, see `conclusion`. `search.predicted_s`: of each point that could run, by trial."""
-    found, ids = race(result, planner)
+    found, ids = time_to_accuracy_search(result, planner)
     found.ask()
     learning, predicted = found.learning(), found.predict()
-    best = next((row for row in result.rows if found.best is not None and row.probe == ids[found.best]), None)
+    best = next((row for row in result.rows if found.best is not None and row.speed_trial == ids[found.best]), None)
     search = SearchSummary(
         why=found.why(),
         bound_pct=percent(found.bound()),

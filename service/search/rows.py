@@ -27,4 +27,4 @@ def measurements(row: TrialRow) -> list[Outcome]:
 
 def probes(rows: Sequence[Row]) -> list[Row]:
     """The rows of the points themselves, without the trainings to a target that followed some of them."""
-    return [row for row in rows if row.probe is None]
+    return [row for row in rows if row.speed_trial is None]

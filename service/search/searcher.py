@@ -1,15 +1,20 @@
-"""The guided search as a searcher of Ray Tune: one of its trials is one group of workers, which measures several points."""
+"""What Ray Tune has of the guided search: a searcher and a callback that forward to the search's coordinator.
+
+A trial of Tune's is one group of workers, which measures several points.
+"""
 
 from typing import Any
 
 import ray
+from ray.tune import Callback
+from ray.tune.experiment import Trial
 from ray.tune.search import Searcher
 
-from service.runs.outcome import Outcome
+from service.runs.tune_errors import outcome_of
 
 
 class GuidedSearcher(Searcher):  # type: ignore[misc]
-    """Forwards to the actor of `service.search.coordinator.SearchCoordinator`, which decides and remembers.
+    """Asks the actor of `service.search.coordinator.SearchCoordinator`, which decides and remembers.
 
     What was searched is known from the trials' results, so there is nothing to save or restore here.
     """
@@ -25,12 +30,20 @@ class GuidedSearcher(Searcher):  # type: ignore[misc]
         return Searcher.FINISHED if ray.get(self._coordinator.is_idle.remote()) else None
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-        # Of a trial whose function ended by itself the coordinator knows already.
-        died = Outcome(status="failed", reason="the process that led its workers died")
-        ray.get(self._coordinator.finish.remote(trial_id, died))
+        pass  # the coordinator knows of it from the group itself, or from `WorkerGroupEnds`
 
     def save_to_dir(self, checkpoint_dir: str, session_str: str = "default") -> None:
         pass
 
     def restore_from_dir(self, checkpoint_dir: str) -> None:
         pass
+
+
+class WorkerGroupEnds(Callback):  # type: ignore[misc]
+    """Reports to the coordinator why the function of a group raised or died; the others report themselves."""
+
+    def __init__(self, coordinator: Any) -> None:
+        self._coordinator = coordinator
+
+    def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
+        ray.get(self._coordinator.finish.remote(trial.config["group"], outcome_of(trial)))

@@ -10,7 +10,7 @@ import numpy as np
 from service.config.space import GLOBAL_BATCH
 from service.search.budget import ProbeCosts
 from service.search.fit_data import Measured
-from service.search.infeasible import RAN, chances_after_failures, lost, unschedulable, values
+from service.search.infeasible import RAN, chances_after_failures, lost_with_nodes, unschedulable, values
 from service.search.memory_model import MemoryModel, kinds_of
 from service.search.points import Array, Flags, Hardware, Observation, Point, categories, identity
 from service.search.posterior import Posterior, posterior_of
@@ -110,7 +110,7 @@ class SearchState:
                     offset_M=self.offset_M,
                     seed=(self.seed, len(self.history), len(self.pending)),
                     along_front=self.along_front,
-                    lost_M=lost(self.layout, self.history),
+                    lost_M=lost_with_nodes(self.layout, self.history),
                 ),
             )
         return self._posterior[1]
@@ -135,6 +135,11 @@ class SearchState:
     def measured_rows(self) -> list[int]:
         """Of each measurement, in order."""
         return [row for row, _ in self.measurements]
+
+    @property
+    def has_runnable(self) -> bool:
+        """Whether a point was measured that can still run: whose nodes are there, as far as is known."""
+        return not lost_with_nodes(self.layout, self.history)[self.measured_rows].all()
 
     @property
     def turns(self) -> list[int]:

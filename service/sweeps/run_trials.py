@@ -19,7 +19,7 @@ from service.sweeps.trial_records import TrialRecords
 from service.sweeps.trials import Trial, load_outcomes, rows_of
 from service.sweeps.tune import search_trials, tune_trials, with_shared_starts
 from trainables.errors import ExperimentError
-from trainables.rundir import StageDir, final_names, headline, read_lines, write_text
+from trainables.rundir import StageDir, write_text
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ def run_pending(
     session: Session, records: TrialRecords, trials: list[Trial], pending: list[Trial], cluster: Cluster, teacher: TeacherSource
 ) -> None:
     """Hand the pending ones of the trials to Ray Tune and record each as it ends; a guided search may measure any point again."""
-    guided = session.experiment.sweep.policy == "guided" and not any(trial.probe for trial in pending)
-    candidates = [trial for trial in trials if not trial.probe] if guided else pending
+    guided = session.experiment.sweep.policy == "guided" and not any(trial.speed_trial for trial in pending)
+    candidates = [trial for trial in trials if not trial.speed_trial] if guided else pending
     assignments = assign(session, candidates, cluster, teacher, guided=guided)
     save_rows(session, trials)
     if not assignments:
@@ -56,8 +56,6 @@ def run_pending(
             save_rows(session, trials)
         raise
     watch.look()
-    if not guided:  # which has written how each point ended that it began
-        watch.end_unfinished(pending)
     save_rows(session, trials)
 
 
@@ -119,14 +117,15 @@ class TrialWatch:
         start_tracking(self._session)
         for trial in self._trials:
             stage = self._session.run_dir.trial(trial.id).measurement(trial.num_measurements)
+            written_ns = changed_ns(self._result_of(trial))
+            has_ended = written_ns != self._loaded_ns[trial.id]
             if stage not in self._begun:
-                if not stage.root.exists():
+                if not stage.root.exists() and not has_ended:
                     continue
                 self._begun.add(stage)
                 self._records.begin(trial, stage)
                 self._session.display.follow(trial.id, stage)
-            written_ns = changed_ns(self._result_of(trial))
-            if written_ns != self._loaded_ns[trial.id]:
+            if has_ended:
                 self._loaded_ns[trial.id] = written_ns
                 load_outcomes([trial], self._session.run_dir)
                 self._records.end(trial)
@@ -163,16 +162,6 @@ class TrialWatch:
             if not self._result_of(trial).exists():
                 end_session(self._session.run_dir.trial(trial.id).measurement(0), self._began_s)
 
-    def end_unfinished(self, pending: Sequence[Trial]) -> None:
-        """Write and record the outcome of trials that left no result."""
-        for trial in pending:
-            if trial.outcome is None:
-                if self._session.run_dir.trial(trial.id).measurement(0) not in self._begun:
-                    self._records.begin(trial)
-                trial.outcome = unfinished(self._session, trial)
-                write_outcome(self._result_of(trial), trial.outcome)
-                self._records.end(trial)
-
     def _result_of(self, trial: Trial) -> Path:
         return self._session.run_dir.trial(trial.id).result
 
@@ -198,25 +187,6 @@ def changed_ns(path: Path) -> int:
         return path.stat().st_mtime_ns
     except FileNotFoundError:
         return 0
-
-
-def unfinished(session: Session, trial: Trial) -> Outcome:
-    """The outcome of a trial that left no result: stopped by the scheduler, or lost with its process."""
-    run_dir = session.run_dir.trial(trial.id)
-    epochs = [record for record in read_lines(run_dir.stage("student").metrics) if record["kind"] == "epoch"]
-    if session.experiment.sweep.policy != "asha" or not epochs:
-        return Outcome(status="failed", reason=f"the trial's process died: see the logs under {run_dir.root}")
-    last = final_names(epochs[-1]["metrics"])
-    metrics = {name: value for name, value in last.items() if not name.startswith(("train/", "val/"))}  # as in a summary
-    metrics["steps"] = float(epochs[-1]["step"])
-    for name in ("train_s", "eval_s", "checkpoint_s", "other_s", "wall_s"):  # an epoch's own in its record, the stage's here
-        metrics.pop(name, None)
-        if all(f"epoch/{name}" in record["metrics"] for record in epochs):  # not in those of an older version
-            metrics[name] = sum(record["metrics"][f"epoch/{name}"] for record in epochs)
-    evaluated = [headline(record["metrics"]) for record in epochs if "val/top1_pct" in record["metrics"]]
-    if evaluated:
-        metrics |= evaluated[-1]
-    return Outcome(status="stopped", reason=f"stopped by asha after epoch {epochs[-1]['epoch']:g}", metrics=metrics)
 
 
 def best_trial(rows: Sequence[TrialRow], metric: str, mode: str) -> TrialRow | None:

@@ -12,7 +12,7 @@ from service.runs.session import ResultReporter, Session, open_session, record_s
 from service.runs.stages.run_stages import prepare_teacher
 from service.runs.stages.teacher_actors import running_teacher_actors
 from service.runs.stored.stored_runs import put, uri_of
-from service.search.replay import conclusion, race, replay
+from service.search.replay import conclusion, replay, time_to_accuracy_search
 from service.sweeps.preflight import mark_unbuildable, mark_unschedulable
 from service.sweeps.run_trials import TeacherSource, run_pending, save_rows
 from service.sweeps.trial_records import TrialRecords
@@ -96,31 +96,33 @@ def run_trials(session: Session, records: TrialRecords, trials: list[Trial], clu
     session.display.print(f"{len(pending)} trials to run, {len(trials) - len(pending)} already decided")
     if not pending and config.policy != "guided":
         return
-    timing = config.timing_steps is not None and not config.races
+    timing = config.timing_steps is not None and not config.is_time_to_accuracy
     weights = untrained_teacher(session) if timing else prepare_teacher(session, fitting(plan, cluster))
-    if config.races:
+    if config.is_time_to_accuracy:
         noise_scales = [stage.metrics.get("noise_scale", 0.0) for stage in session.result.stages]
         session.save(noise_scales=[noise_scale for noise_scale in noise_scales if noise_scale > 0])
     with running_teacher_actors(session.run_dir.root.name, session.display, plan, cluster, weights) as actors:
         teacher = TeacherSource(weights, actors)
         run_pending(session, records, trials, pending, cluster, teacher)
-        if config.races:
-            race_trials(session, records, trials, cluster, teacher)
+        if config.is_time_to_accuracy:
+            train_to_target(session, records, trials, cluster, teacher)
 
 
-def race_trials(session: Session, records: TrialRecords, trials: list[Trial], cluster: Cluster, teacher: TeacherSource) -> None:
+def train_to_target(
+    session: Session, records: TrialRecords, trials: list[Trial], cluster: Cluster, teacher: TeacherSource
+) -> None:
     """Train to the target, one after the other, the points that may reach it first; each as long as it may be the first."""
     if not any(trial.outcome and trial.outcome.status == "ok" for trial in trials):
         return
     planner = replay(session.result)
     while True:
-        contest, ids = race(session.result, planner)
-        row = contest.ask()
-        session.display.print(contest.why() if row is None else f"trial {ids[row]} is trained to the target: {contest.why()}")
+        search, ids = time_to_accuracy_search(session.result, planner)
+        row = search.ask()
+        session.display.print(search.why() if row is None else f"trial {ids[row]} is trained to the target: {search.why()}")
         if row is None:
             return
-        probe = next(trial for trial in trials if trial.id == ids[row])
-        trials.append(training_of(session.resolved, probe, contest.until_s))
+        speed_trial = next(trial for trial in trials if trial.id == ids[row])
+        trials.append(training_of(session.resolved, speed_trial, search.until_s))
         run_pending(session, records, trials, trials[-1:], cluster, teacher)
 
 

@@ -70,7 +70,7 @@ class TrialRecords:
 
     def _ends_after_timing(self, trial: Trial) -> bool:
         """Whether a trial ends after its steps are timed: its log lines are of interest when it has ended, if at all."""
-        return self._timing and trial.probe is None
+        return self._timing and trial.speed_trial is None
 
     def _follow(self, trial: Trial, stage: StageDir) -> None:
         """Send the log lines of one of the trial's measurements to MLflow; once, however often its point is measured again."""

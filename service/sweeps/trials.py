@@ -27,12 +27,12 @@ class Trial:
     outcome: Outcome | None = None
     oversubscribed: bool = False
     loader_workers: int | str = "auto"
-    probe: str | None = None
+    speed_trial: str | None = None
     """Of a training to the target: the trial that had measured the point's speed."""
 
     def kind(self, timing: bool) -> str:
         """What the trial's row is about, in a sweep that is a `timing` one or not."""
-        return "timing" if timing and not self.probe else "accuracy"
+        return "timing" if timing and not self.speed_trial else "accuracy"
 
     def _row(self, base: Mapping[str, Any], timing: bool) -> TrialRow:
         """See `rows_of`; `base` is the sweep's own experiment by dotted keys."""
@@ -47,7 +47,7 @@ class Trial:
                 "kind": self.kind(timing),
                 "oversubscribed": self.oversubscribed,
                 "scale": {key: values[key] for key in SCALE_AXES},
-                **({"probe": self.probe} if self.probe else {}),
+                **({"speed_trial": self.speed_trial} if self.speed_trial else {}),
             }
         )
 
@@ -84,7 +84,7 @@ def plan_trials(resolved: Resolved) -> list[Trial]:
     except SpaceError as error:
         raise ExperimentError(f"sweep.space: {error}") from error
     timing: dict[str, Any] = {"train.max_steps": sweep.timing_steps} if sweep.timing_steps is not None else {}
-    if sweep.target_pct is not None and not sweep.races:
+    if sweep.target_pct is not None and not sweep.is_time_to_accuracy:
         timing["train.until_top1_pct"] = sweep.target_pct
     if sweep.policy == "guided":  # a probe may end where it is logged
         timing["train.log_every"] = min(PROBE_LOG_STEPS, resolved.experiment.train.log_every)
@@ -135,27 +135,29 @@ def retry_unschedulable(trials: list[Trial], run_dir: RunDir) -> None:
             trial.outcome = None
 
 
-def training_of(base: Resolved, probe: Trial, until_s: float | None) -> Trial:
+def training_of(base: Resolved, speed_trial: Trial, until_s: float | None) -> Trial:
     """The training to the target of a point whose speed is known."""
     goal = {"train.until_top1_pct": base.experiment.sweep.target_pct, "train.until_s": until_s}
-    resolved = base.override({**probe.params, LOADER_WORKERS: probe.loader_workers, **goal}, "trial")
-    return _training(probe, resolved)
+    resolved = base.override({**speed_trial.params, LOADER_WORKERS: speed_trial.loader_workers, **goal}, "trial")
+    return _training(speed_trial, resolved)
 
 
-def _training(probe: Trial, resolved: Resolved) -> Trial:
-    """The training of a probe's point, with the experiment `resolved`."""
+def _training(speed_trial: Trial, resolved: Resolved) -> Trial:
+    """The training of a trial's point, with the experiment `resolved`."""
     workers = resolved.experiment.data.loader_workers
-    return Trial(training_id(probe), probe.params, resolved, None, probe.oversubscribed, workers, probe.id)
+    return Trial(
+        training_id(speed_trial), speed_trial.params, resolved, None, speed_trial.oversubscribed, workers, speed_trial.id
+    )
 
 
-def training_id(probe: Trial) -> str:
-    return f"{probe.id}-trained"
+def training_id(speed_trial: Trial) -> str:
+    return f"{speed_trial.id}-trained"
 
 
-def finished_trainings(probes: list[Trial], run_dir: RunDir) -> list[Trial]:
+def finished_trainings(speed_trials: list[Trial], run_dir: RunDir) -> list[Trial]:
     """The trainings to the target that an earlier, interrupted session of the sweep has finished."""
-    run_dirs = {probe.id: run_dir.trial(training_id(probe)) for probe in probes}
-    done = [probe for probe in probes if run_dirs[probe.id].result.exists()]
-    trainings = [_training(probe, read_resolved(run_dirs[probe.id].experiment)) for probe in done]
+    run_dirs = {trial.id: run_dir.trial(training_id(trial)) for trial in speed_trials}
+    done = [trial for trial in speed_trials if run_dirs[trial.id].result.exists()]
+    trainings = [_training(trial, read_resolved(run_dirs[trial.id].experiment)) for trial in done]
     load_outcomes(trainings, run_dir)
     return trainings

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from service.cluster.resources import living_nodes
+from service.cluster.resources import Reservation, living_nodes
 from service.config.sweep import SweepConfig
 from service.runs.result import RunResult
 from service.runs.stages.assignment import Assignment
@@ -18,64 +18,61 @@ from service.runs.trial import run_trial, run_worker_group
 from trainables.rundir import RunDir
 
 if TYPE_CHECKING:
-    from ray.tune.schedulers import ASHAScheduler
+    from ray.tune import Callback, RunConfig
 
 
 def tune_trials(sweep: SweepConfig, assignments: Mapping[str, Assignment], run_dir: RunDir, max_concurrent: int) -> None:
-    """Let Ray Tune run the trials; returns when all have ended or were stopped by the scheduler."""
+    """Let Ray Tune run the trials; returns when each has an outcome, be it that the scheduler has stopped it."""
     # Asha's metric comes with epochs; a trial that failed before its first has none, which is no reason to end the sweep.
     os.environ.setdefault("TUNE_DISABLE_STRICT_METRIC_CHECKING", "1")
     from ray import tune
 
-    if sweep.policy == "asha":  # a trial must not run ahead of what may end it: it waits at each epoch until Ray has its report
+    from service.sweeps.asha import asha_scheduler, reported_epochs
+    from service.sweeps.trial_ends import TrialEnds
+
+    earlier, scheduler = {}, None
+    if sweep.policy == "asha":
+        # A trial must not run ahead of what may end it: it waits at each epoch until Ray has its report.
         assignments = {
             trial: replace(assignment, config=assignment.config.model_copy(update={"report_each_epoch": True}))
             for trial, assignment in assignments.items()
         }
+        earlier = reported_epochs(run_dir)
+        scheduler = asha_scheduler(sweep, earlier, ended=[trial for trial in earlier if trial not in assignments])
     function = partial(run_trial, assignments=dict(assignments), sweep_dir=str(run_dir.root))
-    trainable = tune.with_resources(function, living_nodes().trial_resources())
-    # Which trials are done is known from their results. Only asha has more to remember: the metric of each epoch.
-    storage, name = ray_storage(run_dir), "tune" if sweep.policy == "asha" else f"tune-{time.time_ns():x}"
-    if sweep.policy == "asha" and tune.Tuner.can_restore(f"{storage}/{name}"):
-        tuner = tune.Tuner.restore(f"{storage}/{name}", trainable, restart_errored=True)
-    else:
-        tuner = tune.Tuner(
-            trainable,
-            param_space={"trial": tune.grid_search(sorted(assignments))},
-            tune_config=tune.TuneConfig(
-                max_concurrent_trials=max_concurrent,
-                scheduler=asha_scheduler(sweep) if sweep.policy == "asha" else None,
-                trial_dirname_creator=lambda trial: trial.config["trial"],
-            ),
-            run_config=tune.RunConfig(name=name, storage_path=storage, verbose=0),
-        )
-    tuner.fit()
+    # Those that an earlier session had begun come first, so that asha knows of them when it compares the others.
+    trials = sorted(assignments, key=lambda trial: (trial not in earlier, trial))
+    # What is known of a sweep is in its trials' folders: nothing is restored from Tune's own.
+    tune.Tuner(
+        tune.with_resources(function, living_nodes().trial_resources()),
+        param_space={"trial": tune.grid_search(trials)},
+        tune_config=tune.TuneConfig(
+            max_concurrent_trials=max_concurrent,
+            scheduler=scheduler,
+            trial_dirname_creator=lambda trial: trial.config["trial"],
+        ),
+        run_config=run_config(run_dir, TrialEnds(run_dir)),
+    ).fit()
 
 
-def asha_scheduler(sweep: SweepConfig) -> ASHAScheduler:
-    """What ends the worse trials early. Epochs of a method's init stage do not count: no label is learned in them."""
-    from ray.tune.schedulers import ASHAScheduler
+def run_config(run_dir: RunDir, callback: Callback) -> RunConfig:
+    """Where Ray Tune writes its own files, of each session of a sweep in a folder of their own."""
+    from ray import tune
 
-    return ASHAScheduler(
-        time_attr="training_epoch",
-        metric=sweep.metric,
-        mode=sweep.mode,
-        grace_period=sweep.grace_epochs,
-        reduction_factor=sweep.reduction_factor,
-        max_t=10**6,
-    )
+    name, storage = f"tune-{time.time_ns():x}", ray_storage(run_dir)
+    return tune.RunConfig(name=name, storage_path=storage, verbose=0, callbacks=[callback])
 
 
 def with_shared_starts(assignments: Mapping[str, Assignment]) -> dict[str, Assignment]:
-    """The same work for workers that measure several points: they reserve loader workers for the hungriest with their number."""
-    most: dict[int, int] = {}
-    for assignment in assignments.values():
-        num_workers = assignment.config.scale.num_workers
-        most[num_workers] = max(assignment.loader_workers, most.get(num_workers, 0))
-    return {
-        trial: replace(assignment, loader_workers=most[assignment.config.scale.num_workers])
-        for trial, assignment in assignments.items()
-    }
+    """The same work for workers that measure several points: they reserve loader workers for the hungriest of their points.
+
+    What else workers reserve is the same for all of their points.
+    """
+    workers = {trial: replace(assignment, loader_workers=0).reservation for trial, assignment in assignments.items()}
+    most: dict[Reservation, int] = {}
+    for trial, assignment in assignments.items():
+        most[workers[trial]] = max(assignment.loader_workers, most.get(workers[trial], 0))
+    return {trial: replace(assignment, loader_workers=most[workers[trial]]) for trial, assignment in assignments.items()}
 
 
 def search_trials(result: RunResult, assignments: Mapping[str, Assignment], run_dir: RunDir, max_concurrent: int) -> None:
@@ -85,7 +82,7 @@ def search_trials(result: RunResult, assignments: Mapping[str, Assignment], run_
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     from service.search.coordinator import SearchCoordinator
-    from service.search.searcher import GuidedSearcher
+    from service.search.searcher import GuidedSearcher, WorkerGroupEnds
 
     # On the driver's node: where this node dies, so does the driver, and the sweep is resumed from the trials' results.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -101,5 +98,5 @@ def search_trials(result: RunResult, assignments: Mapping[str, Assignment], run_
             max_concurrent_trials=max_concurrent,
             trial_dirname_creator=lambda trial: f"group-{trial.config['group']}",
         ),
-        run_config=tune.RunConfig(name=f"tune-{time.time_ns():x}", storage_path=ray_storage(run_dir), verbose=0),
+        run_config=run_config(run_dir, WorkerGroupEnds(coordinator)),
     ).fit()

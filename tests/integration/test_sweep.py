@@ -159,6 +159,21 @@ def test_a_killed_guided_sweep_goes_on_with_what_it_knows(distill: Distill, patt
 
 
 @pytest.mark.slow
+def test_a_point_of_a_guided_sweep_whose_workers_are_killed_has_its_restart_and_their_start(distill: Distill) -> None:
+    run = distill.runs / "guided-deaths"
+    space = "sweep.space={scale.num_workers: [2], data.global_batch_size: [32, 64, 128, 256], data.loader_workers: [1]}"
+    command = distill.start("sweep", distill.experiment, "--out", run, *sets(*GUIDED[:3], space))
+    wait_until(lambda: any(run.glob("trials/*/result.json")), "end of a measurement", command)
+    kill(command.workers())  # which are at another point by now
+    assert command.end() == 0, command.output
+    each = [one for row in result(run)["trials"] for one in row.get("measurements", [row]) if one["status"] != "untested"]
+    assert {one["status"] for one in each} == {"ok"}
+    (restarted,) = [one for one in each if one["restarts"]]
+    assert restarted["restarts"] == 1
+    assert 0 < restarted["start_s"] < restarted["seconds"]
+
+
+@pytest.mark.slow
 def test_a_point_of_a_guided_sweep_that_runs_out_of_memory_is_a_row_and_the_search_goes_on(distill: Distill) -> None:
     run = distill.runs / "guided-oom"
     # The first layer of this network on images of 4096 pixels takes 51 GB.
@@ -179,7 +194,7 @@ def test_a_sweep_by_time_to_accuracy_probes_speeds_and_trains_the_few_that_may_w
     command = distill.start("sweep", distill.experiment, "--out", run, *sets(*GUIDED[:3], *keys, space))
     assert command.end(800) == 0, command.output
     output, found = command.output, result(run)
-    trained = [row for row in found["trials"] if "probe" in row]
+    trained = [row for row in found["trials"] if "speed_trial" in row]
     assert 1 <= len(trained) <= 4
     assert {row["kind"] for row in trained} == {"accuracy"}
     assert found["best"] in trained
@@ -198,8 +213,8 @@ def test_a_sweep_by_time_to_accuracy_probes_speeds_and_trains_the_few_that_may_w
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_race_whose_driver_is_killed_goes_on_from_the_trainings_checkpoint(distill: Distill) -> None:
-    run = distill.runs / "killed-race"
+def test_a_search_by_time_whose_driver_is_killed_goes_on_from_the_trainings_checkpoint(distill: Distill) -> None:
+    run = distill.runs / "killed-training"
     keys = ("sweep.metric=time_to_accuracy", "sweep.target_pct=80", "optim.epochs=60", "optim.lr=0.001", "tracking.enabled=true")
     space = "sweep.space={scale.num_workers: [1], data.global_batch_size: [16, 32, 64], data.loader_workers: [1]}"
     command = distill.start("sweep", distill.experiment, "--out", run, *sets(*GUIDED[:3], *keys, space))
@@ -228,10 +243,10 @@ def test_a_race_whose_driver_is_killed_goes_on_from_the_trainings_checkpoint(dis
     found = result(run)
     assert found["status"] == "complete"
     assert {row["status"] for row in found["trials"]} <= {"ok", "stopped", "untested"}
-    raced = next(row for row in found["trials"] if row["id"] == trial.root.name)
-    assert raced["status"] == "ok"
+    again_trained = next(row for row in found["trials"] if row["id"] == trial.root.name)
+    assert again_trained["status"] == "ok"
     before_s = sum(record["metrics"]["epoch/train_s"] for record in records(trial.root, "epoch")[:done])
-    assert raced["metrics"]["time_to_accuracy_s"] >= before_s
+    assert again_trained["metrics"]["time_to_accuracy_s"] >= before_s
     assert found["best"]["metrics"]["top1_pct"] >= 80
     assert found["search"]["why"] in output
     assert not leftovers(run)

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import math
 import time
 from collections.abc import Iterator, Sequence
 
@@ -30,13 +31,15 @@ def end_session(stage: StageDir, since_s: float = 0.0) -> None:
                 append_line(stage.sessions, session | {"ended_s": time.time()})
 
 
-def accounted(outcome: Outcome, stage: StageDir, began_s: float, shares_start: bool = False) -> Outcome:
-    """The outcome with the time it took since `began_s` (unix), and how much of that was its workers' start and end."""
+def accounted(outcome: Outcome, stage: StageDir, began_s: float, starts_began_s: Sequence[float]) -> Outcome:
+    """The outcome with the time it took since `began_s`, and how much of that was its workers' end and starts.
+
+    These began at `starts_began_s`; there are none where the workers were there already. All times are unix.
+    """
     now_s = time.time()
     records = records_since(stage, began_s)
     end_s = next((now_s - at_s for kind, at_s in reversed(records) if kind == "summary"), None)
-    start_s = 0.0 if shares_start else start_of(records, began_s)
-    times = {"seconds": now_s - began_s, "start_s": start_s, "end_s": end_s, "ended_s": now_s}
+    times = {"seconds": now_s - began_s, "start_s": total_start_s(records, starts_began_s), "end_s": end_s, "ended_s": now_s}
     return outcome.model_copy(update=times)
 
 
@@ -47,15 +50,14 @@ def accounted_over_sessions(outcome: Outcome, stage: StageDir) -> Outcome:
     """
     ends_s = {line["began_s"]: line.get("ended_s") for line in read_lines(stage.sessions)}
     began_s = list(ends_s)
-    outcome = accounted(outcome, stage, began_s[-1])
-    seconds, starts_s = outcome.seconds, [outcome.start_s]
+    outcome = accounted(outcome, stage, began_s[-1], began_s[-1:])
+    seconds = outcome.seconds
     for began, next_began in itertools.pairwise(began_s):
         records = [(kind, at_s) for kind, at_s in records_since(stage, began) if at_s < next_began]
         last_s = records[-1][1] if records else began
         seconds += (ends_s[began] or last_s) - began
-        starts_s.append(start_of(records, began))
-    known_s = [start_s for start_s in starts_s if start_s is not None]
-    return outcome.model_copy(update={"seconds": seconds, "start_s": sum(known_s) if known_s else None})
+    start_s = total_start_s(records_since(stage, began_s[0]), began_s)
+    return outcome.model_copy(update={"seconds": seconds, "start_s": start_s})
 
 
 def records_since(stage: StageDir, began_s: float) -> list[tuple[str, float]]:
@@ -64,6 +66,12 @@ def records_since(stage: StageDir, began_s: float) -> list[tuple[str, float]]:
     return [(kind, at_s) for kind, at_s in records if at_s >= began_s]
 
 
-def start_of(records: Sequence[tuple[str, float]], began_s: float) -> float | None:
-    """Seconds until the workers' loop began; None where it never did."""
-    return next((at_s - began_s for kind, at_s in records if kind in ("start", "resume")), None)
+def total_start_s(records: Sequence[tuple[str, float]], began_s: Sequence[float]) -> float | None:
+    """Seconds of the workers' starts that began at these times, each until their loop began; None where it never did."""
+    loops_s = [at_s for kind, at_s in records if kind in ("start", "resume")]
+    starts_s = [
+        next((at_s - since_s for at_s in loops_s if since_s <= at_s < next_s), None)
+        for since_s, next_s in itertools.pairwise([*began_s, math.inf])
+    ]
+    known_s = [start_s for start_s in starts_s if start_s is not None]
+    return math.fsum(known_s) if known_s or not starts_s else None

@@ -76,7 +76,7 @@ def test_what_differs_in_the_experiments_is_named(tmp_path: Path) -> None:
 
 def test_points_are_compared_by_their_probes_and_not_by_trainings_to_a_target(tmp_path: Path) -> None:
     a, b = (records_of_run(sweep_dir(tmp_path / name, {GLOBAL_BATCH: [64, 128]}).root) for name in "ab")
-    trained = [row.model_copy(update={"id": f"{row.id}-trained", "probe": row.id}) for row in b.rows]
+    trained = [row.model_copy(update={"id": f"{row.id}-trained", "speed_trial": row.id}) for row in b.rows]
     assert [pair.b.id for pair in compare(a, replace(b, rows=[*b.rows, *trained])).pairs] == ["000", "001"]
 
 

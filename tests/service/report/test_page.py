@@ -234,7 +234,7 @@ def test_a_training_to_the_target_is_no_point_and_leaves_its_probes_speed_in_the
     run_dir = sweep_dir(tmp_path / "s", {B: [32, 64, 128, 256]}, policy="guided", search=search)
     result = written(run_dir)
     probe = result["trials"][1]
-    trained = {**probe, "id": "001-trained", "probe": "001", "metrics": {**probe["metrics"], "images_per_s": 1.0}}
+    trained = {**probe, "id": "001-trained", "speed_trial": "001", "metrics": {**probe["metrics"], "images_per_s": 1.0}}
     result |= {"trials": [*result["trials"], trained]}
     parsed = Parsed(write_page(run_dir, typed(result)).read_text())
     assert "4 of 4 points were tried" in parsed.text

@@ -59,7 +59,7 @@ def test_a_sweeps_row_has_what_one_compares() -> None:
 
 def test_a_training_to_the_target_is_a_row_and_no_point() -> None:
     swept = result()
-    further = [trial("003", "untested"), trial("000-trained", "ok", metrics=METRICS, probe="000")]
+    further = [trial("003", "untested"), trial("000-trained", "ok", metrics=METRICS, speed_trial="000")]
     swept = swept.model_copy(update={"trials": [*swept.rows, *map(typed_row, further)]})
     table = sweep_table(swept)
     assert str(table.title).startswith("demo: 3 of 4 points")

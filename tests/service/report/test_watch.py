@@ -104,7 +104,7 @@ def test_a_sweeps_progress_is_that_of_its_points_and_not_by_the_trainings_that_f
     rows = [
         typed_row({"id": "000", "status": "ok"}),
         typed_row({"id": "001", "status": "untested"}),
-        typed_row({"id": "000-trained", "status": "ok", "probe": "000"}),
+        typed_row({"id": "000-trained", "status": "ok", "speed_trial": "000"}),
     ]
     assert progress(typed({"name": "x", "status": "running", "trials": rows})) == "x: 1 of 2 trials"
 

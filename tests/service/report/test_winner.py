@@ -85,7 +85,7 @@ def test_how_sure_the_winner_is_depends_on_what_was_left_untried() -> None:
 
 def test_a_training_to_the_target_is_not_counted_as_a_point() -> None:
     rows = [row("0", 1, 128, 10.0), row("1", 1, 256, 20.0)]
-    trained = rows[1].model_copy(update={"id": "1-trained", "probe": "1"})
+    trained = rows[1].model_copy(update={"id": "1-trained", "speed_trial": "1"})
     assert bound(typed({"trials": [*rows, trained]})) == ["Nothing is left untried: 2 points decided, the whole space."]
 
 

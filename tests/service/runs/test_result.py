@@ -157,6 +157,16 @@ def test_a_result_without_a_version_is_read_and_written_with_one(tmp_path: Path)
     assert json.loads(run_dir.trial("000").result.read_text())["version"] == VERSION
 
 
+def test_a_row_of_format_1_names_the_trial_of_its_speed_as_its_probe(tmp_path: Path) -> None:
+    run_dir = sweep_dir(tmp_path / "s", SPACE)
+    spoil(run_dir, lambda r: r.update(version=1, trials=[r["trials"][0], r["trials"][0] | {"id": "000-trained", "probe": "000"}]))
+    read = read_result(run_dir.result, run_dir.experiment)
+    assert [row.speed_trial for row in read.rows] == [None, "000"]
+    write_result(run_dir.result, read)
+    written = json.loads(run_dir.result.read_text())
+    assert (written["version"], written["trials"][1]["speed_trial"], "probe" in written["trials"][1]) == (2, "000", False)
+
+
 def test_a_trial_whose_result_is_damaged_ends_a_resume_in_one_line(tmp_path: Path) -> None:
     path = RunDir(tmp_path).result
     for text in ("{", '{"status": "fine"}', '{"status": "ok", "metrics": {"steps": "3"}}'):

@@ -1,8 +1,12 @@
 """Groups of workers that measure a sweep's points, with a formula in place of the workers."""
 
 import json
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from service.cluster.resources import Cluster, Node
 from service.config.experiment import load
@@ -11,30 +15,32 @@ from service.runs.plan import Plan
 from service.runs.stages.assignment import Assignment
 from service.search.coordinator import SearchCoordinator
 from service.sweeps.trials import plan_trials
+from service.sweeps.tune import with_shared_starts
 from tests.service.search.rows import AXES, result, row, stage
-from trainables.rundir import RunDir
-from trainables.stage_result import StageResult
+from trainables.rundir import RunDir, append_line
+from trainables.stage_result import StageResult, write_stage_result
 
 SPACE = "sweep.space={scale.num_workers: [1, 2, 4], data.global_batch_size: [64, 128, 256, 512], data.loader_workers: [1, 4]}"
 ROOM = Cluster((Node("a", 32, 0),))
 
 
-def points_of(run_dir: RunDir, rows: dict[str, dict[str, Any]]) -> dict[str, Assignment]:
+def points_of(run_dir: RunDir, rows: dict[str, dict[str, Any]], space: str) -> dict[str, Assignment]:
     """An assignment a point of the sweep; fills `rows` with them as they stand."""
     left = {}
-    for number, trial in enumerate(plan_trials(load("digits", [SPACE, "sweep.policy=guided"]))):
+    for number, trial in enumerate(plan_trials(load("digits", [space, "sweep.policy=guided"]))):
         assert trial.resolved is not None
         path = run_dir.trial(trial.id).result
-        rows[trial.id] = row(number, trial.params, "pending")
+        point = scale(trial.resolved.experiment.model_dump(mode="json")) | trial.params
+        rows[trial.id] = row(number, point, "pending")
         if path.exists():
             rows[trial.id] |= json.loads(path.read_text())
         left[trial.id] = Plan.on(trial.resolved.experiment, ROOM).assign("student", run_dir.trial(trial.id), {})
-    return left
+    return with_shared_starts(left)
 
 
-def begun(folder: Path) -> SearchCoordinator:
+def begun(folder: Path, space: str = SPACE) -> SearchCoordinator:
     rows: dict[str, dict[str, Any]] = {}
-    left = points_of(RunDir(folder), rows)
+    left = points_of(RunDir(folder), rows, space)
     return SearchCoordinator(result(list(rows.values())), left, str(folder))
 
 
@@ -175,3 +181,95 @@ def test_a_search_is_not_over_while_a_point_waits_for_another_group(tmp_path: Pa
             break
         coordinator.finish("next", Outcome(status="failed", reason="its reason"))
     assert workers is not None
+
+
+def test_workers_measure_only_points_for_which_they_reserved_the_cpus(tmp_path: Path) -> None:
+    axes = "scale.cpus_per_worker: [1, 4], data.global_batch_size: [64, 128, 256], data.loader_workers: [2]"
+    space = f"sweep.space={{{axes}}}"
+    coordinator, groups = begun(tmp_path, space), list[list[int]]()
+    while coordinator.suggest(name := f"v{len(groups)}") is not None:
+        groups.append([])
+        config: dict[str, Any] | None = coordinator.start(name).config.model_dump(mode="json")
+        while config is not None:
+            groups[-1].append(config["scale"]["cpus_per_worker"])
+            config = coordinator.next_config(name, StageResult(**stage(scale(config))))
+    assert all(len(set(group)) == 1 for group in groups)
+    assert {group[0] for group in groups} == {1, 4}
+
+
+def test_points_share_the_loader_workers_of_the_hungriest_where_they_reserve_the_same_otherwise(tmp_path: Path) -> None:
+    space = "sweep.space={scale.cpus_per_worker: [1, 4], data.loader_workers: [1, 2]}"
+    assignments = points_of(RunDir(tmp_path), {}, space)
+    own = {trial: replace(one, loader_workers=int(one.config.data.loader_workers)) for trial, one in assignments.items()}
+    del own["003"]  # of 4 CPUs and 2 loader workers
+    shared = [(one.config.scale.cpus_per_worker, one.loader_workers) for one in with_shared_starts(own).values()]
+    assert shared == [(1, 2), (1, 2), (4, 1)]
+
+
+def test_a_measurement_that_cannot_be_written_is_taken_up_once_it_can_be(tmp_path: Path) -> None:
+    coordinator = begun(tmp_path)
+    trial = coordinator.suggest("a")
+    assert trial is not None
+    work = coordinator.start("a")
+    brought = StageResult(**stage(scale(work.config.model_dump(mode="json"))))
+    write_stage_result(work.stage_dir, brought)
+    path = RunDir(tmp_path).trial(trial).result
+    path.mkdir()  # in place of a full disk: nothing can be renamed to it
+    with pytest.raises(OSError, match="Is a directory"):
+        coordinator.next_config("a", brought)
+    assert coordinator.current("a") == work, "it is still under way"
+    path.rmdir()
+    coordinator.finish("a", Outcome(status="failed", reason="a worker died: of the full disk"))
+    written = json.loads(path.read_text())
+    assert (written["status"], written["reason"], written["measurements"]) == ("ok", "", [])
+    assert coordinator.is_idle()
+    coordinator.finish("a", Outcome(status="failed", reason="it has ended"))
+    assert json.loads(path.read_text()) == written
+
+
+def test_a_measurement_whose_workers_died_has_its_restarts_and_the_start_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator, clock_s = begun(tmp_path), [1000.0]
+    monkeypatch.setattr(time, "time", lambda: clock_s[0])
+    assert coordinator.suggest("a") is not None
+    first = coordinator.start("a")
+    record_start(first, clock_s[0] + 8.0)
+    clock_s[0] += 20.0
+    config = coordinator.next_config("a", StageResult(**stage(scale(first.config.model_dump(mode="json")))))
+    assert config is not None
+    second = coordinator.current("a")
+    assert second is not None
+    record_start(second, clock_s[0] + 1.0)
+    clock_s[0] += 5.0
+    coordinator.restart("a", 1)
+    record_start(second, clock_s[0] + 30.0)
+    clock_s[0] += 40.0
+    coordinator.next_config("a", StageResult(**stage(scale(config))))
+    outcomes = [json.loads(RunDir(tmp_path).trial(trial_at(work)).result.read_text()) for work in (first, second)]
+    assert [(one["restarts"], one["start_s"], one["seconds"]) for one in outcomes] == [(0, 8.0, 20.0), (1, 30.0, 45.0)]
+
+
+def record_start(work: Assignment, at_s: float) -> None:
+    """As the loop of a job does when it begins."""
+    append_line(work.stage_dir.metrics, {"kind": "start", "time_ms": 1e3 * at_s, "metrics": {}})
+
+
+def test_a_group_goes_on_to_a_point_that_waits_for_such_workers_before_the_planner_is_asked(tmp_path: Path) -> None:
+    axes = "scale.cpus_per_worker: [1, 4], data.global_batch_size: [64, 128, 256], data.loader_workers: [1, 2, 4]"
+    coordinator, configs = begun(tmp_path, f"sweep.space={{{axes}}}"), dict[str, dict[str, Any]]()  # of two groups
+    for number in range(100):
+        while len(configs) < 2 and coordinator.suggest(name := f"v{number}-{len(configs)}") is not None:
+            configs[name] = coordinator.start(name).config.model_dump(mode="json")
+        for name, config in list(configs.items()):
+            cpus = "scale.cpus_per_worker"
+            waiting = [at for at in coordinator._queued if coordinator._points[at][cpus] == config["scale"]["cpus_per_worker"]]
+            following = coordinator.next_config(name, StageResult(**stage(scale(config))))
+            if waiting:
+                assert coordinator._trial_of[name] == waiting[0]
+                assert waiting[0] not in coordinator._queued
+                return
+            configs.pop(name)
+            if following is not None:
+                configs[name] = following
+    raise AssertionError("no point waited for a group that was there")

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from service.search.disturbance import Disturbances, occasions, second_look, undisturbed
+from service.search.disturbance import Disturbances, occasions, undisturbed
 
 NOISE = 0.01
 
@@ -65,51 +65,16 @@ def test_a_point_is_as_fast_as_its_undisturbed_measurements_and_a_smaller_one_is
     log_O = np.log([1.0, 1.6, 0.7])
     disturbances = Disturbances.of(rows, np.array(workers), log_O, np.full(3, NOISE))
     cost_U = undisturbed(
-        disturbances,
-        np.array([0, 1]),
-        np.array(rows),
-        np.array(workers),
-        log_O,
-        np.full(3, NOISE),
-        np.array([-0.2, 0.2, 0.0]),
         np.array([0.2, math.log(0.7)]),
+        disturbances,
+        rows_U=np.array([0, 1]),
+        rows_O=np.array(rows),
+        workers_O=np.array(workers),
+        log_O=log_O,
+        noise_O=np.full(3, NOISE),
+        change_O=np.array([-0.2, 0.2, 0.0]),
     )
     assert np.allclose(cost_U, np.log([1.0, 0.7]))
-
-
-def look(cost_U: list[float], turns_U: list[list[int]], workers_U: list[float], batch_U: list[float]) -> list[tuple[int, float]]:
-    """Ten turns, one each 100 s."""
-    ended_s = [100.0 * turn for turn in range(1, 11)]
-    groups_U, last_U = [(workers, 0) for workers in workers_U], [turns[-1] for turns in turns_U]
-    return second_look(groups_U, np.array(batch_U), np.array(cost_U), turns_U, last_U, np.full(len(cost_U), 0.1), ended_s)
-
-
-def test_the_best_of_each_other_number_of_workers_is_looked_at_again_but_not_at_once() -> None:
-    assert look([0.0, 0.1, 0.5], [[0], [1], [9]], [2, 16, 16], [8, 8, 8])[0][0] == 1
-    assert look([0.0, 0.1, 0.5], [[0], [8], [9]], [2, 16, 16], [8, 8, 8]) == []
-
-
-def test_a_group_that_was_measured_at_another_time_than_the_best_point_deserves_a_second_look_sooner() -> None:
-    ((_, at_the_time),) = look([0.0, 0.1], [[0], [1]], [2, 16], [8, 8])
-    ((_, at_another),) = look([0.0, 0.1], [[9], [1]], [2, 16], [8, 8])
-    assert at_another > 2 * at_the_time
-
-
-def test_a_point_with_the_best_ones_workers_that_was_measured_at_another_time_is_looked_at_too() -> None:
-    workers, batch = [2, 2, 2], [8, 8, 8]
-    assert [row for row, _ in look([0.0, 0.1, 0.2], [[9], [1], [8]], workers, batch)] == [1]
-    assert look([0.0, 0.1, 0.2], [[9], [7], [8]], workers, batch) == []  # all at about the same time
-    assert look([0.0, 0.1, 0.2], [[9], [1], [2, 8]], workers, batch) == []  # another one is as fast now as it was then
-
-
-def test_of_points_that_are_as_good_the_one_with_the_largest_batch_is_looked_at() -> None:
-    assert look([0.0, 0.1, 0.11, 0.3], [[0], [1], [2], [3]], [2, 16, 16, 16], [8, 8, 32, 64])[0][0] == 2
-
-
-def test_who_was_there_twice_may_be_there_again_but_less_likely() -> None:
-    ((_, once),) = look([0.0, 0.1], [[0], [1]], [2, 16], [8, 8])
-    ((_, twice),) = look([0.0, 0.1], [[0], [1, 4]], [2, 16], [8, 8])
-    assert 0.1 * once < twice < 0.5 * once
 
 
 def test_measurements_within_two_minutes_are_one_occasion() -> None:

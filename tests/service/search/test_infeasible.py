@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.search.infeasible import chances_after_failures, lost, unschedulable, values
+from service.search.infeasible import chances_after_failures, lost_with_nodes, unschedulable, values
 from service.search.points import Array, Hardware, Layout, Observation
 from tests.service.search.queues import grid, point
 
@@ -60,13 +60,13 @@ def test_a_cluster_that_grew_back_has_its_places_again() -> None:
 
 
 def test_what_ran_on_a_larger_cluster_is_lost_with_its_nodes() -> None:
-    assert chosen(lost(LAYOUT, history_of((at(8, 4), "ok"), (at(4, 8), "infeasible")))) == chosen(
+    assert chosen(lost_with_nodes(LAYOUT, history_of((at(8, 4), "ok"), (at(4, 8), "infeasible")))) == chosen(
         unschedulable(LAYOUT, history_of((at(4, 8), "infeasible")))
     )  # no point with as many loader workers ever ran: maybe no node has so many CPUs
     shrunk = (at(8, 4), "ok"), (at(4, 4), "infeasible")
-    assert {p["scale.num_workers"] for p in chosen(lost(LAYOUT, history_of(*shrunk)))} == {4, 8}
-    assert len(chosen(lost(LAYOUT, history_of(*shrunk)))) == len(POINTS) / 2
-    assert chosen(lost(LAYOUT, history_of(*shrunk, (at(8, 4), "ok")))) == []
+    assert {p["scale.num_workers"] for p in chosen(lost_with_nodes(LAYOUT, history_of(*shrunk)))} == {4, 8}
+    assert len(chosen(lost_with_nodes(LAYOUT, history_of(*shrunk)))) == len(POINTS) / 2
+    assert chosen(lost_with_nodes(LAYOUT, history_of(*shrunk, (at(8, 4), "ok")))) == []
 
 
 def test_without_failures_everything_runs() -> None:

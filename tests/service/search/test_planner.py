@@ -209,3 +209,26 @@ def test_a_repeat_of_a_known_point_ends_as_soon_as_somebody_else_makes_it_slow()
     alone_s, crowded_s = (step_s * noise / noise.mean() for step_s in (0.2, 0.236))
     assert not search.should_stop(alone_s.tolist(), point(4, 512, 4))
     assert search.should_stop(crowded_s.tolist(), point(4, 512, 4))
+
+
+def test_a_cluster_that_lost_the_nodes_of_all_that_was_measured_ends_the_search_with_what_was_the_best() -> None:
+    search = Planner(SearchState(grid([2], [64, 128, 256], [1]), ONE_NODE))
+    search.tell(point(2, 64, 1), Observation("ok", [0.2] * 8))
+    search.tell(point(2, 128, 1), Observation("ok", [0.3] * 8))
+    search.tell(point(2, 256, 1), Observation("infeasible"))
+    assert search.ask() is None
+    assert "no measured point can run on the nodes that are left" in search.why()
+    assert search.best() == point(2, 128, 1)
+    assert search.front() == [point(2, 128, 1)]
+
+
+def test_a_cluster_that_lost_the_nodes_of_all_that_was_measured_is_searched_for_what_still_runs() -> None:
+    search = Planner(SearchState(grid([1, 4], [64, 128, 256, 512, 1024], [1]), ONE_NODE))
+    for batch in (64, 128, 256, 512):
+        search.tell(point(4, batch, 1), Observation("ok", [0.01] * 8))
+    search.tell(point(4, 1024, 1), Observation("infeasible"))
+    at = search.ask()
+    assert at is not None
+    assert at["scale.num_workers"] == 1
+    search.tell(at, Observation("ok", [0.5] * 8))
+    assert search.best() == at

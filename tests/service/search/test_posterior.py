@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from scipy.special import ndtr
 
+from service.search.confirmation import BestPointConfirmation
 from service.search.fit_data import LEAST_NOISE
 from service.search.points import Observation
 from service.search.posterior import Posterior
-from service.search.remeasure import Contest
 from service.search.residual_model import OF_BATCH, REPEAT_SD, steps_apart
 from service.search.state import SearchState
 from tests.service.search.queues import ONE_NODE, grid, point
@@ -51,28 +51,28 @@ def test_points_of_one_batch_size_share_what_the_next_size_does_not() -> None:
     assert steps_apart(here, same)[0, 0] - steps_apart(here, other)[0, 0] == pytest.approx(OF_BATCH**2)
 
 
-def contest(ahead_SC: list[list[float]], unverified: list[int]) -> Contest:
+def leaders(ahead_SC: list[list[float]], unverified: list[int]) -> BestPointConfirmation:
     rows = np.arange(len(ahead_SC[0]))
-    return Contest(rows, np.array(ahead_SC), Counter([0, 0, 1]), Counter([0, 0, 1]), unverified)
+    return BestPointConfirmation(rows, np.array(ahead_SC), Counter([0, 0, 1]), Counter([0, 0, 1]), unverified)
 
 
 def test_what_is_lost_by_taking_the_leader_is_the_mean_of_what_the_best_of_each_draw_is_ahead() -> None:
-    assert contest([[0.0, 0.1], [0.0, -1.0], [0.0, -1.0], [0.0, -1.0]], []).loss == pytest.approx(0.025)
+    assert leaders([[0.0, 0.1], [0.0, -1.0], [0.0, -1.0], [0.0, -1.0]], []).loss == pytest.approx(0.025)
 
 
 def test_the_leaders_are_measured_again_until_they_are_confirmed_and_far_enough_apart() -> None:
     close, apart = [[0.0, 0.1], [0.0, -0.1]], [[0.0, -0.1], [0.0, -0.2]]
-    assert contest(close, []).candidates() == [1, 0]  # the one that was measured less often first
-    assert not contest(close, []).is_settled
-    assert contest(apart, []).is_settled
-    assert not contest(apart, [1]).is_settled
-    assert contest(apart, [1]).candidates() == [1]
+    assert leaders(close, []).candidates() == [1, 0]  # the one that was measured less often first
+    assert not leaders(close, []).is_settled
+    assert leaders(apart, []).is_settled
+    assert not leaders(apart, [1]).is_settled
+    assert leaders(apart, [1]).candidates() == [1]
 
 
 def test_a_point_that_is_the_fastest_by_its_own_measurement_is_measured_again_whatever_the_model_says() -> None:
     posterior = measured((0, 0.2), (1, 0.1))
-    assert Contest.of(posterior, [0, 0, 1, 1], [0, 0, 1, 1], (0,)).unverified == []
-    assert Contest.of(posterior, [0, 1, 1], [0, 1], (0,)).unverified == [1]  # in front, and disturbed once
+    assert BestPointConfirmation.of(posterior, [0, 0, 1, 1], [0, 0, 1, 1], (0,)).unverified == []
+    assert BestPointConfirmation.of(posterior, [0, 1, 1], [0, 1], (0,)).unverified == [1]  # in front, and disturbed once
     posterior.cost_U[:] = posterior.own_most_U[1] + np.array([0.05, 0.1])  # now the model has the other one in front
-    assert Contest.of(posterior, [0, 0, 1], [0, 0, 1], (0,)).unverified == [1]
-    assert Contest.of(posterior, [0, 0, 1, 1], [0, 0, 1, 1], (0,)).unverified == []
+    assert BestPointConfirmation.of(posterior, [0, 0, 1], [0, 0, 1], (0,)).unverified == [1]
+    assert BestPointConfirmation.of(posterior, [0, 0, 1, 1], [0, 0, 1, 1], (0,)).unverified == []

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from service.runs.result import RunResult
-from service.search.accuracy_race import Race
-from service.search.replay import conclusion, observation, phase_seconds, race, replay
+from service.search.replay import conclusion, observation, phase_seconds, replay, time_to_accuracy_search
 from service.search.rows import measurements, point_of
+from service.search.time_to_accuracy import TimeToAccuracySearch
 from tests.service.search.rows import grid, result, row, step_s, typed
 
 
@@ -100,41 +100,41 @@ def trained(number: int, point: dict[str, Any], seconds: float | None, ended_s: 
     steps = whole if reached or seconds is None else seconds / pace
     metrics = {"steps": steps, "train_s": steps * pace, "noise_scale": 150.0}
     metrics |= {"steps_to_accuracy": steps, "time_to_accuracy_s": steps * pace} if reached else {}
-    told = {"id": f"{number:03d}-trained", "probe": f"{number:03d}", "status": "ok" if reached else "stopped"}
+    told = {"id": f"{number:03d}-trained", "speed_trial": f"{number:03d}", "status": "ok" if reached else "stopped"}
     return row(number, point, ended_s=ended_s) | told | {"metrics": metrics}
 
 
-def raced() -> tuple[RunResult, Race]:
+def searched_for_time() -> tuple[RunResult, TimeToAccuracySearch]:
     points = grid()
     rows = [row(n, point, ended_s=float(n)) for n, point in enumerate(points)]
     for one, point in zip(rows, points, strict=True):
         one["metrics"]["epoch_s"] = 640 / point["data.global_batch_size"] * step_s(point)
     while True:
         told = result(rows, metric="time_to_accuracy", mode="min", noise_scales=[60.0])
-        contest, ids = race(told, replay(told))
-        if (asked := contest.ask()) is None:
-            return told, contest
+        search, ids = time_to_accuracy_search(told, replay(told))
+        if (asked := search.ask()) is None:
+            return told, search
         number = int(ids[asked])
-        rows.append(trained(number, points[number], contest.until_s, 100.0 + len(rows)))
+        rows.append(trained(number, points[number], search.until_s, 100.0 + len(rows)))
 
 
 def test_the_points_that_may_reach_a_target_first_are_trained_and_the_fastest_wins() -> None:
-    told, contest = raced()
-    followed = [one for one in told.rows if one.probe is not None]
+    told, search = searched_for_time()
+    followed = [one for one in told.rows if one.speed_trial is not None]
     best = min(grid(), key=lambda point: (1 + 200 / point["data.global_batch_size"]) * step_s(point))
     said = conclusion(told)
-    assert 1 <= len(followed) <= contest.most
+    assert 1 <= len(followed) <= search.most
     assert said["best"].params == best
-    assert said["best"].probe == said["best"].id.removesuffix("-trained")
-    assert said["search"].why == contest.why()
+    assert said["best"].speed_trial == said["best"].id.removesuffix("-trained")
+    assert said["search"].why == search.why()
     assert len(said["search"].predicted_s) == len(grid())
     assert 0 <= said["search"].bound_pct < 60
 
 
 @pytest.mark.processes
 def test_trainings_to_a_target_are_no_probes_of_a_planner() -> None:
-    told, _ = raced()
-    alone = told.model_copy(update={"trials": [one for one in told.rows if one.probe is None]})
+    told, _ = searched_for_time()
+    alone = told.model_copy(update={"trials": [one for one in told.rows if one.speed_trial is None]})
     assert replay(told).best() == replay(alone).best()
     assert len(replay(told).state.history) == len(grid())
 
@@ -143,7 +143,7 @@ def test_points_that_broke_or_do_not_fit_are_not_trained() -> None:
     points = grid()
     rows = [row(n, point, "failed" if n % 2 else "ok", ended_s=float(n)) for n, point in enumerate(points)]
     told = result(rows, metric="time_to_accuracy", mode="min")
-    _, ids = race(told, replay(told))
+    _, ids = time_to_accuracy_search(told, replay(told))
     assert ids == [f"{n:03d}" for n in range(0, len(points), 2)]
 
 

@@ -1,8 +1,7 @@
-"""What a sweep makes of trials that left no result of their own."""
+"""Trials handed to Ray Tune: what is recorded of them while they run, when they end and when they are interrupted."""
 
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,70 +13,13 @@ from service.runs.outcome import Outcome, write_outcome
 from service.runs.result import RunResult, TrialRow
 from service.runs.session import Session
 from service.sweeps import run_trials
-from service.sweeps.run_trials import Paced, TeacherSource, best_trial, run_pending, unfinished
+from service.sweeps.run_trials import Paced, TeacherSource, best_trial, run_pending
 from service.sweeps.trial_records import TrialRecords
 from service.sweeps.trials import has_unschedulable, plan_trials, retry_unschedulable
 from tests.waiting import wait_until
 from trainables.rundir import RunDir, append_line, read_lines
 
-EPOCH = {
-    "epoch/train_s": 2.0,
-    "epoch/eval_s": 0.5,
-    "epoch/checkpoint_s": 0.1,
-    "epoch/other_s": 0.4,
-    "epoch/wall_s": 3.0,
-    "epoch/train/loss": 1.5,
-    "epoch/step_s": 0.1,
-    "val/top1_pct": 60.0,
-    "val/top5_pct": 90.0,
-    "val/loss": 1.2,
-}
 ASHA = ["sweep.policy=asha", "sweep.metric=top1_pct", "sweep.space.optim.lr=[0.1, 0.2]", "tracking.enabled=false"]
-
-
-def stopped(root: Path, *epochs: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a trial that asha stopped after these epochs."""
-    resolved, run_dir = load("digits", ASHA), RunDir(root)
-    trial = plan_trials(resolved)[0]
-    metrics = run_dir.trial(trial.id).stage("student").metrics
-    metrics.parent.mkdir(parents=True)
-    for number, numbers in enumerate(epochs, 1):
-        append_line(metrics, {"kind": "epoch", "epoch": float(number), "step": 10 * number, "metrics": numbers})
-    with Display() as display:
-        result = RunResult(kind="sweep", name="digits", status="running", runs_root=str(root))
-        outcome = unfinished(Session(resolved, run_dir, display, end_of_run, None, result), trial)
-    assert (outcome.status, outcome.reason) == ("stopped", f"stopped by asha after epoch {len(epochs)}")
-    return outcome.metrics
-
-
-def test_a_stopped_trial_has_each_number_once_under_the_name_that_a_summary_has(tmp_path: Path) -> None:
-    late = {name: value for name, value in EPOCH.items() if not name.startswith("val/")}
-    assert stopped(tmp_path, EPOCH, late) == pytest.approx(
-        {
-            "train_s": 4.0,
-            "eval_s": 1.0,
-            "checkpoint_s": 0.2,
-            "other_s": 0.8,
-            "wall_s": 6.0,
-            "step_s": 0.1,
-            "steps": 20.0,
-            "top1_pct": 60.0,
-            "top5_pct": 90.0,
-            "val_loss": 1.2,
-        }
-    )
-
-
-def test_a_stopped_trial_of_an_older_version_has_the_numbers_that_it_recorded(tmp_path: Path) -> None:
-    assert stopped(tmp_path, {"val/top1_pct": 60.0, "epoch/step_s": 0.1}, EPOCH) == pytest.approx(
-        {
-            "step_s": 0.1,
-            "steps": 20.0,
-            "top1_pct": 60.0,
-            "top5_pct": 90.0,
-            "val_loss": 1.2,
-        }
-    )
 
 
 def test_the_best_is_the_most_or_the_least_of_what_is_complete() -> None:
@@ -113,6 +55,24 @@ def test_an_interrupted_sweep_notes_when_its_work_on_running_trials_ended(
             run_pending(session, TrialRecords(session), trials, trials, local_capacity(), TeacherSource(None, ()))
     assert ["ended_s" in line for line in read_lines(running.sessions)] == [False, True]
     assert read_lines(killed_before.sessions) == [{"began_s": 1000.0}]
+
+
+def test_a_trial_that_ended_before_it_began_a_stage_is_recorded_as_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolved, run_dir = load("digits", [*ASHA, "teacher=null"]), RunDir(tmp_path)
+    trials = plan_trials(resolved)
+
+    def tune_trials(*_: object) -> None:
+        for trial in trials:
+            write_outcome(run_dir.trial(trial.id).result, Outcome(status="failed", reason="its process never started"))
+
+    monkeypatch.setattr(run_trials, "tune_trials", tune_trials)
+    with Display() as display:
+        result = RunResult(kind="sweep", name="digits", status="running", runs_root=str(tmp_path))
+        session = Session(resolved, run_dir, display, end_of_run, None, result)
+        run_pending(session, TrialRecords(session), trials, trials, local_capacity(), TeacherSource(None, ()))
+    assert {(row.status, row.reason) for row in session.result.rows} == {("failed", "its process never started")}
 
 
 def test_one_wait_for_nodes_is_enough_for_all_trials_that_need_as_much_until_the_sweep_is_resumed(

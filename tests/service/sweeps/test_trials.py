@@ -60,7 +60,7 @@ def test_every_trial_of_a_grid_by_time_trains_to_the_target() -> None:
     assert probes[0].resolved.experiment.train.max_steps == 60
 
 
-def test_a_training_to_the_target_is_a_row_of_its_own_and_names_its_probe() -> None:
+def test_a_training_to_the_target_is_a_row_of_its_own_and_names_the_trial_of_its_speed() -> None:
     base = load("digits", ["sweep.metric=time_to_accuracy", "sweep.target_pct=90", "sweep.policy=guided"])
     probe = plan_trials(base)[3]
     trial = training_of(base, probe, until_s=7.5)
@@ -68,7 +68,7 @@ def test_a_training_to_the_target_is_a_row_of_its_own_and_names_its_probe() -> N
     train = trial.resolved.experiment.train
     assert (train.max_steps, train.until_top1_pct, train.until_s) == (None, 90, 7.5)
     (row,) = rows_of([trial], base, timing=True)
-    assert (row.id, row.probe, row.kind, row.params) == ("003-trained", "003", "accuracy", probe.params)
+    assert (row.id, row.speed_trial, row.kind, row.params) == ("003-trained", "003", "accuracy", probe.params)
 
 
 def test_a_training_that_did_not_reach_its_target_is_stopped_and_says_how_far_it_came() -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from service.search.accuracy import SEEDS
-from service.search.accuracy_race import Race
+from service.search.time_to_accuracy import TimeToAccuracySearch
 
 BATCHES = np.array([16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0])
 EVERY = np.maximum(1.0, 1442 // BATCHES)
@@ -31,21 +31,21 @@ class Cluster:
         return {"noise_scale": self.noise[row], "steps": self.steps[row], "train_s": self.seconds[row], **reached}
 
 
-def raced(seed: int) -> tuple[Race, Cluster]:
+def searched(seed: int) -> tuple[TimeToAccuracySearch, Cluster]:
     cluster = Cluster(seed)
-    race = Race(BATCHES, cluster.step_s, EVERY)
-    while (row := race.ask()) is not None:
-        race.tell(row, cluster.train(row, race.until_s))
-    return race, cluster
+    search = TimeToAccuracySearch(BATCHES, cluster.step_s, EVERY)
+    while (row := search.ask()) is not None:
+        search.tell(row, cluster.train(row, search.until_s))
+    return search, cluster
 
 
 def test_a_few_trainings_find_nearly_the_fastest() -> None:
     regrets, counts, costs = [], [], []
     for seed in range(60):
-        race, cluster = raced(seed)
-        regrets.append(cluster.seconds[race.best] / cluster.seconds.min() - 1)
-        counts.append(len(race.summaries))
-        costs.append(sum(told["train_s"] for told in race.summaries.values()) / cluster.seconds.sum())
+        search, cluster = searched(seed)
+        regrets.append(cluster.seconds[search.best] / cluster.seconds.min() - 1)
+        counts.append(len(search.summaries))
+        costs.append(sum(told["train_s"] for told in search.summaries.values()) / cluster.seconds.sum())
     assert np.median(regrets) < 0.02
     assert np.quantile(regrets, 0.9) < 0.2
     assert max(counts) <= 4
@@ -53,57 +53,59 @@ def test_a_few_trainings_find_nearly_the_fastest() -> None:
 
 
 def test_a_training_may_take_as_long_as_the_best_so_far_and_no_longer() -> None:
-    race = Race(BATCHES, np.full(7, 0.01), EVERY)
-    assert race.until_s is None
-    race.tell(2, {"steps": 200, "train_s": 2.0, "steps_to_accuracy": 200, "time_to_accuracy_s": 2.0})
-    race.tell(3, {"steps": 220, "train_s": 2.2})
-    assert (race.best, race.until_s) == (2, 2.0)
+    search = TimeToAccuracySearch(BATCHES, np.full(7, 0.01), EVERY)
+    assert search.until_s is None
+    search.tell(2, {"steps": 200, "train_s": 2.0, "steps_to_accuracy": 200, "time_to_accuracy_s": 2.0})
+    search.tell(3, {"steps": 220, "train_s": 2.2})
+    assert (search.best, search.until_s) == (2, 2.0)
 
 
-def test_a_race_told_again_goes_on_alike() -> None:
-    race, cluster = raced(7)
-    again = Race(BATCHES, cluster.step_s, EVERY)
-    for row, summary in race.summaries.items():
+def test_a_search_that_takes_up_the_same_trainings_goes_on_alike() -> None:
+    search, cluster = searched(7)
+    again = TimeToAccuracySearch(BATCHES, cluster.step_s, EVERY)
+    for row, summary in search.summaries.items():
         assert again.ask() == row
         again.tell(row, summary)
     assert again.ask() is None
-    assert again.why() == race.why()
+    assert again.why() == search.why()
 
 
 def test_points_whose_training_failed_are_not_trained_again() -> None:
-    race = Race(BATCHES, np.full(7, 0.01), EVERY, most=7)
-    first = race.ask()
+    search = TimeToAccuracySearch(BATCHES, np.full(7, 0.01), EVERY, most=7)
+    first = search.ask()
     assert first is not None
-    race.tell(first, {})
-    second = race.ask()
+    search.tell(first, {})
+    second = search.ask()
     assert second not in (None, first)
-    assert race.best is None
+    assert search.best is None
 
 
 def test_points_of_one_batch_differ_by_their_speed_alone() -> None:
-    race = Race(np.array([64.0, 64.0, 64.0]), np.array([0.02, 0.01, 0.03]), np.full(3, 20.0), step_spread_M=0.02)
-    assert race.ask() == 1
-    race.tell(1, {"steps": 200, "train_s": 2.0, "steps_to_accuracy": 200, "time_to_accuracy_s": 2.0, "noise_scale": 90.0})
-    assert race.ask() is None
-    assert "no other point" in race.why()
+    search = TimeToAccuracySearch(
+        np.array([64.0, 64.0, 64.0]), np.array([0.02, 0.01, 0.03]), np.full(3, 20.0), step_spread_M=0.02
+    )
+    assert search.ask() == 1
+    search.tell(1, {"steps": 200, "train_s": 2.0, "steps_to_accuracy": 200, "time_to_accuracy_s": 2.0, "noise_scale": 90.0})
+    assert search.ask() is None
+    assert "no other point" in search.why()
 
 
 @pytest.mark.parametrize("noise", [20.0, 2000.0])
 def test_the_noise_scale_of_an_earlier_training_says_where_to_begin(noise: float) -> None:
-    race = Race(BATCHES, 0.005 + 1e-4 * BATCHES, EVERY, noise_scales=[noise])
-    assert race.ask() == int(np.argmin((1 + noise / BATCHES) * (0.005 + 1e-4 * BATCHES)))
+    search = TimeToAccuracySearch(BATCHES, 0.005 + 1e-4 * BATCHES, EVERY, noise_scales=[noise])
+    assert search.ask() == int(np.argmin((1 + noise / BATCHES) * (0.005 + 1e-4 * BATCHES)))
 
 
 def test_while_none_has_reached_the_target_the_fastest_of_the_others_is_trained_and_the_end_says_so() -> None:
-    race = Race(BATCHES[:3], np.array([0.01, 0.012, 0.3]), EVERY[:3])
+    search = TimeToAccuracySearch(BATCHES[:3], np.array([0.01, 0.012, 0.3]), EVERY[:3])
     trained = []
-    while (row := race.ask()) is not None:
+    while (row := search.ask()) is not None:
         trained.append(row)
-        race.tell(row, {"steps": 100.0, "train_s": 1.0})
+        search.tell(row, {"steps": 100.0, "train_s": 1.0})
     assert sorted(trained) == [0, 1, 2]
-    assert race.why() == "3 points were trained, which is all, and none reached the target"
+    assert search.why() == "3 points were trained, which is all, and none reached the target"
 
 
-def test_a_race_without_a_point_that_can_run_is_over() -> None:
+def test_a_search_without_a_point_that_can_run_is_over() -> None:
     nobody = np.array([])
-    assert Race(nobody, nobody, nobody).ask() is None
+    assert TimeToAccuracySearch(nobody, nobody, nobody).ask() is None

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from service.search.probes import SlowSteps, relative_error
+from service.search.step_time_statistics import SlowSteps, relative_error
 
 
 def test_the_error_of_independent_steps_is_the_textbook_one() -> None:

@@ -21,7 +21,7 @@ MIN_FASTEST_PROBABILITY = 0.1  # below it a point is not worth a training
 
 
 @dataclass
-class Race:
+class TimeToAccuracySearch:
     """Proposes points to train (`ask`) and takes up their trainings (`tell`); the same trainings give the same next point."""
 
     global_batch_M: Array
@@ -99,7 +99,7 @@ class Race:
         return max(0.0, float(self.until_s / np.min(least_M[left_M])) - 1)
 
     def ask(self) -> int | None:
-        """The row to train next; None where the race is over."""
+        """The row to train next; None where the search is over."""
         count = len(self.summaries)
         if count >= min(self.most, len(self.global_batch_M)):
             reached = "" if self.best is not None else ", and none reached the target"

@@ -26,7 +26,7 @@ MAX_FAILED = 2  # probes of one point, after which it is not measured again
 
 
 @dataclass(frozen=True)
-class Contest:
+class BestPointConfirmation:
     """How the leaders stand."""
 
     rows_C: Rows  # the one in front first
@@ -36,7 +36,7 @@ class Contest:
     unverified: list[int]  # those in front, by model and measurements or by their own measurements alone, that were not confirmed
 
     @classmethod
-    def of(cls, posterior: Posterior, rows: Sequence[int], clean: Sequence[int], seed: Sequence[int]) -> Contest:
+    def of(cls, posterior: Posterior, rows: Sequence[int], clean: Sequence[int], seed: Sequence[int]) -> BestPointConfirmation:
         """`rows` of the measurements so far, `clean` are those that were not disturbed."""
         rows_C = posterior.leaders(NUM_LEADERS)
         rows_C = rows_C[np.isfinite(posterior.cost_U[np.argsort(posterior.cost_U, kind="stable")[:NUM_LEADERS]])]
@@ -70,7 +70,7 @@ class Contest:
         return sorted(open_rows, key=lambda row: self.counts[row])
 
     def summary(self) -> str:
-        """What the contest says of the one in front, as the end of a sentence."""
+        """What the measurements say of the one in front, as the end of a sentence."""
         if len(self.rows_C) < 2:
             return ""
         times, lead_S = self.counts[int(self.rows_C[0])], -self.ahead_SC[:, 1]

@@ -1,0 +1,74 @@
+"""Asha, which ends the worse trials early: by the epochs of all sessions of a sweep, which the trials' records have."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ray.tune.experiment import Trial
+from ray.tune.schedulers import ASHAScheduler
+
+from service.config.sweep import SweepConfig
+from service.runs.outcome import Outcome
+from trainables.rundir import RunDir, StageDir, final_names, headline, read_lines
+
+Epochs = Sequence[Mapping[str, float]]
+"""What a trial has reported, epoch by epoch."""
+
+
+class ResumedASHA(ASHAScheduler):  # type: ignore[misc]
+    """Asha that knows the epochs of `earlier` sessions, by trial."""
+
+    def __init__(self, earlier: Mapping[str, Epochs], **options: object) -> None:
+        super().__init__(**options)
+        self._earlier = dict(earlier)
+
+    def on_trial_add(self, tune_controller: object, trial: Trial) -> None:
+        """Take up a trial and what it has reported before."""
+        super().on_trial_add(tune_controller, trial)
+        for epoch in self._earlier.pop(trial.config["trial"], ()):
+            self.on_trial_result(tune_controller, trial, dict(epoch))
+
+
+def asha_scheduler(sweep: SweepConfig, earlier: Mapping[str, Epochs], ended: Sequence[str]) -> ResumedASHA:
+    """What ends the worse trials early. Epochs of a method's init stage do not count: no label is learned in them.
+
+    `earlier`: what trials have reported in earlier sessions, of which those that have `ended` do not go on.
+    """
+    scheduler = ResumedASHA(
+        earlier,
+        time_attr="training_epoch",
+        metric=sweep.metric,
+        mode=sweep.mode,
+        grace_period=sweep.grace_epochs,
+        reduction_factor=sweep.reduction_factor,
+        max_t=10**6,
+    )
+    for trial in ended:
+        scheduler.on_trial_add(None, Trial("trial", config={"trial": trial}, stub=True))
+    return scheduler
+
+
+def reported_epochs(run_dir: RunDir) -> dict[str, Epochs]:
+    """What the trials of a sweep have reported so far, by trial; without those that have not ended an epoch."""
+    found = {path.name: epochs_of(RunDir(path).stage("student")) for path in sorted(run_dir.trials.glob("*"))}
+    return {trial: [final_names(epoch["metrics"]) for epoch in epochs] for trial, epochs in found.items() if epochs}
+
+
+def epochs_of(stage: StageDir) -> list[dict[str, Any]]:
+    """The records of a stage's epochs."""
+    return [record for record in read_lines(stage.metrics) if record["kind"] == "epoch"]
+
+
+def stopped(stage: StageDir) -> Outcome:
+    """The outcome of a trial that asha has stopped after the last epoch on record."""
+    epochs = epochs_of(stage)
+    last = final_names(epochs[-1]["metrics"])
+    metrics = {name: value for name, value in last.items() if not name.startswith(("train/", "val/"))}  # as in a summary
+    metrics["steps"] = float(epochs[-1]["step"])
+    for name in ("train_s", "eval_s", "checkpoint_s", "other_s", "wall_s"):  # an epoch's own in its record, the stage's here
+        metrics.pop(name, None)
+        if all(f"epoch/{name}" in record["metrics"] for record in epochs):  # not in those of an older version
+            metrics[name] = sum(record["metrics"][f"epoch/{name}"] for record in epochs)
+    evaluated = [headline(record["metrics"]) for record in epochs if "val/top1_pct" in record["metrics"]]
+    if evaluated:
+        metrics |= evaluated[-1]
+    return Outcome(status="stopped", reason=f"stopped by asha after epoch {epochs[-1]['epoch']:g}", metrics=metrics)
