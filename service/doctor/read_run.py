@@ -13,6 +13,7 @@ from service.doctor.evidence import Evidence
 from service.doctor.recorded import Clock, EpochUse, GpuUse, LoaderCosts, NodeUse, RankTimes
 from service.runs.outcome import Outcome, read_summary
 from service.runs.result import RunResult, TrialRow
+from service.runs.stored.stored_runs import display_name
 from trainables.errors import ExperimentError
 from trainables.metrics.phases import ALL_PHASES
 from trainables.rundir import RunDir, read_lines
@@ -48,15 +49,16 @@ def read_run(resolved: Resolved, run_dir: RunDir, result: RunResult) -> list[Rec
 
 def _nothing_timed(run_dir: RunDir, result: RunResult) -> str:
     """Why there is nothing to read: what became of a sweep's trials or a run's stages, or that none has come so far."""
+    run = display_name(run_dir.root)
     parts: Sequence[Outcome] = result.rows if result.kind == "sweep" else result.stages
     over = [part for part in parts if part.status not in ("running", "pending", "untested")]
     if not over:
-        return f"{run_dir.root}: no step has been timed yet: wait for its first, or see distill report {run_dir.root}"
+        return f"{run}: no step has been timed yet: wait for its first, or see distill report {run}"
     counts = Counter(part.status for part in over)
     counted = ", ".join(f"{count} {status}" for status, count in counts.most_common())
     what = "trials" if result.kind == "sweep" else "stages"
     reason = next((f"; the first reason: {part.reason}" for part in over if part.reason), "")
-    return f"{run_dir.root}: no step was timed in its {what} ({counted}){reason}; see distill report {run_dir.root}"
+    return f"{run}: no step was timed in its {what} ({counted}){reason}; see distill report {run}"
 
 
 def _trial(resolved: Resolved, run_dir: RunDir, row: TrialRow) -> Recording:
