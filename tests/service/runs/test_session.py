@@ -36,14 +36,14 @@ def test_the_commit_in_mlflow_is_that_of_this_code_and_not_of_the_folder_one_sta
 ) -> None:
     monkeypatch.chdir(tmp_path)
     author = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
-    for command in (["init", "-q"], [*author, "commit", "-q", "--allow-empty", "-m", "mine"]):
+    for command in (["init", "-q"], [*author, "commit", "-q", "--allow-empty", "-m", "another"]):
         subprocess.run(["git", *command], check=True)
-    theirs = subprocess.run(["git", "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    of_folder = subprocess.run(["git", "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
     tags = code_tags("train")
     assert tags["raydistill.version"] == version("raydistill")
-    assert theirs not in tags.values()
-    ours = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, check=False, capture_output=True, text=True)
-    assert tags.get("raydistill.commit", "") == ours.stdout.strip()
+    assert of_folder not in tags.values()
+    of_package = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, check=False, capture_output=True, text=True)
+    assert tags.get("raydistill.commit", "") == of_package.stdout.strip()
 
 
 def test_each_save_has_the_seconds_so_far(tmp_path: Path) -> None:

@@ -200,7 +200,7 @@ def test_records_that_mlflow_refuses_are_set_aside_and_hold_up_nothing(
     assert not caplog.records[0].exc_info
 
 
-def test_a_file_that_is_gone_is_not_said_to_be_refused_and_what_cannot_be_sent_does_not_count_as_sent(
+def test_a_file_that_is_gone_has_a_reason_of_its_own_and_what_cannot_be_sent_does_not_count_as_sent(
     run_dir: RunDir, tracker: Tracker, caplog: pytest.LogCaptureFixture
 ) -> None:
     gone = run_dir.root / "no such file"
