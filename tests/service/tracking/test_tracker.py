@@ -426,11 +426,11 @@ def test_a_sender_without_a_store_waits_and_says_so_once_with_no_stack_trace(
     tracker = Tracker(run_dir, "http://user:secret@127.0.0.1:9", "e")
     tracker.start_run("train", "run")
     target = Target(spool_id="id", uri="http://user:secret@127.0.0.1:9", experiment="e")
-    sender = Sender(Spool(run_dir), target, str(run_dir.root))
+    sender = Sender(Spool(run_dir), target, "s3://bucket/run")
     assert [sender.try_deliver() for _ in range(3)] == [False] * 3
     delivery = sender.summary()
     assert (delivery.num_sent, delivery.num_pending) == (0, 1)
-    assert f"distill sync {run_dir.root}" in delivery.message
+    assert delivery.message.endswith("; later: distill sync s3://bucket/run")
     assert len(caplog.records) == 1
     assert "secret" not in caplog.text + delivery.message
     assert "Traceback" not in "".join(capfd.readouterr())
