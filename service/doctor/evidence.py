@@ -40,6 +40,8 @@ class Evidence:
     out_of_memory_images: float | None = None
     """So many did not fit into a GPU's memory."""
     nodes: tuple[NodeUse, ...] = ()
+    rank_nodes: tuple[int, ...] = ()
+    """Each rank's node, which may have another number of them than the next; () in older records."""
     gpus: tuple[GpuUse, ...] = ()
     peak_memory_mib: float | None = None
     gpu_memory_mib: float | None = None
@@ -276,6 +278,7 @@ class Evidence:
         return max(own_ms, least_ms) if own_ms - least_ms > varies_ms else least_ms
 
     def node_of(self, rank: int) -> int | None:
-        """The node of a rank: Ray Train numbers the ranks node by node. None where nodes cannot have as many ranks each."""
-        num_nodes = max(1, len(self.nodes))
-        return rank * num_nodes // self.num_workers if self.num_workers % num_nodes == 0 else None
+        """The node of a rank; None where it is not recorded and there are several."""
+        if len(self.rank_nodes) == self.num_workers:
+            return self.rank_nodes[rank]
+        return 0 if len(self.nodes) == 1 else None

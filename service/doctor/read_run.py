@@ -1,5 +1,6 @@
 """From a run directory's records to evidence."""
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +14,7 @@ from service.doctor.evidence import Evidence
 from service.doctor.recorded import Clock, EpochUse, GpuUse, LoaderCosts, NodeUse, RankTimes
 from service.runs.outcome import Outcome, read_summary
 from service.runs.result import RunResult, TrialRow
+from service.runs.stored.stored_runs import display_name
 from trainables.errors import ExperimentError
 from trainables.metrics.phases import ALL_PHASES
 from trainables.rundir import RunDir, read_lines
@@ -48,15 +50,16 @@ def read_run(resolved: Resolved, run_dir: RunDir, result: RunResult) -> list[Rec
 
 def _nothing_timed(run_dir: RunDir, result: RunResult) -> str:
     """Why there is nothing to read: what became of a sweep's trials or a run's stages, or that none has come so far."""
+    run = display_name(run_dir.root)
     parts: Sequence[Outcome] = result.rows if result.kind == "sweep" else result.stages
     over = [part for part in parts if part.status not in ("running", "pending", "untested")]
     if not over:
-        return f"{run_dir.root}: no step has been timed yet: wait for its first, or see distill report {run_dir.root}"
+        return f"{run}: no step has been timed yet: wait for its first, or see distill report {run}"
     counts = Counter(part.status for part in over)
     counted = ", ".join(f"{count} {status}" for status, count in counts.most_common())
     what = "trials" if result.kind == "sweep" else "stages"
     reason = next((f"; the first reason: {part.reason}" for part in over if part.reason), "")
-    return f"{run_dir.root}: no step was timed in its {what} ({counted}){reason}; see distill report {run_dir.root}"
+    return f"{run}: no step was timed in its {what} ({counted}){reason}; see distill report {run}"
 
 
 def _trial(resolved: Resolved, run_dir: RunDir, row: TrialRow) -> Recording:
@@ -89,13 +92,13 @@ def evidence_of(
     experiment: Experiment, metrics: Metrics, lines: Iterable[Mapping[str, Any]] = (), loader_workers: int | str = 1
 ) -> Evidence:
     """Evidence from a summary's metrics and the lines of `metrics.jsonl`. `loader_workers` as resolved; `auto` counts as some."""
-    lines = list(lines)
+    lines, num_workers = list(lines), int(metrics.get("num_workers", experiment.scale.num_workers))
     start: Metrics = next((line["metrics"] for line in lines if line["kind"] == "start"), {})
     evaluated = [line["metrics"]["val/num_images"] for line in lines if "val/num_images" in line["metrics"]]
     samples, epochs = start.get("samples_per_epoch"), _epochs(lines)
     return Evidence(
         global_batch=experiment.data.global_batch_size,
-        ranks=_ranks(metrics, int(metrics.get("num_workers", experiment.scale.num_workers))),
+        ranks=_ranks(metrics, num_workers),
         loader_workers=loader_workers if isinstance(loader_workers, int) else 1,
         accumulate=experiment.optim.accumulate,
         precision=experiment.precision,
@@ -109,6 +112,7 @@ def evidence_of(
         loading_slowdown=metrics.get("passes/loading_slowdown"),
         out_of_memory_images=metrics.get("passes/out_of_memory_images"),
         nodes=_nodes(metrics),
+        rank_nodes=_rank_nodes(metrics, num_workers),
         gpus=_gpus(metrics),
         peak_memory_mib=metrics.get("peak_memory_mib"),
         gpu_memory_mib=metrics.get("gpu_memory_mib"),
@@ -164,6 +168,12 @@ def _clock(metrics: Metrics) -> Clock | None:
 def _nodes(metrics: Metrics) -> tuple[NodeUse, ...]:
     numbers = sorted({int(match[1]) for name in metrics if (match := re.match(r"node(\d+)/", name))})
     return tuple(NodeUse(**recorded(NodeUse, metrics, f"node{number}/")) for number in numbers)
+
+
+def _rank_nodes(metrics: Metrics, num_workers: int) -> tuple[int, ...]:
+    """Each rank's node; () where it is not recorded, or is a mean over measurements on other nodes."""
+    nodes = [metrics.get(f"rank{rank}/node", math.nan) for rank in range(num_workers)]
+    return tuple(map(int, nodes)) if all(node.is_integer() for node in nodes) else ()
 
 
 def _ranks(metrics: Metrics, num_workers: int) -> tuple[RankTimes, ...]:

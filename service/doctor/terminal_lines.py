@@ -8,6 +8,7 @@ from service.doctor.evidence import LEAST_PCT, Evidence
 from service.doctor.input_path import swap_mib_per_s, swaps
 from service.doctor.read_run import Recording
 from service.doctor.step_model import Finding
+from service.report.phase_shares import shares_text
 from trainables.metrics.phases import ALL_PHASES
 
 HEALTHY = f"nothing to gain over {LEAST_PCT:g}%"
@@ -47,11 +48,9 @@ def healthy(e: Evidence) -> str:
 
 def where_time_goes(e: Evidence) -> str:
     """A step by its phases, the longest first."""
-    step = e.typical
-    shares = sorted(((getattr(step, f"{phase}_ms"), phase) for phase in ALL_PHASES), reverse=True)
-    parts = ", ".join(f"{phase} {100 * ms / step.step_ms:.0f}%" for ms, phase in shares if ms >= 0.005 * step.step_ms)
+    parts = shares_text({f"phase/{name}": ms for name, ms in vars(e.typical).items()})
     waits = f", of the backward {e.exposed_ms:.1f} ms waiting for the all-reduce" if e.exposed_ms else ""
-    return f"a step of {step.step_ms:.1f} ms is {parts}{waits}"
+    return f"a step of {e.typical.step_ms:.1f} ms is {parts}{waits}"
 
 
 def remarks(e: Evidence) -> list[str]:

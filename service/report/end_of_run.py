@@ -7,6 +7,7 @@ from rich.console import RenderableType
 from service.report import terminal_tables as terminal
 from service.report.terminal_tables import verdict
 from service.runs.result import RunResult
+from service.runs.stored.stored_runs import display_name
 from trainables.rundir import RunDir
 
 __all__ = ["tables", "verdict", "write_page_at_end"]
@@ -27,4 +28,5 @@ def write_page_at_end(run_dir: RunDir, result: RunResult, echo: Callable[[str], 
     try:
         write_page(run_dir, result)
     except Exception as error:
-        echo(f"report.html was not written ({type(error).__name__}: {error}); try again: distill report {run_dir.root}")
+        again = f"distill report {display_name(run_dir.root)}"
+        echo(f"report.html was not written ({type(error).__name__}: {error}); try again: {again}")

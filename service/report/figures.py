@@ -3,20 +3,29 @@
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import numpy as np
+
 from service.config.space import GLOBAL_BATCH, NUM_WORKERS
 from service.report import labels as names
 from service.report import plotly_marks as marks
 from service.report.plotly_marks import Figure, Trace
 from service.report.run_records import Row, axes, gpu_s_per_epoch, ran, value
 from service.report.speed_by_axis import NAMED, spans, tip
+from service.search import pareto_front
 from trainables.metrics.phases import ALL_PHASES
 
-YELLOW, BROWN, BLACK = "#F0E442", "#8C510A", "#000000"
-COLOURS = (
-    *(marks.VERMILION, YELLOW, marks.SKY, marks.BLUE, marks.GREEN, marks.PURPLE, marks.ORANGE),
-    *(BLACK, marks.GREY, BROWN),
-)
-PHASE_COLOURS = dict(zip(ALL_PHASES, COLOURS, strict=True))
+PHASE_COLOURS = {
+    "data": marks.VERMILION,
+    "h2d": "#F0E442",
+    "augment": marks.SKY,
+    "teacher": marks.BLUE,
+    "student": marks.GREEN,
+    "backward": marks.PURPLE,
+    "optimizer": marks.ORANGE,
+    "receive": "#000000",
+    "bubble": marks.GREY,
+    "graph": "#8C510A",
+}
 
 
 def phases(rows: Sequence[Row], unit: str) -> Figure | None:
@@ -172,12 +181,9 @@ def fastest_by_workers(rows: Sequence[Row]) -> dict[int, Row]:
 def pareto_rows(rows: Sequence[Row]) -> list[Row]:
     """The trials that none other beats in both speed and cost, the cheapest first."""
     costed = [row for row in ran(rows) if gpu_s_per_epoch(row) is not None]
-    costed.sort(key=lambda row: (cost(row), -row.metrics["images_per_s"]))
-    front_rows: list[Row] = []
-    for row in costed:
-        if not front_rows or row.metrics["images_per_s"] > front_rows[-1].metrics["images_per_s"]:
-            front_rows.append(row)
-    return front_rows
+    workers_O = np.array([row.scale.num_workers for row in costed], dtype=float)
+    time_O = -np.log([row.metrics["images_per_s"] for row in costed])
+    return [costed[index] for index in pareto_front.front(workers_O, time_O)]
 
 
 def pareto(rows: Sequence[Row], unit: str, found: Collection[str] = ()) -> Figure | None:
@@ -187,6 +193,7 @@ def pareto(rows: Sequence[Row], unit: str, found: Collection[str] = ()) -> Figur
     if len(costed) < 2:
         return None
     front = sorted((row for row in costed if row.id in found), key=cost) or pareto_rows(rows)
+    on_front = {row.id for row in front}
     name = "the search's front" if found else "nothing is faster and cheaper"
     stairs = marks.line(name, 0, [cost(row) for row in front], [row.metrics["images_per_s"] for row in front], hoverinfo="skip")
     stairs["line"] = {"color": marks.GREY, "shape": "hv", "dash": "dot", "width": 2}
@@ -201,7 +208,7 @@ def pareto(rows: Sequence[Row], unit: str, found: Collection[str] = ()) -> Figur
             [row.metrics["images_per_s"] for row in part],
             [tip(row, unit, keys, f"{names.short(cost(row))} {unit}-s an epoch") for row in part],
         )
-        on = [row in front for row in part]
+        on = [row.id in on_front for row in part]
         points["marker"] |= {"size": [12 if one else 7 for one in on], "opacity": [1.0 if one else 0.5 for one in on]}
         traces.append(points)
     summary = "; ".join(names.point(row, unit, keys) for row in front[:4]) + (" …" if len(front) > 4 else "")

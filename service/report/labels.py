@@ -3,24 +3,34 @@
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from service.config.space import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS, SCALE_AXES
 from service.report.run_records import Row, ended, ran, value
 
 AXES = {GLOBAL_BATCH: "global batch", LOADER_WORKERS: "loader workers"}
+
+
+class MetricLabel(NamedTuple):
+    """How a metric is written: its unit, its digits, and which ratio two trials are compared by; "" for their difference."""
+
+    unit: str
+    digits: int
+    compared: Literal["", "speed", "cost"] = ""
+
+
 METRICS = {
-    "images_per_s": ("images/s", 1),
-    "epoch_s": ("s an epoch", 2),
-    "step_s": ("s a step", 4),
-    "gpu_s_per_epoch": ("GPU-s an epoch", 2),
-    "top1_pct": ("% top-1", 2),
-    "best_top1_pct": ("% best top-1", 2),
-    "top5_pct": ("% top-5", 2),
-    "val_loss": ("validation loss", 4),
-    "time_to_accuracy_s": ("s of training to the accuracy", 1),
-    "data_pct": ("% of a step waiting for data", 1),
-    "peak_memory_mib": ("MiB peak memory", 0),
+    "images_per_s": MetricLabel("images/s", 1, "speed"),
+    "epoch_s": MetricLabel("s an epoch", 2, "speed"),
+    "step_s": MetricLabel("s a step", 4, "speed"),
+    "gpu_s_per_epoch": MetricLabel("GPU-s an epoch", 2, "cost"),
+    "top1_pct": MetricLabel("% top-1", 2),
+    "best_top1_pct": MetricLabel("% best top-1", 2),
+    "top5_pct": MetricLabel("% top-5", 2),
+    "val_loss": MetricLabel("validation loss", 4),
+    "time_to_accuracy_s": MetricLabel("s of training to the accuracy", 1, "speed"),
+    "data_pct": MetricLabel("% of a step waiting for data", 1),
+    "peak_memory_mib": MetricLabel("MiB peak memory", 0),
 }
 
 ENDS = {"oom": " (out of memory)", "infeasible": " (cannot run on this cluster)"}
@@ -67,9 +77,14 @@ def point(row: Row, unit: str, extras: Sequence[str]) -> str:
     return ", ".join([scale, *(at(key, value(row, key), unit) for key in extras if key not in SCALE_AXES)])
 
 
+def label(name: str) -> MetricLabel:
+    """How a metric is written; of any other than these by its name."""
+    return METRICS.get(name, MetricLabel(name, 3))
+
+
 def metric(name: str, value: float) -> str:
     """A metric's value with its unit."""
-    unit, digits = METRICS.get(name, (name, 3))
+    unit, digits, _ = label(name)
     return f"{number(value, digits)}{'' if unit.startswith('%') else ' '}{unit}"
 
 

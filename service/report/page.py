@@ -13,6 +13,7 @@ from service.report import speed_by_axis as along
 from service.report import wall_time as wall
 from service.report.document import Page, PageSection
 from service.report.model_curve import model_of
+from service.report.phase_shares import shares_text
 from service.report.plotly_marks import MOST_SERIES, Figure
 from service.report.run_records import Records, axes, ended, ran, read_records
 from service.runs.result import RunResult, StageRow
@@ -79,7 +80,7 @@ def sweep_page(records: Records) -> Page:
         lead = ["No trial is complete: nothing to compare yet.", f"{len(ended(points))} of {len(points)} trials have ended."]
         return Page("sweep", result.name, result.status, lead, sections, notes=winner.without_result(rows))
     metric, mode = winner.judged(result)
-    shares = winner.step_shares(best.metrics)
+    shares = shares_text(best.metrics)
     reason = winner.why(rows, best, metric, mode, unit) + (f" Its step: {shares}." if shares else "")
     return Page(
         "sweep",
@@ -100,7 +101,7 @@ def run_page(records: Records) -> Page:
     stages = result.stages
     student = next((stage for stage in stages if stage.stage == "student" and stage.metrics), None)
     lead = [f"The {stage.stage} {stage.model} {reached(stage)}" for stage in reversed(stages)] or ["No stage is complete yet."]
-    if student and (shares := winner.step_shares(student.metrics)):
+    if student and (shares := shares_text(student.metrics)):
         lead.insert(1, f"A step of the student: {shares}.")
     labels = [h.label for h in histories]
     sections = [

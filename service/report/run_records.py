@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -99,20 +100,31 @@ def read_records(run_dir: RunDir, result: RunResult, experiment: Experiment, sou
     if result.kind != "sweep":
         stages = [(name, run_dir.stage(name)) for name in (*experiment.preparation, "student")]
         histories = [read_history(name, stage, steps=True) for name, stage in stages if stage.metrics.exists()]
-        return Records(run_dir.root, result, flat, sources, (), histories, hangs_of(run_dir))
+        return Records(run_dir.root, result, flat, sources, (), histories, hangs_of(run_dir, result))
     rows, histories = [], []
     for row in result.rows:
         history = read_history(f"trial {row.id}", run_dir.trial(row.id).stage("student"), steps=False)
         rows.append(Row.of(row, history.windows_s))
         if history.lines:
             histories.append(history)
-    return Records(run_dir.root, result, flat, sources, rows, histories, hangs_of(run_dir))
+    return Records(run_dir.root, result, flat, sources, rows, histories, hangs_of(run_dir, result))
 
 
-def hangs_of(run_dir: RunDir) -> list[str]:
+def hangs_of(run_dir: RunDir, result: RunResult) -> list[str]:
     """A line for each hang of a run, also of the measurements that a guided search repeated."""
-    stages = [StageDir(path.parent) for path in sorted(run_dir.root.rglob("hangs.jsonl"))]
+    stages = stages_with("hangs.jsonl", run_dir, result)
     return hang_lines((str(stage.root.relative_to(run_dir.root)), stage) for stage in stages)
+
+
+def stages_with(name: str, run_dir: RunDir, result: RunResult) -> list[StageDir]:
+    """The stages of a run, and of its trials with every measurement, that have a file of this name.
+
+    By the trials that there are, since Ray's own folders have many files that come and go.
+    """
+    stages = [StageDir(Path(path).parent) for path in sorted(glob.glob(f"{glob.escape(str(run_dir.root))}/*/{name}"))]
+    trials = [(run_dir.trial(row.id), len(row.each_measurement)) for row in result.rows]
+    measured = (trial.measurement(number) for trial, count in trials for number in range(count + 1))
+    return [*stages, *(stage for stage in measured if (stage.root / name).exists())]
 
 
 def read_history(label: str, stage: StageDir, steps: bool) -> History:

@@ -112,7 +112,7 @@ def page_table(result: RunResult) -> PageTable | None:
     if not found:
         return None
     metric, mode = judged(result)
-    what, digits = names.METRICS.get(metric, (metric, 3))
+    what, digits, _ = names.label(metric)
     first = found[0].label
     heads = ["point", "seeds", f"mean {what}", "±"]
     heads += [f"difference to {first}", f"{1 - LEVEL:.0%} interval", "p (Holm)", "significant"]
@@ -151,7 +151,7 @@ def seeds_sentence(result: RunResult) -> list[str]:
     text = f"Over seeds {best.label} is best: {names.metric(metric, best.mean)}, the mean of {len(best.of)}"
     if (d := best.difference) is None:
         return [f"{text}."]
-    digits = names.METRICS.get(metric, (metric, 3))[1]
+    digits = names.label(metric).digits
     sure = f"{1 - LEVEL:.0%} interval of {d.num} pairs; {'' if d.significant else 'not '}significant"
     return [f"{text}, {d.mean:+.{digits}f} ± {d.half:.{digits}f} compared with {found[0].label} ({sure})."]
 
@@ -163,7 +163,7 @@ def seeds_figure(result: RunResult) -> marks.Figure | None:
     if not found or numbers is None:
         return None
     first, metric = all_groups[0].label, judged(result)[0]
-    what, digits = names.METRICS.get(metric, (metric, 3))
+    what, digits, _ = names.label(metric)
     labels = [marks.unformatted(group.label) for group in found]
     differences = [group.difference for group in found if group.difference]
     tips = [

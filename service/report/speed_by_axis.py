@@ -37,7 +37,8 @@ def over_axis(rows: Sequence[Row], best: Row, key: str, model: StepTime | None, 
         xs = [value(row, key) if numeric else marks.unformatted(value(row, key)) for row in part]
         return xs, [row.metrics["images_per_s"] for row in part], [tip(row, unit, keys) for row in part]
 
-    rest = [row for row in measured if row not in inside]
+    named = {row.id for row in inside}
+    rest = [row for row in measured if row.id not in named]
     traces: list[Trace] = [marks.faint("other trials", *points(rest))] if rest else []
     for index, chosen, part in series:
         name = names.at(second, chosen, unit) if second else "measured"

@@ -8,18 +8,18 @@ from rich.table import Table
 
 from service.config.space import SCALE_AXES
 from service.report.labels import epoch_seconds_text, natural, number
-from service.report.ranks import ago, rank_lines
+from service.report.phase_shares import PhaseShare, phase_shares
 from service.report.run_records import hangs_of, rows_of
 from service.report.seeds import seed_table, seeds_sentence
 from service.report.text_table import text_table
+from service.report.under_way import UnderWay
 from service.report.winner import command
 from service.report.winner import lines as sentences
 from service.runs.result import RunResult
 from service.runs.stored.stored_runs import display_name
 from service.search.rows import probes
-from trainables.metrics.phases import ALL_PHASES
 from trainables.metrics.telemetry import decode_throttle
-from trainables.rundir import RunDir, StageDir, read_lines
+from trainables.rundir import RunDir
 
 __all__ = ["number", "report_of", "sweep_table", "verdict"]
 
@@ -29,14 +29,14 @@ def sweep_table(result: RunResult, only: Collection[str] | None = None) -> Table
 
     `only`: the trials that there is room for.
 
-    Columns as users of distributed training read them: GPUs × batch × loader workers → s/step, of it data, images/s, s/epoch.
+    Columns as users of distributed training read them: workers × batch × loader workers → s/step, of it data, images/s, s/epoch.
     """
     trials = [trial for trial in result.rows if trial.status != "untested"]
     points, tried = probes(result.rows), probes(trials)
     count = f"{len(tried)} of {len(points)} points" if len(tried) < len(points) else f"{len(trials)} trials"
     table = Table(title=f"{result.name}: {count} by {result.metric} ({result.mode})", title_justify="left")
     extra = [key for key in result.space if key not in SCALE_AXES]
-    left = ("trial", "GPUs" if result.use_gpu else "procs", "batch", "workers", *extra)
+    left = ("trial", "GPUs" if result.use_gpu else "workers", "batch", "loader workers", *extra)
     right = ("s/step", "data_s (min–max)", "data %", "images/s", "s/epoch", "top-1 %", "status")
     for name in (*left, *right):
         table.add_column(name, justify="left" if name == "status" else "right", no_wrap=name != "status")
@@ -77,13 +77,11 @@ def data_seconds(m: Mapping[str, float]) -> str:
 
 def phase_table(metrics: Mapping[str, float], title: str) -> Table:
     """Where a step's time goes: milliseconds per phase and their share of the step."""
-    step = metrics.get("phase/step_ms") or float("nan")
     rows = []
-    for phase in (*ALL_PHASES, "step"):
-        mean = metrics.get(f"phase/{phase}_ms")
-        if mean is not None:
-            spread = (number(metrics.get(f"phase/{phase}_{name}_ms")) for name in ("min", "p50", "p95", "max"))
-            rows.append([phase, number(mean), *spread, number(100 * mean / step, 1)])
+    step = [PhaseShare("step", metrics["phase/step_ms"], 1.0)] if "phase/step_ms" in metrics else []
+    for phase, mean_ms, share in [*phase_shares(metrics), *step]:
+        spread = (number(metrics.get(f"phase/{phase}_{name}_ms")) for name in ("min", "p50", "p95", "max"))
+        rows.append([phase, number(mean_ms), *spread, number(100 * share, 1)])
     return text_table(title, ["phase", "mean ms", "min", "p50", "p95", "max", "share %"], rows, left=("phase",))
 
 
@@ -148,9 +146,11 @@ def report_of(result: RunResult, run_dir: RunDir) -> list[Any]:
         parts.append(f"train at that point: {command(run_dir.root, result.best)}")
     for stage in result.stages:
         parts += measured(stage.metrics, f"the {stage.stage}") if stage.metrics else []
-    parts += hangs_of(run_dir)
+    parts += hangs_of(run_dir, result)
     if result.status != "complete":
-        parts += [*under_way(run_dir), f"continue it with: distill resume {run_dir.root}"]
+        parts += UnderWay(run_dir).lines(result)
+    if result.status in ("interrupted", "failed"):
+        parts.append(f"continue it with: distill resume {display_name(run_dir.root)}")
     return parts
 
 
@@ -170,16 +170,3 @@ def compared(result: RunResult, only: Collection[str] | None = None) -> list[Any
     """A sweep's trials, what its points are over several seeds, and what that says. `only`: as in `sweep_table`."""
     over_seeds = seed_table(result)
     return [sweep_table(result, only), *([over_seeds] if over_seeds else []), *verdict(result), *seeds_sentence(result)]
-
-
-def under_way(run_dir: RunDir) -> list[str]:
-    """How far each stage is that has begun and not ended."""
-    lines = []
-    for path in sorted(run_dir.root.rglob("metrics.jsonl")):
-        stage = StageDir(path.parent)
-        if not stage.result.exists() and (records := read_lines(path)):
-            speeds = (record["metrics"].get("train/images_per_s") for record in reversed(records))
-            where, speed = stage.root.relative_to(run_dir.root), number(next(filter(None, speeds), None), 1)
-            lines.append(f"{where}: step {records[-1]['step']}, {speed} images/s, last record {ago(records[-1]['time_ms'])}")
-            lines += rank_lines(stage)
-    return lines

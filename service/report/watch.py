@@ -9,14 +9,15 @@ from rich.text import Text
 
 from service.report.page import write_page
 from service.report.run_records import UNRUN
-from service.report.terminal_tables import overview, under_way
+from service.report.terminal_tables import overview
+from service.report.under_way import UnderWay
 from service.runs.result import RunResult
 from service.runs.run_directory import abandoned, as_it_stands, reopen
 from service.search.rows import probes
 from trainables.rundir import RunDir
 
 EVERY_S = 3.0
-SHARE = 0.1  # of a core that writing the page may take from the run that is watched
+SHARE = 0.1  # of a core that tables and page may take from the run that is watched
 ABOUT_ROWS = 12  # of a screen that is not the table
 
 
@@ -30,17 +31,17 @@ def watch(directory: Path, console: Console, html: Path | None) -> tuple[RunDir,
         KeyboardInterrupt: the reader has seen enough.
     """
     _, run_dir, result = reopen(directory)
-    shown, due = "", 0.0
+    under_way, shown, due = UnderWay(run_dir), "", 0.0
     with Live(console=console, auto_refresh=False, transient=True) as live:
         while result.status == "running":
-            if console.is_terminal:
-                parts = [*overview(result, run_dir, rows_on_screen(result, console.height)), *under_way(run_dir)]
-                live.update(Group(*(Text(part) if isinstance(part, str) else part for part in parts)), refresh=True)
-            elif (now := progress(result)) != shown:  # in a file: a line for every change
-                console.print(now, soft_wrap=True)
-                shown = now
             began = time.monotonic()
             if began >= due:
+                if console.is_terminal:
+                    parts = [*overview(result, run_dir, rows_on_screen(result, console.height)), *under_way.lines(result)]
+                    live.update(Group(*(Text(part) if isinstance(part, str) else part for part in parts)), refresh=True)
+                elif (now := progress(result)) != shown:  # in a file: a line for every change
+                    console.print(now, soft_wrap=True)
+                    shown = now
                 write_page(run_dir, result, html)
                 due = time.monotonic() + max(EVERY_S, (time.monotonic() - began) / SHARE)
             time.sleep(EVERY_S)

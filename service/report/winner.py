@@ -3,7 +3,7 @@
 import json
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,14 @@ from service.config.experiment import read_resolved
 from service.config.space import LOADER_WORKERS
 from service.config.sweep import FRONT, TIME, TIME_S
 from service.report import labels as names
+from service.report.phase_shares import shares_text
 from service.report.run_records import UNRUN, Row, axes, best_of, ended, ran, rows_of, value
 from service.runs.result import RunResult, TrialRow
 from service.search.rows import probes
 from trainables.errors import ExperimentError
-from trainables.metrics.phases import ALL_PHASES
 from trainables.rundir import RunDir
 
 BEYOND = 1.96  # standard errors that a difference has to be beyond
-LEAST_SHARE = 0.005  # of a step, below which a phase is not worth its name in a sentence
-SPEEDS = ("images_per_s", "epoch_s", "step_s", "gpu_s_per_epoch", TIME_S)
 
 
 def won(best: Row, unit: str, keys: Sequence[str], name: str) -> str:
@@ -48,31 +46,26 @@ def why(rows: Sequence[Row], best: Row, metric: str, mode: str, unit: str) -> st
                 f"{names.at(key, value(best, key), unit)}: {against(best, runner_up, metric, mode)} {value(runner_up, key)}"
             )
     if not sentences:
-        what = names.METRICS.get(metric, (metric, 0))[0].removeprefix("% ")
+        what = names.label(metric).unit.removeprefix("% ")
         return f"It has the {'most' if mode == 'max' else 'least'} {what} of {names.counted(len(compared), 'trial')} that ran."
     return f"Compared with the next best value of each axis, the others unchanged: {'; '.join(sentences)}."
 
 
 def against(best: Row, runner_up: Row, metric: str, mode: str) -> str:
-    """How much better than another trial, or that the steps' spread leaves it open."""
+    """How much better than another trial, or that the steps' spread leaves it open; the other one's value follows."""
     a, b = float(best.metrics[metric]), float(runner_up.metrics[metric])
-    if metric not in SPEEDS or a <= 0 or b <= 0:
+    compared = names.label(metric).compared
+    if not compared or a <= 0 or b <= 0:
         return f"{a - b:+.2f} points over" if metric.endswith("_pct") else f"{a - b:+.4g} over"
     gain = (a / b if mode == "max" else b / a) - 1
     errors = [row.error for row in (best, runner_up)]
-    if None not in errors and abs(gain) < BEYOND * math.hypot(*(float(error or 0.0) for error in errors)):
-        return f"{gain:+.1%}, within noise, over"
-    return f"{1 + gain:.1f} times as fast as" if gain >= 1 else f"{gain:+.1%} over"
-
-
-def step_shares(metrics: Mapping[str, float]) -> str | None:
-    """Where a step's time goes, the longest phase first."""
-    shares = {phase: metrics[f"phase/{phase}_ms"] for phase in ALL_PHASES if metrics.get(f"phase/{phase}_ms")}
-    total = metrics.get("phase/step_ms") or sum(shares.values())
-    if not shares or not total:
-        return None
-    ranked = sorted(shares.items(), key=lambda item: -item[1])
-    return ", ".join(f"{phase} {100 * ms / total:.0f}%" for phase, ms in ranked if ms >= LEAST_SHARE * total)
+    is_noise = None not in errors and abs(gain) < BEYOND * math.hypot(*(float(error or 0.0) for error in errors))
+    than = ", within noise, than" if is_noise else " than"
+    if compared == "cost":
+        return f"costs {abs(1 - a / b):.1%} {'less' if a <= b else 'more'}{than}"
+    if gain >= 1 and not is_noise:
+        return f"{1 + gain:.1f} times as fast as"
+    return f"{abs(gain):.1%} {'faster' if gain >= 0 else 'slower'}{than}"
 
 
 def judged(result: RunResult) -> tuple[str, str]:
@@ -181,6 +174,6 @@ def lines(result: RunResult, rows: Sequence[Row]) -> list[str]:
     unit, (metric, mode) = result.unit, judged(result)
     sentences = [f"best: trial {best.id} with {won(best, unit, axes(rows), metric)}"]
     sentences.append(why(rows, best, metric, mode, unit))
-    if shares := step_shares(best.metrics):
+    if shares := shares_text(best.metrics):
         sentences.append(f"its step: {shares}")
     return [*sentences, *on_the_front(result), *without_result(rows), *bound(result), *doubts(result)]

@@ -6,11 +6,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 from rich.console import RenderableType
 
+import service
 from service.cluster.local_ray import RayLostError
 from service.config.dotted import flatten
 from service.config.experiment import Resolved
@@ -114,7 +116,7 @@ def _open(resolved: Resolved, run_dir: RunDir, display: Display, reporter: Resul
     if experiment.tracking.enabled:
         uri = experiment.tracking.uri or default_uri(runs_root_of(result))
         target = MlflowTarget(uri=uri, experiment=experiment.tracking.experiment)
-        tracker = Tracker(run_dir, uri, experiment.tracking.experiment)
+        tracker = Tracker(run_dir, uri, experiment.tracking.experiment, name=display_name(run_dir.root))
         tracker.start_run(kind, run_dir.root.name, params=flatten(experiment.model_dump(mode="json")), tags=code_tags(kind))
         tracker.artifact(kind, run_dir.experiment)
     session = Session(resolved, run_dir, display, reporter, tracker, result, earlier_s=result.seconds, began_s=began_s)
@@ -150,14 +152,18 @@ def start_tracking(session: Session) -> None:
 
 
 def code_tags(kind: str) -> dict[str, str]:
-    """Tags that say what code ran."""
-    tags = {"raydistill.kind": kind}
+    """Tags that say what code ran: the version, and the commit where that is a checkout."""
+    tags = {"raydistill.kind": kind, "raydistill.version": version("raydistill")}
+    checkout = Path(service.__file__).parents[1]
+    if not (checkout / ".git").exists():  # an installed package, whose folder may lie in somebody else's checkout
+        return tags
     try:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False)
+        command = ["git", "-C", str(checkout), "rev-parse", "HEAD"]
+        commit = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
     except (OSError, subprocess.TimeoutExpired):  # no git, or none that answers: the tag is left out
         return tags
     if commit.returncode == 0:
-        tags["git_commit"] = commit.stdout.strip()
+        tags["raydistill.commit"] = commit.stdout.strip()
     return tags
 
 

@@ -46,11 +46,11 @@ def refusals() -> Iterator[None]:
         yield
     except MlflowException as error:
         if error.error_code in REFUSALS:
-            raise RefusedError(error.message) from error
+            raise RefusedError(f"MLflow refuses it: {error.message}") from error
         raise
     except requests.HTTPError as error:
         if error.response is not None and error.response.status_code in REFUSED_STATUS:
-            raise RefusedError(str(error)) from error
+            raise RefusedError(f"MLflow refuses it: {error}") from error
         raise
 
 
@@ -108,6 +108,12 @@ class Store:
         with refusals():
             self._client.set_terminated(run_id, status, time_ms)
 
+    def is_deleted(self, run_id: str) -> bool:
+        """Whether a run was deleted and can be restored."""
+        with contextlib.suppress(RefusedError), refusals():  # there is no such run any more, which records are refused for
+            return bool(self._client.get_run(run_id).info.lifecycle_stage == "deleted")
+        return False
+
     def delete_run(self, run_id: str) -> None:
         """Remove a run."""
         with refusals():
@@ -121,14 +127,14 @@ class Store:
     def log_artifact(self, run_id: str, path: Path, artifact_path: str) -> None:
         """Copy a file or folder into the run's artifacts, over what stands there."""
         if not path.exists():
-            raise RefusedError(f"{path} is gone")
+            raise RefusedError(f"{path} is gone: not sent")
         with refusals():
             self._client.log_artifact(run_id, str(path), artifact_path or None)
 
     def log_model(self, run_id: str, checkpoint: Path, tag: str) -> None:
         """Log a checkpoint's weights as a model of this run, unless that is done. `tag` names the run."""
         if not checkpoint.exists():
-            raise RefusedError(f"{checkpoint} is gone")
+            raise RefusedError(f"{checkpoint} is gone: not sent")
         with tempfile.TemporaryDirectory(dir=self._scratch, prefix="model-") as folder, refusals():
             weights = Path(folder) / "student.safetensors"
             metadata = copy_weights(checkpoint, weights)

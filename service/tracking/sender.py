@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from service.tracking.spool import CHUNK_BYTES, Cursor, Delivery, RefusedError, Row, Spool, Tail, Target
+from service.tracking.spool import CHUNK_BYTES, Cursor, Delivery, RefusedError, Row, Spool, Tail, Target, is_event
 from trainables.errors import printable
 from trainables.redact import redact
 from trainables.rundir import lines_after
@@ -41,16 +41,16 @@ PER_REQUEST = {"params": 100, "tags": 100, "metrics": 1000}
 NOT_FOLLOWED = ("start", "resume", "summary")
 """Records of a stage that say where it began, which is in its parameters, or what the driver records itself when it has ended."""
 
-MLFLOW_NAMES = {"git_commit": "mlflow.source.git.commit"}
+MLFLOW_NAMES = {"raydistill.commit": "mlflow.source.git.commit"}
 """Tags that MLflow's pages look for under names of their own."""
 
 
 class Sender:
-    """One spool, one store. Whoever holds the spool's lock calls it."""
+    """One spool, one store. Whoever holds the spool's lock calls it. `name`: the run directory as the user names it."""
 
-    def __init__(self, spool: Spool, target: Target):
+    def __init__(self, spool: Spool, target: Target, name: str):
         self.uri = target.uri
-        self._spool, self._target = spool, target
+        self._spool, self._target, self._name = spool, target, name
         self._store: Store | None = None
         self._cursor = Cursor()
         self._rows: dict[tuple[str, str], list[Row]] = {}
@@ -59,48 +59,59 @@ class Sender:
         self._num_sent = 0
         self._num_refused = 0
         self._trouble = ""
+        self._upload_trouble = ""
+        """Why a file could not be uploaded in this delivery; no other one is tried in it."""
 
-    def try_deliver(self) -> bool:
+    def try_deliver(self, *, retry_refused: bool = False) -> bool:
         """Send everything that lies in the spool and the followed files; False where the store did not take all of it.
 
         Nothing is raised: a store that is away, busy or misconfigured is a reason to try again later, said once an outage.
+        Where it only takes no files, everything else arrives. `retry_refused`: send first what was set aside as refused.
         """
+        trouble = ""
         try:
-            self._deliver()
+            self._deliver(retry_refused)
+            if self._upload_trouble:
+                waiting = counted(len(self._cursor.deferred), "artifact waits", "artifacts wait")
+                trouble = f"metrics are sent to {self._where}; {waiting}: {self._upload_trouble}"
         except Exception as error:
-            reason = redact(one_line(root_cause(error)))
-            if not self._trouble:
-                log.warning("tracking: %s takes no records now (%s); they wait in %s", self._where, reason, self._spool.root)
-            self._trouble = reason
-            return False
-        if self._trouble:
-            log.info("tracking: %s takes records again", self._where)
-        self._trouble = ""
-        return True
+            trouble = f"{self._where} takes no records now ({reason_of(error)})"
+        if trouble and not self._trouble:
+            log.warning("tracking: %s; what is left waits in %s", trouble, self._spool.root)
+        elif self._trouble and not trouble:
+            log.info("tracking: %s takes everything again", self._where)
+        self._trouble = trouble
+        return not trouble
 
     def summary(self) -> Delivery:
         """Records sent by this sender, records left, and a line that says what to do about them."""
         num_pending = self._spool.num_pending(self.uri)
+        but = f", but for {self._num_refused} that it cannot take, kept in {self._spool.refused}" if self._num_refused else ""
         if not num_pending:
-            but = f", but refused {self._num_refused}, kept in {self._spool.refused}" if self._num_refused else ""
             return Delivery(self._num_sent, 0, f"MLflow was sent every record ({self._where}){but}")
-        why = f": {self._trouble}" if self._trouble else ""
-        left = f"{num_pending} records wait on disk, {self._where} has not taken them yet{why}"
-        return Delivery(self._num_sent, num_pending, f"{left}; later: distill sync {self._spool.root.parent}")
+        left = self._trouble or f"{self._where} has not taken them yet"
+        if num_pending > len(self._cursor.deferred):
+            left = f"{counted(num_pending, 'record waits', 'records wait')} on disk: {left}"
+        return Delivery(self._num_sent, num_pending, f"{left}{but}; later: distill sync {self._name}")
 
     @property
     def _where(self) -> str:
         return redact(self.uri)
 
-    def _deliver(self) -> None:
+    def _deliver(self, retry_refused: bool) -> None:
         store = self._store or self._connect()
         self._rows.clear()
         self._num_unsaved = 0
+        self._upload_trouble = ""
+        if retry_refused:
+            self._retry_refused(store)
         while lines := lines_after(self._spool.events, self._cursor.offset, CHUNK_BYTES):
             before = self._cursor.offset
             for line in lines:
                 event = line.record
-                if event is not None and event["op"] in PER_REQUEST:
+                if event is not None and not is_event(event):
+                    self._set_aside([event], "no event that this version knows")
+                elif event is not None and event["op"] in PER_REQUEST:
                     self._wait_for_more(event)
                 elif event is not None:
                     self._commit(store, before)
@@ -111,6 +122,7 @@ class Sender:
         for tail in self._cursor.tails:
             if tail.open:
                 self._drain(store, tail)
+        self._upload_deferred(store)
 
     def _connect(self) -> Store:
         os.environ.update(CLIENT_ENVIRONMENT)
@@ -124,31 +136,33 @@ class Sender:
 
     def _wait_for_more(self, event: dict[str, Any]) -> None:
         """Parameters, tags and metrics of many events go in one request."""
-        self._num_unsaved += 1
         try:
             self._rows.setdefault((event["key"], event["op"]), []).extend(rows(event))
         except RefusedError as refusal:
-            self._set_aside(event, refusal)
+            self._set_aside([event], one_line(refusal))
+        else:
+            self._num_unsaved += 1
 
     def _carry_out(self, store: Store, event: dict[str, Any]) -> None:
         """Every other event is a request of its own."""
+        key, is_sent = event["key"], True
         try:
             match event["op"]:
                 case "run":
                     self._begin(store, event)
                 case "follow":
                     self._follow(event)
-                case "artifact":
-                    store.log_artifact(self._run_id(event["key"]), self._spool.path_of(event["path"]), event["artifact_path"])
-                case "model":
-                    store.log_model(self._run_id(event["key"]), self._spool.path_of(event["path"]), self._tag(event["key"]))
+                case "artifact" | "model":
+                    is_sent = self._upload(store, event)
                 case "end":
                     self._end(store, event)
-                case op:
-                    raise RefusedError(f"no event {op!r} is known")
         except RefusedError as refusal:
-            self._set_aside(event, refusal)
-        self._num_unsaved += 1
+            reason = self._reason(store, key, refusal)
+            if event["op"] == "run" and key not in self._cursor.refused_runs:
+                self._refuse_run(key, f"MLflow's run of {key} cannot be begun: {reason}")
+            self._set_aside([event], self._cursor.refused_runs.get(key, reason))
+        else:
+            self._num_unsaved += is_sent
 
     def _commit(self, store: Store, end: int) -> None:
         """Send what waits, then move the cursor behind it."""
@@ -173,20 +187,46 @@ class Sender:
         try:
             store.log(self._run_id(key), kind, part)
         except RefusedError as refusal:
-            if len(part) == 1:
-                self._set_aside({"key": key, "kind": kind, "row": part[0]}, refusal)
+            reason = self._reason(store, key, refusal)
+            if len(part) == 1 or key in self._cursor.refused_runs or key not in self._cursor.runs:
+                self._set_aside([{"key": key, "kind": kind, "row": row} for row in part], reason)
                 return
             middle = len(part) // 2
             self._send(store, key, kind, part[:middle])
             self._send(store, key, kind, part[middle:])
 
-    def _set_aside(self, record: Mapping[str, Any], refusal: RefusedError) -> None:
-        if not self._num_refused:
-            log.warning(
-                "tracking: MLflow refuses a record (%s); such records are kept in %s", one_line(refusal), self._spool.refused
-            )
-        self._num_refused += 1
-        self._spool.set_aside(record, one_line(refusal))
+    def _reason(self, store: Store, key: str, refusal: RefusedError) -> str:
+        """Why a record of run `key` is refused. What a run is refused for as a whole is found out once."""
+        run_id = self._cursor.runs.get(key)
+        if run_id and key not in self._cursor.refused_runs and store.is_deleted(run_id):
+            self._refuse_run(key, f"run {run_id} ({key}) was deleted in MLflow: restore it there, then distill sync {self._name}")
+        return self._cursor.refused_runs.get(key) or one_line(refusal)
+
+    def _refuse_run(self, key: str, reason: str) -> None:
+        """From now on all records of a run are set aside without a request."""
+        self._cursor.refused_runs[key] = reason
+        log.warning("tracking: %s; its records are kept in %s", reason, self._spool.refused)
+
+    def _set_aside(self, records: Sequence[Mapping[str, Any]], reason: str) -> None:
+        if not self._num_refused and reason not in self._cursor.refused_runs.values():
+            log.warning("tracking: a record cannot be sent (%s); such records are kept in %s", reason, self._spool.refused)
+        self._num_refused += len(records)
+        self._spool.set_aside(records, reason)
+
+    def _retry_refused(self, store: Store) -> None:
+        """Send what was refused before: a run may have been restored, a server mended."""
+        self._cursor.refused_runs.clear()
+        with self._spool.retried() as records:
+            for record in records:
+                if is_event(record) and record["op"] not in PER_REQUEST:
+                    self._flush(store)
+                    self._carry_out(store, record)
+                elif record.keys() >= {"key", "kind", "row"} and record["kind"] in PER_REQUEST:
+                    self._rows.setdefault((record["key"], record["kind"]), []).append(tuple(record["row"]))
+                else:
+                    self._set_aside([record], str(record.get("reason")))
+            self._flush(store)
+            self._save()
 
     def _drain(self, store: Store, tail: Tail) -> None:
         """Send a followed file's new lines."""
@@ -197,35 +237,45 @@ class Sender:
                     try:
                         self._rows.setdefault((tail.key, "metrics"), []).extend(rows(record, tail.prefix))
                     except RefusedError as refusal:
-                        self._set_aside(record, refusal)
-                    self._num_unsaved += 1
+                        self._set_aside([record], one_line(refusal))
+                    else:
+                        self._num_unsaved += 1
             self._flush(store)
             tail.offset = lines[-1].end
             self._save()
 
     def _run_id(self, key: str) -> str:
+        if reason := self._cursor.refused_runs.get(key):
+            raise RefusedError(reason)
         if key not in self._cursor.runs:
             raise RefusedError(f"no run {key!r} was begun")
         return self._cursor.runs[key]
 
     def _begin(self, store: Store, event: dict[str, Any]) -> None:
+        key, tags = event["key"], event["tags"]
+        if run_id := self._cursor.runs.get(key):
+            store.reopen_run(run_id)
+        else:
+            self._cursor.runs[key] = self._open_run(store, event)
+        self._cursor.refused_runs.pop(key, None)
+        self._rows[key, "params"] = list(event["params"].items())
+        self._rows[key, "tags"] = [*tags.items(), *((MLFLOW_NAMES[name], tags[name]) for name in tags if name in MLFLOW_NAMES)]
+
+    def _open_run(self, store: Store, event: dict[str, Any]) -> str:
+        """Find the run of an event, or create it. Its id; the run is known once its first metric has arrived."""
         key = event["key"]
-        known = key in self._cursor.runs
-        found = [self._cursor.runs[key]] if known else store.find_runs(self._tag(key))
-        if found:
-            store.reopen_run(found[0])
-            self._cursor.runs[key] = found[0]
+        if found := store.find_runs(self._tag(key)):
+            run_id = found[0]
+            store.reopen_run(run_id)
         else:
             # Counted before asking: where the answer is lost the run may exist, now or when a slow server gets to it.
             self._cursor.creates[key] = self._cursor.creates.get(key, 0) + 1
             self._spool.save_cursor(self.uri, self._cursor)
             parent_id = self._cursor.runs.get(event["parent"])
-            self._cursor.runs[key] = store.create_run(self._tag(key), event["name"], parent_id, event["time_ms"])
-        tags = event["tags"]
-        self._rows[key, "params"] = list(event["params"].items())
-        self._rows[key, "tags"] = [*tags.items(), *((MLFLOW_NAMES[name], tags[name]) for name in tags if name in MLFLOW_NAMES)]
-        if not known and (first := event.get("first_metric")):
-            self._rows[key, "metrics"] = [(first, math.nan, event["time_ms"], 0)]
+            run_id = store.create_run(self._tag(key), event["name"], parent_id, event["time_ms"])
+        if first := event.get("first_metric"):
+            store.log(run_id, "metrics", [(first, math.nan, event["time_ms"], 0)])
+        return run_id
 
     def _tag(self, key: str) -> str:
         return f"{self._target.spool_id}/{key}"
@@ -235,7 +285,33 @@ class Sender:
             if (tail.key, tail.path) == (event["key"], event["path"]):
                 tail.open = True
                 return
-        self._cursor.tails.append(Tail(event["key"], event["path"], event["prefix"]))
+        self._cursor.tails.append(Tail(key=event["key"], path=event["path"], prefix=event["prefix"]))
+
+    def _upload(self, store: Store, event: dict[str, Any]) -> bool:
+        """Whether a file was sent. Else it is deferred: a server that takes records may have nowhere to put files."""
+        self._cursor.deferred = [other for other in self._cursor.deferred if upload_of(other) != upload_of(event)]
+        run_id, path = self._run_id(event["key"]), self._spool.path_of(event["path"])
+        if not self._upload_trouble:
+            try:
+                if event["op"] == "model":
+                    store.log_model(run_id, path, self._tag(event["key"]))
+                else:
+                    store.log_artifact(run_id, path, event["artifact_path"])
+                return True
+            except RefusedError:
+                raise
+            except Exception as error:
+                self._upload_trouble = reason_of(error)
+        self._cursor.deferred.append(event)
+        return False
+
+    def _upload_deferred(self, store: Store) -> None:
+        """Try again what was deferred, until one fails: most likely the others would too. It is the last one of the next time."""
+        for event in list(self._cursor.deferred):
+            if self._upload_trouble:
+                break
+            self._carry_out(store, event)
+            self._save()
 
     def _end(self, store: Store, event: dict[str, Any]) -> None:
         key = event["key"]
@@ -264,6 +340,21 @@ def rows(record: Mapping[str, Any], prefix: str = "") -> list[Row]:
         return [(prefix + name, float(value), time_ms, step) for name, value in record["metrics"].items()]
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise RefusedError(f"not a record of ours: {error!r}") from error
+
+
+def upload_of(event: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What an artifact or model event uploads, and where to: as the file is by then, and so the same for equal events."""
+    return event["op"], event["key"], event["path"], event.get("artifact_path")
+
+
+def counted(number: int, one: str, several: str) -> str:
+    """`1 record waits`, `2 records wait`."""
+    return f"{number} {one if number == 1 else several}"
+
+
+def reason_of(error: Exception) -> str:
+    """Why a request failed, in one line without secrets."""
+    return redact(one_line(root_cause(error)))
 
 
 def root_cause(error: BaseException) -> BaseException:

@@ -1,22 +1,37 @@
 """What is on its way to the tracking store, on disk: events that the driver appends, and how far each file was delivered.
 
-Nothing here knows the store. `events.jsonl` and `target.json` are the truth; what else lies in the folder can be found out again.
+Nothing here knows the store. `events.jsonl` and `target.json` are the truth; `sent.json` can be found out again.
 """
 
 import contextlib
 import json
-import threading
+import os
 import uuid
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from trainables.errors import ExperimentError
 from trainables.locks import try_lock
 from trainables.redact import redact
-from trainables.rundir import RunDir, append_line, lines_after, write_json, write_text
+from trainables.rundir import RunDir, append_line, append_lines, lines_after, write_json, write_text
 
 CHUNK_BYTES = 64 * 1024
+VERSION = 1
+"""Of `target.json` and `sent.json`. Files without a version are older; they are read."""
+EVENT_FIELDS: Mapping[str, frozenset[str]] = {
+    "run": frozenset({"name", "parent", "params", "tags"}),
+    "params": frozenset({"values"}),
+    "tags": frozenset({"values"}),
+    "metrics": frozenset({"step", "metrics"}),
+    "follow": frozenset({"path", "prefix"}),
+    "artifact": frozenset({"path", "artifact_path"}),
+    "model": frozenset({"path"}),
+    "end": frozenset({"status"}),
+}
+"""Kind of an event → what it has besides `op`, `key` and `time_ms`."""
 
 
 Row = tuple[Any, ...]
@@ -35,16 +50,22 @@ class Delivery(NamedTuple):
     message: str
 
 
-class Target(NamedTuple):
+class SpoolPart(BaseModel):
+    """A part of a spool's files. Keys that this version does not know are left out."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class Target(SpoolPart):
     """Where a spool's records belong. `spool_id` distinguishes its runs from those of every other run directory in one store."""
 
+    version: Literal[0, 1] = 0
     spool_id: str
     uri: str
     experiment: str
 
 
-@dataclass
-class Tail:
+class Tail(SpoolPart):
     """A file of metric records that belongs to run `key`, delivered up to `offset`; not open: its run has ended."""
 
     key: str
@@ -54,17 +75,26 @@ class Tail:
     open: bool = True
 
 
-@dataclass
-class Cursor:
+class Cursor(SpoolPart):
     """How far one store was served."""
 
     offset: int = 0
     experiment_id: str = ""
-    runs: dict[str, str] = field(default_factory=dict)
+    runs: dict[str, str] = Field(default_factory=dict)
     """Our run key → the store's run id."""
-    creates: dict[str, int] = field(default_factory=dict)
+    creates: dict[str, int] = Field(default_factory=dict)
     """Our run key → how often its creation was asked for; counted before asking, since the answer may never come."""
-    tails: list[Tail] = field(default_factory=list)
+    tails: list[Tail] = Field(default_factory=list)
+    deferred: list[dict[str, Any]] = Field(default_factory=list)
+    """Events behind `offset` whose files could not be uploaded, without their time, each once; those tried last stand last."""
+    refused_runs: dict[str, str] = Field(default_factory=dict)
+    """Our run key → why the store takes nothing for this run."""
+
+
+def is_event(record: Mapping[str, Any]) -> bool:
+    """Whether a line of `events.jsonl` is an event as this version writes it."""
+    fields = EVENT_FIELDS.get(str(record.get("op")))
+    return fields is not None and record.keys() >= fields | {"op", "key", "time_ms"}
 
 
 class Spool:
@@ -73,29 +103,38 @@ class Spool:
     def __init__(self, run_dir: RunDir):
         self.root = run_dir.spool
         self._run_root = run_dir.root.absolute()
-        self._appending = threading.Lock()
         self.events = self.root / "events.jsonl"
         self._target = self.root / "target.json"
         self._sent = self.root / "sent.json"
         self.refused = self.root / "refused.jsonl"
+        self._retried = self.root / "refused-retried.jsonl"
         self._lock = self.root / "sender.lock"
 
     def aim(self, uri: str, experiment: str) -> Target:
-        """Say where records go from now on; a spool keeps its id."""
+        """Say where records go from now on; a spool keeps its id. Raises ExperimentError: see `target`."""
         before = self.target()
-        target = Target(before.spool_id if before else uuid.uuid4().hex, uri, experiment)
-        write_json(self._target, target._asdict())
+        target = Target(version=VERSION, spool_id=before.spool_id if before else uuid.uuid4().hex, uri=uri, experiment=experiment)
+        write_json(self._target, target.model_dump())
         return target
 
     def target(self) -> Target | None:
-        """What `aim` wrote last."""
-        values = _read_json(self._target)
-        return Target(**values) if values else None
+        """What `aim` wrote last; None: nothing yet.
+
+        Raises:
+            ExperimentError: it is damaged, or a newer version wrote it. With another id every run would be created twice.
+        """
+        try:
+            return Target.model_validate_json(self._target.read_bytes())
+        except FileNotFoundError:
+            return None
+        except ValidationError as error:
+            raise ExperimentError(
+                f"{self._target} is damaged, or of a newer version: put back a copy, or remove it to send everything anew"
+            ) from error
 
     def append(self, op: str, key: str, time_ms: int, **fields: Any) -> None:
-        """Add an event, durably. Raises OSError where the disk does not take it."""
-        with self._appending:
-            append_line(self.events, {"op": op, "key": key, "time_ms": time_ms, **fields})
+        """Add an event, durably; one thread at a time. Raises OSError where the disk does not take it."""
+        append_line(self.events, {"op": op, "key": key, "time_ms": time_ms, **fields})
 
     def name_of(self, path: Path) -> str:
         """`path` as events hold it: relative inside the run directory, so that the directory can be moved."""
@@ -107,25 +146,32 @@ class Spool:
         return self._run_root / name
 
     def cursor(self, uri: str) -> Cursor:
-        """How far the store at `uri` was served; a store that was never met has everything to come."""
-        values = _read_json(self._sent).get(uri)
-        if not values:
+        """How far the store at `uri` was served; one that was never met, or is not known any more, has everything to come."""
+        try:
+            return Cursor.model_validate(self._cursors().get(uri, {}))
+        except ValidationError:
             return Cursor()
-        return Cursor(**{**values, "tails": [Tail(**tail) for tail in values["tails"]]})
 
     def save_cursor(self, uri: str, cursor: Cursor) -> None:
         """Replace the cursor of the store at `uri`, atomically; compact, since it is often written and grows with trials."""
-        values = {**vars(cursor), "tails": [vars(tail) for tail in cursor.tails]}
-        write_text(self._sent, json.dumps({**_read_json(self._sent), uri: values}))
+        write_text(self._sent, json.dumps({**self._cursors(), uri: cursor.model_dump(), "version": VERSION}))
+
+    def _cursors(self) -> dict[str, Any]:
+        """URI → cursor, and the version; {} where there are none, or where they are damaged or of a newer version."""
+        try:
+            cursors = json.loads(self._sent.read_bytes())
+        except (FileNotFoundError, ValueError):
+            return {}
+        return cursors if isinstance(cursors, dict) and cursors.get("version", 0) in (0, VERSION) else {}
 
     def num_pending(self, uri: str) -> int:
-        """Records that the store at `uri` has not taken yet: events, and lines of followed files."""
+        """Records that the store at `uri` has not taken yet: events, lines of followed files, files that were not uploaded."""
         cursor = self.cursor(uri)
         tails = {tail.path: tail.offset for tail in cursor.tails if tail.open}
-        count = 0
+        count = len(cursor.deferred)
         for record in _records_after(self.events, cursor.offset):
             count += 1
-            if record["op"] == "follow":
+            if is_event(record) and record["op"] == "follow":
                 known = [tail.offset for tail in cursor.tails if tail.path == record["path"]]
                 tails[record["path"]] = known[0] if known else 0
         return count + sum(1 for path, offset in tails.items() for _ in _records_after(self.path_of(path), offset))
@@ -134,13 +180,24 @@ class Spool:
         """Every run that was begun, in order, with the status that it ended in last; None while it is open."""
         found: dict[str, str | None] = {}
         for record in _records_after(self.events, 0):
-            if record["op"] in ("run", "end"):
+            if is_event(record) and record["op"] in ("run", "end"):
                 found[record["key"]] = record.get("status")
         return found
 
-    def set_aside(self, record: Mapping[str, Any], reason: str) -> None:
-        """Keep a record that the store refuses for good, with the reason, so that it does not hold up those behind it."""
-        append_line(self.refused, {"reason": redact(reason), **record})
+    def set_aside(self, records: Sequence[Mapping[str, Any]], reason: str) -> None:
+        """Keep records that the store refuses for good, with the reason, so that they do not hold up those behind them."""
+        append_lines(self.refused, [{**record, "reason": redact(reason)} for record in records])
+
+    @contextlib.contextmanager
+    def retried(self) -> Iterator[list[dict[str, Any]]]:
+        """The records set aside so far, to be tried again. They are forgotten at the end, unless something was raised.
+
+        What is set aside again meanwhile goes to a new file.
+        """
+        if self.refused.exists() and not self._retried.exists():  # else an earlier one, which was cut short, comes first
+            os.replace(self.refused, self._retried)
+        yield list(_records_after(self._retried, 0))
+        self._retried.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def sender_lock(self) -> Iterator[bool]:
@@ -158,12 +215,3 @@ def _records_after(path: Path, offset: int) -> Iterator[dict[str, Any]]:
     while lines := lines_after(path, offset, CHUNK_BYTES):
         offset = lines[-1].end
         yield from (record for line in lines if (record := line.record) is not None)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """The object in `path`; {} where there is none, since everything read this way can be found out again."""
-    try:
-        value = json.loads(path.read_bytes())
-    except (FileNotFoundError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}

@@ -102,20 +102,24 @@ def compare_url(run_dir: RunDir, keys: Iterable[str], base: str = "http://127.0.
 
 
 class Tracker:
-    """The recorder. Each method appends to the spool and returns within milliseconds; none raises or waits for the store.
+    """The recorder. Each method appends to the spool and returns within milliseconds; none waits for the store.
+
+    Nothing that happens raises: not a full disk, nor a store that takes nothing. A key that MLflow could not search for does.
 
     `key` names a run within its run directory. Times (unix ms) are fixed when a method is called, not when it is delivered.
     """
 
-    def __init__(self, run_dir: RunDir, uri: str, experiment: str, poll_s: float = 5.0):
+    def __init__(self, run_dir: RunDir, uri: str, experiment: str, poll_s: float = 5.0, name: str = ""):
         """`poll_s`: seconds between two looks at the spool; longer means fewer and larger requests.
 
+        `name`: the run directory as the user names it, where that is not its path.
+
         Raises:
-            ExperimentError: a URI that MLflow cannot write to.
+            ExperimentError: a URI that MLflow cannot write to, or a spool that is damaged.
             OSError: the run directory cannot be written.
         """
         self._spool = Spool(run_dir)
-        self._sender = Sender(self._spool, self._spool.aim(checked_uri(uri), experiment))
+        self._sender = Sender(self._spool, self._spool.aim(checked_uri(uri), experiment), name or str(run_dir.root))
         self._poll_s = poll_s
         self._closing, self._abandoned = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._deliver, name="tracking", daemon=True)
@@ -135,8 +139,8 @@ class Tracker:
     ) -> None:
         """Begin a run, or take up again the one that was begun under this key.
 
-        Nested `params` become dotted names. A tag `git_commit` also fills MLflow's own version column. `first_metric` is NaN
-        until it is known, so that it is the first of the run, see `compare_url`.
+        Nested `params` become dotted names. A tag `raydistill.commit` also fills MLflow's own version column. `first_metric` is
+        NaN until it is known, so that it is the first of the run, see `compare_url`.
 
         Raises:
             ValueError: a key that MLflow could not search for.
@@ -204,7 +208,10 @@ class Tracker:
             self._thread.join(timeout_s)
         self._abandoned.set()
         self._write()  # there may be room by now: then the rest waits on disk
-        delivery = self._sender.summary()
+        try:
+            delivery = self._sender.summary()
+        except OSError as error:
+            delivery = Delivery(0, 0, f"the records for MLflow cannot be read: {error}")
         with self._appending:
             if not self._unwritten:
                 return delivery
@@ -264,24 +271,25 @@ class Tracker:
                 _ = self._abandoned.wait(min(wait_s, 1.0)) if last else self._closing.wait(wait_s)
 
 
-def sync(run_dir: RunDir, uri: str | None = None, max_failures: int = 3) -> Delivery:
+def sync(run_dir: RunDir, uri: str | None = None, max_failures: int = 3, name: str = "") -> Delivery:
     """Deliver a run directory's spool now, to the store it was meant for or to `uri`; gives up after `max_failures` in a row.
 
+    What was refused before is sent again. `name`: as in `Tracker`.
+
     Raises:
-        ExperimentError: a URI that MLflow cannot write to.
+        ExperimentError: a URI that MLflow cannot write to, or a spool that is damaged.
     """
+    name = name or str(run_dir.root)
     spool = Spool(run_dir)
     target = spool.target()
     if target is None:
-        return Delivery(0, 0, f"{run_dir.root} holds nothing for MLflow")
-    sender = Sender(spool, target._replace(uri=checked_uri(uri or target.uri)))
+        return Delivery(0, 0, f"{name} holds nothing for MLflow")
+    sender = Sender(spool, target.model_copy(update={"uri": checked_uri(uri or target.uri)}), name)
     with spool.sender_lock() as acquired:
         if not acquired:
-            return Delivery(
-                0, spool.num_pending(sender.uri), f"another process is sending the records of {run_dir.root} just now"
-            )
+            return Delivery(0, spool.num_pending(sender.uri), f"another process is sending the records of {name} just now")
         for attempt in range(1, max_failures + 1):
-            if sender.try_deliver():
+            if sender.try_deliver(retry_refused=True):
                 break
             if attempt < max_failures:
                 time.sleep(2**attempt)
@@ -304,7 +312,7 @@ def sync_neighbours(runs_root: Path, finished: RunDir) -> list[Path]:
                 continue
             if spool.num_pending(target.uri) and not sync(RunDir(folder), max_failures=1).num_pending:
                 delivered.append(folder)
-        except OSError as error:
+        except (OSError, ExperimentError) as error:
             log.warning("tracking: the records of %s cannot be read: %s", folder, error)
     return delivered
 

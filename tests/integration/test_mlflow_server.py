@@ -48,8 +48,10 @@ def free_port() -> int:
 class Server:
     """A real `mlflow server` on loopback that can be killed and started again on its store."""
 
-    def __init__(self, root: Path):
+    def __init__(self, root: Path, artifacts: tuple[str, ...] | None = None):
+        """`artifacts`: options that say where artifacts go."""
         self.root, self.port = root, free_port()
+        self._artifacts = artifacts or ("--artifacts-destination", str(root / "artifacts"))
         self.uri = f"http://127.0.0.1:{self.port}"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -58,8 +60,7 @@ class Server:
         options = [
             "--backend-store-uri",
             default_uri(self.root),
-            "--artifacts-destination",
-            str(self.root / "artifacts"),
+            *self._artifacts,
             "--host",
             "127.0.0.1",
             "--port",
@@ -256,6 +257,53 @@ def test_a_run_whose_creation_was_never_answered_is_not_created_twice(running: S
     assert tracker.close(60).num_pending == 0
     assert proxy.lose_answer_to is None
     assert runs_named(running, "answer lost") == [("FINISHED", "active")]
+
+
+def test_the_first_metric_of_a_run_stays_the_first_where_the_request_behind_its_creation_fails(
+    running: Server, proxy: Proxy, tmp_path: Path
+) -> None:
+    from mlflow import MlflowClient
+
+    run_dir = RunDir(tmp_path / "run")
+    tracker = Tracker(run_dir, proxy.uri, "first", poll_s=0.05)
+    tracker.start_run("train", "first", params={"seed": 1}, first_metric="top1_pct")
+    tracker.metrics("train", 1, {"data_pct": 1.0})
+    proxy.lose_answer_to = b"/runs/log-batch"
+    tracker.start()
+    assert tracker.close(60).num_pending == 0
+    assert proxy.lose_answer_to is None
+    [(run_id,)] = running.query("SELECT run_uuid FROM runs WHERE name = 'first'")
+    assert list(MlflowClient(running.uri).get_run(run_id).data.metrics) == ["top1_pct", "data_pct"]
+
+
+def test_a_server_that_has_nowhere_to_put_files_gets_every_metric(tmp_path: Path) -> None:
+    from service.tracking.mlflow_store import create_database
+
+    (tmp_path / "file").touch()
+    nowhere = (tmp_path / "file" / "mlruns").as_uri()  # as /mlruns is for all but root
+    create_database(tmp_path / "mlflow.db", nowhere)
+    server = Server(tmp_path, ("--no-serve-artifacts", "--default-artifact-root", nowhere))
+    run_dir = RunDir(tmp_path / "run")
+    tracker = Tracker(run_dir, server.uri, "nowhere", poll_s=0.05)
+    run_dir.experiment.write_text("name: digits\n")
+    try:
+        server.start()
+        server.ready()
+        tracker.start_run("train", "nowhere")
+        tracker.artifact("train", run_dir.experiment)
+        tracker.follow("train", run_dir.stage("student").metrics, "")
+        write_steps(run_dir.stage("student").metrics, range(100))
+        tracker.model("train", write_checkpoint(run_dir))
+        tracker.end_run("train", "FINISHED")
+        tracker.start()
+        wait_until(lambda: runs_named(server, "nowhere") == [("FINISHED", "active")])
+        delivery = tracker.close(5)
+    finally:
+        server.kill()
+    assert steps_of(server, "nowhere", "loss") == list(range(100))
+    assert delivery.num_pending == 2
+    assert "metrics are sent" in delivery.message
+    assert "2 artifacts wait: " in delivery.message
 
 
 def test_a_creation_that_a_server_gets_to_only_after_its_repetition_leaves_one_run(

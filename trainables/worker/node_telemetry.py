@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from trainables.config import TrainConfig
 from trainables.distributed.group import Group, gather_objects
 from trainables.metrics.telemetry import Telemetry
@@ -24,7 +26,15 @@ class NodeTelemetry:
             self._sampler.stop()
 
     def snapshot(self, whole: bool = False) -> dict[str, float]:
-        """`node0/cpu_pct`, `node1/gpu0/util_pct`, …: nodes numbered in the order of their first rank."""
+        """`node0/cpu_pct`, `node1/gpu0/util_pct`, …: nodes numbered in the order of their first rank.
+
+        With `whole` and several ranks also `rank0/node`, …: each one's node. Ray Train numbers the ranks node by node.
+        """
         metrics = self._sampler.snapshot(whole) if self._sampler else None
-        nodes = [node for node in gather_objects(metrics, self._group) if node is not None]
-        return {f"node{number}/{name}": value for number, node in enumerate(nodes) for name, value in node.items()}
+        by_rank = gather_objects(metrics, self._group)
+        nodes = [node for node in by_rank if node is not None]
+        found = {f"node{number}/{name}": value for number, node in enumerate(nodes) for name, value in node.items()}
+        if whole and len(by_rank) > 1:
+            num_nodes = accumulate(int(node is not None) for node in by_rank)
+            found |= {f"rank{rank}/node": float(count - 1) for rank, count in enumerate(num_nodes)}
+        return found

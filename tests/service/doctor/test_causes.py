@@ -16,7 +16,7 @@ from service.doctor.growth import slowdown
 from service.doctor.input_path import copy, decoding, late_batches, no_prefetch, storage, swapping, unknown
 from service.doctor.outside_steps import between_epochs, checkpoints, evaluation
 from service.doctor.ranks import all_reduce, straggler
-from service.doctor.read_run import loader_costs
+from service.doctor.read_run import evidence_of, loader_costs
 from service.doctor.recorded import Clock, EpochUse, GpuUse, NodeUse, RankTimes
 from service.doctor.step_model import Cause, Finding, predicted_pct
 from service.doctor.teacher_service import service_waits
@@ -340,7 +340,7 @@ def test_all_ranks_of_a_slow_node_are_one_slow_node() -> None:
     slow, fast = waits(longer(RANK, teacher=60), 1.0), waiting(RANK, 60, 1)
     two = (NodeUse(50.0), NodeUse(50.0))
     assert the(straggler, run_of(fast, fast, fast, fast, slow, nodes=two[:1])).sentence.startswith("rank 4 (node0) is slow")
-    found = the(straggler, run_of(fast, fast, slow, slow, nodes=two))
+    found = the(straggler, run_of(fast, fast, slow, slow, nodes=two, rank_nodes=(0, 0, 1, 1)))
     assert found.sentence.startswith("node1 (ranks 2, 3) are slow")
 
 
@@ -353,10 +353,20 @@ def test_slow_ranks_are_named_though_they_are_the_most() -> None:
     assert found.gain_pct == pytest.approx(100 * 60 / 160, rel=0.03)
 
 
-def test_no_node_is_named_where_nodes_have_unlike_numbers_of_ranks() -> None:
+def test_a_slow_rank_is_on_its_own_node_also_where_nodes_have_unlike_numbers_of_ranks() -> None:
     slow, fast = waits(longer(RANK, teacher=60), 1.0), waiting(RANK, 60, 1)
-    found = the(straggler, run_of(fast, fast, fast, slow, fast, nodes=(NodeUse(50.0), NodeUse(50.0))))
-    assert found.sentence.startswith("rank 3 is slow")
+    six = run_of(fast, fast, fast, slow, fast, fast, nodes=(NodeUse(50.0), NodeUse(50.0)))
+    found = the(straggler, replace(six, rank_nodes=(0, 0, 0, 0, 1, 1)))
+    assert found.sentence.startswith("rank 3 (node0) is slow")
+    assert the(straggler, six).sentence.startswith("rank 3 is slow")  # an older record
+
+
+def test_the_nodes_of_ranks_are_read_from_the_summary() -> None:
+    experiment = load("digits").experiment
+    nodes = {f"rank{rank}/node": float(rank // 4) for rank in range(6)}
+    assert evidence_of(experiment, {"num_workers": 6.0, **nodes}).rank_nodes == (0, 0, 0, 0, 1, 1)
+    assert evidence_of(experiment, {"num_workers": 6.0}).rank_nodes == ()
+    assert evidence_of(experiment, {"num_workers": 6.0, **nodes, "rank4/node": 0.5}).rank_nodes == ()
 
 
 def test_a_rank_is_slow_where_its_lateness_stands_out_of_what_the_waits_vary_by() -> None:

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 
 from service.config.space import GLOBAL_BATCH, NUM_WORKERS
-from service.report.figures import efficiency, pareto, pareto_rows, phases, waits
+from service.report.figures import PHASE_COLOURS, efficiency, pareto, pareto_rows, phases, waits
 from service.report.run_records import Records, axes, records_of_run
 from service.report.speed_by_axis import over_axis
 from tests.service.report.runs import shown, sweep_dir
+from trainables.metrics.phases import ALL_PHASES
 
 
 def test_phases_are_stacked_per_trial_the_fastest_first(records: Records) -> None:
@@ -20,6 +21,11 @@ def test_phases_are_stacked_per_trial_the_fastest_first(records: Records) -> Non
     assert [trace["name"] for trace in figure.traces] == ["data", "h2d", "teacher", "student", "backward", "optimizer"]
     height = sum(trace["y"][0] for trace in figure.traces)
     assert height == pytest.approx(1000 / ranked[0].metrics["images_per_s"], rel=0.01)
+
+
+def test_each_phase_has_a_colour_of_its_own() -> None:
+    assert tuple(PHASE_COLOURS) == ALL_PHASES
+    assert len(set(PHASE_COLOURS.values())) == len(ALL_PHASES)
 
 
 def test_waits_reach_from_the_least_to_the_most(records: Records) -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from service.report.ranks import rank_lines
-from service.report.terminal_tables import under_way
+from service.report.under_way import UnderWay
+from tests.service.report.runs import typed
 from trainables.rundir import RunDir, StageDir, append_line, write_json
 
 
@@ -21,7 +22,7 @@ def test_a_running_stage_has_the_age_of_its_last_record_and_of_each_ranks_progre
     stage = RunDir(tmp_path).stage("student")
     append_line(stage.metrics, {"kind": "step", "step": 7, "time_ms": time.time() * 1e3 - 40_000, "metrics": {}})
     write_heartbeats(stage, [0.5, 30.0])
-    first, *ranks = under_way(RunDir(tmp_path))
+    first, *ranks = UnderWay(RunDir(tmp_path)).lines(typed({"status": "running"}))
     assert re.fullmatch(r"student: step 7, – images/s, last record 4[0-9] s ago", first)
     assert re.fullmatch(r"  rank 1: student of step 1, went on 3[2-9] s ago", ranks[0])
     assert re.fullmatch(r"  rank 0: student of step 0, went on [2-9] s ago", ranks[1])

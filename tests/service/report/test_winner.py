@@ -34,24 +34,31 @@ def test_each_value_of_the_winner_is_weighed_against_the_next_best_one() -> None
     rows = [row("0", 1, 128, 90.0), row("1", 1, 256, 100.0), row("2", 2, 128, 250.0), best]
     assert why(rows, best, "images_per_s", "max", "GPU") == (
         "Compared with the next best value of each axis, the others unchanged: "
-        "2 GPUs: 3.0 times as fast as 1; batch 256: +20.0% over 128."
+        "2 GPUs: 3.0 times as fast as 1; batch 256: 20.0% faster than 128."
     )
 
 
 def test_a_lead_that_the_steps_spread_explains_is_called_noise() -> None:
     best, close = row("0", 1, 256, 103.0, error=0.02), row("1", 1, 128, 100.0, error=0.02)
-    assert against(best, close, "images_per_s", "max") == "+3.0%, within noise, over"
-    assert against(best, close.model_copy(update={"error": 0.001}), "images_per_s", "max") == "+3.0%, within noise, over"
+    assert against(best, close, "images_per_s", "max") == "3.0% faster, within noise, than"
+    assert against(best, close.model_copy(update={"error": 0.001}), "images_per_s", "max") == "3.0% faster, within noise, than"
     assert (
         against(best.model_copy(update={"error": 0.005}), close.model_copy(update={"error": 0.005}), "images_per_s", "max")
-        == "+3.0% over"
+        == "3.0% faster than"
     )
-    assert against(best.model_copy(update={"error": None}), close, "images_per_s", "max") == "+3.0% over"
+    assert against(best.model_copy(update={"error": None}), close, "images_per_s", "max") == "3.0% faster than"
 
 
 def test_of_times_the_shorter_is_the_better() -> None:
     best, slow = row("0", 1, 256, 120.0), row("1", 1, 128, 100.0)
-    assert against(best, slow, "epoch_s", "min") == "+20.0% over"
+    assert against(best, slow, "epoch_s", "min") == "20.0% faster than"
+
+
+def test_of_costs_the_lower_is_the_better_and_not_called_fast() -> None:
+    best, dear = row("0", 1, 256, 120.0), row("1", 1, 128, 100.0)
+    best.metrics["gpu_s_per_epoch"], dear.metrics["gpu_s_per_epoch"] = 40.0, 100.0
+    assert against(best, dear, "gpu_s_per_epoch", "min") == "costs 60.0% less than"
+    assert against(dear, best, "gpu_s_per_epoch", "min") == "costs 150.0% more than"
 
 
 def test_accuracies_are_compared_in_points() -> None:

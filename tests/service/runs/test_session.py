@@ -2,15 +2,21 @@
 
 import contextlib
 import json
+import subprocess
 import time
+from importlib.metadata import version
 from pathlib import Path
+
+import pytest
 
 from service.config.experiment import load
 from service.report import end_of_run
 from service.runs.run_directory import begin_run
-from service.runs.session import open_session
+from service.runs.session import code_tags, open_session
 from service.tracking.spool import Spool
 from trainables.rundir import RunDir
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_an_interrupted_run_ends_in_mlflow_before_its_page_is_made(tmp_path: Path) -> None:
@@ -23,6 +29,21 @@ def test_an_interrupted_run_ends_in_mlflow_before_its_page_is_made(tmp_path: Pat
     assert [event["op"] for event in events[-3:]] == ["artifact", "end", "artifact"]
     assert events[-2]["status"] == "KILLED"
     assert [Path(event["path"]).name for event in events[-3::2]] == ["result.json", "report.html"]
+
+
+def test_the_commit_in_mlflow_is_that_of_this_code_and_not_of_the_folder_one_stands_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    author = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+    for command in (["init", "-q"], [*author, "commit", "-q", "--allow-empty", "-m", "another"]):
+        subprocess.run(["git", *command], check=True)
+    of_folder = subprocess.run(["git", "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    tags = code_tags("train")
+    assert tags["raydistill.version"] == version("raydistill")
+    assert of_folder not in tags.values()
+    of_package = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, check=False, capture_output=True, text=True)
+    assert tags.get("raydistill.commit", "") == of_package.stdout.strip()
 
 
 def test_each_save_has_the_seconds_so_far(tmp_path: Path) -> None:

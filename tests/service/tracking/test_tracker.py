@@ -1,6 +1,7 @@
 """Tracking on a real SQLite store, without a server."""
 
 import contextlib
+import json
 import math
 import os
 import resource
@@ -10,6 +11,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ def test_a_sweep_and_its_trials_arrive_with_parameters_tags_artifacts_and_every_
 ) -> None:
     run_dir.experiment.write_text("name: digits\n")
     params = {"data": {"path": "digits", "global_batch_size": 64}, "optim": {"milestones": [30, 60]}, "note": "é" * 7000}
-    tracker.start_run("sweep", "digits sweep", params=params, tags={"git_commit": "abc123"})
+    tracker.start_run("sweep", "digits sweep", params=params, tags={"raydistill.commit": "abc123"})
     tracker.artifact("sweep", run_dir.experiment)
     tracker.start()
     stage = run_dir.trial("t1").stage("student").metrics
@@ -54,7 +56,7 @@ def test_a_sweep_and_its_trials_arrive_with_parameters_tags_artifacts_and_every_
     assert abs(ended / 1000 - time.time()) < 60
     tags = dict(query(runs_root, "SELECT key, value FROM tags WHERE run_uuid IN (?, ?)", sweep_id, trial_id))
     assert tags["mlflow.parentRunId"] == sweep_id
-    assert tags["git_commit"] == tags["mlflow.source.git.commit"] == "abc123"
+    assert tags["raydistill.commit"] == tags["mlflow.source.git.commit"] == "abc123"
     expected = [(step, 1 / (step + 1), 1_700_000_000_000 + step) for step in range(1500)]
     assert metrics_of(runs_root, trial_id, "student/loss") == expected
     assert metrics_of(runs_root, trial_id, "top1_pct") == [(1500, 96.5, 1_700_000_009_999)]
@@ -184,7 +186,7 @@ def test_records_that_mlflow_refuses_are_set_aside_and_hold_up_nothing(
     tracker.end_run("train", "FINISHED")
     delivery = sync(run_dir)
     assert delivery.num_pending == 0
-    assert "refused 6" in delivery.message
+    assert "but for 6 that it cannot take" in delivery.message
     run_id, status, _ = run_of(runs_root, run_dir, "train")
     assert status == "FINISHED"
     values = dict(query(runs_root, "SELECT key, value FROM params WHERE run_uuid = ?", run_id))
@@ -196,6 +198,76 @@ def test_records_that_mlflow_refuses_are_set_aside_and_hold_up_nothing(
     assert all(record["reason"] and "\n" not in record["reason"] for record in refused)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert not caplog.records[0].exc_info
+
+
+def test_a_file_that_is_gone_has_a_reason_of_its_own_and_what_cannot_be_sent_does_not_count_as_sent(
+    run_dir: RunDir, tracker: Tracker, caplog: pytest.LogCaptureFixture
+) -> None:
+    gone = run_dir.root / "no such file"
+    tracker.start_run("train", "run")
+    tracker.artifact("train", gone)
+    append_line(run_dir.spool / "events.jsonl", {"op": "metrics", "key": "train"})
+    assert sync(run_dir).num_sent == 1
+    assert f"{gone} is gone: not sent" in caplog.text
+    assert "MLflow refuses" not in caplog.text
+
+
+def test_files_that_cannot_be_uploaded_hold_up_no_metric_and_arrive_once_they_can(
+    runs_root: Path, run_dir: RunDir, tracker: Tracker, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracker.start_run("train", "run")
+    assert sync(run_dir).num_pending == 0
+    run_id, _, _ = run_of(runs_root, run_dir, "train")
+    folder = runs_root / "mlartifacts" / run_id
+    folder.parent.mkdir(exist_ok=True)
+    folder.write_text("a file, so that no folder can be made here")
+    run_dir.experiment.write_text("name: digits\n")
+    run_dir.result.write_text("{}\n")
+    for path in (run_dir.experiment, run_dir.result, run_dir.experiment):
+        tracker.artifact("train", path)
+    tracker.metrics("train", 1, {"loss": 1.0})
+    tracker.end_run("train", "FINISHED")
+    for _ in range(2):
+        delivery = sync(run_dir, max_failures=1)
+        assert delivery.num_pending == 2
+        assert "metrics are sent" in delivery.message
+        assert "; 2 artifacts wait: [Errno " in delivery.message
+        assert delivery.message.endswith(f"; later: distill sync {run_dir.root}")
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2  # one for each sender
+    assert [(step, value) for step, value, _ in metrics_of(runs_root, run_id, "loss")] == [(1, 1.0)]
+    assert run_of(runs_root, run_dir, "train")[1] == "FINISHED"
+    folder.unlink()
+    assert sync(run_dir).num_pending == 0
+    assert sorted(path.name for path in (folder / "artifacts").iterdir()) == ["experiment.yaml", "result.json"]
+
+
+def test_records_of_a_run_that_was_deleted_in_mlflow_arrive_once_it_is_restored(
+    runs_root: Path, run_dir: RunDir, tracker: Tracker, caplog: pytest.LogCaptureFixture
+) -> None:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(default_uri(runs_root))
+    tracker.start_run("train", "run")
+    assert sync(run_dir).num_pending == 0
+    run_id, _, _ = run_of(runs_root, run_dir, "train")
+    client.delete_run(run_id)
+    tracker.start_run("train", "resumed")
+    for step in range(30):
+        tracker.metrics("train", step, {"loss": 1.0})
+    tracker.end_run("train", "FINISHED")
+    reason = f"run {run_id} (train) was deleted in MLflow: restore it there, then distill sync {run_dir.root}"
+    for _ in range(2):
+        assert sync(run_dir).num_pending == 0
+        refused = read_lines(run_dir.spool / "refused.jsonl")
+        assert len(refused) == 32
+        assert {record["reason"] for record in refused} == {reason}
+    assert caplog.text.count(reason) == 2  # once for each time that it was tried
+    client.restore_run(run_id)
+    delivery = sync(run_dir)
+    assert delivery.message == f"MLflow was sent every record ({default_uri(runs_root)})"
+    assert not (run_dir.spool / "refused.jsonl").exists()
+    assert [step for step, _, _ in metrics_of(runs_root, run_id, "loss")] == list(range(30))
+    assert run_of(runs_root, run_dir, "train")[1] == "FINISHED"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere niceness belongs to a process")
@@ -258,16 +330,16 @@ def test_a_sender_that_is_killed_in_the_middle_loses_and_doubles_nothing(
     tracker.start_run("train", "run")
     tracker.follow("train", stage, "")
     tracker.end_run("train", "FINISHED")
-    sent = run_dir.spool / "sent.json"
+
+    def num_pending() -> int:
+        return Spool(run_dir).num_pending(default_uri(runs_root))
+
     for _ in range(2):
-        process = python(SEND, str(run_dir.root))
-        before = sent.read_bytes() if sent.exists() else b""
-        # Some requests after its first word on disk, most likely inside one.
-        wait_until(lambda before=before: sent.exists() and sent.read_bytes() != before)  # type: ignore[misc]
-        time.sleep(0.3)
-        process.send_signal(signal.SIGKILL)
+        process, before = python(SEND, str(run_dir.root)), min(num_pending(), num_steps)
+        wait_until(lambda before=before: num_pending() < before)  # type: ignore[misc]
+        process.send_signal(signal.SIGKILL)  # most likely inside a later request
         process.wait()
-    assert 0 < Spool(run_dir).num_pending(default_uri(runs_root)) < num_steps
+    assert 0 < num_pending() < num_steps
     assert sync(run_dir).num_pending == 0
     run_id, status, _ = run_of(runs_root, run_dir, "train")
     assert status == "FINISHED"
@@ -353,11 +425,12 @@ def test_a_sender_without_a_store_waits_and_says_so_once_with_no_stack_trace(
 ) -> None:
     tracker = Tracker(run_dir, "http://user:secret@127.0.0.1:9", "e")
     tracker.start_run("train", "run")
-    sender = Sender(Spool(run_dir), Target("id", "http://user:secret@127.0.0.1:9", "e"))
+    target = Target(spool_id="id", uri="http://user:secret@127.0.0.1:9", experiment="e")
+    sender = Sender(Spool(run_dir), target, "s3://bucket/run")
     assert [sender.try_deliver() for _ in range(3)] == [False] * 3
     delivery = sender.summary()
     assert (delivery.num_sent, delivery.num_pending) == (0, 1)
-    assert f"distill sync {run_dir.root}" in delivery.message
+    assert delivery.message.endswith("; later: distill sync s3://bucket/run")
     assert len(caplog.records) == 1
     assert "secret" not in caplog.text + delivery.message
     assert "Traceback" not in "".join(capfd.readouterr())
@@ -462,3 +535,49 @@ def test_what_an_earlier_run_could_not_deliver_arrives_with_the_next_runs_contac
     assert run_dir.root in sync_neighbours(runs_root, later)
     assert Spool(run_dir).num_pending(default_uri(runs_root)) == 0
     assert run_dir.root not in sync_neighbours(runs_root, later)
+
+
+OTHER_VERSIONS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "target.json": lambda values: {**values, "version": 2},
+    "sent.json": lambda values: {"version": 2, "stores": []},
+    "events.jsonl": lambda values: {"operation": "run"},
+}
+
+
+@pytest.mark.parametrize("name", OTHER_VERSIONS)
+def test_a_neighbour_of_a_newer_version_is_no_reason_to_fail(
+    name: str, tracker: Tracker, run_dir: RunDir, runs_root: Path
+) -> None:
+    tracker.start_run("train", "earlier")
+    tracker.end_run("train", "FINISHED")
+    assert sync(run_dir).num_pending == 0
+    experiment_id = Spool(run_dir).cursor(default_uri(runs_root)).experiment_id
+    path = run_dir.spool / name
+    values = json.loads(path.read_text().splitlines()[0] if name == "events.jsonl" else path.read_text())
+    path.write_text(json.dumps(OTHER_VERSIONS[name](values)) + "\n")
+    later = RunDir(run_dir.root.with_name(f"{run_dir.root.name}-later"))
+    Tracker(later, default_uri(runs_root), run_dir.root.name)
+    sync_neighbours(runs_root, later)
+    assert query(runs_root, "SELECT count(*) FROM runs WHERE name = 'earlier' AND experiment_id = ?", experiment_id) == [(1,)]
+
+
+def test_keys_that_another_version_has_written_are_left_out(tracker: Tracker, run_dir: RunDir) -> None:
+    tracker.start_run("train", "run")
+    assert sync(run_dir).num_sent == 1
+    for name in ("target.json", "sent.json"):
+        values = json.loads((run_dir.spool / name).read_text())
+        inner = next((cursor for cursor in values.values() if isinstance(cursor, dict)), values)
+        inner["of_another_version"] = 1
+        (run_dir.spool / name).write_text(json.dumps(values))
+    assert sync(run_dir)[:2] == (0, 0)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"spool_id": "a", "uri": "sqlite:////a.db"}', '{"spool_id'])
+def test_a_damaged_target_ends_in_one_line_and_doubles_no_run(text: str, tracker: Tracker, run_dir: RunDir) -> None:
+    target = run_dir.spool / "target.json"
+    target.write_text(text)
+    for act in (lambda: sync(run_dir), lambda: Tracker(run_dir, "sqlite:////a.db", "e")):
+        with pytest.raises(ExperimentError, match="put back a copy, or remove it to send everything anew") as caught:
+            act()
+        assert str(caught.value).startswith(f"{target} is damaged")
+        assert "\n" not in str(caught.value)
