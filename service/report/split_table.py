@@ -15,10 +15,11 @@ from service.runs.dry_run import num_classes_of
 from trainables.config import TrainConfig
 from trainables.device.memory import memory_bytes
 from trainables.device.model_input import tensor_format
+from trainables.distributed.group import Group
 from trainables.distributed.pipeline.costs import Link, Plan, usual_link
 from trainables.engine.dry_run import untrained_modules
 from trainables.engine.pipeline.build import possible_cuts
-from trainables.engine.pipeline.planning import PlannedModels, plan_stages, planned_batch
+from trainables.engine.pipeline.planning import PlannedModels, measure, plan_stages, planned_batch, planner_of, sizes_of
 from trainables.engine.teacher_placement import is_sharded
 from trainables.methods.distillation_module import DistillationModule
 
@@ -69,13 +70,15 @@ def split_parts(config: TrainConfig, link_gb_per_s: float | None) -> Iterator[Ta
     sharded = network is not None and is_sharded(config, scale.num_replicas, device, module.student, network)
     link = usual_link(device.type) if link_gb_per_s is None else Link(bytes_per_s=1e9 * link_gb_per_s)
     models = PlannedModels(module.student, network, sharded)
-    planner, plan = plan_stages(config, device, link, possible_cuts(config, module), models)
-    batch = planned_batch(config)
+    points, alone = possible_cuts(config, module), Group(device=device)
+    costs = measure(config, points, models, sizes_of(config), alone, alone)
+    planner = planner_of(config, device, link, costs, teacher_is_sharded=sharded)
+    plan, batch = plan_stages(config, points, planner), planned_batch(config)
 
     def whole(num_replicas: int, num_samples: int) -> Plan:
-        alone = replace(planner.devices, num_stages=1, num_replicas=num_replicas)
+        devices = replace(planner.devices, num_stages=1, num_replicas=num_replicas)
         share = 1 / num_replicas if sharded else 1.0
-        return replace(planner, devices=alone, teacher_share=share).expect((0,), num_samples, 1)
+        return replace(planner, devices=devices, teacher_share=share).expect((0,), num_samples, 1)
 
     yield plan_table(config.model, plan, batch, device)
     if network is not None:

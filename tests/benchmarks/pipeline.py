@@ -29,12 +29,12 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.benchmarks.rounds import Bar
 from tests.benchmarks.sleeping_model import sleeping_model
 from trainables.distributed.group import Group
-from trainables.distributed.pipeline.block_costs import Conditions, measure_blocks
+from trainables.distributed.pipeline.block_costs import Conditions
 from trainables.distributed.pipeline.costs import Block, Devices
 from trainables.distributed.pipeline.cut_points import CutPoint, cut_points
 from trainables.distributed.pipeline.link import measure_link
 from trainables.distributed.pipeline.plan import Planner
-from trainables.distributed.pipeline.plan_cut import sizes_to_measure, starts_of
+from trainables.distributed.pipeline.plan_cut import block_costs, sizes_to_measure, starts_of
 from trainables.distributed.pipeline.runner import Boundary, PipelineRunner, micro_batch_sizes
 from trainables.distributed.pipeline.stage_module import split
 from trainables.distributed.pipeline.starts import Starts
@@ -98,13 +98,10 @@ def measure(group: Group, name: str, rounds: int) -> Measured:
     assert dist.group.WORLD is not None
     link = measure_link(dist.group.WORLD, CPU)
     points = cut_points(model, image_size)
-    dist.barrier()  # all measure at once, as all compute at once later
     sizes = sizes_to_measure(NUM_SAMPLES, num_stages, None)
-    blocks = measure_blocks(model, [point.module for point in points], Conditions(image_size, CPU, "fp32"), sizes).blocks
+    blocks = block_costs(model, points, Conditions(image_size, CPU, "fp32"), sizes, group, cache=None)
     planner = Planner(blocks, Devices(num_stages, link=link), SCHEDULE)
-    found = [planner.plan(NUM_SAMPLES)]
-    dist.broadcast_object_list(found)
-    plan = found[0]
+    plan = planner.plan(NUM_SAMPLES)
     possible = [
         starts
         for starts in combinations(range(len(blocks)), num_stages)

@@ -1,4 +1,6 @@
-"""A teacher's service on a real cluster: a sweep's students share it, and its death costs them time alone."""
+"""A teacher's service on a real cluster: students of a sweep share it, learn what a teacher of their own would teach, and its
+death costs them time alone.
+"""
 
 import re
 from pathlib import Path
@@ -8,13 +10,15 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
+from service.config.experiment import load
 from tests.integration.conftest import Distill, RayCluster, family, kill, records, result, title, wait_until
-from tests.trainables.jobs import relative_difference, write_teacher
+from tests.trainables.jobs import relative_difference, train, write_teacher
+from trainables.distributed.rank_pool import RankPool
 from trainables.rundir import RunDir
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(600)]
 
-TRIALS, EPOCHS, IMAGES = ("000", "001"), 30, 22 * 64
+TRIALS, RATES, EPOCHS, IMAGES = ("000", "001"), (0.05, 0.02), 30, 22 * 64
 
 
 def actors(cluster: RayCluster) -> list[psutil.Process]:
@@ -28,23 +32,13 @@ def model_of(checkpoint: Path) -> dict[str, Tensor]:
 
 
 def test_students_of_a_sweep_share_a_teacher_whose_death_changes_none_of_them(
-    distill: Distill, cluster: RayCluster, tmp_path: Path
+    distill: Distill, cluster: RayCluster, ranks: RankPool, tmp_path: Path
 ) -> None:
-    weights = write_teacher(tmp_path / "teacher.safetensors")
-    settings = (
-        "--set",
-        f"teacher={{model: mlp_large, weights: {weights}, service: 1, service_devices: 2}}",
-        "--set",
-        "student.model=mlp_small",
-        "--set",
-        "precision=fp64",
-        "--set",
-        "data.augment=pad_crop_flip",
-        "--set",
-        f"optim.epochs={EPOCHS}",
-        "--set",
-        "sweep={space: {optim.lr: [0.05, 0.02]}, max_concurrent: 2, metric: top1_pct}",
-    )
+    teacher = f"model: mlp_large, weights: {write_teacher(tmp_path / 'teacher.safetensors')}"
+    sets = ["student.model=mlp_small", "precision=fp64", "data.augment=pad_crop_flip", f"optim.epochs={EPOCHS}"]
+    service = f"teacher={{{teacher}, service: 1, service_devices: 2}}"
+    sweep = f"sweep={{space: {{optim.lr: {list(RATES)}}}, max_concurrent: 2, metric: top1_pct}}"
+    settings = [part for each in (*sets, service, sweep) for part in ("--set", each)]
     undisturbed, disturbed = distill.runs / "undisturbed", distill.runs / "disturbed"
 
     output = distill.run("sweep", distill.experiment, "--out", undisturbed, *settings, env=cluster.env)
@@ -67,6 +61,10 @@ def test_students_of_a_sweep_share_a_teacher_whose_death_changes_none_of_them(
     assert any(
         "an actor is gone" in RunDir(disturbed).trial(trial).stage("student").log.read_text() for trial in TRIALS
     )  # the blow did not miss
-    for trial in TRIALS:
-        ours, theirs = (model_of(RunDir(run).trial(trial).stage("student").last) for run in (disturbed, undisturbed))
-        assert relative_difference(ours, theirs) < 1e-9
+    for trial, rate in zip(TRIALS, RATES, strict=True):
+        alone = RunDir(distill.runs / f"alone-{trial}").stage("student")
+        own_teacher = load(str(distill.experiment), [*sets, f"teacher={{{teacher}}}", f"optim.lr={rate}"]).experiment
+        ranks.run(1, train, own_teacher.stage("student", alone.root, {}))
+        for run in (undisturbed, disturbed):
+            trained = model_of(RunDir(run).trial(trial).stage("student").last)
+            assert relative_difference(trained, model_of(alone.last)) < 1e-9

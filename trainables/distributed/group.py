@@ -89,12 +89,21 @@ def gather_objects(value: Any, group: Group) -> list[Any]:
     return gathered
 
 
-def from_main(compute: Callable[[], T], group: Group) -> T:
-    """What rank 0 computes, on every rank. Its DistillError, or a DataError for its OSError, is raised on every rank."""
-    result = gather_objects(result_or_error(compute) if group.is_main else None, group)[0]
+def from_rank(compute: Callable[[], T], group: Group, rank: int = 0) -> T:
+    """What one rank computes, on every rank. Its DistillError, or a DataError for its OSError, is raised on every rank."""
+    result = gather_objects(result_or_error(compute) if group.rank == rank else None, group)[rank]
     if isinstance(result, DistillError):
         raise result
     return cast(T, result)
+
+
+def from_each(compute: Callable[[], T], group: Group) -> list[T]:
+    """What every rank computes, in rank order, on every rank. The first one's error is raised on every rank, as above."""
+    results = gather_objects(result_or_error(compute), group)
+    for result in results:
+        if isinstance(result, DistillError):
+            raise result
+    return results
 
 
 def result_or_error(compute: Callable[[], T]) -> T | DistillError:

@@ -9,7 +9,7 @@ from torch import nn
 from trainables.config import TeacherConfig, TrainConfig
 from trainables.data.loader.loader import Loader
 from trainables.device.model_input import tensor_format
-from trainables.distributed.group import Group, from_main
+from trainables.distributed.group import Group, from_rank
 from trainables.methods.select import SelectedMethod, check_ensemble
 from trainables.methods.tap_reader import TapReader
 from trainables.models.weights import load_teacher
@@ -119,7 +119,7 @@ def service_teacher(
         DistillError: the teacher or the data cannot be read, or the workers read different images.
     """
     images = agree_on_images(config.data.path, loader, group, "teacher.service")
-    key, sha256 = from_main(lambda: _service_key(config, images, classes), group)
+    key, sha256 = from_rank(lambda: _service_key(config, images, classes), group)
     dtype, _ = tensor_format(config)
     return ServiceTeacher(
         connections,

@@ -1,7 +1,9 @@
 """What the blocks of a model cost on a device: forward and backward passes timed apart, memory, bytes over the cuts.
 
 The whole model runs, block after block, with a time stamp at each cut point; on the way back each tensor that crosses one sets
-a stamp when its gradient is known. So the blocks' times add up to the model's.
+a stamp when its gradient is known. How the blocks compare is taken from the shortest time of each, since what else a machine does
+only adds to some. All are multiplied by one factor, so that together they take what the whole model usually takes, and not what
+it would take if nothing ever came between: a training step has as many interruptions.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from trainables.errors import ModelError
 from trainables.failures import kind_of
 
 ROUNDS = 5
-"""Of which the shortest counts: what else a machine does only adds. One more, the first, warms up."""
+"""One more, the first, warms up."""
 BUDGET_S = 20.0
 """After so long no larger size is tried and no further round begun."""
 
@@ -79,11 +81,13 @@ def measure_blocks(
     run = _Run(parts, conditions, training=training)
     with torch.random.fork_rng([conditions.device] if conditions.device.type == "cuda" else []):
         passes = _rounds(run, sizes, what)
+    shortest = {size: _shortest(found) for size, found in passes.items()}
+    usual = median([each.total_s / shortest[size].total_s for size, found in passes.items() for each in found])
     blocks = [
         Block(
             begins_at=name,
-            forward=_pass_time({size: [each.forward_s[index] for each in found] for size, found in passes.items()}),
-            backward=_pass_time({size: [each.backward_s[index] for each in found] for size, found in passes.items()}),
+            forward=PassTime(tuple(shortest), tuple(usual * each.forward_s[index] for each in shortest.values())),
+            backward=PassTime(tuple(shortest), tuple(usual * each.backward_s[index] for each in shortest.values())),
             parameter_bytes=sum(parameter.nbytes for parameter in parts[index].parameters()),
             activation_bytes=run.stored_bytes[index],
             output_bytes=run.sent_bytes[index],
@@ -114,8 +118,12 @@ def _spread(times_s: Sequence[float]) -> float:
     return median(times_s) / min(times_s)
 
 
-def _pass_time(times_s: dict[int, list[float]]) -> PassTime:
-    return PassTime(tuple(times_s), tuple(min(times) for times in times_s.values()))
+def _shortest(passes: Sequence[_PassTimes]) -> _PassTimes:
+    """Of each block."""
+    forward_s, backward_s = zip(*((each.forward_s, each.backward_s) for each in passes), strict=True)
+    return _PassTimes(
+        [min(times_s) for times_s in zip(*forward_s, strict=True)], [min(times_s) for times_s in zip(*backward_s, strict=True)]
+    )
 
 
 def _rounds(run: _Run, sizes: Sequence[int], what: str) -> dict[int, list[_PassTimes]]:

@@ -15,6 +15,8 @@ from trainables.distributed.group import Group, gather_objects
 class Layout:
     """This rank's replica and stage."""
 
+    job: Group
+    """All ranks."""
     replicas: Group
     """The ranks that have the same stage: the rank in it is the replica's number."""
     stages: Group
@@ -44,7 +46,7 @@ def build_layout(group: Group, num_stages: int) -> Layout:
     """
     if num_stages == 1:
         alone = Group(local_rank=group.local_rank, device=group.device)
-        return Layout(replicas=group, stages=alone, hosts=alone)
+        return Layout(job=group, replicas=group, stages=alone, hosts=alone)
     assert dist.group.WORLD is not None
     built = _built.setdefault(dist.group.WORLD, {})
     if (group, num_stages) not in built:
@@ -68,4 +70,4 @@ def _build_stages(group: Group, num_stages: int) -> Layout:
     host_group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     assert isinstance(host_group, dist.ProcessGroup)
     hosts = replace(stages, device=torch.device("cpu"), process_group=host_group)
-    return Layout(replicas=part("replica"), stages=stages, hosts=hosts)
+    return Layout(job=group, replicas=part("replica"), stages=stages, hosts=hosts)

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainables.distributed.pipeline.block_costs import Conditions, measure_blocks
+from trainables.distributed.group import Group, from_each, from_rank
+from trainables.distributed.pipeline.block_costs import Conditions, Measurement, measure_blocks
 from trainables.distributed.pipeline.costs import Block, PassTime
 from trainables.distributed.pipeline.cut_points import CutPoint, cut_points
 from trainables.distributed.pipeline.stage_module import split
@@ -66,22 +67,28 @@ def block_costs(
     points: Sequence[CutPoint],
     conditions: Conditions,
     sizes: Sequence[int],
+    group: Group,
     *,
     training: bool = True,
     cache: Path | None,
 ) -> list[Block]:
-    """`measure_blocks`, or what it has found before under the same conditions and with the same torch, on a quiet machine.
+    """`measure_blocks` on all ranks of a group, or what rank 0 has found before under the same conditions, on a quiet machine.
+
+    They measure at the same time, as they run at the same time later: ranks of a node share its memory, its caches and its power.
+    The blocks are those of the slowest rank, for which the others wait in each step. Every rank calls it, and gets the same.
 
     Raises:
-        ModelError: see there.
+        ModelError: see there; on every rank.
     """
     cuts = [point.module for point in points]
-    key = {**_key(model, conditions, training), "cuts": cuts, "sizes": list(sizes)}
+    key = {**_key(model, conditions, training), "ranks": group.world_size, "cuts": cuts, "sizes": list(sizes)}
     path = None if cache is None else cache / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]}.json"
-    if path is not None and (found := _read(path)) is not None:
+    found = from_rank(lambda: _read(path), group)
+    if found is not None:
         return found
-    blocks, spread = measure_blocks(model, cuts, conditions, sizes, training=training)
-    if path is not None and spread < MOST_SPREAD:
+    measured = from_each(lambda: measure_blocks(model, cuts, conditions, sizes, training=training), group)
+    blocks, spread = _slowest(measured)
+    if path is not None and group.is_main and spread < MOST_SPREAD:
         try:
             write_json(path, {"key": key, "blocks": [asdict(block) for block in blocks]})
         except OSError as error:
@@ -89,18 +96,30 @@ def block_costs(
     return blocks
 
 
-def teacher_costs(model: nn.Module, conditions: Conditions, sizes: Sequence[int], *, cache: Path | None) -> list[Block]:
+def _slowest(measured: Sequence[Measurement]) -> Measurement:
+    """By the largest micro-batch that all ranks have measured."""
+    size = min(each.blocks[0].forward.num_samples[-1] for each in measured)
+    return max(
+        measured, key=lambda each: sum(block.forward.seconds(size) + block.backward.seconds(size) for block in each.blocks)
+    )
+
+
+def teacher_costs(
+    model: nn.Module, conditions: Conditions, sizes: Sequence[int], group: Group, *, cache: Path | None
+) -> list[Block]:
     """The same of a frozen teacher, forward only; one that cannot be cut is one block."""
     try:
         points = cut_points(model, conditions.image_size)
         split(model, [point.module for point in points])
     except ModelError:
         points = []
-    return block_costs(model, points, conditions, sizes, training=False, cache=cache)
+    return block_costs(model, points, conditions, sizes, group, training=False, cache=cache)
 
 
-def _read(path: Path) -> list[Block] | None:
+def _read(path: Path | None) -> list[Block] | None:
     """None: there is no such file, or it is damaged."""
+    if path is None:
+        return None
     try:
         return [_block(row) for row in json.loads(path.read_text())["blocks"]]
     except (OSError, ValueError, KeyError, TypeError):
@@ -112,7 +131,7 @@ def _key(model: nn.Module, conditions: Conditions, training: bool) -> dict[str, 
     shapes = [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in model.state_dict().items()]
     structure = hashlib.sha256(f"{model!r}{shapes}".encode()).hexdigest()
     return {
-        "version": 2,
+        "version": 3,
         "model": type(model).__name__,
         "structure": structure,
         "training": training,

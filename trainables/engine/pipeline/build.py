@@ -5,19 +5,18 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from trainables.config import ScaleConfig, TrainConfig
-from trainables.distributed.group import gather_objects
-from trainables.distributed.pipeline.costs import Link
+from trainables.distributed.group import from_rank
 from trainables.distributed.pipeline.cut_points import CutPoint, cut_points
 from trainables.distributed.pipeline.layout import Layout
 from trainables.distributed.pipeline.link import measure_link
+from trainables.distributed.pipeline.plan import Planner
 from trainables.distributed.pipeline.stage_module import StageModule, split
 from trainables.engine import checkpoint
-from trainables.engine.pipeline.planning import PlannedModels, plan_stages
-from trainables.errors import DistillError, ExperimentError, ModelError
+from trainables.engine.pipeline.planning import PlannedModels, measure, plan_stages, planner_of, sizes_of
+from trainables.errors import ExperimentError, ModelError
 from trainables.methods.distillation_module import DistillationModule
 from trainables.models.reused_classifier import ReusedClassifier
 from trainables.rules import first_problem
@@ -84,12 +83,14 @@ class Cut(NamedTuple):
     """Over the last stages of all replicas."""
 
 
-def _choose_cut(config: TrainConfig, device: torch.device, link: Link, points: Sequence[CutPoint], models: PlannedModels) -> Cut:
-    """What `scale` gives, and the rest by `plan_stages`."""
-    if config.scale.cut is not None and isinstance(config.scale.micro_batches, int):
-        return Cut(tuple(point.module for point in points), config.scale.micro_batches, models.teacher_is_sharded)
-    _, plan = plan_stages(config, device, link, points, models)
-    return Cut(plan.cuts, plan.num_micro_batches, models.teacher_is_sharded)
+def _choose_cut(config: TrainConfig, points: Sequence[CutPoint], models: PlannedModels, planner: Planner | None) -> Cut:
+    """What `scale` gives, and the rest by a plan."""
+    scale = config.scale
+    if planner is not None:
+        plan = plan_stages(config, points, planner)
+        return Cut(plan.cuts, plan.num_micro_batches, models.teacher_is_sharded)
+    assert isinstance(scale.micro_batches, int)
+    return Cut(tuple(point.module for point in points), scale.micro_batches, models.teacher_is_sharded)
 
 
 def with_saved_cut(config: TrainConfig, path: Path) -> TrainConfig:
@@ -125,15 +126,16 @@ def cut_student(
     Raises:
         ExperimentError, ModelError: see `possible_cuts`; on every rank.
     """
-    student, scale = module.student, config.scale
-    planned = scale.cut is None or scale.micro_batches == "auto"
-    process_group = layout.stages.process_group
-    link = measure_link(process_group, layout.stages.device) if planned and process_group is not None else Link()
-    decides = layout.is_last and layout.replicas.is_main  # the last stage knows what methods read
-    found = _cut_or_problem(config, layout, module, models, link) if decides else None
-    cut = gather_objects(gather_objects(found, layout.stages)[-1], layout.replicas)[0]
-    if isinstance(cut, DistillError):
-        raise cut
+    student, scale, job = module.student, config.scale, layout.job
+    decider = scale.num_stages - 1  # the last stage of the first replica knows what methods read
+    points = from_rank(lambda: possible_cuts(config, module), job, decider)
+    planner = None
+    if scale.cut is None or scale.micro_batches == "auto":
+        assert layout.stages.process_group is not None
+        link = measure_link(layout.stages.process_group, job.device)
+        costs = measure(config, points, models, sizes_of(config), job, layout.replicas)
+        planner = planner_of(config, job.device, link, costs, teacher_is_sharded=models.teacher_is_sharded)
+    cut = from_rank(lambda: _choose_cut(config, points, models, planner), job, decider)
     stage = split(student, cut.modules)[layout.stages.rank]
     log.info(
         "%s: %s in %d stages, cut before %s; micro-batches: %d, %s",
@@ -148,15 +150,6 @@ def cut_student(
         log.info("%s: the teacher is sharded over the last stages of %d replicas", config.stage, scale.num_replicas)
     _free(student, {id(tensor) for tensor in (*stage.parameters(), *stage.buffers())})
     return stage.to(layout.stages.device), scale.model_copy(update={"cut": cut.modules, "micro_batches": cut.micro_batches})
-
-
-def _cut_or_problem(
-    config: TrainConfig, layout: Layout, module: DistillationModule, models: PlannedModels, link: Link
-) -> Cut | DistillError:
-    try:
-        return _choose_cut(config, layout.stages.device, link, possible_cuts(config, module), models)
-    except DistillError as error:
-        return error
 
 
 def _free(model: nn.Module, needed: Collection[int]) -> None:

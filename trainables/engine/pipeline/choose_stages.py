@@ -1,6 +1,7 @@
 """How many pipeline stages a job has where `scale.pipeline_stages` is `auto`: each number is planned, the fastest is taken."""
 
 import logging
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from trainables.config import TrainConfig
 from trainables.data.source import open_on_node
 from trainables.device.model_input import tensor_format
-from trainables.distributed.group import Group, from_main
+from trainables.distributed.group import Group, from_rank
 from trainables.distributed.pipeline.costs import Link, Plan
 from trainables.distributed.pipeline.cut_points import CutPoint
 from trainables.distributed.pipeline.link import measure_link
@@ -37,7 +38,7 @@ class StagesChoice(NamedTuple):
 def choose_stages(config: TrainConfig, group: Group) -> StagesChoice:
     """The number of stages whose step is predicted to be shortest, among those that divide the workers.
 
-    Every rank calls it. Rank 0 times untrained models on its device, which cost what trained ones do.
+    Every rank calls it, and times untrained models on its device, which cost what trained ones do.
 
     Raises:
         DistillError: on every rank: the data cannot be read, or no number of stages fits the device's memory.
@@ -46,7 +47,7 @@ def choose_stages(config: TrainConfig, group: Group) -> StagesChoice:
         return StagesChoice(_in_stages(config, 1), {}, {})
     assert dist.group.WORLD is not None
     link = measure_link(dist.group.WORLD, group.device)
-    choice = from_main(lambda: _plan_each(config, group.device, link), group)
+    choice = _plan_each(config, group, link)
     predicted = ", ".join(f"{number}: {1e3 * step_s:.1f} ms" for number, step_s in choice.predicted_s.items())
     reasons = "".join(f"; {number} is left out: {reason}" for number, reason in choice.reasons.items())
     log.info(
@@ -66,8 +67,8 @@ def _in_stages(config: TrainConfig, number: int, plan: Plan | None = None) -> Tr
     return config.model_copy(update={"scale": scale})
 
 
-def _plan_each(config: TrainConfig, device: torch.device, link: Link) -> StagesChoice:
-    num_classes = len(open_on_node(config.data, "train").classes)
+def _plan_each(config: TrainConfig, group: Group, link: Link) -> StagesChoice:
+    num_classes = from_rank(lambda: len(open_on_node(config.data, "train").classes), group)
     jobs, reasons = {1: _in_stages(config, 1)}, dict[int, str]()
     found: tuple[PlannedModels, list[CutPoint]] | None = None
     for number in range(2, config.scale.num_workers + 1):
@@ -82,11 +83,19 @@ def _plan_each(config: TrainConfig, device: torch.device, link: Link) -> StagesC
     if found is None:
         return StagesChoice(jobs[1], {}, reasons)
     models, points = found
-    costs = measure(config, device, points, models, sorted({size for job in jobs.values() for size in sizes_of(job)}))
+    sizes = sorted({size for job in jobs.values() for size in sizes_of(job)})
+    costs = measure(config, points, models, sizes, group, group)
+    return from_rank(lambda: _fastest(config, jobs, reasons, lambda job: _plan(job, group.device, link, models, costs)), group)
+
+
+def _fastest(
+    config: TrainConfig, jobs: Mapping[int, TrainConfig], reasons: dict[int, str], plan: Callable[[TrainConfig], Plan]
+) -> StagesChoice:
+    """Of the numbers of stages that fit the device's memory."""
     plans = dict[int, Plan]()
     for number, job in jobs.items():
         try:
-            plans[number] = _plan(job, device, link, models, costs)
+            plans[number] = plan(job)
         except ModelError as error:
             reasons[number] = str(error)
     if not plans:

@@ -1,4 +1,4 @@
-"""Plan a job's pipeline stages: its student and its teacher timed on a device, and the cut with the shortest predicted step."""
+"""Plan a job's pipeline stages: its models are timed on its devices, and the cut with the shortest predicted step is taken."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,6 +9,7 @@ from torch import nn
 from trainables.config import TrainConfig
 from trainables.device.memory import memory_bytes
 from trainables.device.model_input import autocast, tensor_format
+from trainables.distributed.group import Group, from_each
 from trainables.distributed.pipeline.block_costs import Conditions
 from trainables.distributed.pipeline.costs import Block, Devices, Link, Plan
 from trainables.distributed.pipeline.cut_points import CutPoint
@@ -29,7 +30,7 @@ class PlannedModels(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """Of a job's models, as measured on one device."""
+    """Of a job's models, whole on each device."""
 
     student: list[Block]
     teacher: list[Block]
@@ -47,17 +48,28 @@ def sizes_of(config: TrainConfig) -> list[int]:
 
 
 def measure(
-    config: TrainConfig, device: torch.device, points: Sequence[CutPoint], models: PlannedModels, sizes: Sequence[int]
+    config: TrainConfig,
+    points: Sequence[CutPoint],
+    models: PlannedModels,
+    sizes: Sequence[int],
+    group: Group,
+    with_teacher: Group,
 ) -> Costs:
-    """Time the parts between `points`, and the teacher, on this device; or read what was measured before.
+    """Time the parts between `points` on all ranks at once, and the teacher on those that have one, which are this rank's
+    `with_teacher`; or read what was measured before. Every rank of `group` calls it.
 
     Raises:
-        ModelError: one of them does not fit the device's memory.
+        ModelError: one of them does not fit a device's memory; on every rank.
     """
-    cache, in_precision = cache_folder(), autocast(config.precision, device)
-    conditions = Conditions(config.data.image_size, device, config.precision, in_precision, tensor_format(config)[1])
-    student = block_costs(models.student, points, conditions, sizes, cache=cache)
-    return Costs(student, [] if models.teacher is None else teacher_costs(models.teacher, conditions, sizes, cache=cache))
+    cache, device = cache_folder(), group.device
+    in_precision, layout = autocast(config.precision, device), tensor_format(config)[1]
+    conditions = Conditions(config.data.image_size, device, config.precision, in_precision, layout)
+    student = block_costs(models.student, points, conditions, sizes, group, cache=cache)
+
+    def teacher() -> list[Block]:
+        return [] if models.teacher is None else teacher_costs(models.teacher, conditions, sizes, with_teacher, cache=cache)
+
+    return Costs(student, next(filter(None, from_each(teacher, group)), []))
 
 
 def planner_of(config: TrainConfig, device: torch.device, link: Link, costs: Costs, *, teacher_is_sharded: bool) -> Planner:
@@ -75,14 +87,8 @@ def planner_of(config: TrainConfig, device: torch.device, link: Link, costs: Cos
     return Planner(costs.student, devices, scale.schedule, costs.teacher, share)
 
 
-def plan_stages(
-    config: TrainConfig,
-    device: torch.device,
-    link: Link,
-    points: Sequence[CutPoint],
-    models: PlannedModels,
-) -> tuple[Planner, Plan]:
-    """Time the parts between `points` and the teacher on this device, and plan what `scale` leaves open.
+def plan_stages(config: TrainConfig, points: Sequence[CutPoint], planner: Planner) -> Plan:
+    """What `scale` leaves open.
 
     Raises:
         ModelError: nothing fits the device's memory.
@@ -90,6 +96,4 @@ def plan_stages(
     scale = config.scale
     number = None if scale.micro_batches == "auto" else scale.micro_batches
     starts = None if scale.cut is None else starts_of(points, scale.cut, scale.num_stages)
-    costs = measure(config, device, points, models, sizes_of(config))
-    planner = planner_of(config, device, link, costs, teacher_is_sharded=models.teacher_is_sharded)
-    return planner, planner.plan(planned_batch(config), starts, number)
+    return planner.plan(planned_batch(config), starts, number)

@@ -7,7 +7,7 @@ from pathlib import Path
 from trainables.config import TrainConfig
 from trainables.data.loader.loader import Loader
 from trainables.data.storage.shared_folder import format_bytes, free_bytes
-from trainables.distributed.group import Group, from_main
+from trainables.distributed.group import Group, from_rank
 from trainables.errors import DataError
 from trainables.rundir import write_json
 from trainables.teachers.cache.key import ImageSet, agree_on_images, cache_key, key_parts
@@ -24,7 +24,7 @@ def open_store(config: TrainConfig, group: Group, loader: Loader, classes: Seque
         DistillError: the teacher or the data cannot be read, the workers read different images, or the disk is too small.
     """
     images = agree_on_images(config.data.path, loader, group, "teacher.cache")
-    key, sha256 = from_main(lambda: _prepare(config, images, classes), group)
+    key, sha256 = from_rank(lambda: _prepare(config, images, classes), group)
     return _store(config, images, classes, key), sha256
 
 

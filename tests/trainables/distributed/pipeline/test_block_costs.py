@@ -1,20 +1,48 @@
 """What is measured of a model's blocks, and that it is measured once."""
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from tests.benchmarks import sleeping_model as sleeping
 from tests.benchmarks.sleeping_model import SleepingBlock
+from trainables.distributed.group import Group
+from trainables.distributed.pipeline import block_costs as measuring
 from trainables.distributed.pipeline.block_costs import Conditions, measure_blocks
 from trainables.distributed.pipeline.costs import Block
 from trainables.distributed.pipeline.cut_points import cut_points
 from trainables.distributed.pipeline.plan_cut import block_costs, cache_folder, sizes_to_measure, starts_of, teacher_costs
+from trainables.distributed.rank_pool import RankPool
 from trainables.errors import ModelError
 
 CONDITIONS = Conditions(image_size=8, device=torch.device("cpu"), precision="fp32")
+
+
+class _Clock:
+    """Of which only sleep takes time: that of a machine which other work never slows."""
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+
+    def perf_counter(self) -> float:
+        return self._now_s
+
+    def sleep(self, seconds: float) -> None:
+        self._now_s += seconds
+
+
+@contextlib.contextmanager
+def _clock() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        clock = _Clock()
+        patch.setattr(measuring, "time", clock)
+        patch.setattr(sleeping, "time", clock)
+        yield
 
 
 def _measured(model: nn.Module, sizes: list[int], *, training: bool = True) -> list[Block]:
@@ -31,11 +59,59 @@ def _sleeping() -> nn.Module:
 
 
 def test_forward_and_backward_are_timed_apart_block_by_block() -> None:
-    blocks = {block.begins_at: block for block in _measured(_sleeping(), [2, 4])}
+    with _clock():
+        blocks = {block.begins_at: block for block in _measured(_sleeping(), [2, 4])}
     times_s = [(blocks[name].forward.seconds(size), blocks[name].backward.seconds(size)) for name in "12" for size in (2, 4)]
     expected_s = [(0.01, 0.03), (0.01, 0.05), (0.02, 0.04), (0.04, 0.08)]
     for found, expected in zip(times_s, expected_s, strict=True):
-        assert found == pytest.approx(expected, abs=0.008)
+        assert found == pytest.approx(expected)
+
+
+class _SometimesSlow(SleepingBlock):
+    """Three times as slow in one of two passes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.fixed_s = 0.04 - self.fixed_s
+        return super().forward(x)
+
+
+def test_blocks_take_together_what_the_model_usually_takes() -> None:
+    """One of the two is always slow."""
+    model = _model(_SometimesSlow(0.01, 0.0, 0.0), _SometimesSlow(0.03, 0.0, 0.0))
+    with _clock():
+        blocks = {block.begins_at: block for block in _measured(model, [2])}
+    for name in "12":
+        assert (blocks[name].forward.seconds(2), blocks[name].backward.seconds(2)) == pytest.approx((0.02, 0.02))
+
+
+def _shared_costs(group: Group, caches: list[Path]) -> list[Block]:
+    """Of a model that is slower on later ranks."""
+    model = _model(SleepingBlock(0.01 * (1 + group.rank), 0.0, 0.0))
+    with _clock():
+        return block_costs(model, cut_points(model, CONDITIONS.image_size), CONDITIONS, [2], group, cache=caches[group.rank])
+
+
+def test_all_ranks_measure_and_get_the_costs_of_the_slowest_which_the_first_one_stores(ranks: RankPool, tmp_path: Path) -> None:
+    caches = [tmp_path / str(rank) for rank in range(2)]
+    first, second = ranks.run(2, _shared_costs, caches)
+    assert first == second
+    assert first[1].forward.seconds(2) == pytest.approx(0.02)
+    assert [cache.exists() for cache in caches] == [True, False]
+    assert ranks.run(2, _shared_costs, caches) == [first, first]
+
+
+def _costs_without_memory(group: Group) -> str:
+    kind = _TooLarge if group.rank else nn.Conv2d
+    model = _model(kind(4, 4, 1))
+    with pytest.raises(ModelError) as error:
+        block_costs(model, cut_points(_model(nn.Conv2d(4, 4, 1)), 8), CONDITIONS, [2], group, cache=None)
+    return str(error.value)
+
+
+def test_where_one_rank_has_no_memory_for_the_model_all_say_so(ranks: RankPool) -> None:
+    first, second = ranks.run(2, _costs_without_memory)
+    assert first == second
+    assert "the whole model does not fit it" in first
 
 
 def test_bytes_are_those_of_a_sample() -> None:
@@ -69,7 +145,7 @@ def test_a_model_that_does_not_fit_one_device_asks_for_a_cut_by_hand(kind: type[
     with pytest.raises(ModelError, match=r"write scale\.cut and scale\.micro_batches by hand \(CUDA out of memory"):
         measure_blocks(_model(kind(4, 4, 1)), ["1"], CONDITIONS, [2, 4])
     with pytest.raises(ModelError, match="the whole teacher, sharded or not, does not fit it"):
-        teacher_costs(_model(kind(4, 4, 1)), CONDITIONS, [2, 4], cache=None)
+        teacher_costs(_model(kind(4, 4, 1)), CONDITIONS, [2, 4], Group(), cache=None)
 
 
 def test_the_model_and_the_random_numbers_stay_as_they_are() -> None:
@@ -88,8 +164,9 @@ def test_a_teacher_runs_forward_and_may_be_one_that_cannot_be_traced() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) if x.mean() < 10 else x
 
-    (block,) = teacher_costs(Branching(*_sleeping()), CONDITIONS, [2], cache=None)
-    assert block.forward.seconds(2) == pytest.approx(0.03, abs=0.008)
+    with _clock():
+        (block,) = teacher_costs(Branching(*_sleeping()), CONDITIONS, [2], Group(), cache=None)
+    assert block.forward.seconds(2) == pytest.approx(0.03)
     assert block.backward.seconds(2) == 0.0
     with pytest.raises(ModelError, match="Branching cannot be cut"):
         cut_points(Branching(*_sleeping()), CONDITIONS.image_size)
@@ -97,19 +174,19 @@ def test_a_teacher_runs_forward_and_may_be_one_that_cannot_be_traced() -> None:
 
 def test_costs_are_measured_once_under_the_same_conditions(tmp_path: Path) -> None:
     points = cut_points(_sleeping(), CONDITIONS.image_size)
-    first = block_costs(_sleeping(), points, CONDITIONS, [2], cache=tmp_path)
-    assert block_costs(_sleeping(), points, CONDITIONS, [2], cache=tmp_path) == first
+    first = block_costs(_sleeping(), points, CONDITIONS, [2], Group(), cache=tmp_path)
+    assert block_costs(_sleeping(), points, CONDITIONS, [2], Group(), cache=tmp_path) == first
     (path,) = tmp_path.iterdir()
     assert json.loads(path.read_text())["key"]["torch"] == torch.__version__
-    assert block_costs(_sleeping(), points, CONDITIONS, [2, 4], cache=tmp_path) != first
+    assert block_costs(_sleeping(), points, CONDITIONS, [2, 4], Group(), cache=tmp_path) != first
     path.write_text("{")
-    assert block_costs(_sleeping(), points, CONDITIONS, [2], cache=tmp_path) != first, "a damaged file is measured anew"
+    assert block_costs(_sleeping(), points, CONDITIONS, [2], Group(), cache=tmp_path) != first, "a damaged file is measured anew"
 
 
 def test_times_that_cannot_be_kept_are_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").touch()
     points = cut_points(_sleeping(), CONDITIONS.image_size)
-    assert block_costs(_sleeping(), points, CONDITIONS, [2], cache=tmp_path / "file" / "cache")
+    assert block_costs(_sleeping(), points, CONDITIONS, [2], Group(), cache=tmp_path / "file" / "cache")
     assert "measured times are not kept" in caplog.text
 
 

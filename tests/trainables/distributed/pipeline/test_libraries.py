@@ -13,10 +13,10 @@ pytestmark = pytest.mark.slow
 
 LEAST = 10
 FEW = {
-    *("coat", "deepseek_vit", "gemma4_vit", "mvitv2", "nasnet", "nest", "pit", "pnasnet", "qwen3_vit", "tnt", "twins"),
+    *("coat", "deepseek_vit", "gemma4_vit", "mvitv2", "nasnet", "nest", "pit", "pnasnet", "qwen3_vit", "tnt", "twins", "xcit"),
     *("crossvit", "vision_transformer_sam"),
 }
-"""Families of timm whose blocks pass several tensors on, and the last ones, whose forward branches on values."""
+"""Families of timm whose blocks pass several values on, tensors or heights and widths; two whose forward branches on values."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

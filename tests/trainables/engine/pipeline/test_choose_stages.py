@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.trainables.engine.pipeline.test_training import job
 from tests.trainables.jobs import train
 from trainables.config import TrainConfig
+from trainables.distributed.group import Group
 from trainables.distributed.pipeline.costs import Link
 from trainables.distributed.rank_pool import RankPool
 from trainables.engine import checkpoint
@@ -18,7 +18,6 @@ from trainables.engine.pipeline import choose_stages, planning
 from trainables.engine.pipeline.build import with_saved_cut
 from trainables.errors import ModelError
 
-CPU = torch.device("cpu")
 FAST, SLOW = Link(1e-6, 1e12, overlapped=False), Link(1e-6, 1e4, overlapped=False)
 
 
@@ -38,7 +37,7 @@ def auto(folder: Path, *, workers: int = 2, **sections: Any) -> TrainConfig:
 
 
 def chosen(settings: TrainConfig, link: Link = FAST) -> choose_stages.StagesChoice:
-    return choose_stages._plan_each(settings, CPU, link)
+    return choose_stages._plan_each(settings, Group(), link)
 
 
 @pytest.fixture
