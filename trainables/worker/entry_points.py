@@ -155,6 +155,9 @@ def interruption_requests(config: TrainConfig, group: Group) -> InterruptionRequ
 def set_up_torch(config: TrainConfig, group: Group) -> None:
     """CPUs, caches and memory statistics of this process, as if no stage had run in it before."""
     set_up_cpus(config, group)
+    # Convolutions are in TF32 by default, of which training takes no harm. Methods subtract products of matrices that are nearly
+    # equal; a container may have allowed TF32 for these too (`TORCH_ALLOW_TF32_CUBLAS_OVERRIDE`).
+    torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.benchmark = True  # shapes do not change: the fastest convolution is worth a search
     if config.train.compile:  # an earlier stage's kernels were compiled for other shapes, and would be used here too
         torch.compiler.reset()
