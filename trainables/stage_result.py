@@ -17,6 +17,9 @@ class StageResult(BaseModel):
     model: str = ""
     decoder: str | None = None
     """The decoder of its training images; None: it trained nothing."""
+    precision: str | None = None
+    precision_reason: str = ""
+    """Why it is this one, where the experiment's was `auto`."""
     metrics: dict[str, float]
     """Its summary."""
     steps_s: list[float] = Field(default_factory=list)

@@ -13,6 +13,7 @@ from trainables.config import (
     DistillConfig,
     ModelConfig,
     OptimConfig,
+    Precision,
     ScaleConfig,
     Section,
     TeacherConfig,
@@ -51,8 +52,10 @@ class Experiment(Section):
     optim: OptimConfig = OptimConfig()
     scale: ScaleConfig = ScaleConfig()
     train: TrainingConfig = TrainingConfig()
-    precision: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
-        "fp32", description="bf16, fp16: autocast, with a gradient scaler for fp16; fp64: all of it, for exact comparisons"
+    precision: Precision = Field(
+        "fp32",
+        description="bf16, fp16: autocast, with a gradient scaler for fp16; fp64: all of it, for exact comparisons; auto: bf16"
+        " where the GPUs have it and images have 224 pixels or more, else fp32",
     )
     sweep: SweepConfig = SweepConfig()
     tracking: TrackingConfig = TrackingConfig()

@@ -67,7 +67,7 @@ def _trial(resolved: Resolved, run_dir: RunDir, row: TrialRow) -> Recording:
     scale = row.scale
     name = f"trial {row.id} ({scale.num_workers} × batch {scale.global_batch_size} × {scale.loader_workers} loader workers)"
     lines = read_lines(run_dir.trial(row.id).stage("student").metrics)
-    return Recording(name, evidence_of(experiment, row.metrics, lines, scale.loader_workers))
+    return Recording(name, evidence_of(experiment, row.metrics, lines, scale.loader_workers, row.precision))
 
 
 def _stage(experiment: Experiment, run_dir: RunDir, result: RunResult, name: str) -> Recording | None:
@@ -79,7 +79,7 @@ def _stage(experiment: Experiment, run_dir: RunDir, result: RunResult, name: str
     if "phase/step_ms" not in metrics:
         return None
     loader_workers = experiment.data.loader_workers if result.loader_workers is None else result.loader_workers
-    evidence = evidence_of(experiment, metrics, lines, loader_workers)
+    evidence = evidence_of(experiment, metrics, lines, loader_workers, summary.precision if summary is not None else None)
     return Recording(f"the {name}", evidence if name == "student" else replace(evidence, teacher_actors=None))
 
 
@@ -89,9 +89,16 @@ def plain(metrics: Metrics) -> dict[str, float]:
 
 
 def evidence_of(
-    experiment: Experiment, metrics: Metrics, lines: Iterable[Mapping[str, Any]] = (), loader_workers: int | str = 1
+    experiment: Experiment,
+    metrics: Metrics,
+    lines: Iterable[Mapping[str, Any]] = (),
+    loader_workers: int | str = 1,
+    precision: str | None = None,
 ) -> Evidence:
-    """Evidence from a summary's metrics and the lines of `metrics.jsonl`. `loader_workers` as resolved; `auto` counts as some."""
+    """Evidence from a summary's metrics and the lines of `metrics.jsonl`.
+
+    `loader_workers` as resolved, `auto` counts as some; `precision` as the stage had it, None: it has not ended.
+    """
     lines, num_workers = list(lines), int(metrics.get("num_workers", experiment.scale.num_workers))
     start: Metrics = next((line["metrics"] for line in lines if line["kind"] == "start"), {})
     evaluated = [line["metrics"]["val/num_images"] for line in lines if "val/num_images" in line["metrics"]]
@@ -101,7 +108,7 @@ def evidence_of(
         ranks=_ranks(metrics, num_workers),
         loader_workers=loader_workers if isinstance(loader_workers, int) else 1,
         accumulate=experiment.optim.accumulate,
-        precision=experiment.precision,
+        precision=precision or experiment.precision,
         exposed_ms=metrics.get("phase/allreduce_ms"),
         decodes_on_device=experiment.data.decodes_on_device,
         prefetch_batches=experiment.data.prefetch_batches,

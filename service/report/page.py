@@ -16,6 +16,7 @@ from service.report.model_curve import model_of
 from service.report.phase_shares import shares_text
 from service.report.plotly_marks import MOST_SERIES, Figure
 from service.report.run_records import Records, axes, ended, ran, read_records
+from service.runs.outcome import Outcome
 from service.runs.result import RunResult, StageRow
 from service.search.rows import probes
 from trainables.rundir import RunDir
@@ -89,7 +90,7 @@ def sweep_page(records: Records) -> Page:
         [f"{winner.won(best, unit, axes(rows), metric)} (trial {best.id})", reason, *seeds.seeds_sentence(result)],
         sections,
         facts=facts_of(best.metrics),
-        notes=[*winner.without_result(rows), *winner.bound(result), *winner.doubts(result)],
+        notes=[*precision_note(best), *winner.without_result(rows), *winner.bound(result), *winner.doubts(result)],
         command_title="Train at that point",
         command=winner.command(records.root, best),
     )
@@ -117,7 +118,14 @@ def run_page(records: Records) -> Page:
         PageSection.of("Hardware", *hardware.hardware(histories)),
         page_tables.settings(records),
     ]
-    return Page("run", result.name, result.status, lead, sections, facts_of(student.metrics) if student else ())
+    if student is None:
+        return Page("run", result.name, result.status, lead, sections)
+    return Page("run", result.name, result.status, lead, sections, facts_of(student.metrics), precision_note(student))
+
+
+def precision_note(outcome: Outcome) -> list[str]:
+    """Which precision `auto` came to, and why."""
+    return [f"Precision auto: {outcome.precision}: {outcome.precision_reason}."] if outcome.precision_reason else []
 
 
 def reached(stage: StageRow) -> str:

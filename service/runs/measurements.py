@@ -24,6 +24,8 @@ def combined(measurements: Sequence[Outcome]) -> Outcome:
         reason="" if ran else last.reason,
         failure=None if ran else last.failure,
         metrics=pooled([(one.metrics, len(one.steps_s)) for one in ran]),
+        precision=last.precision,
+        precision_reason=last.precision_reason,
         restarts=sum(one.restarts for one in measurements),
         steps_s=[step_s for one in ran for step_s in one.steps_s],
         seconds=sum(one.seconds for one in measurements),

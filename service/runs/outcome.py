@@ -34,6 +34,10 @@ class Outcome(ResultPart):
     failure: Kind | None = None
     """What kind of failure ended its workers, where one did."""
     metrics: dict[str, float] = Field(default_factory=dict)
+    precision: str | None = None
+    """Of its training; None: it did not end, or an older version wrote it."""
+    precision_reason: str = ""
+    """Why it is this one, where the experiment's was `auto`."""
     restarts: int = 0
     steps_s: list[float] = Field(default_factory=list)
     """Seconds of each measured step of a timing run."""

@@ -191,7 +191,14 @@ def finished(stage: StageDir, restarts: int = 0) -> Outcome | None:
 
 def complete(summary: StageResult, restarts: int = 0) -> Outcome:
     """The outcome of a complete stage."""
-    return Outcome(status="ok", metrics=summary.metrics, restarts=restarts, steps_s=summary.steps_s)
+    return Outcome(
+        status="ok",
+        metrics=summary.metrics,
+        precision=summary.precision,
+        precision_reason=summary.precision_reason,
+        restarts=restarts,
+        steps_s=summary.steps_s,
+    )
 
 
 def cause_of(stage: StageDir, error: WorkersFailedError) -> Failure:

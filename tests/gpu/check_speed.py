@@ -1,4 +1,4 @@
-"""4: speed with one batch repeated on the device, beside the best plain loop and torchvision's reference loop with a teacher."""
+"""4: speed with one batch repeated on the device, beside the best plain loop and those of published scripts."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,7 +8,7 @@ from torch import nn
 from torch.fx.experimental.optimization import fuse
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.benchmarks.peers.device_loops import graphed, plain_step, reference_step
+from tests.benchmarks.peers.device_loops import graphed, plain_step, repdistiller_step, torchdistill_step, torchvision_step
 from tests.gpu.contract import Check, Expected, Measured, Piece, Settings
 from tests.gpu.timing import compare, seconds_of
 from tests.gpu.work import R34_R18, R56_R20, Pair, Stepper, device_batch, first_device, job_config, open_job, sized
@@ -34,18 +34,21 @@ def plain(pair: Pair, batch: DeviceBatch, device: torch.device, precision: str) 
 
 
 def beside_peers(of: Pair, batch_size: int, precision: str, settings: Settings) -> Measured:
-    """Images/s, host and device time of a step: ours, the plain loop's and the reference's, taking turns."""
+    """Images/s, host and device time of a step: ours, the plain loop's and those of published scripts, taking turns."""
     device, pair = first_device(settings), sized(of, settings)
     batch_size = 8 if settings.small else batch_size
     batch = device_batch(pair, batch_size, device)
     rounds, steps = (2, 2) if settings.small else (7, 20)
+    published = partial(models, pair, device, channels_last=False)
     with open_job(job_config(settings, pair, batch_size, precision), device) as job:
-        ours = Stepper(job, batch)
-        sides = {
-            "ours": ours,
+        sides: dict[str, Callable[[], None]] = {
+            "ours": Stepper(job, batch),
             "plain": plain(pair, batch, device, precision),
-            "reference": reference_step(*models(pair, device, channels_last=False), batch.images_BCHW, batch.labels_B, precision),
+            "torchvision": torchvision_step(*published(), batch.images_BCHW, batch.labels_B, precision),
         }
+        if precision == "fp32":  # the only one of these scripts
+            sides["torchdistill"] = torchdistill_step(*published(), batch.images_BCHW, batch.labels_B)
+            sides["repdistiller"] = repdistiller_step(*published(), batch.images_BCHW, batch.labels_B)
         found = compare(sides, device, batch=batch_size, rounds=rounds, steps=steps, warm_up=2 if settings.small else 5)
         phases = job.metrics.timer.summary()
         found["teacher_share"] = phases["phase/teacher_ms"] / phases["phase/step_ms"]
@@ -119,17 +122,22 @@ def share_of_peak(settings: Settings) -> Measured:
     return {"step_tflops": step_tflops, "matmul_tflops": product_tflops, "share": step_tflops / product_tflops}
 
 
+SCRIPTS = (
+    Expected("ours/torchvision", "÷ torchvision's reference with a teacher: recorded"),
+    Expected("ours/torchdistill", "÷ torchdistill's step ≥ 1.0", low=1.0),
+    Expected("ours/repdistiller", "÷ RepDistiller's step ≥ 1.0", low=1.0),
+)
 EXPECTED: dict[tuple[str, int], tuple[Expected, ...]] = {
     ("bf16", 256): (
         Expected("images_per_s/ours", "4,500–6,500 images/s", 4500, 6500, estimate=True),
         Expected("ours/plain", "÷ plain loop ≥ 1.00", low=1.0),
-        Expected("ours/reference", "÷ torchvision's reference with a teacher ≥ 1.5", low=1.5),
+        Expected("ours/torchvision", "÷ torchvision's reference with a teacher ≥ 1.5", low=1.5),
         Expected("teacher_share", "teacher's share of a step ≤ 0.30", high=0.30),
     ),
     ("fp32", 256): (
         Expected("images_per_s/ours", "2,300–3,000 images/s", 2300, 3000, estimate=True),
         Expected("ours/plain", "÷ plain loop ≥ 1.00", low=1.0),
-        Expected("ours/reference", "÷ torchvision's reference with a teacher: recorded"),
+        *SCRIPTS,
     ),
     ("bf16", 32): (
         Expected("ours/plain", "÷ plain loop: recorded, with CUDA graphs see 12"),
@@ -146,6 +154,7 @@ CIFAR = {
     "fp32": (
         Expected("images_per_s/ours", "12,000–14,000 images/s", 12_000, 14_000, estimate=True),
         Expected("ours/plain", "÷ plain loop ≥ 1.00", low=1.0),
+        *SCRIPTS,
     ),
     "bf16": (Expected("images_per_s/ours", "no faster than fp32: recorded"),),
 }

@@ -5,7 +5,7 @@
 
 from trainables.config.data import ON_DEVICE, ColorJitterConfig, DataConfig, DeviceAugmentConfig, RandAugmentConfig
 from trainables.config.distill import DistillConfig, MethodOptions
-from trainables.config.job import EvaluateConfig, FillConfig, RunStore, TrainConfig, TrainingConfig
+from trainables.config.job import EvaluateConfig, FillConfig, Precision, RunStore, TrainConfig, TrainingConfig
 from trainables.config.models import AssistantConfig, ModelConfig, OtherTeacherConfig, TeacherConfig
 from trainables.config.optim import LossOptimConfig, OptimConfig
 from trainables.config.scale import ScaleConfig
@@ -29,6 +29,7 @@ __all__ = [
     "OptimConfig",
     "OtherTeacherConfig",
     "Positive",
+    "Precision",
     "Probability",
     "RandAugmentConfig",
     "RunStore",

@@ -13,6 +13,9 @@ from trainables.config.optim import OptimConfig
 from trainables.config.scale import ScaleConfig
 from trainables.config.section import Count, Natural, Positive, Section
 
+Precision = Literal["fp32", "bf16", "fp16", "fp64", "auto"]
+"""`auto`: see `trainables.device.precision`."""
+
 
 class TrainingConfig(Section):
     """How the loop runs, apart from what it learns."""
@@ -74,7 +77,8 @@ class TrainConfig(Section):
     optim: OptimConfig = OptimConfig()
     scale: ScaleConfig = ScaleConfig()
     train: TrainingConfig = TrainingConfig()
-    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
+    precision: Precision = "fp32"
+    precision_reason: str = Field("", description="why it is this one, where precision was `auto`")
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     next_num_workers: int | None = Field(
         None,
@@ -107,4 +111,5 @@ class EvaluateConfig(Section):
     output: str = Field(description="absolute path of the JSON file that the result is written to")
     data: DataConfig
     scale: ScaleConfig = ScaleConfig()
-    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
+    precision: Precision = "fp32"
+    precision_reason: str = Field("", description="why it is this one, where precision was `auto`")

@@ -18,6 +18,7 @@ from trainables.data.loader.loader_process import loader_process
 from trainables.data.source import open_on_node
 from trainables.device.device_batches import DeviceBatch, on_device
 from trainables.device.model_input import autocast, normalizer
+from trainables.device.precision import with_precision
 from trainables.distributed.group import Group, all_reduce_sum, broadcast_buffers, gather_objects
 from trainables.engine import checkpoint
 from trainables.errors import DataError
@@ -98,7 +99,7 @@ def evaluate_checkpoint(config: EvaluateConfig, group: Group, heartbeat: Heartbe
     Raises:
         CheckpointError, DataError: the file or the data cannot be read, or their classes differ.
     """
-    heartbeat = heartbeat or Heartbeat()
+    heartbeat, config = heartbeat or Heartbeat(), with_precision(config, group)
     source = open_on_node(config.data, "val")
     path = Path(config.checkpoint)
     about = checkpoint.read_about(path)

@@ -43,18 +43,27 @@ MAX_SHAPES = 4
 
 def obstacle(config: TrainConfig, train_state: TrainState) -> str | None:
     """Why no step of a job can be captured, as its configuration has it; None: nothing speaks against it."""
-    group = train_state.group
+    group, unfused = train_state.group, _unfused_optimizer(train_state)
     reasons = {
         "there are none on a CPU": group.device.type != "cuda",
-        f"scale.num_workers: {group.world_size} workers take part in one all-reduce": group.world_size > 1,
+        f"scale.num_workers: {group.world_size} workers take part in one all-reduce, which is not captured yet: write 1": (
+            group.world_size > 1
+        ),
         "optim.accumulate: a step has several micro-batches": config.optim.accumulate > 1,
         "precision fp16: its loss scaler decides on the host whether to skip a step": config.precision == "fp16",
         "precision fp64: a captured learning rate has float32": config.precision == "fp64",
         "train.compile: compiled models are not captured": config.train.compile,
+        f"the optimizer {unfused} is not fused: its step reads numbers of the host": unfused is not None,
         "the teacher's logits come from the host": not isinstance(train_state.teacher, TeacherNetwork | None),
         "teacher.placement: the teacher is sharded": train_state.teacher is not None and train_state.teacher.is_collective,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _unfused_optimizer(train_state: TrainState) -> str | None:
+    """The optimizer that steps in Python, one operation after the other; None: there is none."""
+    optimizers = (each.optimizer for each in train_state.optimizers)
+    return next((type(one).__name__ for one in optimizers if not all(group.get("fused") for group in one.param_groups)), None)
 
 
 class CudaCapture:

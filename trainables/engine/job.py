@@ -18,6 +18,7 @@ from trainables.data.order import Split
 from trainables.data.source import open_on_node
 from trainables.device.decode import check_decoder
 from trainables.device.model_input import tensor_format
+from trainables.device.precision import with_precision
 from trainables.disk_writer import DiskWriter
 from trainables.distributed.group import Group, from_main, gather_objects, seed_rank
 from trainables.distributed.pipeline.layout import Layout, build_layout
@@ -27,7 +28,7 @@ from trainables.engine.checkpoint_writer import CheckpointWriter
 from trainables.engine.epochs import Epochs
 from trainables.engine.interruptions import InterruptionRequest, Interruptions
 from trainables.engine.job_metrics import JobMetrics, build_metrics
-from trainables.engine.modules import build_modules, build_student
+from trainables.engine.modules import build_modules, build_student, differentiating_method
 from trainables.engine.optimizers import LossOptimizer, build_optimizers
 from trainables.engine.pipeline.build import cut_student, with_saved_cut
 from trainables.engine.pipeline.choose_stages import choose_stages
@@ -130,6 +131,7 @@ def build(
     if problem := first_problem(config):
         raise ExperimentError(problem)
     disk = disk or DiskWriter()
+    config = with_precision(config, group, in_float32=differentiating_method(config))
     stage = StageDir(Path(config.output_dir))
     # Rank 0 decides for all: a shared file system may show a file to one node later than to another.
     resumes = gather_objects(stage.last.exists(), group)[0]

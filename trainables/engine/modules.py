@@ -82,6 +82,12 @@ def methods_with_teacher(config: TrainConfig) -> tuple[SelectedMethod, ...]:
     return tuple(method for method in selected_methods(config) if method.method_class.requires.teacher)
 
 
+def differentiating_method(config: TrainConfig) -> str | None:
+    """The method of a job that differentiates the teacher, which autocast would cut from its features."""
+    methods = methods_with_teacher(config)
+    return next((method.key for method in methods if method.method_class.requires.teacher_gradient), None)
+
+
 def build_distillation_module(
     config: TrainConfig, group: Group, student: nn.Module, teacher: nn.Module | None, num_classes: int, labels_M: Tensor
 ) -> tuple[DistillationModule, TapReader | None]:
@@ -150,10 +156,10 @@ def _check_methods(config: TrainConfig, student: nn.Module, selected: Sequence[S
                 f"{teacher.logits_only}: it answers with logits, and {config.model} takes in the teacher's classifier: leave it"
                 " out"
             )
-    differentiates = next((method.key for method in with_teacher if method.method_class.requires.teacher_gradient), None)
-    if differentiates is not None and config.precision in AUTOCAST:
+    method = differentiating_method(config)
+    if method is not None and config.precision in AUTOCAST:
         raise ExperimentError(
-            f"precision: {differentiates} differentiates the teacher, which {config.precision} cuts from its features: write fp32"
+            f"precision: {method} differentiates the teacher, which {config.precision} cuts from its features: write fp32"
         )
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from trainables.config import EvaluateConfig, FillConfig, TrainConfig
 from trainables.device.numa import run_near
+from trainables.device.precision import with_precision
 from trainables.device.release import release_device
 from trainables.disk_writer import DiskWriter
 from trainables.distributed.group import Group, gather_objects
@@ -81,6 +82,8 @@ def train_stage(config: TrainConfig, group: Group, stop_early: Callable[[Sequenc
             stage=config.stage,
             model=config.model,
             decoder=job.train_loader.decoder,
+            precision=job.config.precision,
+            precision_reason=job.config.precision_reason,
             metrics=summary,
             steps_s=job.metrics.timer.steps_s() if config.train.max_steps is not None else [],
         )
@@ -152,6 +155,9 @@ def interruption_requests(config: TrainConfig, group: Group) -> InterruptionRequ
 def set_up_torch(config: TrainConfig, group: Group) -> None:
     """CPUs, caches and memory statistics of this process, as if no stage had run in it before."""
     set_up_cpus(config, group)
+    # Convolutions are in TF32 by default, of which training takes no harm. Methods subtract products of matrices that are nearly
+    # equal; a container may have allowed TF32 for these too (`TORCH_ALLOW_TF32_CUBLAS_OVERRIDE`).
+    torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.benchmark = True  # few shapes come, again and again: the fastest convolution of each is worth a search
     if config.train.compile:  # an earlier stage's kernels were compiled for other shapes, and would be used here too
         torch.compiler.reset()
@@ -176,6 +182,7 @@ def fill_loop_per_worker(settings: dict[str, Any]) -> None:
     with failure_recorded(stage, group), watched(config.output_dir) as heartbeat:
         start_logging(stage, group)
         set_up_torch(config, group)
+        config = with_precision(config, group)
         with DiskWriter() as disk, Reporter(config, stage, group, disk) as reporter:
             classes, (loader, val_loader) = open_loaders(config, build_layout(group, 1))
             with contextlib.closing(loader), contextlib.closing(val_loader):

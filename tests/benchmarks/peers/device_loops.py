@@ -1,6 +1,7 @@
-"""Peers of a training step on one device: the best plain script, and torchvision's reference loop with a teacher added.
+"""Peers of a training step on one device: the best plain script, and the steps of three published training scripts.
 
-Both take batches that lie on the device, and give a step as a callable. Models are the product's, the rest is torch's.
+They do per step what those scripts do, in code of our own. All take batches that lie on the device, and give a step as a
+callable. Models are the product's, the rest is torch's.
 Shapes: B batch, C=3 channels, H W pixels.
 """
 
@@ -61,16 +62,23 @@ def graphed(step: Callable[[], None]) -> Callable[[], None]:
 
 
 class Meter:
-    """A mean that is read in every step, as the reference's logger does."""
+    """A mean over images, of numbers or on the device."""
 
     def __init__(self) -> None:
-        self.total, self.count = 0.0, 0
+        self.total: float | Tensor = 0.0
+        self.count = 0
 
-    def update(self, value: float, n: int) -> None:
+    def update(self, value: float | Tensor, n: int) -> None:
         self.total, self.count = self.total + value * n, self.count + n
 
 
-def reference_step(
+def normalised(images_BCHW: Tensor) -> Tensor:
+    """As the loaders of these scripts give images."""
+    device = images_BCHW.device
+    return ((images_BCHW.float() / 255 - MEAN.to(device)) / STD.to(device)).contiguous()
+
+
+def torchvision_step(
     teacher: nn.Module, student: nn.Module, images_BCHW: Tensor, labels_B: Tensor, precision: str
 ) -> Callable[[], None]:
     """A step as torchvision's classification reference trains, with a teacher added as its users add one: the images normalised
@@ -79,7 +87,7 @@ def reference_step(
     device = images_BCHW.device
     amp = precision != "fp32"
     scaler = torch.amp.GradScaler(device.type, enabled=amp)
-    images = ((images_BCHW.float() / 255 - MEAN.to(device)) / STD.to(device)).contiguous()
+    images = normalised(images_BCHW)
     optimizer = torch.optim.SGD(student.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
     meters = [Meter() for _ in range(3)]
 
@@ -96,5 +104,56 @@ def reference_step(
         acc1, acc5 = accuracy(logits.detach(), labels_B)
         for meter, value in zip(meters, (loss, acc1, acc5), strict=True):
             meter.update(value.item(), len(labels_B))
+
+    return step
+
+
+def repdistiller_step(teacher: nn.Module, student: nn.Module, images_BCHW: Tensor, labels_B: Tensor) -> Callable[[], None]:
+    """A step as RepDistiller's `train_distill` takes it for KD (Tian, Krishnan and Isola 2020): float32, the loss read in each
+    step, accuracies added up on the device. Its models return features too, which costs no time and is left out.
+    """
+    images = normalised(images_BCHW)
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
+    losses, top1, top5 = (Meter() for _ in range(3))
+
+    def step() -> None:
+        logits = student(images)
+        with torch.no_grad():
+            teacher_logits = teacher(images)
+        loss = kd_loss(logits, teacher_logits, labels_B)
+        acc1, acc5 = accuracy(logits.detach(), labels_B)
+        losses.update(loss.item(), len(labels_B))
+        top1.update(acc1, len(labels_B))
+        top5.update(acc5, len(labels_B))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def torchdistill_step(teacher: nn.Module, student: nn.Module, images_BCHW: Tensor, labels_B: Tensor) -> Callable[[], None]:
+    """A step as torchdistill's image classification script takes it for KD (Matsubara 2021): float32, hooks bring both models'
+    outputs to the loss, which is read in each step and checked to be finite.
+    """
+    images = normalised(images_BCHW)
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
+    outputs: dict[str, Tensor] = {}
+    student.register_forward_hook(lambda _, __, output: outputs.update(student=output))
+    teacher.register_forward_hook(lambda _, __, output: outputs.update(teacher=output))
+    losses = Meter()
+
+    def step() -> None:
+        with torch.no_grad():
+            teacher(images)
+        student(images)
+        loss = kd_loss(outputs["student"], outputs["teacher"], labels_B)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.update(loss.item(), len(labels_B))
+        if torch.isnan(loss) or torch.isinf(loss):
+            raise ValueError(f"the loss is {loss}")
+        outputs.clear()
 
     return step

@@ -316,7 +316,7 @@ def test_a_key_that_does_not_exist_is_answered_with_the_nearest(wrong: str, righ
         ("data.path=2020", "--set: data.path: must be text, not 2020"),
         ("data.path=''", '--set: data.path: must be text that is not empty, not ""'),
         ("data.augment=flip", '--set: data.augment: must be none, crop_flip or pad_crop_flip, not "flip"'),
-        ("precision=fp8", '--set: precision: must be fp32, bf16, fp16 or fp64, not "fp8"'),
+        ("precision=fp8", '--set: precision: must be fp32, bf16, fp16, fp64 or auto, not "fp8"'),
         ("distill.options.kd.temperature=0", "--set: distill.options.kd.temperature: must be above 0, not 0"),
         ("distill.options.kd.temperature=.nan", "--set: distill.options.kd.temperature: must be a finite number, not NaN"),
         ("distill.options.kd.temprature=4", "--set: distill.options.kd.temprature: no such key; did you mean temperature?"),

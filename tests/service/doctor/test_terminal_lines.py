@@ -88,6 +88,7 @@ def test_every_number_of_the_records_arrives_in_the_evidence() -> None:
     assert [(rank.data_ms, rank.step_ms, rank.allreduce_wait_ms) for rank in e.ranks] == [(1.0, 100.0, 5.0), (2.0, 101.0, 6.0)]
     assert [rank.allreduce_wait_error_ms for rank in e.ranks] == [0.5, 1.5]
     assert (e.exposed_ms, e.rank_batch, e.accumulate, e.precision, e.loader_workers) == (4.0, 32.0, 2, "bf16", 3)
+    assert evidence_of(experiment("precision=auto"), metrics, precision="fp32").precision == "fp32"
     assert e.loader is not None
     slower_ms = 2.0 * 0.5 / 30.5  # of the mean of both ranks what the slower one's loader takes more
     assert astuple(e.loader) == pytest.approx((2.0 - slower_ms, 0.8 - slower_ms, 0.5, 0.3, 3.0))

@@ -18,7 +18,7 @@ from tests.service.commands import run
 from tests.service.report.parsed import Parsed
 from tests.service.report.runs import sweep_dir, train_dir, typed, written
 from trainables.errors import TrainingError
-from trainables.rundir import RunDir, append_line
+from trainables.rundir import RunDir, append_line, write_json
 
 W, B, L = "scale.num_workers", "data.global_batch_size", "data.loader_workers"
 PENDING = {"status": "pending", "metrics": {}, "steps_s": []}
@@ -259,6 +259,15 @@ def test_a_run_of_before_the_hardware_was_recorded_has_no_model_curve(tmp_path: 
     space: dict[str, Any] = {W: [1, 2], B: [64, 128, 256]}
     assert lines(sweep_dir(tmp_path / "new", space)) > 0
     assert lines(sweep_dir(tmp_path / "old", space, hardware=None)) == 0
+
+
+def test_what_an_auto_precision_came_to_is_on_the_page_with_its_reason(tmp_path: Path) -> None:
+    run_dir = train_dir(tmp_path / "r")
+    assert "Precision auto" not in page(run_dir).text
+    chosen = {"precision": "bf16", "precision_reason": "images of 224 px, on GPUs that have it"}
+    result = written(run_dir)
+    write_json(run_dir.result, result | {"stages": [stage | chosen for stage in result["stages"]]})
+    assert "Precision auto: bf16: images of 224 px, on GPUs that have it." in page(run_dir).text
 
 
 def test_a_page_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -171,6 +171,7 @@ def test_dist_is_trained_as_its_authors_train_it_and_not_as_the_tables_other_col
     assert (found.data.global_batch_size, found.optim.lr, found.optim.weight_decay) == (256, 0.1, 1e-4)
     assert (found.optim.nesterov, found.optim.decay_norm_and_bias) == (True, False)
     assert experiment_of("imagenet", "resnet34-resnet18", "kd").optim.decay_norm_and_bias
+    assert found.precision == "fp32", "as published, whatever the recipe takes"
 
 
 def repeated(pairs: object) -> int:

@@ -242,6 +242,10 @@ def test_a_stage_is_finished_by_its_result_file_alone(tmp_path: Path) -> None:
     write_json(stage.result, {"metrics": {"steps": 3.0}})
     outcome = finished(stage, 1)
     assert outcome == Outcome(status="ok", metrics={"steps": 3.0}, restarts=1)
+    write_json(stage.result, {"metrics": {"steps": 3.0}, "precision": "bf16", "precision_reason": "images of 224 px"})
+    outcome = finished(stage)
+    assert outcome is not None
+    assert (outcome.precision, outcome.precision_reason) == ("bf16", "images of 224 px")
 
 
 def test_a_stages_result_has_the_version_of_its_format_and_a_newer_one_is_refused(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from tests.trainables.jobs import Recorded, no_telemetry
 from trainables.config import TrainConfig
@@ -28,6 +30,67 @@ def fuse_optimizers(job: Job) -> None:
             group["fused"], group["foreach"] = True, False
 
 
+Operation = tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]
+"""A function, its arguments and the tensors that it gave."""
+
+
+class CpuCapture(TorchDispatchMode):
+    """Captures a step on a CPU as `CudaCapture` does on a GPU: a replay runs its operations once more, on the same memory with
+    the same Python numbers, and none of its Python.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._operations: list[Operation] = []
+        self._made: set[int] = set()
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        self._operations, self._made, self._before = [], set(), {}
+        with torch.random.fork_rng(devices=[]), self:
+            run()
+        for tensor, value in self._before.values():  # a captured step does not run
+            tensor.copy_(value)
+        operations = self._operations
+        return lambda: _run_again(operations)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                self._save(value)
+        for argument in func._schema.arguments:
+            if argument.name in kwargs and argument.alias_info is not None and argument.alias_info.is_write:
+                self._save(kwargs[argument.name])
+        result = func(*args, **kwargs)
+        memory = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
+        self._made |= {tensor.untyped_storage()._cdata for tensor in _tensors(result)} - memory
+        # The memory alone: a replay has no autograd.
+        args, kwargs, outputs = tree_map_only(Tensor, Tensor.detach, (args, kwargs, _tensors(result)))
+        self._operations.append((func, args, kwargs, outputs))
+        return result
+
+    def _save(self, written: Any) -> None:
+        """What an operation overwrites that was there before the step."""
+        for tensor in _tensors(written):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._made and storage._cdata not in self._before:
+                whole = torch.empty(0, dtype=tensor.dtype).set_(storage)  # type: ignore[call-overload]
+                self._before[storage._cdata] = whole, whole.clone()
+
+
+@torch.no_grad()
+def _run_again(operations: list[Operation]) -> None:
+    for func, args, kwargs, outputs in operations:
+        for output, new in zip(outputs, _tensors(func(*args, **kwargs)), strict=True):
+            if output.data_ptr() != new.data_ptr():
+                output.copy_(new)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
+
+
 def settings(method: str, folder: Path, **sections: Any) -> TrainConfig:
     """Of a method: six steps an epoch, the last of them shorter; a rate and a weight that change with every step."""
     options = {"warmup_epochs": 2, "decay": "cosine"} if load_method(method).terms else {}
@@ -45,9 +108,9 @@ class Trained:
     def __init__(
         self, config: TrainConfig, *, graphed: bool, device: torch.device = CPU, capture: Capture | None = None, steps: int = 20
     ) -> None:
-        """At least so many steps. `capture`: by default the device's own, on a CPU a second call."""
+        """At least so many steps. `capture`: by default the device's own, on a CPU its operations once more."""
         self.num_replays = self.num_captures = 0
-        self._inner = capture or ((lambda run: run) if device.type == "cpu" else CudaCapture(device))
+        self._inner = capture or (CpuCapture() if device.type == "cpu" else CudaCapture(device))
         with contextlib.closing(build(config, Group(device=device), Recorded(), no_telemetry)) as self.job:
             fuse_optimizers(self.job)
             self.step = GraphedStep(self.job.train_state, self._capture)

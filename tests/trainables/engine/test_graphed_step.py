@@ -1,5 +1,5 @@
 """A step over memory of its own, with all that changes in tensors, is the eager step bit for bit; and it is the same operations
-from step to step, so that a replay of them is too. A replay is a second call here: of a CPU nothing can be captured."""
+from step to step, so that a replay of them is too: rate and weight change with every step, and no Python runs that reads them."""
 
 import contextlib
 import dataclasses
@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.trainables.engine.graphed_jobs import Trained, settings
+from tests.trainables.engine.graphed_jobs import Trained, fuse_optimizers, settings
 from tests.trainables.jobs import Recorded, no_telemetry
 from trainables.config import TrainConfig
 from trainables.distributed.group import Group
-from trainables.engine.graphed_step import obstacle
+from trainables.engine import graphed_step
+from trainables.engine.graphed_step import GraphedStep, obstacle
 from trainables.engine.job import build
+from trainables.engine.step_recording import StepRecording
 from trainables.methods import METHODS
 
 QUICK = {"kd", "ab", "crd", "pskd"}
@@ -147,10 +149,59 @@ def test_what_no_graph_can_hold_is_known_before_the_first_step(
     with contextlib.closing(build(config, Group(), Recorded(), no_telemetry)) as job:
         state = job.train_state
         assert obstacle(config, state) == "there are none on a CPU"
+        fuse_optimizers(job)
         on_gpu = dataclasses.replace(state, group=dataclasses.replace(state.group, device=torch.device("cuda")))
         changed = TrainConfig.model_validate(merged(config.model_dump(mode="json"), section))
         found = obstacle(changed, on_gpu)
     assert found is None if reason is None else reason in (found or "")
+
+
+@pytest.mark.parametrize(
+    ("optim", "name"), [({"name": "adamw"}, "AdamW"), ({"name": "sgd", "losses": {"kd": {"lr": 0.1}}}, "SGD")]
+)
+def test_an_optimizer_that_is_not_fused_is_known_before_the_first_step(tmp_path: Path, optim: dict[str, Any], name: str) -> None:
+    config = settings("kd", tmp_path / "job", optim=optim)
+    with contextlib.closing(build(config, Group(), Recorded(), no_telemetry)) as job:
+        state = job.train_state
+        on_gpu = dataclasses.replace(state, group=dataclasses.replace(state.group, device=torch.device("cuda")))
+        fuse_optimizers(job)
+        assert obstacle(config, on_gpu) is None
+        state.optimizers[-1].optimizer.param_groups[-1]["fused"] = None
+        assert obstacle(config, on_gpu) == f"the optimizer {name} is not fused: its step reads numbers of the host"
+
+
+def test_several_workers_are_known_before_the_first_step(tmp_path: Path) -> None:
+    config = settings("kd", tmp_path / "job")
+    with contextlib.closing(build(config, Group(), Recorded(), no_telemetry)) as job:
+        group = dataclasses.replace(job.train_state.group, device=torch.device("cuda"), world_size=2)
+        found = obstacle(config, dataclasses.replace(job.train_state, group=group))
+    assert found == "scale.num_workers: 2 workers take part in one all-reduce, which is not captured yet: write 1"
+
+
+@pytest.mark.parametrize("baked", ["rates", "weights"])
+def test_the_replays_of_these_tests_show_a_number_that_is_not_in_a_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, baked: str
+) -> None:
+    config = settings("kd", tmp_path / "job")
+    if baked == "rates":
+        monkeypatch.setattr(GraphedStep, "_rates_in_tensors", contextlib.nullcontext)
+    else:
+        monkeypatch.setattr(graphed_step, "_Number", BakedNumber)
+    monkeypatch.setattr(StepRecording, "difference", lambda *_: None)
+    graphed = Trained(config, graphed=True)
+    assert graphed.num_replays >= 8
+    with pytest.raises(AssertionError):
+        assert_equal(Trained(config, graphed=False), graphed)
+
+
+class BakedNumber:
+    """What `_Number` must not be."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.tensor = torch.zeros(())
+
+    def set(self, value: float) -> None:
+        self.tensor = torch.tensor(value)
 
 
 def merged(tree: dict[str, Any], section: dict[str, Any]) -> dict[str, Any]:

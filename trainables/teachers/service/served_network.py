@@ -15,6 +15,8 @@ from trainables.config import TrainConfig
 from trainables.device.augment import TrainInputs
 from trainables.device.device_batches import DeviceBatch
 from trainables.device.model_input import autocast, normalizer, tensor_format
+from trainables.device.precision import with_precision
+from trainables.distributed.group import Group
 from trainables.teachers.build import logits_network
 
 _METHOD = "service"
@@ -25,6 +27,7 @@ class ServedNetwork:
 
     def __init__(self, config: TrainConfig, classes: Sequence[str], device: torch.device) -> None:
         """`config` is a worker's. Raises CheckpointError, ModelError: the teacher cannot be loaded."""
+        config = with_precision(config, Group(device=device))
         dtype, layout = tensor_format(config)
         data = config.data
         self.num_classes, self.dtype = len(classes), np.dtype("float64" if dtype == torch.float64 else "float32")

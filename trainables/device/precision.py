@@ -1,0 +1,62 @@
+"""Which precision `precision: auto` is on the devices of a job."""
+
+import logging
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from trainables.config import EvaluateConfig, Precision, TrainConfig
+from trainables.distributed.group import Group, gather_objects
+
+log = logging.getLogger("raydistill")
+
+LEAST_IMAGE_SIZE = 224
+"""Below, launches bound the steps of the models that such images have: half precision saves the GPU's time, of which there is
+enough, and adds launches that cast."""
+
+Config = TypeVar("Config", bound=TrainConfig | EvaluateConfig)
+
+
+class PrecisionChoice(NamedTuple):
+    """What `auto` is, and why."""
+
+    precision: Precision
+    reason: str
+
+
+def choose_precision(image_size: int, *, without_bf16: str | None, in_float32: str | None = None) -> PrecisionChoice:
+    """bf16 for large images, where all devices have it; else fp32, whose convolutions a GPU computes in TF32.
+
+    Args:
+        without_bf16: a device of the job without bf16, in words.
+        in_float32: the method that needs float32, in words.
+    """
+    if without_bf16 is not None:
+        return PrecisionChoice("fp32", f"{without_bf16} has no bf16")
+    if in_float32 is not None:
+        return PrecisionChoice("fp32", f"{in_float32} needs it")
+    if image_size < LEAST_IMAGE_SIZE:
+        return PrecisionChoice("fp32", f"launches bound the steps on images of {image_size} px, below {LEAST_IMAGE_SIZE}")
+    return PrecisionChoice("bf16", f"images of {image_size} px, on GPUs that have it")
+
+
+def with_precision(config: Config, group: Group, *, in_float32: str | None = None) -> Config:
+    """The configuration with the precision that `auto` is; the log says which. Every rank calls it, and gets the same.
+
+    `in_float32`: see `choose_precision`.
+    """
+    if config.precision != "auto":
+        return config
+    without_bf16 = next(filter(None, gather_objects(name_without_bf16(group.device), group)), None)
+    choice = choose_precision(config.data.image_size, without_bf16=without_bf16, in_float32=in_float32)
+    if group.is_main:
+        stage = config.stage if isinstance(config, TrainConfig) else "evaluation"
+        log.info("%s: precision auto: %s: %s", stage, choice.precision, choice.reason)
+    return config.model_copy(update={"precision": choice.precision, "precision_reason": choice.reason})
+
+
+def name_without_bf16(device: torch.device) -> str | None:
+    """A device whose matrix units have no bfloat16, in words: a CPU, a GPU before Ampere. None: it has it."""
+    if device.type != "cuda":
+        return "a CPU"
+    return None if torch.cuda.get_device_capability(device) >= (8, 0) else torch.cuda.get_device_name(device)
