@@ -13,9 +13,12 @@ import psutil
 import pytest
 
 from service.cluster.forks import let_sigterm_end_forks
+from tests.s3 import s3, s3_server
 
 if TYPE_CHECKING:
     from trainables.distributed.rank_pool import RankPool
+
+__all__ = ["s3", "s3_server"]
 
 # Before torch is imported, here and in every process that a test starts: tiny tensors on few cores go faster on one thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

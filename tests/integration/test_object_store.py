@@ -8,13 +8,12 @@ import pytest
 from service.config.experiment import load
 from service.runs.stored.stored_runs import run_folder
 from tests.integration.conftest import Distill, kill, records, result, wait_until
-from tests.s3 import S3, SECRET, contents, s3
+from tests.s3 import S3, SECRET, contents
 from tests.trainables.jobs import equal, train
 from trainables.distributed.rank_pool import RankPool
 from trainables.engine import checkpoint
 from trainables.rundir import RunDir
 
-__all__ = ["s3"]
 pytestmark = pytest.mark.integration
 ROOT = "s3://bucket/runs"
 SETS = ["optim.epochs=20", "train.checkpoint_every=5", "train.log_every=1", "scale.num_workers=2"]

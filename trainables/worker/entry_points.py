@@ -72,10 +72,14 @@ def train_stage(config: TrainConfig, group: Group, stop_early: Callable[[Sequenc
         DistillError: also written, as one line, to the stage's `error.json`, where the driver reads it.
     """
     stage = StageDir(Path(config.output_dir))
-    with stored(config, group), failure_recorded(stage, group), watched(config.output_dir) as heartbeat:
+    with (
+        stored(config, group) as publish,
+        failure_recorded(stage, group, publish),
+        watched(config.output_dir) as heartbeat,
+    ):
         start_logging(stage, group)
         set_up_torch(config, group)
-        job, summary = _train(config, group, stage, heartbeat, stop_early)
+        job, summary = _train(config, group, stage, heartbeat, stop_early, publish)
         dist.barrier()  # the stage is complete once every rank has finished
         result = StageResult(
             stage=config.stage,
@@ -86,13 +90,14 @@ def train_stage(config: TrainConfig, group: Group, stop_early: Callable[[Sequenc
         )
         if group.is_main:
             write_stage_result(stage, result)
+            publish(stage.result)
         return result
 
 
-def stored(config: TrainConfig, group: Group) -> contextlib.AbstractContextManager[None]:
+def stored(config: TrainConfig, group: Group) -> contextlib.AbstractContextManager[Callable[[Path], None]]:
     """Around a stage: where its run is in an object store, see `stored_stage`."""
     if config.run_store is None:
-        return contextlib.nullcontext()
+        return contextlib.nullcontext(lambda path: None)
     copy = RunCopy(config.run_store.uri, Path(config.run_store.folder))
     barrier = partial(gather_objects, None, group)
     return stored_stage(copy, Path(config.output_dir), is_main=group.is_main, barrier=barrier)
@@ -104,6 +109,7 @@ def _train(
     stage: StageDir,
     heartbeat: Heartbeat,
     stop_early: Callable[[Sequence[float]], bool] | None,
+    publish: Callable[[Path], None],
 ) -> tuple[Job, dict[str, float]]:
     """Build the job, train it to its end, and close it. Returns the closed job and its summary."""
     began_s = time.time()
@@ -121,6 +127,7 @@ def _train(
             disk=disk,
             heartbeat=heartbeat,
             interruption_request=interruption_requests(config, group),
+            publish=publish,
         )
         stack.callback(job.close)
         if group.is_main:
@@ -135,7 +142,7 @@ def _train(
                 job.train_loader.batches_mib,
             )
         # Written before the loaders are closed, which may wait for a disk.
-        stack.enter_context(failure_recorded(stage, group))
+        stack.enter_context(failure_recorded(stage, group, publish))
         return job, loop.run(job)
 
 

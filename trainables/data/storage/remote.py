@@ -16,14 +16,11 @@ from trainables.data.sources.records import RecordsSource
 from trainables.data.storage.shard_fetcher import RemoteShards
 from trainables.data.storage.shared_folder import folder_bytes, format_bytes, free_bytes, lease_folder, reported_as
 from trainables.data.storage.staging import base_folder, is_whole
-from trainables.data.storage.transfer import NoRoomError, fetch, with_retries
+from trainables.data.storage.transfer import NoRoomError, fetch, read_with_retries
 from trainables.errors import DataError
 from trainables.locks import locked
-from trainables.object_store.store import file_system, is_permanent
+from trainables.object_store.store import OPENING_S, RETRY_S, file_system
 
-RETRY_S = 300.0
-"""How long a server may be gone in the middle of a job."""
-_OPENING_S = 30.0  # and when a job begins, where a wrong address is more likely
 _FREE_SHARE = 0.9
 
 
@@ -48,9 +45,6 @@ class Server:
     def full_path(self, name: str) -> str:
         return f"{self.uri}/{name}"
 
-    def is_permanent(self, error: Exception) -> bool:
-        return is_permanent(error)
-
     def read(self, name: str) -> bytes:
         """A small file. Raises DataError where `retry_s` was in vain."""
 
@@ -58,7 +52,7 @@ class Server:
             with self.open(name) as file:
                 return file.read()
 
-        return with_retries(self, name, attempt)
+        return read_with_retries(self, name, attempt)
 
 
 class RemoteRecords(RecordsSource):
@@ -113,7 +107,7 @@ def open_remote(data: DataConfig, split: Split, retry_s: float = RETRY_S) -> Rem
     Raises:
         DataError: the server does not answer, has no packed set there, or the folder cannot be used.
     """
-    server = Server(data.path, _OPENING_S)
+    server = Server(data.path, OPENING_S)
     content = server.read(INDEX)
     index = parse_index(content, server.full_path(INDEX))
     base = tempfile.gettempdir() if data.stage == "none" else base_folder(data.stage)
