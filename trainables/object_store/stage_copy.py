@@ -20,18 +20,17 @@ _log = logging.getLogger("raydistill")
 
 
 def fetch_inputs(settings: Mapping[str, Any]) -> None:
-    """Bring to this node what a stage reads of its run: copies of method files, a teacher that the run has trained.
+    """Bring to this node what workers read of a run: copies of method files, a teacher that the run has trained, a checkpoint.
 
-    `settings`: a `TrainConfig` as plain data. Raises StorageError.
+    `settings`: a `TrainConfig` or an `EvaluateConfig` as plain data. Raises StorageError.
     """
     if (run_store := settings.get("run_store")) is None:
         return
     copy = RunCopy(run_store["uri"], Path(run_store["folder"]))
     copy.fetch_missing("methods")
-    weights = (settings.get("teacher") or {}).get("weights")
-    if weights and Path(weights).is_relative_to(copy.folder):
-        name = Path(weights).relative_to(copy.folder)
-        copy.fetch(str(name.parent.parent), lambda each: each == str(name))
+    for weights in ((settings.get("teacher") or {}).get("weights"), settings.get("checkpoint")):
+        if weights and Path(weights).is_relative_to(copy.folder):
+            copy.fetch_checkpoint(str(Path(weights).relative_to(copy.folder)))
 
 
 @contextlib.contextmanager

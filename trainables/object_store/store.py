@@ -31,6 +31,11 @@ class Entry(NamedTuple):
     """Unix time, by the store's clock."""
 
 
+def is_uri(text: str) -> bool:
+    """Whether this is a URI, and no path."""
+    return "://" in text
+
+
 def file_system(uri: str) -> tuple[Any, str]:
     """The pyarrow file system of a URI and the path there; fsspec opens what pyarrow does not know.
 
@@ -49,6 +54,12 @@ def file_system(uri: str) -> tuple[Any, str]:
         _, (options,) = system.__reduce__()
         system = fs.S3FileSystem(**options, retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=CLIENT_ATTEMPTS))
     return system, root.rstrip("/")
+
+
+def object_at(uri: str) -> tuple["ObjectStore", str]:
+    """The store and the name of the object at a URI."""
+    folder, _, name = uri.rpartition("/")
+    return ObjectStore(folder), name
 
 
 class ObjectStore:
@@ -115,6 +126,18 @@ class ObjectStore:
             return {each.path[len(root) + 1 :]: Entry(each.size, each.mtime_ns or 0) for each in found}
 
         return self._retried("listed", folder, attempt)
+
+    def folders(self) -> list[str]:
+        """The first parts of the names of objects that have several."""
+
+        def attempt() -> list[str]:
+            from pyarrow import fs
+
+            system, root = self._open()
+            found = system.get_file_info(fs.FileSelector(root, allow_not_found=True))
+            return [each.base_name for each in found if each.type == fs.FileType.Directory]
+
+        return self._retried("listed", "", attempt)
 
     def delete(self, name: str) -> None:
         """Remove an object, if there is one."""

@@ -1,6 +1,7 @@
 """The functions that Ray Train runs in every worker: train a stage, several timing runs, fill a cache, evaluate."""
 
 import contextlib
+import json
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from trainables.engine.job import Job, build, open_loaders
 from trainables.metrics.heartbeat import Heartbeat
 from trainables.object_store.run_copy import RunCopy
 from trainables.object_store.stage_copy import fetch_inputs, stored_stage
+from trainables.object_store.store import is_uri, object_at
 from trainables.redact import redact_record
 from trainables.rundir import StageDir, write_json
 from trainables.stage_result import StageResult, write_stage_result
@@ -192,12 +194,19 @@ def fill_loop_per_worker(settings: dict[str, Any]) -> None:
 
 
 def evaluate_loop_per_worker(settings: dict[str, Any]) -> None:
-    """Evaluate a checkpoint on the validation split; rank 0 writes the result to `output`."""
+    """Evaluate a checkpoint on the validation split; rank 0 writes the result to `output`.
+
+    `settings` is an `EvaluateConfig` as plain data. Raises DistillError.
+    """
+    fetch_inputs(settings)
     config, group = EvaluateConfig.model_validate(settings), current_group()
     set_up_cpus(config, group)
     with watched() as heartbeat:
         result = evaluate_checkpoint(config, group, heartbeat)
-    if group.is_main:
+    if group.is_main and is_uri(config.output):
+        store, name = object_at(config.output)
+        store.put(name, json.dumps(result).encode())
+    elif group.is_main:
         write_json(Path(config.output), result)
 
 

@@ -158,8 +158,6 @@ def test_the_drivers_files_are_made_equal_to_those_of_the_last_driver(s3: S3, tm
     (first.folder / "spool").mkdir()
     (first.folder / "spool/sent.json").write_text("{}")
     (first.folder / ".lock").touch()
-    (first.folder / "ray").mkdir()
-    (first.folder / "ray/state").touch()
     first.own("", of_driver)
     assert contents(URI).keys() == {"owner.json", "result.json"}
     write_json(second.folder / "trials/000/result.json", {})

@@ -24,11 +24,6 @@ from trainables.object_store.store import OPENING_S, RETRY_S, file_system
 _FREE_SHARE = 0.9
 
 
-def is_remote(path: str) -> bool:
-    """Whether `data.path` is a URI."""
-    return "://" in path
-
-
 class Server:
     """The files below a URI. Credentials and endpoint come from where its file system looks for them: AWS_ENDPOINT_URL, …"""
 

@@ -11,8 +11,10 @@ from service.runs.stored.driver_lease import DriverLease, is_fresh
 from service.runs.stored.stored_runs import (
     delete,
     display_name,
+    fetch_checkpoint,
     fetch_records,
     put_stage_records,
+    ray_storage,
     root_folder,
     run_folder,
     run_store,
@@ -25,7 +27,7 @@ from tests.s3 import S3, SECRET, contents
 from tests.trainables.jobs import config as job_config
 from tests.waiting import wait_until
 from trainables.config import RunStore
-from trainables.errors import ExperimentError, StorageError
+from trainables.errors import CheckpointError, ExperimentError, StorageError
 from trainables.object_store.run_copy import RunCopy, is_of_workers
 from trainables.object_store.store import ObjectStore
 from trainables.rundir import RunDir, StageDir, append_line, write_atomic, write_json
@@ -75,6 +77,33 @@ def test_another_uri_is_refused_in_a_line_without_a_secret(uri: str, message: st
     with pytest.raises(ExperimentError, match=message) as error:
         root_folder(uri)
     assert SECRET not in str(error.value)
+
+
+@pytest.mark.parametrize("part", ["", "/trials/000", "/trials/000/student", "/trials/000/student/checkpoints/best.safetensors"])
+def test_a_checkpoint_is_found_by_its_uri_its_stages_or_its_runs(s3: S3, part: str) -> None:
+    uri, stage = (URI, "student") if not part else (f"{URI}{part}", "trials/000/student")
+    store = ObjectStore(URI)
+    for name in ("owner.json", f"{stage}/owner.json"):
+        store.put(name, b'{"folder": "elsewhere"}')
+    store.put("experiment.yaml", b"")
+    with pytest.raises(CheckpointError, match=f"^there is no {URI}/.*{stage}/checkpoints/best.safetensors"):
+        fetch_checkpoint(uri)
+    store.put(f"{stage}/checkpoints/best.safetensors", b"1")
+    assert fetch_checkpoint(uri) == run_folder(URI) / stage / "checkpoints/best.safetensors"
+    store.put(f"{stage}/checkpoints/best.safetensors", b"2")
+    assert fetch_checkpoint(uri).read_bytes() == b"2"
+
+
+def test_a_checkpoint_outside_every_run_is_refused_in_a_line(s3: S3) -> None:
+    with pytest.raises(ExperimentError, match=r"s3://bucket/x\.safetensors is in no run: copy the checkpoint to a folder"):
+        fetch_checkpoint("s3://bucket/x.safetensors")
+
+
+def test_rays_own_objects_are_not_below_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("RAYDISTILL_COPIES", str(tmp_path))
+    assert ray_storage(RunDir(run_folder(URI))) == "s3://bucket/runs/.ray/one"
+    assert ray_storage(RunDir(run_folder(URI)).trial("000")) == "s3://bucket/runs/.ray/one/trials/000"
+    assert ray_storage(RunDir(tmp_path / "one")) == str(tmp_path / "one/ray")
 
 
 def test_a_second_driver_is_refused_while_the_first_renews_its_lease(
@@ -262,7 +291,7 @@ def test_records_are_fetched_unless_the_run_is_written_here(s3: S3) -> None:
         reopen(folder)
     store.put("owner.json", b'{"folder": "elsewhere"}')
     store.put("student/owner.json", b'{"folder": "elsewhere"}')
-    for name in ("result.json", "student/metrics.jsonl", "student/checkpoints/best.safetensors", "ray/x", ".drivers/x"):
+    for name in ("result.json", "student/metrics.jsonl", "student/checkpoints/best.safetensors", ".drivers/x"):
         store.put(name, b"1")
     fetch_records(folder)
     found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")}
