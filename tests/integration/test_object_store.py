@@ -52,7 +52,7 @@ def test_a_killed_run_whose_folder_is_gone_is_resumed_from_the_store_to_the_bits
 
     shutil.rmtree(tmp_path / "copies")  # a third machine reads
     assert "complete" in distill.run("report", uri, env=env)
-    assert "optim.epochs" in distill.run("show", uri, env=env)
+    assert f"# {uri}/experiment.yaml" in distill.run("show", uri, env=env)
     assert "tiny" in distill.run("compare", uri, uri, env=env)
     assert "is complete" in distill.run("resume", uri, env=env)
     assert not list(folder.rglob("*.safetensors"))

@@ -1,13 +1,14 @@
+import time
+
 import pytest
 
-from trainables import paced
 from trainables.paced import Paced
 
 
 class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 0.0
-        monkeypatch.setattr(paced.time, "monotonic", lambda: self.now_s)
+        monkeypatch.setattr(time, "monotonic", lambda: self.now_s)
 
 
 @pytest.fixture

@@ -66,6 +66,15 @@ def test_a_storm_of_503_is_waited_out_and_one_that_does_not_end_is_one_line(s3: 
     assert ObjectStore("s3://bucket/prefix").read("x") == b"1"
 
 
+def test_the_s3_client_itself_tries_as_often_as_it_is_told(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+    s3.refuse(503, 1)
+    with pytest.raises(StorageError, match="SLOW_DOWN"):
+        ObjectStore("s3://bucket", retry_s=0).put("x", b"1")
+    monkeypatch.setattr(module, "CLIENT_ATTEMPTS", 2)
+    s3.refuse(503, 1)
+    ObjectStore("s3://bucket", retry_s=0).put("x", b"1")
+
+
 def test_what_will_not_change_is_refused_at_once_without_a_secret(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StorageError, match=r"^s3://nowhere/x cannot be written: NO_SUCH_BUCKET"):
         ObjectStore("s3://nowhere").put("x", b"")
