@@ -80,7 +80,7 @@ def _remove(path: Path) -> bool:
 
 def clean(root: Path, cleaner: Cleaner, *, unfinished: bool, checkpoints_only: bool) -> None:
     """Remove what is old below the runs' root; unless `checkpoints_only`, also this user's caches and folders on this machine."""
-    stored = {path: StoredObjects(path) for path in stored_run_folders(root)}
+    stored = {path: objects for path in stored_run_folders(root) if (objects := StoredObjects(path)).entries}
     begun = [path for path in stored or _subfolders(root) if has_begun(path)]
     runs = [Run(path, RunDir(path).experiment.read_text(errors="replace"), stored.get(path)) for path in begun]
     removable = _removable(runs, cleaner, unfinished)

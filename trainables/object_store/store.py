@@ -151,6 +151,18 @@ class ObjectStore:
 
         self._retried("removed", name, attempt)
 
+    def delete_all(self, folder: str = "") -> None:
+        """Remove all objects below a folder, hundreds at a time, with those that stand for folders."""
+
+        def attempt() -> None:
+            system, root = self._open()
+            try:
+                system.delete_dir(f"{root}/{folder}".rstrip("/"))
+            except FileNotFoundError:
+                return
+
+        self._retried("removed", folder, attempt)
+
     def _read_into(self, target: BinaryIO, name: str) -> bool:
         """An object's content; False where there is no such object."""
         system, root = self._open()

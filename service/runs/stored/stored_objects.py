@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from service.runs.stored.driver_lease import DriverLease, is_fresh
+from service.runs.stored.driver_lease import FOLDER, DriverLease, is_fresh
 from service.runs.stored.stored_runs import RAY, fetch_driver_files, is_to_be_put, uri_of
 from trainables.errors import StorageError
 from trainables.locks import is_locked
@@ -30,7 +30,7 @@ class StoredObjects:
     """The objects of one run, as they are listed when this is made."""
 
     def __init__(self, folder: Path) -> None:
-        """`folder`: of the run's copy, which gets what a driver has written. Raises StorageError."""
+        """`folder`: of the run's copy, which gets its experiment, result and records. Raises StorageError."""
         uri = uri_of(folder)
         assert uri is not None
         self.copy = RunCopy(uri, folder, OPENING_S)
@@ -38,6 +38,7 @@ class StoredObjects:
         root, name = object_at(uri)
         self._ray = ObjectStore(f"{root.uri}/{RAY}/{name}", OPENING_S)
         self._lease: DriverLease | None = None
+        self._is_removed = False
         if not is_locked(folder / ".lock"):
             fetch_driver_files(self.copy)
 
@@ -50,8 +51,9 @@ class StoredObjects:
         return is_fresh(self.copy.store.uri)
 
     def num_bytes(self, path: Path) -> int:
-        """Of the objects of a file, or of all in a folder."""
-        return sum(self.entries[name].size for name in self._below(path))
+        """Of the object of a file, or of all of the run."""
+        part = str(path.relative_to(self.copy.folder))
+        return sum(entry.size for name, entry in self.entries.items() if part in (".", name))
 
     def checkpoints(self) -> list[Path]:
         """Where the run's checkpoints are, or would be, in its copy."""
@@ -71,6 +73,8 @@ class StoredObjects:
             yield
         finally:
             self._lease.release()
+            if self._is_removed:
+                self.copy.store.delete_all()  # an object that stands for an empty folder is left of each that was removed
 
     def remove(self, path: Path) -> bool:
         """Remove a file, or the whole run, from the store and then here; inside `exclusive`.
@@ -78,20 +82,22 @@ class StoredObjects:
         A run's `result.json` goes first: what a kill leaves is no run that could be resumed. Raises StorageError.
         """
         assert self._lease is not None
-        for name in sorted(self._below(path), key=put_order, reverse=True):
-            self._lease.check()
-            self.copy.store.delete(name)
-        if path == self.copy.folder:
-            for name in self._ray.entries():
-                self._ray.delete(name)
-            shutil.rmtree(path, ignore_errors=True)
-        else:
+        self._lease.check()
+        store = self.copy.store
+        if path != self.copy.folder:
+            store.delete(str(path.relative_to(self.copy.folder)))
             path.unlink(missing_ok=True)
+            return True
+        for name in sorted((name for name in self.entries if "/" not in name), key=put_order, reverse=True):
+            store.delete(name)
+        for folder in store.folders():
+            if folder != FOLDER:
+                self._lease.check()
+                store.delete_all(folder)
+        self._ray.delete_all()
+        shutil.rmtree(path, ignore_errors=True)
+        self._is_removed = True
         return True
-
-    def _below(self, path: Path) -> list[str]:
-        part = str(path.relative_to(self.copy.folder))
-        return [name for name in self.entries if part in (".", name) or name.startswith(f"{part}/")]
 
 
 def needed_copy_reason(folder: Path) -> str | None:

@@ -69,6 +69,7 @@ def test_an_old_complete_run_is_removed_with_its_copy_here_and_a_dry_run_only_sa
     assert names() == {"one"}
     run_clean()
     assert names() == set()
+    assert ObjectStore(ROOT).folders() == [RAY]
     assert not run_folder(f"{ROOT}/one").exists()
     with pytest.raises(ExperimentError, match="holds no run"):
         reopen(run_folder(f"{ROOT}/one"))
