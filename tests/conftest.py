@@ -74,8 +74,8 @@ PROCESSES = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as `processes` what the quick tests leave out: ranks in processes of their own, killed children, whole simulations."""
+    """Mark as `processes` what the quick tests leave out: ranks in processes, servers, killed children, whole simulations."""
     for item in items:
         path = item.nodeid.partition("::")[0]
-        if "ranks" in getattr(item, "fixturenames", ()) or path.startswith(PROCESSES):
+        if {"ranks", "s3"} & {*getattr(item, "fixturenames", ())} or path.startswith(PROCESSES):
             item.add_marker(pytest.mark.processes)

@@ -57,12 +57,10 @@ def test_a_limit_that_falls_while_it_is_waited_ends_the_wait(monkeypatch: pytest
 
 
 def test_an_attempt_that_came_further_begins_the_time_anew() -> None:
-    done_bytes = iter(range(1, 100))
+    errors, done_bytes = [OSError("reset")] * 3, iter(range(1, 100))
     with pytest.raises(StorageError):
-        with_retries(failing(*[OSError("reset")] * 3), WHAT, lambda: 0.0)
-    # Each failure is the first one after progress, and a limit of no time would end the second of two without.
-    limits_s = [0.005]
-    assert with_retries(failing(*[OSError("reset")] * 3), WHAT, lambda: limits_s[0], done_bytes=lambda: next(done_bytes)) == 3
+        with_retries(failing(*errors), WHAT, lambda: 0.005)
+    assert with_retries(failing(*errors), WHAT, lambda: 0.005, done_bytes=lambda: next(done_bytes)) == 3
 
 
 @pytest.mark.parametrize("error", [DataError("of ours"), NotRetriedError(), OSError(errno.ENOSPC, "No space left on device")])

@@ -5,8 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.s3 import S3, contents
 from tests.trainables.jobs import config, equal, train_on_record
 from trainables.engine import checkpoint
@@ -34,7 +32,6 @@ def train_in(folder: Path, die_after: int | None = None) -> None:
         train_on_record(settings, publish_and_die)
 
 
-@pytest.mark.processes
 def test_a_training_that_is_killed_goes_on_in_another_folder_to_the_bits_of_a_whole_one(s3: S3, tmp_path: Path) -> None:
     first, second, whole = (StageDir(tmp_path / name / "student") for name in ("first", "second", "whole"))
     code = f"from pathlib import Path; from {__name__} import train_in; train_in(Path({str(first.root.parent)!r}), 3)"
