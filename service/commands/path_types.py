@@ -141,10 +141,10 @@ class RecipeOrFile(NamesPath, StringParamType):
 
 
 class RecipeOrKey(RecipeOrFile):
-    """An experiment, or with --keys the beginning of a key."""
+    """An experiment, the URI of a run, or with --keys the beginning of a key."""
 
     def in_job(self, text: str, job: JobFiles) -> list[str]:
-        return [text] if job.params["keys"] else super().in_job(text, job)
+        return [text] if job.params["keys"] or is_uri(text) else super().in_job(text, job)
 
 
 class RunOrRecipe(RecipeOrFile):
