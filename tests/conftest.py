@@ -13,9 +13,12 @@ import psutil
 import pytest
 
 from service.cluster.forks import let_sigterm_end_forks
+from tests.s3 import s3, s3_server
 
 if TYPE_CHECKING:
     from trainables.distributed.rank_pool import RankPool
+
+__all__ = ["s3", "s3_server"]
 
 # Before torch is imported, here and in every process that a test starts: tiny tensors on few cores go faster on one thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -71,8 +74,8 @@ PROCESSES = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as `processes` what the quick tests leave out: ranks in processes of their own, killed children, whole simulations."""
+    """Mark as `processes` what the quick tests leave out: ranks in processes, servers, killed children, whole simulations."""
     for item in items:
         path = item.nodeid.partition("::")[0]
-        if "ranks" in getattr(item, "fixturenames", ()) or path.startswith(PROCESSES):
+        if {"ranks", "s3"} & {*getattr(item, "fixturenames", ())} or path.startswith(PROCESSES):
             item.add_marker(pytest.mark.processes)

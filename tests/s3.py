@@ -12,15 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from trainables.object_store import store
 from trainables.object_store.store import ObjectStore
 
 _SERVER = """
-import sys, threading, time, urllib.parse
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from moto.server import ThreadedMotoServer
+import sys, threading
 from pyarrow import fs
-from werkzeug.serving import WSGIRequestHandler
-
+from moto.s3.models import s3_backends
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import make_server
 
@@ -31,6 +29,9 @@ def faulty(environ, start_response):
     path = environ["PATH_INFO"]
     if path.startswith("/-refuse/"):
         refusals["status"], refusals["left"] = map(int, path.split("/")[2:4])
+    elif path == "/-clear":
+        s3_backends.reset()
+        bucket.create_dir("bucket")
     elif refusals["left"] > 0:
         refusals["left"] -= 1
         name = {503: "SlowDown", 403: "AccessDenied"}[refusals["status"]]
@@ -45,7 +46,7 @@ server = make_server("127.0.0.1", 0, faulty, threaded=True)
 threading.Thread(target=server.serve_forever, daemon=True).start()
 endpoint = f"http://127.0.0.1:{server.port}"
 keys = {"access_key": "key", "secret_key": "secret", "region": "us-east-1"}
-fs.S3FileSystem(**keys, endpoint_override=endpoint, allow_bucket_creation=True).create_dir("bucket")
+bucket = fs.S3FileSystem(**keys, endpoint_override=endpoint, allow_bucket_creation=True)
 print(endpoint, flush=True)
 sys.stdin.read()
 """
@@ -53,7 +54,7 @@ SECRET = "a-secret-of-22-letters"
 
 
 class S3:
-    """The server, with a bucket `bucket`."""
+    """The server."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-c", _SERVER]
@@ -76,21 +77,37 @@ class S3:
 
     def refuse(self, status: int, num_requests: int) -> None:
         """Answer the next requests with an error: 503, or 403."""
-        urllib.request.urlopen(f"{self.endpoint}/-refuse/{status}/{num_requests}").close()
+        self._control(f"refuse/{status}/{num_requests}")
+
+    def clear(self) -> None:
+        """Nothing is there but an empty bucket `bucket`, and no error is to come."""
+        self.refuse(503, 0)
+        self._control("clear")
+
+    def _control(self, command: str) -> None:
+        urllib.request.urlopen(f"{self.endpoint}/-{command}").close()
 
     def close(self) -> None:
         self.process.kill()
         self.process.communicate()
 
 
-@pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[S3]:
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[S3]:
+    """A server for all tests: it takes seconds to start."""
     pytest.importorskip("moto.server")
-    server = S3()
-    for name, value in {**server.env, "RAYDISTILL_COPIES": str(tmp_path / "copies")}.items():
-        monkeypatch.setenv(name, value)
-    with contextlib.closing(server):
+    with contextlib.closing(S3()) as server:
         yield server
+
+
+@pytest.fixture
+def s3(s3_server: S3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> S3:
+    """A server with an empty bucket `bucket`, for this process; the S3 client itself tries nothing again."""
+    s3_server.clear()
+    for name, value in {**s3_server.env, "RAYDISTILL_COPIES": str(tmp_path / "copies")}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(store, "CLIENT_ATTEMPTS", 1)
+    return s3_server
 
 
 def contents(uri: str) -> dict[str, str]:

@@ -53,6 +53,7 @@ LAYERS = {
         "locks",
         "user_folder",
         "stacks",
+        "paced",
         "failures",
         "object_store",
         "distributed",

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,25 +14,13 @@ from typing import Any, NamedTuple
 from trainables.errors import ExperimentError
 from trainables.redact import redact_uris, redact_values
 
-_observers: list[Callable[[Path], None]] = []
-
-
-@contextlib.contextmanager
-def observing(observer: Callable[[Path], None]) -> Iterator[None]:
-    """Inside the context every `replacing` of this process ends with a call of `observer`, which may raise, with its path."""
-    _observers.append(observer)
-    try:
-        yield
-    finally:
-        _observers.remove(observer)
-
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary path next to `path` to write to; at the end it is fsynced and renamed to `path`.
 
     A reader, or a machine that dies, sees the old file or the new one. Raises OSError where the disk is full or the folder
-    cannot be written; the old file is then still there. What an observer raises comes when the new one is there, see `observing`.
+    cannot be written; the old file is then still there.
     """
     # By chance, not by the process's number: on a disk that nodes share there may be two of one number.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
@@ -43,8 +31,6 @@ def replacing(path: Path) -> Iterator[Path]:
             os.fsync(file.fileno())
         os.replace(temporary, path)
         fsync_directory(path.parent)
-        for observer in _observers:
-            observer(path)
     finally:
         temporary.unlink(missing_ok=True)
 

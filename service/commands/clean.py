@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from service.commands.options import RUNS
+from service.commands.options import RUNS_OR_URI
 
 UNITS_S = {"h": 3600, "d": 86400, "w": 7 * 86400}
 
@@ -23,14 +23,14 @@ def check_age(context: click.Context, parameter: click.Parameter, age: str) -> s
 @click.option("--dry-run", is_flag=True, help="Only list what would be removed.")
 @click.option("--unfinished", is_flag=True, help="Also runs that could be resumed.")
 @click.option("--checkpoints", "checkpoints_only", is_flag=True, help="Only checkpoints that a complete run needs no more.")
-@RUNS
+@RUNS_OR_URI
 def clean(age: str, dry_run: bool, unfinished: bool, checkpoints_only: bool, root: Path) -> None:
     """Remove what is old and needed by nothing: runs, caches, and what killed jobs have left.
 
     A run stays while a process works on it, while records of it wait for MLflow, while a run of this root that stays refers to
     it (as teacher.weights may), and as long as it can be resumed, unless --unfinished is given. Runs outside this root are not
-    looked at, neither for weights nor for logits. Caches and leftovers are those of this user on this machine. MLflow's records
-    stay.
+    looked at, neither for weights nor for logits. Caches, leftovers and copies of runs in an object store are those of this user
+    on this machine. MLflow's records stay.
     """
     from service.runs.clean import Cleaner
     from service.runs.clean import clean as run_clean

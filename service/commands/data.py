@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from service.commands.options import DIR, PROCESSES, print_all
+from service.commands.options import PROCESSES, print_all
 from service.commands.path_types import PathType
 from service.report.contact_sheet import describe, write_sheet
 from service.runs.display import output
@@ -56,7 +56,7 @@ def pack(
 
 
 @click.command()
-@DIR
+@click.argument("directory", type=PathType(path_type=Path))
 @click.option("--verify", is_flag=True, help="Read everything and compare every checksum.")
 @click.option("--sheet", type=PathType(path_type=Path, dir_okay=False), help="Write a PNG of pictures here.")
 @PROCESSES

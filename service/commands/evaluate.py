@@ -4,17 +4,17 @@ from pathlib import Path
 
 import click
 
-from service.commands.options import DATA_PATH, RUNS, SET
-from service.commands.path_types import DataPath, PathType
+from service.commands.options import DATA_PATH, RUNS_OR_URI, SET
+from service.commands.path_types import DataPath, FileOrUri
 from service.runs.evaluate import evaluate as run_evaluate
 
 
 @click.command()
-@click.argument("checkpoint", type=PathType(path_type=Path))
+@click.argument("checkpoint", type=FileOrUri())
 @click.option("--data", "data_path", type=DataPath(), required=True, help=DATA_PATH)
 @SET
-@RUNS
-def evaluate(checkpoint: Path, data_path: str, overrides: tuple[str, ...], root: Path) -> None:
+@RUNS_OR_URI
+def evaluate(checkpoint: str, data_path: str, overrides: tuple[str, ...], root: Path) -> None:
     """Exact accuracy of a checkpoint on a validation split, distributed."""
     result = run_evaluate(checkpoint, data_path, list(overrides), root)
     click.echo(

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import click
 
@@ -12,7 +13,8 @@ from service.config.experiment import load
 from service.config.files import recipes
 from service.config.messages import source_of_key
 from service.config.reference import keys_below
-from service.runs.stored.stored_runs import fetch_records, is_uri, run_folder
+from service.runs.stored.stored_runs import display_name, fetch_records, run_folder
+from trainables.object_store.store import is_uri
 from trainables.rundir import RunDir
 
 
@@ -61,7 +63,10 @@ def print_values(recipe_or_file: str, overrides: Sequence[str]) -> None:
     """Each value of an experiment and its source."""
     resolved = load(recipe_or_file, overrides, method_files="ignore")
     flat = flatten(resolved.experiment.model_dump(mode="json"))
+    path = Path(recipe_or_file)
+    names = {recipe_or_file: display_name(path)} if path.is_file() else {}
+    sources = {key: names.get(source, source) for key, source in resolved.sources.items()}
     texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in flat.items()}
     left, middle = max(map(len, texts)), min(60, max(map(len, texts.values())))
     for key, text in texts.items():
-        click.echo(f"{key:{left}}  {text:{middle}}  # {source_of_key(key, resolved.sources, 'default')}")
+        click.echo(f"{key:{left}}  {text:{middle}}  # {source_of_key(key, sources, 'default')}")

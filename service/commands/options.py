@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from service.commands.path_types import FolderPath, Override, PathType, RecipeOrFile, RunPath, RunsRoot
-from service.runs.stored.stored_runs import is_uri
+from service.commands.path_types import Override, PathType, RecipeOrFile, RunPath, RunsRoot
+from trainables.object_store.store import is_uri
 from trainables.rundir import expand_home
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def runs_option(kind: PathType, help_text: str) -> Callable[[FC], FC]:
     )
 
 
-RUNS = runs_option(FolderPath(path_type=Path), "Root of all runs and of their MLflow store.")
+RUNS = runs_option(PathType(path_type=Path), "Root of all runs and of their MLflow store.")
 RUNS_OR_URI = runs_option(RunsRoot(path_type=Path), "Root of all runs and of their MLflow store, or s3://BUCKET/PREFIX.")
 DATA_PATH = "As data.path: digits, synthetic, a packed set, an image folder."
 PROCESSES = click.option(

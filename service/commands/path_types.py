@@ -16,9 +16,10 @@ from service.config.dotted import put
 from service.config.experiment import load, parse_override
 from service.config.files import recipes
 from service.config.paths import absolute, absolute_or_new, absolute_paths, with_absolute_file
-from service.runs.stored.stored_runs import is_uri, root_folder, run_folder, uri_of
+from service.runs.stored.stored_runs import root_folder, run_folder, uri_of
 from trainables.errors import ExperimentError
 from trainables.methods import file_of, option_key
+from trainables.object_store.store import is_uri
 from trainables.redact import redact_uris
 from trainables.rundir import write_atomic
 
@@ -53,18 +54,15 @@ class NamesPath(ABC):
 class PathType(NamesPath, click.Path):
     """A file or folder, existing or not."""
 
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, str) and is_uri(value):
+            name = f"{param.get_error_hint(ctx).strip(chr(39))} " if param and ctx else ""
+            command = f"`distill {ctx.info_name}`" if ctx else "this"
+            raise ExperimentError(f"{name}{redact_uris(value)}: {command} takes no URI here: give a path on this machine")
+        return super().convert(value, param, ctx)
+
     def in_job(self, text: str, job: JobFiles) -> list[str]:
         return [absolute_or_new(text)]
-
-
-class FolderPath(PathType):
-    """A folder, for what works on no copy of an object store."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if is_uri(str(value)):
-            name = ctx.info_name if ctx else ""
-            raise ExperimentError(f"--runs {redact_uris(str(value))}: `distill {name}` needs a folder: write --runs FOLDER")
-        return super().convert(value, param, ctx)
 
 
 class RunsRoot(PathType):
@@ -89,6 +87,13 @@ class DataPath(NamesPath, StringParamType):
 
     def in_job(self, text: str, job: JobFiles) -> list[str]:
         return [absolute(text)]
+
+
+class FileOrUri(NamesPath, StringParamType):
+    """A file or folder, or its URI in an object store."""
+
+    def in_job(self, text: str, job: JobFiles) -> list[str]:
+        return [text if is_uri(text) else absolute_or_new(text)]
 
 
 class NameOrFile(NamesPath, StringParamType):
@@ -136,10 +141,10 @@ class RecipeOrFile(NamesPath, StringParamType):
 
 
 class RecipeOrKey(RecipeOrFile):
-    """An experiment, or with --keys the beginning of a key."""
+    """An experiment, the URI of a run, or with --keys the beginning of a key."""
 
     def in_job(self, text: str, job: JobFiles) -> list[str]:
-        return [text] if job.params["keys"] else super().in_job(text, job)
+        return [text] if job.params["keys"] or is_uri(text) else super().in_job(text, job)
 
 
 class RunOrRecipe(RecipeOrFile):

@@ -9,7 +9,8 @@ from service.commands.path_types import PathType, RunOrRecipe, RunPath
 from service.config.experiment import load
 from service.runs.display import output
 from service.runs.run_directory import as_it_stands, reopen
-from service.runs.stored.stored_runs import is_uri, run_folder
+from service.runs.stored.stored_runs import run_folder
+from trainables.object_store.store import is_uri
 
 HTML = PathType(path_type=Path, dir_okay=False)
 

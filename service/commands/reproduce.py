@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from service.cluster.local_ray import RayLostError
-from service.commands.options import OUT, RUNS, SET, print_all
+from service.commands.options import RUNS, SET, print_all
 from service.commands.path_types import DataPath, NameOrFile, PathType
 from service.reproduce import terminal
 from service.reproduce.run_table import (
@@ -35,7 +35,7 @@ from trainables.errors import ClusterError, TrainingError
 @click.option("--data", "data_path", type=DataPath(), help="As data.path; default: the recipe's.")
 @click.option("--teachers", type=PathType(path_type=Path), help="Folder of published checkpoints.")
 @SET
-@OUT
+@click.option("--out", type=PathType(path_type=Path), help="Folder of its sweeps; default: ROOT/reproduce-TABLE-TIME.")
 @RUNS
 @click.option("--dry-run", is_flag=True, help="Print the plan and what there is of it in --out.")
 @click.option("--images-per-s", type=click.FloatRange(min=0, min_open=True), help="A training speed, for the plan's hours.")

@@ -9,8 +9,8 @@ from click.core import ParameterSource
 
 from service.cluster.jobs import submit as run_submit
 from service.commands.path_types import JobFiles, NamesPath
-from service.runs.stored.stored_runs import is_uri
 from trainables.errors import ExperimentError
+from trainables.object_store.store import is_uri
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})

@@ -57,7 +57,7 @@ def measure_teacher(experiment: Experiment, run_dir: RunDir, root: Path) -> Teac
     checkpoint = run_dir.root / "given-teacher.safetensors"
     write_tensors(checkpoint, {f"model.{name}": tensor for name, tensor in model.state_dict().items()}, header)
     settings = [f"data.loader_workers={data.loader_workers}", f"scale.use_gpu={str(experiment.scale.use_gpu).lower()}"]
-    top1_pct = evaluate(checkpoint, data.path, settings, root)["top1_pct"]
+    top1_pct = evaluate(str(checkpoint), data.path, settings, root)["top1_pct"]
     accuracy = TeacherAccuracy(top1_pct, teacher_sha256(teacher.model, teacher.weights, **fit), teacher.weights)
     checkpoint.unlink()
     write_json(file, asdict(accuracy))

@@ -6,8 +6,9 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import psutil
@@ -16,11 +17,13 @@ from service.cluster.connect import session_base
 from service.config import strict_yaml
 from service.runs.result import RunResult, read_result
 from service.runs.run_directory import has_begun
+from service.runs.stored.stored_objects import StoredObjects, needed_copy_reason, stored_run_folders
+from service.runs.stored.stored_runs import COPIES, copies_base, display_name
 from service.tracking.spool import Spool
 from trainables.data.storage import folder_cleaner
 from trainables.data.storage.shared_folder import RAM, format_bytes
 from trainables.distributed.pipeline.plan_cut import cache_folder
-from trainables.errors import ExperimentError
+from trainables.errors import DistillError, ExperimentError
 from trainables.locks import is_locked, try_lock
 from trainables.rundir import RunDir
 from trainables.user_folder import user_folder
@@ -47,16 +50,19 @@ class Cleaner:
             for entry in _stats(path)
         )
 
-    def remove(self, path: Path, what: str, by: Callable[[Path], bool] | None = None) -> None:
-        """Remove a file or folder, `by` a function of its own that says whether it has."""
-        num_bytes = sum(entry.st_size for entry in _stats(path))
-        self.echo(f"{format_bytes(num_bytes):>10}  {what} {path}")
+    def remove(
+        self, path: Path, what: str, by: Callable[[Path], bool] | None = None, name: str = "", num_bytes: int | None = None
+    ) -> None:
+        """Remove a file or folder, `by` a function of its own that says whether it has; `name`, `num_bytes`: what is shown."""
+        name = name or str(path)
+        num_bytes = sum(entry.st_size for entry in _stats(path)) if num_bytes is None else num_bytes
+        self.echo(f"{format_bytes(num_bytes):>10}  {what} {name}")
         try:
             if not (self.dry_run or (by or _remove)(path)):
                 num_bytes = 0
-                self.echo(f"{path} stays: it is used again")
-        except OSError as error:
-            self.echo(f"{path} cannot be removed: {error.strerror}")
+                self.echo(f"{name} stays: it is used again")
+        except (OSError, DistillError) as error:
+            self.echo(f"{name} cannot be removed: {getattr(error, 'strerror', None) or error}")
         else:
             self.num_bytes += num_bytes
 
@@ -74,7 +80,9 @@ def _remove(path: Path) -> bool:
 
 def clean(root: Path, cleaner: Cleaner, *, unfinished: bool, checkpoints_only: bool) -> None:
     """Remove what is old below the runs' root; unless `checkpoints_only`, also this user's caches and folders on this machine."""
-    runs = [Run(path, RunDir(path).experiment.read_text(errors="replace")) for path in _subfolders(root) if has_begun(path)]
+    stored = {path: objects for path in stored_run_folders(root) if (objects := StoredObjects(path)).entries}
+    begun = [path for path in stored or _subfolders(root) if has_begun(path)]
+    runs = [Run(path, RunDir(path).experiment.read_text(errors="replace"), stored.get(path)) for path in begun]
     removable = _removable(runs, cleaner, unfinished)
     for run in removable:
         with_lock(run, cleaner, _remove_checkpoints if checkpoints_only else _remove_run)
@@ -86,6 +94,12 @@ def clean(root: Path, cleaner: Cleaner, *, unfinished: bool, checkpoints_only: b
         for folder in _subfolders(cache, _KEY.fullmatch):
             if cleaner.is_old(folder, read=True):
                 cleaner.remove(folder, "logits")
+    for run in (Run(path, "", objects) for path, objects in stored.items() if path not in begun):
+        if run.is_old(cleaner):
+            if reason := needed_copy_reason(run.path):
+                cleaner.echo(f"{run.name} stays: {reason}")
+            else:
+                with_lock(run, cleaner, partial(_remove_run, what="left by a killed command:"))
     for folder in (*_subfolders(root, re.compile(re.escape(ASIDE)).match), *_subfolders(root / ".cache")):
         if cleaner.is_old(folder):
             cleaner.remove(folder, "left by a killed command:")
@@ -93,15 +107,22 @@ def clean(root: Path, cleaner: Cleaner, *, unfinished: bool, checkpoints_only: b
 
 
 def clean_machine(cleaner: Cleaner) -> None:
-    """This user's measured times of models, unused copies of data, and sessions of Ray, on this machine."""
+    """This user's measured times of models, unused copies of data and runs, and sessions of Ray, on this machine."""
     times = cache_folder()
     for file in sorted(times.glob("*.json")) if times else []:
         if cleaner.is_old(file, read=True):
             cleaner.remove(file, "measured times")
     for base in dict.fromkeys((RAM, tempfile.gettempdir())):
         for folder in _own_folders(base):
-            if folder.name != "ray" and not folder_cleaner.is_used(str(folder)) and cleaner.is_old(folder):
+            if folder.name not in ("ray", COPIES) and not folder_cleaner.is_used(str(folder)) and cleaner.is_old(folder):
                 cleaner.remove(folder, "copy of data", by=lambda path: folder_cleaner.remove_unused(str(path)))
+    roots = [root for folder in _own_folders(copies_base()) if folder.name == COPIES for root in _subfolders(folder)]
+    for copy in (copy for root in roots for copy in _subfolders(root)):
+        if cleaner.is_old(copy, read=True):
+            if reason := needed_copy_reason(copy):
+                cleaner.echo(f"{copy} stays: {reason}")
+            else:
+                cleaner.remove(copy, "copy of a run")
     used = " ".join(_command_lines())
     for sessions in (folder for folder in _own_folders(session_base()) if folder.name == "ray"):
         for folder in _subfolders(sessions, re.compile("session_2").match):
@@ -116,11 +137,28 @@ def _own_folders(base: str) -> list[Path]:
 
 @dataclass(frozen=True)
 class Run:
-    """A directory that has a run."""
+    """A directory that has a run, or is the copy of one in an object store."""
 
     path: Path
     text: str
     """Of its experiment."""
+    objects: StoredObjects | None = None
+    """Of a run in an object store."""
+
+    @property
+    def name(self) -> str:
+        """As the user names it."""
+        return display_name(self.path)
+
+    def is_old(self, cleaner: Cleaner) -> bool:
+        return self.objects.is_old(cleaner.before_s) if self.objects else cleaner.is_old(self.path)
+
+    def remove(self, path: Path, what: str, cleaner: Cleaner) -> None:
+        """Remove a file of the run, or all of it."""
+        if self.objects is None:
+            cleaner.remove(path, what)
+        else:
+            cleaner.remove(path, what, by=self.objects.remove, name=display_name(path), num_bytes=self.objects.num_bytes(path))
 
     @cached_property
     def cache(self) -> Path | None:
@@ -146,13 +184,15 @@ class Run:
         run_dir = RunDir(self.path)
         try:
             result = read_result(run_dir.result, run_dir.experiment)
-            if is_locked(self.path / ".lock"):
+            if is_locked(self.path / ".lock") or (self.objects is not None and self.objects.is_driven()):
                 return "a process works on it"
+            if self.objects is not None and (reason := needed_copy_reason(self.path)):
+                return reason
             waiting = _num_unsent(result, run_dir)
-        except (ExperimentError, OSError) as error:
+        except (DistillError, OSError) as error:
             return str(error)
         if waiting:
-            return f"{waiting} records wait for MLflow: distill sync {self.path}"
+            return f"{waiting} records wait for MLflow: distill sync {self.name}"
         if result.status != "complete" and not unfinished:
             return f"it is {result.status}, and can be resumed; --unfinished removes it too"
         return None
@@ -162,16 +202,16 @@ def _removable(runs: list[Run], cleaner: Cleaner, unfinished: bool) -> list[Run]
     """The old runs that no other one needs. Says why the others stay."""
     removable = []
     for run in runs:
-        if cleaner.is_old(run.path):
+        if run.is_old(cleaner):
             if reason := run.needed_reason(unfinished):
-                cleaner.echo(f"{run.path} stays: {reason}")
+                cleaner.echo(f"{run.name} stays: {reason}")
             else:
                 removable.append(run)
     while True:
         remaining = _without(runs, removable)
         users = {run: user for run in removable for user in remaining if user.refers_to(run)}
         for run, user in users.items():
-            cleaner.echo(f"{run.path} stays: {user.path} refers to it")
+            cleaner.echo(f"{run.name} stays: {user.name} refers to it")
             removable.remove(run)
         if not users:
             return removable
@@ -184,30 +224,35 @@ def _without(runs: list[Run], others: list[Run]) -> list[Run]:
 
 def with_lock(run: Run, cleaner: Cleaner, remove: Callable[[Run, Cleaner], None]) -> None:
     """Remove of a run while nobody can resume it."""
-    lock = None if cleaner.dry_run else try_lock(run.path / ".lock")
-    if lock is None and not cleaner.dry_run:
-        cleaner.echo(f"{run.path} stays: a process works on it")
+    if cleaner.dry_run:
+        remove(run, cleaner)
+        return
+    lock = try_lock(run.path / ".lock")
+    if lock is None:
+        cleaner.echo(f"{run.name} stays: a process works on it")
         return
     try:
-        remove(run, cleaner)
+        with run.objects.exclusive(cleaner.echo) if run.objects else nullcontext():
+            remove(run, cleaner)
+    except DistillError as error:
+        cleaner.echo(f"{run.name} stays: {error}")
     finally:
-        if lock is not None:
-            lock.release()
+        lock.release()
 
 
-def _remove_run(run: Run, cleaner: Cleaner) -> None:
-    cleaner.remove(run.path, "run")
+def _remove_run(run: Run, cleaner: Cleaner, what: str = "run") -> None:
+    run.remove(run.path, what, cleaner)
 
 
 def _remove_checkpoints(run: Run, cleaner: Cleaner) -> None:
     """Of a complete run all but the best ones of its stages, and of a sweep's trials those of the best trial."""
     run_dir = RunDir(run.path)
     result = read_result(run_dir.result, run_dir.experiment)
-    for file in sorted(run.path.rglob("checkpoints/*.safetensors")):
+    for file in run.objects.checkpoints() if run.objects else sorted(run.path.rglob("checkpoints/*.safetensors")):
         inside = file.relative_to(run.path).parts
         best_trial = result.best is None or inside[:2] == ("trials", result.best.id) or inside[0] != "trials"
         if file.name != "best.safetensors" or not best_trial:
-            cleaner.remove(file, "checkpoint")
+            run.remove(file, "checkpoint", cleaner)
 
 
 def _num_unsent(result: RunResult, run_dir: RunDir) -> int:

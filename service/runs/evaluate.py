@@ -17,17 +17,19 @@ from service.config.paths import absolute
 from service.runs.display import Display, wait_for
 from service.runs.preflight import check_source
 from service.runs.run_directory import check_writable
+from service.runs.stored.stored_runs import delete, display_name, fetch, fetch_checkpoint, ray_storage, run_store
 from trainables.config import EvaluateConfig
 from trainables.errors import CheckpointError, ClusterError, DistillError, ExperimentError
 from trainables.failures import OUT_OF_MEMORY_KINDS, RETRYABLE, WorkersFailedError, first_cause
 from trainables.models.checkpoint_header import locate_checkpoint, read_checkpoint_header
+from trainables.object_store.store import is_uri
 from trainables.rules import resize_covers_crop
 from trainables.rundir import RunDir
 
 CHANGEABLE = ("data", "scale", "precision")
 
 
-def resolve(checkpoint: Path, data_path: str, overrides: list[str]) -> EvaluateConfig:
+def resolve(checkpoint: str, data_path: str, overrides: list[str]) -> EvaluateConfig:
     """The evaluation of `checkpoint` as it was trained, on other data; `--set` changes data.*, scale.* and precision.
 
     Raises:
@@ -46,7 +48,7 @@ def resolve(checkpoint: Path, data_path: str, overrides: list[str]) -> EvaluateC
             raise ExperimentError(f"--set {text}: an evaluation has the keys data.*, scale.* and precision")
         put(tree, key, value, f"--set {text}")
     checked(tree)  # a wrong override is refused before the checkpoint is read, which imports torch
-    path = locate_checkpoint(str(checkpoint)) or checkpoint
+    path = fetch_checkpoint(checkpoint) if is_uri(checkpoint) else locate_checkpoint(checkpoint) or Path(checkpoint)
     if not path.is_file():
         raise CheckpointError(f"no checkpoint at {path}: give a .safetensors file that `distill train` wrote")
     read_checkpoint_header(path)
@@ -65,6 +67,7 @@ def with_trained_images(checkpoint: Path, tree: dict[str, Any]) -> EvaluateConfi
     _, about = read(checkpoint)
     trained = {name: about[name] for name in ("image_size", "val_resize", "mean", "std") if about.get(name) is not None}
     tree = {**tree, "checkpoint": str(checkpoint.absolute()), "data": {**trained, **tree["data"]}}
+    tree["run_store"] = run_store(checkpoint)
     config = checked(tree)
     if problem := resize_covers_crop(config.data):
         raise ExperimentError(problem)
@@ -82,7 +85,7 @@ def checked(tree: dict[str, Any]) -> EvaluateConfig:
         raise ExperimentError(problems_of(error, EvaluateConfig).text("--set")) from error
 
 
-def evaluate(checkpoint: Path, data_path: str, overrides: list[str], root: Path) -> dict[str, Any]:
+def evaluate(checkpoint: str, data_path: str, overrides: list[str], root: Path) -> dict[str, Any]:
     """Top-1, top-5, loss, the number of images, and the names of the unreadable ones, each with its reason.
 
     Raises:
@@ -99,20 +102,21 @@ def evaluate(checkpoint: Path, data_path: str, overrides: list[str], root: Path)
 
         workers, reservation = reserve(config, cluster)
         display.print(f"evaluating {checkpoint} on {config.data.path} with {config.scale.num_workers} workers")
-        output = storage.root / f"{checkpoint.stem}-{time.time_ns():x}.json"
+        output = storage.root / f"{Path(config.checkpoint).stem}-{time.time_ns():x}.json"
         data = config.data.model_copy(update={"loader_workers": workers})
-        job = config.model_copy(update={"data": data, "output": str(output)})
+        job = config.model_copy(update={"data": data, "output": display_name(output)})
         gpu, name = bool(reservation.gpus), output.stem
-        fit = partial(trainer.fit, job, use_gpu=gpu, loader_workers=workers, storage=str(storage.tune), name=name)
+        fit = partial(trainer.fit, job, use_gpu=gpu, loader_workers=workers, storage=ray_storage(storage), name=name)
         try:
             wait_for(fit, display)
-            return dict(json.loads(output.read_text()))
+            fetch(output)
+            result = dict(json.loads(output.read_text()))
+            delete(output)
+            return result
         except trainer.ClusterFullError as error:
             raise ClusterError(f"evaluation failed: {error}; wait for their end") from error
         except WorkersFailedError as error:
             raise evaluation_error(error) from error
-        finally:
-            output.unlink(missing_ok=True)
 
 
 def reserve(config: EvaluateConfig, cluster: Cluster) -> tuple[int, Reservation]:

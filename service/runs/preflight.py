@@ -19,9 +19,9 @@ from trainables.config import DataConfig
 from trainables.data.decode import UnreadableImageError, decode_image
 from trainables.data.interface import Source
 from trainables.data.source import check_placement, open_source
-from trainables.data.storage.remote import is_remote
 from trainables.errors import CheckpointError, DataError, ExperimentError
 from trainables.models.checkpoint_header import read_checkpoint_header
+from trainables.object_store.store import is_uri
 from trainables.rules import enough_images
 from trainables.rundir import RunDir, StageDir, unwritable_reason
 
@@ -95,7 +95,7 @@ def check_source(data: DataConfig, split: Literal["train", "val"]) -> Source:
     """
     # The nodes' folders are not this machine's.
     source = open_source(data.model_copy(update={"stage": "none"}), split)
-    if is_remote(data.path):  # an image would cost the whole shard that it lies in
+    if is_uri(data.path):  # an image would cost the whole shard that it lies in
         return source
     probed = range(0, len(source), -(-len(source) // PROBED_IMAGES))
     reasons = []

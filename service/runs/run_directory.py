@@ -10,9 +10,10 @@ from service.config.experiment import Resolved, read_resolved
 from service.runs.method_copies import copy_methods, use_copies_of
 from service.runs.result import Kind, RunResult, read_result, write_result
 from service.runs.stored.driver_lease import is_fresh
-from service.runs.stored.stored_runs import check_reachable, display_name, fetch_records, is_taken, is_uri, root_folder, uri_of
+from service.runs.stored.stored_runs import check_reachable, display_name, fetch_records, is_taken, root_folder, uri_of
 from trainables.errors import ExperimentError
 from trainables.locks import is_locked, locked_or_raise
+from trainables.object_store.store import is_uri
 from trainables.rundir import RunDir, unwritable_reason, write_text
 
 

@@ -19,6 +19,7 @@ from service.sweeps.trial_records import TrialRecords
 from service.sweeps.trials import Trial, load_outcomes, rows_of
 from service.sweeps.tune import search_trials, tune_trials, with_shared_starts
 from trainables.errors import ExperimentError
+from trainables.paced import Paced
 from trainables.rundir import StageDir, write_text
 
 
@@ -164,21 +165,6 @@ class TrialWatch:
 
     def _result_of(self, trial: Trial) -> Path:
         return self._session.run_dir.trial(trial.id).result
-
-
-class Paced:
-    """Something that is done again and again, and takes at most a tenth of the time, however long it takes once."""
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        self._work, self._next_s = work, 0.0
-
-    def __call__(self) -> None:
-        """Do it, unless it is too early."""
-        began_s = time.monotonic()
-        if began_s >= self._next_s:
-            self._work()
-            ended_s = time.monotonic()
-            self._next_s = ended_s + 9 * (ended_s - began_s)
 
 
 def changed_ns(path: Path) -> int:

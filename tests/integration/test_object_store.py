@@ -8,13 +8,12 @@ import pytest
 from service.config.experiment import load
 from service.runs.stored.stored_runs import run_folder
 from tests.integration.conftest import Distill, kill, records, result, wait_until
-from tests.s3 import S3, SECRET, contents, s3
+from tests.s3 import S3, SECRET, contents
 from tests.trainables.jobs import equal, train
 from trainables.distributed.rank_pool import RankPool
 from trainables.engine import checkpoint
 from trainables.rundir import RunDir
 
-__all__ = ["s3"]
 pytestmark = pytest.mark.integration
 ROOT = "s3://bucket/runs"
 SETS = ["optim.epochs=20", "train.checkpoint_every=5", "train.log_every=1", "scale.num_workers=2"]
@@ -53,10 +52,14 @@ def test_a_killed_run_whose_folder_is_gone_is_resumed_from_the_store_to_the_bits
 
     shutil.rmtree(tmp_path / "copies")  # a third machine reads
     assert "complete" in distill.run("report", uri, env=env)
-    assert "optim.epochs" in distill.run("show", uri, env=env)
+    assert f"# {uri}/experiment.yaml" in distill.run("show", uri, env=env)
     assert "tiny" in distill.run("compare", uri, uri, env=env)
     assert "is complete" in distill.run("resume", uri, env=env)
     assert not list(folder.rglob("*.safetensors"))
+    output = distill.run("evaluate", uri, "--data", "digits", "--set", "scale.num_workers=2", "--runs", ROOT, env=env)
+    best_pct = max(line["metrics"]["val/top1_pct"] for line in records(folder, "epoch"))
+    assert f"Acc@1 {best_pct:.3f}" in output
+    assert not [name for name in contents(ROOT) if name.startswith(".evaluate/")]
     for name, content in contents(uri).items():
         assert SECRET not in content, name
 
@@ -86,7 +89,7 @@ def test_a_sweep_in_the_store_has_its_rows_there(distill: Distill, s3: S3, tmp_p
         (["train", "digits", "--runs", "s3://nowhere/runs"], "error: s3://nowhere/runs/.probe cannot be written: NO_SUCH_BUCKET"),
         (["report", "s3://bucket/runs/none"], "error: s3://bucket/runs/none holds no run"),
         (["train", "digits", "--runs", f"s3://key:{SECRET}@bucket/runs"], "error: --runs has a password or a key in it"),
-        (["clean", "--runs", ROOT, "--older-than", "1d"], f"error: --runs {ROOT}: `distill clean` needs a folder"),
+        (["cache", "digits", "--runs", ROOT], f"error: --runs {ROOT}: `distill cache` takes no URI here: give a path"),
     ],
 )
 def test_what_cannot_be_is_one_line(distill: Distill, s3: S3, tmp_path: Path, arguments: list[str], line: str) -> None:

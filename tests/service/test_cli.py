@@ -213,6 +213,25 @@ def test_a_wrong_experiment_is_refused_by_every_command_that_takes_one(command: 
     assert refuse(command, "digits", *sets("distill.options.kd.temperature=0")).endswith("must be above 0, not 0")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["cache", "digits", "--runs", "s3://b/runs"], "--runs s3://b/runs: `distill cache` takes"),
+        (["reproduce", "cifar100", "--out", "s3://b/out", "--dry-run"], "--out s3://b/out: `distill reproduce` takes"),
+        (["pack", "here", "s3://key:secret@b/set"], "DEST s3://***@b/set: `distill pack` takes"),
+        (["pack", "s3://b/set", "here"], "SOURCE s3://b/set: `distill pack` takes"),
+        (["data", "s3://b/set"], "DIRECTORY s3://b/set: `distill data` takes"),
+        (["report", "run", "--html", "s3://b/x.html"], "--html s3://b/x.html: `distill report` takes"),
+    ],
+)
+def test_a_path_that_may_be_no_uri_refuses_one(
+    arguments: list[str], line: str, refuse: Refuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert refuse(*arguments) == f"{line} no URI here: give a path on this machine"
+    assert not list(tmp_path.iterdir())
+
+
 # Data
 
 

@@ -46,6 +46,26 @@ def test_paths_of_pack_and_data_are_absolute_whether_they_exist_or_not(tmp_path:
     ]
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "train digits --out s3://bucket/runs/one",
+        "sweep digits --runs s3://bucket/runs",
+        "resume s3://bucket/runs/one",
+        "report s3://bucket/runs/one",
+        "compare s3://bucket/runs/one s3://bucket/runs/two",
+        "doctor s3://bucket/runs/one",
+        "show s3://bucket/runs/one",
+        "sync s3://bucket/runs/one",
+        "evaluate s3://bucket/runs/one/student --data digits --runs s3://bucket/runs",
+        "clean --older-than 30d --runs s3://bucket/runs",
+    ],
+)
+def test_the_uri_of_a_run_is_the_same_on_the_cluster(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYDISTILL_COPIES", str(tmp_path))
+    assert packaged(words.split(), tmp_path) == words.split()
+
+
 @pytest.mark.parametrize("words", [[], ["dance"], ["submit"]])
 def test_what_is_no_command_of_ours_is_refused_with_those_that_are(words: list[str], tmp_path: Path) -> None:
     with pytest.raises(

@@ -1,6 +1,7 @@
 """Small real training jobs, and the ways tests look at them."""
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -83,12 +84,14 @@ def train(group: Group, settings: TrainConfig, die_after: int | None = None) -> 
     return {"state": state, "progress": job.progress, "calls": report.calls, "died": died}
 
 
-def train_on_record(settings: TrainConfig) -> dict[str, float]:
+def train_on_record(settings: TrainConfig, publish: Callable[[Path], None] = lambda path: None) -> dict[str, float]:
     """Run the job alone, its numbers in the stage's `metrics.jsonl` as a worker writes them. Returns its summary."""
     stage = StageDir(Path(settings.output_dir))
     with (
         DiskWriter() as disk,
-        contextlib.closing(build(settings, Group(), record(stage, settings, disk), no_telemetry, disk=disk)) as job,
+        contextlib.closing(
+            build(settings, Group(), record(stage, settings, disk), no_telemetry, disk=disk, publish=publish)
+        ) as job,
     ):
         return loop.run(job)
 

@@ -108,7 +108,8 @@ class EvaluateConfig(Section):
     """What one worker needs to evaluate a checkpoint."""
 
     checkpoint: str
-    output: str = Field(description="absolute path of the JSON file that the result is written to")
+    run_store: RunStore | None = Field(None, description="where the checkpoint's run is, of which each node has a copy")
+    output: str = Field(description="absolute path, or URI in an object store, of the JSON file that the result is written to")
     data: DataConfig
     scale: ScaleConfig = ScaleConfig()
     precision: Precision = "fp32"

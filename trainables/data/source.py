@@ -11,9 +11,10 @@ from trainables.data.sources.folder import FolderSource
 from trainables.data.sources.records import open_records
 from trainables.data.sources.synthetic import open_synthetic
 from trainables.data.storage.memory_cache import cached
-from trainables.data.storage.remote import is_remote, open_remote
+from trainables.data.storage.remote import open_remote
 from trainables.data.storage.staging import open_staged
 from trainables.errors import DataError
+from trainables.object_store.store import is_uri
 
 SOURCES: dict[str, Callable[[DataConfig, Split], Source]] = {
     "digits": lambda data, split: open_digits(split),
@@ -25,14 +26,14 @@ def open_source(data: DataConfig, split: Split) -> Source:
     """One split of what `data.path` names. Raises DataError where it is missing, empty or inconsistent."""
     if named := SOURCES.get(data.path):
         return named(data, split)
-    if is_remote(data.path):
+    if is_uri(data.path):
         return open_remote(data, split)
     return open_records(data.path, split) if is_records(data.path) else FolderSource(data.path, split)
 
 
 def check_placement(data: DataConfig) -> None:
     """Refuse a `data.stage` or `data.cache` that does not fit the source. Raises DataError."""
-    packed = is_remote(data.path) or (data.path not in SOURCES and is_records(data.path))
+    packed = is_uri(data.path) or (data.path not in SOURCES and is_records(data.path))
     if data.stage != "none" and not packed:
         raise DataError(f"data.stage: {data.path} is not a packed set; pack it with `distill pack`, or leave data.stage out")
     if data.cache == "memory" and (packed or data.path in SOURCES):
@@ -48,7 +49,7 @@ def open_on_node(data: DataConfig, split: Split) -> Source:
     check_placement(data)
     if data.cache == "memory":
         return cached(data, split, open_source(data, split))
-    if is_remote(data.path):
+    if is_uri(data.path):
         remote = open_remote(data, split)
         remote.check_room(data.shuffle if split == "train" else "none")
         return remote

@@ -1,7 +1,7 @@
 """Checkpoints off the training thread: that copies the state to host memory and goes on, another writes it to disk."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -19,8 +19,9 @@ from trainables.engine.tensor_file import HostBuffer, PackedTensors, write_packe
 class CheckpointWriter:
     """Saves a job's state. Every rank has one; rank 0 writes, one checkpoint at a time, from a host buffer that it reuses."""
 
-    def __init__(self, disk: DiskWriter, device: torch.device) -> None:
-        self._disk, self._buffer = disk, HostBuffer(device)
+    def __init__(self, disk: DiskWriter, device: torch.device, publish: Callable[[Path], None] = lambda path: None) -> None:
+        """`publish` is called, by the disk writer, with each checkpoint that was written; it may raise."""
+        self._disk, self._buffer, self._publish = disk, HostBuffer(device), publish
         self._written: Future[None] | None = None
 
     def save(self, paths: Sequence[Path], state: CheckpointState, group: Group) -> None:
@@ -49,12 +50,12 @@ class CheckpointWriter:
             "scaler": state.scaler.state_dict(),
         }
         # As text, since training goes on to change what is in it.
-        self._written = self._disk.put(partial(_write, paths, self._buffer.pack(tensors), json.dumps(meta)))
+        self._written = self._disk.put(partial(self._write, paths, self._buffer.pack(tensors), json.dumps(meta)))
 
-
-def _write(paths: Sequence[Path], packed: PackedTensors, meta: str) -> None:
-    for path in paths:
-        write_packed(path, packed, meta)
+    def _write(self, paths: Sequence[Path], packed: PackedTensors, meta: str) -> None:
+        for path in paths:
+            write_packed(path, packed, meta)
+            self._publish(path)
 
 
 def rng_state(device: torch.device) -> dict[str, Tensor]:

@@ -119,11 +119,13 @@ def build(
     disk: DiskWriter | None = None,
     heartbeat: Heartbeat | None = None,
     interruption_request: InterruptionRequest = lambda: None,
+    publish: Callable[[Path], None] = lambda path: None,
 ) -> Job:
     """Open the data, build and wrap the models, and continue from the stage's last checkpoint if there is one.
 
     `connections`: to the actors of `teacher.service`; `disk`: the one that `report` puts its records into, if any;
-    `heartbeat`: says from now on where the job is; `interruption_request`: see `Interruptions`.
+    `heartbeat`: says from now on where the job is; `interruption_request`: see `Interruptions`;
+    `publish`: see `CheckpointWriter`.
 
     Raises:
         DataError, ModelError, CheckpointError, ExperimentError: what the experiment names does not exist or does not fit.
@@ -173,7 +175,7 @@ def build(
             metrics=build_metrics(config, functions.train_state, checkpoint_state.progress, heartbeat or Heartbeat()),
             report=report,
             disk=disk,
-            checkpoints=CheckpointWriter(disk, group.device),
+            checkpoints=CheckpointWriter(disk, group.device, publish),
             telemetry=telemetry,
             interruptions=Interruptions(group, config.train.checkpoint_every_s, interruption_request),
             stop_early=stop_early,

@@ -27,17 +27,24 @@ class CheckpointHeader:
     """Whether the model rescales its input, as GoogLeNet and Inception do with torchvision's published weights."""
 
 
+def checkpoints_of(folder: Path) -> tuple[Path, Path]:
+    """The checkpoints that the directory of a run, or of a stage, stands for: a run's student's, a stage's own."""
+    return RunDir(folder).stage("student").best, StageDir(folder).best
+
+
 def locate_checkpoint(weights: str) -> Path | None:
     """The file of `weights`, or None where it is the name of published weights.
 
-    A run's directory stands for the student's best checkpoint, a stage's directory for its own.
+    A directory stands for the first of its `checkpoints_of` that there is.
 
     Raises:
         CheckpointError: there is no such file, or no checkpoint in the directory.
     """
+    if "://" in weights:
+        raise CheckpointError(f"{weights} is no file: copy it to a folder that all nodes mount, and give its path there")
     path = expand_home(weights)
     if path.is_dir():
-        candidates = (RunDir(path).stage("student").best, StageDir(path).best)
+        candidates = checkpoints_of(path)
         for candidate in candidates:
             if candidate.is_file():
                 return candidate

@@ -42,9 +42,9 @@ def stage_of(name: str) -> str | None:
 
 
 def is_of_run(name: str) -> bool:
-    """Whether the object, named relative to its run, is one of ours: Ray's and this node's are not."""
+    """Whether the object, named relative to its run, is one that every copy has: leases, owners and this node's are not."""
     parts = name.split("/")
-    return "ray" not in parts and name not in _OF_NODE and parts[-1] != OWNER and not any(part.startswith(".") for part in parts)
+    return name not in _OF_NODE and parts[-1] != OWNER and not any(part.startswith(".") for part in parts)
 
 
 class RunCopy:
@@ -109,6 +109,10 @@ class RunCopy:
             else:
                 self._get_missing(part, includes)
 
+    def fetch_checkpoint(self, name: str) -> None:
+        """Bring here a stage's checkpoint, `STAGE/checkpoints/…`. Raises StorageError."""
+        self.fetch(str(Path(name).parent.parent), lambda each: each == name)
+
     def fetch_missing(self, part: str) -> None:
         """Bring here the files of a folder that never change and are not here. Raises StorageError."""
         with self._exclusive():
@@ -122,8 +126,7 @@ class RunCopy:
     def files(self, part: str = "") -> list[str]:
         """The run's files that are here, named relative to the run."""
         found = []
-        for folder, folders, names in os.walk(self.folder / part):  # which passes over a folder that vanishes meanwhile
-            folders[:] = [name for name in folders if name != "ray"]
+        for folder, _, names in os.walk(self.folder / part):  # which passes over a folder that vanishes meanwhile
             found += [str(Path(folder, name).relative_to(self.folder)) for name in names]
         return [name for name in found if is_of_run(name) and (self.folder / name).is_file()]
 

@@ -8,35 +8,39 @@ from pathlib import Path
 from typing import Any
 
 from trainables.errors import StorageError
-from trainables.object_store.run_copy import APPENDED, REPLACED, RunCopy, is_of_workers
-from trainables.rundir import StageDir, observing
+from trainables.object_store.run_copy import APPENDED, RunCopy, is_of_workers
+from trainables.paced import Paced
+from trainables.rundir import StageDir
 
 PUT_EVERY_S = 10.0
-"""Seconds between two puts of a file that grows; a second more for each MiB of it."""
+"""Seconds between two puts of a file that grows, or more, see `Paced`."""
+_LONGEST_WAIT_S = 60.0
 _ENDING_S = 10.0
 _log = logging.getLogger("raydistill")
 
 
 def fetch_inputs(settings: Mapping[str, Any]) -> None:
-    """Bring to this node what a stage reads of its run: copies of method files, a teacher that the run has trained.
+    """Bring to this node what workers read of a run: copies of method files, a teacher that the run has trained, a checkpoint.
 
-    `settings`: a `TrainConfig` as plain data. Raises StorageError.
+    `settings`: a `TrainConfig` or an `EvaluateConfig` as plain data. Raises StorageError.
     """
     if (run_store := settings.get("run_store")) is None:
         return
     copy = RunCopy(run_store["uri"], Path(run_store["folder"]))
     copy.fetch_missing("methods")
-    weights = (settings.get("teacher") or {}).get("weights")
-    if weights and Path(weights).is_relative_to(copy.folder):
-        name = Path(weights).relative_to(copy.folder)
-        copy.fetch(str(name.parent.parent), lambda each: each == str(name))
+    for weights in ((settings.get("teacher") or {}).get("weights"), settings.get("checkpoint")):
+        if weights and Path(weights).is_relative_to(copy.folder):
+            copy.fetch_checkpoint(str(Path(weights).relative_to(copy.folder)))
 
 
 @contextlib.contextmanager
-def stored_stage(copy: RunCopy, folder: Path, *, is_main: bool, barrier: Callable[[], object]) -> Iterator[None]:
+def stored_stage(
+    copy: RunCopy, folder: Path, *, is_main: bool, barrier: Callable[[], object]
+) -> Iterator[Callable[[Path], None]]:
     """Around a rank's work on the stage in `folder`: begin from what the store has, and put there what the rank writes.
 
-    A file that is replaced, as a checkpoint is, counts once the store has acknowledged it: `replacing` waits for that.
+    Yields `publish`, to be called with each file of `REPLACED` that the rank has written: it waits until the store has it, see
+    `StageWriter.publish`.
 
     Raises:
         StorageError: the store did not answer for as long as it is waited for.
@@ -50,18 +54,17 @@ def stored_stage(copy: RunCopy, folder: Path, *, is_main: bool, barrier: Callabl
         copy.fetch(part, lambda name: name.endswith("/last.safetensors"))
     writer = StageWriter(copy, part, is_main=is_main)
     thread = threading.Thread(target=writer.run, name="object store", daemon=True)
-    with observing(writer.replaced):
+    if is_main:
+        thread.start()
+    try:
+        yield writer.publish
+    finally:
+        writer.end_soon()
+        writer.ended.set()
         if is_main:
-            thread.start()
-        try:
-            yield
-        finally:
-            writer.end_soon()
-            writer.ended.set()
-            if is_main:
-                thread.join()
-                with contextlib.suppress(StorageError):  # the last lines of a log: all else is there
-                    writer.put_appended()
+            thread.join()
+            with contextlib.suppress(StorageError):  # the last lines of a log: all else is there
+                writer.put_appended()
 
 
 def _is_continued(name: str) -> bool:
@@ -81,23 +84,21 @@ class StageWriter:
 
     def run(self) -> None:
         """Put what is appended, until the stage ends."""
-        wait_s = PUT_EVERY_S
-        while not self.ended.wait(wait_s):
+        put_appended = Paced(self.put_appended, pause_s=PUT_EVERY_S, most_s=_LONGEST_WAIT_S)
+        while not self.ended.wait(put_appended.wait_s()):
             try:
-                wait_s = PUT_EVERY_S + self.put_appended() / 2**20
+                put_appended()
             except StorageError as error:
                 _log.warning("%s; still trying", error)
 
-    def replaced(self, path: Path) -> None:
-        """A file was replaced: put it, behind the records that were written before it.
+    def publish(self, path: Path) -> None:
+        """Put a file of the stage that was replaced, behind the records that were written before it.
 
         `error.json` is put at once, and its exception reaches the driver also where the store does not take it.
 
         Raises:
             StorageError: the store does not take another file.
         """
-        if not path.is_relative_to(self._copy.folder / self._part):
-            return
         name = str(path.relative_to(self._copy.folder / self._part))
         if name == "error.json":
             self.end_soon()
@@ -105,7 +106,7 @@ class StageWriter:
                 self._copy.store.put(f"{self._part}/{name}", path)
             except StorageError as error:
                 _log.warning("%s", error)
-        elif name in REPLACED:
+        else:
             self.put_appended()
             self._copy.store.put(f"{self._part}/{name}", path)
 
@@ -113,9 +114,8 @@ class StageWriter:
         """Wait less for the store from here on: the exception that ends the stage, or its result, matters more."""
         self._copy.store.retry_s = min(self._copy.store.retry_s, _ENDING_S)
 
-    def put_appended(self) -> int:
-        """Put the files that have grown. Returns the bytes that were put; raises StorageError."""
-        num_bytes = 0
+    def put_appended(self) -> None:
+        """Put the files that have grown. Raises StorageError."""
         with self._putting:
             for name in self._appended:
                 path = self._copy.folder / self._part / name
@@ -123,5 +123,3 @@ class StageWriter:
                 if size != self._sizes.get(name, 0):
                     self._copy.store.put(f"{self._part}/{name}", path)
                     self._sizes[name] = size
-                    num_bytes += size
-        return num_bytes

@@ -1,38 +1,25 @@
 """The objects below an `s3://` URI. An object appears whole or not at all; a listing has all that was put before it."""
 
 import ctypes
-import errno
 import io
-import logging
-import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
-from trainables.errors import StorageError
-from trainables.redact import redact
+from trainables.object_store.retries import NotRetriedError, with_retries
 from trainables.rundir import replacing
 
 RETRY_S = 300.0
 """How long a server may be gone in the middle of a run."""
 OPENING_S = 20.0
 """And when a command begins, where a wrong address is more likely."""
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 10.0
+CLIENT_ATTEMPTS = 3
+"""What the S3 client tries by itself, such as a part of a large object: a second or two, in which nothing can end it."""
 _CHUNK_BYTES = 16 << 20
-_PERMANENT = re.compile(
-    r"ACCESS_DENIED|INVALID_ACCESS_KEY|SIGNATURE_DOES_NOT_MATCH|NO_SUCH_BUCKET|INVALID_BUCKET|UNAUTHORIZED|FORBIDDEN"
-    r"|HTTP status 40[13]|Unable to load lib|No credentials",
-    re.I,
-)
-_LOCAL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-"""Of this machine's disk, never of the server."""
-_SDK_PREFIX = re.compile(r"^.*?AWS Error (?=\w)")
-_log = logging.getLogger("raydistill")
 T = TypeVar("T")
 
 
-class _NoObjectError(Exception):
+class _NoObjectError(NotRetriedError):
     """There is no object of this name."""
 
 
@@ -42,6 +29,11 @@ class Entry(NamedTuple):
     size: int
     changed_ns: int
     """Unix time, by the store's clock."""
+
+
+def is_uri(text: str) -> bool:
+    """Whether this is a URI, and no path."""
+    return "://" in text
 
 
 def file_system(uri: str) -> tuple[Any, str]:
@@ -58,14 +50,16 @@ def file_system(uri: str) -> tuple[Any, str]:
 
         found, root = fsspec.core.url_to_fs(uri)
         system = fs.PyFileSystem(fs.FSSpecHandler(found))
+    if system.type_name == "s3":  # by default its client tries for about ten seconds
+        _, (options,) = system.__reduce__()
+        system = fs.S3FileSystem(**options, retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=CLIENT_ATTEMPTS))
     return system, root.rstrip("/")
 
 
-def is_permanent(error: Exception) -> bool:
-    """Whether the next attempt would meet this error again, however late it comes."""
-    return isinstance(error, FileNotFoundError | PermissionError | ImportError | ValueError) or bool(
-        _PERMANENT.search(str(error))
-    )
+def object_at(uri: str) -> tuple["ObjectStore", str]:
+    """The store and the name of the object at a URI."""
+    folder, _, name = uri.rpartition("/")
+    return ObjectStore(folder), name
 
 
 class ObjectStore:
@@ -133,6 +127,18 @@ class ObjectStore:
 
         return self._retried("listed", folder, attempt)
 
+    def folders(self) -> list[str]:
+        """The first parts of the names of objects that have several."""
+
+        def attempt() -> list[str]:
+            from pyarrow import fs
+
+            system, root = self._open()
+            found = system.get_file_info(fs.FileSelector(root, allow_not_found=True))
+            return [each.base_name for each in found if each.type == fs.FileType.Directory]
+
+        return self._retried("listed", "", attempt)
+
     def delete(self, name: str) -> None:
         """Remove an object, if there is one."""
 
@@ -144,6 +150,18 @@ class ObjectStore:
                 return
 
         self._retried("removed", name, attempt)
+
+    def delete_all(self, folder: str = "") -> None:
+        """Remove all objects below a folder, hundreds at a time, with those that stand for folders."""
+
+        def attempt() -> None:
+            system, root = self._open()
+            try:
+                system.delete_dir(f"{root}/{folder}".rstrip("/"))
+            except FileNotFoundError:
+                return
+
+        self._retried("removed", folder, attempt)
 
     def _read_into(self, target: BinaryIO, name: str) -> bool:
         """An object's content; False where there is no such object."""
@@ -170,28 +188,4 @@ class ObjectStore:
         return self._opened
 
     def _retried(self, done: str, name: str, attempt: Callable[[], T]) -> T:
-        wait_s, failed_at = _FIRST_WAIT_S, None
-        while True:
-            try:
-                return attempt()
-            except _NoObjectError:
-                raise
-            except Exception as error:  # the libraries behind file systems raise what they like
-                if isinstance(error, OSError) and error.errno in _LOCAL:
-                    raise
-                now = time.monotonic()
-                failed_at = now if failed_at is None else failed_at
-                what = f"{self.uri}/{name}".rstrip("/")
-                reason = _reason(error)
-                if is_permanent(error) or now - failed_at >= self.retry_s:
-                    tried = f" for {now - failed_at:.0f} s" if now - failed_at >= 1 else ""
-                    raise StorageError(f"{what} cannot be {done}{tried}: {reason}") from None
-                _log.warning("%s cannot be %s, trying again in %g s: %s", what, done, wait_s, reason)
-            time.sleep(wait_s)
-            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
-
-
-def _reason(error: Exception) -> str:
-    """The first line of a library's error, from the AWS error's name on."""
-    line = (str(error).splitlines() or [type(error).__name__])[0]
-    return redact(_SDK_PREFIX.sub("", line))
+        return with_retries(attempt, f"{self.uri}/{name}".rstrip("/") + f" cannot be {done}", lambda: self.retry_s)

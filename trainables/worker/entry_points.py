@@ -1,6 +1,7 @@
 """The functions that Ray Train runs in every worker: train a stage, several timing runs, fill a cache, evaluate."""
 
 import contextlib
+import json
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from trainables.engine.job import Job, build, open_loaders
 from trainables.metrics.heartbeat import Heartbeat
 from trainables.object_store.run_copy import RunCopy
 from trainables.object_store.stage_copy import fetch_inputs, stored_stage
+from trainables.object_store.store import is_uri, object_at
 from trainables.redact import redact_record
 from trainables.rundir import StageDir, write_json
 from trainables.stage_result import StageResult, write_stage_result
@@ -73,10 +75,14 @@ def train_stage(config: TrainConfig, group: Group, stop_early: Callable[[Sequenc
         DistillError: also written, as one line, to the stage's `error.json`, where the driver reads it.
     """
     stage = StageDir(Path(config.output_dir))
-    with stored(config, group), failure_recorded(stage, group), watched(config.output_dir) as heartbeat:
+    with (
+        stored(config, group) as publish,
+        failure_recorded(stage, group, publish),
+        watched(config.output_dir) as heartbeat,
+    ):
         start_logging(stage, group)
         set_up_torch(config, group)
-        job, summary = _train(config, group, stage, heartbeat, stop_early)
+        job, summary = _train(config, group, stage, heartbeat, stop_early, publish)
         dist.barrier()  # the stage is complete once every rank has finished
         result = StageResult(
             stage=config.stage,
@@ -89,13 +95,14 @@ def train_stage(config: TrainConfig, group: Group, stop_early: Callable[[Sequenc
         )
         if group.is_main:
             write_stage_result(stage, result)
+            publish(stage.result)
         return result
 
 
-def stored(config: TrainConfig, group: Group) -> contextlib.AbstractContextManager[None]:
+def stored(config: TrainConfig, group: Group) -> contextlib.AbstractContextManager[Callable[[Path], None]]:
     """Around a stage: where its run is in an object store, see `stored_stage`."""
     if config.run_store is None:
-        return contextlib.nullcontext()
+        return contextlib.nullcontext(lambda path: None)
     copy = RunCopy(config.run_store.uri, Path(config.run_store.folder))
     barrier = partial(gather_objects, None, group)
     return stored_stage(copy, Path(config.output_dir), is_main=group.is_main, barrier=barrier)
@@ -107,6 +114,7 @@ def _train(
     stage: StageDir,
     heartbeat: Heartbeat,
     stop_early: Callable[[Sequence[float]], bool] | None,
+    publish: Callable[[Path], None],
 ) -> tuple[Job, dict[str, float]]:
     """Build the job, train it to its end, and close it. Returns the closed job and its summary."""
     began_s = time.time()
@@ -124,6 +132,7 @@ def _train(
             disk=disk,
             heartbeat=heartbeat,
             interruption_request=interruption_requests(config, group),
+            publish=publish,
         )
         stack.callback(job.close)
         if group.is_main:
@@ -138,7 +147,7 @@ def _train(
                 job.train_loader.batches_mib,
             )
         # Written before the loaders are closed, which may wait for a disk.
-        stack.enter_context(failure_recorded(stage, group))
+        stack.enter_context(failure_recorded(stage, group, publish))
         return job, loop.run(job)
 
 
@@ -192,12 +201,19 @@ def fill_loop_per_worker(settings: dict[str, Any]) -> None:
 
 
 def evaluate_loop_per_worker(settings: dict[str, Any]) -> None:
-    """Evaluate a checkpoint on the validation split; rank 0 writes the result to `output`."""
+    """Evaluate a checkpoint on the validation split; rank 0 writes the result to `output`.
+
+    `settings` is an `EvaluateConfig` as plain data. Raises DistillError.
+    """
+    fetch_inputs(settings)
     config, group = EvaluateConfig.model_validate(settings), current_group()
     set_up_cpus(config, group)
     with watched() as heartbeat:
         result = evaluate_checkpoint(config, group, heartbeat)
-    if group.is_main:
+    if group.is_main and is_uri(config.output):
+        store, name = object_at(config.output)
+        store.put(name, json.dumps(result).encode())
+    elif group.is_main:
         write_json(Path(config.output), result)
 
 

@@ -2,7 +2,8 @@
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import ray
 import ray.train
@@ -17,14 +18,15 @@ log = logging.getLogger("raydistill")
 
 
 @contextlib.contextmanager
-def failure_recorded(stage: StageDir, group: Group) -> Iterator[None]:
-    """A context that writes the exception which leaves it to the stage's `error.json`."""
+def failure_recorded(stage: StageDir, group: Group, publish: Callable[[Path], None] = lambda path: None) -> Iterator[None]:
+    """A context that writes the exception which leaves it to the stage's `error.json`, and has the file published."""
     try:
         yield
     except (Exception, SystemExit) as error:
         try:
             # An exception of Ray's own means that an actor is gone, or that other workers did not call the same report.
             write_failure(stage.error, ray_failure(error, group.rank, "lost_peer"))
+            publish(stage.error)
         except (OSError, StorageError) as problem:  # a full disk, or no store: the exception itself still reaches the driver
             log.warning("%s cannot be written: %s", stage.error, problem)
         raise

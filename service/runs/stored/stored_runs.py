@@ -9,8 +9,9 @@ from pathlib import Path
 
 from service.config.uris import secret_refusal
 from trainables.config import RunStore, TrainConfig
-from trainables.errors import ExperimentError
+from trainables.errors import CheckpointError, ExperimentError
 from trainables.locks import is_locked
+from trainables.models.checkpoint_header import checkpoints_of
 from trainables.object_store.run_copy import APPENDED, OWNER, RunCopy, is_of_workers
 from trainables.object_store.store import OPENING_S, ObjectStore
 from trainables.redact import redact_uris
@@ -19,11 +20,10 @@ from trainables.user_folder import user_folder
 
 _ORIGIN = ".raydistill-origin"
 """In the folder of a runs' root that is a copy: its URI."""
+COPIES = "runs"
+RAY = ".ray"
+"""Below a runs' root: Ray's own objects, by run."""
 _CHECKPOINTS = "checkpoints/"
-
-
-def is_uri(text: str) -> bool:
-    return "://" in text
 
 
 def root_folder(uri: str, option: str = "--runs") -> Path:
@@ -41,8 +41,7 @@ def root_folder(uri: str, option: str = "--runs") -> Path:
         raise ExperimentError(f"{option} {uri}: write a folder, or s3://BUCKET/PREFIX (the server's address: AWS_ENDPOINT_URL)")
     uri = "s3://" + "/".join(parts)
     try:
-        base = user_folder(os.environ.get("RAYDISTILL_COPIES") or tempfile.gettempdir())
-        folder = base / "runs" / f"{parts[-1]}-{hashlib.sha256(uri.encode()).hexdigest()[:12]}"
+        folder = user_folder(copies_base()) / COPIES / f"{parts[-1]}-{hashlib.sha256(uri.encode()).hexdigest()[:12]}"
         if not (folder / _ORIGIN).exists():
             write_atomic(folder / _ORIGIN, uri.encode())
     except OSError as error:
@@ -86,8 +85,12 @@ def run_store(path: Path) -> RunStore | None:
 
 
 def ray_storage(run_dir: RunDir) -> str:
-    """Where Ray Tune and Ray Train write their own files."""
-    return display_name(run_dir.tune)
+    """Where Ray Tune and Ray Train write their own files: not below a run in an object store, whose listings would have them."""
+    if (store := run_store(run_dir.root)) is None:
+        return str(run_dir.tune)
+    root, _, name = store.uri.rpartition("/")
+    part = run_dir.root.absolute().relative_to(store.folder)
+    return f"{root}/{Path(RAY, name, part)}"
 
 
 def check_reachable(root: Path) -> None:
@@ -120,6 +123,55 @@ def fetch_records(path: Path) -> None:
     copy.fetch("", lambda name: not is_of_workers(name))
     for part in stages(entries):
         copy.fetch(part, lambda name: is_of_workers(name) and _CHECKPOINTS not in name)
+
+
+def fetch_driver_files(copy: RunCopy) -> None:
+    """Bring here what a driver needs of a run to judge it: experiment, result and records. Raises StorageError."""
+    copy.fetch("", lambda name: name in ("experiment.yaml", "result.json") or name.startswith("spool/"))
+
+
+def is_to_be_put(folder: Path) -> bool:
+    """Whether the newest copy of a run is in this folder, and its result is not the store's. Raises StorageError, OSError."""
+    uri = uri_of(folder)
+    assert uri is not None
+    copy = RunCopy(uri, folder, OPENING_S)
+    return copy.owner() == copy.folder_id() and copy.store.read("result.json") != RunDir(folder).result.read_bytes()
+
+
+def copies_base() -> str:
+    """Where this user's folder is that has, in `COPIES`, the copies of all roots in object stores."""
+    return os.environ.get("RAYDISTILL_COPIES") or tempfile.gettempdir()
+
+
+def fetch_checkpoint(uri: str) -> Path:
+    """Bring a checkpoint of a run in an object store here; of a run's URI the student's best, of a stage's its own.
+
+    Raises:
+        ExperimentError, CheckpointError: there is none.
+        StorageError: the store does not answer.
+    """
+    run = _run_of(uri)
+    copy, part = RunCopy(run, run_folder(run), OPENING_S), uri.removeprefix(run).strip("/")
+    names = [part]
+    if not part.endswith(".safetensors"):
+        names = [str(path.relative_to(copy.folder)) for path in checkpoints_of(copy.folder / part)]
+    for name in names:
+        if name in copy.store.entries(str(Path(name).parent)):
+            copy.fetch_checkpoint(name)
+            return copy.folder / name
+    raise CheckpointError(f"there is no {' or '.join(f'{run}/{name}' for name in names)}: give a run, a stage or a checkpoint")
+
+
+def _run_of(uri: str) -> str:
+    """The URI of the run that has what is at `uri`. Raises ExperimentError, StorageError."""
+    run = uri.rstrip("/")
+    run_folder(run)  # refuses what is no URI of ours
+    while run.count("/") > 3:
+        store = ObjectStore(run, OPENING_S)
+        if store.read(OWNER) is not None and store.read("experiment.yaml") is not None:
+            return run
+        run = run.rpartition("/")[0]
+    raise ExperimentError(f"{uri} is in no run: copy the checkpoint to a folder that all nodes mount, and give its path there")
 
 
 def stages(entries: Iterable[str]) -> list[str]:
@@ -156,6 +208,12 @@ def put(path: Path) -> None:
     """Put a file that the driver writes in its workers' stead, where the run is in an object store. Raises StorageError."""
     if store := run_store(path):
         ObjectStore(store.uri).put(str(path.relative_to(store.folder)), path)
+
+
+def fetch(path: Path) -> None:
+    """Bring here a file that a worker put in an object store. Raises StorageError."""
+    if store := run_store(path):
+        ObjectStore(store.uri).get(str(path.relative_to(store.folder)), path)
 
 
 def delete(path: Path) -> None:

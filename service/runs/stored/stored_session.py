@@ -6,7 +6,6 @@ import _thread
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 from service.runs.run_directory import already_begun, locked_run
@@ -15,11 +14,13 @@ from service.runs.stored.stored_runs import is_of_driver_too, stages, uri_of
 from trainables.errors import ExperimentError, StorageError
 from trainables.object_store.run_copy import OWNER, RunCopy, is_of_workers, put_order, stage_of
 from trainables.object_store.store import OPENING_S, Entry
+from trainables.paced import Paced
 from trainables.rundir import RunDir
 
 EVERY_S = 5.0
 _ENDING_S = 10.0
-_LONGEST_PACE_S = 60.0
+_LONGEST_WAIT_S = 60.0
+"""Where the store was slow: some of the time may have been that of a store that was gone."""
 _log = logging.getLogger("raydistill")
 
 
@@ -114,14 +115,17 @@ class StoredDriver:
         finally:
             self._lease.release()
 
-    def put_changed(self) -> int:
-        """Put what has changed since it was put last. Returns the bytes put; raises LeaseLostError, StorageError, OSError."""
+    def put_changed(self) -> None:
+        """Put what has changed since it was put last. Raises LeaseLostError, StorageError, OSError."""
         names = [name for name in self._copy.files() if not is_of_workers(name)]
         # These say that others are complete: they are read before them, and put behind them.
         results = sorted((name for name in names if put_order(name) != put_order("")), key=put_order)
         last = {name: self._changed(name) for name in results}
-        num_bytes = sum(self._put_one(name, self._changed(name)) for name in names if name not in last)
-        return num_bytes + sum(self._put_one(name, changed) for name, changed in last.items())
+        for name in names:
+            if name not in last:
+                self._put_one(name, self._changed(name))
+        for name, changed in last.items():
+            self._put_one(name, changed)
 
     def _changed(self, name: str) -> tuple[tuple[int, int], bytes] | None:
         """A file's size and time, and its content; None where it was put, or is gone."""
@@ -132,14 +136,12 @@ class StoredDriver:
         except FileNotFoundError:
             return None
 
-    def _put_one(self, name: str, changed: tuple[tuple[int, int], bytes] | None) -> int:
-        if changed is None:
-            return 0
-        state, content = changed
-        self._lease.check()
-        self._copy.store.put(name, content)
-        self._put[name] = state
-        return len(content)
+    def _put_one(self, name: str, changed: tuple[tuple[int, int], bytes] | None) -> None:
+        if changed is not None:
+            state, content = changed
+            self._lease.check()
+            self._copy.store.put(name, content)
+            self._put[name] = state
 
     def _fetch_stages(self) -> None:
         entries = self._copy.store.entries()
@@ -155,19 +157,19 @@ class StoredDriver:
             self._fetched[part] = found
 
     def _run(self) -> None:
-        wait_s = EVERY_S
-        while not self._ended.wait(wait_s):
-            wait_s, began_s = EVERY_S, time.monotonic()
+        keep_equal = Paced(self._put_and_fetch, pause_s=EVERY_S, most_s=_LONGEST_WAIT_S)
+        while not self._ended.wait(keep_equal.wait_s()):
             try:
-                num_bytes = self.put_changed()
-                self._fetch_stages()
-                # At most a tenth of the time, unless the store was waited for, and a MiB a second.
-                wait_s += min(9 * (time.monotonic() - began_s), _LONGEST_PACE_S) + num_bytes / 2**20
+                keep_equal()
             except LeaseLostError:
                 self._lose()
                 return
             except (StorageError, OSError) as error:
                 _log.warning("%s; still trying", error)
+
+    def _put_and_fetch(self) -> None:
+        self.put_changed()
+        self._fetch_stages()
 
     def _lose(self) -> None:
         if self._ended.is_set() or not self._losing.acquire(blocking=False):

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from service.runs.clean import Cleaner, clean
 from service.runs.run_directory import locked_run
 from service.tracking.spool import Spool
 from trainables.rundir import RunDir
+from trainables.user_folder import user_folder
 
 DAY_S = 86400.0
 Clean = Callable[..., list[str]]
@@ -229,6 +231,15 @@ def test_copies_of_data_that_a_job_uses_stay(root: Path, run_clean: Clean) -> No
     run_clean()
     assert [path.name for path in base.iterdir()] == ["used"]
     assert lock is not None
+
+
+def test_records_beside_old_copies_of_runs_in_an_object_store_are_no_copy_of_data(root: Path, run_clean: Clean) -> None:
+    copies = user_folder(tempfile.gettempdir()) / "runs"
+    (copies / "runs-1a2b" / "one").mkdir(parents=True)
+    (copies / "runs-1a2b" / "mlflow.db").touch()
+    aged(copies)
+    run_clean()
+    assert [path.name for path in (copies / "runs-1a2b").iterdir()] == ["mlflow.db"]
 
 
 def test_what_a_kill_left_of_an_earlier_cleaning_is_removed(root: Path, run_clean: Clean) -> None:

@@ -18,10 +18,10 @@ def test_an_evaluation_prepares_images_as_the_training_did_unless_overridden(tmp
     trained = {"image_size": 12, "val_resize": 14, "mean": [0.1, 0.2, 0.3], "std": None}
     about = {"model": "mlp_small", "num_classes": 10, "classes": [str(digit) for digit in range(10)], **trained}
     write_tensors(tmp_path / "best.safetensors", {f"model.{name}": value for name, value in model.state_dict().items()}, about)
-    data = resolve(tmp_path / "best.safetensors", "digits", []).data
+    data = resolve(str(tmp_path / "best.safetensors"), "digits", []).data
     assert (data.image_size, data.val_resize, data.mean) == (12, 14, (0.1, 0.2, 0.3))
     assert data.std == DataConfig(path="digits").std
-    assert resolve(tmp_path / "best.safetensors", "digits", ["data.val_resize=13"]).data.val_resize == 13
+    assert resolve(str(tmp_path / "best.safetensors"), "digits", ["data.val_resize=13"]).data.val_resize == 13
 
 
 def test_an_evaluation_reserves_its_workers_threads_and_is_refused_where_they_do_not_fit() -> None:

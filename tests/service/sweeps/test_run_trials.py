@@ -13,7 +13,7 @@ from service.runs.outcome import Outcome, write_outcome
 from service.runs.result import RunResult, TrialRow
 from service.runs.session import Session
 from service.sweeps import run_trials
-from service.sweeps.run_trials import Paced, TeacherSource, best_trial, run_pending
+from service.sweeps.run_trials import TeacherSource, best_trial, run_pending
 from service.sweeps.trial_records import TrialRecords
 from service.sweeps.trials import has_unschedulable, plan_trials, retry_unschedulable
 from tests.waiting import wait_until
@@ -108,19 +108,3 @@ def test_one_wait_for_nodes_is_enough_for_all_trials_that_need_as_much_until_the
         assert [trial.id for trial in trials if trial.outcome is None] == ["002", "003"]
         run_pending(session, TrialRecords(session), trials, trials[2:], local_capacity(), TeacherSource(None, ()))
         assert begun == ["000", "001", "002", "002"]
-
-
-def test_what_takes_long_is_done_at_most_a_tenth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s, done_s = 0.0, list[float]()
-
-    def work() -> None:
-        nonlocal now_s
-        done_s.append(now_s)
-        now_s += 1.0
-
-    monkeypatch.setattr(run_trials.time, "monotonic", lambda: now_s)
-    paced = Paced(work)
-    while now_s < 30.0:
-        paced()
-        now_s += 0.25
-    assert done_s == [0.0, 10.0, 20.0]

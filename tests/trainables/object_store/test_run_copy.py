@@ -1,10 +1,11 @@
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
-from tests.s3 import S3, contents, owner_of, s3
+from tests.s3 import S3, contents, owner_of
 from trainables.distributed.group import Group
 from trainables.errors import StageInterruptedError, StorageError
 from trainables.failures import read_failure
@@ -14,7 +15,6 @@ from trainables.object_store.stage_copy import fetch_inputs, stored_stage
 from trainables.rundir import StageDir, append_line, write_atomic, write_json
 from trainables.worker.ray_failures import failure_recorded
 
-__all__ = ["s3"]
 URI = "s3://bucket/runs/one"
 
 
@@ -22,44 +22,48 @@ def of_driver(name: str) -> bool:
     return not is_of_workers(name)
 
 
-def open_stage(copy: RunCopy, *, is_main: bool = True) -> AbstractContextManager[None]:
+def open_stage(copy: RunCopy, *, is_main: bool = True) -> AbstractContextManager[Callable[[Path], None]]:
     return stored_stage(copy, copy.folder / "student", is_main=is_main, barrier=lambda: None)
+
+
+def write(path: Path, content: bytes, publish: Callable[[Path], None]) -> None:
+    write_atomic(path, content)
+    publish(path)
 
 
 def test_a_checkpoint_is_in_the_store_when_its_write_returns_with_the_records_before_it(s3: S3, tmp_path: Path) -> None:
     copy = RunCopy(URI, tmp_path / "a")
     stage = StageDir(copy.folder / "student")
-    with open_stage(copy):
+    with open_stage(copy) as publish:
         append_line(stage.metrics, {"step": 1})
-        write_atomic(stage.last, b"weights")
+        write(stage.last, b"weights", publish)
         found = contents(URI)
         assert found["student/metrics.jsonl"] == '{"step": 1}\n'
         assert found["student/checkpoints/last.safetensors"] == "weights"
-        write_atomic(tmp_path / "elsewhere", b"")
         write_json(stage.heartbeats, {})  # the driver's
     assert contents(URI).keys() == found.keys()
 
 
 def test_a_checkpoint_that_the_store_does_not_take_is_an_error(s3: S3, tmp_path: Path) -> None:
     copy = RunCopy(URI, tmp_path / "a", retry_s=0.1)
-    with open_stage(copy):
+    with open_stage(copy) as publish:
         s3.refuse(403, 10**6)
         with pytest.raises(StorageError, match=r"last.safetensors cannot be written"):
-            write_atomic(StageDir(copy.folder / "student").last, b"weights")
+            write(StageDir(copy.folder / "student").last, b"weights", publish)
 
 
 def test_a_stage_goes_on_in_another_folder_with_what_the_store_has(s3: S3, tmp_path: Path) -> None:
     first, second = (RunCopy(URI, tmp_path / name) for name in "ab")
-    with open_stage(first):
-        write_atomic(StageDir(first.folder / "student").last, b"1")
-        write_json(StageDir(first.folder / "student").error, {})
+    with open_stage(first) as publish:
+        write(StageDir(first.folder / "student").last, b"1", publish)
+        write(StageDir(first.folder / "student").error, b"{}", publish)
     (second.folder / "student/checkpoints").mkdir(parents=True)
     (second.folder / "student/checkpoints/best.safetensors").write_bytes(b"of an older try")
-    with open_stage(second):
+    with open_stage(second) as publish:
         assert StageDir(second.folder / "student").last.read_bytes() == b"1"
         assert not StageDir(second.folder / "student").best.exists()
         assert not StageDir(second.folder / "student").error.exists()
-        write_atomic(StageDir(second.folder / "student").last, b"2")
+        write(StageDir(second.folder / "student").last, b"2", publish)
     assert owner_of(URI, "student") == second.folder_id() != first.folder_id()
     with open_stage(first):
         assert StageDir(first.folder / "student").last.read_bytes() == b"2"
@@ -68,8 +72,8 @@ def test_a_stage_goes_on_in_another_folder_with_what_the_store_has(s3: S3, tmp_p
 def test_where_a_kill_came_before_a_put_the_folder_counts_and_other_ranks_get_its_state(s3: S3, tmp_path: Path) -> None:
     main, other = (RunCopy(URI, tmp_path / name) for name in "ab")
     stage = StageDir(main.folder / "student")
-    with open_stage(main):
-        write_atomic(stage.last, b"1")
+    with open_stage(main) as publish:
+        write(stage.last, b"1", publish)
     write_atomic(stage.last, b"2")
     with open_stage(main), open_stage(other, is_main=False):
         assert StageDir(other.folder / "student").last.read_bytes() == b"2"
@@ -78,9 +82,9 @@ def test_where_a_kill_came_before_a_put_the_folder_counts_and_other_ranks_get_it
 def test_why_an_earlier_attempt_failed_is_not_put_again(s3: S3, tmp_path: Path) -> None:
     main, other, driver = (RunCopy(URI, tmp_path / name) for name in "abc")
     errors = [StageDir(copy.folder / "student").error for copy in (main, other)]
-    with open_stage(main), open_stage(other, is_main=False):
-        for error in errors:
-            write_json(error, {})
+    with open_stage(main) as publish, open_stage(other, is_main=False) as publish_other:
+        write(errors[0], b"{}", publish)
+        write(errors[1], b"{}", publish_other)
     driver.store.delete("student/error.json")
     with open_stage(main), open_stage(other, is_main=False):
         assert not any(error.exists() for error in errors)
@@ -95,8 +99,8 @@ def test_what_a_cleaner_of_temporary_files_removed_here_stays_in_the_store_and_c
     (copy.folder / "experiment.yaml").unlink()
     copy.fetch("", of_driver)
     assert (copy.folder / "experiment.yaml").exists()
-    with open_stage(copy):
-        write_atomic(StageDir(copy.folder / "student").last, b"1")
+    with open_stage(copy) as publish:
+        write(StageDir(copy.folder / "student").last, b"1", publish)
     for path in (copy.folder / "result.json", StageDir(copy.folder / "student").last):
         path.unlink()
     copy.own("", of_driver)
@@ -112,7 +116,7 @@ def test_a_store_that_is_gone_hides_no_exception(s3: S3, tmp_path: Path, monkeyp
     stage = StageDir(copy.folder / "student")
 
     def work() -> None:
-        with open_stage(copy), failure_recorded(stage, Group()):
+        with open_stage(copy) as publish, failure_recorded(stage, Group(), publish):
             append_line(stage.metrics, {"step": 1})
             s3.refuse(503, 10**6)
             raise StageInterruptedError("preempted")
@@ -128,9 +132,9 @@ def test_another_rank_puts_why_it_failed_and_none_of_its_old_records(s3: S3, tmp
     main, other = (RunCopy(URI, tmp_path / name) for name in "ab")
     (other.folder / "student").mkdir(parents=True)
     (other.folder / "student/metrics.jsonl").write_text("old")
-    with open_stage(main), open_stage(other, is_main=False):
+    with open_stage(main), open_stage(other, is_main=False) as publish:
         append_line(StageDir(main.folder / "student").metrics, {"step": 1})
-        write_json(StageDir(other.folder / "student").error, {"rank": 1})
+        write(StageDir(other.folder / "student").error, b"{}", publish)
     assert contents(URI)["student/metrics.jsonl"] == '{"step": 1}\n'
     assert "student/error.json" in contents(URI)
 
@@ -138,8 +142,8 @@ def test_another_rank_puts_why_it_failed_and_none_of_its_old_records(s3: S3, tmp
 def test_a_stage_that_was_discarded_begins_anew_in_a_folder_that_still_has_it(s3: S3, tmp_path: Path) -> None:
     copy, driver = (RunCopy(URI, tmp_path / name) for name in "ab")
     stage = StageDir(copy.folder / "student")
-    with open_stage(copy):
-        write_atomic(stage.last, b"1")
+    with open_stage(copy) as publish:
+        write(stage.last, b"1", publish)
         append_line(stage.metrics, {"step": 1})
     driver.discard("student")
     with open_stage(copy):
@@ -154,8 +158,6 @@ def test_the_drivers_files_are_made_equal_to_those_of_the_last_driver(s3: S3, tm
     (first.folder / "spool").mkdir()
     (first.folder / "spool/sent.json").write_text("{}")
     (first.folder / ".lock").touch()
-    (first.folder / "ray").mkdir()
-    (first.folder / "ray/state").touch()
     first.own("", of_driver)
     assert contents(URI).keys() == {"owner.json", "result.json"}
     write_json(second.folder / "trials/000/result.json", {})
@@ -173,8 +175,8 @@ def test_methods_and_a_trained_teacher_come_to_a_node_that_has_them_not(s3: S3, 
     driver, node = tmp_path / "driver", tmp_path / "node"
     copy = RunCopy(URI, driver)
     copy.store.put("methods/own-123.py", b"text")
-    with stored_stage(copy, driver / "teacher", is_main=True, barrier=lambda: None):
-        write_atomic(StageDir(driver / "teacher").best, b"1")
+    with stored_stage(copy, driver / "teacher", is_main=True, barrier=lambda: None) as publish:
+        write(StageDir(driver / "teacher").best, b"1", publish)
     settings = {
         "run_store": {"uri": URI, "folder": str(node)},
         "teacher": {"weights": str(StageDir(node / "teacher").best)},

@@ -7,13 +7,12 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.s3 import S3, SECRET, s3
+from tests.s3 import S3, SECRET
 from trainables.errors import StorageError
 from trainables.failures import kind_of
+from trainables.object_store import retries
 from trainables.object_store import store as module
 from trainables.object_store.store import ObjectStore
-
-__all__ = ["s3"]
 
 
 def test_objects_are_put_listed_read_and_removed(s3: S3, tmp_path: Path) -> None:
@@ -56,8 +55,8 @@ def test_an_object_that_is_replaced_while_it_is_read_is_the_old_one_or_the_new_o
 
 
 def test_a_storm_of_503_is_waited_out_and_one_that_does_not_end_is_one_line(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_FIRST_WAIT_S", 0.01)
-    s3.refuse(503, 8)  # pyarrow's own client tries three times
+    monkeypatch.setattr(retries, "_FIRST_WAIT_S", 0.01)
+    s3.refuse(503, 3)
     ObjectStore("s3://bucket/prefix").put("x", b"1")
     s3.refuse(503, 10**6)
     with pytest.raises(StorageError, match=r"^s3://bucket/prefix/x cannot be written.*: ") as error:
@@ -65,6 +64,15 @@ def test_a_storm_of_503_is_waited_out_and_one_that_does_not_end_is_one_line(s3: 
     assert "\n" not in str(error.value)
     s3.refuse(503, 0)
     assert ObjectStore("s3://bucket/prefix").read("x") == b"1"
+
+
+def test_the_s3_client_itself_tries_as_often_as_it_is_told(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+    s3.refuse(503, 1)
+    with pytest.raises(StorageError, match="SLOW_DOWN"):
+        ObjectStore("s3://bucket", retry_s=0).put("x", b"1")
+    monkeypatch.setattr(module, "CLIENT_ATTEMPTS", 2)
+    s3.refuse(503, 1)
+    ObjectStore("s3://bucket", retry_s=0).put("x", b"1")
 
 
 def test_what_will_not_change_is_refused_at_once_without_a_secret(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,14 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.s3 import S3, contents, s3
+from tests.s3 import S3, contents
 from tests.trainables.jobs import config, equal, train_on_record
 from trainables.engine import checkpoint
 from trainables.object_store.run_copy import RunCopy
 from trainables.object_store.stage_copy import stored_stage
-from trainables.rundir import StageDir, observing, read_lines
+from trainables.rundir import StageDir, read_lines
 
-__all__ = ["s3"]
 URI = "s3://bucket/runs/one"
 
 
@@ -20,16 +19,17 @@ def train_in(folder: Path, die_after: int | None = None) -> None:
     """Train the stage `student` of the run whose copy is `folder`; a kill after so many checkpoints."""
     num_checkpoints = 0
 
-    def count(path: Path) -> None:
+    def publish_and_die(path: Path) -> None:
         nonlocal num_checkpoints
+        publish(path)
         num_checkpoints += path.name == "last.safetensors"
         if num_checkpoints == die_after:
             os.kill(os.getpid(), signal.SIGKILL)
 
     stage = folder / "student"
     settings = config(stage, teacher=None, train={"checkpoint_every": 2, "log_every": 1})
-    with stored_stage(RunCopy(URI, folder), stage, is_main=True, barrier=lambda: None), observing(count):
-        train_on_record(settings)
+    with stored_stage(RunCopy(URI, folder), stage, is_main=True, barrier=lambda: None) as publish:
+        train_on_record(settings, publish_and_die)
 
 
 def test_a_training_that_is_killed_goes_on_in_another_folder_to_the_bits_of_a_whole_one(s3: S3, tmp_path: Path) -> None:

@@ -5,15 +5,13 @@ from pathlib import Path
 import pytest
 import ray.exceptions
 
-from tests.s3 import S3, s3
+from tests.s3 import S3
 from trainables.distributed.group import Group
 from trainables.errors import DataError, StageInterruptedError
 from trainables.failures import Failure, read_failure
 from trainables.object_store.store import ObjectStore
-from trainables.rundir import StageDir, observing
+from trainables.rundir import StageDir
 from trainables.worker.ray_failures import failure_recorded
-
-__all__ = ["s3"]
 
 
 @pytest.mark.parametrize(
@@ -44,9 +42,8 @@ def test_a_store_that_does_not_take_the_file_hides_no_exception(s3: S3, tmp_path
     store, stage = ObjectStore("s3://bucket", retry_s=0), StageDir(tmp_path)
     s3.refuse(503, 10**6)
     with (
-        observing(lambda path: store.put(path.name, path)),
         pytest.raises(StageInterruptedError),
-        failure_recorded(stage, Group()),
+        failure_recorded(stage, Group(), lambda path: store.put(path.name, path)),
     ):
         raise StageInterruptedError("preempted")
     failure = read_failure(stage.error)

@@ -17,20 +17,12 @@ from trainables.data.sources.records import RecordsSource
 from trainables.data.storage.shard_fetcher import RemoteShards
 from trainables.data.storage.shared_folder import folder_bytes, format_bytes, free_bytes, lease_folder, reported_as
 from trainables.data.storage.staging import base_folder, is_whole
-from trainables.data.storage.transfer import MOST_FETCHES, NoRoomError, fetch, with_retries
+from trainables.data.storage.transfer import MOST_FETCHES, NoRoomError, fetch, read_with_retries
 from trainables.errors import DataError
 from trainables.locks import locked
-from trainables.object_store.store import file_system, is_permanent
+from trainables.object_store.store import OPENING_S, RETRY_S, file_system
 
-RETRY_S = 300.0
-"""How long a server may be gone in the middle of a job."""
-_OPENING_S = 30.0  # and when a job begins, where a wrong address is more likely
 _FREE_SHARE = 0.9
-
-
-def is_remote(path: str) -> bool:
-    """Whether `data.path` is a URI."""
-    return "://" in path
 
 
 class Server:
@@ -49,9 +41,6 @@ class Server:
     def full_path(self, name: str) -> str:
         return f"{self.uri}/{name}"
 
-    def is_permanent(self, error: Exception) -> bool:
-        return is_permanent(error)
-
     def read(self, name: str) -> bytes:
         """A small file of which no checksum is known: read until two copies agree, since one may be altered on its way here.
 
@@ -65,7 +54,7 @@ class Server:
 
         copies = set[bytes]()
         while len(copies) <= MOST_FETCHES:
-            if (copy := with_retries(self, name, attempt)) in copies:
+            if (copy := read_with_retries(self, name, attempt)) in copies:
                 return copy
             copies.add(copy)
         raise DataError(
@@ -125,7 +114,7 @@ def open_remote(data: DataConfig, split: Split, retry_s: float = RETRY_S) -> Rem
     Raises:
         DataError: the server does not answer, has no packed set there, or the folder cannot be used.
     """
-    server = Server(data.path, _OPENING_S)
+    server = Server(data.path, OPENING_S)
     content = server.read(INDEX)
     index = parse_index(content, server.full_path(INDEX))
     base = tempfile.gettempdir() if data.stage == "none" else base_folder(data.stage)

@@ -92,11 +92,8 @@ class RemoteShards:
         self._closed = True
         self._lease.close()
 
-    def _stopped(self) -> bool:
-        return self._closed or not threading.main_thread().is_alive()
-
     def _check_stopped(self) -> None:
-        if self._stopped():
+        if self._closed or not threading.main_thread().is_alive():
             raise StoppedError
 
     def _run_thread(self) -> None:
@@ -152,7 +149,7 @@ class RemoteShards:
         room = self._make_room(file, not_removed) or required
         while room:
             try:
-                fetch(self.server, file, self.folder, self._stopped)
+                fetch(self.server, file, self.folder, self._check_stopped)
                 return True
             except NoRoomError:
                 room = self._make_room(file, not_removed, at_least=file.bytes)

@@ -127,8 +127,13 @@ def _copy(root: Path, missing: list[File], lease: FolderLease, progress: Callabl
             f"that are free in {base}; write data.stage=none, or a folder with more room"
         )
     began, stop = time.monotonic(), threading.Event()
+
+    def check_stopped() -> None:
+        if stop.is_set():
+            raise StoppedError
+
     with ThreadPoolExecutor(_COPIES, thread_name_prefix="stage") as pool:
-        copies = {pool.submit(fetch, Folder(root), file, target, stop.is_set) for file in missing}
+        copies = {pool.submit(fetch, Folder(root), file, target, check_stopped) for file in missing}
         try:
             running = copies
             while running and not any(copy.done() and copy.exception() for copy in copies):

@@ -11,8 +11,10 @@ from service.runs.stored.driver_lease import DriverLease, is_fresh
 from service.runs.stored.stored_runs import (
     delete,
     display_name,
+    fetch_checkpoint,
     fetch_records,
     put_stage_records,
+    ray_storage,
     root_folder,
     run_folder,
     run_store,
@@ -21,16 +23,15 @@ from service.runs.stored.stored_runs import (
 from service.runs.stored.stored_session import put_rest
 from service.runs.stored.stored_session import stored_session as session_of
 from service.sweeps.trials import Trial, retry_unschedulable
-from tests.s3 import S3, SECRET, contents, s3
+from tests.s3 import S3, SECRET, contents
 from tests.trainables.jobs import config as job_config
 from tests.waiting import wait_until
 from trainables.config import RunStore
-from trainables.errors import ExperimentError, StorageError
+from trainables.errors import CheckpointError, ExperimentError, StorageError
 from trainables.object_store.run_copy import RunCopy, is_of_workers
 from trainables.object_store.store import ObjectStore
 from trainables.rundir import RunDir, StageDir, append_line, write_atomic, write_json
 
-__all__ = ["s3"]
 URI = "s3://bucket/runs/one"
 
 
@@ -78,6 +79,33 @@ def test_another_uri_is_refused_in_a_line_without_a_secret(uri: str, message: st
     assert SECRET not in str(error.value)
 
 
+@pytest.mark.parametrize("part", ["", "/trials/000", "/trials/000/student", "/trials/000/student/checkpoints/best.safetensors"])
+def test_a_checkpoint_is_found_by_its_uri_its_stages_or_its_runs(s3: S3, part: str) -> None:
+    uri, stage = (URI, "student") if not part else (f"{URI}{part}", "trials/000/student")
+    store = ObjectStore(URI)
+    for name in ("owner.json", f"{stage}/owner.json"):
+        store.put(name, b'{"folder": "elsewhere"}')
+    store.put("experiment.yaml", b"")
+    with pytest.raises(CheckpointError, match=f"^there is no {URI}/.*{stage}/checkpoints/best.safetensors"):
+        fetch_checkpoint(uri)
+    store.put(f"{stage}/checkpoints/best.safetensors", b"1")
+    assert fetch_checkpoint(uri) == run_folder(URI) / stage / "checkpoints/best.safetensors"
+    store.put(f"{stage}/checkpoints/best.safetensors", b"2")
+    assert fetch_checkpoint(uri).read_bytes() == b"2"
+
+
+def test_a_checkpoint_outside_every_run_is_refused_in_a_line(s3: S3) -> None:
+    with pytest.raises(ExperimentError, match=r"s3://bucket/x\.safetensors is in no run: copy the checkpoint to a folder"):
+        fetch_checkpoint("s3://bucket/x.safetensors")
+
+
+def test_rays_own_objects_are_not_below_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("RAYDISTILL_COPIES", str(tmp_path))
+    assert ray_storage(RunDir(run_folder(URI))) == "s3://bucket/runs/.ray/one"
+    assert ray_storage(RunDir(run_folder(URI)).trial("000")) == "s3://bucket/runs/.ray/one/trials/000"
+    assert ray_storage(RunDir(tmp_path / "one")) == str(tmp_path / "one/ray")
+
+
 def test_a_second_driver_is_refused_while_the_first_renews_its_lease(
     s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,10 +119,15 @@ def test_a_second_driver_is_refused_while_the_first_renews_its_lease(
         second.acquire(lambda line: None)
     first.release()
     assert contents(URI) == {}
-    lease(tmp_path / "b").acquire(pytest.fail)
+    second = lease(tmp_path / "b")
+    second.acquire(pytest.fail)
+    second.release()
 
 
-def test_the_lease_of_a_killed_driver_ends_and_at_once_in_its_own_folder(s3: S3, tmp_path: Path) -> None:
+def test_the_lease_of_a_killed_driver_ends_and_at_once_in_its_own_folder(
+    s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver_lease, "LEASE_S", 0.4)
     killed = lease(tmp_path / "a")
     killed._put()
     lines: list[str] = []
@@ -106,8 +139,8 @@ def test_the_lease_of_a_killed_driver_ends_and_at_once_in_its_own_folder(s3: S3,
     began_s = time.monotonic()
     elsewhere = lease(tmp_path / "b")
     elsewhere.acquire(lines.append)
-    assert time.monotonic() - began_s >= 2.5
-    assert "waiting 2.5 s to see whether it still has" in lines[0]
+    assert time.monotonic() - began_s >= 0.4
+    assert "waiting 0.4 s to see whether it still has" in lines[0]
     assert len(contents(URI)) == 1
     elsewhere.release()
 
@@ -258,7 +291,7 @@ def test_records_are_fetched_unless_the_run_is_written_here(s3: S3) -> None:
         reopen(folder)
     store.put("owner.json", b'{"folder": "elsewhere"}')
     store.put("student/owner.json", b'{"folder": "elsewhere"}')
-    for name in ("result.json", "student/metrics.jsonl", "student/checkpoints/best.safetensors", "ray/x", ".drivers/x"):
+    for name in ("result.json", "student/metrics.jsonl", "student/checkpoints/best.safetensors", ".drivers/x"):
         store.put(name, b"1")
     fetch_records(folder)
     found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")}

@@ -1,0 +1,121 @@
+"""`distill clean` on runs in an object store: their objects are young, and old to a cleaner of the day after."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from service.runs.clean import Cleaner, clean
+from service.runs.run_directory import reopen
+from service.runs.stored import driver_lease
+from service.runs.stored.driver_lease import DriverLease
+from service.runs.stored.stored_runs import RAY, root_folder, run_folder
+from tests.s3 import S3, contents
+from tests.service.runs.test_clean import root as folders
+from trainables.errors import ExperimentError
+from trainables.object_store.run_copy import RunCopy
+from trainables.object_store.store import ObjectStore
+
+__all__ = ["folders"]
+ROOT = "s3://bucket/runs"
+DAY_S = 86400.0
+Clean = Callable[..., list[str]]
+
+
+def put_run(name: str, experiment: str = "base: digits", **result: object) -> None:
+    """A run that another machine has carried out."""
+    store = ObjectStore(f"{ROOT}/{name}")
+    values = {"kind": "train", "name": "digits", "status": "complete", "runs_root": ROOT, **result}
+    for part, content in {
+        "owner.json": '{"folder": "elsewhere"}',
+        "experiment.yaml": experiment,
+        "result.json": json.dumps(values),
+        "student/owner.json": '{"folder": "elsewhere"}',
+        "student/checkpoints/last.safetensors": "1",
+        "student/checkpoints/best.safetensors": "1",
+    }.items():
+        store.put(part, content.encode())
+    ObjectStore(f"{ROOT}/{RAY}/{name}").put("student-1/.marker", b"")
+
+
+def names() -> set[str]:
+    """The first parts of all objects below the root, and those of Ray's by run."""
+    return {name.removeprefix(f"{RAY}/").partition("/")[0] for name in contents(ROOT)}
+
+
+@pytest.fixture
+def run_clean(s3: S3, folders: Path, monkeypatch: pytest.MonkeyPatch) -> Clean:
+    """Clean as on the day after tomorrow; returns the lines. The folders of this machine are those of the test."""
+    monkeypatch.setattr(driver_lease, "LEASE_S", 0.2)
+    monkeypatch.setattr(driver_lease, "_POLL_S", 0.05)
+
+    def run(*, dry_run: bool = False, unfinished: bool = False, checkpoints_only: bool = False, days: float = 1) -> list[str]:
+        lines: list[str] = []
+        cleaner = Cleaner(time.time() + days * DAY_S, dry_run, lines.append)
+        clean(root_folder(ROOT), cleaner, unfinished=unfinished, checkpoints_only=checkpoints_only)
+        return lines
+
+    return run
+
+
+def test_an_old_complete_run_is_removed_with_its_copy_here_and_a_dry_run_only_says_so(run_clean: Clean) -> None:
+    put_run("one")
+    run_clean(days=-1)
+    assert names() == {"one"}
+    reopen(run_folder(f"{ROOT}/one"))
+    assert run_clean(dry_run=True)[0].endswith(f"  run {ROOT}/one")
+    assert names() == {"one"}
+    run_clean()
+    assert names() == set()
+    assert ObjectStore(ROOT).folders() == [RAY]
+    assert not run_folder(f"{ROOT}/one").exists()
+    with pytest.raises(ExperimentError, match="holds no run"):
+        reopen(run_folder(f"{ROOT}/one"))
+
+
+def test_what_can_be_resumed_is_driven_or_is_referred_to_stays(
+    run_clean: Clean, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_run("interrupted", status="interrupted")
+    put_run("driven")
+    put_run("used")
+    put_run("user", f"teacher: {{weights: {ROOT}/used/student}}", status="interrupted")
+    lease = DriverLease(RunCopy(f"{ROOT}/driven", tmp_path / "elsewhere"), lambda: None)
+    lease._put()
+    monkeypatch.setattr(driver_lease, "LEASE_S", 60.0)
+    lines = run_clean()
+    assert f"{ROOT}/driven stays: a process works on it" in lines
+    assert f"{ROOT}/used stays: {ROOT}/user refers to it" in lines
+    assert any(line.startswith(f"{ROOT}/interrupted stays: it is interrupted") for line in lines)
+    assert names() == {"interrupted", "driven", "used", "user"}
+
+
+def test_of_checkpoints_a_complete_run_needs_its_best_alone(run_clean: Clean) -> None:
+    put_run("one")
+    (line, *_) = run_clean(checkpoints_only=True)
+    assert line.endswith(f"checkpoint {ROOT}/one/student/checkpoints/last.safetensors")
+    assert "student/checkpoints/best.safetensors" in contents(f"{ROOT}/one")
+    assert "student/checkpoints/last.safetensors" not in contents(f"{ROOT}/one")
+
+
+def test_what_a_kill_left_of_an_earlier_cleaning_is_removed(run_clean: Clean) -> None:
+    put_run("one")
+    ObjectStore(f"{ROOT}/one").delete("result.json")
+    assert any("left by a killed command:" in line for line in run_clean())
+    assert names() == set()
+
+
+def test_old_copies_of_runs_on_this_machine_go_and_what_the_store_has_not_stays(run_clean: Clean) -> None:
+    put_run("read", status="running")
+    for name in ("gone", "unput"):
+        RunCopy(f"{ROOT}/{name}", run_folder(f"{ROOT}/{name}")).own("", lambda _: True)
+    (run_folder(f"{ROOT}/unput") / "result.json").write_text("{}")
+    records = root_folder(ROOT) / "mlflow.db"
+    records.touch()
+    lines = run_clean()
+    assert f"{ROOT}/unput stays: the store has not all of it: distill resume {ROOT}/unput" in lines
+    assert [path.name for path in root_folder(ROOT).iterdir() if path.is_dir()] == ["unput"]
+    assert records.exists()
+    assert "result.json" in contents(f"{ROOT}/read")

@@ -1,0 +1,87 @@
+"""Attempts at something on a server, repeated until one succeeds: the one way in which this package waits for a server."""
+
+import errno
+import logging
+import re
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from trainables.errors import DistillError, StorageError
+from trainables.redact import redact
+
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 10.0
+_POLL_S = 0.1
+_PERMANENT = re.compile(
+    r"ACCESS_DENIED|INVALID_ACCESS_KEY|SIGNATURE_DOES_NOT_MATCH|NO_SUCH_BUCKET|INVALID_BUCKET|UNAUTHORIZED|FORBIDDEN"
+    r"|HTTP status 40[13]|Unable to load lib|No credentials",
+    re.I,
+)
+_LOCAL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+"""Of this machine's disk, never of the server."""
+_SDK_PREFIX = re.compile(r"^.*?AWS Error (?=\w)")
+_log = logging.getLogger("raydistill")
+T = TypeVar("T")
+
+
+class NotRetriedError(Exception):
+    """Ends the attempts as it is: nothing that the server could mend."""
+
+
+def with_retries(
+    attempt: Callable[[], T],
+    what: str,
+    limit_s: Callable[[], float],
+    *,
+    check_stopped: Callable[[], None] = lambda: None,
+    done_bytes: Callable[[], int] = lambda: 0,
+) -> T:
+    """What `attempt` returns, called until it succeeds, with growing pauses, for `limit_s()` after the first failure.
+
+    The limit may change while it is waited. An attempt that fails but brought `done_bytes` further begins the time and the
+    pauses anew. `what` begins the messages, as in `s3://bucket/x cannot be read`.
+
+    Raises:
+        StorageError: it was in vain, or the server's answer will not change.
+        OSError: a disk of this machine is full or read-only.
+        DistillError, NotRetriedError: of an attempt, or of `check_stopped`, which is called in every pause.
+    """
+    wait_s, failed_at, reached_bytes = _FIRST_WAIT_S, None, 0
+    while True:
+        try:
+            return attempt()
+        except (DistillError, NotRetriedError):
+            raise
+        except Exception as error:  # the libraries behind file systems raise what they like
+            if isinstance(error, OSError) and error.errno in _LOCAL:
+                raise
+            now = time.monotonic()
+            if failed_at is None or done_bytes() > reached_bytes:
+                wait_s, failed_at, reached_bytes = _FIRST_WAIT_S, now, done_bytes()
+            reason = _reason(error)
+            if _is_permanent(error) or now - failed_at >= limit_s():
+                tried = f" for {now - failed_at:.0f} s" if now - failed_at >= 1 else ""
+                raise StorageError(f"{what}{tried}: {reason}") from None
+            _log.warning("%s, trying again in %g s: %s", what, wait_s, reason)
+        while (left_s := min(now + wait_s, failed_at + limit_s()) - time.monotonic()) > 0:
+            check_stopped()
+            time.sleep(min(left_s, _POLL_S))
+        wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+
+
+def _is_permanent(error: Exception) -> bool:
+    """Whether the next attempt would meet this error again, however late it comes."""
+    return isinstance(error, FileNotFoundError | PermissionError | ImportError | ValueError) or bool(
+        _PERMANENT.search(str(error))
+    )
+
+
+def _reason(error: Exception) -> str:
+    """A line on a library's error; of the AWS SDK's from the error's name on."""
+    text = str(error)
+    if isinstance(error, OSError) and error.errno and error.strerror:
+        text = error.strerror
+    elif isinstance(error, FileNotFoundError):  # over HTTP its text is the address, also where no server answers
+        text = "there is no such file, or no server answers"
+    line = (text.splitlines() or [type(error).__name__])[0]
+    return redact(_SDK_PREFIX.sub("", line))
