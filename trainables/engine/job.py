@@ -20,7 +20,7 @@ from trainables.device.decode import check_decoder
 from trainables.device.model_input import tensor_format
 from trainables.device.precision import with_precision
 from trainables.disk_writer import DiskWriter
-from trainables.distributed.group import Group, from_main, gather_objects, seed_rank
+from trainables.distributed.group import Group, from_rank, gather_objects, seed_rank
 from trainables.distributed.pipeline.layout import Layout, build_layout
 from trainables.engine import checkpoint
 from trainables.engine.checkpoint import CheckpointState, Progress
@@ -138,7 +138,7 @@ def build(
     # Rank 0 decides for all: a shared file system may show a file to one node later than to another.
     resumes = gather_objects(stage.last.exists(), group)[0]
     if resumes and config.scale.pipeline_stages != 1:
-        scale = from_main(lambda: with_saved_cut(config, stage.last).scale, group)
+        scale = from_rank(lambda: with_saved_cut(config, stage.last).scale, group)
         config = config.model_copy(update={"scale": scale})
     predicted_s: dict[int, float] = {}
     if config.scale.pipeline_stages == "auto":

@@ -10,7 +10,6 @@ from statistics import fmean
 
 import torch
 
-from trainables.data.storage.remote import is_remote
 from trainables.distributed.group import Group, all_reduce_sum, check_replicas, gather_objects
 from trainables.engine.checks import raise_not_finite
 from trainables.engine.epochs import Epoch
@@ -21,6 +20,7 @@ from trainables.engine.step import TrainState
 from trainables.failures import kind_of
 from trainables.metrics.allreduce_wait import exposed_ms
 from trainables.metrics.phases import ALL_PHASES
+from trainables.object_store.store import is_uri
 from trainables.rundir import headline
 
 log = logging.getLogger("raydistill")
@@ -213,7 +213,7 @@ def _passes(job: Job, shape: TrainingShape) -> dict[str, float]:
     data, found = job.config.data, dict[str, float]()
     try:
         found |= pass_latency(job.train_state, data.image_size, shape)
-        if f"passes/{shape.micro_batch}_images_ms" in found and not is_remote(data.path):
+        if f"passes/{shape.micro_batch}_images_ms" in found and not is_uri(data.path):
             epoch = max(0, job.progress.epoch - 1)
             found["passes/loading_slowdown"] = loading_slowdown(
                 job.train_state, data.image_size, shape.micro_batch, job.train_loader, epoch
