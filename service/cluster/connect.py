@@ -51,10 +51,12 @@ def connect(logical_cpus: int, runs_root: Path, cache: Path | None = None, *, is
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         _start_ray(logical_cpus)
+    except SystemExit:  # Ray's own handler of SIGTERM, which it sets first of all
+        raise KeyboardInterrupt from None
     except Exception as error:  # all kinds: where a node takes too long to start, Ray raises just that
-        local_ray.end_watch()
         raise ClusterError(_why_no_ray(error)) from error
-    signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own handler aborts this process, without its cleaning up
+    finally:
+        signal.signal(signal.SIGTERM, on_sigterm)
     try:
         cluster = living_nodes(usable_cores()) if is_local() else replace(living_nodes(), autoscaled=has_autoscaler())
         if not is_copy:
@@ -99,7 +101,11 @@ def _start_ray(logical_cpus: int) -> None:
         folder = user_folder(session_base()) / "ray"
         make_token()
         local_ray.watch_servers()
-        ray.init(address="local", num_cpus=cpus, dashboard_host="127.0.0.1", _temp_dir=str(folder), **options)
+        try:
+            ray.init(address="local", num_cpus=cpus, dashboard_host="127.0.0.1", _temp_dir=str(folder), **options)
+        except BaseException:
+            local_ray.end_watch()
+            raise
     else:
         in_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ  # which has brought its own code
         ray.init(runtime_env=None if in_job else packages(), **options)

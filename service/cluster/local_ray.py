@@ -103,6 +103,7 @@ def shut_down() -> None:
 
 def end_watch() -> None:
     """From here on whoever uses Ray finds out by himself."""
+    _noticed.set()
     while _watches:
         thread, stop = _watches.pop()
         stop.set()

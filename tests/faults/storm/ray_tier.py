@@ -127,7 +127,8 @@ class RayTier:
         settings = [word for key, value in scenario.settings.items() for word in ("--set", f"{key}={value}")]
         words = [str(word).replace(RUN, str(run)) for word in (*scenario.words, *settings)]
         out = ["--out", str(run), "--continue"] if scenario.has_out else []
-        env = {"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "20"}
+        # Of what else this machine does, a job's memory is not to blame.
+        env = {"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "20", "RAY_memory_monitor_refresh_ms": "0"}
         if scenario.on_cluster:
             assert self.cluster is not None
             env |= self.cluster.env
