@@ -1,7 +1,7 @@
 """Which precision `precision: auto` is on the devices of a job."""
 
 import logging
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 
@@ -52,7 +52,8 @@ def with_precision(config: Config, group: Group, *, in_float32: str | None = Non
     if group.is_main:
         stage = config.stage if isinstance(config, TrainConfig) else "evaluation"
         log.info("%s: precision auto: %s: %s", stage, choice.precision, choice.reason)
-    return config.model_copy(update={"precision": choice.precision, "precision_reason": choice.reason})
+    update = {"precision": choice.precision, "precision_reason": choice.reason}
+    return cast(Config, config.model_copy(update=update))
 
 
 def name_without_bf16(device: torch.device) -> str | None:

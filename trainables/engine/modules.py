@@ -156,10 +156,11 @@ def _check_methods(config: TrainConfig, student: nn.Module, selected: Sequence[S
                 f"{teacher.logits_only}: it answers with logits, and {config.model} takes in the teacher's classifier: leave it"
                 " out"
             )
-    method = differentiating_method(config)
-    if method is not None and config.precision in AUTOCAST:
+    differentiating = differentiating_method(config)
+    if differentiating is not None and config.precision in AUTOCAST:
         raise ExperimentError(
-            f"precision: {method} differentiates the teacher, which {config.precision} cuts from its features: write fp32"
+            f"precision: {differentiating} differentiates the teacher, which {config.precision} cuts from its features: "
+            "write fp32"
         )
 
 
