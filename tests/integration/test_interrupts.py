@@ -160,19 +160,6 @@ def test_a_command_whose_ray_is_killed_while_it_starts_ends_at_once_with_one_lin
 
 
 @pytest.mark.slow
-def test_sigterm_while_ray_starts_ends_a_command_as_an_interruption(distill: Distill) -> None:
-    run = distill.runs / "interrupted"
-    command = distill.start("train", distill.experiment, "--out", run)
-    wait_until(lambda: any("dashboard.py" in title(each) for each in command.family()), "start of Ray's dashboard", command)
-    family = command.family()[1:]
-    command.process.send_signal(signal.SIGTERM)
-    assert command.end(40) == 130
-    assert command.output.splitlines()[-1] == f"interrupted; continue with: distill resume {run}"
-    _, left = psutil.wait_procs([process for process in family if "Agent" not in title(process)], timeout=20)
-    assert not left
-
-
-@pytest.mark.slow
 def test_a_worker_that_ray_kills_for_the_nodes_memory_is_out_of_memory_and_not_begun_again(distill: Distill) -> None:
     greedy = {"RAY_memory_usage_threshold": "0.01", "RAY_memory_monitor_refresh_ms": "250"}
     output = distill.run("train", distill.experiment, "--set", "optim.epochs=100000", code=2, env=greedy)

@@ -110,7 +110,7 @@ class RayTier:
         if code != 0:
             losses.append(f"ended with {code}: {command.output.strip()[-300:]}")
         losses += [f"{TRACEBACK} in the output"] if TRACEBACK in command.output else []
-        if not losses:
+        if code == 0:
             losses += [*scenario.losses(whole, run), *(lock_losses(run) if run.exists() else [])]
         return Trial(scenario.workload, tuple(faults), tuple(losses))
 

@@ -34,11 +34,11 @@ def scenarios(folder: Path, experiment: Path) -> list[Scenario]:
     guided = TRAINING | {"sweep": f"{{policy: guided, steps: 12, space: {space}}}"}
     augmented = {"data.augment": "pad_crop_flip", "scale.num_workers": "2", "optim.epochs": "30", "scale.max_failures": "20"}
     return [
-        Scenario("train", ("train", experiment), TRAINING, kinds, train_losses),
+        Scenario("train on Ray", ("train", experiment), TRAINING, kinds, train_losses),
         Scenario("sweep", ("sweep", experiment), trained, kinds, sweep_losses),
         Scenario("guided sweep", ("sweep", experiment), guided, (*ray.OF_RUNS, ray.RAYLET_KILLED), guided_losses),
         Scenario("teacher service", ("train", experiment), served, (ray.ACTOR_KILLED, *ray.OF_RUNS), served_losses),
-        Scenario("cache", ("cache", experiment), filled | augmented, kinds, filled_losses, has_out=False),
+        Scenario("cache on Ray", ("cache", experiment), filled | augmented, kinds, filled_losses, has_out=False),
     ]
 
 

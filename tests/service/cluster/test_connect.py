@@ -27,6 +27,34 @@ except ClusterError as error:
 """
 
 
+INTERRUPTED = """
+import os, signal, sys, time
+from pathlib import Path
+from service.cluster.connect import connect
+import ray._private.node
+
+def start_servers(*_, **__):
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(100)
+
+ray._private.node.Node.__init__ = start_servers
+signal.signal(signal.SIGTERM, signal.default_int_handler)
+try:
+    with connect(1, Path(sys.argv[1])):
+        pass
+except KeyboardInterrupt:
+    print("interrupted", signal.getsignal(signal.SIGTERM) is signal.default_int_handler)
+"""
+
+
+@pytest.mark.processes
+def test_sigterm_while_ray_starts_is_an_interruption_and_not_the_exit_of_rays_own_handler(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    words = [sys.executable, "-c", INTERRUPTED, str(tmp_path)]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.stdout, done.returncode) == ("interrupted True\n", 0), done.stderr
+
+
 @pytest.mark.processes
 def test_a_ray_that_cannot_start_here_is_one_line(tmp_path: Path) -> None:
     deep = tmp_path / ("far" * 40)  # sockets lie below it, and their paths have 107 bytes at most
