@@ -51,7 +51,7 @@ def test_a_trial_that_raises_or_dies_has_failed_whatever_epochs_it_has_and_later
     def run(*trials: str) -> None:
         tune_trials(config, {trial: assignments[trial] for trial in trials}, run_dir, max_concurrent=2)
 
-    first = threading.Thread(target=run, args=("000", "001"))
+    first = threading.Thread(target=run, args=("000", "001"), daemon=True)
     first.start()
     wait_until(run_dir.trial("000").result.exists, "end of the trial that raises")
     wait_until(run_dir.trial("001").stage("student").sessions.exists, "begin of the one that is to die")
