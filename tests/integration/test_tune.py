@@ -30,6 +30,7 @@ def local_ray() -> Iterator[None]:
     ray.shutdown()
 
 
+@pytest.mark.timeout(600)
 def test_a_trial_that_raises_or_dies_has_failed_whatever_epochs_it_has_and_later_sessions_run_others(
     tmp_path: Path, local_ray: None
 ) -> None:
@@ -48,11 +49,12 @@ def test_a_trial_that_raises_or_dies_has_failed_whatever_epochs_it_has_and_later
         return read_outcome(run_dir.trial(trial).result)
 
     def run(*trials: str) -> None:
-        tune_trials(config, {trial: assignments[trial] for trial in trials}, run_dir, max_concurrent=1)
+        tune_trials(config, {trial: assignments[trial] for trial in trials}, run_dir, max_concurrent=2)
 
-    first = threading.Thread(target=run, args=("000", "001"))
+    first = threading.Thread(target=run, args=("000", "001"), daemon=True)
     first.start()
-    wait_until(run_dir.trial("001").stage("student").sessions.exists, "begin of the second trial")
+    wait_until(run_dir.trial("000").result.exists, "end of the trial that raises")
+    wait_until(run_dir.trial("001").stage("student").sessions.exists, "begin of the one that is to die")
     kill([process for process in psutil.Process().children(recursive=True) if "ray::ImplicitFunc" in title(process)])
     first.join()
     raised, died = outcome_of("000"), outcome_of("001")
