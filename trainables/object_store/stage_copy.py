@@ -2,13 +2,14 @@
 
 import contextlib
 import logging
+import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from trainables.errors import StorageError
-from trainables.object_store.run_copy import APPENDED, REPLACED, RunCopy, is_of_workers
+from trainables.object_store.run_copy import APPENDED, REPLACED, RunCopy, is_error, is_of_workers
 from trainables.rundir import StageDir, observing
 
 PUT_EVERY_S = 10.0
@@ -41,7 +42,7 @@ def stored_stage(copy: RunCopy, folder: Path, *, is_main: bool, barrier: Callabl
     Raises:
         StorageError: the store did not answer for as long as it is waited for.
     """
-    StageDir(folder).error.unlink(missing_ok=True)  # of an earlier attempt: it would be put again as the cause of a new failure
+    shutil.rmtree(StageDir(folder).errors, ignore_errors=True)  # of an earlier attempt, which has ended on this node too
     part = str(folder.relative_to(copy.folder))
     if is_main:
         copy.own(part, _is_continued)
@@ -66,7 +67,7 @@ def stored_stage(copy: RunCopy, folder: Path, *, is_main: bool, barrier: Callabl
 
 def _is_continued(name: str) -> bool:
     """Whether a new attempt goes on with the object; why the last one ended is nothing of its."""
-    return is_of_workers(name) and not name.endswith("/error.json")
+    return is_of_workers(name) and not is_error(name)
 
 
 class StageWriter:
@@ -91,7 +92,7 @@ class StageWriter:
     def replaced(self, path: Path) -> None:
         """A file was replaced: put it, behind the records that were written before it.
 
-        `error.json` is put at once, and its exception reaches the driver also where the store does not take it.
+        Why the rank failed is put at once, and its exception reaches the driver also where the store does not take it.
 
         Raises:
             StorageError: the store does not take another file.
@@ -99,7 +100,7 @@ class StageWriter:
         if not path.is_relative_to(self._copy.folder / self._part):
             return
         name = str(path.relative_to(self._copy.folder / self._part))
-        if name == "error.json":
+        if is_error(f"{self._part}/{name}"):
             self.end_soon()
             try:
                 self._copy.store.put(f"{self._part}/{name}", path)
