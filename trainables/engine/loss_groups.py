@@ -6,6 +6,7 @@ from typing import NamedTuple
 from torch import nn
 
 from trainables.config import LossOptimConfig, OptimConfig
+from trainables.engine.optim import OPTIMIZERS
 from trainables.errors import ExperimentError
 from trainables.methods.contract import Method
 from trainables.rules import nesterov_has_momentum, warmup_leaves_an_epoch
@@ -79,7 +80,7 @@ def _check_declared(declared: Mapping[str, LossOptimConfig], losses: LossKeys, o
     if declared and optim.name == "dot":
         key, _, _ = next(iter(declared)).partition("/")
         raise ExperimentError(
-            f"optim.name: {key} brings optimizers of its own, and dot has others: set optim.name to sgd or adamw"
+            f"optim.name: {key} brings optimizers of its own, and dot has others: set optim.name to {' or '.join(OPTIMIZERS)}"
         )
 
 
@@ -113,7 +114,7 @@ def _check_parameters(group: LossGroup, student: nn.Module, methods: Mapping[str
             if f"{key}/{term}" in group.losses and reached.difference(method.term_parameters(term, student)):
                 raise ExperimentError(
                     f"distill.method: {key}'s {term} changes less than the losses beside it in its optimizer: write one of its"
-                    f" own, optim.losses: {{{key}/{term}: {{}}}}, with optim.name sgd or adamw"
+                    f" own, optim.losses: {{{key}/{term}: {{}}}}, with optim.name {' or '.join(OPTIMIZERS)}"
                 )
 
 

@@ -3,7 +3,7 @@
 import bisect
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -28,14 +28,14 @@ def parameter_groups(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> 
 
 def parameter_copies(optim: OptimConfig) -> int:
     """How many times its own memory a trained parameter takes, with its gradient and the optimizer's state."""
-    return 4 if optim.name == "adamw" else 3
+    return 2 + (2 * OPTIMIZERS["sgd"].num_states if optim.name == "dot" else OPTIMIZERS[optim.name].num_states)
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> torch.optim.Optimizer:
     """The optimizer of `optim.name`; its learning rate is set before each step from `learning_rate`."""
     groups = parameter_groups(parameters, optim)
     fused = any(p.is_cuda for group in groups for p in group["params"]) or None
-    return OPTIMIZERS[optim.name](groups, optim, fused)
+    return OPTIMIZERS[optim.name].build(groups, optim, fused)
 
 
 def build_sgd(groups: list[dict[str, Any]], optim: OptimConfig, fused: bool | None) -> torch.optim.Optimizer:
@@ -50,10 +50,16 @@ def build_adamw(groups: list[dict[str, Any]], optim: OptimConfig, fused: bool | 
     return torch.optim.AdamW(groups, lr=optim.lr, fused=fused)
 
 
-OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]], OptimConfig, bool | None], torch.optim.Optimizer]] = {
-    "sgd": build_sgd,
-    "adamw": build_adamw,
-}
+class OptimizerEntry(NamedTuple):
+    """An optimizer by its name."""
+
+    build: Callable[[list[dict[str, Any]], OptimConfig, bool | None], torch.optim.Optimizer]
+    """Of parameter groups, the settings, and whether it is fused."""
+    num_states: int
+    """Tensors of a parameter's size that it keeps for each."""
+
+
+OPTIMIZERS = {"sgd": OptimizerEntry(build_sgd, 1), "adamw": OptimizerEntry(build_adamw, 2)}
 """By `optim.name`; `dot` is SGD twice, see `optimizers.build_optimizers`."""
 
 
