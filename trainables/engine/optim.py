@@ -60,7 +60,7 @@ class OptimizerEntry(NamedTuple):
 
 
 OPTIMIZERS = {"sgd": OptimizerEntry(build_sgd, 1), "adamw": OptimizerEntry(build_adamw, 2)}
-"""By `optim.name`; `dot` is SGD twice, see `optimizers.build_optimizers`."""
+"""By `optim.name`; `dot` is SGD twice, see `loss_optimizers.build_optimizers`."""
 
 
 def init_momentum_buffers(sgd: torch.optim.Optimizer, *_: object) -> None:
