@@ -1,4 +1,4 @@
-"""Why a training ended: its kind, decided from the exception in the process where it was raised, and `error.json`.
+"""Why a training ended: its kind, decided from the exception in the process where it was raised, and the file that says so.
 
 A kind follows from an exception's type. Where torch or a CUDA library raises a bare RuntimeError or ValueError, it follows from
 the phrases below; no other module here reads their messages. `tests/trainables/test_failures.py` provokes each phrase with the
@@ -9,13 +9,13 @@ import errno
 import json
 import os
 import re
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
 from trainables.errors import DeviceError, DistillError, LoaderDiedError, StageInterruptedError, TeacherServiceLostError
-from trainables.locks import try_lock
 from trainables.redact import redact
 from trainables.rundir import write_json
 
@@ -98,7 +98,6 @@ DEVICE = (
 )
 DEVICE_ASSERT = "device-side assert triggered"
 """A failed check inside a kernel, such as an index out of range: the data or the code is wrong, not the device."""
-LOCK_WAIT_S = 5.0
 SINGLE_VALUE = "Expected more than 1 value per channel when training"
 """Of torch's batch norm, for one image whose maps have one pixel."""
 
@@ -243,29 +242,32 @@ def is_single_value(error: ValueError) -> bool:
 
 
 def write_failure(path: Path, failure: Failure) -> None:
-    """Write why the job ends; of several workers' failures the first cause stays. The file appears complete.
+    """Write why a worker, or a stage, ends. The file appears complete.
 
     Raises:
         OSError: the disk cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Another worker that hangs with the lock must not keep this one from ending: then the cause of the later one may stay.
-    lock = try_lock(path.with_name(f".{path.name}.lock"), wait_s=LOCK_WAIT_S)
-    try:
-        before = read_failure(path)
-        if before is None or first_cause([before, failure]) is not before:
-            write_json(path, {"version": VERSION, **asdict(failure), "message": redact(failure.message)})
-    finally:
-        if lock is not None:
-            lock.release()
+    time_ms = time.time_ns() // 1_000_000
+    write_json(path, {"version": VERSION, "time_ms": time_ms, **asdict(failure), "message": redact(failure.message)})
 
 
 def read_failure(path: Path) -> Failure | None:
-    """The failure that a worker wrote; None where there is none, or one of another version."""
+    """The failure that `write_failure` wrote; None where there is none, or one of another version."""
+    found = _read(path)
+    return None if found is None else found[1]
+
+
+def read_failures(folder: Path) -> list[Failure]:
+    """The failures in the files of a folder, in the order in which they were written."""
+    found = [each for path in sorted(folder.glob("*.json")) if (each := _read(path)) is not None]
+    return [failure for _, failure in sorted(found, key=lambda each: each[0])]
+
+
+def _read(path: Path) -> tuple[int, Failure] | None:
     try:
         record = json.loads(path.read_text())
         if record.pop("version") != VERSION:
             return None
-        return Failure(**record)
+        return record.pop("time_ms"), Failure(**record)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

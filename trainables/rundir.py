@@ -200,13 +200,18 @@ class StageDir:
     sessions = _RelativePath("sessions.jsonl")
     """JSON lines: {"began_s": unix seconds} where a driver begins to work on the stage; the same with "ended_s" where it ends."""
     error = _RelativePath("error.json")
-    """Why a worker stopped the stage; see `trainables.failures`."""
+    """Why the stage failed last, by the driver; see `trainables.failures`."""
+    errors = _RelativePath("errors")
+    """Why each rank that raised an exception did, `RANK.json`: the driver reads them for the cause."""
     heartbeats = _RelativePath("heartbeats.json")
     """Where each rank is, every few seconds: {"version", "time_ms", "ranks": [{"rank", "at", "age_s"}]}."""
     hangs = _RelativePath("hangs.jsonl")
     """JSON lines: {"time_ms", "message"}, one a hang."""
     stacks = _RelativePath("logs", "hangs.txt")
     """The same for humans, with the stacks of all threads of all ranks."""
+
+    def error_of(self, rank: int) -> Path:
+        return self.errors / f"{rank}.json"
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,18 @@ from service.runs.stages.hangs import record_hang
 from service.runs.stages.node_wait import NodeWait
 from service.runs.stages.stage_log import append_to_log
 from service.runs.stages.stage_times import accounted_over_sessions, stage_session
-from service.runs.stored.stored_runs import fetch_stage, put_stage_records, remove_error
+from service.runs.stored.stored_runs import fetch_stage, put_stage_records, remove_errors
 from trainables.errors import DistillError, StorageError
-from trainables.failures import ANNOUNCED, OUT_OF_MEMORY_KINDS, RETRYABLE, Failure, WorkersFailedError, first_cause, read_failure
+from trainables.failures import (
+    ANNOUNCED,
+    OUT_OF_MEMORY_KINDS,
+    RETRYABLE,
+    Failure,
+    WorkersFailedError,
+    first_cause,
+    read_failures,
+    write_failure,
+)
 from trainables.rundir import RunDir, StageDir
 from trainables.stage_result import StageResult
 
@@ -55,8 +64,7 @@ def run_to_end(assignment: Assignment, callbacks: list[Any] | None = None, reuse
             if current != assignment:
                 assignment, restarts, hung_in = current, 0, []
             cause = cause_of(assignment.stage_dir, result)
-            if cause.kind == "hang":
-                record_hang(assignment.stage_dir, cause, result.stacks)
+            record_cause(assignment.stage_dir, cause, result.stacks)
             if outcome := unless_restarted(assignment, cause, restarts, hung_in, node_wait):
                 return outcome
             restarts += cause.kind not in ANNOUNCED
@@ -123,8 +131,7 @@ def fit_stage(assignment: Assignment, callbacks: list[Any] | None, reused: Reusa
 
     stage, config = assignment.stage_dir, assignment.config
     stage.root.mkdir(parents=True, exist_ok=True)
-    remove_error(config)
-    stage.error.unlink(missing_ok=True)
+    remove_errors(stage)
     put_stage_records(config)
     for leftover in stage.last.parent.glob(".*.tmp"):  # of a checkpoint that a kill cut short
         leftover.unlink(missing_ok=True)
@@ -202,16 +209,25 @@ def complete(summary: StageResult, restarts: int = 0) -> Outcome:
 
 
 def cause_of(stage: StageDir, error: WorkersFailedError) -> Failure:
-    """What the watch over the workers found, or else what a worker wrote to `error.json`.
+    """What the watch over the workers found, or else the first cause of those that workers wrote.
 
-    Where none could, or where it only lost a peer, the first cause that Ray knows.
+    Where none could, or where they only lost peers, the first cause that Ray knows.
     """
     if ended := next((failure for failure in error.failures if failure.kind in ("hang", "time_limit")), None):
         return ended
-    written = read_failure(stage.error)
-    if written is not None and written.kind != "lost_peer":
-        return written
-    return first_cause([*error.failures, *([written] if written is not None else [])])
+    written = read_failures(stage.errors)
+    causes = [failure for failure in written if failure.kind != "lost_peer"]
+    return first_cause(causes or [*error.failures, *written])
+
+
+def record_cause(stage: StageDir, cause: Failure, stacks: str) -> None:
+    """Write why a stage's workers failed to its records. The disk may be what failed: then it ends nothing."""
+    try:
+        write_failure(stage.error, cause)
+        if cause.kind == "hang":
+            record_hang(stage, cause, stacks)
+    except OSError as error:
+        log.warning("why %s failed cannot be recorded: %s", stage.root, error)
 
 
 def run_trial(settings: dict[str, Any], assignments: dict[str, Assignment], sweep_dir: str) -> None:

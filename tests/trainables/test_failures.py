@@ -1,6 +1,5 @@
 """A failure's kind: from real exceptions where this machine can raise them, elsewhere from a library's own type and words."""
 
-import contextlib
 import gc
 import json
 import mmap
@@ -8,7 +7,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -28,6 +26,7 @@ from trainables.failures import (
     is_single_value,
     kind_of,
     read_failure,
+    read_failures,
     write_failure,
 )
 from trainables.models.registry import build_model
@@ -237,25 +236,15 @@ def test_an_error_that_another_led_to_is_of_that_ones_kind() -> None:
     assert kind_of(judged) == "user"
 
 
-def test_the_first_worker_to_fail_is_written_and_one_that_only_lost_it_is_not(tmp_path: Path) -> None:
-    lost, wrong = Failure("lost_peer", "closed by peer", "RuntimeError", 0), Failure("user", "'stored_rows'", "KeyError", 1)
-    file = tmp_path / "stage" / "error.json"
-    for order in ([lost, wrong], [wrong, lost], [lost, wrong, Failure("user", "later", "ValueError", 2)]):
-        file.unlink(missing_ok=True)
-        for failure in order:
-            write_failure(file, failure)
-        assert read_failure(file) == wrong
-    assert str(wrong) == "rank 1: KeyError: 'stored_rows'"
-
-
-def test_an_earlier_cause_that_is_written_later_replaces_the_other(tmp_path: Path) -> None:
-    device, wrong = Failure("device", "CUDA error: unknown", "AcceleratorError", 0), Failure("user", "3", "KeyError", 1)
-    for order in ([device, wrong], [wrong, device]):
-        file = tmp_path / str(order[0].rank) / "error.json"
-        for failure in order:
-            write_failure(file, failure)
-        assert read_failure(file) == wrong == first_cause(order)
-        assert {found.name for found in file.parent.iterdir()} == {"error.json", ".error.json.lock"}
+def test_the_failures_of_several_workers_are_read_in_the_order_in_which_they_were_written(tmp_path: Path) -> None:
+    later, first = Failure("user", "3", "ValueError", 0), Failure("user", "'stored_rows'", "KeyError", 1)
+    assert read_failures(tmp_path / "errors") == []
+    for failure in (first, later):
+        write_failure(tmp_path / "errors" / f"{failure.rank}.json", failure)
+        time.sleep(0.002)
+    (tmp_path / "errors" / "2.json").write_text("torn")
+    assert read_failures(tmp_path / "errors") == [first, later]
+    assert str(first) == "rank 1: KeyError: 'stored_rows'"
 
 
 def test_an_error_file_appears_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,31 +258,6 @@ def test_an_error_file_appears_complete(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "fsync", look)
     write_failure(file, Failure("user", "first", "KeyError", 0))
     assert whole[0] is False
-
-
-def test_of_workers_that_fail_at_once_the_first_cause_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, read = tmp_path / "error.json", threading.Barrier(2)
-
-    def read_together(path: Path) -> Failure | None:
-        found = read_failure(path)
-        with contextlib.suppress(threading.BrokenBarrierError):  # as it should be: the other one waits for its turn
-            read.wait(1)
-        return found
-
-    write_failure(file, Failure("lost_peer", "closed by peer", "RuntimeError", 0))
-    monkeypatch.setattr(failures, "read_failure", read_together)
-    replace = os.replace
-
-    def replace_late(source: Path, target: Path) -> None:
-        if "device" in source.read_text():
-            time.sleep(0.2)
-        replace(source, target)
-
-    monkeypatch.setattr(os, "replace", replace_late)
-    causes = [Failure("user", "3", "KeyError", 1), Failure("device", "CUDA error: unknown", "AcceleratorError", 2)]
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda cause: write_failure(file, cause), causes))
-    assert read_failure(file) == causes[0]
 
 
 def test_torch_refuses_a_single_value_of_a_channel_in_words_that_are_known() -> None:

@@ -28,8 +28,8 @@ from trainables.engine.checkpoint_writer import CheckpointWriter
 from trainables.engine.epochs import Epochs
 from trainables.engine.interruptions import InterruptionRequest, Interruptions
 from trainables.engine.job_metrics import JobMetrics, build_metrics
+from trainables.engine.loss_optimizers import LossOptimizer, build_optimizers
 from trainables.engine.modules import build_modules, build_student, differentiating_method
-from trainables.engine.optimizers import LossOptimizer, build_optimizers
 from trainables.engine.pipeline.build import cut_student, with_saved_cut
 from trainables.engine.pipeline.choose_stages import choose_stages
 from trainables.engine.pipeline.planning import PlannedModels

@@ -65,7 +65,7 @@ OPTIMIZERS = {
     "sgd": OptimizerSpec(build_sgd, num_states=lambda optim: int(optim.momentum > 0)),
     "adamw": OptimizerSpec(build_adamw, num_states=lambda optim: 2),
 }
-"""By `optim.name`; `dot` is SGD twice, see `optimizers.build_optimizers`."""
+"""By `optim.name`; `dot` is SGD twice, see `loss_optimizers.build_optimizers`."""
 
 
 def init_momentum_buffers(sgd: torch.optim.Optimizer, *_: object) -> None:

@@ -15,8 +15,8 @@ from trainables.device.device_batches import DeviceBatch
 from trainables.distributed.gather import Gather
 from trainables.distributed.group import GlobalCount, Group
 from trainables.engine.epochs import Epoch, Epochs
+from trainables.engine.loss_optimizers import LossOptimizer
 from trainables.engine.losses import Losses, LossWeights, losses
-from trainables.engine.optimizers import LossOptimizer
 from trainables.engine.step_sums import StepSums
 from trainables.engine.updates import ParameterUpdate, PerLossUpdate, UpdateSettings
 from trainables.methods.contract import MethodBatch, ModelOutputs

@@ -17,7 +17,7 @@ from trainables.distributed.pipeline.layout import Layout
 from trainables.engine.epochs import Epochs
 from trainables.engine.evaluate import logits_of
 from trainables.engine.graphed_step import TrainStep, with_graphs
-from trainables.engine.optimizers import LossOptimizer
+from trainables.engine.loss_optimizers import LossOptimizer
 from trainables.engine.step import TrainState, sum_names, train_step
 from trainables.engine.step_sums import StepSums
 from trainables.engine.updates import ParameterUpdate, UpdateSettings, build_update

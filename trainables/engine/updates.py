@@ -23,8 +23,8 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
 
 from trainables.distributed.group import GlobalCount, Group, all_reduce_sum
+from trainables.engine.loss_optimizers import DotSGD, LossOptimizer
 from trainables.engine.losses import Losses
-from trainables.engine.optimizers import DotSGD, LossOptimizer
 from trainables.metrics.noise_scale import GradientNoise, measure_noise
 
 

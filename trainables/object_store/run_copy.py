@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -21,9 +22,11 @@ from trainables.rundir import write_atomic
 from trainables.user_folder import user_folder
 
 APPENDED = ("metrics.jsonl", "logs/train.log")
-REPLACED = ("checkpoints/last.safetensors", "checkpoints/best.safetensors", "stage.json", "error.json")
+REPLACED = ("checkpoints/last.safetensors", "checkpoints/best.safetensors", "stage.json")
 OF_STAGE = (*APPENDED, *REPLACED)
 """What workers write, in the order in which it is put: `stage.json` says that all else is there."""
+_ERROR = re.compile(r"(.+)/errors/\d+\.json")
+"""Why a rank failed: one object a rank, since no node has the files of all."""
 OWNER = "owner.json"
 _SETTLED_NS = 5 * 10**9
 """Stores know times to the second: a younger object may be replaced by one of the same size and time."""
@@ -38,7 +41,14 @@ def is_of_workers(name: str) -> bool:
 
 def stage_of(name: str) -> str | None:
     """The stage whose workers write the object, named relative to its run; None where they do not."""
+    if found := _ERROR.fullmatch(name):
+        return found[1]
     return next((name.removesuffix(f"/{each}") for each in OF_STAGE if name.endswith(f"/{each}")), None)
+
+
+def is_error(name: str) -> bool:
+    """Whether the object says why a rank failed."""
+    return _ERROR.fullmatch(name) is not None
 
 
 def is_of_run(name: str) -> bool:

@@ -2,13 +2,14 @@
 
 import contextlib
 import logging
+import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from trainables.errors import StorageError
-from trainables.object_store.run_copy import APPENDED, RunCopy, is_of_workers
+from trainables.object_store.run_copy import APPENDED, RunCopy, is_error, is_of_workers
 from trainables.paced import Paced
 from trainables.rundir import StageDir
 
@@ -45,7 +46,7 @@ def stored_stage(
     Raises:
         StorageError: the store did not answer for as long as it is waited for.
     """
-    StageDir(folder).error.unlink(missing_ok=True)  # of an earlier attempt: it would be put again as the cause of a new failure
+    shutil.rmtree(StageDir(folder).errors, ignore_errors=True)  # of an earlier attempt, which has ended on this node too
     part = str(folder.relative_to(copy.folder))
     if is_main:
         copy.own(part, _is_continued)
@@ -69,7 +70,7 @@ def stored_stage(
 
 def _is_continued(name: str) -> bool:
     """Whether a new attempt goes on with the object; why the last one ended is nothing of its."""
-    return is_of_workers(name) and not name.endswith("/error.json")
+    return is_of_workers(name) and not is_error(name)
 
 
 class StageWriter:
@@ -94,13 +95,13 @@ class StageWriter:
     def publish(self, path: Path) -> None:
         """Put a file of the stage that was replaced, behind the records that were written before it.
 
-        `error.json` is put at once, and its exception reaches the driver also where the store does not take it.
+        Why the rank failed is put at once, and its exception reaches the driver also where the store does not take it.
 
         Raises:
             StorageError: the store does not take another file.
         """
         name = str(path.relative_to(self._copy.folder / self._part))
-        if name == "error.json":
+        if is_error(f"{self._part}/{name}"):
             self.end_soon()
             try:
                 self._copy.store.put(f"{self._part}/{name}", path)

@@ -72,7 +72,7 @@ def train_stage(config: TrainConfig, group: Group, stop_early: Callable[[Sequenc
     """Train one stage; returns what rank 0 writes to the stage's `stage.json`. `stop_early`: see `Job`.
 
     Raises:
-        DistillError: also written, as one line, to the stage's `error.json`, where the driver reads it.
+        DistillError: also written, as one line, to this rank's file in the stage's `errors/`, where the driver reads it.
     """
     stage = StageDir(Path(config.output_dir))
     with (
@@ -184,7 +184,7 @@ def fill_loop_per_worker(settings: dict[str, Any]) -> None:
     """Fill a teacher's cache; rank 0 writes the numbers to the stage's `stage.json`. `settings` is a `FillConfig` as plain data.
 
     Raises:
-        DistillError: also written to the stage's `error.json`.
+        DistillError: also written to this rank's file in the stage's `errors/`.
     """
     config, group = stored_order(FillConfig.model_validate(settings)), current_group()
     stage = StageDir(Path(config.output_dir))

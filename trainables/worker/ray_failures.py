@@ -1,4 +1,4 @@
-"""Failures of workers: written by the worker that fails, and read from Ray Train's exceptions on the driver."""
+"""Failures of workers: each written by the worker that fails, and read from Ray Train's exceptions on the driver."""
 
 import contextlib
 import logging
@@ -10,7 +10,7 @@ import ray.train
 
 from trainables.distributed.group import Group
 from trainables.errors import INTERRUPTIONS, StorageError
-from trainables.failures import EndedError, Failure, Kind, failure_of, write_failure
+from trainables.failures import EndedError, Failure, Kind, failure_of, first_cause, read_failure, write_failure
 from trainables.rundir import StageDir
 from trainables.worker.ray_internals import NCCLHangError, RayTrainError, WorkerHealthCheckFailedError
 
@@ -19,16 +19,22 @@ log = logging.getLogger("raydistill")
 
 @contextlib.contextmanager
 def failure_recorded(stage: StageDir, group: Group, publish: Callable[[Path], None] = lambda path: None) -> Iterator[None]:
-    """A context that writes the exception which leaves it to the stage's `error.json`, and has the file published."""
+    """A context that writes the exception which leaves it to this rank's file in the stage's `errors/`, and has it published.
+
+    Where one inside of it has written a cause already, that stays.
+    """
     try:
         yield
     except (Exception, SystemExit) as error:
+        # An exception of Ray's own means that an actor is gone, or that other workers did not call the same report.
+        failure, path = ray_failure(error, group.rank, "lost_peer"), stage.error_of(group.rank)
+        before = read_failure(path)
         try:
-            # An exception of Ray's own means that an actor is gone, or that other workers did not call the same report.
-            write_failure(stage.error, ray_failure(error, group.rank, "lost_peer"))
-            publish(stage.error)
+            if before is None or first_cause([before, failure]) is not before:
+                write_failure(path, failure)
+                publish(path)
         except (OSError, StorageError) as problem:  # a full disk, or no store: the exception itself still reaches the driver
-            log.warning("%s cannot be written: %s", stage.error, problem)
+            log.warning("%s cannot be written: %s", path, problem)
         raise
 
 

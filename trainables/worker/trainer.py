@@ -73,7 +73,7 @@ def fit(
     stage may take on its workers.
 
     Raises:
-        WorkersFailedError: a worker raised or died; its reason, where it had one, is in the stage's `error.json`.
+        WorkersFailedError: a worker raised or died; its reason, where it had one, is in the stage's `errors/`.
         ClusterFullError: the cluster had no free resources for the workers for a minute.
         ClusterError: the workers could not be started at all, which trying again would not change.
     """

@@ -1,31 +1,20 @@
 """Hangs of a stage: recorded as they happen, and read for reports and MLflow."""
 
-import logging
 import time
 from collections.abc import Iterable
 from datetime import datetime
 
-from trainables.failures import Failure, write_failure
+from trainables.failures import Failure
 from trainables.redact import redact
 from trainables.rundir import StageDir, append_line, read_lines
 
-log = logging.getLogger("raydistill")
-
 
 def record_hang(stage: StageDir, failure: Failure, stacks: str) -> None:
-    """Write a hang to the stage's records: `error.json`, `hangs.jsonl`, and what all threads were doing to `logs/hangs.txt`.
-
-    A disk that does not take them, which may be what hung, keeps nobody from a restart.
-    """
-    try:
-        stage.error.unlink(missing_ok=True)  # of workers that only lost those that were ended
-        write_failure(stage.error, failure)
-        append_line(stage.hangs, {"time_ms": time.time_ns() // 1_000_000, "message": redact(str(failure))})
-        stage.stacks.parent.mkdir(parents=True, exist_ok=True)
-        with open(stage.stacks, "a") as file:
-            file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {redact(stacks)}\n\n")
-    except OSError as error:
-        log.warning("the records of a hang of %s cannot be written: %s", stage.root, error)
+    """Write a hang to the stage's `hangs.jsonl`, and what all threads were doing to `logs/hangs.txt`. Raises OSError."""
+    append_line(stage.hangs, {"time_ms": time.time_ns() // 1_000_000, "message": redact(str(failure))})
+    stage.stacks.parent.mkdir(parents=True, exist_ok=True)
+    with open(stage.stacks, "a") as file:
+        file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {redact(stacks)}\n\n")
 
 
 def hang_lines(stages: Iterable[tuple[str, StageDir]]) -> list[str]:

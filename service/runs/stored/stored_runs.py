@@ -230,11 +230,12 @@ def discard(stage: StageDir) -> None:
     shutil.rmtree(stage.root, ignore_errors=True)
 
 
-def remove_error(config: TrainConfig) -> None:
-    """Remove an earlier attempt's `error.json` from the store of a stage's run. Raises StorageError."""
-    if config.run_store is not None:
-        part = Path(config.output_dir).relative_to(config.run_store.folder)
-        ObjectStore(config.run_store.uri).delete(f"{part}/error.json")
+def remove_errors(stage: StageDir) -> None:
+    """Remove why an earlier attempt at a stage failed, first from an object store. Raises StorageError."""
+    delete(stage.error)
+    if store := run_store(stage.root):
+        RunCopy(store.uri, Path(store.folder)).discard(str(stage.errors.relative_to(store.folder)))
+    shutil.rmtree(stage.errors, ignore_errors=True)
 
 
 def is_of_driver_too(name: str) -> bool:

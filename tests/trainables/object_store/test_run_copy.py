@@ -1,3 +1,4 @@
+import contextlib
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -5,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from service.runs.stored.stored_runs import is_of_driver_too
+from service.runs.trial import cause_of
 from tests.s3 import S3, contents, owner_of
 from trainables.distributed.group import Group
-from trainables.errors import StageInterruptedError, StorageError
-from trainables.failures import read_failure
+from trainables.errors import DataError, StageInterruptedError, StorageError, TeacherServiceLostError
+from trainables.failures import Failure, WorkersFailedError, read_failure, read_failures
 from trainables.object_store import stage_copy
 from trainables.object_store.run_copy import OF_STAGE, RunCopy, is_of_workers, put_order
 from trainables.object_store.stage_copy import fetch_inputs, stored_stage
@@ -56,13 +59,13 @@ def test_a_stage_goes_on_in_another_folder_with_what_the_store_has(s3: S3, tmp_p
     first, second = (RunCopy(URI, tmp_path / name) for name in "ab")
     with open_stage(first) as publish:
         write(StageDir(first.folder / "student").last, b"1", publish)
-        write(StageDir(first.folder / "student").error, b"{}", publish)
+        write(StageDir(first.folder / "student").error_of(0), b"{}", publish)
     (second.folder / "student/checkpoints").mkdir(parents=True)
     (second.folder / "student/checkpoints/best.safetensors").write_bytes(b"of an older try")
     with open_stage(second) as publish:
         assert StageDir(second.folder / "student").last.read_bytes() == b"1"
         assert not StageDir(second.folder / "student").best.exists()
-        assert not StageDir(second.folder / "student").error.exists()
+        assert not StageDir(second.folder / "student").errors.exists()
         write(StageDir(second.folder / "student").last, b"2", publish)
     assert owner_of(URI, "student") == second.folder_id() != first.folder_id()
     with open_stage(first):
@@ -81,14 +84,31 @@ def test_where_a_kill_came_before_a_put_the_folder_counts_and_other_ranks_get_it
 
 def test_why_an_earlier_attempt_failed_is_not_put_again(s3: S3, tmp_path: Path) -> None:
     main, other, driver = (RunCopy(URI, tmp_path / name) for name in "abc")
-    errors = [StageDir(copy.folder / "student").error for copy in (main, other)]
+    errors = [StageDir(copy.folder / "student").error_of(rank) for rank, copy in enumerate((main, other))]
     with open_stage(main) as publish, open_stage(other, is_main=False) as publish_other:
         write(errors[0], b"{}", publish)
         write(errors[1], b"{}", publish_other)
-    driver.store.delete("student/error.json")
+    driver.discard("student/errors")
     with open_stage(main), open_stage(other, is_main=False):
         assert not any(error.exists() for error in errors)
-    assert "student/error.json" not in contents(URI)
+    assert not any("errors" in name for name in contents(URI))
+
+
+def test_of_ranks_that_fail_on_several_nodes_the_driver_gets_all_reasons_and_takes_the_first_cause(
+    s3: S3, tmp_path: Path
+) -> None:
+    main, other, driver = (RunCopy(URI, tmp_path / name) for name in "abc")
+    with open_stage(main) as publish, open_stage(other, is_main=False) as publish_other:
+        failing = ((1, other, publish_other, DataError("no images")), (0, main, publish, TeacherServiceLostError("gone")))
+        for rank, copy, publish_of_rank, error in failing:
+            stage = StageDir(copy.folder / "student")
+            with contextlib.suppress(type(error)), failure_recorded(stage, Group(rank=rank, world_size=2), publish_of_rank):
+                raise error
+    driver.fetch("student", is_of_driver_too)
+    stage = StageDir(driver.folder / "student")
+    assert [failure.kind for failure in read_failures(stage.errors)] == ["user", "lost_peer"]
+    lost = WorkersFailedError([Failure("lost_peer", "closed", rank=0), Failure("lost_peer", "closed", rank=1)])
+    assert cause_of(stage, lost).message == "no images"
 
 
 def test_what_a_cleaner_of_temporary_files_removed_here_stays_in_the_store_and_comes_back(s3: S3, tmp_path: Path) -> None:
@@ -123,7 +143,7 @@ def test_a_store_that_is_gone_hides_no_exception(s3: S3, tmp_path: Path, monkeyp
 
     with pytest.raises(StageInterruptedError):
         work()
-    failure = read_failure(stage.error)
+    failure = read_failure(stage.error_of(0))
     assert failure is not None
     assert failure.kind == "preempted"
 
@@ -134,9 +154,9 @@ def test_another_rank_puts_why_it_failed_and_none_of_its_old_records(s3: S3, tmp
     (other.folder / "student/metrics.jsonl").write_text("old")
     with open_stage(main), open_stage(other, is_main=False) as publish:
         append_line(StageDir(main.folder / "student").metrics, {"step": 1})
-        write(StageDir(other.folder / "student").error, b"{}", publish)
+        write(StageDir(other.folder / "student").error_of(1), b'{"rank": 1}', publish)
     assert contents(URI)["student/metrics.jsonl"] == '{"step": 1}\n'
-    assert "student/error.json" in contents(URI)
+    assert "student/errors/1.json" in contents(URI)
 
 
 def test_a_stage_that_was_discarded_begins_anew_in_a_folder_that_still_has_it(s3: S3, tmp_path: Path) -> None:
@@ -168,7 +188,7 @@ def test_the_drivers_files_are_made_equal_to_those_of_the_last_driver(s3: S3, tm
 def test_a_stages_files_are_put_in_their_order_and_what_says_that_all_are_there_last() -> None:
     names = [f"student/{name}" for name in sorted(OF_STAGE)]
     order = ["metrics.jsonl", "logs/train.log", "checkpoints/last.safetensors", "checkpoints/best.safetensors"]
-    assert [name.removeprefix("student/") for name in sorted(names, key=put_order)] == [*order, "error.json", "stage.json"]
+    assert [name.removeprefix("student/") for name in sorted(names, key=put_order)] == [*order, "stage.json"]
 
 
 def test_methods_and_a_trained_teacher_come_to_a_node_that_has_them_not(s3: S3, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
-"""The failure of a worker is in `error.json` when its exception reaches Ray."""
+"""The failure of a worker is in its rank's file when its exception reaches Ray."""
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,24 @@ def test_the_exception_that_leaves_the_context_is_written_and_raised(
     stage = StageDir(tmp_path)
     with pytest.raises(type(error)), failure_recorded(stage, Group(rank=1, world_size=2)):
         raise error
-    assert read_failure(stage.error) == failure
+    assert read_failure(stage.error_of(1)) == failure
+
+
+def test_a_cause_that_is_written_stays_where_another_exception_follows_from_it(tmp_path: Path) -> None:
+    stage = StageDir(tmp_path)
+
+    def fail(*errors: Exception) -> str:
+        """The message that is written where one exception leaves the context after another."""
+        for error in errors:
+            with contextlib.suppress(type(error)), failure_recorded(stage, Group()):
+                raise error
+        failure = read_failure(stage.error_of(0))
+        assert failure is not None
+        return failure.message
+
+    lost, cause = ray.exceptions.NodeDiedError("gone"), DataError("no images")
+    assert fail(lost) == "gone"
+    assert fail(cause, KeyError("closed"), lost) == "no images"
 
 
 def test_a_file_that_cannot_be_written_hides_no_exception(tmp_path: Path) -> None:
@@ -46,6 +64,6 @@ def test_a_store_that_does_not_take_the_file_hides_no_exception(s3: S3, tmp_path
         failure_recorded(stage, Group(), lambda path: store.put(path.name, path)),
     ):
         raise StageInterruptedError("preempted")
-    failure = read_failure(stage.error)
+    failure = read_failure(stage.error_of(0))
     assert failure is not None
     assert failure.kind == "preempted"

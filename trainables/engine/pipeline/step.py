@@ -15,7 +15,7 @@ from trainables.distributed.group import GlobalCount, Group, all_reduce_sum
 from trainables.distributed.pipeline.layout import Layout
 from trainables.distributed.pipeline.runner import Boundary, Forward, PipelineRunner, micro_batch_sizes, stage_inputs
 from trainables.engine.graphed_step import log_eager
-from trainables.engine.optimizers import LossOptimizer
+from trainables.engine.loss_optimizers import LossOptimizer
 from trainables.engine.step import TrainState, micro_batches, run_student, run_teacher
 from trainables.engine.step_functions import StepFunctions, TrainingParts, build_train_state, image_normalizer
 from trainables.engine.updates import SharedUpdate, UpdateSettings, average, put

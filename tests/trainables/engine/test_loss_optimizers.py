@@ -22,8 +22,8 @@ from trainables.distributed.group import GlobalCount, Group
 from trainables.distributed.rank_pool import RankPool
 from trainables.engine import loop
 from trainables.engine.job import build
+from trainables.engine.loss_optimizers import LossOptimizer, build_optimizers
 from trainables.engine.optim import learning_rate
-from trainables.engine.optimizers import LossOptimizer, build_optimizers
 from trainables.engine.step import train_step
 from trainables.engine.updates import PerLossUpdate, UpdateSettings
 from trainables.errors import ExperimentError
