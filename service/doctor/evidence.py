@@ -35,8 +35,6 @@ class Evidence:
     """Augmentation, both models' passes and the loss on a single image."""
     passes_ms: Mapping[int, float] = field(default_factory=dict)
     """The same on so many images: a micro-batch, and larger ones."""
-    loading_slowdown: float | None = None
-    """How many times as long passes take while the loader's threads load at full speed."""
     out_of_memory_images: float | None = None
     """So many did not fit into a GPU's memory."""
     nodes: tuple[NodeUse, ...] = ()
@@ -171,18 +169,6 @@ class Evidence:
     def loader_cpu_ms(self) -> float:
         """What all ranks' loader threads compute for a step."""
         return self.loader.cpu_ms * self.global_batch if self.loader is not None else 0.0
-
-    @property
-    def slowed_by_loader(self) -> float:
-        """How much longer the step's own thread takes for each millisecond that its loader's threads compute meanwhile.
-
-        They have the caches, the memory and Python's lock in common. Threads that wait for storage slow nothing down.
-        """
-        costs = self.loader
-        if costs is None or not self.loading_slowdown or not costs.cpu_ms:
-            return 0.0
-        computing = costs.threads * costs.cpu_ms / max(costs.cpu_ms, costs.image_ms - costs.core_wait_ms)
-        return max(0.0, 1 - 1 / self.loading_slowdown) / computing
 
     @property
     def training_cpu_ms(self) -> float | None:

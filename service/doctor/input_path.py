@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 
-from service.doctor.evidence import KEEPS_UP, Evidence
+from service.doctor.evidence import Evidence
 from service.doctor.step_model import Cause, Effect, late_ms, slowest_part_ms
 
 BUSY_PCT = 85.0
@@ -93,13 +93,9 @@ def storage(e: Evidence) -> Cause | None:
 
 
 def decoding(e: Evidence) -> Cause | None:
-    """Loader threads compute, or wait for a core to do so.
-
-    Without that they slow the step no more, either. Of threads that are idle for long it is no finding: images cost something.
-    """
+    """Loader threads compute, or wait for a core to do so."""
     if e.loader is None or e.is_late:
         return None
-    slows_ms = e.loader_cpu_ms if e.supply_ms >= KEEPS_UP * e.typical.step_ms else 0.0
     cores_ms = e.loader.core_wait_ms
     waits = f", {cores_ms:.2f} of it waiting for a free core" if cores_ms > 0.1 * e.loader.image_ms else ""
     cheaper = "cheaper images (distill pack --max-side or --raw; pip install raydistill[turbojpeg])"
@@ -111,7 +107,7 @@ def decoding(e: Evidence) -> Cause | None:
         f"{wait_text(e)} to be decoded: a loader thread takes {e.loader.image_ms:.2f} ms an image, "
         f"{e.loader.decode_ms:.2f} of it decoding{waits}",
         change,
-        replace(supplied(e, e.loader.decode_ms), cpu_ms=e.loader_cpu_ms, loader_cpu_ms=slows_ms),
+        replace(supplied(e, e.loader.decode_ms), cpu_ms=e.loader_cpu_ms),
     )
 
 

@@ -116,7 +116,6 @@ def evidence_of(
         copy_batch_ms=metrics.get("loader/copy_ms"),
         one_image_ms=metrics.get("one_image_ms"),
         passes_ms=passes_ms(metrics),
-        loading_slowdown=metrics.get("passes/loading_slowdown"),
         out_of_memory_images=metrics.get("passes/out_of_memory_images"),
         nodes=_nodes(metrics),
         rank_nodes=_rank_nodes(metrics, num_workers),

@@ -23,8 +23,6 @@ class Effect:
     """Of a loader that had none: they load while the step computes."""
     cpu_ms: float = 0.0
     """Less for all ranks' cores to do in a step."""
-    loader_cpu_ms: float = 0.0
-    """Of that for the loaders' threads."""
     outside_ms: float = 0.0
     """Less of what lies between the steps, for each of them."""
 
@@ -60,32 +58,17 @@ def slowest_part_ms(e: Evidence, *effects: Effect, late_ms: float = 0.0) -> floa
     """
     less_cpu_ms = sum(effect.cpu_ms for effect in effects)
     less_core_wait_ms = e.core_wait_ms * min(1.0, less_cpu_ms / e.competing_cpu_ms) if e.competing_cpu_ms > 0 else 0.0
-    less_work_ms = sum(effect.work_ms for effect in effects) + less_core_wait_ms + slowed_ms(e)
+    work_ms = max(0.0, e.work_ms - sum(effect.work_ms for effect in effects) - less_core_wait_ms)
     supply_ms = max(0.0, e.supply_ms - sum(effect.supply_ms for effect in effects))
     copy_ms = max(0.0, e.copy_ms - sum(effect.copy_ms for effect in effects))
     threads = max((effect.threads for effect in effects), default=0)
-    in_series = e.in_series and not threads
-    work_ms = max(0.0, e.work_ms - less_work_ms) + (0.0 if in_series else slowed_then_ms(e, *effects))
     cores_ms = max(0.0, e.cpu_ms - less_cpu_ms) / e.cores if e.cores else 0.0
-    if in_series:
+    if e.in_series and not threads:
         return max(work_ms, copy_ms) + supply_ms
     if threads:
         loading_cpu_ms = min(supply_ms, e.loader_cpu_ms / e.num_workers)
         return max(copy_ms, cores_ms, with_threads_ms(e, threads, work_ms + late_ms, supply_ms, loading_cpu_ms))
     return max(work_ms + late_ms, copy_ms, supply_ms, cores_ms)
-
-
-def slowed_ms(e: Evidence) -> float:
-    """What a step's work takes longer as it is, since its loader's threads compute meanwhile: as much of the time as it does."""
-    if e.in_series or not e.typical.step_ms:
-        return 0.0
-    return e.slowed_by_loader * e.loader_cpu_ms / e.num_workers * min(1.0, e.work_ms / e.typical.step_ms)
-
-
-def slowed_then_ms(e: Evidence, *effects: Effect) -> float:
-    """The same with these effects, of a step that waits for no images: all that the threads compute they compute meanwhile."""
-    left_ms = max(0.0, e.loader_cpu_ms - sum(effect.loader_cpu_ms for effect in effects))
-    return e.slowed_by_loader * left_ms / e.num_workers
 
 
 def with_threads_ms(e: Evidence, threads: int, work_ms: float, load_ms: float, load_cpu_ms: float) -> float:

@@ -14,13 +14,11 @@ from trainables.distributed.group import Group, all_reduce_sum, check_replicas, 
 from trainables.engine.checks import raise_not_finite
 from trainables.engine.epochs import Epoch
 from trainables.engine.job import Job
-from trainables.engine.loading_slowdown import loading_slowdown
 from trainables.engine.pass_latency import TrainingShape, pass_latency
 from trainables.engine.step import TrainState
 from trainables.failures import kind_of
 from trainables.metrics.allreduce_wait import exposed_ms
 from trainables.metrics.phases import ALL_PHASES
-from trainables.object_store.store import is_uri
 from trainables.rundir import headline
 
 log = logging.getLogger("raydistill")
@@ -206,23 +204,14 @@ def training_shape(job: Job, step_ms: float) -> TrainingShape:
 
 
 def _passes(job: Job, shape: TrainingShape) -> dict[str, float]:
-    """See `pass_latency` and `loading_slowdown`; the latter not where shards would be fetched again for it.
-
-    As far as they come: that a method's own code fails on images of zeros, or a disk now, is no end of a finished training.
-    """
-    data, found = job.config.data, dict[str, float]()
+    """See `pass_latency`. {} where a method's own code fails on its images of zeros: that is no end of a finished training."""
     try:
-        found |= pass_latency(job.train_state, data.image_size, shape)
-        if f"passes/{shape.micro_batch}_images_ms" in found and not is_uri(data.path):
-            epoch = max(0, job.progress.epoch - 1)
-            found["passes/loading_slowdown"] = loading_slowdown(
-                job.train_state, data.image_size, shape.micro_batch, job.train_loader, epoch
-            )
+        return pass_latency(job.train_state, job.config.data.image_size, shape)
     except Exception as error:
         if kind_of(error) == "device":
             raise
-        log.warning("%s: its passes are not all timed: %s: %s", job.config.stage, type(error).__name__, error)
-    return found
+        log.warning("%s: its passes are not timed: %s: %s", job.config.stage, type(error).__name__, error)
+        return {}
 
 
 def summarize(job: Job, skipped_images: int = 0) -> dict[str, float]:

@@ -258,33 +258,6 @@ def test_other_programs_on_the_cores_that_a_step_waits_for_are_named() -> None:
     assert other_programs(replace(e, nodes=(NodeUse(45.0, cpu_cores=2),))) is None
 
 
-# A loader slows the step that it works for
-
-
-def test_without_images_to_decode_a_step_is_as_fast_as_without_a_loader() -> None:
-    """Threads compute all the time, and meanwhile passes take 1.25 times as long: 99 of a step's 200 ms would be 79."""
-    e = run_of(SLOW, loader=loader(200 / 64, cpu=200 / 64), loading_slowdown=1.25)
-    assert the(decoding, e).gain_pct == pytest.approx(100 * (1 - 0.8 * 99 / 200), abs=0.5)
-
-
-def test_a_loader_that_waits_for_storage_computes_more_of_the_time_once_it_waits_no_more() -> None:
-    """Of 200 ms a thread computes 50, which cost the step 20 ms wherever they are: now 99 of its 200, so 10 of them."""
-    e = run_of(SLOW, loader=loader(200 / 64, read_wait=150 / 64, cpu=50 / 64), loading_slowdown=1 / 0.9)
-    assert the(storage, e).gain_pct == pytest.approx(100 * (1 - (99 - 10 + 20) / 200), abs=0.5)
-
-
-def test_threads_that_load_slow_the_step_that_loaded_its_own_images() -> None:
-    """A batch takes 49 ms, by which a step's work of 99 takes 10 longer once a thread loads it meanwhile."""
-    costs = loader(49 / 64, cpu=49 / 64)
-    e = run_of(longer(RANK, data=49), loader_workers=0, loader=costs, loading_slowdown=1.25)
-    assert the(no_prefetch, e).gain_pct == pytest.approx(100 * (1 - (99 + 10) / 149), abs=0.5)
-
-
-def test_a_loader_that_has_time_to_spare_is_no_finding_however_it_slows_the_step() -> None:
-    assert findings(replace(HEALTHY, loading_slowdown=1.5)) == []
-    assert findings(replace(HEALTHY, loading_slowdown=0.9)) == []  # as a disturbed machine may show it
-
-
 # Ranks
 
 

@@ -61,7 +61,7 @@ def test_a_trial_whose_typical_step_is_no_slower_than_the_best_ones_is_not_given
 def test_every_number_of_the_records_arrives_in_the_evidence() -> None:
     metrics = step_of(
         one_image_ms=3.0,
-        **{"phase/allreduce_ms": 4.0, "passes/16_images_ms": 2.0, "passes/loading_slowdown": 1.25},
+        **{"phase/allreduce_ms": 4.0, "passes/16_images_ms": 2.0},
         peak_memory_mib=900.0,
         gpu_memory_mib=81_000.0,
     )
@@ -96,7 +96,6 @@ def test_every_number_of_the_records_arrives_in_the_evidence() -> None:
     assert e.nodes == (NodeUse(50.0), NodeUse(60.0, 9.0, 8.0))
     assert e.gpus == (GpuUse("node0/gpu0", None, None, 1400.0, 1980.0, 32, 25.0),)
     assert e.clock == Clock(10.0, 3.0, 2.0, 1.0)
-    assert e.loading_slowdown == 1.25
     assert (e.one_image_ms, e.passes_ms, e.peak_memory_mib, e.gpu_memory_mib) == (3.0, {16: 2.0}, 900.0, 81_000.0)
     assert [(rank.cpu_ms, rank.core_wait_ms) for rank in e.ranks] == [(60.0, 7.0), (61.0, 8.0)]
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -42,7 +41,7 @@ def test_a_method_that_fails_on_images_of_zeros_ends_no_finished_training(
         summary = loop.run(job)
     assert summary["steps"] == 5
     assert "one_image_ms" not in summary
-    assert "its passes are not all timed: _LinAlgError: linalg.cholesky" in caplog.text
+    assert "its passes are not timed: _LinAlgError: linalg.cholesky" in caplog.text
 
 
 def test_it_is_less_than_a_step_on_many_and_more_than_nothing(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +95,7 @@ def test_batches_are_timed_in_turn_so_that_a_machine_that_is_slow_for_a_while_is
     factors = itertools.chain([3.0] * 6, itertools.repeat(1.0))
 
     def passes_s(train_state: TrainState, image_size: int, num_images: int) -> float:
-        return 0.001 * math.sqrt(num_images) * next(factors)
+        return 0.001 * num_images**0.5 * next(factors)
 
     monkeypatch.setattr(latency, "passes_s", passes_s)
     with contextlib.closing(job):

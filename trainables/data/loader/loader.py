@@ -147,10 +147,6 @@ class Loader:
         self.skipped = {}
         return self._batches(epoch, start, self._iteration)
 
-    def stop(self) -> None:
-        """End the epoch under way, from any thread: the one that takes its batches gets CancelledError."""
-        self._reader.stop(self._iteration)
-
     def close(self) -> None:
         """End all work and the threads, and close the source. A closed loader reads no more."""
         self._reader.close()

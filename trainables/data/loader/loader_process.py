@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections import deque
 from concurrent.futures import CancelledError
 from multiprocessing.connection import Connection
@@ -55,7 +54,7 @@ def loader_process(data: DataConfig, *, world_size: int, device: torch.device) -
 class LoaderProcess:
     """Started by the first `open`; ends with the last reader that is closed, and with this process, however that ends.
 
-    All methods, and those of its readers, are for the thread that iterates over the loaders; `stop` is for any.
+    All methods, and those of its readers, are for the thread that iterates over the loaders.
     """
 
     def __init__(self, layout: BatchLayout, *, pinned: bool) -> None:
@@ -63,7 +62,6 @@ class LoaderProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._num_opened, self._open = 0, set[int]()
         self._pending = deque[_ProcessReads]()
-        self._sending = threading.Lock()
 
     def open(self, source: Source, data: DataConfig, **options: Any) -> "ProcessReader":
         """A reader there, see `BatchReader`. What fails as it opens the source again is raised where the first batch is taken."""
@@ -78,8 +76,10 @@ class LoaderProcess:
     def send(self, reader: int, method: str, *arguments: Any) -> None:
         """Call a method of a reader, or of none where the process has died: whoever waits for its response raises that."""
         if self._open:
-            with self._sending, contextlib.suppress(ConnectionError):
+            try:
                 self._connection.send_bytes(pickle.dumps((reader, method, arguments)))
+            except ConnectionError:
+                return
 
     def begin(self, reader: int, request: Request, block: Block) -> Reads:
         """See `BatchReader.begin`."""
