@@ -3,16 +3,14 @@
     step   = max(supply, work)                    prefetch overlaps loading with the GPU (tf.data: Murray et al. 2021)
     supply = batch / min(threads, cores, disk)    a node's workers share its cores and its disk
     work   = (local + exposed) · (1 + straggler·(H_n − 1))
-    local  = max(launch, image·max(batch, knee)) · (1 + sharing·(per_node − 1))
+    local  = (fixed + image·max(batch, knee)) · (1 + sharing·(per_node − 1))
     exposed= max(0, reduce − hidden·backward)     smooth: reduce²/(reduce + hidden·backward)
 
 With p pipeline stages and m micro-batches, p workers share a replica's work, and wait for each other in (p − 1)/(m + p − 1) of a
 step (Huang et al. 2019); each reduces its own parameters, after its passes. Where a point leaves m open it is the number that
 makes the step shortest. What uneven stages and their sends cost is in the multiplier that each value of an extra key gets.
 
-The host launches a step's kernels while the GPU runs them: the slower of the two counts. Every `max` but the last is a p-norm,
-since queues round corners; how sharp those of step and local are is a parameter each. Too many threads for the cores slow both
-sides.
+Every other `max` is a p-norm, since queues round corners. Too many threads for the cores slow both sides.
 Shapes: ... any leading axes (samples of the parameters), M points, P parameters.
 """
 
@@ -44,8 +42,7 @@ PARAMETERS = (
     Parameter("crowding_work", "slowdown of the GPU's host for each thread too many, per core", 0.02, 1.0),
     Parameter("image_s", "s of one image on a full GPU", 2e-3, 2.0),
     Parameter("knee_images", "images below which a GPU is not full", 32.0, 1.0),
-    Parameter("launch_s", "s of launches and Python a step", 5e-2, 1.5),
-    Parameter("asynchrony", "sharpness of max(launch, GPU): 1 is a host that waits for each kernel", 6.0, 0.8),
+    Parameter("fixed_s", "s of launches and Python a step", 2.5e-2, 1.5),
     Parameter("forward_share", "share of the local work that is forward (teacher and student)", 0.35, 0.5),
     Parameter("reduce_node_s", "s of an all-reduce inside a node at infinitely many workers", 5e-3, 1.7),
     Parameter("reduce_net_s", "s of an all-reduce between nodes at infinitely many nodes", 3e-2, 1.7),
@@ -87,13 +84,6 @@ def _larger(*terms: Array) -> Array:
     return np.asarray(top * total ** (1 / SHARPNESS))
 
 
-def _overlapped(one: Array, other: Array, order: Array) -> Array:
-    """The time of two that run side by side: their p-norm of an order that points may differ in, from the sum at 1 on."""
-    order = np.maximum(order, 1.0)
-    top = np.maximum(one, other)
-    return np.asarray(top * (1 + (np.minimum(one, other) / top) ** order) ** (1 / order))
-
-
 def step_times(logs: Array, layout: Layout) -> Times:
     """The model's formulas, for parameters `logs` shaped ...P (natural logarithms).
 
@@ -128,8 +118,8 @@ def step_times(logs: Array, layout: Layout) -> Times:
         share = (micro_batches + stages - 1) / (micro_batches * stages)  # of a replica's work that a step waits for
         filled = share * np.sqrt(batch**2 + (micro_batches * of["knee_images"]) ** 2)  # a GPU fills gradually
         computed = of["image_s"] * slower * filled
-        launched = of["launch_s"] * micro_batches * share
-        local_s = _overlapped(launched, computed, of["asynchrony"]) * crowded
+        fixed = of["fixed_s"] * micro_batches * share * crowded
+        local_s = fixed + computed * crowded
         waits = np.where(local_s < local, share * stages, waits)
         local = np.minimum(local, local_s)
     forward = local * np.minimum(of["forward_share"], 0.9) / waits  # the bubble is no part of it
@@ -143,6 +133,8 @@ def step_times(logs: Array, layout: Layout) -> Times:
     exposed = reduce**2 / (reduce + cover)  # reduce − cover where that is large, never zero: the last bucket has no cover
     harmonic = digamma(workers + 1) + np.euler_gamma
     work = (local + exposed) * (1 + of["straggler"] * (harmonic - 1))
-    overlapped = _overlapped(supply, work, of["overlap"])
+    order = np.maximum(of["overlap"], 1.0)
+    top = np.maximum(supply, work)
+    overlapped = top * (1 + (np.minimum(supply, work) / top) ** order) ** (1 / order)
     step = np.where(layout.threads_M > 0, overlapped, supply + work)  # without loader threads nothing overlaps
     return Times(step, supply, work, forward, local, exposed)
