@@ -25,7 +25,7 @@ EPOCH = {"kind": "epoch", "epoch": 1.0, "step": 10, "metrics": {"epoch/training_
 
 @pytest.fixture
 def local_ray() -> Iterator[None]:
-    ray.init(address="local", num_cpus=2, log_to_driver=False, include_dashboard=False)
+    ray.init(address="local", num_cpus=8, log_to_driver=False, include_dashboard=False)
     yield
     ray.shutdown()
 
@@ -36,7 +36,7 @@ def test_a_trial_that_raises_or_dies_has_failed_whatever_epochs_it_has_and_later
 ) -> None:
     asha = ["sweep.policy=asha", "sweep.metric=top1_pct", "sweep.space.optim.lr=[0.1, 0.2, 0.3]", "optim.epochs=1"]
     resolved = load("digits", [*asha, "teacher=null", "tracking.enabled=false", "data.loader_workers=1"])
-    run_dir, cluster = RunDir(tmp_path), Cluster((Node("only", 2, 0),))
+    run_dir, cluster = RunDir(tmp_path), Cluster((Node("only", 8, 0),))
     assignments = dict[str, Assignment]()
     for trial in plan_trials(resolved):
         assert trial.resolved is not None
