@@ -20,7 +20,14 @@ from trainables.rundir import RunDir, append_line
 
 pytestmark = pytest.mark.integration
 
-EPOCH = {"kind": "epoch", "epoch": 1.0, "step": 10, "metrics": {"epoch/training_epoch": 1.0, "val/top1_pct": 60.0}}
+EPOCH = {
+    "kind": "epoch",
+    "stage": "student",
+    "epoch": 1.0,
+    "step": 10,
+    "time_ms": 1_700_000_000_000,
+    "metrics": {"epoch/training_epoch": 1.0, "val/top1_pct": 60.0},
+}
 
 
 @pytest.fixture
