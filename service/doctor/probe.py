@@ -15,6 +15,7 @@ from service.runs.run_directory import begin_run, check_writable, new_run_dir
 from service.runs.session import open_session
 from service.runs.stages.run_stages import run_stage
 from service.runs.stages.teacher_actors import running_teacher_actors
+from service.runs.stored.stored_runs import uri_of
 from service.sweeps.sweep import untrained_teacher
 from trainables.rundir import RunDir
 
@@ -42,7 +43,8 @@ def probe(resolved: Resolved, root: Path) -> list[Recording]:
 def run_probe(resolved: Resolved, run_dir: RunDir) -> RunResult:
     """Run the student's timing steps; the teacher, where it has no weights, runs with its first ones."""
     cpus = most_local_cpus(resolved.experiment)
-    with open_session(resolved, run_dir, end_of_run) as session, connect(cpus, run_dir.root) as cluster:
+    is_copy = uri_of(run_dir.root) is not None
+    with open_session(resolved, run_dir, end_of_run) as session, connect(cpus, run_dir.root, is_copy=is_copy) as cluster:
         plan = Plan.on(resolved.experiment, cluster)
         plan.check(cluster)
         session.save(use_gpu=plan.use_gpu, num_workers=resolved.experiment.scale.num_workers, loader_workers=plan.loader_workers)

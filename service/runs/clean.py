@@ -18,7 +18,7 @@ from service.config import strict_yaml
 from service.runs.result import RunResult, read_result
 from service.runs.run_directory import has_begun
 from service.runs.stored.stored_objects import StoredObjects, needed_copy_reason, stored_run_folders
-from service.runs.stored.stored_runs import COPIES, copies_base, display_name
+from service.runs.stored.stored_runs import COPIES, copies_base, display_name, uri_of
 from service.tracking.spool import Spool
 from trainables.data.storage import folder_cleaner
 from trainables.data.storage.shared_folder import RAM, format_bytes
@@ -52,19 +52,23 @@ class Cleaner:
 
     def remove(
         self, path: Path, what: str, by: Callable[[Path], bool] | None = None, name: str = "", num_bytes: int | None = None
-    ) -> None:
-        """Remove a file or folder, `by` a function of its own that says whether it has; `name`, `num_bytes`: what is shown."""
+    ) -> bool:
+        """Remove a file or folder, `by` a function of its own that says whether it has; `name`, `num_bytes`: what is shown.
+
+        Whether it is gone, or in a dry run would be.
+        """
         name = name or str(path)
         num_bytes = sum(entry.st_size for entry in _stats(path)) if num_bytes is None else num_bytes
         self.echo(f"{format_bytes(num_bytes):>10}  {what} {name}")
         try:
             if not (self.dry_run or (by or _remove)(path)):
-                num_bytes = 0
                 self.echo(f"{name} stays: it is used again")
+                return False
         except (OSError, DistillError) as error:
             self.echo(f"{name} cannot be removed: {getattr(error, 'strerror', None) or error}")
-        else:
-            self.num_bytes += num_bytes
+            return False
+        self.num_bytes += num_bytes
+        return True
 
 
 def _remove(path: Path) -> bool:
@@ -81,15 +85,16 @@ def _remove(path: Path) -> bool:
 def clean(root: Path, cleaner: Cleaner, *, unfinished: bool, checkpoints_only: bool) -> None:
     """Remove what is old below the runs' root; unless `checkpoints_only`, also this user's caches and folders on this machine."""
     stored = {path: objects for path in stored_run_folders(root) if (objects := StoredObjects(path)).entries}
-    begun = [path for path in stored or _subfolders(root) if has_begun(path)]
+    begun = [path for path in (stored if uri_of(root) else _subfolders(root)) if has_begun(path)]
     runs = [Run(path, RunDir(path).experiment.read_text(errors="replace"), stored.get(path)) for path in begun]
     removable = _removable(runs, cleaner, unfinished)
-    for run in removable:
-        with_lock(run, cleaner, _remove_checkpoints if checkpoints_only else _remove_run)
     if checkpoints_only:
+        for run in removable:
+            with_lock(run, cleaner, _remove_checkpoints)
         return
-    remaining = _without(runs, removable)
-    caches = {run.cache for run in removable if run.cache and run.cache.is_absolute()}
+    removed = [run for run in removable if with_lock(run, cleaner, _remove_run)]
+    remaining = _without(runs, removed)
+    caches = {run.cache for run in removed if run.cache and run.cache.is_absolute()}
     for cache in sorted(cache for cache in caches if not any(run.uses_cache(cache) for run in remaining)):
         for folder in _subfolders(cache, _KEY.fullmatch):
             if cleaner.is_old(folder, read=True):
@@ -153,12 +158,11 @@ class Run:
     def is_old(self, cleaner: Cleaner) -> bool:
         return self.objects.is_old(cleaner.before_s) if self.objects else cleaner.is_old(self.path)
 
-    def remove(self, path: Path, what: str, cleaner: Cleaner) -> None:
-        """Remove a file of the run, or all of it."""
+    def remove(self, path: Path, what: str, cleaner: Cleaner) -> bool:
+        """Remove a file of the run, or all of it. Whether it is gone."""
         if self.objects is None:
-            cleaner.remove(path, what)
-        else:
-            cleaner.remove(path, what, by=self.objects.remove, name=display_name(path), num_bytes=self.objects.num_bytes(path))
+            return cleaner.remove(path, what)
+        return cleaner.remove(path, what, by=self.objects.remove, name=display_name(path), num_bytes=self.objects.num_bytes(path))
 
     @cached_property
     def cache(self) -> Path | None:
@@ -222,37 +226,39 @@ def _without(runs: list[Run], others: list[Run]) -> list[Run]:
     return [run for run in runs if run.path not in left_out]
 
 
-def with_lock(run: Run, cleaner: Cleaner, remove: Callable[[Run, Cleaner], None]) -> None:
-    """Remove of a run while nobody can resume it."""
+def with_lock(run: Run, cleaner: Cleaner, remove: Callable[[Run, Cleaner], bool]) -> bool:
+    """Remove of a run while nobody can resume it. Whether that is gone."""
     if cleaner.dry_run:
-        remove(run, cleaner)
-        return
+        return remove(run, cleaner)
     lock = try_lock(run.path / ".lock")
     if lock is None:
         cleaner.echo(f"{run.name} stays: a process works on it")
-        return
+        return False
     try:
         with run.objects.exclusive(cleaner.echo) if run.objects else nullcontext():
-            remove(run, cleaner)
+            return remove(run, cleaner)
     except DistillError as error:
         cleaner.echo(f"{run.name} stays: {error}")
+        return False
     finally:
         lock.release()
 
 
-def _remove_run(run: Run, cleaner: Cleaner, what: str = "run") -> None:
-    run.remove(run.path, what, cleaner)
+def _remove_run(run: Run, cleaner: Cleaner, what: str = "run") -> bool:
+    return run.remove(run.path, what, cleaner)
 
 
-def _remove_checkpoints(run: Run, cleaner: Cleaner) -> None:
+def _remove_checkpoints(run: Run, cleaner: Cleaner) -> bool:
     """Of a complete run all but the best ones of its stages, and of a sweep's trials those of the best trial."""
     run_dir = RunDir(run.path)
     result = read_result(run_dir.result, run_dir.experiment)
+    gone = True
     for file in run.objects.checkpoints() if run.objects else sorted(run.path.rglob("checkpoints/*.safetensors")):
         inside = file.relative_to(run.path).parts
         best_trial = result.best is None or inside[:2] == ("trials", result.best.id) or inside[0] != "trials"
         if file.name != "best.safetensors" or not best_trial:
-            run.remove(file, "checkpoint", cleaner)
+            gone &= run.remove(file, "checkpoint", cleaner)
+    return gone
 
 
 def _num_unsent(result: RunResult, run_dir: RunDir) -> int:

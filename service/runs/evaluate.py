@@ -1,5 +1,6 @@
 """`distill evaluate`: exact accuracy of a checkpoint, on `scale.num_workers` workers."""
 
+import contextlib
 import json
 import time
 from functools import partial
@@ -17,12 +18,12 @@ from service.config.paths import absolute
 from service.runs.display import Display, wait_for
 from service.runs.preflight import check_source
 from service.runs.run_directory import check_writable
-from service.runs.stored.stored_runs import delete, display_name, fetch, fetch_checkpoint, ray_storage, run_store
+from service.runs.stored.stored_runs import delete, display_name, fetch, fetch_checkpoint, ray_storage, run_store, uri_of
 from trainables.config import EvaluateConfig
-from trainables.errors import CheckpointError, ClusterError, DistillError, ExperimentError
+from trainables.errors import CheckpointError, ClusterError, DistillError, ExperimentError, StorageError
 from trainables.failures import OUT_OF_MEMORY_KINDS, RETRYABLE, WorkersFailedError, first_cause
 from trainables.models.checkpoint_header import locate_checkpoint, read_checkpoint_header
-from trainables.object_store.store import is_uri
+from trainables.object_store.store import OPENING_S, ObjectStore, is_uri
 from trainables.rules import resize_covers_crop
 from trainables.rundir import RunDir
 
@@ -61,10 +62,10 @@ def with_trained_images(checkpoint: Path, tree: dict[str, Any]) -> EvaluateConfi
     Raises:
         CheckpointError: its model does not fit the data.
     """
-    from trainables.engine.checkpoint import read
+    from trainables.engine.checkpoint import read_about
     from trainables.models.weights import load_teacher
 
-    _, about = read(checkpoint)
+    about = read_about(checkpoint)
     trained = {name: about[name] for name in ("image_size", "val_resize", "mean", "std") if about.get(name) is not None}
     tree = {**tree, "checkpoint": str(checkpoint.absolute()), "data": {**trained, **tree["data"]}}
     tree["run_store"] = run_store(checkpoint)
@@ -97,7 +98,8 @@ def evaluate(checkpoint: str, data_path: str, overrides: list[str], root: Path) 
     cpus = reserve(config, local_capacity())[1].total_cpus if is_local() else 0
     storage = RunDir(root.absolute() / ".evaluate")
     storage.root.mkdir(parents=True, exist_ok=True)
-    with Display() as display, connect(cpus, storage.root) as cluster:
+    is_copy = uri_of(storage.root) is not None
+    with Display() as display, connect(cpus, storage.root, is_copy=is_copy) as cluster:
         from trainables.worker import trainer
 
         workers, reservation = reserve(config, cluster)
@@ -117,6 +119,10 @@ def evaluate(checkpoint: str, data_path: str, overrides: list[str], root: Path) 
             raise ClusterError(f"evaluation failed: {error}; wait for their end") from error
         except WorkersFailedError as error:
             raise evaluation_error(error) from error
+        finally:
+            if is_copy:  # Ray's own files, which no cleaning would remove
+                with contextlib.suppress(StorageError):  # they are small, and how the evaluation ended matters more
+                    ObjectStore(f"{ray_storage(storage)}/{name}", OPENING_S).delete_all()
 
 
 def reserve(config: EvaluateConfig, cluster: Cluster) -> tuple[int, Reservation]:

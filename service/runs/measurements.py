@@ -17,6 +17,7 @@ def combined(measurements: Sequence[Outcome]) -> Outcome:
     if len(measurements) == 1:
         return last
     ran = [one for one in measurements if one.status == "ok"]
+    latest = ran[-1] if ran else last
     starts_s = [one.start_s for one in measurements if one.start_s is not None]
     ends_s = [one.end_s for one in measurements if one.end_s is not None]
     return Outcome(
@@ -24,8 +25,8 @@ def combined(measurements: Sequence[Outcome]) -> Outcome:
         reason="" if ran else last.reason,
         failure=None if ran else last.failure,
         metrics=pooled([(one.metrics, len(one.steps_s)) for one in ran]),
-        precision=last.precision,
-        precision_reason=last.precision_reason,
+        precision=latest.precision,
+        precision_reason=latest.precision_reason,
         restarts=sum(one.restarts for one in measurements),
         steps_s=[step_s for one in ran for step_s in one.steps_s],
         seconds=sum(one.seconds for one in measurements),

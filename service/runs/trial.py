@@ -151,7 +151,7 @@ def fit_stage(assignment: Assignment, callbacks: list[Any] | None, reused: Reusa
         if ray.is_initialized():
             try:
                 fetch_stage(config)
-            except StorageError as problem:
+            except (OSError, StorageError) as problem:
                 log.warning("what the workers wrote last of %s cannot be read: %s", config.stage, problem)
         raise
     fetch_stage(config)

@@ -1,8 +1,9 @@
 """A node's copy of a run that is in an object store: which files it has, who writes them, and what is brought to it.
 
 A run has one writer for each of its objects. The driver writes the run's own files; of a stage's files those in `OF_STAGE` are
-written by the stage's workers. `owner.json`, of the run and of each stage, names the folder where they are written: that copy
-is the newest there is, and whatever is elsewhere is made equal to the store before it is continued.
+written by the stage's workers, and why a rank failed by that rank. `owner.json`, of the run and of each stage, names the folder
+where they are written: that copy is the newest there is, and whatever is elsewhere is made equal to the store before it is
+continued.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class RunCopy:
         """Begin to write the run, or a stage of it, here: what the store has of it and this folder has not comes here first.
 
         Where it was last written here, what is here is put: a kill may have come before a put. A file that is missing here was
-        lost, as to a cleaner of temporary files: it comes from the store. What is to go is removed from the store by name.
+        lost, as to a cleaner of temporary files: it comes from the store. Nothing is deleted: see `stored_runs.delete`.
 
         Raises:
             StorageError: the store does not answer.

@@ -11,7 +11,7 @@ from service.runs.stored.driver_lease import FOLDER, DriverLease, is_fresh
 from service.runs.stored.stored_runs import RAY, fetch_driver_files, is_to_be_put, uri_of
 from trainables.errors import StorageError
 from trainables.locks import is_locked
-from trainables.object_store.run_copy import RunCopy, put_order
+from trainables.object_store.run_copy import OWNER, RunCopy, put_order
 from trainables.object_store.store import OPENING_S, ObjectStore, object_at
 from trainables.rundir import RunDir
 
@@ -19,11 +19,11 @@ from trainables.rundir import RunDir
 def stored_run_folders(root: Path) -> list[Path]:
     """The folders of this machine that are, or would be, the copies of the runs at a root in an object store; [] of another.
 
-    Raises StorageError.
+    A bucket may have data and other roots beside them: only a run has an `owner.json`. Raises StorageError.
     """
     uri = uri_of(root)
-    names = ObjectStore(uri, OPENING_S).folders() if uri else []
-    return [root / name for name in names if not name.startswith(".")]
+    names = [name for name in ObjectStore(uri, OPENING_S).folders() if not name.startswith(".")] if uri else []
+    return [root / name for name in names if ObjectStore(f"{uri}/{name}", OPENING_S).read(OWNER) is not None]
 
 
 class StoredObjects:
@@ -79,7 +79,8 @@ class StoredObjects:
     def remove(self, path: Path) -> bool:
         """Remove a file, or the whole run, from the store and then here; inside `exclusive`.
 
-        A run's `result.json` goes first: what a kill leaves is no run that could be resumed. Raises StorageError.
+        A run's `result.json` goes first: what a kill leaves is no run that could be resumed. Its `owner.json`, by which the rest
+        is found, goes last. Raises StorageError.
         """
         assert self._lease is not None
         self._lease.check()
@@ -88,13 +89,15 @@ class StoredObjects:
             store.delete(str(path.relative_to(self.copy.folder)))
             path.unlink(missing_ok=True)
             return True
-        for name in sorted((name for name in self.entries if "/" not in name), key=put_order, reverse=True):
+        own = [name for name in self.entries if "/" not in name and name != OWNER]
+        for name in sorted(own, key=put_order, reverse=True):
             store.delete(name)
         for folder in store.folders():
             if folder != FOLDER:
                 self._lease.check()
                 store.delete_all(folder)
         self._ray.delete_all()
+        store.delete(OWNER)
         shutil.rmtree(path, ignore_errors=True)
         self._is_removed = True
         return True

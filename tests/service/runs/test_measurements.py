@@ -21,6 +21,12 @@ def test_one_measurement_is_the_outcome() -> None:
     assert one.each_measurement == [one]
 
 
+def test_the_precision_is_that_of_the_last_measurement_that_ran() -> None:
+    ran = measured(FAST, 10, 30.0, 25.0).model_copy(update={"precision": "bf16", "precision_reason": "images of 224 px"})
+    whole = combined([ran, Outcome(status="oom", reason="its memory ran out")])
+    assert (whole.precision, whole.precision_reason) == ("bf16", "images of 224 px")
+
+
 def test_speeds_are_all_images_over_all_seconds_and_times_means_over_all_steps() -> None:
     whole = combined([measured(FAST, 30, 30.0, 25.0), measured(SLOW, 10, 5.0, 0.0)])
     assert whole.metrics["step_s"] == pytest.approx((30 * 0.1 + 10 * 0.2) / 40)

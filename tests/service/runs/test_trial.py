@@ -1,7 +1,9 @@
 """What the driver makes of a failure: begin again, a row with its reason, or out of memory."""
 
+import errno
 import json
 import logging
+import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -150,6 +152,15 @@ def test_a_gpu_that_cannot_be_used_is_begun_again_and_its_kind_is_device(tmp_pat
     outcome = run_to_end(Assignment(TrainConfig.model_validate(tree), False, 1, str(tmp_path)))
     assert (outcome.status, outcome.failure, outcome.restarts) == ("failed", "device", 1)
     assert outcome.reason == "node a: Ray has a GPU there that torch cannot use"
+
+
+def test_a_full_disk_does_not_hide_why_the_workers_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(config: TrainConfig) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(trial, "fetch_stage", refuse)
+    outcome = trained(tmp_path, monkeypatch, WorkersFailedError([ended("user", rank=1)]))
+    assert (outcome.failure, outcome.reason) == ("user", "why")
 
 
 def test_a_store_that_does_not_answer_does_not_hide_why_the_workers_failed(

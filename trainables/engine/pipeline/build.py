@@ -102,7 +102,7 @@ def with_saved_cut(config: TrainConfig, path: Path) -> TrainConfig:
     Raises:
         CheckpointError: the file is damaged.
     """
-    saved = checkpoint.read(path, lambda name: False)[1].get("pipeline")
+    saved = checkpoint.read_about(path).get("pipeline")
     scale = config.scale
     if saved is None or scale.pipeline_stages not in ("auto", saved["pipeline_stages"]):
         return config

@@ -11,10 +11,11 @@ from service.runs.clean import Cleaner, clean
 from service.runs.run_directory import reopen
 from service.runs.stored import driver_lease
 from service.runs.stored.driver_lease import DriverLease
+from service.runs.stored.stored_objects import StoredObjects
 from service.runs.stored.stored_runs import RAY, root_folder, run_folder
 from tests.s3 import S3, contents
 from tests.service.runs.test_clean import root as folders
-from trainables.errors import ExperimentError
+from trainables.errors import ExperimentError, StorageError
 from trainables.object_store.run_copy import RunCopy
 from trainables.object_store.store import ObjectStore
 
@@ -105,6 +106,48 @@ def test_what_a_kill_left_of_an_earlier_cleaning_is_removed(run_clean: Clean) ->
     ObjectStore(f"{ROOT}/one").delete("result.json")
     assert any("left by a killed command:" in line for line in run_clean())
     assert names() == set()
+
+
+def test_what_is_no_run_stays_whatever_its_age(run_clean: Clean) -> None:
+    for name in ("imagenet/train-0001.arrow", "mlflow/1/artifacts/model", "team/runs-of-others/owner.json"):
+        ObjectStore(ROOT).put(name, b"1")
+    put_run("one")
+    run_clean()
+    assert names() == {"imagenet", "mlflow", "team"}
+
+
+def test_a_cleaning_that_is_killed_leaves_what_the_next_one_finds(run_clean: Clean, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_run("one")
+
+    def killed(self: ObjectStore, part: str = "") -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ObjectStore, "delete_all", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run_clean()
+    assert "result.json" not in contents(f"{ROOT}/one")
+    assert names() == {"one"}
+    run_clean()
+    assert names() == set()
+
+
+def test_logits_of_a_run_that_could_not_be_removed_stay(
+    run_clean: Clean, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    logits = tmp_path / "logits" / ("0" * 16)
+    logits.mkdir(parents=True)
+    put_run("one", f"teacher: {{cache: {logits.parent}}}")
+
+    def silent(self: StoredObjects, path: Path) -> bool:
+        raise StorageError("the store does not answer")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(StoredObjects, "remove", silent)
+        assert any("cannot be removed: the store does not answer" in line for line in run_clean())
+    assert logits.exists()
+    run_clean()
+    assert not logits.exists()
 
 
 def test_old_copies_of_runs_on_this_machine_go_and_what_the_store_has_not_stays(run_clean: Clean) -> None:
