@@ -81,6 +81,10 @@ class DataError(DistillError):
     """Missing, empty, unreadable or inconsistent data."""
 
 
+class DataUnavailableError(DataError):
+    """Data on a server that did not answer for as long as it is waited for; it may later."""
+
+
 class ModelError(DistillError):
     """A model name or weights that do not exist or do not fit."""
 
@@ -95,6 +99,10 @@ class ClusterError(DistillError):
 
 class StorageError(DistillError):
     """An object store that does not take or give what a run needs."""
+
+
+class StorageUnavailableError(StorageError):
+    """An object store that did not answer for as long as it is waited for; it may later."""
 
 
 class TrainingError(DistillError):

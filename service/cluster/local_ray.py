@@ -40,6 +40,7 @@ def watch_servers() -> None:
     `GRACE_S` the watch ends it, with one line.
     """
     _noticed.clear()
+    _servers.clear()  # of a Ray that failed to start
     stop = threading.Event()
     thread = threading.Thread(target=_watch, args=(stop,), daemon=True)
     thread.start()

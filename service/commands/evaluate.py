@@ -1,6 +1,8 @@
 """`evaluate`: the accuracy of a checkpoint."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -16,10 +18,14 @@ from service.runs.evaluate import evaluate as run_evaluate
 @RUNS_OR_URI
 def evaluate(checkpoint: str, data_path: str, overrides: tuple[str, ...], root: Path) -> None:
     """Exact accuracy of a checkpoint on a validation split, distributed."""
-    result = run_evaluate(checkpoint, data_path, list(overrides), root)
-    click.echo(
+    click.echo("\n".join(formatted(run_evaluate(checkpoint, data_path, list(overrides), root))))
+
+
+def formatted(result: Mapping[str, Any]) -> list[str]:
+    """The lines that are printed of what `evaluate_checkpoint` returns."""
+    accuracy = (
         f"Acc@1 {result['top1_pct']:.3f}  Acc@5 {result['top5_pct']:.3f}  loss {result['loss']:.5f}  "
         f"({result['num_images']:.0f} images, {result['skipped_images']:.0f} unreadable)"
     )
-    for image in sorted(result["skipped"]):
-        click.echo(f"skipped {image}")
+    precision = [f"precision auto: {result['precision']}: {result['precision_reason']}"] if result["precision_reason"] else []
+    return [accuracy, *precision, *(f"skipped {image}" for image in sorted(result["skipped"]))]

@@ -59,17 +59,20 @@ class LineTail:
     """Complete lines that a growing file has gained since the last look."""
 
     path: Path
-    offset: int = 0
+    offset: int | None = 0
+    """Behind the last line; None: at the end that the file will have once its size can be read."""
 
     @classmethod
     def at_end(cls, path: Path) -> LineTail:
         """The lines that a file will gain from now on."""
-        with contextlib.suppress(OSError):
-            return cls(path, path.stat().st_size)
-        return cls(path)
+        return cls(path, _size(path))
 
     def lines(self) -> list[str]:
-        """None while the file cannot be read, as on a file server that is down for a while."""
+        """No lines while the file cannot be read, as on a file server that is down for a while."""
+        if self.offset is None:
+            self.offset = _size(self.path)
+        if self.offset is None:
+            return []
         try:
             lines = lines_after(self.path, self.offset)
         except OSError:
@@ -77,6 +80,16 @@ class LineTail:
         if lines:
             self.offset = lines[-1].end
         return [line.raw.decode(errors="replace") for line in lines]
+
+
+def _size(path: Path) -> int | None:
+    """Bytes of a file, 0 where there is none; None: its server does not answer."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+    except OSError:
+        return None
 
 
 @dataclass

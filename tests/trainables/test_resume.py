@@ -203,7 +203,7 @@ def train_on_nodes(group: Group, folders: list[Path], wait_s: float, newer: Path
     return train(group, config(folders[group.rank], train={"checkpoint_every": 1}, optim={"momentum": 0, "nesterov": False}))
 
 
-def test_ranks_that_read_different_checkpoints_are_told_apart_or_wait_for_the_newer(ranks: RankPool, tmp_path: Path) -> None:
+def test_ranks_that_read_different_checkpoints_end_with_one_line_or_wait_for_the_newer(ranks: RankPool, tmp_path: Path) -> None:
     settings = {"train": {"checkpoint_every": 1}, "optim": {"momentum": 0, "nesterov": False}}
     for name, die_after in (("old", 4), ("new", 8)):
         assert ranks.run(2, train, config(tmp_path / name, **settings), die_after)[0]["died"]

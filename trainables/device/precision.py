@@ -1,4 +1,4 @@
-"""Which precision `precision: auto` is on the devices of a job."""
+"""Which precision `precision: auto` is on the devices of a job; the precision of float32 products in its processes."""
 
 import logging
 from typing import NamedTuple, TypeVar, cast
@@ -54,6 +54,15 @@ def with_precision(config: Config, group: Group, *, in_float32: str | None = Non
         log.info("%s: precision auto: %s: %s", stage, choice.precision, choice.reason)
     update = {"precision": choice.precision, "precision_reason": choice.reason}
     return cast(Config, config.model_copy(update=update))
+
+
+def set_matmul_precision() -> None:
+    """Products of float32 matrices in full float32, for this process.
+
+    Convolutions are in TF32 by default, of which training takes no harm. Methods subtract products of matrices that are nearly
+    equal; a container may have allowed TF32 for these too (`TORCH_ALLOW_TF32_CUBLAS_OVERRIDE`).
+    """
+    torch.set_float32_matmul_precision("highest")
 
 
 def name_without_bf16(device: torch.device) -> str | None:

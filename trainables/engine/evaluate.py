@@ -94,7 +94,7 @@ def logits_of(
 def evaluate_checkpoint(config: EvaluateConfig, group: Group, heartbeat: Heartbeat | None = None) -> dict[str, Any]:
     """Exact accuracy of a checkpoint on the validation split of `config.data`, on every rank.
 
-    `skipped` lists the images that could not be read, and why.
+    `skipped` lists the images that could not be read, and why; `precision_reason` is empty unless `config.precision` was `auto`.
 
     Raises:
         CheckpointError, DataError: the file or the data cannot be read, or their classes differ.
@@ -135,4 +135,10 @@ def evaluate_checkpoint(config: EvaluateConfig, group: Group, heartbeat: Heartbe
         raise DataError(f"{config.data.path}: not one validation image could be read")
     skipped = {index: image for part in gather_objects(loader.skipped, group) for index, image in part.items()}
     loader.refuse_too_many(skipped)
-    return {**result, "skipped_images": float(len(skipped)), "skipped": list(skipped.values())}
+    return {
+        **result,
+        "skipped_images": float(len(skipped)),
+        "skipped": list(skipped.values()),
+        "precision": config.precision,
+        "precision_reason": config.precision_reason,
+    }

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from trainables.errors import DistillError, StorageError
+from trainables.errors import DistillError, StorageError, StorageUnavailableError
 from trainables.redact import redact
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 10.0
@@ -42,7 +42,8 @@ def with_retries(
     pauses anew. `what` begins the messages, as in `s3://bucket/x cannot be read`.
 
     Raises:
-        StorageError: it was in vain, or the server's answer will not change.
+        StorageUnavailableError: it was in vain for as long as it is waited.
+        StorageError: the server's answer will not change.
         OSError: a disk of this machine is full or read-only.
         DistillError, NotRetriedError: of an attempt, or of `check_stopped`, which is called in every pause.
     """
@@ -59,9 +60,10 @@ def with_retries(
             if failed_at is None or done_bytes() > reached_bytes:
                 wait_s, failed_at, reached_bytes = _FIRST_WAIT_S, now, done_bytes()
             reason = _reason(error)
-            if _is_permanent(error) or now - failed_at >= limit_s():
+            is_permanent = _is_permanent(error)
+            if is_permanent or now - failed_at >= limit_s():
                 tried = f" for {now - failed_at:.0f} s" if now - failed_at >= 1 else ""
-                raise StorageError(f"{what}{tried}: {reason}") from None
+                raise (StorageError if is_permanent else StorageUnavailableError)(f"{what}{tried}: {reason}") from None
             _log.warning("%s, trying again in %g s: %s", what, wait_s, reason)
         while (left_s := min(now + wait_s, failed_at + limit_s()) - time.monotonic()) > 0:
             check_stopped()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from trainables.config import EvaluateConfig, FillConfig, TrainConfig
 from trainables.device.numa import run_near
-from trainables.device.precision import with_precision
+from trainables.device.precision import set_matmul_precision, with_precision
 from trainables.device.release import release_device
 from trainables.disk_writer import DiskWriter
 from trainables.distributed.group import Group, gather_objects
@@ -164,9 +164,7 @@ def interruption_requests(config: TrainConfig, group: Group) -> InterruptionRequ
 def set_up_torch(config: TrainConfig, group: Group) -> None:
     """CPUs, caches and memory statistics of this process, as if no stage had run in it before."""
     set_up_cpus(config, group)
-    # Convolutions are in TF32 by default, of which training takes no harm. Methods subtract products of matrices that are nearly
-    # equal; a container may have allowed TF32 for these too (`TORCH_ALLOW_TF32_CUBLAS_OVERRIDE`).
-    torch.set_float32_matmul_precision("highest")
+    set_matmul_precision()
     torch.backends.cudnn.benchmark = True  # few shapes come, again and again: the fastest convolution of each is worth a search
     if config.train.compile:  # an earlier stage's kernels were compiled for other shapes, and would be used here too
         torch.compiler.reset()
@@ -197,7 +195,14 @@ def fill_loop_per_worker(settings: dict[str, Any]) -> None:
             with contextlib.closing(loader), contextlib.closing(val_loader):
                 metrics = fill(config, group, classes, loader, reporter.report, heartbeat)
         if group.is_main:
-            write_stage_result(stage, StageResult(stage=config.stage, model=config.model, metrics=metrics))
+            result = StageResult(
+                stage=config.stage,
+                model=config.model,
+                precision=config.precision,
+                precision_reason=config.precision_reason,
+                metrics=metrics,
+            )
+            write_stage_result(stage, result)
 
 
 def evaluate_loop_per_worker(settings: dict[str, Any]) -> None:
@@ -208,6 +213,7 @@ def evaluate_loop_per_worker(settings: dict[str, Any]) -> None:
     fetch_inputs(settings)
     config, group = EvaluateConfig.model_validate(settings), current_group()
     set_up_cpus(config, group)
+    set_matmul_precision()
     with watched() as heartbeat:
         result = evaluate_checkpoint(config, group, heartbeat)
     if group.is_main and is_uri(config.output):

@@ -61,7 +61,7 @@ def test_a_process_that_is_inside_ray_when_a_server_ends_is_ended_with_one_line(
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_ray_that_is_shut_down_in_order_is_not_missed(tmp_path: Path) -> None:
+def test_a_ray_that_failed_to_start_is_not_missed_by_the_next_one(tmp_path: Path) -> None:
     (tmp_path / "raylet").symlink_to(shutil.which("sleep") or "")
     local_ray.watch_servers()
     with subprocess.Popen([tmp_path / "raylet", "600"]) as raylet:
@@ -69,7 +69,9 @@ def test_a_ray_that_is_shut_down_in_order_is_not_missed(tmp_path: Path) -> None:
         local_ray.end_watch()
         raylet.kill()
     assert local_ray._dead_server() == "raylet"
-    local_ray._servers.clear()
+    local_ray.watch_servers()  # of the next one, which is not lost with it
+    assert local_ray._dead_server() is None
+    local_ray.end_watch()
 
 
 @pytest.mark.parametrize("again", [0, signal.SIGINT, signal.SIGTERM])

@@ -60,6 +60,23 @@ def test_a_file_that_cannot_be_read_for_a_while_ends_nothing_and_no_line_is_lost
     assert out.getvalue().splitlines() == ["[student] one", "[student] two"]
 
 
+def test_lines_of_before_a_resume_are_not_shown_where_their_file_cannot_be_looked_up_at_first(tmp_path: Path) -> None:
+    """A real error: a link to itself."""
+    stage, out = StageDir(tmp_path), io.StringIO()
+    stage.log.parent.mkdir()
+    stage.log.symlink_to(stage.log)
+    with Display(Console(file=out, width=160)) as display:
+        display.follow("student", stage)
+        display.tick()
+        stage.log.unlink()
+        stage.log.write_text("an earlier try's line\n")
+        display.tick()
+        with open(stage.log, "a") as log:
+            log.write("one\n")
+        display.unfollow("student")
+    assert out.getvalue().splitlines() == ["[student] one"]
+
+
 def test_a_terminal_gets_a_bar_with_speed_and_loss(tmp_path: Path) -> None:
     stage, out = StageDir(tmp_path), io.StringIO()
     with Display(Console(file=out, width=160, force_terminal=True)) as display:

@@ -139,8 +139,8 @@ def test_a_term_is_on_record_in_the_stage_that_computes_it_and_in_no_other(ranks
     calls = ranks.run(1, train, settings)[0]["calls"]
     terms = {"InitStage/reconstruction", "InitStage/code", "kd/kl", "distill_loss"}
     for kind, prefix in (("step", "train/"), ("epoch", "epoch/train/")):
-        said = [{name.removeprefix(prefix) for name in metrics} & terms for each, _, metrics in calls if each == kind]
-        stages = [names for names, _ in itertools.groupby(said)]
+        names_of_calls = [{name.removeprefix(prefix) for name in metrics} & terms for each, _, metrics in calls if each == kind]
+        stages = [names for names, _ in itertools.groupby(names_of_calls)]
         assert stages == [{"InitStage/reconstruction", "distill_loss"}, {"InitStage/code", "kd/kl", "distill_loss"}]
     assert [metrics["epoch/training_epoch"] for kind, _, metrics in calls if kind == "epoch"] == [0.0, 1.0]
 
@@ -165,9 +165,9 @@ def test_a_loss_that_is_not_finite_ends_the_job_names_the_step_and_leaves_the_la
         train(Group(), config(tmp_path, **{**LONG, "optim": {"epochs": 1, "lr": 1e12}}, train=every))
     last = StageDir(tmp_path).last
     tensors, about = checkpoint.read(last)
-    said = re.match(r"student: (.*) is not finite (?:at|after) step (\d+): lower optim\.lr \(now 1e\+12\)", str(ended.value))
-    assert said, ended.value
-    assert int(said[2]) == about["progress"]["step"] + 1
+    problem = re.match(r"student: (.*) is not finite (?:at|after) step (\d+): lower optim\.lr \(now 1e\+12\)", str(ended.value))
+    assert problem, ended.value
+    assert int(problem[2]) == about["progress"]["step"] + 1
     assert str(ended.value).endswith(f"the last good state is {last}")
     assert all(tensor.isfinite().all() for name, tensor in tensors.items() if name.startswith("model."))
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from trainables.errors import DataError, StorageError
+from trainables.errors import DataError, StorageError, StorageUnavailableError
 from trainables.object_store import retries
 from trainables.object_store.retries import NotRetriedError, with_retries
 
@@ -47,18 +47,19 @@ def test_what_will_not_change_is_one_line_at_once(error: Exception, reason: str)
     with pytest.raises(StorageError) as raised:
         with_retries(failing(error), WHAT, lambda: 60.0)
     assert str(raised.value) == f"{WHAT}: {reason}"
+    assert not isinstance(raised.value, StorageUnavailableError)
 
 
 def test_a_limit_that_falls_while_it_is_waited_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retries, "_FIRST_WAIT_S", 60.0)
     limits_s = iter([60.0, 60.0])
-    with pytest.raises(StorageError, match=f"^{WHAT}: no answer"):
+    with pytest.raises(StorageUnavailableError, match=f"^{WHAT}: no answer"):
         with_retries(failing(OSError("no answer"), OSError("no answer")), WHAT, lambda: next(limits_s, 0.0))
 
 
 def test_an_attempt_that_came_further_begins_the_time_anew() -> None:
     errors, done_bytes = [OSError("reset")] * 3, iter(range(1, 100))
-    with pytest.raises(StorageError):
+    with pytest.raises(StorageUnavailableError):
         with_retries(failing(*errors), WHAT, lambda: 0.005)
     assert with_retries(failing(*errors), WHAT, lambda: 0.005, done_bytes=lambda: next(done_bytes)) == 3
 

@@ -66,7 +66,7 @@ def test_a_storm_of_503_is_waited_out_and_one_that_does_not_end_is_one_line(s3: 
     assert ObjectStore("s3://bucket/prefix").read("x") == b"1"
 
 
-def test_the_s3_client_itself_tries_as_often_as_it_is_told(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_s3_client_itself_tries_as_often_as_is_set(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
     s3.refuse(503, 1)
     with pytest.raises(StorageError, match="SLOW_DOWN"):
         ObjectStore("s3://bucket", retry_s=0).put("x", b"1")

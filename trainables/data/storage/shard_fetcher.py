@@ -19,13 +19,13 @@ from trainables.data.storage.next_shards import NextShards
 from trainables.data.storage.shared_folder import FolderLease, format_bytes, reported_as
 from trainables.data.storage.staging import is_whole
 from trainables.data.storage.transfer import FileStore, NoRoomError, StoppedError, fetch, part_of
-from trainables.errors import DataError
+from trainables.errors import DataError, DataUnavailableError
 from trainables.locks import is_locked, locked
 
 _NUM_THREADS = 4  # shards fetched at a time
 _TOUCH_EVERY_S = 1.0
 _LOOK_AGAIN_S = 1.0
-_FAILED_AGAIN_S = 10.0  # until a shard that could not be fetched ahead is tried again
+_RETRY_AHEAD_S = 10.0  # until a shard is fetched ahead again whose server did not answer
 _log = logging.getLogger("raydistill")
 
 
@@ -44,8 +44,8 @@ class RemoteShards:
         self._next_shards = NextShards(self.shards, repeats=split == "train")
         self._changed = threading.Condition()
         self._present_shards: set[int] = set()  # or on its way; what was removed since is found when it is read
-        self._failed: dict[int, DataError] = {}  # for a reader: the job ends
-        self._not_ahead_before_s: dict[int, float] = {}  # of those that could not be fetched ahead
+        self._failed: dict[int, DataError] = {}  # whoever reads one gets its error
+        self._retry_at_s: dict[int, float] = {}  # of shards that were to be fetched ahead while the server did not answer
         self._threads: list[threading.Thread] = []
         self._closed = False
 
@@ -102,10 +102,12 @@ class RemoteShards:
                 shard, earlier = self._next()
                 try:
                     fetched = self._ensure(shard, earlier)
-                except DataError as error:  # the server may be back before the shard is needed; who reads it tries for itself
+                except DataUnavailableError as error:  # the server may be back before the shard is needed
                     _log.warning("a shard was not fetched ahead, and will be tried again: %s", error)
-                    self._not_ahead_before_s[shard] = time.monotonic() + _FAILED_AGAIN_S
+                    self._retry_at_s[shard] = time.monotonic() + _RETRY_AHEAD_S
                     fetched = False
+                except DataError:  # see `_ensure`
+                    continue
                 if not fetched:
                     with self._changed:
                         self._present_shards.discard(shard)
@@ -120,7 +122,7 @@ class RemoteShards:
                 for position, shard in enumerate(upcoming):
                     if shard in self._present_shards or shard in self._failed:
                         continue
-                    if time.monotonic() < self._not_ahead_before_s.get(shard, 0.0):
+                    if time.monotonic() < self._retry_at_s.get(shard, 0.0):
                         continue
                     self._present_shards.add(shard)
                     return shard, frozenset(self.shards[before].file for before in upcoming[:position])
@@ -139,7 +141,8 @@ class RemoteShards:
                 with here():
                     return is_whole(self.folder, self.shards[shard]) or self._fetch(self.shards[shard], earlier)
             except DataError as error:
-                if earlier is None:  # for the readers that wait for the same shard
+                # Who reads a shard whose server did not answer while it was fetched ahead tries for itself.
+                if earlier is None or not isinstance(error, DataUnavailableError):
                     self._failed[shard] = error
                 raise
 

@@ -9,7 +9,7 @@ from typing import BinaryIO, Protocol, TypeVar
 
 from trainables.data.index import File
 from trainables.data.storage.shared_folder import NO_ROOM
-from trainables.errors import DataError, StorageError
+from trainables.errors import DataError, DataUnavailableError, StorageError, StorageUnavailableError
 from trainables.object_store.retries import NotRetriedError, with_retries
 from trainables.rundir import fsync_directory
 
@@ -90,10 +90,17 @@ def read_with_retries(
     check_stopped: Callable[[], None] = lambda: None,
     done_bytes: Callable[[], int] = lambda: 0,
 ) -> T:
-    """What `attempt`, which reads a file, returns; see `with_retries`. Raises DataError where it is in vain."""
+    """What `attempt`, which reads a file, returns; see `with_retries`.
+
+    Raises:
+        DataUnavailableError: it was in vain for `store.retry_s`.
+        DataError: the server's answer will not change.
+    """
     what = f"{store.full_path(name)} cannot be read"
     try:
         return with_retries(attempt, what, lambda: store.retry_s, check_stopped=check_stopped, done_bytes=done_bytes)
+    except StorageUnavailableError as error:
+        raise DataUnavailableError(f"data.path: {error}") from None
     except StorageError as error:
         raise DataError(f"data.path: {error}") from None
 

@@ -92,7 +92,7 @@ def block_costs(
         try:
             write_json(path, {"key": key, "blocks": [asdict(block) for block in blocks]})
         except OSError as error:
-            log.warning("measured times are not kept, the next plan measures anew: %s", error)
+            log.warning("measured times cannot be stored, the next plan measures anew: %s", error)
     return blocks
 
 

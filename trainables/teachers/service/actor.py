@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from trainables.config import TrainConfig
+from trainables.device.precision import set_matmul_precision
 from trainables.failures import kind_of
 from trainables.object_store.stage_copy import fetch_inputs
 from trainables.teachers.service.protocol import LogitsRequest, LogitsResponse
@@ -24,6 +25,7 @@ class TeacherActor:
     def __init__(self, device: str, threads: int) -> None:
         """`threads`: compute threads on a CPU."""
         torch.set_num_threads(threads)
+        set_matmul_precision()
 
         def build(settings: dict[str, Any], classes: Sequence[str]) -> ServedNetwork:
             fetch_inputs(settings)

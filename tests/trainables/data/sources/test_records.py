@@ -1,4 +1,4 @@
-"""A packed set is read as its source was; whatever is damaged is told in one line, and never ends the process."""
+"""A packed set is read as its source was; whatever is damaged is reported in one line, and never ends the process."""
 
 import contextlib
 import hashlib

@@ -440,7 +440,7 @@ class Vanishing(Server):
 def test_an_outage_while_shards_are_fetched_ahead_is_over_when_it_is_over(
     packed: Path, node: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(shard_fetcher, "_FAILED_AGAIN_S", 0.1)
+    monkeypatch.setattr(shard_fetcher, "_RETRY_AHEAD_S", 0.1)
     source = open_remote(_data(packed.as_uri(), node, cache_mib=40), "train")
     server = Vanishing(packed.as_uri(), retry_s=0.1)
     source._shards.server = server
@@ -450,6 +450,25 @@ def test_an_outage_while_shards_are_fetched_ahead_is_over_when_it_is_over(
     server.is_down = False
     assert source.read(0) == image_of("train", 0, SIZE)
     wait_until(lambda: len(list(node.glob("raydistill-*/*/data/train-*.arrow"))) == SHARDS)
+
+
+def test_a_shard_that_is_damaged_or_missing_is_fetched_ahead_once(
+    packed: Path, node: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shard_fetcher, "_RETRY_AHEAD_S", 0.1)
+    copy = shutil.copytree(packed, tmp_path / "copy")
+    content = (copy / "train-00002.arrow").read_bytes()
+    (copy / "train-00002.arrow").write_bytes(content[:-9])
+    source = open_remote(_data(copy.as_uri(), node, cache_mib=40), "train")
+    (copy / "train-00005.arrow").unlink()
+    with caplog.at_level(logging.WARNING, "raydistill"):
+        source.follow(_order(source, "none"), 0, 0)
+        wait_until(lambda: "tried again" in caplog.text or source._shards._failed.keys() == {2, 5})
+    assert "tried again" not in caplog.text
+    for shard, problem in ((2, "bytes, and its index says"), (5, "cannot be read")):
+        with pytest.raises(DataError, match=problem) as error:
+            source.read(shard * ROWS)
+        assert error.value is source._shards._failed[shard]
 
 
 class Faltering(Server):

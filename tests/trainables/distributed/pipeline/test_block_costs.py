@@ -187,7 +187,7 @@ def test_times_that_cannot_be_kept_are_used(tmp_path: Path, caplog: pytest.LogCa
     (tmp_path / "file").touch()
     points = cut_points(_sleeping(), CONDITIONS.image_size)
     assert block_costs(_sleeping(), points, CONDITIONS, [2], Group(), cache=tmp_path / "file" / "cache")
-    assert "measured times are not kept" in caplog.text
+    assert "measured times cannot be stored" in caplog.text
 
 
 def test_without_a_home_no_times_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from tests.trainables.teachers.service.test_client import ROWS, settings
 from trainables.errors import CheckpointError
@@ -32,6 +33,16 @@ def test_it_loads_a_teacher_and_responds_to_all_who_wait(tmp_path: Path) -> None
         assert await actor.counts() == {"computed": 6, "returned": 30}
 
     asyncio.run(talk())
+
+
+def test_it_has_full_products_also_where_its_container_allows_tf32() -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        TeacherActor("cpu", 1)
+        assert torch.get_float32_matmul_precision() == "highest"
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def test_a_teacher_that_does_not_exist_is_named(tmp_path: Path) -> None:

@@ -1,0 +1,67 @@
+"""What a worker sets up and writes, alone: an evaluation, and the filling of a cache."""
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from service.commands.evaluate import formatted
+from tests.trainables.jobs import write_teacher
+from tests.trainables.teachers.cache.test_cached_teacher import settings
+from trainables.config import DataConfig, EvaluateConfig
+from trainables.distributed.group import Group
+from trainables.rundir import StageDir
+from trainables.worker import entry_points
+
+ON_A_CPU = "a CPU has no bf16"
+
+
+@pytest.fixture(autouse=True)
+def alone_where_tf32_is_allowed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As with TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1; Ray's ranks and this process's CPUs aside. All is as before at the end."""
+    log = logging.getLogger("raydistill")
+    before, benchmark = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
+    for name, value in {"handlers": [], "filters": [], "level": log.level, "propagate": log.propagate}.items():
+        monkeypatch.setattr(log, name, value)
+    monkeypatch.setattr(entry_points, "current_group", Group)
+    monkeypatch.setattr(entry_points, "set_up_cpus", lambda *_: None)
+    torch.set_float32_matmul_precision("high")
+    yield
+    for handler in log.handlers:
+        handler.close()
+    torch.set_float32_matmul_precision(before)
+    torch.backends.cudnn.benchmark = benchmark
+
+
+def evaluated(tmp_path: Path, precision: str) -> list[str]:
+    """The lines that `distill evaluate` prints."""
+    config = EvaluateConfig(
+        checkpoint=write_teacher(tmp_path / "model.safetensors"),
+        output=str(tmp_path / "output.json"),
+        data=DataConfig(path="digits", image_size=8, loader_workers=1),
+        precision=precision,
+    )
+    entry_points.evaluate_loop_per_worker(config.model_dump(mode="json"))
+    return formatted(json.loads((tmp_path / "output.json").read_text()))
+
+
+def test_an_evaluation_has_full_products_and_prints_which_precision_auto_was(tmp_path: Path) -> None:
+    accuracy, precision = evaluated(tmp_path, "auto")
+    assert accuracy.startswith("Acc@1 ")
+    assert precision == f"precision auto: fp32: {ON_A_CPU}"
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_an_evaluation_in_the_precision_that_is_written_prints_none(tmp_path: Path) -> None:
+    assert len(evaluated(tmp_path, "fp64")) == 1
+
+
+def test_filling_a_cache_has_full_products_and_writes_which_precision_auto_was(tmp_path: Path) -> None:
+    config = settings(tmp_path, "fill", precision="auto")
+    entry_points.fill_loop_per_worker(config.model_dump(mode="json"))
+    result = json.loads(StageDir(Path(config.output_dir)).result.read_text())
+    assert (result["precision"], result["precision_reason"]) == ("fp32", ON_A_CPU)
+    assert torch.get_float32_matmul_precision() == "highest"
