@@ -71,7 +71,7 @@ def resume_run(directory: Path) -> None:
     resolved, run_dir, result = reopen(directory, to_continue=True)
     for line in changed_methods(run_dir):
         click.echo(line)
-    check_checkpoints(run_dir)
+    check_checkpoints(run_dir, result)
     check_inputs(result.kind, resolved)
     run_to_the_end(result.kind, resolved, run_dir, runs_root_of(result))
 

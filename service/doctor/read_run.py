@@ -177,7 +177,7 @@ def _nodes(metrics: Metrics) -> tuple[NodeUse, ...]:
 
 
 def _rank_nodes(metrics: Metrics, num_workers: int) -> tuple[int, ...]:
-    """Each rank's node; () where it is not recorded, or is a mean over measurements on other nodes."""
+    """Each rank's node; () where it is not recorded, or is the mean that older records have of several nodes."""
     nodes = [metrics.get(f"rank{rank}/node", math.nan) for rank in range(num_workers)]
     return tuple(map(int, nodes)) if all(node.is_integer() for node in nodes) else ()
 

@@ -183,7 +183,7 @@ def pareto_rows(rows: Sequence[Row]) -> list[Row]:
     costed = [row for row in ran(rows) if gpu_s_per_epoch(row) is not None]
     workers_O = np.array([row.scale.num_workers for row in costed], dtype=float)
     time_O = -np.log([row.metrics["images_per_s"] for row in costed])
-    return [costed[index] for index in pareto_front.front(workers_O, time_O)]
+    return sorted((costed[index] for index in pareto_front.front(workers_O, time_O)), key=cost)
 
 
 def pareto(rows: Sequence[Row], unit: str, found: Collection[str] = ()) -> Figure | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +13,7 @@ from service.config.dotted import flatten
 from service.config.schema import Experiment
 from service.config.space import SCALE_AXES
 from service.runs.result import RunResult, TrialRow
-from service.runs.run_directory import reopen
+from service.runs.run_directory import reopen, stages_with
 from service.runs.stages.hangs import hang_lines
 from service.search.step_time_statistics import relative_error
 from trainables.redact import redact_values
@@ -114,17 +113,6 @@ def hangs_of(run_dir: RunDir, result: RunResult) -> list[str]:
     """A line for each hang of a run, also of the measurements that a guided search repeated."""
     stages = stages_with("hangs.jsonl", run_dir, result)
     return hang_lines((str(stage.root.relative_to(run_dir.root)), stage) for stage in stages)
-
-
-def stages_with(name: str, run_dir: RunDir, result: RunResult) -> list[StageDir]:
-    """The stages of a run, and of its trials with every measurement, that have a file of this name.
-
-    By the trials that there are, since Ray's own folders have many files that come and go.
-    """
-    stages = [StageDir(Path(path).parent) for path in sorted(glob.glob(f"{glob.escape(str(run_dir.root))}/*/{name}"))]
-    trials = [(run_dir.trial(row.id), len(row.each_measurement)) for row in result.rows]
-    measured = (trial.measurement(number) for trial, count in trials for number in range(count + 1))
-    return [*stages, *(stage for stage in measured if (stage.root / name).exists())]
 
 
 def read_history(label: str, stage: StageDir, steps: bool) -> History:

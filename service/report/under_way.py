@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from service.report.labels import number
 from service.report.ranks import ago, rank_lines
-from service.report.run_records import stages_with
 from service.runs.result import RunResult, TrialRow
+from service.runs.run_directory import stages_with
 from trainables.rundir import RunDir, StageDir, lines_after
 
 

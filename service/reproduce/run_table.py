@@ -70,7 +70,7 @@ def prepare(job: Reproduction) -> None:
     for planned in job.sweeps:
         run_dir = job.run_dir(planned)
         if run_dir.result.exists():
-            check_checkpoints(run_dir)
+            check_checkpoints(*reopen(run_dir.root)[1:])
         else:
             check_sweep(planned.resolved)
 

@@ -41,12 +41,15 @@ def pooled(measured: Sequence[tuple[Mapping[str, float], int]]) -> dict[str, flo
     """One set of metrics for several measurements of so many steps: means over all steps.
 
     Images per second are all images over all seconds. Least, most and peak are those of all, counts of steps are summed.
+    The number of a rank's node has no mean: it is left out where the measurements were on different nodes.
     """
     if len(measured) < 2:
         return dict(measured[0][0]) if measured else {}
     found = {}
     for name in dict.fromkeys(name for metrics, _ in measured for name in metrics):
         values = [(metrics[name], max(steps, 1), metrics.get("step_s", 1.0)) for metrics, steps in measured if name in metrics]
+        if name.endswith("/node") and len({value for value, _, _ in values}) > 1:
+            continue
         if name in SUMMED:
             found[name] = sum(value for value, _, _ in values)
         elif name.endswith("_min_ms") or name in SMALLEST:

@@ -13,7 +13,8 @@ from service.config.experiment import Resolved, read_resolved
 from service.config.schema import Experiment
 from service.runs.dry_run import check_fits
 from service.runs.plan import Plan
-from service.runs.result import Kind
+from service.runs.result import Kind, RunResult
+from service.runs.run_directory import stages_with
 from service.tracking.tracker import check_store
 from trainables.config import DataConfig
 from trainables.data.decode import UnreadableImageError, decode_image
@@ -23,7 +24,7 @@ from trainables.errors import CheckpointError, DataError, ExperimentError
 from trainables.models.checkpoint_header import read_checkpoint_header
 from trainables.object_store.store import is_uri
 from trainables.rules import enough_images
-from trainables.rundir import RunDir, StageDir, unwritable_reason
+from trainables.rundir import RunDir, unwritable_reason
 
 PROBED_IMAGES = 8
 
@@ -131,9 +132,9 @@ def check_models(experiment: Experiment, classes: tuple[str, ...]) -> None:
                 load_teacher(model, path, num_classes=len(classes), image_size=size, classes=classes, seed=seed)
 
 
-def check_checkpoints(run_dir: RunDir) -> None:
+def check_checkpoints(run_dir: RunDir, result: RunResult) -> None:
     """Refuse to resume from a checkpoint that is damaged. Raises CheckpointError: which, and what to do with it."""
-    stages = [StageDir(path.parent.parent) for path in sorted(run_dir.root.rglob("checkpoints/last.safetensors"))]
+    stages = stages_with("checkpoints/last.safetensors", run_dir, result)
     needed = [(stage.last, stage.best, stage) for stage in stages if not stage.result.exists()]
     for name in read_resolved(run_dir.experiment).experiment.preparation:
         if (done := run_dir.stage(name)).result.exists():

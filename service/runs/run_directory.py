@@ -14,7 +14,7 @@ from service.runs.stored.stored_runs import check_reachable, display_name, fetch
 from trainables.errors import ExperimentError
 from trainables.locks import is_locked, locked_or_raise
 from trainables.object_store.store import is_uri
-from trainables.rundir import RunDir, unwritable_reason, write_text
+from trainables.rundir import RunDir, StageDir, unwritable_reason, write_text
 
 
 def has_begun(path: Path) -> bool:
@@ -154,10 +154,29 @@ def as_it_stands(run_dir: RunDir, result: RunResult) -> RunResult:
     result = read_result(run_dir.result, run_dir.experiment)  # it may have ended since
     if result.status != "running":
         return result
-    files = [run_dir.result, *run_dir.root.rglob("metrics.jsonl"), *run_dir.root.rglob("heartbeats.json")]
-    since = datetime.fromtimestamp(max(file.stat().st_mtime for file in files))
+    written = [stage.root / name for name in ("metrics.jsonl", "heartbeats.json") for stage in stages_with(name, run_dir, result)]
+    since = datetime.fromtimestamp(max(map(modified_s, (run_dir.result, *written))))
     reason = f"not running since {since:%Y-%m-%d %H:%M:%S}: no process runs it any more"
     return result.model_copy(update={"status": "interrupted", "reason": reason})
+
+
+def stages_with(name: str, run_dir: RunDir, result: RunResult) -> list[StageDir]:
+    """The stages of a run, and of its trials with every measurement, that have a file of this name.
+
+    By the trials that there are, since Ray's own folders have many files that come and go.
+    """
+    stages = [StageDir(folder) for folder in sorted(run_dir.root.glob("*"))]
+    trials = [(run_dir.trial(row.id), len(row.each_measurement)) for row in result.rows]
+    measured = [trial.measurement(number) for trial, count in trials for number in range(count + 1)]
+    return [stage for stage in (*stages, *measured) if (stage.root / name).exists()]
+
+
+def modified_s(path: Path) -> float:
+    """When a file was last written; 0 for one that is gone."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def abandoned(run_dir: RunDir) -> bool:

@@ -57,7 +57,11 @@ class Sender:
         """(run key, kind) → what the next requests take."""
         self._num_unsaved = 0
         self._num_sent = 0
-        self._num_refused = 0
+        self._refusal_logged = False
+        self._refused_again: list[dict[str, Any]] | None = None
+        """While refused records are sent again: those that were refused again."""
+        self._retry_pending = False
+        """Whether refused records were to be sent again, and were not yet."""
         self._trouble = ""
         self._upload_trouble = ""
         """Why a file could not be uploaded in this delivery; no other one is tried in it."""
@@ -65,12 +69,13 @@ class Sender:
     def try_deliver(self, *, retry_refused: bool = False) -> bool:
         """Send everything that lies in the spool and the followed files; False where the store did not take all of it.
 
-        Nothing is raised: a store that is away, busy or misconfigured is a reason to try again later, said once an outage.
+        Nothing is raised: a store that is away, busy or misconfigured is a reason to try again later, logged once an outage.
         Where it only takes no files, everything else arrives. `retry_refused`: send first what was set aside as refused.
         """
         trouble = ""
+        self._retry_pending = retry_refused
         try:
-            self._deliver(retry_refused)
+            self._deliver()
             if self._upload_trouble:
                 waiting = counted(len(self._cursor.deferred), "artifact waits", "artifacts wait")
                 trouble = f"metrics are sent to {self._where}; {waiting}: {self._upload_trouble}"
@@ -85,8 +90,11 @@ class Sender:
 
     def summary(self) -> Delivery:
         """Records sent by this sender, records left, and a line that says what to do about them."""
-        num_pending = self._spool.num_pending(self.uri)
-        but = f", but for {self._num_refused} that it cannot take, kept in {self._spool.refused}" if self._num_refused else ""
+        num_pending, num_refused, but = self._spool.num_pending(self.uri), len(self._spool.refused_records()), ""
+        if self._retry_pending:
+            num_pending += num_refused
+        elif num_refused:
+            but = f", but for {num_refused} that it cannot take, which are in {self._spool.refused}"
         if not num_pending:
             return Delivery(self._num_sent, 0, f"MLflow was sent every record ({self._where}){but}")
         left = self._trouble or f"{self._where} has not taken them yet"
@@ -98,12 +106,14 @@ class Sender:
     def _where(self) -> str:
         return redact(self.uri)
 
-    def _deliver(self, retry_refused: bool) -> None:
+    def _deliver(self) -> None:
         store = self._store or self._connect()
         self._rows.clear()
         self._num_unsaved = 0
         self._upload_trouble = ""
-        if retry_refused:
+        if self._retry_pending:
+            # Followed files first: a retry that is cut short forgets what it found refused, and their lines are sent only once.
+            self._drain_open(store)
             self._retry_refused(store)
         while lines := lines_after(self._spool.events, self._cursor.offset, CHUNK_BYTES):
             before = self._cursor.offset
@@ -119,9 +129,7 @@ class Sender:
                     self._commit(store, line.end)
                 before = line.end
             self._commit(store, before)
-        for tail in self._cursor.tails:
-            if tail.open:
-                self._drain(store, tail)
+        self._drain_open(store)
         self._upload_deferred(store)
 
     def _connect(self) -> Store:
@@ -205,19 +213,27 @@ class Sender:
     def _refuse_run(self, key: str, reason: str) -> None:
         """From now on all records of a run are set aside without a request."""
         self._cursor.refused_runs[key] = reason
-        log.warning("tracking: %s; its records are kept in %s", reason, self._spool.refused)
+        log.warning("tracking: %s; its records are in %s", reason, self._spool.refused)
 
     def _set_aside(self, records: Sequence[Mapping[str, Any]], reason: str) -> None:
-        if not self._num_refused and reason not in self._cursor.refused_runs.values():
-            log.warning("tracking: a record cannot be sent (%s); such records are kept in %s", reason, self._spool.refused)
-        self._num_refused += len(records)
-        self._spool.set_aside(records, reason)
+        if not self._refusal_logged and reason not in self._cursor.refused_runs.values():
+            log.warning("tracking: a record cannot be sent (%s); such records are in %s", reason, self._spool.refused)
+        self._refusal_logged = True
+        refused = [{**record, "reason": redact(reason)} for record in records]
+        if self._refused_again is None:
+            self._spool.set_aside(refused)
+        else:
+            self._refused_again += refused
 
     def _retry_refused(self, store: Store) -> None:
-        """Send what was refused before: a run may have been restored, a server mended."""
+        """Send what was refused before: a run may have been restored, a server mended.
+
+        What is refused again replaces it at the end: cut short, this begins anew the next time.
+        """
         self._cursor.refused_runs.clear()
-        with self._spool.retried() as records:
-            for record in records:
+        self._refused_again = []
+        try:
+            for record in self._spool.refused_records():
                 if is_event(record) and record["op"] not in PER_REQUEST:
                     self._flush(store)
                     self._carry_out(store, record)
@@ -227,6 +243,15 @@ class Sender:
                     self._set_aside([record], str(record.get("reason")))
             self._flush(store)
             self._save()
+            self._spool.replace_refused(self._refused_again)
+            self._retry_pending = False
+        finally:
+            self._refused_again = None
+
+    def _drain_open(self, store: Store) -> None:
+        for tail in self._cursor.tails:
+            if tail.open:
+                self._drain(store, tail)
 
     def _drain(self, store: Store, tail: Tail) -> None:
         """Send a followed file's new lines."""

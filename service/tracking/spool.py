@@ -5,7 +5,6 @@ Nothing here knows the store. `events.jsonl` and `target.json` are the truth; `s
 
 import contextlib
 import json
-import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trainables.errors import ExperimentError
 from trainables.locks import try_lock
-from trainables.redact import redact
 from trainables.rundir import RunDir, append_line, append_lines, lines_after, write_json, write_text
 
 CHUNK_BYTES = 64 * 1024
@@ -83,10 +81,10 @@ class Cursor(SpoolPart):
     runs: dict[str, str] = Field(default_factory=dict)
     """Our run key → the store's run id."""
     creates: dict[str, int] = Field(default_factory=dict)
-    """Our run key → how often its creation was asked for; counted before asking, since the answer may never come."""
+    """Our run key → how often its creation was requested; counted before the request, since the answer may never come."""
     tails: list[Tail] = Field(default_factory=list)
     deferred: list[dict[str, Any]] = Field(default_factory=list)
-    """Events behind `offset` whose files could not be uploaded, without their time, each once; those tried last stand last."""
+    """Events behind `offset` whose files could not be uploaded, each upload once; those tried last stand last."""
     refused_runs: dict[str, str] = Field(default_factory=dict)
     """Our run key → why the store takes nothing for this run."""
 
@@ -107,7 +105,6 @@ class Spool:
         self._target = self.root / "target.json"
         self._sent = self.root / "sent.json"
         self.refused = self.root / "refused.jsonl"
-        self._retried = self.root / "refused-retried.jsonl"
         self._lock = self.root / "sender.lock"
 
     def aim(self, uri: str, experiment: str) -> Target:
@@ -184,20 +181,20 @@ class Spool:
                 found[record["key"]] = record.get("status")
         return found
 
-    def set_aside(self, records: Sequence[Mapping[str, Any]], reason: str) -> None:
-        """Keep records that the store refuses for good, with the reason, so that they do not hold up those behind them."""
-        append_lines(self.refused, [{**record, "reason": redact(reason)} for record in records])
+    def set_aside(self, records: Sequence[dict[str, Any]]) -> None:
+        """Add records that the store refuses for good, each with its `reason`, so that they do not hold up those behind them."""
+        append_lines(self.refused, records)
 
-    @contextlib.contextmanager
-    def retried(self) -> Iterator[list[dict[str, Any]]]:
-        """The records set aside so far, to be tried again. They are forgotten at the end, unless something was raised.
+    def refused_records(self) -> list[dict[str, Any]]:
+        """The records set aside so far."""
+        return list(_records_after(self.refused, 0))
 
-        What is set aside again meanwhile goes to a new file.
-        """
-        if self.refused.exists() and not self._retried.exists():  # else an earlier one, which was cut short, comes first
-            os.replace(self.refused, self._retried)
-        yield list(_records_after(self._retried, 0))
-        self._retried.unlink(missing_ok=True)
+    def replace_refused(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Leave only these set aside, atomically."""
+        if records:
+            write_text(self.refused, "".join(json.dumps(record) + "\n" for record in records))
+        else:
+            self.refused.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def sender_lock(self) -> Iterator[bool]:

@@ -104,7 +104,8 @@ def compare_url(run_dir: RunDir, keys: Iterable[str], base: str = "http://127.0.
 class Tracker:
     """The recorder. Each method appends to the spool and returns within milliseconds; none waits for the store.
 
-    Nothing that happens raises: not a full disk, nor a store that takes nothing. A key that MLflow could not search for does.
+    No method but `__init__` raises for what happens outside, such as a full disk or a store that takes nothing; `start_run`
+    raises ValueError for a key that MLflow could not search for.
 
     `key` names a run within its run directory. Times (unix ms) are fixed when a method is called, not when it is delivered.
     """

@@ -145,7 +145,7 @@ EXPECTED: dict[tuple[str, int], tuple[Expected, ...]] = {
         Expected("device_ms/ours", "GPU 5–6 ms a step", 5, 6, estimate=True),
     ),
 }
-TOLD = (
+RECORDED = (
     Expected("ours/plain", "÷ plain loop: recorded"),
     Expected("images_per_s/ours", "images/s: recorded"),
     Expected("host_ms/ours", "host time of a step: recorded"),
@@ -166,7 +166,7 @@ def speed_piece(name: str, pair: Pair, batch: int, precision: str, expected: tup
 
 PIECES = (
     *(
-        speed_piece(f"4-{precision}-{batch}", R34_R18, batch, precision, EXPECTED.get((precision, batch), TOLD))
+        speed_piece(f"4-{precision}-{batch}", R34_R18, batch, precision, EXPECTED.get((precision, batch), RECORDED))
         for precision in ("bf16", "fp32")
         for batch in BATCHES
     ),

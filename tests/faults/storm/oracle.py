@@ -101,6 +101,9 @@ def delivery_losses(database: Path, run_dir: RunDir, key: str, expected: set[tup
 
     `expected`: name, step and value of each metric.
     """
+    spool = Spool(run_dir)
+    if spool.refused.exists():  # the sync sends these again
+        yield f"MLflow refused records: {spool.refused.read_text()[:200]}"
     sync(run_dir)
     with contextlib.closing(sqlite3.connect(database, timeout=60)) as store:
         runs = store.execute(
@@ -116,9 +119,8 @@ def delivery_losses(database: Path, run_dir: RunDir, key: str, expected: set[tup
         yield f"MLflow has {len(rows) - len({row[:2] for row in rows})} numbers twice"
     if missing := expected - {(name, step, value) for name, step, value in rows}:
         yield f"MLflow lacks {len(missing)} of {len(expected)} numbers, such as {min(missing)}"
-    spool = Spool(run_dir)
     if spool.refused.exists():
-        yield f"MLflow refused records: {spool.refused.read_text()[:200]}"
+        yield f"MLflow still refuses records: {spool.refused.read_text()[:200]}"
 
 
 def sent_numbers(stage: StageDir, prefix: str) -> set[tuple[str, int, float]]:

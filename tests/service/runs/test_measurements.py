@@ -51,3 +51,9 @@ def test_a_point_that_ran_once_is_ok_whatever_else_befell_it() -> None:
         whole = combined(order)
         assert (whole.status, whole.reason, whole.metrics, whole.seconds) == ("ok", "", FAST, 33.0)
     assert (combined([failed, failed]).status, combined([failed, failed]).reason) == ("failed", "its reason")
+
+
+def test_a_rank_that_was_on_several_nodes_is_on_none_between_them() -> None:
+    first, second = FAST | {"rank0/node": 0.0, "rank1/node": 2.0}, SLOW | {"rank0/node": 2.0, "rank1/node": 2.0}
+    metrics = combined([measured(first, 10, 5.0, 0.0), measured(second, 10, 5.0, 0.0)]).metrics
+    assert {name: value for name, value in metrics.items() if name.endswith("/node")} == {"rank1/node": 2.0}

@@ -1,13 +1,16 @@
 """A run's directory when several processes want it."""
 
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
 from service.config.experiment import Resolved, load, read_resolved
-from service.runs.run_directory import begin_run, reopen
+from service.runs.run_directory import as_it_stands, begin_run, reopen
+from tests.service.report.runs import sweep_dir
 from trainables.errors import ExperimentError
 from trainables.rundir import RunDir
 
@@ -33,3 +36,20 @@ def test_of_several_that_begin_in_one_folder_at_once_one_does_and_the_others_cha
     with pytest.raises(ExperimentError, match="already holds a run: continue it with `distill resume"):
         begin_run(load("digits", ["seed=9"]), "train", run_dir, tmp_path)
     assert reopen(run_dir.root)[0].experiment.seed == winner
+
+
+def test_a_sweep_whose_driver_was_killed_has_not_run_since_its_trials_last_wrote_whatever_ray_wrote_later(tmp_path: Path) -> None:
+    _, run_dir, result = reopen(sweep_dir(tmp_path / "s", {"data.global_batch_size": [64, 128]}, status="running").root)
+    (run_dir.root / ".lock").touch()
+    rays = run_dir.tune / "a trial" / "metrics.jsonl"
+    rays.parent.mkdir(parents=True)
+    rays.touch()
+    heartbeats = run_dir.trial("001").measurement(1).heartbeats
+    heartbeats.parent.mkdir()
+    heartbeats.touch()
+    times_s = {run_dir.result: 1e9, run_dir.trial("000").measurement(0).metrics: 2e9, heartbeats: 3e9, rays: 4e9}
+    times_s[run_dir.trial("001").measurement(0).metrics] = 1e9
+    for path, time_s in times_s.items():
+        os.utime(path, (time_s, time_s))
+    since = datetime.fromtimestamp(3e9)
+    assert as_it_stands(run_dir, result).reason == f"not running since {since:%Y-%m-%d %H:%M:%S}: no process runs it any more"

@@ -82,14 +82,14 @@ def test_a_search_concludes_with_the_best_point_what_it_left_out_and_why() -> No
         if asked is None:
             break
         measured(rows, points.index(dict(asked)), asked, 1.0 + turn)
-    said = conclusion(result(rows))
+    concluded = conclusion(result(rows))
     best = min(points, key=lambda point: step_s(point) / point["data.global_batch_size"])
-    assert said["best"].params == best
-    assert {one.status for one in said["trials"]} == {"ok", "untested"}
+    assert concluded["best"].params == best
+    assert {one.status for one in concluded["trials"]} == {"ok", "untested"}
     done = [one for one in rows if one["status"] == "ok"]
-    assert said["search"].spent_gpu_s == sum(10.0 * one["scale"]["scale.num_workers"] for one in done)
-    assert said["search"].bound_pct < 6
-    assert "better than 4 workers, global batch 512, 4 loader workers" in said["search"].why
+    assert concluded["search"].spent_gpu_s == sum(10.0 * one["scale"]["scale.num_workers"] for one in done)
+    assert concluded["search"].bound_pct < 6
+    assert "better than 4 workers, global batch 512, 4 loader workers" in concluded["search"].why
 
 
 def trained(number: int, point: dict[str, Any], seconds: float | None, ended_s: float) -> dict[str, Any]:
@@ -100,8 +100,8 @@ def trained(number: int, point: dict[str, Any], seconds: float | None, ended_s: 
     steps = whole if reached or seconds is None else seconds / pace
     metrics = {"steps": steps, "train_s": steps * pace, "noise_scale": 150.0}
     metrics |= {"steps_to_accuracy": steps, "time_to_accuracy_s": steps * pace} if reached else {}
-    told = {"id": f"{number:03d}-trained", "speed_trial": f"{number:03d}", "status": "ok" if reached else "stopped"}
-    return row(number, point, ended_s=ended_s) | told | {"metrics": metrics}
+    trained_row = {"id": f"{number:03d}-trained", "speed_trial": f"{number:03d}", "status": "ok" if reached else "stopped"}
+    return row(number, point, ended_s=ended_s) | trained_row | {"metrics": metrics}
 
 
 def searched_for_time() -> tuple[RunResult, TimeToAccuracySearch]:
@@ -110,40 +110,40 @@ def searched_for_time() -> tuple[RunResult, TimeToAccuracySearch]:
     for one, point in zip(rows, points, strict=True):
         one["metrics"]["epoch_s"] = 640 / point["data.global_batch_size"] * step_s(point)
     while True:
-        told = result(rows, metric="time_to_accuracy", mode="min", noise_scales=[60.0])
-        search, ids = time_to_accuracy_search(told, replay(told))
+        recorded = result(rows, metric="time_to_accuracy", mode="min", noise_scales=[60.0])
+        search, ids = time_to_accuracy_search(recorded, replay(recorded))
         if (asked := search.ask()) is None:
-            return told, search
+            return recorded, search
         number = int(ids[asked])
         rows.append(trained(number, points[number], search.until_s, 100.0 + len(rows)))
 
 
 def test_the_points_that_may_reach_a_target_first_are_trained_and_the_fastest_wins() -> None:
-    told, search = searched_for_time()
-    followed = [one for one in told.rows if one.speed_trial is not None]
+    recorded, search = searched_for_time()
+    followed = [one for one in recorded.rows if one.speed_trial is not None]
     best = min(grid(), key=lambda point: (1 + 200 / point["data.global_batch_size"]) * step_s(point))
-    said = conclusion(told)
+    concluded = conclusion(recorded)
     assert 1 <= len(followed) <= search.most
-    assert said["best"].params == best
-    assert said["best"].speed_trial == said["best"].id.removesuffix("-trained")
-    assert said["search"].why == search.why()
-    assert len(said["search"].predicted_s) == len(grid())
-    assert 0 <= said["search"].bound_pct < 60
+    assert concluded["best"].params == best
+    assert concluded["best"].speed_trial == concluded["best"].id.removesuffix("-trained")
+    assert concluded["search"].why == search.why()
+    assert len(concluded["search"].predicted_s) == len(grid())
+    assert 0 <= concluded["search"].bound_pct < 60
 
 
 @pytest.mark.processes
 def test_trainings_to_a_target_are_no_probes_of_a_planner() -> None:
-    told, _ = searched_for_time()
-    alone = told.model_copy(update={"trials": [one for one in told.rows if one.speed_trial is None]})
-    assert replay(told).best() == replay(alone).best()
-    assert len(replay(told).state.history) == len(grid())
+    recorded, _ = searched_for_time()
+    alone = recorded.model_copy(update={"trials": [one for one in recorded.rows if one.speed_trial is None]})
+    assert replay(recorded).best() == replay(alone).best()
+    assert len(replay(recorded).state.history) == len(grid())
 
 
 def test_points_that_broke_or_do_not_fit_are_not_trained() -> None:
     points = grid()
     rows = [row(n, point, "failed" if n % 2 else "ok", ended_s=float(n)) for n, point in enumerate(points)]
-    told = result(rows, metric="time_to_accuracy", mode="min")
-    _, ids = time_to_accuracy_search(told, replay(told))
+    recorded = result(rows, metric="time_to_accuracy", mode="min")
+    _, ids = time_to_accuracy_search(recorded, replay(recorded))
     assert ids == [f"{n:03d}" for n in range(0, len(points), 2)]
 
 

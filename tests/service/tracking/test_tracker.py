@@ -24,7 +24,7 @@ from service.tracking.spool import Spool, Target
 from tests.service.tracking.store import metrics_of, query, run_of, write_steps
 from tests.waiting import wait_until
 from trainables.errors import ExperimentError
-from trainables.rundir import RunDir, append_line, read_lines
+from trainables.rundir import RunDir, append_line, append_lines, read_lines
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -268,6 +268,43 @@ def test_records_of_a_run_that_was_deleted_in_mlflow_arrive_once_it_is_restored(
     assert not (run_dir.spool / "refused.jsonl").exists()
     assert [step for step, _, _ in metrics_of(runs_root, run_id, "loss")] == list(range(30))
     assert run_of(runs_root, run_dir, "train")[1] == "FINISHED"
+
+
+def test_a_retry_of_refused_records_that_fails_midway_doubles_and_hides_none_of_them(
+    runs_root: Path, run_dir: RunDir, tracker: Tracker
+) -> None:
+    tracker.start_run("train", "run")
+    assert sync(run_dir).num_pending == 0
+    run_id, _, _ = run_of(runs_root, run_dir, "train")
+    row = {"kind": "params", "reason": "the server was older"}
+    refused = [{"key": key, "row": [key, "1"], **row} for key in ("nobody", "train", "no one")]
+    append_lines(Spool(run_dir).refused, refused)
+    query(runs_root, "ALTER TABLE params RENAME TO elsewhere")
+    try:
+        for _ in range(2):
+            delivery = sync(run_dir, max_failures=1)
+            assert delivery.num_pending == 3
+            assert delivery.message.startswith("3 records wait on disk: ")
+            assert delivery.message.endswith(f"; later: distill sync {run_dir.root}")
+            assert read_lines(Spool(run_dir).refused) == refused
+    finally:
+        query(runs_root, "ALTER TABLE elsewhere RENAME TO params")
+    delivery = sync(run_dir)
+    assert delivery.num_pending == 0
+    assert f"but for 2 that it cannot take, which are in {Spool(run_dir).refused}" in delivery.message
+    assert [record["key"] for record in read_lines(Spool(run_dir).refused)] == ["nobody", "no one"]
+    assert query(runs_root, "SELECT value FROM params WHERE run_uuid = ?", run_id) == [("1",)]
+    assert [path.name for path in run_dir.spool.glob("refused*")] == ["refused.jsonl"]
+
+
+def test_refused_records_wait_where_the_store_that_they_are_sent_to_again_is_away(run_dir: RunDir) -> None:
+    Tracker(run_dir, "http://127.0.0.1:1", "refused")
+    append_line(Spool(run_dir).refused, {"key": "train", "kind": "params", "row": ["a", "1"], "reason": "its reason"})
+    delivery = sync(run_dir, max_failures=1)
+    assert delivery.num_pending == 1
+    assert "1 record waits on disk: " in delivery.message
+    assert " takes no records now (" in delivery.message
+    assert delivery.message.endswith(f"; later: distill sync {run_dir.root}")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere niceness belongs to a process")
