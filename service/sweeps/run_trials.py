@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from threading import Event
 
 from service.cluster.resources import Cluster
 from service.runs.outcome import Outcome, write_outcome
@@ -47,10 +48,11 @@ def run_pending(
     else:
         search = partial(tune_trials, session.experiment.sweep)
     watch = TrialWatch(session, records, trials, {} if guided else assignments)
-    max_concurrent = concurrency(session, assignments, cluster)
+    max_concurrent, session_ending = concurrency(session, assignments, cluster), Event()
     try:
-        session.wait_for(lambda: search(assignments, session.run_dir, max_concurrent), watch.tick)
+        session.wait_for(lambda: search(assignments, session.run_dir, max_concurrent, session_ending), watch.tick)
     except BaseException:  # as of Ctrl-C: the processes of trials are killed, and cannot say that they end
+        session_ending.set()
         watch.end_sessions(pending)
         with contextlib.suppress(OSError, ExperimentError):  # as of a full disk: what ended the sweep matters more
             load_outcomes(trials, session.run_dir)

@@ -56,7 +56,7 @@ def test_a_trial_that_raises_or_dies_has_failed_whatever_epochs_it_has_and_later
         return read_outcome(run_dir.trial(trial).result)
 
     def run(*trials: str) -> None:
-        tune_trials(config, {trial: assignments[trial] for trial in trials}, run_dir, max_concurrent=2)
+        tune_trials(config, {trial: assignments[trial] for trial in trials}, run_dir, 2, threading.Event())
 
     first = threading.Thread(target=run, args=("000", "001"), daemon=True)
     first.start()
