@@ -21,11 +21,11 @@ def outcome_of(trial: Trial, session_ending: Event) -> Outcome | None:
     """
     where = f"see {trial.path}/{Path(trial.error_file).name}"
     error = cloudpickle.loads(Path(trial.pickled_error_file).read_bytes()) if trial.pickled_error_file else None
-    raised = isinstance(error, RayTaskError)
-    if session_ending.wait(0 if raised else ENDING_S):
+    raised = error.cause if isinstance(error, RayTaskError) else None
+    if session_ending.wait(ENDING_S if raised is None else 0):
         return None
-    if raised:
-        failure = failure_of(error.cause, None)
+    if raised is not None:
+        failure = failure_of(raised, None)
         return Outcome(
             status="oom" if failure.kind in OUT_OF_MEMORY_KINDS else "failed",
             reason=f"{failure}; {where}",

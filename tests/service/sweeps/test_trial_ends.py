@@ -50,7 +50,7 @@ def ends(run_dir: RunDir, store: RunStore | None = None, session_ending: Event |
 
 def complete(callback: TrialEnds, run_dir: RunDir, **reported: object) -> Outcome:
     """What a trial's `result.json` has, once Tune calls it complete."""
-    trial = trial_in(run_dir.root, **reported)
+    trial = trial_in(run_dir.root, None, **reported)
     callback.on_trial_complete(1, [trial], trial)
     return read_outcome(run_dir.trial("000").result)
 
