@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from threading import Event
 
 from service.cluster.resources import Cluster
 from service.runs.outcome import Outcome, write_outcome
@@ -18,7 +17,7 @@ from service.runs.stages.stage_times import end_session
 from service.runs.stored.stored_runs import discard
 from service.sweeps.trial_records import TrialRecords
 from service.sweeps.trials import Trial, load_outcomes, rows_of
-from service.sweeps.tune import search_trials, tune_trials, with_shared_starts
+from service.sweeps.tune import SessionEnding, search_trials, tune_trials, with_shared_starts
 from trainables.errors import ExperimentError
 from trainables.paced import Paced
 from trainables.rundir import StageDir, write_text
@@ -48,7 +47,7 @@ def run_pending(
     else:
         search = partial(tune_trials, session.experiment.sweep)
     watch = TrialWatch(session, records, trials, {} if guided else assignments)
-    max_concurrent, session_ending = concurrency(session, assignments, cluster), Event()
+    max_concurrent, session_ending = concurrency(session, assignments, cluster), SessionEnding()
     try:
         session.wait_for(lambda: search(assignments, session.run_dir, max_concurrent, session_ending), watch.tick)
     except BaseException:  # as of Ctrl-C: the processes of trials are killed, and cannot say that they end

@@ -22,8 +22,15 @@ if TYPE_CHECKING:
     from ray.tune import Callback, RunConfig
 
 
+class SessionEnding(Event):
+    """Set once the session ends. Ray Tune pickles what its callbacks have to its own files, of which nothing is restored."""
+
+    def __reduce__(self) -> tuple[type[Event], tuple[()]]:
+        return SessionEnding, ()
+
+
 def tune_trials(
-    sweep: SweepConfig, assignments: Mapping[str, Assignment], run_dir: RunDir, max_concurrent: int, session_ending: Event
+    sweep: SweepConfig, assignments: Mapping[str, Assignment], run_dir: RunDir, max_concurrent: int, session_ending: SessionEnding
 ) -> None:
     """Let Ray Tune run the trials; returns when each has an outcome, be it that the scheduler has stopped it.
 
@@ -82,7 +89,7 @@ def with_shared_starts(assignments: Mapping[str, Assignment]) -> dict[str, Assig
 
 
 def search_trials(
-    result: RunResult, assignments: Mapping[str, Assignment], run_dir: RunDir, max_concurrent: int, session_ending: Event
+    result: RunResult, assignments: Mapping[str, Assignment], run_dir: RunDir, max_concurrent: int, session_ending: SessionEnding
 ) -> None:
     """Let the planner choose trials, and Ray Tune run groups of workers that measure them; returns when no probe is worth it.
 

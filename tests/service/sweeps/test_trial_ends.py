@@ -1,9 +1,10 @@
 """What is recorded of a trial that leaves no outcome of its own, as Ray Tune ends it."""
 
 from pathlib import Path
-from threading import Event, Thread
+from threading import Thread
 
 import pytest
+import ray
 from ray.exceptions import ActorDiedError, RayTaskError
 from ray.tune.error import TuneError
 from ray.tune.experiment import Trial
@@ -14,6 +15,7 @@ from service.runs.stages.assignment import Assignment
 from service.runs.stored import stored_runs
 from service.search.searcher import WorkerGroupEnds
 from service.sweeps.trial_ends import TrialEnds
+from service.sweeps.tune import SessionEnding
 from tests.s3 import S3
 from tests.trainables.jobs import config
 from trainables.config import RunStore
@@ -43,9 +45,9 @@ def trial_in(folder: Path, error: Exception | None = None, **reported: object) -
     return trial
 
 
-def ends(run_dir: RunDir, store: RunStore | None = None, session_ending: Event | None = None) -> TrialEnds:
+def ends(run_dir: RunDir, store: RunStore | None = None, session_ending: SessionEnding | None = None) -> TrialEnds:
     stage = config(run_dir.trial("000").stage("student").root, teacher=None).model_copy(update={"run_store": store})
-    return TrialEnds(run_dir, {"000": Assignment(stage, False, 1, "")}, session_ending or Event())
+    return TrialEnds(run_dir, {"000": Assignment(stage, False, 1, "")}, session_ending or SessionEnding())
 
 
 def complete(callback: TrialEnds, run_dir: RunDir, **reported: object) -> Outcome:
@@ -123,7 +125,7 @@ def test_a_trial_whose_process_the_end_of_the_session_killed_is_left_to_the_next
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tune_errors, "ENDING_S", 60.0)
-    run_dir, trial, session_ending = RunDir(tmp_path), trial_in(tmp_path, DIED), Event()
+    run_dir, trial, session_ending = RunDir(tmp_path), trial_in(tmp_path, DIED), SessionEnding()
     callback = ends(run_dir, session_ending=session_ending)
     tune = Thread(target=callback.on_trial_error, args=(1, [trial], trial), daemon=True)
     tune.start()
@@ -133,7 +135,11 @@ def test_a_trial_whose_process_the_end_of_the_session_killed_is_left_to_the_next
     assert not run_dir.trial("000").result.exists()
 
 
+def test_ray_tune_can_pickle_the_callbacks(tmp_path: Path) -> None:
+    ray.cloudpickle.dumps([ends(RunDir(tmp_path)), WorkerGroupEnds(None, SessionEnding())])
+
+
 def test_a_group_of_workers_that_the_end_of_the_session_killed_has_not_failed(tmp_path: Path) -> None:
-    trial, session_ending, no_coordinator = trial_in(tmp_path, DIED), Event(), None
+    trial, session_ending, no_coordinator = trial_in(tmp_path, DIED), SessionEnding(), None
     session_ending.set()
     WorkerGroupEnds(no_coordinator, session_ending).on_trial_error(1, [trial], trial)
