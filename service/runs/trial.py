@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from trainables.worker.trainer import ReusableWorkers
 
 log = logging.getLogger("raydistill")
+ENDED = "ended"
+"""In the last report of a trial whose function ended; it is not in that of one that a scheduler has stopped."""
 
 
 def run_to_end(assignment: Assignment, callbacks: list[Any] | None = None, reused: ReusableWorkers | None = None) -> Outcome:
@@ -245,7 +247,7 @@ def run_trial(settings: dict[str, Any], assignments: dict[str, Assignment], swee
         with stage_session(assignment.stage_dir):
             outcome = accounted_over_sessions(run_to_end(assignment, [TuneReportCallback()]), assignment.stage_dir)
             write_outcome(run_dir.result, outcome)
-    tune.report({"done": True, **read_outcome(run_dir.result).metrics})
+    tune.report({**read_outcome(run_dir.result).metrics, "done": True, ENDED: True})
 
 
 def run_worker_group(settings: dict[str, Any], coordinator: Any) -> None:

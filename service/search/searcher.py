@@ -3,6 +3,7 @@
 A trial of Tune's is one group of workers, which measures several points.
 """
 
+from threading import Event
 from typing import Any
 
 import ray
@@ -42,8 +43,10 @@ class GuidedSearcher(Searcher):  # type: ignore[misc]
 class WorkerGroupEnds(Callback):  # type: ignore[misc]
     """Reports to the coordinator why the function of a group raised or died; the others report themselves."""
 
-    def __init__(self, coordinator: Any) -> None:
-        self._coordinator = coordinator
+    def __init__(self, coordinator: Any, session_ending: Event) -> None:
+        self._coordinator, self._session_ending = coordinator, session_ending
 
     def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
-        ray.get(self._coordinator.finish.remote(trial.config["group"], outcome_of(trial)))
+        outcome = outcome_of(trial, self._session_ending)
+        if outcome is not None:
+            ray.get(self._coordinator.finish.remote(trial.config["group"], outcome))

@@ -58,17 +58,18 @@ def epochs_of(stage: StageDir) -> list[dict[str, Any]]:
     return [record for record in read_lines(stage.metrics) if record["kind"] == "epoch"]
 
 
-def stopped(stage: StageDir) -> Outcome:
-    """The outcome of a trial that asha has stopped after the last epoch on record."""
-    epochs = epochs_of(stage)
-    last = final_names(epochs[-1]["metrics"])
+def stopped(stage: StageDir, reported: Mapping[str, Any]) -> Outcome:
+    """The outcome of a trial that asha has stopped after the epoch that it `reported` last: with what is on record of it here."""
+    epochs = [record for record in epochs_of(stage) if record["epoch"] <= reported["epoch"]]
+    last = final_names(epochs[-1]["metrics"]) if epochs else {}
     metrics = {name: value for name, value in last.items() if not name.startswith(("train/", "val/"))}  # as in a summary
-    metrics["steps"] = float(epochs[-1]["step"])
     for name in ("train_s", "eval_s", "checkpoint_s", "other_s", "wall_s"):  # an epoch's own in its record, the stage's here
         metrics.pop(name, None)
-        if all(f"epoch/{name}" in record["metrics"] for record in epochs):  # not in those of an older version
+        if epochs and all(f"epoch/{name}" in record["metrics"] for record in epochs):  # not in those of an older version
             metrics[name] = sum(record["metrics"][f"epoch/{name}"] for record in epochs)
     evaluated = [headline(record["metrics"]) for record in epochs if "val/top1_pct" in record["metrics"]]
     if evaluated:
         metrics |= evaluated[-1]
-    return Outcome(status="stopped", reason=f"stopped by asha after epoch {epochs[-1]['epoch']:g}", metrics=metrics)
+    metrics |= {name: float(reported[name]) for name in ("top1_pct", "top5_pct", "val_loss") if name in reported}
+    metrics["steps"] = float(reported["step"])
+    return Outcome(status="stopped", reason=f"stopped by asha after epoch {reported['epoch']:g}", metrics=metrics)

@@ -17,7 +17,7 @@ from service.runs.stages.stage_times import end_session
 from service.runs.stored.stored_runs import discard
 from service.sweeps.trial_records import TrialRecords
 from service.sweeps.trials import Trial, load_outcomes, rows_of
-from service.sweeps.tune import search_trials, tune_trials, with_shared_starts
+from service.sweeps.tune import SessionEnding, search_trials, tune_trials, with_shared_starts
 from trainables.errors import ExperimentError
 from trainables.paced import Paced
 from trainables.rundir import StageDir, write_text
@@ -47,10 +47,11 @@ def run_pending(
     else:
         search = partial(tune_trials, session.experiment.sweep)
     watch = TrialWatch(session, records, trials, {} if guided else assignments)
-    max_concurrent = concurrency(session, assignments, cluster)
+    max_concurrent, session_ending = concurrency(session, assignments, cluster), SessionEnding()
     try:
-        session.wait_for(lambda: search(assignments, session.run_dir, max_concurrent), watch.tick)
+        session.wait_for(lambda: search(assignments, session.run_dir, max_concurrent, session_ending), watch.tick)
     except BaseException:  # as of Ctrl-C: the processes of trials are killed, and cannot say that they end
+        session_ending.set()
         watch.end_sessions(pending)
         with contextlib.suppress(OSError, ExperimentError):  # as of a full disk: what ended the sweep matters more
             load_outcomes(trials, session.run_dir)

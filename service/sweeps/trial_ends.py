@@ -1,28 +1,43 @@
 """The outcomes of trials that leave none of their own: stopped by the scheduler, or lost with their process."""
 
+import logging
+from collections.abc import Mapping
+from threading import Event
 from typing import Any
 
 from ray.tune import Callback
 from ray.tune.experiment import Trial
 
 from service.runs.outcome import write_outcome
+from service.runs.stages.assignment import Assignment
+from service.runs.stored.stored_runs import fetch_stage
+from service.runs.trial import ENDED
 from service.runs.tune_errors import outcome_of
 from service.sweeps.asha import stopped
+from trainables.errors import StorageError
 from trainables.rundir import RunDir
+
+log = logging.getLogger("raydistill")
 
 
 class TrialEnds(Callback):  # type: ignore[misc]
     """Writes them when Ray Tune ends the trials, so that a sweep that is killed later has them."""
 
-    def __init__(self, run_dir: RunDir) -> None:
-        self._run_dir = run_dir
+    def __init__(self, run_dir: RunDir, assignments: Mapping[str, Assignment], session_ending: Event) -> None:
+        self._run_dir, self._assignments, self._session_ending = run_dir, assignments, session_ending
 
     def on_trial_complete(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
-        run_dir = self._run_dir.trial(trial.config["trial"])
-        if not run_dir.result.exists():
-            write_outcome(run_dir.result, stopped(run_dir.stage("student")))
+        # A file server may hide for a while what the trial's node has written: that its function ended, Ray knows.
+        run_dir, reported = self._run_dir.trial(trial.config["trial"]), trial.last_result
+        if reported.get(ENDED) or run_dir.result.exists():
+            return
+        try:
+            fetch_stage(self._assignments[trial.config["trial"]].config)
+        except StorageError as error:
+            log.warning("trial %s was stopped, and its last records cannot be read: %s", trial.config["trial"], error)
+        write_outcome(run_dir.result, stopped(run_dir.stage("student"), reported))
 
     def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
-        run_dir = self._run_dir.trial(trial.config["trial"])
-        if not run_dir.result.exists():
-            write_outcome(run_dir.result, outcome_of(trial))
+        outcome, result = outcome_of(trial, self._session_ending), self._run_dir.trial(trial.config["trial"]).result
+        if outcome is not None and not result.exists():
+            write_outcome(result, outcome)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from threading import Event
 from typing import TYPE_CHECKING
 
 from service.cluster.resources import Reservation, living_nodes
@@ -21,8 +22,20 @@ if TYPE_CHECKING:
     from ray.tune import Callback, RunConfig
 
 
-def tune_trials(sweep: SweepConfig, assignments: Mapping[str, Assignment], run_dir: RunDir, max_concurrent: int) -> None:
-    """Let Ray Tune run the trials; returns when each has an outcome, be it that the scheduler has stopped it."""
+class SessionEnding(Event):
+    """Set once the session ends. Ray Tune pickles what its callbacks have to its own files, of which nothing is restored."""
+
+    def __reduce__(self) -> tuple[type[Event], tuple[()]]:
+        return SessionEnding, ()
+
+
+def tune_trials(
+    sweep: SweepConfig, assignments: Mapping[str, Assignment], run_dir: RunDir, max_concurrent: int, session_ending: SessionEnding
+) -> None:
+    """Let Ray Tune run the trials; returns when each has an outcome, be it that the scheduler has stopped it.
+
+    A trial whose process dies once the `session_ending` is set, or just before, has none.
+    """
     # Asha's metric comes with epochs; a trial that failed before its first has none, which is no reason to end the sweep.
     os.environ.setdefault("TUNE_DISABLE_STRICT_METRIC_CHECKING", "1")
     from ray import tune
@@ -51,7 +64,7 @@ def tune_trials(sweep: SweepConfig, assignments: Mapping[str, Assignment], run_d
             scheduler=scheduler,
             trial_dirname_creator=lambda trial: trial.config["trial"],
         ),
-        run_config=run_config(run_dir, TrialEnds(run_dir)),
+        run_config=run_config(run_dir, TrialEnds(run_dir, assignments, session_ending)),
     ).fit()
 
 
@@ -75,8 +88,13 @@ def with_shared_starts(assignments: Mapping[str, Assignment]) -> dict[str, Assig
     return {trial: replace(assignment, loader_workers=most[workers[trial]]) for trial, assignment in assignments.items()}
 
 
-def search_trials(result: RunResult, assignments: Mapping[str, Assignment], run_dir: RunDir, max_concurrent: int) -> None:
-    """Let the planner choose trials, and Ray Tune run groups of workers that measure them; returns when no probe is worth it."""
+def search_trials(
+    result: RunResult, assignments: Mapping[str, Assignment], run_dir: RunDir, max_concurrent: int, session_ending: SessionEnding
+) -> None:
+    """Let the planner choose trials, and Ray Tune run groups of workers that measure them; returns when no probe is worth it.
+
+    `session_ending`: see `tune_trials`.
+    """
     import ray
     from ray import tune
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -98,5 +116,5 @@ def search_trials(result: RunResult, assignments: Mapping[str, Assignment], run_
             max_concurrent_trials=max_concurrent,
             trial_dirname_creator=lambda trial: f"group-{trial.config['group']}",
         ),
-        run_config=run_config(run_dir, WorkerGroupEnds(coordinator)),
+        run_config=run_config(run_dir, WorkerGroupEnds(coordinator, session_ending)),
     ).fit()

@@ -14,7 +14,7 @@ from service.runs.outcome import Outcome, read_outcome
 from service.runs.plan import Plan
 from service.runs.stages.assignment import Assignment
 from service.sweeps.trials import plan_trials
-from service.sweeps.tune import tune_trials
+from service.sweeps.tune import SessionEnding, tune_trials
 from tests.integration.conftest import kill, title, wait_until
 from trainables.rundir import RunDir, append_line
 
@@ -56,7 +56,7 @@ def test_a_trial_that_raises_or_dies_has_failed_whatever_epochs_it_has_and_later
         return read_outcome(run_dir.trial(trial).result)
 
     def run(*trials: str) -> None:
-        tune_trials(config, {trial: assignments[trial] for trial in trials}, run_dir, max_concurrent=2)
+        tune_trials(config, {trial: assignments[trial] for trial in trials}, run_dir, 2, SessionEnding())
 
     first = threading.Thread(target=run, args=("000", "001"), daemon=True)
     first.start()

@@ -40,8 +40,8 @@ def stored_stage(
 ) -> Iterator[Callable[[Path], None]]:
     """Around a rank's work on the stage in `folder`: begin from what the store has, and put there what the rank writes.
 
-    Yields `publish`, to be called with each file of `REPLACED` that the rank has written: it waits until the store has it, see
-    `StageWriter.publish`.
+    Yields `publish`, to be called with each file of `REPLACED` that the rank has written, and with one of `APPENDED` that is to
+    be in the store now: it waits until the store has it, see `StageWriter.publish`.
 
     Raises:
         StorageError: the store did not answer for as long as it is waited for.
@@ -93,7 +93,7 @@ class StageWriter:
                 _log.warning("%s; still trying", error)
 
     def publish(self, path: Path) -> None:
-        """Put a file of the stage that was replaced, behind the records that were written before it.
+        """Put a file of the stage that was replaced, behind the records that were written before it; or these alone.
 
         Why the rank failed is put at once, and its exception reaches the driver also where the store does not take it.
 
@@ -109,7 +109,8 @@ class StageWriter:
                 _log.warning("%s", error)
         else:
             self.put_appended()
-            self._copy.store.put(f"{self._part}/{name}", path)
+            if name not in APPENDED:
+                self._copy.store.put(f"{self._part}/{name}", path)
 
     def end_soon(self) -> None:
         """Wait less for the store from here on: the exception that ends the stage, or its result, matters more."""

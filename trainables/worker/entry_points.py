@@ -120,7 +120,7 @@ def _train(
     began_s = time.time()
     with contextlib.ExitStack() as stack:
         disk = stack.enter_context(DiskWriter())
-        reporter = stack.enter_context(Reporter(config, stage, group, disk))
+        reporter = stack.enter_context(Reporter(config, stage, group, disk, publish))
         telemetry = stack.enter_context(NodeTelemetry(config, group))
         job = build(
             config,

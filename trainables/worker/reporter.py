@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray.train
@@ -33,8 +35,16 @@ GAUGES = {
 class Reporter:
     """The loop's `report`: a durable record, gauges, and Ray Train's own report at the end of an epoch."""
 
-    def __init__(self, config: TrainConfig, stage: StageDir, group: Group, disk: DiskWriter):
-        self._config, self._group, self._disk = config, group, disk
+    def __init__(
+        self,
+        config: TrainConfig,
+        stage: StageDir,
+        group: Group,
+        disk: DiskWriter,
+        publish: Callable[[Path], None] = lambda path: None,
+    ):
+        """`publish` brings a file of the stage to where the driver reads it; it may raise."""
+        self._config, self._stage, self._group, self._disk, self._publish = config, stage, group, disk, publish
         self._file = MetricsFile(stage.metrics, config.stage, disk) if group.is_main else None
         self._epochs = None if config.report_each_epoch else EpochReports(group)
         self._gauges: dict[str, Gauge] = {}
@@ -71,7 +81,9 @@ class Reporter:
         if self._epochs:
             self._epochs.put(EpochReport(epoch_metrics, written))
         else:
-            self._disk.wait()  # Ray may end the trial at once
+            self._disk.wait()  # Ray may end the trial at once, and the driver then reads its records
+            if self._file:
+                self._publish(self._stage.metrics)
             ray.train.report(epoch_metrics)
 
 

@@ -67,7 +67,7 @@ def metrics_when_stopped(folder: Path, *epochs: dict[str, float]) -> dict[str, f
     stage = StageDir(folder)
     for number, numbers in enumerate(epochs, 1):
         append_line(stage.metrics, {"kind": "epoch", "epoch": float(number), "step": 10 * number, "metrics": numbers})
-    outcome = stopped(stage)
+    outcome = stopped(stage, {"epoch": float(len(epochs)), "step": 10 * len(epochs)})
     assert (outcome.status, outcome.reason) == ("stopped", f"stopped by asha after epoch {len(epochs)}")
     return outcome.metrics
 

@@ -2,6 +2,8 @@
 
 import time
 from pathlib import Path
+from threading import Event
+from typing import Any
 
 import pytest
 
@@ -43,7 +45,10 @@ def test_an_interrupted_sweep_notes_when_its_work_on_running_trials_ended(
     running, killed_before, *_ = (run_dir.trial(trial.id).stage("student") for trial in trials)
     append_line(killed_before.sessions, {"began_s": 1000.0})
 
-    def tune_trials(*_: object) -> None:
+    endings: list[Event] = []
+
+    def tune_trials(*arguments: Any) -> None:
+        endings.append(arguments[-1])
         append_line(running.sessions, {"began_s": time.time()})
         raise KeyboardInterrupt
 
@@ -53,6 +58,7 @@ def test_an_interrupted_sweep_notes_when_its_work_on_running_trials_ended(
         session = Session(resolved, run_dir, display, end_of_run, None, result)
         with pytest.raises(KeyboardInterrupt):
             run_pending(session, TrialRecords(session), trials, trials, local_capacity(), TeacherSource(None, ()))
+    assert endings[0].is_set(), "trials whose processes die from here on have not failed"
     assert ["ended_s" in line for line in read_lines(running.sessions)] == [False, True]
     assert read_lines(killed_before.sessions) == [{"began_s": 1000.0}]
 

@@ -47,6 +47,16 @@ def test_a_checkpoint_is_in_the_store_when_its_write_returns_with_the_records_be
     assert contents(URI).keys() == found.keys()
 
 
+def test_records_are_in_the_store_when_they_were_published(s3: S3, tmp_path: Path) -> None:
+    copy = RunCopy(URI, tmp_path / "a")
+    stage = StageDir(copy.folder / "student")
+    with open_stage(copy) as publish:
+        for step in (1, 2):
+            append_line(stage.metrics, {"step": step})
+            publish(stage.metrics)
+            assert contents(URI)["student/metrics.jsonl"] == stage.metrics.read_text()
+
+
 def test_a_checkpoint_that_the_store_does_not_take_is_an_error(s3: S3, tmp_path: Path) -> None:
     copy = RunCopy(URI, tmp_path / "a", retry_s=0.1)
     with open_stage(copy) as publish:
