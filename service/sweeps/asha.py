@@ -59,10 +59,11 @@ def epochs_of(stage: StageDir) -> list[dict[str, Any]]:
 
 
 def stopped(stage: StageDir, reported: Mapping[str, Any]) -> Outcome:
-    """The outcome of a trial that asha has stopped after the epoch that it `reported` last: with what is on record of it here."""
-    epochs = [record for record in epochs_of(stage) if record["epoch"] <= reported["epoch"]]
-    last = final_names(epochs[-1]["metrics"]) if epochs else {}
-    metrics = {name: value for name, value in last.items() if not name.startswith(("train/", "val/"))}  # as in a summary
+    """The outcome of a trial that asha has stopped after its last epoch: the last on record, or the one `reported` if later."""
+    epochs = epochs_of(stage)
+    last = max([*epochs, reported], key=lambda epoch: float(epoch["epoch"]))
+    numbers = final_names(epochs[-1]["metrics"]) if epochs else {}
+    metrics = {name: value for name, value in numbers.items() if not name.startswith(("train/", "val/"))}  # as in a summary
     for name in ("train_s", "eval_s", "checkpoint_s", "other_s", "wall_s"):  # an epoch's own in its record, the stage's here
         metrics.pop(name, None)
         if epochs and all(f"epoch/{name}" in record["metrics"] for record in epochs):  # not in those of an older version
@@ -70,6 +71,7 @@ def stopped(stage: StageDir, reported: Mapping[str, Any]) -> Outcome:
     evaluated = [headline(record["metrics"]) for record in epochs if "val/top1_pct" in record["metrics"]]
     if evaluated:
         metrics |= evaluated[-1]
-    metrics |= {name: float(reported[name]) for name in ("top1_pct", "top5_pct", "val_loss") if name in reported}
-    metrics["steps"] = float(reported["step"])
-    return Outcome(status="stopped", reason=f"stopped by asha after epoch {reported['epoch']:g}", metrics=metrics)
+    if last is reported:
+        metrics |= {name: float(reported[name]) for name in ("top1_pct", "top5_pct", "val_loss") if name in reported}
+    metrics["steps"] = float(last["step"])
+    return Outcome(status="stopped", reason=f"stopped by asha after epoch {last['epoch']:g}", metrics=metrics)
