@@ -105,21 +105,3 @@ def test_what_has_its_first_gradient_later_begins_then_on_a_gpu_too() -> None:
         optimizer.step()
     assert early.tolist() == [1 - 0.5 - 0.75] * 4
     assert late.tolist() == [0.5] * 4
-
-
-def test_every_name_that_may_be_written_is_in_the_table() -> None:
-    (of_loss,) = (each for each in get_args(LossOptimConfig.model_fields["name"].annotation) if each is not type(None))
-    assert set(get_args(of_loss)) == set(OPTIMIZERS)
-    assert set(get_args(OptimConfig.model_fields["name"].annotation)) == {*OPTIMIZERS, "dot"}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_memory_of_a_parameter_is_that_of_it_its_gradient_and_what_its_optimizer_keeps(name: str) -> None:
-    parameter = nn.Parameter(torch.ones(1000))
-    optim = OptimConfig.model_validate({"name": name, "nesterov": False})
-    optimizer = build_optimizer([parameter], optim)
-    parameter.grad = torch.ones(1000)
-    optimizer.step()
-    states = [each for each in optimizer.state[parameter].values() if isinstance(each, torch.Tensor) and each.numel() == 1000]
-    assert parameter_copies(optim) == 2 + len(states)
-    assert parameter_copies(OptimConfig(name="dot", nesterov=False)) == 4  # two momenta
