@@ -2,7 +2,11 @@
 
 import contextlib
 import multiprocessing
+import os
+import signal
+import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -47,3 +51,27 @@ def test_work_that_fails_ends_its_own_processes_and_no_others(tmp_path: Path, mo
     finally:
         bystander.kill()
         bystander.join()
+
+
+def sleep_behind_the_first(number: int) -> int:
+    if number:
+        time.sleep(60)
+    return number
+
+
+def test_ctrl_c_while_calls_wait_ends_no_thread_with_a_stack_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    died, shutdown = list[object](), ProcessPoolExecutor.shutdown
+
+    def late(self: ProcessPoolExecutor, **options: bool) -> None:
+        time.sleep(0.3)  # the pool's thread finds its processes ended first, as on a busy machine
+        shutdown(self, **options)
+
+    monkeypatch.setattr(ProcessPoolExecutor, "shutdown", late)
+    monkeypatch.setattr(threading, "excepthook", died.append)
+    monkeypatch.setattr(parallel, "is_local", lambda: True)
+    results = parallel.parallel_map(sleep_behind_the_first, [(number,) for number in range(40)], 2, tmp_path)
+    assert next(results) == 0
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        next(results)
+    assert died == []
