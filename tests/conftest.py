@@ -23,6 +23,9 @@ __all__ = ["s3", "s3_server"]
 # Before torch is imported, here and in every process that a test starts: tiny tensors on few cores go faster on one thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Ray's workers are at niceness 15, and would wait for all other tests of a busy machine.
+os.environ.setdefault("RAY_worker_niceness", "0")
+
 # A shell's background job ignores Ctrl-C, and so would every command that a test starts and interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -317,11 +317,13 @@ def test_a_creation_that_a_server_gets_to_only_after_its_repetition_leaves_one_r
     tracker.start()
     wait_until(lambda: len(runs_named(running, "late")) == 1)
     proxy.release.set()
-    wait_until(lambda: len(runs_named(running, "late")) == 2)
+    wait_until(lambda: len(runs_named(running, "late")) >= 2)  # a slow machine's repetition may be late, too, and repeated
     tracker.metrics("train", 1, {"loss": 1.0})
     tracker.end_run("train", "FINISHED")
     assert tracker.close(60).num_pending == 0
-    assert runs_named(running, "late") == [("FINISHED", "active"), ("RUNNING", "deleted")]
+    one, *twins = runs_named(running, "late")
+    assert one == ("FINISHED", "active")
+    assert set(twins) == {("RUNNING", "deleted")}
     assert steps_of(running, "late", "loss") == [1]
 
 

@@ -27,6 +27,7 @@ def env_of(s3: S3, copies: Path) -> dict[str, str]:
     return {**s3.env, "RAYDISTILL_COPIES": str(copies)}
 
 
+@pytest.mark.slow  # without Ray: tests/trainables/object_store/test_training.py
 def test_a_killed_run_whose_folder_is_gone_is_resumed_from_the_store_to_the_bits_of_a_whole_one(
     distill: Distill, s3: S3, ranks: RankPool, tmp_path: Path
 ) -> None:

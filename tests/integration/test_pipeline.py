@@ -15,6 +15,7 @@ SETS = ["student.model=mlp_large", "precision=fp64", "optim.epochs=6", "train.ch
 STAGES = ["scale.num_workers=4", "scale.pipeline_stages=2", "scale.micro_batches=2"]
 
 
+@pytest.mark.slow
 def test_a_run_in_pipeline_stages_survives_a_killed_rank_and_trains_what_one_process_does(
     distill: Distill, ranks: RankPool
 ) -> None:
