@@ -66,8 +66,8 @@ def _over_cores(function: Callable[..., Result], arguments: Sequence[tuple[Any, 
     others = multiprocessing.active_children()
     pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_follow_parent)
     try:
-        # Not `pool.map`: it cancels what waits as an exception passes, and before Python 3.12 the thread of a pool whose processes
-        # are ended then dies with a stack trace of its own, where it sets the exception of a cancelled future.
+        # Not `pool.map`: it cancels what waits as an exception passes, and Python 3.11's thread of a pool whose processes are
+        # ended then dies with a stack trace of its own, where it sets the exception of a cancelled future.
         for future in [pool.submit(function, *each) for each in arguments]:
             yield future.result()
     except BrokenProcessPool:
