@@ -545,7 +545,9 @@ def test_a_folder_that_holds_a_run_is_not_written_over(refuse: Refuse, tmp_path:
     assert (run / "result.json").read_bytes() == before
 
 
-def test_a_folder_whose_run_died_before_it_could_be_resumed_says_how_to_begin_anew(refuse: Refuse, tmp_path: Path) -> None:
+def test_a_folder_whose_run_died_before_it_could_be_resumed_is_refused_with_how_to_begin_anew(
+    refuse: Refuse, tmp_path: Path
+) -> None:
     run = begun(tmp_path / "run")
     (run / "result.json").unlink()
     assert "holds no run" in refuse("resume", run)

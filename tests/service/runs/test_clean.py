@@ -66,7 +66,7 @@ def run_clean(root: Path) -> Clean:
     return run
 
 
-def test_an_old_complete_run_is_removed_and_a_dry_run_only_says_so(root: Path, run_clean: Clean) -> None:
+def test_an_old_complete_run_is_removed_and_a_dry_run_only_prints_it(root: Path, run_clean: Clean) -> None:
     old, young = make_run(root / "old"), make_run(root / "young", days=20)
     (said,) = run_clean(dry_run=True)
     assert said.endswith(f"iB  run {old}")
@@ -233,7 +233,7 @@ def test_copies_of_data_that_a_job_uses_stay(root: Path, run_clean: Clean) -> No
     assert lock is not None
 
 
-def test_records_beside_old_copies_of_runs_in_an_object_store_are_no_copy_of_data(root: Path, run_clean: Clean) -> None:
+def test_records_next_to_old_copies_of_runs_in_an_object_store_are_no_copy_of_data(root: Path, run_clean: Clean) -> None:
     copies = user_folder(tempfile.gettempdir()) / "runs"
     (copies / "runs-1a2b" / "one").mkdir(parents=True)
     (copies / "runs-1a2b" / "mlflow.db").touch()

@@ -255,7 +255,7 @@ def record_start(work: Assignment, at_s: float) -> None:
     append_line(work.stage_dir.metrics, {"kind": "start", "time_ms": 1e3 * at_s, "metrics": {}})
 
 
-def test_a_group_goes_on_to_a_point_that_waits_for_such_workers_before_the_planner_is_asked(tmp_path: Path) -> None:
+def test_a_group_goes_on_to_a_point_that_waits_for_such_workers_before_the_planner_proposes(tmp_path: Path) -> None:
     axes = "scale.cpus_per_worker: [1, 4], data.global_batch_size: [64, 128, 256], data.loader_workers: [1, 2, 4]"
     coordinator, configs = begun(tmp_path, f"sweep.space={{{axes}}}"), dict[str, dict[str, Any]]()  # of two groups
     for number in range(100):

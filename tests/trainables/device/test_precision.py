@@ -38,7 +38,7 @@ def test_what_is_written_stays(tmp_path: Path) -> None:
     assert with_precision(settings, Group()) is settings
 
 
-def test_on_a_cpu_nothing_changes_and_the_log_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_on_a_cpu_nothing_changes_and_the_log_has_the_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     settings = config(tmp_path, precision="auto")
     with (
         caplog.at_level(logging.INFO, "raydistill"),

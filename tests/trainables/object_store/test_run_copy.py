@@ -195,7 +195,7 @@ def test_the_drivers_files_are_made_equal_to_those_of_the_last_driver(s3: S3, tm
     assert [path.name for path in second.folder.rglob("*.json")] == ["result.json"]
 
 
-def test_a_stages_files_are_put_in_their_order_and_what_says_that_all_are_there_last() -> None:
+def test_a_stages_files_are_put_in_their_order_and_the_one_that_completes_them_last() -> None:
     names = [f"student/{name}" for name in sorted(OF_STAGE)]
     order = ["metrics.jsonl", "logs/train.log", "checkpoints/last.safetensors", "checkpoints/best.safetensors"]
     assert [name.removeprefix("student/") for name in sorted(names, key=put_order)] == [*order, "stage.json"]

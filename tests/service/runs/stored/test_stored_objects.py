@@ -61,7 +61,7 @@ def run_clean(s3: S3, folders: Path, monkeypatch: pytest.MonkeyPatch) -> Clean:
     return run
 
 
-def test_an_old_complete_run_is_removed_with_its_copy_here_and_a_dry_run_only_says_so(run_clean: Clean) -> None:
+def test_an_old_complete_run_is_removed_with_its_copy_here_and_a_dry_run_only_prints_it(run_clean: Clean) -> None:
     put_run("one")
     run_clean(days=-1)
     assert names() == {"one"}

@@ -233,7 +233,7 @@ def test_the_drivers_lines_on_a_stage_are_not_in_the_log_that_comes_from_its_wor
     assert "waiting for nodes" in stage.driver_log.read_text()
 
 
-def test_a_store_that_is_gone_at_the_end_is_one_line_that_says_how_to_go_on(s3: S3) -> None:
+def test_a_store_that_is_gone_at_the_end_is_one_line_with_how_to_go_on(s3: S3) -> None:
     folder = run_folder(URI)
 
     def drive() -> None:
