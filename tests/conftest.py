@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -74,6 +75,14 @@ PROCESSES = (
     "tests/gpu/",
 )
 """Tests whose processes, servers or simulated clusters take seconds; single ones elsewhere have the mark themselves."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Without `processes` the folders of those are not imported either, which takes seconds of Ray and MLflow."""
+    if "not processes" not in config.option.markexpr or not collection_path.is_relative_to(config.rootpath):
+        return None
+    path = collection_path.relative_to(config.rootpath).as_posix()
+    return f"{path}/".startswith(PROCESSES) or path.startswith(PROCESSES) or None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
