@@ -13,7 +13,8 @@ from service.config.schema import Experiment, is_loss, weighted_methods
 from service.config.sweep import SweepConfig
 from trainables.config import DistillConfig
 from trainables.errors import ExperimentError
-from trainables.methods import METHODS, check_name, file_of, load_method, option_key
+from trainables.methods.method_file import file_of, option_key
+from trainables.methods.registry import METHODS, check_name, load_method
 from trainables.rules import Problem, first_problem_of_method, num_micro_batches
 
 MethodFiles = Literal["run", "run if present", "ignore"]

@@ -14,7 +14,7 @@ from service.config.messages import problems_of
 from service.config.method_rules import method_names
 from service.config.schema import Experiment
 from trainables.errors import ExperimentError
-from trainables.methods import read_source, use_copies
+from trainables.methods.method_file import read_source, use_copies
 from trainables.rundir import RunDir, write_atomic, write_json
 
 VERSION = 1

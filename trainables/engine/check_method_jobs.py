@@ -19,8 +19,9 @@ from trainables.distributed.group import Group
 from trainables.engine import checkpoint, loop
 from trainables.engine.job import Job, build
 from trainables.engine.losses import Losses, losses
-from trainables.methods import load_method, option_key
 from trainables.methods.contract import MethodBatch
+from trainables.methods.method_file import option_key
+from trainables.methods.registry import load_method
 from trainables.models.registry import build_model
 
 SEED, NUM_CLASSES, NUM_IMAGES, GLOBAL_BATCH_SIZE = 3, 4, 17, 8

@@ -5,8 +5,9 @@ from typing import NamedTuple
 
 from trainables.config import DistillConfig, MethodOptions, TeacherConfig
 from trainables.errors import DistillError, ExperimentError
-from trainables.methods import load_method, option_key
 from trainables.methods.contract import BuildContext, Method
+from trainables.methods.method_file import option_key
+from trainables.methods.registry import load_method
 from trainables.models.forward import seeded
 from trainables.models.names import REUSE_SEPARATOR
 
