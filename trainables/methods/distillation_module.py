@@ -149,8 +149,8 @@ class DistillationModule(nn.Module):
         """The length of the longest init stage."""
         return max((method.init_epochs for method in self.methods_by_name.values()), default=0)
 
-    def begin_stage(self, epoch: float) -> None:
-        """Prepare a module in training mode for the stage of this epoch: the init stage, or training.
+    def freeze_for(self, epoch: float) -> None:
+        """Freeze what an epoch of the init stage, or of training, does not train; the module is in training mode.
 
         Training freezes the parameters of the init stage only: DDP must not wait for their gradients.
         """

@@ -131,12 +131,12 @@ def cut_student(
     points = from_rank(lambda: possible_cuts(config, module), job, decider)
     planner = None
     if scale.cut is None or scale.micro_batches == "auto":
-        assert layout.stages.process_group is not None
-        link = measure_link(layout.stages.process_group, job.device)
+        assert layout.pipeline.process_group is not None
+        link = measure_link(layout.pipeline.process_group, job.device)
         costs = measure(config, points, models, sizes_of(config), job, layout.replicas)
         planner = planner_of(config, job.device, link, costs, teacher_is_sharded=models.teacher_is_sharded)
     cut = from_rank(lambda: _choose_cut(config, points, models, planner), job, decider)
-    stage = split(student, cut.modules)[layout.stages.rank]
+    stage = split(student, cut.modules)[layout.pipeline.rank]
     log.info(
         "%s: %s in %d stages, cut before %s; micro-batches: %d, %s",
         config.stage,
@@ -149,7 +149,7 @@ def cut_student(
     if cut.teacher_is_sharded:  # this rank may have no teacher, and the first one writes the log
         log.info("%s: the teacher is sharded over the last stages of %d replicas", config.stage, scale.num_replicas)
     _free(student, {id(tensor) for tensor in (*stage.parameters(), *stage.buffers())})
-    return stage.to(layout.stages.device), scale.model_copy(update={"cut": cut.modules, "micro_batches": cut.micro_batches})
+    return stage.to(layout.pipeline.device), scale.model_copy(update={"cut": cut.modules, "micro_batches": cut.micro_batches})
 
 
 def _free(model: nn.Module, needed: Collection[int]) -> None:
