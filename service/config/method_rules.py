@@ -36,8 +36,7 @@ def method_names(experiment: Experiment) -> list[str]:
 def check_methods(experiment: Experiment, files: MethodFiles = "run") -> None:
     """Refuse methods that do not exist, options that they do not have, and what a method cannot work with.
 
-    Raises:
-        ConfigProblems: one line for each.
+    Raises ConfigProblems.
     """
     paths = [path for name in method_names(experiment) if (path := file_of(name)) is not None]
     if paths and (files == "ignore" or (files == "run if present" and not all(path.is_file() for path in paths))):

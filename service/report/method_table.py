@@ -48,8 +48,7 @@ def method_table() -> Table:
 def method_parts(name: str) -> Iterator[str | Table]:
     """What there is to know of one method, a name or FILE.py:CLASS: its docstrings, default task weight and taps, its options.
 
-    Raises:
-        ExperimentError: it cannot be loaded.
+    Raises ExperimentError: it cannot be loaded.
     """
     kind = load_method(name)
     module, loss = _docs(kind)

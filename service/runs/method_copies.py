@@ -60,8 +60,7 @@ def copy_methods(experiment: Experiment, run_dir: RunDir) -> None:
 def use_copies_of(run_dir: RunDir) -> None:
     """Load methods from the copies of a run from here on; a run of an older version has none.
 
-    Raises:
-        ExperimentError: a copy is missing or was changed.
+    Raises ExperimentError: a copy is missing or was changed.
     """
     found = {}
     for name, copy in _read_index(run_dir).items():

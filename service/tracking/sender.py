@@ -312,11 +312,7 @@ class Sender:
 
 
 def rows(record: Mapping[str, Any], prefix: str = "") -> list[Row]:
-    """A record's parameters, tags or metrics as rows.
-
-    Raises:
-        RefusedError: a record that is none of ours.
-    """
+    """A record's parameters, tags or metrics as rows. Raises RefusedError: a record that is none of ours."""
     try:
         if "values" in record:
             return list(record["values"].items())

@@ -127,8 +127,7 @@ def build(
     `heartbeat`: says from now on where the job is; `interruption_request`: see `Interruptions`;
     `publish`: see `CheckpointWriter`.
 
-    Raises:
-        DataError, ModelError, CheckpointError, ExperimentError: what the experiment names does not exist or does not fit.
+    Raises DataError, ModelError, CheckpointError, ExperimentError: what the experiment names does not exist or does not fit.
     """
     if problem := first_problem(config):
         raise ExperimentError(problem)

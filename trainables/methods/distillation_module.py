@@ -110,8 +110,7 @@ class DistillationModule(nn.Module):
     def check_terms(self, terms: Mapping[str, Mapping[str, Tensor]], epoch: float) -> None:
         """Refuse a method that returns other terms than it declares: some would be trained and never recorded.
 
-        Raises:
-            ExperimentError: one line, the same on every rank.
+        Raises ExperimentError: one line, the same on every rank.
         """
         for key, returned in terms.items():
             declared = self.declared(key, epoch)
@@ -185,8 +184,7 @@ class DistillationModule(nn.Module):
 def init_lr(methods: Mapping[str, Method]) -> float | None:
     """The learning rate of the init stage, which all methods share; None: the peak of `optim`.
 
-    Raises:
-        ExperimentError: two methods have different ones.
+    Raises ExperimentError: two methods have different ones.
     """
     rates = {key: method.init_lr for key, method in methods.items() if method.init_epochs}
     first = next((key for key, rate in rates.items() if rate is not None), None)

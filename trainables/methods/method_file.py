@@ -45,8 +45,7 @@ def file_of(name: str) -> Path | None:
 def read_source(name: str) -> MethodSource | None:
     """The file of a method `FILE.py:CLASS`, read without running it; None for any other name.
 
-    Raises:
-        ExperimentError: the file cannot be read, or is not UTF-8; one line.
+    Raises ExperimentError: the file cannot be read, or is not UTF-8.
     """
     path = file_of(name)
     if path is None:

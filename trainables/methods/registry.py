@@ -60,11 +60,7 @@ def available_methods() -> dict[str, dict[str, str]]:
 
 
 def check_name(name: str, where: str = "distill.method") -> None:
-    """Refuse a method that does not exist, without loading it. `where` is the option that names it.
-
-    Raises:
-        ExperimentError: one line with what to write instead.
-    """
+    """Refuse a method that does not exist, without loading it. `where` is the option that names it. Raises ExperimentError."""
     file = file_of(name)
     if file is not None:
         if not file.is_file():
@@ -81,8 +77,7 @@ def check_name(name: str, where: str = "distill.method") -> None:
 def load_method(name: str) -> type[Method]:
     """The class of a method. Imports torch, and runs a user's file.
 
-    Raises:
-        ExperimentError: it does not exist, is no method, or is declared by several packages; one line.
+    Raises ExperimentError: it does not exist, is no method, or is declared by several packages.
     """
     check_name(name)
     file = file_of(name)

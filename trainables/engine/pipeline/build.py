@@ -27,8 +27,7 @@ log = logging.getLogger("raydistill")
 def possible_cuts(config: TrainConfig, module: DistillationModule) -> list[CutPoint]:
     """Where the student may be cut: before all that its methods read. With `scale.cut` those cuts.
 
-    Raises:
-        ExperimentError, ModelError: it cannot be cut so, or has methods that cannot be trained in stages; one line.
+    Raises ExperimentError, ModelError: it cannot be cut so, or has methods that cannot be trained in stages.
     """
     stages, model = config.scale.num_stages, config.model
     for key, method in module.methods_by_name.items():
@@ -97,10 +96,7 @@ def with_saved_cut(config: TrainConfig, path: Path) -> TrainConfig:
     """With the cut and the micro-batches of a checkpoint of as many stages, where `scale` leaves them open; stages too.
 
     Another number of micro-batches would change what batch norms see in the middle of a run. Stages that do not go with another
-    number of workers are chosen anew.
-
-    Raises:
-        CheckpointError: the file is damaged.
+    number of workers are chosen anew. Raises CheckpointError: the file is damaged.
     """
     saved = checkpoint.read_about(path).get("pipeline")
     scale = config.scale
@@ -123,8 +119,7 @@ def cut_student(
 
     Every rank calls it; the last stage's have the methods and the teacher. The memory of other stages is freed.
 
-    Raises:
-        ExperimentError, ModelError: see `possible_cuts`; on every rank.
+    Raises ExperimentError, ModelError: see `possible_cuts`; on every rank.
     """
     student, scale, job = module.student, config.scale, layout.job
     decider = scale.num_stages - 1  # the last stage of the first replica knows what methods read

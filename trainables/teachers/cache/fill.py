@@ -36,10 +36,7 @@ def fill(
     """Write the logits that are missing. Returns `images` (for which the teacher ran), `missing` (unreadable) and `rows`.
 
     `config` is of `stored_order`, and `loader` reads its training split: each worker its part of a batch, and an epoch begins at
-    the first image that is missing.
-
-    Raises:
-        DistillError: see `open_store`; unreadable data; a disk that cannot be written.
+    the first image that is missing. Raises DistillError: see `open_store`; unreadable data; a disk that cannot be written.
     """
     heartbeat = heartbeat or Heartbeat()
     num_steps, num_epochs = loader.steps_per_epoch, config.num_cached_epochs
