@@ -77,7 +77,6 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
-    """Append one JSON line; see `append_lines`."""
     append_lines(path, [record])
 
 

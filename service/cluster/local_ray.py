@@ -111,7 +111,6 @@ def end_watch() -> None:
 
 
 def start_thread(target: Callable[[], None]) -> threading.Thread:
-    """Start a thread that uses Ray."""
     thread = threading.Thread(target=target, daemon=True)
     thread.start()
     _threads[:] = [*(each for each in _threads if each.is_alive()), thread]

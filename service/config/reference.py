@@ -42,7 +42,6 @@ class Key:
 
 
 def all_keys() -> list[Key]:
-    """Every key, sections before the keys in them."""
     schema = Experiment.model_json_schema()
     found = []
     for key in _keys_of(schema, schema["$defs"], ""):

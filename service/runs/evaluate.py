@@ -136,7 +136,6 @@ def reserve(config: EvaluateConfig, cluster: Cluster) -> tuple[int, Reservation]
 
 
 def evaluation_error(error: WorkersFailedError) -> DistillError:
-    """The error of an evaluation whose workers failed."""
     cause = first_cause(error.failures)
     if cause.kind in OUT_OF_MEMORY_KINDS:
         return ClusterError(f"evaluation failed: {cause}: lower data.global_batch_size or data.loader_workers")

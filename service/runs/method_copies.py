@@ -29,8 +29,6 @@ class MethodCopy(BaseModel):
 
 
 class CopiesIndex(BaseModel):
-    """The content of `methods/index.json`."""
-
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     version: int = VERSION

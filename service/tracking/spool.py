@@ -138,7 +138,6 @@ class Spool:
         return str(path.relative_to(self._run_root)) if path.is_relative_to(self._run_root) else str(path)
 
     def path_of(self, name: str) -> Path:
-        """The inverse of `name_of`."""
         return self._run_root / name
 
     def cursor(self, uri: str) -> Cursor:
@@ -185,7 +184,6 @@ class Spool:
         append_lines(self.refused, records)
 
     def refused_records(self) -> list[dict[str, Any]]:
-        """The records set aside so far."""
         return list(_records_after(self.refused, 0))
 
     def replace_refused(self, records: Sequence[Mapping[str, Any]]) -> None:

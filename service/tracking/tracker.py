@@ -153,7 +153,6 @@ class Tracker:
         self._append("params", key, values=flat(params))
 
     def tags(self, key: str, tags: Mapping[str, Any]) -> None:
-        """Set tags."""
         self._append("tags", key, values=flat(tags))
 
     def describe(self, key: str, paragraphs: Sequence[str]) -> None:

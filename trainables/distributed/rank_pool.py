@@ -75,7 +75,6 @@ class RankPool:
         self._start()
 
     def close(self) -> None:
-        """End the processes."""
         self._end()
         self._rendezvous_dir.cleanup()
 

@@ -24,8 +24,6 @@ INIT_STAGE, TRAINING = -1.0, 0.0
 
 
 class CheckResult(NamedTuple):
-    """The result of one check."""
-
     title: str
     problem: str | None
     """None: the method passes."""

@@ -208,7 +208,6 @@ def _check_optimizers(path: Path, state: CheckpointState, meta: dict[str, Any]) 
 
 
 def _without_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those whose names begin with `prefix`, without it."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
@@ -222,7 +221,6 @@ def _sizes(groups: Sequence[dict[str, Any]]) -> tuple[int, ...]:
 
 
 def _describe_optimizer(class_name: str, sizes: Sequence[int]) -> str:
-    """An optimizer and the numbers of its parameters, for an error message."""
     return f"{class_name} of {'+'.join(map(str, sizes))} parameters"
 
 

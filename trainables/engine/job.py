@@ -209,7 +209,6 @@ class Models(NamedTuple):
 def build_models(
     config: TrainConfig, layout: Layout, classes: tuple[str, ...], loader: Loader, connections: Sequence[TeacherConnection]
 ) -> Models:
-    """This rank's models, on its device."""
     in_pipeline, device = layout.pipeline.world_size > 1, layout.replicas.device
     name, student = build_student(config, Group() if in_pipeline else layout.replicas, len(classes))
     module, teacher, parameters = DistillationModule(student), None, None
@@ -260,7 +259,6 @@ def build_checkpoint_state(
 
 
 def checkpoint_about(config: TrainConfig, name: str, classes: Sequence[str]) -> dict[str, Any]:
-    """See `CheckpointState.about`."""
     about = {"stage": config.stage, "model": name, "num_classes": len(classes), "classes": list(classes), "seed": config.seed}
     about |= config.data.model_dump(mode="json", include={"image_size", "val_resize", "mean", "std"})
     about["pipeline"] = config.scale.model_dump(mode="json", include={"pipeline_stages", "cut", "micro_batches"})

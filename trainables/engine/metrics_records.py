@@ -118,7 +118,6 @@ def epoch_seconds(job: Job) -> dict[str, float]:
 
 
 def log_epoch(job: Job, val: dict[str, float], best: bool) -> None:
-    """An epoch's line in the log."""
     progress, config = job.progress, job.config
     result = "not evaluated"
     if val:

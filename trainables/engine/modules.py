@@ -77,7 +77,6 @@ def selected_methods(config: TrainConfig) -> tuple[SelectedMethod, ...]:
 
 
 def methods_with_teacher(config: TrainConfig) -> tuple[SelectedMethod, ...]:
-    """The methods of a job that read a teacher."""
     return tuple(method for method in selected_methods(config) if method.method_class.requires.teacher)
 
 

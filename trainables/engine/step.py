@@ -156,7 +156,6 @@ def train_prepared(
 
 
 def run_teacher(train_state: TrainState, part: DeviceBatch) -> Mapping[str, ModelOutputs]:
-    """The teacher's outputs for a micro-batch."""
     request = TeacherRequest(part.host_indices_B, part.epoch)
     with train_state.autocast():
         return train_state.active_teacher(part.images_BCHW, len(part.labels_B), request)

@@ -90,7 +90,6 @@ class DistillationModule(nn.Module):
 
     @property
     def methods_by_name(self) -> dict[str, Method]:
-        """The methods, in the order of the experiment."""
         return {key: cast(Method, method) for key, method in self.methods.items()}
 
     def _loss_functions(self, epoch: float) -> dict[str, LossFunction]:
@@ -160,7 +159,6 @@ class DistillationModule(nn.Module):
             module.eval()
 
     def _init_stage_frozen(self, epoch: float) -> list[nn.Module]:
-        """The student's modules that the init stage does not train."""
         keys = self._loss_functions(epoch) if epoch < 0 else {}
         return [module for key in keys for module in self.methods_by_name[key].init_stage_frozen(self.student)]
 

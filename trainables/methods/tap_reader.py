@@ -28,7 +28,6 @@ class TapReader:
 
     @property
     def modules(self) -> frozenset[str]:
-        """The paths of the model's modules that are read."""
         return frozenset(path for taps in self._taps.values() for path in taps.modules)
 
     def capture(self) -> contextlib.ExitStack:

@@ -147,7 +147,6 @@ class PhaseTimer:
         self._heartbeat.begin_micro_batch()
 
     def stop(self) -> None:
-        """End the step."""
         self._timestamps.append(self._now())
         self._pending.append((self._timestamps, self._columns))
         self._timestamps, self._columns = [], []

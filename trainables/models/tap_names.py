@@ -25,8 +25,6 @@ STAGE = re.compile(r"stage(-?\d+)(\.preact)?")
 
 @dataclass(frozen=True)
 class TapInfo:
-    """A tap of a model."""
-
     name: str
     aliases: tuple[str, ...]
     """Other names of the same value."""

@@ -112,7 +112,6 @@ class Taps:
         )
 
     def remove(self) -> None:
-        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

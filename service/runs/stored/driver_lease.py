@@ -59,7 +59,6 @@ class DriverLease:
             raise
 
     def release(self) -> None:
-        """Let others have the run."""
         self._ended.set()
         self._thread.join()
         try:

@@ -87,7 +87,6 @@ def module_paths(node: fx.Node) -> tuple[str, ...]:
 
 
 def attribute_of(model: nn.Module, path: str) -> Any:
-    """A parameter or buffer by its dotted name."""
     parent, _, name = path.rpartition(".")
     return getattr(model.get_submodule(parent), name)
 

@@ -40,7 +40,6 @@ class ServedNetwork:
         self._autocast = autocast(config.precision, device)
 
     def launch(self, images: Sequence[NDArray[np.uint8]], samples_n: NDArray[np.int64], epoch: int) -> Callable[[], NDArray[Any]]:
-        """See `Network`."""
         on_gpu = self._device.type == "cuda"
         images_nHWC = torch.empty((len(samples_n), *images[0].shape[1:]), dtype=torch.uint8, pin_memory=on_gpu)
         np.concatenate(images, out=images_nHWC.numpy())

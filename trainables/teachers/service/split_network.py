@@ -27,7 +27,6 @@ class SplitNetwork(nn.Module):
         self._devices = tuple(devices)
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
-        """The logits."""
         output = images_BCHW
         for part, device in zip(self.parts, self._devices, strict=True):
             output = part(output.to(device, non_blocking=True))
