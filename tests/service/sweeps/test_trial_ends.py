@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import ray
 from ray.exceptions import ActorDiedError, RayTaskError
-from ray.tune.error import TuneError
 from ray.train._internal.storage import StorageContext
+from ray.tune.error import TuneError
 from ray.tune.experiment import Trial
 
 from service.runs import tune_errors
