@@ -75,6 +75,7 @@ def run_config(run_dir: RunDir, callback: Callback) -> RunConfig:
     from service.runs.tune_internals import survive_out_of_memory
 
     survive_out_of_memory()
+    os.environ.setdefault("TUNE_PRINT_ALL_TRIAL_ERRORS", "0")  # a trial's row says why it failed, and in which file the rest is
     name, storage = f"tune-{time.time_ns():x}", ray_storage(run_dir)
     return tune.RunConfig(name=name, storage_path=storage, verbose=0, callbacks=[callback])
 

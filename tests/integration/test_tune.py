@@ -93,7 +93,9 @@ def ray_without_memory() -> Iterator[None]:
     ray.shutdown()
 
 
-def test_a_process_that_the_memory_monitor_kills_ends_its_trial_alone(tmp_path: Path, ray_without_memory: None) -> None:
+def test_a_process_that_the_memory_monitor_kills_ends_its_trial_alone(
+    tmp_path: Path, ray_without_memory: None, capfd: pytest.CaptureFixture[str]
+) -> None:
     class Sleeper:  # pickled whole: a worker that imported this module would be killed before it is ready
         def sleep(self) -> None:
             threading.Event().wait()
@@ -110,4 +112,5 @@ def test_a_process_that_the_memory_monitor_kills_ends_its_trial_alone(tmp_path: 
     tune_trials(config, {"000": assignments["000"]}, run_dir, 1, SessionEnding())
     outcome = read_outcome(run_dir.trial("000").result)
     assert (outcome.status, outcome.failure) == ("oom", "node_out_of_memory")
+    assert "OutOfMemoryDeath" not in capfd.readouterr().err  # which Tune would show with a page on the node's memory
     assert Path(outcome.reason.rpartition("see ")[2]).is_file()
