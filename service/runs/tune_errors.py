@@ -42,8 +42,12 @@ class TrialErrors(Callback):  # type: ignore[misc]
         where = f"see {self._scheme}{trial.path}/{Path(trial.error_file).name}"
         error = cloudpickle.loads(Path(trial.pickled_error_file).read_bytes()) if trial.pickled_error_file else None
         if failure := _failure(error):
-            status = "oom" if failure.kind in OUT_OF_MEMORY_KINDS else "failed"
-            self.record(trial, Outcome(status=status, reason=f"{failure}; {where}", failure=failure.kind))
+            outcome = Outcome(
+                status="oom" if failure.kind in OUT_OF_MEMORY_KINDS else "failed",
+                reason=f"{failure}; {where}",
+                failure=failure.kind,
+            )
+            self.record(trial, outcome)
             return
         # Of other errors Tune has the text alone, below a line of its own that counts them.
         text = str(error) if error is not None else Path(trial.error_file).read_text().partition("\n")[2]
