@@ -125,25 +125,25 @@ class Tiles:
 
         `num_flat` flat MCUs come first; where it is -1 the codes begin with the scan.
         """
-        data, scan, codes, num_tiles = self._data, self._scan, self._codes, self._num_tiles
+        # a view: runs are copied once, when all is joined
+        scan, codes, num_tiles = memoryview(self._data)[self._scan :], self._data[self._codes : self._scan], self._num_tiles
         last = end + (num_runs - 1) * num_tiles
         begins = _BEGINS.iter_unpack(self._points[first : first + (num_runs - 1) * num_tiles + 1 : num_tiles].tobytes())
         ends = _ENDS.iter_unpack(self._points[end:last:num_tiles].tobytes())
-        at, point, skipped, length = next(begins)
-        prefix = codes + point + skipped
-        joined = [] if num_flat < 0 else [self._flat * num_flat, data[prefix : prefix + length]]
+        at, prefix, skipped, length = next(begins)
+        prefix += skipped
+        joined = [] if num_flat < 0 else [self._flat * num_flat, codes[prefix : prefix + length]]
         # no call a row, which would take half as long again
-        for (stop, suffix, suffix_length), (begin, point, skipped, length) in zip(ends, begins, strict=True):
-            suffix, prefix = codes + suffix, codes + point + skipped
-            joined += data[scan + at : scan + stop], data[suffix : suffix + suffix_length], data[prefix : prefix + length]
+        for (stop, suffix, suffix_length), (begin, prefix, skipped, length) in zip(ends, begins, strict=True):
+            prefix += skipped
+            joined += scan[at:stop], codes[suffix : suffix + suffix_length], codes[prefix : prefix + length]
             at = begin
         if flat_right:
             stop, _, suffix, length, _ = self._points[last].item()
-            suffix += codes
-            return [*joined, data[scan + at : scan + stop], data[suffix : suffix + length], self._flat]
+            return [*joined, scan[at:stop], codes[suffix : suffix + length], self._flat]
         # the last MCU's last byte holds the next one's first bits too
-        stop = self._points[last].item()[1] if last < len(self._points) else len(data) - len(_END) - scan
-        return [*joined, data[scan + at : scan + stop]]
+        stop = self._points[last].item()[1] if last < len(self._points) else len(scan) - len(_END)
+        return [*joined, scan[at:stop]]
 
     def _head(self, width: int, height: int) -> tuple[bytearray, int]:
         """What comes before the scan, of a file of this size and without the map; and where its frame header is."""
