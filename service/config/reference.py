@@ -54,11 +54,7 @@ def all_keys() -> list[Key]:
 
 
 def keys_below(prefix: str) -> list[Key]:
-    """The key `prefix` and those in it; all where it is empty.
-
-    Raises:
-        ExperimentError: there is no such key.
-    """
+    """The key `prefix` and those in it; all where it is empty. Raises ExperimentError: there is no such key."""
     keys = all_keys()
     found = [key for key in keys if not prefix or key.name == prefix or key.name.startswith((f"{prefix}.", f"{prefix}["))]
     if not found:

@@ -84,11 +84,7 @@ class Page:
 
 
 def write(page: Page, path: Path) -> None:
-    """Write the page, atomically.
-
-    Raises:
-        ExperimentError: it cannot be written there.
-    """
+    """Write the page, atomically. Raises ExperimentError: it cannot be written there."""
     try:
         write_text(path, render(page))
     except OSError as error:

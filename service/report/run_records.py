@@ -84,11 +84,7 @@ class Records:
 
 
 def records_of_run(path: Path) -> Records:
-    """The records of a run directory.
-
-    Raises:
-        ExperimentError: no run there.
-    """
+    """The records of a run directory. Raises ExperimentError: no run there."""
     resolved, run_dir, result = reopen(path)
     return read_records(run_dir, result, resolved.experiment, resolved.sources)
 

@@ -89,8 +89,7 @@ def read_outcome(path: Path) -> Outcome:
 def read_summary(stage: StageDir) -> StageResult | None:
     """A stage's `stage.json`; None where the stage is not complete.
 
-    Raises:
-        ExperimentError: it is damaged, or a newer version wrote it.
+    Raises ExperimentError: it is damaged, or a newer version wrote it.
     """
     check_version(stage.result, STAGE_VERSION)
     try:

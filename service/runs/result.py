@@ -173,8 +173,7 @@ def write_result(path: Path, result: RunResult) -> None:
 def read_result(path: Path, experiment: Path) -> RunResult:
     """The `result.json` of a run directory. `experiment` is the run's `experiment.yaml`.
 
-    Raises:
-        ExperimentError: it is damaged, in one line that names the field; or a newer version wrote it.
+    Raises ExperimentError: it is damaged, in one line that names the field; or a newer version wrote it.
     """
     check_version(path)
     try:

@@ -196,8 +196,7 @@ def copy_weights(checkpoint: Path, out: Path) -> dict[str, Any]:
 
     A safetensors file is the header's length (8 bytes, little endian), the header as JSON, and the tensors' bytes.
 
-    Raises:
-        RefusedError: not a checkpoint of ours.
+    Raises RefusedError: not a checkpoint of ours.
     """
     with open(checkpoint, "rb") as file:
         try:
@@ -245,8 +244,7 @@ def save_model(folder: Path, weights: Path, metadata: dict[str, Any], model: Mod
 def requirements(model_name: str) -> list[str]:
     """What a model needs to load, in the versions of this process; a build's suffix such as +cpu is on no index.
 
-    Raises:
-        RefusedError: no model has this name here.
+    Raises RefusedError: no model has this name here.
     """
     try:
         libraries = {check_model_name(part).library for part in model_name.split(REUSE_SEPARATOR)}

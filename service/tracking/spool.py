@@ -117,8 +117,7 @@ class Spool:
     def target(self) -> Target | None:
         """What `aim` wrote last; None: nothing yet.
 
-        Raises:
-            ExperimentError: it is damaged, or a newer version wrote it. With another id every run would be created twice.
+        Raises ExperimentError: it is damaged, or a newer version wrote it. With another id every run would be created twice.
         """
         try:
             return Target.model_validate_json(self._target.read_bytes())

@@ -110,8 +110,7 @@ class DistillationModule(nn.Module):
     def check_terms(self, terms: Mapping[str, Mapping[str, Tensor]], epoch: float) -> None:
         """Refuse a method that returns other terms than it declares: some would be trained and never recorded.
 
-        Raises:
-            ExperimentError: one line, the same on every rank.
+        Raises ExperimentError: one line, the same on every rank.
         """
         for key, returned in terms.items():
             declared = self.declared(key, epoch)
@@ -149,8 +148,8 @@ class DistillationModule(nn.Module):
         """The length of the longest init stage."""
         return max((method.init_epochs for method in self.methods_by_name.values()), default=0)
 
-    def begin_stage(self, epoch: float) -> None:
-        """Prepare a module in training mode for the stage of this epoch: the init stage, or training.
+    def freeze_for(self, epoch: float) -> None:
+        """Freeze what an epoch of the init stage, or of training, does not train; the module is in training mode.
 
         Training freezes the parameters of the init stage only: DDP must not wait for their gradients.
         """
@@ -185,8 +184,7 @@ class DistillationModule(nn.Module):
 def init_lr(methods: Mapping[str, Method]) -> float | None:
     """The learning rate of the init stage, which all methods share; None: the peak of `optim`.
 
-    Raises:
-        ExperimentError: two methods have different ones.
+    Raises ExperimentError: two methods have different ones.
     """
     rates = {key: method.init_lr for key, method in methods.items() if method.init_epochs}
     first = next((key for key, rate in rates.items() if rate is not None), None)

@@ -17,11 +17,7 @@ class TapReader:
     """The taps of several methods on one model."""
 
     def __init__(self, model: nn.Module, taps: Mapping[str, Sequence[str]], *, name: str, image_size: int):
-        """`taps`: method → its taps on this model. `name`: the model's.
-
-        Raises:
-            ModelError: the model has no such tap.
-        """
+        """`taps`: method → its taps on this model. `name`: the model's. Raises ModelError: the model has no such tap."""
         self._model, self._name = model, name
         self._taps = {key: Taps(model, names, name=name, image_size=image_size) for key, names in taps.items() if names}
         self._keys = tuple(taps)

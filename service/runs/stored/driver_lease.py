@@ -130,8 +130,7 @@ class DriverLease:
 def is_fresh(uri: str) -> bool:
     """Whether a driver has renewed a lease of the run at `uri` of late, by the store's clock.
 
-    Raises:
-        StorageError: the store does not answer.
+    Raises StorageError: the store does not answer.
     """
     store = ObjectStore(uri, RENEW_S)
     entries = store.entries(FOLDER)

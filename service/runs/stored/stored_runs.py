@@ -29,8 +29,7 @@ _CHECKPOINTS = "checkpoints/"
 def root_folder(uri: str, option: str = "--runs") -> Path:
     """The folder, the same on every node, that has the copies of the runs at a root's URI.
 
-    Raises:
-        ExperimentError: no URI of an object store, or one that has a key or an option in it.
+    Raises ExperimentError: no URI of an object store, or one that has a key or an option in it.
     """
     if redact_uris(uri) != uri:
         raise ExperimentError(secret_refusal(option, uri))
@@ -110,8 +109,7 @@ def is_taken(path: Path) -> bool:
 def fetch_records(path: Path) -> None:
     """Bring a run's records here, checkpoints apart, unless they are written by a process of this machine.
 
-    Raises:
-        StorageError: the store does not answer.
+    Raises StorageError: the store does not answer.
     """
     uri = uri_of(path)
     if uri is None or is_locked(path / ".lock"):
@@ -182,8 +180,7 @@ def stages(entries: Iterable[str]) -> list[str]:
 def fetch_stage(config: TrainConfig) -> None:
     """Bring here what a stage's workers have put of it, but for the state that they continue from.
 
-    Raises:
-        StorageError: the store does not answer.
+    Raises StorageError: the store does not answer.
     """
     if config.run_store is not None:
         copy = RunCopy(config.run_store.uri, Path(config.run_store.folder))
@@ -194,8 +191,7 @@ def fetch_stage(config: TrainConfig) -> None:
 def put_stage_records(config: TrainConfig) -> None:
     """Put what is appended of a stage whose workers wrote it in this folder: after a kill they may write it elsewhere.
 
-    Raises:
-        StorageError: the store does not answer.
+    Raises StorageError: the store does not answer.
     """
     if config.run_store is not None:
         copy = RunCopy(config.run_store.uri, Path(config.run_store.folder))

@@ -70,10 +70,7 @@ def measure_blocks(
     """The blocks between these cut points, timed on micro-batches of these sizes. `model` stays as it is.
 
     Without `training`: as a frozen teacher runs, forward only. Sizes that the device's memory or a batch norm refuses, and larger
-    ones after `BUDGET_S`, are left out.
-
-    Raises:
-        ModelError: the model runs at none of the sizes, or does not fit the device.
+    ones after `BUDGET_S`, are left out. Raises ModelError: the model runs at none of the sizes, or does not fit the device.
     """
     what = "the whole model" if training else "the whole teacher, sharded or not,"
     model = _on_device(model, conditions, what).train(training)

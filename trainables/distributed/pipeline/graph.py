@@ -41,8 +41,7 @@ def trace(model: nn.Module, expand: Collection[str] | None = None) -> fx.Graph:
 
     `expand`: the modules that are traced into; by default all but torch's own layers and those that cannot be traced.
 
-    Raises:
-        ModelError: the model's own forward cannot be traced.
+    Raises ModelError: the model's own forward cannot be traced.
     """
     opaque: set[str] = set()
     while True:

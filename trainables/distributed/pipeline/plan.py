@@ -40,8 +40,7 @@ class Planner:
     def plan(self, num_samples: int, starts: Starts | None = None, num_micro_batches: int | None = None) -> Plan:
         """The fastest plan for a replica's batch; `starts` and `num_micro_batches` where they are given.
 
-        Raises:
-            ModelError: fewer cut points than stages need, or no plan fits the memory.
+        Raises ModelError: fewer cut points than stages need, or no plan fits the memory.
         """
         stages = self.devices.num_stages
         if len(self.blocks) < stages:
