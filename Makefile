@@ -11,6 +11,8 @@ demo: $(INSTALLED)
 # Several processes of pytest at a time; each one's output comes in one piece.
 PARALLEL = --no-print-directory --keep-going $(if $(filter output-sync,$(.FEATURES)),--output-sync)
 PYTEST = $(BIN)/python -m pytest
+# Tests start hundreds of Pythons: without bytecode each compiles the project anew, for a second or more.
+export PYTHONDONTWRITEBYTECODE =
 QUICK = $(PYTEST) -m "not integration and not processes and not slow and not gpu"
 HALF = tests/trainables/models tests/trainables/data tests/trainables/device tests/trainables/metrics
 

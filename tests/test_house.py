@@ -4,7 +4,6 @@ import ast
 import functools
 import re
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,14 +17,17 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def imports(path: Path) -> Iterator[str]:
+@functools.cache
+def imports(path: Path) -> tuple[str, ...]:
     """Every module that a file imports, at the top or inside a function; relative names are not used here."""
+    found: list[str] = []
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: a relative import"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found += (f"{node.module}.{alias.name}" for alias in node.names)
+    return tuple(found)
 
 
 def who_imports(package: str) -> set[str]:
@@ -114,6 +116,7 @@ def test_only_trials_and_sweeps_know_ray_tune() -> None:
     assert who_imports("ray.tune") == {
         "service/runs/trial.py",
         "service/runs/tune_errors.py",
+        "service/runs/tune_internals.py",
         "service/search/searcher.py",
         "service/sweeps/asha.py",
         "service/sweeps/trial_ends.py",
@@ -130,10 +133,16 @@ def test_private_names_of_ray_are_in_one_module() -> None:
     assert who_imports("ray.train.v2") == {"trainables/worker/ray_internals.py"}
 
 
+@functools.cache
+def attributes(path: Path) -> frozenset[str]:
+    """The dotted names that a file uses, each with what it begins with: `torch`, `torch.nn`, `torch.nn.Linear`."""
+    used = (ast.unparse(node) for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute))
+    return frozenset(name for name in used if re.fullmatch(r"[\w.]+", name))
+
+
 def private_names(path: Path, *packages: str) -> set[str]:
     """Dotted names inside `packages` with a part that begins with one underscore, imported or used as attributes."""
-    attributes = (ast.unparse(node) for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute))
-    dotted = {*imports(path), *(name for name in attributes if re.fullmatch(r"[\w.]+", name))}
+    dotted = {*imports(path), *attributes(path)}
     return {
         name
         for name in dotted

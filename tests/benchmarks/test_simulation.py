@@ -33,7 +33,7 @@ from tests.benchmarks.simulation.stages import layers_of, peak_mib
 from tests.benchmarks.simulation.steps import Luck, simulate
 from trainables.metrics.phases import PHASES
 
-SEEDS = range(6)
+SEEDS = range(3)
 CPU = Cpu(cores=64, hyperthreads=False, sockets=1, remote_loss=0.0, rank_load=0.0)
 LOADER = Loader(decode_s=1e-5, decode_cv=0.0, lock_share=0.0, chunk=1, whole_batches=False, prefetch=2)
 STORAGE = Storage(0.0, 1e5, 1e12, 1e12, 1.0, stalls=0.0, stall_s=0.0, tail=2.0)
@@ -356,6 +356,7 @@ def test_a_seed_is_a_cluster_whose_probes_are_noisy_and_repeat(seed: int) -> Non
     assert first.phases_s.keys() == set(PHASES)
 
 
+@pytest.mark.slow
 def test_probes_agree_with_the_truth() -> None:
     cluster = Cluster(1)
     points = [point for point in cluster.points if cluster.status(point) == "ok"][::9]
@@ -377,6 +378,7 @@ def test_more_noise_is_more_noise_and_no_other_cluster() -> None:
     assert calm.points == loud.points
 
 
+@pytest.mark.slow
 def test_a_tenant_comes_and_goes_and_is_no_part_of_the_truth() -> None:
     alone, shared = Cluster(3, tenant=False, failures=0.0), Cluster(3, tenant=(0.05, 0.2), failures=0.0)
     assert alone.tenant is None
@@ -467,6 +469,7 @@ def test_some_probes_fail_for_no_cause_of_their_own_and_end_their_group() -> Non
     assert min(fine.values()) >= 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PEERS)
 def test_a_peer_spends_its_budget_and_finds_the_best_with_enough_of_it(name: str) -> None:
     if name in NEEDS:

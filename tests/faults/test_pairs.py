@@ -16,7 +16,7 @@ def test_a_training_in_which_nothing_is_wrong_has_no_finding(kind: str) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("number", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_first_finding_is_what_mending_brings_most_and_the_gain_comes_true(number: int) -> None:
     verdicts = list(trials(number))
     assert {fault for one in verdicts for fault in one.faults} == set(FAULTS)

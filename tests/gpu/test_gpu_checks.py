@@ -33,14 +33,16 @@ SAME_CODE = (
     *("5-loop-64", "5-loop-256"),
     "7-batch-norm",
 )
-"""Beside those that differ from them by a number alone; they are slow tests, and so are ranks that start as processes."""
+"""Beside those that differ from them by a number alone."""
+LONG = ("1-pytest", "2-filled-search", "3-peaks", "7-uneven", "8-fp16")
+"""Ten seconds or more, as all of check 11, whose ranks start as processes."""
 PIECES = [piece for check in CHECKS for piece in check.pieces]
 
 
 def marks(piece: Piece) -> list[pytest.MarkDecorator]:
     if piece.name.startswith("10-"):
         return [pytest.mark.integration, pytest.mark.slow]
-    return [pytest.mark.slow] if piece.name.startswith("11-") or piece.name in SAME_CODE else []
+    return [pytest.mark.slow] if piece.name.startswith("11-") or piece.name in (*SAME_CODE, *LONG) else []
 
 
 @pytest.fixture(scope="module")

@@ -402,15 +402,15 @@ def test_what_a_command_line_quotes_is_bounded(capsys: pytest.CaptureFixture[str
 
 
 def test_a_model_that_does_not_fit_the_images_is_refused(refuse: Refuse) -> None:
-    shown = refuse("train", "digits", *sets("student.model=vgg11"))
-    assert shown.startswith("model vgg11 does not take images of 8×8")
+    shown = refuse("train", "digits", *sets("student.model=squeezenet1_1"))
+    assert shown.startswith("model squeezenet1_1 does not take images of 8×8")
     assert "set data.image_size to 32" in shown
     assert shown.count("8×8") == 1
 
 
 def test_the_taps_of_a_model_that_is_none_or_does_not_fit_are_refused(refuse: Refuse) -> None:
     assert "did you mean resnet18?" in refuse("taps", "resnet_18")
-    assert "model vgg11 does not take images of 31×31" in refuse("taps", "vgg11", "--image-size", "31")
+    assert "model squeezenet1_1 does not take images of 8×8" in refuse("taps", "squeezenet1_1", "--image-size", "8")
 
 
 def test_the_taps_of_a_model_are_a_table_of_names_and_shapes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -617,11 +617,11 @@ def test_a_file_of_gigabytes_is_refused_unread(tmp_path: Path) -> None:
 )
 def test_a_message_quotes_the_beginning_and_the_end_of_what_is_long(override: str, tmp_path: Path) -> None:
     began = time.process_time()
-    for long in ("k" * 1_000_000 + "end", "k " * 50_000 + "end"):
+    for long in ("k" * 200_000 + "end", "k " * 50_000 + "end"):
         message = refusal(override.format(long))
         assert len(message) < 6500
         assert "k" * 20 in message or "k k" in message
-    assert time.process_time() - began < 5
+    assert time.process_time() - began < 2
 
 
 @pytest.mark.parametrize("text", ["1:30.5", "1:30", "0b11", "on", "-1:2.", ".", "+.", "1e", "._1", "e5"])

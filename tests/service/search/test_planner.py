@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -13,13 +14,32 @@ from service.search.points import Observation, identity
 from service.search.state import SearchState
 from tests.service.search.queues import CLUSTERS, ONE_NODE, SMALL, Queues, grid, point
 
+Probed = list[tuple[Mapping[str, Any], Observation]]
+each_cluster = pytest.mark.parametrize(
+    "kind", [kind if kind in ("decode", "compute") else pytest.param(kind, marks=pytest.mark.slow) for kind in CLUSTERS]
+)
+"""The large ones take as long as all the others."""
+
+
+@cache
+def searched(kind: str, metric: str = "images_per_s") -> tuple[Planner, Probed, list[float]]:
+    """A search to its end, what it measured and the bound after each of that."""
+    cluster, points = CLUSTERS[kind]
+    search, rng, seen, bounds = Planner(SearchState(points, cluster.hardware, metric=metric)), np.random.default_rng(0), [], []
+    bounds.append(search.bound())
+    while (at := search.ask(float(seen[-1][0]["scale.num_workers"]) if seen else None)) is not None:
+        seen.append((at, cluster.probe(at, search, rng)))
+        search.tell(*seen[-1])
+        bounds.append(search.bound())
+        assert len(seen) <= 200
+    return search, seen, bounds
+
 
 @pytest.mark.parametrize("metric", ["images_per_s", "gpu_s_per_epoch"])
-@pytest.mark.parametrize("kind", CLUSTERS)
+@pytest.mark.parametrize("kind", [kind if kind != "network" else pytest.param(kind, marks=pytest.mark.slow) for kind in CLUSTERS])
 def test_a_point_within_three_percent_of_the_best_is_found_with_few_probes(kind: str, metric: str) -> None:
     cluster, points = CLUSTERS[kind]
-    search = Planner(SearchState(points, cluster.hardware, metric=metric))
-    seen = cluster.search(search)
+    search, seen, _ = searched(kind, metric)
     assert cluster.regret(search, metric) <= 0.03
     tried = [identity(at) for at, _ in seen]
     assert len(set(tried)) <= 0.35 * len(points)
@@ -30,7 +50,7 @@ def test_a_point_within_three_percent_of_the_best_is_found_with_few_probes(kind:
 
 
 def test_a_new_search_with_the_same_observations_asks_for_the_same_next_point() -> None:
-    cluster, points = CLUSTERS["network"]
+    cluster, points = CLUSTERS["compute"]
     first, rng = Planner(SearchState(points, cluster.hardware, seed=3)), np.random.default_rng(0)
     history = []
     for _ in range(7):
@@ -48,7 +68,7 @@ def test_a_new_search_with_the_same_observations_asks_for_the_same_next_point() 
 
 
 def test_points_that_are_being_probed_are_not_asked_for_again() -> None:
-    cluster, points = CLUSTERS["decode"]
+    cluster, points = CLUSTERS["compute"]
     search, rng = Planner(SearchState(points, cluster.hardware)), np.random.default_rng(0)
     pending = [at for _ in range(4) if (at := search.ask()) is not None]
     for _ in range(60):
@@ -115,14 +135,11 @@ def test_what_a_start_takes_is_known_from_the_first_one_on() -> None:
     assert search.state.costs.spent_gpu_s == pytest.approx(25 + 2 * 140 + 9 * 13 * 0.1)
 
 
-@pytest.mark.parametrize("kind", CLUSTERS)
+@each_cluster
 def test_the_bound_falls_to_the_tolerance_and_then_holds_for_what_was_not_tested(kind: str) -> None:
     cluster, points = CLUSTERS[kind]
-    search, rng, bounds = Planner(SearchState(points, cluster.hardware)), np.random.default_rng(0), []
-    assert search.bound() == math.inf
-    while (at := search.ask()) is not None:
-        search.tell(at, cluster.probe(at, search, rng))
-        bounds.append(search.bound())
+    search, _, (before, *bounds) = searched(kind)
+    assert before == math.inf
     best, tested = search.best(), {identity(points[row]) for row, _ in search.state.history}
     assert best is not None
     least = min(cluster.cost(other) for other in points if identity(other) not in tested and cluster.fits(other))
@@ -132,9 +149,8 @@ def test_the_bound_falls_to_the_tolerance_and_then_holds_for_what_was_not_tested
 
 def test_forecasts_say_what_a_step_of_every_point_takes() -> None:
     cluster, points = CLUSTERS["decode"]
-    search = Planner(SearchState(points, cluster.hardware))
-    assert not any(forecast.measured for forecast in search.forecasts())
-    seen = cluster.search(search)
+    assert not any(forecast.measured for forecast in Planner(SearchState(points, cluster.hardware)).forecasts())
+    search, seen, _ = searched("decode")
     forecasts = search.forecasts()
     assert [forecast.point for forecast in forecasts] == points
     assert sum(forecast.measured for forecast in forecasts) == len({identity(at) for at, _ in seen})
@@ -143,11 +159,10 @@ def test_forecasts_say_what_a_step_of_every_point_takes() -> None:
     assert all(forecast.sd > 0 for forecast in forecasts)
 
 
-@pytest.mark.parametrize("kind", CLUSTERS)
+@each_cluster
 def test_the_front_of_speed_and_cost_is_found_to_three_percent(kind: str) -> None:
     cluster, points = CLUSTERS[kind]
-    search = Planner(SearchState(points, cluster.hardware, metric="pareto"))
-    seen = cluster.search(search)
+    search, seen, _ = searched(kind, "pareto")
     found = [(at["scale.num_workers"], cluster.cost(at)) for at in search.front()]
     assert [workers for workers, _ in found] == sorted({workers for workers, _ in found})
     assert all(time_s > later_s for (_, time_s), (_, later_s) in pairwise(found))
@@ -168,11 +183,9 @@ def test_a_factor_makes_the_time_to_a_target_what_is_searched_for() -> None:
     def images_to_target(at: Mapping[str, Any]) -> float:  # small batches learn more from an image
         return 1e6 * (1 + at["data.global_batch_size"] / 300)
 
-    fastest, first = (
-        Planner(SearchState(points, cluster.hardware, factor=factor)) for factor in (lambda at: 1.0, images_to_target)
-    )
-    for search in (fastest, first):
-        cluster.search(search)
+    fastest, _, _ = searched("compute")
+    first = Planner(SearchState(points, cluster.hardware, factor=images_to_target))
+    cluster.search(first)
     best, rest = first.best(), [cluster.cost(at) * images_to_target(at) for at in points]
     assert best is not None
     assert cluster.cost(best) * images_to_target(best) / min(rest) - 1 <= 0.03

@@ -30,8 +30,8 @@ def _correlation(first: Ints, second: Ints) -> float:
     return float(np.corrcoef(first, second)[0, 1] * math.sqrt(len(first)))
 
 
-def test_every_length_up_to_5000_is_a_permutation() -> None:
-    for num_samples in range(5001):
+def test_every_length_up_to_1000_is_a_permutation() -> None:
+    for num_samples in range(1001):
         order_N = _epoch(3, 4, num_samples)
         assert order_N.dtype == np.int64
         assert (np.bincount(order_N, minlength=num_samples) == 1).all()
@@ -53,17 +53,19 @@ def test_an_order_is_a_function_of_seed_epoch_and_position_alone() -> None:
     assert sample_at(2**32 - 1, 2**40, np.arange(3), 10**12).tolist() == [793226666390, 156265100982, 379102250664]
 
 
-@pytest.mark.parametrize("num_samples", [2, 3, 7, 10, 33])
+@pytest.mark.parametrize("num_samples", [2, 3, 7, 33])
 def test_every_sample_stands_at_every_position_equally_often(num_samples: int) -> None:
-    locations = np.stack([_epoch(0, epoch, num_samples) for epoch in range(3000)])
+    locations = np.stack([_epoch(0, epoch, num_samples) for epoch in range(1000)])
     cells = np.stack([np.bincount(column, minlength=num_samples) for column in locations.T])
     assert abs(_sigmas(cells.ravel(), (num_samples - 1) ** 2)) < 4
 
 
-@pytest.mark.parametrize("num_samples", [3, 4, 5])
-def test_every_permutation_of_a_few_samples_is_equally_likely(num_samples: int) -> None:
+@pytest.mark.parametrize(
+    ("num_samples", "num_epochs"), [(3, 1000), (4, 1000), (5, 2000), pytest.param(5, 4000, marks=pytest.mark.slow)]
+)
+def test_every_permutation_of_a_few_samples_is_equally_likely(num_samples: int, num_epochs: int) -> None:
     permutations = list(itertools.permutations(range(num_samples)))
-    counted = Counter(tuple(_epoch(0, epoch, num_samples).tolist()) for epoch in range(4000))
+    counted = Counter(tuple(_epoch(0, epoch, num_samples).tolist()) for epoch in range(num_epochs))
     counts = np.array([counted[permutation] for permutation in permutations])
     assert abs(_sigmas(counts, len(permutations) - 1)) < 4
 
@@ -123,12 +125,12 @@ def _windows(num_samples: int, window: int, shards: list[int] | None = None, epo
     return order.at(epoch, np.arange(num_samples))
 
 
-@pytest.mark.parametrize("window", [1, 2, 7, 100, 256, 1000, 5000])
-@pytest.mark.parametrize("shards", [None, [1, 500, 0, 37, 462], [1000]])
+@pytest.mark.parametrize("window", [1, 2, 7, 100, 256, 520, 3000])
+@pytest.mark.parametrize("shards", [None, [1, 260, 0, 37, 222], [520]])
 def test_a_windowed_order_holds_every_sample_once_and_is_another_one_each_epoch(window: int, shards: list[int] | None) -> None:
-    epochs = [_windows(1000, window, shards, epoch) for epoch in range(3)]
+    epochs = [_windows(520, window, shards, epoch) for epoch in range(2)]
     for order_N in epochs:
-        assert sorted(order_N.tolist()) == list(range(1000))
+        assert sorted(order_N.tolist()) == list(range(520))
     if window > 1:
         assert (epochs[0] != epochs[1]).mean() > 0.5
 
@@ -156,9 +158,9 @@ def test_a_window_of_one_reads_whole_shards_in_random_order() -> None:
 
 def test_a_shard_is_read_in_two_neighbouring_windows_at_most() -> None:
     shard_N = np.repeat(np.arange(50), 100)
-    windows_N = np.arange(5000) // 130
+    windows_N, shards_read_N = np.arange(5000) // 130, shard_N[_windows(5000, 130, [100] * 50)]
     for shard in range(50):
-        present = np.unique(windows_N[shard_N[_windows(5000, 130, [100] * 50)] == shard])
+        present = np.unique(windows_N[shards_read_N == shard])
         assert len(present) <= 2
         assert np.ptp(present) <= 1
 

@@ -94,7 +94,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 def settings(method: str, folder: Path, **sections: Any) -> TrainConfig:
     """Of a method: six steps an epoch, the last of them shorter; a rate and a weight that change with every step."""
     options = {"warmup_epochs": 2, "decay": "cosine"} if load_method(method).terms else {}
-    tree = job_config(Case(method, options, image_size=8), folder, precision="fp32").model_dump(mode="json")
+    tree = job_config(Case(method, options, teacher="resnet8", image_size=8), folder, precision="fp32").model_dump(mode="json")
     tree["data"] |= {"synthetic_images": 44}
     tree["optim"] |= {"epochs": 4, "schedule": "cosine", "warmup_epochs": 1, "clip_grad_norm": 5.0}
     for name, section in sections.items():

@@ -76,7 +76,8 @@ def without_training(name: str, monkeypatch: pytest.MonkeyPatch) -> list[CheckRe
     for whole in ("_workers", "_resumed", "_finite"):
         monkeypatch.setattr(check_method, whole, lambda *_: None)
     name = name if name in METHODS else f"{own_methods.__file__}:{name}"
-    return list(check(Case(name, {}), lambda _, function, *args: [function(Group(), *args)]))
+    case = Case(name, {}, teacher="resnet8", image_size=8)
+    return list(check(case, lambda _, function, *args: [function(Group(), *args)]))
 
 
 @pytest.mark.slow

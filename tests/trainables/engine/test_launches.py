@@ -15,9 +15,18 @@ from trainables.models.registry import build_model
 
 CPU = torch.device("cpu")
 SMALL_R34_R18 = Pair("resnet34", "resnet18", 32, 100)
+R20_R8 = Pair("resnet20", "resnet8", 32, 100)
 
 
-@pytest.mark.parametrize(("pair", "precision", "most"), [(SMALL_R34_R18, "bf16", 336), (R56_R20, "fp32", 404)])
+@pytest.mark.parametrize(
+    ("pair", "precision", "most"),
+    [
+        pytest.param(SMALL_R34_R18, "bf16", 336, marks=pytest.mark.slow),
+        pytest.param(R56_R20, "fp32", 404, marks=pytest.mark.slow),
+        (R20_R8, "bf16", 190),
+        (R20_R8, "fp32", 182),
+    ],
+)
 def test_a_step_launches_no_more_than_the_plain_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pair: Pair, precision: str, most: int
 ) -> None:

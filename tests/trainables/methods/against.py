@@ -153,23 +153,30 @@ def all_terms(
 def assert_as_the_reference(case: Comparison, student: list[Array], teacher: list[Array], labels_B: Tensor | None = None) -> None:
     """The terms to 1e-9 in float64; losses and gradients finite."""
     labels_B = LABELS[: len(student[0])] if labels_B is None else labels_B
-    method = case.make()
-    found = all_terms(case, method, _tensors(student), _tensors(teacher), labels_B)
+    method, leaves = case.make(), [x.requires_grad_() for x in _tensors(student)]
+    found = all_terms(case, method, leaves, _tensors(teacher), labels_B)
     expected = case.reference(_inputs(method, student, teacher, labels_B))
     assert set(found) == set(expected)
     for name, value in found.items():
         value = value if np.ndim(expected[name]) else value.mean()
         np.testing.assert_allclose(value.detach().numpy(), expected[name], rtol=1e-9, atol=1e-12, err_msg=name)
-    assert_finite(case, student, teacher, labels_B)
+    _assert_moderate(_means_and_gradients(found, leaves, method), torch.float64)
+    single = [_tensors(side, torch.float32) for side in (student, teacher)]
+    _assert_moderate(loss_and_gradients(case, torch.float32, *single, labels_B), torch.float32)
 
 
 def assert_finite(case: Comparison, student: list[Array], teacher: list[Array], labels_B: Tensor | None = None) -> None:
     """Losses and gradients in float64 and float32; no gradient is far beyond the inputs' size."""
     labels_B = LABELS[: len(student[0])] if labels_B is None else labels_B
     for dtype in (torch.float64, torch.float32):
-        for tensor in loss_and_gradients(case, dtype, _tensors(student, dtype), _tensors(teacher, dtype), labels_B):
-            assert tensor.dtype == dtype
-            assert (tensor.abs() < 1e7).all()
+        found = loss_and_gradients(case, dtype, _tensors(student, dtype), _tensors(teacher, dtype), labels_B)
+        _assert_moderate(found, dtype)
+
+
+def _assert_moderate(found: list[Tensor], dtype: torch.dtype) -> None:
+    for tensor in found:
+        assert tensor.dtype == dtype
+        assert (tensor.abs() < 1e7).all()
 
 
 def loss_and_gradients(
@@ -177,7 +184,11 @@ def loss_and_gradients(
 ) -> list[Tensor]:
     """The terms' means, then the gradients of their sum that there are: of the student's answers and of the parameters."""
     method, leaves = case.make(dtype), [x.clone().requires_grad_() for x in student]
-    means = [term.mean() if term.ndim else term for term in all_terms(case, method, leaves, teacher, labels_B).values()]
+    return _means_and_gradients(all_terms(case, method, leaves, teacher, labels_B), leaves, method)
+
+
+def _means_and_gradients(found: dict[str, Tensor], leaves: list[Tensor], method: Method) -> list[Tensor]:
+    means = [term.mean() if term.ndim else term for term in found.values()]
     gradients = torch.autograd.grad(torch.stack(means).sum(), [*leaves, *method.parameters()], allow_unused=True)
     assert any(gradient is not None for gradient in gradients)
     return [*(mean.detach() for mean in means), *(gradient for gradient in gradients if gradient is not None)]

@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.trainables.methods.against import teacher_model
 from tests.trainables.methods.calls import make, samples
 from tests.trainables.methods.references import features as reference
+from tests.trainables.models.small_families import unchanged
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
 from trainables.errors import ExperimentError
@@ -109,7 +110,7 @@ def test_the_partial_distance_requires_only_what_the_relu_lets_through_and_for_n
     ],
 )
 def test_the_norm_before_a_stages_last_activation_is_the_main_branchs(model: str, paths: list[str | None]) -> None:
-    built = build_model(model, num_classes=3, image_size=32, seed=0)
+    built = unchanged(model, 32)
     modules = {id(module): path for path, module in built.named_modules()}
     found = norms_before(built, ("stages.preact",), name=model, image_size=32)
     assert [None if norm is None else modules[id(norm)] for norm in found] == paths

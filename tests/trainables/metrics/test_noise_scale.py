@@ -93,7 +93,7 @@ def test_over_many_steps_the_known_covariance_comes_out() -> None:
     mean, deviation = torch.linspace(-1, 1, 8, dtype=torch.float64), torch.linspace(0.5, 3, 8, dtype=torch.float64)
     model = nn.Linear(8, 1, bias=False).double()  # the gradient of w·x is x
     noise, scaler = GradientNoise(model, Group()), torch.amp.GradScaler("cpu", enabled=False)
-    parts, size, steps = 3, 4, 4000
+    parts, size, steps = 3, 4, 1000
     for _ in range(steps):
         for _ in range(parts):
             x = mean + deviation * torch.randn(size, 8, generator=generator, dtype=torch.float64)
@@ -103,8 +103,8 @@ def test_over_many_steps_the_known_covariance_comes_out() -> None:
         model.zero_grad()
     trace, square, big, measured = noise.take().tolist()
     assert measured == steps
-    assert trace / steps == pytest.approx(float(deviation.square().sum()), rel=0.02)
-    assert square / steps == pytest.approx(float(mean.square().sum()), rel=0.03)
+    assert trace / steps == pytest.approx(float(deviation.square().sum()), rel=0.04)
+    assert square / steps == pytest.approx(float(mean.square().sum()), rel=0.06)
     assert big / steps == pytest.approx(square / steps + trace / steps / (parts * size), rel=1e-9)
 
 

@@ -45,6 +45,22 @@ ZOO: dict[str, tuple[int, tuple[Shape, ...]]] = {
 """Parameters with 100 classes and the stages' outputs at 32 pixels, as RepDistiller's modules have them."""
 
 
+QUICK = {
+    "resnet8",
+    "resnet20",
+    "resnet8x4",
+    "wrn_16_1",
+    "wrn_16_2",
+    "vgg8_cifar",
+    "mobilenetv2_half_cifar",
+    "shufflenetv1_cifar",
+    "shufflenetv2_cifar",
+}
+each_of_the_zoo = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in ZOO]
+)
+
+
 def images(batch: int = 2) -> Tensor:
     return torch.randn(batch, 3, 32, 32, generator=torch.Generator().manual_seed(1)).double()
 
@@ -59,7 +75,9 @@ def test_every_cifar_model_is_in_these_tables() -> None:
     assert set(ZOO) == set(PUBLISHED) == zoo
 
 
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in {*QUICK, "resnet50_cifar"} else pytest.mark.slow) for name in ZOO]
+)
 def test_parameters_operations_and_shapes_are_the_published_ones(name: str) -> None:
     published = Net()
     PUBLISHED[name](published, images(1))
@@ -84,7 +102,7 @@ def before_the_last_activation(name: str, model: nn.Module) -> list[nn.Module]:
     return [[module for module in stage.modules() if isinstance(module, nn.ReLU)][-1] for stage in stages(model)]
 
 
-@pytest.mark.parametrize("name", ZOO)
+@each_of_the_zoo
 def test_a_published_state_dict_loads_and_gives_the_published_logits_and_taps(name: str, tmp_path: Path) -> None:
     published = Net()
     with torch.no_grad():
@@ -105,7 +123,7 @@ def test_a_published_state_dict_loads_and_gives_the_published_logits_and_taps(na
     torch.testing.assert_close(inputs, published.preacts, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", ZOO)
+@each_of_the_zoo
 def test_every_activation_is_a_module_and_none_overwrites_its_input(name: str) -> None:
     model = construct(name, num_classes=10, image_size=32, seed=0)
     activations = [module for module in model.modules() if isinstance(module, nn.ReLU)]

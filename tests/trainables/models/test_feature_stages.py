@@ -1,18 +1,20 @@
 """Stages of the families of models, as the papers that distil them count."""
 
+from functools import cache
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainables.models.registry import construct
+from tests.trainables.models.small_families import unchanged
 from trainables.models.tap_names import list_taps
 
 
+@cache
 def named(name: str, image_size: int) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Of each point of a model: where it is, and its shape."""
-    built = construct(name, num_classes=10, image_size=image_size, seed=0)
-    found = list_taps(built, image_size)
+    found = list_taps(unchanged(name, image_size), image_size)
     return {each: (point.aliases[-1], point.shape) for point in found for each in (point.name, *point.aliases)}
 
 
@@ -26,29 +28,43 @@ def named(name: str, image_size: int) -> dict[str, tuple[str, tuple[int, ...]]]:
         ("mobilenetv2_half_cifar", 32, (16, 16, 16), ["layer1", "layer2", "layer3", "layer4"]),
         ("shufflenetv1_cifar", 32, (24, 32, 32), ["layer1", "layer2", "layer3"]),
         ("shufflenetv2_cifar", 32, (24, 32, 32), ["layer1", "layer2", "layer3"]),
-        ("resnet50_cifar", 32, (64, 32, 32), ["layer1", "layer2", "layer3", "layer4"]),
+        pytest.param("resnet50_cifar", 32, (64, 32, 32), ["layer1", "layer2", "layer3", "layer4"], marks=pytest.mark.slow),
         ("convnet_small", 8, (8, 8, 8), ["features.2", "features.6", "features"]),
         ("resnet18", 64, (64, 16, 16), ["layer1", "layer2", "layer3", "layer4"]),
         ("vgg11_bn", 32, (64, 32, 32), ["features.2", "features.6", "features.13", "features.20", "features.27"]),
         ("alexnet", 224, (64, 55, 55), ["features.1", "features.4", "features.11"]),
         ("mobilenet_v2", 64, (32, 32, 32), ["features.1", "features.3", "features.6", "features.13", "features.17"]),
         ("mobilenet_v3_small", 64, (16, 32, 32), ["features.1", "features.3", "features.8", "features.11"]),
-        ("efficientnet_b0", 64, (32, 32, 32), ["features.1", "features.2", "features.3", "features.5", "features.7"]),
-        ("convnext_tiny", 64, (96, 16, 16), ["features.1", "features.3", "features.5", "features"]),
-        ("densenet121", 64, (64, 16, 16), [f"features.denseblock{number}" for number in (1, 2, 3, 4)]),
+        pytest.param(
+            "efficientnet_b0",
+            64,
+            (32, 32, 32),
+            ["features.1", "features.2", "features.3", "features.5", "features.7"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "convnext_tiny", 64, (96, 16, 16), ["features.1", "features.3", "features.5", "features"], marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "densenet121", 64, (64, 16, 16), [f"features.denseblock{number}" for number in (1, 2, 3, 4)], marks=pytest.mark.slow
+        ),
         ("shufflenet_v2_x0_5", 64, (24, 16, 16), ["stage2.3", "stage3.7", "stage4.3"]),
         ("googlenet", 64, (192, 8, 8), ["inception3b", "inception4e", "inception5b"]),
-        ("inception_v3", 128, (192, 13, 13), ["Mixed_5d", "Mixed_6e", "Mixed_7c"]),
+        pytest.param("inception_v3", 128, (192, 13, 13), ["Mixed_5d", "Mixed_6e", "Mixed_7c"], marks=pytest.mark.slow),
         ("mnasnet0_5", 64, (8, 32, 32), ["layers.8", "layers.9", "layers.11", "layers.13"]),
         ("squeezenet1_1", 64, (64, 15, 15), ["features.4", "features.7", "features"]),
-        (
+        pytest.param(
             "regnet_y_400mf",
             64,
             (32, 32, 32),
             [*(f"trunk_output.block{number}" for number in (1, 2, 3)), "trunk_output"],
+            marks=pytest.mark.slow,
         ),
-        ("swin_t", 64, (96, 16, 16), ["features.1", "features.3", "features.5", "features"]),
-        ("maxvit_t", 224, (64, 112, 112), ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]),
+        ("convnext", 64, (8, 16, 16), ["features.1", "features"]),
+        ("densenet", 64, (16, 16, 16), [f"features.denseblock{number}" for number in (1, 2, 3, 4)]),
+        ("swin", 32, (16, 8, 8), ["features.1", "features.3", "features.5", "features"]),
+        pytest.param("swin_t", 64, (96, 16, 16), ["features.1", "features.3", "features.5", "features"], marks=pytest.mark.slow),
+        pytest.param("maxvit_t", 224, (64, 112, 112), ["blocks.0", "blocks.1", "blocks.2", "blocks.3"], marks=pytest.mark.slow),
     ],
 )
 def test_a_stage_is_the_last_block_of_each_resolution(
@@ -83,18 +99,18 @@ def test_timms_models_have_the_same_stages(name: str, stem: str, stages: list[st
 
 
 def test_maps_that_swin_holds_channels_last_are_handed_out_channels_first() -> None:
-    found = named("swin_t", 64)
-    assert [found[f"stage{number}"][1] for number in (1, 2, 3, 4)] == [(96, 16, 16), (192, 8, 8), (384, 4, 4), (768, 2, 2)]
+    found = named("swin", 32)
+    assert [found[f"stage{number}"][1] for number in (1, 2, 3, 4)] == [(16, 8, 8), (32, 4, 4), (64, 2, 2), (128, 1, 1)]
 
 
 def test_a_map_of_as_many_channels_as_pixels_is_read_as_the_models_other_maps_are() -> None:
-    assert named("swin_t", 384)["stage1"][1] == (96, 96, 96)
+    assert named("swin", 64)["stage1"][1] == (16, 16, 16)
     assert named("convnet_small", 8)["stage1"][1] == (8, 8, 8)
 
 
 def test_models_of_tokens_and_of_vectors_have_pooled_features_and_no_stages() -> None:
-    for name in ("vit_b_32", "mlp_small"):
-        assert [point.name for point in list_taps(construct(name, num_classes=10, image_size=64, seed=0), 64)] == ["pooled"]
+    for name in ("vit", "mlp_small"):
+        assert [point.name for point in list_taps(unchanged(name, 64), 64)] == ["pooled"]
 
 
 @pytest.mark.parametrize(
@@ -107,9 +123,9 @@ def test_models_of_tokens_and_of_vectors_have_pooled_features_and_no_stages() ->
         ("resnet18", "layer1.1.relu:in", "layer4.1.relu:in"),
         ("vgg11_bn", "features.1", "features.26"),
         ("convnet_small", "features.1", "features.9"),
-        ("densenet121", "features.transition1.norm", None),  # its last norm goes into a function
+        ("densenet", "features.transition1.norm", None),  # its last norm goes into a function
         ("mobilenet_v2", "features.1", "features.17"),  # linear bottlenecks: no activation to come before
-        ("swin_t", "features.1", "features"),
+        ("swin", "features.1", "features"),
     ],
 )
 def test_a_pre_activation_is_what_the_stages_activation_or_the_next_blocks_is_given(

@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.trainables.models.small_families import NoDraws
 from trainables.errors import ModelError
 from trainables.models.forward import logits_and_aux
 from trainables.models.registry import MODELS, build_model, check_forward, construct
@@ -12,10 +13,25 @@ def equal(one: nn.Module, other: nn.Module) -> bool:
     return first_state.keys() == theirs.keys() and all(torch.equal(first_state[key], theirs[key]) for key in first_state)
 
 
-@pytest.mark.parametrize("name", MODELS)
+DEEP = {
+    "resnet44",
+    "resnet56",
+    "resnet110",
+    "resnet32x4",
+    "wrn_40_2",
+    "resnet50_cifar",
+    "vgg13_cifar",
+    "vgg16_cifar",
+    "vgg19_cifar",
+}
+"""Others of their families are quick."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] if name in DEEP else []) for name in MODELS])
 def test_every_model_of_ours_answers_for_8_and_32_pixels(name: str) -> None:
     for image_size in (8, 32):
-        build_model(name, num_classes=7, image_size=image_size, seed=0)
+        with NoDraws():
+            build_model(name, num_classes=7, image_size=image_size, seed=0)
 
 
 def test_a_forward_without_arithmetic_has_the_shape_of_a_real_one() -> None:
@@ -24,7 +40,9 @@ def test_a_forward_without_arithmetic_has_the_shape_of_a_real_one() -> None:
         assert model(torch.zeros(2, 3, 8, 8)).shape == (2, 7)
 
 
-@pytest.mark.parametrize(("name", "image_size"), [("convnet_small", 8), ("mlp_small", 8), ("resnet8", 32), ("resnet18", 32)])
+@pytest.mark.parametrize(
+    ("name", "image_size"), [("convnet_small", 8), ("mlp_small", 8), ("resnet8", 32), ("shufflenet_v2_x0_5", 32)]
+)
 def test_initial_parameters_depend_on_the_seed_alone(name: str, image_size: int) -> None:
     first = build_model(name, num_classes=5, image_size=image_size, seed=3)
     torch.rand(11)
@@ -52,9 +70,10 @@ def test_building_a_model_leaves_batch_statistics_untouched_and_it_in_training_m
 
 
 def test_torchvisions_models_get_a_head_of_the_right_size_and_position_tables_for_the_image_size() -> None:
-    resnet = build_model("resnet18", num_classes=13, image_size=32, seed=0)
+    with NoDraws():
+        resnet = build_model("resnet18", num_classes=13, image_size=32, seed=0)
+        vit = construct("vit_b_32", num_classes=13, image_size=64, seed=0)
     assert resnet.get_submodule("fc").get_parameter("weight").shape == (13, 512)
-    vit = construct("vit_b_32", num_classes=13, image_size=64, seed=0)
     assert vit.get_parameter("encoder.pos_embedding").shape[1] == 1 + 4
     check_forward(vit, 64, 13)
 
@@ -72,21 +91,28 @@ def test_timms_models_get_a_head_of_the_right_size() -> None:
     "name",
     [
         "alexnet",
-        "densenet121",
-        "efficientnet_b0",
+        pytest.param("densenet121", marks=pytest.mark.slow),
+        pytest.param("efficientnet_b0", marks=pytest.mark.slow),
         "mnasnet0_5",
         "mobilenet_v2",
         "mobilenet_v3_small",
-        "regnet_y_400mf",
+        pytest.param("regnet_y_400mf", marks=pytest.mark.slow),
         "shufflenet_v2_x0_5",
     ],
 )
 def test_families_of_torchvisions_go_by_their_names(name: str) -> None:
-    assert build_model(name, num_classes=3, image_size=64, seed=0).training
+    with NoDraws():
+        assert build_model(name, num_classes=3, image_size=64, seed=0).training
 
 
 @pytest.mark.parametrize(
-    "name", ["ghostnet_050", "lcnet_035", "mobilevit_xxs", "repvgg_a0", "visformer_tiny", "xcit_nano_12_p16_224"]
+    "name",
+    [
+        "ghostnet_050",
+        "lcnet_035",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("repvgg_a0", "visformer_tiny", "xcit_nano_12_p16_224")),
+        "mobilevit_xxs",
+    ],
 )
 def test_families_that_only_timm_has_go_by_their_names(name: str) -> None:
     pytest.importorskip("timm")
@@ -98,14 +124,14 @@ def test_families_that_only_timm_has_go_by_their_names(name: str) -> None:
     [
         ("vgg11", 31, "does not take images of 31×31"),
         ("inception_v3", 74, "does not take images of 74×74"),
-        ("inception_v3", 75, "cannot be trained on images of 75×75"),
+        pytest.param("inception_v3", 75, "cannot be trained on images of 75×75", marks=pytest.mark.slow),
         ("squeezenet1_1", 8, "data.image_size to 32"),
         ("vit_b_32", 31, "cannot be built for images of 31×31"),
         ("convnet_large", 3, "data.image_size to 8"),
     ],
 )
 def test_an_image_size_that_a_model_cannot_take_is_refused_in_one_line(name: str, image_size: int, says: str) -> None:
-    with pytest.raises(ModelError) as caught:
+    with NoDraws(), pytest.raises(ModelError) as caught:
         build_model(name, num_classes=10, image_size=image_size, seed=0)
     assert says in str(caught.value)
     assert name in str(caught.value)
@@ -113,8 +139,29 @@ def test_an_image_size_that_a_model_cannot_take_is_refused_in_one_line(name: str
     assert "\n" not in str(caught.value)
 
 
+class WithAuxiliaryConvolution(nn.Module):
+    """As Inception in training: it needs larger images then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.auxiliary, self.head = nn.Conv2d(3, 3, 20), nn.Linear(3, 10)
+
+    def forward(self, images_BCHW: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.auxiliary(images_BCHW)
+        logits_BK: torch.Tensor = self.head(images_BCHW.mean((2, 3)))
+        return logits_BK
+
+
+def test_an_image_size_that_is_too_small_for_training_alone_is_refused_with_the_next_that_will_do() -> None:
+    check_forward(WithAuxiliaryConvolution(), 16, 10)
+    with pytest.raises(ModelError, match=r"cannot be trained on images of 16×16 \(.*\): set data.image_size to 32"):
+        check_forward(WithAuxiliaryConvolution(), 16, 10, training=True)
+
+
 def test_inception_works_at_its_own_size_and_its_auxiliary_head_weighs_0_4() -> None:
-    model = build_model("inception_v3", num_classes=6, image_size=299, seed=0).to("meta")
+    with NoDraws():
+        model = construct("inception_v3", num_classes=6, image_size=299, seed=0).to("meta")
     images = torch.zeros(2, 3, 299, 299, device="meta")
     logits, aux = logits_and_aux(model(images))
     assert logits.shape == (2, 6)
@@ -125,7 +172,8 @@ def test_inception_works_at_its_own_size_and_its_auxiliary_head_weighs_0_4() -> 
 
 
 def test_googlenets_two_auxiliary_heads_weigh_0_3() -> None:
-    model = build_model("googlenet", num_classes=6, image_size=64, seed=0)
+    with NoDraws():
+        model = construct("googlenet", num_classes=6, image_size=64, seed=0)
     with torch.no_grad():
         logits, aux = logits_and_aux(model(torch.zeros(2, 3, 64, 64)))
     assert logits.shape == (2, 6)

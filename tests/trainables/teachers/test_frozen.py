@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tests.launches import Launches
 from tests.trainables.jobs import config, write_teacher
+from tests.trainables.models.small_families import SMALL, small
 from trainables.distributed.group import Group
 from trainables.engine.job import build
 from trainables.methods.tap_reader import TapReader
@@ -24,7 +25,8 @@ CLASSES = 7
 
 def trained(name: str, image_size: int, dtype: torch.dtype = torch.float64) -> nn.Module:
     """A frozen model whose batch norms have statistics and weights as of a training."""
-    model = build_model(name, num_classes=CLASSES, image_size=image_size, seed=1).to(dtype)
+    built = small(name, image_size) if name in SMALL else build_model(name, num_classes=CLASSES, image_size=image_size, seed=1)
+    model = built.to(dtype)
     generator = torch.Generator().manual_seed(2)
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -61,8 +63,9 @@ def num_batch_norms(model: nn.Module) -> int:
         ("resnet18", 32, 20),
         ("mobilenet_v2", 32, 52),
         ("mobilenet_v3_small", 32, 34),
-        ("densenet121", 32, 59),
-        ("vit_b_16", 32, 0),
+        ("densenet", 32, 9),
+        pytest.param("densenet121", 32, 59, marks=pytest.mark.slow),
+        ("vit", 32, 0),
     ],
 )
 def test_folding_changes_a_models_answers_by_rounding_alone(name: str, image_size: int, folded: int | None) -> None:
@@ -79,7 +82,8 @@ def test_folding_changes_a_models_answers_by_rounding_alone(name: str, image_siz
 
 def test_every_tap_reads_what_it_read_before() -> None:
     whole = trained("resnet8", 16)
-    for name in [tap.name for tap in list_taps(whole, 16, every=True)]:
+    taps = [tap.name for tap in list_taps(whole, 16, every=True)]
+    for name in [tap for tap in taps if "." not in tap or tap.startswith(("layer2.", "stage2."))]:
         model = copy.deepcopy(whole)
         reader = TapReader(model, {"one": [name]}, name="resnet8", image_size=16)
         teacher = TeacherNetwork(model, reader)
@@ -90,7 +94,7 @@ def test_every_tap_reads_what_it_read_before() -> None:
 
 
 def test_weights_rounded_once_give_the_bits_of_autocast() -> None:
-    for name, size in (("resnet8", 16), ("vit_b_16", 32), ("mobilenet_v3_small", 32)):
+    for name, size in (("resnet8", 16), ("vit", 32), ("mobilenet_v3_small", 32)):
         model = trained(name, size, torch.float32)
         with torch.autocast("cpu", torch.bfloat16):
             expected = logits_and_aux(model(images(size, torch.float32)))[0]
@@ -103,10 +107,10 @@ def test_weights_rounded_once_give_the_bits_of_autocast() -> None:
         assert after.total < before.total
 
 
-@pytest.mark.parametrize(("name", "image_size"), [("resnet56", 32), ("resnet18", 64)])
+@pytest.mark.parametrize(("name", "image_size"), [("resnet20", 16), ("resnet18", 32)])
 def test_in_half_precision_a_folded_teacher_is_no_further_from_the_exact_one(name: str, image_size: int) -> None:
     exact = trained(name, image_size)
-    inputs = torch.randn(16, 3, image_size, image_size, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    inputs = torch.randn(8, 3, image_size, image_size, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     truth = exact(inputs)
     plain, folded = copy.deepcopy(exact).float(), copy.deepcopy(exact).float()
     fold_batch_norms(folded)

@@ -91,8 +91,8 @@ def _no_thread_outlives_a_test() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("world", WORLD_SIZES)
-@pytest.mark.parametrize("num_samples", [1, 2, 3, 4, 7, 8, 16, 17, 31])
-@pytest.mark.parametrize("batch", [1, 4, 8, 64])
+@pytest.mark.parametrize("num_samples", [1, 2, 7, 8, 17])
+@pytest.mark.parametrize("batch", [1, 4, 8])
 def test_validation_reads_every_sample_once_for_any_world_size_and_length(world: int, num_samples: int, batch: int) -> None:
     ranks = _ranks(_tiny(num_samples), _data(batch), world, "val")
     assert [index for step in _global_order(ranks) for index in step] == list(range(num_samples))
@@ -396,8 +396,8 @@ def test_a_models_input_shares_no_memory_with_a_batch(dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("where", ["threads", pytest.param("process", marks=pytest.mark.slow)])
-def test_ten_thousand_batches_take_the_memory_of_a_few(where: Any) -> None:
-    source = open_synthetic("train", 2 * 10_000, 3, 128)
+def test_thousands_of_batches_take_the_memory_of_a_few(where: Any) -> None:
+    source = open_synthetic("train", 2 * 3000, 3, 128)
     data = DataConfig(image_size=128, global_batch_size=2, prefetch_batches=3, loader=where)
     loader = _loader(source, data, workers=2)
     images_mib = 2 * 128 * 128 * 3 / 2**20
@@ -406,9 +406,9 @@ def test_ten_thousand_batches_take_the_memory_of_a_few(where: Any) -> None:
     for step, batch in enumerate(loader.epoch(0)):
         locations.add((batch.images_BCHW.data_ptr(), batch.labels_B.data_ptr(), batch.indices_B.data_ptr()))
         before = process.memory_info().rss if step == 500 else before
-    assert step == 9_999
+    assert step == 2999
     assert len(locations) == 5
-    assert process.memory_info().rss - before < 4 * 2**20  # one batch kept in a hundred would be 9 MiB
+    assert process.memory_info().rss - before < 2 * 2**20  # one batch kept in a hundred would be 2.3 MiB
     loader.close()
 
 

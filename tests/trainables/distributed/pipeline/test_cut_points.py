@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.models import get_model
 
+from tests.trainables.models.small_families import SMALL, small
 from trainables.distributed.pipeline.cut_points import cut_points
 from trainables.distributed.pipeline.stage_module import split
 from trainables.errors import ModelError
@@ -42,9 +43,9 @@ def test_a_cut_knows_what_crosses_it_and_the_names_of_the_modules_that_begin_the
 
 
 def test_dense_connections_are_not_cut() -> None:
-    names = _names(get_model("densenet121", num_classes=10))
+    names = _names(small("densenet", 32))
     assert "features.denseblock2" in names
-    assert not any("denselayer3" in name for name in names)
+    assert not any("denselayer2" in name for name in names)
 
 
 class _Branching(nn.Module):
@@ -90,8 +91,8 @@ MODELS = [
     "resnet18",
     "mobilenet_v3_small",
     "shufflenet_v2_x0_5",
-    "googlenet",
-    "vit_b_32",
+    pytest.param("googlenet", marks=pytest.mark.slow),
+    "vit",
     "timm/convnext_atto",
     "resnet8",
     "wrn_16_1",
@@ -101,7 +102,7 @@ MODELS = [
 @pytest.mark.parametrize("name", MODELS)
 def test_stages_compute_what_the_whole_model_does_under_its_names(name: str) -> None:
     size = 32 if name in ("resnet8", "wrn_16_1") else 64
-    model = construct(name, num_classes=7, image_size=size, seed=0)
+    model = small(name, size) if name in SMALL else construct(name, num_classes=7, image_size=size, seed=0)
     names = _names(model, size)
     stages = split(model, [names[len(names) // 3], names[2 * len(names) // 3]])
     assert sorted(name for stage in stages for name, _ in stage.named_parameters()) == sorted(
@@ -129,7 +130,7 @@ def _tensors(output: object) -> list[Tensor]:
 
 
 def test_a_model_can_be_cut_at_all_of_its_cut_points_at_once() -> None:
-    model = get_model("vit_b_32", num_classes=10, image_size=32)
+    model = small("vit", 32)
     names = _names(model)
     assert "encoder.layers.encoder_layer_1" in names
     assert len(split(model, names)) == len(names) + 1

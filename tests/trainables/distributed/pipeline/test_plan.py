@@ -61,7 +61,7 @@ def test_memory_is_that_of_a_stages_parameters_and_of_the_micro_batches_it_store
 
 
 @pytest.mark.parametrize("most_cuts", [2000, 5], ids=["all compared", "by dynamic programming"])
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", [*range(12), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(12, 40))])
 def test_the_plan_is_as_fast_as_the_best_of_all_cuts(seed: int, most_cuts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainables.distributed.pipeline.plan.ALL_CUTS", most_cuts)
     rng = np.random.default_rng(seed)

@@ -53,6 +53,20 @@ def settings(folder: Path, name: str, *, epochs: int = 2, teacher: dict[str, Any
     return config(folder / name, teacher=cached, optim={"epochs": epochs}, **sections)
 
 
+@pytest.fixture(scope="module")
+def filled_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("filled")
+    train(Group(), settings(folder, "first", epochs=1))
+    return folder
+
+
+@pytest.fixture
+def filled(filled_once: Path, tmp_path: Path) -> Path:
+    """A folder whose cache has an epoch of the logits of `settings`."""
+    shutil.copytree(filled_once, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
 def losses_of(result: dict[str, Any]) -> list[float]:
     return [metrics["train/loss"] for kind, _, metrics in result["calls"] if kind == "step"]
 
@@ -160,21 +174,19 @@ def test_where_every_row_is_there_the_network_is_never_built(tmp_path: Path) -> 
     ],
     ids=str,
 )
-def test_what_decides_the_logits_is_part_of_the_key(tmp_path: Path, change: dict[str, Any]) -> None:
-    train(Group(), settings(tmp_path, "first", epochs=1))
+def test_what_decides_the_logits_is_part_of_the_key(filled: Path, change: dict[str, Any]) -> None:
     if change.get("teacher", {}).get("weights"):
-        other = tmp_path / "other.safetensors"
+        other = filled / "other.safetensors"
         write_teacher(other, seed=12)
         change = {"teacher": {"weights": str(other)}}
-    assert ran_for(train(Group(), settings(tmp_path, "second", epochs=1, **change))) == [1442]
-    assert len(keys(tmp_path)) == 2
+    assert ran_for(train(Group(), settings(filled, "second", epochs=1, **change))) == [1442]
+    assert len(keys(filled)) == 2
 
 
-def test_the_decoder_in_use_is_part_of_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    train(Group(), settings(tmp_path, "first", epochs=1))
+def test_the_decoder_in_use_is_part_of_the_key(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(image_view, "open_decoder", DECODERS["pil"])
-    assert ran_for(train(Group(), settings(tmp_path, "second", epochs=1))) == [1442]
-    assert len(keys(tmp_path)) == 2
+    assert ran_for(train(Group(), settings(filled, "second", epochs=1))) == [1442]
+    assert len(keys(filled)) == 2
 
 
 def test_images_preprocessed_anew_are_computed_anew_though_their_sizes_are_equal(tmp_path: Path) -> None:
@@ -267,18 +279,16 @@ def test_two_ranks_fill_and_one_reads(tmp_path: Path, ranks: RankPool) -> None:
     assert losses_of(second) == pytest.approx(losses_of(first[0]), abs=1e-3)
 
 
-def test_a_batch_with_one_row_missing_is_computed_and_completed(tmp_path: Path) -> None:
-    train(Group(), settings(tmp_path, "first", epochs=1))
-    (part,) = (tmp_path / "cache").rglob("*.arrow")
+def test_a_batch_with_one_row_missing_is_computed_and_completed(filled: Path) -> None:
+    (part,) = (filled / "cache").rglob("*.arrow")
     part.write_bytes(part.read_bytes()[:-1])
-    assert ran_for(train(Group(), settings(tmp_path, "second", epochs=1))) == [1442]
-    assert ran_for(train(Group(), settings(tmp_path, "third", epochs=1))) == [0]
+    assert ran_for(train(Group(), settings(filled, "second", epochs=1))) == [1442]
+    assert ran_for(train(Group(), settings(filled, "third", epochs=1))) == [0]
 
 
-def test_micro_batches_read_their_own_samples(tmp_path: Path) -> None:
-    live = train(Group(), settings(tmp_path, "live", epochs=1, teacher={"cache": None}))
-    train(Group(), settings(tmp_path, "first", epochs=1))
-    parted = settings(tmp_path, "second", epochs=1)
+def test_micro_batches_read_their_own_samples(filled: Path) -> None:
+    live = train(Group(), settings(filled, "live", epochs=1, teacher={"cache": None}))
+    parted = settings(filled, "second", epochs=1)
     parted = parted.model_copy(update={"optim": parted.optim.model_copy(update={"accumulate": 3})})
     second = train(Group(), parted)
     assert ran_for(second) == [0]
@@ -308,26 +318,24 @@ def test_a_killed_job_leaves_whole_segments_and_the_next_one_goes_on(tmp_path: P
     assert losses_of(after) == pytest.approx(losses_of(live), abs=1e-3)
 
 
-def test_the_key_is_written_in_full_next_to_the_logits(tmp_path: Path) -> None:
-    train(Group(), settings(tmp_path, "first", epochs=1))
-    (key,) = keys(tmp_path)
-    parts = json.loads((tmp_path / "cache" / key / "key.json").read_text())
+def test_the_key_is_written_in_full_next_to_the_logits(filled: Path) -> None:
+    (key,) = keys(filled)
+    parts = json.loads((filled / "cache" / key / "key.json").read_text())
     assert parts["teacher"]["model"] == "mlp_large"
     assert parts["images"]["augment"] == "pad_crop_flip"
     assert parts["images"]["seed"] == 3
 
 
-def test_a_full_cache_on_a_disk_that_cannot_be_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    train(Group(), settings(tmp_path, "first", epochs=1))
+def test_a_full_cache_on_a_disk_that_cannot_be_written_is_read(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def refuse(path: Path, *_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(open_store, "write_json", refuse)
     monkeypatch.setattr(LogitsStore, "write", refuse)
-    assert ran_for(train(Group(), settings(tmp_path, "second", epochs=1))) == [0]
+    assert ran_for(train(Group(), settings(filled, "second", epochs=1))) == [0]
     with pytest.raises(DataError, match=r"teacher.cache: .* cannot be written \(Permission denied\): name another folder"):
-        train(Group(), settings(tmp_path, "third", epochs=2))
+        train(Group(), settings(filled, "third", epochs=2))
 
 
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(tmp_path: Path) -> None:

@@ -48,8 +48,10 @@ def served(config: TrainConfig, connections: Sequence[TeacherConnection], group:
     return {"calls": report.calls, "state": state}
 
 
-@pytest.mark.parametrize(("precision", "within"), [("fp64", 1e-12), ("fp32", 1e-5)])
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize(
+    ("count", "precision", "within"),
+    [(1, "fp32", 1e-5), (3, "fp64", 1e-12)],
+)
 def test_a_student_of_a_service_learns_what_it_learns_from_a_network(
     tmp_path: Path, precision: str, within: float, count: int
 ) -> None:
@@ -63,7 +65,7 @@ def test_a_student_of_a_service_learns_what_it_learns_from_a_network(
 
 def test_several_students_at_once_cause_one_computation_of_each_image(tmp_path: Path) -> None:
     reports = [Recorded() for _ in range(3)]
-    configs = [settings(tmp_path, f"student{n}", data={"global_batch_size": 50 + 7 * n}) for n in range(3)]
+    configs = [settings(tmp_path, f"student{n}", data={"global_batch_size": 50 + 7 * n}, epochs=1) for n in range(3)]
     with local_services(2) as connections, contextlib.ExitStack() as jobs:
         built = [
             jobs.enter_context(contextlib.closing(build(config, Group(), report, no_telemetry, connections=connections)))
@@ -74,10 +76,12 @@ def test_several_students_at_once_cause_one_computation_of_each_image(tmp_path: 
             student.start()
         for student in students:
             student.join()
-        assert sum(connection.service.counts()["computed"] for connection in connections if connection.service) == 2 * ROWS
+        assert sum(connection.service.counts()["computed"] for connection in connections if connection.service) == ROWS
     results = [{"calls": report.calls} for report in reports]
-    assert [sum(counts) for counts in zip(*map(ran_for, results), strict=True)] == [ROWS, ROWS]
-    assert losses_of(results[1]) == pytest.approx(losses_of(live(tmp_path, "live", data={"global_batch_size": 57})), abs=1e-12)
+    assert [sum(counts) for counts in zip(*map(ran_for, results), strict=True)] == [ROWS]
+    assert losses_of(results[1]) == pytest.approx(
+        losses_of(live(tmp_path, "live", data={"global_batch_size": 57}, epochs=1)), abs=1e-12
+    )
 
 
 def with_its_own_service(group: Group, config: TrainConfig) -> dict[str, Any]:
