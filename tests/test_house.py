@@ -116,6 +116,7 @@ def test_only_trials_and_sweeps_know_ray_tune() -> None:
     assert who_imports("ray.tune") == {
         "service/runs/trial.py",
         "service/runs/tune_errors.py",
+        "service/runs/tune_internals.py",
         "service/search/searcher.py",
         "service/sweeps/asha.py",
         "service/sweeps/trial_ends.py",

@@ -47,8 +47,7 @@ class DiskWriter:
     def put(self, work: Callable[[], None]) -> Future[None]:
         """Have `work` carried out after all that was put in before. The future ends when it has, or raises why it has not.
 
-        Raises:
-            Exception: why an earlier write has failed.
+        Raises Exception: why an earlier write has failed.
         """
         self.check()
         with self._changed:

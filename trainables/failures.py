@@ -242,11 +242,7 @@ def is_single_value(error: ValueError) -> bool:
 
 
 def write_failure(path: Path, failure: Failure) -> None:
-    """Write why a worker, or a stage, ends. The file appears complete.
-
-    Raises:
-        OSError: the disk cannot be written.
-    """
+    """Write why a worker, or a stage, ends. The file appears complete. Raises OSError: the disk cannot be written."""
     time_ms = time.time_ns() // 1_000_000
     write_json(path, {"version": VERSION, "time_ms": time_ms, **asdict(failure), "message": redact(failure.message)})
 

@@ -135,6 +135,5 @@ def _is_at(descriptor: int, path: str) -> bool:
 
 @functools.cache
 def _on_this_node(path: str, reason: str) -> str:
-    """The file that is locked in place of `path`."""
     _log.warning("%s: its file system cannot lock files (%s): only processes of this node exclude each other", path, reason)
     return os.path.join(_NODE_FOLDER, f"raydistill-{hashlib.sha256(os.path.realpath(path).encode()).hexdigest()[:32]}.lock")

@@ -42,11 +42,7 @@ def write_atomic(path: Path, content: bytes) -> None:
 
 
 def expand_home(path: str | Path) -> Path:
-    """`path`, a `~` or `~USER` at its beginning replaced by that user's home.
-
-    Raises:
-        ExperimentError: there is no such user.
-    """
+    """`path`, a `~` or `~USER` at its beginning replaced by that user's home. Raises ExperimentError: there is no such user."""
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
@@ -81,7 +77,6 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
-    """Append one JSON line; see `append_lines`."""
     append_lines(path, [record])
 
 

@@ -12,8 +12,7 @@ from trainables.rundir import expand_home
 def user_folder(base: str | Path) -> Path:
     """BASE/raydistill-UID, made where it is missing: no other user can list, read or write what lies below it.
 
-    Raises:
-        OSError: it cannot be made, or what stands there is not a folder of this user.
+    Raises OSError: it cannot be made, or what stands there is not a folder of this user.
     """
     folder = expand_home(base) / f"raydistill-{os.getuid()}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

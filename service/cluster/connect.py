@@ -40,9 +40,8 @@ def connect(logical_cpus: int, runs_root: Path, cache: Path | None = None, *, is
 
     `cache`: the folder of `teacher.cache`, where it will be written. `is_copy`: what is in `runs_root` is in an object store.
 
-    Raises:
-        ClusterError: no Ray at RAY_ADDRESS, or none can start here; or its nodes do not all see `runs_root` and `cache`, or may
-            not write there.
+    Raises ClusterError: no Ray at RAY_ADDRESS, or none can start here; or its nodes do not all see `runs_root` and `cache`, or
+    may not write there.
     """
     set_ray_environment()
     check_ray_address()

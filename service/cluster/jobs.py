@@ -37,8 +37,7 @@ def submit(arguments: Sequence[str], working_dir: Path, runs_root: str | None, f
     `working_dir` is copied to the cluster: the job begins there. `runs_root`: a folder of the cluster, or a URI; None: its
     own RAYDISTILL_RUNS. Returns the job's exit code (0 where it is not followed).
 
-    Raises:
-        ClusterError: no Ray dashboard answers, or it refuses.
+    Raises ClusterError: no Ray dashboard answers, or it refuses.
     """
     address = dashboard_address()
     entrypoint = shlex.join(["python", "-m", "service", *arguments])

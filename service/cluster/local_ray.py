@@ -70,8 +70,7 @@ def find_servers() -> dict[str, psutil.Process]:
 def check_ray() -> None:
     """Notice that a server of our own Ray has ended: Ray itself waits a minute for it, and then ends this process.
 
-    Raises:
-        RayLostError: naming the process.
+    Raises RayLostError: naming the process.
     """
     if name := _dead_server():
         _noticed.set()
@@ -112,7 +111,6 @@ def end_watch() -> None:
 
 
 def start_thread(target: Callable[[], None]) -> threading.Thread:
-    """Start a thread that uses Ray."""
     thread = threading.Thread(target=target, daemon=True)
     thread.start()
     _threads[:] = [*(each for each in _threads if each.is_alive()), thread]

@@ -13,8 +13,7 @@ def check_shared(folder: Path, name: str, instead: str, *, read_only: bool = Fal
 
     `name`: what the folder is called; `instead`: what to do about it; `read_only`: nothing will be written, it has to exist.
 
-    Raises:
-        ClusterError: naming the node.
+    Raises ClusterError: naming the node.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

@@ -60,7 +60,6 @@ def print_keys(prefix: str) -> None:
 
 
 def print_values(recipe_or_file: str, overrides: Sequence[str]) -> None:
-    """Each value of an experiment and its source."""
     resolved = load(recipe_or_file, overrides, method_files="ignore")
     flat = flatten(resolved.experiment.model_dump(mode="json"))
     path = Path(recipe_or_file)

@@ -18,7 +18,7 @@ from service.config.files import recipes
 from service.config.paths import absolute, absolute_or_new, absolute_paths, with_absolute_file
 from service.runs.stored.stored_runs import root_folder, run_folder, uri_of
 from trainables.errors import ExperimentError
-from trainables.methods import file_of, option_key
+from trainables.methods.method_file import file_of, option_key
 from trainables.object_store.store import is_uri
 from trainables.redact import redact_uris
 from trainables.rundir import write_atomic

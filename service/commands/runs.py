@@ -55,7 +55,6 @@ def resume(directory: Path) -> None:
 
 
 def resume_run(directory: Path) -> None:
-    """See `resume`."""
     from service.runs.method_copies import changed_methods
     from service.runs.preflight import check_checkpoints
     from service.runs.run_directory import reopen, runs_root_of

@@ -48,8 +48,7 @@ def ui(root: Path, host: str, port: int, allow_changes: bool) -> None:
 def check_address(host: str, port: int) -> None:
     """Refuse an address where no server can listen: MLflow itself would try for ever, and it may be another server's.
 
-    Raises:
-        ClusterError: with the system's reason.
+    Raises ClusterError: with the system's reason.
     """
     try:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()

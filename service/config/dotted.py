@@ -18,8 +18,7 @@ def merge(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 def put(tree: dict[str, Any], key: str, value: Any, where: str) -> None:
     """Set a dotted key in place. Under `sweep.space` the rest of the key is one key, dots and all.
 
-    Raises:
-        ExperimentError: a part of the key is not a section.
+    Raises ExperimentError: a part of the key is not a section.
     """
     parts = ["sweep", "space", key.removeprefix("sweep.space.")] if key.startswith("sweep.space.") else key.split(".")
     for depth, part in enumerate(parts[:-1], start=1):

@@ -46,8 +46,7 @@ class Resolved:
     def override(self, point: Mapping[str, Any], source: str, *, reading: bool = False) -> Resolved:
         """The experiment with dotted keys replaced, checked again. `reading`: see `read_resolved`.
 
-        Raises:
-            ExperimentError: a key or a value that does not exist or does not fit.
+        Raises ExperimentError: a key or a value that does not exist or does not fit.
         """
         tree = self.experiment.model_dump(mode="json")
         for key, value in point.items():
@@ -59,8 +58,7 @@ class Resolved:
 def load(recipe_or_file: str, overrides: Sequence[str] = (), *, method_files: MethodFiles = "run") -> Resolved:
     """Read a recipe or a YAML file, apply its bases and `--set` overrides, check everything.
 
-    Raises:
-        ExperimentError: with one line for each problem, six at most.
+    Raises ExperimentError: a line for each problem, six at most.
     """
     written = read_experiment_file(recipe_or_file)
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(recipe_or_file).stem).lstrip("-._")
@@ -83,11 +81,7 @@ def load(recipe_or_file: str, overrides: Sequence[str] = (), *, method_files: Me
 
 
 def parse_override(text: str, option: str = "--set") -> tuple[str, Any]:
-    """The dotted key and the value of one `--set`, or of another option like it.
-
-    Raises:
-        ExperimentError: not KEY=VALUE.
-    """
+    """The dotted key and the value of one `--set`, or of another option like it. Raises ExperimentError: not KEY=VALUE."""
     key, equals, value = text.partition("=")
     if not equals or not value or not all(key.split(".")):
         such = "data.global_batch_size=256" if option == "--set" else "weight=2"
@@ -101,8 +95,7 @@ def read_resolved(path: Path, *, reading: bool = False) -> Resolved:
     `reading`: the run is not carried out. It may be of another version, whose unknown keys are left out; rules between keys,
     names of models and methods, their options and the space of a sweep are not checked; no method's file is needed or run.
 
-    Raises:
-        ExperimentError: one line for each problem.
+    Raises ExperimentError.
     """
     written = read_experiment_file(str(path))
     if not reading:
@@ -112,11 +105,7 @@ def read_resolved(path: Path, *, reading: bool = False) -> Resolved:
 
 
 def validate(tree: Mapping[str, Any], where: str, sources: Mapping[str, str] | None = None) -> Experiment:
-    """A checked experiment. `sources`: dotted key → where its value came from, if that is not `where`.
-
-    Raises:
-        ExperimentError: one line for each problem.
-    """
+    """A checked experiment. `sources`: dotted key → where its value came from, if that is not `where`. Raises ExperimentError."""
     try:
         return _checked(tree, "run")
     except ConfigProblems as problems:

@@ -39,8 +39,7 @@ def shipped(package: str) -> dict[str, str]:
 def read_experiment_file(name: str, named_by: tuple[str, ...] = ()) -> WrittenExperiment:
     """A recipe or file merged over its bases. `named_by`: the files whose `base` led here, the first one first.
 
-    Raises:
-        ExperimentError: there is no such recipe or file, it is no experiment, or its bases lead back to it.
+    Raises ExperimentError: there is no such recipe or file, it is no experiment, or its bases lead back to it.
     """
     if name in recipes():
         text, where, path = (resources.files("service.recipes") / f"{name}.yaml").read_text(), f"recipe {name}", name

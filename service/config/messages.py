@@ -60,7 +60,6 @@ class ConfigProblems(Exception):
 
 
 def known_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Every dotted key that a section can have."""
     return (key for key, _ in _fields(section, prefix))
 
 

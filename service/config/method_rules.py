@@ -13,7 +13,8 @@ from service.config.schema import Experiment, is_loss, weighted_methods
 from service.config.sweep import SweepConfig
 from trainables.config import DistillConfig
 from trainables.errors import ExperimentError
-from trainables.methods import METHODS, check_name, file_of, load_method, option_key
+from trainables.methods.method_file import file_of, option_key
+from trainables.methods.registry import METHODS, check_name, load_method
 from trainables.rules import Problem, first_problem_of_method, num_micro_batches
 
 MethodFiles = Literal["run", "run if present", "ignore"]
@@ -35,8 +36,7 @@ def method_names(experiment: Experiment) -> list[str]:
 def check_methods(experiment: Experiment, files: MethodFiles = "run") -> None:
     """Refuse methods that do not exist, options that they do not have, and what a method cannot work with.
 
-    Raises:
-        ConfigProblems: one line for each.
+    Raises ConfigProblems.
     """
     paths = [path for name in method_names(experiment) if (path := file_of(name)) is not None]
     if paths and (files == "ignore" or (files == "run if present" and not all(path.is_file() for path in paths))):

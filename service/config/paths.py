@@ -7,7 +7,7 @@ from typing import Any
 from service.config.dotted import flatten
 from service.config.uris import checked_uri
 from trainables.data.source import SOURCES
-from trainables.methods import file_of, option_key
+from trainables.methods.method_file import file_of, option_key
 from trainables.rundir import expand_home
 
 

@@ -42,7 +42,6 @@ class Key:
 
 
 def all_keys() -> list[Key]:
-    """Every key, sections before the keys in them."""
     schema = Experiment.model_json_schema()
     found = []
     for key in _keys_of(schema, schema["$defs"], ""):
@@ -54,11 +53,7 @@ def all_keys() -> list[Key]:
 
 
 def keys_below(prefix: str) -> list[Key]:
-    """The key `prefix` and those in it; all where it is empty.
-
-    Raises:
-        ExperimentError: there is no such key.
-    """
+    """The key `prefix` and those in it; all where it is empty. Raises ExperimentError: there is no such key."""
     keys = all_keys()
     found = [key for key in keys if not prefix or key.name == prefix or key.name.startswith((f"{prefix}.", f"{prefix}["))]
     if not found:

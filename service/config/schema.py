@@ -20,7 +20,7 @@ from trainables.config import (
     TrainConfig,
     TrainingConfig,
 )
-from trainables.methods import option_key
+from trainables.methods.method_file import option_key
 from trainables.rundir import expand_home
 
 MAX_NAME = 150

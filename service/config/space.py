@@ -35,11 +35,7 @@ class SpaceError(ValueError):
 
 
 def choices(key: str, spec: Any) -> list[Any] | None:
-    """The values of a list or a range; None for a distribution.
-
-    Raises:
-        SpaceError: none of the three.
-    """
+    """The values of a list or a range; None for a distribution. Raises SpaceError: none of the three."""
     if isinstance(spec, list):
         if not spec:
             raise SpaceError(f"{key}: the list is empty")
@@ -74,8 +70,7 @@ def choices(key: str, spec: Any) -> list[Any] | None:
 def with_stages_axis(space: Mapping[str, Any], num_workers: int) -> dict[str, Any]:
     """The space with numbers in place of `scale.pipeline_stages: auto`. `num_workers`: where it is not searched.
 
-    Raises:
-        SpaceError: the numbers of workers are not known before the search.
+    Raises SpaceError: the numbers of workers are not known before the search.
     """
     if space.get(PIPELINE_STAGES) != "auto":
         return dict(space)
@@ -89,8 +84,7 @@ def with_stages_axis(space: Mapping[str, Any], num_workers: int) -> dict[str, An
 def check_space(space: Mapping[str, Any], policy: str) -> None:
     """Refuse a space that is malformed, or that `policy` cannot enumerate.
 
-    Raises:
-        SpaceError: which key, and what to write instead.
+    Raises SpaceError: which key, and what to write instead.
     """
     for key, spec in space.items():
         if choices(key, spec) is None and policy in ENUMERATED:
@@ -100,11 +94,7 @@ def check_space(space: Mapping[str, Any], policy: str) -> None:
 
 
 def points(space: Mapping[str, Any], policy: str, num_samples: int, seed: int) -> list[dict[str, Any]]:
-    """The points of a sweep, a pure function of its arguments, without repetition.
-
-    Raises:
-        SpaceError: an empty space.
-    """
+    """The points of a sweep, a pure function of its arguments, without repetition. Raises SpaceError: an empty space."""
     if not space:
         raise SpaceError("nothing to search: give at least one key, such as data.global_batch_size: [128, 256]")
     if policy in ENUMERATED:

@@ -74,9 +74,8 @@ for _side in (_Loader, _Dumper):  # both, so that a text such as "1e5" or "true"
 def parse(text: str, where: str) -> Any:
     """The value of a YAML document.
 
-    Raises:
-        ExperimentError: not YAML, a key twice, a value that does not exist (a 30th of February), a document without an end, or
-            one whose aliases make it too large.
+    Raises ExperimentError: not YAML, a key twice, a value that does not exist (a 30th of February), a document without an end, or
+    one whose aliases make it too large.
     """
     try:
         value = yaml.load(text, _Loader)

@@ -12,8 +12,7 @@ Model = TypeVar("Model", bound=BaseModel)
 def validate_known_keys(section: type[Model], tree: Mapping[str, Any]) -> tuple[Model, tuple[str, ...]]:
     """The section without the keys that it does not have, and the dotted names of these.
 
-    Raises:
-        pydantic.ValidationError: a value of a known key is wrong.
+    Raises pydantic.ValidationError: a value of a known key is wrong.
     """
     tree = copy.deepcopy(dict(tree))
     unknown: list[str] = []

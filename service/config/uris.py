@@ -10,11 +10,7 @@ SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databrick
 
 
 def checked_uri(uri: str) -> str:
-    """`uri`, a relative SQLite path made absolute.
-
-    Raises:
-        ExperimentError: not a kind of store that MLflow writes to.
-    """
+    """`uri`, a relative SQLite path made absolute. Raises ExperimentError: not a kind of store that MLflow writes to."""
     if "\0" in uri:
         raise ExperimentError(f"tracking.uri is {uri!r}: leave out the character NUL, which no path or address has")
     scheme = uri.partition(":")[0].partition("+")[0]

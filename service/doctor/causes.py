@@ -6,40 +6,33 @@ the rules' words T is the step, T' the step predicted, and the gain 100 · (1 - 
 
 from itertools import combinations
 
-from service.doctor.clocks import thermal
-from service.doctor.compute import launches, other_programs, teacher
+from service.doctor import clocks, compute, growth, input_path, outside_steps, ranks, teacher_service
 from service.doctor.evidence import LEAST_PCT, Evidence
-from service.doctor.growth import as_it_is_now, slowdown
-from service.doctor.input_path import copy, decoding, late_batches, lock, no_prefetch, storage, swapping, unknown
-from service.doctor.outside_steps import between_epochs, checkpoints, evaluation
-from service.doctor.pipeline import bubble, uneven_stages
-from service.doctor.ranks import all_reduce, straggler, uneven
 from service.doctor.step_model import Cause, Finding, predicted_pct
-from service.doctor.teacher_service import service_waits
 
 RULES = (
-    no_prefetch,
-    storage,
-    decoding,
-    lock,
-    swapping,
-    late_batches,
-    unknown,
-    copy,
-    straggler,
-    uneven,
-    all_reduce,
-    bubble,
-    uneven_stages,
-    other_programs,
-    launches,
-    teacher,
-    service_waits,
-    thermal,
-    slowdown,
-    evaluation,
-    checkpoints,
-    between_epochs,
+    input_path.no_prefetch,
+    input_path.storage_bound,
+    input_path.decode_bound,
+    input_path.lock_bound,
+    input_path.swapping,
+    input_path.late_batches,
+    input_path.data_bound,
+    input_path.copy_bound,
+    ranks.straggler,
+    ranks.uneven_ranks,
+    ranks.all_reduce_bound,
+    ranks.pipeline_bubble,
+    ranks.uneven_pipeline_stages,
+    compute.busy_cores,
+    compute.launch_bound,
+    compute.teacher_bound,
+    teacher_service.service_bound,
+    clocks.thermal_throttling,
+    growth.slowdown,
+    outside_steps.evaluation,
+    outside_steps.checkpoints,
+    outside_steps.between_epochs,
 )
 
 
@@ -49,19 +42,19 @@ def findings(e: Evidence) -> list[Finding]:
     A cause that the model of a step expects nothing of alone, since the step waits for another one anyway, is not named for
     itself: it comes after that one, with the gain of both. Where neither of two gains alone they are one finding.
     """
-    e = as_it_is_now(e)
+    e = growth.as_it_is_now(e)
     causes = [cause for rule in RULES if (cause := rule(e)) is not None]
     alone = {cause.name: predicted_pct(e, cause) for cause in causes}
     singles = sorted((cause for cause in causes if alone[cause.name] >= LEAST_PCT), key=lambda cause: -alone[cause.name])
-    groups = {cause.name: [Finding(cause.name, cause.sentence, cause.change, alone[cause.name])] for cause in singles}
+    groups = {cause.name: [Finding((cause,), alone[cause.name])] for cause in singles}
     for gain, first, second in _pairs(e, causes, alone):
         if second.name in groups and alone[second.name] > alone[first.name]:
             first, second = second, first
         if first.name not in groups:
-            both = f"{first.name} and {second.name}"
-            groups[both] = [Finding(both, f"{first.sentence}; {second.sentence}", f"{first.change}; and {second.change}", gain)]
+            both = Finding((first, second), gain)
+            groups[both.cause] = [both]
         elif second.name not in groups:
-            groups[first.name].append(Finding(second.name, second.sentence, second.change, gain, after=first.name))
+            groups[first.name].append(Finding((second,), gain, after=first.name))
     return [finding for group in sorted(groups.values(), key=lambda group: -group[0].gain_pct) for finding in group]
 
 

@@ -78,7 +78,7 @@ def clocks_lost(e: Evidence, one: Fallen) -> list[float]:
     return [kernels_share(e) * one.lost(clock_mhz) for clock_mhz in clocks]
 
 
-def thermal(e: Evidence) -> Cause | None:
+def thermal_throttling(e: Evidence) -> Cause | None:
     """A GPU whose clock is lowered by heat or power supply: T' = T - (1 - clock/clock it could have)·kernels.
 
     Where the clock fell in the course of the run, steps have grown with it: what they have grown by beyond that has another

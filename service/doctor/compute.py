@@ -28,7 +28,7 @@ def most_times(e: Evidence) -> float:
     return most
 
 
-def launches(e: Evidence) -> Cause | None:
+def launch_bound(e: Evidence) -> Cause | None:
     """A batch so small that what a step costs anyway is much of it. On a GPU see `idle_gpu`."""
     if e.on_gpu:
         return idle_gpu(e)
@@ -193,7 +193,7 @@ def room_in_memory(e: Evidence) -> float:
     return float(MOST_TIMES)
 
 
-def teacher(e: Evidence) -> Cause | None:
+def teacher_bound(e: Evidence) -> Cause | None:
     """A teacher that takes longer than all of the student's own work. Cached logits save it: T' = T - teacher."""
     step = e.typical
     if e.teacher_actors is not None or step.teacher_ms <= e.compute_ms - step.teacher_ms:
@@ -209,7 +209,7 @@ def teacher(e: Evidence) -> Cause | None:
     )
 
 
-def other_programs(e: Evidence) -> Cause | None:
+def busy_cores(e: Evidence) -> Cause | None:
     """Cores that other programs use while steps wait for one. Of that wait, their share of what competes for the cores.
 
     Where GPUs do the work a step does not wait for a core.

@@ -77,7 +77,7 @@ def cores_busy_pct(e: Evidence) -> float:
     return max((node.cpu_pct for node in e.nodes if node.cpu_pct is not None), default=0.0)
 
 
-def storage(e: Evidence) -> Cause | None:
+def storage_bound(e: Evidence) -> Cause | None:
     """Loader threads wait inside their source without computing: for a disk or a network. Not where memory is swapped."""
     if e.loader is None or e.is_late or swaps(e):
         return None
@@ -92,7 +92,7 @@ def storage(e: Evidence) -> Cause | None:
     )
 
 
-def decoding(e: Evidence) -> Cause | None:
+def decode_bound(e: Evidence) -> Cause | None:
     """Loader threads compute, or wait for a core to do so."""
     if e.loader is None or e.is_late:
         return None
@@ -111,7 +111,7 @@ def decoding(e: Evidence) -> Cause | None:
     )
 
 
-def lock(e: Evidence) -> Cause | None:
+def lock_bound(e: Evidence) -> Cause | None:
     """Loader threads wait outside their source while cores are free: only one thread of a process runs Python at a time."""
     if e.loader is None or e.is_late or swaps(e):
         return None
@@ -158,7 +158,7 @@ def late_batches(e: Evidence) -> Cause | None:
     )
 
 
-def unknown(e: Evidence) -> Cause | None:
+def data_bound(e: Evidence) -> Cause | None:
     """Records without what loader threads do: a run's log lines before its end, or an older version's. The cause is left open."""
     if e.loader is not None or not e.loader_workers or e.is_late or swaps(e):
         return None
@@ -177,7 +177,7 @@ def unknown(e: Evidence) -> Cause | None:
     )
 
 
-def copy(e: Evidence) -> Cause | None:
+def copy_bound(e: Evidence) -> Cause | None:
     """A step waits for its batch's copy to the device, or for the device to decode it.
 
     On a GPU that goes on during the step before: T' = max(work, supply). Without one it is a part of the step.

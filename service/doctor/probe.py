@@ -26,8 +26,7 @@ STEPS = 40
 def probe(resolved: Resolved, root: Path) -> list[Recording]:
     """Time a few steps of the student, in a run directory of its own under `root`; nothing is sent to MLflow.
 
-    Raises:
-        DistillError: one line: the experiment cannot be carried out.
+    Raises DistillError: one line: the experiment cannot be carried out.
     """
     steps = resolved.experiment.train.max_steps or STEPS
     short = resolved.override({"train.max_steps": steps, "tracking.enabled": False}, "doctor")

@@ -1,10 +1,10 @@
-"""What ranks wait for in each other: a slow one, or the network."""
+"""What ranks wait for in each other: a slow one, the network, or another pipeline stage."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from operator import attrgetter
-from statistics import median_low
+from statistics import fmean, median_low
 
 from service.doctor.compute import most_times
 from service.doctor.evidence import LEAST_PCT, Evidence
@@ -84,7 +84,7 @@ def more_cpu_ms(e: Evidence, slow: Sequence[int], next_slow: int) -> float:
     return sum(max(0.0, rank_cpu_ms - others_ms) for rank_cpu_ms in known) if others_ms is not None else 0.0
 
 
-def uneven(e: Evidence) -> Cause | None:
+def uneven_ranks(e: Evidence) -> Cause | None:
     """Ranks that are late in turn, none of them always: T' = T - what even the rank that waits least waits for others.
 
     Nothing where a few steps of a disturbed machine are all of it: the wait has to stand out of what it varies by.
@@ -111,7 +111,7 @@ def longest(e: Evidence, rank: RankTimes, others: Sequence[RankTimes]) -> str:
     return max(own, key=lambda phase: own[phase](rank) - median_low(own[phase](other) for other in others))
 
 
-def all_reduce(e: Evidence) -> Cause | None:
+def all_reduce_bound(e: Evidence) -> Cause | None:
     """Every rank, even the last to arrive, waits for the gradients' all-reduce: T' = T - the least wait of all ranks."""
     if e.exposed_ms is None:
         return None
@@ -123,4 +123,36 @@ def all_reduce(e: Evidence) -> Cause | None:
         f"on every rank {e.exposed_ms:.1f} of a step's {e.typical.step_ms:.1f} ms wait for the gradients' all-reduce",
         f"{fewer}fewer nodes; or a faster network (NCCL_DEBUG=INFO says which one is used)",
         Effect(work_ms=e.exposed_ms),
+    )
+
+
+def pipeline_bubble(e: Evidence) -> Cause | None:
+    """Even the slowest stage waits while the pipeline fills and drains: T' = T - the part that twice the micro-batches spare.
+
+    With work W in each of p equal stages and m micro-batches it takes (p - 1) W / m (Huang et al. 2019, GPipe):
+    half as long with 2m. A later stage waits for a part of it before its step, until the first stage has drained.
+    """
+    if e.pipeline_stages == 1 or e.micro_batch == 1:
+        return None
+    waits_ms = min(rank.bubble_ms + rank.receive_ms for rank in e.ranks)
+    return Cause(
+        "pipeline bubble",
+        f"every pipeline stage waits for its neighbours, at least {waits_ms:.1f} of a step's {e.typical.step_ms:.1f} ms",
+        f"more and smaller micro-batches: --set scale.micro_batches={2 * e.micro_batches}; or fewer stages",
+        Effect(beyond_ms=waits_ms / 2),
+    )
+
+
+def uneven_pipeline_stages(e: Evidence) -> Cause | None:
+    """A stage has more work than the others: T' = T - what it computes beyond the mean of all."""
+    p = e.pipeline_stages
+    if p == 1 or len(e.ranks) % p:
+        return None
+    own_ms = [fmean(e.computing_ms(rank) for rank in e.ranks[stage::p]) for stage in range(p)]
+    slowest = max(range(p), key=own_ms.__getitem__)
+    return Cause(
+        "uneven pipeline stages",
+        f"stage {slowest} computes {own_ms[slowest]:.1f} ms of a step, and all stages {fmean(own_ms):.1f} in the mean",
+        "cut the model elsewhere (scale.cut; `distill split` shows where)",
+        Effect(work_ms=own_ms[slowest] - fmean(own_ms)),
     )

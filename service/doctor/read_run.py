@@ -33,8 +33,7 @@ class Recording:
 def read_run(resolved: Resolved, run_dir: RunDir, result: RunResult) -> list[Recording]:
     """The evidence of a run directory: a run's last stage, or a sweep's trials, the best one first and the others in their order.
 
-    Raises:
-        ExperimentError: no step has been timed yet.
+    Raises ExperimentError: no step has been timed yet.
     """
     if result.kind == "sweep":
         rows = [row for row in result.rows if row.status == "ok" and "phase/step_ms" in row.metrics]

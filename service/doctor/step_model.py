@@ -97,15 +97,25 @@ class Cause:
 
 @dataclass(frozen=True)
 class Finding:
-    """A cause, or two whose gain comes with both alone, and what mending it brings."""
+    """What mending one cause brings, or two whose gain comes with both alone."""
 
-    cause: str
-    sentence: str
-    change: str
+    causes: tuple[Cause, ...]
     gain_pct: float
     """Predicted: how much less time the same images take once that is changed; the evaluations of a run are part of its time."""
     after: str | None = None
     """The cause that has to be mended first, `gain_pct` being that of both together."""
+
+    @property
+    def cause(self) -> str:
+        return " and ".join(cause.name for cause in self.causes)
+
+    @property
+    def sentence(self) -> str:
+        return "; ".join(cause.sentence for cause in self.causes)
+
+    @property
+    def change(self) -> str:
+        return "; and ".join(cause.change for cause in self.causes)
 
 
 def gain_pct(before_ms: float, after_ms: float) -> float:

@@ -53,7 +53,7 @@ def advice(e: Evidence) -> str:
     )
 
 
-def service_waits(e: Evidence) -> Cause | None:
+def service_bound(e: Evidence) -> Cause | None:
     """Steps that wait for `teacher.service`: it is busy all the time, and m actors need m·T for a step's requests.
 
     Without the wait w a step takes s = T - w, which m' = ⌈m·T/s⌉ actors would allow: T' = max(s, m·T/m'). Nothing where none is.

@@ -33,7 +33,7 @@ def finding_line(finding: Finding) -> str:
     """Cause, gain and sentence."""
     if finding.after is not None:
         return f"then {finding.cause}, both together {finding.gain_pct:.0f}% to gain: {finding.sentence}"
-    if " and " in finding.cause:
+    if len(finding.causes) > 1:
         return (
             f"{finding.cause}, {finding.gain_pct:.0f}% to gain by both together, by one alone next to nothing: {finding.sentence}"
         )

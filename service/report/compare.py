@@ -164,13 +164,9 @@ def lead(comparison: Comparison) -> list[str]:
 def summary_of(records: Records, best: Row, keys: list[str]) -> str:
     m = best.metrics
     accuracy = f", top-1 {names.number(m['top1_pct'])}%" if "top1_pct" in m else ""
-    where = names.point(with_known(records, best, keys), records.unit, keys)
+    params = {key: records.experiment.get(key) for key in keys} | best.params  # a key that was not searched has one value
+    where = names.point(best.model_copy(update={"params": params}), records.unit, keys)
     return f"{where}, {names.number(m['images_per_s'], 1)} images/s{accuracy}"
-
-
-def with_known(records: Records, row: Row, keys: list[str]) -> Row:
-    """The row with the values that its experiment has on keys that were not searched."""
-    return row.model_copy(update={"params": {**{key: records.experiment.get(key) for key in keys}, **row.params}})
 
 
 def times(ratio: float) -> str:

@@ -14,7 +14,6 @@ VERDICTS = ("B faster", "within noise", "B slower", "spread unknown")
 
 
 def comparison_lines(comparison: Comparison) -> Iterator[str | rich.table.Table]:
-    """The comparison as the terminal shows it."""
     yield f"A: {comparison.a.root}"
     yield f"B: {comparison.b.root}"
     if common := common_points(comparison):
@@ -25,7 +24,6 @@ def comparison_lines(comparison: Comparison) -> Iterator[str | rich.table.Table]
 
 
 def comparison_page(comparison: Comparison) -> Page:
-    """The comparison as a page."""
     sections = [
         PageSection.of("Points that both have run", common_points(comparison), ratios(comparison)),
         PageSection.of("What differs in the experiments", differences(comparison)),

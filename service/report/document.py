@@ -68,8 +68,6 @@ class PageSection:
 
 @dataclass(frozen=True)
 class Page:
-    """All that a page says."""
-
     kind: str
     title: str
     status: str
@@ -84,11 +82,7 @@ class Page:
 
 
 def write(page: Page, path: Path) -> None:
-    """Write the page, atomically.
-
-    Raises:
-        ExperimentError: it cannot be written there.
-    """
+    """Write the page, atomically. Raises ExperimentError: it cannot be written there."""
     try:
         write_text(path, render(page))
     except OSError as error:
@@ -96,7 +90,6 @@ def write(page: Page, path: Path) -> None:
 
 
 def render(page: Page) -> str:
-    """The page as one text."""
     figures = [figure for section in page.sections for figure in section.figures]
     drawn = [{"id": figure.id, "traces": figure.traces, "layout": figure.layout} for figure in figures]
     return str(
@@ -113,7 +106,6 @@ def render(page: Page) -> str:
 
 
 def numbers(figure: Figure) -> PageTable:
-    """A figure's numbers."""
     return PageTable(f"Numbers of: {figure.title}", figure.columns, figure.numbers)
 
 

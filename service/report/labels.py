@@ -83,7 +83,6 @@ def label(name: str) -> MetricLabel:
 
 
 def metric(name: str, value: float) -> str:
-    """A metric's value with its unit."""
     unit, digits, _ = label(name)
     return f"{number(value, digits)}{'' if unit.startswith('%') else ' '}{unit}"
 

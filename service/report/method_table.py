@@ -14,7 +14,8 @@ from rich.text import Text
 from service.report.text_table import text_table
 from trainables.config import MethodOptions
 from trainables.errors import ExperimentError
-from trainables.methods import available_methods, load_method, option_key
+from trainables.methods.method_file import option_key
+from trainables.methods.registry import available_methods, load_method
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -47,8 +48,7 @@ def method_table() -> Table:
 def method_parts(name: str) -> Iterator[str | Table]:
     """What there is to know of one method, a name or FILE.py:CLASS: its docstrings, default task weight and taps, its options.
 
-    Raises:
-        ExperimentError: it cannot be loaded.
+    Raises ExperimentError: it cannot be loaded.
     """
     kind = load_method(name)
     module, loss = _docs(kind)

@@ -36,11 +36,7 @@ FACTS = {
 
 
 def write_page(run_dir: RunDir, result: RunResult, path: Path | None = None) -> Path:
-    """Write the page of a run as it stands, atomically. Returns where.
-
-    Raises:
-        ExperimentError: it cannot be written there.
-    """
+    """Write the page of a run as it stands, atomically. Returns where. Raises ExperimentError: it cannot be written there."""
     path = path or run_dir.report
     resolved = read_resolved(run_dir.experiment, reading=True)
     document.write(page_of(read_records(run_dir, result, resolved.experiment, result.sources or {})), path)

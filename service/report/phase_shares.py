@@ -10,8 +10,6 @@ LEAST_SHARE = 0.005  # of a step, below which a phase is not worth its name in a
 
 
 class PhaseShare(NamedTuple):
-    """One phase of a step."""
-
     phase: str
     ms: float
     share: float

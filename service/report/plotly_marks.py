@@ -44,7 +44,6 @@ def unformatted(text: object) -> str:
 
 
 def hover(*parts: object) -> str:
-    """Lines of a tooltip."""
     return "<br>".join(unformatted(part) for part in parts if part)
 
 
@@ -93,7 +92,6 @@ def joined_dots(name: str, index: int, xs: Sequence[Any], ys: Sequence[Any], tex
 
 
 def faint(name: str, xs: Sequence[Any], ys: Sequence[Any], texts: Sequence[str]) -> Trace:
-    """Marks in the background."""
     return dots(name, 0, xs, ys, texts) | {"marker": {"color": GREY, "symbol": "circle-open", "size": 6}, "opacity": 0.6}
 
 
@@ -120,7 +118,6 @@ def flat_bars(wholes: Sequence[tuple[str, float, Mapping[str, float]]], colours:
 
 
 def flat_bars_layout(title: str) -> dict[str, Any]:
-    """The layout of `flat_bars`."""
     return {"xaxis": {"title": {"text": title}}, "yaxis": {"type": "category", "autorange": "reversed"}, "barmode": "stack"}
 
 

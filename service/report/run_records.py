@@ -74,7 +74,6 @@ class Records:
 
     @property
     def best(self) -> Row | None:
-        """The winner's row."""
         return best_of(self.result, self.rows)
 
     @property
@@ -84,11 +83,7 @@ class Records:
 
 
 def records_of_run(path: Path) -> Records:
-    """The records of a run directory.
-
-    Raises:
-        ExperimentError: no run there.
-    """
+    """The records of a run directory. Raises ExperimentError: no run there."""
     resolved, run_dir, result = reopen(path)
     return read_records(run_dir, result, resolved.experiment, resolved.sources)
 
@@ -136,7 +131,6 @@ def rows_of(result: RunResult) -> list[Row]:
 
 
 def best_of(result: RunResult, rows: Iterable[Row]) -> Row | None:
-    """The winner among the rows of a result."""
     return next((row for row in rows if result.best is not None and row.id == result.best.id), None)
 
 

@@ -133,7 +133,6 @@ def page_table(result: RunResult) -> PageTable | None:
 
 
 def seed_table(result: RunResult) -> rich.table.Table | None:
-    """`page_table` for the terminal."""
     found = page_table(result)
     if found is None:
         return None

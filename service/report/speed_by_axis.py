@@ -134,7 +134,6 @@ def spans(axis_values: set[Any]) -> bool:
 
 
 def tip(row: Row, unit: str, keys: Sequence[str], *more: str) -> str:
-    """A trial's tooltip."""
     m, error = row.metrics, row.error
     speed = names.number(m["images_per_s"], 1) + (f" ± {names.short(error * m['images_per_s'])}" if error else "")
     return marks.hover(f"trial {row.id}", names.point(row, unit, keys), f"{speed} images/s", *more)

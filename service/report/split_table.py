@@ -35,11 +35,7 @@ def student_in_stages(experiment: Experiment, num_stages: int, cuts: Sequence[st
 
 
 def cut_point_table(config: TrainConfig) -> Table:
-    """All cut points of the student, before what its methods read.
-
-    Raises:
-        ExperimentError, ModelError: it cannot be cut.
-    """
+    """All cut points of the student, before what its methods read. Raises ExperimentError, ModelError: it cannot be cut."""
     scale = config.scale.model_copy(update={"cut": None})
     module, _ = _modules(config)
     points = possible_cuts(config.model_copy(update={"scale": scale}), module)
@@ -59,8 +55,7 @@ def cut_point_table(config: TrainConfig) -> Table:
 def split_parts(config: TrainConfig, link_gb_per_s: float | None) -> Iterator[Table | str]:
     """Time the student's parts and the teacher on this machine, plan the stages, and say what the plan expects.
 
-    Raises:
-        ExperimentError, ModelError: the student cannot be cut so, or nothing fits the device's memory.
+    Raises ExperimentError, ModelError: the student cannot be cut so, or nothing fits the device's memory.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     scale = config.scale

@@ -8,8 +8,7 @@ from service.report.text_table import text_table
 def points_table(model: str, image_size: int, num_classes: int, show_all: bool) -> Table:
     """Names, other names and shape of one sample's value; `show_all`: of all modules.
 
-    Raises:
-        ModelError: no such model, or it does not take images of this size.
+    Raises ModelError: no such model, or it does not take images of this size.
     """
     from trainables.models.registry import check_forward, construct
     from trainables.models.tap_names import list_taps

@@ -50,7 +50,6 @@ def by_rank(histories: Sequence[History], chosen: Sequence[str]) -> list[History
 
 
 def trial_of(history: History) -> str:
-    """The id of a sweep's trial."""
     return history.label.removeprefix("trial ")
 
 
@@ -176,7 +175,6 @@ def finite(record: Mapping[str, Any], name: str) -> bool:
 
 
 def speeds(histories: Sequence[History]) -> Figure | None:
-    """Images/s at each log line."""
     return over_steps(
         histories,
         "speed",

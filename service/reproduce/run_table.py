@@ -48,11 +48,7 @@ class Cell:
 
 
 def check_same(job: Reproduction) -> None:
-    """Refuse a folder of other runs, whose accuracies would be taken for these.
-
-    Raises:
-        ExperimentError: one line.
-    """
+    """Refuse a folder of other runs, whose accuracies would be taken for these. Raises ExperimentError."""
     for planned in job.sweeps:
         run_dir = job.run_dir(planned)
         if run_dir.result.exists() and reopen(run_dir.root, to_continue=True)[0].experiment != planned.resolved.experiment:
@@ -62,11 +58,7 @@ def check_same(job: Reproduction) -> None:
 
 
 def prepare(job: Reproduction) -> None:
-    """Refuse what cannot be run, before the first sweep starts.
-
-    Raises:
-        DistillError: one line.
-    """
+    """Refuse what cannot be run, before the first sweep starts. Raises DistillError."""
     for planned in job.sweeps:
         run_dir = job.run_dir(planned)
         if run_dir.result.exists():

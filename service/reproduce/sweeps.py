@@ -49,8 +49,7 @@ class Request:
     def of(cls, table: Table, pairs: str | None, methods: str | None, seeds: str) -> Request:
         """From the options of the command line, with commas between names; None: all.
 
-        Raises:
-            ExperimentError: a name that the table does not have, or a seed that is no number.
+        Raises ExperimentError: a name that the table does not have, or a seed that is no number.
         """
         try:
             numbers = tuple(dict.fromkeys(int(part) for part in seeds.split(",")))
@@ -118,8 +117,7 @@ class PlannedSweep:
 def changes(overrides: Sequence[str]) -> tuple[str, ...]:
     """The keys among `overrides` that change the training from the published one.
 
-    Raises:
-        ExperimentError: a key that the table decides.
+    Raises ExperimentError: a key that the table decides.
     """
     keys = [parse_override(text)[0] for text in overrides]
     for key in keys:
@@ -148,8 +146,7 @@ def compose(
 ) -> list[PlannedSweep]:
     """The sweeps, in the order in which they run. `overrides` count more than the table's settings of a column or a pair.
 
-    Raises:
-        ExperimentError: the resulting experiments are wrong, or a teacher's checkpoint is not in `teachers`.
+    Raises ExperimentError: the resulting experiments are wrong, or a teacher's checkpoint is not in `teachers`.
     """
     settings = [*overrides, *([f"data.path={data}"] if data is not None else [])]
     set_keys = [parse_override(text)[0] for text in settings]

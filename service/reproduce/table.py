@@ -145,8 +145,7 @@ def shipped_tables() -> dict[str, str]:
 def read_table(name: str) -> Table:
     """A shipped table by its name, or a file, whose recipe is a path from the file's folder.
 
-    Raises:
-        ExperimentError: there is none, or it is not a table; one line for each problem.
+    Raises ExperimentError: there is none, or it is not a table; one line for each problem.
     """
     ours = shipped_tables()
     if name in ours:

@@ -27,8 +27,7 @@ class TeacherAccuracy:
 def measure_teacher(experiment: Experiment, run_dir: RunDir, root: Path) -> TeacherAccuracy:
     """The accuracy of a teacher with given weights. It is measured once and written to the sweep's folder.
 
-    Raises:
-        DistillError: the weights or the data cannot be read; one line.
+    Raises DistillError: the weights or the data cannot be read.
     """
     file = run_dir.root / MEASURED
     if file.exists():

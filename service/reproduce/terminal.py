@@ -87,7 +87,6 @@ def teachers_grid(table: Table, teachers: Mapping[str, TeacherAccuracy | None]) 
 
 
 def verdict_counts(found: Sequence[Cell]) -> str:
-    """How many of each verdict."""
     counts = Counter(cell.verdict.outcome for cell in found)
     names = {"-": "not run"}
     return f"{len(found)} published numbers: " + ", ".join(f"{count} {names.get(name, name)}" for name, count in counts.items())

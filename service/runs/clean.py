@@ -15,7 +15,7 @@ import psutil
 
 from service.cluster.connect import session_base
 from service.config import strict_yaml
-from service.runs.result import RunResult, read_result
+from service.runs.result import read_result
 from service.runs.run_directory import has_begun
 from service.runs.stored.stored_objects import StoredObjects, needed_copy_reason, stored_run_folders
 from service.runs.stored.stored_runs import COPIES, copies_base, display_name, uri_of
@@ -128,7 +128,7 @@ def clean_machine(cleaner: Cleaner) -> None:
                 cleaner.echo(f"{copy} stays: {reason}")
             else:
                 cleaner.remove(copy, "copy of a run")
-    used = " ".join(_command_lines())
+    used = " ".join(word for process in psutil.process_iter(["cmdline"]) for word in process.info["cmdline"] or ())
     for sessions in (folder for folder in _own_folders(session_base()) if folder.name == "ray"):
         for folder in _subfolders(sessions, re.compile("session_2").match):
             if folder.name not in used and cleaner.is_old(folder):
@@ -136,7 +136,6 @@ def clean_machine(cleaner: Cleaner) -> None:
 
 
 def _own_folders(base: str) -> list[Path]:
-    """What is in this user's folder below `base`."""
     return _subfolders(user_folder(base)) if os.path.lexists(f"{base}/raydistill-{os.getuid()}") else []
 
 
@@ -174,7 +173,6 @@ class Run:
             return None
 
     def uses_cache(self, cache: Path) -> bool:
-        """Whether this may be its `teacher.cache`."""
         own = self.cache
         return own is not None and (own == cache or (not own.is_absolute() and own.name == cache.name))
 
@@ -192,7 +190,7 @@ class Run:
                 return "a process works on it"
             if self.objects is not None and (reason := needed_copy_reason(self.path)):
                 return reason
-            waiting = _num_unsent(result, run_dir)
+            waiting = Spool(run_dir).num_pending(result.mlflow.uri) if result.mlflow else 0
         except (DistillError, OSError) as error:
             return str(error)
         if waiting:
@@ -261,10 +259,6 @@ def _remove_checkpoints(run: Run, cleaner: Cleaner) -> bool:
     return gone
 
 
-def _num_unsent(result: RunResult, run_dir: RunDir) -> int:
-    return Spool(run_dir).num_pending(result.mlflow.uri) if result.mlflow else 0
-
-
 def _subfolders(folder: Path, takes: Callable[[str], object] = bool) -> list[Path]:
     if not folder.is_dir():
         return []
@@ -280,8 +274,3 @@ def _stats(path: Path) -> Iterator[os.stat_result]:
                 yield os.lstat(os.path.join(folder, name))
             except FileNotFoundError:  # a process has just removed it
                 continue
-
-
-def _command_lines() -> Iterator[str]:
-    for process in psutil.process_iter(["cmdline"]):
-        yield from process.info["cmdline"] or ()

@@ -34,8 +34,7 @@ def output() -> Console:
 def wait_for(work: Callable[[], T], display: Display, tick: Callable[[], None] = lambda: None) -> T:
     """Run `work` in a thread and keep the display alive; Ctrl-C reaches the caller at once, whatever Ray is waiting for.
 
-    Raises:
-        RayLostError: at once too; whatever `work` makes of it.
+    Raises RayLostError: at once too; whatever `work` makes of it.
     """
     future = Future[T]()
 
@@ -161,14 +160,12 @@ class Display:
                     followed.take_start(record)
 
     def unfollow(self, label: str) -> None:
-        """The stage has ended."""
         self.tick()
         followed = self._followed.pop(label, None)
         if followed and followed.task is not None and self._bars:
             self._bars.remove_task(followed.task)
 
     def tick(self) -> None:
-        """Show what is new."""
         for followed in self._followed.values():
             for line in [line for log in followed.logs for line in log.lines()]:
                 if self._bars is None or " teacher.cache: " in line:  # what takes disk space is shown with bars too

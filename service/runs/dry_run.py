@@ -20,8 +20,7 @@ _UNTRAINED = "-"
 def check_fits(experiment: Experiment, num_classes: int, stages: Iterable[str]) -> None:
     """Refuse stages, `assistant1` … or `student`, whose models, methods and options do not fit together.
 
-    Raises:
-        ExperimentError: one line, the same that the stage's own job would end with.
+    Raises ExperimentError: one line, the same that the stage's own job would end with.
     """
     for name in stages:
         if reason := _refusal(_deciding_config(experiment, name), num_classes):

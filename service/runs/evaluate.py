@@ -59,8 +59,7 @@ def resolve(checkpoint: str, data_path: str, overrides: list[str]) -> EvaluateCo
 def with_trained_images(checkpoint: Path, tree: dict[str, Any]) -> EvaluateConfig:
     """The evaluation with the image size and normalisation that the checkpoint was trained with; see `resolve`.
 
-    Raises:
-        CheckpointError: its model does not fit the data.
+    Raises CheckpointError: its model does not fit the data.
     """
     from trainables.engine.checkpoint import read_about
     from trainables.models.weights import load_teacher
@@ -89,8 +88,7 @@ def checked(tree: dict[str, Any]) -> EvaluateConfig:
 def evaluate(checkpoint: str, data_path: str, overrides: list[str], root: Path) -> dict[str, Any]:
     """Top-1, top-5, loss, the number of images, and the names of the unreadable ones, each with its reason.
 
-    Raises:
-        DistillError: one line.
+    Raises DistillError.
     """
     check_writable(root, None)
     config = resolve(checkpoint, data_path, overrides)
@@ -138,7 +136,6 @@ def reserve(config: EvaluateConfig, cluster: Cluster) -> tuple[int, Reservation]
 
 
 def evaluation_error(error: WorkersFailedError) -> DistillError:
-    """The error of an evaluation whose workers failed."""
     cause = first_cause(error.failures)
     if cause.kind in OUT_OF_MEMORY_KINDS:
         return ClusterError(f"evaluation failed: {cause}: lower data.global_batch_size or data.loader_workers")

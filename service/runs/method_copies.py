@@ -14,7 +14,7 @@ from service.config.messages import problems_of
 from service.config.method_rules import method_names
 from service.config.schema import Experiment
 from trainables.errors import ExperimentError
-from trainables.methods import read_source, use_copies
+from trainables.methods.method_file import read_source, use_copies
 from trainables.rundir import RunDir, write_atomic, write_json
 
 VERSION = 1
@@ -29,8 +29,6 @@ class MethodCopy(BaseModel):
 
 
 class CopiesIndex(BaseModel):
-    """The content of `methods/index.json`."""
-
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     version: int = VERSION
@@ -60,8 +58,7 @@ def copy_methods(experiment: Experiment, run_dir: RunDir) -> None:
 def use_copies_of(run_dir: RunDir) -> None:
     """Load methods from the copies of a run from here on; a run of an older version has none.
 
-    Raises:
-        ExperimentError: a copy is missing or was changed.
+    Raises ExperimentError: a copy is missing or was changed.
     """
     found = {}
     for name, copy in _read_index(run_dir).items():

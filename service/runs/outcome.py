@@ -73,7 +73,6 @@ def to_json(part: ResultPart) -> dict[str, Any]:
 
 
 def write_outcome(path: Path, outcome: Outcome) -> None:
-    """Write a trial's `result.json`, atomically."""
     write_json(path, {"version": VERSION, **outcome.model_dump()})
 
 
@@ -89,8 +88,7 @@ def read_outcome(path: Path) -> Outcome:
 def read_summary(stage: StageDir) -> StageResult | None:
     """A stage's `stage.json`; None where the stage is not complete.
 
-    Raises:
-        ExperimentError: it is damaged, or a newer version wrote it.
+    Raises ExperimentError: it is damaged, or a newer version wrote it.
     """
     check_version(stage.result, STAGE_VERSION)
     try:

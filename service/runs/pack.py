@@ -87,8 +87,7 @@ def errors_as_data_error(source: Path, dest: Path) -> Iterator[None]:
 def verify(dest: Path, index: Index, threads: int) -> None:
     """Read every file and compare its checksum.
 
-    Raises:
-        DataError: what is wrong with the first that differs, and with how many.
+    Raises DataError: what is wrong with the first that differs, and with how many.
     """
     files = index.files()
     with bar("verifying", "files", len(files)) as advance:

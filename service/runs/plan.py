@@ -46,7 +46,6 @@ class Plan:
         return Assignment(TrainConfig.model_validate(tree), self.use_gpu, self.loader_workers, ray_storage(run_dir))
 
     def reservation(self) -> Reservation:
-        """What one stage reserves."""
         return reservation_of(self.experiment.stage("student", Path("/"), {}), self.loader_workers, self.use_gpu)
 
     def refusal(self, cluster: Cluster) -> str | None:

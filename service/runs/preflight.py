@@ -43,8 +43,7 @@ def check_train(resolved: Resolved) -> None:
 def check_services(experiment: Experiment, kind: Kind) -> None:
     """Refuse a Ray that does not answer, an MLflow store and a `teacher.cache` that cannot be written.
 
-    Raises:
-        ClusterError, ExperimentError: one line.
+    Raises ClusterError, ExperimentError.
     """
     check_ray_address()
     if experiment.tracking.enabled and experiment.tracking.uri:
@@ -57,8 +56,7 @@ def check_data(experiment: Experiment, searched: Collection[str] = (), *, trains
 
     `searched`: the keys of a sweep, whose values are not the experiment's; `trains_base`: its own batch size is trained with.
 
-    Raises:
-        DistillError: one line.
+    Raises DistillError.
     """
     if not {"data.stage", "data.cache"} & set(searched):
         check_placement(experiment.data)
@@ -77,8 +75,7 @@ def check_cache(experiment: Experiment, kind: Kind) -> None:
 
     One that is full already may be read-only; a teacher that is still to be trained cannot have filled it.
 
-    Raises:
-        ExperimentError: see above.
+    Raises ExperimentError.
     """
     cache = experiment.written_cache(kind)
     if cache is None:
@@ -91,8 +88,7 @@ def check_cache(experiment: Experiment, kind: Kind) -> None:
 def check_source(data: DataConfig, split: Literal["train", "val"]) -> Source:
     """Open a split and look at a few of its images, spread over it; of a set behind a URI at the index alone.
 
-    Raises:
-        DataError: it is missing or empty, or not one of those images can be read.
+    Raises DataError: it is missing or empty, or not one of those images can be read.
     """
     # The nodes' folders are not this machine's.
     source = open_source(data.model_copy(update={"stage": "none"}), split)
@@ -114,8 +110,7 @@ def check_source(data: DataConfig, split: Literal["train", "val"]) -> Source:
 def check_models(experiment: Experiment, classes: tuple[str, ...]) -> None:
     """Build the teachers for these classes, or load their weights. Imports torch.
 
-    Raises:
-        ModelError, CheckpointError: one does not fit; one line.
+    Raises ModelError, CheckpointError: one does not fit.
     """
     from trainables.methods.select import select_methods
     from trainables.models.registry import build_model

@@ -61,7 +61,6 @@ class TrialRow(Outcome):
 
     @property
     def each_measurement(self) -> list[Outcome]:
-        """The measurements of the row's point, in order."""
         return self.measurements or [self.outcome]
 
     @field_validator("scale", mode="wrap")
@@ -156,7 +155,6 @@ class RunResult(ResultPart):
 
     @property
     def rows(self) -> list[TrialRow]:
-        """The trials of a sweep, as far as there are any."""
         return self.trials or []
 
     @property
@@ -166,15 +164,13 @@ class RunResult(ResultPart):
 
 
 def write_result(path: Path, result: RunResult) -> None:
-    """Write `result.json`, atomically."""
     write_json(path, to_json(result) | {"version": VERSION})
 
 
 def read_result(path: Path, experiment: Path) -> RunResult:
     """The `result.json` of a run directory. `experiment` is the run's `experiment.yaml`.
 
-    Raises:
-        ExperimentError: it is damaged, in one line that names the field; or a newer version wrote it.
+    Raises ExperimentError: it is damaged, in one line that names the field; or a newer version wrote it.
     """
     check_version(path)
     try:

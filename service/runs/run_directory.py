@@ -36,10 +36,7 @@ def check_same(kind: Kind, resolved: Resolved, path: Path) -> None:
 def check_writable(root: Path, out: Path | None, *, begun_ok: bool = False) -> None:
     """Refuse an `out` that has a run already, and folders that cannot be written, before anything is created.
 
-    `begun_ok`: a run that died before it could be resumed is begun anew.
-
-    Raises:
-        ExperimentError: see above.
+    `begun_ok`: a run that died before it could be resumed is begun anew. Raises ExperimentError.
     """
     if out is not None and not begun_ok and (RunDir(out).experiment.exists() or RunDir(out).result.exists()):
         if has_begun(out):
@@ -91,8 +88,7 @@ def runs_root_of(result: RunResult) -> Path:
 def begin_run(resolved: Resolved, kind: Kind, run_dir: RunDir, root: Path) -> None:
     """Write the resolved experiment and a first result: from here on `distill resume` can continue the run.
 
-    Raises:
-        ExperimentError: the folder cannot be written, or another process has begun a run there since it was chosen.
+    Raises ExperimentError: the folder cannot be written, or another process has begun a run there since it was chosen.
     """
     result = RunResult(
         kind=kind,
@@ -121,8 +117,7 @@ def reopen(path: Path, *, to_continue: bool = False) -> tuple[Resolved, RunDir, 
 
     Keys of its experiment that this version does not know are left out, unless the run is `to_continue`.
 
-    Raises:
-        ExperimentError: no run there, or one that is damaged; or it cannot be continued by this version.
+    Raises ExperimentError: no run there, or one that is damaged; or it cannot be continued by this version.
     """
     fetch_records(path)
     run_dir = RunDir(path.absolute())
@@ -140,8 +135,7 @@ def reopen(path: Path, *, to_continue: bool = False) -> tuple[Resolved, RunDir, 
 def locked_run(run_dir: RunDir) -> AbstractContextManager[None]:
     """Lock a run directory against a second driver, which would train into the same files.
 
-    Raises:
-        ExperimentError: another process works on this run.
+    Raises ExperimentError: another process works on this run.
     """
     refusal = f"{display_name(run_dir.root)} is being carried out by another process: wait for it, or end it first"
     return locked_or_raise(run_dir.root / ".lock", ExperimentError(refusal))

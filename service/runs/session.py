@@ -76,7 +76,6 @@ class Session:
         write_result(self.run_dir.result, self.result)
 
     def wait_for(self, work: Callable[[], T], tick: Callable[[], None] = lambda: None) -> T:
-        """See `service.runs.display.wait_for`."""
         return wait_for(work, self.display, tick)
 
     def show_result(self) -> None:
@@ -173,7 +172,6 @@ def written_ms(path: Path) -> int | None:
 
 
 def record_numbers(session: Session, key: str, stage: StageDir, metrics: Mapping[str, float], prefix: str = "") -> None:
-    """A stage's final numbers in MLflow."""
     if session.tracker and metrics:
         named = {f"{prefix}{name}": value for name, value in metrics.items()}
         session.tracker.metrics(key, int(metrics.get("steps", 0)), named, written_ms(stage.result))

@@ -20,8 +20,7 @@ from trainables.rundir import RunDir, StageDir
 def fill_cache(resolved: Resolved, root: Path) -> str:
     """Run the teacher where its logits are missing, on the experiment's workers. Returns the line that is shown at the end.
 
-    Raises:
-        DistillError: one line.
+    Raises DistillError.
     """
     experiment, teacher = resolved.experiment, resolved.experiment.teacher
     if teacher is None or teacher.cache is None:

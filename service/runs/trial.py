@@ -15,7 +15,7 @@ from service.runs.stages.hangs import record_hang
 from service.runs.stages.node_wait import NodeWait
 from service.runs.stages.stage_log import append_to_log
 from service.runs.stages.stage_times import accounted_over_sessions, stage_session
-from service.runs.stored.stored_runs import fetch_stage, put_stage_records, remove_errors
+from service.runs.stored.stored_runs import display_name, fetch_stage, put_stage_records, remove_errors
 from trainables.errors import DistillError, StorageError
 from trainables.failures import (
     ANNOUNCED,
@@ -171,7 +171,7 @@ def unless_restarted(
         status="oom" if cause.kind in OUT_OF_MEMORY_KINDS else "failed", reason=str(cause), failure=cause.kind, restarts=restarts
     )
     if cause.kind == "hang":
-        append_to_log(stage, f"{cause} (the stacks of all threads are in {stage.stacks})")
+        append_to_log(stage, f"{cause} (the stacks of all threads are in {display_name(stage.stacks)})")
         if cause.position is not None:
             if cause.position in hung_in:
                 return outcome.model_copy(update={"reason": f"hung in {cause.position} again: {cause}"})

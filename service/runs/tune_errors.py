@@ -1,39 +1,78 @@
 """Why Ray Tune ended a trial: what its function raised, or that its process died."""
 
+import time
+from abc import abstractmethod
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 from ray import cloudpickle
 from ray.exceptions import RayActorError, RayTaskError
+from ray.tune import Callback
 from ray.tune.experiment import Trial
 
 from service.runs.outcome import Outcome
-from trainables.failures import OUT_OF_MEMORY_KINDS, failure_of
+from service.runs.stored.stored_runs import uri_of
+from service.runs.tune_internals import OutOfMemoryDeath
+from trainables.failures import OUT_OF_MEMORY_KINDS, Failure, failure_of
+from trainables.rundir import RunDir
 
 ENDING_S = 2.0
 """What ends a session, as SIGTERM does, ends its trials' processes too: the session notices within so many seconds."""
 
 
-def outcome_of(trial: Trial, session_ending: Event) -> Outcome | None:
-    """The outcome of a trial that Tune ended with an error: in one line, with the file that has the rest.
+class TrialErrors(Callback):  # type: ignore[misc]
+    """Records the outcomes of trials that Ray Tune ends with an error: in one line, with the file that has the rest.
 
-    None: the session is ending, and its trials with it, which the next one continues.
+    A trial whose process dies as the session ends has none: the next session continues it. Whether it ends is clear `ENDING_S`
+    later; Tune's loop, which serves all other trials, goes on meanwhile.
     """
-    where = f"see {trial.path}/{Path(trial.error_file).name}"
-    error = cloudpickle.loads(Path(trial.pickled_error_file).read_bytes()) if trial.pickled_error_file else None
-    raised = error.cause if isinstance(error, RayTaskError) else None
-    if session_ending.wait(ENDING_S if raised is None else 0):
-        return None
-    if raised is not None:
-        failure = failure_of(raised, None)
-        return Outcome(
-            status="oom" if failure.kind in OUT_OF_MEMORY_KINDS else "failed",
-            reason=f"{failure}; {where}",
-            failure=failure.kind,
-        )
-    # Of other errors Tune has the text alone, below a line of its own that counts them.
-    text = str(error) if error is not None else Path(trial.error_file).read_text().partition("\n")[2]
-    lines = text.strip().splitlines() or [""]
-    died = isinstance(error, RayActorError)
-    reason = f"the process that led its workers died: {lines[0]}" if died else f"Ray Tune ended the trial: {lines[-1]}"
-    return Outcome(status="failed", reason=f"{reason}; {where}")
+
+    def __init__(self, run_dir: RunDir, session_ending: Event) -> None:
+        self._scheme = "s3://" if uri_of(run_dir.root) else ""  # which Tune's own paths lack
+        self._session_ending = session_ending
+        self._deaths: list[tuple[float, Trial, Outcome]] = []
+        """When each is to be recorded, in that order."""
+
+    @abstractmethod
+    def record(self, trial: Trial, outcome: Outcome) -> None:
+        """Write the outcome of a trial."""
+
+    def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
+        where = f"see {self._scheme}{trial.path}/{Path(trial.error_file).name}"
+        error = cloudpickle.loads(Path(trial.pickled_error_file).read_bytes()) if trial.pickled_error_file else None
+        if failure := _failure(error):
+            outcome = Outcome(
+                status="oom" if failure.kind in OUT_OF_MEMORY_KINDS else "failed",
+                reason=f"{failure}; {where}",
+                failure=failure.kind,
+            )
+            self.record(trial, outcome)
+            return
+        # Of other errors Tune has the text alone, below a line of its own that counts them.
+        text = str(error) if error is not None else Path(trial.error_file).read_text().partition("\n")[2]
+        lines = text.strip().splitlines() or [""]
+        died = isinstance(error, RayActorError)
+        reason = f"the process that led its workers died: {lines[0]}" if died else f"Ray Tune ended the trial: {lines[-1]}"
+        self._deaths.append((time.monotonic() + ENDING_S, trial, Outcome(status="failed", reason=f"{reason}; {where}")))
+
+    def on_step_end(self, iteration: int, trials: list[Trial], **info: Any) -> None:
+        self.record_deaths()
+
+    def on_experiment_end(self, trials: list[Trial], **info: Any) -> None:
+        if self._deaths:
+            self._session_ending.wait(self._deaths[-1][0] - time.monotonic())
+        self.record_deaths()
+
+    def record_deaths(self) -> None:
+        """Record those from `ENDING_S` ago or before, unless the session is ending."""
+        while self._deaths and self._deaths[0][0] <= time.monotonic() and not self._session_ending.is_set():
+            _, trial, outcome = self._deaths.pop(0)
+            self.record(trial, outcome)
+
+
+def _failure(error: Exception | None) -> Failure | None:
+    """What a trial's function raised, or that memory ran out; None for anything that the end of the session may have done."""
+    if isinstance(error, OutOfMemoryDeath):
+        return Failure("node_out_of_memory", "the node ran out of memory: Ray killed the process that led the trial's workers")
+    return failure_of(error.cause, None) if isinstance(error, RayTaskError) else None

@@ -7,11 +7,23 @@ from threading import Event
 from typing import Any
 
 import ray
-from ray.tune import Callback
 from ray.tune.experiment import Trial
 from ray.tune.search import Searcher
 
-from service.runs.tune_errors import outcome_of
+from service.runs.outcome import Outcome
+from service.runs.tune_errors import TrialErrors
+from trainables.rundir import RunDir
+
+
+class WorkerGroupEnds(TrialErrors):
+    """Reports to the coordinator why the function of a group raised or died; the others report themselves."""
+
+    def __init__(self, run_dir: RunDir, coordinator: Any, session_ending: Event) -> None:
+        super().__init__(run_dir, session_ending)
+        self._coordinator = coordinator
+
+    def record(self, trial: Trial, outcome: Outcome) -> None:
+        ray.get(self._coordinator.finish.remote(trial.config["group"], outcome))
 
 
 class GuidedSearcher(Searcher):  # type: ignore[misc]
@@ -20,11 +32,12 @@ class GuidedSearcher(Searcher):  # type: ignore[misc]
     What was searched is known from the trials' results, so there is nothing to save or restore here.
     """
 
-    def __init__(self, coordinator: Any) -> None:
+    def __init__(self, coordinator: Any, ends: WorkerGroupEnds) -> None:
         super().__init__()
-        self._coordinator = coordinator
+        self._coordinator, self._ends = coordinator, ends
 
     def suggest(self, trial_id: str) -> dict[str, str] | str | None:
+        self._ends.record_deaths()  # Tune's loop, which does so too, waits for a suggestion where no group is left
         first = ray.get(self._coordinator.suggest.remote(trial_id))
         if first is not None:
             return {"group": trial_id, "trial": first}
@@ -38,15 +51,3 @@ class GuidedSearcher(Searcher):  # type: ignore[misc]
 
     def restore_from_dir(self, checkpoint_dir: str) -> None:
         pass
-
-
-class WorkerGroupEnds(Callback):  # type: ignore[misc]
-    """Reports to the coordinator why the function of a group raised or died; the others report themselves."""
-
-    def __init__(self, coordinator: Any, session_ending: Event) -> None:
-        self._coordinator, self._session_ending = coordinator, session_ending
-
-    def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
-        outcome = outcome_of(trial, self._session_ending)
-        if outcome is not None:
-            ray.get(self._coordinator.finish.remote(trial.config["group"], outcome))

@@ -5,14 +5,13 @@ from collections.abc import Mapping
 from threading import Event
 from typing import Any
 
-from ray.tune import Callback
 from ray.tune.experiment import Trial
 
-from service.runs.outcome import write_outcome
+from service.runs.outcome import Outcome, write_outcome
 from service.runs.stages.assignment import Assignment
 from service.runs.stored.stored_runs import fetch_stage
 from service.runs.trial import ENDED
-from service.runs.tune_errors import outcome_of
+from service.runs.tune_errors import TrialErrors
 from service.sweeps.asha import stopped
 from trainables.errors import StorageError
 from trainables.rundir import RunDir
@@ -20,11 +19,12 @@ from trainables.rundir import RunDir
 log = logging.getLogger("raydistill")
 
 
-class TrialEnds(Callback):  # type: ignore[misc]
+class TrialEnds(TrialErrors):
     """Writes them when Ray Tune ends the trials, so that a sweep that is killed later has them."""
 
     def __init__(self, run_dir: RunDir, assignments: Mapping[str, Assignment], session_ending: Event) -> None:
-        self._run_dir, self._assignments, self._session_ending = run_dir, assignments, session_ending
+        super().__init__(run_dir, session_ending)
+        self._run_dir, self._assignments = run_dir, assignments
 
     def on_trial_complete(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
         # A file server may hide for a while what the trial's node has written: that its function ended, Ray knows.
@@ -37,7 +37,7 @@ class TrialEnds(Callback):  # type: ignore[misc]
             log.warning("trial %s was stopped, and its last records cannot be read: %s", trial.config["trial"], error)
         write_outcome(run_dir.result, stopped(run_dir.stage("student"), reported))
 
-    def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
-        outcome, result = outcome_of(trial, self._session_ending), self._run_dir.trial(trial.config["trial"]).result
-        if outcome is not None and not result.exists():
+    def record(self, trial: Trial, outcome: Outcome) -> None:
+        result = self._run_dir.trial(trial.config["trial"]).result
+        if not result.exists():
             write_outcome(result, outcome)

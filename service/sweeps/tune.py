@@ -72,6 +72,10 @@ def run_config(run_dir: RunDir, callback: Callback) -> RunConfig:
     """Where Ray Tune writes its own files, of each session of a sweep in a folder of their own."""
     from ray import tune
 
+    from service.runs.tune_internals import survive_out_of_memory
+
+    survive_out_of_memory()
+    os.environ.setdefault("TUNE_PRINT_ALL_TRIAL_ERRORS", "0")  # a trial's row says why it failed, and in which file the rest is
     name, storage = f"tune-{time.time_ns():x}", ray_storage(run_dir)
     return tune.RunConfig(name=name, storage_path=storage, verbose=0, callbacks=[callback])
 
@@ -107,14 +111,15 @@ def search_trials(
     actor = ray.remote(SearchCoordinator).options(num_cpus=0, scheduling_strategy=here)
     coordinator = actor.remote(result, assignments, str(run_dir.root))
     trainable = tune.with_resources(partial(run_worker_group, coordinator=coordinator), living_nodes().trial_resources())
+    ends = WorkerGroupEnds(run_dir, coordinator, session_ending)
     # As many worker groups as the coordinator starts: points may be measured again, so that their number is not known.
     tune.Tuner(
         trainable,
         tune_config=tune.TuneConfig(
-            search_alg=GuidedSearcher(coordinator),
+            search_alg=GuidedSearcher(coordinator, ends),
             num_samples=-1,
             max_concurrent_trials=max_concurrent,
             trial_dirname_creator=lambda trial: f"group-{trial.config['group']}",
         ),
-        run_config=run_config(run_dir, WorkerGroupEnds(coordinator, session_ending)),
+        run_config=run_config(run_dir, ends),
     ).fit()

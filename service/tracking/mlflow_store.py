@@ -90,7 +90,6 @@ class Store:
         return [run.info.run_id for run in runs]
 
     def create_run(self, tag: str, name: str, parent_id: str | None, time_ms: int) -> str:
-        """A new run's id."""
         tags = {KEY_TAG: tag, "mlflow.user": user(), "mlflow.source.name": "raydistill", "mlflow.source.type": "LOCAL"}
         if parent_id:
             tags["mlflow.parentRunId"] = parent_id
@@ -99,12 +98,10 @@ class Store:
         return str(run.info.run_id)
 
     def reopen_run(self, run_id: str) -> None:
-        """Mark a run as running again."""
         with refusals():
             self._client.update_run(run_id, status="RUNNING")
 
     def end_run(self, run_id: str, status: str, time_ms: int) -> None:
-        """Mark a run as ended at `time_ms`."""
         with refusals():
             self._client.set_terminated(run_id, status, time_ms)
 
@@ -115,7 +112,6 @@ class Store:
         return False
 
     def delete_run(self, run_id: str) -> None:
-        """Remove a run."""
         with refusals():
             self._client.delete_run(run_id)
 
@@ -196,8 +192,7 @@ def copy_weights(checkpoint: Path, out: Path) -> dict[str, Any]:
 
     A safetensors file is the header's length (8 bytes, little endian), the header as JSON, and the tensors' bytes.
 
-    Raises:
-        RefusedError: not a checkpoint of ours.
+    Raises RefusedError: not a checkpoint of ours.
     """
     with open(checkpoint, "rb") as file:
         try:
@@ -245,8 +240,7 @@ def save_model(folder: Path, weights: Path, metadata: dict[str, Any], model: Mod
 def requirements(model_name: str) -> list[str]:
     """What a model needs to load, in the versions of this process; a build's suffix such as +cpu is on no index.
 
-    Raises:
-        RefusedError: no model has this name here.
+    Raises RefusedError: no model has this name here.
     """
     try:
         libraries = {check_model_name(part).library for part in model_name.split(REUSE_SEPARATOR)}

@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from service.tracking.refused_records import RefusedRecords, one_line
 from service.tracking.spool import CHUNK_BYTES, Cursor, Delivery, RefusedError, Row, Spool, Tail, Target, is_event
-from trainables.errors import printable
 from trainables.redact import redact
 from trainables.rundir import lines_after
 
@@ -53,13 +53,11 @@ class Sender:
         self._spool, self._target, self._name = spool, target, name
         self._store: Store | None = None
         self._cursor = Cursor()
+        self._refused = RefusedRecords(spool, self._cursor, name)
         self._rows: dict[tuple[str, str], list[Row]] = {}
         """(run key, kind) → what the next requests take."""
         self._num_unsaved = 0
         self._num_sent = 0
-        self._refusal_logged = False
-        self._refused_again: list[dict[str, Any]] | None = None
-        """While refused records are sent again: those that were refused again."""
         self._retry_pending = False
         """Whether refused records were to be sent again, and were not yet."""
         self._trouble = ""
@@ -120,7 +118,7 @@ class Sender:
             for line in lines:
                 event = line.record
                 if event is not None and not is_event(event):
-                    self._set_aside([event], "no event that this version knows")
+                    self._refused.set_aside([event], "no event that this version knows")
                 elif event is not None and event["op"] in PER_REQUEST:
                     self._wait_for_more(event)
                 elif event is not None:
@@ -139,6 +137,7 @@ class Sender:
 
         self._store = Store(self.uri, self._target.experiment, self._spool.root)
         self._cursor = self._spool.cursor(self.uri)
+        self._refused = RefusedRecords(self._spool, self._cursor, self._name)
         self._cursor.experiment_id = self._store.experiment_id
         return self._store
 
@@ -147,13 +146,13 @@ class Sender:
         try:
             self._rows.setdefault((event["key"], event["op"]), []).extend(rows(event))
         except RefusedError as refusal:
-            self._set_aside([event], one_line(refusal))
+            self._refused.set_aside([event], one_line(refusal))
         else:
             self._num_unsaved += 1
 
     def _carry_out(self, store: Store, event: dict[str, Any]) -> None:
         """Every other event is a request of its own."""
-        key, is_sent = event["key"], True
+        is_sent = True
         try:
             match event["op"]:
                 case "run":
@@ -165,10 +164,8 @@ class Sender:
                 case "end":
                     self._end(store, event)
         except RefusedError as refusal:
-            reason = self._reason(store, key, refusal)
-            if event["op"] == "run" and key not in self._cursor.refused_runs:
-                self._refuse_run(key, f"MLflow's run of {key} cannot be begun: {reason}")
-            self._set_aside([event], self._cursor.refused_runs.get(key, reason))
+            reason = self._refused.reason(store, event["key"], refusal, begins=event["op"] == "run")
+            self._refused.set_aside([event], reason)
         else:
             self._num_unsaved += is_sent
 
@@ -193,60 +190,29 @@ class Sender:
     def _send(self, store: Store, key: str, kind: str, part: list[Row]) -> None:
         """One request. Where it is refused: its halves, until what the store does not want stands alone and is set aside."""
         try:
-            store.log(self._run_id(key), kind, part)
+            store.log(self._refused.run_id(key), kind, part)
         except RefusedError as refusal:
-            reason = self._reason(store, key, refusal)
-            if len(part) == 1 or key in self._cursor.refused_runs or key not in self._cursor.runs:
-                self._set_aside([{"key": key, "kind": kind, "row": row} for row in part], reason)
+            reason = self._refused.reason(store, key, refusal)
+            if len(part) == 1 or not self._refused.is_run_open(key):
+                self._refused.set_aside([{"key": key, "kind": kind, "row": row} for row in part], reason)
                 return
             middle = len(part) // 2
             self._send(store, key, kind, part[:middle])
             self._send(store, key, kind, part[middle:])
 
-    def _reason(self, store: Store, key: str, refusal: RefusedError) -> str:
-        """Why a record of run `key` is refused. What a run is refused for as a whole is found out once."""
-        run_id = self._cursor.runs.get(key)
-        if run_id and key not in self._cursor.refused_runs and store.is_deleted(run_id):
-            self._refuse_run(key, f"run {run_id} ({key}) was deleted in MLflow: restore it there, then distill sync {self._name}")
-        return self._cursor.refused_runs.get(key) or one_line(refusal)
-
-    def _refuse_run(self, key: str, reason: str) -> None:
-        """From now on all records of a run are set aside without a request."""
-        self._cursor.refused_runs[key] = reason
-        log.warning("tracking: %s; its records are in %s", reason, self._spool.refused)
-
-    def _set_aside(self, records: Sequence[Mapping[str, Any]], reason: str) -> None:
-        if not self._refusal_logged and reason not in self._cursor.refused_runs.values():
-            log.warning("tracking: a record cannot be sent (%s); such records are in %s", reason, self._spool.refused)
-        self._refusal_logged = True
-        refused = [{**record, "reason": redact(reason)} for record in records]
-        if self._refused_again is None:
-            self._spool.set_aside(refused)
-        else:
-            self._refused_again += refused
-
     def _retry_refused(self, store: Store) -> None:
-        """Send what was refused before: a run may have been restored, a server mended.
-
-        What is refused again replaces it at the end: cut short, this begins anew the next time.
-        """
-        self._cursor.refused_runs.clear()
-        self._refused_again = []
-        try:
-            for record in self._spool.refused_records():
+        with self._refused.sent_again() as records:
+            for record in records:
                 if is_event(record) and record["op"] not in PER_REQUEST:
                     self._flush(store)
                     self._carry_out(store, record)
                 elif record.keys() >= {"key", "kind", "row"} and record["kind"] in PER_REQUEST:
                     self._rows.setdefault((record["key"], record["kind"]), []).append(tuple(record["row"]))
                 else:
-                    self._set_aside([record], str(record.get("reason")))
+                    self._refused.set_aside([record], str(record.get("reason")))
             self._flush(store)
             self._save()
-            self._spool.replace_refused(self._refused_again)
-            self._retry_pending = False
-        finally:
-            self._refused_again = None
+        self._retry_pending = False
 
     def _drain_open(self, store: Store) -> None:
         for tail in self._cursor.tails:
@@ -262,19 +228,12 @@ class Sender:
                     try:
                         self._rows.setdefault((tail.key, "metrics"), []).extend(rows(record, tail.prefix))
                     except RefusedError as refusal:
-                        self._set_aside([record], one_line(refusal))
+                        self._refused.set_aside([record], one_line(refusal))
                     else:
                         self._num_unsaved += 1
             self._flush(store)
             tail.offset = lines[-1].end
             self._save()
-
-    def _run_id(self, key: str) -> str:
-        if reason := self._cursor.refused_runs.get(key):
-            raise RefusedError(reason)
-        if key not in self._cursor.runs:
-            raise RefusedError(f"no run {key!r} was begun")
-        return self._cursor.runs[key]
 
     def _begin(self, store: Store, event: dict[str, Any]) -> None:
         key, tags = event["key"], event["tags"]
@@ -315,7 +274,7 @@ class Sender:
     def _upload(self, store: Store, event: dict[str, Any]) -> bool:
         """Whether a file was sent. Else it is deferred: a server that takes records may have nowhere to put files."""
         self._cursor.deferred = [other for other in self._cursor.deferred if upload_of(other) != upload_of(event)]
-        run_id, path = self._run_id(event["key"]), self._spool.path_of(event["path"])
+        run_id, path = self._refused.run_id(event["key"]), self._spool.path_of(event["path"])
         if not self._upload_trouble:
             try:
                 if event["op"] == "model":
@@ -340,7 +299,7 @@ class Sender:
 
     def _end(self, store: Store, event: dict[str, Any]) -> None:
         key = event["key"]
-        run_id = self._run_id(key)
+        run_id = self._refused.run_id(key)
         for tail in self._cursor.tails:
             if tail.key == key and tail.open:
                 self._drain(store, tail)
@@ -353,11 +312,7 @@ class Sender:
 
 
 def rows(record: Mapping[str, Any], prefix: str = "") -> list[Row]:
-    """A record's parameters, tags or metrics as rows.
-
-    Raises:
-        RefusedError: a record that is none of ours.
-    """
+    """A record's parameters, tags or metrics as rows. Raises RefusedError: a record that is none of ours."""
     try:
         if "values" in record:
             return list(record["values"].items())
@@ -387,8 +342,3 @@ def root_cause(error: BaseException) -> BaseException:
     while (cause := error.__cause__ or error.__context__) is not None:
         error = cause
     return error
-
-
-def one_line(error: BaseException) -> str:
-    """An error's first line, at most 200 characters; a server may have answered anything."""
-    return printable((str(error).strip().splitlines() or [type(error).__name__])[0][:200])

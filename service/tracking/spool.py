@@ -117,8 +117,7 @@ class Spool:
     def target(self) -> Target | None:
         """What `aim` wrote last; None: nothing yet.
 
-        Raises:
-            ExperimentError: it is damaged, or a newer version wrote it. With another id every run would be created twice.
+        Raises ExperimentError: it is damaged, or a newer version wrote it. With another id every run would be created twice.
         """
         try:
             return Target.model_validate_json(self._target.read_bytes())
@@ -139,7 +138,6 @@ class Spool:
         return str(path.relative_to(self._run_root)) if path.is_relative_to(self._run_root) else str(path)
 
     def path_of(self, name: str) -> Path:
-        """The inverse of `name_of`."""
         return self._run_root / name
 
     def cursor(self, uri: str) -> Cursor:
@@ -186,7 +184,6 @@ class Spool:
         append_lines(self.refused, records)
 
     def refused_records(self) -> list[dict[str, Any]]:
-        """The records set aside so far."""
         return list(_records_after(self.refused, 0))
 
     def replace_refused(self, records: Sequence[Mapping[str, Any]]) -> None:

@@ -32,8 +32,7 @@ _SQLITE = b"SQLite format 3\0"
 def default_uri(runs_root: Path) -> str:
     """The SQLite store of a runs' root, absolute, since Ray changes the working directory.
 
-    Raises:
-        ExperimentError: a path that an SQLite URI cannot hold.
+    Raises ExperimentError: a path that an SQLite URI cannot hold.
     """
     return checked_uri(f"sqlite:///{Path(os.path.abspath(runs_root)) / 'mlflow.db'}")
 
@@ -41,8 +40,7 @@ def default_uri(runs_root: Path) -> str:
 def check_store(uri: str) -> None:
     """Refuse a store of the user's that could not be opened: nothing is asked of a server, and no file is made.
 
-    Raises:
-        ExperimentError: see above.
+    Raises ExperimentError.
     """
     scheme, _, named = checked_uri(uri).partition(":///")
     if scheme != "sqlite":
@@ -143,8 +141,7 @@ class Tracker:
         Nested `params` become dotted names. A tag `raydistill.commit` also fills MLflow's own version column. `first_metric` is
         NaN until it is known, so that it is the first of the run, see `compare_url`.
 
-        Raises:
-            ValueError: a key that MLflow could not search for.
+        Raises ValueError: a key that MLflow could not search for.
         """
         if not re.fullmatch(r"[\w.:/ -]+", key):
             raise ValueError(f"run key {key!r}: use letters, digits and _.:/ -")
@@ -156,7 +153,6 @@ class Tracker:
         self._append("params", key, values=flat(params))
 
     def tags(self, key: str, tags: Mapping[str, Any]) -> None:
-        """Set tags."""
         self._append("tags", key, values=flat(tags))
 
     def describe(self, key: str, paragraphs: Sequence[str]) -> None:
@@ -277,8 +273,7 @@ def sync(run_dir: RunDir, uri: str | None = None, max_failures: int = 3, name: s
 
     What was refused before is sent again. `name`: as in `Tracker`.
 
-    Raises:
-        ExperimentError: a URI that MLflow cannot write to, or a spool that is damaged.
+    Raises ExperimentError: a URI that MLflow cannot write to, or a spool that is damaged.
     """
     name = name or str(run_dir.root)
     spool = Spool(run_dir)

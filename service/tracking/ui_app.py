@@ -33,8 +33,7 @@ class GuardedApp:
     def __init__(self, inner: Callable[[Scope, Receive, Send], Awaitable[None]], token: str, *, changes: bool) -> None:
         """`changes`: whether requests may write and delete.
 
-        Raises:
-            ValueError: a token that is short, or that addresses and cookies do not take as it is.
+        Raises ValueError: a token that is short, or that addresses and cookies do not take as it is.
         """
         if not TOKEN.fullmatch(token):
             raise ValueError("a token has at least 8 letters, digits and characters of `.~_-`")

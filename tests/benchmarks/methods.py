@@ -30,7 +30,7 @@ from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
 from trainables.engine import step as steps
 from trainables.engine.job import Job, build
-from trainables.methods import METHODS, load_method
+from trainables.methods.registry import METHODS, load_method
 
 PAIR = Pair("resnet14", "resnet8", 32, 64, warmup_steps=2, steps=1)
 BLOCK_STEPS = 2

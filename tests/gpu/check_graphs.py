@@ -11,7 +11,7 @@ from tests.gpu.work import R34_R18, R56_R20, Pair, Stepper, device_batch, first_
 from tests.trainables.engine.graphed_jobs import Trained, fuse_optimizers, settings
 from tests.trainables.jobs import relative_difference
 from trainables.engine.graphed_step import GraphedStep
-from trainables.methods import METHODS
+from trainables.methods.registry import METHODS
 
 
 def speed(of: Pair, batch_size: int, precision: str, setting: Settings) -> Measured:

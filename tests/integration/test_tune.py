@@ -1,4 +1,4 @@
-"""What becomes of trials whose function raises or dies in the hands of a real Ray Tune, and of those that a session adds."""
+"""What becomes of trials whose function raises, dies or has no memory in a real Ray Tune, and of those that a session adds."""
 
 import threading
 from collections.abc import Iterator
@@ -7,12 +7,15 @@ from pathlib import Path
 import psutil
 import pytest
 import ray
+from ray.air.execution import FixedResourceManager, ResourceRequest
 
 from service.cluster.resources import Cluster, Node
 from service.config.experiment import load
+from service.config.sweep import SweepConfig
 from service.runs.outcome import Outcome, read_outcome
 from service.runs.plan import Plan
 from service.runs.stages.assignment import Assignment
+from service.runs.tune_internals import ActorManager, OutOfMemoryDeath
 from service.sweeps.trials import plan_trials
 from service.sweeps.tune import SessionEnding, tune_trials
 from tests.integration.conftest import kill, title, wait_until
@@ -30,6 +33,17 @@ EPOCH = {
 }
 
 
+def sweep_in(run_dir: RunDir) -> tuple[SweepConfig, dict[str, Assignment]]:
+    """A sweep by asha with three trials."""
+    asha = ["sweep.policy=asha", "sweep.metric=top1_pct", "sweep.space.optim.lr=[0.1, 0.2, 0.3]", "optim.epochs=1"]
+    resolved = load("digits", [*asha, "teacher=null", "tracking.enabled=false", "data.loader_workers=1"])
+    cluster, assignments = Cluster((Node("only", 8, 0),)), dict[str, Assignment]()
+    for trial in plan_trials(resolved):
+        assert trial.resolved is not None
+        assignments[trial.id] = Plan.on(trial.resolved.experiment, cluster).assign("student", run_dir.trial(trial.id), {})
+    return resolved.experiment.sweep, assignments
+
+
 @pytest.fixture
 def local_ray() -> Iterator[None]:
     ray.init(address="local", num_cpus=8, log_to_driver=False, include_dashboard=False)
@@ -41,16 +55,11 @@ def local_ray() -> Iterator[None]:
 def test_a_trial_that_raises_or_dies_has_failed_whatever_epochs_it_has_and_later_sessions_run_others(
     tmp_path: Path, local_ray: None
 ) -> None:
-    asha = ["sweep.policy=asha", "sweep.metric=top1_pct", "sweep.space.optim.lr=[0.1, 0.2, 0.3]", "optim.epochs=1"]
-    resolved = load("digits", [*asha, "teacher=null", "tracking.enabled=false", "data.loader_workers=1"])
-    run_dir, cluster = RunDir(tmp_path), Cluster((Node("only", 8, 0),))
-    assignments = dict[str, Assignment]()
-    for trial in plan_trials(resolved):
-        assert trial.resolved is not None
-        assignments[trial.id] = Plan.on(trial.resolved.experiment, cluster).assign("student", run_dir.trial(trial.id), {})
-        append_line(run_dir.trial(trial.id).stage("student").metrics, EPOCH)
+    run_dir = RunDir(tmp_path)
+    config, assignments = sweep_in(run_dir)
+    for trial in assignments:
+        append_line(run_dir.trial(trial).stage("student").metrics, EPOCH)
     run_dir.trial("000").stage("student").sessions.mkdir()  # in place of a disk that is full
-    config = resolved.experiment.sweep
 
     def outcome_of(trial: str) -> Outcome:
         return read_outcome(run_dir.trial(trial).result)
@@ -73,3 +82,35 @@ def test_a_trial_that_raises_or_dies_has_failed_whatever_epochs_it_has_and_later
         assert Path(outcome.reason.rpartition("see ")[2]).is_file()
     run("002")
     assert outcome_of("002").status == "ok"
+
+
+@pytest.fixture
+def ray_without_memory() -> Iterator[None]:
+    """A Ray that finds its memory used up each second, and kills a process each time."""
+    monitor = {"memory_usage_threshold": 0.01, "memory_monitor_refresh_ms": 1000}
+    ray.init(address="local", num_cpus=8, log_to_driver=False, include_dashboard=False, _system_config=monitor)
+    yield
+    ray.shutdown()
+
+
+def test_a_process_that_the_memory_monitor_kills_ends_its_trial_alone(
+    tmp_path: Path, ray_without_memory: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Sleeper:  # pickled whole: a worker that imported this module would be killed before it is ready
+        def sleep(self) -> None:
+            threading.Event().wait()
+
+    manager, errors = ActorManager(FixedResourceManager({"CPU": 8})), list[Exception]()
+    while not errors:  # of one that is killed as it starts Ray forgets the task
+        sleeper = manager.add_actor(Sleeper, {}, ResourceRequest([{"CPU": 1}]))
+        manager.schedule_actor_task(sleeper, "sleep", on_error=lambda _, error: errors.append(error))
+        while manager.num_live_actors + manager.num_pending_actors:
+            manager.next(1)
+    assert isinstance(errors[0], OutOfMemoryDeath)
+    run_dir = RunDir(tmp_path)
+    config, assignments = sweep_in(run_dir)
+    tune_trials(config, {"000": assignments["000"]}, run_dir, 1, SessionEnding())
+    outcome = read_outcome(run_dir.trial("000").result)
+    assert (outcome.status, outcome.failure) == ("oom", "node_out_of_memory")
+    assert "OutOfMemoryDeath" not in capfd.readouterr().err  # which Tune would show with a page on the node's memory
+    assert Path(outcome.reason.rpartition("see ")[2]).is_file()

@@ -7,8 +7,6 @@ runs of several rows are joined to a smaller file. Its pixels are those of the w
 left or right, or a row of them at its top.
 
 Restart markers would do the same, but with them libjpeg-turbo takes its slower Huffman decoder, which takes most of the gain.
-
-Shapes: R rows of MCUs, S tiles in each.
 """
 
 import struct
@@ -24,6 +22,8 @@ ENTRY_POINT = np.dtype([("end", ">u4"), ("begin", ">u4"), ("codes", ">u2"), ("su
 """Offsets into the scan: the end of the whole bytes before it, and the first whole byte after it. Then where its own codes begin,
 counted from those of the first, and the bytes of its suffix, which comes first, and of its prefix."""
 
+_BEGINS, _ENDS = struct.Struct(">4xIHBB"), struct.Struct(">I4xHBx")
+"""What is read of entry points where codes begin (begin, codes, suffix, prefix), and where they end (end, codes, suffix)."""
 _SEGMENT, _NAME = b"\xff\xd8\xff\xeb", b"rdtiles1"
 _CRC = struct.Struct(">I")  # of all that follows it up to the scan
 _FIELDS = struct.Struct(">IIHBB")  # bytes of the file, offset of the scan, MCUs of a tile, an MCU's height, bytes of a flat MCU
@@ -40,8 +40,6 @@ _MARGIN = 4
 """Pixels: decoders take 2 more than the box, and smooth upsampling of chroma looks at another 2."""
 _SLACK = bytes(4096)
 """What follows a cut: libjpeg-turbo takes its slower Huffman decoder where fewer than 512 bytes a block are left."""
-
-_EntryPoint = tuple[int, int, int, int, int]
 
 
 class Cut(NamedTuple):
@@ -82,18 +80,19 @@ class Tiles:
             raise ValueError("another checksum")
         if not self._mcu_height or not self._interval or not fits(header, self._mcu_height):
             raise ValueError("impossible sizes")
-        self._columns = -(-header.width // header.mcu_width)
-        num_rows, num_tiles = -(-header.height // self._mcu_height), -(-self._columns // self._interval)
-        points_at = _FLAT_AT + flat
-        self._codes = points_at + num_rows * num_tiles * ENTRY_POINT.itemsize
+        self._num_rows = -(-header.height // self._mcu_height)
+        self._num_tiles = -(-header.width // (header.mcu_width * self._interval))
+        num_points, points_at = self._num_rows * self._num_tiles, _FLAT_AT + flat
+        self._codes = points_at + num_points * ENTRY_POINT.itemsize
         if self._codes > len(data):
             raise ValueError("impossible sizes")
         self._flat = bytes(data[_FLAT_AT:points_at])
-        self._points_RS: NDArray[np.void] = np.ndarray((num_rows, num_tiles), ENTRY_POINT, data, points_at)
+        # row by row
+        self._points: NDArray[np.void] = np.ndarray((num_points,), ENTRY_POINT, data, points_at)
 
     def cut(self, box: Box, shrink: int) -> Cut:
         """The part that a decoder needs for the pixels in `box`, of the image shrunk by 1, 2, 4 or 8."""
-        header, margin, (num_rows, num_tiles) = self._header, _MARGIN * shrink, self._points_RS.shape
+        header, margin, num_rows, num_tiles = self._header, _MARGIN * shrink, self._num_rows, self._num_tiles
         mcu_width, mcu_height, tile_width = header.mcu_width, self._mcu_height, header.mcu_width * self._interval
         left, right = max(0, box[0] - margin) // tile_width, min(num_tiles, -(-(box[2] + margin) // tile_width))
         top, bottom = max(0, box[1] - margin) // mcu_height, min(num_rows, -(-(box[3] + margin) // mcu_height))
@@ -101,62 +100,50 @@ class Tiles:
         flat_left = _FLAT_COLUMNS if left else 0
         flat_right = _FLAT_COLUMNS if not left and right < num_tiles else 0
         flat_top = 1 if not left and top else 0
-        columns = min(self._columns, right * self._interval) - left * self._interval + flat_left + flat_right
-        begins: list[_EntryPoint] = self._points_RS[top:bottom, left].tolist()
-        ends = self._ends(top, bottom, right)
-        num_flat = 1 if flat_left else flat_top * columns - 1
-        first = self._flat * num_flat + self._prefix(begins[0]) if flat_left or flat_top else b""
-        codes = self._join(begins, ends) if flat_left or flat_right else [self._between(begins[0][1], ends[-1][0])]
-        # the last MCU's last byte holds the next one's first bits too
-        last = (self._suffix(ends[-1]), self._flat) if flat_right else (self._between(*ends[-1][:2]),)
         x, y = left * tile_width, top * mcu_height
         real_x, real_y = flat_left * mcu_width, flat_top * mcu_height
         real_right, height = (
             real_x + min(header.width, right * tile_width) - x,
             real_y + min(header.height, bottom * mcu_height) - y,
         )
-        head, frame = self._head(real_right + flat_right * mcu_width, height)
+        width = real_right + flat_right * mcu_width
+        num_flat = 1 if flat_left else flat_top * -(-width // mcu_width) - 1
+        head, frame = self._head(width, height)
+        # of whole rows the codes stand together
+        num_runs = bottom - top if flat_left or flat_right else 1
+        codes = self._join(top * num_tiles + left, (bottom - num_runs) * num_tiles + right, num_runs, num_flat, bool(flat_right))
         return Cut(
-            b"".join((head, first, *codes, *last, _END, _SLACK)),
-            header._replace(width=real_right + flat_right * mcu_width, height=height, at=frame),
+            b"".join((head, *codes, _END, _SLACK)),
+            JpegHeader(width, height, header.channels, mcu_width, header.ycbcr, header.progressive, frame),
             x - real_x,
             y - real_y,
             (real_x, real_y, real_right, height),
         )
 
-    def _ends(self, top: int, bottom: int, right: int) -> list[_EntryPoint]:
-        """Where these rows' tiles up to `right` end; at the right edge of the picture, that is where the next row begins."""
-        num_rows, num_tiles = self._points_RS.shape
-        at_edge = right == num_tiles
-        points = self._points_RS[top + 1 : bottom + 1, 0] if at_edge else self._points_RS[top:bottom, right]
-        ends: list[_EntryPoint] = points.tolist()
-        if at_edge and bottom == num_rows:
-            end = len(self._data) - len(_END) - self._scan
-            ends.append((end, end, 0, 0, 0))
-        return ends
+    def _join(self, first: int, end: int, num_runs: int, num_flat: int, flat_right: bool) -> list[bytes | memoryview]:
+        """The codes of runs of tiles, a row each, of which the first goes from one entry point to another, and what joins them.
 
-    def _join(self, begins: list[_EntryPoint], ends: list[_EntryPoint]) -> list[bytes | memoryview]:
-        """The codes from each begin to its end, and between two of these the suffix of the one and the prefix of the other."""
-        data, scan, base = self._data, self._scan, self._codes
-        codes = [data[scan + begins[0][1] : scan + ends[0][0]]]
+        `num_flat` flat MCUs come first; where it is -1 the codes begin with the scan.
+        """
+        # a view: runs are copied once, when all is joined
+        scan, codes, num_tiles = memoryview(self._data)[self._scan :], self._data[self._codes : self._scan], self._num_tiles
+        last = end + (num_runs - 1) * num_tiles
+        begins = _BEGINS.iter_unpack(self._points[first : first + (num_runs - 1) * num_tiles + 1 : num_tiles].tobytes())
+        ends = _ENDS.iter_unpack(self._points[end:last:num_tiles].tobytes())
+        at, prefix, skipped, length = next(begins)
+        prefix += skipped
+        joined = [] if num_flat < 0 else [self._flat * num_flat, codes[prefix : prefix + length]]
         # no call a row, which would take half as long again
-        for (_, _, suffix, length, _), (_, begin, point, skipped, prefix), (end, *_) in zip(
-            ends, begins[1:], ends[1:], strict=False
-        ):
-            at = base + point + skipped
-            codes += data[base + suffix : base + suffix + length], data[at : at + prefix], data[scan + begin : scan + end]
-        return codes
-
-    def _between(self, begin: int, end: int) -> bytes | memoryview:
-        return self._data[self._scan + begin : self._scan + end]
-
-    def _suffix(self, point: _EntryPoint) -> bytes | memoryview:
-        at = self._codes + point[2]
-        return self._data[at : at + point[3]]
-
-    def _prefix(self, point: _EntryPoint) -> bytes | memoryview:
-        at = self._codes + point[2] + point[3]
-        return self._data[at : at + point[4]]
+        for (stop, suffix, suffix_length), (begin, prefix, skipped, length) in zip(ends, begins, strict=True):
+            prefix += skipped
+            joined += scan[at:stop], codes[suffix : suffix + suffix_length], codes[prefix : prefix + length]
+            at = begin
+        if flat_right:
+            stop, _, suffix, length, _ = self._points[last].item()
+            return [*joined, scan[at:stop], codes[suffix : suffix + length], self._flat]
+        # the last MCU's last byte holds the next one's first bits too
+        stop = self._points[last].item()[1] if last < len(self._points) else len(scan) - len(_END)
+        return [*joined, scan[at:stop]]
 
     def _head(self, width: int, height: int) -> tuple[bytearray, int]:
         """What comes before the scan, of a file of this size and without the map; and where its frame header is."""

@@ -8,11 +8,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from trainables.config import DeviceAugmentConfig
+from trainables.config import DeviceAugmentConfig, TrainConfig
 from trainables.device.color import ColorJitter
 from trainables.device.device_batches import DeviceBatch
 from trainables.device.erasing import RandomErasing
 from trainables.device.mixing import Mixing
+from trainables.device.model_input import image_normalizer
 from trainables.device.randaugment import RandAugment
 from trainables.device.random_numbers import Draws
 
@@ -63,3 +64,9 @@ class TrainInputs:
             return batch._replace(images_BCHW=images_BCHW)
         images_BCHW, mix = self._mixing(images_BCHW, batch.labels_B, draws, 0)
         return batch._replace(images_BCHW=images_BCHW, mix=mix)
+
+
+def train_inputs(config: TrainConfig, device: torch.device) -> TrainInputs:
+    """How the batches of a job become its models' input on `device`, in training and wherever else its teacher runs."""
+    data, normalize = config.data, image_normalizer(config, device)
+    return TrainInputs(data.device_augment, normalize, seed=config.seed, image_size=data.image_size, device=device)

@@ -10,8 +10,7 @@ from trainables.failures import kind_of
 def check_usable(device: torch.device, node: str) -> None:
     """Run a kernel on `device`, a worker's GPU on `node`. Where torch finds no GPU, `device` is the CPU.
 
-    Raises:
-        DeviceError: it cannot; one line with torch's reason and both versions.
+    Raises DeviceError: it cannot; one line with torch's reason and both versions.
     """
     try:
         torch.ones(1, device=device if device.type == "cuda" else "cuda").add_(1).item()

@@ -29,6 +29,11 @@ def normalizer(
     return lambda images: torch.addcmul(shift, images.to(dtype, memory_format=layout), scale)
 
 
+def image_normalizer(config: TrainConfig, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """From uint8 images_BCHW on the device to the models' input, for evaluation; see `train_inputs` for training."""
+    return normalizer(config.data.mean, config.data.std, device, *tensor_format(config))
+
+
 def tensor_format(config: TrainConfig) -> tuple[torch.dtype, torch.memory_format]:
     """The dtype of the models' parameters, and the memory format of parameters and images."""
     layout = torch.channels_last if config.train.channels_last else torch.contiguous_format

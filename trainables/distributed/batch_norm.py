@@ -90,8 +90,7 @@ def convert(model: nn.Module, group: Group, key: str = "scale.sync_batch_norm", 
 
     `key` is the option that requires it, and `off` its value that does not.
 
-    Raises:
-        ModelError: it has a batch norm of another kind.
+    Raises ModelError: it has a batch norm of another kind.
     """
     kinds: dict[type[nn.Module], type[GlobalBatchNorm]] = {nn.BatchNorm1d: GlobalBatchNorm1d, nn.BatchNorm2d: GlobalBatchNorm2d}
     for parent in list(model.modules()):
@@ -115,10 +114,7 @@ def convert(model: nn.Module, group: Group, key: str = "scale.sync_batch_norm", 
 def use_batch_statistics(frozen: nn.Module, group: Group, key: str) -> None:
     """Let the batch norms of a `frozen` model normalise by the batch of all ranks while they are in training mode.
 
-    Its running statistics stay as they are. `key` is the option that requires it.
-
-    Raises:
-        ModelError: see `convert`.
+    Its running statistics stay as they are. `key` is the option that requires it. Raises ModelError: see `convert`.
     """
     for module in convert(frozen, group, key, "running").modules():
         if isinstance(module, GlobalBatchNorm):

@@ -155,8 +155,7 @@ def _in_memory_order(tensor: Tensor) -> Tensor:
 def check_replicas(model: nn.Module, group: Group, step: int, num_stages: int = 1) -> None:
     """Raise where the parameters of replicas differ. `group`: all ranks, of which r has what r mod `num_stages` has.
 
-    Raises:
-        TrainingError: on every rank, naming the ranks that differ from the first replica's and the usual cause.
+    Raises TrainingError: on every rank, naming the ranks that differ from the first replica's and the usual cause.
     """
     if group.world_size == 1:
         return

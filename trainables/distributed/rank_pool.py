@@ -2,6 +2,7 @@
 
 import itertools
 import multiprocessing
+import os
 import pickle
 import tempfile
 import traceback
@@ -75,7 +76,6 @@ class RankPool:
         self._start()
 
     def close(self) -> None:
-        """End the processes."""
         self._end()
         self._rendezvous_dir.cleanup()
 
@@ -87,12 +87,14 @@ class RankPool:
             process.kill()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        # A process that imports torch once and forks before it has any threads: a rank starts in milliseconds, not in seconds.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
         self._pipes: list[Connection] = []
         self._processes = []
         for _ in range(self._max_ranks):
             parent_end, child_end = context.Pipe()
-            process = context.Process(target=_serve, args=(child_end,), daemon=True)
+            process = context.Process(target=_serve, args=(child_end, dict(os.environ)), daemon=True)
             process.start()
             child_end.close()
             self._pipes.append(parent_end)
@@ -115,8 +117,11 @@ def _receive(pipe: Connection, rank: int) -> Any:
         return error
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, environment: dict[str, str]) -> None:
     """What a rank's process does: run tasks until the pool is closed."""
+    # The process that this one was forked from may have an older environment.
+    os.environ.clear()
+    os.environ.update(environment)
     torch.set_num_threads(1)
     while True:
         try:

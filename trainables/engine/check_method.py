@@ -11,8 +11,8 @@ from torch import Tensor
 
 from trainables.engine.check_method_jobs import BatchGradients, Case, batch_gradients, job_config, train_until
 from trainables.errors import DistillError
-from trainables.methods import load_method
 from trainables.methods.distillation_module import describe_terms
+from trainables.methods.registry import load_method
 
 __all__ = ["Case", "CheckResult", "check"]
 
@@ -24,8 +24,6 @@ INIT_STAGE, TRAINING = -1.0, 0.0
 
 
 class CheckResult(NamedTuple):
-    """The result of one check."""
-
     title: str
     problem: str | None
     """None: the method passes."""

@@ -19,8 +19,9 @@ from trainables.distributed.group import Group
 from trainables.engine import checkpoint, loop
 from trainables.engine.job import Job, build
 from trainables.engine.losses import Losses, losses
-from trainables.methods import load_method, option_key
 from trainables.methods.contract import MethodBatch
+from trainables.methods.method_file import option_key
+from trainables.methods.registry import load_method
 from trainables.models.registry import build_model
 
 SEED, NUM_CLASSES, NUM_IMAGES, GLOBAL_BATCH_SIZE = 3, 4, 17, 8
@@ -129,7 +130,7 @@ def batch_gradients(group: Group, config: TrainConfig, epoch: float = 0.0, stude
         module = train_state.distillation_module
         module.train()
         module.student.train(not student_in_eval_mode)
-        module.begin_stage(epoch)
+        module.freeze_for(epoch)
         batch.wait()
         images, num_rows = train_state.prepare(batch).images_BCHW, len(batch.labels_B)
         teacher_outputs = train_state.teacher(images, num_rows) if train_state.teacher is not None else None

@@ -80,8 +80,7 @@ class CheckpointState:
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], meta: dict[str, Any]) -> None:
     """Write a checkpoint of `tensors`, by their names in it, with the description `meta`; see `write_packed`.
 
-    Raises:
-        CheckpointError: where the disk is full or cannot be written.
+    Raises CheckpointError: where the disk is full or cannot be written.
     """
     write_packed(path, HostBuffer(torch.device("cpu")).pack(tensors), json.dumps(meta))
 
@@ -89,8 +88,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], meta: dict[str, Any
 def read(path: Path, wanted: Callable[[str], bool] = lambda name: True) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The wanted tensors (on the CPU), by name, and the description of a checkpoint.
 
-    Raises:
-        CheckpointError: missing, truncated, not a safetensors file, or not one of ours.
+    Raises CheckpointError: missing, truncated, not a safetensors file, or not one of ours.
     """
     if not path.is_file():
         raise CheckpointError(f"no checkpoint at {path}: give a .safetensors file that `distill train` wrote")
@@ -118,8 +116,7 @@ def read_about(path: Path) -> dict[str, Any]:
 def _read_on_all_ranks(path: Path, wanted: Callable[[str], bool], group: Group) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """See `read`, of the same file on every rank: a node may see what another one wrote to a shared folder up to a minute later.
 
-    Raises:
-        CheckpointError: on every rank, where one of them cannot read the file, or still another one than rank 0's.
+    Raises CheckpointError: on every rank, where one of them cannot read the file, or still another one than rank 0's.
     """
     until_s = time.monotonic() + OLD_FILE_S
     while True:
@@ -147,8 +144,7 @@ def _identity(meta: dict[str, Any]) -> tuple[int, str]:
 def restore(path: Path, state: CheckpointState, group: Group) -> None:
     """Continue from `path`: parameters, optimizer, scaler, progress, and this rank's generators where the world is the same.
 
-    Raises:
-        CheckpointError: damaged, or of another model or optimizer than those of `state`.
+    Raises CheckpointError: damaged, or of another model or optimizer than those of `state`.
     """
     part = state.part
     tensors, meta = _read_on_all_ranks(path, (lambda name: True) if part is None else part.has, group)
@@ -212,7 +208,6 @@ def _check_optimizers(path: Path, state: CheckpointState, meta: dict[str, Any]) 
 
 
 def _without_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those whose names begin with `prefix`, without it."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
@@ -226,7 +221,6 @@ def _sizes(groups: Sequence[dict[str, Any]]) -> tuple[int, ...]:
 
 
 def _describe_optimizer(class_name: str, sizes: Sequence[int]) -> str:
-    """An optimizer and the numbers of its parameters, for an error message."""
     return f"{class_name} of {'+'.join(map(str, sizes))} parameters"
 
 

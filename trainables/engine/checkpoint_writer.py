@@ -29,8 +29,7 @@ class CheckpointWriter:
 
         Every rank calls it. It waits for the checkpoint before, should that still be on its way.
 
-        Raises:
-            CheckpointError: on rank 0, where an earlier checkpoint could not be written.
+        Raises CheckpointError: on rank 0, where an earlier checkpoint could not be written.
         """
         if self._written is not None:
             self._written.result()

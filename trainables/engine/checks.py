@@ -21,8 +21,7 @@ log = logging.getLogger("raydistill")
 def single_image_errors(job: Job) -> Iterator[None]:
     """Batch norm normalises over a channel's values: with one image and 1×1 maps there is one value, which torch refuses.
 
-    Raises:
-        TrainingError: in place of torch's error.
+    Raises TrainingError: in place of torch's error.
     """
     try:
         yield
@@ -36,11 +35,7 @@ def single_image_errors(job: Job) -> Iterator[None]:
 
 
 def raise_not_finite(job: Job) -> None:
-    """Name the first step whose loss was not finite on any rank; every rank calls it.
-
-    Raises:
-        TrainingError: always.
-    """
+    """Name the first step whose loss was not finite on any rank; every rank calls it. Raises TrainingError: always."""
     steps = [step for step in gather_objects(int(job.train_state.sums.bad_step), job.group) if step >= 0]
     raise TrainingError(f"{job.config.stage}: the loss is not finite at step {min(steps) + 1}: {_advice(job)}")
 
@@ -48,8 +43,7 @@ def raise_not_finite(job: Job) -> None:
 def check_finite(job: Job) -> None:
     """Before anything is saved: an update that spoiled the parameters, or a batch norm's statistics, may follow a finite loss.
 
-    Raises:
-        TrainingError: on every rank.
+    Raises TrainingError: on every rank.
     """
     total = torch.zeros((), dtype=torch.float64, device=job.group.device)
     module = job.train_state.distillation_module
@@ -82,8 +76,7 @@ def check_skipped(job: Job, loader: Loader, known: dict[int, str]) -> dict[int, 
 
     See `Loader.skipped`. Every rank calls it.
 
-    Raises:
-        DataError: on every rank, where all ranks together skipped more of them than `data.max_bad` allows.
+    Raises DataError: on every rank, where all ranks together skipped more of them than `data.max_bad` allows.
     """
     skipped = known | {index: image for part in gather_objects(loader.skipped, job.group) for index, image in part.items()}
     for index in sorted(skipped.keys() - known.keys()):

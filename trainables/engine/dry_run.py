@@ -19,8 +19,7 @@ from trainables.teachers.service.split_network import teacher_cuts
 def check_fit(config: TrainConfig, num_classes: int) -> None:
     """Raise what `trainables.engine.job.build` would raise of the models and methods of `config`; no weights are read.
 
-    Raises:
-        ExperimentError, ModelError: one line.
+    Raises ExperimentError, ModelError.
     """
     module, _ = untrained_modules(config, num_classes)
     if config.scale.num_stages > 1:
@@ -35,8 +34,7 @@ def check_fit(config: TrainConfig, num_classes: int) -> None:
 def untrained_modules(config: TrainConfig, num_classes: int) -> tuple[DistillationModule, nn.Module | None]:
     """The distillation module of a job, and the teacher's network where one runs in its steps; no weights are read.
 
-    Raises:
-        ExperimentError, ModelError: one line.
+    Raises ExperimentError, ModelError.
     """
     _, student = build_student(config, Group(), num_classes)
     network, teacher = None, config.teacher

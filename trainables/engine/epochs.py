@@ -31,7 +31,6 @@ class Epochs:
         return self.num_init + self.num_training
 
     def at(self, index: int) -> Epoch:
-        """The epoch with this index in the stage."""
         return Epoch(index, index - self.num_init, self.augmentation(index))
 
     def training_step(self, step: int) -> int:

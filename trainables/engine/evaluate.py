@@ -96,8 +96,7 @@ def evaluate_checkpoint(config: EvaluateConfig, group: Group, heartbeat: Heartbe
 
     `skipped` lists the images that could not be read, and why; `precision_reason` is empty unless `config.precision` was `auto`.
 
-    Raises:
-        CheckpointError, DataError: the file or the data cannot be read, or their classes differ.
+    Raises CheckpointError, DataError: the file or the data cannot be read, or their classes differ.
     """
     heartbeat, config = heartbeat or Heartbeat(), with_precision(config, group)
     source = open_on_node(config.data, "val")

@@ -32,8 +32,8 @@ from trainables.engine.loss_optimizers import LossOptimizer, build_optimizers
 from trainables.engine.modules import build_modules, build_student, differentiating_method
 from trainables.engine.pipeline.build import cut_student, with_saved_cut
 from trainables.engine.pipeline.choose_stages import choose_stages
+from trainables.engine.pipeline.pipeline_loader import PipelineLoader
 from trainables.engine.pipeline.planning import PlannedModels
-from trainables.engine.pipeline.stage_loader import StageLoader
 from trainables.engine.pipeline.state_part import blank_parameters, state_part
 from trainables.engine.step import TrainState
 from trainables.engine.step_functions import StepFunctions, TrainingParts, whole_model_functions
@@ -127,8 +127,7 @@ def build(
     `heartbeat`: says from now on where the job is; `interruption_request`: see `Interruptions`;
     `publish`: see `CheckpointWriter`.
 
-    Raises:
-        DataError, ModelError, CheckpointError, ExperimentError: what the experiment names does not exist or does not fit.
+    Raises DataError, ModelError, CheckpointError, ExperimentError: what the experiment names does not exist or does not fit.
     """
     if problem := first_problem(config):
         raise ExperimentError(problem)
@@ -154,15 +153,15 @@ def build(
         if models.teacher is not None:
             resources.callback(models.teacher.close)
         if not module.init_epochs:  # else the optimizer has what the init stage trains and the training freezes, too
-            module.begin_stage(0)
+            module.freeze_for(0)
         optimizers = build_optimizers(module.student, module.methods_by_name, config.optim)
         checkpoint_state = build_checkpoint_state(models, optimizers, layout, classes)
         seed_rank(config.seed, group.rank)
         if resumes:
             checkpoint.restore(stage.last, checkpoint_state, group)
-        module.begin_stage(0)  # before DDP looks which gradients there will be
+        module.freeze_for(0)  # before DDP looks which gradients there will be
         settings = UpdateSettings(checkpoint_state.scaler, layout.replicas, config.optim.clip_grad_norm)
-        parts = TrainingParts(module, models.teacher, optimizers, settings, stage_epochs(config, module, train_loader))
+        parts = TrainingParts(module, models.teacher, optimizers, settings, epochs_of(config, module, train_loader))
         functions = functions_of(layout)(config, layout, parts)
         return Job(
             config=config,
@@ -186,11 +185,11 @@ def build(
 
 def functions_of(layout: Layout) -> Callable[[TrainConfig, Layout, TrainingParts], StepFunctions]:
     """Builds the step of a whole model, or of a pipeline stage."""
-    if layout.stages.world_size == 1:
+    if layout.pipeline.world_size == 1:
         return whole_model_functions
-    from trainables.engine.pipeline.step import stage_functions  # torch's pipelining takes a second and 150 MB
+    from trainables.engine.pipeline.step import pipeline_functions  # torch's pipelining takes a second and 150 MB
 
-    return stage_functions
+    return pipeline_functions
 
 
 class Models(NamedTuple):
@@ -210,9 +209,8 @@ class Models(NamedTuple):
 def build_models(
     config: TrainConfig, layout: Layout, classes: tuple[str, ...], loader: Loader, connections: Sequence[TeacherConnection]
 ) -> Models:
-    """This rank's models, on its device."""
-    in_stages, device = layout.stages.world_size > 1, layout.replicas.device
-    name, student = build_student(config, Group() if in_stages else layout.replicas, len(classes))
+    in_pipeline, device = layout.pipeline.world_size > 1, layout.replicas.device
+    name, student = build_student(config, Group() if in_pipeline else layout.replicas, len(classes))
     module, teacher, parameters = DistillationModule(student), None, None
     if layout.is_last:
         module, teacher = build_modules(config, layout.replicas, student, classes, loader, connections)
@@ -220,7 +218,7 @@ def build_models(
     sharded = network is not None and any(
         gather_objects(is_sharded(config, layout.replicas.world_size, device, student, network), layout.replicas)
     )
-    if in_stages:
+    if in_pipeline:
         parameters = blank_parameters(student)
         module.student, scale = cut_student(config, layout, module, PlannedModels(student, network, sharded))
         config = config.model_copy(update={"scale": scale})
@@ -261,14 +259,13 @@ def build_checkpoint_state(
 
 
 def checkpoint_about(config: TrainConfig, name: str, classes: Sequence[str]) -> dict[str, Any]:
-    """See `CheckpointState.about`."""
     about = {"stage": config.stage, "model": name, "num_classes": len(classes), "classes": list(classes), "seed": config.seed}
     about |= config.data.model_dump(mode="json", include={"image_size", "val_resize", "mean", "std"})
     about["pipeline"] = config.scale.model_dump(mode="json", include={"pipeline_stages", "cut", "micro_batches"})
     return about
 
 
-def stage_epochs(config: TrainConfig, module: DistillationModule, loader: Loader) -> Epochs:
+def epochs_of(config: TrainConfig, module: DistillationModule, loader: Loader) -> Epochs:
     """Those of the methods' init stage and of the training; a timing run times the training alone."""
     return Epochs(
         num_init=0 if config.train.max_steps is not None else module.init_epochs,
@@ -281,7 +278,7 @@ def stage_epochs(config: TrainConfig, module: DistillationModule, loader: Loader
 def open_loaders(config: TrainConfig, layout: Layout) -> tuple[tuple[str, ...], tuple[Loader, Loader]]:
     """The class names, and this rank's loaders of the training and the validation split."""
     data, device = config.data, layout.replicas.device
-    kind = partial(StageLoader, hosts=layout.hosts) if layout.stages.world_size > 1 else Loader
+    kind = partial(PipelineLoader, hosts=layout.hosts) if layout.pipeline.world_size > 1 else Loader
     if not isinstance(data.loader_workers, int):
         raise ExperimentError("data.loader_workers is `auto`: the driver resolves it before a job is built")
     check_decoder(data, device, max(1, data.loader_workers))

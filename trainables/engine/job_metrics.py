@@ -35,7 +35,6 @@ class JobMetrics:
         self.host.start()
 
     def stop_step(self) -> None:
-        """A step ends."""
         self.timer.stop()
         self.host.stop()
         self.allreduce_wait.end_step()

@@ -211,8 +211,7 @@ def finish_epoch(job: Job) -> None:
 def end_training(job: Job) -> tuple[dict[str, float], dict[str, float], int]:
     """An epoch's steps are over. Returns their means, the nodes' telemetry, and how many images were skipped.
 
-    Raises:
-        DataError: not one training image could be read.
+    Raises DataError: not one training image could be read.
     """
     progress, epoch = job.progress, job.epochs.at(job.progress.epoch)
     num_skipped = len(check_skipped(job, job.train_loader, progress.skipped))
@@ -231,11 +230,7 @@ def end_training(job: Job) -> tuple[dict[str, float], dict[str, float], int]:
 
 
 def evaluate_epoch(job: Job) -> dict[str, float]:
-    """See `evaluate`.
-
-    Raises:
-        DataError: not one validation image could be read.
-    """
+    """See `evaluate`. Raises DataError: not one validation image could be read."""
     with job.metrics.clock.part("eval"):
         batches = job.metrics.heartbeat.over(job.val_loader.epoch(0))
         val = evaluate(job.student, batches, job.functions.logits, job.group, job.train_state.group)

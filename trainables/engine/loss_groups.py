@@ -29,8 +29,7 @@ def group_losses(student: nn.Module, methods: Mapping[str, Method], optim: Optim
     The labels' loss, `task`, changes the student; a method's loss changes the student and the method's own parameters, unless
     the method declares fewer (`Method.term_parameters`).
 
-    Raises:
-        ExperimentError: see `separate_losses`; or a term would change more than it declares, in an optimizer that it shares.
+    Raises ExperimentError: see `separate_losses`; or a term would change more than it declares, in an optimizer that it shares.
     """
     groups = separate_losses(methods, optim)
     shared = optim
@@ -52,9 +51,8 @@ def separate_losses(methods: Mapping[str, Method], optim: OptimConfig) -> dict[s
     Those of `optim.losses` in its order, then those that methods declare (`Method.optimizers`). A method's loss is made of its
     terms that have none of their own.
 
-    Raises:
-        ExperimentError: `optim.losses` names a loss that does not exist; a method declares an optimizer for a term that it does
-            not have, or next to `optim.name: dot`; or the settings of a loss exclude each other.
+    Raises ExperimentError: `optim.losses` names a loss that does not exist; a method declares an optimizer for a term that it
+    does not have, or next to `optim.name: dot`; or the settings of a loss exclude each other.
     """
     declared = {f"{key}/{term}": settings for key, method in methods.items() for term, settings in method.optimizers.items()}
     _check_declared(declared, _all_losses(methods), optim)

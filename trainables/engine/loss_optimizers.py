@@ -72,10 +72,7 @@ def build_optimizers(student: nn.Module, methods: Mapping[str, Method], optim: O
     """One optimizer for everything, or several as the methods, `optim.losses` or `optim.name: dot` say.
 
     DOT (Zhao, Cui, Li and Liang 2023, ICCV, "DOT: A Distillation-Oriented Trainer", algorithm 1): with momentum μ, the task's
-    gradient has the momentum μ − Δ and the methods' μ + Δ, see `DotSGD`.
-
-    Raises:
-        ExperimentError: see `group_losses`.
+    gradient has the momentum μ − Δ and the methods' μ + Δ, see `DotSGD`. Raises ExperimentError: see `group_losses`.
     """
     groups = group_losses(student, methods, optim)
     optimizers: list[torch.optim.Optimizer]

@@ -29,8 +29,7 @@ _OF_A_STEP = ("step", "cpu", "core_wait", "allreduce_wait", "allreduce_wait_erro
 def log_step(job: Job, step_in_epoch: int) -> None:
     """Read the sums of all ranks, check them, report a step, log a line. Waits for the device, which a step never does.
 
-    Raises:
-        TrainingError: on every rank: a loss that is not finite, or replicas that disagree.
+    Raises TrainingError: on every rank: a loss that is not finite, or replicas that disagree.
     """
     train_state, progress, metrics = job.train_state, job.progress, job.metrics
     totals, num_bad, noise_sums = _reduce_sums(job)
@@ -119,7 +118,6 @@ def epoch_seconds(job: Job) -> dict[str, float]:
 
 
 def log_epoch(job: Job, val: dict[str, float], best: bool) -> None:
-    """An epoch's line in the log."""
     progress, config = job.progress, job.config
     result = "not evaluated"
     if val:

@@ -49,8 +49,7 @@ def build_modules(
 
     `connections` lead to the actors of `teacher.service`.
 
-    Raises:
-        ExperimentError, ModelError, CheckpointError: what the experiment names does not fit together.
+    Raises ExperimentError, ModelError, CheckpointError: what the experiment names does not fit together.
     """
     methods = methods_with_teacher(config)
     teacher = config.teacher if methods and config.teacher is not None and config.teacher.weights is not None else None
@@ -78,7 +77,6 @@ def selected_methods(config: TrainConfig) -> tuple[SelectedMethod, ...]:
 
 
 def methods_with_teacher(config: TrainConfig) -> tuple[SelectedMethod, ...]:
-    """The methods of a job that read a teacher."""
     return tuple(method for method in selected_methods(config) if method.method_class.requires.teacher)
 
 
@@ -96,8 +94,7 @@ def build_distillation_module(
     `teacher` is None where no method reads one, or only its logits exist. Of its weights only those are read that the student
     takes over: untrained models fit if the trained ones do.
 
-    Raises:
-        ExperimentError, ModelError: models, methods and options do not fit together.
+    Raises ExperimentError, ModelError: models, methods and options do not fit together.
     """
     selected = selected_methods(config)
     if config.distill is None or not selected:
@@ -136,11 +133,7 @@ def build_distillation_module(
 
 
 def _check_methods(config: TrainConfig, student: nn.Module, selected: Sequence[SelectedMethod], num_classes: int) -> None:
-    """Check methods against the configuration before any is built.
-
-    Raises:
-        ExperimentError: one line.
-    """
+    """Check methods against the configuration before any is built. Raises ExperimentError."""
     for method in selected:
         problem = first_problem_of_method(method.key, method.method_class.requires, config)
         if problem is not None:
@@ -177,11 +170,7 @@ def _prepare_teacher(
 
 
 def _check_module(config: TrainConfig, module: DistillationModule) -> None:
-    """Check the methods as they are built: against `optim.accumulate`, and against the optimizers.
-
-    Raises:
-        ExperimentError: one line.
-    """
+    """Check the methods as they are built: against `optim.accumulate`, and against the optimizers. Raises ExperimentError."""
     assert config.distill is not None
     if module.requires_whole_batch or has_global_batch_norm(module.student):
         names = ", ".join(config.distill.method)

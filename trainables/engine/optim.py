@@ -48,7 +48,6 @@ def build_sgd(groups: list[dict[str, Any]], optim: OptimConfig, fused: bool | No
 
 
 def build_adamw(groups: list[dict[str, Any]], optim: OptimConfig, fused: bool | None) -> torch.optim.Optimizer:
-    """AdamW with torch's betas and epsilon."""
     return torch.optim.AdamW(groups, lr=optim.lr, fused=fused)
 
 

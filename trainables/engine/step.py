@@ -70,7 +70,7 @@ class TrainState:
         """Choose what the steps of this epoch train, by which losses, and whether they call the teacher."""
         module = self.distillation_module
         self.training_update.module.train()
-        module.begin_stage(epoch.training)
+        module.freeze_for(epoch.training)
         self.active_teacher = (
             self.teacher if self.teacher is not None and module.requires_teacher(epoch.training) else NoTeacher()
         )
@@ -156,7 +156,6 @@ def train_prepared(
 
 
 def run_teacher(train_state: TrainState, part: DeviceBatch) -> Mapping[str, ModelOutputs]:
-    """The teacher's outputs for a micro-batch."""
     request = TeacherRequest(part.host_indices_B, part.epoch)
     with train_state.autocast():
         return train_state.active_teacher(part.images_BCHW, len(part.labels_B), request)

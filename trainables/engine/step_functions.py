@@ -7,9 +7,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from trainables.config import TrainConfig
-from trainables.device.augment import TrainInputs
+from trainables.device.augment import train_inputs
 from trainables.device.device_batches import DeviceBatch
-from trainables.device.model_input import autocast, normalizer, tensor_format
+from trainables.device.model_input import autocast, image_normalizer
 from trainables.distributed.batch_norm import accepts_empty_batches
 from trainables.distributed.gather import cpu_process_group
 from trainables.distributed.group import gather_objects
@@ -48,15 +48,14 @@ def whole_model_functions(config: TrainConfig, layout: Layout, parts: TrainingPa
     """Of a rank that has the whole model."""
     update = build_update(parts.module, parts.optimizers, parts.settings, accumulate=config.optim.accumulate)
     train_state = build_train_state(config, layout, parts, update)
-    logits = logits_of(parts.module.student, image_normalizer(config, layout), train_state.autocast)
+    logits = logits_of(parts.module.student, image_normalizer(config, layout.replicas.device), train_state.autocast)
     step = with_graphs(config, train_state) if config.train.cuda_graphs else partial(train_step, train_state)
     return StepFunctions(train_state, step, logits)
 
 
 def build_train_state(config: TrainConfig, layout: Layout, parts: TrainingParts, update: ParameterUpdate) -> TrainState:
     """What the steps of a rank need. Every rank calls it."""
-    data, device, module = config.data, layout.replicas.device, parts.module
-    normalize = image_normalizer(config, layout)
+    device, module = layout.replicas.device, parts.module
     return TrainState(
         distillation_module=module,
         teacher=parts.teacher,
@@ -64,16 +63,11 @@ def build_train_state(config: TrainConfig, layout: Layout, parts: TrainingParts,
         training_update=update,
         update_settings=parts.settings,
         group=layout.replicas,
-        prepare=TrainInputs(data.device_augment, normalize, seed=config.seed, image_size=data.image_size, device=device),
+        prepare=train_inputs(config, device),
         autocast=autocast(config.precision, device),
         epochs=parts.epochs,
         num_blank_images=0 if accepts_empty_batches(module.student) else 2,
         accumulate=config.optim.accumulate,
         cpu_group=cpu_process_group(layout.replicas) if module.methods else None,
-        sums=StepSums(gather_objects(sum_names(module), layout.stages)[-1], device),
+        sums=StepSums(gather_objects(sum_names(module), layout.pipeline)[-1], device),
     )
-
-
-def image_normalizer(config: TrainConfig, layout: Layout) -> Callable[[Tensor], Tensor]:
-    """From uint8 images_BCHW on the device to the models' input, for evaluation; training augments too."""
-    return normalizer(config.data.mean, config.data.std, layout.replicas.device, *tensor_format(config))

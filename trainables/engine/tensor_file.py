@@ -62,10 +62,7 @@ class HostBuffer:
         """Copy `tensors` as they are now. What an earlier call returned is no longer valid.
 
         On a GPU the copies run on a stream of their own: the host goes on, and later kernels of the current stream, which may
-        change the tensors, wait for them.
-
-        Raises:
-            CheckpointError: a tensor of a type that the format does not have.
+        change the tensors, wait for them. Raises CheckpointError: a tensor of a type that the format does not have.
         """
         entries = _entries(tensors)
         num_bytes = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
@@ -104,8 +101,7 @@ def _entries(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
 def write_packed(path: Path, packed: PackedTensors, meta: str) -> None:
     """Write the tensors to a temporary file with `meta`, JSON, in its header; fsync it and rename it to `path`.
 
-    Raises:
-        CheckpointError: the disk is full or cannot be written; the file that was there is still there.
+    Raises CheckpointError: the disk is full or cannot be written; the file that was there is still there.
     """
     if packed.copied is not None:
         with torch.cuda.device(packed.copied.device):  # a thread of its own would else open a context on the first GPU

@@ -79,7 +79,6 @@ class ParameterUpdate(ABC):
         optimizer.optimizer.zero_grad(set_to_none=True)
 
     def _clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> None:
-        """Bound the norm of all gradients of the model."""
         nn.utils.clip_grad_norm_(parameters, max_norm)
 
 

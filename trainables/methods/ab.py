@@ -76,7 +76,6 @@ class AB(Method):
         return body_parameters(student) + list(self.parameters())
 
     def init_stage_frozen(self, student: nn.Module) -> list[nn.Module]:
-        """The modules of `init_frozen`."""
         return [student.get_submodule(name) for name in self.options.init_frozen]
 
     def _weights(self) -> list[float]:

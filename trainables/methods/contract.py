@@ -150,8 +150,7 @@ class Method(nn.Module):
     def __init__(self, options: MethodOptions, context: BuildContext) -> None:
         """Build the method's modules, on the CPU in float32. torch's generator is seeded for the method.
 
-        Raises:
-            ExperimentError: the models do not fit the method; one line.
+        Raises ExperimentError: the models do not fit the method.
         """
         super().__init__()
         self.options = options

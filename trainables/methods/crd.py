@@ -63,8 +63,7 @@ class CRD(Method):
     def __init__(self, options: CRDOptions, context: BuildContext) -> None:
         """The memories are (M, E) each, in the checkpoint and on the device.
 
-        Raises:
-            ExperimentError: several features are named, or there is one class, so that no sample has a negative.
+        Raises ExperimentError: several features are named, or there is one class, so that no sample has a negative.
         """
         super().__init__(options, context)
         self._seed = context.seed

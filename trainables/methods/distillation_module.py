@@ -90,7 +90,6 @@ class DistillationModule(nn.Module):
 
     @property
     def methods_by_name(self) -> dict[str, Method]:
-        """The methods, in the order of the experiment."""
         return {key: cast(Method, method) for key, method in self.methods.items()}
 
     def _loss_functions(self, epoch: float) -> dict[str, LossFunction]:
@@ -110,8 +109,7 @@ class DistillationModule(nn.Module):
     def check_terms(self, terms: Mapping[str, Mapping[str, Tensor]], epoch: float) -> None:
         """Refuse a method that returns other terms than it declares: some would be trained and never recorded.
 
-        Raises:
-            ExperimentError: one line, the same on every rank.
+        Raises ExperimentError: one line, the same on every rank.
         """
         for key, returned in terms.items():
             declared = self.declared(key, epoch)
@@ -149,8 +147,8 @@ class DistillationModule(nn.Module):
         """The length of the longest init stage."""
         return max((method.init_epochs for method in self.methods_by_name.values()), default=0)
 
-    def begin_stage(self, epoch: float) -> None:
-        """Prepare a module in training mode for the stage of this epoch: the init stage, or training.
+    def freeze_for(self, epoch: float) -> None:
+        """Freeze what an epoch of the init stage, or of training, does not train; the module is in training mode.
 
         Training freezes the parameters of the init stage only: DDP must not wait for their gradients.
         """
@@ -161,7 +159,6 @@ class DistillationModule(nn.Module):
             module.eval()
 
     def _init_stage_frozen(self, epoch: float) -> list[nn.Module]:
-        """The student's modules that the init stage does not train."""
         keys = self._loss_functions(epoch) if epoch < 0 else {}
         return [module for key in keys for module in self.methods_by_name[key].init_stage_frozen(self.student)]
 
@@ -185,8 +182,7 @@ class DistillationModule(nn.Module):
 def init_lr(methods: Mapping[str, Method]) -> float | None:
     """The learning rate of the init stage, which all methods share; None: the peak of `optim`.
 
-    Raises:
-        ExperimentError: two methods have different ones.
+    Raises ExperimentError: two methods have different ones.
     """
     rates = {key: method.init_lr for key, method in methods.items() if method.init_epochs}
     first = next((key for key, rate in rates.items() if rate is not None), None)

@@ -59,8 +59,7 @@ def average_pooled(map_BCHW: Tensor, height: int, width: int) -> Tensor:
 def paired_maps(method: str, context: BuildContext, *, at_least: int = 1) -> list[tuple[Shape, Shape]]:
     """The shapes of the student's and the teacher's maps, paired by position; `at_least` pairs or more.
 
-    Raises:
-        ExperimentError: there are fewer, one model has more than the other, or a tap is something else than a map.
+    Raises ExperimentError: there are fewer, one model has more than the other, or a tap is something else than a map.
     """
     assert context.teacher is not None
     student, teacher = context.student.shapes, context.teacher.shapes
@@ -85,11 +84,7 @@ def paired_maps(method: str, context: BuildContext, *, at_least: int = 1) -> lis
 
 
 def equal_channels(method: str, pairs: Sequence[tuple[Shape, Shape]]) -> None:
-    """Refuse pairs of maps with different numbers of channels.
-
-    Raises:
-        ExperimentError: one line.
-    """
+    """Refuse pairs of maps with different numbers of channels. Raises ExperimentError."""
     for student, teacher in pairs:
         if student[0] != teacher[0]:
             raise ExperimentError(
@@ -122,8 +117,7 @@ class ConvReg(nn.Module):
     def __init__(self, student: Shape, teacher: Shape, group: Group, *, relu: bool = True) -> None:
         """`relu=False` leaves the ReLU out, for maps from before an activation.
 
-        Raises:
-            ExperimentError: the student's map is the smaller one, and not by half.
+        Raises ExperimentError: the student's map is the smaller one, and not by half.
         """
         super().__init__()
         (inputs, *size), (outputs, *target) = student, teacher

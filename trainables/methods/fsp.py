@@ -59,7 +59,6 @@ class FSP(Method):
         return {"flow": total_B}
 
     def init_stage_parameters(self, student: nn.Module) -> list[nn.Parameter]:
-        """The student's without its classifier's."""
         return body_parameters(student)
 
 

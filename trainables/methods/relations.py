@@ -11,11 +11,7 @@ from trainables.methods.contract import BuildContext, MethodBatch, ModelOutputs
 
 
 def check_one_tap(method: str, context: BuildContext) -> None:
-    """Refuse more than one feature of a model for a method that compares one.
-
-    Raises:
-        ExperimentError: one line with what to write instead.
-    """
+    """Refuse more than one feature of a model for a method that compares one. Raises ExperimentError."""
     for name, model in (("student", context.student), ("teacher", context.teacher)):
         if model is not None and len(model.shapes) != 1:
             raise ExperimentError(

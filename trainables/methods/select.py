@@ -5,8 +5,9 @@ from typing import NamedTuple
 
 from trainables.config import DistillConfig, MethodOptions, TeacherConfig
 from trainables.errors import DistillError, ExperimentError
-from trainables.methods import load_method, option_key
 from trainables.methods.contract import BuildContext, Method
+from trainables.methods.method_file import option_key
+from trainables.methods.registry import load_method
 from trainables.models.forward import seeded
 from trainables.models.names import REUSE_SEPARATOR
 
@@ -42,8 +43,7 @@ class SelectedMethod(NamedTuple):
     def build(self, context: BuildContext) -> Method:
         """The method, on the CPU in float32. Its initial parameters depend on its name and the seed only.
 
-        Raises:
-            DistillError: it does not fit the models; one line.
+        Raises DistillError: it does not fit the models.
         """
         with seeded(f"method/{self.key}:{context.seed}"):
             try:
@@ -99,11 +99,7 @@ def needs_whole_teacher(method: SelectedMethod) -> bool:
 
 
 def check_sharded(selected: Sequence[SelectedMethod]) -> None:
-    """Refuse methods that a sharded teacher does not go with.
-
-    Raises:
-        ExperimentError: one line.
-    """
+    """Refuse methods that a sharded teacher does not go with. Raises ExperimentError."""
     for method in filter(needs_whole_teacher, selected):
         raise ExperimentError.of_key(
             "teacher.placement",
@@ -115,8 +111,7 @@ def check_sharded(selected: Sequence[SelectedMethod]) -> None:
 def check_logits_only(selected: Sequence[SelectedMethod], teacher: TeacherConfig) -> None:
     """Refuse methods that need more of a teacher than its logits, where `teacher.cache` or `teacher.service` gives no more.
 
-    Raises:
-        ExperimentError: one line.
+    Raises ExperimentError.
     """
     option = teacher.logits_only
     if option is None:
@@ -131,11 +126,7 @@ def check_logits_only(selected: Sequence[SelectedMethod], teacher: TeacherConfig
 
 
 def check_ensemble(selected: Sequence[SelectedMethod], teacher: TeacherConfig) -> None:
-    """Refuse methods that need more than a teacher's logits, where there are several teachers.
-
-    Raises:
-        ExperimentError: one line.
-    """
+    """Refuse methods that need more than a teacher's logits, where there are several teachers. Raises ExperimentError."""
     for method in selected if teacher.others else ():
         if method.beyond_logits is not None:
             taps = f" ({', '.join(method.teacher_taps)})" if method.teacher_taps else ""
@@ -148,11 +139,7 @@ def check_ensemble(selected: Sequence[SelectedMethod], teacher: TeacherConfig) -
 
 
 def check_cache_top_k(selected: Sequence[SelectedMethod], teacher: TeacherConfig, num_classes: int) -> None:
-    """Refuse methods that read logits which `teacher.cache_top_k` leaves out.
-
-    Raises:
-        ExperimentError: one line.
-    """
+    """Refuse methods that read logits which `teacher.cache_top_k` leaves out. Raises ExperimentError."""
     if teacher.cache_top_k is None or teacher.cache_top_k >= num_classes:
         return
     for method in selected:

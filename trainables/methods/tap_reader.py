@@ -17,11 +17,7 @@ class TapReader:
     """The taps of several methods on one model."""
 
     def __init__(self, model: nn.Module, taps: Mapping[str, Sequence[str]], *, name: str, image_size: int):
-        """`taps`: method → its taps on this model. `name`: the model's.
-
-        Raises:
-            ModelError: the model has no such tap.
-        """
+        """`taps`: method → its taps on this model. `name`: the model's. Raises ModelError: the model has no such tap."""
         self._model, self._name = model, name
         self._taps = {key: Taps(model, names, name=name, image_size=image_size) for key, names in taps.items() if names}
         self._keys = tuple(taps)
@@ -32,7 +28,6 @@ class TapReader:
 
     @property
     def modules(self) -> frozenset[str]:
-        """The paths of the model's modules that are read."""
         return frozenset(path for taps in self._taps.values() for path in taps.modules)
 
     def capture(self) -> contextlib.ExitStack:

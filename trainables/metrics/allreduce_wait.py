@@ -49,7 +49,6 @@ class AllreduceWait:
             self._ddp.logger = self._logger = _UnreadLogger(self._ddp.logger)
 
     def end_step(self) -> None:
-        """After each step."""
         if self._each_step:
             self.sample()
 

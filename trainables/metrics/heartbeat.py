@@ -93,7 +93,6 @@ class Heartbeat:
         self._num_beats += 1
 
     def end_step(self) -> None:
-        """The step is complete."""
         self._step, self._phase = self._step + 1, BETWEEN_STEPS
         self._num_beats += 1
 

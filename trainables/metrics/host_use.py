@@ -19,7 +19,6 @@ class HostUse:
         self._start_cpu_s, self._start_wait_s = time.process_time(), self._core_wait.seconds()
 
     def stop(self) -> None:
-        """The step ends."""
         if self._warmup_left > 0:
             self._warmup_left -= 1
             return

@@ -31,10 +31,7 @@ class MetricsFile:
     def add(self, kind: str, step: int, epoch: float, metrics: dict[str, float]) -> Future[None] | None:
         """Queue a record; None where the file has it already. A job's second `start` becomes a `resume` without numbers.
 
-        The future ends when the line is on disk.
-
-        Raises:
-            Exception: an earlier write to the disk has failed, and why.
+        The future ends when the line is on disk. Raises Exception: an earlier write to the disk has failed, and why.
         """
         if kind == "start" and self._started:
             kind, metrics = "resume", {}

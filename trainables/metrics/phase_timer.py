@@ -137,11 +137,7 @@ class PhaseTimer:
         self._timestamps, self._columns = [self._now()], []
 
     def mark(self, phase: str) -> None:
-        """Close `phase`, which ran since the last mark.
-
-        Raises:
-            KeyError: no such phase.
-        """
+        """Close `phase`, which ran since the last mark. Raises KeyError: no such phase."""
         self._columns.append(_COLUMN[phase])
         self._timestamps.append(self._now())
         self._heartbeat.end_phase(phase)
@@ -151,7 +147,6 @@ class PhaseTimer:
         self._heartbeat.begin_micro_batch()
 
     def stop(self) -> None:
-        """End the step."""
         self._timestamps.append(self._now())
         self._pending.append((self._timestamps, self._columns))
         self._timestamps, self._columns = [], []

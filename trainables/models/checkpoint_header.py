@@ -37,8 +37,7 @@ def locate_checkpoint(weights: str) -> Path | None:
 
     A directory stands for the first of its `checkpoints_of` that there is.
 
-    Raises:
-        CheckpointError: there is no such file, or no checkpoint in the directory.
+    Raises CheckpointError: there is no such file, or no checkpoint in the directory.
     """
     if "://" in weights:
         raise CheckpointError(f"{weights} is no file: copy it to a folder that all nodes mount, and give its path there")
@@ -60,8 +59,7 @@ def locate_checkpoint(weights: str) -> Path | None:
 def read_checkpoint_header(path: Path) -> CheckpointHeader | None:
     """The header of a checkpoint; None for a safetensors file that is not one of ours.
 
-    Raises:
-        CheckpointError: the file is damaged, cannot be read, or has an invalid header.
+    Raises CheckpointError: the file is damaged, cannot be read, or has an invalid header.
     """
     try:
         with safe_open(path, framework="np") as file:

@@ -84,7 +84,6 @@ def _is_map(event: TraceEvent) -> bool:
 
 
 def _is_channels_last(event: TraceEvent) -> bool:
-    """Whether a map is (B, H, W, C)."""
     return event.shape[1] == event.shape[2] != event.shape[3]
 
 
@@ -168,7 +167,6 @@ def _preactivation(trace: Trace, modules: dict[str, nn.Module], end: TensorVersi
 
 
 def _output_of_next_norm(trace: Trace, modules: dict[str, nn.Module], version: TensorVersion) -> TensorVersion | None:
-    """The output of the norm that reads this value."""
     for event in trace.events:
         if event.direction == "in" and event.version == version and "Norm" in type(modules[event.path]).__name__:
             return trace.counterpart(event).version

@@ -56,8 +56,7 @@ def dry_forward(
 def logits_and_aux(output: Any) -> tuple[Tensor, tuple[tuple[float, Tensor], ...]]:
     """Logits (B, K), and (weight, logits) of each auxiliary head, whose weighted cross-entropy joins the task's in training.
 
-    Raises:
-        ModelError: the output is something else than logits.
+    Raises ModelError: the output is something else than logits.
     """
     import torch
 

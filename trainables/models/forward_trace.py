@@ -92,7 +92,6 @@ class TraceEvent:
 
     @property
     def tap_name(self) -> str:
-        """The name of a tap that reads this value."""
         return self.path if self.direction == "out" else f"{self.path}:in"
 
 
@@ -156,7 +155,6 @@ class _FunctionRecorder(TorchFunctionMode):
 
 
 def _merges_branches(args: tuple[Any, ...]) -> bool:
-    """Whether the arguments are two or more maps or tokens."""
     parts = [part for arg in args for part in (arg if isinstance(arg, list | tuple) else (arg,))]
     return sum(isinstance(part, Tensor) and not isinstance(part, nn.Parameter) and part.ndim >= 3 for part in parts) > 1
 

@@ -67,10 +67,7 @@ class ModelName(NamedTuple):
 def check_model_name(name: str) -> ModelName:
     """The library of the model `name`: ours first, then torchvision, then timm; `timm/NAME` is timm's; `A+B` is two models.
 
-    Imports no torch.
-
-    Raises:
-        ModelError: no such model (with the nearest name that exists), or timm is not installed.
+    Imports no torch. Raises ModelError: no such model (with the nearest name that exists), or timm is not installed.
     """
     if REUSE_SEPARATOR in name:
         for part in name.split(REUSE_SEPARATOR):

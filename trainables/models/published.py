@@ -14,8 +14,7 @@ from trainables.models.registry import library_options
 def published_model(found: ModelName, weights: str, num_classes: int, image_size: int) -> nn.Module:
     """The model with its published `weights`, from the library's cache or downloaded.
 
-    Raises:
-        ModelError: no such weights, weights for another number of classes, a failed download, or images of a wrong size.
+    Raises ModelError: no such weights, weights for another number of classes, a failed download, or images of a wrong size.
     """
     if found.library == "torchvision":
         return _torchvision(found, weights, num_classes, image_size)

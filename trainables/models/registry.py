@@ -27,10 +27,7 @@ def build_model(name: str, *, num_classes: int, image_size: int, seed: int) -> n
     """A freshly initialised model on the CPU in float32 that takes (B, 3, image_size, image_size) and can be trained on it.
 
     Initial parameters are a pure function of (name, num_classes, seed), and of image_size where the architecture is; torch's
-    generators stay as they are.
-
-    Raises:
-        ModelError: no such model, or it does not take images of this size, in one line.
+    generators stay as they are. Raises ModelError: no such model, or it does not take images of this size, in one line.
     """
     model = construct(name, num_classes=num_classes, image_size=image_size, seed=seed)
     check_forward(model, image_size, num_classes, name=name)
@@ -94,8 +91,7 @@ def check_forward(model: nn.Module, image_size: int, num_classes: int, *, name: 
 
     Takes a fraction of a second for any model. Parameters, batch statistics and generators stay as they are.
 
-    Raises:
-        ModelError: with the nearest usual size that works.
+    Raises ModelError: with the nearest usual size that works.
     """
     named = f"model {name or type(model).__name__}"
     try:

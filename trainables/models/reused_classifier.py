@@ -30,8 +30,7 @@ class ReusedClassifier(nn.Module):
     def __init__(self, trunk: nn.Module, teacher: nn.Module, *, name: str, image_size: int) -> None:
         """`name` is the whole model's. The trunk is changed in place; of `teacher` only shapes are used.
 
-        Raises:
-            ModelError: one of them ends with no linear layer, the student has no map, or the teacher none that is pooled.
+        Raises ModelError: one of them ends with no linear layer, the student has no map, or the teacher none that is pooled.
         """
         super().__init__()
         student_name, _, teacher_name = name.partition(REUSE_SEPARATOR)
@@ -67,8 +66,7 @@ class ReusedClassifier(nn.Module):
     def reuse(self, teacher: nn.Module, image_size: int) -> None:
         """Copy the classifier of `teacher`, a model of the name that this one was built for.
 
-        Raises:
-            ModelError: its classifier does not read the mean of its last map.
+        Raises ModelError: its classifier does not read the mean of its last map.
         """
         taps = Taps(teacher, ("unpooled", "pooled"), name=type(teacher).__name__, image_size=image_size)
         with taps.capture():

@@ -25,8 +25,6 @@ STAGE = re.compile(r"stage(-?\d+)(\.preact)?")
 
 @dataclass(frozen=True)
 class TapInfo:
-    """A tap of a model."""
-
     name: str
     aliases: tuple[str, ...]
     """Other names of the same value."""
@@ -66,8 +64,7 @@ def _module_outputs(trace: Trace) -> list[TapInfo]:
 def classifier(model: nn.Module) -> nn.Linear:
     """The final linear layer: timm's `get_classifier`, otherwise the last module with parameters of its own.
 
-    Raises:
-        ModelError: that is no linear layer.
+    Raises ModelError: that is no linear layer.
     """
     get_classifier = getattr(model, "get_classifier", None)
     if callable(get_classifier):
@@ -113,8 +110,7 @@ class TapSurvey:
     def expand(self, tap: str) -> list[str]:
         """`stages`, `stages.preact` and `stage-1` as numbered stages; any other name unchanged.
 
-        Raises:
-            ModelError: the model has no stages.
+        Raises ModelError: the model has no stages.
         """
         numbered = STAGE.fullmatch(tap)
         if not numbered and tap not in ("stages", "stages.preact"):
@@ -133,8 +129,7 @@ class TapSurvey:
     def find(self, tap: str) -> HookPoint:
         """Where to read the tap of this name, which is not one of several stages.
 
-        Raises:
-            ModelError: there is none, or it is no tensor with a row for each sample; with the nearest names.
+        Raises ModelError: there is none, or it is no tensor with a row for each sample; with the nearest names.
         """
         if tap in self.hook_points:
             return self.hook_points[tap]
@@ -179,8 +174,7 @@ class TapSurvey:
 def modules_before(model: nn.Module, tap: str, *, name: str, image_size: int) -> set[str]:
     """The paths of the modules that begin to run before the value of a tap is computed: no other has a part in it.
 
-    Raises:
-        ModelError: no such tap.
+    Raises ModelError: no such tap.
     """
     survey = TapSurvey(model, image_size, name=name)
     (path,) = survey.expand(tap)
@@ -193,10 +187,7 @@ def norms_before(model: nn.Module, names: Sequence[str], *, name: str, image_siz
     """For each tap the batch norm whose output it reads, or whose output is the first summand of what it reads.
 
     In a residual block that is the last norm on its path, not the shortcut's. None where there is no such norm, or where it has
-    no scale and shift. `name` is the model's, for messages.
-
-    Raises:
-        ModelError: the model has no such tap.
+    no scale and shift. `name` is the model's, for messages. Raises ModelError: the model has no such tap.
     """
     survey = TapSurvey(model, image_size, name=name)
     found = []

@@ -58,8 +58,7 @@ class Taps:
 
         It stays switched: another tap may depend on it, and the results have the same bits.
 
-        Raises:
-            ModelError: no such tap, with the nearest that exist; it is no tensor of samples, or overwritten after it is read.
+        Raises ModelError: no such tap, with the nearest that exist; it is no tensor of samples, or overwritten after it is read.
         """
         if getattr(model, "_compiled_call_impl", None) is not None:
             raise RuntimeError("taps go in before model.compile(): a compiled forward does not look for new hooks")
@@ -98,8 +97,7 @@ class Taps:
     def pop(self) -> tuple[Tensor, ...]:
         """The values of the last forward pass in `capture()`, in the order of `names`. No reference to them is kept.
 
-        Raises:
-            RuntimeError: no forward pass ran, or a tapped module did not run in it.
+        Raises RuntimeError: no forward pass ran, or a tapped module did not run in it.
         """
         tensors = [slot.tensor for slot in self._slots]
         missing = [name for name, tensor in zip(self.names, tensors, strict=True) if tensor is None]
@@ -114,7 +112,6 @@ class Taps:
         )
 
     def remove(self) -> None:
-        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -125,8 +122,7 @@ class Taps:
 def _protect(model: nn.Module, image_size: int, taps: dict[str, TraceEvent], name: str) -> None:
     """Switch modules that would overwrite a tapped tensor, in training or eval mode, to work out of place.
 
-    Raises:
-        ModelError: a tensor is overwritten by something else than a module with an `inplace` flag.
+    Raises ModelError: a tensor is overwritten by something else than a module with an `inplace` flag.
     """
     modules = dict(model.named_modules())
     switched = True

@@ -42,8 +42,7 @@ the file's bytes, and a dtype or a scalar with forged bytes can reach any memory
 def load_torch_file(path: Path) -> Any:
     """The content of a file of torch.save: tensors, plain values, and `IgnoredValue` for IGNORED_TYPES.
 
-    Raises:
-        CheckpointError: the file has anything else, which could run code, or is damaged.
+    Raises CheckpointError: the file has anything else, which could run code, or is damaged.
     """
     _check_unpacked_size(path)
     try:

@@ -195,7 +195,6 @@ def _check_values(key: str, tensor: Tensor, path: Path) -> None:
 
 
 def _is_head(expected: Tensor, loaded: Tensor, num_classes: int) -> bool:
-    """Whether two tensors differ in the number of classes only."""
     return expected.shape[:1] == (num_classes,) and expected.shape[1:] == loaded.shape[1:]
 
 

@@ -92,8 +92,7 @@ class RunCopy:
         Where it was last written here, what is here is put: a kill may have come before a put. A file that is missing here was
         lost, as to a cleaner of temporary files: it comes from the store. Nothing is deleted: see `stored_runs.delete`.
 
-        Raises:
-            StorageError: the store does not answer.
+        Raises StorageError: the store does not answer.
         """
         with self._exclusive():
             owner = self.owner(part)
@@ -111,8 +110,7 @@ class RunCopy:
     def fetch(self, part: str, includes: Callable[[str], bool]) -> None:
         """Bring here what the store has of the run, or a stage of it; where this copy is the newest, only files that it lost.
 
-        Raises:
-            StorageError: the store does not answer.
+        Raises StorageError: the store does not answer.
         """
         with self._exclusive():
             if self.owner(part) != self.folder_id():

@@ -43,8 +43,7 @@ def stored_stage(
     Yields `publish`, to be called with each file of `REPLACED` that the rank has written, and with one of `APPENDED` that is to
     be in the store now: it waits until the store has it, see `StageWriter.publish`.
 
-    Raises:
-        StorageError: the store did not answer for as long as it is waited for.
+    Raises StorageError: the store did not answer for as long as it is waited for.
     """
     shutil.rmtree(StageDir(folder).errors, ignore_errors=True)  # of an earlier attempt, which has ended on this node too
     part = str(folder.relative_to(copy.folder))
@@ -97,8 +96,7 @@ class StageWriter:
 
         Why the rank failed is put at once, and its exception reaches the driver also where the store does not take it.
 
-        Raises:
-            StorageError: the store does not take another file.
+        Raises StorageError: the store does not take another file.
         """
         name = str(path.relative_to(self._copy.folder / self._part))
         if is_error(f"{self._part}/{name}"):

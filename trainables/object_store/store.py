@@ -32,7 +32,6 @@ class Entry(NamedTuple):
 
 
 def is_uri(text: str) -> bool:
-    """Whether this is a URI, and no path."""
     return "://" in text
 
 
@@ -140,7 +139,6 @@ class ObjectStore:
         return self._retried("listed", "", attempt)
 
     def delete(self, name: str) -> None:
-        """Remove an object, if there is one."""
 
         def attempt() -> None:
             system, root = self._open()

@@ -30,8 +30,7 @@ def load_network(
 ) -> nn.Module:
     """The teacher with its weights, or an ensemble of several; frozen, on the CPU. `sha256`: of the first, see `load_teacher`.
 
-    Raises:
-        CheckpointError, ModelError: see `load_teacher`.
+    Raises CheckpointError, ModelError: see `load_teacher`.
     """
     assert teacher.weights is not None
     sources = [(teacher.model, teacher.weights, sha256), *((other.model, other.weights, None) for other in teacher.others)]
@@ -60,8 +59,7 @@ def teacher_reader(teacher: TeacherConfig, model: nn.Module, methods: Sequence[S
 def on_devices(network: nn.Module, config: TrainConfig, devices: Sequence[torch.device]) -> nn.Module:
     """A network that is not trained on its devices, in the job's tensor format; compiled where `train.compile` says so.
 
-    Raises:
-        ModelError: it cannot be cut for several devices.
+    Raises ModelError: it cannot be cut for several devices.
     """
     dtype, layout = tensor_format(config)
     placed = over_devices(network.to(dtype), config.data.image_size, devices).to(memory_format=layout)
@@ -75,8 +73,7 @@ def logits_network(
 ) -> TeacherNetwork:
     """The experiment's teacher as a network on these devices, for methods (by key) that read its logits.
 
-    Raises:
-        CheckpointError, ModelError: see `load_teacher`; or the file is not the teacher of `config.teacher_sha256`.
+    Raises CheckpointError, ModelError: see `load_teacher`; or the file is not the teacher of `config.teacher_sha256`.
     """
     teacher, image_size = config.teacher, config.data.image_size
     assert teacher is not None
@@ -90,8 +87,7 @@ def cached_teacher(
 ) -> CachedTeacher:
     """The teacher whose logits are in `teacher.cache`; its network is built once one of them is missing. Every rank calls it.
 
-    Raises:
-        DistillError: see `open_store`.
+    Raises DistillError: see `open_store`.
     """
     assert config.teacher is not None
     model = config.teacher.model
@@ -115,8 +111,7 @@ def service_teacher(
 ) -> ServiceTeacher:
     """A client of the teacher service that `connections` lead to. Every rank calls it.
 
-    Raises:
-        DistillError: the teacher or the data cannot be read, or the workers read different images.
+    Raises DistillError: the teacher or the data cannot be read, or the workers read different images.
     """
     images = agree_on_images(config.data.path, loader, group, "teacher.service")
     key, sha256 = from_rank(lambda: _service_key(config, images, classes), group)

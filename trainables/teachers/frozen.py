@@ -58,7 +58,6 @@ def _pair(node: fx.Node, network: nn.Module) -> tuple[str, str] | None:
 
 
 def _covers(path: str, other: str) -> bool:
-    """Whether a module is another one or has it inside."""
     return not path or other == path or other.startswith(f"{path}.")
 
 

@@ -22,7 +22,6 @@ class ActorConnection:
             raise ClusterError(f"teacher.service: its actor {name} has ended: `distill resume` starts another") from error
 
     def __call__(self, method: str, *arguments: Any) -> Callable[[float], Any]:
-        """See `TeacherConnection`."""
         try:
             reference = getattr(self._actor, method).remote(*arguments)
         except ray.exceptions.RayError as error:

@@ -52,8 +52,7 @@ def train_loop_per_worker(settings: dict[str, Any]) -> None:
 def timing_loop_per_worker(settings: dict[str, Any]) -> None:
     """Carry out timing runs as long as the coordinator has another: `settings` has the first `config`, and the `reused` workers.
 
-    Raises:
-        DistillError: see `train_stage`; the results of the stages before stay.
+    Raises DistillError: see `train_stage`; the results of the stages before stay.
     """
     group, workers = current_group(), settings["reused"]
 
@@ -71,8 +70,7 @@ def timing_loop_per_worker(settings: dict[str, Any]) -> None:
 def train_stage(config: TrainConfig, group: Group, stop_early: Callable[[Sequence[float]], bool] | None = None) -> StageResult:
     """Train one stage; returns what rank 0 writes to the stage's `stage.json`. `stop_early`: see `Job`.
 
-    Raises:
-        DistillError: also written, as one line, to this rank's file in the stage's `errors/`, where the driver reads it.
+    Raises DistillError: also written, as one line, to this rank's file in the stage's `errors/`, where the driver reads it.
     """
     stage = StageDir(Path(config.output_dir))
     with (
@@ -181,8 +179,7 @@ def set_up_cpus(config: TrainConfig | EvaluateConfig, group: Group) -> None:
 def fill_loop_per_worker(settings: dict[str, Any]) -> None:
     """Fill a teacher's cache; rank 0 writes the numbers to the stage's `stage.json`. `settings` is a `FillConfig` as plain data.
 
-    Raises:
-        DistillError: also written to this rank's file in the stage's `errors/`.
+    Raises DistillError: also written to this rank's file in the stage's `errors/`.
     """
     config, group = stored_order(FillConfig.model_validate(settings)), current_group()
     stage = StageDir(Path(config.output_dir))

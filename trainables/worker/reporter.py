@@ -66,8 +66,7 @@ class Reporter:
     def report(self, kind: str, step: int, epoch: float, metrics: dict[str, float]) -> None:
         """See `trainables.engine.job.Report`; every rank calls it for the kind `epoch`.
 
-        Raises:
-            Exception: why an earlier record could not be written, or an earlier report did not reach Ray.
+        Raises Exception: why an earlier record could not be written, or an earlier report did not reach Ray.
         """
         written = None
         if self._file:

@@ -24,8 +24,7 @@ def prepare_teacher(session: Session, plan: Plan) -> str | None:
     The teacher is trained unless the experiment names its weights, then each assistant by the one before it. A stage that is
     complete is not carried out again. None: there is no teacher, or no method that needs one.
 
-    Raises:
-        TrainingError: a training failed.
+    Raises TrainingError: a training failed.
     """
     experiment = plan.experiment
     if experiment.teacher is None or not needs_teacher(experiment.distill, experiment.sweep.axes):
@@ -40,7 +39,7 @@ def prepare_teacher(session: Session, plan: Plan) -> str | None:
 
 
 def run_stage(session: Session, assignment: Assignment) -> TrainConfig:
-    """Carry a stage out, shown and recorded. Raises TrainingError: it did not end well; one line."""
+    """Carry a stage out, shown and recorded. Raises TrainingError: it did not end well."""
     config, stage = assignment.config, assignment.stage_dir
     if session.tracker:
         session.tracker.follow(session.key, stage.metrics, f"{config.stage}/")

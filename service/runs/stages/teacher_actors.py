@@ -26,10 +26,7 @@ def running_teacher_actors(
     None are started where the workers run the teacher themselves, or where no method reads one. Ray restarts an actor that dies,
     on another node where its own is gone; the logits that it had in memory are computed again on request. Actors for which other
     jobs leave no resources wait, and the display says so; those that would not even fit on the empty cluster wait as long as
-    `scale.wait_for_nodes_s` says.
-
-    Raises:
-        ClusterError: one cannot start.
+    `scale.wait_for_nodes_s` says. Raises ClusterError: one cannot start.
     """
     teacher, need = plan.experiment.stage("student", Path("/"), {}).teacher, plan.reservation()
     if teacher is None or weights is None or need.service is None:

@@ -59,7 +59,6 @@ class DriverLease:
             raise
 
     def release(self) -> None:
-        """Let others have the run."""
         self._ended.set()
         self._thread.join()
         try:
@@ -130,8 +129,7 @@ class DriverLease:
 def is_fresh(uri: str) -> bool:
     """Whether a driver has renewed a lease of the run at `uri` of late, by the store's clock.
 
-    Raises:
-        StorageError: the store does not answer.
+    Raises StorageError: the store does not answer.
     """
     store = ObjectStore(uri, RENEW_S)
     entries = store.entries(FOLDER)

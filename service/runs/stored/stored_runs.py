@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from service.config.uris import secret_refusal
 from trainables.config import RunStore, TrainConfig
@@ -29,8 +30,7 @@ _CHECKPOINTS = "checkpoints/"
 def root_folder(uri: str, option: str = "--runs") -> Path:
     """The folder, the same on every node, that has the copies of the runs at a root's URI.
 
-    Raises:
-        ExperimentError: no URI of an object store, or one that has a key or an option in it.
+    Raises ExperimentError: no URI of an object store, or one that has a key or an option in it.
     """
     if redact_uris(uri) != uri:
         raise ExperimentError(secret_refusal(option, uri))
@@ -110,8 +110,7 @@ def is_taken(path: Path) -> bool:
 def fetch_records(path: Path) -> None:
     """Bring a run's records here, checkpoints apart, unless they are written by a process of this machine.
 
-    Raises:
-        StorageError: the store does not answer.
+    Raises StorageError: the store does not answer.
     """
     uri = uri_of(path)
     if uri is None or is_locked(path / ".lock"):
@@ -182,62 +181,70 @@ def stages(entries: Iterable[str]) -> list[str]:
 def fetch_stage(config: TrainConfig) -> None:
     """Bring here what a stage's workers have put of it, but for the state that they continue from.
 
-    Raises:
-        StorageError: the store does not answer.
+    Raises StorageError: the store does not answer.
     """
-    if config.run_store is not None:
-        copy = RunCopy(config.run_store.uri, Path(config.run_store.folder))
-        part = Path(config.output_dir).relative_to(copy.folder)
-        copy.fetch(str(part), is_of_driver_too)
+    if copied := _copy_of(config.run_store, Path(config.output_dir)):
+        copy, part = copied
+        copy.fetch(part, is_of_driver_too)
 
 
 def put_stage_records(config: TrainConfig) -> None:
     """Put what is appended of a stage whose workers wrote it in this folder: after a kill they may write it elsewhere.
 
-    Raises:
-        StorageError: the store does not answer.
+    Raises StorageError: the store does not answer.
     """
-    if config.run_store is not None:
-        copy = RunCopy(config.run_store.uri, Path(config.run_store.folder))
-        part = str(Path(config.output_dir).relative_to(copy.folder))
+    if copied := _copy_of(config.run_store, Path(config.output_dir)):
+        copy, part = copied
         if copy.owner(part) == copy.folder_id():
             copy.own(part, lambda name: name.endswith(APPENDED))
 
 
 def put(path: Path) -> None:
     """Put a file that the driver writes in its workers' stead, where the run is in an object store. Raises StorageError."""
-    if store := run_store(path):
-        ObjectStore(store.uri).put(str(path.relative_to(store.folder)), path)
+    if copied := _copy_of(run_store(path), path):
+        copied.copy.store.put(copied.name, path)
 
 
 def fetch(path: Path) -> None:
     """Bring here a file that a worker put in an object store. Raises StorageError."""
-    if store := run_store(path):
-        ObjectStore(store.uri).get(str(path.relative_to(store.folder)), path)
+    if copied := _copy_of(run_store(path), path):
+        copied.copy.store.get(copied.name, path)
 
 
 def delete(path: Path) -> None:
     """Remove a file of the driver's, first in an object store: from there it would come back. Raises StorageError."""
-    if store := run_store(path):
-        ObjectStore(store.uri).delete(str(path.relative_to(store.folder)))
+    if copied := _copy_of(run_store(path), path):
+        copied.copy.store.delete(copied.name)
     path.unlink(missing_ok=True)
 
 
 def discard(stage: StageDir) -> None:
     """Remove what there is of a stage, in an object store and then here. Raises StorageError."""
-    if store := run_store(stage.root):
-        RunCopy(store.uri, Path(store.folder)).discard(str(stage.root.relative_to(store.folder)))
-    shutil.rmtree(stage.root, ignore_errors=True)
+    _discard(stage.root)
 
 
 def remove_errors(stage: StageDir) -> None:
     """Remove why an earlier attempt at a stage failed, first from an object store. Raises StorageError."""
     delete(stage.error)
-    if store := run_store(stage.root):
-        RunCopy(store.uri, Path(store.folder)).discard(str(stage.errors.relative_to(store.folder)))
-    shutil.rmtree(stage.errors, ignore_errors=True)
+    _discard(stage.errors)
 
 
 def is_of_driver_too(name: str) -> bool:
     """Whether the driver reads what the stage's workers write."""
     return is_of_workers(name) and not name.endswith("/last.safetensors")
+
+
+def _discard(folder: Path) -> None:
+    if copied := _copy_of(run_store(folder), folder):
+        copied.copy.discard(copied.name)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Copied(NamedTuple):
+    copy: RunCopy
+    name: str
+    """Of a file or folder in it."""
+
+
+def _copy_of(store: RunStore | None, path: Path) -> _Copied | None:
+    return None if store is None else _Copied(RunCopy(store.uri, Path(store.folder)), str(path.relative_to(store.folder)))

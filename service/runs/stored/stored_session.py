@@ -95,8 +95,7 @@ class StoredDriver:
     def end(self, limit_s: float | None) -> None:
         """Put the rest, and let others have the run. With a limit, it is left to a resume what could not be put by then.
 
-        Raises:
-            StorageError: without a limit, the rest could not be put.
+        Raises StorageError: without a limit, the rest could not be put.
         """
         if limit_s is not None:
             self._copy.store.retry_s = limit_s

@@ -31,7 +31,7 @@ RESUME = "resume"
 RUN = "RUN"
 """In a scenario's words and settings: its run's folder."""
 PATIENCE_S = 480.0
-"""For one command."""
+"""For one more line of a command's output, or its end."""
 GONE_S = 60.0
 """For what a killed command leaves behind; Ray's two agents a node take a minute to go, and hold nothing."""
 
@@ -90,7 +90,10 @@ class RayTier:
 
     def trial(self, scenario: Scenario, kinds: tuple[str, ...] | None = None) -> Trial:
         """Strike a command several times, carry it on, and look what is lost."""
-        whole, seconds = self._undisturbed(scenario)
+        try:
+            whole, seconds = self._undisturbed(scenario)
+        except AssertionError as error:
+            return Trial(scenario.workload, (), (f"without any fault it {error}",))
         run = self.distill.runs / f"{next(self._serial)}-{scenario.workload.replace(' ', '-')}"
         faults, losses = list[Fault](), list[str]()
         command = self._start(scenario, run)
@@ -119,7 +122,8 @@ class RayTier:
         if key not in self._whole:
             run, began_s = self.distill.runs / f"whole-{len(self._whole)}", time.monotonic()
             command = self._start(scenario, run)
-            assert self._end(command) == 0, command.output
+            code = self._end(command)
+            assert code == 0, f"ended with {code}: {command.output.strip()[-300:]}"
             self._whole[key] = run, time.monotonic() - began_s
         return self._whole[key]
 
@@ -145,11 +149,12 @@ class RayTier:
         return command.process.poll() is None
 
     def _end(self, command: Command) -> int | str:
-        try:
-            return command.end(PATIENCE_S)
-        except AssertionError:
-            kill(command.family())
-            return "a hang"
+        shown = None
+        while shown != (shown := command.output):
+            with contextlib.suppress(AssertionError):
+                return command.end(PATIENCE_S)
+        kill(command.family())
+        return "a hang"
 
     def _targets(self, kind: str, command: Command) -> list[psutil.Process]:
         """Processes that a kind of fault may strike: of the command, and where there is one of the cluster's nodes."""

@@ -16,7 +16,7 @@ from service.config.schema import Experiment
 from service.config.sweep import SweepConfig
 from trainables.config import DistillConfig, MethodOptions, Section
 from trainables.errors import ExperimentError
-from trainables.methods import METHODS
+from trainables.methods.registry import METHODS
 from trainables.methods.select import select_methods
 
 KEYS = list(known_keys(Experiment))

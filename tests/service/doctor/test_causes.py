@@ -9,17 +9,17 @@ import pytest
 
 from service.config.experiment import load
 from service.doctor.causes import findings
-from service.doctor.clocks import thermal
-from service.doctor.compute import launches, other_programs, teacher
+from service.doctor.clocks import thermal_throttling
+from service.doctor.compute import busy_cores, launch_bound, teacher_bound
 from service.doctor.evidence import Evidence
 from service.doctor.growth import slowdown
-from service.doctor.input_path import copy, decoding, late_batches, no_prefetch, storage, swapping, unknown
+from service.doctor.input_path import copy_bound, data_bound, decode_bound, late_batches, no_prefetch, storage_bound, swapping
 from service.doctor.outside_steps import between_epochs, checkpoints, evaluation
-from service.doctor.ranks import all_reduce, straggler
+from service.doctor.ranks import all_reduce_bound, straggler
 from service.doctor.read_run import evidence_of, loader_costs
 from service.doctor.recorded import Clock, EpochUse, GpuUse, NodeUse, RankTimes
 from service.doctor.step_model import Cause, Finding, predicted_pct
-from service.doctor.teacher_service import service_waits
+from service.doctor.teacher_service import service_bound
 from tests.service.doctor.runs import HEALTHY, LOADER, RANK, loader, longer, run_of, waiting, waits
 
 
@@ -27,7 +27,7 @@ def the(rule: Callable[[Evidence], Cause | None], e: Evidence) -> Finding:
     """What a rule says of a run, and what it alone gains."""
     cause = rule(e)
     assert cause is not None
-    return Finding(cause.name, cause.sentence, cause.change, predicted_pct(e, cause))
+    return Finding((cause,), predicted_pct(e, cause))
 
 
 def names(e: Evidence) -> list[str]:
@@ -53,7 +53,7 @@ SLOW = longer(RANK, data=100)
 
 def test_threads_that_compute_are_decode_bound_and_the_wait_is_the_gain() -> None:
     e = run_of(SLOW, loader=loader(200 / 64, read_wait=0.05, cpu=190 / 64))
-    found = the(decoding, e)
+    found = the(decode_bound, e)
     assert found.gain_pct == pytest.approx(100 * 101 / 200)
     assert found.change.startswith("--set data.loader_workers=3")
     assert names(e)[0] == "decode-bound"
@@ -62,22 +62,22 @@ def test_threads_that_compute_are_decode_bound_and_the_wait_is_the_gain() -> Non
 def test_where_the_cores_are_busy_more_threads_are_not_proposed() -> None:
     busy = run_of(SLOW, loader=loader(200 / 64, cpu=100 / 64, core_wait=95 / 64), nodes=(NodeUse(99.0),))
     assert names(busy)[0] == "decode-bound"
-    assert "--set data.loader_workers" not in the(decoding, busy).change
+    assert "--set data.loader_workers" not in the(decode_bound, busy).change
     pinned = replace(busy, nodes=(NodeUse(40.0),), loader=loader(200 / 64, cpu=80 / 64, core_wait=115 / 64))
-    assert "--set data.loader_workers" not in the(decoding, pinned).change  # the node has free cores, these threads have none
-    assert "waiting for a free core" in the(decoding, pinned).sentence
+    assert "--set data.loader_workers" not in the(decode_bound, pinned).change  # the node has free cores, these threads have none
+    assert "waiting for a free core" in the(decode_bound, pinned).sentence
 
 
 def test_no_more_threads_that_decode_are_proposed_than_a_worker_has_cores() -> None:
     e = run_of(longer(RANK, data=300), loader=loader(400 / 64, cpu=400 / 64), nodes=(NodeUse(40.0, cpu_cores=8.0),))
-    assert the(decoding, e).change.startswith("--set data.loader_workers=5")
-    assert the(decoding, replace(e, nodes=(NodeUse(40.0, cpu_cores=2.0),))).change.startswith("--set data.loader_workers=2")
-    assert the(decoding, replace(e, nodes=(NodeUse(40.0, cpu_cores=1.0),))).change.startswith("cheaper images")
+    assert the(decode_bound, e).change.startswith("--set data.loader_workers=5")
+    assert the(decode_bound, replace(e, nodes=(NodeUse(40.0, cpu_cores=2.0),))).change.startswith("--set data.loader_workers=2")
+    assert the(decode_bound, replace(e, nodes=(NodeUse(40.0, cpu_cores=1.0),))).change.startswith("cheaper images")
 
 
 def test_threads_that_wait_inside_the_source_are_storage_bound() -> None:
     e = run_of(SLOW, loader=loader(200 / 64, read_wait=195 / 64, cpu=5 / 64))
-    assert the(storage, e).gain_pct == pytest.approx(100 * 101 / 200)
+    assert the(storage_bound, e).gain_pct == pytest.approx(100 * 101 / 200)
     assert names(e) == ["storage-bound"]
 
 
@@ -128,7 +128,7 @@ def test_where_many_batches_are_prefetched_no_smaller_number_is_proposed(prefetc
 
 def test_what_decoding_still_takes_bounds_the_gain_of_a_faster_disk() -> None:
     both = loader(400 / 64, read_wait=240 / 64, cpu=160 / 64)
-    found = the(storage, run_of(longer(RANK, data=300), loader=both))
+    found = the(storage_bound, run_of(longer(RANK, data=300), loader=both))
     assert found.gain_pct == pytest.approx(100 * (1 - 160 / 400))  # and not 301 of 400 ms
 
 
@@ -136,7 +136,7 @@ def test_records_without_the_loaders_costs_leave_the_cause_open() -> None:
     for nodes in ((), (NodeUse(None),), (NodeUse(97.0),)):
         silent = run_of(replace(SLOW, loader_batch_ms=None, loader_wait_ms=None), loader=None, nodes=nodes)
         assert names(silent) == ["data-bound"]
-        assert the(unknown, silent).gain_pct == pytest.approx(100 * 101 / 200)
+        assert the(data_bound, silent).gain_pct == pytest.approx(100 * 101 / 200)
 
 
 def test_late_batches_are_one_finding_also_where_the_loaders_costs_are_not_recorded() -> None:
@@ -146,8 +146,8 @@ def test_late_batches_are_one_finding_also_where_the_loaders_costs_are_not_recor
 
 def test_records_of_a_run_that_has_ended_get_no_advice_to_wait_for_its_end() -> None:
     silent = run_of(replace(SLOW, loader_batch_ms=None, loader_wait_ms=None), loader=None)
-    assert the(unknown, silent).change.startswith("run distill doctor again when the run has ended")
-    ended = the(unknown, replace(silent, has_ended=True))
+    assert the(data_bound, silent).change.startswith("run distill doctor again when the run has ended")
+    ended = the(data_bound, replace(silent, has_ended=True))
     assert "the records of this run lack loader/read_wait_ms or loader/core_wait_ms" in ended.sentence
     assert ended.change.startswith("train a few steps with this version (--set train.max_steps=100)")
 
@@ -159,7 +159,7 @@ def test_a_rank_that_alone_waits_for_data_makes_no_run_storage_bound() -> None:
     metrics |= {"rank0/loader_batch_ms": 32.0, "rank1/loader_batch_ms": 200.0}
     e = run_of(waiting(RANK, 100, 1), waits(SLOW, 1), loader=loader_costs(metrics))
     assert names(e) == ["straggler", "decode-bound"]
-    assert the(decoding, e).gain_pct == pytest.approx(100 * 32 / 200)  # of both ranks
+    assert the(decode_bound, e).gain_pct == pytest.approx(100 * 32 / 200)  # of both ranks
 
 
 def test_a_slow_loader_behind_a_slow_network_is_named_after_it() -> None:
@@ -176,8 +176,8 @@ def test_a_slow_loader_behind_a_slow_network_is_named_after_it() -> None:
 
 def test_what_a_step_computes_gains_nothing_while_it_waits_for_images() -> None:
     e = run_of(longer(RANK, data=100, teacher=100), loader=loader(300 / 64, read_wait=290 / 64, cpu=10 / 64))
-    assert the(teacher, e).gain_pct == 0
-    assert the(storage, e).gain_pct == pytest.approx(100 * 101 / 300)
+    assert the(teacher_bound, e).gain_pct == 0
+    assert the(storage_bound, e).gain_pct == pytest.approx(100 * 101 / 300)
     first, then = findings(e)
     assert (first.cause, first.after) == ("storage-bound", None)
     assert (then.cause, then.after) == ("teacher-bound", "storage-bound")
@@ -194,7 +194,7 @@ def test_two_causes_of_which_neither_gains_alone_are_one_finding() -> None:
 
 def test_a_loader_that_is_nearly_as_slow_as_the_step_bounds_what_less_work_gains() -> None:
     near = run_of(replace(longer(RANK, teacher=100), loader_batch_ms=150.0), loader=loader(150 / 64, cpu=150 / 64))
-    assert the(teacher, near).gain_pct == pytest.approx(100 * 50 / 200, abs=0.5)
+    assert the(teacher_bound, near).gain_pct == pytest.approx(100 * 50 / 200, abs=0.5)
     assert [(found.cause, found.after) for found in findings(near)][1] == ("decode-bound", "teacher-bound")
 
 
@@ -211,8 +211,8 @@ def test_without_loader_workers_loading_during_the_work_is_the_gain() -> None:
 
 def test_a_slow_copy_is_its_own_gain_and_decoding_on_the_device_has_its_own_words() -> None:
     slow = run_of(longer(RANK, h2d=99.5))
-    assert the(copy, slow).gain_pct == pytest.approx(50, abs=0.2)
-    assert the(copy, replace(slow, decodes_on_device=True)).cause == "device decode"
+    assert the(copy_bound, slow).gain_pct == pytest.approx(50, abs=0.2)
+    assert the(copy_bound, replace(slow, decodes_on_device=True)).cause == "device decode"
 
 
 # Cores
@@ -242,20 +242,20 @@ def test_a_slow_rank_gains_no_more_than_busy_cores_allow() -> None:
 def test_cheaper_images_free_the_cores_that_the_step_waits_for() -> None:
     crowded = replace(longer(RANK, backward=60), cpu_ms=275.0, core_wait_ms=60.0)
     e = on_cores(run_of(crowded, loader=loader(180 / 64, cpu=180 / 64)), 2)
-    assert the(decoding, e).gain_pct == pytest.approx(100 * 60 / 160, abs=1)
-    assert the(decoding, on_cores(run_of(replace(crowded, core_wait_ms=None), loader=e.loader), 2)).gain_pct < 1
+    assert the(decode_bound, e).gain_pct == pytest.approx(100 * 60 / 160, abs=1)
+    assert the(decode_bound, on_cores(run_of(replace(crowded, core_wait_ms=None), loader=e.loader), 2)).gain_pct < 1
 
 
 def test_other_programs_on_the_cores_that_a_step_waits_for_are_named() -> None:
     """A step of 160 ms on two cores: 100 of its own, of others 220 ms less that, and 60 of waiting for them."""
     crowded = replace(longer(RANK, backward=60), cpu_ms=100.0 + 64 * LOADER.cpu_ms, core_wait_ms=60.0)
     e = replace(run_of(crowded), nodes=(NodeUse(100.0, cpu_cores=2),))
-    found = the(other_programs, e)
+    found = the(busy_cores, e)
     others_ms = 320 - 100 - 64 * LOADER.cpu_ms
     assert found.gain_pct == pytest.approx(100 * 60 / 160 * others_ms / 220, abs=0.5)
     assert "other programs" in found.sentence
     assert names(e)[0] == "busy cores"
-    assert other_programs(replace(e, nodes=(NodeUse(45.0, cpu_cores=2),))) is None
+    assert busy_cores(replace(e, nodes=(NodeUse(45.0, cpu_cores=2),))) is None
 
 
 # Ranks
@@ -354,7 +354,7 @@ def test_a_rank_is_slow_where_its_lateness_stands_out_of_what_the_waits_vary_by(
 
 def test_a_slow_network_keeps_every_rank_waiting_and_is_no_straggler() -> None:
     slow = run_of(waiting(RANK, 0, 80), waiting(RANK, 0, 82))
-    found = the(all_reduce, slow)
+    found = the(all_reduce_bound, slow)
     assert found.gain_pct == pytest.approx(100 * 80 / 180, rel=0.02)
     assert straggler(slow) is None
     assert findings(slow)[0].cause == "all-reduce-bound"
@@ -362,8 +362,8 @@ def test_a_slow_network_keeps_every_rank_waiting_and_is_no_straggler() -> None:
 
 def test_waits_for_a_slow_rank_are_not_the_networks() -> None:
     slow = waits(longer(RANK, student=60), 1.0)
-    assert the(all_reduce, run_of(waiting(RANK, 60, 1), slow)).gain_pct < 1
-    assert all_reduce(HEALTHY) is None
+    assert the(all_reduce_bound, run_of(waiting(RANK, 60, 1), slow)).gain_pct < 1
+    assert all_reduce_bound(HEALTHY) is None
 
 
 def test_ranks_that_are_late_in_turn_are_neither_a_straggler_nor_the_network() -> None:
@@ -391,7 +391,7 @@ def test_a_tiny_batch_pays_for_launches_and_a_larger_one_is_proposed() -> None:
         loader_batch_ms=1.0,
     )
     passes_ms = {2: 9.0, 4: 10.0, 8: 12.0, 16: 17.6, 32: 35.2}
-    found = the(launches, replace(run_of(replace(tiny, step_ms=13.0)), global_batch=2, passes_ms=passes_ms))
+    found = the(launch_bound, replace(run_of(replace(tiny, step_ms=13.0)), global_batch=2, passes_ms=passes_ms))
     # Of 9 ms of passes 2.2 are left at 8 times as many images, and an eighth of 4 ms that any step takes.
     assert found.change.startswith("--set data.global_batch_size=16 ")
     assert found.gain_pct == pytest.approx(100 * (9 - 2.2 + 4 * 7 / 8) / 13)
@@ -399,13 +399,13 @@ def test_a_tiny_batch_pays_for_launches_and_a_larger_one_is_proposed() -> None:
 
 def test_a_larger_batch_whose_images_take_as_long_is_not_proposed() -> None:
     assert "launch-bound" not in names(HEALTHY)
-    assert launches(replace(HEALTHY, passes_ms={})) is None
+    assert launch_bound(replace(HEALTHY, passes_ms={})) is None
 
 
 def test_what_a_step_computes_beyond_its_passes_is_saved_only_as_far_as_launching_explains_it() -> None:
     """Of two ranks of 95 ms each passes take 65: 2 ms of launching, and DDP's as many, are needed half as often."""
     ranks = (waits(longer(RANK, optimizer=-2), 1.0), waits(longer(RANK, optimizer=-2), 1.0))
-    found = launches(run_of(*ranks, passes_ms={64: 65.0, 128: 130.0}))
+    found = launch_bound(run_of(*ranks, passes_ms={64: 65.0, 128: 130.0}))
     assert found is not None
     assert found.effect.work_ms == pytest.approx(0.5 * 4 + 0.5 * RANK.rest_ms)
     assert found.change.startswith("--set data.global_batch_size=256")
@@ -414,27 +414,27 @@ def test_what_a_step_computes_beyond_its_passes_is_saved_only_as_far_as_launchin
 def test_a_batch_that_is_too_large_for_a_gpu_is_not_proposed() -> None:
     passes_ms = {64: 95.0, 128: 120.0, 256: 200.0}
     timed = replace(IDLE, passes_ms=passes_ms)
-    assert the(launches, timed).change.startswith("--set data.global_batch_size=256")
-    assert the(launches, timed).gain_pct == pytest.approx(98.5 * (1 - 200 / (4 * 95)), abs=1)
-    assert the(launches, replace(timed, out_of_memory_images=256.0)).change.startswith("--set data.global_batch_size=128")
+    assert the(launch_bound, timed).change.startswith("--set data.global_batch_size=256")
+    assert the(launch_bound, timed).gain_pct == pytest.approx(98.5 * (1 - 200 / (4 * 95)), abs=1)
+    assert the(launch_bound, replace(timed, out_of_memory_images=256.0)).change.startswith("--set data.global_batch_size=128")
 
 
 IDLE = replace(HEALTHY, one_image_ms=70.0, passes_ms={}, gpus=(GpuUse("node0/gpu0", util_pct=40.0),))
 
 
 def test_a_gpu_that_waits_for_launches_is_recognised_by_its_idle_time() -> None:
-    found = the(launches, IDLE)
+    found = the(launch_bound, IDLE)
     assert found.cause == "launch-bound"
     assert found.gain_pct == pytest.approx(60 - 1.0)
     assert found.change.startswith("--set data.global_batch_size=256")  # 64 images are 40% of what it could do
-    assert the(launches, replace(IDLE, one_image_ms=None)).gain_pct == found.gain_pct
+    assert the(launch_bound, replace(IDLE, one_image_ms=None)).gain_pct == found.gain_pct
 
 
 def test_an_idle_gpu_whose_host_could_launch_faster_waits_for_something_else() -> None:
     waiting_gpu = replace(IDLE, one_image_ms=20.0)
-    assert the(launches, waiting_gpu).cause == "host-bound"
-    assert the(launches, waiting_gpu).gain_pct == pytest.approx(60 - 1.0)
-    assert launches(replace(IDLE, gpus=(GpuUse("node0/gpu0"),))) is None
+    assert the(launch_bound, waiting_gpu).cause == "host-bound"
+    assert the(launch_bound, waiting_gpu).gain_pct == pytest.approx(60 - 1.0)
+    assert launch_bound(replace(IDLE, gpus=(GpuUse("node0/gpu0"),))) is None
 
 
 def test_a_busy_gpu_has_nothing_to_gain_from_launches() -> None:
@@ -443,54 +443,54 @@ def test_a_busy_gpu_has_nothing_to_gain_from_launches() -> None:
 
 def test_a_larger_batch_must_fit_into_the_gpus_memory() -> None:
     full = replace(IDLE, peak_memory_mib=10_000.0, gpu_memory_mib=24_000.0)
-    assert the(launches, full).change.startswith("--set data.global_batch_size=128")
+    assert the(launch_bound, full).change.startswith("--set data.global_batch_size=128")
 
 
 def test_an_idle_gpu_whose_memory_is_full_is_not_reported_as_having_nothing_to_gain() -> None:
     full = replace(IDLE, peak_memory_mib=20_000.0, gpu_memory_mib=24_000.0)
-    found = the(launches, full)
+    found = the(launch_bound, full)
     assert found.gain_pct == pytest.approx(60 - 1.0)
     assert found.change.startswith(
         "no larger batch is possible: --set train.compile=true, for fewer kernels; --set precision=bf16"
     )
-    assert "train.compile" not in the(launches, replace(full, compiled=True)).change
+    assert "train.compile" not in the(launch_bound, replace(full, compiled=True)).change
     assert names(full) == ["launch-bound"]
 
 
 def test_no_batch_is_proposed_that_has_more_images_than_there_are() -> None:
     few = replace(IDLE, train_images=1442)  # 64 images a batch
-    assert the(launches, replace(few, gpus=(GpuUse("node0/gpu0", util_pct=1.0),))).change.startswith(
+    assert the(launch_bound, replace(few, gpus=(GpuUse("node0/gpu0", util_pct=1.0),))).change.startswith(
         "--set data.global_batch_size=1024"
     )
-    assert "global_batch_size" not in the(launches, replace(few, train_images=100)).change
+    assert "global_batch_size" not in the(launch_bound, replace(few, train_images=100)).change
     tiny = replace(few, gpus=(), passes_ms={64 * times: 90.0 + times for times in (1, 2, 4, 8, 16, 32, 64)})
-    assert the(launches, tiny).change.startswith("--set data.global_batch_size=1024")
-    assert launches(replace(tiny, train_images=100)) is None
+    assert the(launch_bound, tiny).change.startswith("--set data.global_batch_size=1024")
+    assert launch_bound(replace(tiny, train_images=100)) is None
     slow = run_of(waiting(RANK, 0, 80), waiting(RANK, 0, 82), train_images=200)
-    assert "global_batch_size" not in the(all_reduce, slow).change
-    assert "global_batch_size=256" in the(all_reduce, replace(slow, train_images=1442)).change
+    assert "global_batch_size" not in the(all_reduce_bound, slow).change
+    assert "global_batch_size=256" in the(all_reduce_bound, replace(slow, train_images=1442)).change
 
 
 def test_micro_batches_that_the_memory_could_hold_as_one_are_named_before_a_larger_batch() -> None:
     cut = replace(IDLE, accumulate=4, one_image_ms=20.0, peak_memory_mib=5_000.0, gpu_memory_mib=80_000.0)
-    found = the(launches, cut)
+    found = the(launch_bound, cut)
     assert (found.cause, found.change) == ("memory unused", "--set optim.accumulate=1")
     assert "5,000 of 80,000 MiB" in found.sentence
-    assert the(launches, replace(cut, peak_memory_mib=70_000.0)).change.startswith("no larger batch is possible")
+    assert the(launch_bound, replace(cut, peak_memory_mib=70_000.0)).change.startswith("no larger batch is possible")
 
 
 def test_a_teacher_that_outweighs_the_student_is_named_and_a_smaller_one_is_not() -> None:
-    assert the(teacher, run_of(longer(RANK, teacher=100))).gain_pct == pytest.approx(100 * 125 / 200)
-    assert teacher(HEALTHY) is None
-    assert teacher(run_of(longer(RANK, teacher=100), teacher_actors=1)) is None
+    assert the(teacher_bound, run_of(longer(RANK, teacher=100))).gain_pct == pytest.approx(100 * 125 / 200)
+    assert teacher_bound(HEALTHY) is None
+    assert teacher_bound(run_of(longer(RANK, teacher=100), teacher_actors=1)) is None
 
 
 def test_a_step_that_waits_for_a_service_names_how_many_actors_do() -> None:
-    found = the(service_waits, run_of(longer(RANK, teacher=100), teacher_actors=1))
+    found = the(service_bound, run_of(longer(RANK, teacher=100), teacher_actors=1))
     # 200 ms of work a step for what else takes 75: three actors do it in 67.
     assert found.change.startswith("--set teacher.service=3; or, ")
     assert found.gain_pct == pytest.approx(100 * 125 / 200)
-    assert service_waits(run_of(longer(RANK, teacher=100))) is None
+    assert service_bound(run_of(longer(RANK, teacher=100))) is None
     assert findings(run_of(longer(RANK, teacher=100), teacher_actors=2))[0].cause == "service-bound"
 
 
@@ -510,7 +510,7 @@ def over(*epochs: EpochUse, steps_per_epoch: int = 1000, **changes: Any) -> Evid
 
 def test_epochs_that_grow_while_a_hot_gpus_clock_falls_are_thermal_drift() -> None:
     e = over(epoch(175, 1410, 60), epoch(185, 1330, 74, 0x20), epoch(199, 1240, 80, 0x20))
-    found = the(thermal, e)
+    found = the(thermal_throttling, e)
     assert found.cause == "thermal drift"
     assert found.gain_pct == pytest.approx(100 * (1 - 1240 / 1410), abs=0.5)
     assert "from 175.0 to 199.0 s" in found.sentence
@@ -520,12 +520,12 @@ def test_epochs_that_grow_while_a_hot_gpus_clock_falls_are_thermal_drift() -> No
 
 def test_epochs_that_grow_at_full_clocks_or_on_a_cool_gpu_have_no_thermal_cause() -> None:
     for epochs in ((epoch(175, 1410, 60), epoch(199, 1410, 80)), (epoch(175, 1410, 60), epoch(199, 1240, 61))):
-        assert thermal(over(*epochs)) is None
+        assert thermal_throttling(over(*epochs)) is None
 
 
 def test_a_gpu_that_is_throttled_from_the_start_is_a_finding() -> None:
     e = over(*(epoch(100, 1188, 88, 0x40) for _ in range(3)))
-    found = the(thermal, e)
+    found = the(thermal_throttling, e)
     assert found.cause == "thermal throttling"
     assert "1,188 of 1,980 MHz all the time at 88 °C (hw_thermal_slowdown)" in found.sentence
     assert found.gain_pct == pytest.approx(40, abs=2)
@@ -535,7 +535,7 @@ def test_a_gpu_that_is_throttled_from_the_start_is_a_finding() -> None:
 
 def test_other_gpus_that_are_not_throttled_show_what_a_throttled_one_could_have() -> None:
     gpus = tuple(GpuUse(f"node0/gpu{n}", 99.0, 60 + 20 * n, (1700, 1190)[n], 1980, 0x20 * n, 100.0 * n) for n in (0, 1))
-    found = the(thermal, replace(HEALTHY, gpus=gpus))
+    found = the(thermal_throttling, replace(HEALTHY, gpus=gpus))
     assert "1,190 of 1,700 MHz" in found.sentence
 
 
@@ -612,7 +612,7 @@ def test_what_lies_between_steps_is_part_of_the_time_that_gains_are_of() -> None
     assert the(between_epochs, e).gain_pct == pytest.approx(20)
     assert names(e) == ["checkpoints", "between epochs"]
     heavy = replace(run_of(longer(RANK, teacher=100)), clock=clock)
-    assert the(teacher, heavy).gain_pct == pytest.approx(100 * 125 / 400)
+    assert the(teacher_bound, heavy).gain_pct == pytest.approx(100 * 125 / 400)
 
 
 def test_a_loader_that_keeps_up_is_never_blamed() -> None:

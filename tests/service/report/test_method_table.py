@@ -11,7 +11,7 @@ from service import cli
 from service.report.method_table import in_stages, method_parts, method_table
 from tests.trainables.methods.offering import installed
 from trainables.errors import ExperimentError
-from trainables.methods import METHODS, load_method
+from trainables.methods.registry import METHODS, load_method
 
 OWN_METHOD = """
 from trainables.config import MethodOptions

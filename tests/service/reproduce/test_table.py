@@ -9,7 +9,8 @@ from service.reproduce.sweeps import Request, compose
 from service.reproduce.table import ALONE, read_table, shipped_tables
 from service.sweeps.trials import plan_trials
 from trainables.errors import ExperimentError
-from trainables.methods import METHODS, option_key
+from trainables.methods.method_file import option_key
+from trainables.methods.registry import METHODS
 from trainables.models.names import check_model_name
 
 SMALL = """\

@@ -1,11 +1,11 @@
 """What is recorded of a trial that leaves no outcome of its own, as Ray Tune ends it."""
 
 from pathlib import Path
-from threading import Thread
 
 import pytest
 import ray
 from ray.exceptions import ActorDiedError, RayTaskError
+from ray.train._internal.storage import StorageContext
 from ray.tune.error import TuneError
 from ray.tune.experiment import Trial
 
@@ -108,7 +108,9 @@ def test_a_trial_that_tune_ended_with_an_error_has_failed_and_why(
 ) -> None:
     monkeypatch.setattr(tune_errors, "ENDING_S", 0.0)
     run_dir, trial = RunDir(tmp_path), trial_in(tmp_path, error)
-    ends(run_dir).on_trial_error(1, [trial], trial)
+    callback = ends(run_dir)
+    callback.on_trial_error(1, [trial], trial)
+    callback.on_step_end(1, [trial])
     outcome = read_outcome(run_dir.trial("000").result)
     assert outcome.status == "failed"
     assert outcome.reason.startswith(reason)
@@ -127,19 +129,43 @@ def test_a_trial_whose_process_the_end_of_the_session_killed_is_left_to_the_next
     monkeypatch.setattr(tune_errors, "ENDING_S", 60.0)
     run_dir, trial, session_ending = RunDir(tmp_path), trial_in(tmp_path, DIED), SessionEnding()
     callback = ends(run_dir, session_ending=session_ending)
-    tune = Thread(target=callback.on_trial_error, args=(1, [trial], trial), daemon=True)
-    tune.start()
+    callback.on_trial_error(1, [trial], trial)  # does not wait: Tune's loop goes on
+    callback.on_step_end(1, [trial])
     session_ending.set()  # the main thread notices a moment later than Tune's
-    tune.join(30)
-    assert not tune.is_alive()
+    callback.on_experiment_end([trial])
     assert not run_dir.trial("000").result.exists()
 
 
+def test_a_death_just_before_tune_ends_is_recorded_before_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune_errors, "ENDING_S", 0.05)
+    run_dir, trial = RunDir(tmp_path), trial_in(tmp_path, DIED)
+    callback = ends(run_dir)
+    callback.on_trial_error(1, [trial], trial)
+    assert not run_dir.trial("000").result.exists()
+    callback.on_experiment_end([trial])
+    assert read_outcome(run_dir.trial("000").result).status == "failed"
+
+
+def test_the_reason_of_a_trial_in_the_store_names_the_file_by_its_uri(
+    s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAYDISTILL_COPIES", str(tmp_path / "copies"))
+    run_dir = RunDir(stored_runs.run_folder(URI))
+    storage = StorageContext(stored_runs.ray_storage(run_dir), "tune-1", trial_dir_name="000")
+    trial = trial_in(tmp_path, RayTaskError("run_trial", "Traceback …", ValueError("no")))
+    monkeypatch.setattr(TrialIn, "path", storage.trial_fs_path)
+    ends(run_dir).on_trial_error(1, [trial], trial)
+    reason = read_outcome(run_dir.trial("000").result).reason
+    assert reason == "ValueError: no; see s3://bucket/runs/.ray/sweep/tune-1/000/error.txt"
+
+
 def test_ray_tune_can_pickle_the_callbacks(tmp_path: Path) -> None:
-    ray.cloudpickle.dumps([ends(RunDir(tmp_path)), WorkerGroupEnds(None, SessionEnding())])
+    ray.cloudpickle.dumps([ends(RunDir(tmp_path)), WorkerGroupEnds(RunDir(tmp_path), None, SessionEnding())])
 
 
 def test_a_group_of_workers_that_the_end_of_the_session_killed_has_not_failed(tmp_path: Path) -> None:
     trial, session_ending, no_coordinator = trial_in(tmp_path, DIED), SessionEnding(), None
     session_ending.set()
-    WorkerGroupEnds(no_coordinator, session_ending).on_trial_error(1, [trial], trial)
+    callback = WorkerGroupEnds(RunDir(tmp_path), no_coordinator, session_ending)
+    callback.on_trial_error(1, [trial], trial)
+    callback.on_experiment_end([trial])

@@ -361,7 +361,7 @@ def python(code: str, *arguments: str, **options: Any) -> subprocess.Popen[str]:
 def test_a_sender_that_is_killed_in_the_middle_loses_and_doubles_nothing(
     runs_root: Path, run_dir: RunDir, tracker: Tracker
 ) -> None:
-    num_steps = 20_000
+    num_steps = 8_000
     stage = run_dir.stage("student").metrics
     write_steps(stage, range(num_steps))
     tracker.start_run("train", "run")

@@ -18,7 +18,7 @@ from trainables.engine.check_method_jobs import Case, job_config
 from trainables.engine.graphed_step import Capture, CudaCapture, GraphedStep, TrainStep
 from trainables.engine.job import Job, build
 from trainables.engine.loop import begin_step
-from trainables.methods import load_method
+from trainables.methods.registry import load_method
 
 CPU = torch.device("cpu")
 

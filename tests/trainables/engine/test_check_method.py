@@ -19,7 +19,7 @@ from trainables.engine.check_method import Case, CheckResult, check
 from trainables.engine.check_method_jobs import job_config
 from trainables.engine.job import build
 from trainables.engine.step import train_step
-from trainables.methods import METHODS
+from trainables.methods.registry import METHODS
 
 
 def problems(ranks: RankPool, name: str) -> dict[str, str]:

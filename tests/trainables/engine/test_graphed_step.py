@@ -19,7 +19,7 @@ from trainables.engine import graphed_step
 from trainables.engine.graphed_step import GraphedStep, obstacle
 from trainables.engine.job import build
 from trainables.engine.step_recording import StepRecording
-from trainables.methods import METHODS
+from trainables.methods.registry import METHODS
 
 QUICK = {"kd", "ab", "crd", "pskd"}
 """No terms, an epoch in the draws, an epoch in the loss; the others are slow together."""

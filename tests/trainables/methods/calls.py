@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from trainables.distributed.gather import Gather
 from trainables.distributed.group import Group
-from trainables.methods import load_method
 from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, ModelSpec
+from trainables.methods.registry import load_method
 from trainables.models.forward import seeded
 
 

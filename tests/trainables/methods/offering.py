@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainables.methods import ENTRY_POINTS, available_methods
+from trainables.methods.registry import ENTRY_POINTS, available_methods
 
 
 @contextlib.contextmanager

@@ -11,11 +11,11 @@ from tests.trainables.methods.calls import make, samples
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
 from trainables.errors import ExperimentError
-from trainables.methods import load_method
 from trainables.methods.ab import beyond_the_boundary
 from trainables.methods.contract import Method, ModelOutputs
 from trainables.methods.features import ConvReg, average_pooled, body_parameters, pooled_alike, unit
 from trainables.methods.kdsvd import right_singular
+from trainables.methods.registry import load_method
 from trainables.models.registry import build_model
 
 Shapes = tuple[tuple[int, ...], ...]

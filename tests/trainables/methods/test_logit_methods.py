@@ -9,8 +9,8 @@ from torch import Tensor
 from tests.trainables.methods.calls import make, samples
 from tests.trainables.methods.split import Case, assert_ranks_equal_one, draw
 from trainables.distributed.rank_pool import RankPool
-from trainables.methods import load_method
 from trainables.methods.contract import ModelOutputs
+from trainables.methods.registry import load_method
 
 CASES = [
     Case("dist"),

@@ -11,8 +11,9 @@ import pytest
 from tests.trainables.methods.offering import installed
 from trainables.config import MethodOptions
 from trainables.errors import ExperimentError
-from trainables.methods import METHODS, check_name, load_method, option_key, read_source
 from trainables.methods.contract import Method
+from trainables.methods.method_file import option_key, read_source
+from trainables.methods.registry import METHODS, check_name, load_method
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -48,7 +49,7 @@ def test_a_name_that_means_no_method_is_refused_with_what_to_write(name: str, sa
 def test_checking_a_name_imports_no_torch() -> None:
     program = """
 import sys
-from trainables.methods import check_name
+from trainables.methods.registry import check_name
 check_name("dkd")
 print("torch" in sys.modules)
 """

@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from trainables.config import MethodOptions
-from trainables.methods import METHODS, load_method
+from trainables.methods.registry import METHODS, load_method
 
 
 class Defaults(NamedTuple):

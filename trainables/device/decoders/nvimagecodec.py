@@ -31,7 +31,6 @@ class NvImageCodec:
         self._params = nvimgcodec.DecodeParams(apply_exif_orientation=False, color_spec=nvimgcodec.ColorSpec.SRGB)
 
     def decode(self, regions: list[Region]) -> list[Tensor | None]:
-        """See RegionDecoder."""
         streams, positions = [], []
         pixels: list[Tensor | None] = [None] * len(regions)
         for position, region in enumerate(regions):

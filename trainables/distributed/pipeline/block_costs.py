@@ -70,10 +70,7 @@ def measure_blocks(
     """The blocks between these cut points, timed on micro-batches of these sizes. `model` stays as it is.
 
     Without `training`: as a frozen teacher runs, forward only. Sizes that the device's memory or a batch norm refuses, and larger
-    ones after `BUDGET_S`, are left out.
-
-    Raises:
-        ModelError: the model runs at none of the sizes, or does not fit the device.
+    ones after `BUDGET_S`, are left out. Raises ModelError: the model runs at none of the sizes, or does not fit the device.
     """
     what = "the whole model" if training else "the whole teacher, sharded or not,"
     model = _on_device(model, conditions, what).train(training)
@@ -82,6 +79,7 @@ def measure_blocks(
     with torch.random.fork_rng([conditions.device] if conditions.device.type == "cuda" else []):
         passes = _rounds(run, sizes, what)
     shortest = {size: _shortest(found) for size, found in passes.items()}
+    totals_s = [[each.total_s for each in found] for found in passes.values()]
     usual = median([each.total_s / shortest[size].total_s for size, found in passes.items() for each in found])
     blocks = [
         Block(
@@ -94,7 +92,7 @@ def measure_blocks(
         )
         for index, name in enumerate(["", *cuts])
     ]
-    return Measurement(blocks, max(_spread([each.total_s for each in found]) for found in passes.values()))
+    return Measurement(blocks, max(median(times_s) / min(times_s) for times_s in totals_s))
 
 
 def _on_device(model: nn.Module, conditions: Conditions, what: str) -> nn.Module:
@@ -112,10 +110,6 @@ def _does_not_fit(what: str, error: Exception) -> ModelError:
         f"the parts of a model are timed on one device, and {what} does not fit it with its micro-batches: write"
         f" scale.cut and scale.micro_batches by hand ({reason})"
     )
-
-
-def _spread(times_s: Sequence[float]) -> float:
-    return median(times_s) / min(times_s)
 
 
 def _shortest(passes: Sequence[_PassTimes]) -> _PassTimes:

@@ -39,8 +39,7 @@ def cut_points(model: nn.Module, image_size: int, uncut: Collection[str] = ()) -
 
     Each side of a cut has parameters, and no parameter is on both. All modules of `uncut` (paths) are in the last stage.
 
-    Raises:
-        ModelError: the model's forward cannot be traced.
+    Raises ModelError: the model's forward cannot be traced.
     """
     found: list[dict[str, CutPoint]] = []
     for training in (True, False):

@@ -41,8 +41,7 @@ def trace(model: nn.Module, expand: Collection[str] | None = None) -> fx.Graph:
 
     `expand`: the modules that are traced into; by default all but torch's own layers and those that cannot be traced.
 
-    Raises:
-        ModelError: the model's own forward cannot be traced.
+    Raises ModelError: the model's own forward cannot be traced.
     """
     opaque: set[str] = set()
     while True:
@@ -88,7 +87,6 @@ def module_paths(node: fx.Node) -> tuple[str, ...]:
 
 
 def attribute_of(model: nn.Module, path: str) -> Any:
-    """A parameter or buffer by its dotted name."""
     parent, _, name = path.rpartition(".")
     return getattr(model.get_submodule(parent), name)
 

@@ -13,26 +13,26 @@ from trainables.distributed.group import Group, gather_objects
 
 @dataclass(frozen=True)
 class Layout:
-    """This rank's replica and stage."""
+    """This rank's replica and pipeline stage."""
 
     job: Group
     """All ranks."""
     replicas: Group
-    """The ranks that have the same stage: the rank in it is the replica's number."""
-    stages: Group
-    """The ranks of this replica: the rank in it is the stage's number."""
+    """The ranks that have the same pipeline stage: the rank in it is the replica's number."""
+    pipeline: Group
+    """The ranks of this replica: the rank in it is the pipeline stage's number."""
     hosts: Group
     """The same ranks, with a process group for CPU tensors: batches, and the parts of a checkpoint."""
 
     @property
     def is_first(self) -> bool:
         """Whether this rank's stage gets the images."""
-        return self.stages.rank == 0
+        return self.pipeline.rank == 0
 
     @property
     def is_last(self) -> bool:
         """Whether this rank's stage computes the logits."""
-        return self.stages.rank == self.stages.world_size - 1
+        return self.pipeline.rank == self.pipeline.world_size - 1
 
 
 _built = WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Group, int], Layout]]()
@@ -46,7 +46,7 @@ def build_layout(group: Group, num_stages: int) -> Layout:
     """
     if num_stages == 1:
         alone = Group(local_rank=group.local_rank, device=group.device)
-        return Layout(job=group, replicas=group, stages=alone, hosts=alone)
+        return Layout(job=group, replicas=group, pipeline=alone, hosts=alone)
     assert dist.group.WORLD is not None
     built = _built.setdefault(dist.group.WORLD, {})
     if (group, num_stages) not in built:
@@ -65,9 +65,9 @@ def _build_stages(group: Group, num_stages: int) -> Layout:
         nodes = gather_objects(socket.gethostname(), found)
         return replace(found, local_rank=nodes[:rank].count(nodes[rank]))
 
-    stages = part("stage")
-    ranks = dist.get_process_group_ranks(stages.process_group)
+    pipeline = part("stage")
+    ranks = dist.get_process_group_ranks(pipeline.process_group)
     host_group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     assert isinstance(host_group, dist.ProcessGroup)
-    hosts = replace(stages, device=torch.device("cpu"), process_group=host_group)
-    return Layout(job=group, replicas=part("replica"), stages=stages, hosts=hosts)
+    hosts = replace(pipeline, device=torch.device("cpu"), process_group=host_group)
+    return Layout(job=group, replicas=part("replica"), pipeline=pipeline, hosts=hosts)

@@ -40,8 +40,7 @@ class Planner:
     def plan(self, num_samples: int, starts: Starts | None = None, num_micro_batches: int | None = None) -> Plan:
         """The fastest plan for a replica's batch; `starts` and `num_micro_batches` where they are given.
 
-        Raises:
-            ModelError: fewer cut points than stages need, or no plan fits the memory.
+        Raises ModelError: fewer cut points than stages need, or no plan fits the memory.
         """
         stages = self.devices.num_stages
         if len(self.blocks) < stages:
@@ -196,14 +195,12 @@ class _Layout:
         """
         times, overlapped = self._times(starts), self._devices.link.overlapped
         ended_s = step_seconds(times, self._planner.schedule, self._number, overlapped=overlapped)
-        reduced_s = [
-            end_s + max(0.0, self._all_reduce_s(first, end) - (stage.backward_s if len(times) == 1 and overlapped else 0.0))
-            for end_s, stage, (_, first, end) in zip(ended_s, times, stage_parts(starts, self._student.count), strict=True)
-        ]
+        reduced_s = []
+        for end_s, stage, (_, first, end) in zip(ended_s, times, stage_parts(starts, self._student.count), strict=True):
+            all_reduce_s = self._devices.all_reduce_s(self._student.parameter_bytes(first, end))
+            hidden_s = stage.backward_s if len(times) == 1 and overlapped else 0.0
+            reduced_s.append(end_s + max(0.0, all_reduce_s - hidden_s))
         return max(reduced_s)
-
-    def _all_reduce_s(self, first: int, end: int) -> float:
-        return self._devices.all_reduce_s(self._student.parameter_bytes(first, end))
 
     def plan(self, starts: Starts) -> Plan:
         """What is expected of these stages."""

@@ -41,8 +41,7 @@ def cache_folder() -> Path | None:
 def starts_of(points: Sequence[CutPoint], cuts: Sequence[str], num_stages: int) -> Starts:
     """The first blocks of the stages that begin with these modules.
 
-    Raises:
-        ModelError: a name is no cut point, or they are not one fewer than stages, in the order of the forward.
+    Raises ModelError: a name is no cut point, or they are not one fewer than stages, in the order of the forward.
     """
     starts = [0]
     for cut in cuts:
@@ -77,8 +76,7 @@ def block_costs(
     They measure at the same time, as they run at the same time later: ranks of a node share its memory, its caches and its power.
     The blocks are those of the slowest rank, for which the others wait in each step. Every rank calls it, and gets the same.
 
-    Raises:
-        ModelError: see there; on every rank.
+    Raises ModelError: see there; on every rank.
     """
     cuts = [point.module for point in points]
     key = {**_key(model, conditions, training), "ranks": group.world_size, "cuts": cuts, "sizes": list(sizes)}

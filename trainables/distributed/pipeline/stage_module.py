@@ -16,8 +16,7 @@ def split(model: nn.Module, cuts: Sequence[str]) -> list[StageModule]:
 
     The names of parameters and buffers are those of the whole model. Modules that hold no cut are called as they are.
 
-    Raises:
-        ModelError: the model's forward cannot be traced, a name is no cut point, or a buffer would be lost.
+    Raises ModelError: the model's forward cannot be traced, a name is no cut point, or a buffer would be lost.
     """
     expand = {cut.rsplit(".", count)[0] for cut in cuts for count in range(1, cut.count(".") + 1)}
     graphs = {}

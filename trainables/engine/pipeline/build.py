@@ -27,8 +27,7 @@ log = logging.getLogger("raydistill")
 def possible_cuts(config: TrainConfig, module: DistillationModule) -> list[CutPoint]:
     """Where the student may be cut: before all that its methods read. With `scale.cut` those cuts.
 
-    Raises:
-        ExperimentError, ModelError: it cannot be cut so, or has methods that cannot be trained in stages; one line.
+    Raises ExperimentError, ModelError: it cannot be cut so, or has methods that cannot be trained in stages.
     """
     stages, model = config.scale.num_stages, config.model
     for key, method in module.methods_by_name.items():
@@ -97,10 +96,7 @@ def with_saved_cut(config: TrainConfig, path: Path) -> TrainConfig:
     """With the cut and the micro-batches of a checkpoint of as many stages, where `scale` leaves them open; stages too.
 
     Another number of micro-batches would change what batch norms see in the middle of a run. Stages that do not go with another
-    number of workers are chosen anew.
-
-    Raises:
-        CheckpointError: the file is damaged.
+    number of workers are chosen anew. Raises CheckpointError: the file is damaged.
     """
     saved = checkpoint.read_about(path).get("pipeline")
     scale = config.scale
@@ -123,20 +119,19 @@ def cut_student(
 
     Every rank calls it; the last stage's have the methods and the teacher. The memory of other stages is freed.
 
-    Raises:
-        ExperimentError, ModelError: see `possible_cuts`; on every rank.
+    Raises ExperimentError, ModelError: see `possible_cuts`; on every rank.
     """
     student, scale, job = module.student, config.scale, layout.job
     decider = scale.num_stages - 1  # the last stage of the first replica knows what methods read
     points = from_rank(lambda: possible_cuts(config, module), job, decider)
     planner = None
     if scale.cut is None or scale.micro_batches == "auto":
-        assert layout.stages.process_group is not None
-        link = measure_link(layout.stages.process_group, job.device)
+        assert layout.pipeline.process_group is not None
+        link = measure_link(layout.pipeline.process_group, job.device)
         costs = measure(config, points, models, sizes_of(config), job, layout.replicas)
         planner = planner_of(config, job.device, link, costs, teacher_is_sharded=models.teacher_is_sharded)
     cut = from_rank(lambda: _choose_cut(config, points, models, planner), job, decider)
-    stage = split(student, cut.modules)[layout.stages.rank]
+    stage = split(student, cut.modules)[layout.pipeline.rank]
     log.info(
         "%s: %s in %d stages, cut before %s; micro-batches: %d, %s",
         config.stage,
@@ -149,7 +144,7 @@ def cut_student(
     if cut.teacher_is_sharded:  # this rank may have no teacher, and the first one writes the log
         log.info("%s: the teacher is sharded over the last stages of %d replicas", config.stage, scale.num_replicas)
     _free(student, {id(tensor) for tensor in (*stage.parameters(), *stage.buffers())})
-    return stage.to(layout.stages.device), scale.model_copy(update={"cut": cut.modules, "micro_batches": cut.micro_batches})
+    return stage.to(layout.pipeline.device), scale.model_copy(update={"cut": cut.modules, "micro_batches": cut.micro_batches})
 
 
 def _free(model: nn.Module, needed: Collection[int]) -> None:

@@ -40,8 +40,7 @@ def choose_stages(config: TrainConfig, group: Group) -> StagesChoice:
 
     Every rank calls it, and times untrained models on its device, which cost what trained ones do.
 
-    Raises:
-        DistillError: on every rank: the data cannot be read, or no number of stages fits the device's memory.
+    Raises DistillError: on every rank: the data cannot be read, or no number of stages fits the device's memory.
     """
     if group.world_size == 1:
         return StagesChoice(_in_stages(config, 1), {}, {})

@@ -58,8 +58,7 @@ def measure(
     """Time the parts between `points` on all ranks at once, and the teacher on those that have one, which are this rank's
     `with_teacher`; or read what was measured before. Every rank of `group` calls it.
 
-    Raises:
-        ModelError: one of them does not fit a device's memory; on every rank.
+    Raises ModelError: one of them does not fit a device's memory; on every rank.
     """
     cache, device = cache_folder(), group.device
     in_precision, layout = autocast(config.precision, device), tensor_format(config)[1]
@@ -88,11 +87,7 @@ def planner_of(config: TrainConfig, device: torch.device, link: Link, costs: Cos
 
 
 def plan_stages(config: TrainConfig, points: Sequence[CutPoint], planner: Planner) -> Plan:
-    """What `scale` leaves open.
-
-    Raises:
-        ModelError: nothing fits the device's memory.
-    """
+    """What `scale` leaves open. Raises ModelError: nothing fits the device's memory."""
     scale = config.scale
     number = None if scale.micro_batches == "auto" else scale.micro_batches
     starts = None if scale.cut is None else starts_of(points, scale.cut, scale.num_stages)

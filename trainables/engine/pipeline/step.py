@@ -10,20 +10,20 @@ from torch import Tensor, nn
 
 from trainables.config import TrainConfig
 from trainables.device.device_batches import DeviceBatch
-from trainables.device.model_input import tensor_format
+from trainables.device.model_input import image_normalizer, tensor_format
 from trainables.distributed.group import GlobalCount, Group, all_reduce_sum
 from trainables.distributed.pipeline.layout import Layout
 from trainables.distributed.pipeline.runner import Boundary, Forward, PipelineRunner, micro_batch_sizes, stage_inputs
 from trainables.engine.graphed_step import log_eager
 from trainables.engine.loss_optimizers import LossOptimizer
 from trainables.engine.step import TrainState, micro_batches, run_student, run_teacher
-from trainables.engine.step_functions import StepFunctions, TrainingParts, build_train_state, image_normalizer
+from trainables.engine.step_functions import StepFunctions, TrainingParts, build_train_state
 from trainables.engine.updates import SharedUpdate, UpdateSettings, average, put
 from trainables.metrics.phase_timer import PhaseTimer
 from trainables.models.forward import logits_and_aux
 
 
-class StageUpdate(SharedUpdate):
+class PipelineUpdate(SharedUpdate):
     """One optimizer for the parameters of this rank's pipeline stage, by the mean gradients of all replicas. No DDP."""
 
     without_noise = "with scale.pipeline_stages it is not measured"
@@ -53,7 +53,12 @@ class PipelineStep:
     """
 
     def __init__(
-        self, train_state: TrainState, update: StageUpdate, runner: PipelineRunner, forward: Forward, num_micro_batches: int
+        self,
+        train_state: TrainState,
+        update: PipelineUpdate,
+        runner: PipelineRunner,
+        forward: Forward,
+        num_micro_batches: int,
     ) -> None:
         """`forward`: of this rank's stage alone."""
         self._train_state, self._update, self._runner, self._forward = train_state, update, runner, forward
@@ -100,7 +105,7 @@ class PipelineStep:
         return loss_of
 
 
-def stage_logits(
+def pipeline_logits(
     runner: PipelineRunner, forward: Forward, prepare: Callable[[Tensor], Tensor], num_micro_batches: int
 ) -> Callable[[DeviceBatch], Tensor | None]:
     """A function from a batch to its logits on the last stage, None on the others. `prepare`: from uint8 to the model's input."""
@@ -112,7 +117,7 @@ def stage_logits(
     return logits
 
 
-def stage_forward(stage: nn.Module, autocast: Callable[[], contextlib.AbstractContextManager[None]]) -> Forward:
+def pipeline_forward(stage: nn.Module, autocast: Callable[[], contextlib.AbstractContextManager[None]]) -> Forward:
     """The forward pass of a stage in the job's precision; of the last one the logits."""
 
     def forward(received: Tensor) -> Tensor:
@@ -122,25 +127,25 @@ def stage_forward(stage: nn.Module, autocast: Callable[[], contextlib.AbstractCo
     return forward
 
 
-def stage_functions(config: TrainConfig, layout: Layout, parts: TrainingParts) -> StepFunctions:
+def pipeline_functions(config: TrainConfig, layout: Layout, parts: TrainingParts) -> StepFunctions:
     """Of a rank that has one stage of the model; every rank calls it."""
     if config.train.cuda_graphs and layout.is_first and layout.replicas.is_main:
         log_eager(config.stage, "scale.pipeline_stages: a step waits for its neighbours")
     (optimizer,) = parts.optimizers
-    update = StageUpdate(parts.module, optimizer, parts.settings, layout.stages)
+    update = PipelineUpdate(parts.module, optimizer, parts.settings, layout.pipeline)
     train_state = build_train_state(config, layout, parts, update)
     if not (layout.is_first or layout.is_last):
         train_state.prepare = lambda batch: batch  # it has no pixels
-    forward = stage_forward(parts.module.student, train_state.autocast)
+    forward = pipeline_forward(parts.module.student, train_state.autocast)
     size, micro_batches = config.data.image_size, config.scale.micro_batches
     assert isinstance(micro_batches, int)  # since it was planned
     images = Boundary((3, size, size), tensor_format(config)[0], has_gradient=False)
     parts.module.eval()
-    inputs = stage_inputs(forward, images, layout.stages)
+    inputs = stage_inputs(forward, images, layout.pipeline)
     parts.module.train()
-    runner = PipelineRunner(layout.stages, inputs, config.scale.schedule)
+    runner = PipelineRunner(layout.pipeline, inputs, config.scale.schedule)
     return StepFunctions(
         train_state,
         PipelineStep(train_state, update, runner, forward, micro_batches),
-        stage_logits(runner, forward, image_normalizer(config, layout), micro_batches),
+        pipeline_logits(runner, forward, image_normalizer(config, layout.replicas.device), micro_batches),
     )

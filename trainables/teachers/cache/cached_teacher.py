@@ -40,7 +40,6 @@ class CachedTeacher(TeacherInterface):
         self._num_computed = 0
 
     def __call__(self, images_BCHW: Tensor, num_rows: int, request: TeacherRequest | None = None) -> dict[str, ModelOutputs]:
-        """See `TeacherInterface`."""
         if request is None:
             if self.network is not None:
                 return self.network(images_BCHW, num_rows)

@@ -7,9 +7,9 @@ import contextlib
 
 from trainables.config import FillConfig
 from trainables.data.loader.loader import Loader
-from trainables.device.augment import TrainInputs
+from trainables.device.augment import train_inputs
 from trainables.device.device_batches import on_device
-from trainables.device.model_input import autocast, normalizer, tensor_format
+from trainables.device.model_input import autocast
 from trainables.distributed.group import Group, gather_objects
 from trainables.errors import DataError
 from trainables.metrics.heartbeat import Heartbeat
@@ -36,10 +36,7 @@ def fill(
     """Write the logits that are missing. Returns `images` (for which the teacher ran), `missing` (unreadable) and `rows`.
 
     `config` is of `stored_order`, and `loader` reads its training split: each worker its part of a batch, and an epoch begins at
-    the first image that is missing.
-
-    Raises:
-        DistillError: see `open_store`; unreadable data; a disk that cannot be written.
+    the first image that is missing. Raises DistillError: see `open_store`; unreadable data; a disk that cannot be written.
     """
     heartbeat = heartbeat or Heartbeat()
     num_steps, num_epochs = loader.steps_per_epoch, config.num_cached_epochs
@@ -72,13 +69,10 @@ def _run_epoch(
     start: int,
 ) -> None:
     """Run the teacher over an epoch's images from position `start` on."""
-    data, num_steps = config.data, loader.steps_per_epoch
-    dtype, layout = tensor_format(config)
-    normalize = normalizer(data.mean, data.std, group.device, dtype, layout)
-    prepare = TrainInputs(data.device_augment, normalize, seed=config.seed, image_size=data.image_size, device=group.device)
+    num_steps, prepare = loader.steps_per_epoch, train_inputs(config, group.device)
     precision = autocast(config.precision, group.device)
     batches = heartbeat.over(loader.epoch(epoch, start))
-    first_step = epoch * num_steps + start // data.global_batch_size + 1
+    first_step = epoch * num_steps + start // config.data.global_batch_size + 1
     with contextlib.closing(on_device(batches, group.device, loader.augmentation_epoch(epoch))) as ready:
         for step, batch in enumerate(ready, start=first_step):
             batch.wait()

@@ -38,8 +38,7 @@ def agree_on_images(path: str, loader: Loader, group: Group, key: str) -> ImageS
 
     One rank of each node fingerprints the data, of which nodes may have copies. `key`: the experiment's, for messages.
 
-    Raises:
-        DataError, ExperimentError: one line, on every rank.
+    Raises DataError, ExperimentError: one line, on every rank.
     """
     local = result_or_error(lambda: (len(loader.source), loader.source.fingerprint())) if group.local_rank == 0 else None
     ranks = gather_objects((socket.gethostname(), loader.decoder, local), group)
@@ -69,8 +68,7 @@ def agree_on_images(path: str, loader: Loader, group: Group, key: str) -> ImageS
 def key_parts(config: TrainConfig, images: ImageSet, classes: Sequence[str], top_k: int | None) -> dict[str, Any]:
     """The parts of the key, as they are written to `key.json`. Reads the teacher's weights.
 
-    Raises:
-        CheckpointError, ModelError: the teacher cannot be read.
+    Raises CheckpointError, ModelError: the teacher cannot be read.
     """
     data, teacher = config.data, config.teacher
     assert teacher is not None

@@ -20,8 +20,7 @@ log = logging.getLogger("raydistill")
 def open_store(config: TrainConfig, group: Group, loader: Loader, classes: Sequence[str]) -> tuple[LogitsStore, str]:
     """The store of the teacher's logits, and the hash of the teacher's tensors. Logs its size. Every rank calls it.
 
-    Raises:
-        DistillError: the teacher or the data cannot be read, the workers read different images, or the disk is too small.
+    Raises DistillError: the teacher or the data cannot be read, the workers read different images, or the disk is too small.
     """
     images = agree_on_images(config.data.path, loader, group, "teacher.cache")
     key, sha256 = from_rank(lambda: _prepare(config, images, classes), group)

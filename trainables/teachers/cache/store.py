@@ -46,7 +46,6 @@ class EpochLogits:
 
     @property
     def missing_N(self) -> NDArray[np.bool_]:
-        """Whether each sample is missing."""
         return np.asarray(self._positions_N < 0)
 
     def missing(self, indices_B: NDArray[np.int64]) -> NDArray[np.bool_]:

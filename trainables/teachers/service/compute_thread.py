@@ -54,7 +54,6 @@ class ComputeThread:
         self._thread.start()
 
     def add(self, task: ComputeTask) -> None:
-        """Queue a task."""
         with self._changed:
             self._queue.append(task)
             self._changed.notify()

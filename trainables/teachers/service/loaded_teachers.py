@@ -47,7 +47,6 @@ class LoadedTeachers:
         self._pool = ThreadPoolExecutor(thread_name_prefix="load")
 
     def open(self, key: str, settings: dict[str, Any], classes: Sequence[str], num_samples: int) -> Future[None]:
-        """See `TeacherService.open`."""
         name, _, _ = key.partition("-")
         with self._lock:
             opening = self._opening.get(name)
@@ -63,7 +62,6 @@ class LoadedTeachers:
         return teacher
 
     def close(self) -> None:
-        """End the threads that load."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _load(self, name: str, settings: dict[str, Any], classes: Sequence[str], num_samples: int) -> None:

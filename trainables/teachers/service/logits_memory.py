@@ -66,7 +66,6 @@ class LogitsMemory:
             del self._by_name[name]
 
     def read(self, slots_n: NDArray[np.int64]) -> NDArray[Any]:
-        """The logits of these slots, copied."""
         logits_nK: NDArray[Any] = self._logits_SK[slots_n]
         return logits_nK
 

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainables.config import TrainConfig
-from trainables.device.augment import TrainInputs
+from trainables.device.augment import train_inputs
 from trainables.device.device_batches import DeviceBatch
-from trainables.device.model_input import autocast, normalizer, tensor_format
+from trainables.device.model_input import autocast
 from trainables.device.precision import with_precision
 from trainables.distributed.group import Group
 from trainables.teachers.build import logits_network
@@ -28,9 +28,7 @@ class ServedNetwork:
     def __init__(self, config: TrainConfig, classes: Sequence[str], device: torch.device) -> None:
         """`config` is a worker's. Raises CheckpointError, ModelError: the teacher cannot be loaded."""
         config = with_precision(config, Group(device=device))
-        dtype, layout = tensor_format(config)
-        data = config.data
-        self.num_classes, self.dtype = len(classes), np.dtype("float64" if dtype == torch.float64 else "float32")
+        self.num_classes, self.dtype = len(classes), np.dtype("float64" if config.precision == "fp64" else "float32")
         self._device = device
         assert config.teacher is not None
         num_devices = config.teacher.service_devices
@@ -38,12 +36,10 @@ class ServedNetwork:
             [torch.device("cuda", index) for index in range(num_devices)] if device.type == "cuda" else [device] * num_devices
         )
         self._teacher = logits_network(config, devices, classes, [_METHOD])
-        normalize = normalizer(data.mean, data.std, device, dtype, layout)
-        self._prepare = TrainInputs(data.device_augment, normalize, seed=config.seed, image_size=data.image_size, device=device)
+        self._prepare = train_inputs(config, device)
         self._autocast = autocast(config.precision, device)
 
     def launch(self, images: Sequence[NDArray[np.uint8]], samples_n: NDArray[np.int64], epoch: int) -> Callable[[], NDArray[Any]]:
-        """See `Network`."""
         on_gpu = self._device.type == "cuda"
         images_nHWC = torch.empty((len(samples_n), *images[0].shape[1:]), dtype=torch.uint8, pin_memory=on_gpu)
         np.concatenate(images, out=images_nHWC.numpy())

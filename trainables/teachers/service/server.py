@@ -255,7 +255,6 @@ class TeacherService:
                     _reject(opened.future, error)
 
     def _upload_tokens(self, slots: NDArray[np.int64]) -> list[int]:
-        """The tokens of uploads among these slots."""
         return [token for token in np.unique(slots[slots < MISSING]).tolist() if token in self._uploads]
 
     def _new_token(self) -> int:

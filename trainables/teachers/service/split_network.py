@@ -27,7 +27,6 @@ class SplitNetwork(nn.Module):
         self._devices = tuple(devices)
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
-        """The logits."""
         output = images_BCHW
         for part, device in zip(self.parts, self._devices, strict=True):
             output = part(output.to(device, non_blocking=True))
@@ -37,8 +36,7 @@ class SplitNetwork(nn.Module):
 def teacher_cuts(network: nn.Module, image_size: int, num_devices: int) -> list[CutPoint]:
     """Where a teacher can be cut for several devices of an actor.
 
-    Raises:
-        ModelError: at too few points, or its forward cannot be traced; one line.
+    Raises ModelError: at too few points, or its forward cannot be traced.
     """
     try:
         points = cut_points(network, image_size)
@@ -55,8 +53,7 @@ def teacher_cuts(network: nn.Module, image_size: int, num_devices: int) -> list[
 def over_devices(network: nn.Module, image_size: int, devices: Sequence[torch.device]) -> nn.Module:
     """The network itself on one device, or cut over several so that the device with the most parameters has as few as possible.
 
-    Raises:
-        ModelError: see `teacher_cuts`.
+    Raises ModelError: see `teacher_cuts`.
     """
     if len(devices) == 1:
         return network.to(devices[0])

@@ -33,7 +33,6 @@ class RankProgress:
     """When the rank last answered."""
 
     def is_answering(self, now_s: float) -> bool:
-        """Whether the rank has answered lately."""
         return now_s - self.answered_s < SILENT_S
 
 
@@ -65,7 +64,6 @@ class JobProgress:
         self.ranks = [RankProgress(Position(), self.began_s, self.began_s) for _ in range(self.num_ranks)]
 
     def update(self, rank: int, position: Position | None, now_s: float) -> None:
-        """Take what a rank has answered."""
         known = self.ranks[rank]
         same = key_of(position) == key_of(known.position)
         self.ranks[rank] = RankProgress(position, known.changed_s if same else now_s, now_s)

@@ -8,19 +8,24 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchvision.models import resnet18
 
 from trainables.distributed.group import Group
 from trainables.distributed.pipeline.runner import Boundary, PipelineRunner, micro_batch_sizes, stage_inputs
 from trainables.distributed.pipeline.stage_module import split
 from trainables.distributed.rank_pool import RankPool
+from trainables.models.registry import build_model
 
-CUTS = {2: ["layer3"], 3: ["layer2", "layer4"]}
+CUTS = {2: ["layer2"], 3: ["layer2", "layer3"]}
 
 
 def _model() -> nn.Module:
-    torch.manual_seed(1)
-    return resnet18(num_classes=5, norm_layer=lambda channels: nn.GroupNorm(4, channels)).double()
+    """A small residual network whose norms do not see the batch."""
+    model = build_model("resnet8", num_classes=5, image_size=32, seed=1)
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, nn.BatchNorm2d):
+                setattr(parent, name, nn.GroupNorm(4, child.num_features))
+    return model.double()
 
 
 def _batch(num_samples: int) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from trainables.distributed.rank_pool import RankPool
 from trainables.engine.check_method_jobs import Case, job_config
 from trainables.engine.dry_run import check_fit, untrained_modules
 from trainables.errors import DistillError
-from trainables.methods import METHODS, load_method
+from trainables.methods.registry import METHODS, load_method
 
 REFUSED = [name for name in METHODS if (kind := load_method(name)).stages_conflict(kind.Options.model_construct())]
 FAST = ("dkd", "fitnet", "sp")

@@ -18,7 +18,7 @@ _END = -1
 """In place of a batch's number of samples: the epoch has no more."""
 
 
-class StageLoader(Loader):
+class PipelineLoader(Loader):
     """A loader whose batches the ranks of a replica have in common, see `Loader`. All of them take the same number of batches.
 
     They travel between the hosts' memories, so that each rank's device copies its own ahead as any batch.

@@ -1,0 +1,78 @@
+"""A user's method, FILE.py:CLASS: read without running it, and run where its class is needed."""
+
+import hashlib
+import importlib.util
+import os
+import sys
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+from trainables.errors import ExperimentError
+
+_copies: dict[str, Path] = {}
+"""See `use_copies`."""
+
+
+class MethodSource(NamedTuple):
+    """The file of a user's method."""
+
+    path: Path
+    text: str
+    sha256: str
+    """Of the file's bytes, in hexadecimal."""
+
+
+def option_key(name: str) -> str:
+    """The key of a method in `distill.options` and in the records: its name, or the class of `FILE.py:CLASS`."""
+    return name.rpartition(":")[2]
+
+
+def use_copies(copies: Mapping[str, Path]) -> None:
+    """From now on this process reads and loads these files from their copies: path in an experiment → copy."""
+    _copies.clear()
+    _copies.update(copies)
+
+
+def file_of(name: str) -> Path | None:
+    """The file of a method `FILE.py:CLASS`, or its copy, see `use_copies`; None for any other name."""
+    file, colon, _ = name.rpartition(":")
+    return _copies.get(str(Path(file)), Path(file)) if colon and file.endswith(".py") else None
+
+
+def read_source(name: str) -> MethodSource | None:
+    """The file of a method `FILE.py:CLASS`, read without running it; None for any other name.
+
+    Raises ExperimentError: the file cannot be read, or is not UTF-8.
+    """
+    path = file_of(name)
+    if path is None:
+        return None
+    try:
+        content = path.read_bytes()
+        return MethodSource(path, content.decode(), hashlib.sha256(content).hexdigest())
+    except UnicodeDecodeError:
+        raise ExperimentError.of_key("distill.method", f"{path} is not UTF-8: save the file in that encoding") from None
+    except OSError as error:
+        raise ExperimentError.of_key(
+            "distill.method", f"{path} cannot be read ({error.strerror}): give the path of a Python file"
+        ) from error
+
+
+@cache
+def module_of(file: Path) -> ModuleType:
+    """The module of a user's file. The file runs once, also where it has several methods."""
+    name = f"raydistill_{file.stem}_{hashlib.sha256(os.fsencode(file)).hexdigest()[:12]}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where pickle and dataclasses look up the module of a class
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
