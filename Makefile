@@ -20,7 +20,7 @@ HALF = tests/trainables/models tests/trainables/data tests/trainables/device tes
 test: $(INSTALLED)
 	$(MAKE) $(PARALLEL) --jobs=3 test-ray test-processes lint quick-half quick-rest
 
-# About 200 CPU-seconds: no Ray, no server, no ranks or killed children, none of the longest simulated searches.
+# No Ray, no server, no ranks or killed children, none of the longest simulated searches.
 test-quick: $(INSTALLED)
 	$(MAKE) $(PARALLEL) --jobs=2 quick-half quick-rest
 
