@@ -59,7 +59,7 @@ def ranks() -> Iterator[RankPool]:
     """Up to three ranks of a job, as processes that live as long as the test session."""
     from trainables.distributed.rank_pool import RankPool  # torch, which not every test needs
 
-    pool = RankPool()
+    pool = RankPool(fork_server=True)
     yield pool
     pool.close()
 

@@ -104,7 +104,7 @@ class Bench:
     def pool(self, number: int) -> RankPool:
         """Two ranks in processes of their own, for one of several trainings side by side."""
         while len(self._pools) <= number:
-            self._pools.append(RankPool(2))
+            self._pools.append(RankPool(2, fork_server=True))
         return self._pools[number]
 
     def run(self, training: Training) -> Recording:

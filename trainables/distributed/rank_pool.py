@@ -28,8 +28,16 @@ class RankDiedError(RuntimeError):
 class RankPool:
     """`run(n, function, *args)` calls `function(group, *args)` on n ranks and returns their results in rank order."""
 
-    def __init__(self, max_ranks: int = 3):
+    def __init__(self, max_ranks: int = 3, *, fork_server: bool = False):
+        """Spawned ranks are as independent as Ray's workers: each imports what it needs and has a hash seed of its own.
+
+        `fork_server` forks them from one process that has imported torch, which lives as long as this one: a rank starts in
+        milliseconds, not in seconds. That suits tests, which start many pools.
+        """
         self._max_ranks = max_ranks
+        self._context = multiprocessing.get_context("forkserver") if fork_server else multiprocessing.get_context("spawn")
+        if fork_server:
+            self._context.set_forkserver_preload([__name__])
         self._run_numbers = itertools.count()
         # The ranks of a run find each other by a file. It outlives them all: a group that is garbage-collected late and does
         # not find its file ends its process.
@@ -87,14 +95,11 @@ class RankPool:
             process.kill()
 
     def _start(self) -> None:
-        # A process that imports torch once and forks before it has any threads: a rank starts in milliseconds, not in seconds.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
         self._pipes: list[Connection] = []
         self._processes = []
         for _ in range(self._max_ranks):
-            parent_end, child_end = context.Pipe()
-            process = context.Process(target=_serve, args=(child_end, dict(os.environ)), daemon=True)
+            parent_end, child_end = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(child_end, dict(os.environ)), daemon=True)
             process.start()
             child_end.close()
             self._pipes.append(parent_end)
@@ -118,7 +123,10 @@ def _receive(pipe: Connection, rank: int) -> Any:
 
 
 def _serve(pipe: Connection, environment: dict[str, str]) -> None:
-    """What a rank's process does: run tasks until the pool is closed."""
+    """What a rank's process does: run tasks until the pool is closed.
+
+    `environment` is the parent's: a fork server has that of the time when it was started.
+    """
     # The process that this one was forked from may have an older environment.
     os.environ.clear()
     os.environ.update(environment)

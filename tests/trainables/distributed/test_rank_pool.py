@@ -29,6 +29,14 @@ def own_process(group: Group) -> int:
     return os.getpid()
 
 
+def hash_of_a_word(group: Group) -> int:
+    return hash("a word")
+
+
+def variable(group: Group) -> str | None:
+    return os.environ.get("OF_THE_PARENT")
+
+
 def refuse_nobody(group: Group) -> int:
     return 7
 
@@ -88,7 +96,7 @@ def test_what_an_interrupted_run_would_have_returned_is_no_result_of_the_next(mo
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    with contextlib.closing(RankPool(2)) as pool:
+    with contextlib.closing(RankPool(2, fork_server=True)) as pool:
         monkeypatch.setattr(rank_pool, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             pool.run(2, total)
@@ -108,8 +116,26 @@ def test_what_a_rank_raised_is_raised_with_its_stack_and_the_next_run_goes_on(ra
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("fork_server", [False, True])
+def test_ranks_have_the_environment_of_the_process_that_started_them(
+    ranks: RankPool, monkeypatch: pytest.MonkeyPatch, fork_server: bool
+) -> None:
+    """Also from a fork server that was started before."""
+    monkeypatch.setenv("OF_THE_PARENT", "set")
+    with contextlib.closing(RankPool(1, fork_server=fork_server)) as pool:
+        assert pool.run(1, variable) == ["set"]
+
+
+@pytest.mark.processes
+def test_spawned_ranks_do_not_share_a_hash_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    with contextlib.closing(RankPool(2)) as pool:
+        assert len(set(pool.run(2, hash_of_a_word))) == 2
+
+
+@pytest.mark.processes
 def test_a_pool_that_lost_a_rank_starts_anew() -> None:
-    pool = RankPool(2)
+    pool = RankPool(2, fork_server=True)
     with pytest.raises(RankDiedError, match="rank 1 ended without an answer"):
         pool.run(2, die_on_rank_1)
     assert pool.run(2, total) == [3.0, 3.0]
@@ -125,7 +151,7 @@ def test_a_pool_that_lost_a_rank_starts_anew() -> None:
 
 @pytest.mark.processes
 def test_ranks_that_wait_for_one_that_raised_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = RankPool(2)
+    pool = RankPool(2, fork_server=True)
     monkeypatch.setattr("trainables.distributed.rank_pool.COLLECTIVE_TIMEOUT", timedelta(seconds=1))
     with pytest.raises(ValueError, match="not here"):
         pool.run(2, refuse_in_a_group_of_its_own)

@@ -86,7 +86,7 @@ def test_any_number_of_ranks_says_what_one_does(ranks: RankPool, case: Case) -> 
 @pytest.mark.slow
 def test_eight_ranks_say_what_one_does() -> None:
     crd = Case("crd", {"negatives": 6, "embedding": 3}, **ROWS, steps=3)
-    with contextlib.closing(RankPool(8)) as ranks:
+    with contextlib.closing(RankPool(8, fork_server=True)) as ranks:
         for case in (Case("sp", **MAPS), crd, Case("dml", {"peer": "mlp_small"}, steps=2)):
             assert_ranks_equal_one(ranks, case, (5, 0, 2, 3, 1, 1, 4, 0))
             assert_ranks_equal_one(ranks, case, (0, 0, 0, 2, 0, 0, 0, 1))

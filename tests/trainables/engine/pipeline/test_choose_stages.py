@@ -25,7 +25,7 @@ FAST, SLOW = Link(1e-6, 1e12, overlapped=False), Link(1e-6, 1e4, overlapped=Fals
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))  # of the measured times of a plan
-        pool = RankPool(2)
+        pool = RankPool(2, fork_server=True)
     yield pool
     pool.close()
 

@@ -31,7 +31,7 @@ def many(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     slow = any("slow" in item.keywords for item in request.session.items)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))  # of the measured times of a plan
-        pool = RankPool(6 if slow else 4)
+        pool = RankPool(6 if slow else 4, fork_server=True)
     yield pool
     pool.close()
 

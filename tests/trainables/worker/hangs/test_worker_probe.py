@@ -64,7 +64,7 @@ def collectives(group: Group) -> list[Collective | None]:
 
 @pytest.mark.processes
 def test_the_last_collective_that_a_rank_began_has_a_number_and_a_name() -> None:
-    with contextlib.closing(RankPool(2)) as pool:
+    with contextlib.closing(RankPool(2, fork_server=True)) as pool:
         for first, second, third in pool.run(2, collectives):
             assert first.name == second.name == "gloo:all_reduce"
             assert third.name == "gloo:all_gather"
