@@ -38,10 +38,11 @@ class RefusedRecords:
         """Whether the run was begun, and the store takes records of it."""
         return key in self._cursor.runs and key not in self._cursor.refused_runs
 
-    def reason(self, store: Store, key: str, refusal: RefusedError, *, begins: bool = False) -> str:
-        """Why a record of run `key` is refused. What a run is refused for as a whole is found out once.
+    def handle_refusal(self, store: Store, key: str, refusal: RefusedError, *, begins: bool = False) -> str:
+        """Why a record of run `key` is refused.
 
-        `begins`: the record is the run's first one, without which the store takes nothing for it.
+        If the store refuses the whole run (deleted, or not created), that is remembered, and its later records are set aside
+        without a request. `begins`: the record is the run's first one, without which the store takes nothing for it.
         """
         runs, run_id = self._cursor.refused_runs, self._cursor.runs.get(key)
         if key not in runs and run_id and store.is_deleted(run_id):
@@ -67,8 +68,8 @@ class RefusedRecords:
             self._again += refused
 
     @contextlib.contextmanager
-    def sent_again(self) -> Iterator[list[dict[str, Any]]]:
-        """The records that were refused before, to be sent again: a run may have been restored, a server mended.
+    def resending(self) -> Iterator[list[dict[str, Any]]]:
+        """The records that were refused before, to be sent again: a run may have been restored, a server fixed.
 
         What is refused again replaces them at the end: cut short, this begins anew the next time.
         """

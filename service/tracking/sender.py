@@ -135,11 +135,12 @@ class Sender:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", REQUEST_TIMEOUT_S)
         from service.tracking.mlflow_store import Store
 
-        self._store = Store(self.uri, self._target.experiment, self._spool.root)
-        self._cursor = self._spool.cursor(self.uri)
-        self._refused = RefusedRecords(self._spool, self._cursor, self._name)
-        self._cursor.experiment_id = self._store.experiment_id
-        return self._store
+        store = Store(self.uri, self._target.experiment, self._spool.root)
+        cursor = self._spool.cursor(self.uri)
+        cursor.experiment_id = store.experiment_id
+        # The store last: with it there is a connection, whose cursor is saved over the one on disk.
+        self._refused, self._cursor, self._store = RefusedRecords(self._spool, cursor, self._name), cursor, store
+        return store
 
     def _wait_for_more(self, event: dict[str, Any]) -> None:
         """Parameters, tags and metrics of many events go in one request."""
@@ -164,7 +165,7 @@ class Sender:
                 case "end":
                     self._end(store, event)
         except RefusedError as refusal:
-            reason = self._refused.reason(store, event["key"], refusal, begins=event["op"] == "run")
+            reason = self._refused.handle_refusal(store, event["key"], refusal, begins=event["op"] == "run")
             self._refused.set_aside([event], reason)
         else:
             self._num_unsaved += is_sent
@@ -192,7 +193,7 @@ class Sender:
         try:
             store.log(self._refused.run_id(key), kind, part)
         except RefusedError as refusal:
-            reason = self._refused.reason(store, key, refusal)
+            reason = self._refused.handle_refusal(store, key, refusal)
             if len(part) == 1 or not self._refused.is_run_open(key):
                 self._refused.set_aside([{"key": key, "kind": kind, "row": row} for row in part], reason)
                 return
@@ -201,7 +202,7 @@ class Sender:
             self._send(store, key, kind, part[middle:])
 
     def _retry_refused(self, store: Store) -> None:
-        with self._refused.sent_again() as records:
+        with self._refused.resending() as records:
             for record in records:
                 if is_event(record) and record["op"] not in PER_REQUEST:
                     self._flush(store)
