@@ -14,7 +14,7 @@ PYTEST = $(BIN)/python -m pytest
 # Tests start hundreds of Pythons: without bytecode each compiles the project anew, for a second or more.
 export PYTHONDONTWRITEBYTECODE =
 QUICK = $(PYTEST) -m "not integration and not processes and not slow and not gpu"
-HALF = tests/trainables/models tests/trainables/data tests/trainables/device tests/trainables/metrics
+HALF = $(addprefix tests/trainables/,models data device metrics engine teachers distributed)
 
 # Three for two cores: the tests with Ray mostly wait.
 test: $(INSTALLED)

@@ -49,9 +49,9 @@ def test_the_loaders_costs_are_those_past_the_warm_up_and_no_sum_has_a_graph(tmp
 
 def test_asking_whether_it_is_enough_is_no_part_of_a_steps_time(tmp_path: Path) -> None:
     settings = config(tmp_path, train=TIMING, teacher=None)
-    summary, steps_s = timed(Group(0, 1, 0), settings, 1000, pause_s=0.5)
+    summary, steps_s = timed(Group(0, 1, 0), settings, 1000, pause_s=0.25)
     assert summary["steps"] == 32
-    assert summary["step_s"] < sum(steps_s) / 30 + 0.5 * 0.2  # it was asked every fourth step
+    assert summary["step_s"] < sum(steps_s) / 30 + 0.25 * 0.2  # it was asked every fourth step
 
 
 def test_a_timing_run_ends_at_the_first_log_line_where_it_is_enough(tmp_path: Path) -> None:
