@@ -119,7 +119,7 @@ def test_only_trials_and_sweeps_know_ray_tune() -> None:
         "service/runs/tune_internals.py",
         "service/search/searcher.py",
         "service/sweeps/asha.py",
-        "service/sweeps/trial_ends.py",
+        "service/sweeps/trial_outcomes.py",
         "service/sweeps/tune.py",
     }
 
@@ -129,8 +129,9 @@ def test_the_workers_side_knows_ray_in_one_package_alone() -> None:
     assert rooms == {"trainables/worker", "trainables/worker/hangs"}
 
 
-def test_private_names_of_ray_are_in_one_module() -> None:
+def test_private_names_of_ray_train_and_of_ray_tune_are_in_one_module_each() -> None:
     assert who_imports("ray.train.v2") == {"trainables/worker/ray_internals.py"}
+    assert who_imports("ray.air") == who_imports("ray.tune.execution") == {"service/runs/tune_internals.py"}
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """Why Ray Tune ended a trial: what its function raised, or that its process died."""
 
+import logging
 import time
 from abc import abstractmethod
 from pathlib import Path
@@ -13,25 +14,27 @@ from ray.tune.experiment import Trial
 
 from service.runs.outcome import Outcome
 from service.runs.stored.stored_runs import uri_of
-from service.runs.tune_internals import OutOfMemoryDeath
+from service.runs.tune_internals import ActorOutOfMemoryError
 from trainables.failures import OUT_OF_MEMORY_KINDS, Failure, failure_of
 from trainables.rundir import RunDir
 
-ENDING_S = 2.0
+log = logging.getLogger("raydistill")
+
+SESSION_END_GRACE_S = 2.0
 """What ends a session, as SIGTERM does, ends its trials' processes too: the session notices within so many seconds."""
 
 
-class TrialErrors(Callback):  # type: ignore[misc]
+class TrialErrorCallback(Callback):  # type: ignore[misc]
     """Records the outcomes of trials that Ray Tune ends with an error: in one line, with the file that has the rest.
 
-    A trial whose process dies as the session ends has none: the next session continues it. Whether it ends is clear `ENDING_S`
-    later; Tune's loop, which serves all other trials, goes on meanwhile.
+    If a trial's process dies because the session is ending, nothing is recorded and the next session continues the trial. Which
+    of the two it was is known after `SESSION_END_GRACE_S`; Tune's loop, which serves all other trials, goes on meanwhile.
     """
 
     def __init__(self, run_dir: RunDir, session_ending: Event) -> None:
         self._scheme = "s3://" if uri_of(run_dir.root) else ""  # which Tune's own paths lack
         self._session_ending = session_ending
-        self._deaths: list[tuple[float, Trial, Outcome]] = []
+        self._pending: list[tuple[float, Trial, Outcome]] = []
         """When each is to be recorded, in that order."""
 
     @abstractmethod
@@ -53,26 +56,32 @@ class TrialErrors(Callback):  # type: ignore[misc]
         text = str(error) if error is not None else Path(trial.error_file).read_text().partition("\n")[2]
         lines = text.strip().splitlines() or [""]
         died = isinstance(error, RayActorError)
-        reason = f"the process that led its workers died: {lines[0]}" if died else f"Ray Tune ended the trial: {lines[-1]}"
-        self._deaths.append((time.monotonic() + ENDING_S, trial, Outcome(status="failed", reason=f"{reason}; {where}")))
+        reason = f"the trial's process died: {lines[0]}" if died else f"Ray Tune ended the trial: {lines[-1]}"
+        outcome = Outcome(status="failed", reason=f"{reason}; {where}")
+        self._pending.append((time.monotonic() + SESSION_END_GRACE_S, trial, outcome))
 
     def on_step_end(self, iteration: int, trials: list[Trial], **info: Any) -> None:
-        self.record_deaths()
+        self.record_pending()
 
     def on_experiment_end(self, trials: list[Trial], **info: Any) -> None:
-        if self._deaths:
-            self._session_ending.wait(self._deaths[-1][0] - time.monotonic())
-        self.record_deaths()
+        if not self._pending or self._session_ending.wait(self._pending[-1][0] - time.monotonic()):
+            return
+        for _, trial, outcome in self._pending:
+            try:
+                self.record(trial, outcome)
+            except Exception as error:  # what ended Tune's loop is raised after this, and is not to be replaced
+                log.warning("the outcome of trial %s cannot be recorded: %s", trial.trial_id, error)
 
-    def record_deaths(self) -> None:
-        """Record those from `ENDING_S` ago or before, unless the session is ending."""
-        while self._deaths and self._deaths[0][0] <= time.monotonic() and not self._session_ending.is_set():
-            _, trial, outcome = self._deaths.pop(0)
+    def record_pending(self) -> None:
+        """Record those from `SESSION_END_GRACE_S` ago or before, unless the session is ending."""
+        while self._pending and self._pending[0][0] <= time.monotonic() and not self._session_ending.is_set():
+            _, trial, outcome = self._pending[0]
             self.record(trial, outcome)
+            self._pending.pop(0)  # not before: what cannot be recorded now is tried again
 
 
 def _failure(error: Exception | None) -> Failure | None:
     """What a trial's function raised, or that memory ran out; None for anything that the end of the session may have done."""
-    if isinstance(error, OutOfMemoryDeath):
-        return Failure("node_out_of_memory", "the node ran out of memory: Ray killed the process that led the trial's workers")
+    if isinstance(error, ActorOutOfMemoryError):
+        return Failure("node_out_of_memory", "the node ran out of memory: Ray killed the trial's process")
     return failure_of(error.cause, None) if isinstance(error, RayTaskError) else None

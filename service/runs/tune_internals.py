@@ -1,4 +1,4 @@
-"""What sweeps use of Ray Tune that is not public API, and nothing else does."""
+"""All uses of Ray Tune's private API."""
 
 from typing import Any
 
@@ -7,12 +7,15 @@ from ray.exceptions import OutOfMemoryError, RayActorError
 from ray.tune.execution import tune_controller
 
 
-class OutOfMemoryDeath(RayActorError):  # type: ignore[misc]
-    """The death of a trial's process that Ray's memory monitor killed."""
+class ActorOutOfMemoryError(RayActorError):  # type: ignore[misc]
+    """Ray's memory monitor killed a trial's process."""
 
 
 class ActorManager(RayActorManager):  # type: ignore[misc]
-    """Ray Tune's own knows deaths of processes as `RayActorError` alone: the whole sweep ends with a process out of memory."""
+    """Ray Tune's manager raises `RuntimeError`, which ends the sweep, for an `OutOfMemoryError`.
+
+    Here it becomes a `RayActorError`, which ends the trial only.
+    """
 
     def _actor_start_failed(self, tracked_actor: Any, exception: Exception) -> None:
         super()._actor_start_failed(tracked_actor, _death(exception))
@@ -22,9 +25,9 @@ class ActorManager(RayActorManager):  # type: ignore[misc]
 
 
 def _death(exception: Exception) -> Exception:
-    return OutOfMemoryDeath(error_msg=str(exception)) if isinstance(exception, OutOfMemoryError) else exception
+    return ActorOutOfMemoryError(error_msg=str(exception)) if isinstance(exception, OutOfMemoryError) else exception
 
 
-def survive_out_of_memory() -> None:
-    """Let Ray Tune end a trial, and not the sweep, where the memory monitor kills the trial's process."""
+def install_actor_manager() -> None:
+    """Let Ray Tune use `ActorManager`, from now on in this process."""
     tune_controller.RayActorManager = ActorManager

@@ -11,11 +11,11 @@ from ray.tune.experiment import Trial
 from ray.tune.search import Searcher
 
 from service.runs.outcome import Outcome
-from service.runs.tune_errors import TrialErrors
+from service.runs.tune_errors import TrialErrorCallback
 from trainables.rundir import RunDir
 
 
-class WorkerGroupEnds(TrialErrors):
+class WorkerGroupOutcomeCallback(TrialErrorCallback):
     """Reports to the coordinator why the function of a group raised or died; the others report themselves."""
 
     def __init__(self, run_dir: RunDir, coordinator: Any, session_ending: Event) -> None:
@@ -32,19 +32,19 @@ class GuidedSearcher(Searcher):  # type: ignore[misc]
     What was searched is known from the trials' results, so there is nothing to save or restore here.
     """
 
-    def __init__(self, coordinator: Any, ends: WorkerGroupEnds) -> None:
+    def __init__(self, coordinator: Any, outcomes: WorkerGroupOutcomeCallback) -> None:
         super().__init__()
-        self._coordinator, self._ends = coordinator, ends
+        self._coordinator, self._outcomes = coordinator, outcomes
 
     def suggest(self, trial_id: str) -> dict[str, str] | str | None:
-        self._ends.record_deaths()  # Tune's loop, which does so too, waits for a suggestion where no group is left
+        self._outcomes.record_pending()  # while no group runs, Tune blocks here and does not call `on_step_end`
         first = ray.get(self._coordinator.suggest.remote(trial_id))
         if first is not None:
             return {"group": trial_id, "trial": first}
         return Searcher.FINISHED if ray.get(self._coordinator.is_idle.remote()) else None
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-        pass  # the coordinator knows of it from the group itself, or from `WorkerGroupEnds`
+        pass  # the coordinator knows of it from the group itself, or from `WorkerGroupOutcomeCallback`
 
     def save_to_dir(self, checkpoint_dir: str, session_str: str = "default") -> None:
         pass

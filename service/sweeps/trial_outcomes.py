@@ -11,7 +11,7 @@ from service.runs.outcome import Outcome, write_outcome
 from service.runs.stages.assignment import Assignment
 from service.runs.stored.stored_runs import fetch_stage
 from service.runs.trial import ENDED
-from service.runs.tune_errors import TrialErrors
+from service.runs.tune_errors import TrialErrorCallback
 from service.sweeps.asha import stopped
 from trainables.errors import StorageError
 from trainables.rundir import RunDir
@@ -19,8 +19,8 @@ from trainables.rundir import RunDir
 log = logging.getLogger("raydistill")
 
 
-class TrialEnds(TrialErrors):
-    """Writes them when Ray Tune ends the trials, so that a sweep that is killed later has them."""
+class TrialOutcomeCallback(TrialErrorCallback):
+    """Writes a trial's outcome when Ray Tune ends it, so that a sweep that is killed later has it."""
 
     def __init__(self, run_dir: RunDir, assignments: Mapping[str, Assignment], session_ending: Event) -> None:
         super().__init__(run_dir, session_ending)

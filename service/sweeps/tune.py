@@ -36,12 +36,11 @@ def tune_trials(
 
     A trial whose process dies once the `session_ending` is set, or just before, has none.
     """
-    # Asha's metric comes with epochs; a trial that failed before its first has none, which is no reason to end the sweep.
-    os.environ.setdefault("TUNE_DISABLE_STRICT_METRIC_CHECKING", "1")
+    prepare_tune()
     from ray import tune
 
     from service.sweeps.asha import asha_scheduler, reported_epochs
-    from service.sweeps.trial_ends import TrialEnds
+    from service.sweeps.trial_outcomes import TrialOutcomeCallback
 
     earlier, scheduler = {}, None
     if sweep.policy == "asha":
@@ -64,18 +63,24 @@ def tune_trials(
             scheduler=scheduler,
             trial_dirname_creator=lambda trial: trial.config["trial"],
         ),
-        run_config=run_config(run_dir, TrialEnds(run_dir, assignments, session_ending)),
+        run_config=run_config(run_dir, TrialOutcomeCallback(run_dir, assignments, session_ending)),
     ).fit()
+
+
+def prepare_tune() -> None:
+    """Set up Ray Tune in this process, before it runs trials: no failure of a trial ends the sweep or floods the terminal."""
+    # Asha's metric comes with epochs; a trial that failed before its first has none.
+    os.environ.setdefault("TUNE_DISABLE_STRICT_METRIC_CHECKING", "1")
+    os.environ.setdefault("TUNE_PRINT_ALL_TRIAL_ERRORS", "0")  # a trial's row says why it failed, and in which file the rest is
+    from service.runs.tune_internals import install_actor_manager
+
+    install_actor_manager()
 
 
 def run_config(run_dir: RunDir, callback: Callback) -> RunConfig:
     """Where Ray Tune writes its own files, of each session of a sweep in a folder of their own."""
     from ray import tune
 
-    from service.runs.tune_internals import survive_out_of_memory
-
-    survive_out_of_memory()
-    os.environ.setdefault("TUNE_PRINT_ALL_TRIAL_ERRORS", "0")  # a trial's row says why it failed, and in which file the rest is
     name, storage = f"tune-{time.time_ns():x}", ray_storage(run_dir)
     return tune.RunConfig(name=name, storage_path=storage, verbose=0, callbacks=[callback])
 
@@ -99,27 +104,28 @@ def search_trials(
 
     `session_ending`: see `tune_trials`.
     """
+    prepare_tune()
     import ray
     from ray import tune
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     from service.search.coordinator import SearchCoordinator
-    from service.search.searcher import GuidedSearcher, WorkerGroupEnds
+    from service.search.searcher import GuidedSearcher, WorkerGroupOutcomeCallback
 
     # On the driver's node: where this node dies, so does the driver, and the sweep is resumed from the trials' results.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor = ray.remote(SearchCoordinator).options(num_cpus=0, scheduling_strategy=here)
     coordinator = actor.remote(result, assignments, str(run_dir.root))
     trainable = tune.with_resources(partial(run_worker_group, coordinator=coordinator), living_nodes().trial_resources())
-    ends = WorkerGroupEnds(run_dir, coordinator, session_ending)
+    outcomes = WorkerGroupOutcomeCallback(run_dir, coordinator, session_ending)
     # As many worker groups as the coordinator starts: points may be measured again, so that their number is not known.
     tune.Tuner(
         trainable,
         tune_config=tune.TuneConfig(
-            search_alg=GuidedSearcher(coordinator, ends),
+            search_alg=GuidedSearcher(coordinator, outcomes),
             num_samples=-1,
             max_concurrent_trials=max_concurrent,
             trial_dirname_creator=lambda trial: f"group-{trial.config['group']}",
         ),
-        run_config=run_config(run_dir, ends),
+        run_config=run_config(run_dir, outcomes),
     ).fit()

@@ -15,7 +15,7 @@ from service.config.sweep import SweepConfig
 from service.runs.outcome import Outcome, read_outcome
 from service.runs.plan import Plan
 from service.runs.stages.assignment import Assignment
-from service.runs.tune_internals import ActorManager, OutOfMemoryDeath
+from service.runs.tune_internals import ActorManager, ActorOutOfMemoryError
 from service.sweeps.trials import plan_trials
 from service.sweeps.tune import SessionEnding, tune_trials
 from tests.integration.conftest import kill, title, wait_until
@@ -76,7 +76,7 @@ def test_a_trial_that_raises_or_dies_has_failed_whatever_epochs_it_has_and_later
     raised, died = outcome_of("000"), outcome_of("001")
     assert (raised.status, died.status) == ("failed", "failed")
     assert raised.reason.startswith("IsADirectoryError: ")
-    assert died.reason.startswith("the process that led its workers died: ")
+    assert died.reason.startswith("the trial's process died: ")
     for outcome in (raised, died):
         assert len(outcome.reason.splitlines()) == 1
         assert Path(outcome.reason.rpartition("see ")[2]).is_file()
@@ -106,11 +106,11 @@ def test_a_process_that_the_memory_monitor_kills_ends_its_trial_alone(
         manager.schedule_actor_task(sleeper, "sleep", on_error=lambda _, error: errors.append(error))
         while manager.num_live_actors + manager.num_pending_actors:
             manager.next(1)
-    assert isinstance(errors[0], OutOfMemoryDeath)
+    assert isinstance(errors[0], ActorOutOfMemoryError)
     run_dir = RunDir(tmp_path)
     config, assignments = sweep_in(run_dir)
     tune_trials(config, {"000": assignments["000"]}, run_dir, 1, SessionEnding())
     outcome = read_outcome(run_dir.trial("000").result)
     assert (outcome.status, outcome.failure) == ("oom", "node_out_of_memory")
-    assert "OutOfMemoryDeath" not in capfd.readouterr().err  # which Tune would show with a page on the node's memory
+    assert "ActorOutOfMemoryError" not in capfd.readouterr().err  # which Tune would show with a page on the node's memory
     assert Path(outcome.reason.rpartition("see ")[2]).is_file()
