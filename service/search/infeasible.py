@@ -14,7 +14,7 @@ import numpy as np
 from service.config.space import SCALE_AXES
 from service.search.points import Array, Flags, Layout, Observation, Point
 
-ALWAYS_FAILS = 0.04  # probability of a value, or of a point, before anything is measured
+ALWAYS_FAILS = 0.02  # probability of a value, or of a point, before anything is measured; see `chances_after_failures`
 FAILS_BY_CHANCE = 0.05  # of a probe that should run
 MAX_BROKEN = 3  # values that are broken at once
 MAX_SUSPECTS = 12  # of which sets are weighed: those that explain most of the failures
