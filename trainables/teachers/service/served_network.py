@@ -14,7 +14,7 @@ from torch import Tensor
 from trainables.config import TrainConfig
 from trainables.device.augment import train_inputs
 from trainables.device.device_batches import DeviceBatch
-from trainables.device.model_input import autocast
+from trainables.device.model_input import autocast, tensor_format
 from trainables.device.precision import with_precision
 from trainables.distributed.group import Group
 from trainables.teachers.build import logits_network
@@ -28,7 +28,8 @@ class ServedNetwork:
     def __init__(self, config: TrainConfig, classes: Sequence[str], device: torch.device) -> None:
         """`config` is a worker's. Raises CheckpointError, ModelError: the teacher cannot be loaded."""
         config = with_precision(config, Group(device=device))
-        self.num_classes, self.dtype = len(classes), np.dtype("float64" if config.precision == "fp64" else "float32")
+        dtype, _ = tensor_format(config)
+        self.num_classes, self.dtype = len(classes), torch.empty(0, dtype=dtype).numpy().dtype
         self._device = device
         assert config.teacher is not None
         num_devices = config.teacher.service_devices
