@@ -97,7 +97,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class Finding:
-    """What mending one cause brings, or two whose gain comes with both alone."""
+    """The predicted gain of fixing one cause, or of two that gain only together."""
 
     causes: tuple[Cause, ...]
     gain_pct: float

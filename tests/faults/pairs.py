@@ -32,7 +32,7 @@ def _to_an_image(name: str, per_thread: bool = False) -> Fault:
 FAULTS: dict[str, tuple[str, Fault]] = {
     "throttled reader": ("storage-bound", _to_an_image("read_image_ms", per_thread=True)),
     "decoder burns CPU": ("decode-bound", _to_an_image("decode_image_ms", per_thread=True)),
-    "loader threads share a lock": ("lock-bound", _to_an_image("lock_image_ms", per_thread=True)),
+    "loader threads share a lock": ("GIL-bound", _to_an_image("lock_image_ms", per_thread=True)),
     "no loader workers": ("no prefetch", lambda p, extra_ms: replace(p, threads=0)),
     "one slow rank": ("straggler", _to_an_image("slow_rank_image_ms")),
     "one slow loader": ("straggler", _to_an_image("slow_loader_image_ms", per_thread=True)),
@@ -52,7 +52,7 @@ CONTRADICTORY = ({"loader threads share a lock", "no loader workers"},)  # witho
 MENDED: dict[str, Callable[[Pipeline, int], Pipeline]] = {
     "storage-bound": lambda p, value: replace(p, read_image_ms=0.0),
     "decode-bound": lambda p, value: replace(p, decode_image_ms=0.0),
-    "lock-bound": lambda p, value: replace(p, lock_image_ms=0.0),
+    "GIL-bound": lambda p, value: replace(p, lock_image_ms=0.0),
     "no prefetch": lambda p, value: replace(p, threads=value or 4),
     "straggler": lambda p, value: replace(p, slow_rank_image_ms=0.0, slow_loader_image_ms=0.0),
     "all-reduce-bound": lambda p, value: replace(p, network_ms=0.0),

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainables.config import TrainConfig
-from trainables.device.augment import train_inputs
+from trainables.device.augment import build_train_inputs
 from trainables.device.device_batches import DeviceBatch
 from trainables.device.model_input import autocast, tensor_format
 from trainables.device.precision import with_precision
@@ -37,7 +37,7 @@ class ServedNetwork:
             [torch.device("cuda", index) for index in range(num_devices)] if device.type == "cuda" else [device] * num_devices
         )
         self._teacher = logits_network(config, devices, classes, [_METHOD])
-        self._prepare = train_inputs(config, device)
+        self._prepare = build_train_inputs(config, device)
         self._autocast = autocast(config.precision, device)
 
     def launch(self, images: Sequence[NDArray[np.uint8]], samples_n: NDArray[np.int64], epoch: int) -> Callable[[], NDArray[Any]]:
