@@ -127,7 +127,11 @@ def build(
     `heartbeat`: says from now on where the job is; `interruption_request`: see `Interruptions`;
     `publish`: see `CheckpointWriter`.
 
-    Raises DataError, ModelError, CheckpointError, ExperimentError: what the experiment names does not exist or does not fit.
+    Raises:
+        DataError: the data cannot be read.
+        ModelError: a model does not exist, or does not fit images, classes or the device's memory.
+        CheckpointError: a file of weights, or the checkpoint, is damaged or of something else.
+        ExperimentError: keys or methods do not fit together.
     """
     if problem := first_problem(config):
         raise ExperimentError(problem)

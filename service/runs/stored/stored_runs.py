@@ -142,7 +142,12 @@ def fetch_driver_files(copy: RunCopy) -> None:
 
 
 def is_to_be_put(folder: Path) -> bool:
-    """Whether the newest copy of a run is in this folder, and its result is not the store's. Raises StorageError, OSError."""
+    """Whether the newest copy of a run is in this folder, and its result is not the store's.
+
+    Raises:
+        StorageError: the store does not answer.
+        OSError: the copy cannot be read.
+    """
     uri = uri_of(folder)
     assert uri is not None
     copy = RunCopy(uri, folder, OPENING_S)
@@ -174,7 +179,12 @@ def fetch_checkpoint(uri: str) -> Path:
 
 
 def _run_of(uri: str) -> str:
-    """The URI of the run that has what is at `uri`. Raises ExperimentError, StorageError."""
+    """The URI of the run that has what is at `uri`.
+
+    Raises:
+        ExperimentError: there is none.
+        StorageError: the store does not answer.
+    """
     run = uri.rstrip("/")
     run_folder(run)  # refuses what is no URI of ours
     while run.count("/") > 3:
