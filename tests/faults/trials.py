@@ -18,7 +18,7 @@ BATCH, TINY = 96, 2
 TIMES = 1.8
 """What a fault adds to a step, in steps."""
 TIE_PCT = 3.0
-"""Of two causes whose mending brings the same but for so many points either may come first."""
+"""Of two causes whose fixing brings the same but for so many points either may come first."""
 CAUSES = {
     "throttled reader": "storage-bound",
     "decoder burns CPU": "decode-bound",
@@ -31,9 +31,9 @@ CAUSES = {
 }
 OF_RANKS = {"one slow rank", "slow all-reduce"}
 OPTIONS = {"launch-bound": "data.global_batch_size", "no prefetch": "data.loader_workers"}
-"""What mends a cause: the value that the doctor proposes."""
+"""What fixes a cause: the value that the doctor proposes."""
 MOST_TRIES = 3
-"""How often a run takes turns with mended ones, each time with the values that were proposed after the time before."""
+"""How often a run takes turns with fixed ones, each time with the values that were proposed after the time before."""
 REPLAYED = "hot GPU (replayed)"
 OF_MACHINE = "busy cores"
 """What other programs cost while a trial runs: nothing that was put in, and there with and without the faults."""
@@ -68,7 +68,7 @@ class Verdict:
 
     @property
     def most(self) -> tuple[str, float]:
-        """The cause whose mending gains most alone, and that gain."""
+        """The cause whose fixing gains most alone, and that gain."""
         alone = {cause: gain.pct for causes, gain in self.gains.items() if len(causes) == 1 for cause in causes}
         return max(alone.items(), key=lambda item: item[1])
 
@@ -127,28 +127,28 @@ class Trials:
             return Verdict(faults, tuple(findings(hot.evidence)), {frozenset({"thermal drift"}): gain})
         workers = 2 if OF_RANKS & set(faults) else 1
         ill = self.training(workers, frozenset(faults))
-        # What the doctor proposes values for is mended with them. A gain is predicted for the value that comes with it: where
+        # What the doctor proposes values for is fixed with them. A gain is predicted for the value that comes with it: where
         # another one is proposed after the turns, they begin again with that.
         proposes = {CAUSES[fault] for fault in faults} & OPTIONS.keys()
         every = findings(self._bench.run(ill).evidence) if proposes else []
-        mended_faults = list(dict.fromkeys([*(frozenset({fault}) for fault in faults), frozenset(faults)]))
+        fixed_faults = list(dict.fromkeys([*(frozenset({fault}) for fault in faults), frozenset(faults)]))
         for _ in range(MOST_TRIES):
             before = every
-            mended = [self._mended(workers, frozenset(faults) - these, these, before) for these in mended_faults]
-            case, gains = compare(self._bench, ill, mended)
+            fixed = [self._fixed(workers, frozenset(faults) - these, these, before) for these in fixed_faults]
+            case, gains = compare(self._bench, ill, fixed)
             every = findings(case.evidence)
             if not (changed := changed_proposals(before, every)):
                 break
         remarks = [f"{one.cause} {one.gain_pct:.1f}%" for one in every if one.cause == OF_MACHINE] + changed
-        by_causes = {frozenset(CAUSES[fault] for fault in these): gain for these, gain in zip(mended_faults, gains, strict=True)}
+        by_causes = {frozenset(CAUSES[fault] for fault in these): gain for these, gain in zip(fixed_faults, gains, strict=True)}
         return Verdict(faults, without_machine(every), by_causes, "; ".join(remarks))
 
-    def _mended(self, workers: int, left: frozenset[str], mended: frozenset[str], found: Sequence[Finding]) -> Training:
+    def _fixed(self, workers: int, left: frozenset[str], fixed: frozenset[str], found: Sequence[Finding]) -> Training:
         """A run with the faults that are left; what the doctor proposes a value for has that."""
         batch, sets = None, tuple[str, ...]()
-        if "tiny batch" in mended and (value := proposed("data.global_batch_size", found)):
+        if "tiny batch" in fixed and (value := proposed("data.global_batch_size", found)):
             batch = value // workers
-        if "no loader workers" in mended and (value := proposed("data.loader_workers", found)):
+        if "no loader workers" in fixed and (value := proposed("data.loader_workers", found)):
             sets = (f"data.loader_workers={value}",)
         return self.training(workers, left, batch, sets)
 
@@ -171,7 +171,7 @@ def without_machine(found: Sequence[Finding]) -> tuple[Finding, ...]:
 def changed_proposals(before: Sequence[Finding], after: Sequence[Finding]) -> list[str]:
     """Of options for which another value is proposed after than before."""
     values = [(option, proposed(option, before), proposed(option, after)) for option in OPTIONS.values()]
-    return [f"mended with {option}={was}, proposed afterwards: {now}" for option, was, now in values if was != now]
+    return [f"fixed with {option}={was}, proposed afterwards: {now}" for option, was, now in values if was != now]
 
 
 def proposed(option: str, found: Sequence[Finding]) -> int | None:
