@@ -111,7 +111,7 @@ class Verdict:
 def causes_of(finding: Finding) -> frozenset[str]:
     """All that has to be fixed for a finding's gain."""
     after = {finding.after} if finding.after else set[str]()
-    return frozenset(set(finding.cause.split(" and ")) | after)
+    return frozenset({cause.name for cause in finding.causes} | after)
 
 
 def trial(faults: tuple[str, ...], gpu: bool) -> Verdict:
@@ -136,7 +136,7 @@ def trial(faults: tuple[str, ...], gpu: bool) -> Verdict:
 
 def _proposed(cause: str, found: Sequence[Finding]) -> int:
     """The value of the option that the doctor would change, 0 where it names none."""
-    change = next((one.change for one in found if cause in one.cause), "")
+    change = next((one.change for one in found if cause in {each.name for each in one.causes}), "")
     value = re.search(rf"{OPTIONS[cause]}=(\d+)", change) if cause in OPTIONS else None
     return int(value[1]) if value else 0
 

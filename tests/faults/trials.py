@@ -39,6 +39,10 @@ OF_MACHINE = "busy cores"
 """What other programs cost while a trial runs: nothing that was put in, and there with and without the faults."""
 
 
+def names_of(finding: Finding) -> frozenset[str]:
+    return frozenset(cause.name for cause in finding.causes)
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What came of one fault, or of two."""
@@ -58,13 +62,17 @@ class Verdict:
         return self.found[0].cause if self.found else "nothing"
 
     @property
+    def first_causes(self) -> frozenset[str]:
+        return names_of(self.found[0]) if self.found else frozenset()
+
+    @property
     def predicted_pct(self) -> float:
         return self.found[0].gain_pct if self.found else 0.0
 
     @property
     def measured(self) -> Gain:
         """What removing the first finding gains; 0 where that was not put there."""
-        return self.gains.get(frozenset(self.first.split(" and ")), Gain(0.0))
+        return self.gains.get(self.first_causes, Gain(0.0))
 
     @property
     def most(self) -> tuple[str, float]:
@@ -78,9 +86,9 @@ class Verdict:
         most_pct = self.most[1]
         if not self.found:
             return max(gain.pct for gain in self.gains.values()) < LEAST_PCT + TIE_PCT
-        if " and " in self.first:
-            return frozenset(self.first.split(" and ")) == self.causes and most_pct < LEAST_PCT + TIE_PCT
-        return self.first in self.causes and self.measured.pct >= most_pct - TIE_PCT
+        if len(self.first_causes) > 1:
+            return self.first_causes == self.causes and most_pct < LEAST_PCT + TIE_PCT
+        return self.first_causes <= self.causes and self.measured.pct >= most_pct - TIE_PCT
 
     @property
     def off_points(self) -> float:
@@ -90,7 +98,7 @@ class Verdict:
     @property
     def others(self) -> list[str]:
         """Findings of what was not put in. They may be true: what a run without the faults could gain is not measured here."""
-        return [f"{one.cause} {one.gain_pct:.1f}%" for one in self.found if not set(one.cause.split(" and ")) <= self.causes]
+        return [f"{one.cause} {one.gain_pct:.1f}%" for one in self.found if not names_of(one) <= self.causes]
 
 
 class Trials:
@@ -165,7 +173,7 @@ class Trials:
 
 def without_machine(found: Sequence[Finding]) -> tuple[Finding, ...]:
     """The findings but for what other programs cost."""
-    return tuple(one for one in found if OF_MACHINE not in (*one.cause.split(" and "), one.after))
+    return tuple(one for one in found if OF_MACHINE not in {*names_of(one), one.after})
 
 
 def changed_proposals(before: Sequence[Finding], after: Sequence[Finding]) -> list[str]:
