@@ -102,7 +102,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         where = f"{error.filename}: " if error.filename else ""
         command = next(iter(sys.argv[1:] if arguments is None else arguments), "")
         then = "then `distill resume` goes on" if command in ("train", "sweep", "resume") else "then give the command again"
-        print_error(bounded(f"error: {where}{error.strerror or error}; mend that, {then}"))
+        print_error(bounded(f"error: {where}{error.strerror or error}; fix that, {then}"))
         code = 2
     except Exception as error:
         print_error(f"error: unexpected {type(error).__name__}; its stack trace is in {write_trace(error)}")

@@ -20,7 +20,7 @@ INTERRUPTIONS: dict[Interruption, str] = {
 
 
 class DistillError(Exception):
-    """Base of every error that a user can cause and mend; its text is shown without a stack trace, long words shortened."""
+    """Base of every error that a user can cause and fix; its text is shown without a stack trace, long words shortened."""
 
     def __init__(self, message: str) -> None:
         super().__init__(bounded(message))

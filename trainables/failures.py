@@ -162,7 +162,7 @@ def failure_of(error: BaseException, rank: int | None) -> Failure:
         return Failure(kind, text, None, rank)
     if isinstance(error, OSError) and kind == "disk":
         where = f"{error.filename}: " if error.filename else ""
-        remedy = "mend that" if error.errno == errno.EROFS else "free space"
+        remedy = "fix that" if error.errno == errno.EROFS else "free space"
         return Failure(kind, f"{where}{os.strerror(error.errno or 0)}: {remedy}, then `distill resume`", None, rank)
     line = text.splitlines()[0]
     if kind == "out_of_memory" and "memory" not in line.lower():

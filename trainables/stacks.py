@@ -26,7 +26,12 @@ class StacksRequest:
     """A process's stacks; it is sent the signal to write them when this object is created."""
 
     def __init__(self, pid: int) -> None:
-        """Raises OSError where the process has died, LookupError where it would not write its stacks, and would end."""
+        """Ask process `pid`.
+
+        Raises:
+            OSError: the process has died.
+            LookupError: it would not write its stacks, and would end.
+        """
         self._path = _memory_of(pid)
         self._begin = self._size = self._path.stat().st_size
         if not _handles_signal(pid):

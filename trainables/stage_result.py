@@ -27,4 +27,5 @@ class StageResult(BaseModel):
 
 
 def write_stage_result(stage: StageDir, result: StageResult) -> None:
+    """Write `stage.json`, atomically."""
     write_json(stage.result, {"version": VERSION, **result.model_dump()})

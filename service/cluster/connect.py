@@ -149,7 +149,7 @@ def make_token() -> None:
 def _why_no_ray(error: Exception) -> str:
     reason = first_line(error).split(". ")[0]
     if is_local():
-        return f"Ray does not start on this machine: {reason}; mend that, or where the machine was too busy try again later"
+        return f"Ray does not start on this machine: {reason}; fix that, or where the machine was too busy try again later"
     return (
         f"no Ray at {os.environ['RAY_ADDRESS']}: {reason}; start one, or give its token "
         "(RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH=FILE), or unset RAY_ADDRESS to use this machine"

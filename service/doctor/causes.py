@@ -14,7 +14,7 @@ RULES = (
     input_path.no_prefetch,
     input_path.storage_bound,
     input_path.decode_bound,
-    input_path.lock_bound,
+    input_path.gil_bound,
     input_path.swapping,
     input_path.late_batches,
     input_path.data_bound,

@@ -101,7 +101,7 @@ def idle_gpu(e: Evidence) -> Cause | None:
     batches were timed, T' is by those.
 
     Where a single image takes half as long as the batch, launching is the longer one: a batch cut into micro-batches that would
-    fit into memory as one is mended first, then comes a larger batch, and where none is possible fewer kernels. Where a single
+    fit into memory as one is fixed first, then comes a larger batch, and where none is possible fewer kernels. Where a single
     image is much faster something else delays the host.
     """
     busy, idle = gpus_busy_pct(e), idle_share(e)

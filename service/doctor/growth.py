@@ -94,7 +94,7 @@ def as_it_is_now(e: Evidence) -> Evidence:
 def slowdown(e: Evidence) -> Cause | None:
     """What steps compute, or their wait for images, grew in the course of the run by more than the clocks did: T' = T - that.
 
-    Nothing of it can be mended in the experiment; it is named with what to look at. The growth has to stand out of what epochs
+    Nothing of it can be fixed in the experiment; it is named with what to look at. The growth has to stand out of what epochs
     differ by, and to be there in the last third of them.
     """
     one = fallen(e)

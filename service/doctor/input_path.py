@@ -111,12 +111,12 @@ def decode_bound(e: Evidence) -> Cause | None:
     )
 
 
-def lock_bound(e: Evidence) -> Cause | None:
+def gil_bound(e: Evidence) -> Cause | None:
     """Loader threads wait outside their source while cores are free: only one thread of a process runs Python at a time."""
     if e.loader is None or e.is_late or swaps(e):
         return None
     return Cause(
-        "lock-bound",
+        "GIL-bound",
         f"{wait_text(e)}: a loader thread takes {e.loader.image_ms:.2f} ms an image, {e.loader.lock_ms:.2f} of it waiting for "
         "Python's lock (GIL), which the threads of a worker share",
         "not more loader workers but fewer, or less Python an image (distill pack --raw: pixels of the final size are read many "

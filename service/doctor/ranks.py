@@ -1,4 +1,4 @@
-"""What ranks wait for in each other: a slow one, the network, or another pipeline stage."""
+"""Why ranks wait for each other: a slow rank, the network, or another pipeline stage."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

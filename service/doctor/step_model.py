@@ -1,4 +1,4 @@
-"""The model of what a step would take once a cause is mended: all predicted gains come from it."""
+"""The model of what a step would take once a cause is fixed: all predicted gains come from it."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from service.doctor.evidence import Evidence
 
 @dataclass(frozen=True)
 class Effect:
-    """What is different once a cause is mended."""
+    """What is different once a cause is fixed."""
 
     work_ms: float = 0.0
     """Less work in a step."""
@@ -97,13 +97,13 @@ class Cause:
 
 @dataclass(frozen=True)
 class Finding:
-    """What mending one cause brings, or two whose gain comes with both alone."""
+    """The predicted gain of fixing one cause, or of two that gain only together."""
 
     causes: tuple[Cause, ...]
     gain_pct: float
     """Predicted: how much less time the same images take once that is changed; the evaluations of a run are part of its time."""
     after: str | None = None
-    """The cause that has to be mended first, `gain_pct` being that of both together."""
+    """The cause that has to be fixed first, `gain_pct` being that of both together."""
 
     @property
     def cause(self) -> str:
@@ -124,5 +124,5 @@ def gain_pct(before_ms: float, after_ms: float) -> float:
 
 
 def predicted_pct(e: Evidence, *causes: Cause) -> float:
-    """The gain once these causes are mended."""
+    """The gain once these causes are fixed."""
     return gain_pct(after_ms(e), after_ms(e, *(cause.effect for cause in causes)))

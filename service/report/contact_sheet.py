@@ -89,7 +89,9 @@ def _histogram(title: str, values_N: NDArray[np.generic], number: str) -> Table:
 def write_sheet(root: Path, path: Path) -> int:
     """A PNG of pictures spread evenly over the training split, each with its class's name; how many of them could be read.
 
-    Raises DataError where the set is damaged, OSError where `path` cannot be written.
+    Raises:
+        DataError: the set is damaged.
+        OSError: `path` cannot be written.
     """
     source = open_records(str(root), "train")
     count = min(len(source), _PER_ROW * _ROWS)

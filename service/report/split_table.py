@@ -35,7 +35,12 @@ def student_in_stages(experiment: Experiment, num_stages: int, cuts: Sequence[st
 
 
 def cut_point_table(config: TrainConfig) -> Table:
-    """All cut points of the student, before what its methods read. Raises ExperimentError, ModelError: it cannot be cut."""
+    """All cut points of the student, before what its methods read.
+
+    Raises:
+        ExperimentError: a method cannot be trained in stages.
+        ModelError: the student cannot be cut into so many.
+    """
     scale = config.scale.model_copy(update={"cut": None})
     module, _ = _modules(config)
     points = possible_cuts(config.model_copy(update={"scale": scale}), module)
@@ -55,7 +60,9 @@ def cut_point_table(config: TrainConfig) -> Table:
 def split_parts(config: TrainConfig, link_gb_per_s: float | None) -> Iterator[Table | str]:
     """Time the student's parts and the teacher on this machine, plan the stages, and say what the plan expects.
 
-    Raises ExperimentError, ModelError: the student cannot be cut so, or nothing fits the device's memory.
+    Raises:
+        ExperimentError: a method cannot be trained in stages.
+        ModelError: the student cannot be cut so, or nothing fits the device's memory.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     scale = config.scale

@@ -34,7 +34,7 @@ def output() -> Console:
 def wait_for(work: Callable[[], T], display: Display, tick: Callable[[], None] = lambda: None) -> T:
     """Run `work` in a thread and keep the display alive; Ctrl-C reaches the caller at once, whatever Ray is waiting for.
 
-    Raises RayLostError: at once too; whatever `work` makes of it.
+    Raises RayLostError: immediately, even if `work` catches it.
     """
     future = Future[T]()
 

@@ -73,6 +73,7 @@ def to_json(part: ResultPart) -> dict[str, Any]:
 
 
 def write_outcome(path: Path, outcome: Outcome) -> None:
+    """Write a trial's `result.json`, atomically."""
     write_json(path, {"version": VERSION, **outcome.model_dump()})
 
 

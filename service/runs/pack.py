@@ -53,7 +53,7 @@ def pack(
             if strict and index.num_unreadable:
                 raise DataError(
                     f"{dest} is finished without {index.num_unreadable} unreadable images, all in {dest / UNREADABLE}; "
-                    "mend or remove them and pack into another folder, or leave out --strict"
+                    "fix or remove them and pack into another folder, or leave out --strict"
                 )
             verify(dest, index, processes)
             shutil.rmtree(dest / UNFINISHED, ignore_errors=True)  # where one was killed right after it wrote the index
@@ -81,7 +81,7 @@ def errors_as_data_error(source: Path, dest: Path) -> Iterator[None]:
         yield
     except OSError as error:
         where = error.filename or f"packing {source} into {dest}"
-        raise DataError(f"{where}: {error.strerror or error}; mend that, and the same command goes on") from None
+        raise DataError(f"{where}: {error.strerror or error}; fix that, and the same command goes on") from None
 
 
 def verify(dest: Path, index: Index, threads: int) -> None:

@@ -43,7 +43,9 @@ def check_train(resolved: Resolved) -> None:
 def check_services(experiment: Experiment, kind: Kind) -> None:
     """Refuse a Ray that does not answer, an MLflow store and a `teacher.cache` that cannot be written.
 
-    Raises ClusterError, ExperimentError.
+    Raises:
+        ClusterError: Ray does not answer.
+        ExperimentError: the store or the cache cannot be written.
     """
     check_ray_address()
     if experiment.tracking.enabled and experiment.tracking.uri:
@@ -110,7 +112,9 @@ def check_source(data: DataConfig, split: Literal["train", "val"]) -> Source:
 def check_models(experiment: Experiment, classes: tuple[str, ...]) -> None:
     """Build the teachers for these classes, or load their weights. Imports torch.
 
-    Raises ModelError, CheckpointError: one does not fit.
+    Raises:
+        ModelError: a model does not take these images or classes, or its published weights do not.
+        CheckpointError: a file of weights cannot be read, or is of another model or other classes.
     """
     from trainables.methods.select import select_methods
     from trainables.models.registry import build_model

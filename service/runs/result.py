@@ -164,6 +164,7 @@ class RunResult(ResultPart):
 
 
 def write_result(path: Path, result: RunResult) -> None:
+    """Write the `result.json` of a run directory, atomically."""
     write_json(path, to_json(result) | {"version": VERSION})
 
 

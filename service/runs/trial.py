@@ -80,8 +80,7 @@ def attempt(
 ) -> Outcome | WorkersFailedError | None:
     """Train a stage once: its outcome, or why its workers failed; None where they found no room and may now.
 
-    Raises:
-        WorkersFailedError: the driver is ending, so that nobody waits for this trial any more.
+    Raises WorkersFailedError: the driver is ending, so that nobody waits for this trial any more.
     """
     import ray
 

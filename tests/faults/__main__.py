@@ -20,7 +20,7 @@ from tests.faults.turns import ERROR_POINTS
 from trainables.worker.trainer import CPU_MALLOC
 
 POINTS = 5.0
-"""A gain is right within so many points of what mending brings."""
+"""A gain is right within so many points of what fixing brings."""
 BAR_PCT, ALARMS_BAR_PCT = 95.0, 5.0
 """Shares of the runs: at least of right ones, at most of ones with a false alarm."""
 
@@ -50,16 +50,16 @@ def show(console: Console, verdicts: Iterable[Verdict]) -> None:
     for one in verdicts:
         all_of_them.append(one)
         good = "ok" if one.named and one.off_points <= POINTS else "OFF" if one.named else "WRONG"
-        mended = ", ".join(
+        fixed = ", ".join(
             f"{' + '.join(sorted(causes))} {gain.pct:.1f} ± {gain.error_points:.1f}" for causes, gain in one.gains.items()
         )
         if (by_means_pct := one.measured.by_means_pct) is not None:
-            mended += f"; by means {by_means_pct:.1f}"
+            fixed += f"; by means {by_means_pct:.1f}"
         more = [f"also found: {', '.join(one.others)}"] if one.others else []
         more += [one.remark] if one.remark else []
         console.print(
             f"{good:5} {' + '.join(one.faults)}: first {one.first} (most: {one.most[0]}), predicted {one.predicted_pct:.1f}%, "
-            f"measured {one.measured.pct:.1f} ± {one.measured.error_points:.1f}%; {'; '.join([f'mended: {mended}', *more])}",
+            f"measured {one.measured.pct:.1f} ± {one.measured.error_points:.1f}%; {'; '.join([f'fixed: {fixed}', *more])}",
             soft_wrap=True,
         )
     count = len(all_of_them)

@@ -1,4 +1,4 @@
-"""Faults in simulated trainings, one and two at once: what the doctor says first, and what mending that brings."""
+"""Faults in simulated trainings, one and two at once: what the doctor says first, and what fixing that brings."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ from tests.faults.simulated import Pipeline, ms_per_image, run, seed_of, step_ms
 TIMES = 1.8
 """What a fault adds to a step, in steps."""
 TIE_PCT = 3.0
-"""Of two causes whose mending brings the same but for so many points either may come first."""
+"""Of two causes whose fixing brings the same but for so many points either may come first."""
 HEALTHY_BATCH = 64
 CPU, GPU = Pipeline(), Pipeline(gpu=True, teacher_fixed_ms=2.0, student_fixed_ms=2.0, backward_fixed_ms=4.0)
 
@@ -32,7 +32,7 @@ def _to_an_image(name: str, per_thread: bool = False) -> Fault:
 FAULTS: dict[str, tuple[str, Fault]] = {
     "throttled reader": ("storage-bound", _to_an_image("read_image_ms", per_thread=True)),
     "decoder burns CPU": ("decode-bound", _to_an_image("decode_image_ms", per_thread=True)),
-    "loader threads share a lock": ("lock-bound", _to_an_image("lock_image_ms", per_thread=True)),
+    "loader threads share a lock": ("GIL-bound", _to_an_image("lock_image_ms", per_thread=True)),
     "no loader workers": ("no prefetch", lambda p, extra_ms: replace(p, threads=0)),
     "one slow rank": ("straggler", _to_an_image("slow_rank_image_ms")),
     "one slow loader": ("straggler", _to_an_image("slow_loader_image_ms", per_thread=True)),
@@ -49,10 +49,10 @@ FAULTS: dict[str, tuple[str, Fault]] = {
 }
 ON_GPU_ALONE = ("hot GPU",)
 CONTRADICTORY = ({"loader threads share a lock", "no loader workers"},)  # without threads there is no lock to wait for
-MENDED: dict[str, Callable[[Pipeline, int], Pipeline]] = {
+FIXED: dict[str, Callable[[Pipeline, int], Pipeline]] = {
     "storage-bound": lambda p, value: replace(p, read_image_ms=0.0),
     "decode-bound": lambda p, value: replace(p, decode_image_ms=0.0),
-    "lock-bound": lambda p, value: replace(p, lock_image_ms=0.0),
+    "GIL-bound": lambda p, value: replace(p, lock_image_ms=0.0),
     "no prefetch": lambda p, value: replace(p, threads=value or 4),
     "straggler": lambda p, value: replace(p, slow_rank_image_ms=0.0, slow_loader_image_ms=0.0),
     "all-reduce-bound": lambda p, value: replace(p, network_ms=0.0),
@@ -73,7 +73,7 @@ OPTIONS = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the doctor said of a training with one fault or two, and what the clock says of mending each cause."""
+    """What the doctor said of a training with one fault or two, and what the clock says of fixing each cause."""
 
     faults: tuple[str, ...]
     gpu: bool
@@ -99,19 +99,19 @@ class Verdict:
 
     @property
     def off_points(self) -> list[float]:
-        """How far each gain is from what mending brings, the first finding's first."""
+        """How far each gain is from what fixing brings, the first finding's first."""
         return [abs(one.gain_pct - self.gains_pct.get(causes_of(one), 0.0)) for one in self.found]
 
     @property
     def false_alarms(self) -> list[str]:
-        """Causes whose mending brings next to nothing."""
+        """Causes whose fixing brings next to nothing."""
         return [one.cause for one in self.found if self.gains_pct.get(causes_of(one), 0.0) < LEAST_PCT / 2]
 
 
 def causes_of(finding: Finding) -> frozenset[str]:
-    """All that has to be mended for a finding's gain."""
+    """All that has to be fixed for a finding's gain."""
     after = {finding.after} if finding.after else set[str]()
-    return frozenset(set(finding.cause.split(" and ")) | after)
+    return frozenset({cause.name for cause in finding.causes} | after)
 
 
 def trial(faults: tuple[str, ...], gpu: bool) -> Verdict:
@@ -123,20 +123,20 @@ def trial(faults: tuple[str, ...], gpu: bool) -> Verdict:
         ill = FAULTS[fault][1](ill, extra_ms)
     found = tuple(findings(run(ill, seed).evidence))
     causes = [FAULTS[fault][0] for fault in faults]
-    mended = {frozenset({cause}) for cause in causes} | {frozenset(causes)} | {causes_of(one) for one in found}
+    fixed = {frozenset({cause}) for cause in causes} | {frozenset(causes)} | {causes_of(one) for one in found}
     before_ms, gains = ms_per_image(ill, seed), {}
-    for these in mended:
-        if these <= MENDED.keys():
+    for these in fixed:
+        if these <= FIXED.keys():
             p = ill
             for cause in these:
-                p = MENDED[cause](p, _proposed(cause, found))
+                p = FIXED[cause](p, _proposed(cause, found))
             gains[these] = 100 * (1 - ms_per_image(p, seed) / before_ms)
     return Verdict(faults, gpu, found, gains)
 
 
 def _proposed(cause: str, found: Sequence[Finding]) -> int:
     """The value of the option that the doctor would change, 0 where it names none."""
-    change = next((one.change for one in found if cause in one.cause), "")
+    change = next((one.change for one in found if cause in {each.name for each in one.causes}), "")
     value = re.search(rf"{OPTIONS[cause]}=(\d+)", change) if cause in OPTIONS else None
     return int(value[1]) if value else 0
 

@@ -1,4 +1,4 @@
-"""The doctor on real runs with a fault in each: all named first, and the gain predicted that mending it measures."""
+"""The doctor on real runs with a fault in each: all named first, and the gain predicted that fixing it measures."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +19,7 @@ def trials(tmp_path: Path) -> Iterator[Trials]:
 
 
 @pytest.mark.slow
-def test_every_fault_is_named_first_with_the_gain_that_mending_it_brings(trials: Trials) -> None:
+def test_every_fault_is_named_first_with_the_gain_that_fixing_it_brings(trials: Trials) -> None:
     assert [case_lines([case])[0][: len(HEALTHY)] for case in trials.clean.values()] == [HEALTHY, HEALTHY]
     verdicts = list(trials.singles())
     assert [one.faults for one in verdicts] == [(fault,) for fault in (*CAUSES, REPLAYED)]

@@ -7,7 +7,7 @@ from tests.faults.pairs import FAULTS, HEALTHY, trials
 from tests.faults.simulated import run
 
 POINTS = 5.0
-"""A gain is right within so many points of what mending brings."""
+"""A gain is right within so many points of what fixing brings."""
 
 
 @pytest.mark.parametrize("kind", HEALTHY)
@@ -17,7 +17,7 @@ def test_a_training_in_which_nothing_is_wrong_has_no_finding(kind: str) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("number", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_the_first_finding_is_what_mending_brings_most_and_the_gain_comes_true(number: int) -> None:
+def test_the_first_finding_is_what_fixing_brings_most_and_the_gain_comes_true(number: int) -> None:
     verdicts = list(trials(number))
     assert {fault for one in verdicts for fault in one.faults} == set(FAULTS)
     assert sum(one.right for one in verdicts) >= 0.95 * len(verdicts)

@@ -43,8 +43,8 @@ class Simulated(Contender):
 @pytest.mark.parametrize("stops", [0.0, 0.02])
 def test_the_cost_of_a_fault_is_measured_whatever_the_speed_of_the_machine_does(stops: float) -> None:
     machine = Machine(stops)
-    ill, half, mended = (Simulated(machine, fault_s) for fault_s in (0.045, 0.0225, 0.0))
-    gains = take_turns([ill, half, mended])
+    ill, half, fixed = (Simulated(machine, fault_s) for fault_s in (0.045, 0.0225, 0.0))
+    gains = take_turns([ill, half, fixed])
     for gain, fault_s in zip(gains, (0.0225, 0.0), strict=True):
         true_pct = 100 * (1 - (0.025 * 1.15 + fault_s) / (0.025 * 1.15 + 0.045))
         assert gain.pct == pytest.approx(true_pct, abs=3)

@@ -18,7 +18,7 @@ BATCH, TINY = 96, 2
 TIMES = 1.8
 """What a fault adds to a step, in steps."""
 TIE_PCT = 3.0
-"""Of two causes whose mending brings the same but for so many points either may come first."""
+"""Of two causes whose fixing brings the same but for so many points either may come first."""
 CAUSES = {
     "throttled reader": "storage-bound",
     "decoder burns CPU": "decode-bound",
@@ -31,12 +31,16 @@ CAUSES = {
 }
 OF_RANKS = {"one slow rank", "slow all-reduce"}
 OPTIONS = {"launch-bound": "data.global_batch_size", "no prefetch": "data.loader_workers"}
-"""What mends a cause: the value that the doctor proposes."""
+"""What fixes a cause: the value that the doctor proposes."""
 MOST_TRIES = 3
-"""How often a run takes turns with mended ones, each time with the values that were proposed after the time before."""
+"""How often a run takes turns with fixed ones, each time with the values that were proposed after the time before."""
 REPLAYED = "hot GPU (replayed)"
 OF_MACHINE = "busy cores"
 """What other programs cost while a trial runs: nothing that was put in, and there with and without the faults."""
+
+
+def names_of(finding: Finding) -> frozenset[str]:
+    return frozenset(cause.name for cause in finding.causes)
 
 
 @dataclass(frozen=True)
@@ -58,17 +62,21 @@ class Verdict:
         return self.found[0].cause if self.found else "nothing"
 
     @property
+    def first_causes(self) -> frozenset[str]:
+        return names_of(self.found[0]) if self.found else frozenset()
+
+    @property
     def predicted_pct(self) -> float:
         return self.found[0].gain_pct if self.found else 0.0
 
     @property
     def measured(self) -> Gain:
         """What removing the first finding gains; 0 where that was not put there."""
-        return self.gains.get(frozenset(self.first.split(" and ")), Gain(0.0))
+        return self.gains.get(self.first_causes, Gain(0.0))
 
     @property
     def most(self) -> tuple[str, float]:
-        """The cause whose mending gains most alone, and that gain."""
+        """The cause whose fixing gains most alone, and that gain."""
         alone = {cause: gain.pct for causes, gain in self.gains.items() if len(causes) == 1 for cause in causes}
         return max(alone.items(), key=lambda item: item[1])
 
@@ -78,9 +86,9 @@ class Verdict:
         most_pct = self.most[1]
         if not self.found:
             return max(gain.pct for gain in self.gains.values()) < LEAST_PCT + TIE_PCT
-        if " and " in self.first:
-            return frozenset(self.first.split(" and ")) == self.causes and most_pct < LEAST_PCT + TIE_PCT
-        return self.first in self.causes and self.measured.pct >= most_pct - TIE_PCT
+        if len(self.first_causes) > 1:
+            return self.first_causes == self.causes and most_pct < LEAST_PCT + TIE_PCT
+        return self.first_causes <= self.causes and self.measured.pct >= most_pct - TIE_PCT
 
     @property
     def off_points(self) -> float:
@@ -90,7 +98,7 @@ class Verdict:
     @property
     def others(self) -> list[str]:
         """Findings of what was not put in. They may be true: what a run without the faults could gain is not measured here."""
-        return [f"{one.cause} {one.gain_pct:.1f}%" for one in self.found if not set(one.cause.split(" and ")) <= self.causes]
+        return [f"{one.cause} {one.gain_pct:.1f}%" for one in self.found if not names_of(one) <= self.causes]
 
 
 class Trials:
@@ -127,28 +135,28 @@ class Trials:
             return Verdict(faults, tuple(findings(hot.evidence)), {frozenset({"thermal drift"}): gain})
         workers = 2 if OF_RANKS & set(faults) else 1
         ill = self.training(workers, frozenset(faults))
-        # What the doctor proposes values for is mended with them. A gain is predicted for the value that comes with it: where
+        # What the doctor proposes values for is fixed with them. A gain is predicted for the value that comes with it: where
         # another one is proposed after the turns, they begin again with that.
         proposes = {CAUSES[fault] for fault in faults} & OPTIONS.keys()
         every = findings(self._bench.run(ill).evidence) if proposes else []
-        mended_faults = list(dict.fromkeys([*(frozenset({fault}) for fault in faults), frozenset(faults)]))
+        fixed_faults = list(dict.fromkeys([*(frozenset({fault}) for fault in faults), frozenset(faults)]))
         for _ in range(MOST_TRIES):
             before = every
-            mended = [self._mended(workers, frozenset(faults) - these, these, before) for these in mended_faults]
-            case, gains = compare(self._bench, ill, mended)
+            fixed = [self._fixed(workers, frozenset(faults) - these, these, before) for these in fixed_faults]
+            case, gains = compare(self._bench, ill, fixed)
             every = findings(case.evidence)
             if not (changed := changed_proposals(before, every)):
                 break
         remarks = [f"{one.cause} {one.gain_pct:.1f}%" for one in every if one.cause == OF_MACHINE] + changed
-        by_causes = {frozenset(CAUSES[fault] for fault in these): gain for these, gain in zip(mended_faults, gains, strict=True)}
+        by_causes = {frozenset(CAUSES[fault] for fault in these): gain for these, gain in zip(fixed_faults, gains, strict=True)}
         return Verdict(faults, without_machine(every), by_causes, "; ".join(remarks))
 
-    def _mended(self, workers: int, left: frozenset[str], mended: frozenset[str], found: Sequence[Finding]) -> Training:
+    def _fixed(self, workers: int, left: frozenset[str], fixed: frozenset[str], found: Sequence[Finding]) -> Training:
         """A run with the faults that are left; what the doctor proposes a value for has that."""
         batch, sets = None, tuple[str, ...]()
-        if "tiny batch" in mended and (value := proposed("data.global_batch_size", found)):
+        if "tiny batch" in fixed and (value := proposed("data.global_batch_size", found)):
             batch = value // workers
-        if "no loader workers" in mended and (value := proposed("data.loader_workers", found)):
+        if "no loader workers" in fixed and (value := proposed("data.loader_workers", found)):
             sets = (f"data.loader_workers={value}",)
         return self.training(workers, left, batch, sets)
 
@@ -165,13 +173,13 @@ class Trials:
 
 def without_machine(found: Sequence[Finding]) -> tuple[Finding, ...]:
     """The findings but for what other programs cost."""
-    return tuple(one for one in found if OF_MACHINE not in (*one.cause.split(" and "), one.after))
+    return tuple(one for one in found if OF_MACHINE not in {*names_of(one), one.after})
 
 
 def changed_proposals(before: Sequence[Finding], after: Sequence[Finding]) -> list[str]:
     """Of options for which another value is proposed after than before."""
     values = [(option, proposed(option, before), proposed(option, after)) for option in OPTIONS.values()]
-    return [f"mended with {option}={was}, proposed afterwards: {now}" for option, was, now in values if was != now]
+    return [f"fixed with {option}={was}, proposed afterwards: {now}" for option, was, now in values if was != now]
 
 
 def proposed(option: str, found: Sequence[Finding]) -> int | None:

@@ -174,9 +174,9 @@ class Contender:
             pipe.send(0)
 
 
-def compare(bench: Bench, ill: Training, mended: Sequence[Training]) -> tuple[Recording, list[Gain]]:
+def compare(bench: Bench, ill: Training, fixed: Sequence[Training]) -> tuple[Recording, list[Gain]]:
     """The records of `ill`, and what an image takes less in each of the others, which take turns with it."""
-    trainings = [ill, *mended]
+    trainings = [ill, *fixed]
     ranks = [(number, rank) for number, t in enumerate(trainings) for rank in range(t.num_workers)]
     prepared = [bench.prepare(Training(t.num_workers, t.batch, t.faults, (MANY_IMAGES, *t.sets, *ENDLESS))) for t in trainings]
     gains = list[Gain]()
@@ -229,7 +229,7 @@ def take_turns(contenders: Sequence[Contender]) -> list[Gain]:
     """Blocks of all, forwards and backwards in turn, until the gains are sure or `MOST_ROUNDS` were made."""
     for one in contenders:
         one.warm_up()
-    ill, *mended = contenders
+    ill, *fixed = contenders
     gains = list[Gain]()
     for number in range(1, MOST_ROUNDS + 1):
         for one in contenders if number % 2 else reversed(contenders):
@@ -239,7 +239,7 @@ def take_turns(contenders: Sequence[Contender]) -> list[Gain]:
                 Gain.of([100 * (1 - ms / ill_ms) for ms, ill_ms in zip(one.ms_per_image, ill.ms_per_image, strict=True)]),
                 by_means_pct=100 * (1 - sum(one.ms_per_image) / sum(ill.ms_per_image)),
             )
-            for one in mended
+            for one in fixed
         ]
         if number >= FEWEST_ROUNDS and all(gain.error_points <= ERROR_POINTS for gain in gains):
             break

@@ -52,7 +52,7 @@ def originals() -> dict[str, bytes]:
 
 
 def with_size(data: bytes, width: int, height: int) -> bytes:
-    """The same file with another size in its header; PNG's checksum is mended."""
+    """The same file with another size in its header; PNG's checksum is fixed."""
     mutated = bytearray(data)
     if data[:2] == b"\xff\xd8":
         at = max(data.find(b"\xff\xc0"), data.find(b"\xff\xc2"))

@@ -39,12 +39,12 @@ class Tiles:
         kind = list(self._originals)[int(noise.integers(len(self._originals)))]
         whole, others = self._originals[kind][0], [content for content, _ in self._originals.values()]
         scan = _scan(whole)
-        part = ("file", "map", "scan", "map, checksum mended")[int(noise.integers(4))]
+        part = ("file", "map", "scan", "map, checksum fixed")[int(noise.integers(4))]
         begin, end = {"file": (0, len(whole)), "scan": (scan, len(whole))}.get(part, (_MAP_AT, scan))
         name, damaged = mutate(whole[begin:end], others, noise)
         damaged = whole[:begin] + damaged + whole[end:]
-        if part == "map, checksum mended" and len(damaged) > _MAP_AT:
-            damaged = _mended(damaged, scan + len(damaged) - len(whole))
+        if part == "map, checksum fixed" and len(damaged) > _MAP_AT:
+            damaged = _fixed(damaged, scan + len(damaged) - len(whole))
         return Input((kind, f"{part}: {name}"), {_FILE: damaged})
 
     def calls(self, given: Input) -> Iterator[Callable[[], list[str]]]:
@@ -61,7 +61,7 @@ class Tiles:
             return []
         ours_HWC = stored.part(box)
         expected_HWC = _part(whole_HWC, box)
-        if "mended" in kind[1] or np.array_equal(ours_HWC, expected_HWC):
+        if "fixed" in kind[1] or np.array_equal(ours_HWC, expected_HWC):
             return [""]
         scan = _scan(whole)
         assert data[:scan] != whole[:scan] or data[scan:] != whole[scan:]
@@ -86,12 +86,12 @@ def _scan(content: bytes) -> int:
     return int(scan)
 
 
-def _mended(damaged: bytes, scan: int) -> bytes:
+def _fixed(damaged: bytes, scan: int) -> bytes:
     """With the sizes and the checksum of what it is now, as an adversary would write it."""
-    mended = bytearray(damaged)
-    struct.pack_into(">II", mended, _CRC_AT + 4, len(mended), max(0, scan))
-    struct.pack_into(">I", mended, _CRC_AT, zlib.crc32(mended[_CRC_AT + 4 : max(0, scan)]))
-    return bytes(mended)
+    fixed = bytearray(damaged)
+    struct.pack_into(">II", fixed, _CRC_AT + 4, len(fixed), max(0, scan))
+    struct.pack_into(">I", fixed, _CRC_AT, zlib.crc32(fixed[_CRC_AT + 4 : max(0, scan)]))
+    return bytes(fixed)
 
 
 @functools.cache

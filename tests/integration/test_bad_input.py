@@ -130,7 +130,7 @@ def test_corrupt_images_are_named_counted_and_left_out_up_to_a_limit_that_is_an_
     strict = tmp_path / "strict"
     refused = Command(tmp_path, "train", "digits", "--out", strict, overrides=overrides).end().refusal
     assert "2 unreadable images in one epoch, more than the 1 of 24 that data.max_bad=0.001 allows: " in refused
-    assert "mend or remove them, or raise the limit" in refused
+    assert "fix or remove them, or raise the limit" in refused
     assert any(name in refused for name in bad)
     assert (result(strict)["status"], result(strict)["reason"]) == ("failed", refused)
 

@@ -87,7 +87,7 @@ def test_a_trial_that_raises_or_dies_has_failed_whatever_epochs_it_has_and_later
 @pytest.fixture
 def ray_without_memory() -> Iterator[None]:
     """A Ray that finds its memory used up each second, and kills a process each time."""
-    monitor = {"memory_usage_threshold": 0.01, "memory_monitor_refresh_ms": 1000}
+    monitor = {"memory_usage_threshold": 0.0, "memory_monitor_refresh_ms": 1000}
     ray.init(address="local", num_cpus=8, log_to_driver=False, include_dashboard=False, _system_config=monitor)
     yield
     ray.shutdown()

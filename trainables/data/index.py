@@ -70,8 +70,7 @@ def is_records(path: str) -> bool:
 def read_index(root: Path) -> Index:
     """The index of a packed set.
 
-    Raises:
-        DataError: there is none, it is damaged, or of a format that this version does not know.
+    Raises DataError: there is none, it is damaged, or of a format that this version does not know.
     """
     path = root / INDEX
     if not path.exists() and (root / UNFINISHED).exists():

@@ -121,7 +121,10 @@ class Tiles:
         )
 
     def _join(self, first: int, end: int, num_runs: int, num_flat: int, flat_right: bool) -> list[bytes | memoryview]:
-        """The codes of runs of tiles, a row each, of which the first goes from one entry point to another, and what joins them.
+        """Join `num_runs` runs of tiles, one per row of MCUs, or one of several whole rows, whose codes stand together.
+
+        `first` and `end` index `self._points`: where the first run begins and ends; run i is i · num_tiles later. Between two
+        runs stand the suffix of the one and the prefix of the next.
 
         `num_flat` flat MCUs come first; where it is -1 the codes begin with the scan.
         """
@@ -130,17 +133,17 @@ class Tiles:
         last = end + (num_runs - 1) * num_tiles
         begins = _BEGINS.iter_unpack(self._points[first : first + (num_runs - 1) * num_tiles + 1 : num_tiles].tobytes())
         ends = _ENDS.iter_unpack(self._points[end:last:num_tiles].tobytes())
-        at, prefix, skipped, length = next(begins)
-        prefix += skipped
-        joined = [] if num_flat < 0 else [self._flat * num_flat, codes[prefix : prefix + length]]
-        # no call a row, which would take half as long again
-        for (stop, suffix, suffix_length), (begin, prefix, skipped, length) in zip(ends, begins, strict=True):
-            prefix += skipped
-            joined += scan[at:stop], codes[suffix : suffix + suffix_length], codes[prefix : prefix + length]
+        at, codes_at, skipped_bytes, prefix_bytes = next(begins)
+        prefix_at = codes_at + skipped_bytes
+        joined = [] if num_flat < 0 else [self._flat * num_flat, codes[prefix_at : prefix_at + prefix_bytes]]
+        # Inlined: a call per row makes this 1.5 times slower.
+        for (stop, suffix_at, suffix_bytes), (begin, codes_at, skipped_bytes, prefix_bytes) in zip(ends, begins, strict=True):
+            prefix_at = codes_at + skipped_bytes
+            joined += scan[at:stop], codes[suffix_at : suffix_at + suffix_bytes], codes[prefix_at : prefix_at + prefix_bytes]
             at = begin
         if flat_right:
-            stop, _, suffix, length, _ = self._points[last].item()
-            return [*joined, scan[at:stop], codes[suffix : suffix + length], self._flat]
+            stop, _, suffix_at, suffix_bytes, _ = self._points[last].item()
+            return [*joined, scan[at:stop], codes[suffix_at : suffix_at + suffix_bytes], self._flat]
         # the last MCU's last byte holds the next one's first bits too
         stop = self._points[last].item()[1] if last < len(self._points) else len(scan) - len(_END)
         return [*joined, scan[at:stop]]

@@ -66,7 +66,7 @@ class TrainInputs:
         return batch._replace(images_BCHW=images_BCHW, mix=mix)
 
 
-def train_inputs(config: TrainConfig, device: torch.device) -> TrainInputs:
-    """How the batches of a job become its models' input on `device`, in training and wherever else its teacher runs."""
+def build_train_inputs(config: TrainConfig, device: torch.device) -> TrainInputs:
+    """Builds the preprocessing of training batches; the teacher's cache and service use the same."""
     data, normalize = config.data, image_normalizer(config, device)
     return TrainInputs(data.device_augment, normalize, seed=config.seed, image_size=data.image_size, device=device)

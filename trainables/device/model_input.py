@@ -30,7 +30,7 @@ def normalizer(
 
 
 def image_normalizer(config: TrainConfig, device: torch.device) -> Callable[[Tensor], Tensor]:
-    """From uint8 images_BCHW on the device to the models' input, for evaluation; see `train_inputs` for training."""
+    """From uint8 images_BCHW on the device to the models' input, for evaluation; see `build_train_inputs` for training."""
     return normalizer(config.data.mean, config.data.std, device, *tensor_format(config))
 
 

@@ -130,7 +130,7 @@ def batch_gradients(group: Group, config: TrainConfig, epoch: float = 0.0, stude
         module = train_state.distillation_module
         module.train()
         module.student.train(not student_in_eval_mode)
-        module.freeze_for(epoch)
+        module.set_trainable(epoch)
         batch.wait()
         images, num_rows = train_state.prepare(batch).images_BCHW, len(batch.labels_B)
         teacher_outputs = train_state.teacher(images, num_rows) if train_state.teacher is not None else None

@@ -19,7 +19,9 @@ from trainables.teachers.service.split_network import teacher_cuts
 def check_fit(config: TrainConfig, num_classes: int) -> None:
     """Raise what `trainables.engine.job.build` would raise of the models and methods of `config`; no weights are read.
 
-    Raises ExperimentError, ModelError.
+    Raises:
+        ExperimentError: methods and options do not fit together, or cannot be trained in stages.
+        ModelError: a model does not exist, does not take these images, or cannot be cut so.
     """
     module, _ = untrained_modules(config, num_classes)
     if config.scale.num_stages > 1:
@@ -34,7 +36,9 @@ def check_fit(config: TrainConfig, num_classes: int) -> None:
 def untrained_modules(config: TrainConfig, num_classes: int) -> tuple[DistillationModule, nn.Module | None]:
     """The distillation module of a job, and the teacher's network where one runs in its steps; no weights are read.
 
-    Raises ExperimentError, ModelError.
+    Raises:
+        ExperimentError: methods and options do not fit together.
+        ModelError: a model does not exist, or does not take these images.
     """
     _, student = build_student(config, Group(), num_classes)
     network, teacher = None, config.teacher

@@ -96,7 +96,9 @@ def evaluate_checkpoint(config: EvaluateConfig, group: Group, heartbeat: Heartbe
 
     `skipped` lists the images that could not be read, and why; `precision_reason` is empty unless `config.precision` was `auto`.
 
-    Raises CheckpointError, DataError: the file or the data cannot be read, or their classes differ.
+    Raises:
+        CheckpointError: the file cannot be read, or has other classes than the data.
+        DataError: the data cannot be read.
     """
     heartbeat, config = heartbeat or Heartbeat(), with_precision(config, group)
     source = open_on_node(config.data, "val")

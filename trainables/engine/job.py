@@ -127,7 +127,11 @@ def build(
     `heartbeat`: says from now on where the job is; `interruption_request`: see `Interruptions`;
     `publish`: see `CheckpointWriter`.
 
-    Raises DataError, ModelError, CheckpointError, ExperimentError: what the experiment names does not exist or does not fit.
+    Raises:
+        DataError: the data cannot be read.
+        ModelError: a model does not exist, or does not fit images, classes or the device's memory.
+        CheckpointError: a file of weights, or the checkpoint, is damaged or of something else.
+        ExperimentError: keys or methods do not fit together.
     """
     if problem := first_problem(config):
         raise ExperimentError(problem)
@@ -153,13 +157,13 @@ def build(
         if models.teacher is not None:
             resources.callback(models.teacher.close)
         if not module.init_epochs:  # else the optimizer has what the init stage trains and the training freezes, too
-            module.freeze_for(0)
+            module.set_trainable(0)
         optimizers = build_optimizers(module.student, module.methods_by_name, config.optim)
         checkpoint_state = build_checkpoint_state(models, optimizers, layout, classes)
         seed_rank(config.seed, group.rank)
         if resumes:
             checkpoint.restore(stage.last, checkpoint_state, group)
-        module.freeze_for(0)  # before DDP looks which gradients there will be
+        module.set_trainable(0)  # before DDP looks which gradients there will be
         settings = UpdateSettings(checkpoint_state.scaler, layout.replicas, config.optim.clip_grad_norm)
         parts = TrainingParts(module, models.teacher, optimizers, settings, epochs_of(config, module, train_loader))
         functions = functions_of(layout)(config, layout, parts)
@@ -266,7 +270,7 @@ def checkpoint_about(config: TrainConfig, name: str, classes: Sequence[str]) -> 
 
 
 def epochs_of(config: TrainConfig, module: DistillationModule, loader: Loader) -> Epochs:
-    """Those of the methods' init stage and of the training; a timing run times the training alone."""
+    """The epochs of the methods' init stage and of the training; a timing run times the training alone."""
     return Epochs(
         num_init=0 if config.train.max_steps is not None else module.init_epochs,
         num_training=config.optim.epochs,

@@ -49,7 +49,10 @@ def build_modules(
 
     `connections` lead to the actors of `teacher.service`.
 
-    Raises ExperimentError, ModelError, CheckpointError: what the experiment names does not fit together.
+    Raises:
+        ExperimentError: methods and options do not fit together.
+        ModelError: a model does not fit the images, or has not the taps that a method reads.
+        CheckpointError: the teacher's file is damaged, or of another model or other classes.
     """
     methods = methods_with_teacher(config)
     teacher = config.teacher if methods and config.teacher is not None and config.teacher.weights is not None else None
@@ -94,7 +97,9 @@ def build_distillation_module(
     `teacher` is None where no method reads one, or only its logits exist. Of its weights only those are read that the student
     takes over: untrained models fit if the trained ones do.
 
-    Raises ExperimentError, ModelError: models, methods and options do not fit together.
+    Raises:
+        ExperimentError: methods and options do not fit together, or not these models.
+        ModelError: a model has not the taps that a method reads.
     """
     selected = selected_methods(config)
     if config.distill is None or not selected:

@@ -70,7 +70,7 @@ class TrainState:
         """Choose what the steps of this epoch train, by which losses, and whether they call the teacher."""
         module = self.distillation_module
         self.training_update.module.train()
-        module.freeze_for(epoch.training)
+        module.set_trainable(epoch.training)
         self.active_teacher = (
             self.teacher if self.teacher is not None and module.requires_teacher(epoch.training) else NoTeacher()
         )

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from trainables.config import TrainConfig
-from trainables.device.augment import train_inputs
+from trainables.device.augment import build_train_inputs
 from trainables.device.device_batches import DeviceBatch
 from trainables.device.model_input import autocast, image_normalizer
 from trainables.distributed.batch_norm import accepts_empty_batches
@@ -63,7 +63,7 @@ def build_train_state(config: TrainConfig, layout: Layout, parts: TrainingParts,
         training_update=update,
         update_settings=parts.settings,
         group=layout.replicas,
-        prepare=train_inputs(config, device),
+        prepare=build_train_inputs(config, device),
         autocast=autocast(config.precision, device),
         epochs=parts.epochs,
         num_blank_images=0 if accepts_empty_batches(module.student) else 2,

@@ -147,8 +147,8 @@ class DistillationModule(nn.Module):
         """The length of the longest init stage."""
         return max((method.init_epochs for method in self.methods_by_name.values()), default=0)
 
-    def freeze_for(self, epoch: float) -> None:
-        """Freeze what an epoch of the init stage, or of training, does not train; the module is in training mode.
+    def set_trainable(self, epoch: float) -> None:
+        """Set `requires_grad`, and eval mode of frozen modules, for this epoch. Call `train()` first.
 
         Training freezes the parameters of the init stage only: DDP must not wait for their gradients.
         """

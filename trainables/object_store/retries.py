@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class NotRetriedError(Exception):
-    """Ends the attempts as it is: nothing that the server could mend."""
+    """Ends the attempts as it is: nothing that the server could fix."""
 
 
 def with_retries(

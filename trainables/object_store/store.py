@@ -38,7 +38,9 @@ def is_uri(text: str) -> bool:
 def file_system(uri: str) -> tuple[Any, str]:
     """The pyarrow file system of a URI and the path there; fsspec opens what pyarrow does not know.
 
-    Raises OSError, or ImportError and ValueError where neither knows it.
+    Raises:
+        OSError: the server or the disk fails.
+        ImportError, ValueError: neither knows it.
     """
     from pyarrow import ArrowInvalid, fs
 

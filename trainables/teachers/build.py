@@ -73,7 +73,9 @@ def logits_network(
 ) -> TeacherNetwork:
     """The experiment's teacher as a network on these devices, for methods (by key) that read its logits.
 
-    Raises CheckpointError, ModelError: see `load_teacher`; or the file is not the teacher of `config.teacher_sha256`.
+    Raises:
+        CheckpointError: see `load_teacher`; or the file is not the teacher of `config.teacher_sha256`.
+        ModelError: see `load_teacher`; or it cannot be cut for these devices.
     """
     teacher, image_size = config.teacher, config.data.image_size
     assert teacher is not None

@@ -10,6 +10,7 @@ import ray.train
 import ray.train.torch
 
 from trainables.config import EvaluateConfig, FillConfig, TrainConfig
+from trainables.data.loader.malloc import REUSE_FREED_MEMORY
 from trainables.errors import ClusterError, DeviceError, DistillError
 from trainables.failures import EndedError, WorkersFailedError
 from trainables.worker import entry_points
@@ -19,11 +20,10 @@ from trainables.worker.process_group import ProcessGroup
 from trainables.worker.ray_failures import failures_in
 from trainables.worker.ray_internals import WorkerGroupStartupFailedError, WorkerGroupStartupTimeoutError
 
-CPU_MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
+CPU_MALLOC = {"MALLOC_ARENA_MAX": "1", **REUSE_FREED_MEMORY}
 """glibc's allocator for workers that compute on a CPU: freed tensors are reused instead of returned to the kernel.
 
-By default every step maps its activations anew, page fault by page fault: a tenth of its time. The thresholds are the largest
-that mallopt(3) takes; they count in the main arena alone, and Ray Train runs the loop in a thread, which would have another.
+One arena: Ray Train runs the loop in a thread, which would have another than the main one.
 """
 
 GPU_ALLOC = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}

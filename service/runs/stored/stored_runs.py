@@ -27,6 +27,18 @@ RAY = ".ray"
 _CHECKPOINTS = "checkpoints/"
 
 
+class _PathInCopy(NamedTuple):
+    """A file or folder of a run in an object store."""
+
+    copy: RunCopy
+    name: str
+    """Relative to the run."""
+
+
+def _path_in_copy(store: RunStore | None, path: Path) -> _PathInCopy | None:
+    return None if store is None else _PathInCopy(RunCopy(store.uri, Path(store.folder)), str(path.relative_to(store.folder)))
+
+
 def root_folder(uri: str, option: str = "--runs") -> Path:
     """The folder, the same on every node, that has the copies of the runs at a root's URI.
 
@@ -130,7 +142,12 @@ def fetch_driver_files(copy: RunCopy) -> None:
 
 
 def is_to_be_put(folder: Path) -> bool:
-    """Whether the newest copy of a run is in this folder, and its result is not the store's. Raises StorageError, OSError."""
+    """Whether the newest copy of a run is in this folder, and its result is not the store's.
+
+    Raises:
+        StorageError: the store does not answer.
+        OSError: the copy cannot be read.
+    """
     uri = uri_of(folder)
     assert uri is not None
     copy = RunCopy(uri, folder, OPENING_S)
@@ -162,7 +179,12 @@ def fetch_checkpoint(uri: str) -> Path:
 
 
 def _run_of(uri: str) -> str:
-    """The URI of the run that has what is at `uri`. Raises ExperimentError, StorageError."""
+    """The URI of the run that has what is at `uri`.
+
+    Raises:
+        ExperimentError: there is none.
+        StorageError: the store does not answer.
+    """
     run = uri.rstrip("/")
     run_folder(run)  # refuses what is no URI of ours
     while run.count("/") > 3:
@@ -183,9 +205,8 @@ def fetch_stage(config: TrainConfig) -> None:
 
     Raises StorageError: the store does not answer.
     """
-    if copied := _copy_of(config.run_store, Path(config.output_dir)):
-        copy, part = copied
-        copy.fetch(part, is_of_driver_too)
+    if found := _path_in_copy(config.run_store, Path(config.output_dir)):
+        found.copy.fetch(found.name, is_of_driver_too)
 
 
 def put_stage_records(config: TrainConfig) -> None:
@@ -193,28 +214,28 @@ def put_stage_records(config: TrainConfig) -> None:
 
     Raises StorageError: the store does not answer.
     """
-    if copied := _copy_of(config.run_store, Path(config.output_dir)):
-        copy, part = copied
-        if copy.owner(part) == copy.folder_id():
-            copy.own(part, lambda name: name.endswith(APPENDED))
+    if found := _path_in_copy(config.run_store, Path(config.output_dir)):
+        copy, stage = found
+        if copy.owner(stage) == copy.folder_id():
+            copy.own(stage, lambda name: name.endswith(APPENDED))
 
 
 def put(path: Path) -> None:
     """Put a file that the driver writes in its workers' stead, where the run is in an object store. Raises StorageError."""
-    if copied := _copy_of(run_store(path), path):
-        copied.copy.store.put(copied.name, path)
+    if found := _path_in_copy(run_store(path), path):
+        found.copy.store.put(found.name, path)
 
 
 def fetch(path: Path) -> None:
     """Bring here a file that a worker put in an object store. Raises StorageError."""
-    if copied := _copy_of(run_store(path), path):
-        copied.copy.store.get(copied.name, path)
+    if found := _path_in_copy(run_store(path), path):
+        found.copy.store.get(found.name, path)
 
 
 def delete(path: Path) -> None:
     """Remove a file of the driver's, first in an object store: from there it would come back. Raises StorageError."""
-    if copied := _copy_of(run_store(path), path):
-        copied.copy.store.delete(copied.name)
+    if found := _path_in_copy(run_store(path), path):
+        found.copy.store.delete(found.name)
     path.unlink(missing_ok=True)
 
 
@@ -235,16 +256,6 @@ def is_of_driver_too(name: str) -> bool:
 
 
 def _discard(folder: Path) -> None:
-    if copied := _copy_of(run_store(folder), folder):
-        copied.copy.discard(copied.name)
+    if found := _path_in_copy(run_store(folder), folder):
+        found.copy.discard(found.name)
     shutil.rmtree(folder, ignore_errors=True)
-
-
-class _Copied(NamedTuple):
-    copy: RunCopy
-    name: str
-    """Of a file or folder in it."""
-
-
-def _copy_of(store: RunStore | None, path: Path) -> _Copied | None:
-    return None if store is None else _Copied(RunCopy(store.uri, Path(store.folder)), str(path.relative_to(store.folder)))

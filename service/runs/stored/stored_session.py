@@ -115,7 +115,13 @@ class StoredDriver:
             self._lease.release()
 
     def put_changed(self) -> None:
-        """Put what has changed since it was put last. Raises LeaseLostError, StorageError, OSError."""
+        """Put what has changed since it was put last.
+
+        Raises:
+            LeaseLostError: another driver has the run.
+            StorageError: the store does not take it.
+            OSError: a file of this machine cannot be read.
+        """
         names = [name for name in self._copy.files() if not is_of_workers(name)]
         # These say that others are complete: they are read before them, and put behind them.
         results = sorted((name for name in names if put_order(name) != put_order("")), key=put_order)

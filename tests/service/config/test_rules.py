@@ -12,8 +12,7 @@ from trainables.config import DataConfig, TrainConfig
 from trainables.distributed.group import Group
 from trainables.engine.job import build
 from trainables.errors import ExperimentError
-from trainables.methods.registry import METHODS
-from trainables.methods.registry import load_method as load_method
+from trainables.methods.registry import METHODS, load_method
 from trainables.rules import METHOD_RULES, RULES, enough_images, first_problem_of_method
 
 STAGES = ("scale.num_workers=4", "scale.pipeline_stages=2")

@@ -97,7 +97,7 @@ def test_a_loader_that_has_nothing_to_do_with_the_data_phase_is_not_blamed() -> 
 def test_threads_that_wait_elsewhere_while_cores_are_free_wait_for_pythons_lock() -> None:
     e = run_of(SLOW, loader=loader(200 / 64, read_wait=0.1, cpu=60 / 64, threads=1), nodes=(NodeUse(30.0),))
     (found, *rest) = findings(e)
-    assert found.cause == "lock-bound"
+    assert found.cause == "GIL-bound"
     assert "not more loader workers but fewer" in found.change
     assert "decode-bound" not in [other.cause for other in rest if other.gain_pct > found.gain_pct]
 

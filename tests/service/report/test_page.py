@@ -113,7 +113,7 @@ def test_the_first_two_lines_say_what_won_and_why(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [[1], pytest.param([1, 2, 4, 8, 16], marks=pytest.mark.slow)], ids=len)
-def test_500_trials_fit_5_mb_and_5_seconds_and_100_less(tmp_path: Path, workers: list[int]) -> None:
+def test_the_page_of_500_trials_takes_5_mb_and_5_cpu_seconds(tmp_path: Path, workers: list[int]) -> None:
     share = len(workers) / 5
     space = {W: workers, B: [32, 64, 128, 256, 512], L: [0, 1, 2, 4, 8], "precision": ["fp32", "bf16"], "seed": [0, 1]}
     run_dir = sweep_dir(tmp_path / "s", space)

@@ -104,12 +104,12 @@ def unfinished(images: Path, dest: Path) -> None:
 
 def test_a_shard_that_is_not_whole_is_written_again(images: Path, tmp_path: Path) -> None:
     unfinished(images, tmp_path / "packed")
-    assert pack(images, tmp_path / "packed").num_written == 3  # and the one with the bad image, which may be mended by now
+    assert pack(images, tmp_path / "packed").num_written == 3  # and the one with the bad image, which may be fixed by now
     pack(images, tmp_path / "at once")
     assert digest(tmp_path / "packed") == digest(tmp_path / "at once")
 
 
-def test_strict_goes_on_once_the_image_is_mended(images: Path, tmp_path: Path) -> None:
+def test_strict_goes_on_once_the_image_is_fixed(images: Path, tmp_path: Path) -> None:
     dest = tmp_path / "packed"
     bad = images / "train" / "cat" / "007.jpg"
     whole = bad.read_bytes()
@@ -202,7 +202,7 @@ def test_a_disk_that_fails_drops_no_image(images: Path, tmp_path: Path, processe
     bad.symlink_to("/proc/self/mem")
     with pytest.raises(DataError) as caught:
         pack(images, dest, processes=processes)
-    assert str(caught.value) == f"{bad}: Input/output error; mend that, and the same command goes on"
+    assert str(caught.value) == f"{bad}: Input/output error; fix that, and the same command goes on"
     bad.unlink()
     bad.write_bytes(content)
     assert pack(images, dest).index.num_unreadable == 0
@@ -261,7 +261,7 @@ def test_the_command_says_what_it_made(images: Path, tmp_path: Path, capsys: pyt
     assert (code, out) == (2, "")
     assert err == (
         f"error: {dest} is finished without 1 unreadable images, all in {dest}/unreadable.jsonl; "
-        "mend or remove them and pack into another folder, or leave out --strict\n"
+        "fix or remove them and pack into another folder, or leave out --strict\n"
     )
     assert run(capsys, "pack", images, dest)[0] == 0
 

@@ -50,7 +50,7 @@ def ended(kind: Kind, **about: Any) -> Failure:
         ("lost_peer", "failed", 3),
     ],
 )
-def test_only_what_beginning_again_may_mend_is_begun_again(
+def test_only_what_beginning_again_may_fix_is_begun_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind, status: str, tries: int
 ) -> None:
     begun = []

@@ -137,11 +137,11 @@ def test_the_methods_of_a_file_are_of_one_module_and_files_of_one_name_of_two(tm
 
 
 def test_a_file_that_failed_is_run_again_and_leaves_no_module(tmp_path: Path) -> None:
-    file = tmp_path / "mended.py"
+    file = tmp_path / "repaired.py"
     file.write_text(OWN_METHOD + "\nraise RuntimeError('not yet')")
     with pytest.raises(ExperimentError, match="not yet"):
         load_method(f"{file}:Mine")
-    assert not [name for name in sys.modules if "mended" in name]
+    assert not [name for name in sys.modules if "repaired" in name]
     file.write_text(OWN_METHOD)
     assert load_method(f"{file}:Mine").terms == ("apart",)
 

@@ -98,7 +98,7 @@ def test_all_of_the_student_takes_part_where_nothing_is_left_out(tmp_path: Path)
     settings = job_config(tmp_path, "wrn_16_1", "wrn_16_1", "ab")
     with contextlib.closing(build(settings, Group(), Recorded(), no_telemetry)) as job:
         job.train_state.distillation_module.train()
-        job.train_state.distillation_module.freeze_for(-1)
+        job.train_state.distillation_module.set_trainable(-1)
         assert all(module.training for module in job.train_state.distillation_module.student.modules())
 
 

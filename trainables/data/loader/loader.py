@@ -232,7 +232,7 @@ class Loader:
             raise DataError(
                 f"{len(skipped)} unreadable images in one epoch, more than the {self.max_bad} of {len(self.source)} that "
                 f"data.max_bad={self._data.max_bad:g} allows: {', '.join(first)}{', …' if len(skipped) > len(first) else ''}; "
-                "mend or remove them, or raise the limit"
+                "fix or remove them, or raise the limit"
             )
 
 

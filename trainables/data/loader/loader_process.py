@@ -25,6 +25,7 @@ from trainables.data.loader.batch_layout import BatchLayout
 from trainables.data.loader.batch_memory import Block, SharedBatchMemory
 from trainables.data.loader.batch_reader import Reads, Request
 from trainables.data.loader.loader_messages import FailedReads, LogLine, Response
+from trainables.data.loader.malloc import REUSE_FREED_MEMORY
 from trainables.data.loader.sample_reader import ReadResult, ThreadTimes
 from trainables.errors import DataError, LoaderDiedError
 
@@ -32,9 +33,6 @@ log = logging.getLogger("raydistill")
 
 _SERVER = "from trainables.data.loader.loader_server import main; main()"
 _END_S = 5.0
-_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
-"""glibc's allocator reuses the memory of encoded and decoded images. By default it returns some of it to the kernel after each
-few images and maps it again, with 5 to 8 page faults an image. The thresholds are the largest that mallopt(3) takes."""
 
 
 def loader_process(data: DataConfig, *, world_size: int, device: torch.device) -> "LoaderProcess | None":
@@ -137,7 +135,7 @@ class LoaderProcess:
                     pass_fds=handles,
                     stdin=subprocess.DEVNULL,
                     process_group=0,  # Ctrl-C and a SIGTERM to the group are for this process, which ends it
-                    env={**_MALLOC, **os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+                    env={**REUSE_FREED_MEMORY, **os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
                 )
             except OSError as error:
                 self.memory.close()

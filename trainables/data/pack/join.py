@@ -39,7 +39,7 @@ def write_set(plan: PackPlan, dest: Path, version: str, *, strict: bool) -> Inde
         first = unreadable[0]
         raise DataError(
             f"{plan.source}: {len(unreadable)} unreadable images, such as {first['name']} ({first['reason']}), all in {report}; "
-            f"mend them or leave out --strict, and the same command goes on; if you remove them, remove {dest} too"
+            f"fix them or leave out --strict, and the same command goes on; if you remove them, remove {dest} too"
         )
     splits: dict[Literal["train", "val"], SplitIndex] = {}
     for split in ("train", "val"):

@@ -68,7 +68,7 @@ class ShardJob:
             return None
 
     def is_whole(self) -> bool:
-        """Whether an earlier process has finished it and left nothing out; who calls again may have mended what it left out."""
+        """Whether an earlier process has finished it and left nothing out; who calls again may have fixed what it left out."""
         finished = self.finished()
         return finished is not None and not finished[1]
 

@@ -44,8 +44,7 @@ class Server:
     def read(self, name: str) -> bytes:
         """A small file of which no checksum is known: read until two copies agree, since one may be altered on its way here.
 
-        Raises:
-            DataError: `retry_s` was in vain, or all copies differ.
+        Raises DataError: `retry_s` was in vain, or all copies differ.
         """
 
         def attempt() -> bytes:
@@ -76,8 +75,7 @@ class RemoteRecords(RecordsSource):
     def check_room(self, shuffle: str) -> None:
         """Refuse an order that would fetch shards again and again. `shuffle`: `data.shuffle`, or `none` for validation.
 
-        Raises:
-            DataError: what it needs at hand, and the size of the cache.
+        Raises DataError: what it needs at hand, and the size of the cache.
         """
         shards, limit_bytes = self._shards.shards, self._shards.limit_bytes
         total_bytes, largest_bytes = sum(shard.bytes for shard in shards), max(shard.bytes for shard in shards)
@@ -111,8 +109,7 @@ def open_remote(data: DataConfig, split: Split, retry_s: float = RETRY_S) -> Rem
     Its shards will come to `data.stage`, or the folder for temporary files, and take `data.cache_mib` there at most. All
     processes of the node share them.
 
-    Raises:
-        DataError: the server does not answer, has no packed set there, or the folder cannot be used.
+    Raises DataError: the server does not answer, has no packed set there, or the folder cannot be used.
     """
     server = Server(data.path, OPENING_S)
     content = server.read(INDEX)

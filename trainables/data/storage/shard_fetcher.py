@@ -131,7 +131,9 @@ class RemoteShards:
     def _ensure(self, shard: int, earlier: frozenset[str] | None = None) -> bool:
         """Fetch a shard unless it is there; whether it is. Ahead of its use only at the cost of files not needed `earlier`.
 
-        Raises DataError, StoppedError.
+        Raises:
+            DataError: it cannot be fetched, or the folder cannot be used.
+            StoppedError: the fetcher was closed.
         """
         here = partial(reported_as, "data.stage", str(self.folder), "write another folder")
         with here(), locked(self._lock_of(self.shards[shard]), self._check_stopped):

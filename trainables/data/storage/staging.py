@@ -46,8 +46,7 @@ def stage_set(path: str, to: str, *, grace_s: float = GRACE_S) -> tuple[str, Fol
 
     The first process of the node copies, others wait; files that an earlier copy finished serve again. `to`: `ram` or a folder.
 
-    Raises:
-        DataError: it does not fit, a file cannot be read or is not the one of its index, or the copy cannot be written.
+    Raises DataError: it does not fit, a file cannot be read or is not the one of its index, or the copy cannot be written.
     """
     root = expand_home(path)
     index = read_index(root)

@@ -80,6 +80,7 @@ def measure_blocks(
         passes = _rounds(run, sizes, what)
     shortest = {size: _shortest(found) for size, found in passes.items()}
     totals_s = [[each.total_s for each in found] for found in passes.values()]
+    spread = max(median(times_s) / min(times_s) for times_s in totals_s)
     usual = median([each.total_s / shortest[size].total_s for size, found in passes.items() for each in found])
     blocks = [
         Block(
@@ -92,7 +93,7 @@ def measure_blocks(
         )
         for index, name in enumerate(["", *cuts])
     ]
-    return Measurement(blocks, max(median(times_s) / min(times_s) for times_s in totals_s))
+    return Measurement(blocks, spread)
 
 
 def _on_device(model: nn.Module, conditions: Conditions, what: str) -> nn.Module:

@@ -18,9 +18,9 @@ class Layout:
     job: Group
     """All ranks."""
     replicas: Group
-    """The ranks that have the same pipeline stage: the rank in it is the replica's number."""
+    """The ranks that have the same pipeline stage: `replicas.rank` is this replica's index."""
     pipeline: Group
-    """The ranks of this replica: the rank in it is the pipeline stage's number."""
+    """The ranks of this replica: `pipeline.rank` is this pipeline stage's index."""
     hosts: Group
     """The same ranks, with a process group for CPU tensors: batches, and the parts of a checkpoint."""
 
@@ -50,11 +50,11 @@ def build_layout(group: Group, num_stages: int) -> Layout:
     assert dist.group.WORLD is not None
     built = _built.setdefault(dist.group.WORLD, {})
     if (group, num_stages) not in built:
-        built[group, num_stages] = _build_stages(group, num_stages)
+        built[group, num_stages] = _build_pipeline_stages(group, num_stages)
     return built[group, num_stages]
 
 
-def _build_stages(group: Group, num_stages: int) -> Layout:
+def _build_pipeline_stages(group: Group, num_stages: int) -> Layout:
     shape = (group.world_size // num_stages, num_stages)
     mesh = init_device_mesh(group.device.type, shape, mesh_dim_names=("replica", "stage"))
 

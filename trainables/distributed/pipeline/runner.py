@@ -37,7 +37,7 @@ class Boundary:
         return torch.empty((num_samples, *self.shape), dtype=self.dtype, device="meta", requires_grad=self.has_gradient)
 
 
-def stage_inputs(forward: Forward, images: Boundary, stages: Group) -> tuple[Boundary, ...]:
+def pipeline_stage_inputs(forward: Forward, images: Boundary, stages: Group) -> tuple[Boundary, ...]:
     """What each stage receives, found by a pass of two blank samples on one rank after the other; every rank calls it."""
     inputs = [images]
     for index in range(stages.world_size - 1):
@@ -65,7 +65,7 @@ class PipelineRunner:
         self._stages, self._inputs = stages, inputs
         self._schedule = SCHEDULES[schedule]
         self._built: dict[tuple[int, int, bool], tuple[_MarkedStage, PipelineScheduleSingle]] = {}
-        self._stage_forward = _StageForward()
+        self._stage_forward = _PipelineStageForward()
         self.is_first, self.is_last = stages.rank == 0, stages.rank == stages.world_size - 1
 
     def train(
@@ -133,7 +133,7 @@ def _padded(tensor: Tensor, num_rows: int) -> Tensor:
     return torch.cat([tensor, tensor.new_zeros((num_rows - len(tensor), *tensor.shape[1:]))])
 
 
-class _StageForward(nn.Module):
+class _PipelineStageForward(nn.Module):
     """What torch takes for a stage's module: calls the `Forward` of the current run.
 
     Torch's schedules send tensors of one shape. A smaller micro-batch has a row more on its way, which no module gets: batch norm

@@ -27,7 +27,9 @@ log = logging.getLogger("raydistill")
 def possible_cuts(config: TrainConfig, module: DistillationModule) -> list[CutPoint]:
     """Where the student may be cut: before all that its methods read. With `scale.cut` those cuts.
 
-    Raises ExperimentError, ModelError: it cannot be cut so, or has methods that cannot be trained in stages.
+    Raises:
+        ExperimentError: it has methods that cannot be trained in stages.
+        ModelError: it cannot be cut so.
     """
     stages, model = config.scale.num_stages, config.model
     for key, method in module.methods_by_name.items():

@@ -19,9 +19,9 @@ _END = -1
 
 
 class PipelineLoader(Loader):
-    """A loader whose batches the ranks of a replica have in common, see `Loader`. All of them take the same number of batches.
+    """All ranks of a replica get the same batches, see `Loader`.
 
-    They travel between the hosts' memories, so that each rank's device copies its own ahead as any batch.
+    The first stage reads them and sends them from host to host; each rank then copies its own to its device.
     """
 
     def __init__(self, *arguments: Any, hosts: Group, loader_workers: int, **options: Any) -> None:

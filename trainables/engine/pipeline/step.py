@@ -13,7 +13,7 @@ from trainables.device.device_batches import DeviceBatch
 from trainables.device.model_input import image_normalizer, tensor_format
 from trainables.distributed.group import GlobalCount, Group, all_reduce_sum
 from trainables.distributed.pipeline.layout import Layout
-from trainables.distributed.pipeline.runner import Boundary, Forward, PipelineRunner, micro_batch_sizes, stage_inputs
+from trainables.distributed.pipeline.runner import Boundary, Forward, PipelineRunner, micro_batch_sizes, pipeline_stage_inputs
 from trainables.engine.graphed_step import log_eager
 from trainables.engine.loss_optimizers import LossOptimizer
 from trainables.engine.step import TrainState, micro_batches, run_student, run_teacher
@@ -117,8 +117,8 @@ def pipeline_logits(
     return logits
 
 
-def pipeline_forward(stage: nn.Module, autocast: Callable[[], contextlib.AbstractContextManager[None]]) -> Forward:
-    """The forward pass of a stage in the job's precision; of the last one the logits."""
+def pipeline_stage_forward(stage: nn.Module, autocast: Callable[[], contextlib.AbstractContextManager[None]]) -> Forward:
+    """The forward pass of a pipeline stage in the job's precision; of the last one the logits."""
 
     def forward(received: Tensor) -> Tensor:
         with autocast():
@@ -136,12 +136,12 @@ def pipeline_functions(config: TrainConfig, layout: Layout, parts: TrainingParts
     train_state = build_train_state(config, layout, parts, update)
     if not (layout.is_first or layout.is_last):
         train_state.prepare = lambda batch: batch  # it has no pixels
-    forward = pipeline_forward(parts.module.student, train_state.autocast)
+    forward = pipeline_stage_forward(parts.module.student, train_state.autocast)
     size, micro_batches = config.data.image_size, config.scale.micro_batches
     assert isinstance(micro_batches, int)  # since it was planned
     images = Boundary((3, size, size), tensor_format(config)[0], has_gradient=False)
     parts.module.eval()
-    inputs = stage_inputs(forward, images, layout.pipeline)
+    inputs = pipeline_stage_inputs(forward, images, layout.pipeline)
     parts.module.train()
     runner = PipelineRunner(layout.pipeline, inputs, config.scale.schedule)
     return StepFunctions(

@@ -7,7 +7,7 @@ import contextlib
 
 from trainables.config import FillConfig
 from trainables.data.loader.loader import Loader
-from trainables.device.augment import train_inputs
+from trainables.device.augment import build_train_inputs
 from trainables.device.device_batches import on_device
 from trainables.device.model_input import autocast
 from trainables.distributed.group import Group, gather_objects
@@ -69,7 +69,7 @@ def _run_epoch(
     start: int,
 ) -> None:
     """Run the teacher over an epoch's images from position `start` on."""
-    num_steps, prepare = loader.steps_per_epoch, train_inputs(config, group.device)
+    num_steps, prepare = loader.steps_per_epoch, build_train_inputs(config, group.device)
     precision = autocast(config.precision, group.device)
     batches = heartbeat.over(loader.epoch(epoch, start))
     first_step = epoch * num_steps + start // config.data.global_batch_size + 1

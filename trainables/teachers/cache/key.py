@@ -38,7 +38,9 @@ def agree_on_images(path: str, loader: Loader, group: Group, key: str) -> ImageS
 
     One rank of each node fingerprints the data, of which nodes may have copies. `key`: the experiment's, for messages.
 
-    Raises DataError, ExperimentError: one line, on every rank.
+    Raises:
+        DataError: the data cannot be read, or differs between nodes; on every rank.
+        ExperimentError: the workers decode by different libraries; on every rank.
     """
     local = result_or_error(lambda: (len(loader.source), loader.source.fingerprint())) if group.local_rank == 0 else None
     ranks = gather_objects((socket.gethostname(), loader.decoder, local), group)

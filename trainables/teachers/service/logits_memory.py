@@ -66,6 +66,7 @@ class LogitsMemory:
             del self._by_name[name]
 
     def read(self, slots_n: NDArray[np.int64]) -> NDArray[Any]:
+        """A copy: callers may keep it while slots are overwritten."""
         logits_nK: NDArray[Any] = self._logits_SK[slots_n]
         return logits_nK
 

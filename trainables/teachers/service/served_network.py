@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainables.config import TrainConfig
-from trainables.device.augment import train_inputs
+from trainables.device.augment import build_train_inputs
 from trainables.device.device_batches import DeviceBatch
-from trainables.device.model_input import autocast
+from trainables.device.model_input import autocast, tensor_format
 from trainables.device.precision import with_precision
 from trainables.distributed.group import Group
 from trainables.teachers.build import logits_network
@@ -28,7 +28,8 @@ class ServedNetwork:
     def __init__(self, config: TrainConfig, classes: Sequence[str], device: torch.device) -> None:
         """`config` is a worker's. Raises CheckpointError, ModelError: the teacher cannot be loaded."""
         config = with_precision(config, Group(device=device))
-        self.num_classes, self.dtype = len(classes), np.dtype("float64" if config.precision == "fp64" else "float32")
+        dtype, _ = tensor_format(config)
+        self.num_classes, self.dtype = len(classes), torch.empty(0, dtype=dtype).numpy().dtype
         self._device = device
         assert config.teacher is not None
         num_devices = config.teacher.service_devices
@@ -36,7 +37,7 @@ class ServedNetwork:
             [torch.device("cuda", index) for index in range(num_devices)] if device.type == "cuda" else [device] * num_devices
         )
         self._teacher = logits_network(config, devices, classes, [_METHOD])
-        self._prepare = train_inputs(config, device)
+        self._prepare = build_train_inputs(config, device)
         self._autocast = autocast(config.precision, device)
 
     def launch(self, images: Sequence[NDArray[np.uint8]], samples_n: NDArray[np.int64], epoch: int) -> Callable[[], NDArray[Any]]:

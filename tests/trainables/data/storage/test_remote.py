@@ -399,16 +399,16 @@ def test_a_shard_that_is_good_again_the_second_time_does_no_harm(s3: S3, node: P
     s3.put("train-00005.arrow", good[:-100])
     source = open_remote(_data("s3://bucket/set", node), "train")
 
-    class Mend(logging.Handler):
+    class Fix(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             s3.put("train-00005.arrow", good)
 
-    mend = Mend(level=logging.WARNING)
-    logging.getLogger("raydistill").addHandler(mend)
+    fix = Fix(level=logging.WARNING)
+    logging.getLogger("raydistill").addHandler(fix)
     try:
         assert source.read(5 * ROWS) == image_of("train", 5 * ROWS, SIZE)
     finally:
-        logging.getLogger("raydistill").removeHandler(mend)
+        logging.getLogger("raydistill").removeHandler(fix)
 
 
 def test_a_server_that_vanishes_stalls_the_epoch_and_does_not_end_it(s3: S3, node: Path) -> None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainables.distributed.group import Group
-from trainables.distributed.pipeline.runner import Boundary, PipelineRunner, micro_batch_sizes, stage_inputs
+from trainables.distributed.pipeline.runner import Boundary, PipelineRunner, micro_batch_sizes, pipeline_stage_inputs
 from trainables.distributed.pipeline.stage_module import split
 from trainables.distributed.rank_pool import RankPool
 from trainables.models.registry import build_model
@@ -37,7 +37,7 @@ def _batch(num_samples: int) -> tuple[Tensor, Tensor]:
 def _runner(model: nn.Module, group: Group, schedule: str) -> tuple[nn.Module, PipelineRunner]:
     stage = split(model, CUTS[group.world_size])[group.rank]
     stages = dataclasses.replace(group, process_group=dist.group.WORLD)
-    inputs = stage_inputs(stage, Boundary((3, 32, 32), torch.float64, has_gradient=False), stages)
+    inputs = pipeline_stage_inputs(stage, Boundary((3, 32, 32), torch.float64, has_gradient=False), stages)
     return stage, PipelineRunner(stages, inputs, schedule)
 
 

@@ -76,7 +76,7 @@ def test_a_damaged_segment_counts_as_missing(tmp_path: Path, damage: str) -> Non
     segment.write_bytes({"bit": bytes(content), "cut": bytes(content[:-9]), "empty": b"", "other": b"x" * 999}[damage])
     fresh = LogitsStore(tmp_path, FORMAT, 20)
     assert np.flatnonzero(~fresh.open(0).missing_N).tolist() == [5]
-    fresh.write(0, columns([3, 1]))  # the same content mends the file
+    fresh.write(0, columns([3, 1]))  # the same content fixes the file
     assert np.flatnonzero(~fresh.open(0).missing_N).tolist() == [1, 3, 5]
 
 

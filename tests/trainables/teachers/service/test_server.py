@@ -206,9 +206,11 @@ def test_an_idle_network_is_gone_before_the_next_is_built() -> None:
 
     service = TeacherService(build, idle_timeout_s=0.0)
     gc.freeze()  # a collection then looks at what this test makes, not at all that is imported
-    for key in ("first", "second"):
-        service.open(key, {}, ("a", "b", "c"), 1000).result(5)
-    gc.unfreeze()
+    try:
+        for key in ("first", "second"):
+            service.open(key, {}, ("a", "b", "c"), 1000).result(5)
+    finally:
+        gc.unfreeze()
     service.close()
 
 
