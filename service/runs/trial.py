@@ -239,6 +239,9 @@ def run_trial(settings: dict[str, Any], assignments: dict[str, Assignment], swee
     from ray import tune
     from ray.tune.integration.ray_train import TuneReportCallback
 
+    from trainables.worker.process_exit import skip_exit_handlers
+
+    skip_exit_handlers()
     trial_id = settings["trial"]
     run_dir = RunDir(Path(sweep_dir)).trial(trial_id)
     if not run_dir.result.exists():
@@ -257,8 +260,10 @@ def run_worker_group(settings: dict[str, Any], coordinator: Any) -> None:
     import ray
     from ray import tune
 
+    from trainables.worker.process_exit import skip_exit_handlers
     from trainables.worker.trainer import ReusableWorkers
 
+    skip_exit_handlers()
     workers = ReusableWorkers(coordinator, settings["group"])
     outcome = run_to_end(ray.get(coordinator.start.remote(workers.group_id)), reused=workers)
     ray.get(coordinator.finish.remote(workers.group_id, outcome))

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from trainables.device.cuda_check import check_usable
 from trainables.distributed.group import Group, group_arguments
 from trainables.worker.interruption_requests import note_sigterm
+from trainables.worker.process_exit import skip_exit_handlers
 from trainables.worker.ray_internals import abort
 
 
@@ -45,7 +46,9 @@ class ProcessGroupBackend(ray.train.torch.TorchConfig().backend_cls):  # type: i
 
     def on_start(self, worker_group: Any, backend_config: ProcessGroup) -> None:
         """Called by Ray Train on the controller, once the workers' processes are running."""
+        skip_exit_handlers()
         try:
+            worker_group.execute(skip_exit_handlers)
             if backend_config.backend == "nccl":
                 worker_group.execute(check_gpu)
             address, port, listener = worker_group.execute_single(0, reserve_store)
