@@ -3,7 +3,8 @@
     python -m tests.benchmarks.long_sweep [--trials N] [--minutes M] [--concurrent N] [--json FILE]
 
 Samples go to FILE as JSON lines while the sweep runs. It is interrupted after so many minutes. At the end a line for each process
-has what it held at the beginning and at the end, and its slope: a least-squares line over the samples after the tenth trial.
+has what it held at the beginning and at the end, and its slope: a least-squares line over the samples after the tenth trial; and
+processes that the sweep has left behind are counted.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from tests.benchmarks.process import ROOT, environment
 from trainables.rundir import append_line
 
 EVERY_S = 10.0
+LEFT_AFTER_S = 20.0
 SETTLED = 10
 """Trials after which slopes are taken: until then modules are imported and pools are filled."""
 SERVERS = {
@@ -66,10 +68,10 @@ def name_of(process: psutil.Process, driver: psutil.Process) -> str:
     return next((name for part, name in SERVERS.items() if part in line), "trials and idle workers")
 
 
-def sample(driver: psutil.Process) -> dict[str, dict[str, float]]:
+def sample(driver: psutil.Process, processes: Iterable[psutil.Process]) -> dict[str, dict[str, float]]:
     """Process → MiB resident, open files, threads; of several with one name their sums, and their number."""
     found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for process in (driver, *driver.children(recursive=True)):
+    for process in processes:
         try:
             with process.oneshot():
                 of = found[name_of(process, driver)]
@@ -99,6 +101,13 @@ def slopes(samples: Sequence[dict[str, dict[str, float]]], ended: Sequence[int])
     return lines
 
 
+def left_behind(processes: Iterable[psutil.Process]) -> str:
+    """The processes that still run a while after the sweep has ended."""
+    _, running = psutil.wait_procs(processes, timeout=LEFT_AFTER_S)
+    mib = sum(process.memory_info().rss for process in running) / 2**20
+    return f"left behind: {len(running)} processes, {mib:.0f} MiB"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.long_sweep", description="A sweep of many short trials.")
     parser.add_argument("--trials", type=int, default=500)
@@ -112,6 +121,7 @@ def main() -> int:
         command = ["-m", "service", "sweep", str(experiment(folder, args.trials, args.concurrent))]
         command += ["--runs", str(run.parent), "--out", str(run)]
         samples, ended, seconds = list[dict[str, dict[str, float]]](), list[int](), list[float]()
+        children = set[psutil.Process]()
         with open(log, "wb") as file:
             began = time.monotonic()
             sweep = subprocess.Popen([sys.executable, *command], env=environment(), cwd=ROOT, stdout=file, stderr=file)
@@ -121,7 +131,9 @@ def main() -> int:
                     sweep.wait(EVERY_S)
                 except subprocess.TimeoutExpired:
                     seconds.append(time.monotonic() - began)
-                    samples.append(sample(driver))
+                    now = driver.children(recursive=True)
+                    children.update(now)
+                    samples.append(sample(driver, [driver, *now]))
                     ended.append(len(list(run.glob("trials/*/result.json"))))
                     if args.json:
                         append_line(args.json, {"seconds": seconds[-1], "ended": ended[-1], "processes": samples[-1]})
@@ -133,6 +145,7 @@ def main() -> int:
             print(f"{ended[-1]} of {args.trials} trials in {seconds[-1]:.0f} s, exit code {sweep.returncode}")
         for line in slopes(samples[:-2], ended[:-2]):  # the last ones are of a sweep that ends
             print(line)
+        print(left_behind(children))
     return 0
 
 
