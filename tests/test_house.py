@@ -54,6 +54,7 @@ LAYERS = {
         "stage_result",
         "locks",
         "user_folder",
+        "process_exit",
         "stacks",
         "paced",
         "failures",

@@ -239,7 +239,7 @@ def run_trial(settings: dict[str, Any], assignments: dict[str, Assignment], swee
     from ray import tune
     from ray.tune.integration.ray_train import TuneReportCallback
 
-    from trainables.worker.process_exit import skip_exit_handlers
+    from trainables.process_exit import skip_exit_handlers
 
     skip_exit_handlers()
     trial_id = settings["trial"]
@@ -260,7 +260,7 @@ def run_worker_group(settings: dict[str, Any], coordinator: Any) -> None:
     import ray
     from ray import tune
 
-    from trainables.worker.process_exit import skip_exit_handlers
+    from trainables.process_exit import skip_exit_handlers
     from trainables.worker.trainer import ReusableWorkers
 
     skip_exit_handlers()

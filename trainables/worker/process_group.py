@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from trainables.device.cuda_check import check_usable
 from trainables.distributed.group import Group, group_arguments
+from trainables.process_exit import skip_exit_handlers
 from trainables.worker.interruption_requests import note_sigterm
-from trainables.worker.process_exit import skip_exit_handlers
 from trainables.worker.ray_internals import abort
 
 

@@ -12,6 +12,7 @@ from trainables.config import TrainConfig
 from trainables.device.precision import set_matmul_precision
 from trainables.failures import kind_of
 from trainables.object_store.stage_copy import fetch_inputs
+from trainables.process_exit import skip_exit_handlers
 from trainables.teachers.service.protocol import LogitsRequest, LogitsResponse
 from trainables.teachers.service.served_network import ServedNetwork
 from trainables.teachers.service.server import TeacherService
@@ -24,6 +25,7 @@ class TeacherActor:
 
     def __init__(self, device: str, threads: int) -> None:
         """`threads`: compute threads on a CPU."""
+        skip_exit_handlers()
         torch.set_num_threads(threads)
         set_matmul_precision()
 

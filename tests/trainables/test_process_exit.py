@@ -9,7 +9,7 @@ SCRIPT = """
 import atexit, ctypes, sys
 libc = ctypes.CDLL(None)
 libc.on_exit(ctypes.cast(libc.abort, ctypes.c_void_p), None)
-from trainables.worker.process_exit import skip_exit_handlers
+from trainables.process_exit import skip_exit_handlers
 if {skips}:
     skip_exit_handlers()
     skip_exit_handlers()
