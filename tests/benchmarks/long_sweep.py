@@ -2,14 +2,13 @@
 
     python -m tests.benchmarks.long_sweep [--trials N] [--minutes M] [--concurrent N] [--json FILE]
 
-Samples go to FILE as JSON lines while the sweep runs. It is interrupted after so many minutes. At the end a line for each process
+Samples go to FILE as JSON lines while the sweep runs. It is ended after so many minutes. At the end a line for each process
 has what it held at the beginning and at the end, and its slope: a least-squares line over the samples after the tenth trial; and
 processes that the sweep has left behind are counted.
 """
 
 import argparse
 import json
-import signal
 import subprocess
 import sys
 import tempfile
@@ -138,7 +137,7 @@ def main() -> int:
                     if args.json:
                         append_line(args.json, {"seconds": seconds[-1], "ended": ended[-1], "processes": samples[-1]})
                     if seconds[-1] > 60 * args.minutes:
-                        sweep.send_signal(signal.SIGINT)
+                        sweep.terminate()  # not SIGINT, which a job in the background ignores
                         sweep.wait(300)
         print("\n".join(log.read_text(errors="replace").splitlines()[-12:]))
         if ended:
