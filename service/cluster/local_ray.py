@@ -14,6 +14,7 @@ from typing import NoReturn
 import psutil
 
 from trainables.errors import ClusterError
+from trainables.process_exit import skip_exit_handlers
 
 SERVERS = ("gcs_server", "raylet")
 """The processes without which there is no Ray."""
@@ -131,10 +132,11 @@ def leave(code: int) -> NoReturn:
     A process that uses Ray while it is shut down ends at once, with code 1. So nothing of Ray is shut down while the
     thread runs: its processes are killed, each of them stopped first, since they too notice the end of another.
     """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the command has its result, which a signal meanwhile must not change
     if not in_use():
+        skip_exit_handlers()
         sys.exit(code)
-    for number in (signal.SIGINT, signal.SIGTERM):  # between stopping and killing it would leave the processes stopped
-        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # between stopping and killing it would leave the processes stopped
     _end_process(code)
 
 

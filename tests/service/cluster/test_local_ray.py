@@ -46,6 +46,19 @@ def test_a_command_leaves_with_its_code_whatever_its_thread_does(seconds: int) -
     assert done.stdout == ("" if seconds else "whole\n")  # what shuts Ray down at the exit is not called either
 
 
+@pytest.mark.parametrize("moment", ["atexit.register(end)", "Last()"])
+def test_a_sigterm_while_a_command_leaves_does_not_change_its_code(moment: str) -> None:
+    """Before Python gives up its signal handlers, and after."""
+    code = (
+        "import atexit, os, signal\nfrom service.cluster import local_ray\n"
+        "def end(kill=os.kill, pid=os.getpid()): kill(pid, 15)\n"
+        "class Last:\n    def __del__(self, end=end): end()\n"
+        f"last = {moment}\nsignal.signal(signal.SIGTERM, signal.default_int_handler)\nlocal_ray.leave(2)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (2, "")
+
+
 def test_a_process_that_is_inside_ray_when_a_server_ends_is_ended_with_one_line(tmp_path: Path) -> None:
     (tmp_path / "raylet").symlink_to(shutil.which("sleep") or "")
     code = (
