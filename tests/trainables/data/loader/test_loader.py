@@ -652,10 +652,12 @@ def test_the_loader_reports_what_an_image_costs_a_thread_and_how_much_of_it_is_w
 def test_time_inside_the_source_that_is_computing_or_waiting_for_a_core_is_no_wait_for_the_source(where: str) -> None:
     shares = []
     with contextlib.closing(_loader(BusySource(32), _data(8, loader=where), workers=8)) as loader:  # more threads than cores
-        for epoch in range(3):  # of which one at least should be free of what other tenants of the machine take
+        for epoch in range(20):  # of which one at least should be free of what other tenants of the machine take
             list(loader.epoch(epoch))
             costs = loader.costs.summary()
             blocked_ms = costs["loader/image_ms"] - costs["loader/cpu_ms"] - costs["loader/core_wait_ms"]
             shares.append(min(costs["loader/read_wait_ms"], blocked_ms) / costs["loader/read_ms"])
             loader.costs.clear()
+            if shares[-1] < 0.5:
+                break
     assert min(shares) < 0.5
