@@ -45,7 +45,7 @@ def test_an_input_is_a_function_of_seed_and_number(tmp_path: Path) -> None:
     assert [one.make(index).kind for index in range(20)] == [two.make(index).kind for index in range(20)]
 
 
-def test_inputs_are_kept_for_whoever_fixes_what_they_broke(tmp_path: Path) -> None:
+def test_failing_inputs_are_stored(tmp_path: Path) -> None:
     keep("images", 3, [7, 9], tmp_path)
     assert (tmp_path / "images-3-7" / "image").read_bytes() == Images(3).make(7).files["image"]
     keep("shards", 3, [1], tmp_path)
