@@ -83,6 +83,14 @@ def title(process: psutil.Process) -> str:
         return ""
 
 
+def name_of(process: psutil.Process) -> str:
+    """The name of its program; nothing where it has ended."""
+    try:
+        return process.name()
+    except psutil.Error:
+        return ""
+
+
 def kill(processes: Sequence[psutil.Process]) -> None:
     """SIGKILL, and wait until they are gone."""
     for process in processes:

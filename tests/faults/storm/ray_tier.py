@@ -22,7 +22,7 @@ import psutil
 
 from tests.faults.storm.oracle import TRACEBACK, lock_losses
 from tests.faults.storm.table import Fault, Trial
-from tests.integration.conftest import Command, Distill, RayCluster, family, is_worker, kill, title
+from tests.integration.conftest import Command, Distill, RayCluster, family, is_worker, kill, name_of, title
 
 MAX_FAULTS = 8
 """Of one trial."""
@@ -225,8 +225,8 @@ class RayTier:
 STOPPED = {WORKER_STOPPED, DRIVER_STOPPED, RAYLET_STOPPED, GCS_STOPPED}
 IS_TARGET: dict[str, Callable[[psutil.Process], bool]] = {
     **dict.fromkeys((WORKER_KILLED, WORKER_STOPPED, WORKER_HUNG), is_worker),
-    **dict.fromkeys((RAYLET_KILLED, RAYLET_STOPPED), lambda process: process.name() == "raylet"),
-    **dict.fromkeys((GCS_KILLED, GCS_STOPPED, GCS_RESTARTED), lambda process: process.name() == "gcs_server"),
+    **dict.fromkeys((RAYLET_KILLED, RAYLET_STOPPED), lambda process: name_of(process) == "raylet"),
+    **dict.fromkeys((GCS_KILLED, GCS_STOPPED, GCS_RESTARTED), lambda process: name_of(process) == "gcs_server"),
     ACTOR_KILLED: lambda process: "ray::TeacherActor" in title(process),
     JOB_KILLED: lambda process: "-m service train" in title(process) and "submit" not in title(process),
 }
