@@ -13,7 +13,7 @@ import pytest
 
 from service.config.experiment import load
 from service.tracking.spool import Spool
-from tests.integration.conftest import Command, Distill, records, result, title, wait_until
+from tests.integration.conftest import Command, Distill, name_of, records, result, title, wait_until
 from tests.trainables.jobs import equal, train
 from trainables.distributed.rank_pool import RankPool
 from trainables.engine import checkpoint
@@ -133,7 +133,7 @@ def test_a_run_whose_ray_is_killed_ends_at_once_with_one_line_and_can_be_resumed
     # Ray's two agents of a node that lost both take a minute to go, and hold nothing.
     others = [process for process in family if "Agent" not in title(process)]
     for process in family:
-        if process.name() in killed:
+        if name_of(process) in killed:
             process.kill()
     assert command.end(30) == 2
     _, left = psutil.wait_procs(others, timeout=20)
@@ -151,7 +151,7 @@ def test_a_command_whose_ray_is_killed_while_it_starts_ends_at_once_with_one_lin
     # Ray asks the GCS whether its dashboard has started, again and again.
     wait_until(lambda: any("dashboard.py" in title(each) for each in command.family()), "start of Ray's dashboard", command)
     family = command.family()[1:]
-    next(each for each in family if each.name() == "gcs_server").kill()
+    next(each for each in family if name_of(each) == "gcs_server").kill()
     assert command.end(40) == 2  # Ray waits for 60 s, and ends the process with code 1
     assert command.output.splitlines()[-1].startswith("error: Ray ")
     _, left = psutil.wait_procs([process for process in family if "Agent" not in title(process)], timeout=20)
