@@ -7,13 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import FrameType
 
-from ray.util.placement_group import (
-    PlacementGroup,
-    get_placement_group,
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 
 from trainables.config import ScaleConfig
 from trainables.errors import Interruption
@@ -43,17 +37,9 @@ def worker_resources(scale: ScaleConfig, loader_workers: int, *, use_gpu: bool) 
 def reserve_more(num_workers: int, bundle: Mapping[str, float], name: str) -> PlacementGroup:
     """What further workers need, each a `bundle`. Ray reserves it once there is room; until then an autoscaler sees the demand.
 
-    Called in a worker, whose own resources are then reserved already. Ray keeps it until the driver ends or calls `release_more`.
+    Called in a worker, whose own resources are then reserved already. Ray keeps it until the driver ends or calls `release`.
     """
     return placement_group([dict(bundle)] * num_workers, name=name)
-
-
-def release_more(name: str) -> None:
-    """On the driver: give back what a worker has reserved under this name, however that worker ended."""
-    try:
-        remove_placement_group(get_placement_group(name))
-    except ValueError:  # the worker ended before it reserved anything
-        return
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -14,9 +15,13 @@ import torch.distributed as dist
 
 from trainables.device.cuda_check import check_usable
 from trainables.distributed.group import Group, group_arguments
+from trainables.failures import EndedError, Failure
 from trainables.process_exit import skip_exit_handlers
 from trainables.worker.interruption_requests import note_sigterm
 from trainables.worker.ray_internals import abort
+
+START_S = 600.0
+"""For each step of the workers' start; the first imports torch on all of them, perhaps from a cold file server."""
 
 
 @dataclass
@@ -48,22 +53,33 @@ class ProcessGroupBackend(ray.train.torch.TorchConfig().backend_cls):  # type: i
         """Called by Ray Train on the controller, once the workers' processes are running."""
         skip_exit_handlers()
         try:
-            worker_group.execute(skip_exit_handlers)
+            answers(worker_group.execute_async(skip_exit_handlers), "start")
             if backend_config.backend == "nccl":
-                worker_group.execute(check_gpu)
-            address, port, listener = worker_group.execute_single(0, reserve_store)
-            worker_group.execute(set_variables, address, port)
-            worker_group.execute(note_sigterm)
+                answers(worker_group.execute_async(check_gpu), "open its GPU")
+            ((address, port, listener),) = answers([worker_group.execute_single_async(0, reserve_store)], "open a socket")
+            answers(worker_group.execute_async(set_variables, address, port), "take its variables")
+            answers(worker_group.execute_async(note_sigterm), "take its signal handler")
             timeout, world_size = timedelta(seconds=backend_config.timeout_s), len(worker_group)
             rendezvous = Rendezvous(backend_config.backend, timeout, address, port, world_size)
             joins = [
                 worker_group.execute_single_async(rank, join, rendezvous, rank, listener if rank == 0 else None)
                 for rank in range(world_size)
             ]
-            ray.get(joins)
+            answers(joins, "join the process group", START_S + backend_config.timeout_s)
         except Exception:  # a worker has died
             abort(worker_group)
             raise
+
+
+def answers(references: Sequence[Any], what: str, limit_s: float = START_S) -> list[Any]:
+    """What all ranks answer, in their order. Raises EndedError: one did not do `what` in time; nothing watches over them yet."""
+    try:
+        return list(ray.get(list(references), timeout=limit_s))
+    except ray.exceptions.GetTimeoutError:
+        ready, _ = ray.wait(list(references), num_returns=len(references), timeout=0)
+        late = next(rank for rank, reference in enumerate(references) if reference not in ready)
+        message = f"rank {late} did not {what} within {limit_s:g} s"
+        raise EndedError(Failure("hang", message, rank=late, position="start")) from None
 
 
 def check_gpu() -> None:

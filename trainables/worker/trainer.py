@@ -15,10 +15,11 @@ from trainables.errors import ClusterError, DeviceError, DistillError
 from trainables.failures import EndedError, WorkersFailedError
 from trainables.worker import entry_points
 from trainables.worker.hangs.hang_watch import HangWatch
-from trainables.worker.interruption_requests import release_more, worker_resources
+from trainables.worker.interruption_requests import worker_resources
 from trainables.worker.process_group import ProcessGroup
 from trainables.worker.ray_failures import failures_in
 from trainables.worker.ray_internals import WorkerGroupStartupFailedError, WorkerGroupStartupTimeoutError
+from trainables.worker.reservation import NamedReservation, release
 
 CPU_MALLOC = {"MALLOC_ARENA_MAX": "1", **REUSE_FREED_MEMORY}
 """glibc's allocator for workers that compute on a CPU: freed tensors are reused instead of returned to the kernel.
@@ -90,7 +91,11 @@ def fit(
         run_config=ray.train.RunConfig(
             storage_path=storage,
             name=name,
-            callbacks=[*(callbacks or []), HangWatch(config.scale.hang_after_s, limit_s, has_service=has_service)],
+            callbacks=[
+                *(callbacks or []),
+                HangWatch(config.scale.hang_after_s, limit_s, has_service=has_service),
+                NamedReservation(f"{name}-workers"),
+            ],
             worker_runtime_env=runtime_env(use_gpu),
             # By default Ray Train waits for free resources for ever, silently, also where a node's death made that hopeless, and
             # begins again by itself after an announced end of a node, where we would not know of it.
@@ -106,8 +111,10 @@ def fit(
         stacks = next((failure.stacks for failure in failures if isinstance(failure, EndedError)), "")
         raise WorkersFailedError(failures_in(error), stacks) from error
     finally:
-        if isinstance(config, TrainConfig) and config.next_num_workers is not None and ray.is_initialized():
-            release_more(name)
+        if ray.is_initialized():
+            release(f"{name}-workers")  # which a controller leaves that dies while they start
+            if isinstance(config, TrainConfig) and config.next_num_workers is not None:
+                release(name)
 
 
 def runtime_env(use_gpu: bool) -> dict[str, Any]:
@@ -137,7 +144,7 @@ def _raise_controller_failure(error: ray.train.ControllerError) -> NoReturn:
     cause = failure.cause if isinstance(failure, ray.exceptions.RayTaskError) else failure
     if isinstance(cause, DistillError) and not isinstance(cause, DeviceError):
         raise cause from error
-    # A worker died, could not continue, or cannot use its GPU, before its training began or while Ray launched it.
-    if isinstance(failure, ray.exceptions.RayError | WorkerGroupStartupFailedError):
+    # A worker died or hangs, could not continue, or cannot use its GPU, before its training began or while Ray launched it.
+    if isinstance(failure, ray.exceptions.RayError | WorkerGroupStartupFailedError | EndedError):
         raise WorkersFailedError(failures_in(error)) from error
     raise ClusterError(f"Ray Train's controller failed: {str(error).splitlines()[-1]}") from error
