@@ -15,7 +15,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from trainables.errors import DeviceError, DistillError, LoaderDiedError, StageInterruptedError, TeacherServiceLostError
+from trainables.errors import (
+    DataUnavailableError,
+    DeviceError,
+    DistillError,
+    LoaderDiedError,
+    StageInterruptedError,
+    StorageUnavailableError,
+    TeacherServiceLostError,
+)
 from trainables.redact import redact
 from trainables.rundir import write_json
 
@@ -24,6 +32,7 @@ Kind = Literal[
     "out_of_memory",
     "node_out_of_memory",
     "disk",
+    "unavailable",
     "device",
     "hang",
     "time_limit",
@@ -34,7 +43,8 @@ Kind = Literal[
     "unschedulable",
 ]
 """`user`: code, settings or data, which would fail again in the same way. `out_of_memory`: of the worker, on its GPU or CPU;
-`node_out_of_memory`: of its whole node, which may have other users. `hang`: no worker went on for `scale.hang_after_s`;
+`node_out_of_memory`: of its whole node, which may have other users. `disk`: full, or read-only; `unavailable`: an object store
+did not answer. `hang`: no worker went on for `scale.hang_after_s`;
 `time_limit`: the job took longer than it may. `preempted`: the end of a node or worker was announced; `resized`: it made way
 for more workers. `lost_peer`: another process of the job has ended. `unschedulable`: the cluster did not get enough nodes for
 it in `scale.wait_for_nodes_s`.
@@ -45,6 +55,8 @@ ANNOUNCED = frozenset({"preempted", "resized"})
 """Kinds that are nobody's fault: they do not count as one of `scale.max_failures`."""
 RETRYABLE = frozenset({"device", "hang", "worker_died", "lost_peer"}) | ANNOUNCED
 """Kinds after which training continues from the last checkpoint."""
+OF_SURROUNDINGS = frozenset({"unschedulable", "unavailable", "disk"})
+"""Kinds that are no fault of the experiment or its workers, and that may be over by the next `distill resume`."""
 OUT_OF_MEMORY_KINDS = frozenset({"out_of_memory", "node_out_of_memory"})
 VERSION = 1
 
@@ -202,6 +214,8 @@ def _kind_of_type(error: BaseException, free_share: Callable[[], float]) -> Kind
             return error.reason
         case DeviceError():
             return "device"
+        case DataUnavailableError() | StorageUnavailableError():
+            return "unavailable"
         case DistillError():
             return "user"
         case torch.OutOfMemoryError() | MemoryError():

@@ -60,10 +60,10 @@ def resume_run(directory: Path) -> None:
     from service.runs.run_directory import reopen, runs_root_of
     from service.runs.stored.stored_runs import display_name
     from service.runs.stored.stored_session import put_rest
-    from service.sweeps.trials import has_unschedulable
+    from service.sweeps.trials import has_trials_to_retry
 
     saved, run_dir, result = reopen(directory)
-    if result.status == "complete" and not has_unschedulable(saved.experiment, result.rows):
+    if result.status == "complete" and not has_trials_to_retry(saved.experiment, result.rows):
         put_rest(run_dir, click.echo)
         click.echo(f"{display_name(directory)} is complete; its tables: distill report {display_name(directory)}")
         return

@@ -22,7 +22,7 @@ from service.sweeps.trials import (
     load_outcomes,
     may_retry,
     plan_trials,
-    retry_unschedulable,
+    retry_trials,
     training_of,
 )
 from trainables.errors import ClusterError, TrainingError
@@ -41,7 +41,7 @@ def sweep(resolved: Resolved, run_dir: RunDir, reporter: ResultReporter) -> RunR
         records = TrialRecords(session)
         load_outcomes(trials, run_dir)
         if may_retry(resolved.experiment):
-            retry_unschedulable(trials, run_dir)
+            retry_trials(trials, run_dir)
         rows = {row.id: row for row in session.result.rows}
         for trial in trials:
             if (row := rows.get(trial.id)) is not None:

@@ -22,7 +22,7 @@ from service.runs.stored.stored_runs import (
 )
 from service.runs.stored.stored_session import put_rest
 from service.runs.stored.stored_session import stored_session as session_of
-from service.sweeps.trials import Trial, retry_unschedulable
+from service.sweeps.trials import Trial, retry_trials
 from tests.s3 import S3, SECRET, contents
 from tests.trainables.jobs import config as job_config
 from tests.waiting import wait_until
@@ -198,7 +198,7 @@ def test_a_trial_that_is_to_run_again_has_no_result_in_the_store_either(s3: S3) 
     with session_of(run_dir, pytest.fail):
         write_outcome(run_dir.trial("000").result, outcome)
         wait_until(lambda: "trials/000/result.json" in contents(URI))
-        retry_unschedulable([Trial("000", {}, None, outcome)], run_dir)
+        retry_trials([Trial("000", {}, None, outcome)], run_dir)
     assert contents(URI).keys() == {"owner.json"}
     assert not run_dir.trial("000").result.exists()
 
