@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 from trainables.errors import ExperimentError
 from trainables.redact import redact_uris, redact_values
 
+OLD_FILE_S = 90.0
+"""So long a node may see an older file than its writer; NFS keeps what it knows of a folder for a minute (`acdirmax`)."""
+
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:

@@ -20,7 +20,7 @@ from service.sweeps.trials import Trial, load_outcomes, rows_of
 from service.sweeps.tune import SessionEnding, search_trials, tune_trials, with_shared_starts
 from trainables.errors import ExperimentError
 from trainables.paced import Paced
-from trainables.rundir import StageDir, write_text
+from trainables.rundir import OLD_FILE_S, StageDir, write_text
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,11 @@ def run_pending(
             save_rows(session, trials)
         raise
     watch.look()
+    until_s = time.monotonic() + OLD_FILE_S  # a file server may hide for a while what the trials' node has written
+    ran = [] if guided else [trial for trial in pending if trial.id in assignments]
+    while any(trial.outcome is None for trial in ran) and time.monotonic() < until_s:
+        time.sleep(1)
+        watch.look()
     save_rows(session, trials)
 
 

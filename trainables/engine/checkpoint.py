@@ -22,11 +22,10 @@ from trainables.engine.pipeline.state_part import StatePart
 from trainables.engine.tensor_file import HostBuffer, write_packed
 from trainables.errors import CheckpointError, DistillError
 from trainables.models.checkpoint_header import META_KEY
+from trainables.rundir import OLD_FILE_S
 
 FORMAT = 3
 """Version of the state that a training continues from; the weights of a file are the same in every format."""
-OLD_FILE_S = 90.0
-"""So long a rank may see an older file than rank 0; NFS keeps what it knows of a folder for a minute (`acdirmax`)."""
 
 
 @dataclass

@@ -1,5 +1,8 @@
 """Trials handed to Ray Tune: what is recorded of them while they run, when they end and when they are interrupted."""
 
+import errno
+import os
+import threading
 import time
 from pathlib import Path
 from threading import Event
@@ -17,8 +20,10 @@ from service.runs.session import Session
 from service.sweeps import run_trials
 from service.sweeps.run_trials import TeacherSource, best_trial, run_pending
 from service.sweeps.trial_records import TrialRecords
-from service.sweeps.trials import has_unschedulable, plan_trials, retry_unschedulable
+from service.sweeps.trials import has_trials_to_retry, load_outcomes, plan_trials, retry_trials, rows_of
 from tests.waiting import wait_until
+from trainables.errors import StorageUnavailableError, TrainingError
+from trainables.failures import failure_of
 from trainables.rundir import RunDir, append_line, read_lines
 
 ASHA = ["sweep.policy=asha", "sweep.metric=top1_pct", "sweep.space.optim.lr=[0.1, 0.2]", "tracking.enabled=false"]
@@ -81,6 +86,50 @@ def test_a_trial_that_ended_before_it_began_a_stage_is_recorded_as_it_ended(
     assert {(row.status, row.reason) for row in session.result.rows} == {("failed", "its process never started")}
 
 
+def test_a_result_that_a_file_server_hides_until_after_the_last_trial_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolved, run_dir = load("digits", [*ASHA, "teacher=null"]), RunDir(tmp_path)
+    trials = plan_trials(resolved)
+
+    def appear() -> None:
+        write_outcome(run_dir.trial(trials[-1].id).result, Outcome(status="failed", reason="late"))
+
+    def tune_trials(*_: object) -> None:
+        for trial in trials[:-1]:
+            write_outcome(run_dir.trial(trial.id).result, Outcome(status="failed", reason="early"))
+        threading.Timer(0.5, appear).start()
+
+    monkeypatch.setattr(run_trials, "tune_trials", tune_trials)
+    with Display() as display:
+        result = RunResult(kind="sweep", name="digits", status="running", runs_root=str(tmp_path))
+        session = Session(resolved, run_dir, display, end_of_run, None, result)
+        run_pending(session, TrialRecords(session), trials, trials, local_capacity(), TeacherSource(None, ()))
+    assert [row.reason for row in session.result.rows] == ["early"] * (len(trials) - 1) + ["late"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        StorageUnavailableError("s3://b: no answer"),
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+        TrainingError("loss is nan"),
+    ],
+    ids=["store", "disk", "training"],
+)
+def test_what_a_store_or_a_disk_ended_runs_again_when_the_sweep_is_resumed(tmp_path: Path, error: Exception) -> None:
+    resolved, run_dir = load("digits", ["sweep.space={optim.lr: [0.1, 0.2]}", "teacher=null"]), RunDir(tmp_path)
+    trials = plan_trials(resolved)
+    failure = failure_of(error, None)
+    write_outcome(run_dir.trial(trials[0].id).result, Outcome(status="failed", reason=str(failure), failure=failure.kind))
+    write_outcome(run_dir.trial(trials[1].id).result, Outcome(status="ok"))
+    load_outcomes(trials, run_dir)
+    again = not isinstance(error, TrainingError)
+    assert has_trials_to_retry(resolved.experiment, rows_of(trials, resolved, timing=True)) == again
+    retry_trials(trials, run_dir)
+    assert [trial.id for trial in trials if trial.outcome is None] == ([trials[0].id] if again else [])
+
+
 def test_one_wait_for_nodes_is_enough_for_all_trials_that_need_as_much_until_the_sweep_is_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,8 +158,8 @@ def test_one_wait_for_nodes_is_enough_for_all_trials_that_need_as_much_until_the
         assert begun == ["000", "001", "002"]
         assert [row.status for row in session.result.rows] == ["ok", "ok", "failed", "failed"]
         assert session.result.rows[3].reason == "it needs as much as trial 002, and 2 workers do not fit"
-        assert has_unschedulable(resolved.experiment, session.result.rows), "`distill resume` goes on"
-        retry_unschedulable(trials, run_dir)
+        assert has_trials_to_retry(resolved.experiment, session.result.rows), "`distill resume` goes on"
+        retry_trials(trials, run_dir)
         assert [trial.id for trial in trials if trial.outcome is None] == ["002", "003"]
         run_pending(session, TrialRecords(session), trials, trials[2:], local_capacity(), TeacherSource(None, ()))
         assert begun == ["000", "001", "002", "002"]
