@@ -7,7 +7,7 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -228,13 +228,21 @@ def with_lock(run: Run, cleaner: Cleaner, remove: Callable[[Run, Cleaner], bool]
     """Remove of a run while nobody can resume it. Whether that is gone."""
     if cleaner.dry_run:
         return remove(run, cleaner)
+    try:  # the runs before it took their time
+        now = replace(run, objects=StoredObjects(run.path)) if run.objects else run
+        if not now.is_old(cleaner):
+            cleaner.echo(f"{run.name} stays: it is used again")
+            return False
+    except (OSError, DistillError) as error:
+        cleaner.echo(f"{run.name} stays: {error}")
+        return False
     lock = try_lock(run.path / ".lock")
     if lock is None:
         cleaner.echo(f"{run.name} stays: a process works on it")
         return False
     try:
-        with run.objects.exclusive(cleaner.echo) if run.objects else nullcontext():
-            return remove(run, cleaner)
+        with now.objects.exclusive(cleaner.echo) if now.objects else nullcontext():
+            return remove(now, cleaner)
     except DistillError as error:
         cleaner.echo(f"{run.name} stays: {error}")
         return False

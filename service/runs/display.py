@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from service.cluster import local_ray
+from trainables.errors import printable
 from trainables.rundir import StageDir, lines_after, parse_line
 
 T = TypeVar("T")
@@ -139,7 +140,7 @@ class Display:
 
     def print(self, text: str) -> None:
         """One line that stays."""
-        self.console.print(text, markup=False, soft_wrap=True)
+        self.console.print(printable(text), markup=False, soft_wrap=True)
 
     def trials(self, done: int, total: int) -> None:
         """How far a sweep is."""

@@ -138,7 +138,8 @@ def _close(session: Session, status: Literal["FINISHED", "FAILED", "KILLED"], ti
     start_tracking(session)
     delivery = session.tracker.close(timeout_s)
     session.display.print(delivery.message)
-    if status == "FINISHED" and not delivery.num_pending:
+    # Of a run in an object store another machine may be the driver: its records here are a copy, which `distill sync` sends.
+    if status == "FINISHED" and not delivery.num_pending and uri_of(session.run_dir.root) is None:
         for folder in sync_neighbours(runs_root_of(session.result), session.run_dir):
             session.display.print(f"MLflow was also sent what had waited in {folder}")
 

@@ -131,7 +131,7 @@ class Store:
         """Log a checkpoint's weights as a model of this run, unless that is done. `tag` names the run."""
         if not checkpoint.exists():
             raise RefusedError(f"{checkpoint} is gone: not sent")
-        with tempfile.TemporaryDirectory(dir=self._scratch, prefix="model-") as folder, refusals():
+        with tempfile.TemporaryDirectory(dir=self._scratch, prefix=".model-") as folder, refusals():
             weights = Path(folder) / "student.safetensors"
             metadata = copy_weights(checkpoint, weights)
             with open(weights, "rb") as file:

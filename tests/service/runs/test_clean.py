@@ -89,6 +89,20 @@ def test_a_run_that_a_process_works_on_stays(root: Path, run_clean: Clean) -> No
     assert run.exists()
 
 
+def test_a_run_that_is_taken_up_while_others_are_removed_stays(root: Path) -> None:
+    first, second = make_run(root / "first"), make_run(root / "second")
+    lines: list[str] = []
+
+    def echo(line: str) -> None:
+        lines.append(line)
+        (second / "report.html").touch()  # somebody resumes it while the first one goes
+
+    clean(root, Cleaner(time.time() - 30 * DAY_S, dry_run=False, echo=echo), unfinished=False, checkpoints_only=False)
+    assert lines[1] == f"{second} stays: it is used again"
+    assert not first.exists()
+    assert RunDir(second).stage("student").last.exists()
+
+
 def test_a_run_whose_records_wait_for_mlflow_stays(root: Path, run_clean: Clean) -> None:
     run = make_run(root / "run", mlflow={"uri": "http://mlflow:5000", "experiment": "x"})
     Spool(RunDir(run)).append("run", "train", 1)
