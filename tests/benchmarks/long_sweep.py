@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -100,11 +100,13 @@ def slopes(samples: Sequence[dict[str, dict[str, float]]], ended: Sequence[int])
     return lines
 
 
-def left_behind(processes: Iterable[psutil.Process]) -> str:
+def left_behind(processes: Collection[psutil.Process]) -> str:
     """The processes that still run a while after the sweep has ended."""
-    _, running = psutil.wait_procs(processes, timeout=LEFT_AFTER_S)
-    mib = sum(process.memory_info().rss for process in running) / 2**20
-    return f"left behind: {len(running)} processes, {mib:.0f} MiB"
+    until_s = time.monotonic() + LEFT_AFTER_S
+    while (left := [process for process in processes if process.is_running()]) and time.monotonic() < until_s:
+        time.sleep(1)
+    mib = sum(found.get("mib", 0.0) for found in sample(left[0], left).values()) if left else 0.0
+    return f"left behind: {len(left)} processes, {mib:.0f} MiB"
 
 
 def main() -> int:
