@@ -93,6 +93,8 @@ PLENTY_FREE = 0.05
 DALI_OUT_OF_MEMORY = re.compile(r"Can't allocate \d+ bytes on (device|host)")
 LOST_PEER = ("/gloo/transport/", "Gloo connectFullMesh failed", "Application timeout caused pair closure")
 """Of gloo, which raises a bare RuntimeError; NCCL and the store raise a `torch.distributed.DistError`."""
+NCCL = re.compile(r"\ANCCL .*(failed|Async Error|timed out|aborted)|NCCL Last Error:")
+"""Of torch's newer NCCL backend, which raises a bare RuntimeError too (ProcessGroupNCCL2)."""
 DEVICE = (
     # torch
     "CUDA error: ",
@@ -234,7 +236,7 @@ def _kind_of_type(error: BaseException, free_share: Callable[[], float]) -> Kind
                 return "out_of_memory"
             if any(phrase in text for phrase in NO_HANDLE):
                 return _kind_without_handle(free_share)
-            if isinstance(error, dist.DistError) or any(phrase in text for phrase in LOST_PEER):
+            if isinstance(error, dist.DistError) or NCCL.search(text) or any(phrase in text for phrase in LOST_PEER):
                 return "lost_peer"
             if DEVICE_ASSERT in text:
                 return "user"

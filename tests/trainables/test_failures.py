@@ -138,6 +138,22 @@ def test_a_full_disk_names_the_file_and_what_to_do(tmp_path: Path) -> None:
     assert kind_of(missing.value) == "user"
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        "NCCL GroupEnd failed: remote process exited or there was a network error",
+        "NCCL Async Error: remote process exited or there was a network error",
+        "NCCL operation timed out",
+        "NCCL communicator was aborted",
+        "broadcast: unhandled system error\nNCCL Last Error: socketPollConnect: connection refused",
+    ],
+)
+def test_an_error_of_torchs_newer_nccl_backend_is_a_lost_peer(message: str) -> None:
+    assert kind_of(RuntimeError(message)) == "lost_peer"
+    assert kind_of(RuntimeError(f"{message}: Cuda failure 2 'out of memory'")) == "out_of_memory"
+    assert kind_of(RuntimeError("a layer of mine has failed")) == "user"
+
+
 def test_a_store_that_is_gone_or_does_not_answer_is_a_lost_peer() -> None:
     patience = timedelta(seconds=1)
     with pytest.raises(dist.DistNetworkError) as raised:

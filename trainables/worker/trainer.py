@@ -34,6 +34,10 @@ https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-wit
 """
 _ALSO_GPU_ALLOC = "PYTORCH_CUDA_ALLOC_CONF"
 """The variable's older name, which torch reads too."""
+GPU_NCCL = {"TORCH_DIST_USE_NCCL2": "0"}
+"""torch's older NCCL backend. That of torch 2.15 makes backward wait for each bucket of a communication hook, raises bare
+RuntimeErrors and records its collectives elsewhere (torch/distributed/distributed_c10d.py, ProcessGroupNCCL2).
+"""
 
 
 class ClusterFullError(Exception):
@@ -118,11 +122,11 @@ def fit(
 
 
 def runtime_env(use_gpu: bool) -> dict[str, Any]:
-    """The runtime environment of what computes: `CPU_MALLOC` or `GPU_ALLOC`, but for what this process has set itself."""
+    """The runtime environment of what computes: `CPU_MALLOC`, or `GPU_ALLOC` and `GPU_NCCL`, but for what is set."""
     own = set(os.environ)
     if _ALSO_GPU_ALLOC in own:
         own |= GPU_ALLOC.keys()
-    variables = GPU_ALLOC if use_gpu else CPU_MALLOC
+    variables = GPU_ALLOC | GPU_NCCL if use_gpu else CPU_MALLOC
     return {"env_vars": {name: value for name, value in variables.items() if name not in own}}
 
 

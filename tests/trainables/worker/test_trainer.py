@@ -29,11 +29,13 @@ def test_a_worker_that_dies_while_its_training_is_launched_has_died(
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_a_gpus_allocator_grows_its_segments_unless_the_user_has_set_it(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    for each in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+    for each in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_DIST_USE_NCCL2"):
         monkeypatch.delenv(each, raising=False)
-    assert runtime_env(use_gpu=True) == {"env_vars": {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}}
+    assert runtime_env(use_gpu=True) == {
+        "env_vars": {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "TORCH_DIST_USE_NCCL2": "0"}
+    }
     monkeypatch.setenv(name, "max_split_size_mb:512")
-    assert runtime_env(use_gpu=True) == {"env_vars": {}}
+    assert runtime_env(use_gpu=True) == {"env_vars": {"TORCH_DIST_USE_NCCL2": "0"}}
 
 
 def test_the_library_reads_the_name_of_the_allocators_variable() -> None:
