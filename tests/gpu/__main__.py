@@ -10,7 +10,9 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; in this process and all that it starts
+# before torch is imported; in this process and all that it starts
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")  # as workers on GPUs, see `trainables.worker.trainer.GPU_NCCL`
 
 from rich.console import Console
 
