@@ -44,7 +44,7 @@ Kind = Literal[
 ]
 """`user`: code, settings or data, which would fail again in the same way. `out_of_memory`: of the worker, on its GPU or CPU;
 `node_out_of_memory`: of its whole node, which may have other users. `disk`: full, or read-only; `unavailable`: an object store
-did not answer. `hang`: no worker went on for `scale.hang_after_s`;
+did not answer. `hang`: no worker went on for `scale.hang_after_s`, or one did not start;
 `time_limit`: the job took longer than it may. `preempted`: the end of a node or worker was announced; `resized`: it made way
 for more workers. `lost_peer`: another process of the job has ended. `unschedulable`: the cluster did not get enough nodes for
 it in `scale.wait_for_nodes_s`.
@@ -55,7 +55,7 @@ ANNOUNCED = frozenset({"preempted", "resized"})
 """Kinds that are nobody's fault: they do not count as one of `scale.max_failures`."""
 RETRYABLE = frozenset({"device", "hang", "worker_died", "lost_peer"}) | ANNOUNCED
 """Kinds after which training continues from the last checkpoint."""
-OF_SURROUNDINGS = frozenset({"unschedulable", "unavailable", "disk"})
+ENVIRONMENT_KINDS = frozenset({"unschedulable", "unavailable", "disk"})
 """Kinds that are no fault of the experiment or its workers, and that may be over by the next `distill resume`."""
 OUT_OF_MEMORY_KINDS = frozenset({"out_of_memory", "node_out_of_memory"})
 VERSION = 1
@@ -92,8 +92,8 @@ PLENTY_FREE = 0.05
 """Of a GPU's memory: handles need less."""
 DALI_OUT_OF_MEMORY = re.compile(r"Can't allocate \d+ bytes on (device|host)")
 LOST_PEER = ("/gloo/transport/", "Gloo connectFullMesh failed", "Application timeout caused pair closure")
-"""Of gloo, which raises a bare RuntimeError; NCCL and the store raise a `torch.distributed.DistError`."""
-NCCL = re.compile(r"\ANCCL .*(failed|Async Error|timed out|aborted)|NCCL Last Error:")
+"""Of gloo, which raises a bare RuntimeError; torch's older NCCL backend and the store raise a `torch.distributed.DistError`."""
+LOST_NCCL_PEER = re.compile(r"\ANCCL .*(failed|Async Error|timed out|aborted)|NCCL Last Error:")
 """Of torch's newer NCCL backend, which raises a bare RuntimeError too (ProcessGroupNCCL2)."""
 DEVICE = (
     # torch
@@ -236,7 +236,7 @@ def _kind_of_type(error: BaseException, free_share: Callable[[], float]) -> Kind
                 return "out_of_memory"
             if any(phrase in text for phrase in NO_HANDLE):
                 return _kind_without_handle(free_share)
-            if isinstance(error, dist.DistError) or NCCL.search(text) or any(phrase in text for phrase in LOST_PEER):
+            if isinstance(error, dist.DistError) or LOST_NCCL_PEER.search(text) or any(phrase in text for phrase in LOST_PEER):
                 return "lost_peer"
             if DEVICE_ASSERT in text:
                 return "user"

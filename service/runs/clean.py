@@ -228,11 +228,14 @@ def with_lock(run: Run, cleaner: Cleaner, remove: Callable[[Run, Cleaner], bool]
     """Remove of a run while nobody can resume it. Whether that is gone."""
     if cleaner.dry_run:
         return remove(run, cleaner)
-    try:  # the runs before it took their time
-        now = replace(run, objects=StoredObjects(run.path)) if run.objects else run
-        if not now.is_old(cleaner):
+    try:  # The runs before it took their time. Before its lock is taken, which may make a file in it.
+        current = replace(run, objects=StoredObjects(run.path)) if run.objects else run
+        if not current.is_old(cleaner):
             cleaner.echo(f"{run.name} stays: it is used again")
             return False
+    except FileNotFoundError:
+        cleaner.echo(f"{run.name} is gone")
+        return False
     except (OSError, DistillError) as error:
         cleaner.echo(f"{run.name} stays: {error}")
         return False
@@ -241,8 +244,8 @@ def with_lock(run: Run, cleaner: Cleaner, remove: Callable[[Run, Cleaner], bool]
         cleaner.echo(f"{run.name} stays: a process works on it")
         return False
     try:
-        with now.objects.exclusive(cleaner.echo) if now.objects else nullcontext():
-            return remove(now, cleaner)
+        with current.objects.exclusive(cleaner.echo) if current.objects else nullcontext():
+            return remove(current, cleaner)
     except DistillError as error:
         cleaner.echo(f"{run.name} stays: {error}")
         return False

@@ -23,8 +23,8 @@ from trainables.failures import (
     RETRYABLE,
     Failure,
     WorkersFailedError,
-    failure_of,
     first_cause,
+    kind_of,
     read_failures,
     write_failure,
 )
@@ -97,7 +97,7 @@ def attempt(
             append_to_log(stage, "the cluster has no room for the workers yet: still waiting")
         return None
     except DistillError as error:
-        return Outcome(status="failed", reason=str(error), failure=failure_of(error, None).kind)
+        return Outcome(status="failed", reason=str(error), failure=kind_of(error))
     except WorkersFailedError as error:
         if not ray.is_initialized():
             raise

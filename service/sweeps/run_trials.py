@@ -50,6 +50,9 @@ def run_pending(
     max_concurrent, session_ending = concurrency(session, assignments, cluster), SessionEnding()
     try:
         session.wait_for(lambda: search(assignments, session.run_dir, max_concurrent, session_ending), watch.tick)
+        watch.look()
+        if not guided:
+            watch.wait_for_results([trial for trial in pending if trial.id in assignments])
     except BaseException:  # as of Ctrl-C: the processes of trials are killed, and cannot say that they end
         session_ending.set()
         watch.end_sessions(pending)
@@ -57,12 +60,6 @@ def run_pending(
             load_outcomes(trials, session.run_dir)
             save_rows(session, trials)
         raise
-    watch.look()
-    until_s = time.monotonic() + OLD_FILE_S  # a file server may hide for a while what the trials' node has written
-    ran = [] if guided else [trial for trial in pending if trial.id in assignments]
-    while any(trial.outcome is None for trial in ran) and time.monotonic() < until_s:
-        time.sleep(1)
-        watch.look()
     save_rows(session, trials)
 
 
@@ -139,6 +136,15 @@ class TrialWatch:
                 self._unsaved = True
                 self._refuse_as_large(trial)
         self._session.display.trials(sum(trial.outcome is not None for trial in self._trials), len(self._trials))
+
+    def wait_for_results(self, trials: Sequence[Trial]) -> None:
+        """Wait for the results of trials that have ended: a file server may hide for a while what their node has written."""
+        until_s = time.monotonic() + OLD_FILE_S
+        if missing := [trial.id for trial in trials if trial.outcome is None]:
+            self._session.display.print(f"waiting for the results of {len(missing)} trials")
+        while any(trial.outcome is None for trial in trials) and time.monotonic() < until_s:
+            time.sleep(1)
+            self.look()
 
     def save(self) -> None:
         """Write the rows as they stand."""

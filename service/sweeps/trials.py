@@ -12,7 +12,7 @@ from service.runs.outcome import Outcome, read_outcome
 from service.runs.result import TrialRow
 from service.runs.stored.stored_runs import delete
 from trainables.errors import ExperimentError
-from trainables.failures import OF_SURROUNDINGS
+from trainables.failures import ENVIRONMENT_KINDS
 from trainables.rundir import RunDir
 
 PROBE_LOG_STEPS = 4
@@ -119,19 +119,19 @@ def load_outcomes(trials: list[Trial], run_dir: RunDir) -> None:
 
 
 def may_retry(experiment: Experiment) -> bool:
-    """Whether trials that their surroundings ended run again; in a policy's own records they have ended."""
+    """Whether trials that their environment ended run again; in a policy's own records they have ended."""
     return experiment.sweep.policy not in ("asha", "guided")
 
 
 def has_trials_to_retry(experiment: Experiment, rows: Sequence[TrialRow]) -> bool:
     """Whether a sweep that is complete has trials to run again."""
-    return may_retry(experiment) and any(row.failure in OF_SURROUNDINGS for row in rows)
+    return may_retry(experiment) and any(row.failure in ENVIRONMENT_KINDS for row in rows)
 
 
 def retry_trials(trials: list[Trial], run_dir: RunDir) -> None:
     """Let the trials run again that waited for nodes in vain, or whose disk or store failed. Raises StorageError."""
     for trial in trials:
-        if trial.outcome is not None and trial.outcome.failure in OF_SURROUNDINGS:
+        if trial.outcome is not None and trial.outcome.failure in ENVIRONMENT_KINDS:
             delete(run_dir.trial(trial.id).result)
             trial.outcome = None
 

@@ -100,12 +100,19 @@ def slopes(samples: Sequence[dict[str, dict[str, float]]], ended: Sequence[int])
     return lines
 
 
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
 def left_behind(processes: Collection[psutil.Process]) -> str:
     """The processes that still run a while after the sweep has ended."""
     until_s = time.monotonic() + LEFT_AFTER_S
-    while (left := [process for process in processes if process.is_running()]) and time.monotonic() < until_s:
+    while (left := [process for process in processes if is_alive(process)]) and time.monotonic() < until_s:
         time.sleep(1)
-    mib = sum(found.get("mib", 0.0) for found in sample(left[0], left).values()) if left else 0.0
+    mib = sum(found.get("mib", 0.0) for found in sample(psutil.Process(), left).values())
     return f"left behind: {len(left)} processes, {mib:.0f} MiB"
 
 

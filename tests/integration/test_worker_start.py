@@ -13,7 +13,7 @@ from ray.util.placement_group import placement_group_table
 from trainables.config import TrainConfig
 from trainables.failures import EndedError, WorkersFailedError
 from trainables.worker import trainer
-from trainables.worker.process_group import ProcessGroup, ProcessGroupBackend, answers
+from trainables.worker.process_group import ProcessGroup, ProcessGroupBackend, results_of
 
 pytestmark = pytest.mark.integration
 
@@ -33,9 +33,9 @@ def work(seconds: float) -> float:
 
 @pytest.mark.usefixtures("real_ray")
 def test_a_rank_that_does_not_start_in_time_is_named_as_one_that_hangs() -> None:
-    assert answers([work.remote(0), work.remote(0.1)], "start") == [0, 0.1]
+    assert results_of([work.remote(0), work.remote(0.1)], "start") == [0, 0.1]
     with pytest.raises(EndedError, match="rank 1 did not open its GPU within 3 s") as raised:
-        answers([work.remote(0), work.remote(600)], "open its GPU", 3)
+        results_of([work.remote(0), work.remote(600)], "open its GPU", 3)
     failure = raised.value.failure
     assert (failure.kind, failure.rank, failure.position) == ("hang", 1, "start")
 

@@ -20,7 +20,7 @@ from trainables.process_exit import skip_exit_handlers
 from trainables.worker.interruption_requests import note_sigterm
 from trainables.worker.ray_internals import abort
 
-START_S = 600.0
+START_LIMIT_S = 600.0
 """For each step of the workers' start; the first imports torch on all of them, perhaps from a cold file server."""
 
 
@@ -53,33 +53,35 @@ class ProcessGroupBackend(ray.train.torch.TorchConfig().backend_cls):  # type: i
         """Called by Ray Train on the controller, once the workers' processes are running."""
         skip_exit_handlers()
         try:
-            answers(worker_group.execute_async(skip_exit_handlers), "start")
+            results_of(worker_group.execute_async(skip_exit_handlers), "start")
             if backend_config.backend == "nccl":
-                answers(worker_group.execute_async(check_gpu), "open its GPU")
-            ((address, port, listener),) = answers([worker_group.execute_single_async(0, reserve_store)], "open a socket")
-            answers(worker_group.execute_async(set_variables, address, port), "take its variables")
-            answers(worker_group.execute_async(note_sigterm), "take its signal handler")
+                results_of(worker_group.execute_async(check_gpu), "open its GPU")
+            ((address, port, listener),) = results_of([worker_group.execute_single_async(0, reserve_store)], "open a socket")
+            results_of(worker_group.execute_async(set_variables, address, port), "take its variables")
+            results_of(worker_group.execute_async(note_sigterm), "take its signal handler")
             timeout, world_size = timedelta(seconds=backend_config.timeout_s), len(worker_group)
             rendezvous = Rendezvous(backend_config.backend, timeout, address, port, world_size)
             joins = [
                 worker_group.execute_single_async(rank, join, rendezvous, rank, listener if rank == 0 else None)
                 for rank in range(world_size)
             ]
-            answers(joins, "join the process group", START_S + backend_config.timeout_s)
-        except Exception:  # a worker has died
+            results_of(joins, "join the process group", START_LIMIT_S + backend_config.timeout_s)
+        except Exception:  # a worker has died, or is late
             abort(worker_group)
             raise
 
 
-def answers(references: Sequence[Any], what: str, limit_s: float = START_S) -> list[Any]:
-    """What all ranks answer, in their order. Raises EndedError: one did not do `what` in time; nothing watches over them yet."""
+def results_of(references: Sequence[Any], action: str, limit_s: float = START_LIMIT_S) -> list[Any]:
+    """The results of all ranks, in their order. Raises EndedError: one was late with the `action`; no watch has begun yet."""
     try:
         return list(ray.get(list(references), timeout=limit_s))
     except ray.exceptions.GetTimeoutError:
-        ready, _ = ray.wait(list(references), num_returns=len(references), timeout=0)
-        late = next(rank for rank, reference in enumerate(references) if reference not in ready)
-        message = f"rank {late} did not {what} within {limit_s:g} s"
-        raise EndedError(Failure("hang", message, rank=late, position="start")) from None
+        _, late = ray.wait(list(references), num_returns=len(references), timeout=0)
+        if not late:  # the last one came in this moment
+            return list(ray.get(list(references)))
+        rank = references.index(late[0])
+        message = f"rank {rank} did not {action} within {limit_s:g} s"
+        raise EndedError(Failure("hang", message, rank=rank, position="start")) from None
 
 
 def check_gpu() -> None:

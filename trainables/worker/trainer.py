@@ -116,7 +116,7 @@ def fit(
         raise WorkersFailedError(failures_in(error), stacks) from error
     finally:
         if ray.is_initialized():
-            release(f"{name}-workers")  # which a controller leaves that dies while they start
+            release(f"{name}-workers")  # left where the controller died while the workers started
             if isinstance(config, TrainConfig) and config.next_num_workers is not None:
                 release(name)
 

@@ -60,7 +60,7 @@ def test_a_file_that_cannot_be_read_for_a_while_ends_nothing_and_no_line_is_lost
     assert out.getvalue().splitlines() == ["[student] one", "[student] two"]
 
 
-def test_what_commands_a_terminal_is_shown_escaped(capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_characters_are_shown_escaped(capsys: pytest.CaptureFixture[str]) -> None:
     with Display() as display:
         display.print("trial 000: \x1b]0;owned\x07 photo.png")
     assert capsys.readouterr().out == "trial 000: \\x1b]0;owned\\x07 photo.png\n"

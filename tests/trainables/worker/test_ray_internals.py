@@ -66,15 +66,17 @@ def test_a_controller_error_has_its_failure_and_a_worker_group_error_those_of_it
 def test_a_worker_group_has_the_methods_by_which_the_process_group_is_made() -> None:
     parameters = {
         name: list(inspect.signature(getattr(WorkerGroup, name)).parameters)
-        for name in ("execute", "execute_single", "execute_single_async", "abort", "__len__")
+        for name in ("execute_async", "execute_single_async", "abort", "__len__")
     }
-    assert parameters["execute"][:2] == ["self", "fn"]
-    assert parameters["execute_single"][:3] == parameters["execute_single_async"][:3] == ["self", "rank", "fn"]
+    assert parameters["execute_async"][:2] == ["self", "fn"]
+    assert parameters["execute_single_async"][:3] == ["self", "rank", "fn"]
     assert parameters["abort"] == parameters["__len__"] == ["self"]
 
 
 def test_a_callback_on_the_worker_group_is_called_with_what_the_watch_reads() -> None:
+    assert "placement_group(" in inspect.getsource(WorkerGroup._create_placement_group), "what `name_reservation` replaces"
     hooks = {
+        "before_worker_group_start": ["self", "worker_group_context"],
         "after_worker_group_training_start": ["self", "worker_group"],
         "after_worker_group_poll_status": ["self", "worker_group_status"],
         "before_worker_group_shutdown": ["self", "worker_group"],
