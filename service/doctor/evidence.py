@@ -240,7 +240,7 @@ class Evidence:
 
     @property
     def compute_ms(self) -> float:
-        """The models' own work in a step: forward of both, loss, backward; the update too, where all of it is one CUDA graph."""
+        """The models' own work in a step: forward of both, loss, backward, which may be one CUDA graph."""
         step = self.typical
         teacher_ms = step.teacher_ms if self.teacher_actors is None else 0.0
         return teacher_ms + step.student_ms + step.graph_ms + min(self.own_backward_ms(rank) for rank in self.ranks)

@@ -1,20 +1,36 @@
 """12: `train.cuda_graphs`: as fast as it should be, and the same training as without it."""
 
+import contextlib
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
+from tests.gpu.check_ranks import on
 from tests.gpu.check_speed import plain
 from tests.gpu.contract import Check, Expected, Measured, Piece, Settings
 from tests.gpu.timing import compare
-from tests.gpu.work import R34_R18, R56_R20, Pair, Stepper, device_batch, first_device, folder_of, job_config, open_job, sized
-from tests.trainables.engine.graphed_jobs import Trained, fuse_optimizers, settings
+from tests.gpu.work import (
+    MANY_STEPS,
+    R34_R18,
+    R56_R20,
+    Pair,
+    Stepper,
+    device_batch,
+    first_device,
+    folder_of,
+    job_config,
+    open_job,
+    sized,
+)
+from tests.trainables.engine.graphed_jobs import CpuCapture, Trained, fuse_optimizers, settings, state_on_rank
 from tests.trainables.jobs import relative_difference
+from trainables.config import TrainConfig
+from trainables.distributed.group import Group
+from trainables.distributed.rank_pool import RankPool
 from trainables.engine.graphed_step import GraphedStep
 from trainables.methods.registry import METHODS
-
-MANY_STEPS = 1_000_000
 
 
 def speed(of: Pair, batch_size: int, precision: str, setting: Settings) -> Measured:
@@ -29,7 +45,7 @@ def speed(of: Pair, batch_size: int, precision: str, setting: Settings) -> Measu
         train_step = job.functions.train_step
         if setting.small:
             fuse_optimizers(job)
-            train_step = GraphedStep(job.train_state, lambda run: run)
+            train_step = GraphedStep(job.train_state, CpuCapture())
         sides = {
             "ours": Stepper(job, batch, train_step),
             "eager": Stepper(eager, batch),
@@ -39,7 +55,7 @@ def speed(of: Pair, batch_size: int, precision: str, setting: Settings) -> Measu
         found = compare(sides, device, batch=batch_size, rounds=rounds, steps=steps, warm_up=4 if setting.small else 10)
         found["graph_ms"] = job.metrics.timer.summary().get("phase/graph_ms", 0.0)
         found["off"] = int(
-            not isinstance(train_step, GraphedStep) or not any(shape.replay for shape in train_step._shapes.values())
+            not isinstance(train_step, GraphedStep) or not any(shape.replays for shape in train_step._shapes.values())
         )
     return found
 
@@ -49,7 +65,7 @@ def same_training(setting: Settings) -> Measured:
     device = first_device(setting)
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
     config, steps = settings("kd", folder_of(setting, "graphs-kd")), 12 if setting.small else 50
-    eager, graphed = (Trained(config, graphed=graphed, device=device, steps=steps) for graphed in (False, True))
+    eager, graphed = (Trained(config, graphed=graphed, group=Group(device=device), steps=steps) for graphed in (False, True))
     return {"difference": _difference(eager, graphed), "replays": graphed.num_replays, "off": graphed.step.off or "no"}
 
 
@@ -60,7 +76,7 @@ def methods(setting: Settings) -> Measured:
     differences, reasons = {}, {}
     for name in ("kd", "kdsvd") if setting.small else METHODS:
         config = settings(name, folder_of(setting, f"graphs-{name}"))
-        eager, graphed = (Trained(config, graphed=graphed, device=device) for graphed in (False, True))
+        eager, graphed = (Trained(config, graphed=graphed, group=Group(device=device)) for graphed in (False, True))
         if graphed.num_replays:
             differences[name] = _difference(eager, graphed)
         if graphed.step.off is not None:
@@ -71,6 +87,27 @@ def methods(setting: Settings) -> Measured:
         "difference": differences[worst],
         "worst": worst,
         "not captured": "; ".join(f"{name}: {reason}" for name, reason in reasons.items()),
+    }
+
+
+def rank_on(group: Group, device: str, config: TrainConfig, graphed: bool, steps: int) -> dict[str, Any]:
+    if device != "cpu":
+        torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
+    return state_on_rank(on(group, device), config, graphed, steps)
+
+
+def workers(setting: Settings) -> Measured:
+    """Two ranks on the one GPU over Gloo, whose steps are replayed, beside the same two under DDP."""
+    folder, steps = folder_of(setting, "graphs-workers"), 12 if setting.small else 50
+    config = settings("kd", folder, data={"synthetic_images": 41}, scale={"sync_batch_norm": False})
+    with contextlib.closing(RankPool(2)) as ranks:
+        eager, graphed = (ranks.run(2, rank_on, setting.device, config, graphed, steps) for graphed in (False, True))
+    pairs = list(zip(graphed, eager, strict=True))
+    return {
+        "difference": max(relative_difference(one["state"], other["state"]) for one, other in pairs),
+        "noise": max(abs(one["noise"][0] / other["noise"][0] - 1) for one, other in pairs),
+        "replays": min(one["replays"] for one in graphed),
+        "off": graphed[0]["off"] or "no",
     }
 
 
@@ -102,6 +139,16 @@ CHECK = Check(
             (
                 Expected("difference", "50 steps give what eager ones give, to 1e-5", high=1e-5, on_cpu=True),
                 Expected("replays", "some are replayed", low=1, on_cpu=True),
+            ),
+            2,
+        ),
+        Piece(
+            "12-workers",
+            workers,
+            (
+                Expected("difference", "two workers learn what DDP learns, to 1e-5", high=1e-5, on_cpu=True),
+                Expected("noise", "and see the same gradient noise, to 1e-3", high=1e-3, on_cpu=True),
+                Expected("replays", "the steps of both are replayed", low=1, on_cpu=True),
             ),
             2,
         ),

@@ -16,7 +16,7 @@ from PIL import Image
 from rich.console import Console
 
 from tests.gpu import __main__ as command
-from tests.gpu import check_decoders, check_pytest, check_ranks
+from tests.gpu import check_decoders, check_graphs, check_pytest, check_ranks
 from tests.gpu.checks import CHECKS
 from tests.gpu.contract import Check, Expected, Piece, Settings
 from tests.gpu.page import page
@@ -72,7 +72,8 @@ class Running:
 def test_the_twin_of_a_piece_gives_its_figures(
     piece: Piece, folder: Path, ranks: RankPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check_ranks, "RankPool", lambda _: Running(ranks))
+    for module in (check_ranks, check_graphs):
+        monkeypatch.setattr(module, "RankPool", lambda _: Running(ranks))
     settings = Settings("cpu", folder)
     if (reason := piece.lacks(settings)) is not None:
         pytest.skip(reason)

@@ -21,6 +21,8 @@ from trainables.distributed.group import Group
 from trainables.engine.graphed_step import TrainStep
 from trainables.engine.job import Job, build
 
+MANY_STEPS = 1_000_000
+"""Of an epoch, where a check does not want to see another one begin."""
 WARM_UP_STEPS = 3
 """In which kernels are loaded and cuDNN searches."""
 

@@ -23,7 +23,7 @@ class TrainingConfig(Section):
     channels_last: bool = Field(False, description="models and images in channels_last memory format")
     compile: bool = Field(False, description="torch.compile the student and the teacher")
     cuda_graphs: bool = Field(
-        False, description="launch a step as one CUDA graph, where it can be captured; where it cannot, the log says why"
+        False, description="launch a step as CUDA graphs, where it can be captured; where it cannot, the log says why"
     )
     log_every: Count = Field(20, description="steps between log lines and records")
     checkpoint_every: Count = Field(

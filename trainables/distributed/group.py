@@ -50,7 +50,9 @@ class GlobalCount:
     """The numbers of samples and of their parts in this step, over all ranks; summed while the forward pass runs."""
 
     def __init__(self, local: int, group: Group, parts: int = 1):
-        self._group, self._num_samples, self._num_parts = group, local, parts
+        self.num_local = local
+        """Of this rank."""
+        self._group, self._num_parts = group, parts
         self._totals: Tensor | None = None
         self._work = None
         if group.world_size > 1:
@@ -58,7 +60,7 @@ class GlobalCount:
 
     def _own(self) -> Tensor:
         """This rank's numbers. Filled on the device: a copy from the host would wait for all that the GPU still has to do."""
-        self._totals = torch.full((2,), float(self._num_samples), dtype=torch.float64, device=self._group.device)
+        self._totals = torch.full((2,), float(self.num_local), dtype=torch.float64, device=self._group.device)
         self._totals[1].fill_(self._num_parts)
         return self._totals
 
@@ -76,7 +78,7 @@ class GlobalCount:
         DDP averages gradients over ranks, hence world_size / num_samples. One rank knows it without the device.
         """
         if self._group.world_size == 1:
-            return 1 / max(self._num_samples, 1)
+            return 1 / max(self.num_local, 1)
         return self._group.world_size / self.totals[0].clamp(min=1)
 
 

@@ -56,7 +56,7 @@ def build_metrics(config: TrainConfig, train_state: TrainState, progress: Progre
         throughput=Throughput(progress.step + warmup_steps, warm=progress.warm, cold=progress.cold),
         clock=WallClock(progress.wall, progress.epoch_wall, heartbeat=heartbeat),
         noise=NoiseHistory(progress.noise),
-        allreduce_wait=AllreduceWait(train_state.training_update.module, device, warmup_steps=warmup_steps),
+        allreduce_wait=AllreduceWait(train_state.training_update.allreduce_clocks, device, warmup_steps=warmup_steps),
         peak_memory=PeakMemory(device, first_memory_step),
         heartbeat=heartbeat,
     )

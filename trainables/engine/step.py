@@ -113,8 +113,18 @@ def micro_batches(batch: DeviceBatch, accumulate: int, num_blank_images: int = 2
 def train_step(train_state: TrainState, batch: DeviceBatch, step: int, timer: PhaseTimer) -> None:
     """Forward, loss, backward, update; adds to `train_state.sums`."""
     prepared = prepare_batch(train_state, batch, timer)
+    train_prepared(train_state, prepared, step, timer)
+
+
+def train_prepared(train_state: TrainState, prepared: DeviceBatch, step: int, timer: PhaseTimer) -> None:
+    """A step on a prepared batch."""
+    count = global_count(train_state, prepared)
     epoch = train_state.epochs.training_epochs(step)
-    train_prepared(train_state, prepared, epoch, timer, partial(train_state.sums.add, step))
+    add_gradients(train_state, prepared, epoch, timer, count.weight, partial(train_state.sums.add, step))
+    train_state.update.average_gradients(count)
+    timer.mark("backward")
+    train_state.update.step()
+    timer.mark("optimizer")
 
 
 def prepare_batch(train_state: TrainState, batch: DeviceBatch, timer: PhaseTimer) -> DeviceBatch:
@@ -126,33 +136,40 @@ def prepare_batch(train_state: TrainState, batch: DeviceBatch, timer: PhaseTimer
     return prepared
 
 
-def train_prepared(
+def global_count(train_state: TrainState, batch: DeviceBatch) -> GlobalCount:
+    """Of the samples of a step, of which this rank has `batch`."""
+    num_images, group = len(batch.labels_B), train_state.group
+    return GlobalCount(num_images, group, parts=num_parts(num_images, group, train_state.accumulate))
+
+
+def add_gradients(
     train_state: TrainState,
     batch: DeviceBatch,
     epoch: float,
     timer: PhaseTimer,
+    sample_weight: Callable[[], Tensor | float],
     add_sums: AddSums,
-    weights: LossWeights | None = None,
+    loss_weights: LossWeights | None = None,
 ) -> None:
-    """A step on a prepared batch. `epoch`: see `MethodBatch.epoch`; `weights`: of the losses, by default those of the epoch."""
-    group, update = train_state.group, train_state.update
-    num_images = len(batch.labels_B)
-    count = GlobalCount(num_images, group, parts=num_parts(num_images, group, train_state.accumulate))
-    parts = micro_batches(batch, train_state.accumulate, train_state.num_blank_images)
+    """Teacher, forward, losses and backward of a prepared batch, by micro-batches. The last one's phase `backward` stays open:
+    what is left of the average over ranks belongs to it.
+
+    `epoch`: see `MethodBatch.epoch`; `sample_weight`: see `GlobalCount.weight`; `loss_weights`: by default those of the epoch.
+    """
+    update, parts = train_state.update, micro_batches(batch, train_state.accumulate, train_state.num_blank_images)
     train_state.active_teacher.skip(parts[0].images_BCHW, train_state.accumulate - len(parts))
     for part in parts:
         timer.begin_micro_batch()
         teacher_outputs = run_teacher(train_state, part)
         timer.mark("teacher")
         with update.micro_batch(last=part is parts[-1]):
-            outputs, loss = run_student(train_state, part.images_BCHW, part, teacher_outputs, epoch, weights)
-            timer.mark("student")  # before the count, which waits for ranks that have not begun their step
-            update.backward(loss, count.weight())
+            outputs, loss = run_student(train_state, part.images_BCHW, part, teacher_outputs, epoch, loss_weights)
+            add_sums(outputs.logits_BK, part.labels_B, loss.named)
+            timer.mark("student")  # before the weight, which waits for ranks that have not begun their step
+            update.backward(loss, sample_weight())
         update.end_micro_batch(len(part.labels_B))
-        timer.mark("backward")
-        add_sums(outputs.logits_BK, part.labels_B, loss.named)
-    update.step(count)
-    timer.mark("optimizer")
+        if part is not parts[-1]:
+            timer.mark("backward")
 
 
 def run_teacher(train_state: TrainState, part: DeviceBatch) -> Mapping[str, ModelOutputs]:

@@ -14,9 +14,10 @@ from trainables.distributed.batch_norm import accepts_empty_batches
 from trainables.distributed.gather import cpu_process_group
 from trainables.distributed.group import gather_objects
 from trainables.distributed.pipeline.layout import Layout
+from trainables.engine.cuda_capture import CudaCapture
 from trainables.engine.epochs import Epochs
 from trainables.engine.evaluate import logits_of
-from trainables.engine.graphed_step import TrainStep, with_graphs
+from trainables.engine.graphed_step import GraphedStep, TrainStep, log_eager, obstacle
 from trainables.engine.loss_optimizers import LossOptimizer
 from trainables.engine.step import TrainState, sum_names, train_step
 from trainables.engine.step_sums import StepSums
@@ -46,10 +47,18 @@ class TrainingParts(NamedTuple):
 
 def whole_model_functions(config: TrainConfig, layout: Layout, parts: TrainingParts) -> StepFunctions:
     """Of a rank that has the whole model."""
-    update = build_update(parts.module, parts.optimizers, parts.settings, accumulate=config.optim.accumulate)
+    group, accumulate = layout.replicas, config.optim.accumulate
+    graphed = config.train.cuda_graphs
+    if graphed and (reason := obstacle(config, group, parts.optimizers, parts.teacher)):
+        graphed = False
+        if group.is_main:
+            log_eager(config.stage, reason)
+    update = build_update(parts.module, parts.optimizers, parts.settings, accumulate=accumulate, capturable=graphed)
     train_state = build_train_state(config, layout, parts, update)
-    logits = logits_of(parts.module.student, image_normalizer(config, layout.replicas.device), train_state.autocast)
-    step = with_graphs(config, train_state) if config.train.cuda_graphs else partial(train_step, train_state)
+    logits = logits_of(parts.module.student, image_normalizer(config, group.device), train_state.autocast)
+    step: TrainStep = partial(train_step, train_state)
+    if graphed:
+        step = GraphedStep(train_state, CudaCapture(group.device), config.stage)
     return StepFunctions(train_state, step, logits)
 
 

@@ -1,4 +1,4 @@
-"""What a step runs, operation by operation: whether the next one could be a replay of it.
+"""What a step, or a part of it, runs, operation by operation: whether the next one could be a replay of it.
 
 A replayed step reads and writes the same memory with the same numbers. So two steps must be the same sequence of operations, on
 tensors of the same shapes, with the same Python numbers; none may need a value on the host, and none may make a new tensor out
@@ -47,6 +47,8 @@ class StepRecording(TorchDispatchMode):
         self.operations.append((str(func), *map(_described, args), *(_described(item) for item in kwargs.items())))
         if name in _ON_HOST or (name.startswith(_SOLVERS) and not name.startswith(_NO_SOLVERS)):
             self._add_problem(f"{name} waits for the device")
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._add_problem(f"the workers exchange tensors within it ({name})")
         if name in ("lift_fresh", "lift"):
             self._add_problem("a tensor is made of numbers of the host")
         if name.startswith(("index", "_index_put")) and any(_is_mask(arg) for arg in args):

@@ -1,5 +1,8 @@
 """From losses to new parameters, one class a way to do it. The way is chosen when a job is built and when an epoch begins.
 
+On several ranks DDP averages the gradients within the backward pass. A CUDA graph holds no all-reduce: there the gradients are
+averaged in one, between the backward pass and the optimizer's step, see `CapturableUpdate`.
+
 With an optimizer for each loss, `a = G1(D(x))` and `b = G2(D(x))`, one forward gives both losses; each optimizer gets the
 gradients of its losses alone, all taken at the same parameters, and the changes of a parameter that they share are added up. No
 DDP: its buckets have one gradient a parameter. Gradients are averaged over ranks in one all-reduce a loss, after the last
@@ -13,7 +16,7 @@ import contextlib
 import inspect
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -21,10 +24,12 @@ import torch
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import get_total_norm
 
 from trainables.distributed.group import GlobalCount, Group, all_reduce_sum
 from trainables.engine.loss_optimizers import DotSGD, LossOptimizer
 from trainables.engine.losses import Losses
+from trainables.metrics.allreduce_wait import AllreduceClocks, DdpClocks, SeparateClocks
 from trainables.metrics.noise_scale import GradientNoise, measure_noise
 
 
@@ -39,12 +44,16 @@ class UpdateSettings:
 
 
 class ParameterUpdate(ABC):
-    """A step calls `module` and `backward` within `micro_batch`, then `end_micro_batch`, for each; and `step` at the end."""
+    """A step calls `module` and `backward` within `micro_batch`, then `end_micro_batch`, for each; at the end
+    `average_gradients` and `step`."""
 
     noise: GradientNoise | None = None
     """The measurement of the steps' gradient noise, where there is one."""
     without_noise: ClassVar[str] = "one worker compares micro-batches, and optim.accumulate is 1"
     """Why there is none, where there is none."""
+
+    allreduce_clocks: AllreduceClocks | None = None
+    """Of the all-reduce of the gradients, where there is one that is timed."""
 
     def __init__(self, module: nn.Module, settings: UpdateSettings) -> None:
         """`module` is what a step's forward calls."""
@@ -62,8 +71,11 @@ class ParameterUpdate(ABC):
     def end_micro_batch(self, num_images: int) -> None:  # noqa: B027  (one kind of update needs it)
         """The backward of a micro-batch of `num_images` images is done."""
 
+    def average_gradients(self, count: GlobalCount) -> None:  # noqa: B027
+        """Average the gradients over ranks, where neither the backward nor the step does. `count`: of the step's samples."""
+
     @abstractmethod
-    def step(self, count: GlobalCount) -> None:
+    def step(self) -> None:
         """Change the parameters and drop the gradients. What no loss reaches stays as it is, without weight decay too."""
 
     def discard(self) -> None:
@@ -88,7 +100,9 @@ class SharedUpdate(ParameterUpdate):
     def __init__(self, module: nn.Module, optimizer: LossOptimizer, settings: UpdateSettings) -> None:
         super().__init__(module, settings)
         self._optimizer = optimizer
-        self._no_sync = module.no_sync if isinstance(module, DistributedDataParallel) else contextlib.nullcontext
+        self._no_sync: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        if isinstance(module, DistributedDataParallel):
+            self._no_sync, self.allreduce_clocks = module.no_sync, DdpClocks(module)
 
     def micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if last else self._no_sync()
@@ -96,7 +110,7 @@ class SharedUpdate(ParameterUpdate):
     def backward(self, losses: Losses, weight: Tensor | float) -> None:
         self._scaler.scale(losses.total(weight)).backward()  # type: ignore[no-untyped-call]
 
-    def step(self, count: GlobalCount) -> None:
+    def step(self) -> None:
         self._step_optimizer(self._optimizer)
         self._scaler.update()
 
@@ -113,9 +127,82 @@ class MeasuredUpdate(SharedUpdate):
     def end_micro_batch(self, num_images: int) -> None:
         self.noise.end_micro_batch(num_images)
 
-    def step(self, count: GlobalCount) -> None:
-        self.noise.end_step(count, self._scaler)
-        super().step(count)
+    def average_gradients(self, count: GlobalCount) -> None:
+        gradients = [p.grad for p in self._optimizer.parameters if p.grad is not None]
+        self.noise.end_step(count, self._scaler, get_total_norm(gradients))
+
+
+class FlatGradients:
+    """Gradients of parameters in one tensor, each in its parameter's own memory order."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        """`parameters`: of one dtype, on one device."""
+        self._parameters = tuple(parameters)
+        sizes = [-(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT for parameter in parameters]
+        self.flat = torch.zeros(sum(sizes), dtype=parameters[0].dtype, device=parameters[0].device)
+        self._views = [_in_memory_order(part, like) for part, like in zip(self.flat.split(sizes), parameters, strict=True)]
+        self._present: list[bool] = []
+
+    def take(self) -> None:
+        """Take over the parameters' gradients. What has none is 0."""
+        self._present = [parameter.grad is not None for parameter in self._parameters]
+        taken, gradients = [], []
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            if parameter.grad is None:
+                view.zero_()
+            else:
+                taken.append(view)
+                gradients.append(parameter.grad)
+                parameter.grad = None
+        torch._foreach_copy_(taken, gradients)
+
+    def give(self) -> None:
+        """Give each parameter its gradient; what had none gets none."""
+        for parameter, view, present in zip(self._parameters, self._views, self._present, strict=True):
+            parameter.grad = view if present else None
+
+
+_ALIGNMENT = 16
+"""Elements: fused optimizers read whole vectors where a tensor's memory begins at a multiple of 16 bytes."""
+
+
+def _in_memory_order(flat: Tensor, like: Tensor) -> Tensor:
+    """The first elements of a 1-D tensor in the shape of `like`, and in its strides where they leave no gap."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
+    stride = like.stride() if extent == like.numel() else torch.empty(like.shape, device="meta").stride()
+    return flat.as_strided(like.shape, stride)
+
+
+class CapturableUpdate(SharedUpdate):
+    """One optimizer for all losses, on several ranks without DDP. Backward and step run operations of this rank alone, which a
+    CUDA graph may hold; the gradients are averaged in between, in one all-reduce, and their noise is measured there.
+
+    Memory: a second copy of the gradients.
+    """
+
+    noise: GradientNoise
+    allreduce_clocks: SeparateClocks
+
+    def __init__(self, module: nn.Module, optimizer: LossOptimizer, settings: UpdateSettings) -> None:
+        super().__init__(module, optimizer, settings)
+        self.noise = GradientNoise(module, settings.group)
+        self.allreduce_clocks = SeparateClocks(settings.group.device)
+        self._gradients = FlatGradients(optimizer.parameters)
+
+    def end_micro_batch(self, num_images: int) -> None:
+        self._gradients.take()
+
+    def average_gradients(self, count: GlobalCount) -> None:
+        flat = self._gradients.flat
+        self.noise.add_part(torch.linalg.vector_norm(flat).double().square(), count.num_local)
+        flat.mul_(1 / self._group.world_size)  # as DDP does it, for the same bits
+        with self.allreduce_clocks.timed():
+            all_reduce_sum(flat, self._group)
+        self.noise.end_step(count, self._scaler, torch.linalg.vector_norm(flat))
+
+    def step(self) -> None:
+        self._gradients.give()
+        super().step()
 
 
 class _CollectedGradients:
@@ -161,7 +248,7 @@ class PerLossUpdate(ParameterUpdate):
             total = self._scaler.scale(losses.total(weight, each.losses))
             collected.add(total, each.parameters, retain_graph=each is not self._optimizers[-1])
 
-    def step(self, count: GlobalCount) -> None:
+    def step(self) -> None:
         """Every optimizer starts from the same parameters, also where its change depends on them, as weight decay does."""
         self._name_shared_to_dot()
         shared = [parameter.detach() for parameter in self._shared]
@@ -212,11 +299,21 @@ def put(parameters: Iterable[nn.Parameter], gradients: Iterable[Tensor | None]) 
 
 
 def build_update(
-    module: nn.Module, optimizers: Sequence[LossOptimizer], settings: UpdateSettings, *, accumulate: int
+    module: nn.Module,
+    optimizers: Sequence[LossOptimizer],
+    settings: UpdateSettings,
+    *,
+    accumulate: int,
+    capturable: bool = False,
 ) -> ParameterUpdate:
-    """How a step of the training changes the parameters; it measures the gradient noise where that can be done."""
+    """How a step of the training changes the parameters; it measures the gradient noise where that can be done.
+
+    `capturable`: its backward and its step are to be captured as CUDA graphs.
+    """
     if len(optimizers) > 1:
         return PerLossUpdate(module, optimizers, settings)
+    if capturable and settings.group.world_size > 1:
+        return CapturableUpdate(module, optimizers[0], settings)
     ddp_module = wrap(module, settings.group)
     noise = measure_noise(ddp_module, settings.group, accumulate)
     if noise is None:

@@ -1,18 +1,28 @@
 """How long a rank waits in its backward pass once its own gradients are ready: for the network, and for slower ranks."""
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainables.metrics.phase_timer import MAX_STEPS
+from trainables.metrics.phase_timer import MAX_STEPS, clock_of
 
 _NUM_BATCHES = 8  # their means give the error of the whole mean
+
+
+class AllreduceClocks(ABC):
+    """The clocks of an update's all-reduce, which run in every step. To read them may wait for the device."""
+
+    @abstractmethod
+    def read(self) -> tuple[int, float] | None:
+        """The number of the last step, from 1, and the milliseconds from this rank's last gradient to the end of the last
+        all-reduce; None: no step was timed."""
 
 
 class _UnreadLogger:
@@ -22,31 +32,68 @@ class _UnreadLogger:
         self.logger = logger
 
     def set_runtime_stats_and_log(self) -> None:
-        """See `AllreduceWait.sample`."""
+        """See `DdpClocks.read`."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.logger, name)
 
 
+class DdpClocks(AllreduceClocks):
+    """Those behind DDP's logging data (Li et al. 2020, "PyTorch Distributed"). DDP itself would read them, and so wait for the
+    device, at the beginning of its first ten steps and then once in a while."""
+
+    def __init__(self, ddp_module: DistributedDataParallel) -> None:
+        self._ddp = ddp_module
+        ddp_module._set_ddp_runtime_logging_sample_rate(1)
+        ddp_module.logger = self._logger = _UnreadLogger(ddp_module.logger)
+
+    def read(self) -> tuple[int, float] | None:
+        self._logger.logger.set_runtime_stats_and_log()
+        data = self._ddp._get_ddp_logging_data()
+        if "backward_comm_time" not in data:
+            return None
+        exposed_ns = int(data["backward_comm_time"]) - int(data["backward_compute_comm_overlap_time"])
+        return int(data.get("iteration", 0)), exposed_ns / 1e6
+
+
+class SeparateClocks(AllreduceClocks):
+    """Of one all-reduce behind the backward pass, with which nothing overlaps."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._clock = clock_of(device)
+        self._step = 0
+        self._times: tuple[Any, ...] = ()
+
+    @contextlib.contextmanager
+    def timed(self) -> Iterator[None]:
+        """The step's all-reduce runs in this context."""
+        self._clock.reuse(self._times)
+        began = self._clock.now()
+        yield
+        self._times, self._step = (began, self._clock.now()), self._step + 1
+
+    def read(self) -> tuple[int, float] | None:
+        if not self._times or not self._clock.ready(self._times[1]):
+            return None
+        return self._step, self._clock.ms_between(*self._times)
+
+
 class AllreduceWait:
-    """Samples DDP's own clocks: the time from a rank's last gradient to the end of the last all-reduce.
+    """Samples the clocks of an update: the time from a rank's last gradient to the end of the last all-reduce.
 
     All ranks wait for a slow network; only the fast ones wait for a slow rank. So the wait of the last rank of a step is the cost
     of the all-reduce itself (`exposed_ms`), and what a rank waits beyond that is because of other ranks.
 
-    The clocks are those behind DDP's logging data (Li et al. 2020, "PyTorch Distributed"). To read them waits for the device:
-    DDP itself would do so at the beginning of its first ten steps and then once in a while. Here they run in every step and
-    are read where nothing is left to wait for: on a GPU at a log line, on a CPU, where it costs some 10 µs, after each step.
+    The clocks are read where nothing is left to wait for: on a GPU at a log line, on a CPU, where it costs some 10 µs, after each
+    step.
     """
 
-    def __init__(self, ddp_module: nn.Module, device: torch.device, *, warmup_steps: int) -> None:
-        self._ddp = ddp_module if isinstance(ddp_module, DistributedDataParallel) else None
+    def __init__(self, clocks: AllreduceClocks | None, device: torch.device, *, warmup_steps: int) -> None:
+        """`clocks`: None where ranks reduce nothing, or nothing times it."""
+        self._clocks = clocks
         self._each_step, self._last_step = device.type != "cuda", warmup_steps
         self.by_step: dict[int, float] = {}
         """Milliseconds, the latest `MAX_STEPS` samples."""
-        if self._ddp is not None:
-            self._ddp._set_ddp_runtime_logging_sample_rate(1)
-            self._ddp.logger = self._logger = _UnreadLogger(self._ddp.logger)
 
     def end_step(self) -> None:
         if self._each_step:
@@ -54,16 +101,11 @@ class AllreduceWait:
 
     def sample(self) -> None:
         """Read the clocks of the last step; its device is idle."""
-        if self._ddp is None:
+        read = self._clocks.read() if self._clocks is not None else None
+        if read is None or read[0] <= self._last_step:  # of the warm-up, or read before
             return
-        self._logger.logger.set_runtime_stats_and_log()
-        data = self._ddp._get_ddp_logging_data()
-        step = int(data.get("iteration", 0))
-        if step <= self._last_step or "backward_comm_time" not in data:  # of the warm-up, or read before
-            return
-        self._last_step = step
-        exposed_ns = int(data["backward_comm_time"]) - int(data["backward_compute_comm_overlap_time"])
-        self.by_step[step] = exposed_ns / 1e6
+        self._last_step, wait_ms = read
+        self.by_step[self._last_step] = wait_ms
         if len(self.by_step) > MAX_STEPS:
             self.by_step.pop(next(iter(self.by_step)))
 

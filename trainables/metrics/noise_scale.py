@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import get_total_norm
 
 from trainables.distributed.group import GlobalCount, Group
 
@@ -38,7 +37,8 @@ _MAX_PENDING = 256
 class GradientNoise:
     """Sums of the noise estimates of the steps since the last log line, on the device; nothing here waits for it.
 
-    A step is a backward and `end_micro_batch` for each micro-batch, then `end_step` before the gradients are changed.
+    A step is a backward and `end_micro_batch` for each micro-batch, then `end_step` before the gradients are changed. On several
+    ranks without DDP `add_part` takes the place of `end_micro_batch`.
     """
 
     def __init__(self, module: nn.Module, group: Group):
@@ -54,7 +54,7 @@ class GradientNoise:
         if isinstance(module, DistributedDataParallel):
             # A lambda, since DDP compares a hook's annotations with types, and here they are text.
             module.register_comm_hook(None, lambda _, bucket: self._all_reduce(bucket))
-        else:
+        elif group.world_size == 1:
             for parameter, index in self._indices.items():  # called with what a micro-batch adds to its gradient
                 parameter.register_hook(partial(self._record_norm, index))
 
@@ -65,15 +65,18 @@ class GradientNoise:
             # DDP makes new buckets after its first step. Added up by parameter, a norm has the same bits in all buckets, and
             # so in a job that is resumed in the middle.
             norms = torch.stack([self._norms[index] for index in sorted(self._norms)])
-            small = norms.double().square().sum() / max(self._num_images, 1)
-            self._small = small if self._small is None else self._small + small
+            self.add_part(norms.double().square().sum(), self._num_images)
             self._norms, self._num_images = {}, 0
 
-    def end_step(self, count: GlobalCount, scaler: torch.amp.GradScaler) -> None:
-        """After the last micro-batch: all gradients are in their parameters, times the scaler's factor."""
+    def add_part(self, square: Tensor, num_images: int) -> None:
+        """The squared norm (scalar, float64) of the gradient of a part of the batch."""
+        small = square / max(num_images, 1)
+        self._small = small if self._small is None else self._small + small
+
+    def end_step(self, count: GlobalCount, scaler: torch.amp.GradScaler, norm: Tensor) -> None:
+        """After the last micro-batch. `norm` (scalar): of the whole batch's gradient, as the parts' times the scaler's factor."""
         if self._small is None:  # nothing was reduced, which `check_replicas` finds
             return
-        norm = get_total_norm([p.grad for p in self._indices if p.grad is not None])
         scale = scaler.scale(torch.ones((), device=self._group.device))
         self._pending.append((self._small, norm, count.totals, scale))
         self._small = None

@@ -70,6 +70,11 @@ class CudaClock(Clock):
         self._free.extend(timestamps)
 
 
+def clock_of(device: torch.device) -> Clock:
+    """The clock of what runs on a device."""
+    return CudaClock(device) if device.type == "cuda" else Clock()
+
+
 class _Totals:
     """Exact sums, minima and maxima of all rows (T,) added, and the latest `MAX_STEPS` rows for quantiles."""
 
@@ -122,7 +127,7 @@ class PhaseTimer:
         self, device: torch.device, warmup_steps: int = 0, clock: Clock | None = None, heartbeat: Heartbeat | None = None
     ):
         self._heartbeat = heartbeat or Heartbeat()
-        self._clock = clock or (CudaClock(device) if device.type == "cuda" else Clock())
+        self._clock = clock or clock_of(device)
         self._now = self._clock.now
         self._warmup_left = warmup_steps
         self._timestamps: list[Any] = []

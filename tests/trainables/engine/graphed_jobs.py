@@ -1,9 +1,10 @@
 """Jobs whose steps are taken eagerly, or as a GPU replays them: for tests on a CPU, and for the checks on a GPU."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -14,11 +15,14 @@ from tests.trainables.jobs import Recorded, no_telemetry
 from trainables.config import TrainConfig
 from trainables.device.device_batches import on_device
 from trainables.distributed.group import Group
+from trainables.engine import step_functions
 from trainables.engine.check_method_jobs import Case, job_config
-from trainables.engine.graphed_step import Capture, CudaCapture, GraphedStep, TrainStep
+from trainables.engine.cuda_capture import Capture, CudaCapture
+from trainables.engine.graphed_step import GraphedStep, TrainStep
 from trainables.engine.job import Job, build
 from trainables.engine.loop import begin_step
 from trainables.methods.registry import load_method
+from trainables.metrics.noise_scale import SUMS
 
 CPU = torch.device("cpu")
 
@@ -54,6 +58,12 @@ class CpuCapture(TorchDispatchMode):
         operations = self._operations
         return lambda: _run_again(operations)
 
+    def has_room(self, share: float) -> bool:
+        return True
+
+    def clear(self) -> None:
+        self._operations = []
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for argument, value in zip(func._schema.arguments, args, strict=False):
@@ -62,6 +72,8 @@ class CpuCapture(TorchDispatchMode):
         for argument in func._schema.arguments:
             if argument.name in kwargs and argument.alias_info is not None and argument.alias_info.is_write:
                 self._save(kwargs[argument.name])
+        if func.overloadpacket.__name__ == "native_batch_norm":
+            self._save(args[3:5])  # its running statistics, which its schema does not call written
         result = func(*args, **kwargs)
         memory = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
         self._made |= {tensor.untyped_storage()._cdata for tensor in _tensors(result)} - memory
@@ -102,29 +114,55 @@ def settings(method: str, folder: Path, **sections: Any) -> TrainConfig:
     return TrainConfig.model_validate(tree)
 
 
+@contextlib.contextmanager
+def graphs_of(capture: Capture) -> Iterator[None]:
+    """A job that is built meanwhile has graphs by `capture`, although it is on a CPU."""
+    with mock.patch.multiple(step_functions, obstacle=lambda *_: None, CudaCapture=lambda _: capture):
+        yield
+
+
 class Trained:
     """A job's first steps of the training, and what they left."""
 
     def __init__(
-        self, config: TrainConfig, *, graphed: bool, device: torch.device = CPU, capture: Capture | None = None, steps: int = 20
+        self, config: TrainConfig, *, graphed: bool, group: Group | None = None, capture: Capture | None = None, steps: int = 20
     ) -> None:
         """At least so many steps. `capture`: by default the device's own, on a CPU its operations once more."""
+        group = group or Group()
         self.num_replays = self.num_captures = 0
-        self._inner = capture or (CpuCapture() if device.type == "cpu" else CudaCapture(device))
-        with contextlib.closing(build(config, Group(device=device), Recorded(), no_telemetry)) as self.job:
+        self._inner = capture or (CpuCapture() if group.device.type == "cpu" else CudaCapture(group.device))
+        with graphs_of(self) if graphed else contextlib.nullcontext():
+            config = config.model_copy(update={"train": config.train.model_copy(update={"cuda_graphs": graphed})})
+            self.job = build(config, group, Recorded(), no_telemetry)
+        with contextlib.closing(self.job):
             fuse_optimizers(self.job)
-            self.step = GraphedStep(self.job.train_state, self._capture)
-            self._take_steps(self.step if graphed else self.job.functions.train_step, steps)
+            self._take_steps(self.job.functions.train_step, steps)
+            noise = self.job.train_state.training_update.noise
+            self.noise = noise.take() if noise is not None else torch.zeros(len(SUMS))
 
-    def _capture(self, run: Callable[[], None]) -> Callable[[], None]:
+    @property
+    def step(self) -> GraphedStep:
+        train_step = self.job.functions.train_step
+        assert isinstance(train_step, GraphedStep)
+        return train_step
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Capture; the halves of a step come in turn."""
         inner = self._inner(run)
         self.num_captures += 1
+        is_first_half = self.num_captures % 2 == 1
 
         def replay() -> None:
-            self.num_replays += 1
+            self.num_replays += is_first_half
             inner()
 
         return replay
+
+    def has_room(self, share: float) -> bool:
+        return self._inner.has_room(share)
+
+    def clear(self) -> None:
+        self._inner.clear()
 
     def _take_steps(self, train_step: TrainStep, steps: int) -> None:
         job, timer = self.job, self.job.metrics.timer
@@ -148,7 +186,8 @@ class Trained:
         for index, each in enumerate(job.train_state.optimizers):
             for number, values in each.optimizer.state_dict()["state"].items():
                 state |= {f"{index}/{number}/{name}": value for name, value in values.items() if isinstance(value, Tensor)}
-        return {name: tensor.cpu() for name, tensor in (state | {"sums": job.train_state.sums.values_N}).items()}
+        state |= {"sums": job.train_state.sums.values_N, "noise": self.noise}
+        return {name: tensor.cpu() for name, tensor in state.items()}
 
 
 def round_rates(job: Job) -> None:
@@ -156,3 +195,12 @@ def round_rates(job: Job) -> None:
     for each in job.train_state.optimizers:
         for group in each.optimizer.param_groups:
             group["lr"] = float(torch.tensor(group["lr"]))
+
+
+def state_on_rank(group: Group, config: TrainConfig, graphed: bool, steps: int, capture: Capture | None = None) -> dict[str, Any]:
+    """What a rank's first steps left, its estimates of the gradient noise, and how many steps were replayed."""
+    trained = Trained(config, graphed=graphed, group=group, capture=capture, steps=steps)
+    state = trained.state()
+    noise = state.pop("noise").tolist()
+    off = trained.step.off if graphed else None
+    return {"state": state, "noise": noise, "replays": trained.num_replays, "off": off}

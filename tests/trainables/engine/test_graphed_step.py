@@ -2,7 +2,6 @@
 from step to step, so that a replay of them is too: rate and weight change with every step, and no Python runs that reads them."""
 
 import contextlib
-import dataclasses
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -11,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.trainables.engine.graphed_jobs import Trained, fuse_optimizers, settings
-from tests.trainables.jobs import Recorded, no_telemetry
+from tests.trainables.engine.graphed_jobs import CpuCapture, Trained, fuse_optimizers, settings, state_on_rank
+from tests.trainables.jobs import Recorded, equal, no_telemetry
 from trainables.config import TrainConfig
 from trainables.distributed.group import Group
+from trainables.distributed.rank_pool import RankPool
 from trainables.engine import graphed_step
 from trainables.engine.graphed_step import GraphedStep, obstacle
-from trainables.engine.job import build
+from trainables.engine.job import Job, build
 from trainables.engine.step_recording import StepRecording
 from trainables.methods.registry import METHODS
 
@@ -130,22 +130,49 @@ def test_a_step_that_a_replay_would_get_wrong_is_found_before_it_is_captured(tmp
 
 
 def test_a_number_that_changes_with_the_epoch_is_captured_anew(trained: Callable[[str, bool], Trained]) -> None:
-    assert trained("pskd", True).num_captures == 2
-    assert trained("kd", True).num_captures == 1
+    assert trained("pskd", True).num_captures == 2 * 2
+    assert trained("kd", True).num_captures == 2
+
+
+class FailingCapture(CpuCapture):
+    def __call__(self, run: Any) -> Any:
+        for parameter in run.func.__self__.train_state.distillation_module.parameters():
+            parameter.grad = torch.ones_like(parameter)  # as far as it came
+        raise RuntimeError("operation not permitted\nwhen stream is capturing")
 
 
 def test_a_failed_capture_leaves_the_steps_as_they_were(
     tmp_path: Path, trained: Callable[[str, bool], Trained], caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(run: Any) -> Any:
-        for parameter in run.func.__self__.train_state.distillation_module.parameters():
-            parameter.grad = torch.ones_like(parameter)  # as far as it came
-        raise RuntimeError("operation not permitted\nwhen stream is capturing")
-
     config = settings("kd", tmp_path / "job")
     with caplog.at_level("INFO", "raydistill"):
-        graphed = Trained(config, graphed=True, capture=fail, steps=STEPS)
+        graphed = Trained(config, graphed=True, capture=FailingCapture(), steps=STEPS)
     assert "one operation at a time: operation not permitted" in caplog.text
+    assert_equal(trained("kd", False), graphed)
+
+
+class FullMemory(CpuCapture):
+    """Of a GPU with room for the graphs, or for a step as large as theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_cleared = 0
+
+    def has_room(self, share: float) -> bool:
+        return share < 1
+
+    def clear(self) -> None:
+        self.num_cleared += 1
+
+
+def test_where_no_eager_step_fits_beside_the_graphs_they_are_freed_and_captured_anew(
+    tmp_path: Path, trained: Callable[[str, bool], Trained]
+) -> None:
+    memory = FullMemory()
+    graphed = Trained(settings("kd", tmp_path / "job"), graphed=True, capture=memory, steps=STEPS)
+    assert memory.num_cleared == 1  # as the second epoch begins; not for the last, smaller batch of the first
+    assert graphed.num_captures == 2 * 2
+    assert graphed.num_replays >= 4
     assert_equal(trained("kd", False), graphed)
 
 
@@ -162,15 +189,24 @@ def test_a_failed_capture_leaves_the_steps_as_they_were(
 def test_what_no_graph_can_hold_is_known_before_the_first_step(
     tmp_path: Path, section: dict[str, Any], reason: str | None
 ) -> None:
-    config = settings("kd", tmp_path / "job", train={"cuda_graphs": True})
+    config = settings("kd", tmp_path / "job")
     with contextlib.closing(build(config, Group(), Recorded(), no_telemetry)) as job:
-        state = job.train_state
-        assert obstacle(config, state) == "there are none on a CPU"
         fuse_optimizers(job)
-        on_gpu = dataclasses.replace(state, group=dataclasses.replace(state.group, device=torch.device("cuda")))
         changed = TrainConfig.model_validate(merged(config.model_dump(mode="json"), section))
-        found = obstacle(changed, on_gpu)
+        found = obstacle_on_gpus(job, changed)
     assert found is None if reason is None else reason in (found or "")
+
+
+def obstacle_on_gpus(job: Job, config: TrainConfig, num_workers: int = 1) -> str | None:
+    group = Group(world_size=num_workers, device=torch.device("cuda"))
+    return obstacle(config, group, job.train_state.optimizers, job.train_state.teacher)
+
+
+def test_a_cpu_has_no_graphs_and_the_log_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = settings("kd", tmp_path / "job", train={"cuda_graphs": True})
+    with caplog.at_level("INFO", "raydistill"), contextlib.closing(build(config, Group(), Recorded(), no_telemetry)) as job:
+        assert not isinstance(job.functions.train_step, GraphedStep)
+    assert "train.cuda_graphs: steps are launched one operation at a time: there are none on a CPU" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -179,20 +215,52 @@ def test_what_no_graph_can_hold_is_known_before_the_first_step(
 def test_an_optimizer_that_is_not_fused_is_known_before_the_first_step(tmp_path: Path, optim: dict[str, Any], name: str) -> None:
     config = settings("kd", tmp_path / "job", optim=optim)
     with contextlib.closing(build(config, Group(), Recorded(), no_telemetry)) as job:
-        state = job.train_state
-        on_gpu = dataclasses.replace(state, group=dataclasses.replace(state.group, device=torch.device("cuda")))
         fuse_optimizers(job)
-        assert obstacle(config, on_gpu) is None
-        state.optimizers[-1].optimizer.param_groups[-1]["fused"] = None
-        assert obstacle(config, on_gpu) == f"the optimizer {name} is not fused: its step reads numbers of the host"
+        assert obstacle_on_gpus(job, config) is None
+        job.train_state.optimizers[-1].optimizer.param_groups[-1]["fused"] = None
+        assert obstacle_on_gpus(job, config) == f"the optimizer {name} is not fused: its step reads numbers of the host"
 
 
-def test_several_workers_are_known_before_the_first_step(tmp_path: Path) -> None:
-    config = settings("kd", tmp_path / "job")
+def test_several_optimizers_of_several_workers_are_known_before_the_first_step(tmp_path: Path) -> None:
+    config = settings("kd", tmp_path / "job", optim={"name": "sgd", "losses": {"kd": {"lr": 0.1}}})
     with contextlib.closing(build(config, Group(), Recorded(), no_telemetry)) as job:
-        group = dataclasses.replace(job.train_state.group, device=torch.device("cuda"), world_size=2)
-        found = obstacle(config, dataclasses.replace(job.train_state, group=group))
-    assert found == "scale.num_workers: 2 workers take part in one all-reduce, which is not captured yet: write 1"
+        fuse_optimizers(job)
+        assert "losses have optimizers of their own" in (obstacle_on_gpus(job, config, num_workers=2) or "")
+        job.train_state.optimizers = job.train_state.optimizers[:1]
+        assert obstacle_on_gpus(job, config, num_workers=2) is None
+
+
+UNEVEN = {"synthetic_images": 41}
+"""The sixth batch of an epoch has one image: the second rank has none."""
+
+
+def trained_on_rank(group: Group, config: TrainConfig, graphed: bool, fails_on: int | None = None) -> dict[str, Any]:
+    return state_on_rank(group, config, graphed, STEPS, FailingCapture() if group.rank == fails_on else None)
+
+
+@pytest.mark.parametrize("fails_on", [None, 1])
+@pytest.mark.parametrize("data", [{}, UNEVEN], ids=["even", "uneven"])
+def test_workers_that_replay_their_steps_train_bit_for_bit_what_ddp_trains(
+    ranks: RankPool, tmp_path: Path, data: dict[str, Any], fails_on: int | None
+) -> None:
+    config = settings("kd", tmp_path / "job", data=data, scale={"sync_batch_norm": False})
+    eager, graphed = (ranks.run(2, trained_on_rank, config, graphed, fails_on) for graphed in (False, True))
+    for rank, (expected, found) in enumerate(zip(eager, graphed, strict=True)):
+        assert (found["replays"] == 0) == (rank == fails_on), found["off"]
+        assert found["replays"] >= 4 or rank == fails_on
+        assert equal(found["state"], expected["state"])
+        assert found["noise"] == pytest.approx(expected["noise"], rel=1e-5)
+
+
+@pytest.mark.parametrize(("method", "scale"), [("rkd", {}), ("kd", {"sync_batch_norm": True})])
+def test_a_step_in_which_workers_exchange_rows_is_not_captured(
+    ranks: RankPool, tmp_path: Path, method: str, scale: dict[str, Any]
+) -> None:
+    config = settings(method, tmp_path / "job", scale=scale)
+    eager, graphed = (ranks.run(2, trained_on_rank, config, graphed) for graphed in (False, True))
+    for expected, found in zip(eager, graphed, strict=True):
+        assert "the workers exchange tensors within it" in found["off"]
+        assert equal(found["state"], expected["state"])
 
 
 @pytest.mark.parametrize("baked", ["rates", "weights"])

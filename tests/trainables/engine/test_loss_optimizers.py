@@ -18,7 +18,7 @@ from tests.trainables.methods.references.basic import Array
 from tests.trainables.methods.references.training import DotState, dot_update
 from trainables.config import DistillConfig, LossOptimConfig, OptimConfig, TrainConfig
 from trainables.device.device_batches import on_device
-from trainables.distributed.group import GlobalCount, Group
+from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
 from trainables.engine import loop
 from trainables.engine.job import build
@@ -37,9 +37,6 @@ def trained(group: Group, settings: TrainConfig) -> dict[str, Tensor]:
     with contextlib.closing(build(settings, group, Recorded(), no_telemetry)) as job:
         loop.run(job)
         return {name: tensor.detach().clone() for name, tensor in job.train_state.distillation_module.named_parameters()}
-
-
-NOT_COUNTED = GlobalCount(1, Group())
 
 
 def per_loss_update(optimizers: tuple[LossOptimizer, ...]) -> PerLossUpdate:
@@ -302,7 +299,7 @@ def test_dot_changes_what_one_side_alone_reaches_as_sgd_would(fused: bool) -> No
     velocity = dict.fromkeys(["task.weight", "task.bias", "kd.weight", "kd.bias"], 0.0)
     for both in (False, True, False):
         update.backward(Slopes(student, both), torch.ones(()))
-        update.step(NOT_COUNTED)
+        update.step()
         for name, value in values.items():
             task, kd = name == "weight" or both, name == "bias" or both
             found = torch.zeros_like(value)
@@ -354,7 +351,7 @@ def test_dot_is_the_references_whatever_each_side_reaches_in_a_step(decay_norm_a
         for each in optimizers:
             each.set_learning_rate(step, steps_per_epoch=6, global_batch_size=1)
         update.backward(Reaching(named, found), torch.ones(()))
-        update.step(NOT_COUNTED)
+        update.step()
         lr = learning_rate(step, 6, optim, optim.lr)
         for name, p in named.items():
             slopes = found["task"].get(name), found["methods"].get(name)
@@ -396,7 +393,7 @@ def test_gradients_lie_in_memory_as_their_parameters_do() -> None:
             return torch.stack([p.sum() for p in student.parameters()]).sum()
 
     update.backward(Sums(), torch.ones(()))
-    update.step(NOT_COUNTED)
+    update.step()
     assert seen == [True] * 8
 
 
@@ -415,7 +412,7 @@ def test_optimizers_without_a_common_parameter_change_each_its_own() -> None:
 
     before = {p: p.detach().clone() for p in (*method.parameters(), *student.parameters())}
     update.backward(Sums(), torch.ones(()))
-    update.step(NOT_COUNTED)
+    update.step()
     for p in before:
         torch.testing.assert_close(before[p] - p.detach(), torch.full_like(p, 0.5 if p in set(student.parameters()) else 0.25))
 
@@ -434,7 +431,7 @@ def test_a_losss_gradients_are_gone_when_the_next_optimizer_begins() -> None:
     for each in optimizers:
         each.optimizer.register_step_pre_hook(begins)
     update.backward(Slopes(student, True), torch.ones(()))
-    update.step(NOT_COUNTED)
+    update.step()
     assert len(held) == 4
 
 

@@ -32,8 +32,8 @@ class PipelineUpdate(SharedUpdate):
         super().__init__(module, optimizer, settings)
         self._stages = stages
 
-    def average_gradients(self) -> None:
-        """After the last backward pass. One all-reduce: the stages end at different times, so that it overlaps with others."""
+    def average_gradients(self, count: GlobalCount) -> None:
+        """One all-reduce: the stages end at different times, so that it overlaps with others."""
         parameters = self._optimizer.parameters
         put(parameters, average([parameter.grad for parameter in parameters], self._group))
 
@@ -79,9 +79,9 @@ class PipelineStep:
         for part, each in zip(parts, divided, strict=True):
             forward = self._losses(each, count, step, timer) if self._runner.is_last else self._forward
             self._runner.train(part.images_BCHW, len(each), forward, timer.mark)
-        self._update.average_gradients()
+        self._update.average_gradients(count)
         timer.mark("backward")
-        self._update.step(count)
+        self._update.step()
         timer.mark("optimizer")
 
     def _micro_batches(self, part: DeviceBatch) -> list[DeviceBatch]:
