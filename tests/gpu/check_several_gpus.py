@@ -17,7 +17,7 @@ from tests.gpu.photos import packed_photos
 from tests.gpu.ranks import run_ranks
 from tests.gpu.timing import in_rounds, seconds_of
 from tests.gpu.work import MANY_STEPS, R34_R18, R56_R20, Pair, Stepper, device_batch, job_config, sized
-from tests.trainables.engine.graphed_jobs import CpuCapture, graphs_of
+from tests.trainables.engine.graphed_jobs import CpuCapture, fuse_optimizers, graphs_of
 from tests.trainables.jobs import Recorded, build_unmeasured, no_telemetry
 from trainables.config import TrainConfig
 from trainables.distributed.group import Group, check_replicas
@@ -93,11 +93,13 @@ def scaling(settings: Settings, batch: int) -> Measured:
 
 def graphs_ratio(group: Group, config: TrainConfig, pair: Pair, batch: int, rounds: int) -> dict[str, float]:
     """A step that is replayed beside one under DDP, in turns: the median over rounds of DDP's time by the other's."""
-    on_cpu = graphs_of(CpuCapture()) if group.device.type == "cpu" else contextlib.nullcontext()
+    on_cpu = group.device.type == "cpu"
     graphs = config.model_copy(update={"train": config.train.model_copy(update={"cuda_graphs": True})})
-    with on_cpu:
+    with graphs_of(CpuCapture()) if on_cpu else contextlib.nullcontext():
         opened = open_here(graphs, group)
     with opened as job, open_here(config, group) as under_ddp:
+        if on_cpu:
+            fuse_optimizers(job)
         # An epoch's first steps are not captured, and the few images of this job are an epoch of a few steps.
         job.train_state.epochs = replace(job.train_state.epochs, steps_per_epoch=MANY_STEPS)
         sides = {"graphs": stepper(job, pair, batch, group), "ddp": stepper(under_ddp, pair, batch, group)}
