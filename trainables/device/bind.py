@@ -4,6 +4,9 @@ import torch
 
 
 def bind_thread(device: torch.device) -> None:
-    """Make `device` the calling thread's, whatever it calls of CUDA afterwards; else that may open a context on GPU 0."""
-    if device.type == "cuda":
+    """Make `device` the calling thread's, whatever it calls of CUDA afterwards; else that may open a context on GPU 0.
+
+    A device without a number is each thread's own one.
+    """
+    if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)

@@ -67,7 +67,7 @@ class CacheWriter:
         self._thread.join()
 
     def _run(self) -> None:
-        bind_thread(self._device)
+        self._attempt(partial(bind_thread, self._device))
         while True:
             try:
                 task = self._tasks.get(timeout=self._remaining_s())

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from trainables.teachers.cache import writer as writer_module
 from trainables.teachers.cache.logits_format import LogitsFormat
 from trainables.teachers.cache.store import Columns, LogitsStore
 from trainables.teachers.cache.writer import CacheWriter
@@ -102,6 +103,20 @@ def test_a_disk_that_cannot_be_written_ends_the_writing_and_nothing_else(tmp_pat
     writer = CacheWriter(LogitsStore(tmp_path / "file", FORMAT, 20), CPU)
     for _ in range(3):
         writer.add(0, np.array([1, 2]), FORMAT.encode(LOGITS[:2]), np.array([True, True]))
+        writer.flush()
+    writer.close()
+
+
+def test_a_thread_that_cannot_use_its_device_ends_the_job_and_does_not_keep_it_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(device: torch.device) -> None:
+        raise RuntimeError(f"no {device}")
+
+    monkeypatch.setattr(writer_module, "bind_thread", fail)
+    writer = CacheWriter(LogitsStore(tmp_path, FORMAT, 20), CPU)
+    writer.add(0, np.array([1, 2]), FORMAT.encode(LOGITS[:2]), np.array([True, True]))
+    with pytest.raises(RuntimeError, match="no cpu"):
         writer.flush()
     writer.close()
 
