@@ -46,21 +46,22 @@ def state_of(group: Group, device: str, settings: TrainConfig) -> dict[str, torc
 
 
 def synchronisations(group: Group, device: str, settings: TrainConfig) -> int:
-    """How often the host waited for the device in the second and third step of an epoch."""
+    """How often the host waited for the device in the steps of two epochs, without the first two: in the second one DDP makes
+    its buckets anew, and tells the other ranks their sizes."""
     with contextlib.closing(build(settings, on(group, device), Recorded(), no_telemetry)) as job:
-        count = 0
-        for number, batch in enumerate(on_device(job.train_loader.epoch(0), job.group.device)):
-            with counted(job.group.device if number else None) as waits:
-                train_step(job.train_state, batch, number, job.metrics.timer)
-            count += len(waits)
-            if number == 2:
-                break
+        count, step = 0, 0
+        for epoch in range(2):
+            for batch in on_device(job.train_loader.epoch(epoch), job.group.device):
+                with counted(job.group.device if step >= 2 else None) as waits:
+                    train_step(job.train_state, batch, step, job.metrics.timer)
+                count += sum("synchronizing CUDA operation" in str(each.message) for each in waits)
+                step += 1
     return count
 
 
 @contextlib.contextmanager
 def counted(device: torch.device | None) -> Iterator[list[Any]]:
-    """A warning for every wait of the host for its GPU; none on a CPU, or without a device."""
+    """The warnings meanwhile, one of which is for every wait of the host for its GPU; none on a CPU, or without a device."""
     if device is None or device.type == "cpu":
         yield []
         return
