@@ -77,7 +77,7 @@ def methods(setting: Settings) -> Measured:
     for name in ("kd", "kdsvd") if setting.small else METHODS:
         config = settings(name, folder_of(setting, f"graphs-{name}"))
         eager, graphed = (Trained(config, graphed=graphed, group=Group(device=device)) for graphed in (False, True))
-        if graphed.num_replays:
+        if graphed.num_replays and graphed.step.off is None:
             differences[name] = _difference(eager, graphed)
         if graphed.step.off is not None:
             reasons[name] = graphed.step.off

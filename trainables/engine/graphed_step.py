@@ -286,12 +286,10 @@ class GraphedStep:
         if sizes and not self.capture.has_room(len(batch.labels_B) / max(sizes)):
             for shape in self._shapes.values():
                 shape.replays, shape.recordings = None, []
-            self.capture.clear()
 
     def _turn_off(self, reason: str) -> None:
         """Free the graphs; from the next step on there are none."""
         self.off, self._shapes = reason, {}
-        self.capture.clear()
         log_eager(self.stage, reason)
 
 

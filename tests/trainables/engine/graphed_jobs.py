@@ -61,9 +61,6 @@ class CpuCapture(TorchDispatchMode):
     def has_room(self, share: float) -> bool:
         return True
 
-    def clear(self) -> None:
-        self._operations = []
-
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for argument, value in zip(func._schema.arguments, args, strict=False):
@@ -160,9 +157,6 @@ class Trained:
 
     def has_room(self, share: float) -> bool:
         return self._inner.has_room(share)
-
-    def clear(self) -> None:
-        self._inner.clear()
 
     def _take_steps(self, train_step: TrainStep, steps: int) -> None:
         job, timer = self.job, self.job.metrics.timer

@@ -154,24 +154,15 @@ def test_a_failed_capture_leaves_the_steps_as_they_were(
 class FullMemory(CpuCapture):
     """Of a GPU with room for the graphs, or for a step as large as theirs."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_cleared = 0
-
     def has_room(self, share: float) -> bool:
         return share < 1
-
-    def clear(self) -> None:
-        self.num_cleared += 1
 
 
 def test_where_no_eager_step_fits_beside_the_graphs_they_are_freed_and_captured_anew(
     tmp_path: Path, trained: Callable[[str, bool], Trained]
 ) -> None:
-    memory = FullMemory()
-    graphed = Trained(settings("kd", tmp_path / "job"), graphed=True, capture=memory, steps=STEPS)
-    assert memory.num_cleared == 1  # as the second epoch begins; not for the last, smaller batch of the first
-    assert graphed.num_captures == 2 * 2
+    graphed = Trained(settings("kd", tmp_path / "job"), graphed=True, capture=FullMemory(), steps=STEPS)
+    assert graphed.num_captures == 2 * 2  # once more as the second epoch begins; not for the last, smaller batch of the first
     assert graphed.num_replays >= 4
     assert_equal(trained("kd", False), graphed)
 
