@@ -13,6 +13,10 @@ class Capture(Protocol):
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
         """Capture what a function launches, without running it; returns what launches it again."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the graphs, which torch's allocator counts as reserved, not as that of tensors."""
+
     def has_room(self, share: float) -> bool:
         """Whether there is memory for a step without a graph beside the graphs, of so large a share of their images."""
 
@@ -41,6 +45,10 @@ class CudaCapture:
             self._pool_bytes += torch.cuda.memory_reserved(self._device) - reserved
         self._graphs.add(graph)
         return graph.replay
+
+    @property
+    def num_bytes(self) -> int:
+        return self._pool_bytes if self._graphs else 0
 
     def has_room(self, share: float) -> bool:
         free = torch.cuda.mem_get_info(self._device)[0]

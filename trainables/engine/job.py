@@ -175,7 +175,7 @@ def build(
             val_loader=val_loader,
             functions=functions,
             checkpoint_state=checkpoint_state,
-            metrics=build_metrics(config, functions.train_state, checkpoint_state.progress, heartbeat or Heartbeat()),
+            metrics=build_metrics(config, functions, checkpoint_state.progress, heartbeat or Heartbeat()),
             report=report,
             disk=disk,
             checkpoints=CheckpointWriter(disk, group.device, publish),

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from trainables.config import TrainConfig
 from trainables.engine.checkpoint import Progress
-from trainables.engine.step import TrainState
+from trainables.engine.step_functions import StepFunctions
 from trainables.metrics.allreduce_wait import AllreduceWait
 from trainables.metrics.heartbeat import Heartbeat
 from trainables.metrics.host_use import HostUse
@@ -41,8 +41,9 @@ class JobMetrics:
         self.heartbeat.end_step()
 
 
-def build_metrics(config: TrainConfig, train_state: TrainState, progress: Progress, heartbeat: Heartbeat) -> JobMetrics:
+def build_metrics(config: TrainConfig, functions: StepFunctions, progress: Progress, heartbeat: Heartbeat) -> JobMetrics:
     """What is measured of a job, continued from `progress`."""
+    train_state = functions.train_state
     device, epochs = train_state.group.device, train_state.epochs
     # Where there are several epochs the first one is left out: it fills caches, and its disk reads are cold.
     several_epochs = config.train.max_steps is None and config.optim.epochs - progress.epoch > 1
@@ -57,6 +58,6 @@ def build_metrics(config: TrainConfig, train_state: TrainState, progress: Progre
         clock=WallClock(progress.wall, progress.epoch_wall, heartbeat=heartbeat),
         noise=NoiseHistory(progress.noise),
         allreduce_wait=AllreduceWait(train_state.training_update.allreduce_clocks, device, warmup_steps=warmup_steps),
-        peak_memory=PeakMemory(device, first_memory_step),
+        peak_memory=PeakMemory(device, first_memory_step, functions.graph_bytes),
         heartbeat=heartbeat,
     )

@@ -33,6 +33,8 @@ class StepFunctions(NamedTuple):
     train_step: TrainStep
     logits: Callable[[DeviceBatch], Tensor | None]
     """The student's for a batch of the evaluation; None where another rank has them."""
+    graph_bytes: Callable[[], int] = lambda: 0
+    """Memory of the train step's CUDA graphs."""
 
 
 class TrainingParts(NamedTuple):
@@ -56,10 +58,11 @@ def whole_model_functions(config: TrainConfig, layout: Layout, parts: TrainingPa
     update = build_update(parts.module, parts.optimizers, parts.settings, accumulate=accumulate, capturable=graphed)
     train_state = build_train_state(config, layout, parts, update)
     logits = logits_of(parts.module.student, image_normalizer(config, group.device), train_state.autocast)
-    step: TrainStep = partial(train_step, train_state)
-    if graphed:
-        step = GraphedStep(train_state, CudaCapture(group.device), config.stage)
-    return StepFunctions(train_state, step, logits)
+    if not graphed:
+        return StepFunctions(train_state, partial(train_step, train_state), logits)
+    capture = CudaCapture(group.device)
+    step = GraphedStep(train_state, capture, config.stage)
+    return StepFunctions(train_state, step, logits, graph_bytes=lambda: capture.num_bytes)
 
 
 def build_train_state(config: TrainConfig, layout: Layout, parts: TrainingParts, update: ParameterUpdate) -> TrainState:

@@ -58,6 +58,10 @@ class CpuCapture(TorchDispatchMode):
         operations = self._operations
         return lambda: _run_again(operations)
 
+    @property
+    def num_bytes(self) -> int:
+        return 0
+
     def has_room(self, share: float) -> bool:
         return True
 
@@ -154,6 +158,10 @@ class Trained:
             inner()
 
         return replay
+
+    @property
+    def num_bytes(self) -> int:
+        return self._inner.num_bytes
 
     def has_room(self, share: float) -> bool:
         return self._inner.has_room(share)
