@@ -15,10 +15,10 @@ class Capture(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the graphs, which torch's allocator counts as reserved, not as that of tensors."""
+        """The most memory of graphs so far, which torch's allocator counts as reserved, not as that of tensors."""
 
-    def has_room(self, share: float) -> bool:
-        """Whether there is memory for a step without a graph beside the graphs, of so large a share of their images."""
+    def has_room(self, relative_batch: float) -> bool:
+        """Whether there is memory beside the graphs for a step without one, of so many times the images of the largest."""
 
 
 class CudaCapture:
@@ -31,7 +31,8 @@ class CudaCapture:
         self._stream = torch.cuda.Stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))
         torch.cuda.set_stream(self._stream)
-        self._device, self._pool_bytes = device, 0
+        self._device = device
+        self._pool_bytes = self._most_bytes = 0
         self._graphs = WeakSet[torch.cuda.CUDAGraph]()
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
@@ -44,13 +45,14 @@ class CudaCapture:
             run()
             self._pool_bytes += torch.cuda.memory_reserved(self._device) - reserved
         self._graphs.add(graph)
+        self._most_bytes = max(self._most_bytes, self._pool_bytes)
         return graph.replay
 
     @property
     def num_bytes(self) -> int:
-        return self._pool_bytes if self._graphs else 0
+        return self._most_bytes
 
-    def has_room(self, share: float) -> bool:
+    def has_room(self, relative_batch: float) -> bool:
         free = torch.cuda.mem_get_info(self._device)[0]
         cached = torch.cuda.memory_reserved(self._device) - self._pool_bytes - torch.cuda.memory_allocated(self._device)
-        return free + max(cached, 0) >= share * self._pool_bytes
+        return free + max(cached, 0) >= relative_batch * self._pool_bytes

@@ -24,14 +24,22 @@ from torch import Tensor
 from trainables.config import TrainConfig
 from trainables.device.device_batches import DeviceBatch
 from trainables.device.mixing import Mix
+from trainables.distributed.batch_norm import has_global_batch_norm
 from trainables.distributed.group import GlobalCount, Group
 from trainables.engine.cuda_capture import Capture
 from trainables.engine.loss_optimizers import LossOptimizer
-from trainables.engine.step import TrainState, add_gradients, global_count, prepare_batch, train_prepared, train_step
+from trainables.engine.step import (
+    TrainingParts,
+    TrainState,
+    add_gradients,
+    global_count,
+    prepare_batch,
+    train_prepared,
+    train_step,
+)
 from trainables.engine.step_recording import StepRecording
 from trainables.metrics.phase_timer import PhaseTimer
 from trainables.metrics.phases import GRAPH
-from trainables.teachers.interface import TeacherInterface
 from trainables.teachers.network import TeacherNetwork
 
 log = logging.getLogger("raydistill")
@@ -46,18 +54,11 @@ MAX_SHAPES = 4
 """Batches of further shapes are trained on without a graph: each has memory of its own."""
 
 
-def obstacle(
-    config: TrainConfig, group: Group, optimizers: Sequence[LossOptimizer], teacher: TeacherInterface | None
-) -> str | None:
+def obstacle(config: TrainConfig, group: Group, parts: TrainingParts) -> str | None:
     """Why no step of a job can be captured, as its configuration has it; None: nothing speaks against it. All ranks agree."""
-    unfused = _unfused_optimizer(optimizers)
-    several = group.world_size > 1
+    teacher, unfused = parts.teacher, _unfused_optimizer(parts.optimizers)
     reasons = {
         "there are none on a CPU": group.device.type != "cuda",
-        "losses have optimizers of their own: between their steps several workers average gradients": (
-            several and len(optimizers) > 1
-        ),
-        "several workers average gradients of one dtype": several and len({p.dtype for p in optimizers[0].parameters}) > 1,
         "optim.accumulate: a step has several micro-batches": config.optim.accumulate > 1,
         "precision fp16: its loss scaler decides on the host whether to skip a step": config.precision == "fp16",
         "precision fp64: a captured learning rate has float32": config.precision == "fp64",
@@ -66,6 +67,17 @@ def obstacle(
         "the teacher's logits come from the host": not isinstance(teacher, TeacherNetwork | None),
         "teacher.placement: the teacher is sharded": teacher is not None and teacher.is_collective,
     }
+    if group.world_size > 1:
+        reasons |= {
+            "scale.sync_batch_norm: the workers exchange statistics within a step": has_global_batch_norm(parts.module.student),
+            "a method compares the samples of all workers within a step": parts.module.requires_whole_batch,
+            "losses have optimizers of their own, and the workers average gradients between their steps": (
+                len(parts.optimizers) > 1
+            ),
+            "the parameters have several dtypes, and the workers average gradients of one": (
+                len({parameter.dtype for parameter in parts.optimizers[0].parameters}) > 1
+            ),
+        }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
@@ -136,7 +148,7 @@ class GraphedStep:
     _lrs: dict[tuple[int, int], _Number] = field(default_factory=dict)
 
     def __call__(self, batch: DeviceBatch, step: int, timer: PhaseTimer) -> None:
-        """See `train_step`, which this is in all but time: in the phase `graph` lies what the first replay does at once."""
+        """See `train_step`, which this is in all but time. The phase `graph` is the first graph: teacher to backward."""
         train_state = self.train_state
         if self.off is not None or not self._is_capturable(batch):
             train_step(train_state, batch, step, timer)
@@ -144,15 +156,17 @@ class GraphedStep:
         prepared = prepare_batch(train_state, batch, timer)
         shape = self._loaded(prepared)
         if shape is None:
-            self._make_room(batch)
+            self.make_room(len(batch.labels_B))
             train_prepared(train_state, prepared, step, timer)
             return
         self._set_numbers(step)
         count = global_count(train_state, prepared)
         if train_state.group.world_size > 1:
-            shape.sample_weight.copy_(count.weight())  # type: ignore[arg-type]
+            shape.sample_weight.fill_(count.weight())
+            timer.mark("backward")  # as in an eager step: it waits for ranks that have not begun theirs
         epoch = int(train_state.epochs.training_epochs(step))
         if shape.replays is not None and shape.epoch == epoch:
+            timer.begin_micro_batch()
             shape.replays.gradients()
             timer.mark(GRAPH)
             train_state.update.average_gradients(count)
@@ -160,7 +174,7 @@ class GraphedStep:
             shape.replays.update()
             timer.mark("optimizer")
         else:
-            self._make_room(batch)
+            self.make_room(len(batch.labels_B))
             self._warm_up(shape, step, count, timer)
         train_state.sums.add_batch(step, len(batch.labels_B), shape.sums_N)
 
@@ -276,26 +290,31 @@ class GraphedStep:
         try:
             gradients = self.capture(partial(self._run_gradients, shape, step, count, timer))
             shape.replays = _Replays(gradients, self.capture(self._run_update))
-        except RuntimeError as error:
+        except RuntimeError as error:  # perhaps of this rank alone, which makes all others wait in each step
             self.train_state.update.discard()
-            self._turn_off(str(error).strip().partition("\n")[0])
+            reason, group = str(error).strip().partition("\n")[0], self.train_state.group
+            self._turn_off(f"rank {group.rank}: {reason}" if group.world_size > 1 else reason, logging.WARNING)
 
-    def _make_room(self, batch: DeviceBatch) -> None:
-        """Free the graphs, to be captured anew, where a step without one does not fit beside them."""
+    def make_room(self, num_images: int) -> None:
+        """Free the graphs, to be captured anew, where a step of so many images without one does not fit beside them."""
         sizes = [len(shape.batch.labels_B) for shape in self._shapes.values() if shape.replays is not None]
-        if sizes and not self.capture.has_room(len(batch.labels_B) / max(sizes)):
-            for shape in self._shapes.values():
-                shape.replays, shape.recordings = None, []
+        if sizes and not self.capture.has_room(num_images / max(sizes)):
+            self.free_graphs()
 
-    def _turn_off(self, reason: str) -> None:
+    def free_graphs(self) -> None:
+        """A step that is like earlier ones is captured anew."""
+        for shape in self._shapes.values():
+            shape.replays, shape.recordings = None, []
+
+    def _turn_off(self, reason: str, level: int = logging.INFO) -> None:
         """Free the graphs; from the next step on there are none."""
         self.off, self._shapes = reason, {}
-        log_eager(self.stage, reason)
+        log_eager(self.stage, reason, level)
 
 
-def log_eager(stage: str, reason: str) -> None:
+def log_eager(stage: str, reason: str, level: int = logging.INFO) -> None:
     """Say why `train.cuda_graphs` has no effect."""
-    log.info("%s: train.cuda_graphs: steps are launched one operation at a time: %s", stage, reason)
+    log.log(level, "%s: train.cuda_graphs: steps are launched one operation at a time: %s", stage, reason)
 
 
 def _tensors(batch: DeviceBatch) -> tuple[Tensor, ...]:

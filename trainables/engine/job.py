@@ -35,8 +35,8 @@ from trainables.engine.pipeline.choose_stages import choose_stages
 from trainables.engine.pipeline.pipeline_loader import PipelineLoader
 from trainables.engine.pipeline.planning import PlannedModels
 from trainables.engine.pipeline.state_part import blank_parameters, state_part
-from trainables.engine.step import TrainState
-from trainables.engine.step_functions import StepFunctions, TrainingParts, whole_model_functions
+from trainables.engine.step import TrainingParts, TrainState
+from trainables.engine.step_functions import StepFunctions, whole_model_functions
 from trainables.engine.teacher_placement import is_sharded, place
 from trainables.engine.updates import UpdateSettings
 from trainables.errors import ExperimentError

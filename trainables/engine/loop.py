@@ -231,6 +231,8 @@ def end_training(job: Job) -> tuple[dict[str, float], dict[str, float], int]:
 
 def evaluate_epoch(job: Job) -> dict[str, float]:
     """See `evaluate`. Raises DataError: not one validation image could be read."""
+    if job.functions.graphs is not None:
+        job.functions.graphs.make_room(job.config.data.global_batch_size // job.group.world_size)
     with job.metrics.clock.part("eval"):
         batches = job.metrics.heartbeat.over(job.val_loader.epoch(0))
         val = evaluate(job.student, batches, job.functions.logits, job.group, job.train_state.group)

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -27,6 +28,16 @@ from trainables.teachers.interface import TeacherInterface, TeacherRequest
 
 AddSums = Callable[[Tensor, Tensor, Mapping[str, Tensor]], None]
 """Takes a micro-batch's logits_BK, labels_B and named losses."""
+
+
+class TrainingParts(NamedTuple):
+    """What the steps of a job train, and how often."""
+
+    module: DistillationModule
+    teacher: TeacherInterface | None
+    optimizers: tuple[LossOptimizer, ...]
+    settings: UpdateSettings
+    epochs: Epochs
 
 
 class NoTeacher(TeacherInterface):

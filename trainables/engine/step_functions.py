@@ -15,15 +15,11 @@ from trainables.distributed.gather import cpu_process_group
 from trainables.distributed.group import gather_objects
 from trainables.distributed.pipeline.layout import Layout
 from trainables.engine.cuda_capture import CudaCapture
-from trainables.engine.epochs import Epochs
 from trainables.engine.evaluate import logits_of
 from trainables.engine.graphed_step import GraphedStep, TrainStep, log_eager, obstacle
-from trainables.engine.loss_optimizers import LossOptimizer
-from trainables.engine.step import TrainState, sum_names, train_step
+from trainables.engine.step import TrainingParts, TrainState, sum_names, train_step
 from trainables.engine.step_sums import StepSums
-from trainables.engine.updates import ParameterUpdate, UpdateSettings, build_update
-from trainables.methods.distillation_module import DistillationModule
-from trainables.teachers.interface import TeacherInterface
+from trainables.engine.updates import ParameterUpdate, build_update
 
 
 class StepFunctions(NamedTuple):
@@ -33,25 +29,15 @@ class StepFunctions(NamedTuple):
     train_step: TrainStep
     logits: Callable[[DeviceBatch], Tensor | None]
     """The student's for a batch of the evaluation; None where another rank has them."""
-    graph_bytes: Callable[[], int] = lambda: 0
-    """Memory of the train step's CUDA graphs."""
-
-
-class TrainingParts(NamedTuple):
-    """What the steps of a job train, and how often."""
-
-    module: DistillationModule
-    teacher: TeacherInterface | None
-    optimizers: tuple[LossOptimizer, ...]
-    settings: UpdateSettings
-    epochs: Epochs
+    graphs: GraphedStep | None = None
+    """The train step, where it is launched as CUDA graphs."""
 
 
 def whole_model_functions(config: TrainConfig, layout: Layout, parts: TrainingParts) -> StepFunctions:
     """Of a rank that has the whole model."""
     group, accumulate = layout.replicas, config.optim.accumulate
     graphed = config.train.cuda_graphs
-    if graphed and (reason := obstacle(config, group, parts.optimizers, parts.teacher)):
+    if graphed and (reason := obstacle(config, group, parts)):
         graphed = False
         if group.is_main:
             log_eager(config.stage, reason)
@@ -60,9 +46,8 @@ def whole_model_functions(config: TrainConfig, layout: Layout, parts: TrainingPa
     logits = logits_of(parts.module.student, image_normalizer(config, group.device), train_state.autocast)
     if not graphed:
         return StepFunctions(train_state, partial(train_step, train_state), logits)
-    capture = CudaCapture(group.device)
-    step = GraphedStep(train_state, capture, config.stage)
-    return StepFunctions(train_state, step, logits, graph_bytes=lambda: capture.num_bytes)
+    step = GraphedStep(train_state, CudaCapture(group.device), config.stage)
+    return StepFunctions(train_state, step, logits, graphs=step)
 
 
 def build_train_state(config: TrainConfig, layout: Layout, parts: TrainingParts, update: ParameterUpdate) -> TrainState:

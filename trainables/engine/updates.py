@@ -29,7 +29,7 @@ from torch.nn.utils import get_total_norm
 from trainables.distributed.group import GlobalCount, Group, all_reduce_sum
 from trainables.engine.loss_optimizers import DotSGD, LossOptimizer
 from trainables.engine.losses import Losses
-from trainables.metrics.allreduce_wait import AllreduceClocks, DdpClocks, SeparateClocks
+from trainables.metrics.allreduce_wait import AllreduceClocks, AllreduceTimer, DdpClocks
 from trainables.metrics.noise_scale import GradientNoise, measure_noise
 
 
@@ -143,20 +143,21 @@ class FlatGradients:
         self._views = [_in_memory_order(part, like) for part, like in zip(self.flat.split(sizes), parameters, strict=True)]
         self._present: list[bool] = []
 
-    def take(self) -> None:
-        """Take over the parameters' gradients. What has none is 0."""
+    def copy_from_parameters(self) -> None:
+        """Copy the parameters' gradients, and drop them there. What has none is 0."""
         self._present = [parameter.grad is not None for parameter in self._parameters]
-        taken, gradients = [], []
+        copied, gradients = [], []
         for parameter, view in zip(self._parameters, self._views, strict=True):
             if parameter.grad is None:
                 view.zero_()
             else:
-                taken.append(view)
+                copied.append(view)
                 gradients.append(parameter.grad)
                 parameter.grad = None
-        torch._foreach_copy_(taken, gradients)
+        if gradients:
+            torch._foreach_copy_(copied, gradients)
 
-    def give(self) -> None:
+    def assign_to_parameters(self) -> None:
         """Give each parameter its gradient; what had none gets none."""
         for parameter, view, present in zip(self._parameters, self._views, self._present, strict=True):
             parameter.grad = view if present else None
@@ -175,22 +176,23 @@ def _in_memory_order(flat: Tensor, like: Tensor) -> Tensor:
 
 class CapturableUpdate(SharedUpdate):
     """One optimizer for all losses, on several ranks without DDP. Backward and step run operations of this rank alone, which a
-    CUDA graph may hold; the gradients are averaged in between, in one all-reduce, and their noise is measured there.
+    CUDA graph may hold; the gradients are averaged in between, in one all-reduce, and their noise is measured there. The losses
+    have to reach the same parameters on all ranks: DDP would raise where they do not, here `check_replicas` finds it.
 
     Memory: a second copy of the gradients.
     """
 
     noise: GradientNoise
-    allreduce_clocks: SeparateClocks
+    allreduce_clocks: AllreduceTimer
 
     def __init__(self, module: nn.Module, optimizer: LossOptimizer, settings: UpdateSettings) -> None:
         super().__init__(module, optimizer, settings)
         self.noise = GradientNoise(module, settings.group)
-        self.allreduce_clocks = SeparateClocks(settings.group.device)
-        self._gradients = FlatGradients(optimizer.parameters)
+        self.allreduce_clocks = AllreduceTimer(settings.group.device)
+        self._gradients = FlatGradients([parameter for parameter in optimizer.parameters if parameter.requires_grad])
 
     def end_micro_batch(self, num_images: int) -> None:
-        self._gradients.take()
+        self._gradients.copy_from_parameters()
 
     def average_gradients(self, count: GlobalCount) -> None:
         flat = self._gradients.flat
@@ -201,7 +203,7 @@ class CapturableUpdate(SharedUpdate):
         self.noise.end_step(count, self._scaler, torch.linalg.vector_norm(flat))
 
     def step(self) -> None:
-        self._gradients.give()
+        self._gradients.assign_to_parameters()
         super().step()
 
 

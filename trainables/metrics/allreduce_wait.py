@@ -56,7 +56,7 @@ class DdpClocks(AllreduceClocks):
         return int(data.get("iteration", 0)), exposed_ns / 1e6
 
 
-class SeparateClocks(AllreduceClocks):
+class AllreduceTimer(AllreduceClocks):
     """Of one all-reduce behind the backward pass, with which nothing overlaps."""
 
     def __init__(self, device: torch.device) -> None:

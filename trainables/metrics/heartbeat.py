@@ -15,7 +15,7 @@ BETWEEN_STEPS = "log"
 _FOLLOWING = dict(zip(PHASES, (*PHASES[1:], BETWEEN_STEPS), strict=True)) | {
     RECEIVE: PHASES[1],
     BUBBLE: "student",
-    GRAPH: BETWEEN_STEPS,
+    GRAPH: "backward",
 }
 _WARM_AFTER = {"start": None, "timing": None, "train": 2, "eval": 2, "fill": 2}
 """Steps or batches of an activity of which the first may compile and search; None: there is no later one."""

@@ -34,8 +34,8 @@ class PeakMemory:
         return (self._training_peaks or self._read())[0] if self._device.type == "cuda" else 0
 
     def _read(self) -> tuple[int, int]:
-        tensors, reserved = read_peaks(self._device)
-        return tensors + self._graph_bytes(), reserved
+        tensors, reserved = read_peaks(self._device)  # each may be of a step without a graph, when graphs were freed
+        return min(tensors + self._graph_bytes(), reserved), reserved
 
     def summary(self, group: Group) -> dict[str, float]:
         """MiB of the GPUs' memory; {} on a CPU. Every rank calls it.

@@ -62,7 +62,7 @@ class CpuCapture(TorchDispatchMode):
     def num_bytes(self) -> int:
         return 0
 
-    def has_room(self, share: float) -> bool:
+    def has_room(self, relative_batch: float) -> bool:
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -163,8 +163,8 @@ class Trained:
     def num_bytes(self) -> int:
         return self._inner.num_bytes
 
-    def has_room(self, share: float) -> bool:
-        return self._inner.has_room(share)
+    def has_room(self, relative_batch: float) -> bool:
+        return self._inner.has_room(relative_batch)
 
     def _take_steps(self, train_step: TrainStep, steps: int) -> None:
         job, timer = self.job, self.job.metrics.timer

@@ -2,6 +2,8 @@
 from step to step, so that a replay of them is too: rate and weight change with every step, and no Python runs that reads them."""
 
 import contextlib
+import dataclasses
+import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -10,15 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-from tests.trainables.engine.graphed_jobs import CpuCapture, Trained, fuse_optimizers, settings, state_on_rank
+from tests.trainables.engine.graphed_jobs import CpuCapture, Trained, fuse_optimizers, graphs_of, settings, state_on_rank
 from tests.trainables.jobs import Recorded, equal, no_telemetry
 from trainables.config import TrainConfig
+from trainables.device.device_batches import on_device
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
 from trainables.engine import graphed_step
 from trainables.engine.graphed_step import GraphedStep, obstacle
 from trainables.engine.job import Job, build
+from trainables.engine.step import TrainingParts
 from trainables.engine.step_recording import StepRecording
+from trainables.engine.updates import UpdateSettings
 from trainables.methods.registry import METHODS
 
 QUICK = {"kd", "ab", "crd", "pskd"}
@@ -135,18 +140,27 @@ def test_a_number_that_changes_with_the_epoch_is_captured_anew(trained: Callable
 
 
 class FailingCapture(CpuCapture):
-    def __call__(self, run: Any) -> Any:
-        for parameter in run.func.__self__.train_state.distillation_module.parameters():
-            parameter.grad = torch.ones_like(parameter)  # as far as it came
-        raise RuntimeError("operation not permitted\nwhen stream is capturing")
+    """Of the first half of a step, or of its second."""
+
+    def __init__(self, half: int = 0) -> None:
+        super().__init__()
+        self._half = half
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        replay = super().__call__(run)
+        self._half -= 1
+        if self._half < 0:
+            raise RuntimeError("operation not permitted\nwhen stream is capturing")
+        return replay
 
 
+@pytest.mark.parametrize("half", [0, 1])
 def test_a_failed_capture_leaves_the_steps_as_they_were(
-    tmp_path: Path, trained: Callable[[str, bool], Trained], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, trained: Callable[[str, bool], Trained], caplog: pytest.LogCaptureFixture, half: int
 ) -> None:
     config = settings("kd", tmp_path / "job")
     with caplog.at_level("INFO", "raydistill"):
-        graphed = Trained(config, graphed=True, capture=FailingCapture(), steps=STEPS)
+        graphed = Trained(config, graphed=True, capture=FailingCapture(half), steps=STEPS)
     assert "one operation at a time: operation not permitted" in caplog.text
     assert_equal(trained("kd", False), graphed)
 
@@ -154,8 +168,8 @@ def test_a_failed_capture_leaves_the_steps_as_they_were(
 class FullMemory(CpuCapture):
     """Of a GPU with room for the graphs, or for a step as large as theirs."""
 
-    def has_room(self, share: float) -> bool:
-        return share < 1
+    def has_room(self, relative_batch: float) -> bool:
+        return relative_batch < 1
 
 
 def test_where_no_eager_step_fits_beside_the_graphs_they_are_freed_and_captured_anew(
@@ -189,8 +203,10 @@ def test_what_no_graph_can_hold_is_known_before_the_first_step(
 
 
 def obstacle_on_gpus(job: Job, config: TrainConfig, num_workers: int = 1) -> str | None:
-    group = Group(world_size=num_workers, device=torch.device("cuda"))
-    return obstacle(config, group, job.train_state.optimizers, job.train_state.teacher)
+    group, state = Group(world_size=num_workers, device=torch.device("cuda")), job.train_state
+    settings = UpdateSettings(job.checkpoint_state.scaler, group)
+    parts = TrainingParts(state.distillation_module, state.teacher, state.optimizers, settings, state.epochs)
+    return obstacle(config, group, parts)
 
 
 def test_a_cpu_has_no_graphs_and_the_log_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -212,33 +228,54 @@ def test_an_optimizer_that_is_not_fused_is_known_before_the_first_step(tmp_path:
         assert obstacle_on_gpus(job, config) == f"the optimizer {name} is not fused: its step reads numbers of the host"
 
 
-def test_several_optimizers_of_several_workers_are_known_before_the_first_step(tmp_path: Path) -> None:
-    config = settings("kd", tmp_path / "job", optim={"name": "sgd", "losses": {"kd": {"lr": 0.1}}})
+LOCAL = {"scale": {"sync_batch_norm": False}}
+
+
+@pytest.mark.parametrize(
+    ("method", "sections", "reason"),
+    [
+        ("kd", LOCAL, None),
+        ("kd", {}, "scale.sync_batch_norm: the workers exchange statistics"),
+        ("rkd", LOCAL, "a method compares the samples of all workers"),
+        ("kd", {**LOCAL, "optim": {"name": "sgd", "losses": {"kd": {"lr": 0.1}}}}, "losses have optimizers of their own"),
+    ],
+)
+def test_what_several_workers_exchange_within_a_step_is_known_before_the_first_one(
+    tmp_path: Path, method: str, sections: dict[str, Any], reason: str | None
+) -> None:
+    config = settings(method, tmp_path / "job", **sections)
     with contextlib.closing(build(config, Group(), Recorded(), no_telemetry)) as job:
         fuse_optimizers(job)
-        assert "losses have optimizers of their own" in (obstacle_on_gpus(job, config, num_workers=2) or "")
-        job.train_state.optimizers = job.train_state.optimizers[:1]
-        assert obstacle_on_gpus(job, config, num_workers=2) is None
+        assert obstacle_on_gpus(job, config) is None
+        found = obstacle_on_gpus(job, config, num_workers=2)
+    assert found is None if reason is None else reason in (found or "")
 
 
 UNEVEN = {"synthetic_images": 41}
 """The sixth batch of an epoch has one image: the second rank has none."""
 
 
-def trained_on_rank(group: Group, config: TrainConfig, graphed: bool, fails_on: int | None = None) -> dict[str, Any]:
-    return state_on_rank(group, config, graphed, STEPS, FailingCapture() if group.rank == fails_on else None)
+def trained_on_rank(group: Group, config: TrainConfig, graphed: bool, capture: CpuCapture | None = None) -> dict[str, Any]:
+    """`capture`: of the second rank."""
+    return state_on_rank(group, config, graphed, STEPS, capture if group.rank == 1 else None)
 
 
-@pytest.mark.parametrize("fails_on", [None, 1])
-@pytest.mark.parametrize("data", [{}, UNEVEN], ids=["even", "uneven"])
+@pytest.mark.parametrize(
+    ("data", "capture"),
+    [({}, None), (UNEVEN, None), (UNEVEN, FailingCapture(0)), ({}, FailingCapture(1)), ({}, FullMemory())],
+    ids=["even", "uneven", "a rank that cannot capture", "one that cannot capture the update", "one without memory"],
+)
 def test_workers_that_replay_their_steps_train_bit_for_bit_what_ddp_trains(
-    ranks: RankPool, tmp_path: Path, data: dict[str, Any], fails_on: int | None
+    ranks: RankPool, tmp_path: Path, data: dict[str, Any], capture: CpuCapture | None
 ) -> None:
     config = settings("kd", tmp_path / "job", data=data, scale={"sync_batch_norm": False})
-    eager, graphed = (ranks.run(2, trained_on_rank, config, graphed, fails_on) for graphed in (False, True))
+    eager, graphed = (ranks.run(2, trained_on_rank, config, graphed, capture) for graphed in (False, True))
     for rank, (expected, found) in enumerate(zip(eager, graphed, strict=True)):
-        assert (found["replays"] == 0) == (rank == fails_on), found["off"]
-        assert found["replays"] >= 4 or rank == fails_on
+        if rank == 1 and isinstance(capture, FailingCapture):
+            assert found["off"] == "rank 1: operation not permitted"
+        else:
+            assert found["off"] is None
+            assert found["replays"] >= 4
         assert equal(found["state"], expected["state"])
         assert found["noise"] == pytest.approx(expected["noise"], rel=1e-5)
 
@@ -282,3 +319,36 @@ class BakedNumber:
 
 def merged(tree: dict[str, Any], section: dict[str, Any]) -> dict[str, Any]:
     return {name: tree[name] | value if isinstance(value, dict) else value for name, value in {**tree, **section}.items()}
+
+
+def phases_beside_a_late_rank(group: Group, config: TrainConfig) -> dict[str, float]:
+    """This rank's mean phases of replayed steps, in which the second rank waits for its batch."""
+    with graphs_of(CpuCapture()):
+        job = build(config, group, Recorded(), no_telemetry)
+    with contextlib.closing(job):
+        fuse_optimizers(job)
+        state, timer = job.train_state, job.metrics.timer
+        state.epochs = dataclasses.replace(state.epochs, steps_per_epoch=1_000)
+        state.begin_epoch(job.epochs.at(0))
+        batch = next(iter(on_device(job.train_loader.epoch(0), group.device)))
+        for step in range(14):
+            if step == 6:
+                timer.take()
+            timer.start()
+            time.sleep(LATE_S if group.rank == 1 and step >= 6 else 0)
+            timer.mark("data")
+            job.functions.train_step(batch, step, timer)
+            timer.stop()
+        return timer.take()
+
+
+LATE_S = 0.08
+
+
+def test_a_rank_that_waits_for_a_late_one_waits_in_its_backward_not_in_its_graph(ranks: RankPool, tmp_path: Path) -> None:
+    config = settings("kd", tmp_path / "job", train={"cuda_graphs": True}, **LOCAL)
+    punctual, late = ranks.run(2, phases_beside_a_late_rank, config)
+    assert punctual["phase/backward_ms"] > 1e3 * LATE_S / 2
+    assert punctual["phase/graph_ms"] < punctual["phase/backward_ms"]
+    assert late["phase/graph_ms"] > 0
+    assert late["phase/backward_ms"] < punctual["phase/backward_ms"] / 2

@@ -24,10 +24,10 @@ def test_each_gradient_is_in_its_parameters_memory_order_and_begins_at_a_whole_v
     expected = [torch.randn_like(parameter) for parameter in parameters]
     for parameter, gradient in zip(parameters, expected, strict=True):
         parameter.grad = gradient
-    gradients.take()
+    gradients.copy_from_parameters()
     assert all(parameter.grad is None for parameter in parameters)
     gradients.flat.mul_(2)
-    gradients.give()
+    gradients.assign_to_parameters()
     for parameter, gradient in zip(parameters, expected, strict=True):
         assert parameter.grad is not None
         assert torch.equal(parameter.grad, 2 * gradient)
@@ -42,8 +42,8 @@ def test_what_had_a_gradient_once_and_has_none_now_is_zero_in_the_sum_and_given_
     for present in ((True, True), (True, False)):
         for parameter, has in zip(parameters, present, strict=True):
             parameter.grad = torch.ones_like(parameter) if has else None
-        gradients.take()
-    gradients.give()
+        gradients.copy_from_parameters()
+    gradients.assign_to_parameters()
     assert parameters[1].grad is None
     assert float(gradients.flat.sum()) == 2.0
 

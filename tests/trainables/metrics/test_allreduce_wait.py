@@ -16,7 +16,7 @@ from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
 from trainables.engine import loop
 from trainables.engine.job import build
-from trainables.metrics.allreduce_wait import AllreduceWait, DdpClocks, SeparateClocks, exposed_ms, standard_error
+from trainables.metrics.allreduce_wait import AllreduceTimer, AllreduceWait, DdpClocks, exposed_ms, standard_error
 
 EXTRA_MS = 60
 
@@ -74,7 +74,7 @@ def test_a_rank_alone_waits_for_nobody() -> None:
 
 
 def test_one_all_reduce_behind_the_backward_pass_is_timed_in_every_step() -> None:
-    clocks = SeparateClocks(torch.device("cpu"))
+    clocks = AllreduceTimer(torch.device("cpu"))
     waits = AllreduceWait(clocks, torch.device("cpu"), warmup_steps=1)
     for wait_s in (0.0, 0.05, 0.0):
         with clocks.timed():

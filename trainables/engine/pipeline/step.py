@@ -16,8 +16,8 @@ from trainables.distributed.pipeline.layout import Layout
 from trainables.distributed.pipeline.runner import Boundary, Forward, PipelineRunner, micro_batch_sizes, pipeline_stage_inputs
 from trainables.engine.graphed_step import log_eager
 from trainables.engine.loss_optimizers import LossOptimizer
-from trainables.engine.step import TrainState, micro_batches, run_student, run_teacher
-from trainables.engine.step_functions import StepFunctions, TrainingParts, build_train_state
+from trainables.engine.step import TrainingParts, TrainState, micro_batches, run_student, run_teacher
+from trainables.engine.step_functions import StepFunctions, build_train_state
 from trainables.engine.updates import SharedUpdate, UpdateSettings, average, put
 from trainables.metrics.phase_timer import PhaseTimer
 from trainables.models.forward import logits_and_aux
