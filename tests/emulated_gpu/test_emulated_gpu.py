@@ -1,0 +1,77 @@
+"""The emulated GPU is one as far as torch can tell, and the graphs of a step work on it."""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.emulated_gpu.__main__ import environment
+from tests.emulated_gpu.build import obstacle
+
+pytestmark = pytest.mark.skipif(obstacle() is not None, reason=f"no emulated GPU: {obstacle()}")
+EXPANDABLE_SEGMENTS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+"""As workers have it."""
+
+
+def run(job: str, *arguments: str, numbers: bool = True, **variables: str) -> dict[str, Any]:
+    """The findings of a job of `tests.emulated_gpu.jobs` in a process of its own."""
+    command = [sys.executable, "-m", "tests.emulated_gpu.jobs", job, *arguments]
+    variables = environment(numbers=numbers, base=os.environ | variables)
+    ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=220)
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_a_training_on_it_gives_the_numbers_of_the_cpu() -> None:
+    assert run("same_as_on_cpu")["difference"] < 1e-5
+
+
+@pytest.mark.slow
+def test_a_step_launches_what_was_counted_and_never_synchronises() -> None:
+    found = run("counts_of_a_step", numbers=False)
+    assert found["eager"]["launches"] <= 200
+    assert found["graphed"]["launches"] <= 4
+    assert found["graphed"]["graph_launches"] == 2
+    assert [counts["synchronisations"] for counts in found.values()] == [0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variables", [{}, EXPANDABLE_SEGMENTS], ids=["segments", "expandable segments"])
+def test_a_method_that_captures_anew_is_replayed_in_every_epoch(variables: dict[str, str]) -> None:
+    found = run("recapture", "crd", **variables)
+    assert found["off"] is None
+    assert found["captures"] == 4
+    assert found["replays"] >= 4
+    assert found["difference"] < 1e-5
+
+
+def test_a_synchronisation_in_a_capture_is_an_error() -> None:
+    found = run("synchronise_in_capture")
+    assert "operation not permitted when stream is capturing" in found["error"]
+    assert found["replayable"] == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variables", [{}, EXPANDABLE_SEGMENTS], ids=["segments", "expandable segments"])
+def test_memory_beyond_the_limit_is_torchs_own_error(variables: dict[str, str]) -> None:
+    found = run("out_of_memory", numbers=False, EMULATED_GPU_MEMORY_GIB="3", **variables)
+    assert "CUDA out of memory" in found["message"]
+    assert "3.00 GiB" in found["message"]
+    assert found["fits"] == 3 * 2**29
+
+
+@pytest.mark.slow
+def test_graphs_beside_which_an_eager_step_has_no_room_are_freed_and_captured_anew() -> None:
+    found = run("crowded")
+    assert found["off"] is None
+    assert found["captures"] == 4
+    assert found["difference"] < 1e-5
+
+
+@pytest.mark.slow
+def test_two_ranks_on_it_replay_their_steps() -> None:
+    assert set(run("workers").values()) == {"ok"}
