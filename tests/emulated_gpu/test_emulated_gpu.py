@@ -49,6 +49,7 @@ def test_a_method_that_captures_anew_is_replayed_in_every_epoch(variables: dict[
     assert found["difference"] < 1e-5
 
 
+@pytest.mark.processes
 def test_a_synchronisation_in_a_capture_is_an_error() -> None:
     found = run("synchronise_in_capture")
     assert "operation not permitted when stream is capturing" in found["error"]
