@@ -25,12 +25,12 @@ def run(job: str, *arguments: str, numbers: bool = True, **variables: str) -> di
     return json.loads(ended.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_a_training_on_it_gives_the_numbers_of_the_cpu() -> None:
     assert run("same_as_on_cpu")["difference"] < 1e-5
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_a_step_launches_what_was_counted_and_never_synchronises() -> None:
     found = run("counts_of_a_step", numbers=False)
     assert found["eager"]["launches"] <= 200
@@ -39,8 +39,11 @@ def test_a_step_launches_what_was_counted_and_never_synchronises() -> None:
     assert [counts["synchronisations"] for counts in found.values()] == [0, 0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("variables", [{}, EXPANDABLE_SEGMENTS], ids=["segments", "expandable segments"])
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "variables",
+    [pytest.param({}, id="segments", marks=pytest.mark.slow), pytest.param(EXPANDABLE_SEGMENTS, id="expandable segments")],
+)
 def test_a_method_that_captures_anew_is_replayed_in_every_epoch(variables: dict[str, str]) -> None:
     found = run("recapture", "crd", **variables)
     assert found["off"] is None
