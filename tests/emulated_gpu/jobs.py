@@ -13,11 +13,10 @@ from typing import Any
 import torch
 
 from tests.emulated_gpu.counters import counted
-from tests.gpu.check_graphs import CHECK
+from tests.gpu.check_graphs import CHECK, difference
 from tests.gpu.contract import Settings
 from tests.gpu.work import MANY_STEPS, Pair, Stepper, device_batch, job_config, open_job
 from tests.trainables.engine.graphed_jobs import Trained, settings
-from tests.trainables.jobs import relative_difference
 from trainables.distributed.group import Group
 from trainables.engine.cuda_capture import CudaCapture
 
@@ -27,12 +26,6 @@ GIB = 2**30
 R20_R8 = Pair("resnet20", "resnet8", 32, 10)
 WARM_UP_STEPS = 6
 """After which cuDNN has searched, and a step's graphs are replayed."""
-
-
-def difference(one: Trained, other: Trained) -> float:
-    """The largest of any number that the two trainings left."""
-    states = ({name: tensor.double() for name, tensor in each.state().items()} for each in (one, other))
-    return relative_difference(*states)
 
 
 def same_as_on_cpu(folder: Path) -> Findings:

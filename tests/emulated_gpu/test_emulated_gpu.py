@@ -69,7 +69,7 @@ def test_memory_beyond_the_limit_is_torchs_own_error(variables: dict[str, str]) 
 
 
 @pytest.mark.slow
-def test_graphs_beside_which_an_eager_step_has_no_room_are_freed_and_captured_anew() -> None:
+def test_graphs_are_freed_and_recaptured_where_an_eager_step_would_not_fit_in_memory() -> None:
     found = run("crowded")
     assert found["off"] is None
     assert found["captures"] == 4

@@ -66,7 +66,7 @@ def same_training(setting: Settings) -> Measured:
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
     config, steps = settings("kd", folder_of(setting, "graphs-kd")), 12 if setting.small else 50
     eager, graphed = (Trained(config, graphed=graphed, group=Group(device=device), steps=steps) for graphed in (False, True))
-    return {"difference": _difference(eager, graphed), "replays": graphed.num_replays, "off": graphed.step.off or "no"}
+    return {"difference": difference(eager, graphed), "replays": graphed.num_replays, "off": graphed.step.off or "no"}
 
 
 def methods(setting: Settings) -> Measured:
@@ -78,7 +78,7 @@ def methods(setting: Settings) -> Measured:
         config = settings(name, folder_of(setting, f"graphs-{name}"))
         eager, graphed = (Trained(config, graphed=graphed, group=Group(device=device)) for graphed in (False, True))
         if graphed.num_replays and graphed.step.off is None:
-            differences[name] = _difference(eager, graphed)
+            differences[name] = difference(eager, graphed)
         if graphed.step.off is not None:
             reasons[name] = graphed.step.off
     worst = max(differences, key=lambda name: differences[name])
@@ -111,7 +111,8 @@ def workers(setting: Settings) -> Measured:
     }
 
 
-def _difference(one: Trained, other: Trained) -> float:
+def difference(one: Trained, other: Trained) -> float:
+    """The largest of any number that the two trainings left."""
     states = ({name: tensor.double() for name, tensor in each.state().items()} for each in (one, other))
     return relative_difference(*states)
 

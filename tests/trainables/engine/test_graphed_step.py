@@ -172,7 +172,7 @@ class FullMemory(CpuCapture):
         return relative_batch < 1
 
 
-def test_where_no_eager_step_fits_beside_the_graphs_they_are_freed_and_captured_anew(
+def test_graphs_are_freed_and_recaptured_where_an_eager_step_would_not_fit_in_memory(
     tmp_path: Path, trained: Callable[[str, bool], Trained]
 ) -> None:
     graphed = Trained(settings("kd", tmp_path / "job"), graphed=True, capture=FullMemory(), steps=STEPS)
@@ -209,7 +209,7 @@ def obstacle_on_gpus(job: Job, config: TrainConfig, num_workers: int = 1) -> str
     return obstacle(config, group, parts)
 
 
-def test_a_cpu_has_no_graphs_and_the_log_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_names_the_reason_why_a_cpu_has_no_graphs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = settings("kd", tmp_path / "job", train={"cuda_graphs": True})
     with caplog.at_level("INFO", "raydistill"), contextlib.closing(build(config, Group(), Recorded(), no_telemetry)) as job:
         assert not isinstance(job.functions.train_step, GraphedStep)
@@ -321,7 +321,7 @@ def merged(tree: dict[str, Any], section: dict[str, Any]) -> dict[str, Any]:
     return {name: tree[name] | value if isinstance(value, dict) else value for name, value in {**tree, **section}.items()}
 
 
-def phases_beside_a_late_rank(group: Group, config: TrainConfig) -> dict[str, float]:
+def phases_with_a_slow_rank(group: Group, config: TrainConfig) -> dict[str, float]:
     """This rank's mean phases of replayed steps, in which the second rank waits for its batch."""
     with graphs_of(CpuCapture()):
         job = build(config, group, Recorded(), no_telemetry)
@@ -347,7 +347,7 @@ LATE_S = 0.08
 
 def test_a_rank_that_waits_for_a_late_one_waits_in_its_backward_not_in_its_graph(ranks: RankPool, tmp_path: Path) -> None:
     config = settings("kd", tmp_path / "job", train={"cuda_graphs": True}, **LOCAL)
-    punctual, late = ranks.run(2, phases_beside_a_late_rank, config)
+    punctual, late = ranks.run(2, phases_with_a_slow_rank, config)
     assert punctual["phase/backward_ms"] > 1e3 * LATE_S / 2
     assert punctual["phase/graph_ms"] < punctual["phase/backward_ms"]
     assert late["phase/graph_ms"] > 0

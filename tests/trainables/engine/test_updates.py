@@ -70,9 +70,9 @@ def updated(group: Group, steps: int) -> dict[str, Any]:
     assert isinstance(update, CapturableUpdate) == (group.world_size > 1)
     optimizers[0].set_learning_rate(0, steps_per_epoch=10, global_batch_size=1)
     rows = torch.arange(15.0).view(5, 3) / 10
-    mine = rows if group.world_size == 1 else (rows[:3], rows[3:])[group.rank]
+    local_rows = rows if group.world_size == 1 else (rows[:3], rows[3:])[group.rank]
     for _ in range(steps):
-        step(update, student, mine, group)
+        step(update, student, local_rows, group)
     return {name: tensor.detach().clone() for name, tensor in student.state_dict().items()}
 
 
