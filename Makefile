@@ -3,7 +3,7 @@ PYTHON ?= $(firstword $(foreach v,3.12 3.11 3.13,$(if $(shell python$(v) -c "" 2
 BIN = .venv/bin
 INSTALLED = .venv/.installed
 
-.PHONY: demo test test-quick quick-half quick-rest test-ray test-processes test-slow bench lint docs lock clean
+.PHONY: demo test test-quick quick-half quick-rest test-ray test-processes processes-half processes-rest test-slow bench lint docs lock clean
 
 demo: $(INSTALLED)
 	$(BIN)/distill sweep digits
@@ -14,11 +14,12 @@ PYTEST = $(BIN)/python -m pytest
 # Tests start hundreds of Pythons: without bytecode each compiles the project anew, for a second or more.
 export PYTHONDONTWRITEBYTECODE =
 QUICK = $(PYTEST) -m "not integration and not processes and not slow and not gpu"
+PROCESSES = $(PYTEST) -m "processes and not integration and not slow and not gpu"
 HALF = $(addprefix tests/trainables/,models data device metrics engine teachers distributed)
 
 # Three for two cores: the tests with Ray mostly wait.
 test: $(INSTALLED)
-	$(MAKE) $(PARALLEL) --jobs=3 test-ray test-processes lint quick-half quick-rest
+	$(MAKE) $(PARALLEL) --jobs=3 test-ray processes-half processes-rest quick-half quick-rest lint
 
 # No Ray, no server, no ranks or killed children, none of the longest simulated searches.
 test-quick: $(INSTALLED)
@@ -33,8 +34,13 @@ quick-rest: $(INSTALLED)
 test-ray: $(INSTALLED)
 	$(PYTEST) -m "integration and not slow and not gpu" tests/integration
 
-test-processes: $(INSTALLED)
-	$(PYTEST) -m "processes and not integration and not slow and not gpu"
+test-processes: processes-half processes-rest
+
+processes-half: $(INSTALLED)
+	$(PROCESSES) tests/trainables
+
+processes-rest: $(INSTALLED)
+	$(PROCESSES) --ignore=tests/trainables
 
 test-slow: $(INSTALLED)
 	$(PYTEST) -m slow

@@ -164,6 +164,7 @@ def test_no_other_private_names_of_torch_are_relied_on() -> None:
         "torch._foreach_sub",
         "torch._utils._flatten_dense_tensors",
         "torch._utils._unflatten_dense_tensors",
+        "torch.cuda._sleep",
         "torch.nn.modules.batchnorm._BatchNorm",
         "torch.nn.modules.batchnorm._NormBase",
         "torch.nn.modules.conv._ConvNd",

@@ -1,24 +1,34 @@
 """What tests run on the emulated GPU, each in a process of its own, which prints its findings as JSON:
 `python -m tests.emulated_gpu.jobs NAME [ARGUMENT …]`."""
 
+import contextlib
 import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+from torch.cuda import _sanitizer as sanitizer
 
 from tests.emulated_gpu.counters import counted
 from tests.gpu.check_graphs import CHECK, difference
 from tests.gpu.contract import Settings
 from tests.gpu.work import MANY_STEPS, Pair, Stepper, device_batch, job_config, open_job
-from tests.trainables.engine.graphed_jobs import Trained, settings
+from tests.trainables.engine.graphed_jobs import CountingCapture, CpuCapture, Trained, settings
+from tests.trainables.jobs import Recorded, no_telemetry
+from tests.trainables.jobs import config as small_config
+from trainables.device.device_batches import DeviceBatch
 from trainables.distributed.group import Group
+from trainables.engine import loop
 from trainables.engine.cuda_capture import CudaCapture
+from trainables.engine.graphed_step import GraphedStep
+from trainables.engine.job import build
+from trainables.engine.launch_bound import measure
 
 Findings = dict[str, Any]
 GPU = torch.device("cuda", 0)
@@ -54,6 +64,15 @@ def counts_of_a_step(folder: Path) -> Findings:
     return found
 
 
+def choice(folder: Path) -> Findings:
+    """What `train.cuda_graphs: auto` measures and chooses, and what it leaves as it was."""
+    config = settings("kd", folder, train={"cuda_graphs": "auto"})
+    with contextlib.closing(build(config, Group(device=GPU), Recorded(), no_telemetry)) as job:
+        times = measure(job.train_state, config.data.image_size, 8)
+        graphed = isinstance(job.functions.train_step, GraphedStep)
+    return {"launch_s": times.launch_s, "device_s": times.device_s, "graphed": graphed}
+
+
 def recapture(folder: Path, method: str) -> Findings:
     """Two epochs of a method, eagerly and as graphs."""
     config = settings(method, folder)
@@ -62,34 +81,23 @@ def recapture(folder: Path, method: str) -> Findings:
     return found | {"captures": graphed.num_captures, "replays": graphed.num_replays}
 
 
-class CrowdedCapture:
+class CrowdedCapture(CountingCapture):
     """Captures; as soon as a step is captured, all memory of the device but that of its graphs is taken by somebody else."""
 
-    def __init__(self) -> None:
-        self._inner, self.num_captures = CudaCapture(GPU), 0
-
-    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
-        replay = self._inner(run)
-        self.num_captures += 1
-        if self.num_captures == 2:
+    def __call__(self, run: Callable[[], None], *, ahead: bool = False) -> Callable[[], None]:
+        replay = super().__call__(run, ahead=ahead)
+        if self.num_captures == 1 and self._is_update and not ahead:
             torch.cuda.empty_cache()
             free_bytes, total_bytes = torch.cuda.mem_get_info(GPU)
             os.environ["EMULATED_GPU_MEMORY_GIB"] = str((total_bytes - free_bytes) / GIB)
         return replay
-
-    @property
-    def num_bytes(self) -> int:
-        return self._inner.num_bytes
-
-    def has_room(self, relative_batch: float) -> bool:
-        return self._inner.has_room(relative_batch)
 
 
 def crowded(folder: Path) -> Findings:
     """Two epochs, whose last batch is of a shape that has no graph."""
     config = settings("kd", folder)
     eager = Trained(config, graphed=False, group=Group(device=GPU), steps=12)
-    graphed = Trained(config, graphed=True, group=Group(device=GPU), steps=12, capture=CrowdedCapture())
+    graphed = Trained(config, graphed=True, group=Group(device=GPU), steps=12, capture=CrowdedCapture(CudaCapture(GPU)))
     found = {"difference": difference(eager, graphed), "off": graphed.step.off}
     return found | {"captures": graphed.num_captures, "replays": graphed.num_replays}
 
@@ -113,6 +121,57 @@ def synchronise_in_capture(folder: Path) -> Findings:
     return {"error": error, "replayable": float(total.sum())}
 
 
+class RecordedCapture(CudaCapture):
+    """Replays by running the operations once more in their streams, where the sanitizer sees them."""
+
+    def __call__(self, run: Callable[[], None], *, ahead: bool = False) -> Callable[[], None]:
+        with self.ahead(overlap=False) if ahead else contextlib.nullcontext():
+            return CpuCapture()(run)
+
+
+@contextlib.contextmanager
+def nothing_in_common(capture: CudaCapture, *, overlap: bool) -> Iterator[None]:
+    """A stream ahead that waits for nothing."""
+    with torch.cuda.stream(capture._ahead):
+        yield
+
+
+BROKEN: dict[str, tuple[type, str, Callable[..., Any]]] = {
+    "batches": (DeviceBatch, "wait", lambda batch: None),
+    "join": (CudaCapture, "join", lambda capture: None),
+    "ahead": (CudaCapture, "ahead", nothing_in_common),
+}
+"""What has to wait between streams, and what does not."""
+
+
+def races(folder: Path, broken: str = "") -> Findings:
+    """What two streams do to the same memory without an order between them, by torch's sanitizer: in two epochs as the loop runs
+    them, with checkpoints and evaluation, and in graphs with a teacher that runs ahead."""
+    torch.cuda.set_device(GPU)
+    sanitizer.enable_cuda_sanitizer()
+    network = {"model": "resnet8", "precision": "fp32", "teacher": {"model": "resnet8", "weights": None}}
+    often = {"log_every": 3, "checkpoint_every": 5, "warmup_steps": 1}
+    data = {"global_batch_size": 300, "last_batch": "drop", "device_augment": {"mixup": 0.2}}
+    config = small_config(folder, **network, train=often, data=data, optim={"epochs": 2})
+    found: Findings = {"races": 0}
+    with mock.patch.object(*BROKEN[broken]) if broken else contextlib.nullcontext():
+        try:
+            with contextlib.closing(build(config, Group(device=GPU), Recorded(), no_telemetry)) as job:
+                loop.run(job)
+                found["steps"] = job.progress.step
+            graphed = Trained(
+                settings("fitnet", folder / "graphs"),
+                graphed=True,
+                group=Group(device=GPU),
+                capture=RecordedCapture(GPU),
+                steps=8,
+            )
+            found["replays"], found["off"] = graphed.num_replays, graphed.step.off
+        except sanitizer.CUDASanitizerErrors as error:
+            found["races"] = len(error.errors)
+    return found
+
+
 def out_of_memory(folder: Path) -> Findings:
     """An allocation beyond the limit, and one that fits after it."""
     total, message = torch.cuda.mem_get_info(GPU)[1], ""
@@ -126,10 +185,12 @@ def out_of_memory(folder: Path) -> Findings:
 JOBS: dict[str, Callable[..., Findings]] = {
     "same_as_on_cpu": same_as_on_cpu,
     "counts_of_a_step": counts_of_a_step,
+    "choice": choice,
     "recapture": recapture,
     "crowded": crowded,
     "workers": workers,
     "synchronise_in_capture": synchronise_in_capture,
+    "races": races,
     "out_of_memory": out_of_memory,
 }
 

@@ -34,8 +34,8 @@ def test_a_training_on_it_gives_the_numbers_of_the_cpu() -> None:
 def test_a_step_launches_what_was_counted_and_never_synchronises() -> None:
     found = run("counts_of_a_step", numbers=False)
     assert found["eager"]["launches"] <= 200
-    assert found["graphed"]["launches"] <= 4
-    assert found["graphed"]["graph_launches"] == 2
+    assert found["graphed"]["launches"] <= 8
+    assert found["graphed"]["graph_launches"] == 3
     assert [counts["synchronisations"] for counts in found.values()] == [0, 0]
 
 
@@ -47,7 +47,7 @@ def test_a_step_launches_what_was_counted_and_never_synchronises() -> None:
 def test_a_method_that_captures_anew_is_replayed_in_every_epoch(variables: dict[str, str]) -> None:
     found = run("recapture", "crd", **variables)
     assert found["off"] is None
-    assert found["captures"] == 4
+    assert found["captures"] == 2
     assert found["replays"] >= 4
     assert found["difference"] < 1e-5
 
@@ -57,6 +57,27 @@ def test_a_synchronisation_in_a_capture_is_an_error() -> None:
     found = run("synchronise_in_capture")
     assert "operation not permitted when stream is capturing" in found["error"]
     assert found["replayable"] == 3
+
+
+@pytest.mark.processes
+def test_no_two_streams_of_a_training_use_the_same_memory_without_an_order() -> None:
+    found = run("races")
+    assert found["races"] == 0
+    assert found["off"] is None
+    assert found["replays"] >= 4
+
+
+@pytest.mark.slow
+def test_a_step_is_timed_as_it_is_launched_and_as_it_runs() -> None:
+    found = run("choice")
+    assert 0 < found["device_s"] < 10
+    assert 0 < found["launch_s"] < 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", ["batches", "join", "ahead"])
+def test_a_wait_between_streams_that_is_left_out_is_found(broken: str) -> None:
+    assert run("races", broken)["races"] >= 1
 
 
 @pytest.mark.slow
@@ -72,7 +93,7 @@ def test_memory_beyond_the_limit_is_torchs_own_error(variables: dict[str, str]) 
 def test_graphs_are_freed_and_recaptured_where_an_eager_step_would_not_fit_in_memory() -> None:
     found = run("crowded")
     assert found["off"] is None
-    assert found["captures"] == 4
+    assert found["captures"] == 2
     assert found["difference"] < 1e-5
 
 

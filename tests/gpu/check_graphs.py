@@ -30,10 +30,11 @@ from trainables.config import TrainConfig
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
 from trainables.engine.graphed_step import GraphedStep
+from trainables.engine.launch_bound import measure
 from trainables.methods.registry import METHODS
 
 
-def speed(of: Pair, batch_size: int, precision: str, setting: Settings) -> Measured:
+def speed(of: Pair, batch_size: int, precision: str, setting: Settings, *, teacher_ahead: bool = True) -> Measured:
     """A job with graphs, the same without, and the plain loop, taking turns."""
     device, pair = first_device(setting), sized(of, setting)
     batch_size = 8 if setting.small else batch_size
@@ -46,6 +47,8 @@ def speed(of: Pair, batch_size: int, precision: str, setting: Settings) -> Measu
         if setting.small:
             fuse_optimizers(job)
             train_step = GraphedStep(job.train_state, CpuCapture())
+        if isinstance(train_step, GraphedStep):
+            train_step.teacher_ahead = teacher_ahead
         sides = {
             "ours": Stepper(job, batch, train_step),
             "eager": Stepper(eager, batch),
@@ -53,10 +56,31 @@ def speed(of: Pair, batch_size: int, precision: str, setting: Settings) -> Measu
         }
         rounds, steps = (2, 2) if setting.small else (7, 50)
         found = compare(sides, device, batch=batch_size, rounds=rounds, steps=steps, warm_up=4 if setting.small else 10)
-        found["graph_ms"] = job.metrics.timer.summary().get("phase/graph_ms", 0.0)
+        phases = job.metrics.timer.summary()
+        found |= {f"{phase}_ms": phases.get(f"phase/{phase}_ms", 0.0) for phase in ("teacher", "graph")}
         found["off"] = int(
             not isinstance(train_step, GraphedStep) or not any(shape.replays for shape in train_step._shapes.values())
         )
+    return found
+
+
+def ahead(of: Pair, batch_size: int, precision: str, setting: Settings) -> Measured:
+    """Graphs whose teacher runs beside the step before, and graphs one after the other: each beside the plain loop."""
+    beside, after = (speed(of, batch_size, precision, setting, teacher_ahead=flag) for flag in (True, False))
+    ratios = [figures["ours/plain"] for figures in (beside, after)]
+    found = {"beside/after": float(ratios[0]) / float(ratios[1]), "off": int(beside["off"] or after["off"])}
+    return found | {f"teacher_ms/{name}": figures["teacher_ms"] for name, figures in (("beside", beside), ("after", after))}
+
+
+def choice(setting: Settings) -> Measured:
+    """What `train.cuda_graphs: auto` measures and chooses for a small model and for a large batch of a larger one."""
+    device, found = first_device(setting), Measured()
+    for name, of, batch_size, precision in (("cifar", R56_R20, 64, "fp32"), ("256", R34_R18, 256, "bf16")):
+        pair, num_images = sized(of, setting), 8 if setting.small else batch_size
+        with open_job(job_config(setting, pair, num_images, precision), device) as job:
+            times = measure(job.train_state, pair.image_size, num_images)
+        found |= {f"launch_ms/{name}": 1e3 * times.launch_s, f"device_ms/{name}": 1e3 * times.device_s}
+        found[f"graphs/{name}"] = int(times.is_launch_bound)
     return found
 
 
@@ -133,6 +157,33 @@ CHECK = Check(
             partial(speed, R34_R18, 32, "bf16"),
             (Expected("ours/plain", "r34 → r18 at batch 32 ÷ plain loop ≥ 1.5", low=1.5), REPLAYED),
             3,
+        ),
+        Piece(
+            "12-ahead",
+            partial(ahead, R56_R20, 64, "fp32"),
+            (
+                Expected("beside/after", "r56 → r20: teacher beside the step before: 1.3–1.9", 1.3, 1.9, estimate=True),
+                Expected("teacher_ms/beside", "what the student then waits for it: recorded"),
+                REPLAYED,
+            ),
+            5,
+        ),
+        Piece(
+            "12-ahead-32",
+            partial(ahead, R34_R18, 32, "bf16"),
+            (Expected("beside/after", "r34 → r18 at batch 32: 1.0–1.3", 1.0, 1.3, estimate=True), REPLAYED),
+            5,
+        ),
+        Piece(
+            "12-auto",
+            choice,
+            (
+                Expected("graphs/cifar", "auto: graphs for r56 → r20 at batch 64", 1, 1),
+                Expected("graphs/256", "auto: none for r34 → r18 at batch 256", 0, 0),
+                Expected("device_ms/cifar", "time of the GPU's work, r56 → r20: recorded"),
+                Expected("launch_ms/cifar", "time to launch it: recorded"),
+            ),
+            2,
         ),
         Piece(
             "12-same",

@@ -22,8 +22,10 @@ class TrainingConfig(Section):
 
     channels_last: bool = Field(False, description="models and images in channels_last memory format")
     compile: bool = Field(False, description="torch.compile the student and the teacher")
-    cuda_graphs: bool = Field(
-        False, description="launch a step as CUDA graphs, where it can be captured; where it cannot, the log says why"
+    cuda_graphs: bool | Literal["auto"] = Field(
+        False,
+        description="launch a step as CUDA graphs, where it can be captured; where it cannot, the log says why; auto: where "
+        "launching it takes longer than running it, by timing",
     )
     log_every: Count = Field(20, description="steps between log lines and records")
     checkpoint_every: Count = Field(

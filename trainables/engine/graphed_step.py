@@ -1,10 +1,13 @@
-"""The train step as two CUDA graphs: recorded once for each shape of batch, then launched as a whole (`train.cuda_graphs`).
+"""The train step as CUDA graphs: recorded once for each shape of batch, then launched as a whole (`train.cuda_graphs`).
 
 A small model's step is bound by its launches: some hundreds of operations of microseconds each. A graph launches them at once.
 What it replays is the same memory with the same numbers, so all that changes between steps is in tensors: the batch, the learning
 rates and the weights of losses and samples. The batch is prepared outside of the graphs, and what steps add up leaves them as one
-tensor. One graph ends with the gradients, the other one changes the parameters. Whatever ranks exchange lies around and between
+tensor. One graph ends with the gradients, the next one changes the parameters. Whatever ranks exchange lies around and between
 the two: so each rank may replay a step that another one takes eagerly, and NCCL never sees a capture.
+
+A frozen teacher is a graph of its own, in a stream ahead of the others. Small models' operations leave most of a GPU idle: there
+the teacher of a step runs beside what the GPU still has to do of the step before, which is many launches behind the host.
 
 Before a step is captured it runs as it will be captured, on three batches of this shape, and the last two of these steps are
 compared operation by operation (`StepRecording`): a step that would not be the same again stays as it is, and the log says why.
@@ -28,12 +31,15 @@ from trainables.distributed.batch_norm import has_global_batch_norm
 from trainables.distributed.group import GlobalCount, Group
 from trainables.engine.cuda_capture import Capture
 from trainables.engine.loss_optimizers import LossOptimizer
+from trainables.engine.static_outputs import StaticOutputs
 from trainables.engine.step import (
+    TeacherOutputs,
     TrainingParts,
     TrainState,
     add_gradients,
     global_count,
     prepare_batch,
+    run_teacher,
     train_prepared,
     train_step,
 )
@@ -109,8 +115,9 @@ class _Shape(NamedTuple):
 
 
 class _Replays(NamedTuple):
-    """The halves of a step: up to its gradients, and what it does with them."""
+    """The parts of a step: a teacher that runs ahead, what comes up to the gradients, and what is done with them."""
 
+    teacher: Callable[[], None] | None
     gradients: Callable[[], None]
     update: Callable[[], None]
 
@@ -130,8 +137,14 @@ class _ShapeState:
     num_steps: int = 0
     """Of that epoch, until one is captured: what comes once an epoch, as its last batch, is none."""
     recordings: list[StepRecording] = field(default_factory=list)
-    """Of the halves of the last one that was compared with others."""
+    """Of the parts of the last one that was compared with others."""
     replays: _Replays | None = None
+    teacher_images_BCHW: Tensor | None = None
+    """What the teacher's graph reads."""
+    teacher_outputs: TeacherOutputs = field(default_factory=dict)
+    """What it writes."""
+    outputs: StaticOutputs | None = None
+    """The same for the student's graph; None: the teacher is in that graph, or there is none."""
 
 
 @dataclass
@@ -143,40 +156,88 @@ class GraphedStep:
     stage: str = "student"
     off: str | None = None
     """Why steps are not captured any more."""
+    teacher_ahead: bool = True
+    """Whether a teacher that reads nothing but the images runs beside the step before."""
     _shapes: dict[_Shape, _ShapeState] = field(default_factory=dict)
     _loss_weights: dict[str, _Number] = field(default_factory=dict)
     _lrs: dict[tuple[int, int], _Number] = field(default_factory=dict)
+    _replayed_in: int = -1
+    """The epoch of the last step, if that was replayed."""
+    _overlaps: bool = False
+    """Whether the teacher of this step may run beside the last one: nothing but a replay lies between the two."""
 
     def __call__(self, batch: DeviceBatch, step: int, timer: PhaseTimer) -> None:
-        """See `train_step`, which this is in all but time. The phase `graph` is the first graph: teacher to backward."""
+        """See `train_step`, which this is in all but time. The phase `graph` is the student's part up to its gradients; where the
+        teacher runs ahead, h2d, augment and teacher are what the student waits for them."""
         train_state = self.train_state
+        epoch = int(train_state.epochs.training_epochs(step))
+        self._overlaps, self._replayed_in = self._replayed_in == epoch, -1
         if self.off is not None or not self._is_capturable(batch):
             train_step(train_state, batch, step, timer)
             return
-        prepared = prepare_batch(train_state, batch, timer)
+        prepared = self._prepared(batch, timer)
         shape = self._loaded(prepared)
         if shape is None:
             self.make_room(len(batch.labels_B))
             train_prepared(train_state, prepared, step, timer)
             return
         self._set_numbers(step)
-        count = global_count(train_state, prepared)
-        if train_state.group.world_size > 1:
-            shape.sample_weight.fill_(count.weight())
-            timer.mark("backward")  # as in an eager step: it waits for ranks that have not begun theirs
-        epoch = int(train_state.epochs.training_epochs(step))
         if shape.replays is not None and shape.epoch == epoch:
-            timer.begin_micro_batch()
-            shape.replays.gradients()
-            timer.mark(GRAPH)
-            train_state.update.average_gradients(count)
-            timer.mark("backward")
-            shape.replays.update()
-            timer.mark("optimizer")
+            self._replay(shape, shape.replays, prepared, timer)
+            self._replayed_in = epoch
         else:
             self.make_room(len(batch.labels_B))
-            self._warm_up(shape, step, count, timer)
+            self._warm_up(shape, prepared, step, timer)
         train_state.sums.add_batch(step, len(batch.labels_B), shape.sums_N)
+
+    @property
+    def _runs_ahead(self) -> bool:
+        teacher = self.train_state.active_teacher
+        return self.teacher_ahead and isinstance(teacher, TeacherNetwork) and teacher.reads_images_alone
+
+    def _prepared(self, batch: DeviceBatch, timer: PhaseTimer) -> DeviceBatch:
+        """See `prepare_batch`; for a teacher that runs ahead, so is this."""
+        if not self._runs_ahead:
+            return prepare_batch(self.train_state, batch, timer)
+        with self.capture.ahead(overlap=self._overlaps):
+            batch.wait()
+        self.capture.join()
+        timer.mark("h2d")
+        with self.capture.ahead(overlap=self._overlaps):
+            prepared = self.train_state.prepare(batch)
+        self.capture.join()
+        timer.mark("augment")
+        return prepared
+
+    def _take_outputs(self, shape: _ShapeState, run: Callable[[], TeacherOutputs], timer: PhaseTimer) -> None:
+        """Run the teacher ahead, and copy its outputs to where the student's part reads them."""
+        with self.capture.ahead(overlap=self._overlaps):
+            outputs = run()
+        self.capture.join()
+        if shape.outputs is None or not shape.outputs.copy_from(outputs):
+            shape.outputs = StaticOutputs(outputs)
+        self.capture.release()
+        timer.mark("teacher")
+
+    def _replay(self, shape: _ShapeState, replays: _Replays, batch: DeviceBatch, timer: PhaseTimer) -> None:
+        if replays.teacher is not None:
+            self._take_outputs(shape, partial(_replayed_outputs, shape, replays.teacher, batch), timer)
+        timer.begin_micro_batch()
+        count = self._count(shape, batch, timer)
+        replays.gradients()
+        timer.mark(GRAPH)
+        self.train_state.update.average_gradients(count)
+        timer.mark("backward")
+        replays.update()
+        timer.mark("optimizer")
+
+    def _count(self, shape: _ShapeState, batch: DeviceBatch, timer: PhaseTimer) -> GlobalCount:
+        """Of the step's samples; what weighs this rank's is written to the memory that the step reads."""
+        count = global_count(self.train_state, batch)
+        if self.train_state.group.world_size > 1:
+            shape.sample_weight.fill_(count.weight())
+            timer.mark("backward")  # as in an eager step: it waits for ranks that have not begun theirs
+        return count
 
     def _is_capturable(self, batch: DeviceBatch) -> bool:
         """Whether it is a step of the training, not of an init stage, on some images."""
@@ -239,15 +300,35 @@ class GraphedStep:
             self.train_state.sums.of_batch(logits_BK, labels_B, losses, out=shape.sums_N)
 
         epoch = self.train_state.epochs.training_epochs(step)
-        add_gradients(self.train_state, shape.batch, epoch, timer, sample_weight, take_sums, loss_weights)
+        outputs = shape.outputs.outputs if shape.outputs is not None else None
+        add_gradients(
+            self.train_state,
+            shape.batch,
+            epoch,
+            timer,
+            sample_weight,
+            take_sums,
+            loss_weights=loss_weights,
+            teacher_outputs=outputs,
+        )
 
     def _run_update(self) -> None:
         """The second half."""
         with self._rates_in_tensors():
             self.train_state.update.step()
 
-    def _run(self, shape: _ShapeState, step: int, count: GlobalCount, timer: PhaseTimer, recorder: Recorder) -> None:
-        """The whole step, each half in a context of `recorder`."""
+    def _run(self, shape: _ShapeState, batch: DeviceBatch, step: int, timer: PhaseTimer, recorder: Recorder) -> GlobalCount:
+        """The whole step, each part in a context of `recorder`. Returns the count of its samples."""
+        if self._runs_ahead:
+
+            def run() -> TeacherOutputs:
+                with recorder():
+                    return run_teacher(self.train_state, batch)
+
+            self._take_outputs(shape, run, timer)
+        else:
+            shape.outputs = None
+        count = self._count(shape, batch, timer)
         with recorder():
             self._run_gradients(shape, step, count, timer)
         self.train_state.update.average_gradients(count)
@@ -255,8 +336,9 @@ class GraphedStep:
         with recorder():
             self._run_update()
         timer.mark("optimizer")
+        return count
 
-    def _warm_up(self, shape: _ShapeState, step: int, count: GlobalCount, timer: PhaseTimer) -> None:
+    def _warm_up(self, shape: _ShapeState, batch: DeviceBatch, step: int, timer: PhaseTimer) -> None:
         """The step without graphs; where it is known by then that it is the same again, it is captured for the next one."""
         epoch = int(self.train_state.epochs.training_epochs(step))
         new_epoch = shape.epoch != epoch
@@ -264,7 +346,7 @@ class GraphedStep:
         shape.epoch = epoch
         if shape.replays is None and shape.num_steps <= WARM_UP_STEPS:
             shape.recordings = []
-            self._run(shape, step, count, timer, contextlib.nullcontext)
+            self._run(shape, batch, step, timer, contextlib.nullcontext)
             return
         before, shape.recordings = shape.recordings, []
 
@@ -272,9 +354,11 @@ class GraphedStep:
             shape.recordings.append(StepRecording(self.train_state.training_update.module))
             return shape.recordings[-1]
 
-        self._run(shape, step, count, timer, recorder)
+        count = self._run(shape, batch, step, timer, recorder)
         problem = next((each.problem for each in shape.recordings if each.problem is not None), None)
         changed = next(filter(None, map(StepRecording.difference, before, shape.recordings)), None)
+        if before and len(before) != len(shape.recordings):
+            changed = "whether the teacher runs ahead changes from step to step"
         if problem is not None:
             self._turn_off(problem)
         elif changed is not None and not new_epoch:
@@ -282,18 +366,28 @@ class GraphedStep:
         elif changed is not None:
             shape.replays = None  # a number of the last epoch is in them
         elif before and shape.replays is None:
-            self._capture(shape, step, count)
+            self._capture(shape, batch, step, count)
 
-    def _capture(self, shape: _ShapeState, step: int, count: GlobalCount) -> None:
+    def _capture(self, shape: _ShapeState, batch: DeviceBatch, step: int, count: GlobalCount) -> None:
         timer = PhaseTimer(torch.device("cpu"))  # nobody reads it: events inside a graph have no time
         timer.start()
         try:
+            teacher = self._capture_teacher(shape, batch) if self._runs_ahead else None
             gradients = self.capture(partial(self._run_gradients, shape, step, count, timer))
-            shape.replays = _Replays(gradients, self.capture(self._run_update))
+            shape.replays = _Replays(teacher, gradients, self.capture(self._run_update))
         except RuntimeError as error:  # perhaps of this rank alone, which makes all others wait in each step
             self.train_state.update.discard()
             reason, group = str(error).strip().partition("\n")[0], self.train_state.group
             self._turn_off(f"rank {group.rank}: {reason}" if group.world_size > 1 else reason, logging.WARNING)
+
+    def _capture_teacher(self, shape: _ShapeState, batch: DeviceBatch) -> Callable[[], None]:
+        shape.teacher_images_BCHW = torch.empty_like(batch.images_BCHW)
+        static = batch._replace(images_BCHW=shape.teacher_images_BCHW)
+
+        def run() -> None:
+            shape.teacher_outputs = run_teacher(self.train_state, static)
+
+        return self.capture(run, ahead=True)
 
     def make_room(self, num_images: int) -> None:
         """Free the graphs, to be captured anew, where a step of so many images without one does not fit beside them."""
@@ -305,11 +399,19 @@ class GraphedStep:
         """A step that is like earlier ones is captured anew."""
         for shape in self._shapes.values():
             shape.replays, shape.recordings = None, []
+            shape.teacher_images_BCHW, shape.teacher_outputs = None, {}
 
     def _turn_off(self, reason: str, level: int = logging.INFO) -> None:
         """Free the graphs; from the next step on there are none."""
         self.off, self._shapes = reason, {}
         log_eager(self.stage, reason, level)
+
+
+def _replayed_outputs(shape: _ShapeState, replay: Callable[[], None], batch: DeviceBatch) -> TeacherOutputs:
+    assert shape.teacher_images_BCHW is not None
+    shape.teacher_images_BCHW.copy_(batch.images_BCHW)
+    replay()
+    return shape.teacher_outputs
 
 
 def log_eager(stage: str, reason: str, level: int = logging.INFO) -> None:

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -143,6 +143,21 @@ def passes_s(train_state: TrainState, image_size: int, num_images: int) -> float
 
     On a CPU without waits for a free core: the doctor knows them from the training.
     """
+    device, run = train_state.group.device, passes(train_state, image_size, num_images)
+    core_wait = CoreWait() if device.type == "cpu" else None
+
+    def now_s() -> float:
+        return time.perf_counter() - (core_wait.seconds() if core_wait else 0.0)
+
+    start_s = now_s()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return now_s() - start_s
+
+
+def passes(train_state: TrainState, image_size: int, num_images: int) -> Callable[[], None]:
+    """What launches the passes on so many images once; call it within `unchanged`."""
     model, device = train_state.distillation_module, train_state.group.device
     images_BCHW = torch.zeros((num_images, 3, image_size, image_size), device=device, dtype=torch.uint8)
     images_BCHW = images_BCHW.contiguous(memory_format=torch.channels_last)
@@ -151,20 +166,15 @@ def passes_s(train_state: TrainState, image_size: int, num_images: int) -> float
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     gather = Gather(num_images, Group(device=device))
     weights = model.weights(0.0)
-    core_wait = CoreWait() if device.type == "cpu" else None
 
-    def now_s() -> float:
-        return time.perf_counter() - (core_wait.seconds() if core_wait else 0.0)
+    def run() -> None:
+        with _by_batch(model) if num_images > 1 else contextlib.nullcontext():
+            inputs = train_state.prepare(batch)
+            method_batch = MethodBatch(inputs.images_BCHW, labels_B, labels_B, 0.0, gather)
+            with train_state.autocast():
+                teacher_outputs = train_state.teacher(inputs.images_BCHW, num_images) if train_state.teacher is not None else None
+                outputs = model(inputs.images_BCHW, method_batch, teacher_outputs)
+            loss = losses(outputs, labels_B, inputs.mix, weights)
+            torch.autograd.grad(loss.total(1.0), trained, allow_unused=True)
 
-    with _by_batch(model) if num_images > 1 else contextlib.nullcontext():
-        start_s = now_s()
-        inputs = train_state.prepare(batch)
-        method_batch = MethodBatch(inputs.images_BCHW, labels_B, labels_B, 0.0, gather)
-        with train_state.autocast():
-            teacher_outputs = train_state.teacher(inputs.images_BCHW, num_images) if train_state.teacher is not None else None
-            outputs = model(inputs.images_BCHW, method_batch, teacher_outputs)
-        loss = losses(outputs, labels_B, inputs.mix, weights)
-        torch.autograd.grad(loss.total(1.0), trained, allow_unused=True)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return now_s() - start_s
+    return run

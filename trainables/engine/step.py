@@ -28,6 +28,8 @@ from trainables.teachers.interface import TeacherInterface, TeacherRequest
 
 AddSums = Callable[[Tensor, Tensor, Mapping[str, Tensor]], None]
 """Takes a micro-batch's logits_BK, labels_B and named losses."""
+TeacherOutputs = Mapping[str, ModelOutputs]
+"""Of a micro-batch, by method."""
 
 
 class TrainingParts(NamedTuple):
@@ -160,21 +162,24 @@ def add_gradients(
     timer: PhaseTimer,
     sample_weight: Callable[[], Tensor | float],
     add_sums: AddSums,
+    *,
     loss_weights: LossWeights | None = None,
+    teacher_outputs: TeacherOutputs | None = None,
 ) -> None:
     """Teacher, forward, losses and backward of a prepared batch, by micro-batches. The last one's phase `backward` stays open:
     what is left of the average over ranks belongs to it.
 
-    `epoch`: see `MethodBatch.epoch`; `sample_weight`: see `GlobalCount.weight`; `loss_weights`: by default those of the epoch.
+    `epoch`: see `MethodBatch.epoch`; `sample_weight`: see `GlobalCount.weight`; `loss_weights`: by default those of the epoch;
+    `teacher_outputs`: where the teacher has run for the only micro-batch already.
     """
     update, parts = train_state.update, micro_batches(batch, train_state.accumulate, train_state.num_blank_images)
     train_state.active_teacher.skip(parts[0].images_BCHW, train_state.accumulate - len(parts))
     for part in parts:
         timer.begin_micro_batch()
-        teacher_outputs = run_teacher(train_state, part)
+        of_teacher = teacher_outputs if teacher_outputs is not None else run_teacher(train_state, part)
         timer.mark("teacher")
         with update.micro_batch(last=part is parts[-1]):
-            outputs, loss = run_student(train_state, part.images_BCHW, part, teacher_outputs, epoch, loss_weights)
+            outputs, loss = run_student(train_state, part.images_BCHW, part, of_teacher, epoch, loss_weights)
             add_sums(outputs.logits_BK, part.labels_B, loss.named)
             timer.mark("student")  # before the weight, which waits for ranks that have not begun their step
             update.backward(loss, sample_weight())
@@ -183,7 +188,7 @@ def add_gradients(
             timer.mark("backward")
 
 
-def run_teacher(train_state: TrainState, part: DeviceBatch) -> Mapping[str, ModelOutputs]:
+def run_teacher(train_state: TrainState, part: DeviceBatch) -> TeacherOutputs:
     request = TeacherRequest(part.host_indices_B, part.epoch)
     with train_state.autocast():
         return train_state.active_teacher(part.images_BCHW, len(part.labels_B), request)
@@ -193,7 +198,7 @@ def run_student(
     train_state: TrainState,
     inputs: Tensor,
     part: DeviceBatch,
-    teacher_outputs: Mapping[str, ModelOutputs],
+    teacher_outputs: TeacherOutputs,
     epoch: float,
     weights: LossWeights | None = None,
 ) -> tuple[DistillationOutputs, Losses]:

@@ -1,6 +1,7 @@
 """How batches pass through a job's model: its training steps, and the logits of its evaluation."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from trainables.distributed.pipeline.layout import Layout
 from trainables.engine.cuda_capture import CudaCapture
 from trainables.engine.evaluate import logits_of
 from trainables.engine.graphed_step import GraphedStep, TrainStep, log_eager, obstacle
+from trainables.engine.launch_bound import is_launch_bound
 from trainables.engine.step import TrainingParts, TrainState, sum_names, train_step
 from trainables.engine.step_sums import StepSums
 from trainables.engine.updates import ParameterUpdate, build_update
@@ -35,14 +37,18 @@ class StepFunctions(NamedTuple):
 
 def whole_model_functions(config: TrainConfig, layout: Layout, parts: TrainingParts) -> StepFunctions:
     """Of a rank that has the whole model."""
-    group, accumulate = layout.replicas, config.optim.accumulate
-    graphed = config.train.cuda_graphs
+    group, graphed = layout.replicas, config.train.cuda_graphs
     if graphed and (reason := obstacle(config, group, parts)):
         graphed = False
         if group.is_main:
             log_eager(config.stage, reason)
-    update = build_update(parts.module, parts.optimizers, parts.settings, accumulate=accumulate, capturable=graphed)
-    train_state = build_train_state(config, layout, parts, update)
+    update_of = partial(build_update, parts.module, parts.optimizers, parts.settings, accumulate=config.optim.accumulate)
+    train_state = build_train_state(config, layout, parts, update_of(capturable=bool(graphed)))
+    if graphed == "auto":
+        num_images = config.data.global_batch_size // group.world_size
+        graphed = is_launch_bound(train_state, config.stage, image_size=config.data.image_size, num_images=num_images)
+        if not graphed:
+            train_state = replace(train_state, training_update=update_of(capturable=False))
     logits = logits_of(parts.module.student, image_normalizer(config, group.device), train_state.autocast)
     if not graphed:
         return StepFunctions(train_state, partial(train_step, train_state), logits)

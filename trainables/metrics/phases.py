@@ -6,5 +6,5 @@ RECEIVE = "receive"
 BUBBLE = "bubble"
 """What a pipeline stage waits for its neighbours within a step; not recorded where there are none."""
 GRAPH = "graph"
-"""From teacher to backward at once, in a step that is launched as CUDA graphs; not recorded where there are none."""
+"""Student and backward at once, in a step that is launched as CUDA graphs; not recorded where there are none."""
 ALL_PHASES = (*PHASES, RECEIVE, BUBBLE, GRAPH)

@@ -49,7 +49,7 @@ class CpuCapture(TorchDispatchMode):
         self._made: set[int] = set()
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+    def __call__(self, run: Callable[[], None], *, ahead: bool = False) -> Callable[[], None]:
         self._operations, self._made, self._before = [], set(), {}
         with torch.random.fork_rng(devices=[]), self:
             run()
@@ -57,6 +57,15 @@ class CpuCapture(TorchDispatchMode):
             tensor.copy_(value)
         operations = self._operations
         return lambda: _run_again(operations)
+
+    def ahead(self, *, overlap: bool) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def join(self) -> None:
+        """There is one stream."""
+
+    def release(self) -> None:
+        """There is one stream."""
 
     @property
     def num_bytes(self) -> int:
@@ -73,7 +82,7 @@ class CpuCapture(TorchDispatchMode):
         for argument in func._schema.arguments:
             if argument.name in kwargs and argument.alias_info is not None and argument.alias_info.is_write:
                 self._save(kwargs[argument.name])
-        if func.overloadpacket.__name__ == "native_batch_norm":
+        if func.overloadpacket.__name__ in ("native_batch_norm", "cudnn_batch_norm"):
             self._save(args[3:5])  # its running statistics, which its schema does not call written
         result = func(*args, **kwargs)
         memory = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
@@ -88,7 +97,7 @@ class CpuCapture(TorchDispatchMode):
         for tensor in _tensors(written):
             storage = tensor.untyped_storage()
             if storage._cdata not in self._made and storage._cdata not in self._before:
-                whole = torch.empty(0, dtype=tensor.dtype).set_(storage)  # type: ignore[call-overload]
+                whole = tensor.detach().as_strided((storage.nbytes() // tensor.itemsize,), (1,), 0)
                 self._before[storage._cdata] = whole, whole.clone()
 
 
@@ -122,6 +131,58 @@ def graphs_of(capture: Capture) -> Iterator[None]:
         yield
 
 
+class WrappedCapture:
+    """Passes on to another capture."""
+
+    def __init__(self, inner: Capture) -> None:
+        self._inner = inner
+
+    def __call__(self, run: Callable[[], None], *, ahead: bool = False) -> Callable[[], None]:
+        return self._inner(run, ahead=ahead)
+
+    def ahead(self, *, overlap: bool) -> contextlib.AbstractContextManager[None]:
+        return self._inner.ahead(overlap=overlap)
+
+    def join(self) -> None:
+        self._inner.join()
+
+    def release(self) -> None:
+        self._inner.release()
+
+    @property
+    def num_bytes(self) -> int:
+        return self._inner.num_bytes
+
+    def has_room(self, relative_batch: float) -> bool:
+        return self._inner.has_room(relative_batch)
+
+
+class CountingCapture(WrappedCapture):
+    """Counts the steps that are captured, and those that are replayed: by their gradients, which come before each update."""
+
+    def __init__(self, inner: Capture) -> None:
+        super().__init__(inner)
+        self.num_captures = self.num_replays = self.num_teachers = 0
+        self._is_update = True
+
+    def __call__(self, run: Callable[[], None], *, ahead: bool = False) -> Callable[[], None]:
+        replay = super().__call__(run, ahead=ahead)
+        if ahead:
+            return self._counted(replay, "num_teachers")
+        self._is_update = not self._is_update
+        if self._is_update:
+            return replay
+        self.num_captures += 1
+        return self._counted(replay, "num_replays")
+
+    def _counted(self, replay: Callable[[], None], count: str) -> Callable[[], None]:
+        def counted() -> None:
+            setattr(self, count, getattr(self, count) + 1)
+            replay()
+
+        return counted
+
+
 class Trained:
     """A job's first steps of the training, and what they left."""
 
@@ -130,9 +191,8 @@ class Trained:
     ) -> None:
         """At least so many steps. `capture`: by default the device's own, on a CPU its operations once more."""
         group = group or Group()
-        self.num_replays = self.num_captures = 0
-        self._inner = capture or (CpuCapture() if group.device.type == "cpu" else CudaCapture(group.device))
-        with graphs_of(self) if graphed else contextlib.nullcontext():
+        self.counts = CountingCapture(capture or (CpuCapture() if group.device.type == "cpu" else CudaCapture(group.device)))
+        with graphs_of(self.counts) if graphed else contextlib.nullcontext():
             config = config.model_copy(update={"train": config.train.model_copy(update={"cuda_graphs": graphed})})
             self.job = build(config, group, Recorded(), no_telemetry)
         with contextlib.closing(self.job):
@@ -142,29 +202,18 @@ class Trained:
             self.noise = noise.take() if noise is not None else torch.zeros(len(SUMS))
 
     @property
+    def num_captures(self) -> int:
+        return self.counts.num_captures
+
+    @property
+    def num_replays(self) -> int:
+        return self.counts.num_replays
+
+    @property
     def step(self) -> GraphedStep:
         train_step = self.job.functions.train_step
         assert isinstance(train_step, GraphedStep)
         return train_step
-
-    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Capture; the halves of a step come in turn."""
-        inner = self._inner(run)
-        self.num_captures += 1
-        is_first_half = self.num_captures % 2 == 1
-
-        def replay() -> None:
-            self.num_replays += is_first_half
-            inner()
-
-        return replay
-
-    @property
-    def num_bytes(self) -> int:
-        return self._inner.num_bytes
-
-    def has_room(self, relative_batch: float) -> bool:
-        return self._inner.has_room(relative_batch)
 
     def _take_steps(self, train_step: TrainStep, steps: int) -> None:
         job, timer = self.job, self.job.metrics.timer

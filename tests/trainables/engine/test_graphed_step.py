@@ -135,32 +135,48 @@ def test_a_step_that_a_replay_would_get_wrong_is_found_before_it_is_captured(tmp
 
 
 def test_a_number_that_changes_with_the_epoch_is_captured_anew(trained: Callable[[str, bool], Trained]) -> None:
-    assert trained("pskd", True).num_captures == 2 * 2
-    assert trained("kd", True).num_captures == 2
+    assert trained("pskd", True).num_captures == 2
+    assert trained("kd", True).num_captures == 1
+
+
+@pytest.mark.parametrize(("method", "is_ahead"), [("kd", True), ("crd", True), ("pskd", False), ("fitnet", True)])
+def test_a_teacher_runs_ahead_if_it_reads_nothing_but_the_images(
+    trained: Callable[[str, bool], Trained], method: str, is_ahead: bool
+) -> None:
+    graphed = trained(method, True)
+    assert graphed.counts.num_teachers == (graphed.num_replays if is_ahead else 0)
+
+
+def test_a_teacher_that_normalises_by_the_batch_does_not_run_ahead(tmp_path: Path) -> None:
+    config = settings("ofd", tmp_path / "job", distill={"options": {"ofd": {"teacher_norm": "batch"}}})
+    eager, graphed = (Trained(config, graphed=graphed, steps=STEPS) for graphed in (False, True))
+    assert graphed.num_replays >= 4
+    assert graphed.counts.num_teachers == 0
+    assert_equal(eager, graphed)
 
 
 class FailingCapture(CpuCapture):
-    """Of the first half of a step, or of its second."""
+    """Of a part of a step: teacher, gradients or update."""
 
-    def __init__(self, half: int = 0) -> None:
+    def __init__(self, part: int = 0) -> None:
         super().__init__()
-        self._half = half
+        self._part = part
 
-    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
-        replay = super().__call__(run)
-        self._half -= 1
-        if self._half < 0:
+    def __call__(self, run: Callable[[], None], *, ahead: bool = False) -> Callable[[], None]:
+        replay = super().__call__(run, ahead=ahead)
+        self._part -= 1
+        if self._part < 0:
             raise RuntimeError("operation not permitted\nwhen stream is capturing")
         return replay
 
 
-@pytest.mark.parametrize("half", [0, 1])
+@pytest.mark.parametrize("part", [0, 1, 2])
 def test_a_failed_capture_leaves_the_steps_as_they_were(
-    tmp_path: Path, trained: Callable[[str, bool], Trained], caplog: pytest.LogCaptureFixture, half: int
+    tmp_path: Path, trained: Callable[[str, bool], Trained], caplog: pytest.LogCaptureFixture, part: int
 ) -> None:
     config = settings("kd", tmp_path / "job")
     with caplog.at_level("INFO", "raydistill"):
-        graphed = Trained(config, graphed=True, capture=FailingCapture(half), steps=STEPS)
+        graphed = Trained(config, graphed=True, capture=FailingCapture(part), steps=STEPS)
     assert "one operation at a time: operation not permitted" in caplog.text
     assert_equal(trained("kd", False), graphed)
 
@@ -176,7 +192,7 @@ def test_graphs_are_freed_and_recaptured_where_an_eager_step_would_not_fit_in_me
     tmp_path: Path, trained: Callable[[str, bool], Trained]
 ) -> None:
     graphed = Trained(settings("kd", tmp_path / "job"), graphed=True, capture=FullMemory(), steps=STEPS)
-    assert graphed.num_captures == 2 * 2  # once more as the second epoch begins; not for the last, smaller batch of the first
+    assert graphed.num_captures == 2  # once more as the second epoch begins; not for the last, smaller batch of the first
     assert graphed.num_replays >= 4
     assert_equal(trained("kd", False), graphed)
 
@@ -262,7 +278,7 @@ def trained_on_rank(group: Group, config: TrainConfig, graphed: bool, capture: C
 
 @pytest.mark.parametrize(
     ("data", "capture"),
-    [({}, None), (UNEVEN, None), (UNEVEN, FailingCapture(0)), ({}, FailingCapture(1)), ({}, FullMemory())],
+    [({}, None), (UNEVEN, None), (UNEVEN, FailingCapture(0)), ({}, FailingCapture(2)), ({}, FullMemory())],
     ids=["even", "uneven", "a rank that cannot capture", "one that cannot capture the update", "one without memory"],
 )
 def test_workers_that_replay_their_steps_train_bit_for_bit_what_ddp_trains(
