@@ -53,6 +53,8 @@ class Evidence:
     has_ended: bool = False
     """Whether the records are complete: nothing that they lack is still to come."""
     compiled: bool = False
+    cuda_graphs: bool = False
+    """They were asked for."""
     val_images: float = 0.0
     epochs: tuple[EpochUse, ...] = ()
     clock: Clock | None = None

@@ -437,6 +437,20 @@ def test_an_idle_gpu_whose_host_could_launch_faster_waits_for_something_else() -
     assert launch_bound(replace(IDLE, gpus=(GpuUse("node0/gpu0"),))) is None
 
 
+def test_cuda_graphs_are_proposed_where_they_were_not_asked_for_and_are_possible() -> None:
+    assert the(launch_bound, IDLE).change.endswith(
+        "; or, with this batch, --set train.cuda_graphs=auto, which launches a step at once"
+    )
+    for excluding in ({"cuda_graphs": True}, {"compiled": True}, {"pipeline_stages": 2}):
+        assert "cuda_graphs" not in the(launch_bound, replace(IDLE, **excluding)).change
+
+
+def test_an_idle_gpu_whose_step_is_launched_as_graphs_waits_for_something_else() -> None:
+    graphed = run_of(*(replace(rank, graph_ms=1.0) for rank in IDLE.ranks), one_image_ms=70.0, gpus=IDLE.gpus, cuda_graphs=True)
+    assert the(launch_bound, graphed).cause == "host-bound"
+    assert "although a step is launched as CUDA graphs" in the(launch_bound, graphed).sentence
+
+
 def test_a_busy_gpu_has_nothing_to_gain_from_launches() -> None:
     assert names(replace(IDLE, gpus=(GpuUse("node0/gpu0", util_pct=98.0),))) == []
 
@@ -451,7 +465,8 @@ def test_an_idle_gpu_whose_memory_is_full_is_not_reported_as_having_nothing_to_g
     found = the(launch_bound, full)
     assert found.gain_pct == pytest.approx(60 - 1.0)
     assert found.change.startswith(
-        "no larger batch is possible: --set train.compile=true, for fewer kernels; --set precision=bf16"
+        "no larger batch is possible: --set train.cuda_graphs=auto, which launches a step at once; "
+        "--set train.compile=true, for fewer kernels; --set precision=bf16"
     )
     assert "train.compile" not in the(launch_bound, replace(full, compiled=True)).change
     assert names(full) == ["launch-bound"]
