@@ -42,12 +42,12 @@ class CudaCapture:
         """Until its end this thread's work is in a stream of its own: the default one cannot be captured, and autograd's nodes
         of parameters stay in the stream in which they are made. Call it before there are any.
         """
-        stream, self._ahead = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        torch.cuda.set_stream(stream)
+        self._stream, self._ahead = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        torch.cuda.set_stream(self._stream)
         self._device = device
-        self._graphs, self._graphs_ahead = _Graphs(stream), _Graphs(self._ahead)
-        self._released = torch.cuda.Event()
+        self._graphs, self._graphs_ahead = _Graphs(self._stream), _Graphs(self._ahead)
+        self._released, self._joined = torch.cuda.Event(), torch.cuda.Event()
         self._most_bytes = 0
 
     def __call__(self, run: Callable[[], None], *, ahead: bool = False) -> Callable[[], None]:
@@ -61,15 +61,16 @@ class CudaCapture:
         if overlap:
             self._ahead.wait_event(self._released)
         else:
-            self._ahead.wait_stream(torch.cuda.current_stream(self._device))
+            self._ahead.wait_stream(self._stream)
         with torch.cuda.stream(self._ahead):
             yield
 
     def join(self) -> None:
-        torch.cuda.current_stream(self._device).wait_stream(self._ahead)
+        self._joined.record(self._ahead)  # one event for all: to create one costs more than to record it
+        self._stream.wait_event(self._joined)
 
     def release(self) -> None:
-        self._released.record(torch.cuda.current_stream(self._device))
+        self._released.record(self._stream)
 
     @property
     def num_bytes(self) -> int:
