@@ -14,7 +14,7 @@ MOST_TIMES = 64
 """How many times larger a batch may be proposed to be."""
 NEARLY = 0.97
 """Of the most that a larger batch saves this part is enough: a batch no larger than that is proposed."""
-GRAPHS = "--set train.cuda_graphs=auto, which launches a step at once"
+GRAPHS = "--set train.cuda_graphs=auto, which launches steps as CUDA graphs where that is faster"
 OFTEN = 0.1
 """Other programs that have less of the cores than this part are not reported."""
 
@@ -127,8 +127,9 @@ def idle_gpu(e: Evidence) -> Cause | None:
 
 
 def may_have_graphs(e: Evidence) -> bool:
-    """Whether CUDA graphs were not asked for, and nothing that is recorded speaks against them."""
-    return not e.cuda_graphs and not e.compiled and e.accumulate == 1 and e.pipeline_stages == 1
+    """Whether CUDA graphs were not asked for, and none of the reasons against them is recorded."""
+    whole_step = e.accumulate == 1 and e.pipeline_stages == 1 and e.teacher_actors is None and not e.compiled
+    return not e.cuda_graphs and whole_step and e.precision not in ("fp16", "fp64")
 
 
 def host_bound(e: Evidence, waiting: str, idle_ms: float) -> Cause:

@@ -34,7 +34,7 @@ class RankTimes:
     bubble_ms: float = 0.0
     """What a pipeline stage waits for its neighbours within a step."""
     graph_ms: float = 0.0
-    """Student and backward, in steps that are launched as CUDA graphs."""
+    """Student and backward, and perhaps the teacher, in steps that are launched as CUDA graphs."""
 
     @property
     def before_student_ms(self) -> float:

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,13 @@ from tests.gpu.work import MANY_STEPS, Pair, Stepper, device_batch, job_config, 
 from tests.trainables.engine.graphed_jobs import CountingCapture, CpuCapture, Trained, settings
 from tests.trainables.jobs import Recorded, no_telemetry
 from tests.trainables.jobs import config as small_config
-from trainables.device.device_batches import DeviceBatch
+from trainables.device.device_batches import DeviceBatch, _Copy, _without
 from trainables.distributed.group import Group
-from trainables.engine import loop
+from trainables.engine import launch_bound, loop
 from trainables.engine.cuda_capture import CudaCapture
 from trainables.engine.graphed_step import GraphedStep
 from trainables.engine.job import build
-from trainables.engine.launch_bound import measure
+from trainables.engine.launch_bound import StepTimes, measure
 
 Findings = dict[str, Any]
 GPU = torch.device("cuda", 0)
@@ -65,12 +65,22 @@ def counts_of_a_step(folder: Path) -> Findings:
 
 
 def choice(folder: Path) -> Findings:
-    """What `train.cuda_graphs: auto` measures and chooses, and what it leaves as it was."""
-    config = settings("kd", folder, train={"cuda_graphs": "auto"})
-    with contextlib.closing(build(config, Group(device=GPU), Recorded(), no_telemetry)) as job:
-        times = measure(job.train_state, config.data.image_size, 8)
+    """What `train.cuda_graphs: auto` measures and chooses."""
+    config, measured = settings("kd", folder, train={"cuda_graphs": "auto"}), list[StepTimes]()
+
+    def remembered(*args: Any) -> StepTimes:
+        measured.append(measure(*args))
+        return measured[-1]
+
+    sleep = mock.patch.object(torch.cuda, "_sleep", wraps=torch.cuda._sleep)
+    with (
+        sleep as sleeps,
+        mock.patch.object(launch_bound, "measure", remembered),
+        contextlib.closing(build(config, Group(device=GPU), Recorded(), no_telemetry)) as job,
+    ):
         graphed = isinstance(job.functions.train_step, GraphedStep)
-    return {"launch_s": times.launch_s, "device_s": times.device_s, "graphed": graphed}
+    cycles = [int(call.args[0]) for call in sleeps.call_args_list]
+    return {**measured[0]._asdict(), "is_launch_bound": measured[0].is_launch_bound, "graphed": graphed, "cycles": cycles}
 
 
 def recapture(folder: Path, method: str) -> Findings:
@@ -84,9 +94,9 @@ def recapture(folder: Path, method: str) -> Findings:
 class CrowdedCapture(CountingCapture):
     """Captures; as soon as a step is captured, all memory of the device but that of its graphs is taken by somebody else."""
 
-    def __call__(self, run: Callable[[], None], *, ahead: bool = False) -> Callable[[], None]:
-        replay = super().__call__(run, ahead=ahead)
-        if self.num_captures == 1 and self._is_update and not ahead:
+    def __call__(self, run: Callable[[], None], *, side: bool = False) -> Callable[[], None]:
+        replay = super().__call__(run, side=side)
+        if self.num_captures == 1 and self._is_update and not side:
             torch.cuda.empty_cache()
             free_bytes, total_bytes = torch.cuda.mem_get_info(GPU)
             os.environ["EMULATED_GPU_MEMORY_GIB"] = str((total_bytes - free_bytes) / GIB)
@@ -124,29 +134,28 @@ def synchronise_in_capture(folder: Path) -> Findings:
 class RecordedCapture(CudaCapture):
     """Replays by running the operations once more in their streams, where the sanitizer sees them."""
 
-    def __call__(self, run: Callable[[], None], *, ahead: bool = False) -> Callable[[], None]:
-        with self.ahead(overlap=False) if ahead else contextlib.nullcontext():
+    def __call__(self, run: Callable[[], None], *, side: bool = False) -> Callable[[], None]:
+        with self.side_stream() if side else contextlib.nullcontext():
             return CpuCapture()(run)
 
 
-@contextlib.contextmanager
-def nothing_in_common(capture: CudaCapture, *, overlap: bool) -> Iterator[None]:
-    """A stream ahead that waits for nothing."""
-    with torch.cuda.stream(capture._ahead):
-        yield
+def without_first_row(copy: _Copy) -> DeviceBatch:
+    """A batch whose first image the decoder of the device could not read."""
+    return _without({0: "not an image"}, copy.batch, mock.Mock())
 
 
 BROKEN: dict[str, tuple[type, str, Callable[..., Any]]] = {
     "batches": (DeviceBatch, "wait", lambda batch: None),
-    "join": (CudaCapture, "join", lambda capture: None),
-    "ahead": (CudaCapture, "ahead", nothing_in_common),
+    "rows": (_Copy, "result", lambda copy: without_first_row(copy)._replace(copied=copy.copied)),
+    "wait": (CudaCapture, "wait_for_side_stream", lambda capture: None),
+    "release": (CudaCapture, "release_side_stream", lambda capture: None),
 }
-"""What has to wait between streams, and what does not."""
+"""Waits between streams, each with what leaves it out."""
 
 
 def races(folder: Path, broken: str = "") -> Findings:
     """What two streams do to the same memory without an order between them, by torch's sanitizer: in two epochs as the loop runs
-    them, with checkpoints and evaluation, and in graphs with a teacher that runs ahead."""
+    them, with checkpoints and evaluation, and in steps as graphs, whose batches are whole or lack an image."""
     torch.cuda.set_device(GPU)
     sanitizer.enable_cuda_sanitizer()
     network = {"model": "resnet8", "precision": "fp32", "teacher": {"model": "resnet8", "weights": None}}
@@ -154,19 +163,18 @@ def races(folder: Path, broken: str = "") -> Findings:
     data = {"global_batch_size": 300, "last_batch": "drop", "device_augment": {"mixup": 0.2}}
     config = small_config(folder, **network, train=often, data=data, optim={"epochs": 2})
     found: Findings = {"races": 0}
-    with mock.patch.object(*BROKEN[broken]) if broken else contextlib.nullcontext():
+    with contextlib.ExitStack() as patches:
         try:
+            if broken not in ("", "rows"):
+                patches.enter_context(mock.patch.object(*BROKEN[broken]))
             with contextlib.closing(build(config, Group(device=GPU), Recorded(), no_telemetry)) as job:
                 loop.run(job)
                 found["steps"] = job.progress.step
-            graphed = Trained(
-                settings("fitnet", folder / "graphs"),
-                graphed=True,
-                group=Group(device=GPU),
-                capture=RecordedCapture(GPU),
-                steps=8,
-            )
-            found["replays"], found["off"] = graphed.num_replays, graphed.step.off
+            for result in (_Copy.result, BROKEN["rows"][2] if broken == "rows" else without_first_row):
+                patches.enter_context(mock.patch.object(_Copy, "result", result))
+                config, capture = settings("fitnet", folder / "graphs"), RecordedCapture(GPU)
+                graphed = Trained(config, graphed=True, group=Group(device=GPU), capture=capture, steps=8)
+                found["replays"] = found.get("replays", 0) + graphed.num_replays
         except sanitizer.CUDASanitizerErrors as error:
             found["races"] = len(error.errors)
     return found

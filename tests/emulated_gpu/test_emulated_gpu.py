@@ -34,7 +34,7 @@ def test_a_training_on_it_gives_the_numbers_of_the_cpu() -> None:
 def test_a_step_launches_what_was_counted_and_never_synchronises() -> None:
     found = run("counts_of_a_step", numbers=False)
     assert found["eager"]["launches"] <= 200
-    assert found["graphed"]["launches"] <= 8
+    assert found["graphed"]["launches"] == 3
     assert found["graphed"]["graph_launches"] == 3
     assert [counts["synchronisations"] for counts in found.values()] == [0, 0]
 
@@ -63,19 +63,21 @@ def test_a_synchronisation_in_a_capture_is_an_error() -> None:
 def test_no_two_streams_of_a_training_use_the_same_memory_without_an_order() -> None:
     found = run("races")
     assert found["races"] == 0
-    assert found["off"] is None
-    assert found["replays"] >= 4
+    assert found["replays"] >= 2 * 4
 
 
 @pytest.mark.slow
 def test_a_step_is_timed_as_it_is_launched_and_as_it_runs() -> None:
     found = run("choice")
-    assert 0 < found["device_s"] < 10
-    assert 0 < found["launch_s"] < 10
+    assert found["graphed"] == found["is_launch_bound"]
+    assert found["device_s"] > 0
+    # In each round the device sleeps for longer than the launches take.
+    assert len(found["cycles"]) == 3
+    assert min(found["cycles"]) > found["launch_s"] * 2e9
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("broken", ["batches", "join", "ahead"])
+@pytest.mark.parametrize("broken", ["batches", "rows", "wait", "release"])
 def test_a_wait_between_streams_that_is_left_out_is_found(broken: str) -> None:
     assert run("races", broken)["races"] >= 1
 

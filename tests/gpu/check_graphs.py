@@ -34,7 +34,7 @@ from trainables.engine.launch_bound import measure
 from trainables.methods.registry import METHODS
 
 
-def speed(of: Pair, batch_size: int, precision: str, setting: Settings, *, teacher_ahead: bool = True) -> Measured:
+def speed(of: Pair, batch_size: int, precision: str, setting: Settings, *, overlap_teacher: bool = True) -> Measured:
     """A job with graphs, the same without, and the plain loop, taking turns."""
     device, pair = first_device(setting), sized(of, setting)
     batch_size = 8 if setting.small else batch_size
@@ -48,7 +48,7 @@ def speed(of: Pair, batch_size: int, precision: str, setting: Settings, *, teach
             fuse_optimizers(job)
             train_step = GraphedStep(job.train_state, CpuCapture())
         if isinstance(train_step, GraphedStep):
-            train_step.teacher_ahead = teacher_ahead
+            train_step.overlap_teacher = overlap_teacher
         sides = {
             "ours": Stepper(job, batch, train_step),
             "eager": Stepper(eager, batch),
@@ -64,12 +64,13 @@ def speed(of: Pair, batch_size: int, precision: str, setting: Settings, *, teach
     return found
 
 
-def ahead(of: Pair, batch_size: int, precision: str, setting: Settings) -> Measured:
-    """Graphs whose teacher runs beside the step before, and graphs one after the other: each beside the plain loop."""
-    beside, after = (speed(of, batch_size, precision, setting, teacher_ahead=flag) for flag in (True, False))
-    ratios = [figures["ours/plain"] for figures in (beside, after)]
-    found = {"beside/after": float(ratios[0]) / float(ratios[1]), "off": int(beside["off"] or after["off"])}
-    return found | {f"teacher_ms/{name}": figures["teacher_ms"] for name, figures in (("beside", beside), ("after", after))}
+def overlap(of: Pair, batch_size: int, precision: str, setting: Settings) -> Measured:
+    """Graphs whose teacher overlaps with the step before, and graphs one after the other: each against the plain loop."""
+    overlapping, in_turn = (speed(of, batch_size, precision, setting, overlap_teacher=flag) for flag in (True, False))
+    ratios = [figures["ours/plain"] for figures in (overlapping, in_turn)]
+    off = int(overlapping["off"] or in_turn["off"])
+    found: Measured = {"overlapping/in turn": float(ratios[0]) / float(ratios[1]), "off": off}
+    return found | {"teacher_ms/overlapping": overlapping["teacher_ms"], "teacher_ms/in turn": in_turn["teacher_ms"]}
 
 
 def choice(setting: Settings) -> Measured:
@@ -159,19 +160,21 @@ CHECK = Check(
             3,
         ),
         Piece(
-            "12-ahead",
-            partial(ahead, R56_R20, 64, "fp32"),
+            "12-overlap",
+            partial(overlap, R56_R20, 64, "fp32"),
             (
-                Expected("beside/after", "r56 → r20: teacher beside the step before: 1.3–1.9", 1.3, 1.9, estimate=True),
-                Expected("teacher_ms/beside", "what the student then waits for it: recorded"),
+                Expected(
+                    "overlapping/in turn", "r56 → r20: teacher overlaps with the step before: 1.3–1.9", 1.3, 1.9, estimate=True
+                ),
+                Expected("teacher_ms/overlapping", "what the student then waits for it: recorded"),
                 REPLAYED,
             ),
             5,
         ),
         Piece(
-            "12-ahead-32",
-            partial(ahead, R34_R18, 32, "bf16"),
-            (Expected("beside/after", "r34 → r18 at batch 32: 1.0–1.3", 1.0, 1.3, estimate=True), REPLAYED),
+            "12-overlap-32",
+            partial(overlap, R34_R18, 32, "bf16"),
+            (Expected("overlapping/in turn", "r34 → r18 at batch 32: 1.0–1.3", 1.0, 1.3, estimate=True), REPLAYED),
             5,
         ),
         Piece(

@@ -93,7 +93,13 @@ def _without(bad: Mapping[int, str], batch: DeviceBatch, encoded_rows: EncodedRo
     rows_B = torch.tensor(good, dtype=torch.int64, device=batch.labels_B.device)
     images_BCHW = batch.images_BCHW[rows_B].contiguous(memory_format=torch.channels_last)
     labels_B, indices_B = batch.labels_B[rows_B], batch.indices_B[rows_B]
-    return batch._replace(images_BCHW=images_BCHW, labels_B=labels_B, indices_B=indices_B, host_indices_B=host_indices_B)
+    copied = None
+    if batch.copied is not None:  # who waits for the batch waits for these rows, in whatever stream
+        copied = torch.cuda.Event()
+        copied.record(torch.cuda.current_stream(images_BCHW.device))
+    return batch._replace(
+        images_BCHW=images_BCHW, labels_B=labels_B, indices_B=indices_B, host_indices_B=host_indices_B, copied=copied
+    )
 
 
 class _Copy(NamedTuple):

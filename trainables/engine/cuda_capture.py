@@ -1,7 +1,7 @@
 """CUDA graphs of a training step: the streams in which they run, and what memory they take."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Protocol
 from weakref import WeakSet
 
@@ -9,23 +9,24 @@ import torch
 
 
 class Capture(Protocol):
-    """Captures steps, and knows what memory its graphs take. Besides the stream of the step it has one that runs ahead of it."""
+    """Captures steps, and knows what memory its graphs take. Beside the stream of the step it has a side stream, in which work
+    of the next step may overlap with this one's."""
 
-    def __call__(self, run: Callable[[], None], *, ahead: bool = False) -> Callable[[], None]:
+    def __call__(self, run: Callable[[], None], *, side: bool = False) -> Callable[[], None]:
         """Capture what a function launches, without running it; returns what launches it again.
 
-        `ahead`: that is called within `ahead`, and has memory apart from the other graphs.
+        `side`: that is called within `side_stream`, and has memory apart from the other graphs.
         """
 
-    def ahead(self, *, overlap: bool) -> contextlib.AbstractContextManager[None]:
-        """What is launched meanwhile runs in the stream ahead. It waits for all that the step's stream was given so far; with
-        `overlap` for what it was given up to `release` alone, and so it may run beside the rest."""
+    def side_stream(self) -> contextlib.AbstractContextManager[None]:
+        """What is launched meanwhile runs in the side stream."""
 
-    def join(self) -> None:
-        """The step's stream waits for all that the stream ahead was given so far."""
+    def wait_for_side_stream(self) -> None:
+        """The step's stream waits for all that the side stream was given so far."""
 
-    def release(self) -> None:
-        """What the stream ahead has made was read: it may be overwritten once the step's stream has come as far as here."""
+    def release_side_stream(self) -> None:
+        """What the side stream is given from now on begins when the step's stream has come as far as here: from then on what it
+        has made before may be overwritten. Each step that has used it calls this once it has read all of that."""
 
     @property
     def num_bytes(self) -> int:
@@ -36,41 +37,38 @@ class Capture(Protocol):
 
 
 class CudaCapture:
-    """Captures in this thread's stream, or in the one ahead."""
+    """Captures in this thread's stream, or in the side stream."""
 
     def __init__(self, device: torch.device) -> None:
         """Until its end this thread's work is in a stream of its own: the default one cannot be captured, and autograd's nodes
         of parameters stay in the stream in which they are made. Call it before there are any.
         """
-        self._stream, self._ahead = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._stream.wait_stream(torch.cuda.current_stream(device))
+        self._stream, self._side_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        for stream in (self._stream, self._side_stream):
+            stream.wait_stream(torch.cuda.current_stream(device))
         torch.cuda.set_stream(self._stream)
         self._device = device
-        self._graphs, self._graphs_ahead = _Graphs(self._stream), _Graphs(self._ahead)
-        self._released, self._joined = torch.cuda.Event(), torch.cuda.Event()
+        self._graphs, self._side_graphs = _Graphs(self._stream), _Graphs(self._side_stream)
+        self._event = torch.cuda.Event()  # one for all: to create one costs more than to record it
         self._most_bytes = 0
 
-    def __call__(self, run: Callable[[], None], *, ahead: bool = False) -> Callable[[], None]:
-        with self.ahead(overlap=False) if ahead else contextlib.nullcontext():
-            graph = (self._graphs_ahead if ahead else self._graphs).capture(run)
+    def __call__(self, run: Callable[[], None], *, side: bool = False) -> Callable[[], None]:
+        with self.side_stream() if side else contextlib.nullcontext():
+            graph = (self._side_graphs if side else self._graphs).capture(run)
         self._most_bytes = max(self._most_bytes, self._now_bytes)
         return graph.replay
 
-    @contextlib.contextmanager
-    def ahead(self, *, overlap: bool) -> Iterator[None]:
-        if overlap:
-            self._ahead.wait_event(self._released)
-        else:
-            self._ahead.wait_stream(self._stream)
-        with torch.cuda.stream(self._ahead):
-            yield
+    def side_stream(self) -> contextlib.AbstractContextManager[None]:
+        return torch.cuda.stream(self._side_stream)
 
-    def join(self) -> None:
-        self._joined.record(self._ahead)  # one event for all: to create one costs more than to record it
-        self._stream.wait_event(self._joined)
+    def wait_for_side_stream(self) -> None:
+        self._event.record(self._side_stream)
+        self._stream.wait_event(self._event)
 
-    def release(self) -> None:
-        self._released.record(self._stream)
+    def release_side_stream(self) -> None:
+        # At once, not when it is used next: whoever waits for the side stream may then free its memory, as the allocator does.
+        self._event.record(self._stream)
+        self._side_stream.wait_event(self._event)
 
     @property
     def num_bytes(self) -> int:
@@ -78,7 +76,7 @@ class CudaCapture:
 
     @property
     def _now_bytes(self) -> int:
-        return self._graphs.num_bytes + self._graphs_ahead.num_bytes
+        return self._graphs.num_bytes + self._side_graphs.num_bytes
 
     def has_room(self, relative_batch: float) -> bool:
         free = torch.cuda.mem_get_info(self._device)[0]
@@ -100,8 +98,13 @@ class _Graphs:
         graph, device = torch.cuda.CUDAGraph(), self._stream.device
         # Threads that load or decode may do meanwhile what a captured stream may not.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            reserved = torch.cuda.memory_reserved(device)
+            before = _graph_bytes(device)
             run()
-            self.num_bytes += torch.cuda.memory_reserved(device) - reserved
+            self.num_bytes += _graph_bytes(device) - before
         self._graphs.add(graph)
         return graph
+
+
+def _graph_bytes(device: torch.device) -> int:
+    """Reserved, but not of tensors that live on, such as a graph's outputs."""
+    return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -6,8 +6,8 @@ rates and the weights of losses and samples. The batch is prepared outside of th
 tensor. One graph ends with the gradients, the next one changes the parameters. Whatever ranks exchange lies around and between
 the two: so each rank may replay a step that another one takes eagerly, and NCCL never sees a capture.
 
-A frozen teacher is a graph of its own, in a stream ahead of the others. Small models' operations leave most of a GPU idle: there
-the teacher of a step runs beside what the GPU still has to do of the step before, which is many launches behind the host.
+A frozen teacher is a graph of its own, in a side stream. The host is a step ahead of the GPU: so the teacher of a step overlaps
+with what the GPU still has to do of the step before. The operations of small models leave most of a GPU idle.
 
 Before a step is captured it runs as it will be captured, on three batches of this shape, and the last two of these steps are
 compared operation by operation (`StepRecording`): a step that would not be the same again stays as it is, and the log says why.
@@ -44,6 +44,7 @@ from trainables.engine.step import (
     train_step,
 )
 from trainables.engine.step_recording import StepRecording
+from trainables.methods.contract import ModelOutputs
 from trainables.metrics.phase_timer import PhaseTimer
 from trainables.metrics.phases import GRAPH
 from trainables.teachers.network import TeacherNetwork
@@ -114,10 +115,24 @@ class _Shape(NamedTuple):
     mixes: bool
 
 
-class _Replays(NamedTuple):
-    """The parts of a step: a teacher that runs ahead, what comes up to the gradients, and what is done with them."""
+@dataclass(frozen=True)
+class _TeacherGraph:
+    """A captured teacher, with the memory that it reads and writes."""
 
-    teacher: Callable[[], None] | None
+    images_BCHW: Tensor
+    outputs: TeacherOutputs
+    replay: Callable[[], None]
+
+    def __call__(self, images_BCHW: Tensor) -> TeacherOutputs:
+        self.images_BCHW.copy_(images_BCHW)
+        self.replay()
+        return self.outputs
+
+
+class _Replays(NamedTuple):
+    """The parts of a step: a teacher in the side stream, what comes up to the gradients, and what is done with them."""
+
+    teacher: _TeacherGraph | None
     gradients: Callable[[], None]
     update: Callable[[], None]
 
@@ -132,6 +147,8 @@ class _ShapeState:
     """See `GlobalCount.weight`; on one rank it is a number that belongs to the shape, and this is not used."""
     sums_N: Tensor
     """What the last one added, see `StepSums.of_batch`."""
+    teacher_outputs: StaticOutputs | None = None
+    """What the student's part reads of a teacher in the side stream; None: it has the teacher in itself, or there is none."""
     epoch: int = -1
     """Of the last one that was not replayed."""
     num_steps: int = 0
@@ -139,12 +156,6 @@ class _ShapeState:
     recordings: list[StepRecording] = field(default_factory=list)
     """Of the parts of the last one that was compared with others."""
     replays: _Replays | None = None
-    teacher_images_BCHW: Tensor | None = None
-    """What the teacher's graph reads."""
-    teacher_outputs: TeacherOutputs = field(default_factory=dict)
-    """What it writes."""
-    outputs: StaticOutputs | None = None
-    """The same for the student's graph; None: the teacher is in that graph, or there is none."""
 
 
 @dataclass
@@ -156,22 +167,16 @@ class GraphedStep:
     stage: str = "student"
     off: str | None = None
     """Why steps are not captured any more."""
-    teacher_ahead: bool = True
-    """Whether a teacher that reads nothing but the images runs beside the step before."""
+    overlap_teacher: bool = True
+    """Whether a teacher that depends on nothing but the images runs in the side stream."""
     _shapes: dict[_Shape, _ShapeState] = field(default_factory=dict)
     _loss_weights: dict[str, _Number] = field(default_factory=dict)
     _lrs: dict[tuple[int, int], _Number] = field(default_factory=dict)
-    _replayed_in: int = -1
-    """The epoch of the last step, if that was replayed."""
-    _overlaps: bool = False
-    """Whether the teacher of this step may run beside the last one: nothing but a replay lies between the two."""
 
     def __call__(self, batch: DeviceBatch, step: int, timer: PhaseTimer) -> None:
-        """See `train_step`, which this is in all but time. The phase `graph` is the student's part up to its gradients; where the
-        teacher runs ahead, h2d, augment and teacher are what the student waits for them."""
+        """See `train_step`, which this is in all but time. The phase `graph` is the student's graph, up to the gradients. Where
+        the teacher is in the side stream, h2d, augment and teacher are what the student waits for them."""
         train_state = self.train_state
-        epoch = int(train_state.epochs.training_epochs(step))
-        self._overlaps, self._replayed_in = self._replayed_in == epoch, -1
         if self.off is not None or not self._is_capturable(batch):
             train_step(train_state, batch, step, timer)
             return
@@ -180,50 +185,52 @@ class GraphedStep:
         if shape is None:
             self.make_room(len(batch.labels_B))
             train_prepared(train_state, prepared, step, timer)
+            self.capture.release_side_stream()
             return
         self._set_numbers(step)
-        if shape.replays is not None and shape.epoch == epoch:
+        if shape.replays is not None and shape.epoch == int(train_state.epochs.training_epochs(step)):
             self._replay(shape, shape.replays, prepared, timer)
-            self._replayed_in = epoch
         else:
             self.make_room(len(batch.labels_B))
             self._warm_up(shape, prepared, step, timer)
         train_state.sums.add_batch(step, len(batch.labels_B), shape.sums_N)
 
     @property
-    def _runs_ahead(self) -> bool:
+    def _overlaps(self) -> bool:
+        """Whether this epoch's teacher runs in the side stream."""
         teacher = self.train_state.active_teacher
-        return self.teacher_ahead and isinstance(teacher, TeacherNetwork) and teacher.reads_images_alone
+        return self.overlap_teacher and isinstance(teacher, TeacherNetwork) and teacher.depends_on_images_alone
 
     def _prepared(self, batch: DeviceBatch, timer: PhaseTimer) -> DeviceBatch:
-        """See `prepare_batch`; for a teacher that runs ahead, so is this."""
-        if not self._runs_ahead:
+        """See `prepare_batch`; for a teacher in the side stream this is there too."""
+        if not self._overlaps:
             return prepare_batch(self.train_state, batch, timer)
-        with self.capture.ahead(overlap=self._overlaps):
+        with self.capture.side_stream():
             batch.wait()
-        self.capture.join()
+        self.capture.wait_for_side_stream()
         timer.mark("h2d")
-        with self.capture.ahead(overlap=self._overlaps):
+        with self.capture.side_stream():
             prepared = self.train_state.prepare(batch)
-        self.capture.join()
+        self.capture.wait_for_side_stream()
         timer.mark("augment")
         return prepared
 
-    def _take_outputs(self, shape: _ShapeState, run: Callable[[], TeacherOutputs], timer: PhaseTimer) -> None:
-        """Run the teacher ahead, and copy its outputs to where the student's part reads them."""
-        with self.capture.ahead(overlap=self._overlaps):
+    def _update_teacher_outputs(self, shape: _ShapeState, run: Callable[[], TeacherOutputs], timer: PhaseTimer) -> None:
+        """Run the teacher in the side stream, and copy its outputs to where the student's part reads them."""
+        with self.capture.side_stream():
             outputs = run()
-        self.capture.join()
-        if shape.outputs is None or not shape.outputs.copy_from(outputs):
-            shape.outputs = StaticOutputs(outputs)
-        self.capture.release()
+        self.capture.wait_for_side_stream()
+        if shape.teacher_outputs is None or not shape.teacher_outputs.copy_from(outputs):
+            shape.teacher_outputs, shape.replays = StaticOutputs(outputs), None  # a graph reads those of before
+        self.capture.release_side_stream()
         timer.mark("teacher")
 
     def _replay(self, shape: _ShapeState, replays: _Replays, batch: DeviceBatch, timer: PhaseTimer) -> None:
+        count = global_count(self.train_state, batch)
         if replays.teacher is not None:
-            self._take_outputs(shape, partial(_replayed_outputs, shape, replays.teacher, batch), timer)
+            self._update_teacher_outputs(shape, partial(replays.teacher, batch.images_BCHW), timer)
+        self._set_sample_weight(shape, count, timer)
         timer.begin_micro_batch()
-        count = self._count(shape, batch, timer)
         replays.gradients()
         timer.mark(GRAPH)
         self.train_state.update.average_gradients(count)
@@ -231,13 +238,11 @@ class GraphedStep:
         replays.update()
         timer.mark("optimizer")
 
-    def _count(self, shape: _ShapeState, batch: DeviceBatch, timer: PhaseTimer) -> GlobalCount:
-        """Of the step's samples; what weighs this rank's is written to the memory that the step reads."""
-        count = global_count(self.train_state, batch)
+    def _set_sample_weight(self, shape: _ShapeState, count: GlobalCount, timer: PhaseTimer) -> None:
+        """Write what weighs this rank's samples to the memory that the step reads."""
         if self.train_state.group.world_size > 1:
             shape.sample_weight.fill_(count.weight())
             timer.mark("backward")  # as in an eager step: it waits for ranks that have not begun theirs
-        return count
 
     def _is_capturable(self, batch: DeviceBatch) -> bool:
         """Whether it is a step of the training, not of an init stage, on some images."""
@@ -300,7 +305,7 @@ class GraphedStep:
             self.train_state.sums.of_batch(logits_BK, labels_B, losses, out=shape.sums_N)
 
         epoch = self.train_state.epochs.training_epochs(step)
-        outputs = shape.outputs.outputs if shape.outputs is not None else None
+        outputs = shape.teacher_outputs.outputs if shape.teacher_outputs is not None else None
         add_gradients(
             self.train_state,
             shape.batch,
@@ -319,16 +324,17 @@ class GraphedStep:
 
     def _run(self, shape: _ShapeState, batch: DeviceBatch, step: int, timer: PhaseTimer, recorder: Recorder) -> GlobalCount:
         """The whole step, each part in a context of `recorder`. Returns the count of its samples."""
-        if self._runs_ahead:
+        count = global_count(self.train_state, batch)
+        if self._overlaps:
 
-            def run() -> TeacherOutputs:
+            def run_recorded() -> TeacherOutputs:
                 with recorder():
                     return run_teacher(self.train_state, batch)
 
-            self._take_outputs(shape, run, timer)
+            self._update_teacher_outputs(shape, run_recorded, timer)
         else:
-            shape.outputs = None
-        count = self._count(shape, batch, timer)
+            shape.teacher_outputs = None
+        self._set_sample_weight(shape, count, timer)
         with recorder():
             self._run_gradients(shape, step, count, timer)
         self.train_state.update.average_gradients(count)
@@ -336,6 +342,7 @@ class GraphedStep:
         with recorder():
             self._run_update()
         timer.mark("optimizer")
+        self.capture.release_side_stream()  # nothing overlaps with a step that may be captured anew
         return count
 
     def _warm_up(self, shape: _ShapeState, batch: DeviceBatch, step: int, timer: PhaseTimer) -> None:
@@ -356,9 +363,10 @@ class GraphedStep:
 
         count = self._run(shape, batch, step, timer, recorder)
         problem = next((each.problem for each in shape.recordings if each.problem is not None), None)
-        changed = next(filter(None, map(StepRecording.difference, before, shape.recordings)), None)
         if before and len(before) != len(shape.recordings):
-            changed = "whether the teacher runs ahead changes from step to step"
+            changed: str | None = "the stream of the teacher changes from step to step"
+        else:
+            changed = next(filter(None, map(StepRecording.difference, before, shape.recordings)), None)
         if problem is not None:
             self._turn_off(problem)
         elif changed is not None and not new_epoch:
@@ -372,7 +380,7 @@ class GraphedStep:
         timer = PhaseTimer(torch.device("cpu"))  # nobody reads it: events inside a graph have no time
         timer.start()
         try:
-            teacher = self._capture_teacher(shape, batch) if self._runs_ahead else None
+            teacher = self._capture_teacher(batch) if self._overlaps else None
             gradients = self.capture(partial(self._run_gradients, shape, step, count, timer))
             shape.replays = _Replays(teacher, gradients, self.capture(self._run_update))
         except RuntimeError as error:  # perhaps of this rank alone, which makes all others wait in each step
@@ -380,14 +388,14 @@ class GraphedStep:
             reason, group = str(error).strip().partition("\n")[0], self.train_state.group
             self._turn_off(f"rank {group.rank}: {reason}" if group.world_size > 1 else reason, logging.WARNING)
 
-    def _capture_teacher(self, shape: _ShapeState, batch: DeviceBatch) -> Callable[[], None]:
-        shape.teacher_images_BCHW = torch.empty_like(batch.images_BCHW)
-        static = batch._replace(images_BCHW=shape.teacher_images_BCHW)
+    def _capture_teacher(self, batch: DeviceBatch) -> _TeacherGraph:
+        images_BCHW, captured = torch.empty_like(batch.images_BCHW), dict[str, ModelOutputs]()
 
         def run() -> None:
-            shape.teacher_outputs = run_teacher(self.train_state, static)
+            captured.update(run_teacher(self.train_state, batch._replace(images_BCHW=images_BCHW)))
 
-        return self.capture(run, ahead=True)
+        replay = self.capture(run, side=True)
+        return _TeacherGraph(images_BCHW, captured, replay)
 
     def make_room(self, num_images: int) -> None:
         """Free the graphs, to be captured anew, where a step of so many images without one does not fit beside them."""
@@ -399,19 +407,11 @@ class GraphedStep:
         """A step that is like earlier ones is captured anew."""
         for shape in self._shapes.values():
             shape.replays, shape.recordings = None, []
-            shape.teacher_images_BCHW, shape.teacher_outputs = None, {}
 
     def _turn_off(self, reason: str, level: int = logging.INFO) -> None:
         """Free the graphs; from the next step on there are none."""
         self.off, self._shapes = reason, {}
         log_eager(self.stage, reason, level)
-
-
-def _replayed_outputs(shape: _ShapeState, replay: Callable[[], None], batch: DeviceBatch) -> TeacherOutputs:
-    assert shape.teacher_images_BCHW is not None
-    shape.teacher_images_BCHW.copy_(batch.images_BCHW)
-    replay()
-    return shape.teacher_outputs
 
 
 def log_eager(stage: str, reason: str, level: int = logging.INFO) -> None:

@@ -1,5 +1,6 @@
-"""Whether a step takes as long as it takes to launch it, and not as the GPU needs for it: `train.cuda_graphs: auto`."""
+"""Whether launching a step takes longer than running it on the GPU: `train.cuda_graphs: auto`."""
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from trainables.distributed.group import Group, all_reduce_sum, gather_objects
-from trainables.engine.pass_latency import passes, unchanged
+from trainables.engine.pass_latency import normalised_by_batch, passes, unchanged
 from trainables.engine.step import TrainState
 from trainables.failures import kind_of
 
@@ -17,7 +18,7 @@ _ROUNDS = 3
 _WORTH_IT = 0.9
 """Graphs are taken where they bring a step below this part of its time."""
 _CYCLES_PER_S = 2.5e9
-"""No GPU has a faster clock: so many cycles take at least a second."""
+"""About the fastest clock of a GPU: so many cycles take a second or longer."""
 _MAX_LAUNCH_S = 0.2
 """A step that takes longer to launch has more operations than a GPU's queue holds."""
 
@@ -43,21 +44,24 @@ def is_launch_bound(train_state: TrainState, stage: str, *, image_size: int, num
 
     Raises what a step raises that runs out of memory.
     """
-    group, times, error = train_state.group, None, ""
+    group = train_state.group
+    measured: StepTimes | str
     try:
-        times = measure(train_state, image_size, num_images)
-    except (RuntimeError, ValueError) as raised:  # a method may refuse images of zeros, which are no samples
-        if kind_of(raised) == "out_of_memory":
+        measured = measure(train_state, image_size, num_images)
+    except Exception as error:  # a method's own code may refuse images of zeros, which are no samples
+        if kind_of(error) in ("out_of_memory", "device"):
             raise
-        error = str(raised).strip().partition("\n")[0]
-    by_rank = gather_objects((times, error), group)
-    failed = next((each for _, each in by_rank if each), None)
-    if failed is not None:
+        message = str(error).strip().partition("\n")[0]
+        measured = f"{type(error).__name__}: {message}"
+    by_rank = gather_objects(measured, group)
+    times = [each for each in by_rank if isinstance(each, StepTimes)]
+    if len(times) < len(by_rank):
         if group.is_main:
-            log.info("%s: train.cuda_graphs: auto: no CUDA graphs, for its steps cannot be timed: %s", stage, failed)
+            reason = next(each for each in by_rank if isinstance(each, str))
+            log.info("%s: train.cuda_graphs: auto: no CUDA graphs, for its steps cannot be timed: %s", stage, reason)
         return False
     allreduce_s = _allreduce_s(train_state) if group.world_size > 1 else 0.0
-    launch_s, device_s = (max(values) for values in zip(*(each[:2] for each, _ in by_rank), strict=True))
+    launch_s, device_s = (max(values) for values in zip(*(each[:2] for each in times), strict=True))
     slowest = StepTimes(launch_s, device_s, max(gather_objects(allreduce_s, group)))
     if group.is_main:
         log.info(
@@ -76,8 +80,9 @@ def measure(train_state: TrainState, image_size: int, num_images: int) -> StepTi
     device = train_state.group.device
     with unchanged(train_state.distillation_module):
         run = passes(train_state, image_size, num_images)
-        _launch_s(run, device)  # kernels are loaded
-        rounds = [_round(run, device) for _ in range(_ROUNDS)]
+        with normalised_by_batch(train_state.distillation_module) if num_images > 1 else contextlib.nullcontext():
+            _launch_s(run, device)  # kernels are loaded
+            rounds = [_round(run, device) for _ in range(_ROUNDS)]
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return StepTimes(*(min(values) for values in zip(*rounds, strict=True)))
@@ -89,7 +94,7 @@ def _round(run: Callable[[], None], device: torch.device) -> tuple[float, float]
     if device.type != "cuda":
         return launch_s, launch_s
     began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    # The device begins when all is launched, and waits for nothing.
+    # The device begins when all is launched, and waits for nothing: half as long again covers a clock that is faster.
     torch.cuda._sleep(int(1.5 * min(launch_s, _MAX_LAUNCH_S) * _CYCLES_PER_S))
     began.record()
     run()

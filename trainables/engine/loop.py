@@ -37,6 +37,8 @@ def run(job: Job) -> dict[str, float]:
     if config.scale.num_stages > 1:
         assert isinstance(config.scale.micro_batches, int)  # since it was planned
         start |= {"pipeline_stages": config.scale.num_stages, "micro_batches": config.scale.micro_batches}
+    if config.train.cuda_graphs:
+        start["cuda_graphs"] = float(job.functions.graphs is not None)
     start |= {f"predicted/{stages}_stages_ms": 1e3 * step_s for stages, step_s in job.predicted_s.items()}
     job.report("start", progress.step, progress.epoch, start)
     if progress.epoch_record:  # its checkpoint is complete: a death may have come before its record was written

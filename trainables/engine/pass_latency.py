@@ -102,7 +102,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _by_batch(model: nn.Module) -> Iterator[None]:
+def normalised_by_batch(model: nn.Module) -> Iterator[None]:
     """Batch norms normalise by the batch, as in training, and leave their statistics. Those over all ranks stay as they are."""
     norms = [
         module
@@ -149,15 +149,16 @@ def passes_s(train_state: TrainState, image_size: int, num_images: int) -> float
     def now_s() -> float:
         return time.perf_counter() - (core_wait.seconds() if core_wait else 0.0)
 
-    start_s = now_s()
-    run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return now_s() - start_s
+    with normalised_by_batch(train_state.distillation_module) if num_images > 1 else contextlib.nullcontext():
+        start_s = now_s()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return now_s() - start_s
 
 
 def passes(train_state: TrainState, image_size: int, num_images: int) -> Callable[[], None]:
-    """What launches the passes on so many images once; call it within `unchanged`."""
+    """What launches the passes on so many images once; call it within `unchanged`, and on several `normalised_by_batch`."""
     model, device = train_state.distillation_module, train_state.group.device
     images_BCHW = torch.zeros((num_images, 3, image_size, image_size), device=device, dtype=torch.uint8)
     images_BCHW = images_BCHW.contiguous(memory_format=torch.channels_last)
@@ -168,13 +169,12 @@ def passes(train_state: TrainState, image_size: int, num_images: int) -> Callabl
     weights = model.weights(0.0)
 
     def run() -> None:
-        with _by_batch(model) if num_images > 1 else contextlib.nullcontext():
-            inputs = train_state.prepare(batch)
-            method_batch = MethodBatch(inputs.images_BCHW, labels_B, labels_B, 0.0, gather)
-            with train_state.autocast():
-                teacher_outputs = train_state.teacher(inputs.images_BCHW, num_images) if train_state.teacher is not None else None
-                outputs = model(inputs.images_BCHW, method_batch, teacher_outputs)
-            loss = losses(outputs, labels_B, inputs.mix, weights)
-            torch.autograd.grad(loss.total(1.0), trained, allow_unused=True)
+        inputs = train_state.prepare(batch)
+        method_batch = MethodBatch(inputs.images_BCHW, labels_B, labels_B, 0.0, gather)
+        with train_state.autocast():
+            teacher_outputs = train_state.teacher(inputs.images_BCHW, num_images) if train_state.teacher is not None else None
+            outputs = model(inputs.images_BCHW, method_batch, teacher_outputs)
+        loss = losses(outputs, labels_B, inputs.mix, weights)
+        torch.autograd.grad(loss.total(1.0), trained, allow_unused=True)
 
     return run

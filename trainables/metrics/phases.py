@@ -6,5 +6,6 @@ RECEIVE = "receive"
 BUBBLE = "bubble"
 """What a pipeline stage waits for its neighbours within a step; not recorded where there are none."""
 GRAPH = "graph"
-"""Student and backward at once, in a step that is launched as CUDA graphs; not recorded where there are none."""
+"""Student and backward at once, in a step that is launched as CUDA graphs, and the teacher where it is in the same graph; not
+recorded where there are none."""
 ALL_PHASES = (*PHASES, RECEIVE, BUBBLE, GRAPH)

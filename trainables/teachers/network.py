@@ -28,8 +28,8 @@ class TeacherNetwork(TeacherInterface):
         return self._reader.modules
 
     @property
-    def reads_images_alone(self) -> bool:
-        """Whether its outputs depend on nothing else that a step changes, nor a gradient on them."""
+    def depends_on_images_alone(self) -> bool:
+        """Whether its outputs depend on nothing else that a step changes, and no gradient flows through it."""
         return not self._gradient and not self._batch_norms and not self.is_collective
 
     def skip(self, images_BCHW: Tensor, num_calls: int) -> None:

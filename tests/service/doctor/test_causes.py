@@ -439,9 +439,15 @@ def test_an_idle_gpu_whose_host_could_launch_faster_waits_for_something_else() -
 
 def test_cuda_graphs_are_proposed_where_they_were_not_asked_for_and_are_possible() -> None:
     assert the(launch_bound, IDLE).change.endswith(
-        "; or, with this batch, --set train.cuda_graphs=auto, which launches a step at once"
+        "; or, with this batch, --set train.cuda_graphs=auto, which launches steps as CUDA graphs where that is faster"
     )
-    for excluding in ({"cuda_graphs": True}, {"compiled": True}, {"pipeline_stages": 2}):
+    for excluding in (
+        {"cuda_graphs": True},
+        {"compiled": True},
+        {"pipeline_stages": 2},
+        {"precision": "fp16"},
+        {"teacher_actors": 1},
+    ):
         assert "cuda_graphs" not in the(launch_bound, replace(IDLE, **excluding)).change
 
 
@@ -465,7 +471,7 @@ def test_an_idle_gpu_whose_memory_is_full_is_not_reported_as_having_nothing_to_g
     found = the(launch_bound, full)
     assert found.gain_pct == pytest.approx(60 - 1.0)
     assert found.change.startswith(
-        "no larger batch is possible: --set train.cuda_graphs=auto, which launches a step at once; "
+        "no larger batch is possible: --set train.cuda_graphs=auto, which launches steps as CUDA graphs where that is faster; "
         "--set train.compile=true, for fewer kernels; --set precision=bf16"
     )
     assert "train.compile" not in the(launch_bound, replace(full, compiled=True)).change

@@ -49,7 +49,7 @@ class CpuCapture(TorchDispatchMode):
         self._made: set[int] = set()
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def __call__(self, run: Callable[[], None], *, ahead: bool = False) -> Callable[[], None]:
+    def __call__(self, run: Callable[[], None], *, side: bool = False) -> Callable[[], None]:
         self._operations, self._made, self._before = [], set(), {}
         with torch.random.fork_rng(devices=[]), self:
             run()
@@ -58,13 +58,13 @@ class CpuCapture(TorchDispatchMode):
         operations = self._operations
         return lambda: _run_again(operations)
 
-    def ahead(self, *, overlap: bool) -> contextlib.AbstractContextManager[None]:
+    def side_stream(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def join(self) -> None:
+    def wait_for_side_stream(self) -> None:
         """There is one stream."""
 
-    def release(self) -> None:
+    def release_side_stream(self) -> None:
         """There is one stream."""
 
     @property
@@ -137,17 +137,17 @@ class WrappedCapture:
     def __init__(self, inner: Capture) -> None:
         self._inner = inner
 
-    def __call__(self, run: Callable[[], None], *, ahead: bool = False) -> Callable[[], None]:
-        return self._inner(run, ahead=ahead)
+    def __call__(self, run: Callable[[], None], *, side: bool = False) -> Callable[[], None]:
+        return self._inner(run, side=side)
 
-    def ahead(self, *, overlap: bool) -> contextlib.AbstractContextManager[None]:
-        return self._inner.ahead(overlap=overlap)
+    def side_stream(self) -> contextlib.AbstractContextManager[None]:
+        return self._inner.side_stream()
 
-    def join(self) -> None:
-        self._inner.join()
+    def wait_for_side_stream(self) -> None:
+        self._inner.wait_for_side_stream()
 
-    def release(self) -> None:
-        self._inner.release()
+    def release_side_stream(self) -> None:
+        self._inner.release_side_stream()
 
     @property
     def num_bytes(self) -> int:
@@ -158,29 +158,39 @@ class WrappedCapture:
 
 
 class CountingCapture(WrappedCapture):
-    """Counts the steps that are captured, and those that are replayed: by their gradients, which come before each update."""
+    """Counts the steps that are captured, and lists what the steps do: the replays of their parts, and what they do with the side
+    stream."""
 
     def __init__(self, inner: Capture) -> None:
         super().__init__(inner)
-        self.num_captures = self.num_replays = self.num_teachers = 0
+        self.num_captures = 0
+        self.calls: list[str] = []
         self._is_update = True
 
-    def __call__(self, run: Callable[[], None], *, ahead: bool = False) -> Callable[[], None]:
-        replay = super().__call__(run, ahead=ahead)
-        if ahead:
-            return self._counted(replay, "num_teachers")
-        self._is_update = not self._is_update
-        if self._is_update:
-            return replay
-        self.num_captures += 1
-        return self._counted(replay, "num_replays")
+    def __call__(self, run: Callable[[], None], *, side: bool = False) -> Callable[[], None]:
+        inner, name = super().__call__(run, side=side), "teacher"
+        if not side:  # a step's gradients and its update come in turn
+            self._is_update = not self._is_update
+            self.num_captures += not self._is_update
+            name = "update" if self._is_update else "gradients"
 
-    def _counted(self, replay: Callable[[], None], count: str) -> Callable[[], None]:
-        def counted() -> None:
-            setattr(self, count, getattr(self, count) + 1)
-            replay()
+        def replay() -> None:
+            self.calls.append(name)
+            inner()
 
-        return counted
+        return replay
+
+    def side_stream(self) -> contextlib.AbstractContextManager[None]:
+        self.calls.append("side")
+        return super().side_stream()
+
+    def wait_for_side_stream(self) -> None:
+        self.calls.append("wait")
+        super().wait_for_side_stream()
+
+    def release_side_stream(self) -> None:
+        self.calls.append("release")
+        super().release_side_stream()
 
 
 class Trained:
@@ -207,7 +217,7 @@ class Trained:
 
     @property
     def num_replays(self) -> int:
-        return self.counts.num_replays
+        return self.counts.calls.count("gradients")
 
     @property
     def step(self) -> GraphedStep:

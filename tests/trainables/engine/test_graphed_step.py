@@ -139,20 +139,56 @@ def test_a_number_that_changes_with_the_epoch_is_captured_anew(trained: Callable
     assert trained("kd", True).num_captures == 1
 
 
-@pytest.mark.parametrize(("method", "is_ahead"), [("kd", True), ("crd", True), ("pskd", False), ("fitnet", True)])
-def test_a_teacher_runs_ahead_if_it_reads_nothing_but_the_images(
-    trained: Callable[[str, bool], Trained], method: str, is_ahead: bool
+OVERLAPPING = ["side", "wait", "side", "wait", "side", "teacher", "wait", "release", "gradients", "update"]
+"""A replayed step: the copy, the augmentation and the teacher in the side stream, which goes on before the gradients."""
+
+
+def replayed_steps(calls: list[str]) -> list[list[str]]:
+    """The calls of each replayed step: those after the update or the release of the step before."""
+    steps, begin = [], 0
+    for end, call in enumerate(calls, start=1):
+        if call == "update":
+            steps.append(calls[begin:end])
+        if call == "update" or calls[end - 1 : end + 1] == ["release", "side"]:
+            begin = end
+    return steps
+
+
+@pytest.mark.parametrize("method", ["kd", "crd"])
+def test_the_teacher_of_a_replayed_step_overlaps_with_the_step_before(
+    trained: Callable[[str, bool], Trained], method: str
 ) -> None:
-    graphed = trained(method, True)
-    assert graphed.counts.num_teachers == (graphed.num_replays if is_ahead else 0)
+    steps = replayed_steps(trained(method, True).counts.calls)
+    assert steps == [OVERLAPPING] * len(steps)
+    assert len(steps) >= 4
 
 
-def test_a_teacher_that_normalises_by_the_batch_does_not_run_ahead(tmp_path: Path) -> None:
+def test_nothing_overlaps_with_a_step_that_is_not_replayed(trained: Callable[[str, bool], Trained]) -> None:
+    calls = trained("kd", True).counts.calls
+    first_replay = calls.index("teacher")
+    assert calls[:first_replay].count("release") == 2 * 3  # of each of three: once its outputs are read, and at its end
+    assert calls[: first_replay - 5][-1] == "release"
+
+
+def test_a_teacher_that_no_method_reads_is_not_run(trained: Callable[[str, bool], Trained]) -> None:
+    assert {"side", "teacher"}.isdisjoint(trained("pskd", True).counts.calls)
+
+
+def test_a_teacher_that_normalises_by_the_batch_stays_in_the_students_graph(tmp_path: Path) -> None:
     config = settings("ofd", tmp_path / "job", distill={"options": {"ofd": {"teacher_norm": "batch"}}})
     eager, graphed = (Trained(config, graphed=graphed, steps=STEPS) for graphed in (False, True))
     assert graphed.num_replays >= 4
-    assert graphed.counts.num_teachers == 0
+    assert {"side", "teacher"}.isdisjoint(graphed.counts.calls)
     assert_equal(eager, graphed)
+
+
+def test_steps_of_too_many_shapes_are_taken_without_graphs_and_train_the_same(
+    tmp_path: Path, trained: Callable[[str, bool], Trained], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphed_step, "MAX_SHAPES", 1)  # an epoch's last batch has another one
+    graphed = Trained(settings("kd", tmp_path / "job"), graphed=True, steps=STEPS)
+    assert graphed.num_replays >= 4
+    assert_equal(trained("kd", False), graphed)
 
 
 class FailingCapture(CpuCapture):
@@ -162,8 +198,8 @@ class FailingCapture(CpuCapture):
         super().__init__()
         self._part = part
 
-    def __call__(self, run: Callable[[], None], *, ahead: bool = False) -> Callable[[], None]:
-        replay = super().__call__(run, ahead=ahead)
+    def __call__(self, run: Callable[[], None], *, side: bool = False) -> Callable[[], None]:
+        replay = super().__call__(run, side=side)
         self._part -= 1
         if self._part < 0:
             raise RuntimeError("operation not permitted\nwhen stream is capturing")

@@ -59,16 +59,34 @@ def test_the_log_says_what_auto_has_chosen_and_why(
     assert f"student: train.cuda_graphs: {text}: {took}" in caplog.text
 
 
-def test_a_method_that_refuses_images_of_zeros_has_no_graphs_and_trains(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    refused = ValueError("every image is the same\nand that is a problem")
+@pytest.mark.parametrize(
+    ("refused", "text"),
+    [
+        (ValueError("every image is the same\nand that is a problem"), "ValueError: every image is the same\n"),
+        (TypeError("no label"), "TypeError: no label\n"),
+        (NotImplementedError(), "NotImplementedError: \n"),
+    ],
+    ids=["ValueError", "TypeError", "without a text"],
+)
+def test_a_method_that_refuses_images_of_zeros_has_no_graphs_and_trains(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, refused: Exception, text: str
+) -> None:
     with caplog.at_level("INFO", "raydistill"), contextlib.closing(built(auto(tmp_path / "job"), refused)) as job:
         assert not isinstance(job.functions.train_step, GraphedStep)
-    assert "no CUDA graphs, for its steps cannot be timed: every image is the same\n" in caplog.text
+    assert f"no CUDA graphs, for its steps cannot be timed: {text}" in caplog.text
 
 
-def test_a_step_that_does_not_fit_is_out_of_memory_here_too(tmp_path: Path) -> None:
-    with pytest.raises(torch.OutOfMemoryError):
-        built(auto(tmp_path / "job"), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        torch.AcceleratorError("CUDA error: an illegal memory access was encountered", 700),
+    ],
+    ids=["out of memory", "a broken device"],
+)
+def test_what_no_step_would_survive_ends_the_job_here_too(tmp_path: Path, error: Exception) -> None:
+    with pytest.raises(type(error)):
+        built(auto(tmp_path / "job"), error)
 
 
 def test_a_cpu_has_none_and_times_nothing(tmp_path: Path) -> None:
