@@ -394,6 +394,45 @@ def phases_with_a_slow_rank(group: Group, config: TrainConfig) -> dict[str, floa
         return timer.take()
 
 
+def orders_on_rank(group: Group, config: TrainConfig) -> list[list[tuple[int, ...]]]:
+    """Where a rank says that it is, at each phase of its steps: three that are not replayed, then three that are."""
+    with graphs_of(CpuCapture()):
+        job = build(config, group, Recorded(), no_telemetry)
+    with contextlib.closing(job):
+        fuse_optimizers(job)
+        state, timer, heartbeat = job.train_state, job.metrics.timer, job.metrics.heartbeat
+        state.epochs = dataclasses.replace(state.epochs, steps_per_epoch=1_000)
+        state.begin_epoch(job.epochs.at(0))
+        heartbeat.enter("train")
+        batch, found = next(iter(on_device(job.train_loader.epoch(0), group.device))), list[list[tuple[int, ...]]]()
+        for name in ("mark", "begin_micro_batch"):
+            call = getattr(timer, name)
+
+            def recorded(*args: str, call: Callable[..., None] = call) -> None:
+                call(*args)
+                found[-1].append(heartbeat.position().order)
+
+            setattr(timer, name, recorded)
+        for step in range(6):
+            heartbeat.begin_step(step)
+            found.append([])
+            timer.start()
+            timer.mark("data")
+            job.functions.train_step(batch, step, timer)
+            timer.stop()
+            heartbeat.end_step()
+        return found
+
+
+def test_a_rank_never_says_that_it_went_back_within_a_step(ranks: RankPool, tmp_path: Path) -> None:
+    config = settings("kd", tmp_path / "job", train={"cuda_graphs": True}, **LOCAL)
+    for orders_by_step in ranks.run(2, orders_on_rank, config):
+        for orders in orders_by_step:
+            in_step = orders[:-1]  # with the last phase the step is over
+            assert in_step == sorted(in_step)
+            assert len(in_step) >= 7
+
+
 LATE_S = 0.08
 
 
