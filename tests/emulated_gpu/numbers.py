@@ -153,7 +153,7 @@ def _computation(
     cpu_outputs = [_on_cpu(output) for output in outputs]
     on_cpu = ON_CPU.get(func.overloadpacket.__name__, func)
     is_random = torch.Tag.nondeterministic_seeded in func.tags
-    index = len(_recording)
+    index = len(_recording) if is_capturing else 0
 
     def compute() -> None:
         if is_random:
@@ -193,7 +193,7 @@ class _Seeded:
     """The CPU draws what belongs to the state of a generator of the GPU, and is left as it was."""
 
     def __init__(self, generator: torch.Generator | None, index: int) -> None:
-        """`index`: of the operation in its graph, all of which have one state."""
+        """`index`: of the operation in its graph, whose operations all find the generator in one state; 0 without a graph."""
         self._generator, self._index = generator, index
 
     def __enter__(self) -> None:

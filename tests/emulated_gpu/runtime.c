@@ -36,6 +36,17 @@ static cudaError_t failed(cudaError_t error) {
   return error;
 }
 
+/* ---- Processes: one that was forked from a user of CUDA cannot use it. ---- */
+
+static bool is_initialised, is_forked;
+
+static void after_fork(void) { /* in the child, where no thread is left that could release the lock */
+  pthread_mutex_init(&lock, NULL);
+  is_forked = is_initialised;
+}
+
+__attribute__((constructor)) static void watch_forks(void) { pthread_atfork(NULL, NULL, after_fork); }
+
 /* ---- Devices: as many as EMULATED_GPU_COUNT says and CUDA_VISIBLE_DEVICES shows, each with EMULATED_GPU_MEMORY_GIB.
    Not emulated: peers, MIG, several processes that share the memory of a device. ---- */
 
@@ -46,7 +57,10 @@ size_t emulated_gpu_memory(void) {
   return (size_t)((gib ? atof(gib) : 78.0) * (1ul << 30));
 }
 
-size_t emulated_gpu_used(int device) { return used_bytes[device]; }
+size_t emulated_gpu_used(int device) {
+  size_t used = used_bytes[device], total = emulated_gpu_memory();
+  return used < total ? used : total; /* a test may take memory away */
+}
 
 int emulated_gpu_count(void) {
   const char *text = getenv("EMULATED_GPU_COUNT");
@@ -55,6 +69,9 @@ int emulated_gpu_count(void) {
 }
 
 cudaError_t cudaGetDeviceCount(int *count) {
+  *count = 0;
+  if (is_forked) return failed(cudaErrorInitializationError);
+  is_initialised = true;
   *count = emulated_gpu_count();
   const char *visible = getenv("CUDA_VISIBLE_DEVICES");
   if (visible) {
@@ -72,7 +89,8 @@ cudaError_t cudaGetDevice(int *device) {
 
 cudaError_t cudaSetDevice(int device) {
   int count;
-  cudaGetDeviceCount(&count);
+  cudaError_t error = cudaGetDeviceCount(&count);
+  if (error) return error;
   if (device < 0 || device >= count) return failed(cudaErrorInvalidDevice);
   current_device = device;
   return cudaSuccess;
@@ -137,12 +155,18 @@ const char *cudaGetErrorName(cudaError_t error) { return error ? "cudaError" : "
 const char *cudaGetErrorString(cudaError_t error) {
   switch (error) {
     case cudaSuccess: return "no error";
+    case cudaErrorInvalidValue: return "invalid argument";
     case cudaErrorMemoryAllocation: return "out of memory";
+    case cudaErrorInitializationError: return "initialization error";
     case cudaErrorNoDevice: return "no CUDA-capable device is detected";
     case cudaErrorInvalidDevice: return "invalid device ordinal";
+    case cudaErrorInvalidResourceHandle: return "invalid resource handle";
     case cudaErrorIllegalState: return "the operation cannot be performed in the present state";
     case cudaErrorStreamCaptureUnsupported: return "operation not permitted when stream is capturing";
     case cudaErrorStreamCaptureInvalidated: return "operation failed due to a previous error during capture";
+    case cudaErrorNotSupported: return "operation not supported";
+    case cudaErrorHostMemoryAlreadyRegistered: return "part or all of the requested memory range is already mapped";
+    case cudaErrorHostMemoryNotRegistered: return "pointer does not correspond to a registered memory region";
     case cudaErrorStreamCaptureIsolation: return "dependency created on uncaptured work in another stream";
     case cudaErrorStreamCaptureUnjoined: return "capturing stream has unjoined work";
     case cudaErrorCapturedEvent: return "operation not permitted on an event last recorded in a capturing stream";
@@ -171,15 +195,16 @@ struct capture {
   bool active, invalid;
 };
 
+/* Of what a stream has captured, the capture's origin must wait in the end for all, or some stream for which it waits. */
 struct stream {
   struct capture *capture;
-  bool unjoined; /* it has captured work for which the capture's origin does not wait */
+  size_t num_captured, num_joined;
 };
 
 static struct stream legacy, per_thread;
-static struct stream *streams[MAX_STREAMS];
+static struct stream *streams[MAX_STREAMS] = {&per_thread};
 static struct capture *captures[MAX_CAPTURES];
-static int num_streams, num_captures;
+static int num_streams = 1, num_captures;
 static __thread enum cudaStreamCaptureMode thread_mode = cudaStreamCaptureModeGlobal;
 
 static struct stream *stream_of(cudaStream_t stream) {
@@ -194,29 +219,33 @@ static cudaError_t invalidate(struct capture *capture, cudaError_t error) {
   return failed(error);
 }
 
-/* For calls that no thread may make while a capture of the mode `global` is active, nor the capturing one in `thread_local`. */
-static cudaError_t unsafe_call(void) {
-  cudaError_t error = cudaSuccess;
-  if (thread_mode == cudaStreamCaptureModeRelaxed) return error;
+static cudaError_t invalidate_captures(bool all) {
+  cudaError_t error = is_forked ? failed(cudaErrorInitializationError) : cudaSuccess;
   pthread_mutex_lock(&lock);
   for (int i = 0; i < num_captures; i++) {
     bool is_own = pthread_equal(captures[i]->thread, pthread_self()) && captures[i]->mode != cudaStreamCaptureModeRelaxed;
     bool is_global = captures[i]->mode == cudaStreamCaptureModeGlobal && thread_mode == cudaStreamCaptureModeGlobal;
-    if (is_own || is_global) error = invalidate(captures[i], cudaErrorStreamCaptureUnsupported);
+    if (all || is_own || is_global) error = invalidate(captures[i], cudaErrorStreamCaptureUnsupported);
   }
   pthread_mutex_unlock(&lock);
   return error;
+}
+
+/* For calls that no thread may make while a capture of the mode `global` is active, nor the capturing one in `thread_local`. */
+static cudaError_t unsafe_call(void) {
+  return thread_mode == cudaStreamCaptureModeRelaxed ? cudaSuccess : invalidate_captures(false);
 }
 
 /* Work enters a stream; `*runs` says whether it is to be done now. */
 static cudaError_t enter(cudaStream_t handle, bool *runs) {
   struct stream *stream = stream_of(handle);
   struct capture *capture = stream->capture;
-  *runs = capture == NULL;
+  *runs = capture == NULL && !is_forked;
+  if (is_forked) return failed(cudaErrorInitializationError);
   if (capture == NULL) return cudaSuccess;
   if (capture->invalid) return failed(cudaErrorStreamCaptureInvalidated);
   capture->num_nodes++;
-  stream->unjoined = stream != capture->origin;
+  stream->num_captured++;
   emulated_gpu_captured_launches++;
   return cudaSuccess;
 }
@@ -236,12 +265,11 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t handle, enum cudaStreamCaptureMo
   static unsigned long long num_begun;
   struct stream *stream = stream_of(handle);
   if (stream == &legacy) return failed(cudaErrorStreamCaptureUnsupported);
-  if (stream->capture) return failed(cudaErrorIllegalState);
+  if (stream->capture || num_captures == MAX_CAPTURES) return failed(cudaErrorIllegalState);
   struct capture *capture = calloc(1, sizeof *capture);
   pthread_mutex_lock(&lock);
   *capture = (struct capture){.id = ++num_begun, .mode = mode, .thread = pthread_self(), .origin = stream, .active = true};
   stream->capture = capture;
-  stream->unjoined = false;
   captures[num_captures++] = capture;
   pthread_mutex_unlock(&lock);
   return cudaSuccess;
@@ -256,13 +284,14 @@ cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t *graph) {
   pthread_mutex_lock(&lock);
   for (int i = 0; i < num_streams; i++) {
     if (streams[i]->capture != capture) continue;
-    if (streams[i]->unjoined) error = cudaErrorStreamCaptureUnjoined;
+    if (streams[i] != capture->origin && streams[i]->num_joined < streams[i]->num_captured) {
+      error = cudaErrorStreamCaptureUnjoined;
+    }
     streams[i]->capture = NULL;
   }
   for (int i = 0; i < num_captures; i++) {
     if (captures[i] == capture) captures[i--] = captures[--num_captures];
   }
-  per_thread.capture = NULL;
   capture->active = false;
   pthread_mutex_unlock(&lock);
   if (capture->origin != stream) error = cudaErrorStreamCaptureUnmatched;
@@ -330,10 +359,11 @@ struct event {
   struct timespec time;
   struct capture *capture;
   struct stream *stream;
+  size_t num_captured; /* by its stream before it */
 };
 
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t *handle, unsigned flags, int priority) {
-  struct stream *stream = calloc(1, sizeof *stream);
+  struct stream *stream = calloc(1, sizeof *stream); /* is never freed: events refer to it */
   pthread_mutex_lock(&lock);
   bool fits = num_streams < MAX_STREAMS;
   if (fits) streams[num_streams++] = stream;
@@ -365,7 +395,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
 
 cudaError_t cudaDeviceSynchronize(void) {
   emulated_gpu_synchronisations++;
-  return unsafe_call();
+  return invalidate_captures(true); /* in whatever mode: a captured stream is part of the device */
 }
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) {
@@ -382,8 +412,11 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t stream, unsigned flags) {
   struct event *event = (struct event *)handle;
+  struct capture *capture = capture_of(stream);
+  if (capture && capture->invalid) return failed(cudaErrorStreamCaptureInvalidated);
   event->stream = stream_of(stream);
-  event->capture = flags & cudaEventRecordExternal ? NULL : event->stream->capture;
+  event->capture = flags & cudaEventRecordExternal ? NULL : capture;
+  event->num_captured = event->stream->num_captured;
   clock_gettime(CLOCK_MONOTONIC, &event->time);
   return cudaSuccess;
 }
@@ -391,15 +424,12 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t stream, un
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) { return cudaEventRecordWithFlags(event, stream, 0); }
 
 static cudaError_t wait_on_host(struct event *event) {
-  if (event->capture == NULL) return cudaSuccess;
+  if (event->capture == NULL) return unsafe_call();
   if (event->capture->active) event->capture->invalid = true;
   return failed(cudaErrorCapturedEvent);
 }
 
-cudaError_t cudaEventQuery(cudaEvent_t event) {
-  cudaError_t error = wait_on_host((struct event *)event);
-  return error ? error : unsafe_call();
-}
+cudaError_t cudaEventQuery(cudaEvent_t event) { return wait_on_host((struct event *)event); }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   emulated_gpu_synchronisations++;
@@ -416,27 +446,30 @@ cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t first, cudaEve
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t waited_for, unsigned flags) {
   struct event *event = (struct event *)waited_for;
-  struct stream *stream = stream_of(handle);
+  struct stream *stream = stream_of(handle), *from = event->stream;
   struct capture *capture = event->capture && event->capture->active ? event->capture : NULL;
-  if (event->stream == NULL) return cudaSuccess;
+  if (from == NULL || flags & cudaEventWaitExternal) return cudaSuccess;
   if (stream->capture && stream->capture != capture) return invalidate(stream->capture, cudaErrorStreamCaptureIsolation);
-  if (capture && stream->capture == NULL) {
-    stream->capture = capture;
-    stream->unjoined = stream != capture->origin;
-  } else if (capture && event->stream != stream) {
-    event->stream->unjoined = false;
-  }
+  if (capture == NULL || from == stream) return cudaSuccess;
+  bool is_new = stream->capture == NULL;
+  bool joins = from != capture->origin && from->num_joined < event->num_captured;
+  if (is_new) *stream = (struct stream){.capture = capture};
+  if (joins) from->num_joined = event->num_captured;
+  stream->num_captured += is_new || joins;
   return cudaSuccess;
 }
 
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void *data) {
-  function(data);
-  return cudaSuccess;
+  bool runs;
+  cudaError_t error = enter(stream, &runs);
+  if (runs) function(data);
+  return error;
 }
 
 cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t function, void *data, unsigned flags) {
-  function(stream, cudaSuccess, data);
-  return cudaSuccess;
+  cudaError_t error = cudaStreamQuery(stream); /* which is not captured either */
+  if (!error) function(stream, cudaSuccess, data);
+  return error;
 }
 
 /* ---- Memory: blocks of the host's, of which those of the device count towards its limit. Copies and memsets are real.
@@ -453,9 +486,11 @@ static struct block blocks[MAX_BLOCKS];
 static int num_blocks;
 
 static bool charge(int device, size_t size) {
-  if ((used_bytes[device] += size) <= emulated_gpu_memory()) return true;
-  used_bytes[device] -= size;
-  return false;
+  pthread_mutex_lock(&lock);
+  bool fits = used_bytes[device] + size <= emulated_gpu_memory();
+  if (fits) used_bytes[device] += size;
+  pthread_mutex_unlock(&lock);
+  return fits;
 }
 
 static char *map_memory(size_t size) {
@@ -471,12 +506,13 @@ static bool add_block(struct block block) {
   return fits;
 }
 
-/* The block that contains an address, with `remove` out of the list; of size 0 where there is none. */
+/* The block that contains an address, or with `remove` the one that begins there, taken out of the list; of size 0: none. */
 static struct block find_block(const void *address, bool remove) {
   struct block found = {.type = cudaMemoryTypeUnregistered, .device = -2};
   pthread_mutex_lock(&lock);
   for (int i = 0; i < num_blocks; i++) {
-    if ((char *)address < blocks[i].start || (char *)address >= blocks[i].start + blocks[i].size) continue;
+    size_t offset = (char *)address - blocks[i].start; /* is huge where the address lies before */
+    if (remove ? offset > 0 : offset >= blocks[i].size) continue;
     found = blocks[i];
     if (remove) blocks[i] = blocks[--num_blocks];
     break;
@@ -486,23 +522,29 @@ static struct block find_block(const void *address, bool remove) {
 }
 
 static cudaError_t allocate(void **start, size_t size, enum cudaMemoryType type) {
-  size = (size / GRANULARITY + 1) * GRANULARITY;
+  size = (size + GRANULARITY - 1) / GRANULARITY * GRANULARITY;
   size_t charged = type == cudaMemoryTypeDevice ? size : 0;
   cudaError_t error = unsafe_call();
   *start = NULL;
-  if (error) return error;
+  if (error || size == 0) return error;
   if (!charge(current_device, charged)) return failed(cudaErrorMemoryAllocation);
-  *start = map_memory(size);
-  struct block block = {*start, size, charged, type, current_device};
-  return *start && add_block(block) ? cudaSuccess : failed(cudaErrorMemoryAllocation);
+  char *mapped = map_memory(size);
+  if (mapped && add_block((struct block){mapped, size, charged, type, current_device})) {
+    *start = mapped;
+    return cudaSuccess;
+  }
+  if (mapped) munmap(mapped, size);
+  used_bytes[current_device] -= charged;
+  return failed(cudaErrorMemoryAllocation);
 }
 
 static cudaError_t release(void *start) {
   cudaError_t error = start ? unsafe_call() : cudaSuccess;
   if (start == NULL || error) return error;
   struct block block = find_block(start, true);
-  if (block.size) munmap(block.start, block.size);
-  if (block.charged) used_bytes[block.device] -= block.charged;
+  if (block.size == 0) return failed(cudaErrorInvalidValue);
+  munmap(block.start, block.size);
+  used_bytes[block.device] -= block.charged;
   return cudaSuccess;
 }
 
@@ -518,17 +560,17 @@ cudaError_t cudaFreeHost(void *start) { return release(start); }
 
 cudaError_t cudaHostRegister(void *start, size_t size, unsigned flags) {
   struct block block = {start, size, 0, cudaMemoryTypeHost, current_device};
+  if (find_block(start, false).size) return failed(cudaErrorHostMemoryAlreadyRegistered);
   return add_block(block) ? cudaSuccess : failed(cudaErrorMemoryAllocation);
 }
 
 cudaError_t cudaHostUnregister(void *start) {
-  find_block(start, true);
-  return cudaSuccess;
+  return find_block(start, true).size ? cudaSuccess : failed(cudaErrorHostMemoryNotRegistered);
 }
 
 cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total_bytes) {
   *total_bytes = emulated_gpu_memory();
-  *free_bytes = *total_bytes - used_bytes[current_device];
+  *free_bytes = *total_bytes - emulated_gpu_used(current_device);
   return cudaSuccess;
 }
 
@@ -551,6 +593,8 @@ cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_
 }
 
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, enum cudaMemcpyKind kind, cudaStream_t stream) {
+  bool waits = kind == cudaMemcpyDeviceToHost && find_block(to, false).size == 0; /* memory is not pinned */
+  emulated_gpu_synchronisations += waits && capture_of(stream) == NULL;
   return cudaMemcpy2DAsync(to, 0, from, 0, size, 1, kind, stream);
 }
 
@@ -676,7 +720,9 @@ CUresult cuMemGetAllocationGranularity(size_t *size, const CUmemAllocationProp *
 CUresult cuMemAddressReserve(CUdeviceptr *start, size_t size, size_t alignment, CUdeviceptr at, unsigned long long flags) {
   struct block block = {map_memory(size), size, 0, cudaMemoryTypeDevice, current_device};
   *start = (CUdeviceptr)block.start;
-  return block.start && add_block(block) ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+  if (block.start && add_block(block)) return CUDA_SUCCESS;
+  if (block.start) munmap(block.start, size);
+  return CUDA_ERROR_OUT_OF_MEMORY;
 }
 
 CUresult cuMemAddressFree(CUdeviceptr start, size_t size) {

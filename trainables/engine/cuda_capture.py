@@ -96,7 +96,7 @@ class _Graphs:
         if not self._graphs:  # torch cannot capture into a pool that all graphs have left while it still has a block
             self._pool, self.num_bytes = torch.cuda.graph_pool_handle(), 0
         graph, device = torch.cuda.CUDAGraph(), self._stream.device
-        # Threads that load or decode may do meanwhile what a captured stream may not.
+        # Threads that load or decode may do meanwhile what a captured stream may not, but wait for the whole device.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             before = _graph_bytes(device)
             run()
