@@ -16,25 +16,22 @@ The first step of each epoch is compared too, since a number may change with it;
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainables.config import TrainConfig
 from trainables.device.device_batches import DeviceBatch
-from trainables.device.mixing import Mix
-from trainables.distributed.batch_norm import has_global_batch_norm
-from trainables.distributed.group import GlobalCount, Group
+from trainables.distributed.group import GlobalCount
 from trainables.engine.cuda_capture import Capture
-from trainables.engine.loss_optimizers import LossOptimizer
+from trainables.engine.graph_obstacle import log_eager
+from trainables.engine.graphed_shape import BatchShape, DeviceNumber, Replays, ShapeState, TeacherGraph
 from trainables.engine.static_outputs import StaticOutputs
 from trainables.engine.step import (
     TeacherOutputs,
-    TrainingParts,
     TrainState,
     add_gradients,
     global_count,
@@ -49,8 +46,6 @@ from trainables.metrics.phase_timer import PhaseTimer
 from trainables.metrics.phases import GRAPH
 from trainables.teachers.network import TeacherNetwork
 
-log = logging.getLogger("raydistill")
-
 TrainStep = Callable[[DeviceBatch, int, PhaseTimer], None]
 """Trains on a batch in the step of this index, see `trainables.engine.step.train_step`."""
 Recorder = Callable[[], contextlib.AbstractContextManager[object]]
@@ -59,103 +54,6 @@ WARM_UP_STEPS = 1
 """Before the first step that is recorded: in which kernels are loaded and the optimizer makes its state."""
 MAX_SHAPES = 4
 """Batches of further shapes are trained on without a graph: each has memory of its own."""
-
-
-def obstacle(config: TrainConfig, group: Group, parts: TrainingParts) -> str | None:
-    """Why no step of a job can be captured, as its configuration has it; None: nothing speaks against it. All ranks agree."""
-    teacher, unfused = parts.teacher, _unfused_optimizer(parts.optimizers)
-    reasons = {
-        "there are none on a CPU": group.device.type != "cuda",
-        "optim.accumulate: a step has several micro-batches": config.optim.accumulate > 1,
-        "precision fp16: its loss scaler decides on the host whether to skip a step": config.precision == "fp16",
-        "precision fp64: a captured learning rate has float32": config.precision == "fp64",
-        "train.compile: compiled models are not captured": config.train.compile,
-        f"the optimizer {unfused} is not fused: its step reads numbers of the host": unfused is not None,
-        "the teacher's logits come from the host": not isinstance(teacher, TeacherNetwork | None),
-        "teacher.placement: the teacher is sharded": teacher is not None and teacher.is_collective,
-    }
-    if group.world_size > 1:
-        reasons |= {
-            "scale.sync_batch_norm: the workers exchange statistics within a step": has_global_batch_norm(parts.module.student),
-            "a method compares the samples of all workers within a step": parts.module.requires_whole_batch,
-            "losses have optimizers of their own, and the workers average gradients between their steps": (
-                len(parts.optimizers) > 1
-            ),
-            "the parameters have several dtypes, and the workers average gradients of one": (
-                len({parameter.dtype for parameter in parts.optimizers[0].parameters}) > 1
-            ),
-        }
-    return next((reason for reason, holds in reasons.items() if holds), None)
-
-
-def _unfused_optimizer(optimizers: Sequence[LossOptimizer]) -> str | None:
-    """The optimizer that steps in Python, one operation after the other; None: there is none."""
-    unfused = (each.optimizer for each in optimizers if not all(group.get("fused") for group in each.optimizer.param_groups))
-    return next((type(one).__name__ for one in unfused), None)
-
-
-class _Number:
-    """A Python number in a tensor of the device, which is written where the number has changed."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.tensor = torch.zeros((), device=device)
-        self._value = 0.0
-
-    def set(self, value: float) -> None:
-        if value != self._value:
-            self.tensor.fill_(value)
-            self._value = value
-
-
-class _Shape(NamedTuple):
-    """Of the tensors of a batch: steps of one shape are the same step."""
-
-    images: tuple[int, ...]
-    dtype: torch.dtype
-    mixes: bool
-
-
-@dataclass(frozen=True)
-class _TeacherGraph:
-    """A captured teacher, with the memory that it reads and writes."""
-
-    images_BCHW: Tensor
-    outputs: TeacherOutputs
-    replay: Callable[[], None]
-
-    def __call__(self, images_BCHW: Tensor) -> TeacherOutputs:
-        self.images_BCHW.copy_(images_BCHW)
-        self.replay()
-        return self.outputs
-
-
-class _Replays(NamedTuple):
-    """The parts of a step: a teacher in the side stream, what comes up to the gradients, and what is done with them."""
-
-    teacher: _TeacherGraph | None
-    gradients: Callable[[], None]
-    update: Callable[[], None]
-
-
-@dataclass
-class _ShapeState:
-    """What is known of the steps of one shape."""
-
-    batch: DeviceBatch
-    """The memory that they read."""
-    sample_weight: Tensor
-    """See `GlobalCount.weight`; on one rank it is a number that belongs to the shape, and this is not used."""
-    sums_N: Tensor
-    """What the last one added, see `StepSums.of_batch`."""
-    teacher_outputs: StaticOutputs | None = None
-    """What the student's part reads of a teacher in the side stream; None: it has the teacher in itself, or there is none."""
-    epoch: int = -1
-    """Of the last one that was not replayed."""
-    num_steps: int = 0
-    """Of that epoch, until one is captured: what comes once an epoch, as its last batch, is none."""
-    recordings: list[StepRecording] = field(default_factory=list)
-    """Of the parts of the last one that was compared with others."""
-    replays: _Replays | None = None
 
 
 @dataclass
@@ -169,9 +67,9 @@ class GraphedStep:
     """Why steps are not captured any more."""
     overlap_teacher: bool = True
     """Whether a teacher that depends on nothing but the images runs in the side stream."""
-    _shapes: dict[_Shape, _ShapeState] = field(default_factory=dict)
-    _loss_weights: dict[str, _Number] = field(default_factory=dict)
-    _lrs: dict[tuple[int, int], _Number] = field(default_factory=dict)
+    _shapes: dict[BatchShape, ShapeState] = field(default_factory=dict)
+    _loss_weights: dict[str, DeviceNumber] = field(default_factory=dict)
+    _lrs: dict[tuple[int, int], DeviceNumber] = field(default_factory=dict)
 
     def __call__(self, batch: DeviceBatch, step: int, timer: PhaseTimer) -> None:
         """See `train_step`, which this is in all but time. The phase `graph` is the student's graph, up to the gradients. Where
@@ -215,7 +113,7 @@ class GraphedStep:
         timer.mark("augment")
         return prepared
 
-    def _update_teacher_outputs(self, shape: _ShapeState, run: Callable[[], TeacherOutputs], timer: PhaseTimer) -> None:
+    def _update_teacher_outputs(self, shape: ShapeState, run: Callable[[], TeacherOutputs], timer: PhaseTimer) -> None:
         """Run the teacher in the side stream, and copy its outputs to where the student's part reads them."""
         with self.capture.side_stream():
             outputs = run()
@@ -225,7 +123,7 @@ class GraphedStep:
         self.capture.release_side_stream()
         timer.mark("teacher")
 
-    def _replay(self, shape: _ShapeState, replays: _Replays, batch: DeviceBatch, timer: PhaseTimer) -> None:
+    def _replay(self, shape: ShapeState, replays: Replays, batch: DeviceBatch, timer: PhaseTimer) -> None:
         count = global_count(self.train_state, batch)
         if replays.teacher is not None:
             self._update_teacher_outputs(shape, partial(replays.teacher, batch.images_BCHW), timer)
@@ -238,7 +136,7 @@ class GraphedStep:
         replays.update()
         timer.mark("optimizer")
 
-    def _set_sample_weight(self, shape: _ShapeState, count: GlobalCount, timer: PhaseTimer) -> None:
+    def _set_sample_weight(self, shape: ShapeState, count: GlobalCount, timer: PhaseTimer) -> None:
         """Write what weighs this rank's samples to the memory that the step reads."""
         if self.train_state.group.world_size > 1:
             shape.sample_weight.fill_(count.weight())
@@ -248,18 +146,15 @@ class GraphedStep:
         """Whether it is a step of the training, not of an init stage, on some images."""
         return len(batch.labels_B) > 0 and self.train_state.update is self.train_state.training_update
 
-    def _loaded(self, batch: DeviceBatch) -> _ShapeState | None:
+    def _loaded(self, batch: DeviceBatch) -> ShapeState | None:
         """The state of the batch's shape, its memory filled with the batch; None where there are too many shapes."""
-        key = _Shape(tuple(batch.images_BCHW.shape), batch.images_BCHW.dtype, batch.mix is not None)
+        key = BatchShape.of(batch)
         if key not in self._shapes:
             if len(self._shapes) >= MAX_SHAPES:
                 return None
-            zeros = partial(torch.zeros, dtype=torch.float64, device=batch.labels_B.device)
-            sums_N = zeros(len(self.train_state.sums.names) - 1)
-            self._shapes[key] = _ShapeState(_empty_like(batch), zeros(()), sums_N)
+            self._shapes[key] = ShapeState.of(batch, len(self.train_state.sums.names) - 1)
         shape = self._shapes[key]
-        for static, new in zip(_tensors(shape.batch), _tensors(batch), strict=True):
-            static.copy_(new)
+        shape.load(batch)
         return shape
 
     def _set_numbers(self, step: int) -> None:
@@ -267,8 +162,8 @@ class GraphedStep:
         weights = self.train_state.distillation_module.weights(self.train_state.epochs.training_epochs(step))
         if not self._loss_weights:
             device = self.train_state.group.device
-            self._loss_weights = {name: _Number(device) for name in weights}
-            self._lrs = {key: _Number(device) for key, _ in self._groups()}
+            self._loss_weights = {name: DeviceNumber(device) for name in weights}
+            self._lrs = {key: DeviceNumber(device) for key, _ in self._groups()}
         for name, weight in weights.items():
             self._loss_weights[name].set(weight)
         for key, group in self._groups():
@@ -294,7 +189,7 @@ class GraphedStep:
             for group, values in before:
                 group.update(values)
 
-    def _run_gradients(self, shape: _ShapeState, step: int, count: GlobalCount, timer: PhaseTimer) -> None:
+    def _run_gradients(self, shape: ShapeState, step: int, count: GlobalCount, timer: PhaseTimer) -> None:
         """The step's first half, on the shape's memory."""
         loss_weights = {name: number.tensor for name, number in self._loss_weights.items()}
 
@@ -322,7 +217,7 @@ class GraphedStep:
         with self._rates_in_tensors():
             self.train_state.update.step()
 
-    def _run(self, shape: _ShapeState, batch: DeviceBatch, step: int, timer: PhaseTimer, recorder: Recorder) -> GlobalCount:
+    def _run(self, shape: ShapeState, batch: DeviceBatch, step: int, timer: PhaseTimer, recorder: Recorder) -> GlobalCount:
         """The whole step, each part in a context of `recorder`. Returns the count of its samples."""
         count = global_count(self.train_state, batch)
         if self._overlaps:
@@ -345,7 +240,7 @@ class GraphedStep:
         self.capture.release_side_stream()  # nothing overlaps with a step that may be captured anew
         return count
 
-    def _warm_up(self, shape: _ShapeState, batch: DeviceBatch, step: int, timer: PhaseTimer) -> None:
+    def _warm_up(self, shape: ShapeState, batch: DeviceBatch, step: int, timer: PhaseTimer) -> None:
         """The step without graphs; where it is known by then that it is the same again, it is captured for the next one."""
         epoch = int(self.train_state.epochs.training_epochs(step))
         new_epoch = shape.epoch != epoch
@@ -376,26 +271,26 @@ class GraphedStep:
         elif before and shape.replays is None:
             self._capture(shape, batch, step, count)
 
-    def _capture(self, shape: _ShapeState, batch: DeviceBatch, step: int, count: GlobalCount) -> None:
+    def _capture(self, shape: ShapeState, batch: DeviceBatch, step: int, count: GlobalCount) -> None:
         timer = PhaseTimer(torch.device("cpu"))  # nobody reads it: events inside a graph have no time
         timer.start()
         try:
             teacher = self._capture_teacher(batch) if self._overlaps else None
             gradients = self.capture(partial(self._run_gradients, shape, step, count, timer))
-            shape.replays = _Replays(teacher, gradients, self.capture(self._run_update))
+            shape.replays = Replays(teacher, gradients, self.capture(self._run_update))
         except RuntimeError as error:  # perhaps of this rank alone, which makes all others wait in each step
             self.train_state.update.discard()
             reason, group = str(error).strip().partition("\n")[0], self.train_state.group
             self._turn_off(f"rank {group.rank}: {reason}" if group.world_size > 1 else reason, logging.WARNING)
 
-    def _capture_teacher(self, batch: DeviceBatch) -> _TeacherGraph:
+    def _capture_teacher(self, batch: DeviceBatch) -> TeacherGraph:
         images_BCHW, captured = torch.empty_like(batch.images_BCHW), dict[str, ModelOutputs]()
 
         def run() -> None:
             captured.update(run_teacher(self.train_state, batch._replace(images_BCHW=images_BCHW)))
 
         replay = self.capture(run, side=True)
-        return _TeacherGraph(images_BCHW, captured, replay)
+        return TeacherGraph(images_BCHW, captured, replay)
 
     def make_room(self, num_images: int) -> None:
         """Free the graphs, to be captured anew, where a step of so many images without one does not fit beside them."""
@@ -412,20 +307,3 @@ class GraphedStep:
         """Free the graphs; from the next step on there are none."""
         self.off, self._shapes = reason, {}
         log_eager(self.stage, reason, level)
-
-
-def log_eager(stage: str, reason: str, level: int = logging.INFO) -> None:
-    """Say why `train.cuda_graphs` has no effect."""
-    log.log(level, "%s: train.cuda_graphs: steps are launched one operation at a time: %s", stage, reason)
-
-
-def _tensors(batch: DeviceBatch) -> tuple[Tensor, ...]:
-    return batch.images_BCHW, batch.labels_B, batch.indices_B, *(batch.mix or ())
-
-
-def _empty_like(batch: DeviceBatch) -> DeviceBatch:
-    """Memory for batches of this shape."""
-    images_BCHW, labels_B, indices_B, *mix = (torch.empty_like(tensor) for tensor in _tensors(batch))
-    return batch._replace(
-        images_BCHW=images_BCHW, labels_B=labels_B, indices_B=indices_B, copied=None, mix=Mix(*mix) if mix else None
-    )

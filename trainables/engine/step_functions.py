@@ -17,7 +17,8 @@ from trainables.distributed.group import gather_objects
 from trainables.distributed.pipeline.layout import Layout
 from trainables.engine.cuda_capture import CudaCapture
 from trainables.engine.evaluate import logits_of
-from trainables.engine.graphed_step import GraphedStep, TrainStep, log_eager, obstacle
+from trainables.engine.graph_obstacle import log_eager, obstacle
+from trainables.engine.graphed_step import GraphedStep, TrainStep
 from trainables.engine.launch_bound import is_launch_bound
 from trainables.engine.step import TrainingParts, TrainState, sum_names, train_step
 from trainables.engine.step_sums import StepSums

@@ -19,7 +19,8 @@ from trainables.device.device_batches import on_device
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
 from trainables.engine import graphed_step
-from trainables.engine.graphed_step import GraphedStep, obstacle
+from trainables.engine.graph_obstacle import obstacle
+from trainables.engine.graphed_step import GraphedStep
 from trainables.engine.job import Job, build
 from trainables.engine.step import TrainingParts
 from trainables.engine.step_recording import StepRecording
@@ -351,7 +352,7 @@ def test_the_replays_of_these_tests_show_a_number_that_is_not_in_a_tensor(
     if baked == "rates":
         monkeypatch.setattr(GraphedStep, "_rates_in_tensors", contextlib.nullcontext)
     else:
-        monkeypatch.setattr(graphed_step, "_Number", BakedNumber)
+        monkeypatch.setattr(graphed_step, "DeviceNumber", BakedNumber)
     monkeypatch.setattr(StepRecording, "difference", lambda *_: None)
     graphed = Trained(config, graphed=True, steps=STEPS)
     assert graphed.num_replays >= 4
@@ -360,7 +361,7 @@ def test_the_replays_of_these_tests_show_a_number_that_is_not_in_a_tensor(
 
 
 class BakedNumber:
-    """What `_Number` must not be."""
+    """What `DeviceNumber` must not be."""
 
     def __init__(self, device: torch.device) -> None:
         self.tensor = torch.zeros(())

@@ -14,7 +14,7 @@ from trainables.device.model_input import image_normalizer, tensor_format
 from trainables.distributed.group import GlobalCount, Group, all_reduce_sum
 from trainables.distributed.pipeline.layout import Layout
 from trainables.distributed.pipeline.runner import Boundary, Forward, PipelineRunner, micro_batch_sizes, pipeline_stage_inputs
-from trainables.engine.graphed_step import log_eager
+from trainables.engine.graph_obstacle import log_eager
 from trainables.engine.loss_optimizers import LossOptimizer
 from trainables.engine.step import TrainingParts, TrainState, micro_batches, run_student, run_teacher
 from trainables.engine.step_functions import StepFunctions, build_train_state
