@@ -39,10 +39,11 @@ def test_a_step_launches_what_was_counted_and_never_synchronises() -> None:
     assert [counts["synchronisations"] for counts in found.values()] == [0, 0]
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "variables",
-    [pytest.param({}, id="segments", marks=pytest.mark.slow), pytest.param(EXPANDABLE_SEGMENTS, id="expandable segments")],
+    [{}, EXPANDABLE_SEGMENTS],
+    ids=["segments", "expandable segments"],
 )
 def test_a_method_that_captures_anew_is_replayed_in_every_epoch(variables: dict[str, str]) -> None:
     found = run("recapture", "crd", **variables)
@@ -52,7 +53,7 @@ def test_a_method_that_captures_anew_is_replayed_in_every_epoch(variables: dict[
     assert found["difference"] < 1e-5
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_a_synchronisation_in_a_capture_is_an_error() -> None:
     found = run("synchronise_in_capture")
     assert "operation not permitted when stream is capturing" in found["error"]

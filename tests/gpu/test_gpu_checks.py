@@ -32,10 +32,11 @@ SAME_CODE = (
     *("4-bf16-128", "4-bf16-64", "4-fp32-128", "4-fp32-64", "4-fp32-32"),
     *("5-loop-64", "5-loop-256"),
     "7-batch-norm",
+    *("12-bf16-32", "12-overlap", "12-overlap-32"),
 )
 """Beside those that differ from them by a number alone."""
-LONG = ("1-pytest", "2-filled-search", "3-peaks", "7-uneven", "8-fp16")
-"""Ten seconds or more, as all of check 11, whose ranks start as processes."""
+LONG = ("1-pytest", "2-filled-search", "2-doubling", "3-peaks", "5-loop-32", "7-uneven", "8-fp16", "12-methods")
+"""Several seconds, as all of check 11, whose ranks start as processes."""
 PIECES = [piece for check in CHECKS for piece in check.pieces]
 
 

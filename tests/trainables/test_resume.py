@@ -36,8 +36,10 @@ def interrupted(ranks: RankPool, folder: Path, world_sizes: list[int], die_after
     return results[0]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize(
+    ("precision", "world_size"),
+    [("fp32", 1), ("fp32", 2), ("fp16", 1), pytest.param("fp16", 2, marks=pytest.mark.slow)],
+)
 def test_a_resumed_job_ends_with_the_same_bits(ranks: RankPool, tmp_path: Path, world_size: int, precision: str) -> None:
     settings = {
         "model": "convnet_small",

@@ -46,7 +46,7 @@ def whole_model_functions(config: TrainConfig, layout: Layout, parts: TrainingPa
     update_of = partial(build_update, parts.module, parts.optimizers, parts.settings, accumulate=config.optim.accumulate)
     train_state = build_train_state(config, layout, parts, update_of(capturable=bool(graphed)))
     if graphed == "auto":
-        num_images = config.data.global_batch_size // group.world_size
+        num_images = max(1, config.data.global_batch_size // group.world_size)
         graphed = is_launch_bound(train_state, config.stage, image_size=config.data.image_size, num_images=num_images)
         if not graphed:
             train_state = replace(train_state, training_update=update_of(capturable=False))

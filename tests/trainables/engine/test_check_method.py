@@ -28,7 +28,9 @@ def problems(ranks: RankPool, name: str) -> dict[str, str]:
     return {title: problem for title, problem in check(Case(name, {}), ranks.run) if problem is not None}
 
 
-@pytest.mark.parametrize("name", ["GlobalGram", "InitStage", "PooledAdversaries"])
+@pytest.mark.parametrize(
+    "name", ["GlobalGram", *(pytest.param(name, marks=pytest.mark.slow) for name in ("InitStage", "PooledAdversaries"))]
+)
 def test_a_method_that_keeps_the_contract_has_no_problems(ranks: RankPool, name: str) -> None:
     assert problems(ranks, name) == {}
 

@@ -128,7 +128,7 @@ def test_a_batch_is_cut_into_no_more_parts_than_it_has_samples() -> None:
     assert [part.labels_B.tolist() for part in parts] == [[0], [1], [2]]
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "options", [{}, {"channels_last": True}, pytest.param({"compile": True}, marks=pytest.mark.slow)], ids=str
 )
