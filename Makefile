@@ -17,9 +17,9 @@ QUICK = $(PYTEST) -m "not integration and not processes and not slow and not gpu
 PROCESSES = $(PYTEST) -m "processes and not integration and not slow and not gpu"
 HALF = $(addprefix tests/trainables/,models data device metrics engine teachers distributed)
 
-# Three for two cores: the tests with Ray mostly wait.
+# Three for two cores: the tests with Ray mostly wait. Not both halves of those with processes beside them from the beginning.
 test: $(INSTALLED)
-	$(MAKE) $(PARALLEL) --jobs=3 test-ray processes-half processes-rest quick-half quick-rest lint
+	$(MAKE) $(PARALLEL) --jobs=3 test-ray processes-half quick-half quick-rest processes-rest lint
 
 # No Ray, no server, no ranks or killed children, none of the longest simulated searches.
 test-quick: $(INSTALLED)
