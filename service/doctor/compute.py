@@ -127,7 +127,7 @@ def idle_gpu(e: Evidence) -> Cause | None:
 
 
 def may_have_graphs(e: Evidence) -> bool:
-    """Whether CUDA graphs were not asked for, and none of the reasons against them is recorded."""
+    """Whether `train.cuda_graphs` is off, and none of the reasons against them is recorded."""
     whole_step = e.accumulate == 1 and e.pipeline_stages == 1 and e.teacher_actors is None and not e.compiled
     return not e.cuda_graphs and whole_step and e.precision not in ("fp16", "fp64")
 

@@ -54,7 +54,7 @@ class Evidence:
     """Whether the records are complete: nothing that they lack is still to come."""
     compiled: bool = False
     cuda_graphs: bool = False
-    """They were asked for."""
+    """`train.cuda_graphs` was true or auto."""
     val_images: float = 0.0
     epochs: tuple[EpochUse, ...] = ()
     clock: Clock | None = None

@@ -41,6 +41,7 @@ from trainables.engine.step import (
     train_step,
 )
 from trainables.engine.step_recording import StepRecording
+from trainables.errors import first_line
 from trainables.methods.contract import ModelOutputs
 from trainables.metrics.phase_timer import PhaseTimer
 from trainables.metrics.phases import GRAPH
@@ -280,7 +281,7 @@ class GraphedStep:
             shape.replays = Replays(teacher, gradients, self.capture(self._run_update))
         except RuntimeError as error:  # perhaps of this rank alone, which makes all others wait in each step
             self.train_state.update.discard()
-            reason, group = str(error).strip().partition("\n")[0], self.train_state.group
+            reason, group = first_line(error), self.train_state.group
             self._turn_off(f"rank {group.rank}: {reason}" if group.world_size > 1 else reason, logging.WARNING)
 
     def _capture_teacher(self, batch: DeviceBatch) -> TeacherGraph:

@@ -1,6 +1,5 @@
 """Whether launching a step takes longer than running it on the GPU: `train.cuda_graphs: auto`."""
 
-import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -80,7 +79,7 @@ def measure(train_state: TrainState, image_size: int, num_images: int) -> StepTi
     device = train_state.group.device
     with unchanged(train_state.distillation_module):
         run = passes(train_state, image_size, num_images)
-        with normalised_by_batch(train_state.distillation_module) if num_images > 1 else contextlib.nullcontext():
+        with normalised_by_batch(train_state.distillation_module, num_images):
             _launch_s(run, device)  # kernels are loaded
             rounds = [_round(run, device) for _ in range(_ROUNDS)]
     if device.type == "cuda":

@@ -102,8 +102,12 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def normalised_by_batch(model: nn.Module) -> Iterator[None]:
-    """Batch norms normalise by the batch, as in training, and leave their statistics. Those over all ranks stay as they are."""
+def normalised_by_batch(model: nn.Module, num_images: int) -> Iterator[None]:
+    """Batch norms normalise by a batch of several images, as in training, and leave their statistics. Those over all ranks stay
+    as they are."""
+    if num_images == 1:
+        yield
+        return
     norms = [
         module
         for module in model.modules()
@@ -149,7 +153,7 @@ def passes_s(train_state: TrainState, image_size: int, num_images: int) -> float
     def now_s() -> float:
         return time.perf_counter() - (core_wait.seconds() if core_wait else 0.0)
 
-    with normalised_by_batch(train_state.distillation_module) if num_images > 1 else contextlib.nullcontext():
+    with normalised_by_batch(train_state.distillation_module, num_images):
         start_s = now_s()
         run()
         if device.type == "cuda":
@@ -158,7 +162,7 @@ def passes_s(train_state: TrainState, image_size: int, num_images: int) -> float
 
 
 def passes(train_state: TrainState, image_size: int, num_images: int) -> Callable[[], None]:
-    """What launches the passes on so many images once; call it within `unchanged`, and on several `normalised_by_batch`."""
+    """What launches the passes on so many images once; call it within `unchanged` and `normalised_by_batch`."""
     model, device = train_state.distillation_module, train_state.group.device
     images_BCHW = torch.zeros((num_images, 3, image_size, image_size), device=device, dtype=torch.uint8)
     images_BCHW = images_BCHW.contiguous(memory_format=torch.channels_last)

@@ -437,7 +437,7 @@ def test_an_idle_gpu_whose_host_could_launch_faster_waits_for_something_else() -
     assert launch_bound(replace(IDLE, gpus=(GpuUse("node0/gpu0"),))) is None
 
 
-def test_cuda_graphs_are_proposed_where_they_were_not_asked_for_and_are_possible() -> None:
+def test_cuda_graphs_are_proposed_where_they_are_off_and_possible() -> None:
     assert the(launch_bound, IDLE).change.endswith(
         "; or, with this batch, --set train.cuda_graphs=auto, which launches steps as CUDA graphs where that is faster"
     )

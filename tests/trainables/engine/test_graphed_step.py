@@ -396,7 +396,7 @@ def phases_with_a_slow_rank(group: Group, config: TrainConfig) -> dict[str, floa
 
 
 def orders_on_rank(group: Group, config: TrainConfig) -> list[list[tuple[int, ...]]]:
-    """Where a rank says that it is, at each phase of its steps: three that are not replayed, then three that are."""
+    """The position in a rank's heartbeat at each phase of its steps: three that are not replayed, then three that are."""
     with graphs_of(CpuCapture()):
         job = build(config, group, Recorded(), no_telemetry)
     with contextlib.closing(job):
@@ -425,7 +425,7 @@ def orders_on_rank(group: Group, config: TrainConfig) -> list[list[tuple[int, ..
         return found
 
 
-def test_a_rank_never_says_that_it_went_back_within_a_step(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_ranks_heartbeat_never_goes_back_within_a_step(ranks: RankPool, tmp_path: Path) -> None:
     config = settings("kd", tmp_path / "job", train={"cuda_graphs": True}, **LOCAL)
     for orders_by_step in ranks.run(2, orders_on_rank, config):
         for orders in orders_by_step:
