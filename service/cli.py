@@ -16,6 +16,7 @@ import click
 from service.cluster import local_ray
 from service.cluster.forks import let_sigterm_end_forks
 from trainables.errors import DistillError, bounded
+from trainables.notices import notices_to
 from trainables.redact import redact, redact_record
 
 COMMANDS = {
@@ -78,7 +79,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     let_sigterm_end_forks()
     logging.getLogger("raydistill").addFilter(redact_record)
     try:
-        code = cli.main(arguments, standalone_mode=False) or 0
+        with notices_to(lambda line: print_error(f"note: {line}")):
+            code = cli.main(arguments, standalone_mode=False) or 0
     except click.ClickException as error:
         text = io.StringIO()
         error.show(text)

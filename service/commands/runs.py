@@ -92,6 +92,7 @@ def start_run(kind: Kind, resolved: Resolved, out: Path | None, root: Path, *, c
     from service.runs.run_directory import begin_run, check_same, check_writable, has_begun, new_run_dir
     from service.runs.stored.stored_runs import fetch_records, uri_of
     from trainables.errors import ExperimentError
+    from trainables.notices import notices_to
 
     if continues and out is None:
         raise ExperimentError("--continue: give the run's directory with --out")
@@ -103,9 +104,11 @@ def start_run(kind: Kind, resolved: Resolved, out: Path | None, root: Path, *, c
         resume_run(out)
         return
     check_writable(root, out, begun_ok=continues)
-    check_inputs(kind, resolved)
+    notices: list[str] = []
+    with notices_to(notices.append):
+        check_inputs(kind, resolved)
     run_dir = new_run_dir(root, resolved.experiment.name, out)
-    begin_run(resolved, kind, run_dir, root)
+    begin_run(resolved, kind, run_dir, root, notices)
     run_to_the_end(kind, resolved, run_dir, root)
 
 

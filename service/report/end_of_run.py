@@ -14,11 +14,12 @@ __all__ = ["tables", "verdict", "write_page_at_end"]
 
 
 def tables(result: RunResult) -> Sequence[RenderableType]:
-    """The trials of a sweep with what they say; of a run its stages, and where a step of its student goes."""
+    """The trials of a sweep with what they say; of a run its stages, and where a step of its student goes; then the notices."""
+    notices = [f"note: {line}" for line in result.notices]
     if result.kind == "sweep":
-        return terminal.compared(result)
+        return [*terminal.compared(result), *notices]
     phases = terminal.phase_table(result.stages[-1].metrics, "a step of the student")
-    return [terminal.stage_table(result), phases]
+    return [terminal.stage_table(result), phases, *notices]
 
 
 def write_page_at_end(run_dir: RunDir, result: RunResult, echo: Callable[[str], None]) -> None:

@@ -126,6 +126,8 @@ class RunResult(ResultPart):
     finished: str = ""
     seconds: float = 0.0
     reason: str | None = None
+    notices: list[str] = Field(default_factory=list)
+    """What was guessed, mapped or left out of the experiment's inputs, a line each."""
     mlflow: MlflowTarget | None = None
     use_gpu: bool | None = None
     num_workers: int | None = None

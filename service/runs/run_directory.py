@@ -1,5 +1,6 @@
 """A run's directory: chosen, created, locked by one driver at a time, and opened again."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import datetime
@@ -85,8 +86,10 @@ def runs_root_of(result: RunResult) -> Path:
     return root_folder(result.runs_root) if is_uri(result.runs_root) else Path(result.runs_root)
 
 
-def begin_run(resolved: Resolved, kind: Kind, run_dir: RunDir, root: Path) -> None:
+def begin_run(resolved: Resolved, kind: Kind, run_dir: RunDir, root: Path, notices: Sequence[str] = ()) -> None:
     """Write the resolved experiment and a first result: from here on `distill resume` can continue the run.
+
+    `notices`: what the checks of its inputs had to say.
 
     Raises ExperimentError: the folder cannot be written, or another process has begun a run there since it was chosen.
     """
@@ -97,6 +100,7 @@ def begin_run(resolved: Resolved, kind: Kind, run_dir: RunDir, root: Path) -> No
         started=datetime.now().isoformat(timespec="seconds"),
         runs_root=display_name(root.absolute()),
         sources=resolved.sources,
+        notices=list(notices),
     )
     try:
         run_dir.root.mkdir(parents=True, exist_ok=True)
