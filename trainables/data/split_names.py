@@ -1,6 +1,6 @@
 """What data sets call their splits, and which names in them are never data."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TypeVar
 
 from trainables.data.order import Split
