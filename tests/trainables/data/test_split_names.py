@@ -26,7 +26,7 @@ def test_the_validation_set_comes_before_a_test_set(names: tuple[str, ...], val:
 
 @pytest.mark.parametrize("names", [("train", "val", "valid"), ("train", "training", "val"), ("train", "test", "eval")])
 def test_two_names_of_one_meaning_are_refused(names: tuple[str, ...]) -> None:
-    with pytest.raises(DataError, match="which both mean the (training|validation) set: rename or remove one"):
+    with pytest.raises(DataError, match=r"which both mean the (training|validation) set: rename or remove one"):
         choose_splits({name: name for name in names}, "data")
 
 
