@@ -17,8 +17,7 @@ class StaticOutputs:
         tensors = _tensors(outputs)
         copies = {key: tensor.clone() for key, tensor in tensors.items()}  # in the tensor's own strides
         self.outputs = {
-            method: ModelOutputs(copies[id(each.logits_BK)], tuple(copies[id(feature)] for feature in each.features))
-            for method, each in outputs.items()
+            method: each.with_tensors([copies[id(tensor)] for tensor in each.tensors]) for method, each in outputs.items()
         }
         self._copies = list(copies.values())
         self._layout = _layout(outputs, tensors)
@@ -35,13 +34,11 @@ class StaticOutputs:
 
 def _tensors(outputs: Mapping[str, ModelOutputs]) -> dict[int, Tensor]:
     """Each tensor once, by its id."""
-    return {id(tensor): tensor for each in outputs.values() for tensor in (each.logits_BK, *each.features)}
+    return {id(tensor): tensor for each in outputs.values() for tensor in each.tensors}
 
 
 def _layout(outputs: Mapping[str, ModelOutputs], tensors: Mapping[int, Tensor]) -> Any:
     """Which method reads which tensors, and what these are."""
     index = {key: number for number, key in enumerate(tensors)}
-    methods = [
-        (method, index[id(each.logits_BK)], [index[id(feature)] for feature in each.features]) for method, each in outputs.items()
-    ]
+    methods = [(method, [index[id(tensor)] for tensor in each.tensors]) for method, each in outputs.items()]
     return methods, [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors.values()]

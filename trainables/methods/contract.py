@@ -11,9 +11,9 @@ Shapes: B samples of this rank (maybe none), N samples of the global batch in th
 K classes, M training samples.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
 from torch import Tensor, nn
 
@@ -31,6 +31,20 @@ class ModelOutputs:
     features: tuple[Tensor, ...] = ()
     """The activations at the method's taps, in the order of the taps, each (B, …). The student's have gradients, the teacher's
     none."""
+
+    def logits_at(self, temperature: float) -> Tensor:
+        """The logits (B, K) to divide by `temperature`: `logits_BK`, but for an ensemble, whose softmax there is the mean of its
+        models'."""
+        return self.logits_BK
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of them, the logits first."""
+        return (self.logits_BK, *self.features)
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Self:
+        """These outputs with others for `tensors`, in that order."""
+        return replace(self, logits_BK=tensors[0], features=tuple(tensors[1:]))
 
 
 @dataclass(frozen=True)

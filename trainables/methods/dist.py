@@ -37,12 +37,12 @@ class DIST(Method):
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`inter` of each sample, (B,), and `intra`, a scalar, with their weights and τ² in them."""
-        options = self.options
-        student_BK, teacher_BK = ((logits / options.temperature).softmax(1) for logits in options.logits(student, teacher))
+        options, temperature = self.options, self.options.temperature
+        student_BK, teacher_BK = ((z_BK / temperature).softmax(1) for z_BK in options.logits(student, teacher, temperature))
         inter_B = 1 - correlations(student_BK, teacher_BK)
         student_NK, teacher_NK = batch.all_gather_many(student_BK, teacher_BK)
         intra_K = 1 - correlations(student_NK.T, teacher_NK.T)
-        scale = options.temperature**2
+        scale = temperature**2
         return {"inter": scale * options.beta * inter_B, "intra": scale * options.gamma * intra_K.mean()}
 
 

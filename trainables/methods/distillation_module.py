@@ -203,4 +203,4 @@ def describe_terms(returned: Collection[str], declared: Collection[str]) -> str:
 
 
 def _detached(outputs: ModelOutputs) -> ModelOutputs:
-    return ModelOutputs(outputs.logits_BK.detach(), tuple(feature.detach() for feature in outputs.features))
+    return outputs.with_tensors([tensor.detach() for tensor in outputs.tensors])

@@ -41,8 +41,8 @@ class DKD(Method):
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`tckd` and `nckd` of each sample, (B,), with their weights and T² in them."""
-        student_BK, teacher_BK = self.options.logits(student, teacher)
         options = self.options
+        student_BK, teacher_BK = options.logits(student, teacher, options.temperature)
         return dkd_terms(student_BK, teacher_BK, batch.labels_B, options.temperature, alpha=options.alpha, beta=options.beta)
 
 

@@ -28,8 +28,8 @@ class KD(Method):
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`kl` of each sample, (B,)."""
-        student_BK, teacher_BK = self.options.logits(student, teacher)
-        return {"kl": soft_loss(student_BK, teacher_BK, self.options.temperature)}
+        temperature = self.options.temperature
+        return {"kl": soft_loss(*self.options.logits(student, teacher, temperature), temperature)}
 
 
 def soft_loss(student_BK: Tensor, teacher_BK: Tensor, temperature: float) -> Tensor:

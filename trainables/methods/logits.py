@@ -16,11 +16,10 @@ class StandardizeOptions(MethodOptions):
 
     standardize: bool = Field(False, description="each sample's logits less their mean, by their deviation")
 
-    def logits(self, student: ModelOutputs, teacher: ModelOutputs) -> tuple[Tensor, Tensor]:
-        """Both models' logits (B, K), standardised with the option `standardize`."""
-        if not self.standardize:
-            return student.logits_BK, teacher.logits_BK
-        return standardized(student.logits_BK), standardized(teacher.logits_BK)
+    def logits(self, student: ModelOutputs, teacher: ModelOutputs, temperature: float) -> tuple[Tensor, Tensor]:
+        """Both models' logits (B, K) to divide by `temperature`, standardised with the option `standardize`."""
+        student_BK, teacher_BK = student.logits_BK, teacher.logits_at(temperature)
+        return (standardized(student_BK), standardized(teacher_BK)) if self.standardize else (student_BK, teacher_BK)
 
 
 class LogitOptions(StandardizeOptions):

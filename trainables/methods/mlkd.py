@@ -46,12 +46,12 @@ class MLKD(Method):
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`instance` of each sample, (B,); `batch` and `class`, scalars."""
-        student_NK, teacher_NK = batch.all_gather_many(student.logits_BK, teacher.logits_BK)
-        student_BK, teacher_BK = self.options.logits(student, teacher)
-        temperatures = self.options.temperatures
-        levels = [relations((student_NK / t).softmax(1), (teacher_NK / t).softmax(1)) for t in temperatures]
+        student_NK, *gathered = batch.all_gather_many(student.logits_BK, *teacher.tensors)
+        teacher_N = teacher.with_tensors(gathered)
+        options, temperatures = self.options, self.options.temperatures
+        levels = [relations((student_NK / t).softmax(1), (teacher_N.logits_at(t) / t).softmax(1)) for t in temperatures]
         return {
-            "instance": torch.stack([soft_loss(student_BK, teacher_BK, t) for t in temperatures]).sum(0),
+            "instance": torch.stack([soft_loss(*options.logits(student, teacher, t), t) for t in temperatures]).sum(0),
             "batch": torch.stack([batch_level for batch_level, _ in levels]).sum(),
             "class": torch.stack([class_level for _, class_level in levels]).sum(),
         }

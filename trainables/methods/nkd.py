@@ -37,10 +37,11 @@ class NKD(Method):
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`target` and `others` of each sample, (B,), with γλ² in the second."""
         options, labels_B1 = self.options, batch.labels_B.unsqueeze(1)
-        student_BK, teacher_BK = options.logits(student, teacher)
+        student_BK, teacher_BK = options.logits(student, teacher, 1.0)
         target_B1 = -teacher_BK.softmax(1).gather(1, labels_B1) * student_BK.log_softmax(1).gather(1, labels_B1)
         student_BJ, teacher_BJ = (
-            without_target(logits_BK, batch.labels_B) / options.temperature for logits_BK in (student_BK, teacher_BK)
+            without_target(logits_BK, batch.labels_B) / options.temperature
+            for logits_BK in options.logits(student, teacher, options.temperature)
         )
         others_B = -(teacher_BJ.softmax(1) * student_BJ.log_softmax(1)).sum(1)
         return {"target": target_B1.squeeze(1), "others": options.gamma * options.temperature**2 * others_B}

@@ -45,9 +45,9 @@ class TTM(Method):
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`kl` of each sample, (B,)."""
         options = self.options
-        student_BK, teacher_BK = options.logits(student, teacher)
-        softened_BK = teacher_BK / options.temperature
-        kl_B = divergence(student_BK, softened_BK)
-        if options.weighted:  # Σ p^γ = Σ exp(γ·z) / (Σ exp z)^γ
-            kl_B = kl_B * (softened_BK.logsumexp(1) - teacher_BK.logsumexp(1) / options.temperature).exp()
+        student_BK, teacher_BK = options.logits(student, teacher, options.temperature)
+        kl_B = divergence(student_BK, teacher_BK / options.temperature)
+        if options.weighted:
+            _, teacher_BK = options.logits(student, teacher, 1.0)
+            kl_B = kl_B * (teacher_BK.log_softmax(1) / options.temperature).logsumexp(1).exp()
         return {"kl": kl_B}

@@ -52,8 +52,7 @@ def teacher_reader(teacher: TeacherConfig, model: nn.Module, methods: Sequence[S
         taps = {method.key: method.teacher_taps for method in methods}
         return TapReader(model, taps, name=teacher.model, image_size=image_size)
     check_ensemble(methods, teacher)
-    temperatures = {method.key: float(getattr(method.options, "temperature", 1.0)) for method in methods}
-    return EnsembleReader(model, teacher.shares, temperatures)
+    return EnsembleReader(model, teacher.shares, [method.key for method in methods])
 
 
 def on_devices(network: nn.Module, config: TrainConfig, devices: Sequence[torch.device]) -> nn.Module:

@@ -2,14 +2,16 @@
 
 The mean of probabilities: a method that divides logits by T gets T·log Σ_j w_j·softmax(z_j/T), the logits whose softmax at T
 is the weighted mean of the teachers' (an ensemble as in Hinton, Vinyals and Dean 2015, section 1; You, Xu, Xu and Tao 2017, KDD,
-"Learning from Multiple Teacher Networks"). The weights add up to 1. T is the method's option `temperature`; for a method without
-one it is 1. Standardised logits are those of the mean.
+"Learning from Multiple Teacher Networks"). The weights add up to 1. A method that reads the mean at several T gets other logits
+for each; `logits_BK` is at 1. Standardised logits are those of the mean.
 
 Shapes: B samples of this rank, C channels, H W pixels, E teachers, K classes.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -34,16 +36,36 @@ class TeacherEnsemble(nn.Module):
 class EnsembleReader(TapReader):
     """Reads an ensemble's mean as the logits of one teacher; an ensemble has no taps."""
 
-    def __init__(self, model: nn.Module, shares: Sequence[float], temperatures: Mapping[str, float]):
-        """`shares`: the teachers' weights, which add up to 1; `temperatures`: method key → the T of its softmax."""
-        super().__init__(model, dict.fromkeys(temperatures, ()), name="teachers", image_size=1)
-        self._shares, self._temperatures = tuple(shares), dict(temperatures)
+    def __init__(self, model: nn.Module, shares: Sequence[float], methods: Iterable[str]):
+        """`shares`: the teachers' weights, which add up to 1; `methods`: the keys of those that read the mean."""
+        super().__init__(model, dict.fromkeys(methods, ()), name="teachers", image_size=1)
+        self._shares = tuple(shares)
 
     def pop(self, logits_BK: Tensor, num_rows: int) -> dict[str, ModelOutputs]:
-        """Method key → the mean's logits (B, K) from the teachers' logits (B, E, K)."""
+        """Method key → the mean, from the teachers' logits (B, E, K)."""
         logits_BEK = at_least_float32(logits_BK[:num_rows])
-        means = {t: mean_logits(logits_BEK, self._shares, t) for t in dict.fromkeys(self._temperatures.values())}
-        return {key: ModelOutputs(means[t]) for key, t in self._temperatures.items()}
+        mean_BK = mean_logits(logits_BEK, self._shares, 1.0)
+        return dict.fromkeys(self._keys, EnsembleOutputs(mean_BK, models_BEK=logits_BEK, shares=self._shares))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnsembleOutputs(ModelOutputs):
+    """The mean of an ensemble at any temperature."""
+
+    models_BEK: Tensor
+    """The logits of each model."""
+    shares: tuple[float, ...]
+
+    def logits_at(self, temperature: float) -> Tensor:
+        return mean_logits(self.models_BEK, self.shares, temperature)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (*super().tensors, self.models_BEK)
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Self:
+        *others, models_BEK = tensors
+        return replace(super().with_tensors(others), models_BEK=models_BEK)
 
 
 def mean_logits(logits_BEK: Tensor, shares: Sequence[float], temperature: float) -> Tensor:

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from trainables.engine.static_outputs import StaticOutputs
 from trainables.methods.contract import ModelOutputs
+from trainables.teachers.ensemble import EnsembleReader
 
 
 def outputs(value: float, *, rows: int = 2, shared: bool = True) -> dict[str, ModelOutputs]:
@@ -40,6 +41,15 @@ def test_outputs_of_other_tensors_are_not_taken(other: dict[str, ModelOutputs]) 
     static = StaticOutputs(outputs(1.0))
     assert not static.copy_from(other)
     assert [float(tensor.max()) for tensor in tensors(static)] == [1, 1, -1]
+
+
+def test_an_ensembles_mean_at_any_temperature_is_of_the_further_outputs() -> None:
+    reader = EnsembleReader(torch.nn.Identity(), (0.5, 0.5), ["nkd"])
+    first, further = (reader.pop(torch.arange(12.0).reshape(2, 2, 3).remainder(divisor), 2) for divisor in (5, 7))
+    static = StaticOutputs(first)
+    assert static.copy_from(further)
+    for temperature in (1.0, 3.0):
+        assert torch.equal(static.outputs["nkd"].logits_at(temperature), further["nkd"].logits_at(temperature))
 
 
 def test_a_teacher_that_no_method_reads_has_none() -> None:

@@ -1,6 +1,8 @@
 """An ensemble of teachers: the mean that methods read, which methods can use it, and whole trainings."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +11,8 @@ from torch import Tensor, nn
 
 from tests.trainables.jobs import config, relative_difference, train, write_teacher
 from tests.trainables.methods.calls import make, terms
+from tests.trainables.methods.references import logits as reference
+from tests.trainables.methods.references.basic import Array, softmax
 from tests.trainables.methods.references.training import several_teachers
 from trainables.config import DistillConfig, MethodOptions, TeacherConfig, TrainConfig
 from trainables.distributed.rank_pool import RankPool
@@ -51,12 +55,72 @@ def test_equal_teachers_are_as_one_and_huge_logits_stay_finite() -> None:
     assert mean_logits(opposite_BEK, (0.5, 0.5), 1.0).softmax(1).tolist() == [[0.5, 0.5]]
 
 
-def test_each_method_reads_the_mean_at_its_own_temperature() -> None:
-    logits_BEK = draw(4, 2, 5)
-    outputs = EnsembleReader(nn.Identity(), (0.5, 0.5), {"kd": 4.0, "own": 1.0}).pop(logits_BEK, 3)
-    for key, at in (("kd", 4.0), ("own", 1.0)):
-        expected = (logits_BEK[:3] / at).softmax(2).mean(1)
-        torch.testing.assert_close((outputs[key].logits_BK / at).softmax(1), expected)
+SHARES = (1 / 3, 2 / 3)
+LABELS_B = np.arange(6) % 5
+
+
+def mean_at(logits_BEK: Tensor, temperature: float) -> Array:
+    """Logits whose softmax at this temperature is the mean of the models' probabilities there."""
+    parts = [share * np.array([softmax(row / temperature) for row in logits_BEK[:, e].numpy()]) for e, share in enumerate(SHARES)]
+    return temperature * np.log(sum(parts))
+
+
+def nkd(student_BK: Array, teachers_BEK: Tensor) -> dict[str, Array]:
+    target_B = reference.nkd(student_BK, mean_at(teachers_BEK, 1.0), LABELS_B, gamma=0.0)
+    others_B = reference.nkd(student_BK, mean_at(teachers_BEK, 3.0), LABELS_B, 1.5, 3.0, target_weight=0.0)
+    return {"target": target_B, "others": others_B}
+
+
+def wttm(student_BK: Array, teachers_BEK: Tensor) -> dict[str, Array]:
+    weights_B = np.array([(softmax(row) ** (1 / 3)).sum() for row in mean_at(teachers_BEK, 1.0)])
+    return {"kl": weights_B * reference.ttm(student_BK, mean_at(teachers_BEK, 3.0), 1 / 3)}
+
+
+def mlkd(student_BK: Array, teachers_BEK: Tensor) -> dict[str, Array]:
+    levels = [reference.mlkd(student_BK, mean_at(teachers_BEK, t), (t,)) for t in (2.0, 3.0)]
+    return dict(zip(("instance", "batch", "class"), (np.sum(level, axis=0) for level in zip(*levels, strict=True)), strict=True))
+
+
+def dkd(student_BK: Array, teachers_BEK: Tensor) -> dict[str, Array]:
+    tckd_B, nckd_B = reference.dkd_parts(student_BK, mean_at(teachers_BEK, 3.0), LABELS_B, 3.0)
+    return {"tckd": tckd_B, "nckd": 8 * nckd_B}
+
+
+def dist(student_BK: Array, teachers_BEK: Tensor) -> dict[str, Array]:
+    both = student_BK, mean_at(teachers_BEK, 3.0), 3.0
+    return {"inter": 2 * reference.dist_inter(*both), "intra": np.array(2 * reference.dist_intra(*both))}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("nkd", {"temperature": 3.0}, nkd),
+        ("ttm", {"temperature": 3.0, "weighted": True}, wttm),
+        ("mlkd", {"temperatures": (2.0, 3.0)}, mlkd),
+        ("dkd", {"temperature": 3.0}, dkd),
+        ("dist", {"temperature": 3.0}, dist),
+    ],
+)
+def test_a_method_reads_the_mean_of_probabilities_at_each_of_its_temperatures(
+    name: str, options: dict[str, Any], expected: Callable[[Array, Tensor], dict[str, Array]]
+) -> None:
+    teachers_BEK, student_BK = draw(8, 2, 5, seed=1), draw(6, 5)
+    outputs = EnsembleReader(nn.Identity(), SHARES, [name]).pop(teachers_BEK, 6)[name]
+    found = terms(make(name, **options), student_BK, outputs, torch.as_tensor(LABELS_B))
+    reference_terms = expected(student_BK.numpy(), teachers_BEK[:6])
+    assert found.keys() == reference_terms.keys()
+    for term, values in found.items():
+        np.testing.assert_allclose(values, reference_terms[term], rtol=1e-9)
+
+
+def test_two_sure_teachers_of_different_classes_are_as_sure_as_their_mean() -> None:
+    """NKD's T_t is 1/3·0.99 and 2/3·0.99 at any λ."""
+    wrong = 0.01 / 99
+    sure_EK = torch.full((2, 100), wrong, dtype=torch.float64)
+    sure_EK[0, 0] = sure_EK[1, 1] = 0.99
+    outputs = EnsembleReader(nn.Identity(), SHARES, ["nkd"]).pop(sure_EK.log().expand(2, 2, 100), 2)["nkd"]
+    target_B = terms(make("nkd", temperature=3.0), torch.zeros(2, 100), outputs, torch.tensor([0, 1]))["target"]
+    np.testing.assert_allclose(target_B / np.log(100), [(0.99 + 2 * wrong) / 3, (wrong + 2 * 0.99) / 3], rtol=1e-6)
 
 
 def given(folder: Path, *shares: float) -> TeacherConfig:
@@ -76,7 +140,7 @@ def test_the_teachers_are_loaded_and_frozen_and_answer_together(tmp_path: Path) 
     assert not network.training
     assert not any(parameter.requires_grad for parameter in network.parameters())
     images_BCHW = draw(5, 3, 8, 8).float()
-    answer_BK = TeacherNetwork(network, teacher_reader(teachers, network, chosen, 8))(images_BCHW, 4)["kd"].logits_BK
+    answer_BK = TeacherNetwork(network, teacher_reader(teachers, network, chosen, 8))(images_BCHW, 4)["kd"].logits_at(4.0)
     expected = torch.zeros(4, 10)
     for each, share in zip((teachers, *teachers.others), (0.25, 0.5, 0.25), strict=True):
         assert each.weights is not None
