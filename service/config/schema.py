@@ -80,7 +80,7 @@ class Experiment(Section):
         timed = self.train.max_steps is not None
         if kind == "sweep":
             timed = self.sweep.timing_steps is not None and not self.sweep.is_time_to_accuracy
-        return None if timed and not self.assistants else expand_home(self.teacher.cache).absolute()
+        return None if timed else expand_home(self.teacher.cache).absolute()
 
     def stage(self, name: str, output_dir: Path, labels: Mapping[str, str], weights: str | None = None) -> TrainConfig:
         """The configuration of the workers of one stage, of the `preparation` or `student`.

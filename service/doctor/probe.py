@@ -13,10 +13,9 @@ from service.runs.preflight import check_train
 from service.runs.result import RunResult
 from service.runs.run_directory import begin_run, check_writable, new_run_dir
 from service.runs.session import open_session
-from service.runs.stages.run_stages import run_stage
+from service.runs.stages.run_stages import prepare_teacher, run_stage
 from service.runs.stages.teacher_actors import running_teacher_actors
 from service.runs.stored.stored_runs import uri_of
-from service.sweeps.sweep import untrained_teacher
 from trainables.rundir import RunDir
 
 STEPS = 40
@@ -40,7 +39,7 @@ def probe(resolved: Resolved, root: Path) -> list[Recording]:
 
 
 def run_probe(resolved: Resolved, run_dir: RunDir) -> RunResult:
-    """Run the student's timing steps; the teacher, where it has no weights, runs with its first ones."""
+    """Run the student's timing steps."""
     cpus = most_local_cpus(resolved.experiment)
     is_copy = uri_of(run_dir.root) is not None
     with open_session(resolved, run_dir, end_of_run) as session, connect(cpus, run_dir.root, is_copy=is_copy) as cluster:
@@ -48,7 +47,7 @@ def run_probe(resolved: Resolved, run_dir: RunDir) -> RunResult:
         plan.check(cluster)
         session.save(use_gpu=plan.use_gpu, num_workers=resolved.experiment.scale.num_workers, loader_workers=plan.loader_workers)
         session.display.print(plan.describe(cluster))
-        weights = untrained_teacher(session)
+        weights = prepare_teacher(session, plan)
         with running_teacher_actors(session.run_dir.root.name, session.display, plan, cluster, weights) as teachers:
             run_stage(session, plan.assign("student", run_dir, {"run": run_dir.root.name}, weights, teachers))
     return session.result

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from service.cluster.resources import Cluster, is_local, local_capacity
 from service.config.experiment import Resolved
 from service.config.space import PIPELINE_STAGES
+from service.config.sweep import ACCURACIES, TIME
 from service.runs.dry_run import check_fits, num_classes_of
 from service.runs.outcome import Outcome
 from service.runs.plan import Plan
@@ -22,6 +23,10 @@ def check_sweep(resolved: Resolved) -> None:
     experiment = resolved.experiment
     if experiment.scale.min_workers is not None:
         raise ExperimentError("scale.min_workers: a trial of a sweep has one number of workers: write one in scale.num_workers")
+    if experiment.train.max_steps is not None and experiment.sweep.metric in (*ACCURACIES, TIME):
+        raise ExperimentError(
+            f"train.max_steps: a timing run has no accuracy, and sweep.metric is {experiment.sweep.metric}: leave one of them out"
+        )
     if experiment.scale.pipeline_stages == "auto" and PIPELINE_STAGES not in experiment.sweep.space:
         raise ExperimentError(
             "scale.pipeline_stages: a trial of a sweep has one number of stages: write"

@@ -5,13 +5,12 @@ from dataclasses import replace
 from service.cluster.connect import connect
 from service.cluster.resources import HEAD, Cluster, is_local, local_capacity
 from service.config.experiment import Resolved
-from service.config.method_rules import needs_teacher
 from service.runs.plan import Plan, most_local_cpus
 from service.runs.result import ClusterHardware, RunResult
 from service.runs.session import ResultReporter, Session, open_session, record_student
-from service.runs.stages.run_stages import prepare_teacher
+from service.runs.stages.run_stages import prepare_teacher, untrained_teacher
 from service.runs.stages.teacher_actors import running_teacher_actors
-from service.runs.stored.stored_runs import put, uri_of
+from service.runs.stored.stored_runs import uri_of
 from service.search.replay import conclusion, replay, time_to_accuracy_search
 from service.sweeps.preflight import mark_unbuildable, mark_unschedulable
 from service.sweeps.run_trials import TeacherSource, run_pending, save_rows
@@ -124,32 +123,6 @@ def train_to_target(
         speed_trial = next(trial for trial in trials if trial.id == ids[row])
         trials.append(training_of(session.resolved, speed_trial, search.until_s))
         run_pending(session, records, trials, trials[-1:], cluster, teacher)
-
-
-def untrained_teacher(session: Session) -> str | None:
-    """The student's teacher in a timing sweep: its speed does not depend on its weights, so that its first ones will do.
-
-    Raises:
-        DistillError: the data or the model cannot be opened.
-    """
-    experiment, stage = session.experiment, session.run_dir.stage("untrained-teacher")
-    teacher, data = experiment.teacher, experiment.data
-    if teacher is not None and teacher.weights and not experiment.assistants:
-        return teacher.weights
-    if teacher is None or not needs_teacher(experiment.distill, experiment.sweep.axes):
-        return None
-    name = experiment.assistants[-1].model if experiment.assistants else teacher.model
-    from trainables.data.source import open_source
-    from trainables.engine import checkpoint
-    from trainables.models.registry import build_model
-
-    classes = open_source(data, "train").classes
-    model = build_model(name, num_classes=len(classes), image_size=data.image_size, seed=experiment.seed)
-    about = {"model": name, "num_classes": len(classes), "classes": list(classes), "image_size": data.image_size}
-    checkpoint.write_tensors(stage.best, {f"model.{name}": value for name, value in model.state_dict().items()}, about)
-    put(stage.best)
-    session.display.print(f"a timing sweep: the teacher {name} runs with untrained weights")
-    return str(stage.best)
 
 
 def fitting(plan: Plan, cluster: Cluster) -> Plan:

@@ -39,7 +39,7 @@ class TrainingConfig(Section):
     )
     warmup_steps: Natural = Field(5, description="first steps that throughput and phase times leave out")
     max_steps: Count | None = Field(
-        None, description="stop after so many steps past the warm-up, without evaluation: a timing run"
+        None, description="stop after so many steps past the warm-up, without evaluation: a timing run, which trains no teacher"
     )
     until_top1_pct: Annotated[float, Field(gt=0, le=100)] | None = Field(
         None, description="the student: stop after the first evaluated epoch whose top-1 reaches this, and record after how long"

@@ -11,7 +11,7 @@ from service.runs.session import Session, record_numbers, start_tracking
 from service.runs.stages.assignment import Assignment
 from service.runs.stages.hangs import hang_tags
 from service.runs.stages.stage_times import accounted_over_sessions, stage_session
-from service.runs.stored.stored_runs import display_name
+from service.runs.stored.stored_runs import display_name, put
 from service.runs.trial import run_to_end
 from trainables.config import TrainConfig
 from trainables.errors import TrainingError
@@ -22,11 +22,14 @@ def prepare_teacher(session: Session, plan: Plan) -> str | None:
     """The path of the weights that the student learns from: the teacher's, or those of the last assistant.
 
     The teacher is trained unless the experiment names its weights, then each assistant by the one before it. A stage that is
-    complete is not carried out again. None: there is no teacher, or no method that needs one.
+    complete is not carried out again. A timing run trains none, see `untrained_teacher`. None: there is no teacher, or no method
+    that needs one.
 
     Raises TrainingError: a training failed.
     """
     experiment = plan.experiment
+    if experiment.train.max_steps is not None:
+        return untrained_teacher(session)
     if experiment.teacher is None or not needs_teacher(experiment.distill, experiment.sweep.axes):
         return None
     weights = experiment.teacher.weights
@@ -36,6 +39,32 @@ def prepare_teacher(session: Session, plan: Plan) -> str | None:
         assignment = plan.assign(name, session.run_dir, {"run": session.run_dir.root.name}, weights)
         weights = str(StageDir(Path(run_stage(session, assignment).output_dir)).best)
     return weights
+
+
+def untrained_teacher(session: Session) -> str | None:
+    """The student's teacher where steps are timed: its speed does not depend on its weights, so that its first ones will do.
+
+    Raises:
+        DistillError: the data or the model cannot be opened.
+    """
+    experiment, stage = session.experiment, session.run_dir.stage("untrained-teacher")
+    teacher, data = experiment.teacher, experiment.data
+    if teacher is not None and teacher.weights and not experiment.assistants:
+        return teacher.weights
+    if teacher is None or not needs_teacher(experiment.distill, experiment.sweep.axes):
+        return None
+    name = experiment.assistants[-1].model if experiment.assistants else teacher.model
+    from trainables.data.source import open_source
+    from trainables.engine import checkpoint
+    from trainables.models.registry import build_model
+
+    classes = open_source(data, "train").classes
+    model = build_model(name, num_classes=len(classes), image_size=data.image_size, seed=experiment.seed)
+    about = {"model": name, "num_classes": len(classes), "classes": list(classes), "image_size": data.image_size}
+    checkpoint.write_tensors(stage.best, {f"model.{name}": value for name, value in model.state_dict().items()}, about)
+    put(stage.best)
+    session.display.print(f"steps are timed: the teacher {name} runs with untrained weights")
+    return str(stage.best)
 
 
 def run_stage(session: Session, assignment: Assignment) -> TrainConfig:

@@ -32,3 +32,10 @@ def test_a_sweep_is_not_elastic() -> None:
     resolved = load("digits", ["scale.num_workers=[1, 2]", "sweep.space={seed: [1, 2]}"])
     with pytest.raises(ExperimentError, match=r"scale\.min_workers: .* write one in scale\.num_workers"):
         check_sweep(resolved)
+
+
+@pytest.mark.parametrize("metric", ["{metric: top1_pct}", "{metric: time_to_accuracy, target_pct: 90}"])
+def test_a_sweep_for_accuracy_does_not_stop_after_steps(metric: str) -> None:
+    resolved = load("digits", ["train.max_steps=20", f"sweep={metric}", "sweep.space={seed: [1, 2]}"])
+    with pytest.raises(ExperimentError, match=r"^train\.max_steps: a timing run has no accuracy, .*: leave one of them out$"):
+        check_sweep(resolved)

@@ -1,4 +1,4 @@
-"""The stages of a run: the time that each took, over all sessions that carried it out."""
+"""The stages of a run: the time that each took, over all sessions that carried it out, and the teacher of a timing run."""
 
 import json
 import time
@@ -15,8 +15,9 @@ from service.runs.run_directory import begin_run
 from service.runs.session import Session, open_session
 from service.runs.stages import run_stages
 from service.runs.stages.assignment import Assignment
-from service.runs.stages.run_stages import run_stage
+from service.runs.stages.run_stages import prepare_teacher, run_stage
 from trainables.errors import TrainingError
+from trainables.models.weights import load_teacher
 from trainables.rundir import RunDir, append_line
 
 RESOLVED = load("digits", ["tracking.enabled=false"])
@@ -68,3 +69,16 @@ def test_the_times_of_a_stage_are_those_of_all_its_sessions(run_dir: RunDir, mon
     assert (row["status"], row["reason"]) == ("ok", "")
     assert row["seconds"] == pytest.approx(10.0 + 3.0 + 50.0 + 30.0)
     assert row["start_s"] == pytest.approx(2.0 + 10.0 + 5.0)
+
+
+@pytest.mark.parametrize(("assistants", "model"), [([], "convnet_large"), ([{"model": "mlp_small"}], "mlp_small")])
+def test_a_timing_run_trains_no_teacher_and_times_an_untrained_one(
+    run_dir: RunDir, assistants: list[dict[str, str]], model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    timed = RESOLVED.override({"train.max_steps": 20, "assistants": assistants, "teacher.model": "convnet_large"}, "test")
+    with open_session(timed, run_dir, end_of_run) as session:
+        weights = prepare_teacher(session, Plan.on(timed.experiment, local_capacity()))
+    assert weights is not None
+    load_teacher(model, weights, num_classes=10, image_size=8, classes=[str(digit) for digit in range(10)], seed=0)
+    assert not session.result.stages
+    assert f"steps are timed: the teacher {model} runs with untrained weights" in capsys.readouterr().out
