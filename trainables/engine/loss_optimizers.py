@@ -34,15 +34,14 @@ class DotSGD(torch.optim.SGD):
     """SGD of DOT for the task or for the methods: its settings depend on whether the other's gradient arrives too, in this step.
 
     As in the authors' code (mdistiller): a parameter that one of the two alone reaches has the momentum μ and weight decay; where
-    both do, the task's momentum is μ − Δ and the methods' μ + Δ without weight decay. Not as there: their first step of a
-    parameter that the methods alone reach has no weight decay, ours has it.
+    both do, the task's momentum is μ − Δ and the methods' μ + Δ without weight decay. The methods' first step of a parameter has
+    none in either case.
     """
 
     def __init__(self, groups: list[dict[str, Any]], optim: OptimConfig, shared_settings: Mapping[str, float]) -> None:
         """`shared_settings` replace a group's own for the parameters that both reach."""
         fused = any(p.is_cuda for group in groups for p in group["params"]) or None
         super().__init__(groups, lr=optim.lr, momentum=optim.momentum, fused=fused)
-        self.register_step_pre_hook(init_momentum_buffers)
         self._shared_settings = dict(shared_settings)
         self.shared: Set[nn.Parameter] = frozenset()
         """The parameters that the gradients of both reach in this step."""
@@ -51,20 +50,22 @@ class DotSGD(torch.optim.SGD):
         """Change what has a gradient, in two passes, since a group's settings apply to all of it."""
         gradients = {p: p.grad for group in self.param_groups for p in group["params"] if p.grad is not None}
         own_settings = [{name: group[name] for name in self._shared_settings} for group in self.param_groups]
-        for group, own in zip(self.param_groups, own_settings, strict=True):
-            group.update(own)
-        self._step_some(gradients, shared=False)
+        # A first step has no momentum yet: weight decay is all that its settings change.
+        has_first = bool(self._shared_settings["momentum"])
+        shared = {p for p in gradients if p in self.shared or (has_first and "momentum_buffer" not in self.state[p])}
+        init_momentum_buffers(self)
+        self._step_some(gradients, gradients.keys() - shared)
         for group in self.param_groups:
             group.update(self._shared_settings)
-        self._step_some(gradients, shared=True)
+        self._step_some(gradients, shared)
         for group, own in zip(self.param_groups, own_settings, strict=True):
             group.update(own)
         for p, gradient in gradients.items():
             p.grad = gradient
 
-    def _step_some(self, gradients: Mapping[nn.Parameter, torch.Tensor], *, shared: bool) -> None:
+    def _step_some(self, gradients: Mapping[nn.Parameter, torch.Tensor], some: Set[nn.Parameter]) -> None:
         for p, gradient in gradients.items():
-            p.grad = gradient if (p in self.shared) == shared else None
+            p.grad = gradient if p in some else None
         super().step()
 
 

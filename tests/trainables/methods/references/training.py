@@ -30,7 +30,7 @@ def dot_update(
 
     v_task ← g_task + (μ − Δ)·v_task, v_kd ← g_kd + (μ + Δ)·v_kd, θ ← θ − lr·(v_task + v_kd). Weight decay is part of the task's
     gradient. A parameter with one gradient only (None for the other) has momentum μ and the weight decay. Buffers begin at 0.
-    mdistiller leaves the decay out of the very first step of a parameter that has only the distillation's gradient; not here.
+    As in mdistiller the first distillation gradient of a parameter that has only that one goes without the decay.
     Δ is 0.075 on CIFAR-100 and 0.09 on ImageNet.
     """
     parameter = double(state.parameter)
@@ -42,7 +42,7 @@ def dot_update(
         moved = moved + task
     if kd_gradient is not None:
         keep = momentum + delta if task_gradient is not None else momentum
-        decay = 0.0 if task_gradient is not None else weight_decay * parameter
+        decay = 0.0 if task_gradient is not None or distilled is None else weight_decay * parameter
         distilled = kd_gradient + decay + (0.0 if distilled is None else keep * distilled)
         moved = moved + distilled
     return DotState(parameter - lr * moved, task, distilled)
