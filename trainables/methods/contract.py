@@ -193,7 +193,10 @@ class Method(nn.Module):
         return list(self.parameters())
 
     def init_stage_frozen(self, student: nn.Module) -> list[nn.Module]:
-        """Modules of the bare `student` that the init stage does not train and runs in eval mode: by default none."""
+        """Modules of the bare `student` that the init stage does not train after all: by default none.
+
+        It runs in eval mode what of the student it does not train.
+        """
         return []
 
     def init_only_parameters(self) -> list[nn.Parameter]:

@@ -148,14 +148,18 @@ class DistillationModule(nn.Module):
         return max((method.init_epochs for method in self.methods_by_name.values()), default=0)
 
     def set_trainable(self, epoch: float) -> None:
-        """Set `requires_grad`, and eval mode of frozen modules, for this epoch. Call `train()` first.
+        """Set `requires_grad`, and eval mode of what of the student the init stage does not train. Call `train()` first.
 
         Training freezes the parameters of the init stage only: DDP must not wait for their gradients.
         """
         for method in self.methods_by_name.values():
             for parameter in method.init_only_parameters():
                 parameter.requires_grad_(epoch < 0)
-        for module in self._init_stage_frozen(epoch):
+        if (targets := self.init_targets(epoch)) is None:
+            return
+        trained = frozenset(targets.parameters)
+        untrained = [m for m in self.student.modules() if (own := list(m.parameters())) and trained.isdisjoint(own)]
+        for module in (*untrained, *self._init_stage_frozen(epoch)):
             module.eval()
 
     def _init_stage_frozen(self, epoch: float) -> list[nn.Module]:

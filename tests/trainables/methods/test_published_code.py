@@ -99,7 +99,8 @@ def test_all_of_the_student_takes_part_where_nothing_is_left_out(tmp_path: Path)
     with contextlib.closing(build(settings, Group(), Recorded(), no_telemetry)) as job:
         job.train_state.distillation_module.train()
         job.train_state.distillation_module.set_trainable(-1)
-        assert all(module.training for module in job.train_state.distillation_module.student.modules())
+        evaluated = [name for name, module in job.train_state.distillation_module.student.named_modules() if not module.training]
+        assert evaluated == ["fc"]
 
 
 @pytest.mark.parametrize(
@@ -134,6 +135,51 @@ def test_ft_trains_its_paraphraser_at_a_rate_of_its_own_as_repdistiller_does(tmp
         train_epoch(job)
         found = nn.ModuleList([method.paraphrasers[0], method.builders[0]])
         assert relative_difference(halves.state_dict(), found.state_dict()) < 1e-11
+
+
+def test_ft_reads_a_student_in_eval_mode_in_its_init_stage_as_repdistiller_does(tmp_path: Path) -> None:
+    with contextlib.closing(
+        build(job_config(tmp_path, "resnet8", "resnet14", "ft", init_epochs=1), Group(), Recorded(), no_telemetry)
+    ) as job:
+        train_epoch(job)
+        student = job.train_state.distillation_module.student
+        assert not any(t.any() for name, t in student.named_buffers() if name.endswith(("running_mean", "tracked")))
+        job.progress.epoch += 1
+        job.progress.position = 0
+        train_epoch(job)
+        assert all(t.all() for name, t in student.named_buffers() if name.endswith(("running_mean", "tracked")))
+
+
+def test_fsp_trains_the_student_in_training_mode_without_its_classifier_as_repdistiller_does(tmp_path: Path) -> None:
+    settings = job_config(tmp_path, "resnet8", "resnet14", "fsp", init_epochs=1)
+    with contextlib.closing(build(settings, Group(), Recorded(), no_telemetry)) as job:
+        train_state: Any = job.train_state
+        student: Any = copy.deepcopy(train_state.distillation_module.student).eval()
+        trained = nn.ModuleList([student.conv1, student.bn1, student.layer1, student.layer2, student.layer3]).train()
+        sgd = torch.optim.SGD(trained.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
+        with contextlib.closing(on_device(job.train_loader.epoch(0), torch.device("cpu"))) as batches:
+            for batch in batches:
+                images = train_state.prepare(batch).images_BCHW
+                with torch.no_grad():
+                    taught = flows(train_state.teacher.model, images)
+                loss = sum((s - t).square().mean() for s, t in zip(flows(student, images), taught, strict=True))
+                sgd.zero_grad()
+                loss.backward()  # type: ignore[union-attr]
+                sgd.step()
+        train_epoch(job)
+        assert relative_difference(student.state_dict(), train_state.distillation_module.student.state_dict()) < 1e-10
+
+
+def flows(model: Any, images_BCHW: Tensor) -> list[Tensor]:
+    """RepDistiller's distiller_zoo/FSP.py, of the stem and each stage to the next."""
+    maps = [model.bn1(model.conv1(images_BCHW)).relu()]
+    for stage in (model.layer1, model.layer2, model.layer3):
+        maps.append(stage(maps[-1]))
+    found = []
+    for bottom, top in itertools.pairwise(maps):
+        pooled = nn.functional.adaptive_avg_pool2d(bottom, top.shape[2:])
+        found.append(torch.einsum("bihw,bjhw->bij", pooled, top) / top[0, 0].numel())
+    return found
 
 
 def test_after_the_init_stage_the_rate_is_the_trainings(tmp_path: Path) -> None:
