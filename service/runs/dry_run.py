@@ -12,6 +12,7 @@ from trainables.config import DataConfig, TrainConfig
 from trainables.data.source import open_source
 from trainables.errors import DistillError, ExperimentError
 from trainables.failures import kind_of
+from trainables.rules import parts_have_several_images
 
 _UNTRAINED = "-"
 """Stands for the weights of a teacher, which are not read."""
@@ -25,6 +26,22 @@ def check_fits(experiment: Experiment, num_classes: int, stages: Iterable[str]) 
     for name in stages:
         if reason := _refusal(_deciding_config(experiment, name), num_classes):
             raise ExperimentError(reason)
+
+
+def check_parts(experiment: Experiment, num_images: int, num_classes: int, stages: Iterable[str]) -> None:
+    """Refuse stages that would train a batch norm on one value of each channel. `num_images`: of the training split.
+
+    Raises ExperimentError.
+    """
+    problem = parts_have_several_images(experiment, num_images)
+    if problem is None:
+        return
+    from trainables.engine.dry_run import normalizes_single_images
+
+    for name in stages:
+        config = experiment.stage(name, Path("/"), {}, _UNTRAINED)
+        if not normalizes_single_images(config, num_classes):
+            raise ExperimentError(f"{problem}; the batch norm of {config.model} cannot normalise one image")
 
 
 @cache

@@ -11,7 +11,7 @@ from service.cluster.connect import check_ray_address
 from service.cluster.resources import is_local, local_capacity
 from service.config.experiment import Resolved, read_resolved
 from service.config.schema import Experiment
-from service.runs.dry_run import check_fits
+from service.runs.dry_run import check_fits, check_parts
 from service.runs.plan import Plan
 from service.runs.result import Kind, RunResult
 from service.runs.run_directory import stages_with
@@ -69,7 +69,15 @@ def check_data(experiment: Experiment, searched: Collection[str] = (), *, trains
         check_models(experiment, val.classes)
         cut = experiment.scale.num_stages > 1 and experiment.teacher is not None and experiment.teacher.weights is None
         check_fits(experiment, len(val.classes), [name for name in experiment.preparation if cut or name != "teacher"])
+        check_parts(experiment, len(train), len(val.classes), trained_stages(experiment, searched))
     return len(val.classes)
+
+
+def trained_stages(experiment: Experiment, searched: Collection[str]) -> list[str]:
+    """The stages that train with the experiment's own batches, see `check_data`."""
+    weights = experiment.teacher.weights if experiment.teacher is not None else None
+    before = [name for name in experiment.preparation if name != "teacher" or weights is None]
+    return [*(before if experiment.train.max_steps is None else []), *([] if searched else ["student"])]
 
 
 def check_cache(experiment: Experiment, kind: Kind) -> None:

@@ -10,7 +10,9 @@ from trainables.config import TrainConfig
 from trainables.distributed.group import Group
 from trainables.engine.modules import build_distillation_module, build_student, methods_with_teacher
 from trainables.engine.pipeline.build import possible_cuts
+from trainables.failures import is_single_value
 from trainables.methods.distillation_module import DistillationModule
+from trainables.models.forward import dry_forward
 from trainables.models.registry import construct
 from trainables.teachers.ensemble import TeacherEnsemble
 from trainables.teachers.service.split_network import teacher_cuts
@@ -31,6 +33,18 @@ def check_fit(config: TrainConfig, num_classes: int) -> None:
         size = config.data.image_size
         network = construct(teacher.model, num_classes=num_classes, image_size=size, seed=config.seed).eval()
         teacher_cuts(network, size, teacher.service_devices)
+
+
+def normalizes_single_images(config: TrainConfig, num_classes: int) -> bool:
+    """Whether the student can be trained on a batch of one image, which batch norm refuses where a map has one position."""
+    _, student = build_student(config, Group(), num_classes)
+    try:
+        dry_forward(student, config.data.image_size, training=True, batch_size=1)
+    except ValueError as error:
+        if not is_single_value(error):
+            raise
+        return False
+    return True
 
 
 def untrained_modules(config: TrainConfig, num_classes: int) -> tuple[DistillationModule, nn.Module | None]:

@@ -11,6 +11,7 @@ from service.sweeps.preflight import check_sweep, mark_unbuildable
 from service.sweeps.trials import plan_trials
 from tests.trainables.methods import own_methods
 from trainables.errors import ExperimentError
+from trainables.rules import parts_have_several_images
 
 OWN = Path(own_methods.__file__)
 SMALL = ("data.image_size=16", "student.model=resnet8", "teacher.model=resnet14")
@@ -122,3 +123,43 @@ def test_a_point_that_is_too_large_for_this_machine_may_not_be_for_the_clusters(
 def test_a_sweep_of_which_no_point_fits_is_refused() -> None:
     with pytest.raises(ExperimentError, match=r"none of its 2 points can run; the first: .*: kdsvd compares"):
         check_sweep(small("teacher.model=wrn_16_2", "distill.method=kdsvd", "sweep.space={seed: [1, 2]}"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["data.global_batch_size=2", "scale.num_workers=2"],
+            "data.global_batch_size 2 leaves a single image to a part of a batch: write at least 4;"
+            " the batch norm of resnet18 cannot normalise one image",
+        ),
+        (
+            ["data.global_batch_size=11", "data.last_batch=short"],
+            "data.last_batch short leaves a single image to a part of the last batch, which has 1 of 1442: write drop, or another"
+            " data.global_batch_size; the batch norm of resnet18 cannot normalise one image",
+        ),
+    ],
+)
+def test_a_batch_norm_that_would_get_a_single_image_is_refused_before_a_teacher_is_trained(
+    overrides: list[str], message: str
+) -> None:
+    with pytest.raises(ExperimentError) as refused:
+        check_train(small("student.model=resnet18", *overrides))
+    assert str(refused.value) == message
+    check_train(small("student.model=resnet8", *overrides))  # whose maps have several positions
+    check_train(small("student.model=resnet18", "scale.sync_batch_norm=true", *overrides[:1], "data.last_batch=drop"))
+
+
+@pytest.mark.parametrize(
+    ("num_images", "overrides", "refuses"),
+    [
+        (17, ["data.global_batch_size=8"], False),
+        (17, ["data.global_batch_size=8", "data.last_batch=short"], True),
+        (19, ["data.global_batch_size=8", "data.last_batch=short", "scale.num_workers=2"], True),  # 2 images and 1
+        (20, ["data.global_batch_size=8", "data.last_batch=short", "scale.num_workers=2"], False),
+        (20, ["data.global_batch_size=8", "data.last_batch=short", "scale.num_workers=2", "optim.accumulate=2"], True),
+        (5, ["data.global_batch_size=8", "data.last_batch=short"], False),  # the only batch is the last one
+    ],
+)
+def test_parts_of_one_image_are_those_that_the_workers_get(num_images: int, overrides: list[str], refuses: bool) -> None:
+    assert (parts_have_several_images(small(*overrides).experiment, num_images) is not None) == refuses
