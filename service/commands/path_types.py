@@ -122,13 +122,15 @@ class Override(NamesPath, StringParamType):
 
 
 class RecipeOrFile(NamesPath, StringParamType):
-    """An experiment."""
+    """An experiment, also a run's at a URI."""
 
     def in_job(self, text: str, job: JobFiles) -> list[str]:
         """A recipe; of an experiment file the name of its resolved copy in the job's folder, bases and all.
 
         A wrong experiment is refused here, not minutes later in a log; a method's file may be on the cluster alone.
         """
+        if is_uri(text):
+            return [text]
         experiment = load(text, job.params["overrides"], method_files="run if present").experiment
         if text in recipes():
             return [text]
@@ -141,18 +143,16 @@ class RecipeOrFile(NamesPath, StringParamType):
 
 
 class RecipeOrKey(RecipeOrFile):
-    """An experiment, the URI of a run, or with --keys the beginning of a key."""
+    """An experiment, or with --keys the beginning of a key."""
 
     def in_job(self, text: str, job: JobFiles) -> list[str]:
-        return [text] if job.params["keys"] or is_uri(text) else super().in_job(text, job)
+        return [text] if job.params["keys"] else super().in_job(text, job)
 
 
 class RunOrRecipe(RecipeOrFile):
     """The directory of a run, which may be on the cluster alone if its path is absolute, or an experiment."""
 
     def in_job(self, text: str, job: JobFiles) -> list[str]:
-        if is_uri(text):
-            return [text]
         path = Path(text)
-        is_run = path.is_dir() or (path.is_absolute() and not path.exists())
+        is_run = not is_uri(text) and (path.is_dir() or (path.is_absolute() and not path.exists()))
         return [absolute_or_new(text)] if is_run else super().in_job(text, job)

@@ -51,7 +51,7 @@ class SweepConfig(Section):
     )
     max_concurrent: Count = Field(
         1,
-        description="trials at a time; bounded by the cluster's resources and, where speeds are compared, by what they would share",
+        description="trials at a time; bounded by the cluster's resources; where speeds are compared, none shares cores or a teacher",
     )
     grace_epochs: Count = Field(1, description="asha: epochs before a trial may be stopped, those of a method's init stage apart")
     reduction_factor: Annotated[int, Field(ge=2)] = Field(3, description="asha: one in so many goes on")

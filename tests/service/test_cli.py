@@ -482,7 +482,7 @@ def test_an_evaluation_that_cannot_be_carried_out_is_refused(refuse: Refuse, tmp
     cut.write_bytes(whole.read_bytes()[:-9])
     assert "is not a whole safetensors file" in refuse("evaluate", cut, "--data", "digits")
     for override, words in (
-        ("data.batch_size=3", "data.batch_size: no such key; did you mean data.global_batch_size?"),
+        ("data.batch_size=3", "data.batch_size: no such key; did you mean data.global_batch_size, of all workers together?"),
         ("scale.num_workers=0", "scale.num_workers: must be at least 1, not 0"),
         ("optim.lr=3", "an evaluation has the keys data.*, scale.* and precision"),
         ("data", "write --set key=value"),
