@@ -37,6 +37,8 @@ def show(recipe_or_file: str | None, overrides: tuple[str, ...], keys: bool) -> 
     distill show --keys             all keys of an experiment: type, default, meaning
     distill show --keys optim       those of one section
     """
+    if keys and overrides:
+        raise click.UsageError("--keys and --set: give one of them, as --keys lists keys and not values")
     if keys:
         print_keys(recipe_or_file or "")
     elif recipe_or_file is None:

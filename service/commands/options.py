@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from service.commands.path_types import Override, PathType, RecipeOrFile, RunPath, RunsRoot
 from service.runs.stored.stored_runs import fetch_records, run_folder
@@ -56,6 +57,11 @@ DATA_PATH = "As data.path: digits, synthetic, a packed set, an image folder."
 PROCESSES = click.option(
     "--processes", type=click.IntRange(min=1), help="Processes on this machine; default: one a core. The result is the same."
 )
+
+
+def is_given(parameter: str) -> bool:
+    """Whether the user has written this parameter of the command that runs, be it with its default."""
+    return click.get_current_context().get_parameter_source(parameter) is ParameterSource.COMMANDLINE
 
 
 def experiment_file(text: str) -> str:
