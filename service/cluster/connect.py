@@ -34,11 +34,22 @@ LOOPBACK = {
 }
 
 
+SHARED_RUNS = "give a shared folder with --runs"
+
+
 @contextlib.contextmanager
-def connect(logical_cpus: int, runs_root: Path, cache: Path | None = None, *, is_copy: bool = False) -> Iterator[Cluster]:
+def connect(
+    logical_cpus: int,
+    runs_root: Path,
+    cache: Path | None = None,
+    *,
+    is_copy: bool = False,
+    instead: str = f"{SHARED_RUNS}, or s3://BUCKET/PREFIX",
+) -> Iterator[Cluster]:
     """The cluster of `RAY_ADDRESS`, or a Ray of our own on loopback with `logical_cpus` CPUs (at least the cores, at most 4×).
 
     `cache`: the folder of `teacher.cache`, where it will be written. `is_copy`: what is in `runs_root` is in an object store.
+    `instead`: what to do where nodes do not share `runs_root`.
 
     Raises ClusterError: no Ray at RAY_ADDRESS, or none can start here; or its nodes do not all see `runs_root` and `cache`, or
     may not write there.
@@ -59,7 +70,7 @@ def connect(logical_cpus: int, runs_root: Path, cache: Path | None = None, *, is
     try:
         cluster = living_nodes(usable_cores()) if is_local() else replace(living_nodes(), autoscaled=has_autoscaler())
         if not is_copy:
-            check_shared(runs_root, str(runs_root), "give a shared folder, or s3://BUCKET/PREFIX, with --runs")
+            check_shared(runs_root, str(runs_root), instead)
         if cache is not None:
             name = f"teacher.cache: {cache}"
             full = cache.is_dir() and unwritable_reason(cache) is not None  # see `preflight.check_cache`

@@ -97,7 +97,7 @@ def _end_with(parent: BaseProcess) -> None:
 
 
 def _over_cluster(function: Callable[..., Result], arguments: Sequence[tuple[Any, ...]], shared: Path) -> Iterator[Result]:
-    with connect(1, shared):
+    with connect(1, shared, instead="name a folder that all nodes share, or unset RAY_ADDRESS to use this machine"):
         import ray
 
         task = ray.remote(function).options(num_cpus=1, scheduling_strategy="SPREAD")

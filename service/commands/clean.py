@@ -32,10 +32,12 @@ def clean(age: str, dry_run: bool, unfinished: bool, checkpoints_only: bool, roo
     looked at, neither for weights nor for logits. Caches, leftovers and copies of runs in an object store are those of this user
     on this machine. MLflow's records stay.
     """
+    if unfinished and checkpoints_only:
+        raise click.UsageError("--unfinished and --checkpoints: give one of them, as --checkpoints is for complete runs alone")
     from service.runs.clean import Cleaner
     from service.runs.clean import clean as run_clean
     from trainables.data.storage.shared_folder import format_bytes
 
     cleaner = Cleaner(time.time() - float(age[:-1]) * UNITS_S[age[-1]], dry_run, click.echo)
-    run_clean(root, cleaner, unfinished=unfinished and not checkpoints_only, checkpoints_only=checkpoints_only)
+    run_clean(root, cleaner, unfinished=unfinished, checkpoints_only=checkpoints_only)
     click.echo(f"{format_bytes(cleaner.num_bytes)} {'would be' if dry_run else 'were'} freed")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from service.commands.options import PROCESSES, print_all
+from service.commands.options import PROCESSES, is_given, print_all
 from service.commands.path_types import PathType
 from service.report.contact_sheet import describe, write_sheet
 from service.runs.display import output
@@ -46,6 +46,8 @@ def pack(
         raise click.UsageError("--max-side and --raw: give one of them")
     if tiles and raw is not None:
         raise click.UsageError("--tiles and --raw: give one of them")
+    if max_side is None and is_given("quality"):
+        raise click.UsageError("--quality: is of the JPEGs that --max-side makes: give --max-side too, or leave it out")
     mode = Mode(max_side, quality, raw, tiles)
     try:
         packing = run_pack(source, dest, mode, check=check, strict=strict, processes=processes or usable_cores())
@@ -62,6 +64,8 @@ def pack(
 @PROCESSES
 def data(directory: Path, verify: bool, sheet: Path | None, processes: int | None) -> None:
     """The content of a packed set: counts, classes, sizes, shapes, pictures."""
+    if processes is not None and not verify:
+        raise click.UsageError("--processes: is for --verify: give --verify too, or leave it out")
     directory = expand_home(directory).resolve()
     index = read_index(directory)
     print_all(output(), describe(directory, index))

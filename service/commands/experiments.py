@@ -6,16 +6,14 @@ from pathlib import Path
 
 import click
 
-from service.commands.options import SET
+from service.commands.options import SET, experiment_file
 from service.commands.path_types import RecipeOrKey
 from service.config.dotted import flatten
 from service.config.experiment import load
 from service.config.files import recipes
 from service.config.messages import source_of_key
 from service.config.reference import keys_below
-from service.runs.stored.stored_runs import display_name, fetch_records, run_folder
-from trainables.object_store.store import is_uri
-from trainables.rundir import RunDir
+from service.runs.stored.stored_runs import display_name
 
 
 @click.command("recipes")
@@ -39,16 +37,14 @@ def show(recipe_or_file: str | None, overrides: tuple[str, ...], keys: bool) -> 
     distill show --keys             all keys of an experiment: type, default, meaning
     distill show --keys optim       those of one section
     """
+    if keys and overrides:
+        raise click.UsageError("--keys and --set: give one of them, as --keys lists keys and not values")
     if keys:
         print_keys(recipe_or_file or "")
     elif recipe_or_file is None:
         raise click.UsageError("give a recipe or a file, or --keys")
     else:
-        if is_uri(recipe_or_file):
-            folder = run_folder(recipe_or_file.removesuffix("/experiment.yaml"))
-            fetch_records(folder)
-            recipe_or_file = str(RunDir(folder).experiment)
-        print_values(recipe_or_file, overrides)
+        print_values(experiment_file(recipe_or_file), overrides)
 
 
 def print_keys(prefix: str) -> None:

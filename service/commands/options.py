@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from service.commands.path_types import Override, PathType, RecipeOrFile, RunPath, RunsRoot
+from service.runs.stored.stored_runs import fetch_records, run_folder
+from trainables.errors import ExperimentError
 from trainables.object_store.store import is_uri
-from trainables.rundir import expand_home
+from trainables.rundir import RunDir, expand_home
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -54,6 +57,26 @@ DATA_PATH = "As data.path: digits, synthetic, a packed set, an image folder."
 PROCESSES = click.option(
     "--processes", type=click.IntRange(min=1), help="Processes on this machine; default: one a core. The result is the same."
 )
+
+
+def is_given(parameter: str) -> bool:
+    """Whether the user has written this parameter of the command that runs, be it with its default."""
+    return click.get_current_context().get_parameter_source(parameter) is ParameterSource.COMMANDLINE
+
+
+def experiment_file(text: str) -> str:
+    """A recipe or file as it is; of the URI of a run, or of its experiment, the experiment's copy on this machine.
+
+    Raises ExperimentError: there is no run.
+    """
+    if not is_uri(text):
+        return text
+    folder = run_folder(text.removesuffix("/experiment.yaml"))
+    fetch_records(folder)
+    file = RunDir(folder).experiment
+    if not file.is_file():
+        raise ExperimentError(f"{text} holds no run: give a recipe, a file, or s3://BUCKET/PREFIX/RUN/experiment.yaml")
+    return str(file)
 
 
 def print_all(console: Console, parts: Iterable[RenderableType]) -> None:

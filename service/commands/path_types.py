@@ -16,9 +16,11 @@ from service.config.dotted import put
 from service.config.experiment import load, parse_override
 from service.config.files import recipes
 from service.config.paths import absolute, absolute_or_new, absolute_paths, with_absolute_file
+from service.runs.run_directory import has_begun
 from service.runs.stored.stored_runs import root_folder, run_folder, uri_of
 from trainables.errors import ExperimentError
 from trainables.methods.method_file import file_of, option_key
+from trainables.notices import notice
 from trainables.object_store.store import is_uri
 from trainables.redact import redact_uris
 from trainables.rundir import write_atomic
@@ -122,13 +124,15 @@ class Override(NamesPath, StringParamType):
 
 
 class RecipeOrFile(NamesPath, StringParamType):
-    """An experiment."""
+    """An experiment, also a run's at a URI."""
 
     def in_job(self, text: str, job: JobFiles) -> list[str]:
         """A recipe; of an experiment file the name of its resolved copy in the job's folder, bases and all.
 
         A wrong experiment is refused here, not minutes later in a log; a method's file may be on the cluster alone.
         """
+        if is_uri(text):
+            return [text]
         experiment = load(text, job.params["overrides"], method_files="run if present").experiment
         if text in recipes():
             return [text]
@@ -141,18 +145,29 @@ class RecipeOrFile(NamesPath, StringParamType):
 
 
 class RecipeOrKey(RecipeOrFile):
-    """An experiment, the URI of a run, or with --keys the beginning of a key."""
+    """An experiment, or with --keys the beginning of a key."""
 
     def in_job(self, text: str, job: JobFiles) -> list[str]:
-        return [text] if job.params["keys"] or is_uri(text) else super().in_job(text, job)
+        return [text] if job.params["keys"] else super().in_job(text, job)
+
+
+def is_run_folder(text: str) -> bool:
+    """Whether the name of a run or an experiment is a folder's; that of a recipe is the recipe's.
+
+    Raises ExperimentError: it is the name of a recipe and of a run's folder.
+    """
+    if text in recipes() and has_begun(Path(text)):
+        raise ExperimentError(f"{text} is a recipe and the folder of a run: write ./{text} for the run, or rename it")
+    if text in recipes() and Path(text).is_dir():
+        notice(f"{text} is the recipe, not the folder {text}, which has no run: write ./{text} for the folder")
+        return False
+    return Path(text).is_dir()
 
 
 class RunOrRecipe(RecipeOrFile):
     """The directory of a run, which may be on the cluster alone if its path is absolute, or an experiment."""
 
     def in_job(self, text: str, job: JobFiles) -> list[str]:
-        if is_uri(text):
-            return [text]
         path = Path(text)
-        is_run = path.is_dir() or (path.is_absolute() and not path.exists())
+        is_run = not is_uri(text) and (is_run_folder(text) or (path.is_absolute() and not path.exists()))
         return [absolute_or_new(text)] if is_run else super().in_job(text, job)

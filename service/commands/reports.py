@@ -4,8 +4,8 @@ from pathlib import Path
 
 import click
 
-from service.commands.options import DIR, RUNS_OR_URI, SET, print_all
-from service.commands.path_types import PathType, RunOrRecipe, RunPath
+from service.commands.options import DIR, RUNS_OR_URI, SET, is_given, print_all
+from service.commands.path_types import PathType, RunOrRecipe, RunPath, is_run_folder
 from service.config.experiment import load
 from service.runs.display import output
 from service.runs.run_directory import as_it_stands, reopen
@@ -67,9 +67,11 @@ def doctor(directory_or_recipe: str, overrides: tuple[str, ...], root: Path) -> 
     if is_uri(directory_or_recipe):
         directory_or_recipe = str(run_folder(directory_or_recipe))
         reopen(Path(directory_or_recipe))
-    if Path(directory_or_recipe).is_dir():
+    if is_run_folder(directory_or_recipe):
         if overrides:
             raise click.UsageError("--set: changes a recipe; the values of a run are in its experiment.yaml")
+        if is_given("root"):
+            raise click.UsageError("--runs: is for the timing run of a recipe; a run is read where it is")
         cases = read_run(*reopen(Path(directory_or_recipe)))
     else:
         resolved = load(directory_or_recipe, overrides)

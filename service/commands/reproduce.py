@@ -1,6 +1,7 @@
 """`reproduce`: a table of published accuracies, run again."""
 
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import click
@@ -59,7 +60,8 @@ def reproduce(
     sweeps = compose(published, request, overrides, data_path, teachers)
     check_writable(root, out)
     stem = f"reproduce-{Path(table).stem}"
-    job = Reproduction(published, request, sweeps, changed, (out or root / stem).absolute(), root)
+    planned_out = out or root / f"{stem}-{datetime.now():%Y%m%d-%H%M%S}"
+    job = Reproduction(published, request, sweeps, changed, planned_out.absolute(), root)
     check_same(job)
     console = output()
     console.print(terminal.plan_grid(job))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from service.commands.options import DIR, OUT, RECIPE, RUNS, RUNS_OR_URI, SET
+from service.commands.options import DIR, OUT, RECIPE, RUNS, RUNS_OR_URI, SET, experiment_file
 
 if TYPE_CHECKING:
     from service.config.experiment import Resolved
@@ -31,7 +31,7 @@ def train(recipe_or_file: str, overrides: tuple[str, ...], out: Path | None, con
     """Train the teacher if it has no weights, then distil the student."""
     from service.config.experiment import load
 
-    start_run("train", load(recipe_or_file, overrides), out, root, continues=continues)
+    start_run("train", load(experiment_file(recipe_or_file), overrides), out, root, continues=continues)
 
 
 @click.command()
@@ -44,7 +44,7 @@ def sweep(recipe_or_file: str, overrides: tuple[str, ...], out: Path | None, con
     """Search over GPUs × batch × loader workers, or whatever sweep.space names."""
     from service.config.experiment import load
 
-    start_run("sweep", load(recipe_or_file, overrides), out, root, continues=continues)
+    start_run("sweep", load(experiment_file(recipe_or_file), overrides), out, root, continues=continues)
 
 
 @click.command()

@@ -26,6 +26,10 @@ def split(
                distill split cifar100 --list
                distill split cifar100 --cut layer2
     """
+    if cut is not None and stages is not None:
+        raise click.UsageError(f"--stages and --cut: give one of them, as --cut {cut} makes {cut.count(',') + 2} stages")
+    if only_list and (cut or link):
+        raise click.UsageError("--list: times nothing: leave out --cut and --link")
     from service.report.split_table import cut_point_table, split_parts, student_in_stages
 
     experiment = load(recipe_or_file, overrides, method_files="ignore").experiment

@@ -31,6 +31,8 @@ def submit(context: click.Context, follow: bool, root: str | None, command: tupl
     """
     with tempfile.TemporaryDirectory(prefix="raydistill-") as folder:
         arguments = package(context.find_root(), command, Path(folder))
+        if root is not None and "--runs" in arguments:
+            raise click.UsageError(f"--runs: is given twice: give it to submit or to {arguments[0]}")
         if root is not None and not is_uri(root):
             root = str(Path(root).absolute())
         raise click.exceptions.Exit(run_submit(arguments, Path(folder), root, follow, click.echo))

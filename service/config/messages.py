@@ -7,6 +7,7 @@ from typing import Any, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from service.config.other_names import OTHER_NAMES
 from trainables.config import Section
 from trainables.errors import near
 
@@ -77,8 +78,14 @@ def _fields(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, F
 
 
 def nearest(key: str, keys: Sequence[str]) -> str:
-    """`; did you mean KEY?` for a key that does not exist, or nothing."""
+    """`; did you mean KEY?` for a key that does not exist, or what to do instead, or nothing."""
     section, _, last = key.rpartition(".")
+    other = OTHER_NAMES.get(key.replace("-", "_")) or OTHER_NAMES.get(last.replace("-", "_"), "")
+    target = other.partition(",")[0]
+    if target in keys:
+        return f"; did you mean {other}?"
+    if " " in target:
+        return f"; {other}"
     same_section = {k.rpartition(".")[2]: k for k in keys if k.rpartition(".")[0] == section}
     others = [k for k in keys if k not in same_section.values() and not key.startswith(f"{k}.")]
     if found := [same_section[name] for name in near(last, same_section)] or near(key, others, cutoff=0.75):
@@ -147,7 +154,8 @@ def _line(key: str, plain: str, details: list[Any], keys: Sequence[str], missing
     valid = " or ".join(dict.fromkeys(expected(detail) for detail in details if detail["type"] != "missing"))
     if kind == "missing":  # values of a list: the last that is missing says how many there should be
         valid = f"a list of {details[-1]['loc'][-1] + 1}"
-    return f"{key}: must be {valid}, not {shown(first['input'])}"
+    below = next((k for k in keys if k.startswith(f"{plain}.")), "") if isinstance(first["input"], str) else ""
+    return f"{key}: must be {valid}, not {shown(first['input'])}" + (f"; did you mean {below}?" if below else "")
 
 
 def expected(detail: Any) -> str:

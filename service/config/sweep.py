@@ -49,7 +49,9 @@ class SweepConfig(Section):
         None,
         description="seconds, its restarts included, after which a trial ends as failed, and the sweep goes on; absent: no limit",
     )
-    max_concurrent: Count = Field(1, description="trials at a time; bounded by the cluster's resources")
+    max_concurrent: Count = Field(
+        1, description="trials at a time; bounded by the resources; where speeds are compared, none shares cores or a teacher"
+    )
     grace_epochs: Count = Field(1, description="asha: epochs before a trial may be stopped, those of a method's init stage apart")
     reduction_factor: Annotated[int, Field(ge=2)] = Field(3, description="asha: one in so many goes on")
 

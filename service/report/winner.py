@@ -15,9 +15,10 @@ from service.report import labels as names
 from service.report.phase_shares import shares_text
 from service.report.run_records import UNRUN, Row, axes, best_of, ended, ran, rows_of, value
 from service.runs.result import RunResult, TrialRow
+from service.runs.stored.stored_runs import display_name, uri_of
 from service.search.rows import probes
 from trainables.errors import ExperimentError
-from trainables.rundir import RunDir
+from trainables.rundir import RunDir, StageDir
 
 BEYOND = 1.96  # standard errors that a difference has to be beyond
 
@@ -139,20 +140,28 @@ def doubts(result: RunResult) -> list[str]:
 def command(root: Path, best: TrialRow) -> str:
     """`distill train …` that trains at the winner's point, from the run's own experiment.
 
-    The teacher, or the last assistant, that the sweep has trained is taken, where there is one.
+    The teacher, or the last assistant, that the sweep has trained is taken, where there is one; of a run in an object store a
+    copy of it, which a comment tells the user to make.
     """
-    run_dir = RunDir(root)
+    run_dir, is_copy, comment = RunDir(root), uri_of(root) is not None, ""
     values = dict(best.params)
     if best.scale.loader_workers != "auto":
         values.setdefault(LOADER_WORKERS, best.scale.loader_workers)
-    if run_dir.stage("assistant1").best.exists():
-        name, last = list(read_resolved(run_dir.experiment, reading=True).experiment.preparation.items())[-1]
-        values |= {"teacher.model": last.model, "teacher.weights": str(run_dir.stage(name).best)}
-        values |= {"teacher.others": [], "assistants": []}
-    elif (teacher := run_dir.stage("teacher").best).exists():
-        values["teacher.weights"] = str(teacher)
+    preparation = read_resolved(run_dir.experiment, reading=True).experiment.preparation
+    if trained := [name for name in preparation if is_trained(run_dir.stage(name), is_copy)]:
+        name = trained[-1]
+        if name != "teacher":
+            values |= {"teacher.model": preparation[name].model, "teacher.others": [], "assistants": []}
+        weights = run_dir.stage(name).best
+        values["teacher.weights"] = f"{name}.safetensors" if is_copy else str(weights)
+        comment = f"  # {name}.safetensors: copy it from {display_name(weights)}" if is_copy else ""
     sets = [f"--set {shlex.quote(f'{key}={written(item)}')}" for key, item in values.items()]
-    return " ".join(["distill train", shlex.quote(str(run_dir.experiment)), *sets])
+    return " ".join(["distill train", shlex.quote(display_name(run_dir.experiment)), *sets]) + comment
+
+
+def is_trained(stage: StageDir, is_copy: bool) -> bool:
+    """Whether there is a stage's best checkpoint; of a run in an object store it is not brought to this machine."""
+    return (stage.result if is_copy else stage.best).exists()
 
 
 def written(item: Any) -> str:

@@ -6,10 +6,12 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -44,8 +46,8 @@ class Cleaner:
     num_bytes: int = 0
 
     def is_old(self, path: Path, *, read: bool = False) -> bool:
-        """Whether nothing in it has changed, or with `read` no file been read, since then."""
-        return all(
+        """Whether it is there, and nothing in it has changed, or with `read` no file been read, since then."""
+        return os.path.lexists(path) and all(
             entry.st_mtime < self.before_s and not (read and stat.S_ISREG(entry.st_mode) and entry.st_atime >= self.before_s)
             for entry in _stats(path)
         )
@@ -85,8 +87,10 @@ def _remove(path: Path) -> bool:
 def clean(root: Path, cleaner: Cleaner, *, unfinished: bool, checkpoints_only: bool) -> None:
     """Remove what is old below the runs' root; unless `checkpoints_only`, also this user's caches and folders on this machine."""
     stored = {path: objects for path in stored_run_folders(root) if (objects := StoredObjects(path)).entries}
-    begun = [path for path in (stored if uri_of(root) else _subfolders(root)) if has_begun(path)]
-    runs = [Run(path, RunDir(path).experiment.read_text(errors="replace"), stored.get(path)) for path in begun]
+    begun, runs = [path for path in (stored if uri_of(root) else _subfolders(root)) if has_begun(path)], list[Run]()
+    for path in begun:
+        with suppress(FileNotFoundError):  # it has just been removed
+            runs.append(Run(path, RunDir(path).experiment.read_text(errors="replace"), stored.get(path)))
     removable = _removable(runs, cleaner, unfinished)
     if checkpoints_only:
         for run in removable:
@@ -167,10 +171,17 @@ class Run:
     def cache(self) -> Path | None:
         """Its `teacher.cache`, as it is written: a relative one began in a directory that nobody knows any more."""
         try:
-            tree = strict_yaml.parse(self.text, str(self.path))
-            return Path(tree["teacher"]["cache"]).expanduser()
-        except (ExperimentError, KeyError, TypeError, RuntimeError):
+            return Path(self.tree["teacher"]["cache"]).expanduser()
+        except (KeyError, TypeError, RuntimeError):
             return None
+
+    @cached_property
+    def tree(self) -> Any:
+        """Its experiment; of one that is damaged its words, each of which may be a teacher's weights."""
+        try:
+            return strict_yaml.parse(self.text, str(self.path))
+        except ExperimentError:
+            return {"weights": re.split(r"[\s'\",{}\[\]]+", self.text)}
 
     def uses_cache(self, cache: Path) -> bool:
         own = self.cache
@@ -178,8 +189,7 @@ class Run:
 
     def refers_to(self, other: "Run") -> bool:
         """Whether its experiment has the path of the other's directory, or of a file in it, as `teacher.weights` may."""
-        name = other.path.name
-        return name in self.text and re.search(rf"(?:^|[/'\"\s]){re.escape(name)}(?:[/'\"\s,}}\]]|$)", self.text) is not None
+        return other.path.name in self.text and any(_is_in(text, key, other.path) for key, text in _texts(self.tree))
 
     def needed_reason(self, unfinished: bool) -> str | None:
         """Why it may not be removed, however old; None: it may, unless another run needs it."""
@@ -231,11 +241,8 @@ def with_lock(run: Run, cleaner: Cleaner, remove: Callable[[Run, Cleaner], bool]
     try:  # The runs before it took their time. Before its lock is taken, which may make a file in it.
         current = replace(run, objects=StoredObjects(run.path)) if run.objects else run
         if not current.is_old(cleaner):
-            cleaner.echo(f"{run.name} stays: it is used again")
+            cleaner.echo(f"{run.name} {'stays: it is used again' if run.objects or run.path.exists() else 'is gone'}")
             return False
-    except FileNotFoundError:
-        cleaner.echo(f"{run.name} is gone")
-        return False
     except (OSError, DistillError) as error:
         cleaner.echo(f"{run.name} stays: {error}")
         return False
@@ -270,18 +277,36 @@ def _remove_checkpoints(run: Run, cleaner: Cleaner) -> bool:
     return gone
 
 
+def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """The texts in an experiment, each with the last part of its key."""
+    match value:
+        case str():
+            yield key, value
+        case dict() | list():
+            for name, part in value.items() if isinstance(value, dict) else ((key, part) for part in value):
+                yield from _texts(part, name)
+
+
+def _is_in(text: str, key: str, folder: Path) -> bool:
+    """Whether the text of a key may name `folder` or a file in it, by its name: a relative path began in a directory that nobody
+    knows any more, and a node may mount a root elsewhere. A single word is no path, such as a data set's or a recipe's name,
+    unless it is of weights; an absolute path of data is one that is there."""
+    path = Path(text)
+    if key == "path" and path.is_absolute():
+        return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
+    return folder.name in path.parts and (key == "weights" or len(path.parts) > 1)
+
+
 def _subfolders(folder: Path, takes: Callable[[str], object] = bool) -> list[Path]:
-    if not folder.is_dir():
+    try:
+        return [path for path in sorted(folder.iterdir()) if takes(path.name) and path.is_dir() and not path.is_symlink()]
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    return [path for path in sorted(folder.iterdir()) if takes(path.name) and path.is_dir() and not path.is_symlink()]
 
 
 def _stats(path: Path) -> Iterator[os.stat_result]:
     """Of a file, or of all files and folders in a folder; links are not followed."""
-    yield path.lstat()
-    for folder, folders, files in os.walk(path):
+    for folder, folders, files in chain([("", [], [str(path)])], os.walk(path)):
         for name in (*folders, *files):
-            try:
+            with suppress(FileNotFoundError):  # a process has just removed it
                 yield os.lstat(os.path.join(folder, name))
-            except FileNotFoundError:  # a process has just removed it
-                continue

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shutil
 import time
 from functools import partial
 from pathlib import Path
@@ -121,6 +122,10 @@ def evaluate(checkpoint: str, data_path: str, overrides: list[str], root: Path) 
             if is_copy:  # Ray's own files, which no cleaning would remove
                 with contextlib.suppress(StorageError):  # they are small, and how the evaluation ended matters more
                     ObjectStore(f"{ray_storage(storage)}/{name}", OPENING_S).delete_all()
+            shutil.rmtree(storage.tune / name, ignore_errors=True)
+            for folder in (storage.tune, storage.root):
+                with contextlib.suppress(OSError):  # another evaluation is under way
+                    folder.rmdir()
 
 
 def reserve(config: EvaluateConfig, cluster: Cluster) -> tuple[int, Reservation]:

@@ -27,7 +27,7 @@ from service.tracking import Tracker, default_uri, sync_neighbours
 from trainables.rundir import RunDir, StageDir
 
 T = TypeVar("T")
-FLUSH_S = 30.0
+FLUSH_S, NEIGHBOURS_S = 30.0, 10.0
 """How long the end of a run waits for MLflow; what it did not take by then is sent later."""
 
 
@@ -140,8 +140,11 @@ def _close(session: Session, status: Literal["FINISHED", "FAILED", "KILLED"], ti
     session.display.print(delivery.message)
     # Of a run in an object store another machine may be the driver: its records here are a copy, which `distill sync` sends.
     if status == "FINISHED" and not delivery.num_pending and uri_of(session.run_dir.root) is None:
-        for folder in sync_neighbours(runs_root_of(session.result), session.run_dir):
+        delivered, left = sync_neighbours(runs_root_of(session.result), session.run_dir, NEIGHBOURS_S)
+        for folder in delivered:
             session.display.print(f"MLflow was also sent what had waited in {folder}")
+        if left:
+            session.display.print(f"records of {len(left)} earlier runs still wait for MLflow; later: distill sync {left[0]}")
 
 
 def start_tracking(session: Session) -> None:

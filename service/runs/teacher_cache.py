@@ -5,7 +5,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from service.cluster.connect import connect
+from service.cluster.connect import SHARED_RUNS, connect
 from service.config.experiment import Resolved
 from service.runs.display import Display, wait_for
 from service.runs.plan import Plan, most_local_cpus
@@ -33,7 +33,8 @@ def fill_cache(resolved: Resolved, root: Path) -> str:
     check_writable(root, None)
     check_train(resolved)
     run_dir = RunDir(root.absolute() / ".cache" / f"{experiment.name}-{time.time_ns():x}")
-    with Display() as display, connect(most_local_cpus(experiment), run_dir.root, experiment.written_cache("train")) as cluster:
+    cpus, cache = most_local_cpus(experiment), experiment.written_cache("train")
+    with Display() as display, connect(cpus, run_dir.root, cache, instead=SHARED_RUNS) as cluster:
         plan = Plan.on(experiment, cluster)
         plan.check(cluster)
         after_teacher = [name for name in experiment.preparation if name != "teacher"]

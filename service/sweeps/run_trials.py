@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from service.cluster.resources import Cluster
+from service.config.sweep import ACCURACIES
 from service.runs.outcome import Outcome, write_outcome
 from service.runs.plan import Plan
 from service.runs.result import TrialRow
@@ -83,13 +84,19 @@ def assign(
 
 
 def concurrency(session: Session, assignments: Mapping[str, Assignment], cluster: Cluster) -> int:
-    """How many trials may run at a time."""
+    """How many trials may run at a time; of those that are compared by speed so few that none slows down another."""
     config, reservations = session.experiment.sweep, [assignment.reservation for assignment in assignments.values()]
     count = min(cluster.max_concurrent(reservation, config.max_concurrent) for reservation in reservations)
-    if count > 1 and config.steps and any(reservation.service for reservation in reservations):
-        session.display.print("one trial at a time: others would share teacher.service with it, and slow it down")
-        return 1
-    return count
+    apart, shared = count, "teacher.service"
+    if config.metric not in ACCURACIES:
+        if any(reservation.service for reservation in reservations):
+            apart = 1
+        elif cluster.real_cpus is not None:
+            apart = max(1, cluster.real_cpus // max(reservation.total_cpus for reservation in reservations))
+            shared = f"this machine's {cluster.real_cpus} cores"
+    if apart < count:
+        session.display.print(f"{apart} trial{'s' if apart > 1 else ''} at a time, not {count}: more would share {shared}")
+    return min(apart, count)
 
 
 class TrialWatch:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,10 @@ MLFLOW_NAMES = {"raydistill.commit": "mlflow.source.git.commit"}
 """Tags that MLflow's pages look for under names of their own."""
 
 
+class _OutOfTimeError(Exception):
+    """What is left was not sent, as the time for it had passed."""
+
+
 class Sender:
     """One spool, one store. Whoever holds the spool's lock calls it. `name`: the run directory as the user names it."""
 
@@ -58,25 +63,30 @@ class Sender:
         """(run key, kind) → what the next requests take."""
         self._num_unsaved = 0
         self._num_sent = 0
+        self._until_s = math.inf
         self._retry_pending = False
         """Whether refused records were to be sent again, and were not yet."""
         self._trouble = ""
         self._upload_trouble = ""
         """Why a file could not be uploaded in this delivery; no other one is tried in it."""
 
-    def try_deliver(self, *, retry_refused: bool = False) -> bool:
+    def try_deliver(self, *, retry_refused: bool = False, until_s: float = math.inf) -> bool:
         """Send everything that lies in the spool and the followed files; False where the store did not take all of it.
 
         Nothing is raised: a store that is away, busy or misconfigured is a reason to try again later, logged once an outage.
         Where it only takes no files, everything else arrives. `retry_refused`: send first what was set aside as refused.
+        `until_s`, of the monotonic clock: later no further request begins.
         """
         trouble = ""
+        self._until_s = until_s
         self._retry_pending = retry_refused
         try:
             self._deliver()
             if self._upload_trouble:
                 waiting = counted(len(self._cursor.deferred), "artifact waits", "artifacts wait")
                 trouble = f"metrics are sent to {self._where}; {waiting}: {self._upload_trouble}"
+        except _OutOfTimeError:
+            return False
         except Exception as error:
             trouble = f"{self._where} takes no records now ({reason_of(error)})"
         if trouble and not self._trouble:
@@ -181,6 +191,8 @@ class Sender:
         self._spool.save_cursor(self.uri, self._cursor)
         self._num_sent += self._num_unsaved
         self._num_unsaved = 0
+        if time.monotonic() > self._until_s:
+            raise _OutOfTimeError
 
     def _flush(self, store: Store) -> None:
         for (key, kind), waiting in self._rows.items():

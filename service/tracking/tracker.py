@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import math
 import os
 import re
 import sys
@@ -268,10 +269,10 @@ class Tracker:
                 _ = self._abandoned.wait(min(wait_s, 1.0)) if last else self._closing.wait(wait_s)
 
 
-def sync(run_dir: RunDir, uri: str | None = None, max_failures: int = 3, name: str = "") -> Delivery:
+def sync(run_dir: RunDir, uri: str | None = None, max_failures: int = 3, name: str = "", until_s: float = math.inf) -> Delivery:
     """Deliver a run directory's spool now, to the store it was meant for or to `uri`; gives up after `max_failures` in a row.
 
-    What was refused before is sent again. `name`: as in `Tracker`.
+    What was refused before is sent again. `name`: as in `Tracker`; `until_s`: as in `Sender.try_deliver`.
 
     Raises ExperimentError: a URI that MLflow cannot write to, or a spool that is damaged.
     """
@@ -285,32 +286,36 @@ def sync(run_dir: RunDir, uri: str | None = None, max_failures: int = 3, name: s
         if not acquired:
             return Delivery(0, spool.num_pending(sender.uri), f"another process is sending the records of {name} just now")
         for attempt in range(1, max_failures + 1):
-            if sender.try_deliver(retry_refused=True):
+            if sender.try_deliver(retry_refused=True, until_s=until_s):
                 break
             if attempt < max_failures:
                 time.sleep(2**attempt)
     return sender.summary()
 
 
-def sync_neighbours(runs_root: Path, finished: RunDir) -> list[Path]:
-    """Deliver what earlier runs under the root could not, now that the store of `finished` has answered.
+def sync_neighbours(runs_root: Path, finished: RunDir, limit_s: float) -> tuple[list[Path], list[Path]]:
+    """Deliver for `limit_s` what earlier runs under the root could not, now that the store of `finished` has answered.
 
     Only spools meant for the same store are tried, once each; one that cannot be read holds up nobody. Returns the directories
-    that are delivered.
+    that are delivered, and those for which there was no time.
     """
-    acquired = Spool(finished).target()
-    delivered = []
+    acquired, until_s = Spool(finished).target(), time.monotonic() + limit_s
+    delivered, left = list[Path](), list[Path]()
     for folder in sorted(path.parent for path in runs_root.glob("*/spool")):
         spool = Spool(RunDir(folder))
         try:
             target = spool.target()
             if acquired is None or target is None or target.uri != acquired.uri or folder == finished.root:
                 continue
-            if spool.num_pending(target.uri) and not sync(RunDir(folder), max_failures=1).num_pending:
+            if not spool.num_pending(target.uri):
+                continue
+            if time.monotonic() < until_s and not sync(RunDir(folder), max_failures=1, until_s=until_s).num_pending:
                 delivered.append(folder)
+            elif time.monotonic() >= until_s:
+                left.append(folder)
         except (OSError, ExperimentError) as error:
             log.warning("tracking: the records of %s cannot be read: %s", folder, error)
-    return delivered
+    return delivered, left
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

@@ -126,6 +126,7 @@ def test_corrupt_images_are_named_counted_and_left_out_up_to_a_limit_that_is_an_
     assert evaluated.code == 0, evaluated.err
     assert "(7 images, 1 unreadable)" in evaluated.out
     assert "skipped val/dog/02.jpg (truncated or damaged: image file is truncated" in evaluated.out
+    assert not list(tmp_path.rglob(".evaluate"))
 
     strict = tmp_path / "strict"
     refused = Command(tmp_path, "train", "digits", "--out", strict, overrides=overrides).end().refusal

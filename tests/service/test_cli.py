@@ -15,11 +15,14 @@ import pytest
 import yaml
 
 from service import cli
+from service.commands.path_types import is_run_folder
 from service.config.experiment import load
 from tests.trainables.data.photos import encoded, photo
 from tests.trainables.jobs import write_teacher
 from tests.trainables.methods import own_methods
 from trainables.distributed.rank_pool import RankPool
+from trainables.errors import ExperimentError
+from trainables.notices import notices_to
 
 Refuse = Callable[..., str]
 PYTHON = [sys.executable, "-c"]
@@ -194,6 +197,18 @@ def test_code_that_ends_the_process_later_is_an_error_too(refuse: Refuse, monkey
         (["evaluate", "x.safetensors"], "Missing option '--data'"),
         (["resume"], "Missing argument 'DIRECTORY'"),
         (["ui", "--port", "many"], "'many' is not a valid integer"),
+        # No option is ignored without a word.
+        (
+            ["split", "digits", "--stages", "4", "--cut", "a,b"],
+            "--stages and --cut: give one of them, as --cut a,b makes 3 stages",
+        ),
+        (["split", "digits", "--list", "--link", "3"], "--list: times nothing"),
+        (["pack", "here", "there", "--quality", "90"], "--quality: is of the JPEGs that --max-side makes"),
+        (["clean", "--older-than", "1d", "--unfinished", "--checkpoints"], "--unfinished and --checkpoints: give one of them"),
+        (["data", "here", "--processes", "2"], "--processes: is for --verify"),
+        (["show", "--keys", "optim", "--set", "seed=1"], "--keys and --set: give one of them"),
+        (["doctor", "/", "--runs", "here"], "--runs: is for the timing run of a recipe"),
+        (["submit", "--runs", "/a", "train", "digits", "--runs", "/b"], "--runs: is given twice: give it to submit or to train"),
     ],
 )
 def test_a_wrong_command_line_is_exit_code_2(
@@ -204,6 +219,23 @@ def test_a_wrong_command_line_is_exit_code_2(
     assert words in shown
     if arguments:
         assert len(shown.splitlines()) <= 6
+
+
+def test_a_recipe_next_to_a_folder_of_its_name_is_the_recipe_unless_the_folder_has_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert not is_run_folder("cifar10")
+    Path("cifar10").mkdir()
+    lines: list[str] = []
+    with notices_to(lines.append):
+        assert not is_run_folder("cifar10")
+        assert is_run_folder("./cifar10")
+    assert lines == ["cifar10 is the recipe, not the folder cifar10, which has no run: write ./cifar10 for the folder"]
+    for name in ("experiment.yaml", "result.json"):
+        Path("cifar10", name).touch()
+    with pytest.raises(ExperimentError, match=r"^cifar10 is a recipe and the folder of a run: write \./cifar10 for the run"):
+        is_run_folder("cifar10")
 
 
 @pytest.mark.parametrize("command", ["train", "sweep", "show"])
@@ -482,7 +514,7 @@ def test_an_evaluation_that_cannot_be_carried_out_is_refused(refuse: Refuse, tmp
     cut.write_bytes(whole.read_bytes()[:-9])
     assert "is not a whole safetensors file" in refuse("evaluate", cut, "--data", "digits")
     for override, words in (
-        ("data.batch_size=3", "data.batch_size: no such key; did you mean data.global_batch_size?"),
+        ("data.batch_size=3", "data.batch_size: no such key; did you mean data.global_batch_size, of all workers together?"),
         ("scale.num_workers=0", "scale.num_workers: must be at least 1, not 0"),
         ("optim.lr=3", "an evaluation has the keys data.*, scale.* and precision"),
         ("data", "write --set key=value"),

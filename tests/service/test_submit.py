@@ -50,6 +50,7 @@ def test_paths_of_pack_and_data_are_absolute_whether_they_exist_or_not(tmp_path:
     "words",
     [
         "train digits --out s3://bucket/runs/one",
+        "train s3://bucket/runs/one/experiment.yaml",
         "sweep digits --runs s3://bucket/runs",
         "resume s3://bucket/runs/one",
         "report s3://bucket/runs/one",

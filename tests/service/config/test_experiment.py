@@ -1,6 +1,7 @@
 """The experiment: recipes and files, bases and overrides, and the one line that each mistake gets."""
 
 import math
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from service.config.experiment import Resolved, load, read_resolved
 from service.config.files import recipes
 from service.config.messages import known_keys, nearest
 from service.config.method_rules import needs_teacher
+from service.config.other_names import OTHER_NAMES
 from service.config.schema import Experiment
 from service.config.sweep import SweepConfig
 from trainables.config import DistillConfig, MethodOptions, Section
@@ -256,14 +258,14 @@ def test_a_timing_sweep_has_its_steps_or_those_of_a_guided_one(sweep: dict[str, 
 @pytest.mark.parametrize(
     ("wrong", "right"),
     [
-        ("batch_size", "data.global_batch_size"),
-        ("data.batch_size", "data.global_batch_size"),
+        ("teacher.pretrained", "teacher.weights"),
+        ("lr-scheduler", "optim.schedule"),
         ("data.global_batchsize", "data.global_batch_size"),
         ("distil.method", "distill.method"),
         ("distill.taskweight", "distill.task_weight"),
         ("methods", "distill.method"),
         ("lr", "optim.lr"),
-        ("num_workers", "scale.num_workers"),
+        ("data.num_workers", "data.loader_workers"),
         ("scale.num_worker", "scale.num_workers"),
         ("teacher.weight", "teacher.weights"),
         ("sed", "seed"),
@@ -278,13 +280,22 @@ def test_a_key_that_does_not_exist_is_answered_with_the_nearest(wrong: str, righ
     assert "no such key" in refusal(f"{wrong}=3")
 
 
+def test_every_name_of_another_project_leads_to_a_key_that_exists_or_to_a_sentence() -> None:
+    for name, other in OTHER_NAMES.items():
+        target = other.partition(",")[0]
+        assert target in KEYS or " " in target, name
+        assert name not in KEYS
+        named = [word for word in re.findall(r"[a-z]+\.[a-z_.]*[a-z]", other) if not word.startswith("distill.options.")]
+        assert set(named) <= set(KEYS), name
+    load("digits", ["distill.options.kd.temperature=2", "distill.options.kd.weight=2"])
+
+
 # What is wrong, each in one line that says what, where and what instead
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("batch_size=3", "--set: batch_size: no such key; did you mean data.global_batch_size?"),
         ("data.global_batch_size=abc", '--set: data.global_batch_size: must be an integer, not "abc"'),
         ("data.global_batch_size=64.5", "--set: data.global_batch_size: must be an integer, not 64.5"),
         ("data.global_batch_size=true", "--set: data.global_batch_size: must be an integer, not true"),
@@ -306,10 +317,36 @@ def test_a_key_that_does_not_exist_is_answered_with_the_nearest(wrong: str, righ
         ("data=3", "--set: data: must be a section of keys, not 3"),
         ("student=null", "--set: student: must be a section of keys, not null"),
         ("student={}", "--set: student.model: missing: write it in the file or --set student.model=…"),
-        ("data.mean=[1, 2]", "--set: data.mean: must be a list of 3, not [1, 2]"),
-        ("data.mean=[1]", "--set: data.mean: must be a list of 3, not [1]"),
+        ("data.mean=[0.1, 0.2]", "--set: data.mean: must be a list of 3, not [0.1, 0.2]"),
+        ("data.mean=[0.1307]", "--set: data.mean: images have three channels: write mean: [0.1307, 0.1307, 0.1307]"),
+        ("data.std=0.5", "--set: data.std: images have three channels: write std: [0.5, 0.5, 0.5]"),
+        (
+            "data.mean=[123.675, 116.28, 103.53]",
+            "--set: data.mean: pixels are in [0, 1], not [0, 255]: divide mean and std by 255: write mean: [0.485, 0.456, 0.406]",
+        ),
+        (
+            "data.std=[58.395, 57.12, 57.375]",
+            "--set: data.std: pixels are in [0, 1], not [0, 255]: divide mean and std by 255: write std: [0.229, 0.224, 0.225]",
+        ),
+        ("data.mean=[300, 1, 1]", "--set: data.mean[0]: must be at most 1, not 300"),
+        ("data.std=0", "--set: data.std: must be a list, not 0"),
+        ("student=resnet18", '--set: student: must be a section of keys, not "resnet18"; did you mean student.model?'),
+        ("optim.sched=cosine", "--set: optim.sched: no such key; did you mean optim.schedule?"),
+        (
+            "batch_size=3",
+            "--set: batch_size: no such key; did you mean data.global_batch_size, of all workers together?",
+        ),
+        (
+            "student.weights=IMAGENET1K_V1",
+            "--set: student.weights: no such key; a student starts from random weights, and trained ones are loaded for a teacher"
+            " alone (teacher.weights): leave it out",
+        ),
+        (
+            "teacher.others=[{model: resnet18, weights: x, pretrained: true}]",
+            "--set: teacher.others[0].pretrained: no such key; did you mean teacher.others[0].weights?",
+        ),
         ("data.mean=[1, 2, 3, 4]", "--set: data.mean: must be a list of 3, not [1, 2, 3, 4]"),
-        ("data.mean=[1, x, 3]", '--set: data.mean[1]: must be a number, not "x"'),
+        ("data.mean=[0.1, x, 0.3]", '--set: data.mean[1]: must be a number, not "x"'),
         ("data.std=[1, 0, 1]", "--set: data.std[1]: must be above 0, not 0"),
         ("optim.milestones=[1, 0]", "--set: optim.milestones[1]: must be at least 1, not 0"),
         ("optim.milestones=3", "--set: optim.milestones: must be a list, not 3"),

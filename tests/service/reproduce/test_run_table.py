@@ -10,6 +10,7 @@ from service.reproduce.sweeps import Request, changes, compose
 from service.reproduce.table import read_table
 from service.runs.result import write_result
 from service.runs.run_directory import begin_run
+from tests.service.commands import run
 from tests.service.report.runs import typed, typed_row
 from tests.service.reproduce.test_table import SMALL
 from trainables.errors import ExperimentError
@@ -34,6 +35,21 @@ def test_a_cell_is_judged_by_the_runs_that_its_own_number_is_the_mean_of(tmp_pat
     rows[1].metrics.update(top1_pct=98.0, best_top1_pct=98.0)
     write_result(run_dir.result, typed({"trials": rows}))
     assert cells(job)[0].verdict.tolerance == 2 * math.sqrt(2) * math.sqrt(1 / 2 + 1 / 4)
+
+
+def test_without_out_a_plan_is_of_a_folder_of_its_own_whatever_an_earlier_one_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(SMALL)
+    table = read_table(str(path))
+    request = Request.of(table, None, None, "7")
+    earlier = Reproduction(table, request, compose(table, request, [], None, None), (), tmp_path / "reproduce-mine", tmp_path)
+    for part in earlier.sweeps:
+        begin_run(part.resolved, "sweep", earlier.run_dir(part), tmp_path)
+    monkeypatch.setenv("RAYDISTILL_RUNS", str(tmp_path))
+    assert run(capsys, "reproduce", path, "--seeds", "0", "--dry-run")[0] == 0
+    assert run(capsys, "reproduce", path, "--seeds", "0", "--dry-run", "--out", earlier.out)[0] == 2
 
 
 @pytest.mark.parametrize(

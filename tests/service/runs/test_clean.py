@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -134,6 +135,10 @@ def test_a_run_whose_weights_a_younger_run_uses_stays_and_so_does_what_it_uses_i
         "weights: [../runs/second, ../runs/third]",
         "teacher: {weights: second, top1_pct: 80}",
         "teacher:\n  weights: second",
+        "teacher: {others: [{weights: second}]}",
+        "data: {path: runs/second/packed}",
+        "distill: {method: second/mine.py:Mine}",
+        "teacher: {weights: second",  # damaged
     ],
 )
 def test_a_run_whose_directory_a_younger_run_refers_to_stays(root: Path, run_clean: Clean, experiment: str) -> None:
@@ -142,6 +147,41 @@ def test_a_run_whose_directory_a_younger_run_refers_to_stays(root: Path, run_cle
     assert f"{second} stays: {third} refers to it" in run_clean()
     assert second.exists()
     assert not begin.exists()
+
+
+def test_a_run_with_the_name_of_a_data_set_or_a_recipe_is_referred_to_by_its_path_alone(root: Path, run_clean: Clean) -> None:
+    digits, cifar10 = make_run(root / "digits"), make_run(root / "cifar10")
+    make_run(root / "young", days=1, experiment="base: digits\nname: digits\ndata: {path: /data/cifar10}\n")
+    assert len(run_clean()) == 2
+    assert not digits.exists()
+    assert not cifar10.exists()
+
+
+def test_data_in_a_run_is_a_reason_for_it_to_stay(root: Path, run_clean: Clean) -> None:
+    run = make_run(root / "cifar10")
+    make_run(root / "young", days=1, experiment=f"data: {{path: {run}/packed}}\n")
+    run_clean()
+    assert run.exists()
+
+
+@pytest.mark.parametrize("vanished", [".removed-one", ".cache/one", "begun"])
+def test_a_folder_that_vanishes_while_it_is_looked_at_ends_nothing(root: Path, vanished: str) -> None:
+    others = [make_run(root / name) for name in ("another", "last")]
+    folder = root / vanished
+    make_run(folder)
+
+    class Vanishing(Cleaner):
+        """Another `clean` removes the folder just before this one gets to it."""
+
+        def is_old(self, path: Path, *, read: bool = False) -> bool:
+            if path == folder and path.exists():
+                shutil.rmtree(path)
+            return super().is_old(path, read=read)
+
+    lines: list[str] = []
+    clean(root, Vanishing(time.time() - 30 * DAY_S, False, lines.append), unfinished=False, checkpoints_only=False)
+    assert len(lines) == len(others)
+    assert not any(run.exists() for run in others)
 
 
 def test_a_damaged_run_stays(root: Path, run_clean: Clean) -> None:

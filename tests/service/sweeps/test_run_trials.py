@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from service.cluster.resources import local_capacity
+from service.cluster.resources import Cluster, Node, local_capacity
 from service.config.experiment import load
 from service.report import end_of_run
 from service.runs.display import Display
@@ -18,7 +18,7 @@ from service.runs.outcome import Outcome, write_outcome
 from service.runs.result import RunResult, TrialRow
 from service.runs.session import Session
 from service.sweeps import run_trials
-from service.sweeps.run_trials import TeacherSource, best_trial, run_pending
+from service.sweeps.run_trials import TeacherSource, assign, best_trial, concurrency, run_pending
 from service.sweeps.trial_records import TrialRecords
 from service.sweeps.trials import has_trials_to_retry, load_outcomes, plan_trials, retry_trials, rows_of
 from tests.waiting import wait_until
@@ -40,6 +40,30 @@ def test_the_best_is_the_most_or_the_least_of_what_is_complete() -> None:
         assert best is not None
         assert best.id == winner
     assert best_trial(rows, "top1_pct", "max") is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "cores", "at_a_time"),
+    [
+        (["sweep.policy=guided", "sweep.steps=null", "teacher.service=1"], 64, 1),
+        (["sweep.steps=null", "teacher.service=1"], 64, 1),  # trains its epochs, and is compared by images_per_s
+        (["sweep.steps=null", "sweep.metric=top1_pct", "teacher.service=1"], 64, 4),
+        (["sweep.steps=8"], 8, 4),
+        (["sweep.steps=8"], 5, 2),
+        (["sweep.steps=8"], 1, 1),
+        (["sweep.steps=null", "sweep.metric=top1_pct"], 1, 4),
+    ],
+)
+def test_trials_that_are_compared_by_speed_share_neither_a_teacher_nor_cores(
+    tmp_path: Path, settings: list[str], cores: int, at_a_time: int
+) -> None:
+    keys = ["data.loader_workers=1", "sweep={space: {data.global_batch_size: [32, 64]}, max_concurrent: 4}", *settings]
+    resolved, cluster = load("digits", keys), Cluster((Node("here", 64, 0),), real_cpus=cores)
+    with Display() as display:
+        result = RunResult(kind="sweep", name="digits", status="running", runs_root=str(tmp_path))
+        session = Session(resolved, RunDir(tmp_path), display, end_of_run, None, result)
+        assignments = assign(session, plan_trials(resolved), cluster, TeacherSource(None, ()), guided=False)
+        assert concurrency(session, assignments, cluster) == at_a_time
 
 
 def test_an_interrupted_sweep_notes_when_its_work_on_running_trials_ended(

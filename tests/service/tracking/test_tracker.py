@@ -569,9 +569,22 @@ def test_what_an_earlier_run_could_not_deliver_arrives_with_the_next_runs_contac
     (broken.spool / "events.jsonl").mkdir()
     later = RunDir(run_dir.root.with_name(f"{run_dir.root.name}-later"))
     Tracker(later, default_uri(runs_root), run_dir.root.name)
-    assert run_dir.root in sync_neighbours(runs_root, later)
+    assert run_dir.root in sync_neighbours(runs_root, later, 0.0)[1], "there was no time for it"
+    assert run_dir.root in sync_neighbours(runs_root, later, 60.0)[0]
     assert Spool(run_dir).num_pending(default_uri(runs_root)) == 0
-    assert run_dir.root not in sync_neighbours(runs_root, later)
+    assert run_dir.root not in sync_neighbours(runs_root, later, 0.0)[1]
+
+
+def test_a_delivery_whose_time_has_passed_begins_no_further_request_and_says_what_sends_the_rest(
+    tracker: Tracker, run_dir: RunDir, runs_root: Path
+) -> None:
+    tracker.start_run("train", "long")
+    tracker.metrics("train", 1, {"loss": 0.5})
+    delivery = sync(run_dir, until_s=time.monotonic())
+    assert delivery[:2] == (0, 2)
+    assert delivery.message.endswith(f"later: distill sync {run_dir.root}")
+    assert sync(run_dir).num_pending == 0
+    assert len(metrics_of(runs_root, run_of(runs_root, run_dir, "train")[0], "loss")) == 1
 
 
 OTHER_VERSIONS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
@@ -594,7 +607,7 @@ def test_a_neighbour_of_a_newer_version_is_no_reason_to_fail(
     path.write_text(json.dumps(OTHER_VERSIONS[name](values)) + "\n")
     later = RunDir(run_dir.root.with_name(f"{run_dir.root.name}-later"))
     Tracker(later, default_uri(runs_root), run_dir.root.name)
-    sync_neighbours(runs_root, later)
+    sync_neighbours(runs_root, later, 60.0)
     assert query(runs_root, "SELECT count(*) FROM runs WHERE name = 'earlier' AND experiment_id = ?", experiment_id) == [(1,)]
 
 

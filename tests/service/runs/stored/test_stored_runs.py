@@ -3,6 +3,8 @@ from pathlib import Path
 
 import pytest
 
+from service.commands.options import experiment_file
+from service.config.experiment import load
 from service.runs.outcome import Outcome, write_outcome
 from service.runs.run_directory import check_writable, reopen
 from service.runs.stages.stage_log import append_to_log
@@ -282,6 +284,15 @@ def test_refusals_name_the_run_as_the_user_does(s3: S3) -> None:
     write_atomic(folder / "result.json", b"")
     with pytest.raises(ExperimentError, match=f"^{URI} already holds a run: continue it with `distill resume {URI}`"):
         check_writable(folder.parent, folder)
+
+
+def test_the_experiment_of_a_run_can_be_run_again_by_its_uri(s3: S3) -> None:
+    ObjectStore(URI).put("experiment.yaml", b"base: digits\nseed: 3\n")
+    for text in (URI, f"{URI}/experiment.yaml"):
+        assert load(experiment_file(text)).experiment.seed == 3
+    assert experiment_file("digits") == "digits"
+    with pytest.raises(ExperimentError, match=f"^{URI}2 holds no run: give a recipe, a file, or s3://"):
+        experiment_file(f"{URI}2")
 
 
 def test_records_are_fetched_unless_the_run_is_written_here(s3: S3) -> None:

@@ -1,0 +1,68 @@
+"""Names that other projects have for what an experiment calls otherwise, or does not have."""
+
+OTHER_NAMES: dict[str, str] = {
+    **dict.fromkeys(
+        ("student.weights", "student.pretrained", "student.checkpoint"),
+        "a student starts from random weights, and trained ones are loaded for a teacher alone (teacher.weights): leave it out",
+    ),
+    "assistants.pretrained": "an assistant is trained here: leave it out",
+    "teacher.others.pretrained": "teacher.others.weights",
+    **dict.fromkeys(("pretrained", "teacher_weights", "teacher.checkpoint"), "teacher.weights"),
+    "teacher.type": "teacher.model",
+    "student.type": "student.model",
+    **dict.fromkeys(("opt", "optim.type", "optim.optimizer"), "optim.name"),
+    "optimizer": "write the section optim: name, lr, momentum, weight_decay",
+    **dict.fromkeys(("sched", "scheduler", "lr_scheduler", "lr_schedule"), "optim.schedule"),
+    **dict.fromkeys(("decay_epochs", "lr_step_size", "lr_steps"), "optim.milestones"),
+    **dict.fromkeys(("decay_rate", "lr_gamma"), "optim.gamma"),
+    "trainer": "write optim.epochs, scale.num_workers and precision",
+    "learning_rate": "optim.lr",
+    "wd": "optim.weight_decay",
+    "warmup": "optim.warmup_epochs",
+    **dict.fromkeys(
+        ("smoothing", "label_smoothing"), "labels are not smoothed here: leave it out, as the teacher's outputs are soft labels"
+    ),
+    **dict.fromkeys(("max_epochs", "num_epochs"), "optim.epochs"),
+    **dict.fromkeys(("clip_grad", "gradient_clip_val", "max_grad_norm"), "optim.clip_grad_norm"),
+    **dict.fromkeys(("accumulate_grad_batches", "grad_accum_steps", "gradient_accumulation_steps"), "optim.accumulate"),
+    **dict.fromkeys(("model_ema", "ema", "ema_decay"), "weights are not averaged here: leave it out"),
+    **dict.fromkeys(
+        ("drop", "drop_path", "drop_path_rate", "drop_rate", "dropout"), "a model has the dropout of its name alone: leave it out"
+    ),
+    **dict.fromkeys(
+        ("num_classes", "nb_classes"),
+        "classes are counted in the data: leave it out (data.synthetic_classes is for data.path synthetic)",
+    ),
+    **dict.fromkeys(
+        ("batch_size", "samples_per_gpu", "train_batch_size", "per_device_train_batch_size"),
+        "data.global_batch_size, of all workers together",
+    ),
+    "data.num_workers": "data.loader_workers",
+    "num_workers": "write scale.num_workers, the number of GPUs, or data.loader_workers, the decode threads of each",
+    "workers": "data.loader_workers",
+    **dict.fromkeys(("img_size", "input_size", "crop_size", "resolution"), "data.image_size"),
+    "crop_pct": "write data.val_resize, which is data.image_size divided by crop_pct",
+    **dict.fromkeys(("aa", "auto_augment"), "data.device_augment.randaugment"),
+    **dict.fromkeys(("reprob", "random_erase"), "data.device_augment.random_erasing"),
+    **dict.fromkeys(("data_path", "data.root", "data.dir", "data.train", "dataset"), "data.path"),
+    **dict.fromkeys(("train_dataloader", "val_dataloader"), "write the section data: path, global_batch_size, loader_workers"),
+    **dict.fromkeys(("amp", "amp_dtype", "fp16", "bf16", "mixed_precision"), "precision, which is fp32, bf16, fp16 or auto"),
+    **dict.fromkeys(("devices", "gpus", "num_gpus", "nproc_per_node", "world_size"), "scale.num_workers"),
+    **dict.fromkeys(("accelerator", "device"), "scale.use_gpu"),
+    **dict.fromkeys(("sync_bn", "sync_batchnorm"), "scale.sync_batch_norm"),
+    "strategy": "workers train with DDP: leave it out",
+    **dict.fromkeys(("log_interval", "log_every_n_steps"), "train.log_every"),
+    "check_val_every_n_epoch": "train.evaluate_every",
+    **dict.fromkeys(("out", "output", "output_dir", "save_dir", "work_dir"), "a run's folder is an option: --out DIR"),
+    "resume": "a run is continued by a command: distill resume DIR",
+    **dict.fromkeys(
+        ("temperature", "tau"), "a method's temperature is one of its options, such as distill.options.kd.temperature"
+    ),
+    **dict.fromkeys(
+        ("alpha", "distill.weight"),
+        "distill.task_weight weighs the labels' loss, and a method's option weight its own, such as distill.options.kd.weight",
+    ),
+    "project": "tracking.experiment",
+}
+"""What timm, Lightning, torchvision's references, mmpretrain, LightlyTrain and transformers call it, in any section or by its
+dotted key → our key, perhaps with a remark behind a comma, or a sentence about what to do instead."""
