@@ -8,6 +8,22 @@ VERSION = 1
 """Files without a version are older; they have the same fields and are read."""
 
 
+class TeacherAccuracy(BaseModel):
+    """How accurate a teacher with given weights is on the validation images."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+    model: str
+    weights: str
+    top1_pct: float
+    num_images: int
+    chance_pct: float
+    """What the same predictions would reach if they had nothing to do with the images."""
+
+    def __str__(self) -> str:
+        return f"teacher {self.model}: {self.top1_pct:.2f}% top-1 on {self.num_images:,} validation images"
+
+
 class StageResult(BaseModel):
     """How a complete stage went. Types are not converted; unknown keys are left out."""
 
@@ -24,6 +40,8 @@ class StageResult(BaseModel):
     """Its summary."""
     steps_s: list[float] = Field(default_factory=list)
     """Seconds of each measured step of a timing run."""
+    teachers: list[TeacherAccuracy] = Field(default_factory=list)
+    """Those that it learned from and whose weights were given."""
 
 
 def write_stage_result(stage: StageDir, result: StageResult) -> None:

@@ -82,6 +82,12 @@ class Experiment(Section):
             timed = self.sweep.timing_steps is not None and not self.sweep.is_time_to_accuracy
         return None if timed else expand_home(self.teacher.cache).absolute()
 
+    def measures_teacher(self, stage: str) -> bool:
+        """Whether a stage's teacher is measured: its weights were given, and the stage is a training on real images."""
+        given = self.teacher is not None and self.teacher.weights is not None
+        first = "assistant1" if self.assistants else "student"
+        return given and stage == first and self.train.max_steps is None and self.data.path != "synthetic"
+
     def stage(self, name: str, output_dir: Path, labels: Mapping[str, str], weights: str | None = None) -> TrainConfig:
         """The configuration of the workers of one stage, of the `preparation` or `student`.
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from rich.console import RenderableType
 
 from service.report import terminal_tables as terminal
+from service.report.run_records import teacher_lines
 from service.report.terminal_tables import verdict
 from service.runs.result import RunResult
 from service.runs.stored.stored_runs import display_name
@@ -14,12 +15,12 @@ __all__ = ["tables", "verdict", "write_page_at_end"]
 
 
 def tables(result: RunResult) -> Sequence[RenderableType]:
-    """The trials of a sweep with what they say; of a run its stages, and where a step of its student goes; then the notices."""
-    notices = [f"note: {line}" for line in result.notices]
+    """The trials of a sweep with what they say; of a run its stages, and where a step of its student goes; teachers, notices."""
+    lines = [*teacher_lines(result), *(f"note: {line}" for line in result.notices)]
     if result.kind == "sweep":
-        return [*terminal.compared(result), *notices]
+        return [*terminal.compared(result), *lines]
     phases = terminal.phase_table(result.stages[-1].metrics, "a step of the student")
-    return [terminal.stage_table(result), phases, *notices]
+    return [terminal.stage_table(result), phases, *lines]
 
 
 def write_page_at_end(run_dir: RunDir, result: RunResult, echo: Callable[[str], None]) -> None:

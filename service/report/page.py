@@ -15,7 +15,7 @@ from service.report.document import Page, PageSection
 from service.report.model_curve import model_of
 from service.report.phase_shares import shares_text
 from service.report.plotly_marks import MOST_SERIES, Figure
-from service.report.run_records import Records, axes, ended, ran, read_records
+from service.report.run_records import Records, axes, ended, ran, read_records, teacher_lines
 from service.runs.outcome import Outcome
 from service.runs.result import RunResult, StageRow
 from service.search.rows import probes
@@ -49,7 +49,7 @@ def page_of(records: Records) -> Page:
     when = f"{result.started} to {result.finished or 'now'}".replace("T", " ")
     return replace(
         page,
-        notes=[*page.notes, *result.notices, *records.hangs, *([result.reason] if result.reason else [])],
+        notes=[*page.notes, *teacher_lines(result), *result.notices, *records.hangs, *([result.reason] if result.reason else [])],
         foot=f"raydistill {version('raydistill')} · {records.root} · {when} · written {datetime.now():%Y-%m-%d %H:%M:%S}",
         refresh_s=RELOAD_S if result.status == "running" else None,
     )

@@ -125,6 +125,17 @@ def read_history(label: str, stage: StageDir, steps: bool) -> History:
     return History(label, lines, windows_s[1:])  # the first window has the warm-up in it
 
 
+def teacher_lines(result: RunResult) -> list[str]:
+    """How accurate each teacher is: one with given weights as it was measured, one that the run has trained at its best epoch."""
+    trained = [
+        f"teacher {stage.model}: {stage.metrics['best_top1_pct']:.2f}% top-1, trained here"
+        for stage in result.stages
+        if stage.stage == "teacher" and "best_top1_pct" in stage.metrics
+    ]
+    given = [str(teacher) for row in (*result.stages, *result.rows) for teacher in row.teachers]
+    return list(dict.fromkeys([*trained, *given]))
+
+
 def rows_of(result: RunResult) -> list[Row]:
     """The rows of `result.json` alone, without the trials' own files."""
     return [Row.of(row) for row in result.rows]

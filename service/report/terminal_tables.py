@@ -9,7 +9,7 @@ from rich.table import Table
 from service.config.space import SCALE_AXES
 from service.report.labels import epoch_seconds_text, natural, number
 from service.report.phase_shares import PhaseShare, phase_shares
-from service.report.run_records import hangs_of, rows_of
+from service.report.run_records import hangs_of, rows_of, teacher_lines
 from service.report.seeds import seed_table, seeds_sentence
 from service.report.text_table import text_table
 from service.report.under_way import UnderWay
@@ -163,7 +163,7 @@ def overview(result: RunResult, run_dir: RunDir, only: Collection[str] | None = 
         parts += compared(result, only)
     elif result.stages:
         parts.append(stage_table(result))
-    return parts
+    return parts + teacher_lines(result)
 
 
 def compared(result: RunResult, only: Collection[str] | None = None) -> list[Any]:

@@ -22,6 +22,8 @@ from trainables.errors import printable
 from trainables.rundir import StageDir, lines_after, parse_line
 
 T = TypeVar("T")
+SHOWN_WITH_BARS = (" teacher.cache: ", "% top-1 on ", " teacher's accuracy ")
+"""Parts of log lines: what takes disk space, and how accurate a teacher is."""
 
 
 def output() -> Console:
@@ -169,7 +171,7 @@ class Display:
     def tick(self) -> None:
         for followed in self._followed.values():
             for line in [line for log in followed.logs for line in log.lines()]:
-                if self._bars is None or " teacher.cache: " in line:  # what takes disk space is shown with bars too
+                if self._bars is None or any(part in line for part in SHOWN_WITH_BARS):
                     self.print(f"[{followed.label}] {line}")
             for text in followed.metrics.lines():
                 if (record := _record(text)) is not None:

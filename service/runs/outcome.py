@@ -12,7 +12,7 @@ from trainables.errors import ExperimentError
 from trainables.failures import Kind
 from trainables.rundir import StageDir, write_json
 from trainables.stage_result import VERSION as STAGE_VERSION
-from trainables.stage_result import StageResult
+from trainables.stage_result import StageResult, TeacherAccuracy
 
 VERSION = 2
 """Of `result.json`, of a run and of a trial. Older ones are read; files without a version have the fields of format 1."""
@@ -41,6 +41,8 @@ class Outcome(ResultPart):
     restarts: int = 0
     steps_s: list[float] = Field(default_factory=list)
     """Seconds of each measured step of a timing run."""
+    teachers: list[TeacherAccuracy] = Field(default_factory=list)
+    """Those that it learned from and whose weights were given."""
     seconds: float = 0.0
     """Wall time that it took, its workers' start included where it had one of its own."""
     start_s: float | None = None

@@ -10,7 +10,7 @@ from service.config.dotted import put
 from service.config.paths import absolute_paths
 from service.config.schema import Experiment
 from service.runs.stages.assignment import Assignment, reservation_of
-from service.runs.stored.stored_runs import ray_storage, run_store
+from service.runs.stored.stored_runs import display_name, ray_storage, run_store
 from trainables.config import TrainConfig
 from trainables.errors import ClusterError
 from trainables.rundir import RunDir
@@ -34,13 +34,24 @@ class Plan:
         return cls(experiment, has_gpu, loader_workers)
 
     def assign(
-        self, stage: str, run_dir: RunDir, labels: dict[str, str], weights: str | None = None, teachers: tuple[str, ...] = ()
+        self,
+        stage: str,
+        run_dir: RunDir,
+        labels: dict[str, str],
+        weights: str | None = None,
+        teachers: tuple[str, ...] = (),
+        sweep_dir: RunDir | None = None,
     ) -> Assignment:
-        """One stage as its workers get it. `teachers` are the names of the actors that compute its teacher's logits."""
+        """One stage as its workers get it. `teachers` are the names of the actors that compute its teacher's logits.
+
+        `sweep_dir`: of a trial, that of its sweep, whose trials measure a teacher once.
+        """
         tree = self.experiment.stage(stage, run_dir.stage(stage).root, labels, weights).model_dump()
         tree["data"]["loader_workers"] = self.loader_workers
         tree |= {"loader_auto": self.experiment.data.loader_workers == "auto", "teachers": teachers}
         tree["run_store"] = run_store(run_dir.root)
+        if self.experiment.measures_teacher(stage):
+            tree["teacher_records"] = display_name((sweep_dir or run_dir).root)
         for key, value in absolute_paths(tree).items():
             put(tree, key, value, stage)
         return Assignment(TrainConfig.model_validate(tree), self.use_gpu, self.loader_workers, ray_storage(run_dir))

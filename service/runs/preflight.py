@@ -122,10 +122,11 @@ def check_models(experiment: Experiment, classes: tuple[str, ...]) -> None:
 
     Raises:
         ModelError: a model does not take these images or classes, or its published weights do not.
-        CheckpointError: a file of weights cannot be read, or is of another model or other classes.
+        CheckpointError: a file of weights cannot be read, or is of another model, other classes or another normalisation.
     """
     from trainables.methods.select import select_methods
     from trainables.models.registry import build_model
+    from trainables.models.trained_input import check_trained_input
     from trainables.models.weights import load_teacher
 
     teacher, distill = experiment.teacher, experiment.distill
@@ -136,6 +137,8 @@ def check_models(experiment: Experiment, classes: tuple[str, ...]) -> None:
         weights = [(teacher.model, teacher.weights), *((other.model, other.weights) for other in teacher.others)]
         for model, path in weights:
             if path is not None:
+                if experiment.data.path != "synthetic":
+                    check_trained_input(model, path, experiment.data, classes)
                 load_teacher(model, path, num_classes=len(classes), image_size=size, classes=classes, seed=seed)
 
 

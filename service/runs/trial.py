@@ -207,6 +207,7 @@ def complete(summary: StageResult, restarts: int = 0) -> Outcome:
         precision_reason=summary.precision_reason,
         restarts=restarts,
         steps_s=summary.steps_s,
+        teachers=summary.teachers,
     )
 
 

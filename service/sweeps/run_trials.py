@@ -78,7 +78,7 @@ def assign(
         if trial.outcome is None:
             write_text(run_dir.experiment, trial.resolved.to_yaml())
         plan, labels = Plan.on(trial.resolved.experiment, cluster), {"run": session.run_dir.root.name, "trial": trial.id}
-        assignment = plan.assign("student", run_dir, labels, teacher.weights, teacher.actors)
+        assignment = plan.assign("student", run_dir, labels, teacher.weights, teacher.actors, session.run_dir)
         assignments[trial.id] = replace(assignment, limit_s=session.experiment.sweep.trial_limit_s)
     return assignments
 

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 
 from tests.integration.conftest import Distill, records
-from tests.trainables.jobs import write_teacher
+from tests.trainables.jobs import write_able_teacher
 
 pytestmark = [pytest.mark.integration]
 
 
 @pytest.mark.slow
 def test_a_cache_that_was_filled_ahead_is_all_that_a_training_asks_for(distill: Distill, tmp_path: Path) -> None:
-    weights = write_teacher(tmp_path / "teacher.safetensors")
+    weights = write_able_teacher(tmp_path / "teacher.safetensors")
     settings = (
         "--set",
         f"teacher={{model: mlp_large, weights: {weights}, cache: {tmp_path / 'logits'}, cache_epochs: 2}}",

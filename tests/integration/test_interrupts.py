@@ -14,7 +14,7 @@ import pytest
 from service.config.experiment import load
 from service.tracking.spool import Spool
 from tests.integration.conftest import Command, Distill, name_of, records, result, title, wait_until
-from tests.trainables.jobs import equal, train
+from tests.trainables.jobs import equal, train, write_able_teacher
 from trainables.distributed.rank_pool import RankPool
 from trainables.engine import checkpoint
 from trainables.rundir import RunDir
@@ -31,6 +31,7 @@ class Interrupted:
 
     distill: Distill
     run: Path
+    sets: list[str]
     command: Command
     listeners: dict[str, set[str]]
     """The addresses on which its processes listened, by their names."""
@@ -45,7 +46,8 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interrupte
     run = distill.runs / "pieces"
     listeners: dict[str, set[str]] = {}
     with contextlib.closing(distill):
-        command = distill.start("train", distill.experiment, "--out", run, *(part for each in SETS for part in ("--set", each)))
+        sets = [*SETS, f"teacher={{model: mlp_large, weights: {write_able_teacher(distill.folder / 'teacher.safetensors')}}}"]
+        command = distill.start("train", distill.experiment, "--out", run, *(part for each in sets for part in ("--set", each)))
         while not records(run, "start"):
             assert command.process.poll() is None, command.output
             add_listeners(command, listeners)
@@ -56,7 +58,7 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interrupte
         os.kill(command.process.pid, signal.SIGINT)
         code = command.end(30)
         _, left = psutil.wait_procs(family, timeout=20)
-        yield Interrupted(distill, run, command, listeners, code, left)
+        yield Interrupted(distill, run, sets, command, listeners, code, left)
 
 
 def add_listeners(command: Command, addresses: dict[str, set[str]]) -> None:
@@ -85,11 +87,19 @@ def test_an_interrupted_run_is_put_away_and_resumes_to_the_bits_of_a_whole_one(i
     assert f"interrupted; continue with: distill resume {pieces}" in output
     assert "Traceback" not in output
 
-    distill.run("resume", pieces)
+    resumed = distill.run("resume", pieces)
     assert result(pieces)["status"] == "complete"
+    # The teacher was measured before the first step, is not again, and is in the run's results.
+    (stage,) = result(pieces)["stages"]
+    (teacher,) = stage["teachers"]
+    line = f"teacher mlp_large: {teacher['top1_pct']:.2f}% top-1 on 355 validation images"
+    assert teacher["top1_pct"] == stage["metrics"]["teacher_top1_pct"] > 85
+    assert output.count(line) == RunDir(pieces).stage("student").log.read_text().count(line) == 1
+    assert line in resumed
+    assert line in RunDir(pieces).report.read_text()
     # The same job without Ray and without an interruption: the bits are the loop's own.
-    job = load(str(distill.experiment), SETS).experiment.stage("student", RunDir(whole).stage("student").root, {})
-    ranks.run(2, train, job)
+    experiment = load(str(distill.experiment), interrupted.sets).experiment
+    ranks.run(2, train, experiment.stage("student", RunDir(whole).stage("student").root, {}))
     assert equal(*(checkpoint.read(RunDir(run).stage("student").last)[0] for run in (pieces, whole)))
     assert [line["step"] for line in records(pieces, "step")] == list(range(1, 8 * 22 + 1))
 

@@ -9,7 +9,7 @@ from service.config.experiment import load
 from service.runs.stored.stored_runs import run_folder
 from tests.integration.conftest import Distill, kill, records, result, wait_until
 from tests.s3 import S3, SECRET, contents
-from tests.trainables.jobs import equal, train
+from tests.trainables.jobs import equal, train, write_able_teacher
 from trainables.distributed.rank_pool import RankPool
 from trainables.engine import checkpoint
 from trainables.rundir import RunDir
@@ -64,8 +64,11 @@ def test_a_killed_run_whose_folder_is_gone_is_resumed_from_the_store_to_the_bits
 @pytest.mark.slow
 def test_a_sweep_in_the_store_has_its_rows_there(distill: Distill, s3: S3, tmp_path: Path) -> None:
     env = env_of(s3, tmp_path / "copies") | {"RAYDISTILL_RUNS": ROOT}
-    sets = ["sweep.space={data.global_batch_size: [32, 64]}", "optim.epochs=1", "tracking.enabled=true"]
+    teacher = f"teacher={{model: mlp_large, weights: {write_able_teacher(tmp_path / 'teacher.safetensors')}}}"
+    space = "sweep={space: {data.global_batch_size: [32, 64]}, metric: top1_pct, max_concurrent: 1}"
+    sets = [teacher, space, "optim.epochs=1", "tracking.enabled=true"]
     output = distill.run("sweep", distill.experiment, *options(sets), env=env)
+    assert output.count("% top-1 on 355 validation images (") == 1  # the second trial knows it from the store
     assert "MLflow's records lie on this machine" in output
     found = contents(ROOT)
     (name,) = [name for name in found if name.endswith("/result.json") and name.count("/") == 1]
@@ -74,6 +77,7 @@ def test_a_sweep_in_the_store_has_its_rows_there(distill: Distill, s3: S3, tmp_p
     assert f"{run}/trials/001/result.json" in found
     assert f"{run}/spool/events.jsonl" in found
     assert f"{run}/spool/sent.json" not in found
+    assert [name for name in found if name.startswith(f"{run}/teacher-")]
     shutil.rmtree(tmp_path / "copies")
     table = distill.run("report", f"{ROOT}/{run}", env=env)
     assert "000" in table

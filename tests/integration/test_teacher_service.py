@@ -12,7 +12,7 @@ from torch import Tensor
 
 from service.config.experiment import load
 from tests.integration.conftest import Distill, RayCluster, family, kill, records, result, title, wait_until
-from tests.trainables.jobs import relative_difference, train, write_teacher
+from tests.trainables.jobs import relative_difference, train, write_able_teacher
 from trainables.distributed.rank_pool import RankPool
 from trainables.rundir import RunDir
 
@@ -34,7 +34,7 @@ def model_of(checkpoint: Path) -> dict[str, Tensor]:
 def test_students_of_a_sweep_share_a_teacher_whose_death_changes_none_of_them(
     distill: Distill, cluster: RayCluster, ranks: RankPool, tmp_path: Path
 ) -> None:
-    teacher = f"model: mlp_large, weights: {write_teacher(tmp_path / 'teacher.safetensors')}"
+    teacher = f"model: mlp_large, weights: {write_able_teacher(tmp_path / 'teacher.safetensors')}"
     sets = ["student.model=mlp_small", "precision=fp64", "data.augment=pad_crop_flip", f"optim.epochs={EPOCHS}"]
     service = f"teacher={{{teacher}, service: 1, service_devices: 2}}"
     sweep = f"sweep={{space: {{optim.lr: {list(RATES)}}}, max_concurrent: 2, metric: top1_pct}}"

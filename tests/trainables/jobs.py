@@ -1,15 +1,18 @@
 """Small real training jobs, and the ways tests look at them."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from trainables.config import TrainConfig
+from trainables.config import DataConfig, TrainConfig
+from trainables.data.source import open_source
+from trainables.device.model_input import normalizer
 from trainables.disk_writer import DiskWriter
 from trainables.distributed.group import Group
 from trainables.engine import checkpoint, loop, pass_latency, updates
@@ -51,6 +54,27 @@ def write_teacher(path: Path, model: str = "mlp_large", num_classes: int = 10, i
     }
     state = build_model(model, num_classes=num_classes, image_size=image_size, seed=seed).state_dict()
     checkpoint.write_tensors(path, {f"model.{name}": tensor for name, tensor in state.items()}, about)
+    return str(path)
+
+
+def write_able_teacher(path: Path, order: Sequence[int] = range(10), seed: int = 11) -> str:
+    """The checkpoint of a teacher that tells digits apart, its head by least squares. `order`: the labels of its classes."""
+    write_teacher(path, seed=seed)
+    tensors, about = checkpoint.read(path)
+    data = DataConfig(image_size=8)
+    source = open_source(data, "train")
+    pixels = np.stack([np.asarray(source.read(index)) for index in range(len(source))])
+    images = normalizer(data.mean, data.std, torch.device("cpu"), torch.float32, torch.contiguous_format)(
+        torch.from_numpy(pixels).permute(0, 3, 1, 2)
+    )
+    model = build_model("mlp_large", num_classes=10, image_size=8, seed=seed)
+    model.head = torch.nn.Identity()
+    features = torch.nn.functional.pad(model(images).detach().double(), (0, 1), value=1.0)
+    labels = torch.nn.functional.one_hot(torch.from_numpy(np.array(source.labels_N)).long(), 10).double()
+    ridge = 10.0 * torch.eye(features.shape[1], dtype=torch.float64)
+    weights = torch.linalg.solve(features.T @ features + ridge, features.T @ labels)[:, list(order)].float()
+    tensors |= {"model.head.weight": weights[:-1].T.contiguous(), "model.head.bias": weights[-1].contiguous()}
+    checkpoint.write_tensors(path, tensors, about)
     return str(path)
 
 

@@ -74,6 +74,9 @@ class TrainConfig(Section):
     model: str
     teacher: TeacherConfig | None = None
     teachers: tuple[str, ...] = Field((), description="names of the actors of `teacher.service`")
+    teacher_records: str | None = Field(
+        None, description="folder or URI of the accuracies of teachers that were given; None: the teacher's is not measured"
+    )
     teacher_sha256: str | None = Field(None, description="hash of the teacher whose logits are cached or requested")
     distill: DistillConfig | None = Field(None, description="absent: the labels alone are learned")
     optim: OptimConfig = OptimConfig()

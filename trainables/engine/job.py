@@ -45,6 +45,7 @@ from trainables.metrics.heartbeat import Heartbeat
 from trainables.metrics.metrics_file import Report
 from trainables.rules import first_problem
 from trainables.rundir import StageDir
+from trainables.stage_result import TeacherAccuracy
 from trainables.teachers.interface import TeacherInterface
 from trainables.teachers.network import TeacherNetwork
 from trainables.teachers.service.protocol import TeacherConnection
@@ -80,6 +81,8 @@ class Job:
     """Ends the threads and processes of loaders, teacher and disk."""
     predicted_s: dict[int, float] = field(default_factory=dict)
     """A step by number of pipeline stages, where the job has just chosen among them."""
+    teachers: list[TeacherAccuracy] = field(default_factory=list)
+    """Those with given weights, once `run` has measured them."""
     logged_skips: set[tuple[Loader, int]] = field(default_factory=set)
     """Unreadable images that the log has named: the loader, and the image's index."""
 

@@ -12,6 +12,7 @@ from trainables.engine.epochs import Epoch
 from trainables.engine.evaluate import evaluate
 from trainables.engine.job import Job
 from trainables.engine.metrics_records import epoch_seconds, log_epoch, log_step, means, summarize, teacher_images, throughput
+from trainables.engine.teacher_accuracy import measure_teachers
 from trainables.errors import DataError, Interruption, StageInterruptedError
 
 log = logging.getLogger("raydistill")
@@ -45,6 +46,7 @@ def run(job: Job) -> dict[str, float]:
         job.report("epoch", **progress.epoch_record)
     if config.train.max_steps is not None:
         return run_timing(job)
+    job.teachers = measure_teachers(job)
     if job.train_state.training_update.noise is None and job.group.is_main:
         log.info("%s: no noise_scale: %s", config.stage, job.train_state.training_update.without_noise)
     while progress.epoch < job.epochs.total and not progress.reached and not is_time_up(job):

@@ -23,6 +23,9 @@ class CheckpointHeader:
     image_size: int
     classes: tuple[str, ...]
     """In label order."""
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+    """Of the pixels of its images, by channel, with which these were normalised; () in checkpoints without."""
     transform_input: bool = False
     """Whether the model rescales its input, as GoogLeNet and Inception do with torchvision's published weights."""
 
@@ -77,6 +80,8 @@ def read_checkpoint_header(path: Path) -> CheckpointHeader | None:
             num_classes=int(fields["num_classes"]),
             image_size=int(fields["image_size"]),
             classes=tuple(map(str, fields["classes"])),
+            mean=tuple(map(float, fields.get("mean") or ())),
+            std=tuple(map(float, fields.get("std") or ())),
             transform_input=bool(fields.get("transform_input")),
         )
     except (KeyError, TypeError, ValueError) as error:

@@ -90,6 +90,7 @@ def train_stage(config: TrainConfig, group: Group, stop_early: Callable[[Sequenc
             precision_reason=job.config.precision_reason,
             metrics=summary,
             steps_s=job.metrics.timer.steps_s() if config.train.max_steps is not None else [],
+            teachers=job.teachers,
         )
         if group.is_main:
             write_stage_result(stage, result)

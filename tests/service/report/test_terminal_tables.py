@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from service.report.terminal_tables import node_table, number, phase_table, report_of, sweep_table, verdict
+from service.report.terminal_tables import node_table, number, overview, phase_table, report_of, sweep_table, verdict
 from service.report.under_way import UnderWay
 from service.runs.display import output
 from service.runs.result import RunResult
@@ -63,6 +63,20 @@ def test_a_sweeps_row_has_what_one_compares() -> None:
     for gpu, unit in {True: "GPUs", False: "workers"}.items():
         columns = [str(column.header) for column in sweep_table(result().model_copy(update={"use_gpu": gpu})).columns]
         assert columns[:4] == ["trial", unit, "batch", "loader workers"]
+
+
+def test_each_teacher_has_one_line_whoever_learned_from_it_and_wherever_it_was_trained(tmp_path: Path) -> None:
+    given = {"model": "resnet34", "weights": "w.pth", "top1_pct": 73.31, "num_images": 50_000, "chance_pct": 0.1}
+    line = "teacher resnet34: 73.31% top-1 on 50,000 validation images"
+    trials = [trial(number, "ok", metrics=METRICS, teachers=[given]) for number in ("000", "001")]
+    swept = typed({"status": "running", "space": SCALE, "trials": trials, "best": trials[0], "use_gpu": True})
+    assert overview(swept, RunDir(tmp_path)).count(line) == 1
+    stages = [
+        {"stage": "teacher", "model": "resnet34", "status": "ok", "metrics": {"best_top1_pct": 71.0, "top1_pct": 70.5}},
+        {"stage": "student", "model": "resnet18", "status": "ok", "metrics": {}, "teachers": [given]},
+    ]
+    run = typed({"kind": "train", "status": "complete", "stages": stages})
+    assert overview(run, RunDir(tmp_path))[2:] == ["teacher resnet34: 71.00% top-1, trained here", line]
 
 
 def test_a_training_to_the_target_is_a_row_and_no_point() -> None:

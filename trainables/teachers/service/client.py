@@ -104,6 +104,21 @@ class ServiceTeacher(TeacherInterface):
             self._pending.popleft()
         return self._outputs(pending.logits_BK[rows])
 
+    def for_validation(self) -> "ServiceTeacher":
+        """A client of the same network for the validation images, which must not be more than those of training."""
+        settings, classes, num_samples = self._open_arguments
+        return ServiceTeacher(
+            self._connections,
+            key=f"{self._key}-val",
+            settings=settings,
+            classes=classes,
+            num_samples=num_samples,
+            methods=self._methods,
+            device=self._device,
+            dtype=self._dtype,
+            timeout_s=self._timeout_s,
+        )
+
     def end_epoch(self) -> int:
         """See `TeacherInterface`: images that this worker was the first to request."""
         num_computed, self._num_computed = self._num_computed, 0

@@ -1,0 +1,110 @@
+"""A given teacher is measured once on the validation images, changes nothing by that, and is refused where it knows nothing."""
+
+import contextlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.trainables.jobs import Recorded, config, equal, no_telemetry, train, write_able_teacher
+from tests.trainables.teachers.service.local_service import local_services
+from trainables.config import TrainConfig
+from trainables.distributed.group import Group
+from trainables.distributed.rank_pool import RankPool
+from trainables.engine import loop
+from trainables.engine.job import build
+from trainables.engine.teacher_accuracy import check_above_chance
+from trainables.errors import TrainingError
+from trainables.stage_result import TeacherAccuracy
+from trainables.teachers.service.protocol import TeacherConnection
+
+REVERSED = range(9, -1, -1)
+
+
+def accuracy(num_right: int, num_images: int, chance_pct: float = 10.0) -> TeacherAccuracy:
+    top1_pct = 100 * num_right / num_images
+    return TeacherAccuracy(model="resnet34", weights="w.pth", top1_pct=top1_pct, num_images=num_images, chance_pct=chance_pct)
+
+
+def settings(folder: Path, name: str, weights: str, **sections: Any) -> TrainConfig:
+    teacher = {"weights": weights, **sections.pop("teacher", {})}
+    return config(folder / name, teacher=teacher, teacher_records=str(folder / f"{name}-records"), **sections)
+
+
+def measured(settings: TrainConfig, connections: Sequence[TeacherConnection] = ()) -> list[TeacherAccuracy]:
+    with contextlib.closing(build(settings, Group(), Recorded(), no_telemetry, connections=connections)) as job:
+        loop.run(job)
+        return job.teachers
+
+
+@pytest.fixture(scope="module")
+def able(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_able_teacher(tmp_path_factory.mktemp("teacher") / "able.safetensors")
+
+
+def test_what_chance_may_reach_on_enough_images_is_refused_in_one_line() -> None:
+    check_above_chance(accuracy(131, 1000))  # so many or more: p = 0.00097
+    with pytest.raises(TrainingError) as refused:
+        check_above_chance(accuracy(130, 1000))  # p = 0.0013
+    says = str(refused.value)
+    assert says.startswith("teacher resnet34: 13.00% top-1 on 1,000 validation images, which is not above chance (10.00%): ")
+    assert all(cause in says for cause in ("order", "data.mean, data.std", "data.image_size", "w.pth"))
+    check_above_chance(accuracy(0, 255))
+    with pytest.raises(TrainingError):
+        check_above_chance(accuracy(0, 256))
+    with pytest.raises(TrainingError):  # it says the same class to every image
+        check_above_chance(accuracy(900, 1000, 90.0))
+
+
+def test_a_teacher_is_measured_once_and_the_student_ends_bit_for_bit_as_without(able: str, tmp_path: Path) -> None:
+    given = settings(tmp_path, "given", able)
+    plain = train(Group(), given.model_copy(update={"output_dir": str(tmp_path / "plain"), "teacher_records": None}))
+    first = train(Group(), given)
+    assert equal(first["state"], plain["state"])
+    top1_pct = first["calls"][-1][2]["teacher_top1_pct"]
+    assert top1_pct > 85
+    assert "teacher_top1_pct" not in plain["calls"][-1][2]
+    (record,) = Path(str(given.teacher_records)).glob("teacher-*.json")
+    fields = json.loads(record.read_text())
+    assert (fields["model"], fields["num_images"], fields["top1_pct"]) == ("mlp_large", 355, top1_pct)
+    assert fields["chance_pct"] == pytest.approx(10, abs=0.5)
+    record.write_text(json.dumps(fields | {"top1_pct": 77.0}))  # as another run's would be read
+    again = given.model_copy(update={"output_dir": str(tmp_path / "again"), "seed": 4})
+    assert train(Group(), again)["calls"][-1][2]["teacher_top1_pct"] == 77.0
+    other = given.data.model_copy(update={"mean": (0.5, 0.5, 0.5)})
+    assert train(Group(), again.model_copy(update={"data": other}))["calls"][-1][2]["teacher_top1_pct"] != 77.0
+
+
+def test_a_teacher_of_another_class_order_ends_the_job_before_its_first_step(tmp_path: Path) -> None:
+    wrong = settings(tmp_path, "wrong", write_able_teacher(tmp_path / "reversed.safetensors", REVERSED))
+    report = Recorded()
+    with (
+        contextlib.closing(build(wrong, Group(), report, no_telemetry)) as job,
+        pytest.raises(TrainingError, match="is not above chance"),
+    ):
+        loop.run(job)
+    assert [kind for kind, *_ in report.calls] == ["start"]
+
+
+def test_each_of_several_teachers_and_one_behind_a_cache_or_a_service_has_its_accuracy(able: str, tmp_path: Path) -> None:
+    (alone,) = measured(settings(tmp_path, "alone", able))
+    other = write_able_teacher(tmp_path / "other.safetensors", seed=12)
+    several = measured(settings(tmp_path, "several", able, teacher={"others": [{"model": "mlp_large", "weights": other}]}))
+    assert [each.weights for each in several] == [able, other]
+    assert several[0] == alone
+    assert several[1].top1_pct != alone.top1_pct
+    assert measured(settings(tmp_path, "cached", able, teacher={"cache": str(tmp_path / "logits")})) == [alone]
+    with local_services(2) as connections:
+        assert measured(settings(tmp_path, "served", able, teacher={"service": 2}), connections) == [alone]
+
+
+def on_rank(group: Group, settings: TrainConfig) -> float | None:
+    return train(group, settings)["calls"][-1][2].get("teacher_top1_pct")
+
+
+def test_all_ranks_measure_one_accuracy_and_a_sharded_teacher_has_none(ranks: RankPool, able: str, tmp_path: Path) -> None:
+    (alone,) = measured(settings(tmp_path, "alone", able))
+    assert ranks.run(2, on_rank, settings(tmp_path, "two", able)) == [alone.top1_pct] * 2
+    assert ranks.run(2, on_rank, settings(tmp_path, "sharded", able, teacher={"placement": "sharded"})) == [None] * 2

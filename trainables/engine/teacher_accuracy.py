@@ -1,0 +1,185 @@
+"""How accurate the teachers with given weights are, measured before the first step that learns from them.
+
+A teacher whose classes are in another order, or whose images were normalised otherwise, teaches as smoothly as a good one.
+
+Shapes: B batch, K classes.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from scipy.special import bdtrc
+from torch import Tensor, nn
+
+from trainables.config import TrainConfig
+from trainables.data.loader.loader import Loader
+from trainables.device.device_batches import DeviceBatch
+from trainables.device.model_input import image_normalizer
+from trainables.distributed.group import all_reduce_sum, from_rank
+from trainables.engine.evaluate import evaluate, logits_of
+from trainables.engine.job import Job
+from trainables.engine.modules import methods_with_teacher
+from trainables.errors import DataError, TrainingError
+from trainables.models.weights import teacher_sha256
+from trainables.object_store.store import ObjectStore, is_uri
+from trainables.rundir import write_json
+from trainables.stage_result import TeacherAccuracy
+from trainables.teachers.build import load_network, on_devices
+from trainables.teachers.cache.key import cache_key
+from trainables.teachers.ensemble import TeacherEnsemble
+from trainables.teachers.interface import TeacherRequest
+from trainables.teachers.network import TeacherNetwork
+from trainables.teachers.service.client import ServiceTeacher
+
+log = logging.getLogger("raydistill")
+
+FEWEST_IMAGES, MOST_PROBABLE = 256, 1e-3
+"""A teacher is refused where at least so many images are predicted right by chance with a larger probability."""
+
+
+def measure_teachers(job: Job) -> list[TeacherAccuracy]:
+    """The accuracy of each teacher with given weights, in the order of `TeacherConfig.shares`; [] where none is measured.
+
+    Each is measured once for a run, or a sweep, and its images, and then read from `config.teacher_records`. Nothing of the
+    training changes. Every rank calls it.
+
+    Raises:
+        TrainingError: a teacher is not better than chance.
+        DataError: not one validation image could be read.
+    """
+    config, teacher = job.config, job.config.teacher
+    if config.teacher_records is None or teacher is None or not methods_with_teacher(config):
+        return []
+    if reason := _obstacle(job):
+        if job.group.is_main:
+            log.info("%s: the teacher's accuracy is not measured: %s", config.stage, reason)
+        return []
+    each = [(teacher.model, teacher.weights), *((other.model, other.weights) for other in teacher.others)]
+    return [_measure_once(job, number, model, str(weights)) for number, (model, weights) in enumerate(each)]
+
+
+def _obstacle(job: Job) -> str | None:
+    """Why the teachers are not measured; None: they are. The same on every rank."""
+    teacher = job.train_state.teacher
+    if job.config.scale.num_stages > 1:
+        return "with pipeline stages the rank that has it gets no validation images"
+    if teacher is not None and teacher.is_collective:
+        return "it is sharded over the workers, whose batches of an evaluation may differ in number"
+    if isinstance(teacher, ServiceTeacher) and len(job.val_loader.source) > len(job.train_loader.source):
+        return "teacher.service has room for as many images as there are for training, and validation has more"
+    return None
+
+
+def _measure_once(job: Job, number: int, model: str, weights: str) -> TeacherAccuracy:
+    records, began_s = str(job.config.teacher_records), time.perf_counter()
+    name = from_rank(lambda: f"teacher-{_key(job.config, job.val_loader, model, weights)}.json", job.group)
+    accuracy = from_rank(lambda: _read(records, name), job.group)
+    if accuracy is None:
+        with job.metrics.clock.part("eval"):
+            top1_pct, num_images, chance = _measure(job, number)
+        accuracy = TeacherAccuracy(
+            model=model, weights=weights, top1_pct=top1_pct, num_images=num_images, chance_pct=100 * chance
+        )
+        if job.group.is_main:
+            log.info("%s (%.1f s)", accuracy, time.perf_counter() - began_s)
+            _write(records, name, accuracy)
+    check_above_chance(accuracy)
+    return accuracy
+
+
+def check_above_chance(accuracy: TeacherAccuracy) -> None:
+    """Refuse a teacher whose right predictions may be chance, by a one-sided binomial test. Raises TrainingError."""
+    num_images = accuracy.num_images
+    num_right = round(accuracy.top1_pct / 100 * num_images)
+    probability = float(bdtrc(num_right - 1, num_images, accuracy.chance_pct / 100))  # of so many or more
+    if num_images >= FEWEST_IMAGES and probability > MOST_PROBABLE:
+        raise TrainingError(
+            f"{accuracy}, which is not above chance ({accuracy.chance_pct:.2f}%): its classes may be in another order than the "
+            f"data's, or its images of another normalisation (data.mean, data.std) or size (data.image_size); correct that, or "
+            f"give other weights than {accuracy.weights}"
+        )
+
+
+def _measure(job: Job, number: int) -> tuple[float, int, float]:
+    """Top-1 in percent of a teacher, by its number, the images, and the share that is right by chance."""
+    config, group, teacher = job.config, job.group, job.train_state.teacher
+    batches, network = job.val_loader.epoch(0), nn.Module()
+    num_classes = job.checkpoint_state.about["num_classes"]
+    predicted_K = torch.zeros(num_classes, dtype=torch.float64, device=group.device)
+    logits: Callable[[DeviceBatch], Tensor]
+    client = None
+    if isinstance(teacher, ServiceTeacher):
+        client = teacher.for_validation()
+        batches, logits = client.prefetch(batches, 0), _served(client)
+    else:
+        network = _network(job, number)
+        logits = logits_of(network, image_normalizer(config, group.device), job.train_state.autocast)
+
+    def counted(batch: DeviceBatch) -> Tensor:
+        logits_BK = logits(batch)
+        predicted_K.add_(logits_BK.argmax(1).bincount(minlength=num_classes))
+        return logits_BK
+
+    try:
+        result = evaluate(network, job.metrics.heartbeat.over(batches), counted, group, job.train_state.group)
+    finally:
+        if client is not None:
+            client.close()
+    if not result["num_images"]:
+        raise DataError(f"{config.data.path}: not one validation image could be read")
+    labels_K = np.bincount(job.val_loader.source.labels_N, minlength=num_classes)
+    shares_K = all_reduce_sum(predicted_K, group).cpu().numpy() / result["num_images"]
+    chance = float(shares_K @ labels_K) / len(job.val_loader.source)
+    return result["top1_pct"], int(result["num_images"]), chance
+
+
+def _served(client: ServiceTeacher) -> Callable[[DeviceBatch], Tensor]:
+    def logits(batch: DeviceBatch) -> Tensor:
+        request = TeacherRequest(batch.host_indices_B, batch.epoch)
+        return next(iter(client(batch.images_BCHW, len(batch.labels_B), request).values())).logits_BK
+
+    return logits
+
+
+def _network(job: Job, number: int) -> nn.Module:
+    """A teacher, by its number; where its logits are cached, a network of its own to measure."""
+    teacher, config = job.train_state.teacher, job.config
+    if not isinstance(teacher, TeacherNetwork):
+        assert config.teacher is not None
+        network = load_network(config.teacher, job.checkpoint_state.about["classes"], config.data.image_size, config.seed)
+        return on_devices(network, config, [job.group.device])
+    if isinstance(teacher.model, TeacherEnsemble):
+        return teacher.model.models[number]
+    return teacher.model
+
+
+def _key(config: TrainConfig, loader: Loader, model: str, weights: str) -> str:
+    """All that decides the accuracy: the teacher's tensors, the images and how they are shown to it. Reads the weights."""
+    data, classes = config.data, loader.source.classes
+    sha256 = teacher_sha256(
+        model, weights, num_classes=len(classes), image_size=data.image_size, classes=classes, seed=config.seed
+    )
+    parts = {
+        "teacher": [model, sha256],
+        "images": loader.source.fingerprint(),
+        "input": data.model_dump(mode="json", include={"image_size", "val_resize", "fidelity", "mean", "std"}),
+    }
+    return cache_key(parts)
+
+
+def _read(records: str, name: str) -> TeacherAccuracy | None:
+    path = Path(records, name)
+    content = ObjectStore(records).read(name) if is_uri(records) else path.read_bytes() if path.exists() else None
+    return None if content is None else TeacherAccuracy.model_validate_json(content)
+
+
+def _write(records: str, name: str, accuracy: TeacherAccuracy) -> None:
+    if is_uri(records):
+        ObjectStore(records).put(name, json.dumps(accuracy.model_dump()).encode())
+    else:
+        write_json(Path(records, name), accuracy.model_dump())
