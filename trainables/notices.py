@@ -8,12 +8,14 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from trainables.errors import printable
+
 _log = logging.getLogger("raydistill.notices")
 
 
 def notice(line: str) -> None:
     """Tell the user `line`: what was found, and what was made of it."""
-    _log.info("%s", line)
+    _log.info("%s", printable(line))
 
 
 class _Listener(logging.Handler):

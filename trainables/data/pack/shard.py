@@ -22,7 +22,7 @@ from trainables.data.pack.layout_reader import SplitListing
 from trainables.data.pack.modes import Mode, Packed
 from trainables.data.pack.readers import READERS
 from trainables.data.sources.arrow import to_arrow
-from trainables.errors import DataError
+from trainables.errors import DataError, printable
 from trainables.rundir import replacing, write_json
 
 Unreadable = dict[str, str]
@@ -88,12 +88,12 @@ def write_shard(job: ShardJob) -> int:
         try:
             packed = _packed(job, sample)
         except UnreadableImageError as error:
-            unreadable.append({"split": job.split, "name": name, "reason": str(error)})
+            unreadable.append({"split": job.split, "name": printable(name), "reason": str(error)})
             continue
         data += packed.content
         ends.append(len(data))
         labels.append(label)
-        names.append(name)
+        names.append(printable(name))
         widths.append(packed.width)
         heights.append(packed.height)
         num_tiled += packed.is_tiled
@@ -110,7 +110,7 @@ def _packed(job: ShardJob, sample: Any) -> Packed:
     if isinstance(sample, UnreadableImageError):
         raise sample
     if job.check:
-        decode_image(sample)
+        decode_image(sample, reduced=job.mode.shrinks)
     return job.mode.apply(sample, job.pixels, check=job.check)
 
 
