@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import shutil
 import time
 from collections import Counter
@@ -42,8 +43,8 @@ def pack(
     """Pack `source` into the folder `dest`, or go on with it. The result does not depend on `processes`.
 
     Raises:
-        DataError: see `plan_pack`, `refuse_single_class` and `write_set`; a disk or a network fails; `dest` holds something else, another command works
-            on it, or its disk is too small.
+        DataError: see `plan_pack`, `refuse_single_class` and `write_set`; a disk or a network fails; `dest` holds something
+            else, another command works on it, or its disk is too small.
         ClusterError: RAY_ADDRESS names a cluster that is not there, or that does not share `dest`.
     """
     began = time.monotonic()
@@ -148,8 +149,8 @@ def summary_line(dest: Path, packing: Packing) -> str:
     left_out = ""
     if index.num_unreadable:
         lines = (dest / UNREADABLE).read_text().splitlines() if (dest / UNREADABLE).exists() else []
-        # "truncated or damaged: broken data stream" and the like are one reason
-        reasons = Counter(json.loads(line)["reason"].split(":")[0] for line in lines).most_common(_MAX_REASONS)
+        # "truncated or damaged: broken data stream" and the like are one reason; what to do follows a semicolon
+        reasons = Counter(re.split("[:;]", json.loads(line)["reason"])[0] for line in lines).most_common(_MAX_REASONS)
         listed = ", ".join(f"{count} {reason}" for reason, count in reasons)
         left_out = f"; {index.num_unreadable} unreadable images left out ({listed}), listed in {where}/{UNREADABLE}"
     return (

@@ -215,7 +215,7 @@ def _validation_folders(split_folder: str, train: Mapping[str, list[str]]) -> di
         if not _class_folders(flat).keys().isdisjoint(train):
             _refuse_deep(split_folder, found)
         if _list(flat).images:
-            labels = first_three(_list(split_folder).others)
+            labels = first_three(sorted({*_list(split_folder).others, *_list(flat).others}))
             raise DataError(
                 f"data.path: {flat} has its images in no class folders; move each to its class's, val/CLASS/, named as in train"
                 + (f" ({labels} may say which)" if labels else "")
