@@ -6,6 +6,7 @@ Shapes: n samples of the shard.
 
 import hashlib
 import json
+import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,7 +165,7 @@ class _Hashed:
 
 def _image_offset(path: Path) -> int:
     """Where in a shard the bytes of its first image begin."""
-    with pa.memory_map(str(path)) as mapped:
+    with pa.memory_map(os.fsencode(path)) as mapped:
         whole = mapped.read_buffer()
         data = pa.ipc.open_file(whole).get_batch(0).column("image").buffers()[2]
         return int(data.address - whole.address) if data is not None else 0

@@ -216,8 +216,9 @@ def _validation_folders(split_folder: str, train: Mapping[str, list[str]]) -> di
             _refuse_deep(split_folder, found)
         if _list(flat).images:
             labels = first_three(sorted({*_list(split_folder).others, *_list(flat).others}))
+            problem = f"has classes that train has not: {extra[0]}" if extra else "has its images in no class folders"
             raise DataError(
-                f"data.path: {flat} has its images in no class folders; move each to its class's, val/CLASS/, named as in train"
+                f"data.path: {split_folder} {problem}; move each image to its class's folder, val/CLASS/, named as in train"
                 + (f" ({labels} may say which)" if labels else "")
             )
     if extra:

@@ -150,16 +150,20 @@ def test_a_folder_too_deep_or_too_high_is_refused_with_what_would_work(make_fold
     )
 
 
-@pytest.mark.parametrize("folder", ["", "images"])
-def test_validation_images_in_no_class_folder_are_refused_with_what_to_do(make_folder: MakeFolder, folder: str) -> None:
+@pytest.mark.parametrize(
+    ("folder", "problem"), [("", "has its images in no class folders"), ("images", "has classes that train has not: images")]
+)
+def test_validation_images_in_no_class_folder_are_refused_with_what_to_do(
+    make_folder: MakeFolder, folder: str, problem: str
+) -> None:
     root = make_folder(train={"n01": 1, "n02": 1})
     flat = root / "val" / folder
     flat.mkdir(parents=True)
     photo(1).save(flat / "val_0.JPEG")
     (root / "val/val_annotations.txt").write_text("val_0.JPEG n01")
     assert message(root, "val") == (
-        f"data.path: {os.path.join(root, 'val', folder).rstrip('/')} has its images in no class folders; "
-        "move each to its class's, val/CLASS/, named as in train (val_annotations.txt may say which)"
+        f"data.path: {root}/val {problem}; "
+        "move each image to its class's folder, val/CLASS/, named as in train (val_annotations.txt may say which)"
     )
 
 
