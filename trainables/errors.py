@@ -8,8 +8,9 @@ from typing import Literal, Self
 MAX_WORD, MAX_PATH = 300, 4096
 MAX_LINE = 2000 + MAX_PATH
 """Most characters of a message's words, paths (the system's PATH_MAX) and lines: what a user wrote may be a megabyte."""
-_COMMANDS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-"""Control characters but for the tab and the end of a line, and those that reverse the direction of what follows."""
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters but for the tab and the end of a line, those that reverse the direction of what follows, and surrogates:
+Python has one for each byte of a file's name that is no UTF-8, and no file, terminal or server takes it."""
 _LONG_WORD = re.compile(rf"\S{{{MAX_WORD + 1},}}")
 
 Interruption = Literal["preempted", "resized"]
@@ -27,8 +28,16 @@ class DistillError(Exception):
 
 
 def printable(text: str) -> str:
-    """`text` with escapes for characters that command a terminal: names of files and classes may have any."""
-    return _COMMANDS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    """`text` with escapes for characters that command a terminal and for bytes that are no UTF-8, as in `caf\\xe9`.
+
+    Names of files and classes may have any.
+    """
+    return _UNPRINTABLE.sub(lambda found: _escaped(found[0]), text)
+
+
+def _escaped(character: str) -> str:
+    is_byte = "\udc80" <= character <= "\udcff"  # of os.fsdecode
+    return f"\\x{ord(character) - 0xDC00:02x}" if is_byte else character.encode("unicode_escape").decode()
 
 
 def bounded(message: str) -> str:

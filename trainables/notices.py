@@ -8,12 +8,16 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from trainables.errors import printable
+
 _log = logging.getLogger("raydistill.notices")
+_log.setLevel(logging.INFO)
+_log.propagate = False  # to the log of a worker, which would show each line once more
 
 
 def notice(line: str) -> None:
     """Tell the user `line`: what was found, and what was made of it."""
-    _log.info("%s", line)
+    _log.info("%s", printable(line))
 
 
 class _Listener(logging.Handler):
@@ -33,8 +37,6 @@ class _Listener(logging.Handler):
 def notices_to(receive: Callable[[str], None]) -> Iterator[None]:
     """Call `receive` with each notice of this process, once for each line, until the context ends."""
     listener = _Listener(receive)
-    _log.setLevel(logging.INFO)
-    _log.propagate = False
     _log.addHandler(listener)
     try:
         yield

@@ -2,8 +2,10 @@
 
 import contextlib
 import json
+import re
 import shutil
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,9 +19,12 @@ from trainables.data.pack.join import write_set
 from trainables.data.pack.modes import Mode
 from trainables.data.pack.shard import write_shard
 from trainables.data.pack.shard_plan import SHARD_BYTES, PackPlan, plan_pack
-from trainables.errors import DataError
+from trainables.data.source import refuse_single_class
+from trainables.errors import DataError, printable
 from trainables.locks import locked_or_raise
 from trainables.rundir import expand_home, write_json
+
+_MAX_REASONS = 6
 
 
 @dataclass(frozen=True)
@@ -38,8 +43,8 @@ def pack(
     """Pack `source` into the folder `dest`, or go on with it. The result does not depend on `processes`.
 
     Raises:
-        DataError: see `plan_pack` and `write_set`; a disk or a network fails; `dest` holds something else, another command works
-            on it, or its disk is too small.
+        DataError: see `plan_pack`, `refuse_single_class` and `write_set`; a disk or a network fails; `dest` holds something
+            else, another command works on it, or its disk is too small.
         ClusterError: RAY_ADDRESS names a cluster that is not there, or that does not share `dest`.
     """
     began = time.monotonic()
@@ -47,6 +52,7 @@ def pack(
     _refuse_foreign(dest)
     with errors_as_data_error(source, dest):
         plan = plan_pack(source, dest, mode, check, shard_bytes=shard_bytes)
+        refuse_single_class(plan.classes, str(source))
         if (dest / INDEX).exists():
             index = read_index(dest)
             _refuse_other(dest, plan, index.source.get("plan"), "a set packed")
@@ -136,12 +142,18 @@ def _refuse_small(dest: Path, plan: PackPlan, num_missing: int) -> None:
 
 def summary_line(dest: Path, packing: Packing) -> str:
     """A packing in one line."""
-    index = packing.index
+    index, where = packing.index, printable(str(dest))
     counts = ", ".join(f"{split.rows.rows:,} {name}" for name, split in index.splits.items())
     mib = sum(file.bytes for file in index.files()) / 2**20
     shards = sum(len(split.shards) for split in index.splits.values())
-    left_out = f"; {index.num_unreadable} unreadable images left out, listed in {dest / UNREADABLE}"
+    left_out = ""
+    if index.num_unreadable:
+        lines = (dest / UNREADABLE).read_text().splitlines() if (dest / UNREADABLE).exists() else []
+        # "truncated or damaged: broken data stream" and the like are one reason; what to do follows a semicolon
+        reasons = Counter(re.split("[:;]", json.loads(line)["reason"])[0] for line in lines).most_common(_MAX_REASONS)
+        listed = ", ".join(f"{count} {reason}" for reason, count in reasons)
+        left_out = f"; {index.num_unreadable} unreadable images left out ({listed}), listed in {where}/{UNREADABLE}"
     return (
-        f"{dest}: {counts} images of {len(index.classes)} classes in {shards} shards ({packing.num_written} written now), "
-        f"{mib:,.0f} MiB, verified, {packing.seconds:.1f} s{left_out if index.num_unreadable else ''}"
+        f"{where}: {counts} images of {len(index.classes)} classes in {shards} shards ({packing.num_written} written now), "
+        f"{mib:,.0f} MiB, verified, {packing.seconds:.1f} s{left_out}"
     )

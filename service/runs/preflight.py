@@ -19,7 +19,7 @@ from service.tracking.tracker import check_store
 from trainables.config import DataConfig
 from trainables.data.decode import UnreadableImageError, decode_image
 from trainables.data.interface import Source
-from trainables.data.source import check_placement, open_source
+from trainables.data.source import check_placement, open_source, refuse_single_class
 from trainables.errors import CheckpointError, DataError, ExperimentError
 from trainables.models.checkpoint_header import read_checkpoint_header
 from trainables.object_store.store import is_uri
@@ -98,10 +98,11 @@ def check_cache(experiment: Experiment, kind: Kind) -> None:
 def check_source(data: DataConfig, split: Literal["train", "val"]) -> Source:
     """Open a split and look at a few of its images, spread over it; of a set behind a URI at the index alone.
 
-    Raises DataError: it is missing or empty, or not one of those images can be read.
+    Raises DataError: it is missing or empty, has one class only, or none of those images can be read.
     """
     # The nodes' folders are not this machine's.
     source = open_source(data.model_copy(update={"stage": "none"}), split)
+    refuse_single_class(source.classes, f"data.path: {data.path}")
     if is_uri(data.path):  # an image would cost the whole shard that it lies in
         return source
     probed = range(0, len(source), -(-len(source) // PROBED_IMAGES))
@@ -113,7 +114,7 @@ def check_source(data: DataConfig, split: Literal["train", "val"]) -> Source:
         except UnreadableImageError as error:
             reasons.append(f"{source.name(index)} ({error})")
     raise DataError(
-        f"data.path: {data.path}: not one of {len(reasons)} images looked at can be read, such as {reasons[0]}; give whole images"
+        f"data.path: {data.path}: none of {len(reasons)} sampled images can be decoded, such as {reasons[0]}; give whole images"
     )
 
 

@@ -296,12 +296,14 @@ def test_missing_empty_and_non_image_data_are_refused(refuse: Refuse, tmp_path: 
     assert "has no validation folder" in shown(write_photos(tmp_path / "valless", train={"cat": [GOOD]}))
     extra = write_photos(tmp_path / "extra", train={"cat": [GOOD]}, val={"dog": [GOOD]})
     assert "has classes that train has not: dog" in shown(extra)
+    single = write_photos(tmp_path / "single", train={"cat": [GOOD]}, val={"cat": [GOOD]})
+    assert shown(single) == f"data.path: {single} has one class only, cat; a classifier needs images of two or more"
 
 
 def test_a_folder_in_which_no_image_can_be_read_is_refused_before_ray_starts(refuse: Refuse, tmp_path: Path) -> None:
     bad = write_photos(tmp_path / "bad", train={"cat": [b"text", GOOD[:200]], "dog": [b""]}, val={"cat": [GOOD]})
     shown = refuse("train", "digits", *sets(f"data.path={bad}"))
-    assert "not one of 3 images looked at can be read, such as train/cat/0.jpg (not an image)" in shown
+    assert "none of 3 sampled images can be decoded, such as train/cat/0.jpg (not an image)" in shown
 
 
 def test_a_batch_larger_than_the_data_is_refused(refuse: Refuse) -> None:

@@ -1,16 +1,21 @@
-"""A stored sample to RGB pixels, exactly as `PIL.Image.open(file).convert("RGB")` gives them.
+"""A stored sample to RGB pixels, exactly as `PIL.Image.open(file).convert("RGB")` gives them; gray of 16 bits is scaled to 8.
 
 Shapes: H W pixels, of the image or of the part that is decoded.
 """
 
 import errno
+import functools
 import io
 import os
+import warnings
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
+from PIL.ImageFile import ImageFile
+from PIL.JpegImagePlugin import JpegImageFile
+from PIL.TiffImagePlugin import TiffImageFile
 
 from trainables.data.decoders.interface import Box, Decoded, Decoder, JpegHeader, read_header
 from trainables.data.tiles import Cut, open_tiles
@@ -19,6 +24,8 @@ from trainables.data.tiles import Cut, open_tiles
 # call a good file unidentified. The common formats come first, since PIL tries its plugins in the order of their loading.
 Image.preinit()
 Image.init()
+# Of metadata that is damaged, and of images that are large: each image that is left out has its reason, and no other matters.
+warnings.filterwarnings("ignore", module=r"PIL\.")
 
 Sample = bytes | memoryview | NDArray[np.uint8]
 """A stored sample: an encoded image file of any format that PIL reads, or RGB pixels (H, W, 3)."""
@@ -33,17 +40,21 @@ _ITS_OWN = frozenset(
 )
 """What is wrong with a file itself. Others, EIO or ESTALE or ENOMEM, tell of a disk, a network or a machine, and may pass."""
 
-MAX_PIXELS = 89_478_485
-"""An image of more is unreadable. PIL warns from here on, and refuses twice as many, which would take seconds and gigabytes."""
+MAX_PIXELS = 2 * 89_478_485
+"""PIL refuses an image of more, which would take seconds and gigabytes."""
 _MAX_PIXELS_A_BYTE = 1024
 """Of a JPEG file, where 8 × 8 pixels take a bit or more, so that it has half as many at the most. What claims more would be
 decoded as grey for the most part."""
-_MAX_PIXELS_SCANNED = 1_600_000_000
+_MAX_PIXELS_SCANNED = 2_000_000_000
 """A progressive JPEG file comes in some ten scans, and each of them, however few its bytes, goes over the whole image."""
 _LONGEST_SIDE = 2**24
 """Of a line of 8 bytes a pixel PIL counts the bits in an int, and calls it a lack of memory where they are more."""
 _JPEG, _SCAN = b"\xff\xd8", b"\xff\xda"
-_BOMB = "more pixels than PIL's limit against decompression bombs"
+_BOMB = (
+    f"more than {MAX_PIXELS // 10**6} million pixels, PIL's limit against decompression bombs; make it smaller, "
+    "if it is a JPEG by `distill pack --max-side`"
+)
+_BITS_PER_SAMPLE = 258  # a tag of TIFF
 
 
 class StoredImage:
@@ -119,23 +130,29 @@ def _decode_by_pil(data: bytes | memoryview, header: JpegHeader) -> Decoded:
     return Decoded(pixels_HWC, 0, 0, 1)
 
 
-def decode_image(sample: Sample) -> Image.Image:
+def decode_image(sample: Sample, *, reduced: bool = False) -> Image.Image:
     """The sample as an RGB image, pixels as by PIL's `convert("RGB")`.
 
-    So alpha is dropped, palettes are looked up, CMYK is converted without a colour profile, EXIF rotation is not applied,
-    and 16-bit grayscale is clipped at 255, as torchvision's ImageFolder does.
+    So alpha is dropped, palettes are looked up, CMYK is converted without a colour profile, and EXIF rotation is not applied, as
+    torchvision's ImageFolder does. Not so gray of 16 bits, which PIL clips at 255: 0 … 65535 become 0 … 255.
 
-    Raises UnreadableImageError where the bytes are no image, are truncated or damaged, or hold more than MAX_PIXELS.
+    reduced: a JPEG file of more than MAX_PIXELS comes at a half, a quarter or an eighth of its size. Raises UnreadableImageError
+    where the bytes are no image, are truncated or damaged, hold more than MAX_PIXELS, or numbers whose range is unknown.
     """
     if isinstance(sample, np.ndarray):
         return Image.fromarray(sample)
     if not len(sample):
         raise UnreadableImageError("empty file")
     try:
-        with Image.open(io.BytesIO(sample)) as image:
-            if reason := too_costly(*image.size, sample, "progressive" in image.info):
+        with _open(sample, reduced) as image:
+            shrink = 1
+            if reduced and isinstance(image, JpegImageFile):
+                shrink = next((by for by in (1, 2, 4) if image.width * image.height <= MAX_PIXELS * by**2), 8)
+            if reason := too_costly(*image.size, sample, "progressive" in image.info, shrink):
                 raise UnreadableImageError(reason)
-            return image.convert("RGB")
+            if shrink > 1:
+                image.draft(None, (image.width // shrink, image.height // shrink))
+            return _to_rgb(image)
     except (MemoryError, UnreadableImageError):
         raise
     except UnidentifiedImageError:
@@ -144,6 +161,33 @@ def decode_image(sample: Sample) -> Image.Image:
         raise UnreadableImageError(_BOMB) from None
     except Exception as error:  # damaged files make PIL's parsers raise almost anything: SyntaxError, struct.error, KeyError
         raise UnreadableImageError(f"truncated or damaged: {_phrase(error)}") from None
+
+
+def _open(sample: bytes | memoryview, reduced: bool) -> ImageFile:
+    try:
+        return Image.open(io.BytesIO(sample))
+    except Image.DecompressionBombError:
+        if not reduced or sample[:2] != _JPEG:
+            raise
+        return JpegImageFile(io.BytesIO(sample))
+
+
+def _to_rgb(image: ImageFile) -> Image.Image:
+    if not image.mode.startswith(("I", "F")):
+        return image.convert("RGB")
+    # PIL has 16 bits in a mode of their own, or in the one of 32: of PPM, which it scales to them, and before 10.3 of PNG
+    if not image.mode.startswith("I;16") and not (image.mode == "I" and image.format in ("PNG", "PPM")):
+        raise UnreadableImageError(f"values of PIL's mode {image.mode}, whose range is unknown; save it with 8 or 16 bits")
+    image.load()
+    bits = image.tag_v2.get(_BITS_PER_SAMPLE, (16,))[0] if isinstance(image, TiffImageFile) else 16
+    return Image.fromarray(_to_8_bits(bits).take(np.asarray(image), mode="clip")).convert("RGB")
+
+
+@functools.cache
+def _to_8_bits(bits: int) -> NDArray[np.uint8]:
+    """For each number of so many bits its part of 255."""
+    highest = 2**bits - 1
+    return np.asarray((np.arange(2**bits) * 255 + highest // 2) // highest, dtype=np.uint8)
 
 
 def with_shorter_side(image: Image.Image, side: int) -> Image.Image:
@@ -158,9 +202,9 @@ def with_shorter_side(image: Image.Image, side: int) -> Image.Image:
     return image.resize((side, longer) if width <= height else (longer, side), Image.Resampling.BILINEAR)
 
 
-def too_costly(width: int, height: int, encoded: bytes | memoryview, progressive: bool) -> str | None:
-    """Why an image of this size, as its header tells, is not decoded; None where it may be."""
-    if width * height > MAX_PIXELS:
+def too_costly(width: int, height: int, encoded: bytes | memoryview, progressive: bool, shrink: int = 1) -> str | None:
+    """Why an image of this size, as its header tells, is not decoded, `shrink` times smaller; None where it may be."""
+    if width * height > MAX_PIXELS * shrink**2:
         return _BOMB
     if max(width, height) > _LONGEST_SIDE:
         return "longer or wider than PIL can decode"

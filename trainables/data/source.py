@@ -1,6 +1,6 @@
 """Where images come from, by `data.path`: a name in SOURCES, a packed set, or else an image folder."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from trainables.config import DataConfig
 from trainables.data.index import is_records
@@ -29,6 +29,12 @@ def open_source(data: DataConfig, split: Split) -> Source:
     if is_uri(data.path):
         return open_remote(data, split)
     return open_records(data.path, split) if is_records(data.path) else FolderSource(data.path, split)
+
+
+def refuse_single_class(classes: Sequence[str], where: str) -> None:
+    """Raises DataError where there is nothing to tell apart: the cross-entropy of one class is 0."""
+    if len(classes) < 2:
+        raise DataError(f"{where} has one class only, {', '.join(classes)}; a classifier needs images of two or more")
 
 
 def check_placement(data: DataConfig) -> None:

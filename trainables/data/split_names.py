@@ -1,6 +1,6 @@
 """What data sets call their splits, and which names in them are never data."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 from trainables.data.order import Split
@@ -25,7 +25,7 @@ def is_hidden(name: str) -> bool:
 
 
 def choose_splits(found: Mapping[str, T], where: str) -> dict[Split, T]:
-    """The value that each split has in `found`, by the names in lower case that a source has; a split without one is left out.
+    """The value that each split has in `found`, by the names that a source has, in any case; a split without one is left out.
 
     A validation set that is called test is used with a notice, and so is one beside which a test set is left out.
 
@@ -34,7 +34,7 @@ def choose_splits(found: Mapping[str, T], where: str) -> dict[Split, T]:
     chosen: dict[Split, T] = {}
     for split, groups in SPLIT_NAMES.items():
         for number, group in enumerate(groups):
-            names = [name for name in group if name in found]
+            names = _named(found, group)
             if len(names) > 1:
                 raise DataError(
                     f"{where} has {' and '.join(names)}, which both mean the {_PURPOSES[split]} set: rename or remove one of them"
@@ -42,13 +42,18 @@ def choose_splits(found: Mapping[str, T], where: str) -> dict[Split, T]:
             if not names:
                 continue
             chosen[split] = found[names[0]]
-            others = [name for later in groups[number + 1 :] for name in later if name in found]
+            others = [name for later in groups[number + 1 :] for name in _named(found, later)]
             if others:
                 notice(f"{where}: {names[0]} is the {_PURPOSES[split]} set; {' and '.join(others)} is not used")
             elif number:
                 notice(f"{where}: {names[0]} is the {_PURPOSES[split]} set, since there is no {' or '.join(groups[0])}")
             break
     return chosen
+
+
+def _named(found: Iterable[str], group: tuple[str, ...]) -> list[str]:
+    """The names in `found` that are those of a group but for their case, in the group's order."""
+    return [name for word in group for name in found if name.lower() == word]
 
 
 def known_split_names(split: Split) -> str:

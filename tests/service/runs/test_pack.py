@@ -17,6 +17,7 @@ from service.runs import pack as packing
 from tests.service.commands import run
 from tests.trainables.data.photos import photo
 from tests.waiting import wait_until
+from trainables.data import decode
 from trainables.data.index import INDEX, UNFINISHED
 from trainables.data.pack.modes import Mode
 from trainables.data.sources.records import open_records
@@ -247,6 +248,55 @@ def test_no_process_outlives_the_command(images: Path, tmp_path: Path, end: sign
     psutil.wait_procs(children)
 
 
+# What is in a source
+
+
+def test_one_class_is_refused(images: Path, tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        shutil.rmtree(images / split / "dog")
+    assert refusal(images, tmp_path / "packed") == f"{images} has one class only, cat; a classifier needs images of two or more"
+    assert not (tmp_path / "packed").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other file systems take no names that are not text")
+def test_names_that_are_not_text_are_packed_and_read_again(images: Path, tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        folder = os.fsencode(images / split)
+        os.rename(folder + b"/cat/007.jpg", folder + b"/cat/\xb0\xa1.jpg")  # GBK
+        os.rename(folder + b"/cat", folder + b"/caf\xe9")  # Latin-1
+    root = Path(os.fsdecode(os.fsencode(tmp_path) + b"/d\xe9ta"))
+    images.rename(root)
+    dest = Path(f"{root}-packed")
+    packed = pack(root, dest)
+    assert packed.index.classes == ("caf\\xe9", "dog")
+    source = open_records(str(dest), "train")
+    assert "train/caf\\xe9/\\xb0\\xa1.jpg" in {source.name(index) for index in range(len(source))}
+    packing.summary_line(dest, packed).encode()
+
+
+def test_files_that_are_left_out_are_a_line_of_the_command(
+    images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (images / "train/cat/photo.jfif").write_bytes((images / "train/cat/000.jpg").read_bytes())
+    code, _, err = run(capsys, "pack", images, tmp_path / "packed")
+    assert (code, err) == (
+        0,
+        f"note: {images}/train: 1 file left out: 1 .jfif; if they are images, let their names end in .jpg\n",
+    )
+
+
+def test_a_jpeg_too_large_to_be_decoded_is_packed_smaller(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "MAX_PIXELS", 10_000)
+    for name in ("large.jpg", "large.png"):
+        photo(1, 300, 200).save(images / "train/cat" / name)
+    for mode, number in ((Mode(max_side=100), 1), (Mode(raw=50), 1), (Mode(), 2)):
+        packed = packing.pack(images, tmp_path / str(mode), mode, check=True, strict=False, processes=1)
+        assert packed.index.num_unreadable == number
+        if mode.shrinks:
+            source = open_records(str(tmp_path / str(mode)), "train")
+            assert (source.widths_N.max(), source.heights_N.max()) == ((100, 67) if mode.max_side else (75, 50))
+
+
 # The commands
 
 
@@ -256,7 +306,7 @@ def test_the_command_says_what_it_made(images: Path, tmp_path: Path, capsys: pyt
     code, out, err = run(capsys, "pack", images, dest)
     assert (code, err) == (0, "")
     assert out.startswith(f"{dest}: 40 train, 11 val images of 2 classes in 2 shards (2 written now), 0 MiB, verified, ")
-    assert out.endswith(f"1 unreadable images left out, listed in {dest}/unreadable.jsonl\n")
+    assert out.endswith(f"1 unreadable images left out (1 not an image), listed in {dest}/unreadable.jsonl\n")
     code, out, err = run(capsys, "pack", images, dest, "--strict")
     assert (code, out) == (2, "")
     assert err == (

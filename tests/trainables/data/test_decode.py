@@ -1,6 +1,9 @@
 import errno
+import io
 import os
 import socket
+import struct
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +19,10 @@ from trainables.data.decode import UnreadableImageError, decode_image, read_file
 
 def _sixteen_bit() -> Image.Image:
     return Image.fromarray(np.linspace(0, 65535, 40 * 32).reshape(32, 40).astype(np.uint16))
+
+
+def _big_endian(image: Image.Image) -> Image.Image:
+    return Image.frombytes("I;16B", image.size, np.asarray(image).astype(">u2").tobytes())
 
 
 def _with_alpha() -> Image.Image:
@@ -42,6 +49,8 @@ FILES = {
     "png gray alpha": encoded(_with_alpha().convert("LA"), "PNG"),
     "png 16 bit": encoded(_sixteen_bit(), "PNG"),
     "tiff 16 bit": encoded(_sixteen_bit(), "TIFF"),
+    "tiff 16 bit, big-endian": encoded(_big_endian(_sixteen_bit()), "TIFF"),
+    "pgm 16 bit": encoded(_sixteen_bit(), "PPM"),
     "webp": encoded(photo(4), "WEBP"),
     "webp lossless": encoded(photo(4), "WEBP", lossless=True),
     "webp alpha": encoded(_with_alpha(), "WEBP"),
@@ -57,13 +66,59 @@ def test_pixels_are_those_of_pil(kind: str, tmp_path: Path) -> None:
     path.write_bytes(FILES[kind])
     with Image.open(path) as image:
         expected = np.asarray(image.convert("RGB"))
+    if "16 bit" in kind:  # which PIL clips at 255
+        expected = np.repeat(np.rint(np.asarray(_sixteen_bit()) / 257).astype(np.uint8)[..., None], 3, axis=2)
     for ours in (decode_image(FILES[kind]), decode_image(read_file(str(path)))):
         assert ours.mode == "RGB"
         assert (np.asarray(ours) == expected).all()
 
 
-def test_sixteen_bits_are_clipped_as_pil_clips_them() -> None:
-    assert (np.asarray(decode_image(FILES["png 16 bit"]))[..., 0] == np.minimum(np.asarray(_sixteen_bit()), 255)).all()
+def test_twelve_bits_of_a_tiff_become_eight() -> None:
+    bits = np.unpackbits(np.array([0, 4095, 2048, 15], dtype=">u2").view(np.uint8).reshape(4, 2), axis=1)[:, 4:]
+    tiff = bytearray(encoded(Image.new("L", (4, 1)), "TIFF"))
+    with Image.open(io.BytesIO(tiff)) as image:
+        (offset,) = image.tag_v2[273]
+    at = tiff.index(struct.pack("<HHI", 258, 3, 1))
+    tiff[at + 8 : at + 10] = struct.pack("<H", 12)
+    tiff[offset:] = np.packbits(bits.ravel()).tobytes() + tiff[offset + 6 :]
+    assert np.asarray(decode_image(bytes(tiff)))[0, :, 0].tolist() == [0, 255, 128, 1]
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.float32])
+def test_values_of_unknown_range_are_unreadable(dtype: type) -> None:
+    with pytest.raises(
+        UnreadableImageError, match=r"^values of PIL's mode [IF], whose range is unknown; save it with 8 or 16 bits$"
+    ):
+        decode_image(encoded(Image.fromarray(np.full((4, 4), 3, dtype=dtype)), "TIFF"))
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_an_image_up_to_the_size_that_pil_refuses_is_read() -> None:
+    with pytest.raises(UnreadableImageError, match="more than 178 million pixels, PIL's limit"):
+        decode_image(flat_png(17_000, 11_000, depth=1, colour=0))
+    assert decode_image(flat_png(9000, 11_000, depth=1, colour=0)).size == (9000, 11_000)
+
+
+def test_a_jpeg_that_is_too_large_can_be_decoded_at_a_part_of_its_size() -> None:
+    large = encoded(Image.new("L", (14_000, 13_000), 200), "JPEG")
+    reduced = decode_image(large, reduced=True)
+    assert (reduced.size, reduced.getpixel((6999, 6499))) == ((7000, 6500), (200, 200, 200))
+    small = decode_image(FILES["jpeg"], reduced=True)
+    assert small.tobytes() == decode_image(FILES["jpeg"]).tobytes()
+
+
+@pytest.mark.processes
+def test_no_warning_of_pil_reaches_the_terminal(tmp_path: Path) -> None:
+    exif = b"Exif\0\0MM\0*\0\0\0\x08\0\x09\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0"  # nine tags, of which one is there
+    (tmp_path / "exif").write_bytes(encoded(photo(1), "JPEG", exif=exif))
+    (tmp_path / "large").write_bytes(flat_png(9000, 11_000, depth=1, colour=0))
+    (tmp_path / "palette").write_bytes(encoded(photo(2).quantize(16), "PNG", transparency=b"\0\1\2"))
+    script = (
+        "import sys; from trainables.data.decode import decode_image, read_file\n"
+        "for path in sys.argv[1:]: decode_image(read_file(path))"
+    )
+    command = [sys.executable, "-c", script, *map(str, sorted(tmp_path.iterdir()))]
+    assert subprocess.run(command, capture_output=True, check=True).stderr == b""
 
 
 @pytest.mark.parametrize(

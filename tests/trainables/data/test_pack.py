@@ -222,7 +222,7 @@ def test_strict_makes_the_first_unreadable_image_an_error(with_bad: Path, tmp_pa
 def test_a_split_without_one_readable_image_is_an_error(make_folder: MakeFolder, tmp_path: Path) -> None:
     root = make_folder(train={"a": 2}, val={"a": 1})
     (root / "val" / "a" / "000.jpg").write_bytes(b"no image")
-    with pytest.raises(DataError, match=r"not one of 1 val images looked at can be read, such as val/a/000.jpg \(not an image\)"):
+    with pytest.raises(DataError, match=r"none of 1 sampled val images can be decoded, such as val/a/000.jpg \(not an image\)"):
         pack_here(root, tmp_path / "packed")
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from trainables.data.index import INDEX, UNFINISHED, UNREADABLE, File, Index, SplitIndex
 from trainables.data.pack.shard import Unreadable, write_rows
 from trainables.data.pack.shard_plan import PackPlan
-from trainables.errors import DataError
+from trainables.errors import DataError, printable
 from trainables.rundir import write_atomic, write_json
 
 
@@ -50,7 +50,7 @@ def write_set(plan: PackPlan, dest: Path, version: str, *, strict: bool) -> Inde
     index = Index(
         image="pixels" if plan.pixels else "file",
         mode=plan.mode.described() | ({"tiles": num_tiled} if plan.mode.tiles else {}),
-        source={"kind": plan.kind, "name": plan.source.name, "plan": plan.fingerprint},
+        source={"kind": plan.kind, "name": printable(plan.source.name), "plan": plan.fingerprint},
         raydistill=version,
         num_unreadable=len(unreadable),
         classes=plan.classes,

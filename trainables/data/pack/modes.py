@@ -43,6 +43,11 @@ class Mode:
     raw: int | None = None
     tiles: bool = False
 
+    @property
+    def shrinks(self) -> bool:
+        """Whether images may become smaller."""
+        return self.max_side is not None or self.raw is not None
+
     def stores_pixels(self, source_has_pixels: bool) -> bool:
         """Whether the set has pixels: by the mode, or because the source has them."""
         return self.raw is not None or (source_has_pixels and self.max_side is None)
@@ -79,7 +84,7 @@ class Mode:
             return Packed(sample, width, height)
         if header and header.format == "JPEG" and header.channels != 4 and max(header.width, header.height) <= self.max_side:
             return Packed(sample, header.width, header.height)
-        return _encoded(decode_image(sample), self.max_side, self.quality)
+        return _encoded(decode_image(sample, reduced=True), self.max_side, self.quality)
 
 
 def _encoded(image: Image.Image, max_side: int | None, quality: int) -> Packed:
@@ -97,7 +102,7 @@ def _encoded(image: Image.Image, max_side: int | None, quality: int) -> Packed:
 
 def _pixels(sample: Sample, shorter_side: int | None) -> Packed:
     """RGB pixels, the shorter side at most `shorter_side`."""
-    image = decode_image(sample)
+    image = decode_image(sample, reduced=shorter_side is not None)
     if shorter_side is not None and min(image.size) > shorter_side:
         image = with_shorter_side(image, shorter_side)
     return Packed(image.tobytes(), *image.size)

@@ -6,6 +6,7 @@ Shapes: n samples of the shard.
 
 import hashlib
 import json
+import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from trainables.data.pack.layout_reader import SplitListing
 from trainables.data.pack.modes import Mode, Packed
 from trainables.data.pack.readers import READERS
 from trainables.data.sources.arrow import to_arrow
-from trainables.errors import DataError
+from trainables.errors import DataError, printable
 from trainables.rundir import replacing, write_json
 
 Unreadable = dict[str, str]
@@ -88,12 +89,12 @@ def write_shard(job: ShardJob) -> int:
         try:
             packed = _packed(job, sample)
         except UnreadableImageError as error:
-            unreadable.append({"split": job.split, "name": name, "reason": str(error)})
+            unreadable.append({"split": job.split, "name": printable(name), "reason": str(error)})
             continue
         data += packed.content
         ends.append(len(data))
         labels.append(label)
-        names.append(name)
+        names.append(printable(name))
         widths.append(packed.width)
         heights.append(packed.height)
         num_tiled += packed.is_tiled
@@ -110,7 +111,7 @@ def _packed(job: ShardJob, sample: Any) -> Packed:
     if isinstance(sample, UnreadableImageError):
         raise sample
     if job.check:
-        decode_image(sample)
+        decode_image(sample, reduced=job.mode.shrinks)
     return job.mode.apply(sample, job.pixels, check=job.check)
 
 
@@ -164,7 +165,7 @@ class _Hashed:
 
 def _image_offset(path: Path) -> int:
     """Where in a shard the bytes of its first image begin."""
-    with pa.memory_map(str(path)) as mapped:
+    with pa.memory_map(os.fsencode(path)) as mapped:
         whole = mapped.read_buffer()
         data = pa.ipc.open_file(whole).get_batch(0).column("image").buffers()[2]
         return int(data.address - whole.address) if data is not None else 0

@@ -13,7 +13,7 @@ from trainables.data.pack.layout_reader import Listing, SplitListing
 from trainables.data.pack.modes import Mode
 from trainables.data.pack.readers import READERS, find_reader
 from trainables.data.pack.shard import ShardJob
-from trainables.errors import DataError
+from trainables.errors import DataError, printable
 
 SHARD_BYTES = 256 * 2**20
 SHARD_ROWS = 8192
@@ -49,6 +49,7 @@ def plan_pack(source: Path, dest: Path, mode: Mode, check: bool, *, shard_bytes:
     """
     kind = find_reader(source)
     listing = READERS[kind](source).listing()
+    classes = tuple(map(printable, listing.classes))
     pixels = mode.stores_pixels(listing.pixels)
     jobs: list[ShardJob] = []
     expected = 0
@@ -64,7 +65,7 @@ def plan_pack(source: Path, dest: Path, mode: Mode, check: bool, *, shard_bytes:
             part = SplitListing(split_listing.locations[first : first + rows], split_listing.labels_N[first : first + rows])
             jobs.append(ShardJob(dest, split, number, source, kind, mode, pixels, check, part))
     fingerprint = _fingerprint(kind, mode, listing, jobs)
-    return PackPlan(source, kind, mode, listing.classes, pixels, tuple(jobs), expected, fingerprint)
+    return PackPlan(source, kind, mode, classes, pixels, tuple(jobs), expected, fingerprint)
 
 
 def _mean_bytes(source: Path, kind: str, mode: Mode, pixels: bool, split_listing: SplitListing, split: Split) -> float:
@@ -81,7 +82,7 @@ def _mean_bytes(source: Path, kind: str, mode: Mode, pixels: bool, split_listing
             reasons.append(f"{name} ({error})")
     if not sizes:
         raise DataError(
-            f"{source}: not one of {len(reasons)} {split} images looked at can be read, such as {reasons[0]}; give whole images"
+            f"{source}: none of {len(reasons)} sampled {split} images can be decoded, such as {reasons[0]}; give whole images"
         )
     return sum(sizes) / len(sizes)
 

@@ -1,4 +1,4 @@
-"""A folder of images: ROOT/train/CLASS/* and ROOT/val/CLASS/* (or validation, or test), as torchvision's ImageFolder reads it.
+"""A folder of images: ROOT/train/CLASS/* and ROOT/val/CLASS/* (or valid, dev, test, …), as torchvision's ImageFolder reads it.
 
 Shapes: N samples of the split.
 """
@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+import unicodedata
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
 import numpy as np
@@ -15,24 +17,29 @@ import numpy as np
 from trainables.data.decode import UnreadableImageError, read_file
 from trainables.data.interface import Source
 from trainables.data.order import Split
-from trainables.errors import DataError
+from trainables.data.split_names import SPLIT_NAMES, choose_splits, is_hidden
+from trainables.errors import DataError, printable
+from trainables.notices import notice
 
-VAL_FOLDERS = ("val", "validation", "test")
-# torchvision.datasets.folder.IMG_EXTENSIONS, compared without case
+# torchvision.datasets.folder.IMG_EXTENSIONS, compared without case: what else PIL reads, ImageFolder leaves out
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 SAMPLED = 256
 """Files whose contents a fingerprint reads. Of images preprocessed anew nearly all change, so that a few tell; to open a million
 on a network disk takes minutes."""
-_KINDS = " ".join(EXTENSIONS)
+_NO_IMAGES = f"holds no images, files whose names end in {' '.join(EXTENSIONS)}"
+_ONE_CLASS = "folders whose names differ in their Unicode form alone (NFC and NFD) are one class"
 _LAYOUT = "a folder with train/CLASS/* and val/CLASS/*"
+_MAX_REASONS = 6
 
 
 class FolderSource(Source):
     """One split of an image folder; classes and samples in ImageFolder's order, so that published weights fit.
 
-    Classes are the folders of `train`, sorted. A validation folder may lack some of them, and may not have others.
-    Files without an image's extension are left out. Raises DataError where a folder is missing, unreadable or empty, or is a
-    link to one that it lies in.
+    Classes are the folders of `train`, sorted; those whose names differ in their Unicode form alone are one. A validation folder
+    may lack some of them, and may not have others. Hidden files and folders are none; a notice counts others that are left out.
+
+    Raises DataError: a folder is missing, unreadable or empty, lies too deep, is a link to nothing or to one that it lies in, or
+    belongs to two classes; two folders may be the same split.
     """
 
     def __init__(self, path: str, split: Split) -> None:
@@ -40,31 +47,42 @@ class FolderSource(Source):
         if not os.path.isdir(root):
             what = "is a file" if os.path.exists(root) else "does not exist"
             raise DataError(f"data.path: {path} {what}; write digits, synthetic, or {_LAYOUT}")
-        train = os.path.join(root, "train")
-        if not os.path.isdir(train):
-            raise DataError(f"data.path: {path} has no folder train; images belong in train/CLASS/ and val/CLASS/")
-        self.classes = tuple(_folders(train))
-        if not self.classes:
-            raise DataError(f"data.path: {train} has no class folders; images belong in train/CLASS/")
-        self._root = root
-        self._folder = "train" if split == "train" else _validation_folder(root, path)
-        in_split = self.classes if split == "train" else self._classes_of_validation()
+        found = _list(root)
+        splits = choose_splits({name: os.path.join(root, name) for name in found.folders + found.dangling}, path)
+        if "train" not in splits:
+            raise DataError(f"data.path: {path} has no folder train; {_where_train_is(path, root, found.folders)}")
+        if split not in splits:
+            raise DataError(f"data.path: {path} has no validation folder; its images belong in val/CLASS/")
+        self._root, self._folder = root, os.path.basename(splits[split])
+        classes = _class_folders(splits["train"])
+        if not classes:
+            raise DataError(f"data.path: {splits['train']} has no class folders; images belong in train/CLASS/")
+        _refuse_deep(splits["train"], classes)
+        self.classes = tuple(classes)
+        if split == "val":
+            classes = _validation_folders(splits["val"], classes)
+        elif twice := [name for name, folders in classes.items() if len(folders) > 1]:
+            notice(f"{splits['train']}: {_ONE_CLASS}: {first_three(twice)}")
 
+        walk = _Walk(splits[split])
         self._files: list[str] = []  # relative to the split's folder, so that a million of them stay small
-        labels: list[int] = []
-        for label, name in enumerate(self.classes):
-            files = list(_images(os.path.join(root, self._folder), name)) if name in in_split else []
+        counts = []
+        for name, folders in classes.items():
+            files = [file for folder in folders for file in walk.images(folder, name)]
             if not files and split == "train":
-                raise DataError(f"data.path: {os.path.join(train, name)} holds no images ({_KINDS}); add some or remove it")
+                raise DataError(f"data.path: {os.path.join(splits['train'], folders[0])} {_NO_IMAGES}; add some or remove it")
             self._files += files
-            labels += [label] * len(files)
+            counts.append(len(files))
         if not self._files:
-            raise DataError(f"data.path: {os.path.join(root, self._folder)} holds no images ({_KINDS})")
-        self.labels_N = np.array(labels, dtype=np.int64)
+            raise DataError(f"data.path: {splits[split]} {_NO_IMAGES}")
+        if empty := [name for name, count in zip(classes, counts, strict=True) if not count]:
+            notice(f"{splits[split]}: no images of {len(empty)} of {len(classes)} classes: {first_three(empty)}")
+        walk.report()
+        self.labels_N = np.repeat(np.arange(len(classes), dtype=np.int64), counts)
 
     def name(self, index: int) -> str:
         """The file's path inside the data folder, printable whatever its bytes are."""
-        return os.fsencode(os.path.join(self._folder, self._files[index])).decode(errors="replace")
+        return printable(os.path.join(self._folder, self._files[index]))
 
     def files(self) -> list[str]:
         """Every sample's path inside the data folder, as the file system has it."""
@@ -88,15 +106,6 @@ class FolderSource(Source):
             _refuse(error)
         digest.update(sampled_sha256(self))
         return digest.hexdigest()
-
-    def _classes_of_validation(self) -> set[str]:
-        folder = os.path.join(self._root, self._folder)
-        present = set(_folders(folder))
-        if extra := sorted(present - set(self.classes)):
-            raise DataError(
-                f"data.path: {folder} has classes that train has not: {first_three(extra)}; add them to train or remove them"
-            )
-        return present
 
 
 def first_three(names: Sequence[str]) -> str:
@@ -122,20 +131,113 @@ def sampled_sha256(source: Source) -> bytes:
     return digest.digest()
 
 
-def _validation_folder(root: str, path: str) -> str:
-    for name in VAL_FOLDERS:
-        if os.path.isdir(os.path.join(root, name)):
-            return name
-    raise DataError(f"data.path: {path} has no validation folder; its images belong in val/CLASS/ (or validation, or test)")
+def is_image_folder(root: str) -> bool:
+    """Whether a folder, or one in it, has a folder `train` with images, or with folders."""
+    found = (_list(train) for folder in (root, *_paths(root)) for train in _trains(folder))
+    return any(train.folders or train.images for train in found)
 
 
-def _folders(path: str) -> list[str]:
-    """Names of the folders in `path`, sorted."""
+def _trains(folder: str) -> list[str]:
+    """The paths of the folders in this one that are called train, or as much."""
+    names = (form for group in SPLIT_NAMES["train"] for name in group for form in (name, name.capitalize()))
+    return [path for name in names if os.path.isdir(path := os.path.join(folder, name))]
+
+
+def _where_train_is(path: str, root: str, folders: list[str]) -> str:
+    """What to write where `root`, which `path` names, has these folders and none for training."""
+    real = os.path.realpath(root)
+    if real in _trains(os.path.dirname(real)):
+        return f"write data.path: {os.path.dirname(real)}"
+    below = [inner for inner in (os.path.join(path, name) for name in folders) if _trains(os.path.expanduser(inner))]
+    return f"write data.path: {below[0]}" if below else "images belong in train/CLASS/ and val/CLASS/"
+
+
+class _Listing(NamedTuple):
+    """The sorted names of what is in a folder, but for what is hidden."""
+
+    folders: list[str]
+    images: list[str]
+    others: list[str]  # files
+    dangling: list[str]  # links without an image's ending that lead nowhere: to what is not mounted, say
+
+
+def _list(path: str) -> _Listing:
+    """Raises DataError where the folder cannot be read."""
+    found = _Listing([], [], [], [])
     try:
         with os.scandir(path) as entries:
-            return sorted(entry.name for entry in entries if entry.is_dir())
+            for entry in entries:  # a million: nothing here may ask the disk but for links
+                name = entry.name
+                if is_hidden(name):
+                    continue
+                if entry.is_dir(follow_symlinks=False) or (entry.is_symlink() and os.path.isdir(entry.path)):
+                    found.folders.append(name)
+                elif name.lower().endswith(EXTENSIONS):
+                    found.images.append(name)
+                elif entry.is_symlink() and not os.path.exists(entry.path):
+                    found.dangling.append(name)
+                else:
+                    found.others.append(name)
     except OSError as error:
         _refuse(error)
+    for names in found:
+        names.sort()
+    return found
+
+
+def _paths(folder: str) -> list[str]:
+    return [os.path.join(folder, name) for name in _list(folder).folders]
+
+
+def _class_folders(split_folder: str) -> dict[str, list[str]]:
+    """The names of each class's folders, in the order of the first; the class's is in NFC, and printable whatever its bytes are.
+
+    Raises DataError where one is a link to nothing.
+    """
+    found = _list(split_folder)
+    for name in found.dangling:
+        path = os.path.join(split_folder, name)
+        raise DataError(
+            f"data.path: {path} is a link to {os.readlink(path)}, which cannot be reached; mount it or remove the link"
+        )
+    classes: dict[str, list[str]] = {}
+    for folder in found.folders:
+        classes.setdefault(unicodedata.normalize("NFC", printable(folder)), []).append(folder)
+    return classes
+
+
+def _validation_folders(split_folder: str, train: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    """The folders of each class of `train`. Raises DataError where there are others, or images in no class's folder."""
+    found = _class_folders(split_folder)
+    extra = sorted(found.keys() - train.keys())
+    if len(found) == len(extra) < 2:  # no folder, or one, that is none of a class
+        flat = os.path.join(split_folder, *found.get("".join(extra), []))
+        if not _class_folders(flat).keys().isdisjoint(train):
+            _refuse_deep(split_folder, found)
+        if _list(flat).images:
+            labels = first_three(sorted({*_list(split_folder).others, *_list(flat).others}))
+            problem = f"has classes that train has not: {extra[0]}" if extra else "has its images in no class folders"
+            raise DataError(
+                f"data.path: {split_folder} {problem}; move each image to its class's folder, val/CLASS/, named as in train"
+                + (f" ({labels} may say which)" if labels else "")
+            )
+    if extra:
+        raise DataError(
+            f"data.path: {split_folder} has classes that train has not: {first_three(extra)}; add them to train or remove them"
+        )
+    if other_form := [name for name, folders in found.items() if {*folders, *train[name]} != {train[name][0]}]:
+        notice(f"{split_folder}: {_ONE_CLASS}: {first_three(other_form)}")
+    return {name: found.get(name, []) for name in train}
+
+
+def _refuse_deep(split_folder: str, classes: Mapping[str, list[str]]) -> None:
+    """Raises DataError where the only folder holds folders, as when an archive was unpacked into a folder of its own name."""
+    paths = _paths(split_folder)
+    if len(classes) == 1 and (inner := _list(paths[0]).folders):
+        raise DataError(
+            f"data.path: the only folder in {split_folder} is {os.path.basename(paths[0])}, which holds {first_three(inner)}; "
+            f"if these are the classes, move them up: mv {paths[0]}/* {split_folder}/"
+        )
 
 
 class _Folder(NamedTuple):
@@ -160,26 +262,53 @@ class _Folder(NamedTuple):
         return _Folder(path, target, left)
 
 
-def _walk(folder: _Folder) -> Iterator[tuple[str, list[str]]]:
-    """The paths of a folder and of all that are in it, at any depth, and the names of the files in each."""
-    waiting = {folder.path: folder}
-    for path, names, files in os.walk(folder.path, onerror=_refuse, followlinks=True):
-        here = waiting.pop(path)
-        for name in names:
-            inner = here.inside(name)
-            waiting[inner.path] = inner
-        yield path, files
+class _Walk:
+    """A walk through the class folders of one split, which counts what it leaves out."""
 
+    def __init__(self, split_folder: str) -> None:
+        self._split = _Folder(split_folder, os.path.realpath(split_folder))
+        self._left_out = Counter[str]()
+        self._visited: dict[str, tuple[str, str]] = {}  # by its real path a folder's class and path
+        found = _list(split_folder)
+        if beside := len(found.images) + len(found.others):
+            self._left_out["in no class folder"] = beside
 
-def _images(split_folder: str, class_name: str) -> Iterator[str]:
-    """Image files under one class, at any depth, relative to the split's folder: by folder, then by name, each sorted."""
-    skip = len(split_folder) + 1
-    split = _Folder(split_folder, os.path.realpath(split_folder))
-    for folder, files in sorted(_walk(split.inside(class_name))):
-        below = folder[skip:] + os.sep
-        for file in sorted(files):
-            if file.lower().endswith(EXTENSIONS):
-                yield below + file
+    def images(self, folder_name: str, class_name: str) -> list[str]:
+        """Image files in one class folder, at any depth, relative to the split's folder: by folder, then by name, each sorted.
+
+        Raises DataError where a folder in it, which a link may lead to, is one of another class too.
+        """
+        waiting = [self._split.inside(folder_name)]
+        found: list[tuple[str, list[str]]] = []
+        while waiting:
+            folder = waiting.pop()
+            self._visit(folder, class_name)
+            listing = _list(folder.path)
+            waiting += [folder.inside(name) for name in listing.folders]
+            found.append((folder.path, listing.images))
+            self._left_out.update(os.path.splitext(name)[1].lower() or "without an extension" for name in listing.others)
+            self._left_out["links that lead nowhere"] += len(listing.dangling)
+        skip = len(self._split.path) + 1
+        return [f"{path[skip:]}{os.sep}{name}" for path, names in sorted(found) for name in names]
+
+    def _visit(self, folder: _Folder, class_name: str) -> None:
+        earlier_class, earlier_path = self._visited.setdefault(folder.real, (class_name, folder.path))
+        if earlier_class != class_name:
+            raise DataError(
+                f"data.path: {folder.path} and {earlier_path} are one folder: its images would be of two classes; remove the link"
+            )
+        if earlier_path != folder.path:
+            notice(f"{folder.path} and {earlier_path} are one folder: its images count twice")
+
+    def report(self) -> None:
+        """One line for all that was left out."""
+        if total := self._left_out.total():
+            reasons = [f"{count} {reason}" for reason, count in self._left_out.most_common(_MAX_REASONS) if count]
+            more = ", …" if len(self._left_out) > _MAX_REASONS else ""
+            notice(
+                f"{self._split.path}: {total} file{'s' * (total > 1)} left out: {', '.join(reasons)}{more}; "
+                "if they are images, let their names end in .jpg"
+            )
 
 
 def _refuse(error: OSError) -> NoReturn:

@@ -8,6 +8,7 @@ Shapes: N samples of the split, S shards, R samples of a read, H=W pixels where 
 
 import hashlib
 import itertools
+import os
 from bisect import bisect_right
 from pathlib import Path
 from typing import Any
@@ -164,7 +165,7 @@ def _name(path: Path, row: int) -> str | None:
     import pyarrow as pa
 
     try:
-        with pa.OSFile(str(path)) as file:
+        with pa.OSFile(os.fsencode(path)) as file:
             options = pa.ipc.IpcReadOptions(included_fields=[SHARD_COLUMNS.index("name")])
             names = pa.ipc.open_file(file, options=options).get_batch(0).column("name")
         names.validate(full=True)

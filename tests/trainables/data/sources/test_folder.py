@@ -1,6 +1,8 @@
 import os
 import shutil
 import sys
+import unicodedata
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +14,11 @@ from tests.trainables.data.photos import MakeFolder, photo
 from trainables.config import DataConfig
 from trainables.data.decode import decode_image
 from trainables.data.loader.loader import Loader
+from trainables.data.order import Split
 from trainables.data.source import open_source
 from trainables.data.sources.folder import EXTENSIONS, FolderSource
 from trainables.errors import DataError
+from trainables.notices import notices_to
 
 
 def _agrees_with_imagefolder(source: FolderSource, root: Path, split: str) -> None:
@@ -33,7 +37,9 @@ def test_classes_and_samples_are_imagefolders(make_folder: MakeFolder) -> None:
     (root / "elsewhere").mkdir()
     photo(2).save(root / "elsewhere" / "linked.webp")
     os.symlink(root / "elsewhere", root / "train" / "a" / "link")
-    os.symlink(root / "elsewhere", root / "train" / "c")
+    (root / "other").mkdir()
+    photo(3).save(root / "other" / "x.webp")
+    os.symlink(root / "other", root / "train" / "c")
     source = FolderSource(str(root), "train")
     assert source.classes == tuple(ImageFolder(str(root / "train")).classes) == ("B", "a", "a10", "a9", "b", "c", "ä")
     _agrees_with_imagefolder(source, root, "train")
@@ -51,16 +57,150 @@ def test_an_image_is_read_as_pil_reads_it(make_folder: MakeFolder) -> None:
     assert [decode_image(source.read(index)).tobytes() for index in range(2)] == [image.tobytes() for image, _ in expected]
 
 
-@pytest.mark.parametrize("name", ["val", "validation", "test"])
-def test_the_validation_folder_has_one_of_three_names(make_folder: MakeFolder, name: str) -> None:
-    root = make_folder(train={"cat": 1, "dog": 1}, **{name: {"dog": 2}})
-    source = FolderSource(str(root), "val")
-    assert source.name(0) == f"{name}/dog/000.jpg"
+@pytest.fixture
+def notices() -> Iterator[list[str]]:
+    """What the test's code tells the user."""
+    lines: list[str] = []
+    with notices_to(lines.append):
+        yield lines
 
 
-def test_the_first_of_the_three_names_wins(make_folder: MakeFolder) -> None:
-    root = make_folder(train={"cat": 1}, test={"cat": 3}, validation={"cat": 2})
+def message(path: Path, split: Split = "train") -> str:
+    """Why a folder is refused, in one line."""
+    with pytest.raises(DataError) as caught:
+        FolderSource(str(path), split)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("train", "val"), [("train", "val"), ("Train", "Validation"), ("training", "valid"), ("TRAIN", "dev")])
+def test_the_two_folders_may_have_the_names_that_data_sets_give_them(make_folder: MakeFolder, train: str, val: str) -> None:
+    root = make_folder(**{train: {"cat": 1, "dog": 1}, val: {"dog": 2}})
+    assert FolderSource(str(root), "train").name(0) == f"{train}/cat/000.jpg"
+    assert FolderSource(str(root), "val").name(0) == f"{val}/dog/000.jpg"
+
+
+def test_a_test_folder_validates_only_where_there_is_no_other_and_is_named(make_folder: MakeFolder, notices: list[str]) -> None:
+    root = make_folder(train={"cat": 1}, test={"cat": 3}, valid={"cat": 2})
     assert len(FolderSource(str(root), "val")) == 2
+    shutil.rmtree(root / "valid")
+    assert len(FolderSource(str(root), "val")) == 3
+    assert notices[0] == f"{root}: valid is the validation set; test is not used"
+    assert notices[1].startswith(f"{root}: test is the validation set, since there is no val")
+
+
+def test_two_folders_that_could_be_the_same_split_are_refused(make_folder: MakeFolder) -> None:
+    root = make_folder(train={"cat": 1}, val={"cat": 3}, Valid={"cat": 2})
+    assert message(root) == f"{root} has val and Valid, which both mean the validation set: rename or remove one of them"
+
+
+def test_hidden_files_and_folders_are_no_classes_and_no_images(make_folder: MakeFolder, notices: list[str]) -> None:
+    root = make_folder(train={"cat": 1, "dog": 1}, val={"cat": 1, "dog": 1})
+    left = (root / "__MACOSX/train", root / "train/.ipynb_checkpoints", root / "train/@eaDir", root / "train/lost+found")
+    for folder in (*left, root / "train/cat/.ipynb_checkpoints", root / "val/.cache"):
+        folder.mkdir(parents=True)
+        photo(1).save(folder / "x.jpg")
+    for name in ("._000.jpg", ".DS_Store", "Thumbs.db"):
+        (root / "train/cat" / name).write_bytes(b"x")
+    source = FolderSource(str(root), "train")
+    assert (source.classes, source.files(), len(FolderSource(str(root), "val"))) == (
+        ("cat", "dog"),
+        ["train/cat/000.jpg", "train/dog/000.jpg"],
+        2,
+    )
+    assert not notices
+
+
+def test_files_that_are_left_out_are_counted_by_their_ending_in_one_line(make_folder: MakeFolder, notices: list[str]) -> None:
+    root = make_folder(train={"cat": 1, "dog": 1}, val={"cat": 1})
+    for name in ("a.jfif", "b.JFIF", "c.gif", "deep/d.jfif", "README"):
+        (root / "train/cat" / name).parent.mkdir(exist_ok=True)
+        (root / "train/cat" / name).touch()
+    (root / "train/stray.png").touch()
+    (root / "train/dog/more").symlink_to("/not/mounted")
+    for split in ("train", "val"):
+        assert len(FolderSource(str(root), split)) == (2 if split == "train" else 1)  # type: ignore[arg-type]
+    assert notices == [
+        f"{root}/train: 7 files left out: 3 .jfif, 1 in no class folder, 1 without an extension, 1 .gif, "
+        "1 links that lead nowhere; if they are images, let their names end in .jpg",
+        f"{root}/val: no images of 1 of 2 classes: dog",
+    ]
+
+
+def test_a_class_whose_link_leads_nowhere_is_refused_by_name(make_folder: MakeFolder) -> None:
+    root = make_folder(train={"cat": 1, "dog": 1}, val={"cat": 1})
+    (root / "train/emu").symlink_to("/not/mounted")
+    assert message(root) == (
+        f"data.path: {root}/train/emu is a link to /not/mounted, which cannot be reached; mount it or remove the link"
+    )
+
+
+def test_a_folder_too_deep_or_too_high_is_refused_with_what_would_work(make_folder: MakeFolder) -> None:
+    root = make_folder(train={"cat": 1, "dog": 1}, val={"cat": 1})
+    assert f"has no folder train; write data.path: {root}" in message(root.parent)
+    assert f"has no folder train; write data.path: {root}" in message(root / "train")
+    shutil.move(root / "val", root / "inner")
+    (root / "val").mkdir()
+    shutil.move(root / "inner", root / "val/images")
+    assert message(root, "val").endswith(f"holds cat; if these are the classes, move them up: mv {root}/val/images/* {root}/val/")
+    shutil.move(root / "train", root / "inner")
+    shutil.move(root / "inner", root / "train/train")
+    assert message(root).endswith(
+        f"holds cat, dog; if these are the classes, move them up: mv {root}/train/train/* {root}/train/"
+    )
+
+
+@pytest.mark.parametrize(
+    ("folder", "problem"), [("", "has its images in no class folders"), ("images", "has classes that train has not: images")]
+)
+def test_validation_images_in_no_class_folder_are_refused_with_what_to_do(
+    make_folder: MakeFolder, folder: str, problem: str
+) -> None:
+    root = make_folder(train={"n01": 1, "n02": 1})
+    flat = root / "val" / folder
+    flat.mkdir(parents=True)
+    photo(1).save(flat / "val_0.JPEG")
+    (root / "val/val_annotations.txt").write_text("val_0.JPEG n01")
+    assert message(root, "val") == (
+        f"data.path: {root}/val {problem}; "
+        "move each image to its class's folder, val/CLASS/, named as in train (val_annotations.txt may say which)"
+    )
+
+
+def test_a_folder_that_belongs_to_two_classes_is_refused_and_one_that_counts_twice_is_named(
+    make_folder: MakeFolder, notices: list[str]
+) -> None:
+    root = make_folder(train={"cat": 2, "dog": 1}, val={"cat": 1})
+    (root / "train/dog/deep").mkdir()
+    photo(1).save(root / "train/dog/deep/x.jpg")
+    (root / "train/dog/again").symlink_to("deep")
+    assert len(FolderSource(str(root), "train")) == 5
+    assert notices == [f"{root}/train/dog/again and {root}/train/dog/deep are one folder: its images count twice"]
+    (root / "train/kitty").symlink_to("cat")
+    assert f"train/kitty and {root}/train/cat are one folder: its images would be of two classes" in message(root)
+
+
+def test_names_in_two_unicode_forms_are_one_class(make_folder: MakeFolder, notices: list[str]) -> None:
+    composed, decomposed = (unicodedata.normalize(form, "Käfer") for form in ("NFC", "NFD"))
+    root = make_folder(train={composed: 2, decomposed: 1, "zebra": 1}, val={decomposed: 3, "zebra": 1})
+    train, val = FolderSource(str(root), "train"), FolderSource(str(root), "val")
+    assert train.classes == val.classes == (composed, "zebra")
+    assert (train.labels_N.tolist(), val.labels_N.tolist()) == ([0, 0, 0, 1], [0, 0, 0, 1])
+    assert all(decode_image(train.read(index)).mode == "RGB" for index in range(4))
+    what = f"folders whose names differ in their Unicode form alone (NFC and NFD) are one class: {composed}"
+    assert notices == [f"{root}/train: {what}", f"{root}/val: {what}"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other file systems take no names that are not text")
+def test_a_class_whose_name_is_not_text_has_a_printable_one(make_folder: MakeFolder) -> None:
+    root = make_folder(train={"cafe": 1, "zebra": 1}, val={"cafe": 1})
+    for split in ("train", "val"):
+        folder = os.fsencode(root / split)
+        os.rename(folder + b"/cafe/000.jpg", folder + b"/cafe/\xe9.jpg")
+        os.rename(folder + b"/cafe", folder + b"/caf\xe9")
+    source = FolderSource(str(root), "val")
+    assert (source.classes, source.name(0)) == (("caf\\xe9", "zebra"), "val/caf\\xe9/\\xe9.jpg")
+    assert decode_image(source.read(0)).mode == "RGB"
 
 
 def test_a_class_that_validation_lacks_keeps_its_label(make_folder: MakeFolder) -> None:
@@ -82,26 +222,20 @@ def test_a_class_that_only_validation_has_is_refused_by_name(make_folder: MakeFo
 def test_bad_folders_are_refused_in_one_line(make_folder: MakeFolder) -> None:
     root = make_folder(train={"a": 1}, val={"a": 1})
 
-    def message(split: str, path: Path = root) -> str:
-        with pytest.raises(DataError) as caught:
-            FolderSource(str(path), split)  # type: ignore[arg-type]
-        assert "\n" not in str(caught.value)
-        return str(caught.value)
-
-    assert "does not exist; write digits, synthetic" in message("train", root / "absent")
-    assert "is a file" in message("train", root / "train" / "a" / "000.jpg")
-    assert "no folder train" in message("train", root / "val")
+    assert "does not exist; write digits, synthetic" in message(root / "absent")
+    assert "is a file" in message(root / "train" / "a" / "000.jpg")
+    assert "no folder train" in message(root / "val")
     (root / "train" / "empty").mkdir()
-    assert "train/empty holds no images" in message("train")
+    assert "train/empty holds no images" in message(root)
     (root / "train" / "empty").rmdir()
     (root / "val" / "a" / "000.jpg").rename(root / "val" / "a" / "000.txt")
-    assert "val holds no images" in message("val")
+    assert "val holds no images" in message(root, "val")
     shutil.rmtree(root / "val")
-    assert "no validation folder" in message("val")
+    assert "no validation folder" in message(root, "val")
     shutil.rmtree(root / "train" / "a")
     photo(1).save(root / "train" / "flat.jpg")
-    assert "no class folders" in message("train")
-    assert "no folder train" in message("val", root / "train")
+    assert "no class folders" in message(root)
+    assert "no folder train" in message(root / "train", "val")
 
 
 @pytest.mark.parametrize(
@@ -155,7 +289,9 @@ def test_links_that_lead_elsewhere_are_followed(make_folder: MakeFolder, tmp_pat
     root.mkdir()
     (root / "train").symlink_to(real / "train")
     (root / "val").symlink_to("train")
-    (real / "train/a/more").symlink_to("../b")
+    (tmp_path / "more").mkdir()
+    photo(9).save(tmp_path / "more" / "x.jpg")
+    (real / "train/a/more").symlink_to(tmp_path / "more")
     (real / "train/a/broken.jpg").symlink_to("broken.jpg")
     _agrees_with_imagefolder(FolderSource(str(root), "train"), root, "train")
     _agrees_with_imagefolder(FolderSource(str(root), "val"), root, "val")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from trainables.data.decode import UnreadableImageError, read_file
 from trainables.data.pack.layout_reader import LayoutReader, Listing, SplitListing
-from trainables.data.sources.folder import FolderSource
+from trainables.data.sources.folder import FolderSource, is_image_folder
 
 
 class FolderReader(LayoutReader):
@@ -14,8 +14,7 @@ class FolderReader(LayoutReader):
 
     @staticmethod
     def matches(root: Path) -> bool:
-        train = root / "train"
-        return train.is_dir() and any(entry.is_dir() for entry in os.scandir(train))
+        return root.is_dir() and is_image_folder(str(root))
 
     def listing(self) -> Listing:
         train, val = FolderSource(str(self._root), "train"), FolderSource(str(self._root), "val")
@@ -26,8 +25,7 @@ class FolderReader(LayoutReader):
     def read(self, locations: Sequence[str]) -> Iterator[tuple[str, bytes | UnreadableImageError]]:
         root = os.path.join(self._root, "")
         for location in locations:
-            name = location if location.isascii() else os.fsencode(location).decode(errors="replace")
             try:
-                yield name, read_file(root + location)
+                yield location, read_file(root + location)
             except UnreadableImageError as error:
-                yield name, error
+                yield location, error
