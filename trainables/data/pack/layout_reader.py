@@ -208,7 +208,7 @@ def split_name(root: Path, path: Path) -> str | None:
 
 
 def split_files(root: Path, files: Sequence[Path], what: str) -> dict[Split, list[Path]]:
-    """Files by the split that their paths below `root` name (see `choose_splits`), sorted; a notice tells of those that name none.
+    """Files by the split that their paths below `root` name (see `choose_splits`), sorted; those that name none are a notice.
 
     Raises DataError where a split has no files, or two names.
     """

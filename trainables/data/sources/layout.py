@@ -32,10 +32,10 @@ class LayoutSource(Source):
     def __init__(self, path: str, root: Path, kind: str, split: Split) -> None:
         reader = READERS[kind](root)
         if not isinstance(reader, RandomAccessReader):
-            packed = shlex.quote(f"{path.rstrip('/')}-packed")
+            source, packed = shlex.quote(path), shlex.quote(f"{path.rstrip('/')}-packed")
             raise DataError(
-                f"data.path: {path} is {kind}, which training does not read in random order: run "
-                f"`distill pack {shlex.quote(path)} {packed}`, then write data.path: {packed}"
+                f"data.path: {path} is {kind}, which cannot be read in random order: run `distill pack {source} {packed}` "
+                f"and write data.path: {packed}; or give a folder with train/CLASS/* and val/CLASS/*"
             )
         self._reader, self._root = reader, root
         try:

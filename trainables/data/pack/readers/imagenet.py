@@ -99,8 +99,8 @@ class ImagenetReader(RandomAccessReader):
         found = _label_files(self._root)
         if _TRUTH not in found or _META not in found:
             raise DataError(
-                f"{self._root}: the classes of its validation images need {_TRUTH} and {_META}, which has the order of its numbers: "
-                "put image-net.org's development kit for tasks 1 & 2 there, or unpack all images into train/CLASS/ and val/CLASS/"
+                f"{self._root}: the classes of its validation images need {_TRUTH} and {_META}, which says what its numbers "
+                "mean: put image-net.org's development kit for tasks 1 & 2 there, or unpack into train/CLASS/ and val/CLASS/"
             )
         from scipy.io import loadmat
 

@@ -33,9 +33,11 @@ def tar_files(root: Path, path: Path, raw: IO[bytes], inner: Piece | None = None
                     raise DataError(f"{path}: {name} is a link or no plain file; write the tar with `tar --hard-dereference -h`")
                 yield Piece(file, member.offset_data, member.size, name)
             raw.seek(tar.offset)
-            if tar.offset < end and raw.read(_BLOCK).strip(b"\0"):  # tarfile takes a damaged header for the end
-                raise not_readable(path, "a tar", f"at byte {tar.offset}")
+            block = raw.read(_BLOCK)
+            if tar.offset < end and block.strip(b"\0"):  # tarfile takes a damaged header for the end
+                raise not_readable(path, "a tar", f"at byte {tar.offset}", cut_off=len(block) < _BLOCK)
             if tar.offset > end:
                 raise not_readable(path, "a tar", "its last file is not whole", cut_off=True)
     except (tarfile.TarError, OSError) as error:
-        raise not_readable(path, "a tar", str(error), cut_off="end of data" in str(error)) from None
+        is_cut_off = any(words in str(error) for words in ("end of data", "truncated", "empty header"))
+        raise not_readable(path, "a tar", str(error), cut_off=is_cut_off) from None
