@@ -112,12 +112,16 @@ def _unpickled(path: Path) -> dict[str, Any]:
     """The dict in a pickle, its keys and texts as str. No code runs that the file names. Raises DataError."""
     content = path.read_bytes()
     try:
-        values = _Unpickler(io.BytesIO(content), encoding="latin-1").load()
+        values = dict(_Unpickler(io.BytesIO(content), encoding="latin-1").load())
     except Exception as error:  # the unpickler reads any bytes, and may fail in any way
         is_cut_off = isinstance(error, EOFError) or "truncated" in str(error)
         raise not_readable(path, "a CIFAR batch", str(error) or type(error).__name__, cut_off=is_cut_off) from None
-    texts = {key.decode("latin-1") if isinstance(key, bytes) else key: value for key, value in dict(values).items()}
-    return {str(key): value for key, value in texts.items()}
+    return {_text(key): [_text(item) for item in value] if isinstance(value, list) else value for key, value in values.items()}
+
+
+def _text(value: Any) -> Any:
+    """Bytes as text: keys and names, which Python 3 reads as the one or the other."""
+    return value.decode("latin-1") if isinstance(value, bytes) else value
 
 
 class _Array:
