@@ -38,7 +38,7 @@ def pack(
     strict: bool,
     processes: int | None,
 ) -> None:
-    """Put a data set into a few large files, for data.path: an image folder, LMDB, tars, TFRecords, Parquet, CIFAR's binaries.
+    """Put a data set into a few large files, for data.path: an image folder or list, LMDB, tars, TFRecords, Parquet, CIFAR.
 
     A killed `pack` goes on where it was when it is called again. With RAY_ADDRESS set it spreads over the cluster.
     """

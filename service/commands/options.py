@@ -53,7 +53,7 @@ def runs_option(kind: PathType, help_text: str) -> Callable[[FC], FC]:
 
 RUNS = runs_option(PathType(path_type=Path), "Root of all runs and of their MLflow store.")
 RUNS_OR_URI = runs_option(RunsRoot(path_type=Path), "Root of all runs and of their MLflow store, or s3://BUCKET/PREFIX.")
-DATA_PATH = "As data.path: digits, synthetic, a packed set, an image folder."
+DATA_PATH = "As data.path: digits, synthetic, a packed set, an image folder or another layout."
 PROCESSES = click.option(
     "--processes", type=click.IntRange(min=1), help="Processes on this machine; default: one a core. The result is the same."
 )

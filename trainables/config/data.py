@@ -50,7 +50,9 @@ class DataConfig(Section):
     """Which images, and how they reach a worker."""
 
     path: str = Field(
-        "digits", min_length=1, description="`digits`, `synthetic`, a packed set, or a folder with train/CLASS/* and val/CLASS/*"
+        "digits",
+        min_length=1,
+        description="`digits`, `synthetic`, a packed set, a folder with train/CLASS/* and val/CLASS/*, or another layout",
     )
     global_batch_size: Count = Field(128, description="samples per optimizer step over all workers")
     loader_workers: Natural | Literal["auto"] = Field(

@@ -1,4 +1,4 @@
-"""Where images come from, by `data.path`: a name in SOURCES, a packed set, or else an image folder."""
+"""Where images come from, by `data.path`: a name in SOURCES, a packed set, another known layout, or an image folder."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,8 +6,10 @@ from trainables.config import DataConfig
 from trainables.data.index import is_records
 from trainables.data.interface import Source
 from trainables.data.order import Split
+from trainables.data.pack.readers import IMAGE_FOLDER, matching_reader
 from trainables.data.sources.digits import open_digits
 from trainables.data.sources.folder import FolderSource
+from trainables.data.sources.layout import LayoutSource
 from trainables.data.sources.records import open_records
 from trainables.data.sources.synthetic import open_synthetic
 from trainables.data.storage.memory_cache import cached
@@ -15,6 +17,7 @@ from trainables.data.storage.remote import open_remote
 from trainables.data.storage.staging import open_staged
 from trainables.errors import DataError
 from trainables.object_store.store import is_uri
+from trainables.rundir import expand_home
 
 SOURCES: dict[str, Callable[[DataConfig, Split], Source]] = {
     "digits": lambda data, split: open_digits(split),
@@ -28,7 +31,16 @@ def open_source(data: DataConfig, split: Split) -> Source:
         return named(data, split)
     if is_uri(data.path):
         return open_remote(data, split)
-    return open_records(data.path, split) if is_records(data.path) else FolderSource(data.path, split)
+    if is_records(data.path):
+        return open_records(data.path, split)
+    root = expand_home(data.path)
+    try:
+        kind = matching_reader(root) if root.exists() else None
+    except DataError as error:
+        raise DataError(f"data.path: {error}") from None
+    if kind in (None, IMAGE_FOLDER):  # without a layout, an image folder is what its refusal describes
+        return FolderSource(data.path, split)
+    return LayoutSource(data.path, root, kind, split)
 
 
 def refuse_single_class(classes: Sequence[str], where: str) -> None:

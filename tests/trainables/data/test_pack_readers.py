@@ -1,11 +1,15 @@
 """Every layout that can be packed gives the same images, names and labels as the library that it was made with."""
 
-import io
+import gzip
 import json
+import pickle
+import re
 import shutil
 import struct
-import tarfile
+import subprocess
+import sys
 import tracemalloc
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,55 +20,32 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.trainables.data.packed import pack_here
+from tests.trainables.data.packed import contents, names, noticed, packed, refusal, write_tar
 from tests.trainables.data.photos import MakeFolder, encoded, photo
 from trainables.data.pack.modes import Mode
 from trainables.data.pack.readers import READERS, find_reader
 from trainables.data.pack.readers.protobuf import WireError, example_features, parse_datum
-from trainables.data.sources.records import RecordsSource, open_records
-from trainables.errors import DataError
 
 JPEGS = [encoded(photo(seed), "JPEG") for seed in range(6)]
 
 
-def packed(source: Path, mode: Mode | None = None) -> tuple[RecordsSource, RecordsSource]:
-    """Train and val of the packed set of `source`."""
-    dest = source.with_name(source.name + "-packed")
-    pack_here(source, dest, mode)
-    return open_records(str(dest), "train"), open_records(str(dest), "val")
-
-
-def refusal(source: Path) -> str:
-    with pytest.raises(DataError) as caught:
-        pack_here(source, source.with_name("refused"))
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
-def contents(source: RecordsSource) -> list[bytes]:
-    return [bytes(source.read(index)) for index in range(len(source))]
-
-
-def names(source: RecordsSource) -> list[str]:
-    return [source.name(index) for index in range(len(source))]
-
-
 def test_a_path_without_a_known_layout_is_refused_with_those_that_are(tmp_path: Path) -> None:
-    assert "does not exist; give CIFAR binary files, image folder, LMDB, Parquet, TFRecord, WebDataset" in refusal(
-        tmp_path / "no"
-    )
+    layouts = "CIFAR, ImageNet as downloaded, LMDB, Parquet, TFRecord, WebDataset, list of images, image folder"
+    assert f"does not exist; give one of these layouts: {layouts}" in refusal(tmp_path / "no")
     (tmp_path / "text").write_text("")
-    for path in (tmp_path, tmp_path / "text"):
-        assert "is of no layout that can be packed" in refusal(path)
+    assert f"is of no layout that can be packed: {layouts}" in refusal(tmp_path)
+    assert "is a single file; give the folder with the files of both splits" in refusal(tmp_path / "text")
+    write_cifar10(tmp_path / "cifar-10-batches-bin")
+    assert f"the folder {tmp_path}/cifar-10-batches-bin in it is (CIFAR): give that one" in refusal(tmp_path)
 
 
 def test_a_split_without_files_is_refused(tmp_path: Path) -> None:
     root = tmp_path / "tars"
     root.mkdir()
     write_tar(root / "restraint.tar", [("0.jpg", JPEGS[0]), ("0.cls", b"0")])
-    assert "no tars of training; its files' names hold the word train" in refusal(root)
+    assert "no tars for training; their paths hold one of the words train, training" in refusal(root)
     (root / "restraint.tar").rename(root / "train.tar")
-    assert "no tars of validation; its files' names hold the word val, validation or test" in refusal(root)
+    assert "no tars for validation; their paths hold one of the words val, valid, validation, dev, test" in refusal(root)
 
 
 # Image folders
@@ -137,11 +118,62 @@ def test_a_damaged_cifar_file_is_refused(tmp_path: Path) -> None:
     file = root / "data_batch_3.bin"
     whole = file.read_bytes()
     file.write_bytes(whole[:-1])
-    assert "has 12,291 bytes, not a multiple of 3073; download it again" in refusal(root)
+    assert "data_batch_3.bin is cut off (12,291 bytes, not a multiple of 3073); download it again" in refusal(root)
     file.write_bytes(bytes([10]) + whole[1:])
     assert "data_batch_3.bin: there are labels without a class's name: 10" in refusal(root)
     file.unlink()
     assert "cannot be read: No such file" in refusal(root)
+
+
+def python2_batch(labels: list[int], data: bytes) -> bytes:
+    """A batch as Python 2's pickle wrote those of cifar-10-python.tar.gz, with its texts as raw bytes."""
+    array = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\0\x85U\1b\x87R(K\1K" + bytes([len(labels)])
+    array += b"M\x00\x0c\x86cnumpy\ndtype\nU\2u1K\0K\1\x87R(K\3U\1|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\0tb\x89"
+    array += b"T" + struct.pack("<i", len(data)) + data + b"tb"
+    return b"\x80\2}(U\6labels](" + b"".join(b"K" + bytes([label]) for label in labels) + b"eU\4data" + array + b"u."
+
+
+def write_cifar_python(root: Path, pixels: np.ndarray) -> None:
+    """A CIFAR-10 for Python with 4 images a batch."""
+    root.mkdir()
+    (root / "batches.meta").write_bytes(pickle.dumps({b"label_names": [b"ant", b"bee"]}))
+    for number, file in enumerate([*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"]):
+        (root / file).write_bytes(python2_batch([0, 1, 1, 0], pixels[4 * number : 4 * number + 4].tobytes()))
+
+
+def test_cifars_batches_for_python_are_read(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (24, 3072), dtype=np.uint8)
+    write_cifar_python(tmp_path / "cifar", pixels)
+    train, val = packed(tmp_path / "cifar")
+    assert (len(train), len(val), train.classes, train.labels_N[:4].tolist()) == (20, 4, ("ant", "bee"), [0, 1, 1, 0])
+    assert all((train.read(n) == pixels[n].reshape(3, 32, 32).transpose(1, 2, 0)).all() for n in range(20))
+
+
+def test_a_pickle_in_cifars_place_runs_no_code(tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+
+    class Runs:
+        def __reduce__(self) -> tuple[object, ...]:
+            return Path.touch, (ran,)
+
+    write_cifar_python(tmp_path / "cifar", np.zeros((24, 3072), dtype=np.uint8))
+    for content in ({"data": Runs()}, {"data": np.zeros(3, dtype=object)}, {"labels": [0], "data": np.zeros((1, 3072))}, [1]):
+        (tmp_path / "cifar" / "data_batch_2").write_bytes(pickle.dumps(content))
+        assert "data_batch_2 is damaged, or not a CIFAR batch (" in refusal(tmp_path / "cifar")
+    assert not ran.exists()
+
+
+def test_cifar_100_for_python_has_its_fine_labels(tmp_path: Path) -> None:
+    root = tmp_path / "cifar"
+    root.mkdir()
+    (root / "meta").write_bytes(pickle.dumps({"fine_label_names": ["x", "y"], "coarse_label_names": ["z"]}))
+    for file in ("train", "test"):
+        batch = {"fine_labels": [1, 0], "coarse_labels": [0, 0], "data": np.arange(6144).reshape(2, 3072).astype(np.uint8)}
+        (root / file).write_bytes(pickle.dumps(batch))
+    train, _ = packed(root)
+    assert (train.classes, train.labels_N.tolist(), train.name(1)) == (("x", "y"), [1, 0], "train[1]")
+    (root / "train").write_bytes((root / "test").read_bytes()[:3000])
+    assert f"{root}/train is cut off (" in refusal(root)
 
 
 def test_cifars_pixels_can_become_jpegs(tmp_path: Path) -> None:
@@ -152,14 +184,6 @@ def test_cifars_pixels_can_become_jpegs(tmp_path: Path) -> None:
 
 
 # WebDataset
-
-
-def write_tar(path: Path, members: list[tuple[str, bytes]]) -> None:
-    with tarfile.open(path, "w") as tar:
-        for name, content in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
 
 
 def write_webdataset(root: Path, labels: Callable[[int], str] = str) -> None:
@@ -190,8 +214,8 @@ def test_webdatasets_classes_may_be_names_and_numbers_need_not_begin_at_0(tmp_pa
     assert packed(tmp_path / "names")[0].classes == ("ant", "zebra")
     write_webdataset(tmp_path / "numbers", lambda key: ("10", "9")[key])
     train, _ = packed(tmp_path / "numbers")
-    assert train.classes == ("9", "10")
-    assert train.labels_N.tolist() == [1, 0, 1, 0]
+    assert train.classes == ("10", "9")
+    assert train.labels_N.tolist() == [0, 1, 0, 1]
 
 
 def test_tars_that_are_damaged_or_incomplete_are_refused(tmp_path: Path) -> None:
@@ -201,9 +225,9 @@ def test_tars_that_are_damaged_or_incomplete_are_refused(tmp_path: Path) -> None
     whole = file.read_bytes()
     for length in (0, 100, 512, 1300, len(JPEGS[0]) + 2000):
         file.write_bytes(whole[:length])
-        assert f"{file} is no whole tar" in refusal(root)
+        assert re.search(rf"{file} is cut off \(.+\); download it again", refusal(root))
     file.write_bytes(whole[: 512 * 3] + b"x" * 512 + whole[512 * 4 :])
-    assert f"{file} is no whole tar" in refusal(root)
+    assert f"{file} is damaged, or not a tar (at byte 1536); give a whole one" in refusal(root)
     write_tar(file, [("a/1.jpg", JPEGS[0]), ("a/2.jpg", JPEGS[0]), ("a/2.cls", b"1")])
     assert "the sample a/1 has no .cls with its class" in refusal(root)
     write_tar(file, [("2.cls", b"1")])
@@ -212,7 +236,7 @@ def test_tars_that_are_damaged_or_incomplete_are_refused(tmp_path: Path) -> None
     file.rename(root / "x-val.tar")
     assert "validation has labels that train has not: 7" in refusal(root)
     (root / "x-val.tar").rename(root / "x-val.tar.gz")
-    assert "is compressed, so that its images cannot be reached one by one" in refusal(root)
+    assert f"is compressed, so that its images cannot be reached one by one: run `gunzip {root}/x-val.tar.gz`" in refusal(root)
 
 
 @pytest.mark.parametrize(("kind", "write"), [("WebDataset", write_webdataset), ("TFRecord", lambda root: write_tfrecords(root))])
@@ -294,7 +318,7 @@ def test_imagenets_tfrecords_are_read_without_tensorflow(tmp_path: Path) -> None
     assert contents(val) == JPEGS[4:]
     assert train.classes == ("n00000001", "n00000002")
     assert train.labels_N.tolist() == [0, 1, 0, 1]
-    assert val.name(1) == "n00000002_1.JPEG"
+    assert val.name(1) == "validation-00000-of-00001/n00000002_1.JPEG"
 
 
 def test_tfds_names_of_features_are_known_too(tmp_path: Path) -> None:
@@ -304,7 +328,7 @@ def test_tfds_names_of_features_are_known_too(tmp_path: Path) -> None:
         (root / file).write_bytes(tfrecord([example({"image": JPEGS[0], "label": 0})]))
     train, _ = packed(root)
     assert contents(train) == JPEGS[:1]
-    assert train.name(0) == "x-train.tfrecord-00000-of-00001@12"
+    assert train.name(0) == "x-train.tfrecord-00000-of-00001/12"
 
 
 def test_a_damaged_tfrecord_is_refused_or_left_out(tmp_path: Path) -> None:
@@ -316,7 +340,7 @@ def test_a_damaged_tfrecord_is_refused_or_left_out(tmp_path: Path) -> None:
         file.write_bytes(whole[:length])
         assert str(file) in refusal(root)
     file.write_bytes(b"x" + whole[1:])
-    assert "is no TFRecord file, or damaged, from byte 0 on" in refusal(root)
+    assert "is damaged, or not a TFRecord file (at byte 0)" in refusal(root)
     file.write_bytes(tfrecord([b"\x07"]))
     assert "the record at byte 12 is no tf.Example" in refusal(root)
     file.write_bytes(tfrecord([example({"image/encoded": JPEGS[0]})]))
@@ -326,6 +350,50 @@ def test_a_damaged_tfrecord_is_refused_or_left_out(tmp_path: Path) -> None:
     train, _ = packed(root)
     assert contents(train) == JPEGS[1:4]
     assert "a damaged record: its checksum is another" in (tmp_path / "tf-packed" / "unreadable.jsonl").read_text()
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, zlib.compress])
+def test_compressed_tfrecords_are_refused_with_the_line_that_makes_them_readable(
+    tmp_path: Path, compress: Callable[[bytes], bytes]
+) -> None:
+    root = tmp_path / "a set"
+    write_tfrecords(root)
+    file = root / "train-00000-of-00002"
+    file.write_bytes(compress(file.read_bytes()))
+    line = re.search("run `(.+)`", refusal(root))
+    assert line
+    subprocess.run(line[1].replace("python ", f"{sys.executable} "), shell=True, check=True)
+    assert contents(packed(root)[0]) == JPEGS[:4]
+
+
+def test_a_tfrecord_that_is_named_as_compressed_is_one_too(tmp_path: Path) -> None:
+    root = tmp_path / "tf"
+    root.mkdir()
+    for split in ("train", "val"):
+        (root / f"{split}.tfrecord.gz").write_bytes(gzip.compress(tfrecord([imagenet_example(1, JPEGS[0])])))
+    assert f"run `gunzip {root}/train.tfrecord.gz`" in refusal(root)
+
+
+@pytest.mark.parametrize("file", ["train.tfrecord", "train.tar", "train.parquet", "train.lmdb"])
+def test_a_file_that_is_another_than_its_name_says_is_named_by_what_it_is(tmp_path: Path, file: str) -> None:
+    root = tmp_path / "set"
+    root.mkdir()
+    (root / file).write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n" + bytes(500))
+    (root / file.replace("train", "val")).write_bytes(b"")
+    assert f"{root}/{file} is a Git LFS pointer, not the file itself: run `git lfs pull`" in refusal(root)
+    (root / file).write_bytes(b"<!DOCTYPE html>" + bytes(500))
+    assert "is a web page, not a" in refusal(root)
+
+
+def test_archives_are_refused_with_the_line_that_unpacks_them(tmp_path: Path, make_folder: MakeFolder) -> None:
+    source = make_folder(train={"a": 1, "b": 1}, val={"a": 1})
+    for kind, suffix in (("zip", ".zip"), ("gztar", ".tar.gz")):
+        archive = Path(shutil.make_archive(str(tmp_path / "my flowers"), kind, tmp_path, source.name))
+        match = re.search(r"is an archive: run `(.+)` and give (.+), a folder", refusal(archive))
+        assert match
+        if shutil.which("unzip") or suffix != ".zip":
+            subprocess.run(match[1], shell=True, check=True)
+            assert find_reader(Path(match[2])) == "image folder"
 
 
 def test_the_parser_agrees_with_protobufs_own() -> None:
@@ -399,19 +467,67 @@ def test_parquet_without_names_has_its_labels_as_classes(tmp_path: Path) -> None
     assert packed(tmp_path / "texts")[0].labels_N.tolist() == [1, 0, 1, 0]
 
 
+KINDS = {
+    "large_string": lambda values: pa.array(values, pa.large_string()),
+    "string_view": lambda values: pa.array(values, pa.string_view()),
+    "dictionary": lambda values: pa.array(values).dictionary_encode(),
+    "uint8": lambda values: pa.array([("ant", "zebra").index(value) for value in values], pa.uint8()),
+    "bool": lambda values: pa.array([value == "zebra" for value in values]),
+    "double": lambda values: pa.array([0.5 for _ in values]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "image", [pa.large_binary(), pa.binary_view(), pa.struct([("bytes", pa.binary_view()), ("path", pa.string_view())])]
+)
+def test_parquets_labels_and_images_are_of_any_fitting_type(tmp_path: Path, kind: str, image: pa.DataType) -> None:
+    (tmp_path / "pq").mkdir()
+    for file in ("train", "val"):
+        images = pa.array([{"bytes": jpeg} if pa.types.is_struct(image) else jpeg for jpeg in JPEGS[:2]], image)
+        pq.write_table(pa.table({"image": images, "label": KINDS[kind](["zebra", "ant"])}), tmp_path / "pq" / f"{file}.parquet")
+    if kind == "double":
+        assert "the column label is of type double, not a class (integers or text)" in refusal(tmp_path / "pq")
+    else:
+        train, _ = packed(tmp_path / "pq")
+        assert (train.labels_N.tolist(), contents(train)) == ([1, 0], JPEGS[:2])
+
+
+def test_unlabelled_rows_are_left_out_and_an_unlabelled_split_is_refused(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "hf", ["zebra", "ant"], labels=(0, -1))
+    assert f"{tmp_path}/hf: 2 train samples have the label -1, which means none: they are left out" in noticed(tmp_path / "hf")
+    write_parquet(tmp_path / "none", labels=(-1, -1))
+    assert "all 4 train samples have the label -1" in refusal(tmp_path / "none")
+
+
+def test_the_parquet_columns_that_are_chosen_of_several_are_notices(tmp_path: Path) -> None:
+    (tmp_path / "pq").mkdir()
+    columns = {"thumb": JPEGS[:2], "image": JPEGS[2:4], "coarse_label": [0, 0], "fine_label": [1, 0]}
+    features = {"image": {"_type": "Image"}, "fine_label": {"_type": "ClassLabel", "names": ["x", "y"]}}
+    table = pa.table(columns)
+    for file, metadata in (("train", {"info": {"features": features}}), ("val", {"info": {"features": features}})):
+        pq.write_table(table.replace_schema_metadata({"huggingface": json.dumps(metadata)}), tmp_path / "pq" / f"{file}.parquet")
+    assert contents(packed(tmp_path / "pq")[0]) == JPEGS[2:4]
+    for file in ("train", "val"):
+        pq.write_table(table, tmp_path / "pq" / f"{file}.parquet")
+    lines = noticed(shutil.copytree(tmp_path / "pq", tmp_path / "plain"))
+    assert "Parquet: the column fine_label is the class; not used: coarse_label" in lines
+    assert "Parquet: the column thumb is the image; not used: image" in lines
+
+
 def test_parquet_that_has_no_labels_or_other_ones_is_refused(tmp_path: Path) -> None:
     root = tmp_path / "hf"
-    write_parquet(root, ["zebra", "ant"], labels=(0, -1))
-    assert "there are labels without a class's name: -1" in refusal(root)
+    write_parquet(root, ["zebra", "ant"], labels=(0, 7))
+    assert "there are labels without a class's name: 7" in refusal(root)
     write_parquet(root, labels=(0, None))
-    assert "the column label is not a class for each row" in refusal(root)
+    assert "the column label is empty in 1 rows; give labelled images" in refusal(root)
     write_parquet(root)
     pq.write_table(pa.table({"label": [0]}), root / "data" / "train-00001-of-00002.parquet")
     assert "no column of images" in refusal(root)
     pq.write_table(pa.table({"img": [b""]}), root / "data" / "train-00001-of-00002.parquet")
-    assert "no column of classes" in refusal(root)
+    assert "no column of the class" in refusal(root)
     (root / "data" / "train-00001-of-00002.parquet").write_bytes(b"PAR1")
-    assert "is no whole Parquet file" in refusal(root)
+    assert "is cut off (" in refusal(root)
 
 
 @pytest.mark.parametrize("other", ["train-00001-of-00002", "test-00000-of-00001"])
@@ -490,6 +606,32 @@ def test_image_files_under_their_class_or_with_their_label(tmp_path: Path) -> No
     assert (train.classes, train.labels_N.tolist()) == (("3", "5"), [1, 0])
 
 
+def test_an_environment_may_be_a_single_file(tmp_path: Path) -> None:
+    root = tmp_path / "files"
+    root.mkdir()
+    for name in ("train.lmdb", "valid.mdb"):
+        with (
+            lmdb.open(str(root / name), subdir=False, map_size=2**24) as environment,
+            environment.begin(write=True) as transaction,
+        ):
+            transaction.put(b"ant/1.jpg", JPEGS[0])
+            transaction.put(b"bee/1.jpg", JPEGS[1])
+    train, val = packed(root)
+    assert (names(train)[0], names(val)[1], contents(train)) == ("train.lmdb/ant/1.jpg", "valid.mdb/bee/1.jpg", JPEGS[:2])
+    folder = write_lmdb(tmp_path / "folders", {b"ant/1.jpg": JPEGS[0]}, {})
+    assert "data.mdb is a single file; give the folder with the files of both splits" in refusal(
+        folder / "ilsvrc12_train_lmdb" / "data.mdb"
+    )
+
+
+def test_lmdbs_indices_stay_and_its_numeric_class_names_are_sorted_as_an_image_folders(tmp_path: Path) -> None:
+    indexed = {f"{key}-{n:09}".encode(): value for n in range(12) for key, value in (("image", JPEGS[0]), ("label", b"%d" % n))}
+    assert packed(write_lmdb(tmp_path / "indexed", indexed, indexed))[0].classes[:3] == ("0", "1", "2")
+    named = {f"{n}/1.jpg".encode(): JPEGS[0] for n in range(12)}
+    root = write_lmdb(tmp_path / "named", named, named)
+    assert f"{root}: classes in the order 0, 1, 10, 11, 2 … (sorted as text, as ImageFolder sorts its folders)" in noticed(root)
+
+
 def test_classes_whose_names_begin_as_labels_do_are_kept(tmp_path: Path) -> None:
     items = {f"{name}/1.jpg".encode(): JPEGS[0] for name in ("label-maker", "num-pad", "__init__", "label-7")}
     train, _ = packed(write_lmdb(tmp_path / "classes", {**items, b"__keys__": b"[]", b"num-samples": b"4"}, items))
@@ -510,8 +652,6 @@ def test_an_lmdb_is_listed_without_copying_its_images(tmp_path: Path) -> None:
 
 
 def test_pickled_values_are_refused_because_a_pickle_runs_code(tmp_path: Path) -> None:
-    import pickle
-
     items = {b"0": pickle.dumps((JPEGS[0], 3))}
     text = refusal(write_lmdb(tmp_path / "pickles", items, items))
     assert "its values are Python pickles, and reading a pickle runs whatever code it names" in text
@@ -525,7 +665,7 @@ def test_an_lmdb_of_no_known_layout_or_damaged_is_refused(tmp_path: Path) -> Non
     root = write_lmdb(tmp_path / "empty", {}, {})
     assert "holds no train images" in refusal(root)
     (root / "ilsvrc12_train_lmdb" / "data.mdb").write_bytes(b"no environment" * 1000)
-    assert "is no whole LMDB environment" in refusal(root)
+    assert "is damaged, or not an LMDB environment" in refusal(root)
 
 
 def test_every_reader_is_named_once() -> None:

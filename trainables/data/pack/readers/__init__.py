@@ -1,35 +1,58 @@
 """The layouts that can be packed, by name, in the order in which they are tried."""
 
+import re
 from pathlib import Path
 
-from trainables.data.pack.layout_reader import LayoutReader
+from trainables.data.pack.file_kind import ARCHIVE, unpack
+from trainables.data.pack.layout_reader import LayoutReader, files_below, is_image_folder
 from trainables.data.pack.readers.cifar import CifarReader
 from trainables.data.pack.readers.folder import FolderReader
+from trainables.data.pack.readers.image_list import ImageListReader
+from trainables.data.pack.readers.imagenet import ImagenetReader
 from trainables.data.pack.readers.lmdb import LmdbReader
 from trainables.data.pack.readers.parquet import ParquetReader
 from trainables.data.pack.readers.tfrecord import TfrecordReader
 from trainables.data.pack.readers.webdataset import WebdatasetReader
+from trainables.data.split_names import is_hidden
 from trainables.errors import DataError
 
+IMAGE_FOLDER = "image folder"
 READERS: dict[str, type[LayoutReader]] = {
-    "CIFAR binary files": CifarReader,
-    "image folder": FolderReader,
+    "CIFAR": CifarReader,
+    "ImageNet as downloaded": ImagenetReader,
     "LMDB": LmdbReader,
     "Parquet": ParquetReader,
     "TFRecord": TfrecordReader,
     "WebDataset": WebdatasetReader,
+    "list of images": ImageListReader,
+    IMAGE_FOLDER: FolderReader,
 }
+
+
+def matching_reader(root: Path) -> str | None:
+    """The layout of a source; None where it has none that is known. Raises DataError for an archive: the line that unpacks it."""
+    if is_image_folder(root) and not ImagenetReader.matches(root):  # whatever else lies there, such as what it was unpacked from
+        return IMAGE_FOLDER
+    if name := next((name for name, reader in READERS.items() if reader.matches(root)), None):
+        return name
+    is_archive = root.is_file() and re.fullmatch(ARCHIVE, root.name)
+    if archive := root if is_archive else next(iter(files_below(root, ARCHIVE)), None):
+        raise unpack(archive)
+    return None
 
 
 def find_reader(root: Path) -> str:
     """The layout of a source. Raises DataError where it has none that is known."""
+    layouts = ", ".join(READERS)
     if not root.exists():
-        raise DataError(f"{root} does not exist; give {_known_layouts()}")
-    for name, reader in READERS.items():
-        if reader.matches(root):
-            return name
-    raise DataError(f"{root} is of no layout that can be packed: {_known_layouts()}; docs/records.md shows each")
-
-
-def _known_layouts() -> str:
-    return ", ".join(READERS)
+        raise DataError(f"{root} does not exist; give one of these layouts: {layouts}")
+    if name := matching_reader(root):
+        return name
+    if root.is_file():
+        raise DataError(f"{root} is a single file; give the folder with the files of both splits, or a list of images")
+    for folder in sorted(path for path in root.iterdir() if path.is_dir() and not is_hidden(path.name)):
+        if name := matching_reader(folder):
+            raise DataError(
+                f"{root} is of no layout that can be packed, but the folder {folder} in it is ({name}): give that one"
+            )
+    raise DataError(f"{root} is of no layout that can be packed: {layouts}; docs/records.md shows each")

@@ -13,11 +13,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainables.data.decode import Sample, UnreadableImageError
-from trainables.data.pack.layout_reader import Label, LayoutReader, Listing, Location, locate, numbered, split_files
+from trainables.data.pack.file_kind import not_readable
+from trainables.data.pack.layout_reader import (
+    Label,
+    LayoutReader,
+    Listing,
+    Location,
+    files_below,
+    locate,
+    numbered,
+    split_files,
+)
 from trainables.data.pack.readers.protobuf import WireError, parse_datum
 from trainables.errors import DataError
 
 _FILE = "data.mdb"
+_IMAGE_KEY, _LABEL_KEY = "image-", "label-"
 _MAGIC = (b"\xff\xd8\xff", b"\x89PNG", b"RIFF", b"BM", b"GIF8", b"II*\0", b"MM\0*", b"P5", b"P6")
 _NO_IMAGE = re.compile(rb"label-\d+|num-samples|__\w+__")
 """Other keys than images: labels, their number, and those of PyTorch users' tools, such as __len__ and __keys__."""
@@ -25,36 +36,44 @@ _LAYOUTS = "Datum values, image files under keys CLASS/NAME, or image files unde
 
 
 class LmdbReader(LayoutReader):
-    """A location is an environment below the root and a key, its bytes as Latin-1."""
+    """A location is an environment below the root, a folder or a single file, and a key, its bytes as Latin-1."""
 
     @staticmethod
     def matches(root: Path) -> bool:
-        return any(root.glob(f"*/{_FILE}"))
+        return bool(_environments(root))
 
     def listing(self) -> Listing:
         pixels = False
 
-        def samples(file: Path) -> Iterator[tuple[Location, Label]]:
+        def samples(environment: Path) -> Iterator[tuple[Location, Label]]:
             nonlocal pixels
-            for key, label, is_pixels in _samples(file.parent):
+            name = str(environment.relative_to(self._root))
+            for key, label, is_pixels in _samples(environment):
                 pixels = is_pixels
-                yield (file.parent.name, key.decode("latin-1")), label
+                yield (name, key.decode("latin-1")), label
 
-        located = locate(split_files(self._root, list(self._root.glob(f"*/{_FILE}")), "LMDB environments"), samples)
-        return numbered(self._root, located, pixels=pixels)
+        located = locate(self._root, split_files(self._root, _environments(self._root), "LMDB environments"), samples)
+        is_index = any(key.startswith(_IMAGE_KEY) for _, key in located.locations["train"][:1])
+        return numbered(self._root, located, text_is_index=is_index, pixels=pixels)
 
     def read(self, locations: Sequence[tuple[str, str]]) -> Iterator[tuple[str, Sample | UnreadableImageError]]:
         with contextlib.ExitStack() as opened:
             open_now: dict[str, Any] = {}
-            for folder, key in locations:
-                if folder not in open_now:
-                    open_now[folder] = opened.enter_context(_reading(self._root / folder))
-                value = open_now[folder].get(key.encode("latin-1"))
-                yield f"{folder}/{key}", UnreadableImageError("no such key") if value is None else _sample(value)
+            for name, key in locations:
+                if name not in open_now:
+                    open_now[name] = opened.enter_context(_reading(self._root / name))
+                value = open_now[name].get(key.encode("latin-1"))
+                yield f"{name}/{key}", UnreadableImageError("no such key") if value is None else _sample(value)
+
+
+def _environments(root: Path) -> list[Path]:
+    """Folders with data.mdb in them, and environments of a single file (LMDB's subdir=False)."""
+    files = files_below(root, rf"{re.escape(_FILE)}|(?!lock\.).+\.(mdb|lmdb)")
+    return [path.parent if path.name == _FILE else path for path in files]
 
 
 @contextlib.contextmanager
-def _reading(folder: Path) -> Iterator[Any]:
+def _reading(path: Path) -> Iterator[Any]:
     """A read transaction, which gives views of the mapped file: they are valid as long as it is.
 
     Raises DataError where there is no environment, or it is damaged.
@@ -63,12 +82,12 @@ def _reading(folder: Path) -> Iterator[Any]:
 
     try:
         with (
-            lmdb.open(str(folder), readonly=True, lock=False, readahead=False) as environment,
+            lmdb.open(str(path), subdir=path.is_dir(), readonly=True, lock=False, readahead=False) as environment,
             environment.begin(buffers=True) as transaction,
         ):
             yield transaction
     except lmdb.Error as error:
-        raise DataError(f"{folder} is no whole LMDB environment ({error}); copy it again") from None
+        raise not_readable(path / _FILE if path.is_dir() else path, "an LMDB environment", str(error)) from None
 
 
 def _samples(folder: Path) -> Iterator[tuple[bytes, int | str, bool]]:
@@ -93,13 +112,12 @@ def _samples(folder: Path) -> Iterator[tuple[bytes, int | str, bool]]:
                 yield key, datum.label, not datum.encoded
 
 
-def _label_of(folder: Path, transaction: Any, key: bytes) -> int | str:
+def _label_of(folder: Path, transaction: Any, key: bytes) -> str:
     """The label of an image file: the value of label-N for image-N, or the first part of the key CLASS/NAME."""
-    if key.startswith(b"image-"):
-        value = transaction.get(b"label-" + key.removeprefix(b"image-"))
+    if key.startswith(_IMAGE_KEY.encode()):
+        value = transaction.get(key.replace(_IMAGE_KEY.encode(), _LABEL_KEY.encode(), 1))
         if value is not None:
-            text = bytes(value).decode(errors="replace").strip()
-            return int(text) if text.isdecimal() else text
+            return bytes(value).decode(errors="replace").strip()
     name, slash, _ = key.decode(errors="replace").lstrip("/").partition("/")
     if not slash:
         raise DataError(f"{folder}: the label of {key!r} is not to be found; give {_LAYOUTS}")

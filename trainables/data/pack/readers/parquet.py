@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 
 from trainables.data.decode import UnreadableImageError
+from trainables.data.pack.file_kind import not_readable
 from trainables.data.pack.layout_reader import (
+    LABEL_FIELDS,
     Label,
     LayoutReader,
     Listing,
@@ -22,8 +24,7 @@ from trainables.data.pack.layout_reader import (
     unnamed_labels,
 )
 from trainables.errors import DataError
-
-_LABELS = ("label", "labels", "fine_label")
+from trainables.notices import notice
 
 
 class ParquetReader(LayoutReader):
@@ -41,7 +42,7 @@ class ParquetReader(LayoutReader):
             file = str(path.relative_to(self._root))
             return (((file, row), label) for row, label in enumerate(labels))
 
-        located = locate(split_files(self._root, files_below(self._root, r".+\.parquet"), "Parquet files"), samples)
+        located = locate(self._root, split_files(self._root, files_below(self._root, r".+\.parquet"), "Parquet files"), samples)
         first, classes = next(iter(names.items()))
         if other := next((path for path in names if names[path] != classes), None):
             raise DataError(f"{other} has other class names than {first}; give the files of one data set")
@@ -65,7 +66,9 @@ def _open(path: Path) -> Any:
     try:
         return pq.ParquetFile(path, pre_buffer=False)
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path} is no whole Parquet file ({str(error).splitlines()[0]}); download it again") from None
+        with open(path, "rb") as file:
+            is_begin = file.read(4) == b"PAR1"
+        raise not_readable(path, "a Parquet file", str(error).splitlines()[0], cut_off=is_begin) from None
 
 
 def _labels(path: Path) -> tuple[list[int | str], tuple[str, ...]]:
@@ -73,43 +76,77 @@ def _labels(path: Path) -> tuple[list[int | str], tuple[str, ...]]:
     import pyarrow as pa
 
     file = _open(path)
-    column, names = _label_column(file.schema_arrow, path)
+    features = _features(file.schema_arrow)
+    column = _chosen(path, "class", file.schema_arrow.names, features, "ClassLabel", LABEL_FIELDS)
     _image_column(file.schema_arrow, path)
     try:
         labels = file.read(columns=[column], use_threads=False).column(0)
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path} is damaged ({str(error).splitlines()[0]}); download it again") from None
-    if labels.null_count or not (pa.types.is_integer(labels.type) or pa.types.is_string(labels.type)):
-        raise DataError(f"{path}: the column {column} is not a class for each row; give labelled images")
-    return labels.to_pylist(), names
+        raise not_readable(path, "a Parquet file", str(error).splitlines()[0]) from None
+    kind = labels.type.value_type if pa.types.is_dictionary(labels.type) else labels.type
+    if not (pa.types.is_integer(kind) or pa.types.is_boolean(kind) or _is_text(kind)):
+        raise DataError(
+            f"{path}: the column {column} is of type {kind}, not a class (integers or text); write it as one of these"
+        )
+    if labels.null_count:
+        raise DataError(f"{path}: the column {column} is empty in {labels.null_count} rows; give labelled images")
+    values = labels.to_pylist()
+    names = features.get(column, {}).get("names") or ()
+    return [str(value) for value in values] if pa.types.is_boolean(kind) else values, tuple(map(str, names))
 
 
-def _label_column(schema: Any, path: Path) -> tuple[str, tuple[str, ...]]:
-    """The first column that the metadata declares as a class, with the classes' names; or else one by its usual name."""
+def _is_text(kind: Any) -> bool:
+    import pyarrow as pa
+
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+
+
+def _is_bytes(kind: Any) -> bool:
+    import pyarrow as pa
+
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind))
+
+
+def _features(schema: Any) -> dict[str, dict[str, Any]]:
+    """What Hugging Face's datasets declare of each column in the metadata; of other files nothing."""
     try:
         features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
-        declared = {name: features[name] for name in schema.names if isinstance(features.get(name), dict)}
+        return {name: feature for name, feature in features.items() if isinstance(feature, dict)}
     except (KeyError, TypeError, AttributeError, ValueError):
-        declared = {}
-    for name, feature in declared.items():
-        if feature.get("_type") == "ClassLabel":
-            return name, tuple(map(str, feature.get("names") or ()))
-    for name in _LABELS:
-        if name in schema.names:
-            return name, ()
-    raise DataError(f"{path} has no column of classes: name it {', '.join(_LABELS[:-1])} or {_LABELS[-1]}")
+        return {}
+
+
+def _chosen(
+    path: Path, what: str, columns: list[str], features: dict[str, dict[str, Any]], declared: str, usual: Sequence[str]
+) -> str:
+    """The first column that the metadata declares as such, or else the first of the `usual` ones; others are named in a notice.
+
+    Raises DataError where there is none.
+    """
+    found = [name for name in columns if features.get(name, {}).get("_type") == declared]
+    found = found or [name for name in usual if name in columns]
+    if not found:
+        raise DataError(f"{path} has no column of the {what}: name it {', '.join(usual[:-1])} or {usual[-1]}")
+    if len(found) > 1:
+        notice(f"Parquet: the column {found[0]} is the {what}; not used: {', '.join(found[1:])}")
+    return found[0]
 
 
 def _image_column(schema: Any, path: Path) -> str:
-    """The first column of struct<bytes, path>, or of bytes."""
+    """The column that the metadata declares as an image, or else the first of struct<bytes, path>, or of bytes."""
     import pyarrow as pa
 
+    usual = []
     for field in schema:
         is_image = pa.types.is_struct(field.type) and field.type.get_field_index("bytes") >= 0
-        kind = field.type.field("bytes").type if is_image else field.type
-        if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
-            return str(field.name)
-    raise DataError(f"{path} has no column of images: struct<bytes: binary, path: string>, as Hugging Face's datasets write it")
+        if _is_bytes(field.type.field("bytes").type if is_image else field.type):
+            usual.append(str(field.name))
+    if not usual:
+        raise DataError(
+            f"{path} has no column of images: struct<bytes: binary, path: string>, as Hugging Face's datasets write it"
+        )
+    features = {name: feature for name, feature in _features(schema).items() if name in usual}
+    return _chosen(path, "image", schema.names, features, "Image", usual)
 
 
 def _images(path: Path, file: str, rows: list[int]) -> Iterator[tuple[str, bytes | UnreadableImageError]]:

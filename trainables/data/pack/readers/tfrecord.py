@@ -5,15 +5,26 @@ TensorFlow is not needed. https://www.tensorflow.org/tutorials/load_data/tfrecor
 """
 
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from trainables.data.decode import UnreadableImageError
-from trainables.data.pack.layout_reader import Label, LayoutReader, Listing, Location, files_below, locate, numbered, split_files
+from trainables.data.pack.file_kind import not_readable
+from trainables.data.pack.layout_reader import (
+    Label,
+    Listing,
+    Piece,
+    RandomAccessReader,
+    files_below,
+    locate,
+    numbered,
+    split_files,
+)
 from trainables.data.pack.readers.protobuf import WireError, example_features
 from trainables.errors import DataError
 
-_FILES = r".+\.tfrecords?(-\d+-of-\d+)?|(train|val|validation|test)-\d+-of-\d+"
+_FILES = r".+\.tfrecords?(-\d+-of-\d+)?(\.gz)?|(train|val|validation|test)-\d+-of-\d+(\.gz)?"
+_CHECKSUM_BYTES = 4
 _IMAGE = ("image/encoded", "image")
 _LABEL = ("image/class/label", "label")
 _CLASS_NAME = ("image/class/synset", "image/class/text")
@@ -22,8 +33,8 @@ _FILE_NAME = ("image/filename", "file_name")
 _Features = dict[str, list[memoryview] | list[int]]
 
 
-class TfrecordReader(LayoutReader):
-    """A location is a file below the root, and where in it a record's content lies: offset and size."""
+class TfrecordReader(RandomAccessReader):
+    """A location is the Piece of a record's content and its checksum; its name, where it has none of its own, is its offset."""
 
     @staticmethod
     def matches(root: Path) -> bool:
@@ -32,36 +43,31 @@ class TfrecordReader(LayoutReader):
     def listing(self) -> Listing:
         names: dict[Label, str] = {}
 
-        def samples(path: Path) -> Iterator[tuple[Location, Label]]:
+        def samples(path: Path) -> Iterator[tuple[Piece, Label]]:
+            file = str(path.relative_to(self._root))
             for offset, size, features in _records(path):
                 label = _first(features, _LABEL)
                 if not isinstance(label, int):
                     raise DataError(f"{path}: the record at byte {offset} has no {' or '.join(_LABEL)}; give labelled images")
-                if label not in names and (name := _first(features, _CLASS_NAME)):
-                    names[label] = _text(name)
-                yield (str(path.relative_to(self._root)), offset, size), label
+                if label not in names and (class_name := _first(features, _CLASS_NAME)):
+                    names[label] = _text(class_name)
+                name = _first(features, _FILE_NAME)
+                yield Piece(file, offset, size + _CHECKSUM_BYTES, _text(name) if name else str(offset)), label
 
         files = split_files(self._root, files_below(self._root, _FILES), "TFRecord files")
-        return numbered(self._root, locate(files, samples), names)
+        return numbered(self._root, locate(self._root, files, samples), names)
 
-    def read(self, locations: Sequence[tuple[str, int, int]]) -> Iterator[tuple[str, bytes | UnreadableImageError]]:
-        for location in locations:
-            try:
-                yield self._read(*location)
-            except WireError as error:
-                yield f"{location[0]}@{location[1]}", UnreadableImageError(f"a damaged record: {error}")
-
-    def _read(self, file: str, offset: int, size: int) -> tuple[str, bytes]:
-        with open(self._root / file, "rb") as content:
-            content.seek(offset)
-            record = content.read(size + 4)
-        if len(record) < size + 4 or masked_crc32c(record[:size]) != int.from_bytes(record[size:], "little"):
-            raise WireError("its checksum is another")
-        features = example_features(memoryview(record)[:size])
-        name, image = _first(features, _FILE_NAME), _first(features, _IMAGE)
+    def decode(self, content: bytes) -> bytes:
+        record, checksum = content[:-_CHECKSUM_BYTES], content[-_CHECKSUM_BYTES:]
+        if masked_crc32c(record) != int.from_bytes(checksum, "little"):
+            raise UnreadableImageError("a damaged record: its checksum is another")
+        try:
+            image = _first(example_features(memoryview(record)), _IMAGE)
+        except WireError as error:
+            raise UnreadableImageError(f"a damaged record: {error}") from None
         if not isinstance(image, memoryview):
-            raise WireError(f"no {' or '.join(_IMAGE)}")
-        return _text(name) if name else f"{file}@{offset}", bytes(image)
+            raise UnreadableImageError(f"a record without {' or '.join(_IMAGE)}")
+        return bytes(image)
 
 
 def masked_crc32c(content: bytes) -> int:
@@ -82,15 +88,15 @@ def _records(path: Path) -> Iterator[tuple[int, int, _Features]]:
     while at < len(whole):
         head = bytes(whole[at : at + 12])
         if len(head) < 12 or masked_crc32c(head[:8]) != int.from_bytes(head[8:], "little"):
-            raise DataError(f"{path} is no TFRecord file, or damaged, from byte {at} on; download it again")
+            raise not_readable(path, "a TFRecord file", f"at byte {at}", cut_off=len(head) < 12)
         offset, size = at + 12, int.from_bytes(head[:8], "little")
-        at = offset + size + 4
+        at = offset + size + _CHECKSUM_BYTES
         if at > len(whole):
-            raise DataError(f"{path} is cut off in the record at byte {offset}; download it again")
+            raise not_readable(path, "a TFRecord file", f"in the record at byte {offset}", cut_off=True)
         try:
             yield offset, size, example_features(whole[offset : offset + size])
         except WireError as error:
-            raise DataError(f"{path}: the record at byte {offset} is no tf.Example ({error}); download it again") from None
+            raise DataError(f"{path}: the record at byte {offset} is no tf.Example ({error}); give labelled images") from None
 
 
 def _first(features: _Features, keys: tuple[str, ...]) -> int | memoryview | None:

@@ -1,78 +1,114 @@
-"""WebDataset tars: members of one name make a sample, `000017.jpg` the image and `000017.cls` its class, a number or a name."""
+"""WebDataset tars: members of one key make a sample, `000017.jpg` the image and `000017.cls` its class, a number or a name.
 
-import tarfile
-from collections.abc import Iterator, Sequence
+The format ends a key at the first dot of the base name. Many writers put dots into keys (`2022.05.png`), so that members pair
+whose names are equal up to the last dot, and then an image `KEY.more.jpg` with the label of `KEY`.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
-from trainables.data.pack.layout_reader import Label, LayoutReader, Listing, Location, files_below, locate, numbered, split_files
-from trainables.data.sources.folder import EXTENSIONS
+from trainables.data.pack.file_kind import ARCHIVE, decompress
+from trainables.data.pack.layout_reader import (
+    LABEL_FIELDS,
+    Label,
+    Listing,
+    Piece,
+    RandomAccessReader,
+    files_below,
+    locate,
+    numbered,
+    split_files,
+    split_name,
+)
+from trainables.data.pack.readers.tar_file import tar_files
+from trainables.data.sources.folder import EXTENSIONS, first_three
 from trainables.errors import DataError
+from trainables.notices import notice
 
-_BLOCK = 512
+_IMAGES = (*EXTENSIONS, ".img")
+_MEMBER = re.compile(
+    rf"(?P<stem>.+)(?:(?P<image>{'|'.join(map(re.escape, _IMAGES))})|(?P<cls>\.cls(?:\.txt)?)|(?P<json>\.json)|(?P<tar>\.tar))",
+    re.IGNORECASE | re.DOTALL,
+)
+_WANTED = "give tars with KEY.jpg and KEY.cls"
 
 
-class WebdatasetReader(LayoutReader):
-    """A location is a tar below the root, offset and size of an image in it, and the member's name."""
+class WebdatasetReader(RandomAccessReader):
+    """A location is the image's Piece of a tar."""
 
     @staticmethod
     def matches(root: Path) -> bool:
-        return bool(files_below(root, r".+\.tar(\.gz|\.bz2|\.xz|\.zst)?"))
+        return any(
+            path.suffix == ".tar" or (path.suffix != ".zip" and split_name(root, path)) for path in files_below(root, ARCHIVE)
+        )
 
     def listing(self) -> Listing:
-        if packed := files_below(self._root, r".+\.tar\.(gz|bz2|xz|zst)"):
-            raise DataError(
-                f"{packed[0]} is compressed, so that its images cannot be reached one by one; unpack it to a plain .tar"
+        extra: list[str] = []
+        files = split_files(self._root, [path for path in files_below(self._root, ARCHIVE) if path.suffix != ".zip"], "tars")
+        if packed := [path for paths in files.values() for path in paths if path.suffix != ".tar"]:
+            line = decompress(packed[0], ".gz" if packed[0].suffix == ".tgz" else packed[0].suffix)
+            raise DataError(f"{packed[0]} is compressed, so that its images cannot be reached one by one: run `{line}`")
+        located = locate(self._root, files, lambda path: _samples(self._root, path, extra))
+        if extra:
+            notice(f"{self._root}: {len(extra)} images beside the one of their sample are not used: {first_three(extra)}")
+        return numbered(self._root, located, text_is_index=True)
+
+
+def _samples(root: Path, path: Path, extra: list[str]) -> Iterator[tuple[Piece, Label]]:
+    """Each sample's image and label, in the order of the images; further images of a sample go to `extra`.
+
+    Raises DataError where one half of a sample is missing, or two samples have one key.
+    """
+    found: dict[str, dict[str, Piece]] = {"image": {}, "cls": {}, "json": {}}
+    with open(path, "rb") as raw:
+        for piece in tar_files(root, path, raw):
+            if not (member := _MEMBER.fullmatch(piece.name)):
+                continue
+            stem, kind = member["stem"], str(member.lastgroup)
+            if kind == "tar":
+                raise DataError(
+                    f"{path} holds tars, such as {piece.name}: unpack them into train/CLASS/ and val/CLASS/, or {_WANTED}"
+                )
+            if (other := found[kind].setdefault(stem, piece)) is not piece:
+                raise DataError(f"{path}: the sample {stem} is there twice ({other.name}, {piece.name}); {_WANTED}")
+        images, labels = found["image"], {**found["json"], **found["cls"]}
+        unused = dict.fromkeys(found["cls"])
+        owners: dict[str, Piece] = {}
+        for stem, piece in images.items():
+            key = stem if stem in labels else _format_key(stem)
+            if key != stem and key in images:
+                extra.append(f"{path.name}/{piece.name}")
+                continue
+            label = (
+                _label(os.pread(raw.fileno(), labels[key].size, labels[key].offset), labels[key].name) if key in labels else None
             )
-
-        def samples(path: Path) -> Iterator[tuple[Location, Label]]:
-            for name, offset, size, label in _samples(path):
-                yield (str(path.relative_to(self._root)), offset, size, name), label
-
-        located = locate(split_files(self._root, files_below(self._root, r".+\.tar"), "tars"), samples)
-        if all(str(label).isdecimal() for labels in located.labels.values() for label in labels):
-            located = located._replace(labels={split: [*map(int, labels)] for split, labels in located.labels.items()})
-        return numbered(self._root, located)
-
-    def read(self, locations: Sequence[tuple[str, int, int, str]]) -> Iterator[tuple[str, bytes]]:
-        for file, offset, size, member in locations:
-            with open(self._root / file, "rb") as tar:
-                tar.seek(offset)
-                yield f"{file}/{member}", tar.read(size)
+            if label is None:
+                raise DataError(f"{path}: the sample {stem} has no .cls with its class, and no .json that names it; {_WANTED}")
+            if owners.setdefault(key, piece) is not piece:
+                raise DataError(f"{path}: the sample {key} has two images ({owners[key].name}, {piece.name}); {_WANTED}")
+            unused.pop(key, None)
+            yield piece, label
+    if unused:
+        raise DataError(f"{path}: the sample {next(iter(unused))} has no image ({' '.join(_IMAGES)}); {_WANTED}")
 
 
-def _samples(path: Path) -> Iterator[tuple[str, int, int, str]]:
-    """Of each sample the image's member name, offset and size, and the label. Raises DataError where a tar is damaged."""
-    key, image, label = "", None, None
+def _format_key(stem: str) -> str:
+    """The key by the format: the path up to the first dot of the base name."""
+    folder, slash, base = stem.rpartition("/")
+    return folder + slash + base.partition(".")[0]
+
+
+def _label(content: bytes, name: str) -> Label | None:
+    """The class in a .cls or a .json, which may also be a .cls of JSON; None where there is none."""
+    text = content.decode(errors="replace").strip()
+    if not (name.lower().endswith(".json") or text.startswith("{")):
+        return text or None
     try:
-        with open(path, "rb") as raw, tarfile.open(fileobj=raw, mode="r:") as tar:
-            for member in tar:
-                if not member.isfile():
-                    continue
-                folder, _, base = member.name.rpartition("/")
-                stem, _, extension = base.partition(".")
-                if (member_key := f"{folder}/{stem}") != key:
-                    yield from _whole(path, key, image, label)
-                    key, image, label = member_key, None, None
-                if extension.lower() == "cls":
-                    content = tar.extractfile(member)
-                    label = content.read().decode(errors="replace").strip() if content else None
-                elif f".{extension.lower()}" in EXTENSIONS:
-                    image = (member.name, member.offset_data, member.size)
-            raw.seek(tar.offset)
-            if raw.read(_BLOCK).strip(b"\0"):  # tarfile takes a damaged header for the end
-                raise tarfile.ReadError(f"damaged at byte {tar.offset}")
-            raw.seek(0, 2)
-            if raw.tell() < tar.offset:
-                raise tarfile.ReadError("cut off")
-    except (tarfile.TarError, OSError) as error:
-        raise DataError(f"{path} is no whole tar ({error}); download it again") from None
-    yield from _whole(path, key, image, label)
-
-
-def _whole(path: Path, key: str, image: tuple[str, int, int] | None, label: str | None) -> Iterator[tuple[str, int, int, str]]:
-    """The sample, if there is one. Raises DataError where one half of it is missing."""
-    if image and label:
-        yield *image, label
-    elif image or label:
-        missing = ".cls with its class" if image else "image"
-        raise DataError(f"{path}: the sample {key.lstrip('/')} has no {missing}; give tars with KEY.jpg and KEY.cls")
+        fields = json.loads(text)
+    except ValueError:
+        return None
+    values = [fields[key] for key in LABEL_FIELDS if key in fields] if isinstance(fields, dict) else [fields]
+    return next((value for value in values if isinstance(value, int | str) and value != ""), None)

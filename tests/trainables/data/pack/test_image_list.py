@@ -1,0 +1,92 @@
+"""Lists of image files and their classes, as people write them."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.trainables.data.packed import contents, names, noticed, packed, refusal
+from tests.trainables.data.photos import encoded, photo
+
+JPEGS = [encoded(photo(seed), "JPEG") for seed in range(4)]
+FILES = ("a 0.jpg", "b.jpg", "c.jpg", "d.jpg")
+
+
+def write_lists(root: Path, lists: dict[str, str], folder: str = "images") -> Path:
+    for name, content in zip(FILES, JPEGS, strict=True):
+        path = root / folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    for file, text in lists.items():
+        (root / file).parent.mkdir(parents=True, exist_ok=True)
+        (root / file).write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    "lists",
+    [
+        {"train.csv": "path,label\nimages/a 0.jpg,cat\nimages/b.jpg,ant\n", "val.csv": "path,label\nimages/c.jpg,ant\n"},
+        {"train.csv": "images/a 0.jpg,cat\nimages/b.jpg,ant\n", "test.csv": "images/c.jpg,ant\n"},
+        {"train.txt": "images/a 0.jpg cat\n\n./images/b.jpg ant\n", "val.txt": "images/c.jpg ant\n"},
+        {"train.tsv": "label\tfile_name\nant\timages/b.jpg\ncat\timages/a 0.jpg\n", "val.tsv": "ant\timages/c.jpg\n"},
+        {
+            "train.csv": '\ufeffid;image;class\n1;"images\\a 0.jpg";cat\n2;images/b.jpg;ant\n',
+            "val.csv": "image;class\nimages/c.jpg;ant\n",
+        },
+        {"all.csv": "image,label,split\nimages/a 0.jpg,cat,train\nimages/b.jpg,ant,Train\nimages/c.jpg,ant,valid\n"},
+        {"meta/train.csv": "../images/a 0.jpg,cat\n../images/b.jpg,ant\n", "meta/val.csv": "../images/c.jpg,ant\n"},
+    ],
+)
+def test_lists_of_paths_and_classes_are_read(tmp_path: Path, lists: dict[str, str]) -> None:
+    if "val.tsv" in lists:
+        lists["val.tsv"] = "label\tfile_name\n" + lists["val.tsv"]
+    train, val = packed(write_lists(tmp_path / "set", lists))
+    assert train.classes == ("ant", "cat")
+    assert {train.name(index): (contents(train)[index], int(train.labels_N[index])) for index in range(2)} == {
+        "images/a 0.jpg": (JPEGS[0], 1),
+        "images/b.jpg": (JPEGS[1], 0),
+    }
+    assert (names(val), val.labels_N.tolist()) == (["images/c.jpg"], [0])
+
+
+def test_caffes_lists_of_indices_are_relative_to_the_splits_folders(tmp_path: Path) -> None:
+    root = write_lists(tmp_path / "set", {"train.txt": "n02/a 0.jpg 10\nn02/b.jpg 1\n", "val.txt": "c.jpg 10\n"}, "train/n02")
+    (root / "val").mkdir()
+    (root / "train" / "n02" / "c.jpg").rename(root / "val" / "c.jpg")
+    train, val = packed(root)
+    assert (names(train), names(val)) == (["train/n02/a 0.jpg", "train/n02/b.jpg"], ["val/c.jpg"])
+    assert (train.classes, val.labels_N.tolist()) == (("1", "10"), [1])
+
+
+def test_one_list_file_is_a_source_of_its_own(tmp_path: Path) -> None:
+    root = write_lists(
+        tmp_path / "set", {"labels.csv": "path,target,split\nimages/b.jpg,1,train\nimages/c.jpg,0,train\nimages/d.jpg,1,val\n"}
+    )
+    assert packed(root / "labels.csv")[0].labels_N.tolist() == [1, 0]
+    (root / "labels.csv").write_text("path,label\nimages/b.jpg,1\n")
+    assert "has no train rows: add a column `split` of train, training and val, valid" in refusal(root / "labels.csv")
+
+
+def test_missing_files_are_counted_and_named(tmp_path: Path) -> None:
+    root = write_lists(tmp_path / "set", {"train.csv": "images/b.jpg,x\nimages/no.jpg,y\n", "val.csv": "images/c.jpg,x\n"})
+    assert f"{root}/train.csv: 1 of its 2 files are missing, such as images/no.jpg" in noticed(root)
+    assert "images/no.jpg" in (tmp_path / "set-packed" / "unreadable.jsonl").read_text()
+    (root / "train.csv").write_text("b.jpg,x\nc.jpg,y\n")
+    assert f"2 of its 2 files are missing, such as b.jpg, c.jpg; its paths are to be relative to {root}" in refusal(root)
+
+
+def test_rows_that_are_no_image_and_class_are_refused(tmp_path: Path) -> None:
+    root = write_lists(tmp_path / "set", {"train.csv": "path,label\nimages/b.jpg\n", "val.csv": "images/c.jpg,x\n"})
+    assert "train.csv: row 2 (images/b.jpg) has no class" in refusal(root)
+    (root / "train.csv").write_text("path,caption\nimages/b.jpg,a dog\n")
+    assert "train.csv has no column of the class" in refusal(root)
+    (root / "train.csv").write_text("images/b.jpg,0,1,1\n")
+    assert "train.csv has no column of the class" in refusal(root)
+
+
+def test_the_column_that_is_chosen_of_several_is_a_notice(tmp_path: Path) -> None:
+    header = "path,coarse_label,fine_label\n"
+    lists = {"train.csv": header + "images/b.jpg,x,1\nimages/c.jpg,x,0\n", "val.csv": header + "images/d.jpg,x,1\n"}
+    assert "list of images: the column fine_label is the class; not used: coarse_label" in noticed(
+        write_lists(tmp_path / "set", lists)
+    )

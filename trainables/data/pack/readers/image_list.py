@@ -1,0 +1,154 @@
+"""Lists of image files and their classes: `path,label` a row, with commas, tabs or spaces, with or without a header.
+
+Two files, named by their splits (train.csv, val.txt), or one with a column `split`. Paths are relative to the list's folder or,
+as in Caffe's lists of ImageNet, to the folder next to it that has the split's name.
+"""
+
+import csv
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from trainables.data.order import Split
+from trainables.data.pack.layout_reader import (
+    LABEL_FIELDS,
+    Label,
+    Listing,
+    RandomAccessReader,
+    files_below,
+    locate,
+    numbered,
+    split_files,
+    split_name,
+)
+from trainables.data.sources.folder import EXTENSIONS, first_three
+from trainables.data.split_names import SPLIT_NAMES, choose_splits, known_split_names
+from trainables.errors import DataError
+from trainables.notices import notice
+
+_LISTS = r"(?i).+\.(csv|tsv|txt|lst)"
+_PATH_FIELDS = ("path", "file", "filename", "file_name", "filepath", "file_path", "image", "image_path", "img")
+_SPLIT_FIELD = "split"
+
+
+class _Row(NamedTuple):
+    path: str
+    label: str
+    split: str
+
+
+class ImageListReader(RandomAccessReader):
+    """A location is an image's path below the folder of the lists."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root.parent if root.is_file() else root)
+        self._given = root
+
+    @staticmethod
+    def matches(root: Path) -> bool:
+        return bool(_lists(root))
+
+    def listing(self) -> Listing:
+        lists = _lists(self._given)
+        splits: dict[Split, list[tuple[Path, list[_Row]]]]
+        if len(lists) == 1 and not split_name(self._root, lists[0]):
+            splits = {split: [(lists[0], rows)] for split, rows in self._by_column(lists[0]).items()}
+        else:
+            files = split_files(self._root, lists, "lists of images")
+            splits = {split: [(path, list(_rows(path))) for path in paths] for split, paths in files.items()}
+        return numbered(self._root, locate(self._root, splits, self._samples), text_is_index=True)
+
+    def _by_column(self, path: Path) -> dict[Split, list[_Row]]:
+        found: dict[str, list[_Row]] = {}
+        for row in _rows(path):
+            found.setdefault(row.split.lower(), []).append(row)
+        if others := sorted(
+            found.keys() - {name for groups in SPLIT_NAMES.values() for group in groups for name in group} - {""}
+        ):
+            notice(f"{path}: rows of the {_SPLIT_FIELD} {first_three(others)} are not used")
+        chosen = choose_splits(found, str(path))
+        for split in SPLIT_NAMES:
+            if split not in chosen:
+                raise DataError(
+                    f"{path} has no {split} rows: add a column `{_SPLIT_FIELD}` of {known_split_names('train')} and "
+                    f"{known_split_names('val')}, or give a folder with one list per split, train.csv and val.csv"
+                )
+        return chosen
+
+    def _samples(self, part: tuple[Path, list[_Row]]) -> Iterator[tuple[str, Label]]:
+        """Each row's image and class, and a notice of the files that are missing. Raises DataError where all are."""
+        path, rows = part
+        names = split_name(self._root, path)
+        folders = [path.parent, *([path.parent / names] if names else [])]
+        folder = next((folder for folder in folders if rows and (folder / rows[0].path).exists()), path.parent)
+        locations = [os.path.normpath(os.path.join(folder.relative_to(self._root), row.path)) for row in rows]
+        missing = _missing(self._root, locations)
+        if missing:
+            found = f"{path}: {len(missing)} of its {len(rows)} files are missing, such as {first_three(missing)}"
+            if len(missing) == len(rows):
+                raise DataError(f"{found}; its paths are to be relative to {path.parent}")
+            notice(found)
+        return ((location, row.label) for location, row in zip(locations, rows, strict=True))
+
+
+def _lists(root: Path) -> list[Path]:
+    """The lists of images in a folder and in its folders, or the one that is given: files whose first row names an image."""
+    paths = [root] if root.is_file() else [path for path in files_below(root, _LISTS) if path.parent in (root, *root.glob("*"))]
+    return [path for path in paths if path.suffix.lower() in (".csv", ".tsv", ".txt", ".lst") and _columns(path)]
+
+
+def _table(path: Path) -> Iterator[list[str]]:
+    """The rows of a list, as text."""
+    with open(path, newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
+        first = file.readline()
+        file.seek(0)
+        if delimiter := next((sign for sign in "\t,;" if sign in first), None):
+            yield from (row for row in csv.reader(file, delimiter=delimiter) if row)
+        else:
+            yield from (line.rsplit(maxsplit=1) for line in file if line.strip())
+
+
+def _columns(path: Path) -> dict[str, int] | None:
+    """The columns by their names: those of the header, or `path` and `label`; None where the first row names no image."""
+    try:
+        first = [field.strip().lower() for field in next(_table(path), [])]
+    except (OSError, csv.Error):
+        return None
+    if first and first[0].endswith(EXTENSIONS):
+        return {"path": 0, **({"label": 1} if len(first) == 2 else {})}
+    return {name: at for at, name in enumerate(first)} if set(first) & set(_PATH_FIELDS) else None
+
+
+def _rows(path: Path) -> Iterator[_Row]:
+    """The images of a list. Raises DataError where it has no class, or a row is short."""
+    columns = _columns(path) or {}
+    at = next(columns[name] for name in _PATH_FIELDS if name in columns)
+    labels = [name for name in LABEL_FIELDS if name in columns]
+    if not labels:
+        raise DataError(
+            f"{path} has no column of the class: write rows of path,label, or a header with {first_three(LABEL_FIELDS)}"
+        )
+    if len(labels) > 1:
+        notice(f"list of images: the column {labels[0]} is the class; not used: {', '.join(labels[1:])}")
+    for number, row in enumerate(_table(path), 1):
+        if number == 1 and row[at].strip().lower() in _PATH_FIELDS:
+            continue
+        if len(row) <= max(columns[labels[0]], at) or not (label := row[columns[labels[0]]].strip()):
+            raise DataError(f"{path}: row {number} ({','.join(row)}) has no class; write rows of path,label")
+        split = row[columns[_SPLIT_FIELD]].strip() if _SPLIT_FIELD in columns and len(row) > columns[_SPLIT_FIELD] else ""
+        yield _Row(row[at].strip().replace("\\", "/"), label, split)
+
+
+def _missing(root: Path, locations: list[str]) -> list[str]:
+    """Those of these files that are not there; each folder is listed once, since a file server answers that faster."""
+    present: dict[str, set[str]] = {}
+    missing = []
+    for location in locations:
+        folder, name = os.path.split(location)
+        if folder not in present:
+            path = root / folder
+            present[folder] = set(os.listdir(path)) if path.is_dir() else set()
+        if name not in present[folder]:
+            missing.append(location)
+    return missing

@@ -1,0 +1,72 @@
+"""Images in a layout that `distill pack` reads, read as they are: WebDataset tars, lists of files, CIFAR, ImageNet's tars.
+
+Shapes: N samples of the split.
+"""
+
+import hashlib
+import json
+import os
+import shlex
+import weakref
+from pathlib import Path
+
+from trainables.data.decode import Sample
+from trainables.data.interface import Source
+from trainables.data.order import Split
+from trainables.data.pack.layout_reader import Listing, RandomAccessReader
+from trainables.data.pack.readers import READERS
+from trainables.data.sources.folder import sampled_sha256
+from trainables.errors import DataError
+
+_listings: weakref.WeakValueDictionary[str, Listing] = weakref.WeakValueDictionary()
+"""Listings of the sources that are open in this process: to list millions of samples takes minutes, and lists both splits."""
+
+
+class LayoutSource(Source):
+    """One split of a source whose layout is `kind`, a key of READERS. Opening it lists both splits.
+
+    Raises DataError where single samples of the layout cannot be read fast: the line that packs it. Also what the layout's
+    reader raises of its files.
+    """
+
+    def __init__(self, path: str, root: Path, kind: str, split: Split) -> None:
+        reader = READERS[kind](root)
+        if not isinstance(reader, RandomAccessReader):
+            source, packed = shlex.quote(path), shlex.quote(f"{path.rstrip('/')}-packed")
+            raise DataError(
+                f"data.path: {path} is {kind}, which cannot be read in random order: run `distill pack {source} {packed}` "
+                f"and write data.path: {packed}; or give a folder with train/CLASS/* and val/CLASS/*"
+            )
+        self._reader, self._root = reader, root
+        try:
+            self._listing = _listings.get(str(root)) or reader.listing()
+        except OSError as error:
+            raise DataError(f"data.path: {error.filename or root} cannot be read: {error.strerror}") from None
+        except DataError as error:
+            raise DataError(f"data.path: {error}") from None
+        _listings[str(root)] = self._listing
+        self.classes = self._listing.classes
+        self._locations, self.labels_N = (found := self._listing.splits[split]).locations, found.labels_N
+        if not len(self):
+            raise DataError(f"data.path: {path} holds no {split} images; give both splits")
+
+    def name(self, index: int) -> str:
+        return self._reader.name(self._locations[index])
+
+    def read(self, index: int) -> Sample:
+        return self._reader.read_one(self._locations[index])
+
+    def fingerprint(self) -> str:
+        """A hash of all locations and labels, the sizes of their files, and the contents of a sample of them: see `Source`.
+
+        Raises DataError where a file is gone, or the disk fails.
+        """
+        digest = hashlib.sha256(json.dumps([self.classes, list(self._locations)]).encode())
+        digest.update(self.labels_N.tobytes())
+        files = {location if isinstance(location, str) else location[0] for location in self._locations}
+        try:
+            digest.update(repr([(file, os.stat(self._root / file).st_size) for file in sorted(files)]).encode())
+        except OSError as error:
+            raise DataError(f"data.path: {error.filename} cannot be read: {error.strerror}") from None
+        digest.update(sampled_sha256(self))
+        return digest.hexdigest()
