@@ -15,7 +15,7 @@ __all__ = ["tables", "verdict", "write_page_at_end"]
 
 def tables(result: RunResult) -> Sequence[RenderableType]:
     """The trials of a sweep with what they say; of a run its stages, and where a step of its student goes; then the notices."""
-    notices = [f"note: {line}" for line in result.notices]
+    notices = [f"note: {line}" for line in result.notes]
     if result.kind == "sweep":
         return [*terminal.compared(result), *notices]
     phases = terminal.phase_table(result.stages[-1].metrics, "a step of the student")

@@ -13,7 +13,7 @@ from typing import NamedTuple, NoReturn
 import numpy as np
 
 from trainables.data.decode import UnreadableImageError, read_file
-from trainables.data.interface import Source
+from trainables.data.interface import Source, sha256_of_names
 from trainables.data.order import Split
 from trainables.errors import DataError
 
@@ -88,6 +88,9 @@ class FolderSource(Source):
             _refuse(error)
         digest.update(sampled_sha256(self))
         return digest.hexdigest()
+
+    def order_sha256(self) -> str:
+        return sha256_of_names(self._files)
 
     def _classes_of_validation(self) -> set[str]:
         folder = os.path.join(self._root, self._folder)
