@@ -169,6 +169,7 @@ def restore(path: Path, state: CheckpointState, group: Group, accepted_data: Dat
     """
     part = state.part
     tensors, meta = _read_on_all_ranks(path, (lambda name: True) if part is None else part.has, group)
+    _check_format(path, meta)
     other_data = _check_data(path, state, meta, accepted_data)
     _check_model(path, state, meta)
     try:
@@ -220,11 +221,14 @@ def _begin_world_size(progress: Progress, before: int, now: int) -> None:
     progress.warm = progress.other_sizes.pop(str(now), [0.0, 0.0, 0.0])
 
 
-def _check_model(path: Path, state: CheckpointState, meta: dict[str, Any]) -> None:
+def _check_format(path: Path, meta: dict[str, Any]) -> None:
     if meta.get("format") != FORMAT:
         raise CheckpointError(
             f"checkpoint {path} was written by another version: train on with that one, or choose another --out"
         )
+
+
+def _check_model(path: Path, state: CheckpointState, meta: dict[str, Any]) -> None:
     if meta["model"] != state.about["model"] or meta["num_classes"] != state.about["num_classes"]:
         raise CheckpointError(
             f"checkpoint {path} holds {meta['model']} with {meta['num_classes']} classes, the experiment asks for "
