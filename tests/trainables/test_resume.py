@@ -12,6 +12,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
 
+from tests.trainables.data.image_folder import write_images
 from tests.trainables.jobs import config, equal, relative_difference, save, train, write_teacher
 from trainables.config import DataConfig, EvaluateConfig, TrainConfig
 from trainables.data.identity import data_identity
@@ -111,15 +112,6 @@ def test_bad_images_that_pass_the_limit_only_together_stop_all_ranks(ranks: Rank
     assert [result["progress"].history[0]["epoch/skipped_images"] for result in one] == [2, 2]
 
 
-def write_folder(root: Path, per_class: int) -> Path:
-    for split, count in (("train", per_class), ("val", 4)):
-        for number in range(2 * count):
-            file = root / split / "ab"[number % 2] / f"{number:02}.png"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            Image.new("RGB", (8, 8), (8 * number, 255 * (number % 2), 0)).save(file)
-    return root
-
-
 def schedule_job(folder: Path, images: Path, **sections: object) -> TrainConfig:
     data = {"path": str(images), "global_batch_size": 4}
     settings = {"data": data, "optim": {"epochs": 4}, "train": {"checkpoint_every": 1, "log_every": 1}, **sections}
@@ -127,10 +119,10 @@ def schedule_job(folder: Path, images: Path, **sections: object) -> TrainConfig:
 
 
 def test_a_training_goes_on_with_other_data_only_where_that_is_accepted_and_then_by_its_share_of_epochs(tmp_path: Path) -> None:
-    images, group = write_folder(tmp_path / "images", 8), Group()  # 16 images: 4 steps an epoch
+    images, group = write_images(tmp_path / "images", 8), Group()  # 16 images: 4 steps an epoch
     # Dies in the third epoch, at its second step.
     assert train(group, schedule_job(tmp_path / "job", images), 1 + 2 * (4 + 1) + 2)["died"]
-    write_folder(images, 12)  # 6 steps an epoch
+    write_images(images, 12)  # 6 steps an epoch
     with pytest.raises(DataError, match=r"^checkpoint .*last.* trained on other data: train had 16 images and has 24: restore"):
         train(group, schedule_job(tmp_path / "job", images))
     data = DataConfig(path=str(images))

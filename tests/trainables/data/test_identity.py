@@ -7,23 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 
+from tests.trainables.data.image_folder import write_images
 from tests.trainables.data.packed import pack_here
 from trainables.config import DataConfig, DataIdentity
 from trainables.data.identity import check_same_data, data_identity
 from trainables.data.source import open_on_node
 from trainables.data.sources.memory_source import MemorySource
 from trainables.errors import DataError
-
-
-def write_images(root: Path, num_train: int = 4, classes: str = "ab") -> Path:
-    for split, count in (("train", num_train), ("val", 2)):
-        for label, name in enumerate(classes):
-            (root / split / name).mkdir(parents=True, exist_ok=True)
-            for number in range(count):
-                Image.new("RGB", (8, 8), (number, label, 0)).save(root / split / name / f"{number}.png")
-    return root
 
 
 def identity_of(path: Path | str, **data: object) -> DataIdentity:
