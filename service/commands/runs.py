@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,13 +12,18 @@ from service.commands.options import DIR, OUT, RECIPE, RUNS, RUNS_OR_URI, SET, e
 
 if TYPE_CHECKING:
     from service.config.experiment import Resolved
+    from service.runs.preflight import DataCheck
     from service.runs.result import Kind
+    from trainables.config import DataIdentity
     from trainables.rundir import RunDir
 
 # What is imported in a function is not needed to refuse a wrong experiment.
 
 CONTINUE = click.option(
     "--continue", "continues", is_flag=True, help="Resume the run of --out if there is one: for a scheduler that starts it again."
+)
+ACCEPT_NEW_DATA = click.option(
+    "--accept-new-data", is_flag=True, help="Resume although the data has changed: at the next whole epoch, not exactly."
 )
 
 
@@ -26,12 +32,17 @@ CONTINUE = click.option(
 @SET
 @OUT
 @CONTINUE
+@ACCEPT_NEW_DATA
 @RUNS_OR_URI
-def train(recipe_or_file: str, overrides: tuple[str, ...], out: Path | None, continues: bool, root: Path) -> None:
+def train(
+    recipe_or_file: str, overrides: tuple[str, ...], out: Path | None, continues: bool, accept_new_data: bool, root: Path
+) -> None:
     """Train the teacher if it has no weights, then distil the student."""
     from service.config.experiment import load
 
-    start_run("train", load(experiment_file(recipe_or_file), overrides), out, root, continues=continues)
+    start_run(
+        "train", load(experiment_file(recipe_or_file), overrides), out, root, continues=continues, accept_new_data=accept_new_data
+    )
 
 
 @click.command()
@@ -39,24 +50,30 @@ def train(recipe_or_file: str, overrides: tuple[str, ...], out: Path | None, con
 @SET
 @OUT
 @CONTINUE
+@ACCEPT_NEW_DATA
 @RUNS_OR_URI
-def sweep(recipe_or_file: str, overrides: tuple[str, ...], out: Path | None, continues: bool, root: Path) -> None:
+def sweep(
+    recipe_or_file: str, overrides: tuple[str, ...], out: Path | None, continues: bool, accept_new_data: bool, root: Path
+) -> None:
     """Search over GPUs × batch × loader workers, or whatever sweep.space names."""
     from service.config.experiment import load
 
-    start_run("sweep", load(experiment_file(recipe_or_file), overrides), out, root, continues=continues)
+    start_run(
+        "sweep", load(experiment_file(recipe_or_file), overrides), out, root, continues=continues, accept_new_data=accept_new_data
+    )
 
 
 @click.command()
 @DIR
-def resume(directory: Path) -> None:
+@ACCEPT_NEW_DATA
+def resume(directory: Path, accept_new_data: bool) -> None:
     """Continue an interrupted run or sweep: nothing is lost, nothing is run twice."""
-    resume_run(directory)
+    resume_run(directory, accept_new_data=accept_new_data)
 
 
-def resume_run(directory: Path) -> None:
+def resume_run(directory: Path, *, accept_new_data: bool) -> None:
     from service.runs.method_copies import changed_methods
-    from service.runs.preflight import check_checkpoints
+    from service.runs.preflight import check_checkpoints, check_data_of_run
     from service.runs.run_directory import reopen, runs_root_of
     from service.runs.stored.stored_runs import display_name
     from service.runs.stored.stored_session import put_rest
@@ -71,8 +88,10 @@ def resume_run(directory: Path) -> None:
     for line in changed_methods(run_dir):
         click.echo(line)
     check_checkpoints(run_dir, result)
-    check_inputs(result.kind, resolved)
-    run_to_the_end(result.kind, resolved, run_dir, runs_root_of(result))
+    name, experiment = display_name(directory), resolved.experiment
+    same = partial(check_data_of_run, name, experiment, result, accept_new=accept_new_data)
+    data = check_inputs(result.kind, resolved, same)
+    run_to_the_end(result.kind, resolved, run_dir, runs_root_of(result), data)
 
 
 @click.command()
@@ -87,7 +106,9 @@ def cache(recipe_or_file: str, overrides: tuple[str, ...], root: Path) -> None:
     click.echo(fill_cache(load(recipe_or_file, overrides), root))
 
 
-def start_run(kind: Kind, resolved: Resolved, out: Path | None, root: Path, *, continues: bool) -> None:
+def start_run(
+    kind: Kind, resolved: Resolved, out: Path | None, root: Path, *, continues: bool, accept_new_data: bool = False
+) -> None:
     """Check the experiment, create its run directory, and run it; `continues`: or resume the same run in `out`."""
     from service.runs.run_directory import begin_run, check_same, check_writable, has_begun, new_run_dir
     from service.runs.stored.stored_runs import fetch_records, uri_of
@@ -96,31 +117,33 @@ def start_run(kind: Kind, resolved: Resolved, out: Path | None, root: Path, *, c
 
     if continues and out is None:
         raise ExperimentError("--continue: give the run's directory with --out")
+    if accept_new_data and not continues:
+        raise ExperimentError("--accept-new-data is for a run that is resumed: add --continue")
     if out is not None:
         root = out.parent if uri_of(out) else root
         fetch_records(out)
     if continues and out is not None and has_begun(out):
         check_same(kind, resolved, out)
-        resume_run(out)
+        resume_run(out, accept_new_data=accept_new_data)
         return
     check_writable(root, out, begun_ok=continues)
     notices: list[str] = []
     with notices_to(notices.append):
-        check_inputs(kind, resolved)
+        data = check_inputs(kind, resolved)
     run_dir = new_run_dir(root, resolved.experiment.name, out)
     begin_run(resolved, kind, run_dir, root, notices)
-    run_to_the_end(kind, resolved, run_dir, root)
+    run_to_the_end(kind, resolved, run_dir, root, data)
 
 
-def check_inputs(kind: Kind, resolved: Resolved) -> None:
-    """Refuse what can be refused before Ray starts."""
+def check_inputs(kind: Kind, resolved: Resolved, check: DataCheck = lambda data: None) -> DataIdentity | None:
+    """Refuse what can be refused before Ray starts, also by `check`. Returns what the data is; None: a sweep searches over it."""
     from service.runs.preflight import check_train
     from service.sweeps.preflight import check_sweep
 
-    (check_train if kind == "train" else check_sweep)(resolved)
+    return (check_train if kind == "train" else check_sweep)(resolved, check)
 
 
-def run_to_the_end(kind: Kind, resolved: Resolved, run_dir: RunDir, root: Path) -> None:
+def run_to_the_end(kind: Kind, resolved: Resolved, run_dir: RunDir, root: Path, data: DataIdentity | None) -> None:
     """Run, or continue, the experiment of a run directory; print where its results are."""
     from service.cluster.local_ray import RayLostError
     from service.report import end_of_run
@@ -132,7 +155,7 @@ def run_to_the_end(kind: Kind, resolved: Resolved, run_dir: RunDir, root: Path) 
     from trainables.redact import redact
 
     try:
-        result = (run_train if kind == "train" else run_sweep)(resolved, run_dir, end_of_run)
+        result = (run_train if kind == "train" else run_sweep)(resolved, run_dir, end_of_run, data)
     except KeyboardInterrupt:
         click.echo(f"interrupted; continue with: distill resume {display_name(run_dir.root)}", err=True)
         raise

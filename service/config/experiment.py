@@ -19,6 +19,7 @@ from service.config.dotted import flatten, put
 from service.config.files import read_experiment_file
 from service.config.messages import SETTABLE, ConfigProblems, known_keys, nearest, problems_of
 from service.config.method_rules import MethodFiles, check_methods
+from service.config.paths import absolute_paths
 from service.config.rules import RULES
 from service.config.schema import MAX_NAME, Experiment
 from service.config.space import SpaceError, check_space, with_stages_axis
@@ -56,7 +57,7 @@ class Resolved:
 
 
 def load(recipe_or_file: str, overrides: Sequence[str] = (), *, method_files: MethodFiles = "run") -> Resolved:
-    """Read a recipe or a YAML file, apply its bases and `--set` overrides, check everything.
+    """Read a recipe or a YAML file, apply its bases and `--set` overrides, check everything; its paths are absolute then.
 
     Raises ExperimentError: a line for each problem, six at most.
     """
@@ -73,11 +74,19 @@ def load(recipe_or_file: str, overrides: Sequence[str] = (), *, method_files: Me
         put(tree, key, value, f"--set {text}")
         sources = {name: source for name, source in sources.items() if not name.startswith(f"{key}.")} | {key: "--set"}
     try:
-        return Resolved(_checked(tree, method_files), sources)
+        return Resolved(_with_absolute_paths(_checked(tree, method_files)), sources)
     except ConfigProblems as problems:
         if overrides and _is_valid(written.tree, method_files):  # then the overrides are what is wrong
             raise ExperimentError(problems.text("--set")) from problems
         raise ExperimentError(problems.text(written.where, sources)) from problems
+
+
+def _with_absolute_paths(experiment: Experiment) -> Experiment:
+    """The experiment as it is understood from any directory: relative paths begin in this one."""
+    tree = experiment.model_dump(mode="json")
+    for key, value in absolute_paths(tree).items():
+        put(tree, key, value, key)
+    return Experiment.model_validate(tree)
 
 
 def parse_override(text: str, option: str = "--set") -> tuple[str, Any]:

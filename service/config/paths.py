@@ -28,13 +28,24 @@ def with_absolute_file(method: str) -> str:
     return method if file is None else f"{file.absolute()}:{option_key(method)}"
 
 
+def absolute_stage(stage: str) -> str:
+    """`data.stage`: a folder of each node, or a word."""
+    return stage if stage in ("none", "ram") else absolute_or_new(stage)
+
+
+def absolute_store(uri: str) -> str:
+    """`tracking.uri`, a relative SQLite path made absolute."""
+    return checked_uri(uri) if uri.startswith("sqlite") else uri
+
+
 PATHS: dict[str, Callable[[str], str]] = {
     "data.path": absolute,
+    "data.stage": absolute_stage,
     "teacher.weights": absolute,
     "teacher.cache": absolute_or_new,
     "teacher.others": absolute,
     "distill.method": with_absolute_file,
-    "tracking.uri": checked_uri,
+    "tracking.uri": absolute_store,
 }
 """The keys whose values are paths or have some."""
 

@@ -49,7 +49,7 @@ def page_of(records: Records) -> Page:
     when = f"{result.started} to {result.finished or 'now'}".replace("T", " ")
     return replace(
         page,
-        notes=[*page.notes, *teacher_lines(result), *result.notices, *records.hangs, *([result.reason] if result.reason else [])],
+        notes=[*page.notes, *teacher_lines(result), *result.notes, *records.hangs, *([result.reason] if result.reason else [])],
         foot=f"raydistill {version('raydistill')} · {records.root} · {when} · written {datetime.now():%Y-%m-%d %H:%M:%S}",
         refresh_s=RELOAD_S if result.status == "running" else None,
     )

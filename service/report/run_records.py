@@ -112,7 +112,7 @@ def hangs_of(run_dir: RunDir, result: RunResult) -> list[str]:
 
 def read_history(label: str, stage: StageDir, steps: bool) -> History:
     """A stage's lines. Without `steps`, the many lines of log steps only give the mean step time of each window."""
-    lines, windows_s = [], []
+    lines, windows_s, time_ms = [], [], 0.0
     for one in lines_after(stage.metrics, 0):
         if _STEP in one.raw[:40]:
             if found := _WINDOW_MS.search(one.raw):
@@ -121,7 +121,8 @@ def read_history(label: str, stage: StageDir, steps: bool) -> History:
                 continue
         record = one.record
         if record is not None and record.keys() >= {"kind", "step", "time_ms", "metrics"}:
-            lines.append(record)
+            time_ms = max(time_ms, record["time_ms"])  # after a restart they are of another node, whose clock may be behind
+            lines.append(record | {"time_ms": time_ms})
     return History(label, lines, windows_s[1:])  # the first window has the warm-up in it
 
 

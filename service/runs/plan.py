@@ -11,7 +11,7 @@ from service.config.paths import absolute_paths
 from service.config.schema import Experiment
 from service.runs.stages.assignment import Assignment, reservation_of
 from service.runs.stored.stored_runs import display_name, ray_storage, run_store
-from trainables.config import TrainConfig
+from trainables.config import DataIdentity, TrainConfig
 from trainables.errors import ClusterError
 from trainables.rundir import RunDir
 
@@ -23,15 +23,17 @@ class Plan:
     experiment: Experiment
     use_gpu: bool
     loader_workers: int
+    accepted_data: DataIdentity | None = None
+    """See `TrainConfig.accepted_data`."""
 
     @classmethod
-    def on(cls, experiment: Experiment, cluster: Cluster) -> Plan:
+    def on(cls, experiment: Experiment, cluster: Cluster, accepted_data: DataIdentity | None = None) -> Plan:
         """Resolve every `auto`."""
         scale, loader_workers = experiment.scale, experiment.data.loader_workers
         has_gpu = use_gpu(scale.use_gpu, cluster)
         if loader_workers == "auto":
             loader_workers = auto_loader_workers(cluster, scale.num_workers, scale.cpus_per_worker, use_gpu=has_gpu)
-        return cls(experiment, has_gpu, loader_workers)
+        return cls(experiment, has_gpu, loader_workers, accepted_data)
 
     def assign(
         self,
@@ -49,6 +51,7 @@ class Plan:
         tree = self.experiment.stage(stage, run_dir.stage(stage).root, labels, weights).model_dump()
         tree["data"]["loader_workers"] = self.loader_workers
         tree |= {"loader_auto": self.experiment.data.loader_workers == "auto", "teachers": teachers}
+        tree["accepted_data"] = self.accepted_data
         tree["run_store"] = run_store(run_dir.root)
         if self.experiment.measures_teacher(stage):
             tree["teacher_records"] = display_name((sweep_dir or run_dir).root)

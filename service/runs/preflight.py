@@ -4,40 +4,47 @@ That takes seconds instead of a worker's start. Names, values and their combinat
 read. The cheapest check comes first; only the last ones import torch.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Literal
 
 from service.cluster.connect import check_ray_address
 from service.cluster.resources import is_local, local_capacity
 from service.config.experiment import Resolved, read_resolved
+from service.config.method_rules import method_names
 from service.config.schema import Experiment
 from service.runs.dry_run import check_fits, check_parts
 from service.runs.plan import Plan
 from service.runs.result import Kind, RunResult
 from service.runs.run_directory import stages_with
 from service.tracking.tracker import check_store
-from trainables.config import DataConfig
+from trainables.config import DataConfig, DataIdentity
 from trainables.data.decode import UnreadableImageError, decode_image
+from trainables.data.identity import check_same_data, data_identity
 from trainables.data.interface import Source
 from trainables.data.source import check_placement, open_source, refuse_single_class
 from trainables.errors import CheckpointError, DataError, ExperimentError
+from trainables.methods.registry import load_method
 from trainables.models.checkpoint_header import read_checkpoint_header
+from trainables.notices import notice
 from trainables.object_store.store import is_uri
 from trainables.rules import enough_images
 from trainables.rundir import RunDir, unwritable_reason
 
 PROBED_IMAGES = 8
+DataCheck = Callable[[DataIdentity], None]
+"""Raises a DistillError where the data may not be trained on."""
 
 
-def check_train(resolved: Resolved) -> None:
-    """Refuse a run that its workers would refuse later. Raises DistillError."""
+def check_train(resolved: Resolved, check: DataCheck = lambda data: None) -> DataIdentity:
+    """Refuse a run that its workers would refuse later. Returns what its data is. Raises DistillError, also that of `check`."""
     experiment = resolved.experiment
     check_services(experiment, "train")
     if is_local():  # a cluster's size is known once we are connected
         capacity = local_capacity()
         Plan.on(experiment, capacity).check(capacity)
-    num_classes = check_data(experiment)
-    check_fits(experiment, num_classes, ["student"])
+    data = check_data(experiment, check=check)
+    check_fits(experiment, len(data.classes), ["student"])
+    return data
 
 
 def check_services(experiment: Experiment, kind: Kind) -> None:
@@ -53,8 +60,10 @@ def check_services(experiment: Experiment, kind: Kind) -> None:
     check_cache(experiment, kind)
 
 
-def check_data(experiment: Experiment, searched: Collection[str] = (), *, trains_base: bool = True) -> int:
-    """Refuse data that cannot be read, and models that do not fit it. Returns how many classes it has.
+def check_data(
+    experiment: Experiment, searched: Collection[str] = (), *, trains_base: bool = True, check: DataCheck = lambda data: None
+) -> DataIdentity:
+    """Refuse data that cannot be read or that `check` refuses, and models that do not fit it. Returns what it is.
 
     `searched`: the keys of a sweep, whose values are not the experiment's; `trains_base`: its own batch size is trained with.
 
@@ -63,6 +72,7 @@ def check_data(experiment: Experiment, searched: Collection[str] = (), *, trains
     if not {"data.stage", "data.cache"} & set(searched):
         check_placement(experiment.data)
     train, val = (check_source(experiment.data, split) for split in ("train", "val"))
+    check(identity := data_identity(train, val))
     if trains_base and (problem := enough_images(experiment.data, len(train))):
         raise DataError(problem)
     if "data.image_size" not in searched:
@@ -70,7 +80,7 @@ def check_data(experiment: Experiment, searched: Collection[str] = (), *, trains
         cut = experiment.scale.num_stages > 1 and experiment.teacher is not None and experiment.teacher.weights is None
         check_fits(experiment, len(val.classes), [name for name in experiment.preparation if cut or name != "teacher"])
         check_parts(experiment, len(train), len(val.classes), trained_stages(experiment, searched))
-    return len(val.classes)
+    return identity
 
 
 def trained_stages(experiment: Experiment, searched: Collection[str]) -> list[str]:
@@ -141,6 +151,25 @@ def check_models(experiment: Experiment, classes: tuple[str, ...]) -> None:
                 if experiment.data.path != "synthetic":
                     check_trained_input(model, path, experiment.data, classes)
                 load_teacher(model, path, num_classes=len(classes), image_size=size, classes=classes, seed=seed)
+
+
+def check_data_of_run(run: str, experiment: Experiment, result: RunResult, data: DataIdentity, *, accept_new: bool) -> None:
+    """Refuse to resume a run on other data than it was trained on, unless that is accepted and possible.
+
+    Raises:
+        DataError: see `check_same_data`.
+        ExperimentError: a method remembers each image.
+    """
+    if result.data is None:
+        notice(f"{run} was begun by a version that did not record its data: whether that has changed is not checked")
+    elif not check_same_data(run, result.data, data, accept=accept_new):
+        if accept_new:
+            notice("--accept-new-data: the data is that of before: the run goes on as without it")
+    elif methods := [name for name in method_names(experiment) if load_method(name).requires.same_images]:
+        raise ExperimentError(
+            f"--accept-new-data: distill.method {methods[0]} remembers each training image of before: restore the data, or "
+            "choose another --out"
+        )
 
 
 def check_checkpoints(run_dir: RunDir, result: RunResult) -> None:

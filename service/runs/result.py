@@ -9,6 +9,7 @@ from pydantic_core import PydanticCustomError
 from service.config.messages import expected, shown
 from service.config.space import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
 from service.runs.outcome import VERSION, Outcome, ResultPart, check_version, to_json
+from trainables.config import DataIdentity
 from trainables.errors import ExperimentError
 from trainables.rundir import write_json
 
@@ -128,6 +129,10 @@ class RunResult(ResultPart):
     reason: str | None = None
     notices: list[str] = Field(default_factory=list)
     """What was guessed, mapped or left out of the experiment's inputs, a line each."""
+    data: DataIdentity | None = None
+    """What it is trained on. None: an older version began it, or a sweep that searches over `data.path`."""
+    not_exact: list[str] = Field(default_factory=list)
+    """Why it is not the run that an uninterrupted one would be: other data that a resume accepted, a line each."""
     mlflow: MlflowTarget | None = None
     use_gpu: bool | None = None
     num_workers: int | None = None
@@ -158,6 +163,16 @@ class RunResult(ResultPart):
     @property
     def rows(self) -> list[TrialRow]:
         return self.trials or []
+
+    @property
+    def accepted_data(self) -> DataIdentity | None:
+        """See `TrainConfig.accepted_data`."""
+        return self.data if self.not_exact else None
+
+    @property
+    def notes(self) -> list[str]:
+        """What its reader has to know."""
+        return [*self.notices, *(f"not exact: {line}" for line in self.not_exact)]
 
     @property
     def unit(self) -> str:

@@ -8,12 +8,14 @@ from pathlib import Path
 
 from service.config.dotted import flatten
 from service.config.experiment import Resolved, read_resolved
+from service.config.paths import absolute_paths
 from service.runs.method_copies import copy_methods, use_copies_of
 from service.runs.result import Kind, RunResult, read_result, write_result
 from service.runs.stored.driver_lease import is_fresh
 from service.runs.stored.stored_runs import check_reachable, display_name, fetch_records, is_taken, root_folder, uri_of
 from trainables.errors import ExperimentError
 from trainables.locks import is_locked, locked_or_raise
+from trainables.methods.method_file import file_of, option_key
 from trainables.object_store.store import is_uri
 from trainables.rundir import RunDir, StageDir, unwritable_reason, write_text
 
@@ -26,12 +28,19 @@ def has_begun(path: Path) -> bool:
 def check_same(kind: Kind, resolved: Resolved, path: Path) -> None:
     """Refuse to continue a run of another experiment. Raises ExperimentError: naming the first key that differs."""
     begun, _, result = reopen(path)
-    wanted, begun_with = (flatten(each.experiment.model_dump(mode="json")) for each in (resolved, begun))
+    trees = [each.experiment.model_dump(mode="json") for each in (resolved, begun)]
+    # An older version did not make paths absolute; a method's file may lie elsewhere, as in each Ray job: the run has its copy.
+    wanted, begun_with = (flatten(tree) | absolute_paths(tree, method=_by_file_name) for tree in trees)
     differing = [key for key in sorted({*wanted, *begun_with}) if wanted.get(key) != begun_with.get(key)]
     if result.kind != kind or differing:
         other = f"a {result.kind}" if result.kind != kind else f"another {differing[0]} ({begun_with.get(differing[0])})"
         run = display_name(path)
         raise ExperimentError(f"{run} has a run with {other}: continue it with `distill resume {run}`, or choose another --out")
+
+
+def _by_file_name(method: str) -> str:
+    path = file_of(method)
+    return method if path is None else f"{path.name}:{option_key(method)}"
 
 
 def check_writable(root: Path, out: Path | None, *, begun_ok: bool = False) -> None:

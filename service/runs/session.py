@@ -24,6 +24,8 @@ from service.runs.run_directory import locked_run, runs_root_of
 from service.runs.stored.stored_runs import display_name, uri_of
 from service.runs.stored.stored_session import stored_session
 from service.tracking import Tracker, default_uri, sync_neighbours
+from trainables.config import DataIdentity
+from trainables.data.identity import data_changes
 from trainables.rundir import RunDir, StageDir
 
 T = TypeVar("T")
@@ -88,10 +90,17 @@ class Session:
 
 
 @contextlib.contextmanager
-def open_session(resolved: Resolved, run_dir: RunDir, reporter: ResultReporter) -> Iterator[Session]:
-    """Open the display and the records around a run; however it ends, `result.json` and MLflow say how."""
+def open_session(
+    resolved: Resolved, run_dir: RunDir, reporter: ResultReporter, data: DataIdentity | None = None
+) -> Iterator[Session]:
+    """Open the display and the records around a run; however it ends, `result.json` and MLflow say how.
+
+    `data`: what it is trained on from now on, see `RunResult.data`.
+    """
     with locked_run(run_dir), Display() as display, stored_session(run_dir, display.print):
         session = _open(resolved, run_dir, display, reporter)
+        if data is not None and data != session.result.data:
+            session.save(**with_data(session.result, data))
         display.print(f"{session.result.kind} {resolved.experiment.name} in {display_name(run_dir.root)}")
         if session.tracker and uri_of(run_dir.root) and not resolved.experiment.tracking.uri:
             store = runs_root_of(session.result)
@@ -121,6 +130,13 @@ def _open(resolved: Resolved, run_dir: RunDir, display: Display, reporter: Resul
     session = Session(resolved, run_dir, display, reporter, tracker, result, earlier_s=result.seconds, began_s=began_s)
     session.save(version=VERSION, status="running", reason="", mlflow=target)
     return session
+
+
+def with_data(result: RunResult, data: DataIdentity) -> dict[str, Any]:
+    """What changes in the result of a run that goes on with other data, or whose data is not on record yet."""
+    changes = data_changes(result.data, data) if result.data is not None else []
+    lines = [f"resumed on other data: {', '.join(changes)}"] if changes else []
+    return {"data": data, "not_exact": [*result.not_exact, *lines]}
 
 
 def _close(session: Session, status: Literal["FINISHED", "FAILED", "KILLED"], timeout_s: float) -> None:

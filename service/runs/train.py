@@ -10,22 +10,25 @@ from service.runs.session import ResultReporter, open_session, record_student
 from service.runs.stages.run_stages import prepare_teacher, run_stage
 from service.runs.stages.teacher_actors import running_teacher_actors
 from service.runs.stored.stored_runs import uri_of
+from trainables.config import DataIdentity
 from trainables.rundir import RunDir, StageDir
 
 
-def train(resolved: Resolved, run_dir: RunDir, reporter: ResultReporter) -> RunResult:
+def train(resolved: Resolved, run_dir: RunDir, reporter: ResultReporter, data: DataIdentity | None = None) -> RunResult:
     """Carry out, or continue, one run: teacher if needed, assistants, then student. Returns what `result.json` holds.
+
+    `data`: see `open_session`.
 
     Raises:
         DistillError: one line; `result.json` says the same.
         KeyboardInterrupt: the records are complete.
     """
     experiment = resolved.experiment
-    with open_session(resolved, run_dir, reporter) as session:
+    with open_session(resolved, run_dir, reporter, data) as session:
         cpus = most_local_cpus(experiment)
         is_copy = uri_of(run_dir.root) is not None
         with connect(cpus, run_dir.root, experiment.written_cache("train"), is_copy=is_copy) as cluster:
-            plan = Plan.on(experiment, cluster)
+            plan = Plan.on(experiment, cluster, session.result.accepted_data)
             plan.check(cluster)
             session.save(use_gpu=plan.use_gpu, num_workers=experiment.scale.num_workers, loader_workers=plan.loader_workers)
             session.display.print(plan.describe(cluster))

@@ -77,7 +77,8 @@ def assign(
             discard(run_dir.measurement(trial.num_measurements))
         if trial.outcome is None:
             write_text(run_dir.experiment, trial.resolved.to_yaml())
-        plan, labels = Plan.on(trial.resolved.experiment, cluster), {"run": session.run_dir.root.name, "trial": trial.id}
+        plan = Plan.on(trial.resolved.experiment, cluster, session.result.accepted_data)
+        labels = {"run": session.run_dir.root.name, "trial": trial.id}
         assignment = plan.assign("student", run_dir, labels, teacher.weights, teacher.actors, session.run_dir)
         assignments[trial.id] = replace(assignment, limit_s=session.experiment.sweep.trial_limit_s)
     return assignments

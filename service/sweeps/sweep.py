@@ -24,19 +24,22 @@ from service.sweeps.trials import (
     retry_trials,
     training_of,
 )
+from trainables.config import DataIdentity
 from trainables.errors import ClusterError, TrainingError
 from trainables.rundir import RunDir
 
 
-def sweep(resolved: Resolved, run_dir: RunDir, reporter: ResultReporter) -> RunResult:
+def sweep(resolved: Resolved, run_dir: RunDir, reporter: ResultReporter, data: DataIdentity | None = None) -> RunResult:
     """Carry out, or continue, a sweep. Returns what `result.json` holds.
+
+    `data`: see `open_session`.
 
     Raises:
         DistillError: one line; `result.json` says the same. A trial that fails is a row, not an error.
         KeyboardInterrupt: the records are complete.
     """
     trials = plan_trials(resolved)
-    with open_session(resolved, run_dir, reporter) as session:
+    with open_session(resolved, run_dir, reporter, data) as session:
         records = TrialRecords(session)
         load_outcomes(trials, run_dir)
         if may_retry(resolved.experiment):
@@ -79,7 +82,7 @@ def check_driver_node(run_dir: RunDir) -> None:
 def run_trials(session: Session, records: TrialRecords, trials: list[Trial], cluster: Cluster) -> None:
     """Prepare teacher and assistants once, then run the trials that are left, and train the fastest to the target where asked."""
     experiment = session.experiment
-    plan, config = Plan.on(experiment, cluster), experiment.sweep
+    plan, config = Plan.on(experiment, cluster, session.result.accepted_data), experiment.sweep
     session.save(
         use_gpu=plan.use_gpu,
         space=config.axes,

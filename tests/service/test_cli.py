@@ -17,12 +17,19 @@ import yaml
 from service import cli
 from service.commands.path_types import is_run_folder
 from service.config.experiment import load
+from service.runs.result import read_result, write_result
+from service.runs.run_directory import begin_run
+from tests.trainables.data.image_folder import write_images
 from tests.trainables.data.photos import encoded, photo
 from tests.trainables.jobs import write_teacher
 from tests.trainables.methods import own_methods
+from trainables.config import DataConfig
+from trainables.data.identity import data_identity
+from trainables.data.source import open_source
 from trainables.distributed.rank_pool import RankPool
 from trainables.errors import ExperimentError
 from trainables.notices import notices_to
+from trainables.rundir import RunDir
 
 Refuse = Callable[..., str]
 PYTHON = [sys.executable, "-c"]
@@ -623,6 +630,36 @@ def test_a_run_is_not_resumed_from_a_checkpoint_that_was_cut_off(refuse: Refuse,
     assert shown.endswith(f": remove {run / 'teacher'} to begin that stage again")
     write_teacher(last.with_name("best.safetensors"))
     assert "copy best.safetensors over it to go on from there, or remove" in refuse("resume", run)
+
+
+def on_images(folder: Path, *overrides: str) -> Path:
+    """A run that was interrupted, on images of the classes a and b in a folder beside it, named by a relative path."""
+    images, run_dir = write_images(folder / "images"), RunDir(folder / "run")
+    resolved = load("digits", ["data.path=images", "data.global_batch_size=4", "tracking.enabled=false", *overrides])
+    begin_run(resolved, "train", run_dir, folder)
+    data = data_identity(*(open_source(DataConfig(path=str(images)), split) for split in ("train", "val")))
+    result = read_result(run_dir.result, run_dir.experiment)
+    write_result(run_dir.result, result.model_copy(update={"data": data, "status": "interrupted"}))
+    return run_dir.root
+
+
+def test_a_run_whose_data_has_changed_is_refused_from_any_folder_before_ray_starts(
+    refuse: Refuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = on_images(tmp_path, "distill.method=pskd", "teacher=null")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    write_images(tmp_path / "images", 5)
+    changed = f"{run} was trained on other data: train had 8 images and has 10: restore the data, or choose another --out"
+    assert changed in refuse("resume", run)
+    assert "distill.method pskd remembers each training image of before" in refuse("resume", run, "--accept-new-data")
+    write_images(tmp_path / "images", 4, "abd")
+    assert "was trained on other classes: class d is new" in refuse("resume", run, "--accept-new-data")
+    monkeypatch.chdir(tmp_path)
+    same = ["digits", *sets("data.path=images", "data.global_batch_size=4", "tracking.enabled=false", "distill.method=pskd")]
+    assert "class d is new" in refuse("train", *same, *sets("teacher=null"), "--out", run, "--continue", "--accept-new-data")
+    assert "add --continue" in refuse("train", "digits", "--accept-new-data")
 
 
 # check-method

@@ -12,14 +12,18 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
 
+from tests.trainables.data.image_folder import write_images
 from tests.trainables.jobs import config, equal, relative_difference, save, train, write_teacher
-from trainables.config import DataConfig, EvaluateConfig
+from trainables.config import DataConfig, EvaluateConfig, TrainConfig
+from trainables.data.identity import data_identity
 from trainables.data.order import sample_at
+from trainables.data.source import open_source
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
 from trainables.engine import checkpoint
 from trainables.engine.checkpoint import CheckpointState, Progress
 from trainables.engine.evaluate import evaluate_checkpoint
+from trainables.engine.optim import learning_rate
 from trainables.errors import CheckpointError, DataError
 from trainables.models.checkpoint_header import META_KEY, read_checkpoint_header
 from trainables.models.registry import build_model
@@ -106,6 +110,32 @@ def test_bad_images_that_pass_the_limit_only_together_stop_all_ranks(ranks: Rank
     assert all(f"train/a/{number:02}.png (not an image)" in str(caught.value) for number in bad)
     one = ranks.run(2, train, config(tmp_path / "one", teacher=None, data={**data, "max_bad": 0.125}))
     assert [result["progress"].history[0]["epoch/skipped_images"] for result in one] == [2, 2]
+
+
+def schedule_job(folder: Path, images: Path, **sections: object) -> TrainConfig:
+    data = {"path": str(images), "global_batch_size": 4}
+    settings = {"data": data, "optim": {"epochs": 4}, "train": {"checkpoint_every": 1, "log_every": 1}, **sections}
+    return config(folder, teacher=None, **settings)
+
+
+def test_a_training_goes_on_with_other_data_only_where_that_is_accepted_and_then_by_its_share_of_epochs(tmp_path: Path) -> None:
+    images, group = write_images(tmp_path / "images", 8), Group()  # 16 images: 4 steps an epoch
+    # Dies in the third epoch, at its second step.
+    assert train(group, schedule_job(tmp_path / "job", images), 1 + 2 * (4 + 1) + 2)["died"]
+    write_images(images, 12)  # 6 steps an epoch
+    with pytest.raises(DataError, match=r"^checkpoint .*last.* trained on other data: train had 16 images and has 24: restore"):
+        train(group, schedule_job(tmp_path / "job", images))
+    data = DataConfig(path=str(images))
+    accepted = data_identity(open_source(data, "train"), open_source(data, "val"))
+    resumed = train(group, schedule_job(tmp_path / "job", images, accepted_data=accepted), 5)
+    assert resumed["died"]
+    ended = train(group, schedule_job(tmp_path / "job", images))  # the new data is that of its checkpoint by now
+    assert [row["epoch"] for row in ended["progress"].history] == [1, 2, 3, 4]
+    assert [row["step"] for row in ended["progress"].history] == [4, 8, 9 + 6, 9 + 12]  # the last checkpoint was that of step 9
+    calls = {step: metrics for kind, step, metrics in [*resumed["calls"], *ended["calls"]] if kind == "step"}
+    rates = [calls[step]["train/lr"] for step in sorted(calls)]
+    optim = schedule_job(tmp_path, images).optim
+    assert rates == [learning_rate(step, 6, optim, optim.lr) for step in range(2 * 6, 4 * 6)]
 
 
 def small_state() -> CheckpointState:

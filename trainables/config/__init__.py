@@ -5,7 +5,16 @@
 
 from trainables.config.data import ON_DEVICE, ColorJitterConfig, DataConfig, DeviceAugmentConfig, RandAugmentConfig
 from trainables.config.distill import DistillConfig, MethodOptions
-from trainables.config.job import EvaluateConfig, FillConfig, Precision, RunStore, TrainConfig, TrainingConfig
+from trainables.config.job import (
+    DataIdentity,
+    EvaluateConfig,
+    FillConfig,
+    Precision,
+    RunStore,
+    SplitIdentity,
+    TrainConfig,
+    TrainingConfig,
+)
 from trainables.config.models import AssistantConfig, ModelConfig, OtherTeacherConfig, TeacherConfig
 from trainables.config.optim import LossOptimConfig, OptimConfig
 from trainables.config.scale import ScaleConfig
@@ -17,6 +26,7 @@ __all__ = [
     "ColorJitterConfig",
     "Count",
     "DataConfig",
+    "DataIdentity",
     "DeviceAugmentConfig",
     "DistillConfig",
     "EvaluateConfig",
@@ -35,6 +45,7 @@ __all__ = [
     "RunStore",
     "ScaleConfig",
     "Section",
+    "SplitIdentity",
     "TeacherConfig",
     "TrainConfig",
     "TrainingConfig",

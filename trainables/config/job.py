@@ -63,6 +63,24 @@ class RunStore(Section):
     folder: str = Field(description="absolute folder of its copy on each node")
 
 
+class SplitIdentity(Section):
+    """The images of a split, in their order; hashes in hexadecimal."""
+
+    num_images: int
+    labels: str
+    order: str
+    contents: str
+    """Of a few images, see `trainables.data.identity`."""
+
+
+class DataIdentity(Section):
+    """What a training is trained on."""
+
+    classes: tuple[str, ...]
+    train: SplitIdentity
+    val: SplitIdentity
+
+
 class TrainConfig(Section):
     """Everything one worker needs to train one model: with `distill` it distils, without it trains on labels alone."""
 
@@ -70,6 +88,9 @@ class TrainConfig(Section):
     output_dir: str = Field(description="absolute stage directory; without a run_store on a file system that all nodes share")
     run_store: RunStore | None = Field(None, description="where the run is, of which each node has a copy; None: in its folder")
     data: DataConfig
+    accepted_data: DataIdentity | None = Field(
+        None, description="data with which the stage goes on although its checkpoint was trained on other data; None: with none"
+    )
     loader_auto: bool = Field(False, description="data.loader_workers was `auto`: it is the most threads, fewer may be enough")
     model: str
     teacher: TeacherConfig | None = None

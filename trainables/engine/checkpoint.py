@@ -17,11 +17,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from trainables.config import DataIdentity
+from trainables.data.identity import check_same_data
 from trainables.distributed.group import Group, gather_objects, result_or_error
 from trainables.engine.pipeline.state_part import StatePart
 from trainables.engine.tensor_file import HostBuffer, write_packed
 from trainables.errors import CheckpointError, DistillError
 from trainables.models.checkpoint_header import META_KEY
+from trainables.notices import notice
 from trainables.rundir import OLD_FILE_S
 
 FORMAT = 3
@@ -56,8 +59,21 @@ class Progress:
     """The sums of `noise_scale.NoiseHistory`."""
     skipped: dict[int, str] = field(default_factory=dict)
     """Images of the unfinished epoch that could not be read, on all ranks; see `Loader.skipped`."""
+    step_offset: int = 0
+    """See `Epochs.step_offset`."""
     partial: list[float] = field(default_factory=list)
     """Sums of the unfinished epoch so far (over all ranks), so that its record is the same after a resume."""
+
+    def begin_epoch_on_other_data(self, steps_per_epoch: int, *, forget_best: bool) -> None:
+        """Begin the unfinished epoch again, on other data, with the parameters as they are; it has so many steps now.
+
+        Again, since an epoch that is left out would have no record, and the last one no evaluation. `forget_best`: accuracies
+        on other images cannot be compared.
+        """
+        self.position, self.partial, self.skipped = 0, [], {}
+        self.step_offset = self.step - self.epoch * steps_per_epoch
+        if forget_best:
+            self.best_top1_pct, self.best_epoch = -1.0, -1
 
 
 @dataclass
@@ -72,6 +88,8 @@ class CheckpointState:
     progress: Progress
     about: dict[str, Any]
     """Describes the model for those who load the file: model, num_classes, image_size, classes, mean, std, data keys."""
+    data: DataIdentity | None = None
+    """What it is trained on; None: of a timing run, which has no checkpoints."""
     part: StatePart | None = None
     """Of the whole state, what this rank has; None: all of it, as every rank."""
 
@@ -140,13 +158,19 @@ def _identity(meta: dict[str, Any]) -> tuple[int, str]:
     return meta.get("progress", {}).get("step", 0), hashlib.sha256(json.dumps(meta).encode()).hexdigest()
 
 
-def restore(path: Path, state: CheckpointState, group: Group) -> None:
+def restore(path: Path, state: CheckpointState, group: Group, accepted_data: DataIdentity | None = None) -> DataIdentity | None:
     """Continue from `path`: parameters, optimizer, scaler, progress, and this rank's generators where the world is the same.
 
-    Raises CheckpointError: damaged, or of another model or optimizer than those of `state`.
+    Returns the data that it was trained on, where that is not the one of `state` but `accepted_data` is; else None.
+
+    Raises:
+        CheckpointError: damaged, or of another model or optimizer than those of `state`.
+        DataError: it was trained on other data, which is not accepted.
     """
     part = state.part
     tensors, meta = _read_on_all_ranks(path, (lambda name: True) if part is None else part.has, group)
+    _check_format(path, meta)
+    other_data = _check_data(path, state, meta, accepted_data)
     _check_model(path, state, meta)
     try:
         state.student.load_state_dict(_without_prefix("model.", tensors))
@@ -174,6 +198,21 @@ def restore(path: Path, state: CheckpointState, group: Group) -> None:
         torch.set_rng_state(tensors[f"rng.{group.rank}.cpu"])
         if group.device.type == "cuda" and f"rng.{group.rank}.cuda" in tensors:
             torch.cuda.set_rng_state(tensors[f"rng.{group.rank}.cuda"], group.device)
+    return other_data
+
+
+def _check_data(
+    path: Path, state: CheckpointState, meta: dict[str, Any], accepted_data: DataIdentity | None
+) -> DataIdentity | None:
+    """See `restore`. An older version's checkpoint does not say on what it was trained."""
+    if state.data is None:
+        return None
+    if "data" not in meta:
+        notice(f"{path} does not say on what data it was trained: whether that has changed is not checked")
+        return None
+    before = DataIdentity(classes=meta["classes"], **meta["data"])
+    changes = check_same_data(f"checkpoint {path}", before, state.data, accept=state.data == accepted_data)
+    return before if changes else None
 
 
 def _begin_world_size(progress: Progress, before: int, now: int) -> None:
@@ -182,11 +221,14 @@ def _begin_world_size(progress: Progress, before: int, now: int) -> None:
     progress.warm = progress.other_sizes.pop(str(now), [0.0, 0.0, 0.0])
 
 
-def _check_model(path: Path, state: CheckpointState, meta: dict[str, Any]) -> None:
+def _check_format(path: Path, meta: dict[str, Any]) -> None:
     if meta.get("format") != FORMAT:
         raise CheckpointError(
             f"checkpoint {path} was written by another version: train on with that one, or choose another --out"
         )
+
+
+def _check_model(path: Path, state: CheckpointState, meta: dict[str, Any]) -> None:
     if meta["model"] != state.about["model"] or meta["num_classes"] != state.about["num_classes"]:
         raise CheckpointError(
             f"checkpoint {path} holds {meta['model']} with {meta['num_classes']} classes, the experiment asks for "

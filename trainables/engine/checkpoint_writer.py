@@ -43,6 +43,7 @@ class CheckpointWriter:
         meta = {
             "format": FORMAT,
             **state.about,
+            **({"data": state.data.model_dump(exclude={"classes"})} if state.data is not None else {}),
             "progress": vars(state.progress),
             "world_size": group.world_size,
             "optimizers": optimizers,

@@ -25,6 +25,8 @@ class Epochs:
     steps_per_epoch: int
     augmentation: Callable[[int], int]
     """Index of an epoch → the epoch of its augmentations."""
+    step_offset: int = 0
+    """By how much the steps so far are more than those that their epochs would have now: 0 unless the data has changed."""
 
     @property
     def total(self) -> int:
@@ -35,8 +37,8 @@ class Epochs:
 
     def training_step(self, step: int) -> int:
         """A step of the stage counted from the training's first one; below 0 in an init stage."""
-        return step - self.num_init * self.steps_per_epoch
+        return step - self.step_offset - self.num_init * self.steps_per_epoch
 
     def training_epochs(self, step: int) -> float:
         """Epochs of training that have passed before a step of the stage, fractions included; below 0 in an init stage."""
-        return step / self.steps_per_epoch - self.num_init
+        return (step - self.step_offset) / self.steps_per_epoch - self.num_init

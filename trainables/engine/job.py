@@ -1,8 +1,9 @@
 """Build a job on one rank: open the data, build and wrap the models, restore the last checkpoint. Knows no Ray."""
 
 import contextlib
+import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from trainables.config import TrainConfig
+from trainables.data.identity import data_changes, data_identity
 from trainables.data.loader.auto_workers import AutoWorkers
 from trainables.data.loader.loader import Loader
 from trainables.data.loader.loader_process import loader_process
@@ -49,6 +51,8 @@ from trainables.stage_result import TeacherAccuracy
 from trainables.teachers.interface import TeacherInterface
 from trainables.teachers.network import TeacherNetwork
 from trainables.teachers.service.protocol import TeacherConnection
+
+log = logging.getLogger("raydistill")
 
 
 class Snapshot(Protocol):
@@ -163,12 +167,15 @@ def build(
             module.set_trainable(0)
         optimizers = build_optimizers(module.student, module.methods_by_name, config.optim)
         checkpoint_state = build_checkpoint_state(models, optimizers, layout, classes)
+        if config.train.max_steps is None:
+            checkpoint_state.data = from_rank(lambda: data_identity(train_loader.source, val_loader.source), group)
         seed_rank(config.seed, group.rank)
         if resumes:
-            checkpoint.restore(stage.last, checkpoint_state, group)
+            restore(checkpoint_state, config, stage, group, epochs_of(config, module, train_loader))
         module.set_trainable(0)  # before DDP looks which gradients there will be
         settings = UpdateSettings(checkpoint_state.scaler, layout.replicas, config.optim.clip_grad_norm)
-        parts = TrainingParts(module, models.teacher, optimizers, settings, epochs_of(config, module, train_loader))
+        epochs = replace(epochs_of(config, module, train_loader), step_offset=checkpoint_state.progress.step_offset)
+        parts = TrainingParts(module, models.teacher, optimizers, settings, epochs)
         functions = functions_of(layout)(config, layout, parts)
         return Job(
             config=config,
@@ -263,6 +270,20 @@ def build_checkpoint_state(
         about=checkpoint_about(config, models.name, classes),
         part=part,
     )
+
+
+def restore(state: CheckpointState, config: TrainConfig, stage: StageDir, group: Group, epochs: Epochs) -> None:
+    """Continue from the stage's last checkpoint, at the next whole epoch where its data was other data, which is accepted.
+
+    Raises DataError, CheckpointError: see `checkpoint.restore`.
+    """
+    before = checkpoint.restore(stage.last, state, group, config.accepted_data)
+    if before is None or state.data is None or state.progress.epoch >= epochs.total:
+        return
+    state.progress.begin_epoch_on_other_data(epochs.steps_per_epoch, forget_best=before.val != state.data.val)
+    if group.is_main:
+        changes = ", ".join(data_changes(before, state.data))
+        log.warning("%s: other data from epoch %d on: %s", config.stage, state.progress.epoch + 1, changes)
 
 
 def checkpoint_about(config: TrainConfig, name: str, classes: Sequence[str]) -> dict[str, Any]:

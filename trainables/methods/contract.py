@@ -92,6 +92,8 @@ class Requirements:
     all_logits: bool = True
     """It reads the teacher's logit of every class: refused with `teacher.cache_top_k` below the number of classes. False: the
     largest logits and the total of the others are enough."""
+    same_images: bool = False
+    """Its buffers have a row for each training image: refused where a run is to go on with other data."""
     teacher_model: bool = False
     """Its forward uses the teacher's network or a part of it: refused where each worker has a part of the parameters
     (`teacher.placement: sharded`), and where only logits are available (`teacher.cache`, `teacher.service`, `teacher.others`).

@@ -32,7 +32,7 @@ class PSKD(Method):
     Options = PSKDOptions
     options: PSKDOptions
     terms = ("self_ce",)
-    requires = Requirements(teacher=False, hard_labels=True, all_gather=True)
+    requires = Requirements(teacher=False, hard_labels=True, all_gather=True, same_images=True)
     task_weight = 0.0
 
     def __init__(self, options: PSKDOptions, context: BuildContext) -> None:

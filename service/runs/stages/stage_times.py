@@ -36,10 +36,15 @@ def accounted(outcome: Outcome, stage: StageDir, began_s: float, starts_began_s:
 
     These began at `starts_began_s`; there are none where the workers were there already. All times are unix.
     """
-    now_s = time.time()
-    records = records_since(stage, began_s)
+    now_s = max(time.time(), began_s)  # a clock may be set back
+    records = records_between(stage, began_s, now_s)
     end_s = next((now_s - at_s for kind, at_s in reversed(records) if kind == "summary"), None)
-    times = {"seconds": now_s - began_s, "start_s": total_start_s(records, starts_began_s), "end_s": end_s, "ended_s": now_s}
+    times = {
+        "seconds": now_s - began_s,
+        "start_s": total_start_s(records, starts_began_s),
+        "end_s": end_s,
+        "ended_s": now_s,
+    }
     return outcome.model_copy(update=times)
 
 
@@ -53,16 +58,19 @@ def accounted_over_sessions(outcome: Outcome, stage: StageDir) -> Outcome:
     outcome = accounted(outcome, stage, began_s[-1], began_s[-1:])
     seconds = outcome.seconds
     for began, next_began in itertools.pairwise(began_s):
-        records = [(kind, at_s) for kind, at_s in records_since(stage, began) if at_s < next_began]
+        records = [(kind, at_s) for kind, at_s in records_between(stage, began, outcome.ended_s) if at_s < next_began]
         last_s = records[-1][1] if records else began
-        seconds += (ends_s[began] or last_s) - began
-    start_s = total_start_s(records_since(stage, began_s[0]), began_s)
+        seconds += max(ends_s[began] or last_s, began) - began
+    start_s = total_start_s(records_between(stage, began_s[0], outcome.ended_s), began_s)
     return outcome.model_copy(update={"seconds": seconds, "start_s": start_s})
 
 
-def records_since(stage: StageDir, began_s: float) -> list[tuple[str, float]]:
-    """Kind and unix time of the stage's records that are not older."""
-    records = [(record["kind"], record["time_ms"] / 1e3) for record in read_lines(stage.metrics)]
+def records_between(stage: StageDir, began_s: float, now_s: float) -> list[tuple[str, float]]:
+    """Kind and unix time of the stage's records that are not older than `began_s`.
+
+    Their times are those of a worker's clock, which may be ahead of the driver's: none of them is later than `now_s`.
+    """
+    records = [(record["kind"], min(record["time_ms"] / 1e3, now_s)) for record in read_lines(stage.metrics)]
     return [(kind, at_s) for kind, at_s in records if at_s >= began_s]
 
 

@@ -2,6 +2,7 @@
 
 import math
 import re
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -808,3 +809,34 @@ def test_methods_on_logits_may_read_a_cache() -> None:
     experiment = load("digits", [CACHE, "distill.method=[kd, dkd]", "teacher.cache_epochs=2"]).experiment
     assert experiment.teacher is not None
     assert experiment.teacher.cache_epochs == 2
+
+
+def test_paths_of_an_experiment_are_absolute_wherever_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for folder in ("images", "digits", "home/images", "base"):
+        (tmp_path / folder).mkdir(parents=True)
+    for file in ("t.pth", "own.py"):
+        (tmp_path / file).touch()
+    written(tmp_path / "base", "base: digits\nteacher: {cache: cache}\n", "base.yaml")
+    text = """
+        base: base/base.yaml
+        data: {path: ~/images, stage: ~/stage}
+        teacher: {weights: t.pth}
+        distill: {method: own.py:Own}
+        tracking: {uri: "sqlite:///mlflow.db"}
+        sweep: {space: {data.path: [images, digits, ./digits]}}
+    """
+    path = written(tmp_path, textwrap.dedent(text))
+    experiment = load(path, method_files="ignore").experiment
+    assert experiment.data.path == f"{tmp_path}/home/images"
+    assert experiment.data.stage == f"{tmp_path}/home/stage"
+    assert experiment.teacher is not None
+    assert (experiment.teacher.weights, experiment.teacher.cache) == (f"{tmp_path}/t.pth", f"{tmp_path}/cache")
+    assert experiment.distill.method == (f"{tmp_path}/own.py:Own",)
+    assert experiment.tracking.uri == f"sqlite:///{tmp_path}/mlflow.db"
+    assert experiment.sweep.space == {"data.path": [f"{tmp_path}/images", "digits", f"{tmp_path}/digits"]}
+    others = "teacher.others=[{model: mlp_small, weights: t.pth}, {model: mlp_small, weights: DEFAULT}]"
+    teacher = load("digits", ["teacher.weights=t.pth", others]).experiment.teacher
+    assert teacher is not None
+    assert [other.weights for other in teacher.others] == [f"{tmp_path}/t.pth", "DEFAULT"]

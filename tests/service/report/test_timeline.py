@@ -1,13 +1,15 @@
 """Figures over time from what stages write while they run."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from service.report.hardware import hardware
-from service.report.run_records import History
-from service.report.timeline import accuracy, drift, epoch_times, losses_figure, thin
+from service.report.run_records import History, read_history
+from service.report.timeline import accuracy, drift, epoch_times, losses_figure, since, thin
 from tests.service.report.runs import shown, typed_row
+from trainables.rundir import StageDir, append_line
 
 
 def record(kind: str, step: int, epoch: float, at_s: float, **metrics: float) -> dict[str, Any]:
@@ -103,3 +105,11 @@ def test_many_points_are_thinned_but_for_the_last() -> None:
     assert len(thinned) <= 400
     assert thinned[-1] == 10_000
     assert thinned == sorted(thinned)
+
+
+def test_no_time_is_before_the_start_where_a_later_nodes_clock_is_behind(tmp_path: Path) -> None:
+    stage = StageDir(tmp_path)
+    for one in (record("start", 0, 0, 100.0), record("epoch", 10, 1, 160.0), record("resume", 10, 1, 90.0)):
+        append_line(stage.metrics, one)
+    history = read_history("student", stage, steps=True)
+    assert [since(history, one) for one in history.lines] == [0.0, 60.0, 60.0]

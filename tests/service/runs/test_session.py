@@ -11,9 +11,11 @@ import pytest
 
 from service.config.experiment import load
 from service.report import end_of_run
+from service.runs.result import StageRow, read_result
 from service.runs.run_directory import begin_run
 from service.runs.session import code_tags, open_session
 from service.tracking.spool import Spool
+from trainables.config import DataIdentity, SplitIdentity
 from trainables.rundir import RunDir
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -56,3 +58,21 @@ def test_each_save_has_the_seconds_so_far(tmp_path: Path) -> None:
         time.sleep(0.05)
         session.save(num_workers=1)
         assert 100.05 <= json.loads(run_dir.result.read_text())["seconds"] < 130
+
+
+def test_a_run_that_goes_on_with_other_data_says_so_in_its_result_its_tables_and_its_page(tmp_path: Path) -> None:
+    resolved, run_dir = load("digits", ["tracking.enabled=false"]), RunDir(tmp_path / "run")
+    begin_run(resolved, "train", run_dir, tmp_path)
+    split = SplitIdentity(num_images=9, labels="1", order="1", contents="1")
+    data = DataIdentity(classes=("a",), train=split, val=split)
+    more = data.model_copy(update={"train": split.model_copy(update={"num_images": 12})})
+    for each in (data, data, more, more):
+        with contextlib.suppress(KeyboardInterrupt), open_session(resolved, run_dir, end_of_run, each) as session:
+            raise KeyboardInterrupt
+    line = "resumed on other data: train had 9 images and has 12"
+    assert session.result.not_exact == [line]
+    assert session.result.accepted_data == more
+    assert read_result(run_dir.result, run_dir.experiment) == session.result
+    assert f"not exact: {line}" in run_dir.report.read_text()
+    row = StageRow(stage="student", model="mlp_small", status="ok")
+    assert f"note: not exact: {line}" in end_of_run.tables(session.result.model_copy(update={"stages": [row]}))

@@ -15,7 +15,7 @@ from typing import NamedTuple, NoReturn
 import numpy as np
 
 from trainables.data.decode import UnreadableImageError, read_file
-from trainables.data.interface import Source
+from trainables.data.interface import Source, sha256_of_names
 from trainables.data.order import Split
 from trainables.data.split_names import SPLIT_NAMES, choose_splits, is_hidden
 from trainables.errors import DataError, printable
@@ -106,6 +106,9 @@ class FolderSource(Source):
             _refuse(error)
         digest.update(sampled_sha256(self))
         return digest.hexdigest()
+
+    def order_sha256(self) -> str:
+        return sha256_of_names(self._files)
 
 
 def first_three(names: Sequence[str]) -> str:

@@ -29,6 +29,7 @@ class RecordsSource(Source):
     """One split of a packed set; see `open_records`. In memory are 32 bytes a sample and nothing else."""
 
     shard_sizes: list[int]
+    has_checksums = True
 
     def __init__(self, root: Path, index: Index, split: Split, shards: ShardReader) -> None:
         self._opened_with = root, index, split, shards
@@ -72,6 +73,9 @@ class RecordsSource(Source):
         """Of the files' checksums: see `Source`."""
         files = (self._part.rows, *self._part.shards)
         return hashlib.sha256(f"{self._pixels} {[file.sha256 for file in files]}".encode()).hexdigest()
+
+    def order_sha256(self) -> str:
+        return self.fingerprint()
 
     def read(self, index: int) -> Sample:
         """The encoded image file, or the pixels (H, W, 3).

@@ -102,6 +102,9 @@ class CachedSource(Source):
         """See `Source`."""
         return self._source.fingerprint()
 
+    def order_sha256(self) -> str:
+        return self._source.order_sha256()
+
     def close(self) -> None:
         """This process needs the cache no more."""
         self._lease.close()

@@ -42,3 +42,16 @@ def test_a_session_that_its_driver_ended_counts_to_its_end_and_may_be_ended_twic
     with stage_session(stage):
         clock_s[0] += 20.0
         assert accounted_over_sessions(Outcome(status="ok"), stage).seconds == pytest.approx(8.0 + 20.0)
+
+
+@pytest.mark.parametrize("ahead_s", [-3600.0, -5.0, 5.0, 3600.0])
+def test_no_time_is_negative_where_a_workers_clock_is_not_the_drivers(ahead_s: float, tmp_path: Path) -> None:
+    stage, now_s = StageDir(tmp_path), time.time()
+    for began_s, first, last in ((now_s - 60.0, "start", "step"), (now_s - 20.0, "resume", "summary")):
+        append_line(stage.sessions, {"began_s": began_s})
+        for kind, after_s in ((first, 8.0), (last, 19.0)):
+            append_line(stage.metrics, {"kind": kind, "time_ms": 1e3 * (began_s + after_s + ahead_s), "metrics": {}})
+    outcome = accounted_over_sessions(Outcome(status="ok"), stage)
+    for seconds in (outcome.start_s or 0.0, outcome.end_s or 0.0):
+        assert 0.0 <= seconds <= 60.5
+    assert 20.0 <= outcome.seconds <= 60.5

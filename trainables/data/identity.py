@@ -1,0 +1,75 @@
+"""What a training's data is, so that a resumed one never trains on other data in silence.
+
+It costs no `stat` and no read per image: labels and names of all images, or the checksums in a packed set's index, and the
+contents of the few images that `sampled_sha256` reads. Of a large folder, a file that another one of the same name has replaced
+may go unseen.
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from trainables.config import DataIdentity, SplitIdentity
+from trainables.data.interface import Source
+from trainables.data.sources.folder import first_three, sampled_sha256
+from trainables.errors import DataError
+
+_HASHES = {"labels": "labels", "order": "names or order", "contents": "contents"}
+_RESTORE = "restore the data, or choose another --out"
+
+
+def data_identity(train: Source, val: Source) -> DataIdentity:
+    """Raises DataError: the disk or the network fails."""
+    return DataIdentity(classes=train.classes, train=_split_identity(train), val=_split_identity(val))
+
+
+def _split_identity(source: Source) -> SplitIdentity:
+    return SplitIdentity(
+        num_images=len(source),
+        labels=hashlib.sha256(np.ascontiguousarray(source.labels_N, dtype=np.int64).data).hexdigest(),
+        order=source.order_sha256(),
+        contents="" if source.has_checksums else sampled_sha256(source).hex(),
+    )
+
+
+def data_changes(before: DataIdentity, now: DataIdentity) -> list[str]:
+    """What of the images has changed, a line each; the classes are the same."""
+    changes = []
+    for split in ("train", "val"):
+        old, new = getattr(before, split), getattr(now, split)
+        if old.num_images != new.num_images:
+            changes.append(f"{split} had {old.num_images} images and has {new.num_images}")
+        elif differing := [words for name, words in _HASHES.items() if getattr(old, name) != getattr(new, name)]:
+            # The contents change with the order.
+            changes.append(f"the {' and the '.join(differing[:2])} of the {split} images changed")
+    return changes
+
+
+def check_same_data(trained: str, before: DataIdentity, now: DataIdentity, *, accept: bool) -> list[str]:
+    """What has changed since `trained`, a run or a checkpoint, was trained; [] where it is the same data.
+
+    Raises DataError: the data has changed and that is not accepted; or its classes have, which cannot be.
+    """
+    if before.classes != now.classes:
+        raise DataError(
+            f"{trained} was trained on other classes: {_class_changes(before.classes, now.classes)}; what its models predict are "
+            f"the classes of before, and --accept-new-data does not change that: {_RESTORE}"
+        )
+    changes = data_changes(before, now)
+    if changes and not accept:
+        raise DataError(
+            f"{trained} was trained on other data: {', '.join(changes)}: {_RESTORE}, or go on at the next whole epoch with "
+            "--accept-new-data"
+        )
+    return changes
+
+
+def _class_changes(before: Sequence[str], now: Sequence[str]) -> str:
+    parts = {"new": [name for name in now if name not in {*before}], "gone": [name for name in before if name not in {*now}]}
+    named = [
+        f"class{'es' if len(names) > 1 else ''} {first_three(names)} {'are' if len(names) > 1 else 'is'} {what}"
+        for what, names in parts.items()
+        if names
+    ]
+    return " and ".join(named) or "they are in another order"
