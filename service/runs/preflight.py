@@ -5,7 +5,7 @@ read. The cheapest check comes first; only the last ones import torch.
 """
 
 from collections.abc import Collection
-from typing import Literal
+from typing import Any, Literal
 
 from service.cluster.connect import check_ray_address
 from service.cluster.resources import is_local, local_capacity
@@ -125,10 +125,11 @@ def check_models(experiment: Experiment, classes: tuple[str, ...]) -> None:
     if teacher is not None and teacher.weights is None:
         build_model(teacher.model, num_classes=len(classes), image_size=size, seed=seed)
     if teacher is not None and select_methods(distill):
-        weights = [(teacher.model, teacher.weights), *((other.model, other.weights) for other in teacher.others)]
-        for model, path in weights:
-            if path is not None:
-                load_teacher(model, path, num_classes=len(classes), image_size=size, classes=classes, seed=seed)
+        fit: dict[str, Any] = {"num_classes": len(classes), "image_size": size, "classes": classes, "seed": seed}
+        if teacher.weights is not None:
+            load_teacher(teacher.model, teacher.weights, **fit, weights_key=teacher.weights_key)
+        for other in teacher.others:
+            load_teacher(other.model, other.weights, **fit, weights_key=other.weights_key)
 
 
 def check_checkpoints(run_dir: RunDir, result: RunResult) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from trainables.config.models import FOLDER_SCHEME, HUB_SCHEMES
 from trainables.errors import CheckpointError
 from trainables.models.foreign_files import refuse_foreign
-from trainables.models.names import FOLDER_SCHEME, HUB_SCHEMES
 from trainables.rundir import RunDir, StageDir, expand_home
 
 META_KEY = "raydistill"

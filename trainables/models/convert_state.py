@@ -6,7 +6,7 @@ the papers' authors published, and reads their .npz files.
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -79,15 +79,15 @@ def mismatch(match: Match, model: nn.Module, path: Path, name: str, num_classes:
         return CheckpointError(
             f"{path} fits {name} for images of {size}×{size}, by its {misshapen[0]}: set data.image_size to {size}"
         )
-    if match.missing and (foreign := foreign_names(match.candidate.tensors)):
-        return CheckpointError(f"{path} does not fit {name}: it has {foreign}")
+    if not named and (foreign := foreign_names(match.candidate.tensors)):
+        return CheckpointError(f"{path} does not fit {name}: it is {foreign}")
     shapes = [f"{key} {tuple(state[key].shape)} for {tuple(expected[key].shape)}" for key in misshapen]
     parts = (("misses", match.missing), ("has unknown", match.unexpected), ("has another shape of", shapes))
-    differences = "; ".join(f"{verb} {_first(keys)}" for verb, keys in parts if keys)
-    where = f" at {match.address!r}" if match.address else ""
+    differences = "; ".join(f"{verb} {_listed(keys)}" for verb, keys in parts if keys)
+    where = f" under {match.prefix!r}" * bool(match.prefix) + f" in {match.candidate.path}" * bool(match.candidate.path)
     headless = not match.unexpected and not misshapen and all(len(expected[key]) == num_classes for key in match.missing)
     if headless:
-        beside = f", and has {shortened(match.outside)} beside it" if match.outside else ""
+        beside = f"; the file has {shortened(match.outside)} too" if match.outside else ""
         return CheckpointError(
             f"{path} has {name} without its classifier{where}: it {differences}{beside}; give weights that were trained with a "
             "classifier on this data"
@@ -129,5 +129,7 @@ def _is_head(expected: Tensor, loaded: Tensor, num_classes: int) -> bool:
     return expected.shape[:1] == (num_classes,) and expected.shape[1:] == loaded.shape[1:]
 
 
-def _first(keys: tuple[str, ...] | list[str]) -> str:
-    return keys[0] if len(keys) == 1 else f"{keys[0]} and {len(keys) - 1} more"
+def _listed(keys: Sequence[str]) -> str:
+    if len(keys) > 4:
+        return f"{keys[0]} and {len(keys) - 1} more"
+    return " and ".join([", ".join(keys[:-1]), keys[-1]] if keys[1:] else keys)

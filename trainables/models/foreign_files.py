@@ -86,8 +86,7 @@ FOREIGN_NAMES: tuple[tuple[str, re.Pattern[str], str], ...] = (
     (
         "a model of Hugging Face transformers",
         re.compile(r"\b(embedder|embeddings)\.|\bencoder\.layer\.\d|\bencoder\.(stages|layers)\.\d.*\.(layers|self_attn)\."),
-        "its layers have other names than timm's and torchvision's: give timm's weights of this model, as weights: "
-        "hf-hub:timm/NAME, fine-tuned with timm",
+        "its layers have other names than timm's and torchvision's: fine-tune the model of timm and give its weights",
     ),
 )
 """State dicts of other libraries, by the names of their tensors: what it is, a pattern of a name, what to write."""

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from trainables.config.models import FOLDER_SCHEME, HUB_SCHEMES
 from trainables.errors import ModelError, first_line, near
 from trainables.rundir import expand_home
 
@@ -53,9 +54,6 @@ MODELS: dict[str, Builder] = {
 """Ours. A hyphen may stand for an underscore."""
 
 TIMM_PREFIX = "timm/"
-FOLDER_SCHEME = "local-dir:"
-HUB_SCHEMES = ("hf-hub:", "hf_hub:")
-"""timm's names of models with weights: a folder with a config.json, a repository of the Hugging Face Hub."""
 TIMM_CONFIG = "config.json"
 REUSE_SEPARATOR = "+"
 """STUDENT+TEACHER is a student that predicts with the teacher's classifier, see `trainables.models.reused_classifier`."""
@@ -90,6 +88,8 @@ def check_model_name(name: str) -> ModelName:
     if name in library_models("timm"):
         return ModelName("timm", name)
     known = [*MODELS, *sorted(library_models("torchvision")), *sorted(library_models("timm"))]
+    if "/" in name:
+        raise ModelError(f"there is no model {name!r}; for one that timm saved on the Hugging Face Hub write hf-hub:{name}")
     lower = name.lower()
     # A prefix of a name of ours is nearer than any spelling: vgg8 is vgg8_cifar, not vgg11.
     completions = [model for model in MODELS if lower and lower not in MODELS and model.startswith(lower)]
@@ -122,7 +122,7 @@ def _source_name(name: str) -> str:
     _check_timm(name)
     scheme, _, source = name.partition(":")
     if scheme == FOLDER_SCHEME.rstrip(":"):
-        folder_architecture(expand_home(source))
+        architecture(read_folder_config(expand_home(source)), source)
         return f"{FOLDER_SCHEME}{expand_home(source)}"
     if source.startswith(TIMM_PREFIX) and source.removeprefix(TIMM_PREFIX).partition(".")[0] in library_models("timm"):
         return _timm_name(source)
@@ -131,14 +131,13 @@ def _source_name(name: str) -> str:
     return f"hf-hub:{source}"
 
 
-def folder_architecture(folder: Path) -> str:
-    """timm's name of the model that timm has saved in `folder`. Raises ModelError: it is none."""
+def read_folder_config(folder: Path) -> Any:
+    """The config.json of a folder that timm has saved. Raises ModelError: it cannot be read."""
     path = folder / TIMM_CONFIG
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read ({first_line(error)}): give a folder that timm has saved") from None
-    return architecture(config, str(folder))
 
 
 def architecture(config: Any, source: str) -> str:

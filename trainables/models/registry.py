@@ -14,17 +14,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainables.config.models import FOLDER_SCHEME, HUB_SCHEMES
 from trainables.errors import ModelError, first_line
 from trainables.models.forward import dry_forward, logits_and_aux, seeded
 from trainables.models.names import (
-    FOLDER_SCHEME,
-    HUB_SCHEMES,
     MODELS,
     TIMM_CONFIG,
     ModelName,
     architecture,
     check_model_name,
-    folder_architecture,
+    read_folder_config,
 )
 
 if TYPE_CHECKING:
@@ -99,14 +98,14 @@ def library_options(found: ModelName, image_size: int) -> dict[str, Any]:
 
 
 def timm_architecture(name: str) -> str:
-    """timm's name of an architecture, also of a folder or a repository, whose config.json is downloaded. Raises ModelError."""
+    """timm's name of an architecture, also of a folder or a repository (`source_config`). Raises ModelError."""
+    return architecture(source_config(name), name) if name.startswith((FOLDER_SCHEME, *HUB_SCHEMES)) else name
+
+
+def source_config(name: str) -> Any:
+    """The config.json of a folder or a repository, which is downloaded once. Raises ModelError: it is not there."""
     if name.startswith(FOLDER_SCHEME):
-        return folder_architecture(Path(name.removeprefix(FOLDER_SCHEME)))
-    return architecture(hub_config(name), name) if name.startswith(HUB_SCHEMES) else name
-
-
-def hub_config(name: str) -> Any:
-    """The config.json of a repository, from the cache of the hub's client or downloaded. Raises ModelError: it is not there."""
+        return read_folder_config(Path(name.removeprefix(FOLDER_SCHEME)))
     repository, _, revision = name.partition(":")[2].partition("@")
     try:
         from huggingface_hub import hf_hub_download

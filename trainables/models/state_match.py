@@ -77,10 +77,8 @@ def find_matches(candidates: Iterable[Candidate], model: nn.Module, key: str | N
         chosen = [match for match in matches if match.address == key]
         chosen = chosen or [match for match in matches if f".{key}." in f".{match.address}."]
         if not chosen:
-            there_are = (
-                ", ".join(dict.fromkeys(match.address for match in matches if match.address)) or "tensors without a prefix"
-            )
-            raise CheckpointError(f"{path} has no weights_key {key!r}: there are {there_are}")
+            there_are = ", ".join(dict.fromkeys(match.address for match in matches if match.address))
+            raise CheckpointError(f"{path} has no weights_key {key!r}: there are {there_are or 'names without a prefix'}")
         matches = chosen
     best = min(match.rank for match in matches)
     matches = [match for match in matches if match.rank == best]

@@ -6,6 +6,7 @@ import pickle
 import re
 import warnings
 import zipfile
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,6 @@ class IgnoredValue:
     def __setstate__(self, state: Any) -> None:
         """Drop the content."""
 
-    def __setitem__(self, key: Any, value: Any) -> None:
-        """Drop an item of a dictionary's subclass."""
-
 
 IGNORED_TYPES = (
     "argparse.Namespace",  # RepDistiller's `opt`, in its *_last.pth
@@ -39,13 +37,16 @@ IGNORED_TYPES = (
     "numpy.core.multiarray.scalar",  # the same before numpy 2
     "numpy.dtype",
     "pathlib.PosixPath",
-    "pytorch_lightning.utilities.parsing.AttributeDict",  # Lightning's hyper_parameters, and its later names
+)
+"""Types that training scripts save besides the parameters, and that `IgnoredValue` replaces: the real ones would be built from
+the file's bytes, and a dtype or a scalar with forged bytes can reach any memory."""
+DICTIONARIES = (
+    "pytorch_lightning.utilities.parsing.AttributeDict",
     "lightning.pytorch.utilities.parsing.AttributeDict",
     "lightning_fabric.utilities.data.AttributeDict",
     "lightning.fabric.utilities.data.AttributeDict",
 )
-"""Types that training scripts save besides the parameters, and that `IgnoredValue` replaces: the real ones would be built from
-the file's bytes, and a dtype or a scalar with forged bytes can reach any memory."""
+"""Subclasses of dict that become plain ones: Lightning's hyper_parameters."""
 
 
 def load_torch_file(path: Path) -> Any:
@@ -55,8 +56,9 @@ def load_torch_file(path: Path) -> Any:
     """
     refuse_foreign(path)
     _check_unpacked_size(path)
+    replaced: list[Any] = [(IgnoredValue, name) for name in IGNORED_TYPES] + [(OrderedDict, name) for name in DICTIONARIES]
     try:
-        with torch.serialization.safe_globals([(IgnoredValue, name) for name in IGNORED_TYPES]), warnings.catch_warnings():
+        with torch.serialization.safe_globals(replaced), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a pickle protocol other than torch's: the errors below explain it
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:

@@ -12,12 +12,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from trainables.config.models import FOLDER_SCHEME
 from trainables.data.index import file_sha256
 from trainables.errors import CheckpointError, ModelError
 from trainables.models.checkpoint_header import CheckpointHeader, is_safetensors, locate_checkpoint, read_checkpoint_header
 from trainables.models.convert_state import converted, load_npz, mismatch
 from trainables.models.foreign_files import is_npz
-from trainables.models.names import FOLDER_SCHEME, TIMM_CONFIG, ModelName, check_model_name, folder_architecture
+from trainables.models.names import TIMM_CONFIG, ModelName, check_model_name
 from trainables.models.published import published_model
 from trainables.models.registry import check_forward, construct, timm_architecture
 from trainables.models.state_match import describe, find_matches, is_read
@@ -42,7 +43,7 @@ def load_teacher(
     """Model `name` with its `weights`, on the CPU in float32, frozen and in eval mode.
 
     `weights` is one of: a checkpoint of ours, or the directory of a run or stage that has one; a file of torch.save with a state
-    dict in it, of safetensors, or numpy's .npz where timm converts it; a folder of timm or Hugging Face with such a file; the name
+    dict in it, of safetensors, or numpy's .npz where timm converts it; a folder of timm or Hugging Face with such a file; a name
     of torchvision weights (`IMAGENET1K_V1`, `DEFAULT`), a timm pretrained tag, or `hf-hub:` with a repository of timm's.
     `weights_key` chooses an entry of a file, or a prefix of its names. What was taken, renamed, resampled or left out is one
     notice. `classes` are the data's, in label order; a checkpoint of ours must have been trained on the same. Only published
@@ -70,7 +71,7 @@ def load_teacher(
             load_npz(model, path, name, num_classes)
             state = model.state_dict()
         else:
-            state = _file_state(model, path, name, num_classes, image_size, classes, weights_key)
+            state = _file_state(model, path, name, num_classes, image_size, classes, weights_key, weights)
             model.load_state_dict(state, strict=False)
         rescales = _rescales(found, path)
         if rescales:
@@ -105,7 +106,7 @@ def teacher_sha256(
         return _digest(model.state_dict(), rescales=bool(getattr(model, "transform_input", False)))
     found = check_model_name(name)
     model = _skeleton(_name_to_build(found, name, path), num_classes, image_size, seed)
-    state = _file_state(model, path, name, num_classes, image_size, classes, weights_key)
+    state = _file_state(model, path, name, num_classes, image_size, classes, weights_key, weights)
     return _digest(state, rescales=_rescales(found, path))
 
 
@@ -149,16 +150,24 @@ def _name_to_build(found: ModelName, name: str, path: Path) -> str:
     """The model's name, or that of the folder of a file in which timm says how it is built. Raises ModelError: another model."""
     if found.library != "timm" or not (path.parent / TIMM_CONFIG).is_file():
         return name
-    saved, wanted = folder_architecture(path.parent), timm_architecture(found.name)
+    folder = f"{FOLDER_SCHEME}{path.parent}"
+    saved, wanted = timm_architecture(folder), timm_architecture(found.name)
     if saved != wanted:
         raise ModelError(f"{path.parent} has a {saved}, not a {wanted}: write timm/{saved} as the model, or give other weights")
-    return f"{FOLDER_SCHEME}{path.parent}"
+    return folder
 
 
 def _file_state(
-    model: nn.Module, path: Path, name: str, num_classes: int, image_size: int, classes: Sequence[str], weights_key: str | None
+    model: nn.Module,
+    path: Path,
+    name: str,
+    num_classes: int,
+    image_size: int,
+    classes: Sequence[str],
+    weights_key: str | None,
+    weights: str,
 ) -> dict[str, Tensor]:
-    """The tensors of a file by their names in the model, each of the model's shape."""
+    """The tensors of the file `path` of `weights` by their names in the model, each of the model's shape."""
     header = read_checkpoint_header(path) if is_safetensors(path) else None
     if header is not None:
         _refuse_key(str(path), weights_key, "a checkpoint of ours has one model")
@@ -184,6 +193,8 @@ def _file_state(
         )
     for key, value in state.items():
         check_values(key, value, path)
+    if not taken and path.name != Path(weights).name:
+        taken = f"teacher weights {weights}: {path.name} in it"
     if taken and header is None:
         notice(taken)
     return state
