@@ -14,11 +14,18 @@ from service.runs.evaluate import evaluate as run_evaluate
 @click.command()
 @click.argument("checkpoint", type=FileOrUri())
 @click.option("--data", "data_path", type=DataPath(), required=True, help=DATA_PATH)
+@click.option(
+    "--model", help="The model of weights that do not name it, as teacher.model: CHECKPOINT is then as teacher.weights."
+)
+@click.option("--weights-key", help="As teacher.weights_key.")
 @SET
 @RUNS_OR_URI
-def evaluate(checkpoint: str, data_path: str, overrides: tuple[str, ...], root: Path) -> None:
-    """Exact accuracy of a checkpoint on a validation split, distributed."""
-    click.echo("\n".join(formatted(run_evaluate(checkpoint, data_path, list(overrides), root))))
+def evaluate(
+    checkpoint: str, data_path: str, model: str | None, weights_key: str | None, overrides: tuple[str, ...], root: Path
+) -> None:
+    """Exact accuracy of a checkpoint, or of any teacher's weights, on a validation split, distributed."""
+    result = run_evaluate(checkpoint, data_path, list(overrides), root, model=model, weights_key=weights_key)
+    click.echo("\n".join(formatted(result)))
 
 
 def formatted(result: Mapping[str, Any]) -> list[str]:

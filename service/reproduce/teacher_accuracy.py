@@ -42,6 +42,7 @@ def measure_teacher(experiment: Experiment, run_dir: RunDir, root: Path) -> Teac
     assert teacher.weights is not None
     classes, size = open_source(data, "val").classes, data.image_size
     fit: dict[str, Any] = {"num_classes": len(classes), "image_size": size, "classes": classes, "seed": 0}
+    fit["weights_key"] = teacher.weights_key
     model = load_teacher(teacher.model, teacher.weights, **fit)
     header = {
         "model": teacher.model,

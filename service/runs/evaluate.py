@@ -21,9 +21,12 @@ from service.runs.preflight import check_source
 from service.runs.run_directory import check_writable
 from service.runs.stored.stored_runs import delete, display_name, fetch, fetch_checkpoint, ray_storage, run_store, uri_of
 from trainables.config import EvaluateConfig
+from trainables.config.models import FOLDER_SCHEME
 from trainables.errors import CheckpointError, ClusterError, DistillError, ExperimentError, StorageError
 from trainables.failures import OUT_OF_MEMORY_KINDS, RETRYABLE, WorkersFailedError, first_cause
-from trainables.models.checkpoint_header import locate_checkpoint, read_checkpoint_header
+from trainables.models.checkpoint_header import FILE_SUFFIXES, is_safetensors, locate_checkpoint, read_checkpoint_header
+from trainables.models.names import TIMM_CONFIG, check_model_name
+from trainables.notices import notice
 from trainables.object_store.store import OPENING_S, ObjectStore, is_uri
 from trainables.rules import resize_covers_crop
 from trainables.rundir import RunDir
@@ -31,8 +34,12 @@ from trainables.rundir import RunDir
 CHANGEABLE = ("data", "scale", "precision")
 
 
-def resolve(checkpoint: str, data_path: str, overrides: list[str]) -> EvaluateConfig:
+def resolve(
+    checkpoint: str, data_path: str, overrides: list[str], model: str | None = None, weights_key: str | None = None
+) -> EvaluateConfig:
     """The evaluation of `checkpoint` as it was trained, on other data; `--set` changes data.*, scale.* and precision.
+
+    With a `model`, `checkpoint` is as `teacher.weights`.
 
     Raises:
         CheckpointError: no such checkpoint, a damaged one, or one of other classes than the data's.
@@ -50,11 +57,40 @@ def resolve(checkpoint: str, data_path: str, overrides: list[str]) -> EvaluateCo
             raise ExperimentError(f"--set {text}: an evaluation has the keys data.*, scale.* and precision")
         put(tree, key, value, f"--set {text}")
     checked(tree)  # a wrong override is refused before the checkpoint is read, which imports torch
+    if model is not None:
+        return with_published_images(model, checkpoint, weights_key, tree)
     path = fetch_checkpoint(checkpoint) if is_uri(checkpoint) else locate_checkpoint(checkpoint) or Path(checkpoint)
     if not path.is_file():
         raise CheckpointError(f"no checkpoint at {path}: give a .safetensors file that `distill train` wrote")
-    read_checkpoint_header(path)
+    if path.suffix in FILE_SUFFIXES[1:] or read_checkpoint_header(path) is None:
+        raise CheckpointError(f"{path} does not name its model: add --model NAME, as in --model resnet18")
     return with_trained_images(path, tree)
+
+
+def with_published_images(model: str, weights: str, weights_key: str | None, tree: dict[str, Any]) -> EvaluateConfig:
+    """The evaluation of a model's weights, on images as their record says, or else as `--set` and the defaults of `data` do.
+
+    Raises DistillError: the weights cannot be read, or do not fit the model or the data.
+    """
+    found = check_model_name(model)
+    path = fetch_checkpoint(weights) if is_uri(weights) else locate_checkpoint(weights)
+    header = read_checkpoint_header(path) if path is not None and is_safetensors(path) else None
+    if path is not None and header is not None:
+        if check_model_name(header.model) != found:
+            raise CheckpointError(f"{path} is a {header.model}, not a {model}: leave out --model")
+        return with_trained_images(path, tree)
+    from trainables.models.published import published_input
+
+    has_record = path is None or (found.library == "timm" and (path.parent / TIMM_CONFIG).is_file())
+    recorded = published_input(found, weights if path is None else f"{FOLDER_SCHEME}{path.parent}") if has_record else {}
+    tree = {**tree, "checkpoint": str(path.absolute()) if path else weights, "model": model, "weights_key": weights_key}
+    tree["data"] = {**recorded, **tree["data"]}
+    config = checked(tree)
+    source = f"as {weights} records" if recorded else "as --set and the defaults say, which the file does not"
+    data = config.data
+    resize = f"val_resize {data.val_resize}, " if data.val_resize else ""
+    notice(f"images {source}: data.image_size {data.image_size}, {resize}mean {list(data.mean)}, std {list(data.std)}")
+    return with_fitting_classes(config, model, weights_key)
 
 
 def with_trained_images(checkpoint: Path, tree: dict[str, Any]) -> EvaluateConfig:
@@ -63,18 +99,23 @@ def with_trained_images(checkpoint: Path, tree: dict[str, Any]) -> EvaluateConfi
     Raises CheckpointError: its model does not fit the data.
     """
     from trainables.engine.checkpoint import read_about
-    from trainables.models.weights import load_teacher
 
     about = read_about(checkpoint)
     trained = {name: about[name] for name in ("image_size", "val_resize", "mean", "std") if about.get(name) is not None}
     tree = {**tree, "checkpoint": str(checkpoint.absolute()), "data": {**trained, **tree["data"]}}
     tree["run_store"] = run_store(checkpoint)
-    config = checked(tree)
+    return with_fitting_classes(checked(tree), about["model"], None)
+
+
+def with_fitting_classes(config: EvaluateConfig, model: str, weights_key: str | None) -> EvaluateConfig:
+    """The evaluation, whose model was loaded for the classes of its data. Raises DistillError: see `resolve`."""
+    from trainables.models.weights import load_teacher
+
     if problem := resize_covers_crop(config.data):
         raise ExperimentError(problem)
     classes = check_source(config.data, "val").classes
-    size = config.data.image_size
-    load_teacher(about["model"], str(checkpoint), num_classes=len(classes), image_size=size, classes=classes, seed=0)
+    fit: dict[str, Any] = {"num_classes": len(classes), "image_size": config.data.image_size, "classes": classes, "seed": 0}
+    load_teacher(model, config.checkpoint, **fit, weights_key=weights_key)
     return config
 
 
@@ -86,13 +127,21 @@ def checked(tree: dict[str, Any]) -> EvaluateConfig:
         raise ExperimentError(problems_of(error, EvaluateConfig).text("--set")) from error
 
 
-def evaluate(checkpoint: str, data_path: str, overrides: list[str], root: Path) -> dict[str, Any]:
+def evaluate(
+    checkpoint: str,
+    data_path: str,
+    overrides: list[str],
+    root: Path,
+    *,
+    model: str | None = None,
+    weights_key: str | None = None,
+) -> dict[str, Any]:
     """Top-1, top-5, loss, the number of images, and the names of the unreadable ones, each with its reason.
 
     Raises DistillError.
     """
     check_writable(root, None)
-    config = resolve(checkpoint, data_path, overrides)
+    config = resolve(checkpoint, data_path, overrides, model, weights_key)
     check_ray_address()
     cpus = reserve(config, local_capacity())[1].total_cpus if is_local() else 0
     storage = RunDir(root.absolute() / ".evaluate")

@@ -5,7 +5,7 @@ read. The cheapest check comes first; only the last ones import torch.
 """
 
 from collections.abc import Callable, Collection
-from typing import Literal
+from typing import Any, Literal
 
 from service.cluster.connect import check_ray_address
 from service.cluster.resources import is_local, local_capacity
@@ -145,12 +145,12 @@ def check_models(experiment: Experiment, classes: tuple[str, ...]) -> None:
     if teacher is not None and teacher.weights is None:
         build_model(teacher.model, num_classes=len(classes), image_size=size, seed=seed)
     if teacher is not None and select_methods(distill):
-        weights = [(teacher.model, teacher.weights), *((other.model, other.weights) for other in teacher.others)]
-        for model, path in weights:
-            if path is not None:
+        fit: dict[str, Any] = {"num_classes": len(classes), "image_size": size, "classes": classes, "seed": seed}
+        for each in (teacher, *teacher.others):
+            if each.weights is not None:
                 if experiment.data.path != "synthetic":
-                    check_trained_input(model, path, experiment.data, classes)
-                load_teacher(model, path, num_classes=len(classes), image_size=size, classes=classes, seed=seed)
+                    check_trained_input(each.model, each.weights, experiment.data, classes)
+                load_teacher(each.model, each.weights, **fit, weights_key=each.weights_key)
 
 
 def check_data_of_run(run: str, experiment: Experiment, result: RunResult, data: DataIdentity, *, accept_new: bool) -> None:

@@ -133,7 +133,9 @@ class FillConfig(TrainConfig):
 class EvaluateConfig(Section):
     """What one worker needs to evaluate a checkpoint."""
 
-    checkpoint: str
+    checkpoint: str = Field(description="a file; with a model, as teacher.weights")
+    model: str | None = Field(None, description="of weights that do not name it; None: the checkpoint is one of ours")
+    weights_key: str | None = Field(None, description="as teacher.weights_key")
     run_store: RunStore | None = Field(None, description="where the checkpoint's run is, of which each node has a copy")
     output: str = Field(description="absolute path, or URI in an object store, of the JSON file that the result is written to")
     data: DataConfig

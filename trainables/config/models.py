@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from trainables.config.section import Count, Positive, Section
+
+FOLDER_SCHEME = "local-dir:"
+HUB_SCHEMES = ("hf-hub:", "hf_hub:")
+"""timm's names of models with weights: a folder with a config.json, a repository of the Hugging Face Hub."""
 
 
 class ModelConfig(Section):
@@ -16,18 +21,41 @@ class ModelConfig(Section):
     model: str = Field(min_length=1, description="one of ours, torchvision's or timm's (`timm/NAME`)")
 
 
-class OtherTeacherConfig(ModelConfig):
+class WeightedConfig(ModelConfig):
+    """A model whose weights may be in a file, or come with its name, as `hf-hub:OWNER/NAME` and `local-dir:FOLDER` do."""
+
+    weights_key: str | None = Field(
+        None,
+        min_length=1,
+        description="the entry of a file of weights, or the prefix of its names, that is the model, such as `state_dict` or "
+        "`student`; absent: the one that fits, an average (EMA) before others",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_weights_of_name(cls, tree: Any) -> Any:
+        name = tree.get("model") if isinstance(tree, dict) else None
+        if isinstance(name, str) and name.startswith((FOLDER_SCHEME, *HUB_SCHEMES)):
+            if name.startswith(FOLDER_SCHEME):
+                name = FOLDER_SCHEME + os.path.abspath(os.path.expanduser(name.removeprefix(FOLDER_SCHEME)))
+            return {**tree, "model": name, "weights": tree.get("weights") or name}
+        return tree
+
+
+class OtherTeacherConfig(WeightedConfig):
     """A further model that is imitated; it has been trained before."""
 
     weights: str = Field(min_length=1, description="as teacher.weights")
     share: Positive = Field(1.0, description="weight of its probabilities in the mean of all teachers'")
 
 
-class TeacherConfig(ModelConfig):
+class TeacherConfig(WeightedConfig):
     """The model that is imitated."""
 
     weights: str | None = Field(
-        None, description="a checkpoint of ours, a torchvision or timm weight name, a state-dict file; absent: trained first"
+        None,
+        description="a checkpoint of ours, a torchvision or timm weight name, a file or folder of weights, `hf-hub:OWNER/NAME`; "
+        "absent: trained first",
     )
     epochs: Count | None = Field(None, description="epochs of its training; absent: optim.epochs")
     cache: str | None = Field(
@@ -65,6 +93,12 @@ class TeacherConfig(ModelConfig):
         if cache is not None and "\0" in cache:
             raise ValueError("must be a folder, and no path has the character NUL in it")
         return cache
+
+    @model_validator(mode="after")
+    def _check_weights_key(self) -> Self:
+        if self.weights_key is not None and self.weights is None:
+            raise ValueError("weights_key chooses a part of a file of weights: write weights: FILE, or leave it out")
+        return self
 
     @model_validator(mode="after")
     def _check_cache_keys(self) -> Self:

@@ -102,16 +102,15 @@ def evaluate_checkpoint(config: EvaluateConfig, group: Group, heartbeat: Heartbe
     """
     heartbeat, config = heartbeat or Heartbeat(), with_precision(config, group)
     source = open_on_node(config.data, "val")
-    path = Path(config.checkpoint)
-    about = checkpoint.read_about(path)
     dtype = torch.float64 if config.precision == "fp64" else torch.float32
     model = load_teacher(
-        about["model"],
-        str(path),
+        config.model or checkpoint.read_about(Path(config.checkpoint))["model"],
+        config.checkpoint,
         num_classes=len(source.classes),
         image_size=config.data.image_size,
         classes=source.classes,
         seed=0,
+        weights_key=config.weights_key,
     ).to(group.device, dtype)
     assert isinstance(config.data.loader_workers, int)
     loader = Loader(

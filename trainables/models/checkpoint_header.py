@@ -7,11 +7,19 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from trainables.config.models import FOLDER_SCHEME, HUB_SCHEMES
 from trainables.errors import CheckpointError
+from trainables.models.foreign_files import refuse_foreign
 from trainables.rundir import RunDir, StageDir, expand_home
 
 META_KEY = "raydistill"
-FILE_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".tar", ".ckpt")
+INDEX_SUFFIX = ".index.json"
+FILE_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".tar", ".ckpt", ".npz", INDEX_SUFFIX)
+FOLDER_FILES = (
+    *("model.safetensors", f"model.safetensors{INDEX_SUFFIX}"),
+    *("pytorch_model.bin", f"pytorch_model.bin{INDEX_SUFFIX}", "pytorch_model.pth", "model.pth"),
+)
+"""The weights in a folder that timm or Hugging Face has saved, in the order in which they are looked for."""
 
 
 @dataclass(frozen=True)
@@ -38,25 +46,38 @@ def checkpoints_of(folder: Path) -> tuple[Path, Path]:
 def locate_checkpoint(weights: str) -> Path | None:
     """The file of `weights`, or None where it is the name of published weights.
 
-    A directory stands for the first of its `checkpoints_of` that there is.
+    A directory stands for the first of its `checkpoints_of` that there is, else of FOLDER_FILES.
 
     Raises CheckpointError: there is no such file, or no checkpoint in the directory.
     """
+    if weights.startswith(HUB_SCHEMES):
+        return None
     if "://" in weights:
         raise CheckpointError(f"{weights} is no file: copy it to a folder that all nodes mount, and give its path there")
-    path = expand_home(weights)
+    path = expand_home(weights.removeprefix(FOLDER_SCHEME))
     if path.is_dir():
         candidates = checkpoints_of(path)
-        for candidate in candidates:
+        for candidate in (*candidates, *(path / name for name in FOLDER_FILES)):
             if candidate.is_file():
                 return candidate
+        refuse_foreign(path)
         paths = " or ".join(str(candidate.relative_to(path)) for candidate in candidates)
-        raise CheckpointError(f"{weights} has no {paths}: give a finished run's or stage's directory, or a file")
+        raise CheckpointError(
+            f"{weights} has no {paths}: give a finished run's or stage's directory, a folder with {FOLDER_FILES[0]}, or a file"
+        )
     if path.is_file():
         return path
     if os.sep in weights or weights.endswith(FILE_SUFFIXES):
         raise CheckpointError(f"there is no file {weights}: give the path of a checkpoint, or the name of published weights")
     return None
+
+
+def is_safetensors(path: Path) -> bool:
+    """Whether a file has this name, or its beginning: the length of a JSON object, and the object."""
+    if path.suffix == ".safetensors":
+        return True
+    with path.open("rb") as file:
+        return file.read(10)[8:] == b'{"'
 
 
 def read_checkpoint_header(path: Path) -> CheckpointHeader | None:

@@ -1,13 +1,16 @@
 """The names of all models, without importing torch: a wrong name is refused before anything heavy is loaded."""
 
 import importlib.util
+import json
 import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from trainables.errors import ModelError, near
+from trainables.config.models import FOLDER_SCHEME, HUB_SCHEMES
+from trainables.errors import ModelError, first_line, near
+from trainables.rundir import expand_home
 
 
 class Builder(NamedTuple):
@@ -51,6 +54,7 @@ MODELS: dict[str, Builder] = {
 """Ours. A hyphen may stand for an underscore."""
 
 TIMM_PREFIX = "timm/"
+TIMM_CONFIG = "config.json"
 REUSE_SEPARATOR = "+"
 """STUDENT+TEACHER is a student that predicts with the teacher's classifier, see `trainables.models.reused_classifier`."""
 REGISTERED = re.compile(r"^@register_model\b.*\n(?:(?!def ).*\n)*?def (\w+)\(", re.MULTILINE)
@@ -75,6 +79,8 @@ def check_model_name(name: str) -> ModelName:
         return ModelName("joined", name)
     if name.startswith(TIMM_PREFIX):
         return ModelName("timm", _timm_name(name))
+    if name.startswith((FOLDER_SCHEME, *HUB_SCHEMES)):
+        return ModelName("timm", _source_name(name))
     if name.replace("-", "_") in MODELS:
         return ModelName("ours", name.replace("-", "_"))
     if name in library_models("torchvision"):
@@ -82,6 +88,8 @@ def check_model_name(name: str) -> ModelName:
     if name in library_models("timm"):
         return ModelName("timm", name)
     known = [*MODELS, *sorted(library_models("torchvision")), *sorted(library_models("timm"))]
+    if "/" in name:
+        raise ModelError(f"there is no model {name!r}; for one that timm saved on the Hugging Face Hub write hf-hub:{name}")
     lower = name.lower()
     # A prefix of a name of ours is nearer than any spelling: vgg8 is vgg8_cifar, not vgg11.
     completions = [model for model in MODELS if lower and lower not in MODELS and model.startswith(lower)]
@@ -96,8 +104,7 @@ def check_model_name(name: str) -> ModelName:
 
 
 def _timm_name(name: str) -> str:
-    if not installed("timm"):
-        raise ModelError(f"model {name!r} needs timm, which is not installed: `pip install raydistill[timm]`")
+    _check_timm(name)
     model, _, tag = name.removeprefix(TIMM_PREFIX).partition(".")
     models = library_models("timm")
     if model not in models:
@@ -108,6 +115,46 @@ def _timm_name(name: str) -> str:
     if tag:
         raise ModelError(f"model {name!r} names weights as well: write model: timm/{model} and, for a teacher, weights: {tag}")
     return model
+
+
+def _source_name(name: str) -> str:
+    """The name of a model with weights, as timm takes it. A folder's config.json is read; nothing is downloaded."""
+    _check_timm(name)
+    scheme, _, source = name.partition(":")
+    if scheme == FOLDER_SCHEME.rstrip(":"):
+        architecture(read_folder_config(expand_home(source)), source)
+        return f"{FOLDER_SCHEME}{expand_home(source)}"
+    if source.startswith(TIMM_PREFIX) and source.removeprefix(TIMM_PREFIX).partition(".")[0] in library_models("timm"):
+        return _timm_name(source)
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", source):
+        raise ModelError(f"model {name!r} is no repository of the Hugging Face Hub: write hf-hub:OWNER/NAME")
+    return f"hf-hub:{source}"
+
+
+def read_folder_config(folder: Path) -> Any:
+    """The config.json of a folder that timm has saved. Raises ModelError: it cannot be read."""
+    path = folder / TIMM_CONFIG
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read ({first_line(error)}): give a folder that timm has saved") from None
+
+
+def architecture(config: Any, source: str) -> str:
+    """timm's name of the model that a config.json describes. Raises ModelError: it is not timm's."""
+    model = config.get("architecture") if isinstance(config, dict) else None
+    if model in library_models("timm"):
+        return str(model)
+    if isinstance(config, dict) and ("model_type" in config or "architectures" in config):
+        what = f"a {config.get('model_type', 'model')} of Hugging Face transformers, not timm's"
+    else:
+        what = f"no model that timm knows (architecture {model!r} in its {TIMM_CONFIG})"
+    raise ModelError(f"{source} is {what}: write one that timm has saved, or the model's name and a state dict as its weights")
+
+
+def _check_timm(name: str) -> None:
+    if not installed("timm"):
+        raise ModelError(f"model {name!r} needs timm, which is not installed: `pip install raydistill[timm]`")
 
 
 def installed(package: str) -> bool:

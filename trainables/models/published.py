@@ -1,14 +1,18 @@
 """Models with the weights that torchvision and timm publish."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
+from trainables.config.models import FOLDER_SCHEME, HUB_SCHEMES
 from trainables.errors import ModelError, did_you_mean, first_line
 from trainables.models.names import ModelName
-from trainables.models.registry import library_options
+from trainables.models.registry import library_options, source_config, timm_architecture
+from trainables.notices import notice
 
 
 def published_model(found: ModelName, weights: str, num_classes: int, image_size: int) -> nn.Module:
@@ -16,6 +20,8 @@ def published_model(found: ModelName, weights: str, num_classes: int, image_size
 
     Raises ModelError: no such weights, weights for another number of classes, a failed download, or images of a wrong size.
     """
+    if weights.startswith(HUB_SCHEMES) and found.library != "timm":
+        raise ModelError(f"{weights} is a model of timm's: write timm/{timm_architecture(weights)} as the model")
     if found.library == "torchvision":
         return _torchvision(found, weights, num_classes, image_size)
     if found.library == "timm":
@@ -53,20 +59,66 @@ def _timm(found: ModelName, weights: str, num_classes: int, image_size: int) -> 
     import timm
 
     name = f"timm/{found.name}"
-    tags = [full_name.partition(".")[2] for full_name in timm.list_pretrained(f"{found.name}.*")]
-    _check_known(name, weights, tags, *(["DEFAULT"] if tags else []))
-    full_name = found.name if weights == "DEFAULT" else f"{found.name}.{weights}"
-    config = timm.get_pretrained_cfg(full_name)
-    _check_classes(name, weights, config.num_classes, num_classes)
+    if weights.startswith(HUB_SCHEMES):
+        full_name = weights
+        if (saved := timm_architecture(weights)) != (wanted := timm_architecture(found.name)):
+            raise ModelError(f"{weights} is a {saved}, not a {wanted}: write timm/{saved} as the model, or give other weights")
+    else:
+        tags = [full_name.partition(".")[2] for full_name in timm.list_pretrained(f"{found.name}.*")]
+        _check_known(name, weights, tags, *(["DEFAULT"] if tags else []))
+        full_name = found.name if weights == "DEFAULT" else f"{found.name}.{weights}"
+    config = _timm_config(full_name)
+    _check_classes(name, weights, config["num_classes"], num_classes)
     options = library_options(found, image_size)
+    if "img_size" in options and config["input_size"][-1] != image_size:
+        size = config["input_size"][-1]
+        notice(f"teacher weights {weights} of {name}: timm resamples its tables from images of {size}×{size} to {image_size}")
     try:
         model: nn.Module = timm.create_model(full_name, pretrained=True, num_classes=num_classes, **options)
     except Exception as error:  # any way in which the network, the hub's client or the disk can fail
+        source = config.get("hf_hub_id") or config.get("url") or weights
         raise ModelError(
-            f"weights {weights} of {name} could not be loaded from {config.hf_hub_id or config.url} ({first_line(error)}):"
+            f"weights {weights} of {name} could not be loaded from {source} ({first_line(error)}):"
             " fetch them where there is a network and give the file's path as the weights"
         ) from None
     return model
+
+
+def _timm_config(full_name: str) -> dict[str, Any]:
+    """timm's record of weights by their name: num_classes, input_size, mean, std, crop_pct …."""
+    import timm
+
+    if full_name.startswith((FOLDER_SCHEME, *HUB_SCHEMES)):
+        config = source_config(full_name)
+        record = {**config.get("pretrained_cfg", config)}
+        record["num_classes"] = config.get("num_classes", record.get("num_classes"))
+    else:
+        record = timm.get_pretrained_cfg(full_name).to_dict()
+    return {**timm.models.PretrainedCfg().to_dict(), **record}
+
+
+def published_input(found: ModelName, weights: str) -> dict[str, Any]:
+    """How the images of published weights were prepared, as keys of `data`: image_size, val_resize, mean, std.
+
+    `weights` may be `local-dir:` with a folder that timm has saved.
+
+    Raises ModelError: no such weights, or the record cannot be downloaded.
+    """
+    if found.library == "torchvision":
+        import torchvision
+
+        known = torchvision.models.get_model_weights(found.name).__members__
+        _check_known(found.name, weights, list(known))
+        images = known[weights].transforms()
+        (size,), (resize,) = images.crop_size, images.resize_size
+        return {"image_size": size, "val_resize": resize, "mean": tuple(images.mean), "std": tuple(images.std)}
+    if found.library != "timm":
+        return {}
+    tagged = weights if weights.startswith((FOLDER_SCHEME, *HUB_SCHEMES)) else found.name + f".{weights}" * (weights != "DEFAULT")
+    config = _timm_config(tagged)
+    size = config["input_size"][-1]
+    resize = math.floor(size / config["crop_pct"])
+    return {"image_size": size, "val_resize": resize, "mean": tuple(config["mean"]), "std": tuple(config["std"])}
 
 
 def _check_known(name: str, weights: str, known: Sequence[str], *others: str) -> None:

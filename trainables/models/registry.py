@@ -7,13 +7,24 @@ Shapes: B batch, C channels, H W pixels, K classes.
 
 from __future__ import annotations
 
+import json
 import pkgutil
+from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainables.config.models import FOLDER_SCHEME, HUB_SCHEMES
 from trainables.errors import ModelError, first_line
 from trainables.models.forward import dry_forward, logits_and_aux, seeded
-from trainables.models.names import MODELS, ModelName, check_model_name
+from trainables.models.names import (
+    MODELS,
+    TIMM_CONFIG,
+    ModelName,
+    architecture,
+    check_model_name,
+    read_folder_config,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,7 +41,6 @@ def build_model(name: str, *, num_classes: int, image_size: int, seed: int) -> n
     generators stay as they are. Raises ModelError: no such model, or it does not take images of this size, in one line.
     """
     model = construct(name, num_classes=num_classes, image_size=image_size, seed=seed)
-    check_forward(model, image_size, num_classes, name=name)
     check_forward(model, image_size, num_classes, name=name, training=True)
     return model
 
@@ -80,41 +90,66 @@ def library_options(found: ModelName, image_size: int) -> dict[str, Any]:
     if found.library == "timm":
         import timm
 
-        published = timm.get_pretrained_cfg(found.name)
-        if published is not None and published.fixed_input_size and published.input_size[-1] != image_size:
+        published = timm.get_pretrained_cfg(timm_architecture(found.name))
+        own_size = published.input_size[-1] if published is not None and ":" not in found.name else None
+        if published is not None and published.fixed_input_size and own_size != image_size:
             return {"img_size": image_size}
     return {}
 
 
+def timm_architecture(name: str) -> str:
+    """timm's name of an architecture, also of a folder or a repository (`source_config`). Raises ModelError."""
+    return architecture(source_config(name), name) if name.startswith((FOLDER_SCHEME, *HUB_SCHEMES)) else name
+
+
+def source_config(name: str) -> Any:
+    """The config.json of a folder or a repository, which is downloaded once. Raises ModelError: it is not there."""
+    if name.startswith(FOLDER_SCHEME):
+        return read_folder_config(Path(name.removeprefix(FOLDER_SCHEME)))
+    repository, _, revision = name.partition(":")[2].partition("@")
+    try:
+        from huggingface_hub import hf_hub_download
+
+        return json.loads(Path(hf_hub_download(repository, TIMM_CONFIG, revision=revision or None)).read_text(encoding="utf-8"))
+    except Exception as error:  # any way in which the network, the hub's client or the disk can fail
+        raise ModelError(
+            f"{name}: its {TIMM_CONFIG} could not be loaded from the Hugging Face Hub ({first_line(error)}): fetch the "
+            f"repository where there is a network, and write {FOLDER_SCHEME}FOLDER"
+        ) from None
+
+
 def check_forward(model: nn.Module, image_size: int, num_classes: int, *, name: str = "", training: bool = False) -> None:
-    """Refuse a model that does not turn (2, 3, image_size, image_size) into (2, num_classes), in eval or in training mode.
+    """Refuse a model that does not turn (2, 3, image_size, image_size) into (2, num_classes), and where `training` can not be
+    trained on it either.
 
     Takes a fraction of a second for any model. Parameters, batch statistics and generators stay as they are.
 
     Raises ModelError: with the nearest usual size that works.
     """
     named = f"model {name or type(model).__name__}"
-    try:
-        shape = _output_shape(model, image_size, training)
-    except (AssertionError, IndexError, RuntimeError, TypeError, ValueError) as error:
-        does = "cannot be trained on" if training else "does not take"
-        sizes = sorted(USUAL_SIZES, key=lambda size: (abs(size - image_size), size))
-        fits = next((size for size in sizes if size != image_size and _takes(model, size, training)), None)
-        instead = f"set data.image_size to {fits}, or choose another model" if fits else "choose another model"
-        raise ModelError(f"{named} {does} images of {image_size}×{image_size} ({first_line(error)}): {instead}") from error
-    if shape != (2, num_classes):
-        raise ModelError(
-            f"{named} returns shape {shape} for a batch of 2, not (2, {num_classes}): it is no classifier; choose another model"
-        )
+    modes = (False, True) if training else (False,)
+    for mode in modes:
+        try:
+            shape = _output_shape(model, image_size, mode)
+        except (AssertionError, IndexError, RuntimeError, TypeError, ValueError) as error:
+            does = "cannot be trained on" if mode else "does not take"
+            sizes = sorted(USUAL_SIZES, key=lambda size: (abs(size - image_size), size))
+            fits = next((size for size in sizes if size != image_size and _takes(model, size, modes)), None)
+            instead = f"set data.image_size to {fits}, or choose another model" if fits else "choose another model"
+            raise ModelError(f"{named} {does} images of {image_size}×{image_size} ({first_line(error)}): {instead}") from error
+        if shape != (2, num_classes):
+            returns = f"returns shape {shape} for a batch of 2, not (2, {num_classes})"
+            raise ModelError(f"{named} {returns}: it is no classifier; choose another model")
 
 
 def _output_shape(model: nn.Module, image_size: int, training: bool) -> tuple[int, ...]:
     return tuple(logits_and_aux(dry_forward(model, image_size, training=training))[0].shape)
 
 
-def _takes(model: nn.Module, image_size: int, training: bool) -> bool:
+def _takes(model: nn.Module, image_size: int, modes: Sequence[bool]) -> bool:
     try:
-        _output_shape(model, image_size, training)
+        for training in modes:
+            _output_shape(model, image_size, training)
     except (AssertionError, IndexError, RuntimeError, TypeError, ValueError):
         return False
     return True

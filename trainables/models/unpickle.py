@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import pickle
 import re
-import tarfile
 import warnings
 import zipfile
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from trainables.errors import CheckpointError, first_line
+from trainables.models.foreign_files import SAVE_AGAIN, refuse_foreign
 
-MOST_GROWTH = 2
+MAX_GROWTH = 2
 """torch.save compresses nothing: a file whose content is larger than so many times itself would fill the memory."""
-SAVE_AGAIN = "in the program that wrote it, save only the parameters: torch.save(model.state_dict(), path)"
+_PICKLE_BYTES = 2**23
+"""Bytes in which a file from before torch 1.6 has its objects: the tensors' values come after them."""
 
 
 class IgnoredValue:
@@ -34,33 +36,55 @@ IGNORED_TYPES = (
     "numpy._core.multiarray.scalar",  # an accuracy or a rate that numpy computed
     "numpy.core.multiarray.scalar",  # the same before numpy 2
     "numpy.dtype",
+    "pathlib.PosixPath",
 )
 """Types that training scripts save besides the parameters, and that `IgnoredValue` replaces: the real ones would be built from
 the file's bytes, and a dtype or a scalar with forged bytes can reach any memory."""
+DICTIONARIES = (
+    "pytorch_lightning.utilities.parsing.AttributeDict",
+    "lightning.pytorch.utilities.parsing.AttributeDict",
+    "lightning_fabric.utilities.data.AttributeDict",
+    "lightning.fabric.utilities.data.AttributeDict",
+)
+"""Subclasses of dict that become plain ones: Lightning's hyper_parameters."""
 
 
 def load_torch_file(path: Path) -> Any:
     """The content of a file of torch.save: tensors, plain values, and `IgnoredValue` for IGNORED_TYPES.
 
-    Raises CheckpointError: the file has anything else, which could run code, or is damaged.
+    Raises CheckpointError: the file has anything else, which could run code, is of another library, or is damaged.
     """
+    refuse_foreign(path)
     _check_unpacked_size(path)
+    replaced: list[Any] = [(IgnoredValue, name) for name in IGNORED_TYPES] + [(OrderedDict, name) for name in DICTIONARIES]
     try:
-        with torch.serialization.safe_globals([(IgnoredValue, name) for name in IGNORED_TYPES]), warnings.catch_warnings():
+        with torch.serialization.safe_globals(replaced), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a pickle protocol other than torch's: the errors below explain it
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         blocked = re.search(r"GLOBAL (\S+)", str(error))
+        if blocked and _has_module(path):
+            reason = f"{path} is a whole pickled model ({blocked[1]}), and loading it would run code"
+            raise CheckpointError(f"{reason}: {SAVE_AGAIN}") from None
         reason = f"it has {blocked[1]}" if blocked else "it is no file of torch.save, or was cut off"
         raise CheckpointError(
             f"{path} is not loaded, since it has more than tensors, which could run code, or is damaged ({reason}): {SAVE_AGAIN}"
         ) from None
     except Exception as error:  # the unpickler reads any bytes, and may fail in any way
-        if path.is_file() and path.stat().st_size and tarfile.is_tarfile(path):
-            raise CheckpointError(f"{path} is a tar archive: unpack it and give the file of one model in it") from None
         known = isinstance(error, EOFError | OSError | RuntimeError | ValueError)  # others have no useful message
         reason = first_line(error) if known else "it is no file of torch.save"
         raise CheckpointError(f"{path} cannot be read ({reason}): it was cut off or damaged; use another copy") from None
+
+
+def _has_module(path: Path) -> bool:
+    """Whether the pickle has attributes that every `nn.Module` has."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            pickles = [archive.read(name) for name in archive.namelist() if name.endswith("data.pkl")]
+    else:
+        with path.open("rb") as file:
+            pickles = [file.read(_PICKLE_BYTES)]
+    return any(b"_parameters" in content and b"_modules" in content for content in pickles)
 
 
 def _check_unpacked_size(path: Path) -> None:
@@ -68,5 +92,5 @@ def _check_unpacked_size(path: Path) -> None:
         return
     with zipfile.ZipFile(path) as archive:
         unpacked, packed = sum(member.file_size for member in archive.infolist()), path.stat().st_size
-    if unpacked > MOST_GROWTH * packed:
+    if unpacked > MAX_GROWTH * packed:
         raise CheckpointError(f"{path} is compressed, {packed:,} bytes that become {unpacked:,}: {SAVE_AGAIN}")

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,11 +34,9 @@ def load_network(
     Raises CheckpointError, ModelError: see `load_teacher`.
     """
     assert teacher.weights is not None
-    sources = [(teacher.model, teacher.weights, sha256), *((other.model, other.weights, None) for other in teacher.others)]
-    models = [
-        load_teacher(model, weights, num_classes=len(classes), image_size=image_size, classes=classes, seed=seed, sha256=expected)
-        for model, weights, expected in sources
-    ]
+    fit: dict[str, Any] = {"num_classes": len(classes), "image_size": image_size, "classes": classes, "seed": seed}
+    models = [load_teacher(teacher.model, teacher.weights, **fit, weights_key=teacher.weights_key, sha256=sha256)]
+    models += [load_teacher(other.model, other.weights, **fit, weights_key=other.weights_key) for other in teacher.others]
     return TeacherEnsemble(models).eval().requires_grad_(False) if teacher.others else models[0]
 
 

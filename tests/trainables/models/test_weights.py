@@ -124,7 +124,8 @@ def test_what_mdistiller_saves_loads_where_it_is_of_one_model(tmp_path: Path) ->
     assert_same(load(tmp_path / "best"), convnet())
     both = alone | {f"module.teacher.{name}": tensor for name, tensor in state.items()}
     torch.save({"epoch": 240, "model": both}, tmp_path / "best")
-    assert "give student_best or student_latest instead" in refusal(tmp_path / "best")
+    assert "model.module.student and model.module.teacher: choose one with weights_key" in refusal(tmp_path / "best")
+    assert_same(load(tmp_path / "best", weights_key="student"), convnet())
 
 
 def test_a_batch_norm_that_did_not_count_its_batches_loads(tmp_path: Path) -> None:

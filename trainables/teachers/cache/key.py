@@ -76,7 +76,13 @@ def key_parts(config: TrainConfig, images: ImageSet, classes: Sequence[str], top
     assert teacher is not None
     assert teacher.weights is not None
     weights = teacher_sha256(
-        teacher.model, teacher.weights, num_classes=len(classes), image_size=data.image_size, classes=classes, seed=config.seed
+        teacher.model,
+        teacher.weights,
+        num_classes=len(classes),
+        image_size=data.image_size,
+        classes=classes,
+        seed=config.seed,
+        weights_key=teacher.weights_key,
     )
     pixels = data.model_dump(mode="json", include=_PIXEL_KEYS)
     return {

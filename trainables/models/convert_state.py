@@ -1,0 +1,135 @@
+"""Weights of other names, or for another image size, by the conversion of the model's own library; and why weights do not fit.
+
+torchvision resamples a ViT's position table; timm has a filter for most of its models, which resamples tables and renames what
+the papers' authors published, and reads their .npz files.
+"""
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from trainables.errors import CheckpointError, ModelError, first_line
+from trainables.models.foreign_files import CONVERT, foreign_names
+from trainables.models.registry import USUAL_SIZES, construct
+from trainables.models.state_match import Match, compare, expected_tensors, is_read, shortened
+from trainables.notices import notice
+
+
+def converted(model: nn.Module, match: Match, image_size: int) -> tuple[dict[str, Tensor], str]:
+    """The state as the library of `model` converts it, and what was changed; empty: it does not fit after that either."""
+    try:
+        state = _by_library(model, dict(match.state), image_size)
+    except Exception:  # a library's own code on tensors of any name and shape: the mismatch says more
+        return {}, ""
+    state = {name: tensor for name, tensor in state.items() if is_read(name)}
+    if any(compare(state, expected_tensors(model))):
+        return {}, ""
+    resampled = [
+        f"{name} {tuple(match.state[name].shape)} → {tuple(state[name].shape)}"
+        for name in state
+        if name in match.state and match.state[name].shape != state[name].shape
+    ]
+    renamed, dropped = len(set(state) - set(match.state)), len(set(match.state) - set(state))
+    library = type(model).__module__.partition(".")[0]
+    changes = [f"resampled {shortened(resampled, 2)}"] if resampled else []
+    changes += [f"renamed {renamed} of {dropped} tensors"] if renamed else [f"left out {dropped} tensors"] if dropped else []
+    return state, f"{library} {', '.join(changes) or 'reshaped tensors'}, for images of {image_size}×{image_size}"
+
+
+def load_npz(model: nn.Module, path: Path, name: str, num_classes: int) -> None:
+    """Load a .npz file as timm does for this model.
+
+    Raises CheckpointError: timm does not, or the file has not all of its tensors, as those of a head for other classes.
+    """
+    load_pretrained = getattr(model, "load_pretrained", None)
+    if load_pretrained is None:
+        raise CheckpointError(f"{path} is an .npz file, which timm converts for ViTs and ResNetV2s, not for {name}: {CONVERT}")
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.is_floating_point():
+                tensor.fill_(math.nan)
+    try:
+        load_pretrained(str(path))
+    except Exception as error:  # a library's own code on arrays of any name and shape
+        raise CheckpointError(
+            f"{path} is an .npz file that timm cannot convert for {name} ({first_line(error)}): give another"
+        ) from None
+    left = [key for key, tensor in model.state_dict().items() if tensor.is_floating_point() and not tensor.isfinite().all()]
+    if left:
+        raise CheckpointError(
+            f"{path} has no values of these shapes for {shortened(left)} of {name}, or none for {num_classes} classes: give "
+            "weights trained on this data"
+        )
+    notice(f"teacher weights {path}: converted by timm for {name}")
+
+
+def mismatch(match: Match, model: nn.Module, path: Path, name: str, num_classes: int) -> CheckpointError:
+    """The one line that says what does not fit, and what to write."""
+    expected, state, misshapen = expected_tensors(model), match.state, match.misshapen
+    named = not match.missing and not match.unexpected
+    if named and all(_is_head(expected[key], state[key], num_classes) for key in misshapen):
+        return CheckpointError(
+            f"{path} has {len(state[misshapen[0]])} classes and the data has {num_classes}: give weights trained on this data"
+        )
+    if named and (size := _fitting_size(name, state, num_classes)):
+        return CheckpointError(
+            f"{path} fits {name} for images of {size}×{size}, by its {misshapen[0]}: set data.image_size to {size}"
+        )
+    if not named and (foreign := foreign_names(match.candidate.tensors)):
+        return CheckpointError(f"{path} does not fit {name}: it is {foreign}")
+    shapes = [f"{key} {tuple(state[key].shape)} for {tuple(expected[key].shape)}" for key in misshapen]
+    parts = (("misses", match.missing), ("has unknown", match.unexpected), ("has another shape of", shapes))
+    differences = "; ".join(f"{verb} {_listed(keys)}" for verb, keys in parts if keys)
+    where = f" under {match.prefix!r}" * bool(match.prefix) + f" in {match.candidate.path}" * bool(match.candidate.path)
+    headless = not match.unexpected and not misshapen and all(len(expected[key]) == num_classes for key in match.missing)
+    if headless:
+        beside = f"; the file has {shortened(match.outside)} too" if match.outside else ""
+        return CheckpointError(
+            f"{path} has {name} without its classifier{where}: it {differences}{beside}; give weights that were trained with a "
+            "classifier on this data"
+        )
+    return CheckpointError(
+        f"{path} does not fit {name}: it{where} {differences}; write the model that it was saved from, or give another file"
+    )
+
+
+def _by_library(model: nn.Module, state: dict[str, Tensor], image_size: int) -> Mapping[str, Tensor]:
+    module = type(model).__module__
+    if module == "torchvision.models.vision_transformer":
+        from torchvision.models.vision_transformer import interpolate_embeddings
+
+        resampled: Mapping[str, Tensor] = interpolate_embeddings(image_size, model.patch_size, state)
+        return resampled
+    if module.startswith("timm."):
+        convert = getattr(sys.modules[module], "checkpoint_filter_fn", None)
+        if convert is not None:
+            filtered: Mapping[str, Tensor] = convert(state, model)
+            return filtered
+    return {}
+
+
+def _fitting_size(name: str, state: Mapping[str, Tensor], num_classes: int) -> int | None:
+    """The usual image size for which the model has the shapes of `state`."""
+    for size in USUAL_SIZES:
+        try:
+            with torch.device("meta"):
+                model = construct(name, num_classes=num_classes, image_size=size, seed=0)
+        except (ModelError, NotImplementedError):
+            continue
+        if not any(compare(state, expected_tensors(model))):
+            return size
+    return None
+
+
+def _is_head(expected: Tensor, loaded: Tensor, num_classes: int) -> bool:
+    return expected.shape[:1] == (num_classes,) and expected.shape[1:] == loaded.shape[1:]
+
+
+def _listed(keys: Sequence[str]) -> str:
+    if len(keys) > 4:
+        return f"{keys[0]} and {len(keys) - 1} more"
+    return " and ".join([", ".join(keys[:-1]), keys[-1]] if keys[1:] else keys)

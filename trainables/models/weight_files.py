@@ -1,0 +1,105 @@
+"""A file of weights as candidates: the dictionaries of tensors in it, by name. Which fits a model: `state_match`."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from torch import strided as torch_strided
+
+from trainables.errors import CheckpointError, first_line
+from trainables.models.checkpoint_header import INDEX_SUFFIX, is_safetensors
+from trainables.models.foreign_files import SAVE_AGAIN, refuse_foreign
+from trainables.models.unpickle import load_torch_file
+
+SHARD = re.compile(r"-\d{5}-of-\d{5}\.\w+$")
+MAX_DEPTH = 4
+"""Of dictionaries in dictionaries: training scripts nest a state dict once or twice."""
+
+
+class Candidate(NamedTuple):
+    """A dictionary that has tensors."""
+
+    path: str
+    """Its keys in the file, joined by dots, as `state_dict`; empty for the file itself."""
+    tensors: Mapping[str, Tensor]
+    others: tuple[str, ...]
+    """What else there is in it, and in the dictionaries around it."""
+
+
+def read_candidates(path: Path) -> list[Candidate]:
+    """All candidates of a file, the outer ones first.
+
+    Raises CheckpointError: it is damaged, of another library, one shard of several, or has no named tensor.
+    """
+    if path.name.endswith(INDEX_SUFFIX):
+        content: Any = _read_shards(path)
+    elif SHARD.search(path.name):
+        raise CheckpointError(f"{path} is one shard of several: give the folder of all of them, or its {INDEX_SUFFIX} file")
+    else:
+        content = _read_file(path)
+    if not isinstance(content, Mapping) or not content:
+        raise CheckpointError(f"{path} has no state dict: {SAVE_AGAIN}")
+    if candidates := list(_candidates(content, "", ())):
+        return candidates
+    if {"state", "param_groups"} <= set(content):
+        raise CheckpointError(f"{path} is the state of an optimizer, without a model: {SAVE_AGAIN}")
+    key, value = next(iter(content.items()))
+    raise CheckpointError(
+        f"{path} has no state dict: it has {key!r}, of type {type(value).__name__}, where a tensor was expected: {SAVE_AGAIN}"
+    )
+
+
+def read_safetensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of a file. Raises CheckpointError: it is damaged."""
+    try:
+        tensors: dict[str, Tensor] = load_file(path)
+        return tensors
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({first_line(error)}): it was cut off or damaged; use another copy"
+        ) from None
+
+
+def check_values(key: str, tensor: Tensor, path: Path) -> None:
+    """Raises CheckpointError: a tensor is not dense numbers in memory, or not finite."""
+    if tensor.layout is not torch_strided or tensor.is_meta or tensor.is_quantized or tensor.is_complex():
+        kind = "without values" if tensor.is_meta else f"of {tensor.layout} and {tensor.dtype}"
+        raise CheckpointError(f"{path} has {key!r}, a tensor {kind}, where a dense real one was expected: {SAVE_AGAIN}")
+    if tensor.is_floating_point() and not tensor.float().isfinite().all():
+        raise CheckpointError(f"{path} has values in {key!r} that are not finite: its training diverged; use another checkpoint")
+
+
+def _read_file(path: Path) -> Any:
+    if not is_safetensors(path):
+        return load_torch_file(path)
+    refuse_foreign(path)
+    return read_safetensors(path)
+
+
+def _read_shards(index: Path) -> dict[str, Any]:
+    """The tensors of all files that a Hugging Face index names, which are in its folder."""
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        files = [index.parent / Path(name).name for name in names]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        raise CheckpointError(f"{index} names no shards in a weight_map: give the index that was saved with them") from None
+    for file in files:
+        if not file.is_file():
+            raise CheckpointError(f"{index}: its shard {file.name} is missing: fetch all {len(files)} shards")
+    return {name: tensor for file in files for name, tensor in dict(_read_file(file)).items()}
+
+
+def _candidates(content: Mapping[str, Any], path: str, around: tuple[str, ...]) -> Iterator[Candidate]:
+    names = tuple(str(key) for key in content)
+    tensors = {key: value for key, value in content.items() if isinstance(key, str) and isinstance(value, Tensor)}
+    if tensors:
+        yield Candidate(path, tensors, around + tuple(name for name in names if name not in tensors))
+    if path.count(".") < MAX_DEPTH - 1:
+        for key, value in content.items():
+            if isinstance(key, str) and isinstance(value, Mapping):
+                yield from _candidates(value, f"{path}.{key}" if path else key, around + tuple(n for n in names if n != key))
