@@ -6,7 +6,7 @@ from trainables.config import DataConfig
 from trainables.data.index import is_records
 from trainables.data.interface import Source
 from trainables.data.order import Split
-from trainables.data.pack.readers import IMAGE_FOLDER, matching_reader
+from trainables.data.pack.readers import IMAGE_FOLDER, matching_reader, what_to_give
 from trainables.data.sources.digits import open_digits
 from trainables.data.sources.folder import FolderSource
 from trainables.data.sources.layout import LayoutSource
@@ -35,12 +35,14 @@ def open_source(data: DataConfig, split: Split) -> Source:
         return open_records(data.path, split)
     root = expand_home(data.path)
     try:
-        kind = matching_reader(root) if root.exists() else None
-    except DataError as error:
-        raise DataError(f"data.path: {error}") from None
-    if kind in (None, IMAGE_FOLDER):  # without a layout, an image folder is what its refusal describes
-        return FolderSource(data.path, split)
-    return LayoutSource(data.path, root, kind, split)
+        kind = matching_reader(root)
+        if kind is None and (refusal := what_to_give(root)):
+            raise DataError(f"data.path: {refusal}")
+        if kind in (None, IMAGE_FOLDER):  # without a layout, an image folder is what its refusal describes
+            return FolderSource(data.path, split)
+        return LayoutSource(data.path, root, kind, split)
+    except OSError as error:
+        raise DataError(f"data.path: {error.filename or root} cannot be read: {error.strerror}") from None
 
 
 def refuse_single_class(classes: Sequence[str], where: str) -> None:

@@ -327,7 +327,7 @@ def test_mistakes_in_the_command_are_reported_in_one_line(
     assert "--tiles and --raw: give one of them" in err
     code, _, err = run(capsys, "pack", tmp_path / "none", tmp_path / "packed")
     assert code == 2
-    assert err.startswith(f"error: {tmp_path / 'none'} does not exist; give CIFAR binary files, image folder")
+    assert err.startswith(f"error: {tmp_path / 'none'} does not exist; give one of these layouts: CIFAR")
 
 
 def test_an_index_records_how_it_was_made(images: Path, tmp_path: Path) -> None:

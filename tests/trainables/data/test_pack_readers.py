@@ -36,6 +36,7 @@ def test_a_path_without_a_known_layout_is_refused_with_those_that_are(tmp_path: 
     assert f"is of no layout that can be packed: {layouts}" in refusal(tmp_path)
     assert "is a single file; give the folder with the files of both splits" in refusal(tmp_path / "text")
     write_cifar10(tmp_path / "cifar-10-batches-bin")
+    (tmp_path / "cifar-10-binary.tar.gz").write_bytes(b"")
     assert f"the folder {tmp_path}/cifar-10-batches-bin in it is (CIFAR): give that one" in refusal(tmp_path)
 
 

@@ -26,7 +26,7 @@ class LayoutSource(Source):
     """One split of a source whose layout is `kind`, a key of READERS. Opening it lists both splits.
 
     Raises DataError where single samples of the layout cannot be read fast: the line that packs it. Also what the layout's
-    reader raises of its files.
+    reader raises about its files; OSError where disk or network fail.
     """
 
     def __init__(self, path: str, root: Path, kind: str, split: Split) -> None:
@@ -40,8 +40,6 @@ class LayoutSource(Source):
         self._reader, self._root = reader, root
         try:
             self._listing = _listings.get(str(root)) or reader.listing()
-        except OSError as error:
-            raise DataError(f"data.path: {error.filename or root} cannot be read: {error.strerror}") from None
         except DataError as error:
             raise DataError(f"data.path: {error}") from None
         _listings[str(root)] = self._listing

@@ -30,15 +30,20 @@ READERS: dict[str, type[LayoutReader]] = {
 
 
 def matching_reader(root: Path) -> str | None:
-    """The layout of a source; None where it has none that is known. Raises DataError for an archive: the line that unpacks it."""
+    """The layout of a source; None where it has none that is known."""
     if is_image_folder(root) and not ImagenetReader.matches(root):  # whatever else lies there, such as what it was unpacked from
         return IMAGE_FOLDER
-    if name := next((name for name, reader in READERS.items() if reader.matches(root)), None):
-        return name
+    return next((name for name, reader in READERS.items() if reader.matches(root)), None)
+
+
+def what_to_give(root: Path) -> DataError | None:
+    """The refusal of a path without a layout that has one within reach: in a folder in it, or in an archive."""
+    for folder in sorted(path for path in root.iterdir() if path.is_dir() and not is_hidden(path.name)) if root.is_dir() else ():
+        if name := matching_reader(folder):
+            return DataError(f"{root} is of no known layout, but the folder {folder} in it is ({name}): give that one")
     is_archive = root.is_file() and re.fullmatch(ARCHIVE, root.name)
-    if archive := root if is_archive else next(iter(files_below(root, ARCHIVE)), None):
-        raise unpack(archive)
-    return None
+    archive = root if is_archive else next(iter(files_below(root, ARCHIVE)), None)
+    return unpack(archive) if archive else None
 
 
 def find_reader(root: Path) -> str:
@@ -48,11 +53,8 @@ def find_reader(root: Path) -> str:
         raise DataError(f"{root} does not exist; give one of these layouts: {layouts}")
     if name := matching_reader(root):
         return name
+    if refusal := what_to_give(root):
+        raise refusal
     if root.is_file():
         raise DataError(f"{root} is a single file; give the folder with the files of both splits, or a list of images")
-    for folder in sorted(path for path in root.iterdir() if path.is_dir() and not is_hidden(path.name)):
-        if name := matching_reader(folder):
-            raise DataError(
-                f"{root} is of no layout that can be packed, but the folder {folder} in it is ({name}): give that one"
-            )
     raise DataError(f"{root} is of no layout that can be packed: {layouts}; docs/records.md shows each")
