@@ -46,6 +46,7 @@ def test_the_workers_side_knows_nothing_of_the_drivers() -> None:
 LAYERS = {
     "trainables": [
         "errors",
+        "notices",
         "redact",
         "config",
         "rules",
