@@ -15,7 +15,7 @@ from trainables.data.interface import Source
 from trainables.data.sources.folder import first_three, sampled_sha256
 from trainables.errors import DataError
 
-_HASHES = {"labels": "labels", "order": "names or order", "contents": "contents"}
+_HASHES = {"labels": "labels", "order": "names or order"}
 _RESTORE = "restore the data, or choose another --out"
 
 
@@ -40,9 +40,12 @@ def data_changes(before: DataIdentity, now: DataIdentity) -> list[str]:
         old, new = getattr(before, split), getattr(now, split)
         if old.num_images != new.num_images:
             changes.append(f"{split} had {old.num_images} images and has {new.num_images}")
-        elif differing := [words for name, words in _HASHES.items() if getattr(old, name) != getattr(new, name)]:
-            # The contents change with the order.
-            changes.append(f"the {' and the '.join(differing[:2])} of the {split} images changed")
+            continue
+        differing = [words for name, words in _HASHES.items() if getattr(old, name) != getattr(new, name)]
+        if not differing and old.contents != new.contents:  # which change with the order, too
+            differing = ["contents"]
+        if differing:
+            changes.append(f"the {' and the '.join(differing)} of the {split} images changed")
     return changes
 
 
