@@ -22,6 +22,7 @@ from trainables.methods.select import (
     check_cache_top_k,
     check_logits_only,
     check_sharded,
+    check_two_classes,
     select_methods,
     student_name,
     task_weight,
@@ -143,6 +144,8 @@ def _check_methods(config: TrainConfig, student: nn.Module, selected: Sequence[S
         problem = first_problem_of_method(method.key, method.method_class.requires, config)
         if problem is not None:
             raise ExperimentError(problem)
+    if num_classes == 2:
+        check_two_classes(selected)
     teacher, with_teacher = config.teacher, methods_with_teacher(config)
     if teacher is not None and teacher.placement == "sharded":
         check_sharded(with_teacher)

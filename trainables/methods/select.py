@@ -10,6 +10,7 @@ from trainables.methods.method_file import option_key
 from trainables.methods.registry import load_method
 from trainables.models.forward import seeded
 from trainables.models.names import REUSE_SEPARATOR
+from trainables.notices import notice
 
 
 class SelectedMethod(NamedTuple):
@@ -152,6 +153,22 @@ def check_cache_top_k(selected: Sequence[SelectedMethod], teacher: TeacherConfig
                 f"it keeps {teacher.cache_top_k} of {num_classes} classes apart, and {reader} looks at each:"
                 " leave it out, or set distill.method to kd, without standardize",
             )
+
+
+_IDLE_WITH_TWO_CLASSES = {"dkd": "nckd is 0", "nkd": "others is 0", "dist": "inter has hardly a gradient"}
+"""What a method's term is where a sample has one class besides its own."""
+
+
+def check_two_classes(selected: Sequence[SelectedMethod]) -> None:
+    """Tell which terms teach nothing of two classes. Raises ExperimentError: a method standardises their logits."""
+    for method in selected:
+        if getattr(method.options, "standardize", False):
+            raise ExperimentError.of_key(
+                f"distill.options.{method.key}.standardize",
+                "the standardised logits of two classes are always 0.71 and -0.71, which teaches nothing: write false",
+            )
+        if idle := _IDLE_WITH_TWO_CLASSES.get(method.key):
+            notice(f"distill.method: {method.key} with two classes: {idle}, and its other term alone teaches the student")
 
 
 def task_weight(distill: DistillConfig, selected: Sequence[SelectedMethod]) -> float:

@@ -11,6 +11,7 @@ from service.sweeps.preflight import check_sweep, mark_unbuildable
 from service.sweeps.trials import plan_trials
 from tests.trainables.methods import own_methods
 from trainables.errors import ExperimentError
+from trainables.notices import notices_to
 from trainables.rules import parts_have_several_images
 
 OWN = Path(own_methods.__file__)
@@ -163,3 +164,18 @@ def test_a_batch_norm_that_would_get_a_single_image_is_refused_before_a_teacher_
 )
 def test_parts_of_one_image_are_those_that_the_workers_get(num_images: int, overrides: list[str], refuses: bool) -> None:
     assert (parts_have_several_images(small(*overrides).experiment, num_images) is not None) == refuses
+
+
+TWO_CLASSES = ("data.path=synthetic", "data.synthetic_classes=2", "data.synthetic_images=200")
+
+
+def test_standardised_logits_of_two_classes_are_refused() -> None:
+    with pytest.raises(ExperimentError, match=r"^distill\.options\.kd\.standardize: .* two classes .*: write false$"):
+        check_train(small(*TWO_CLASSES, "distill.options.kd.standardize=true"))
+
+
+def test_what_a_method_cannot_teach_of_two_classes_is_a_notice() -> None:
+    lines: list[str] = []
+    with notices_to(lines.append):
+        check_train(small(*TWO_CLASSES, "distill.method=dkd"))
+    assert lines == ["distill.method: dkd with two classes: nckd is 0, and its other term alone teaches the student"]
