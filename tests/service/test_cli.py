@@ -300,8 +300,8 @@ def test_missing_empty_and_non_image_data_are_refused(refuse: Refuse, tmp_path: 
     write_photos(tmp_path / "imageless", train={"cat": []}, val={"cat": []})
     (tmp_path / "imageless/train/cat/notes.txt").write_text("no image")
     assert "holds no images" in shown(tmp_path / "imageless")
-    assert "has no validation folder" in shown(write_photos(tmp_path / "valless", train={"cat": [GOOD]}))
-    extra = write_photos(tmp_path / "extra", train={"cat": [GOOD]}, val={"dog": [GOOD]})
+    assert "has no validation folder" in shown(write_photos(tmp_path / "valless", train={"cat": [GOOD], "ant": [GOOD]}))
+    extra = write_photos(tmp_path / "extra", train={"cat": [GOOD], "ant": [GOOD]}, val={"dog": [GOOD]})
     assert "has classes that train has not: dog" in shown(extra)
     single = write_photos(tmp_path / "single", train={"cat": [GOOD]}, val={"cat": [GOOD]})
     assert shown(single) == f"data.path: {single} has one class only, cat; a classifier needs images of two or more"
@@ -515,9 +515,9 @@ def test_an_evaluation_that_cannot_be_carried_out_is_refused(refuse: Refuse, tmp
     assert "no checkpoint at nothing" in refuse("evaluate", "nothing", "--data", "digits")
     assert "there is no file" in refuse("evaluate", tmp_path / "none.safetensors", "--data", "digits")
     assert "does not exist" in refuse("evaluate", whole, "--data", tmp_path / "none")
-    photos = write_photos(tmp_path / "photos", train={"cat": [GOOD], "dog": [GOOD]}, val={"cat": [GOOD]})
+    photos = write_photos(tmp_path / "photos", train={"cat": [GOOD], "dog": [GOOD]}, val={"cat": [GOOD], "dog": [GOOD]})
     assert "was trained on 10 classes and the data has 2" in refuse("evaluate", whole, "--data", photos)
-    names = write_photos(tmp_path / "names", train={f"c{i}": [GOOD] for i in range(10)}, val={"c1": [GOOD]})
+    names = write_photos(tmp_path / "names", train={f"c{i}": [GOOD] for i in range(10)}, val={f"c{i}": [GOOD] for i in range(10)})
     assert "its class 0 is '0', the data's is 'c0'" in refuse("evaluate", whole, "--data", names)
     cut = tmp_path / "cut.safetensors"
     cut.write_bytes(whole.read_bytes()[:-9])

@@ -289,12 +289,12 @@ def test_a_jpeg_too_large_to_be_decoded_is_packed_smaller(images: Path, tmp_path
     monkeypatch.setattr(decode, "MAX_PIXELS", 10_000)
     for name in ("large.jpg", "large.png"):
         photo(1, 300, 200).save(images / "train/cat" / name)
-    for mode, number in ((Mode(max_side=100), 1), (Mode(raw=50), 1), (Mode(), 2)):
+    for mode, number in ((Mode(max_side=60), 1), (Mode(raw=40), 1), (Mode(), 2)):
         packed = packing.pack(images, tmp_path / str(mode), mode, check=True, strict=False, processes=1)
         assert packed.index.num_unreadable == number
         if mode.shrinks:
             source = open_records(str(tmp_path / str(mode)), "train")
-            assert (source.widths_N.max(), source.heights_N.max()) == ((100, 67) if mode.max_side else (75, 50))
+            assert (source.widths_N.max(), source.heights_N.max()) == (60, 40)
 
 
 # The commands
