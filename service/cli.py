@@ -26,7 +26,7 @@ COMMANDS = {
     "compare": ("reports:compare", "Two sweeps or runs side by side."),
     "data": ("data:data", "The content of a packed set: counts, classes, sizes, shapes, pictures."),
     "doctor": ("reports:doctor", "Where a step's time goes and what to change."),
-    "evaluate": ("evaluate:evaluate", "Exact accuracy of a checkpoint on a validation split, distributed."),
+    "evaluate": ("evaluate:evaluate", "Exact accuracy of a checkpoint, or of any teacher's weights, on a validation split."),
     "methods": ("methods:list_methods", "The ways to distil."),
     "pack": ("data:pack", "Put a data set into a few large files, for data.path."),
     "recipes": ("experiments:list_recipes", "The experiments that ship with raydistill."),

@@ -14,9 +14,7 @@ from service.runs.evaluate import evaluate as run_evaluate
 @click.command()
 @click.argument("checkpoint", type=FileOrUri())
 @click.option("--data", "data_path", type=DataPath(), required=True, help=DATA_PATH)
-@click.option(
-    "--model", help="The model of weights that do not name it, as teacher.model: CHECKPOINT is then as teacher.weights."
-)
+@click.option("--model", help="As teacher.model, for weights that do not name it: CHECKPOINT is then as teacher.weights.")
 @click.option("--weights-key", help="As teacher.weights_key.")
 @SET
 @RUNS_OR_URI

@@ -92,10 +92,12 @@ class DataPath(NamesPath, StringParamType):
 
 
 class FileOrUri(NamesPath, StringParamType):
-    """A file or folder, or its URI in an object store."""
+    """A file or folder, or its URI in an object store; with --model also the name of published weights."""
 
     def in_job(self, text: str, job: JobFiles) -> list[str]:
-        return [text if is_uri(text) else absolute_or_new(text)]
+        if is_uri(text):
+            return [text]
+        return [absolute(text) if job.params.get("model") else absolute_or_new(text)]
 
 
 class NameOrFile(NamesPath, StringParamType):

@@ -57,6 +57,8 @@ def resolve(
             raise ExperimentError(f"--set {text}: an evaluation has the keys data.*, scale.* and precision")
         put(tree, key, value, f"--set {text}")
     checked(tree)  # a wrong override is refused before the checkpoint is read, which imports torch
+    if weights_key is not None and model is None:
+        raise ExperimentError("--weights-key chooses a part of weights that do not name their model: add --model NAME")
     if model is not None:
         return with_published_images(model, checkpoint, weights_key, tree)
     path = fetch_checkpoint(checkpoint) if is_uri(checkpoint) else locate_checkpoint(checkpoint) or Path(checkpoint)

@@ -66,10 +66,10 @@ def refuse(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, 
         assert exit_code(*arguments) == 2
         shown = capsys.readouterr()
         assert shown.out == ""
-        assert shown.err.startswith("error: ")
-        assert shown.err.count("\n") == 1
+        [error] = [line for line in shown.err.splitlines() if not line.startswith("note: ")]
+        assert error.startswith("error: ")
         assert not runs.exists()  # nothing was begun
-        return shown.err.removeprefix("error: ").rstrip("\n")
+        return error.removeprefix("error: ")
 
     return run
 

@@ -83,9 +83,10 @@ def is_safetensors(path: Path) -> bool:
 def read_checkpoint_header(path: Path) -> CheckpointHeader | None:
     """The header of a checkpoint; None for a safetensors file that is not one of ours.
 
-    Raises CheckpointError: the file is damaged, cannot be read, or has an invalid header.
+    Raises CheckpointError: the file is damaged, of another library, cannot be read, or has an invalid header.
     """
     try:
+        refuse_foreign(path)
         with safe_open(path, framework="np") as file:
             metadata = file.metadata() or {}
     except (SafetensorError, OSError) as error:

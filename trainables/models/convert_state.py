@@ -6,6 +6,7 @@ the papers' authors published, and reads their .npz files.
 
 import math
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -22,7 +23,9 @@ from trainables.notices import notice
 def converted(model: nn.Module, match: Match, image_size: int) -> tuple[dict[str, Tensor], str]:
     """The state as the library of `model` converts it, and what was changed; empty: it does not fit after that either."""
     try:
-        state = _by_library(model, dict(match.state), image_size)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the library's own resampling
+            state = dict(_by_library(model, dict(match.state), image_size))
     except Exception:  # a library's own code on tensors of any name and shape: the mismatch says more
         return {}, ""
     state = {name: tensor for name, tensor in state.items() if is_read(name)}

@@ -110,7 +110,6 @@ def _match(
     candidate: Candidate, prefix: str, plain: Mapping[str, str], wanted: Mapping[str, str], expected: Mapping[str, Tensor]
 ) -> Match:
     inside = {name[len(prefix) :]: raw for name, raw in plain.items() if name.startswith(prefix)}
-    used = {raw for name, raw in inside.items() if is_read(name)}
     state, origin = {}, {}
     for name, raw in inside.items():
         if is_read(name):
@@ -119,7 +118,7 @@ def _match(
     ends = next(((raw, name) for name, raw in origin.items() if name in expected and raw.endswith(name)), ("", ""))
     shown = ends[0].removesuffix(ends[1])
     odd = next((f"{raw} as {name}" for name, raw in origin.items() if raw != shown + name), "")
-    outside = tuple(raw for raw in candidate.tensors if raw not in used and is_read(_plain(raw, {}).removeprefix(prefix)))
+    outside = tuple(raw for name, raw in plain.items() if not name.startswith(prefix) and name not in COUNTERS)
     return Match(candidate, shown or prefix, state, odd, outside, *compare(state, expected))
 
 

@@ -13,7 +13,7 @@ from torch import strided as torch_strided
 
 from trainables.errors import CheckpointError, first_line
 from trainables.models.checkpoint_header import INDEX_SUFFIX, is_safetensors
-from trainables.models.foreign_files import SAVE_AGAIN, refuse_foreign
+from trainables.models.foreign_files import SAVE_AGAIN
 from trainables.models.unpickle import load_torch_file
 
 SHARD = re.compile(r"-\d{5}-of-\d{5}\.\w+$")
@@ -75,10 +75,7 @@ def check_values(key: str, tensor: Tensor, path: Path) -> None:
 
 
 def _read_file(path: Path) -> Any:
-    if not is_safetensors(path):
-        return load_torch_file(path)
-    refuse_foreign(path)
-    return read_safetensors(path)
+    return read_safetensors(path) if is_safetensors(path) else load_torch_file(path)
 
 
 def _read_shards(index: Path) -> dict[str, Any]:

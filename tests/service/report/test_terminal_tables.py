@@ -126,6 +126,7 @@ def test_the_hardware_has_a_row_a_node_and_a_row_a_gpu_with_why_it_was_slowed() 
 
 def test_a_running_runs_report_says_how_far_it_is_and_how_to_go_on(tmp_path: Path) -> None:
     append_line(tmp_path / "student" / "metrics.jsonl", STEP | {"time_ms": time.time() * 1e3 - 90_000})
+    (tmp_path / "experiment.yaml").write_text("base: digits\n")
     advice = f"continue it with: distill resume {tmp_path}"
     for status, may_continue in {"running": False, "interrupted": True, "failed": True, "complete": False}.items():
         standing = result().model_copy(update={"status": status})

@@ -3,14 +3,20 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from service.cluster.resources import Cluster, Node, Reservation
 from service.runs.evaluate import evaluation_error, reserve, resolve
 from trainables.config import DataConfig, EvaluateConfig
+from trainables.distributed.group import Group
 from trainables.engine.checkpoint import write_tensors
-from trainables.errors import ClusterError, DistillError
+from trainables.engine.evaluate import evaluate_checkpoint
+from trainables.errors import CheckpointError, ClusterError, DistillError, ModelError
 from trainables.failures import Failure, Kind, WorkersFailedError
+from trainables.models.names import check_model_name
+from trainables.models.published import published_input
 from trainables.models.registry import build_model
+from trainables.notices import notices_to
 
 
 def test_an_evaluation_prepares_images_as_the_training_did_unless_overridden(tmp_path: Path) -> None:
@@ -22,6 +28,36 @@ def test_an_evaluation_prepares_images_as_the_training_did_unless_overridden(tmp
     assert (data.image_size, data.val_resize, data.mean) == (12, 14, (0.1, 0.2, 0.3))
     assert data.std == DataConfig(path="digits").std
     assert resolve(str(tmp_path / "best.safetensors"), "digits", ["data.val_resize=13"]).data.val_resize == 13
+
+
+def test_weights_without_a_header_are_evaluated_as_the_model_that_is_named(tmp_path: Path) -> None:
+    model, path = build_model("mlp_small", num_classes=10, image_size=12, seed=0), tmp_path / "x.pth"
+    torch.save({"student": model.state_dict(), "teacher": model.state_dict()}, path)
+    with pytest.raises(CheckpointError, match=r"does not name its model: add --model NAME"):
+        resolve(str(path), "digits", [])
+    sets, lines = ["data.image_size=12", "data.mean=[0.5, 0.5, 0.5]"], list[str]()
+    with notices_to(lines.append):
+        config = resolve(str(path), "digits", sets, "mlp_small", "student")
+    assert (config.model, config.weights_key, config.data.image_size) == ("mlp_small", "student", 12)
+    assert lines[0].startswith(
+        "images as --set and the defaults say, which the file does not: data.image_size 12, mean [0.5, 0.5"
+    )
+    data = config.data.model_copy(update={"loader_workers": 0})
+    assert evaluate_checkpoint(config.model_copy(update={"data": data}), Group())["num_images"] == 355
+    with pytest.raises(CheckpointError, match="choose one with weights_key"):
+        resolve(str(path), "digits", sets, "mlp_small")
+
+
+def test_published_weights_are_evaluated_on_images_as_their_record_says() -> None:
+    assert published_input(check_model_name("resnet50"), "IMAGENET1K_V2") == {
+        "image_size": 224,
+        "val_resize": 232,
+        "mean": (0.485, 0.456, 0.406),
+        "std": (0.229, 0.224, 0.225),
+    }
+    assert published_input(check_model_name("timm/resnet10t"), "c3_in1k")["image_size"] == 176
+    with pytest.raises(ModelError, match="1000 classes and the data has 10"):
+        resolve("DEFAULT", "digits", [], "resnet18")
 
 
 def test_an_evaluation_reserves_its_workers_threads_and_is_refused_where_they_do_not_fit() -> None:
