@@ -70,7 +70,7 @@ class SplitIdentity(Section):
     labels: str
     order: str
     contents: str
-    """Of a few images, see `trainables.data.identity`."""
+    """Of a few images, or of all by an index's checksums, see `trainables.data.identity`."""
 
 
 class DataIdentity(Section):

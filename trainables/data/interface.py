@@ -25,7 +25,7 @@ class Source(ABC):
     size: int | None = None
     """Height and width of every image where all are stored as pixels of one size: `read_batch` is faster then."""
     has_checksums: bool = False
-    """Whether an index has checksums of the images, of which `order_sha256` is made."""
+    """Whether `fingerprint` is made of checksums in an index, without a look at the images."""
 
     def __len__(self) -> int:
         return len(self.labels_N)
@@ -43,7 +43,7 @@ class Source(ABC):
         """A hash of the samples and their order: two sources with one fingerprint show the same image at each index."""
 
     def order_sha256(self) -> str:
-        """A hash over the names of all samples in their order, or over an index's checksums of them. It reads no image."""
+        """A hash over the names of all samples in their order."""
         return sha256_of_names([self.name(index) for index in range(len(self))])
 
     def read_batch(self, indices_R: NDArray[np.int64], out_RHWC: NDArray[np.uint8]) -> None:

@@ -24,7 +24,7 @@ def test_a_node_that_dies_ends_the_command_in_one_line(lost: Exception, tmp_path
 
     task = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_: None))
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    monkeypatch.setattr(parallel, "connect", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(parallel, "connect", lambda *_, **__: contextlib.nullcontext())
     monkeypatch.setattr(ray, "remote", lambda _: task)
     monkeypatch.setattr(ray, "get", get)
     with pytest.raises(DistillError) as caught:

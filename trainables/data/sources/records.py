@@ -74,9 +74,6 @@ class RecordsSource(Source):
         files = (self._part.rows, *self._part.shards)
         return hashlib.sha256(f"{self._pixels} {[file.sha256 for file in files]}".encode()).hexdigest()
 
-    def order_sha256(self) -> str:
-        return self.fingerprint()
-
     def read(self, index: int) -> Sample:
         """The encoded image file, or the pixels (H, W, 3).
 
