@@ -170,6 +170,7 @@ def test_each_line_of_a_stage_that_goes_on_is_read_once(tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_folders_of_ray_that_vanish_meanwhile_are_no_error(tmp_path: Path) -> None:
     append_line(tmp_path / "student" / "metrics.jsonl", STEP)
+    (tmp_path / "experiment.yaml").write_text("base: digits\n")
     (tmp_path / "ray" / "other").mkdir(parents=True)
     code = (
         "import itertools, os, sys\n"
