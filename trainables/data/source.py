@@ -1,5 +1,6 @@
 """Where images come from, by `data.path`: a name in SOURCES, a packed set, another known layout, or an image folder."""
 
+import os
 from collections.abc import Callable, Sequence
 
 from trainables.config import DataConfig
@@ -16,6 +17,7 @@ from trainables.data.storage.memory_cache import cached
 from trainables.data.storage.remote import open_remote
 from trainables.data.storage.staging import open_staged
 from trainables.errors import DataError
+from trainables.notices import notice
 from trainables.object_store.store import is_uri
 from trainables.rundir import expand_home
 
@@ -28,6 +30,8 @@ SOURCES: dict[str, Callable[[DataConfig, Split], Source]] = {
 def open_source(data: DataConfig, split: Split) -> Source:
     """One split of what `data.path` names. Raises DataError where it is missing, empty or inconsistent."""
     if named := SOURCES.get(data.path):
+        if os.path.isdir(data.path):
+            notice(f"data.path: {data.path} is the data set of that name, not the folder here: for that write ./{data.path}")
         return named(data, split)
     if is_uri(data.path):
         return open_remote(data, split)

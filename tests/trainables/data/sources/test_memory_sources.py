@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from trainables.data.source import open_source
 from trainables.data.sources.digits import open_digits
 from trainables.data.sources.memory_source import MemorySource
 from trainables.data.sources.synthetic import open_synthetic
+from trainables.notices import notices_to
 
 
 def test_digits_are_those_of_scikit_learn_each_on_one_side() -> None:
@@ -68,3 +70,12 @@ def test_a_batch_holds_the_pixels_that_single_reads_give(source: MemorySource) -
     source.read_batch(indices_B, out_BHWC)
     for image_HWC, index in zip(out_BHWC, indices_B, strict=True):
         assert (image_HWC == source.read(int(index))).all()
+
+
+def test_a_folder_of_a_data_sets_name_is_not_read_without_a_notice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "digits").mkdir()
+    monkeypatch.chdir(tmp_path)
+    lines: list[str] = []
+    with notices_to(lines.append):
+        open_source(DataConfig(path="digits"), "val")
+    assert lines == ["data.path: digits is the data set of that name, not the folder here: for that write ./digits"]
