@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.faults.storm import ray_tier as ray
 from tests.faults.storm.oracle import cache_losses, delivery_losses, sent_numbers, stage_losses, status_of
 from tests.faults.storm.ray_tier import RUN, Scenario
-from tests.trainables.jobs import relative_difference, write_teacher
+from tests.trainables.jobs import relative_difference, write_able_teacher
 from trainables.engine import checkpoint
 from trainables.rundir import RunDir, StageDir, read_lines
 
@@ -25,7 +25,7 @@ TRAINING = {
 
 def scenarios(folder: Path, experiment: Path) -> list[Scenario]:
     """All of a local Ray. `folder`: for the teachers of those that need one."""
-    weights = write_teacher(folder / "teacher.safetensors")
+    weights = write_able_teacher(folder / "teacher.safetensors")
     kinds, student = (*ray.OF_RUNS, *ray.OF_LOCAL_RAY), {"student.model": "mlp_small", "precision": "fp64"}
     served = TRAINING | student | {"teacher": f"{{model: mlp_large, weights: {weights}, service: 1}}"}
     filled = {"teacher": f"{{model: mlp_large, weights: {weights}, cache: {RUN}-logits, cache_epochs: 30}}"} | student
