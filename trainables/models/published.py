@@ -37,7 +37,7 @@ def _torchvision(found: ModelName, weights: str, num_classes: int, image_size: i
     known = torchvision.models.get_model_weights(found.name).__members__
     _check_known(found.name, weights, list(known))
     published = known[weights]
-    _check_classes(found.name, weights, len(published.meta["categories"]), num_classes)
+    _check_classes(found.name, weights, len(published.meta["categories"] or ()), num_classes)
     options = library_options(found, image_size)
     # torchvision builds it, since some of its models rename old parameters or scale their input for these weights.
     try:
@@ -129,6 +129,8 @@ def _check_known(name: str, weights: str, known: Sequence[str], *others: str) ->
 
 
 def _check_classes(name: str, weights: str, of_weights: int, of_data: int) -> None:
+    if not of_weights:
+        raise ModelError(f"weights {weights} of {name} have no classifier: give weights that were trained with one on this data")
     if of_weights != of_data:
         raise ModelError(
             f"weights {weights} of {name} have {of_weights} classes and the data has {of_data}:"

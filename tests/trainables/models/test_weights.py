@@ -199,6 +199,7 @@ def test_published_weights_that_do_not_exist_or_do_not_fit_are_refused() -> None
     assert "did you mean IMAGENET1K_V1?" in refusal("IMAGENET1K_V11", "resnet18")
     assert "there are: IMAGENET1K_V1, DEFAULT" in refusal("mine", "resnet18")
     assert "have 1000 classes and the data has 4" in refusal("DEFAULT", "resnet18")
+    assert "IMAGENET1K_FEATURES of vgg16 have no classifier" in refusal("IMAGENET1K_FEATURES", "vgg16")
     assert "there are no published weights 'DEFAULT' of convnet_small" in refusal("DEFAULT")
     assert "set data.image_size to 224" in refusal("IMAGENET1K_V1", "vit_b_32", num_classes=1000, image_size=64)
 
