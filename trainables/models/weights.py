@@ -97,8 +97,8 @@ def teacher_sha256(
 ) -> str:
     """A hash of all tensors of a teacher, their names, types and shapes, independent of the file; rescaling is a part of it.
 
-    No values are computed for a model that is read from a file. Raises as `load_teacher` does, except for a file that does not fit
-    the model, which has a hash too.
+    No values are computed for a model that is read from a file. Raises as `load_teacher` does, except for a file that does not
+    fit the model, which has a hash too.
     """
     path = locate_checkpoint(weights)
     fit = {"num_classes": num_classes, "image_size": image_size, "classes": classes}
