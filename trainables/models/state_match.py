@@ -46,7 +46,7 @@ class Match:
     @property
     def rank(self) -> tuple[int, int, int]:
         """What it lacks, to sort by; (0, 0, 0) for a fit. Where no name is the model's, the largest is first."""
-        is_other = len(self.unexpected) == len(self.state)
+        is_other = len(self.unexpected) == sum(map(is_read, self.state))
         return len(self.missing), -len(self.state) if is_other else 0, len(self.unexpected) + len(self.misshapen)
 
     @property
@@ -90,7 +90,7 @@ def compare(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tupl
     """Names that are missing in `state`, that are not expected, and whose shapes differ."""
     return (
         tuple(name for name in expected if name not in state),
-        tuple(name for name in state if name not in expected),
+        tuple(name for name in state if name not in expected and is_read(name)),
         tuple(name for name in expected if name in state and expected[name].shape != state[name].shape),
     )
 
@@ -112,7 +112,9 @@ def _match(
     inside = {name[len(prefix) :]: raw for name, raw in plain.items() if name.startswith(prefix)}
     state, origin = {}, {}
     for name, raw in inside.items():
-        if is_read(name):
+        if name.endswith(f".{COUNTERS[0]}"):
+            state[name] = candidate.tensors[raw]
+        elif is_read(name):
             target = wanted.get(name) or _of_sequential(name, inside, wanted) or name
             state[target], origin[target] = candidate.tensors[raw], raw
     ends = next(((raw, name) for name, raw in origin.items() if name in expected and raw.endswith(name)), ("", ""))

@@ -97,7 +97,8 @@ def teacher_sha256(
 ) -> str:
     """A hash of all tensors of a teacher, their names, types and shapes, independent of the file; rescaling is a part of it.
 
-    Of a model that is read from a file no values are computed. Raises as `load_teacher` does.
+    No values are computed for a model that is read from a file. Raises as `load_teacher` does, except for a file that does not
+    fit the model, which has a hash too.
     """
     path = locate_checkpoint(weights)
     fit = {"num_classes": num_classes, "image_size": image_size, "classes": classes}
@@ -106,7 +107,7 @@ def teacher_sha256(
         return _digest(model.state_dict(), rescales=bool(getattr(model, "transform_input", False)))
     found = check_model_name(name)
     model = _skeleton(_name_to_build(found, name, path), num_classes, image_size, seed)
-    state = _file_state(model, path, name, num_classes, image_size, classes, weights_key, weights)
+    state = _file_state(model, path, name, num_classes, image_size, classes, weights_key, weights, must_fit=False)
     return _digest(state, rescales=_rescales(found, path))
 
 
@@ -166,8 +167,10 @@ def _file_state(
     classes: Sequence[str],
     weights_key: str | None,
     weights: str,
+    *,
+    must_fit: bool = True,
 ) -> dict[str, Tensor]:
-    """The tensors of the file `path` of `weights` by their names in the model, each of the model's shape."""
+    """The tensors of the file `path` of `weights` by their names in the model, each of the model's shape if they `must_fit`."""
     header = read_checkpoint_header(path) if is_safetensors(path) else None
     if header is not None:
         _refuse_key(str(path), weights_key, "a checkpoint of ours has one model")
@@ -181,10 +184,11 @@ def _file_state(
     taken = describe(match, path)
     state = match.state
     if any(match.rank):
-        state, how = converted(model, match, image_size)
-        if not how:
+        conversion, how = converted(model, match, image_size)
+        if must_fit and not how:
             raise mismatch(match, model, path, name, num_classes)
-        taken = f"{taken or f'teacher weights {path}'}: {how}"
+        if how:
+            state, taken = conversion, f"{taken or f'teacher weights {path}'}: {how}"
     if len(matches) > 1:
         addresses = [each.address or "the file itself" for each in matches]
         raise CheckpointError(
