@@ -1,6 +1,6 @@
 """How accurate the teachers with given weights are, measured before the first step that learns from them.
 
-A teacher whose classes are in another order, or whose images were normalised otherwise, teaches as smoothly as a good one.
+The loss of a teacher whose classes are in another order, or whose images were normalised otherwise, falls like a good one's.
 
 Shapes: B batch, K classes.
 """
@@ -16,7 +16,7 @@ import torch
 from scipy.special import bdtrc
 from torch import Tensor, nn
 
-from trainables.config import TrainConfig
+from trainables.config import OtherTeacherConfig, TeacherConfig, TrainConfig
 from trainables.data.loader.loader import Loader
 from trainables.device.device_batches import DeviceBatch
 from trainables.device.model_input import image_normalizer
@@ -38,8 +38,8 @@ from trainables.teachers.service.client import ServiceTeacher
 
 log = logging.getLogger("raydistill")
 
-FEWEST_IMAGES, MOST_PROBABLE = 256, 1e-3
-"""A teacher is refused where at least so many images are predicted right by chance with a larger probability."""
+MIN_IMAGES, MAX_P_VALUE = 256, 1e-3
+"""A teacher is refused whose accuracy on at least so many images is chance by a larger p-value."""
 
 
 def measure_teachers(job: Job) -> list[TeacherAccuracy]:
@@ -55,35 +55,38 @@ def measure_teachers(job: Job) -> list[TeacherAccuracy]:
     config, teacher = job.config, job.config.teacher
     if config.teacher_records is None or teacher is None or not methods_with_teacher(config):
         return []
-    if reason := _obstacle(job):
+    if reason := _not_measured_reason(job):
         if job.group.is_main:
             log.info("%s: the teacher's accuracy is not measured: %s", config.stage, reason)
         return []
-    each = [(teacher.model, teacher.weights), *((other.model, other.weights) for other in teacher.others)]
-    return [_measure_once(job, number, model, str(weights)) for number, (model, weights) in enumerate(each)]
+    return [_measure_once(job, number, each) for number, each in enumerate((teacher, *teacher.others))]
 
 
-def _obstacle(job: Job) -> str | None:
-    """Why the teachers are not measured; None: they are. The same on every rank."""
+def _not_measured_reason(job: Job) -> str | None:
+    """Why the teachers cannot be measured, the same on every rank; None where they can."""
     teacher = job.train_state.teacher
     if job.config.scale.num_stages > 1:
-        return "with pipeline stages the rank that has it gets no validation images"
+        return "with pipeline stages, the rank that runs it gets no validation images"
     if teacher is not None and teacher.is_collective:
-        return "it is sharded over the workers, whose batches of an evaluation may differ in number"
+        return "it is sharded, and its workers may have different numbers of validation batches"
     if isinstance(teacher, ServiceTeacher) and len(job.val_loader.source) > len(job.train_loader.source):
-        return "teacher.service has room for as many images as there are for training, and validation has more"
+        return "validation has more images than training, for which teacher.service has no room"
     return None
 
 
-def _measure_once(job: Job, number: int, model: str, weights: str) -> TeacherAccuracy:
+def _measure_once(job: Job, number: int, teacher: TeacherConfig | OtherTeacherConfig) -> TeacherAccuracy:
     records, began_s = str(job.config.teacher_records), time.perf_counter()
-    name = from_rank(lambda: f"teacher-{_key(job.config, job.val_loader, model, weights)}.json", job.group)
+    name = from_rank(lambda: f"teacher-{_key(job.config, job.val_loader, teacher)}.json", job.group)
     accuracy = from_rank(lambda: _read(records, name), job.group)
     if accuracy is None:
         with job.metrics.clock.part("eval"):
             top1_pct, num_images, chance = _measure(job, number)
         accuracy = TeacherAccuracy(
-            model=model, weights=weights, top1_pct=top1_pct, num_images=num_images, chance_pct=100 * chance
+            model=teacher.model,
+            weights=str(teacher.weights),
+            top1_pct=top1_pct,
+            num_images=num_images,
+            chance_pct=100 * chance,
         )
         if job.group.is_main:
             log.info("%s (%.1f s)", accuracy, time.perf_counter() - began_s)
@@ -96,8 +99,8 @@ def check_above_chance(accuracy: TeacherAccuracy) -> None:
     """Refuse a teacher whose right predictions may be chance, by a one-sided binomial test. Raises TrainingError."""
     num_images = accuracy.num_images
     num_right = round(accuracy.top1_pct / 100 * num_images)
-    probability = float(bdtrc(num_right - 1, num_images, accuracy.chance_pct / 100))  # of so many or more
-    if num_images >= FEWEST_IMAGES and probability > MOST_PROBABLE:
+    p_value = float(bdtrc(num_right - 1, num_images, accuracy.chance_pct / 100))  # of so many or more
+    if num_images >= MIN_IMAGES and p_value > MAX_P_VALUE:
         raise TrainingError(
             f"{accuracy}, which is not above chance ({accuracy.chance_pct:.2f}%): its classes may be in another order than the "
             f"data's, or its images of another normalisation (data.mean, data.std) or size (data.image_size); correct that, or "
@@ -158,14 +161,20 @@ def _network(job: Job, number: int) -> nn.Module:
     return teacher.model
 
 
-def _key(config: TrainConfig, loader: Loader, model: str, weights: str) -> str:
-    """All that decides the accuracy: the teacher's tensors, the images and how they are shown to it. Reads the weights."""
+def _key(config: TrainConfig, loader: Loader, teacher: TeacherConfig | OtherTeacherConfig) -> str:
+    """A hash of all that decides the accuracy: the teacher's tensors, the images, their preprocessing. Reads the weights."""
     data, classes = config.data, loader.source.classes
     sha256 = teacher_sha256(
-        model, weights, num_classes=len(classes), image_size=data.image_size, classes=classes, seed=config.seed
+        teacher.model,
+        str(teacher.weights),
+        num_classes=len(classes),
+        image_size=data.image_size,
+        classes=classes,
+        seed=config.seed,
+        weights_key=teacher.weights_key,
     )
     parts = {
-        "teacher": [model, sha256],
+        "teacher": [teacher.model, sha256],
         "images": loader.source.fingerprint(),
         "input": data.model_dump(mode="json", include={"image_size", "val_resize", "fidelity", "mean", "std"}),
     }

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.trainables.jobs import Recorded, config, equal, no_telemetry, train, write_able_teacher
 from tests.trainables.teachers.service.local_service import local_services
@@ -98,6 +100,17 @@ def test_each_of_several_teachers_and_one_behind_a_cache_or_a_service_has_its_ac
     assert measured(settings(tmp_path, "cached", able, teacher={"cache": str(tmp_path / "logits")})) == [alone]
     with local_services(2) as connections:
         assert measured(settings(tmp_path, "served", able, teacher={"service": 2}), connections) == [alone]
+
+
+def test_the_entry_that_weights_key_chooses_is_the_one_that_is_measured(able: str, tmp_path: Path) -> None:
+    (alone,) = measured(settings(tmp_path, "alone", able))
+    tensors = {name.removeprefix("model."): tensor for name, tensor in load_file(able).items()}
+    file, teacher = str(tmp_path / "two.pth"), {"weights_key": "good"}
+    torch.save({"good": tensors, "zeros": {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}}, file)
+    (chosen,) = measured(settings(tmp_path, "two", file, teacher=teacher))
+    assert chosen.top1_pct == alone.top1_pct
+    several = settings(tmp_path, "several", able, teacher={"others": [{"model": "mlp_large", "weights": file, **teacher}]})
+    assert [each.top1_pct for each in measured(several)] == [alone.top1_pct] * 2
 
 
 def on_rank(group: Group, settings: TrainConfig) -> float | None:
