@@ -14,6 +14,7 @@ from trainables.notices import notice
 TOLERANCE = 1e-3
 """Of mean and standard deviation, which are published with three digits."""
 _WORDNET_ID = re.compile(r"n\d{8}")
+_NUMBERED = re.compile(r"\D*(\d+)")
 
 
 class TrainedInput(NamedTuple):
@@ -84,10 +85,13 @@ def check_trained_input(name: str, weights: str, data: DataConfig, classes: Sequ
 
 
 def _check_order(name: str, weights: str, categories: Sequence[str], classes: Sequence[str]) -> None:
-    """Refuse WordNet ids or names of as many published classes in another order; other names are not compared."""
+    """Refuse WordNet ids, names or numbers of as many published classes in another order; other names are not compared."""
     if not categories:
         return
-    if all(map(_WORDNET_ID.fullmatch, classes)):
+    numbers = {name: int(match[1]) for name in classes if (match := _NUMBERED.fullmatch(name))}
+    if numbers and {*numbers.values()} == {*range(first := min(numbers.values()), first + len(classes))}:
+        expected, found = sorted(classes, key=numbers.__getitem__), list(classes)  # not as text, which has 10 before 2
+    elif all(map(_WORDNET_ID.fullmatch, classes)):
         expected, found = sorted(classes), list(classes)  # ImageNet's labels are in the order of their ids
     else:
         expected, found = ([each.lower().replace("_", " ") for each in names] for names in (categories, classes))
@@ -98,7 +102,8 @@ def _check_order(name: str, weights: str, categories: Sequence[str], classes: Se
         if ours != theirs and ours in known:
             raise CheckpointError(
                 f"{weights} of {name} was trained on these classes in another order: its class {label} is {theirs!r}, the data's "
-                f"is {ours!r}; bring them into that order, as folders named by WordNet ids (n01440764, …) have it"
+                f"is {ours!r}; bring them into that order, as folders named by WordNet ids (n01440764, …), or by numbers of one "
+                "length (0002, …), have it"
             )
 
 
