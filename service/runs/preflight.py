@@ -17,7 +17,7 @@ from service.runs.plan import Plan
 from service.runs.result import Kind, RunResult
 from service.runs.run_directory import stages_with
 from service.tracking.tracker import check_store
-from trainables.config import DataConfig, DataIdentity, OtherTeacherConfig, TeacherConfig
+from trainables.config import DataConfig, DataIdentity
 from trainables.data.decode import UnreadableImageError, decode_image
 from trainables.data.identity import check_same_data, data_identity
 from trainables.data.interface import Source
@@ -146,8 +146,7 @@ def check_models(experiment: Experiment, classes: tuple[str, ...]) -> None:
         build_model(teacher.model, num_classes=len(classes), image_size=size, seed=seed)
     if teacher is not None and select_methods(distill):
         fit: dict[str, Any] = {"num_classes": len(classes), "image_size": size, "classes": classes, "seed": seed}
-        models: list[TeacherConfig | OtherTeacherConfig] = [teacher, *teacher.others]
-        for each in models:
+        for each in teacher.with_others:
             if each.weights is not None:
                 if experiment.data.path != "synthetic":
                     check_trained_input(each.model, each.weights, experiment.data, classes)

@@ -126,9 +126,14 @@ class TeacherConfig(WeightedConfig):
         return "teacher.cache" if self.cache is not None else "teacher.service" if self.service is not None else None
 
     @property
+    def with_others(self) -> tuple[TeacherConfig | OtherTeacherConfig, ...]:
+        """This teacher, then the others."""
+        return (self, *self.others)
+
+    @property
     def shares(self) -> tuple[float, ...]:
         """Those of this teacher and the others, as parts of 1."""
-        shares = (self.share, *(other.share for other in self.others))
+        shares = [each.share for each in self.with_others]
         return tuple(share / math.fsum(shares) for share in shares)
 
 

@@ -59,7 +59,7 @@ def measure_teachers(job: Job) -> list[TeacherAccuracy]:
         if job.group.is_main:
             log.info("%s: the teacher's accuracy is not measured: %s", config.stage, reason)
         return []
-    return [_measure_once(job, number, each) for number, each in enumerate((teacher, *teacher.others))]
+    return [_measure_once(job, number, each) for number, each in enumerate(teacher.with_others)]
 
 
 def _not_measured_reason(job: Job) -> str | None:
