@@ -1,4 +1,5 @@
-"""YAML as a user means it: keys are text, `1e-4` is a number, `on` is text, a duplicate key is refused, an error is one line."""
+"""YAML as a user means it: keys are text, `1e-4` is a number, `on` is text, `None` is null, a duplicate key is refused, an error
+is one line."""
 
 import re
 from typing import Any
@@ -19,6 +20,7 @@ _FLOAT = re.compile(
 )
 _INTEGER = re.compile(r"^[-+]?(?:[0-9][0-9_]*|0x[0-9a-fA-F]+)$")
 _BOOLEAN = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
+_NONE = re.compile(r"^None$")  # Python's; `teacher.cache: None` would else be a folder of that name
 _TAG = "tag:yaml.org,2002:"
 
 
@@ -69,6 +71,7 @@ for _side in (_Loader, _Dumper):  # both, so that a text such as "1e5" or "true"
     _side.add_implicit_resolver(f"{_TAG}float", _FLOAT, list("-+0123456789."))
     _side.add_implicit_resolver(f"{_TAG}int", _INTEGER, list("-+0123456789"))
     _side.add_implicit_resolver(f"{_TAG}bool", _BOOLEAN, list("tTfF"))
+    _side.add_implicit_resolver(f"{_TAG}null", _NONE, ["N"])
 
 
 def parse(text: str, where: str) -> Any:

@@ -22,6 +22,7 @@ from trainables.data.decode import UnreadableImageError, decode_image
 from trainables.data.identity import check_same_data, data_identity
 from trainables.data.interface import Source
 from trainables.data.source import check_placement, open_source, refuse_single_class
+from trainables.data.sources.folder import sampled_sha256
 from trainables.errors import CheckpointError, DataError, ExperimentError
 from trainables.methods.registry import load_method
 from trainables.models.checkpoint_header import read_checkpoint_header
@@ -73,6 +74,11 @@ def check_data(
         check_placement(experiment.data)
     train, val = (check_source(experiment.data, split) for split in ("train", "val"))
     check(identity := data_identity(train, val))
+    same_labels = identity.train.labels == identity.val.labels
+    if same_labels and not is_uri(experiment.data.path) and sampled_sha256(train) == sampled_sha256(val):
+        notice(f"data.path: {experiment.data.path}: the validation images are the training images: accuracy on them says little")
+    elif len(val) > len(train):
+        notice(f"data.path: {experiment.data.path} has {len(train)} training and {len(val)} validation images: are they swapped?")
     if trains_base and (problem := enough_images(experiment.data, len(train))):
         raise DataError(problem)
     if "data.image_size" not in searched:

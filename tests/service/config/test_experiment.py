@@ -684,6 +684,12 @@ def test_what_yaml_1_2_takes_for_a_number_is_one(text: str, number: float) -> No
     assert math.isnan(strict_yaml.parse(strict_yaml.dump(math.nan), "here"))
 
 
+def test_pythons_none_is_null_and_in_quotes_text() -> None:
+    read = strict_yaml.parse("teacher: {cache: None, weights: null}\nname: 'None'\n", "here")
+    assert read == {"teacher": {"cache": None, "weights": None}, "name": "None"}
+    assert strict_yaml.parse(strict_yaml.dump(read), "here") == read
+
+
 def test_merge_keys_of_yaml_may_repeat_what_they_merge(tmp_path: Path) -> None:
     assert strict_yaml.parse("a: &a {x: 1, y: 2}\nb: {<<: *a, x: 3}\n", "here")["b"] == {"x": 3, "y": 2}
 
