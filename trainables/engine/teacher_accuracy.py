@@ -59,7 +59,8 @@ def measure_teachers(job: Job) -> list[TeacherAccuracy]:
         if job.group.is_main:
             log.info("%s: the teacher's accuracy is not measured: %s", config.stage, reason)
         return []
-    return [_measure_once(job, number, each) for number, each in enumerate((teacher, *teacher.others))]
+    teachers: list[TeacherConfig | OtherTeacherConfig] = [teacher, *teacher.others]
+    return [_measure_once(job, number, each) for number, each in enumerate(teachers)]
 
 
 def _not_measured_reason(job: Job) -> str | None:
