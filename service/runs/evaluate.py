@@ -21,11 +21,10 @@ from service.runs.preflight import check_source
 from service.runs.run_directory import check_writable
 from service.runs.stored.stored_runs import delete, display_name, fetch, fetch_checkpoint, ray_storage, run_store, uri_of
 from trainables.config import EvaluateConfig
-from trainables.config.models import FOLDER_SCHEME
 from trainables.errors import CheckpointError, ClusterError, DistillError, ExperimentError, StorageError
 from trainables.failures import OUT_OF_MEMORY_KINDS, RETRYABLE, WorkersFailedError, first_cause
 from trainables.models.checkpoint_header import FILE_SUFFIXES, is_safetensors, locate_checkpoint, read_checkpoint_header
-from trainables.models.names import TIMM_CONFIG, check_model_name
+from trainables.models.names import check_model_name
 from trainables.notices import notice
 from trainables.object_store.store import OPENING_S, ObjectStore, is_uri
 from trainables.rules import resize_covers_crop
@@ -81,10 +80,10 @@ def with_published_images(model: str, weights: str, weights_key: str | None, tre
         if check_model_name(header.model) != found:
             raise CheckpointError(f"{path} is a {header.model}, not a {model}: leave out --model")
         return with_trained_images(path, tree)
-    from trainables.models.published import published_input
+    from trainables.models.trained_input import trained_input
 
-    has_record = path is None or (found.library == "timm" and (path.parent / TIMM_CONFIG).is_file())
-    recorded = published_input(found, weights if path is None else f"{FOLDER_SCHEME}{path.parent}") if has_record else {}
+    record = trained_input(model, weights if path is None else str(path))
+    recorded = {name: getattr(record, name) for name in ("image_size", "val_resize", "mean", "std")} if record else {}
     tree = {**tree, "checkpoint": str(path.absolute()) if path else weights, "model": model, "weights_key": weights_key}
     tree["data"] = {**recorded, **tree["data"]}
     config = checked(tree)

@@ -14,6 +14,7 @@ SPLIT_NAMES: dict[Split, tuple[tuple[str, ...], ...]] = {
     "val": (("val", "valid", "validation", "dev"), ("test", "testing", "eval")),
 }
 """The names of each split in the order of their preference; those of one group mean the same. Compared without case."""
+SPLIT_WORDS = frozenset(name for groups in SPLIT_NAMES.values() for group in groups for name in group)
 _NOT_DATA = frozenset(
     ("__macosx", "@eadir", "lost+found", "thumbs.db", "desktop.ini", "$recycle.bin", "system volume information")
 )

@@ -1,6 +1,5 @@
 """Models with the weights that torchvision and timm publish."""
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ def _torchvision(found: ModelName, weights: str, num_classes: int, image_size: i
     import torchvision
 
     known = torchvision.models.get_model_weights(found.name).__members__
-    _check_known(found.name, weights, list(known))
+    check_known(found.name, weights, list(known))
     published = known[weights]
     _check_classes(found.name, weights, len(published.meta["categories"] or ()), num_classes)
     options = library_options(found, image_size)
@@ -58,16 +57,8 @@ def _torchvision(found: ModelName, weights: str, num_classes: int, image_size: i
 def _timm(found: ModelName, weights: str, num_classes: int, image_size: int) -> nn.Module:
     import timm
 
-    name = f"timm/{found.name}"
-    if weights.startswith(HUB_SCHEMES):
-        full_name = weights
-        if (saved := timm_architecture(weights)) != (wanted := timm_architecture(found.name)):
-            raise ModelError(f"{weights} is a {saved}, not a {wanted}: write timm/{saved} as the model, or give other weights")
-    else:
-        tags = [full_name.partition(".")[2] for full_name in timm.list_pretrained(f"{found.name}.*")]
-        _check_known(name, weights, tags, *(["DEFAULT"] if tags else []))
-        full_name = found.name if weights == "DEFAULT" else f"{found.name}.{weights}"
-    config = _timm_config(full_name)
+    name, full_name = f"timm/{found.name}", timm_name(found, weights)
+    config = timm_record(full_name)
     _check_classes(name, weights, config["num_classes"], num_classes)
     options = library_options(found, image_size)
     if "img_size" in options and config["input_size"][-1] != image_size:
@@ -84,8 +75,21 @@ def _timm(found: ModelName, weights: str, num_classes: int, image_size: int) -> 
     return model
 
 
-def _timm_config(full_name: str) -> dict[str, Any]:
-    """timm's record of weights by their name: num_classes, input_size, mean, std, crop_pct …."""
+def timm_name(found: ModelName, weights: str) -> str:
+    """timm's name of a model with these weights. Raises ModelError: there are none of this name, or they are another model's."""
+    if weights.startswith((FOLDER_SCHEME, *HUB_SCHEMES)):
+        if (saved := timm_architecture(weights)) != (wanted := timm_architecture(found.name)):
+            raise ModelError(f"{weights} has a {saved}, not a {wanted}: write timm/{saved} as the model, or give other weights")
+        return weights
+    import timm
+
+    tags = [full_name.partition(".")[2] for full_name in timm.list_pretrained(f"{found.name}.*")]
+    check_known(f"timm/{found.name}", weights, tags, *(["DEFAULT"] if tags else []))
+    return found.name if weights == "DEFAULT" else f"{found.name}.{weights}"
+
+
+def timm_record(full_name: str) -> dict[str, Any]:
+    """timm's record of the weights of `timm_name`: num_classes, input_size, mean, std, crop_pct …."""
     import timm
 
     if full_name.startswith((FOLDER_SCHEME, *HUB_SCHEMES)):
@@ -97,31 +101,7 @@ def _timm_config(full_name: str) -> dict[str, Any]:
     return {**timm.models.PretrainedCfg().to_dict(), **record}
 
 
-def published_input(found: ModelName, weights: str) -> dict[str, Any]:
-    """How the images of published weights were prepared, as keys of `data`: image_size, val_resize, mean, std.
-
-    `weights` may be `local-dir:` with a folder that timm has saved.
-
-    Raises ModelError: no such weights, or the record cannot be downloaded.
-    """
-    if found.library == "torchvision":
-        import torchvision
-
-        known = torchvision.models.get_model_weights(found.name).__members__
-        _check_known(found.name, weights, list(known))
-        images = known[weights].transforms()
-        (size,), (resize,) = images.crop_size, images.resize_size
-        return {"image_size": size, "val_resize": resize, "mean": tuple(images.mean), "std": tuple(images.std)}
-    if found.library != "timm":
-        return {}
-    tagged = weights if weights.startswith((FOLDER_SCHEME, *HUB_SCHEMES)) else found.name + f".{weights}" * (weights != "DEFAULT")
-    config = _timm_config(tagged)
-    size = config["input_size"][-1]
-    resize = math.floor(size / config["crop_pct"])
-    return {"image_size": size, "val_resize": resize, "mean": tuple(config["mean"]), "std": tuple(config["std"])}
-
-
-def _check_known(name: str, weights: str, known: Sequence[str], *others: str) -> None:
+def check_known(name: str, weights: str, known: Sequence[str], *others: str) -> None:
     """Refuse weights that are neither `known`, which a message may list, nor one of the `others`."""
     if weights not in (*known, *others):
         there_are = f"there are: {', '.join(known) if known else 'none'}; or give a file's path"

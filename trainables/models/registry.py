@@ -102,6 +102,16 @@ def timm_architecture(name: str) -> str:
     return architecture(source_config(name), name) if name.startswith((FOLDER_SCHEME, *HUB_SCHEMES)) else name
 
 
+def timm_folder_of(path: Path) -> str | None:
+    """`local-dir:` with the folder of a file of weights; None where timm has not saved it: many programs write a config.json."""
+    folder = f"{FOLDER_SCHEME}{path.parent}"
+    try:
+        timm_architecture(folder)
+    except ModelError:
+        return None
+    return folder
+
+
 def source_config(name: str) -> Any:
     """The config.json of a folder or a repository, which is downloaded once. Raises ModelError: it is not there."""
     if name.startswith(FOLDER_SCHEME):

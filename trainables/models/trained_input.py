@@ -7,8 +7,10 @@ from typing import NamedTuple
 
 from trainables.config import DataConfig
 from trainables.errors import CheckpointError
-from trainables.models.checkpoint_header import locate_checkpoint, read_checkpoint_header
-from trainables.models.names import check_model_name
+from trainables.models.checkpoint_header import is_safetensors, locate_checkpoint, read_checkpoint_header
+from trainables.models.names import ModelName, check_model_name
+from trainables.models.published import check_known, timm_name, timm_record
+from trainables.models.registry import timm_folder_of
 from trainables.notices import notice
 
 TOLERANCE = 1e-3
@@ -18,48 +20,54 @@ _NUMBERED = re.compile(r"\D*(\d+)")
 
 
 class TrainedInput(NamedTuple):
-    """The record that weights come with."""
+    """The record that weights come with: how images were prepared, as keys of `data`, and the classes."""
 
+    image_size: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    image_size: int
     num_classes: int
+    val_resize: int | None = None
     categories: tuple[str, ...] = ()
     """Published names of the classes in label order; () where there are none."""
 
 
 def trained_input(name: str, weights: str) -> TrainedInput | None:
-    """The record of a model's weights, without their tensors and without a download; None where there is none.
+    """The record of a model's weights, without their tensors; None where there is none.
+
+    Of a repository of the Hugging Face Hub its config.json is downloaded, and nothing else.
 
     Raises:
         CheckpointError: see `locate_checkpoint` and `read_checkpoint_header`.
-        ModelError: no such model.
+        ModelError: no such model or published weights, or a failed download.
     """
     found, path = check_model_name(name), locate_checkpoint(weights)
+    header = read_checkpoint_header(path) if path is not None and is_safetensors(path) else None
+    if header is not None:
+        if not header.mean or check_model_name(header.model) != found:
+            return None
+        return TrainedInput(header.image_size, header.mean, header.std, header.num_classes)
     if path is not None:
-        header = read_checkpoint_header(path) if path.suffix == ".safetensors" else None
-        if header is None or not header.mean or check_model_name(header.model) != found:
-            return None
-        return TrainedInput(header.mean, header.std, header.image_size, header.num_classes)
-    if found.library == "torchvision":
-        from torchvision.models import get_model_weights
+        folder = timm_folder_of(path) if found.library == "timm" else None
+        return _timm(found, folder) if folder else None
+    read = {"torchvision": _torchvision, "timm": _timm}.get(found.library)
+    return read(found, weights) if read else None
 
-        published = get_model_weights(found.name).__members__.get(weights)
-        if published is None:  # refused where they are loaded
-            return None
-        preset = published.transforms()
-        categories = tuple(published.meta["categories"] or ())
-        return TrainedInput(tuple(preset.mean), tuple(preset.std), preset.crop_size[0], len(categories), categories)
-    if found.library == "timm":
-        from timm import get_pretrained_cfg, list_pretrained
 
-        full_name = found.name if weights == "DEFAULT" else f"{found.name}.{weights}"
-        if weights != "DEFAULT" and full_name not in list_pretrained(f"{found.name}.*"):
-            return None
-        config = get_pretrained_cfg(full_name)
-        categories = _imagenet() if config.num_classes == 1000 else ()
-        return TrainedInput(config.mean, config.std, config.input_size[-1], config.num_classes, categories)
-    return None
+def _torchvision(found: ModelName, weights: str) -> TrainedInput:
+    from torchvision.models import get_model_weights
+
+    known = get_model_weights(found.name).__members__
+    check_known(found.name, weights, list(known))
+    images, categories = known[weights].transforms(), tuple(known[weights].meta["categories"])
+    (size,), (resize,) = images.crop_size, images.resize_size
+    return TrainedInput(size, tuple(images.mean), tuple(images.std), len(categories), resize, categories)
+
+
+def _timm(found: ModelName, weights: str) -> TrainedInput:
+    record = timm_record(timm_name(found, weights))
+    size, num_classes = record["input_size"][-1], record["num_classes"]
+    resize, categories = math.floor(size / record["crop_pct"]), _imagenet() if num_classes == 1000 else ()
+    return TrainedInput(size, tuple(record["mean"]), tuple(record["std"]), num_classes, resize, categories)
 
 
 def check_trained_input(name: str, weights: str, data: DataConfig, classes: Sequence[str]) -> None:

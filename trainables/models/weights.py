@@ -12,15 +12,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from trainables.config.models import FOLDER_SCHEME
 from trainables.data.index import file_sha256
 from trainables.errors import CheckpointError, ModelError
 from trainables.models.checkpoint_header import CheckpointHeader, is_safetensors, locate_checkpoint, read_checkpoint_header
 from trainables.models.convert_state import converted, load_npz, mismatch
 from trainables.models.foreign_files import is_npz
-from trainables.models.names import TIMM_CONFIG, ModelName, check_model_name
-from trainables.models.published import published_model
-from trainables.models.registry import check_forward, construct, timm_architecture
+from trainables.models.names import ModelName, check_model_name
+from trainables.models.published import published_model, timm_name
+from trainables.models.registry import check_forward, construct, timm_folder_of
 from trainables.models.state_match import describe, find_matches, is_read
 from trainables.models.weight_files import Candidate, check_values, read_candidates, read_safetensors
 from trainables.notices import notice
@@ -148,14 +147,9 @@ def _refuse_key(weights: str, weights_key: str | None, reason: str) -> None:
 
 
 def _name_to_build(found: ModelName, name: str, path: Path) -> str:
-    """The model's name, or that of the folder of a file in which timm says how it is built. Raises ModelError: another model."""
-    if found.library != "timm" or not (path.parent / TIMM_CONFIG).is_file():
-        return name
-    folder = f"{FOLDER_SCHEME}{path.parent}"
-    saved, wanted = timm_architecture(folder), timm_architecture(found.name)
-    if saved != wanted:
-        raise ModelError(f"{path.parent} has a {saved}, not a {wanted}: write timm/{saved} as the model, or give other weights")
-    return folder
+    """The model's name, or its folder's where timm saved there how it is built. Raises ModelError: another model is there."""
+    folder = timm_folder_of(path) if found.library == "timm" else None
+    return timm_name(found, folder) if folder else name
 
 
 def _file_state(
@@ -178,6 +172,7 @@ def _file_state(
         own = {key.removeprefix("model."): value for key, value in read_safetensors(path).items() if key.startswith("model.")}
         candidates = [Candidate("", own, ())]
     else:
+        own = {}
         candidates = read_candidates(path)
     matches = find_matches(candidates, model, weights_key, path)
     match = matches[0]
@@ -197,11 +192,11 @@ def _file_state(
         )
     for key, value in state.items():
         check_values(key, value, path)
-    if not taken and path.name != Path(weights).name:
+    if not taken and header is None and path.name != Path(weights).name:
         taken = f"teacher weights {weights}: {path.name} in it"
-    if taken and header is None:
+    if taken:
         notice(taken)
-    return state
+    return {**own, **state}  # with the counts of its batch norms: a checkpoint of ours is its model bit for bit
 
 
 def _check_header(header: CheckpointHeader, path: Path, name: str, num_classes: int, classes: Sequence[str]) -> None:

@@ -13,9 +13,8 @@ from trainables.engine.checkpoint import write_tensors
 from trainables.engine.evaluate import evaluate_checkpoint
 from trainables.errors import CheckpointError, ClusterError, DistillError, ModelError
 from trainables.failures import Failure, Kind, WorkersFailedError
-from trainables.models.names import check_model_name
-from trainables.models.published import published_input
 from trainables.models.registry import build_model
+from trainables.models.trained_input import trained_input
 from trainables.notices import notices_to
 
 
@@ -49,13 +48,12 @@ def test_weights_without_a_header_are_evaluated_as_the_model_that_is_named(tmp_p
 
 
 def test_published_weights_are_evaluated_on_images_as_their_record_says() -> None:
-    assert published_input(check_model_name("resnet50"), "IMAGENET1K_V2") == {
-        "image_size": 224,
-        "val_resize": 232,
-        "mean": (0.485, 0.456, 0.406),
-        "std": (0.229, 0.224, 0.225),
-    }
-    assert published_input(check_model_name("timm/resnet10t"), "c3_in1k")["image_size"] == 176
+    record = trained_input("resnet50", "IMAGENET1K_V2")
+    assert record is not None
+    assert record[:5] == (224, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), 1000, 232)
+    assert trained_input("timm/resnet10t", "c3_in1k")[0] == 176  # type: ignore[index]
+    with pytest.raises(ModelError, match="no_such"):
+        resolve("no_such", "digits", [], "timm/resnet10t")
     with pytest.raises(ModelError, match="1000 classes and the data has 10"):
         resolve("DEFAULT", "digits", [], "resnet18")
 

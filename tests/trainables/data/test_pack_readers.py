@@ -236,8 +236,14 @@ def test_tars_that_are_damaged_or_incomplete_are_refused(tmp_path: Path) -> None
     write_tar(file, [("2.cls", b"7"), ("2.jpg", JPEGS[0])])
     file.rename(root / "x-val.tar")
     assert "validation has labels that train has not: 7" in refusal(root)
-    (root / "x-val.tar").rename(root / "x-val.tar.gz")
-    assert f"is compressed, so that its images cannot be reached one by one: run `gunzip {root}/x-val.tar.gz`" in refusal(root)
+    for name in ("x-val.tar.gz", "x-val.TGZ"):
+        (root / name).write_bytes(gzip.compress((root / "x-val.tar").read_bytes()))
+        (root / "x-val.tar").rename(tmp_path / "x-val.tar")
+        assert f"{root}/{name} is compressed, so that its samples cannot be reached one by one: run `" in refusal(root)
+        (root / name).unlink()
+        (tmp_path / "x-val.tar").rename(root / "x-val.tar")
+    (root / "x-val.tar").rename(root / "x-val.TAR")
+    assert "validation has labels that train has not: 7" in refusal(root)
 
 
 @pytest.mark.parametrize(("kind", "write"), [("WebDataset", write_webdataset), ("TFRecord", lambda root: write_tfrecords(root))])

@@ -116,6 +116,8 @@ def test_a_folder_that_timm_saved_loads_as_weights_and_as_a_models_name(tmp_path
     name = f"local-dir:{folder}"
     assert_same(load(name, name, image_size=64), model)
     assert "has a resnet10t, not a resnet18: write timm/resnet10t" in refusal(folder, "timm/resnet18", image_size=64)
+    (folder / "config.json").write_text('{"lr": 0.1}')  # a training script's
+    assert_same(load(folder, "timm/resnet10t", image_size=64), model)
 
 
 def test_a_folder_of_shards_loads_and_a_missing_shard_is_named(tmp_path: Path) -> None:

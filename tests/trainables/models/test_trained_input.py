@@ -7,7 +7,7 @@ import pytest
 
 from trainables.config import DataConfig
 from trainables.engine import checkpoint
-from trainables.errors import CheckpointError
+from trainables.errors import CheckpointError, ModelError
 from trainables.models.registry import build_model
 from trainables.models.trained_input import check_trained_input, trained_input
 from trainables.notices import notices_to
@@ -58,8 +58,22 @@ def test_weights_without_a_record_have_nothing_to_compare(tmp_path: Path) -> Non
     assert trained_input("mlp_small", str(write(tmp_path / "old.safetensors"))) is None
     (tmp_path / "plain.pth").write_bytes(json.dumps({}).encode())
     assert trained_input("mlp_small", str(tmp_path / "plain.pth")) is None
-    assert trained_input("resnet18", "no_such_weights") is None
     assert trained_input("mlp_small", "no_such_weights") is None
+    with pytest.raises(ModelError, match="no_such_weights"):
+        trained_input("resnet18", "no_such_weights")
+
+
+def test_the_record_in_a_folder_that_timm_saved_is_compared_and_another_programs_config_is_none(tmp_path: Path) -> None:
+    pytest.importorskip("timm")
+    (tmp_path / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
+    record = {"mean": [0.5] * 3, "std": [0.5] * 3, "input_size": [3, 64, 64]}
+    config = {"architecture": "resnet10t", "num_classes": 2, "pretrained_cfg": record}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for weights in (tmp_path, f"local-dir:{tmp_path}"):
+        assert "set data.mean: [0.5, 0.5, 0.5]" in refusal("timm/resnet10t", weights, ["a", "b"])
+    for other in ({"lr": 0.1}, {"architecture": "mine"}, ["x"]):
+        (tmp_path / "config.json").write_text(json.dumps(other))
+        assert trained_input("timm/resnet10t", str(tmp_path)) is None
 
 
 def test_another_image_size_is_a_notice() -> None:

@@ -22,7 +22,7 @@ def not_readable(path: Path, what: str, reason: str, *, cut_off: bool = False) -
         return DataError(f"{path} is a Git LFS pointer, not the file itself: run `git lfs pull` in its repository")
     if suffix := next((suffix for magic, suffix in _MAGIC.items() if head.startswith(magic)), None):
         return DataError(
-            f"{path} is compressed, so that its samples cannot be reached one by one: run `{decompress(path, suffix)}`"
+            f"{path} is compressed, so that its samples cannot be reached one by one: run `{_decompress(path, suffix)}`"
         )
     if len(head) > 1 and head[0] == 0x78 and int.from_bytes(head[:2]) % 31 == 0:
         return DataError(f'{path} is compressed with zlib: run `python -c "{_INFLATE}" {quoted}`')
@@ -33,7 +33,7 @@ def not_readable(path: Path, what: str, reason: str, *, cut_off: bool = False) -
     return DataError(f"{path} is damaged, or not {what} ({reason}); give a whole one")
 
 
-def decompress(path: Path, suffix: str) -> str:
+def _decompress(path: Path, suffix: str) -> str:
     """The command that puts the content of a compressed file in its place; its name may lack the `suffix` that tools ask for."""
     quoted, command = shlex.quote(str(path)), _COMPRESSED[suffix]
     if path.suffix in (suffix, ".tgz"):

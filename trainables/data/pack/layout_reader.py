@@ -17,12 +17,11 @@ from numpy.typing import NDArray
 from trainables.data.decode import Sample, UnreadableImageError, read_file
 from trainables.data.order import Split
 from trainables.data.sources.folder import first_three
-from trainables.data.split_names import SPLIT_NAMES, choose_splits, is_hidden, known_split_names
-from trainables.errors import DataError
+from trainables.data.split_names import SPLIT_NAMES, SPLIT_WORDS, choose_splits, is_hidden, known_split_names
+from trainables.errors import DataError, printable
 from trainables.notices import notice
 
 _WORD = re.compile(r"[a-z]+")
-_SPLIT_WORDS = frozenset(name for groups in SPLIT_NAMES.values() for group in groups for name in group)
 _MAX_DEPTH = 2
 """Folders between a source and its files, such as Hugging Face's CONFIG/SPLIT/0000.parquet."""
 LABEL_FIELDS = ("label", "labels", "fine_label", "class", "cls", "target", "category", "class_name", "coarse_label")
@@ -91,8 +90,7 @@ class RandomAccessReader(LayoutReader):
 
     def name(self, location: str | Piece) -> str:
         """The sample's name for messages, printable whatever its bytes are."""
-        name = location if isinstance(location, str) else f"{location[0]}/{location[3]}"
-        return name if name.isascii() else os.fsencode(name).decode(errors="replace")
+        return printable(location if isinstance(location, str) else f"{location[0]}/{location[3]}")
 
     def read_one(self, location: str | Piece) -> Sample:
         """The sample. Raises UnreadableImageError where it cannot be read, OSError where disk or network fail."""
@@ -204,7 +202,7 @@ def split_name(root: Path, path: Path) -> str | None:
 
     A word counts where it stands alone: `data/train-00000-of-00010.parquet`, `imagenet_val.tar`, `test/0.tar`.
     """
-    return next((word for word in _WORD.findall(str(path.relative_to(root)).lower())[::-1] if word in _SPLIT_WORDS), None)
+    return next((word for word in _WORD.findall(str(path.relative_to(root)).lower())[::-1] if word in SPLIT_WORDS), None)
 
 
 def split_files(root: Path, files: Sequence[Path], what: str) -> dict[Split, list[Path]]:

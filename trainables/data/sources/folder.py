@@ -50,7 +50,10 @@ class FolderSource(Source):
         found = _list(root)
         splits = choose_splits({name: os.path.join(root, name) for name in found.folders + found.dangling}, path)
         if "train" not in splits:
-            raise DataError(f"data.path: {path} has no folder train; {_where_train_is(path, root, found.folders)}")
+            parent, name = os.path.split(os.path.realpath(root))
+            is_train = any(name.lower() in group for group in SPLIT_NAMES["train"])
+            advice = f"write data.path: {parent}" if is_train else "images belong in train/CLASS/ and val/CLASS/"
+            raise DataError(f"data.path: {path} has no folder train; {advice}")
         if split not in splits:
             raise DataError(f"data.path: {path} has no validation folder; its images belong in val/CLASS/")
         self._root, self._folder = root, os.path.basename(splits[split])
@@ -134,25 +137,15 @@ def sampled_sha256(source: Source) -> bytes:
     return digest.digest()
 
 
-def is_image_folder(root: str) -> bool:
-    """Whether a folder, or one in it, has a folder `train` with images, or with folders."""
-    found = (_list(train) for folder in (root, *_paths(root)) for train in _trains(folder))
-    return any(train.folders or train.images for train in found)
+def has_train_folder(root: str) -> bool:
+    """Whether a folder has a folder `train` with images, or with folders."""
+    return any(train.folders or train.images for train in map(_list, _trains(root)))
 
 
 def _trains(folder: str) -> list[str]:
     """The paths of the folders in this one that are called train, or as much."""
     names = (form for group in SPLIT_NAMES["train"] for name in group for form in (name, name.capitalize()))
     return [path for name in names if os.path.isdir(path := os.path.join(folder, name))]
-
-
-def _where_train_is(path: str, root: str, folders: list[str]) -> str:
-    """What to write where `root`, which `path` names, has these folders and none for training."""
-    real = os.path.realpath(root)
-    if real in _trains(os.path.dirname(real)):
-        return f"write data.path: {os.path.dirname(real)}"
-    below = [inner for inner in (os.path.join(path, name) for name in folders) if _trains(os.path.expanduser(inner))]
-    return f"write data.path: {below[0]}" if below else "images belong in train/CLASS/ and val/CLASS/"
 
 
 class _Listing(NamedTuple):

@@ -78,6 +78,8 @@ def test_missing_files_are_counted_and_named(tmp_path: Path) -> None:
 def test_rows_that_are_no_image_and_class_are_refused(tmp_path: Path) -> None:
     root = write_lists(tmp_path / "set", {"train.csv": "path,label\nimages/b.jpg\n", "val.csv": "images/c.jpg,x\n"})
     assert "train.csv: row 2 (images/b.jpg) has no class" in refusal(root)
+    (root / "train.csv").write_text(f'path,label\n"images/b.jpg,{"x" * 2**17}\n')  # a quote that nothing closes
+    assert "train.csv cannot be read near line" in refusal(root)
     (root / "train.csv").write_text("path,caption\nimages/b.jpg,a dog\n")
     assert "train.csv has no column of the class" in refusal(root)
     (root / "train.csv").write_text("images/b.jpg,0,1,1\n")

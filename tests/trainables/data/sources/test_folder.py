@@ -137,7 +137,8 @@ def test_a_class_whose_link_leads_nowhere_is_refused_by_name(make_folder: MakeFo
 
 def test_a_folder_too_deep_or_too_high_is_refused_with_what_would_work(make_folder: MakeFolder) -> None:
     root = make_folder(train={"cat": 1, "dog": 1}, val={"cat": 1})
-    assert f"has no folder train; write data.path: {root}" in message(root.parent)
+    with pytest.raises(DataError, match=f"the folder {root} in it is \\(image folder\\): give that one"):
+        open_source(DataConfig(path=str(root.parent)), "train")
     assert f"has no folder train; write data.path: {root}" in message(root / "train")
     shutil.move(root / "val", root / "inner")
     (root / "val").mkdir()

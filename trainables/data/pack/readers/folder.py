@@ -6,7 +6,7 @@ from pathlib import Path
 
 from trainables.data.decode import UnreadableImageError, read_file
 from trainables.data.pack.layout_reader import LayoutReader, Listing, SplitListing
-from trainables.data.sources.folder import FolderSource, is_image_folder
+from trainables.data.sources.folder import FolderSource, has_train_folder
 
 
 class FolderReader(LayoutReader):
@@ -14,7 +14,7 @@ class FolderReader(LayoutReader):
 
     @staticmethod
     def matches(root: Path) -> bool:
-        return root.is_dir() and is_image_folder(str(root))
+        return root.is_dir() and has_train_folder(str(root))
 
     def listing(self) -> Listing:
         train, val = FolderSource(str(self._root), "train"), FolderSource(str(self._root), "val")

@@ -6,6 +6,7 @@ as in Caffe's lists of ImageNet, to the folder next to it that has the split's n
 
 import csv
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +24,7 @@ from trainables.data.pack.layout_reader import (
     split_name,
 )
 from trainables.data.sources.folder import EXTENSIONS, first_three
-from trainables.data.split_names import SPLIT_NAMES, choose_splits, known_split_names
+from trainables.data.split_names import SPLIT_NAMES, SPLIT_WORDS, choose_splits, known_split_names
 from trainables.errors import DataError
 from trainables.notices import notice
 
@@ -63,9 +64,7 @@ class ImageListReader(RandomAccessReader):
         found: dict[str, list[_Row]] = {}
         for row in _rows(path):
             found.setdefault(row.split.lower(), []).append(row)
-        if others := sorted(
-            found.keys() - {name for groups in SPLIT_NAMES.values() for group in groups for name in group} - {""}
-        ):
+        if others := sorted(found.keys() - SPLIT_WORDS - {""}):
             notice(f"{path}: rows of the {_SPLIT_FIELD} {first_three(others)} are not used")
         chosen = choose_splits(found, str(path))
         for split in SPLIT_NAMES:
@@ -94,26 +93,31 @@ class ImageListReader(RandomAccessReader):
 
 def _lists(root: Path) -> list[Path]:
     """The lists of images in a folder and in its folders, or the one that is given: files whose first row names an image."""
-    paths = [root] if root.is_file() else [path for path in files_below(root, _LISTS) if path.parent in (root, *root.glob("*"))]
-    return [path for path in paths if path.suffix.lower() in (".csv", ".tsv", ".txt", ".lst") and _columns(path)]
+    paths = [root] if root.is_file() and re.fullmatch(_LISTS, root.name) else files_below(root, _LISTS)
+    return [path for path in paths if len(path.relative_to(root).parts) <= 2 and _columns(path)]
 
 
 def _table(path: Path) -> Iterator[list[str]]:
-    """The rows of a list, as text."""
+    """The rows of a list, as text. Raises DataError where they are no table."""
     with open(path, newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
         first = file.readline()
         file.seek(0)
-        if delimiter := next((sign for sign in "\t,;" if sign in first), None):
-            yield from (row for row in csv.reader(file, delimiter=delimiter) if row)
-        else:
+        delimiter = next((sign for sign in "\t,;" if sign in first), None)
+        if delimiter is None:
             yield from (line.rsplit(maxsplit=1) for line in file if line.strip())
+            return
+        rows = csv.reader(file, delimiter=delimiter)
+        try:
+            yield from (row for row in rows if row)
+        except csv.Error as error:
+            raise DataError(f"{path} cannot be read near line {rows.line_num} ({error}); write rows of path,label") from None
 
 
 def _columns(path: Path) -> dict[str, int] | None:
     """The columns by their names: those of the header, or `path` and `label`; None where the first row names no image."""
     try:
         first = [field.strip().lower() for field in next(_table(path), [])]
-    except (OSError, csv.Error):
+    except (OSError, DataError):
         return None
     if first and first[0].endswith(EXTENSIONS):
         return {"path": 0, **({"label": 1} if len(first) == 2 else {})}

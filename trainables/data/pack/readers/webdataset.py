@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainables.data.pack.file_kind import ARCHIVE, decompress
+from trainables.data.pack.file_kind import ARCHIVE
 from trainables.data.pack.layout_reader import (
     LABEL_FIELDS,
     Label,
@@ -41,20 +41,20 @@ class WebdatasetReader(RandomAccessReader):
 
     @staticmethod
     def matches(root: Path) -> bool:
-        return any(
-            path.suffix == ".tar" or (path.suffix != ".zip" and split_name(root, path)) for path in files_below(root, ARCHIVE)
-        )
+        return any(path.suffix.lower() == ".tar" or split_name(root, path) for path in _tars(root))
 
     def listing(self) -> Listing:
         extra: list[str] = []
-        files = split_files(self._root, [path for path in files_below(self._root, ARCHIVE) if path.suffix != ".zip"], "tars")
-        if packed := [path for paths in files.values() for path in paths if path.suffix != ".tar"]:
-            line = decompress(packed[0], ".gz" if packed[0].suffix == ".tgz" else packed[0].suffix)
-            raise DataError(f"{packed[0]} is compressed, so that its images cannot be reached one by one: run `{line}`")
+        files = split_files(self._root, _tars(self._root), "tars")
         located = locate(self._root, files, lambda path: _samples(self._root, path, extra))
         if extra:
             notice(f"{self._root}: {len(extra)} images beside the one of their sample are not used: {first_three(extra)}")
         return numbered(self._root, located, text_is_index=True)
+
+
+def _tars(root: Path) -> list[Path]:
+    """The tars of a source, and compressed ones, which are refused where they are read."""
+    return [path for path in files_below(root, ARCHIVE) if path.suffix.lower() != ".zip"]
 
 
 def _samples(root: Path, path: Path, extra: list[str]) -> Iterator[tuple[Piece, Label]]:
