@@ -25,6 +25,7 @@ from service.reproduce.sweeps import Request, changes, compose
 from service.reproduce.table import read_table
 from service.runs.display import output
 from service.runs.run_directory import check_writable, new_run_dir
+from trainables.config import DataIdentity
 from trainables.errors import ClusterError, TrainingError
 
 
@@ -70,19 +71,19 @@ def reproduce(
         if out is not None:
             print_results(replace(job, changed=(*changed, *size_differences(job))))
         return
-    prepare(job)
+    data = prepare(job)
     out = new_run_dir(root, stem, out).root.absolute()
     job = replace(job, changed=(*changed, *size_differences(job)), out=out)
-    failed = run_cells(job, table)
+    failed = run_cells(job, data, table)
     print_results(job)
     if failed:
         raise TrainingError("\n".join(failed))
 
 
-def run_cells(job: Reproduction, table: str) -> list[str]:
+def run_cells(job: Reproduction, data: DataIdentity | None, table: str) -> list[str]:
     """Run what is left and write the result. Returns one line for each sweep that failed."""
     try:
-        failed = run_sweeps(job, click.echo)
+        failed = run_sweeps(job, data, click.echo)
     except KeyboardInterrupt:
         click.echo(f"interrupted; the same command with --out {job.out} goes on", err=True)
         raise

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from service.commands.options import DIR, OUT, RECIPE, RUNS, RUNS_OR_URI, SET, experiment_file
+from service.commands.options import DIR, OUT, RECIPE, RUNS, RUNS_OR_URI, SET, experiment_file, is_given
 
 if TYPE_CHECKING:
     from service.config.experiment import Resolved
-    from service.runs.preflight import DataCheck
     from service.runs.result import Kind
     from trainables.config import DataIdentity
     from trainables.rundir import RunDir
@@ -88,9 +86,8 @@ def resume_run(directory: Path, *, accept_new_data: bool) -> None:
     for line in changed_methods(run_dir):
         click.echo(line)
     check_checkpoints(run_dir, result)
-    name, experiment = display_name(directory), resolved.experiment
-    same = partial(check_data_of_run, name, experiment, result, accept_new=accept_new_data)
-    data = check_inputs(result.kind, resolved, same)
+    data = check_inputs(result.kind, resolved)
+    check_data_of_run(display_name(directory), resolved.experiment, result, data, accept_new=accept_new_data)
     run_to_the_end(result.kind, resolved, run_dir, runs_root_of(result), data)
 
 
@@ -111,7 +108,7 @@ def start_run(
 ) -> None:
     """Check the experiment, create its run directory, and run it; `continues`: or resume the same run in `out`."""
     from service.runs.run_directory import begin_run, check_same, check_writable, has_begun, new_run_dir
-    from service.runs.stored.stored_runs import fetch_records, uri_of
+    from service.runs.stored.stored_runs import display_name, fetch_records, uri_of
     from trainables.errors import ExperimentError
     from trainables.notices import notices_to
 
@@ -120,7 +117,10 @@ def start_run(
     if accept_new_data and not continues:
         raise ExperimentError("--accept-new-data is for a run that is resumed: add --continue")
     if out is not None:
-        root = out.parent if uri_of(out) else root
+        if uri_of(out):
+            if is_given("root") and root != out.parent:
+                raise ExperimentError(f"--runs: the root of {display_name(out)} is {display_name(out.parent)}: leave it out")
+            root = out.parent
         fetch_records(out)
     if continues and out is not None and has_begun(out):
         check_same(kind, resolved, out)
@@ -135,12 +135,12 @@ def start_run(
     run_to_the_end(kind, resolved, run_dir, root, data)
 
 
-def check_inputs(kind: Kind, resolved: Resolved, check: DataCheck = lambda data: None) -> DataIdentity | None:
-    """Refuse what can be refused before Ray starts, also by `check`. Returns what the data is; None: a sweep searches over it."""
+def check_inputs(kind: Kind, resolved: Resolved) -> DataIdentity | None:
+    """Refuse what can be refused before Ray starts. Returns what the data is; None: a sweep searches over it."""
     from service.runs.preflight import check_train
     from service.sweeps.preflight import check_sweep
 
-    return (check_train if kind == "train" else check_sweep)(resolved, check)
+    return (check_train if kind == "train" else check_sweep)(resolved)
 
 
 def run_to_the_end(kind: Kind, resolved: Resolved, run_dir: RunDir, root: Path, data: DataIdentity | None) -> None:

@@ -50,6 +50,7 @@ OTHER_NAMES: dict[str, str] = {
     **dict.fromkeys(("devices", "gpus", "num_gpus", "nproc_per_node", "world_size"), "scale.num_workers"),
     **dict.fromkeys(("accelerator", "device"), "scale.use_gpu"),
     **dict.fromkeys(("sync_bn", "sync_batchnorm"), "scale.sync_batch_norm"),
+    "steps": "write train.max_steps for a timing run, sweep.steps for a timing sweep, or optim.epochs",
     "strategy": "workers train with DDP: leave it out",
     **dict.fromkeys(("log_interval", "log_every_n_steps"), "train.log_every"),
     "check_val_every_n_epoch": "train.evaluate_every",

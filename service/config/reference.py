@@ -133,7 +133,10 @@ def _type(form: Mapping[str, Any]) -> str:
         return f"{kind}{_bounds(form)}"
     if kind == "array":
         elements = form.get("prefixItems")
-        return f"list of {len(elements)} {_type(elements[0])}" if elements else f"list of {_type(form.get('items', {}))}"
+        if elements:  # "3 numbers ≥ 0"
+            kind, space, bounds = _type(elements[0]).partition(" ")
+            return f"list of {len(elements)} {kind}s{space}{bounds}"
+        return f"list of {_type(form.get('items', {}))}"
     return str({"boolean": "true or false", "string": "text", "object": "mapping"}.get(kind, kind))
 
 

@@ -16,7 +16,7 @@ __all__ = ["tables", "verdict", "write_page_at_end"]
 
 def tables(result: RunResult) -> Sequence[RenderableType]:
     """The trials of a sweep with what they say; of a run its stages, and where a step of its student goes; teachers, notices."""
-    lines = [*teacher_lines(result), *(f"note: {line}" for line in result.notes)]
+    lines = [*teacher_lines(result), *terminal.note_lines(result)]
     if result.kind == "sweep":
         return [*terminal.compared(result), *lines]
     phases = terminal.phase_table(result.stages[-1].metrics, "a step of the student")

@@ -140,7 +140,7 @@ def verdict(result: RunResult) -> list[str]:
 
 def report_of(result: RunResult, run_dir: RunDir) -> list[Any]:
     """Everything `distill report` shows of a run directory, finished or not: renderables and lines."""
-    parts = overview(result, run_dir)
+    parts = [*overview(result, run_dir), *note_lines(result)]
     if result.kind == "sweep" and result.best:
         parts += measured(result.best.metrics, f"trial {result.best.id}")
         parts.append(f"train at that point: {command(run_dir.root, result.best)}")
@@ -152,6 +152,10 @@ def report_of(result: RunResult, run_dir: RunDir) -> list[Any]:
     if result.status in ("interrupted", "failed"):
         parts.append(f"continue it with: distill resume {display_name(run_dir.root)}")
     return parts
+
+
+def note_lines(result: RunResult) -> list[str]:
+    return [f"note: {line}" for line in result.notes]
 
 
 def overview(result: RunResult, run_dir: RunDir, only: Collection[str] | None = None) -> list[Any]:

@@ -9,11 +9,12 @@ from service.reproduce.sweeps import PlannedSweep, Request
 from service.reproduce.table import Table
 from service.reproduce.teacher_accuracy import TeacherAccuracy, measure_teacher, teacher_accuracy
 from service.reproduce.verdict import Verdict, compare_accuracy
-from service.runs.preflight import check_checkpoints
+from service.runs.preflight import check_checkpoints, check_data_of_run
 from service.runs.result import TrialRow, read_result
 from service.runs.run_directory import begin_run, reopen
 from service.sweeps.preflight import check_sweep
 from service.sweeps.sweep import sweep
+from trainables.config import DataIdentity
 from trainables.data.source import open_source
 from trainables.errors import ExperimentError, TrainingError
 from trainables.rundir import RunDir, write_json
@@ -57,14 +58,16 @@ def check_same(job: Reproduction) -> None:
             )
 
 
-def prepare(job: Reproduction) -> None:
-    """Refuse what cannot be run, before the first sweep starts. Raises DistillError."""
+def prepare(job: Reproduction) -> DataIdentity | None:
+    """Refuse what cannot be run, before the first sweep starts. Returns what the data of all is. Raises DistillError."""
+    data = None
     for planned in job.sweeps:
-        run_dir = job.run_dir(planned)
-        if run_dir.result.exists():
-            check_checkpoints(*reopen(run_dir.root)[1:])
-        else:
-            check_sweep(planned.resolved)
+        data = check_sweep(planned.resolved)
+        if (run_dir := job.run_dir(planned)).result.exists():
+            _, _, result = reopen(run_dir.root)
+            check_checkpoints(run_dir, result)
+            check_data_of_run(str(run_dir.root), planned.resolved.experiment, result, data, accept_new=False)
+    return data
 
 
 def size_differences(job: Reproduction) -> list[str]:
@@ -76,8 +79,8 @@ def size_differences(job: Reproduction) -> list[str]:
     return [f"{key} {sizes[key]} for {number}" for key, number in published.items() if sizes[key] != number]
 
 
-def run_sweeps(job: Reproduction, log: Callable[[str], None]) -> list[str]:
-    """Run the sweeps that are not complete. Returns one line for each that failed; the others are run all the same.
+def run_sweeps(job: Reproduction, data: DataIdentity | None, log: Callable[[str], None]) -> list[str]:
+    """Run the sweeps that are not complete, on `data`. Returns one line for each that failed; the others are run all the same.
 
     Raises:
         DistillError: a teacher cannot be measured, or another process runs a sweep.
@@ -99,7 +102,7 @@ def run_sweeps(job: Reproduction, log: Callable[[str], None]) -> list[str]:
             published = job.table.teachers.models[experiment.teacher.model].top1_pct
             log(f"{planned.name}: the teacher given has {ours:.2f}%, published {published:.2f}%")
         try:
-            sweep(planned.resolved, run_dir, end_of_run)
+            sweep(planned.resolved, run_dir, end_of_run, data)
         except TrainingError as error:
             failed.append(f"{planned.name}: {error}")
     return failed

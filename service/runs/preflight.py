@@ -4,7 +4,7 @@ That takes seconds instead of a worker's start. Names, values and their combinat
 read. The cheapest check comes first; only the last ones import torch.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any, Literal
 
 from service.cluster.connect import check_ray_address
@@ -22,7 +22,6 @@ from trainables.data.decode import UnreadableImageError, decode_image
 from trainables.data.identity import check_same_data, data_identity
 from trainables.data.interface import Source
 from trainables.data.source import check_placement, open_source, refuse_single_class
-from trainables.data.sources.folder import sampled_sha256
 from trainables.errors import CheckpointError, DataError, ExperimentError
 from trainables.methods.registry import load_method
 from trainables.models.checkpoint_header import read_checkpoint_header
@@ -32,18 +31,16 @@ from trainables.rules import enough_images
 from trainables.rundir import RunDir, unwritable_reason
 
 PROBED_IMAGES = 8
-DataCheck = Callable[[DataIdentity], None]
-"""Raises a DistillError where the data may not be trained on."""
 
 
-def check_train(resolved: Resolved, check: DataCheck = lambda data: None) -> DataIdentity:
-    """Refuse a run that its workers would refuse later. Returns what its data is. Raises DistillError, also that of `check`."""
+def check_train(resolved: Resolved) -> DataIdentity:
+    """Refuse a run that its workers would refuse later. Returns what its data is. Raises DistillError."""
     experiment = resolved.experiment
     check_services(experiment, "train")
     if is_local():  # a cluster's size is known once we are connected
         capacity = local_capacity()
         Plan.on(experiment, capacity).check(capacity)
-    data = check_data(experiment, check=check)
+    data = check_data(experiment)
     check_fits(experiment, len(data.classes), ["student"])
     return data
 
@@ -61,10 +58,8 @@ def check_services(experiment: Experiment, kind: Kind) -> None:
     check_cache(experiment, kind)
 
 
-def check_data(
-    experiment: Experiment, searched: Collection[str] = (), *, trains_base: bool = True, check: DataCheck = lambda data: None
-) -> DataIdentity:
-    """Refuse data that cannot be read or that `check` refuses, and models that do not fit it. Returns what it is.
+def check_data(experiment: Experiment, searched: Collection[str] = (), *, trains_base: bool = True) -> DataIdentity:
+    """Refuse data that cannot be read, and models that do not fit it. Returns what it is.
 
     `searched`: the keys of a sweep, whose values are not the experiment's; `trains_base`: its own batch size is trained with.
 
@@ -73,12 +68,12 @@ def check_data(
     if not {"data.stage", "data.cache"} & set(searched):
         check_placement(experiment.data)
     train, val = (check_source(experiment.data, split) for split in ("train", "val"))
-    check(identity := data_identity(train, val))
-    same_labels = identity.train.labels == identity.val.labels
-    if same_labels and not is_uri(experiment.data.path) and sampled_sha256(train) == sampled_sha256(val):
-        notice(f"data.path: {experiment.data.path}: the validation images are the training images: accuracy on them says little")
+    data = data_identity(train, val)
+    where = f"data.path: {experiment.data.path}"
+    if (data.train.labels, data.train.contents) == (data.val.labels, data.val.contents):
+        notice(f"{where}: the validation images are the training images: accuracy on them says little")
     elif len(val) > len(train):
-        notice(f"data.path: {experiment.data.path} has {len(train)} training and {len(val)} validation images: are they swapped?")
+        notice(f"{where} has {len(train)} training and {len(val)} validation images: are they swapped?")
     if trains_base and (problem := enough_images(experiment.data, len(train))):
         raise DataError(problem)
     if "data.image_size" not in searched:
@@ -86,7 +81,7 @@ def check_data(
         cut = experiment.scale.num_stages > 1 and experiment.teacher is not None and experiment.teacher.weights is None
         check_fits(experiment, len(val.classes), [name for name in experiment.preparation if cut or name != "teacher"])
         check_parts(experiment, len(train), len(val.classes), trained_stages(experiment, searched))
-    return identity
+    return data
 
 
 def trained_stages(experiment: Experiment, searched: Collection[str]) -> list[str]:
@@ -159,14 +154,21 @@ def check_models(experiment: Experiment, classes: tuple[str, ...]) -> None:
                 load_teacher(each.model, each.weights, **fit, weights_key=each.weights_key)
 
 
-def check_data_of_run(run: str, experiment: Experiment, result: RunResult, data: DataIdentity, *, accept_new: bool) -> None:
+def check_data_of_run(
+    run: str, experiment: Experiment, result: RunResult, data: DataIdentity | None, *, accept_new: bool
+) -> None:
     """Refuse to resume a run on other data than it was trained on, unless that is accepted and possible.
+
+    `data`: None where a sweep searches over `data.path`; its trials refuse other data than they have begun with.
 
     Raises:
         DataError: see `check_same_data`.
-        ExperimentError: a method remembers each image.
+        ExperimentError: a method remembers each image, or a sweep searches over its data.
     """
-    if result.data is None:
+    if data is None:
+        if accept_new:
+            raise ExperimentError("--accept-new-data: a sweep over data.path goes on with the data of each trial: leave it out")
+    elif result.data is None:
         notice(f"{run} was begun by a version that did not record its data: whether that has changed is not checked")
     elif not check_same_data(run, result.data, data, accept=accept_new):
         if accept_new:

@@ -160,7 +160,7 @@ def _close(session: Session, status: Literal["FINISHED", "FAILED", "KILLED"], ti
         for folder in delivered:
             session.display.print(f"MLflow was also sent what had waited in {folder}")
         if left:
-            session.display.print(f"records of {len(left)} earlier runs still wait for MLflow; later: distill sync {left[0]}")
+            session.display.print(f"records of earlier runs ({len(left)}) still wait for MLflow; later: distill sync {left[0]}")
 
 
 def start_tracking(session: Session) -> None:

@@ -9,19 +9,19 @@ from service.config.sweep import ACCURACIES, TIME
 from service.runs.dry_run import check_fits, num_classes_of
 from service.runs.outcome import Outcome
 from service.runs.plan import Plan
-from service.runs.preflight import DataCheck, check_data, check_services
+from service.runs.preflight import check_data, check_services
 from service.sweeps.trials import Trial, plan_trials
 from trainables.config import DataIdentity
 from trainables.errors import DataError, ExperimentError
 
 
-def check_sweep(resolved: Resolved, check: DataCheck = lambda data: None) -> DataIdentity | None:
+def check_sweep(resolved: Resolved) -> DataIdentity | None:
     """Refuse a sweep whose stages its workers would refuse later, or without a single point that could run.
 
     Returns what its data is; None where it searches over `data.path`.
 
     Raises:
-        DistillError: one line, also that of `check`.
+        DistillError: one line.
     """
     experiment = resolved.experiment
     if experiment.scale.min_workers is not None:
@@ -45,7 +45,7 @@ def check_sweep(resolved: Resolved, check: DataCheck = lambda data: None) -> Dat
         return None
     teacher = experiment.teacher
     trains_base = bool(experiment.assistants) or (teacher is not None and teacher.weights is None)
-    data = check_data(experiment, searched, trains_base=trains_base, check=check)
+    data = check_data(experiment, searched, trains_base=trains_base)
     mark_unbuildable(trials)  # such a point is a row, not an error
     check_any_runs(trials)
     return data

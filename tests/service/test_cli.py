@@ -228,6 +228,14 @@ def test_a_wrong_command_line_is_exit_code_2(
         assert len(shown.splitlines()) <= 6
 
 
+def test_a_root_that_is_not_that_of_a_run_in_an_object_store_is_refused(
+    refuse: Refuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAYDISTILL_COPIES", str(tmp_path / "copies"))
+    refused = refuse("train", "digits", "--out", "s3://b/runs/one", "--runs", tmp_path)
+    assert refused == "--runs: the root of s3://b/runs/one is s3://b/runs: leave it out"
+
+
 def test_a_recipe_next_to_a_folder_of_its_name_is_the_recipe_unless_the_folder_has_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -171,7 +171,7 @@ def test_the_file_of_a_method_travels_with_the_job(tmp_path: Path, monkeypatch: 
     assert packaged(["train", "digits", "--set", "distill.method=torch.py:Plain"], folder)[-1] == f'distill.method="{name}"'
     monkeypatch.chdir(folder)  # as the job does
     Path("../torch.py").unlink()
-    assert load("own.yaml").experiment.distill.method == (name,)
+    assert load("own.yaml").experiment.distill.method == (f"{folder}/{name}",)
 
 
 def test_a_wrong_override_is_refused_before_anything_is_submitted(tmp_path: Path) -> None:

@@ -332,6 +332,10 @@ def test_every_name_of_another_project_leads_to_a_key_that_exists_or_to_a_senten
         ("data.mean=[300, 1, 1]", "--set: data.mean[0]: must be at most 1, not 300"),
         ("data.std=0", "--set: data.std: must be a list, not 0"),
         ("student=resnet18", '--set: student: must be a section of keys, not "resnet18"; did you mean student.model?'),
+        (
+            "steps=5",
+            "--set: steps: no such key; write train.max_steps for a timing run, sweep.steps for a timing sweep, or optim.epochs",
+        ),
         ("optim.sched=cosine", "--set: optim.sched: no such key; did you mean optim.schedule?"),
         (
             "batch_size=3",

@@ -35,7 +35,7 @@ def test_every_key_has_a_type_and_a_meaning() -> None:
     ("name", "kind", "default"),
     [
         ("data.loader_workers", "integer ≥ 0 or auto", "auto"),
-        ("data.mean", "list of 3 number ≥ 0, ≤ 1", "[0.485, 0.456, 0.406]"),
+        ("data.mean", "list of 3 numbers ≥ 0, ≤ 1", "[0.485, 0.456, 0.406]"),
         ("optim.momentum", "number ≥ 0, < 1", "0.9"),
         ("teacher.model", "text", "required"),
         ("teacher", "section or null", "null"),

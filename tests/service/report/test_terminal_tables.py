@@ -79,6 +79,11 @@ def test_each_teacher_has_one_line_whoever_learned_from_it_and_wherever_it_was_t
     assert overview(run, RunDir(tmp_path))[2:] == ["teacher resnet34: 71.00% top-1, trained here", line]
 
 
+def test_a_report_has_the_notices_of_a_run_and_why_it_is_not_exact(tmp_path: Path) -> None:
+    run = typed({"kind": "train", "status": "complete", "notices": ["2 files left out"], "not_exact": ["resumed on other data"]})
+    assert report_of(run, RunDir(tmp_path))[1:] == ["note: 2 files left out", "note: not exact: resumed on other data"]
+
+
 def test_a_training_to_the_target_is_a_row_and_no_point() -> None:
     swept = result()
     further = [trial("003", "untested"), trial("000-trained", "ok", metrics=METRICS, speed_trial="000")]

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from service.reproduce.run_table import Reproduction, cells, check_same
+from service.reproduce.run_table import Reproduction, cells, check_same, prepare
 from service.reproduce.sweeps import Request, changes, compose
 from service.reproduce.table import read_table
-from service.runs.result import write_result
+from service.runs.result import read_result, write_result
 from service.runs.run_directory import begin_run
 from tests.service.commands import run
 from tests.service.report.runs import typed, typed_row
 from tests.service.reproduce.test_table import SMALL
-from trainables.errors import ExperimentError
+from trainables.errors import DataError, ExperimentError
 
 
 def test_a_cell_is_judged_by_the_runs_that_its_own_number_is_the_mean_of(tmp_path: Path) -> None:
@@ -50,6 +50,24 @@ def test_without_out_a_plan_is_of_a_folder_of_its_own_whatever_an_earlier_one_ha
     monkeypatch.setenv("RAYDISTILL_RUNS", str(tmp_path))
     assert run(capsys, "reproduce", path, "--seeds", "0", "--dry-run")[0] == 0
     assert run(capsys, "reproduce", path, "--seeds", "0", "--dry-run", "--out", earlier.out)[0] == 2
+
+
+def test_a_reproduction_does_not_go_on_with_other_data_than_it_was_begun_with(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(SMALL)
+    table = read_table(str(path))
+    request = Request.of(table, None, "student", "0")
+    job = Reproduction(table, request, compose(table, request, [], None, None), (), tmp_path / "out", tmp_path)
+    (planned,) = job.sweeps
+    begin_run(planned.resolved, "sweep", run_dir := job.run_dir(planned), tmp_path)
+    result, data = read_result(run_dir.result, run_dir.experiment), prepare(job)
+    assert data is not None
+    write_result(run_dir.result, result.model_copy(update={"data": data}))
+    assert prepare(job) == data
+    fewer = data.train.model_copy(update={"num_images": 1000})
+    write_result(run_dir.result, result.model_copy(update={"data": data.model_copy(update={"train": fewer})}))
+    with pytest.raises(DataError, match=f"^{run_dir.root} was trained on other data: train had 1000 images and has 1442"):
+        prepare(job)
 
 
 @pytest.mark.parametrize(

@@ -580,7 +580,7 @@ def test_a_delivery_whose_time_has_passed_begins_no_further_request_and_says_wha
 ) -> None:
     tracker.start_run("train", "long")
     tracker.metrics("train", 1, {"loss": 0.5})
-    delivery = sync(run_dir, until_s=time.monotonic())
+    delivery = sync(run_dir, max_failures=1, until_s=time.monotonic())
     assert delivery[:2] == (0, 2)
     assert delivery.message.endswith(f"later: distill sync {run_dir.root}")
     assert sync(run_dir).num_pending == 0
