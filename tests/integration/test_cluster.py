@@ -97,8 +97,8 @@ def test_a_storage_path_that_a_node_does_not_share_is_refused_by_name(distill: D
         assert "is not shared: node" in output
         assert f"({blind.address}) does not see it; give a shared folder with --runs, or s3://BUCKET/PREFIX" in output
         assert len(output.splitlines()) <= 6
-        for split in ("train", "val"):
-            (folder := distill.folder / "images" / split / "a").mkdir(parents=True)
+        for part in ("train/a", "train/b", "val/a", "val/b"):
+            (folder := distill.folder / "images" / part).mkdir(parents=True)
             photo(0).save(folder / "1.png")
         output = distill.run("pack", distill.folder / "images", distill.runs / "packed", code=2, env=cluster.env)
         assert "does not see it; name a folder that all nodes share, or unset RAY_ADDRESS to use this machine" in output
