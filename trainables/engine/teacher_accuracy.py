@@ -16,8 +16,7 @@ import torch
 from scipy.special import bdtrc
 from torch import Tensor, nn
 
-from trainables.config import OtherTeacherConfig, TeacherConfig, TrainConfig
-from trainables.data.loader.loader import Loader
+from trainables.config import OtherTeacherConfig, TeacherConfig
 from trainables.device.device_batches import DeviceBatch
 from trainables.device.model_input import image_normalizer
 from trainables.distributed.group import all_reduce_sum, from_rank
@@ -76,7 +75,7 @@ def _not_measured_reason(job: Job) -> str | None:
 
 def _measure_once(job: Job, number: int, teacher: TeacherConfig | OtherTeacherConfig) -> TeacherAccuracy:
     records, began_s = str(job.config.teacher_records), time.perf_counter()
-    name = from_rank(lambda: f"teacher-{_key(job.config, job.val_loader, teacher)}.json", job.group)
+    name = from_rank(lambda: f"teacher-{_key(job, teacher)}.json", job.group)
     accuracy = from_rank(lambda: _read(records, name), job.group)
     if accuracy is None:
         with job.metrics.clock.part("eval"):
@@ -161,21 +160,23 @@ def _network(job: Job, number: int) -> nn.Module:
     return teacher.model
 
 
-def _key(config: TrainConfig, loader: Loader, teacher: TeacherConfig | OtherTeacherConfig) -> str:
+def _key(job: Job, teacher: TeacherConfig | OtherTeacherConfig) -> str:
     """A hash of all that decides the accuracy: the teacher's tensors, the images, their preprocessing. Reads the weights."""
-    data, classes = config.data, loader.source.classes
+    images = job.checkpoint_state.data
+    assert images is not None  # every job has it but a timing run, which measures no teacher
+    data, classes = job.config.data, images.classes
     sha256 = teacher_sha256(
         teacher.model,
         str(teacher.weights),
         num_classes=len(classes),
         image_size=data.image_size,
         classes=classes,
-        seed=config.seed,
+        seed=job.config.seed,
         weights_key=teacher.weights_key,
     )
     parts = {
         "teacher": [teacher.model, sha256],
-        "images": loader.source.fingerprint(),
+        "images": images.val.model_dump(),
         "input": data.model_dump(mode="json", include={"image_size", "val_resize", "fidelity", "mean", "std"}),
     }
     return cache_key(parts)

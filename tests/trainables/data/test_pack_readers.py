@@ -161,6 +161,9 @@ def test_a_pickle_in_cifars_place_runs_no_code(tmp_path: Path) -> None:
     for content in ({"data": Runs()}, {"data": np.zeros(3, dtype=object)}, {"labels": [0], "data": np.zeros((1, 3072))}, [1]):
         (tmp_path / "cifar" / "data_batch_2").write_bytes(pickle.dumps(content))
         assert "data_batch_2 is damaged, or not a CIFAR batch (" in refusal(tmp_path / "cifar")
+    as_text = pickle.dumps({"labels": [0], "data": np.full((1, 3072), 255, dtype=np.uint8)}, protocol=0)
+    (tmp_path / "cifar" / "data_batch_2").write_bytes(as_text)
+    assert "data_batch_2 is damaged, or not a CIFAR batch (" in refusal(tmp_path / "cifar")
     assert not ran.exists()
 
 

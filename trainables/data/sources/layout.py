@@ -9,6 +9,7 @@ import os
 import shlex
 import weakref
 from pathlib import Path
+from typing import Any
 
 from trainables.data.decode import Sample
 from trainables.data.interface import Source
@@ -44,9 +45,13 @@ class LayoutSource(Source):
             raise DataError(f"data.path: {error}") from None
         _listings[str(root)] = self._listing
         self.classes = self._listing.classes
-        self._locations, self.labels_N = (found := self._listing.splits[split]).locations, found.labels_N
+        self._locations, self.labels_N = self._listing.splits[split].locations, self._listing.splits[split].labels_N
         if not len(self):
             raise DataError(f"data.path: {path} holds no {split} images; give both splits")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the other split, whose samples a loader process has no use for."""
+        return {**vars(self), "_listing": None}
 
     def name(self, index: int) -> str:
         return self._reader.name(self._locations[index])

@@ -156,9 +156,7 @@ def cached(data: DataConfig, split: Split, source: Source, identity: str | None 
 
 
 def _identity(data: DataConfig, split: Split, source: Source) -> str:
-    digest = hashlib.sha256(repr((data.path, split, len(source))).encode())
-    for index in range(len(source)):
-        digest.update(source.name(index).encode() + b"\0")
+    digest = hashlib.sha256(repr((data.path, split, len(source), source.order_sha256())).encode())
     digest.update(sampled_sha256(source))
     return "cache-" + digest.hexdigest()[:32]
 

@@ -62,6 +62,13 @@ def test_a_layout_is_read_as_its_packed_set_also_by_threads_and_after_pickling(t
                     assert opened.name(index) == expected.name(index)
 
 
+def test_a_split_goes_to_another_process_without_the_other_split(tmp_path: Path) -> None:
+    write_list(tmp_path)
+    train = open_source(DataConfig(path=str(tmp_path)), "train")
+    assert b"images/b.jpg" in pickle.dumps(train)
+    assert b"images/c.jpg" not in pickle.dumps(train)
+
+
 @pytest.mark.parametrize("layout", ["tars", "cifar"])
 def test_a_loader_takes_a_layouts_images(tmp_path: Path, layout: str) -> None:
     LAYOUTS[layout](tmp_path / layout)

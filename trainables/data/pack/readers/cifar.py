@@ -101,9 +101,12 @@ def _pickled(label_key: str) -> Callable[[Path], _File]:
     def read(path: Path) -> _File:
         batch = _unpickled(path)
         data, labels = batch.get("data"), batch.get(label_key)
-        if not (isinstance(data, _Array) and isinstance(labels, list) and data.holds(len(labels))):
+        begin = -1
+        if isinstance(data, _Array) and isinstance(labels, list) and data.holds(len(labels)):
+            begin = path.read_bytes().find(data.content)
+        if begin < 0:
             raise not_readable(path, "a CIFAR batch", f"no uint8 array of {_PIXEL_BYTES} columns with {label_key}")
-        return _File(np.array(labels, dtype=np.int64), path.read_bytes().index(data.content), _PIXEL_BYTES)
+        return _File(np.array(labels, dtype=np.int64), begin, _PIXEL_BYTES)
 
     return read
 
