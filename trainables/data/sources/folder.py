@@ -61,8 +61,12 @@ class FolderSource(Source):
         self.classes = tuple(classes)
         if split == "val":
             classes = _validation_folders(splits["val"], classes)
-        elif twice := [name for name, folders in classes.items() if len(folders) > 1]:
-            notice(f"{splits['train']}: {_ONE_CLASS}: {first_three(twice)}")
+        else:
+            if twice := [name for name, folders in classes.items() if len(folders) > 1]:
+                notice(f"{splits['train']}: {_ONE_CLASS}: {first_three(twice)}")
+            alike = Counter(map(_folded, classes))
+            if similar := [name for name in classes if alike[_folded(name)] > 1]:
+                notice(f"{splits['train']}: classes whose names differ in case or blanks alone: {first_three(similar)}")
 
         walk = _Walk(splits[split])
         self._files: list[str] = []  # relative to the split's folder, so that a million of them stay small
@@ -111,6 +115,10 @@ class FolderSource(Source):
         return sha256_of_names(self._files)
 
 
+def _folded(name: str) -> str:
+    return name.strip().casefold()
+
+
 def first_three(names: Sequence[str]) -> str:
     """The first names of a list that may be long, for a message."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
@@ -152,7 +160,17 @@ def _where_train_is(path: str, root: str, folders: list[str]) -> str:
     if real in _trains(os.path.dirname(real)):
         return f"write data.path: {os.path.dirname(real)}"
     below = [inner for inner in (os.path.join(path, name) for name in folders) if _trains(os.path.expanduser(inner))]
-    return f"write data.path: {below[0]}" if below else "images belong in train/CLASS/ and val/CLASS/"
+    if below:
+        return f"write data.path: {below[0]}"
+    return split_classes(root) or "images belong in train/CLASS/ and val/CLASS/"
+
+
+def split_classes(root: str) -> str:
+    """What to do with class folders that lie in `root` itself; empty where there are none."""
+    classes = [name for name in _list(root).folders if _list(os.path.join(root, name)).images]
+    if not classes:
+        return ""
+    return f"if its folders {first_three(classes)} are classes, move each to train/CLASS/ and a part of its images to val/CLASS/"
 
 
 class _Listing(NamedTuple):
@@ -212,7 +230,9 @@ def _class_folders(split_folder: str) -> dict[str, list[str]]:
 def _validation_folders(split_folder: str, train: Mapping[str, list[str]]) -> dict[str, list[str]]:
     """The folders of each class of `train`. Raises DataError where there are others, or images in no class's folder."""
     found = _class_folders(split_folder)
-    extra = sorted(found.keys() - train.keys())
+    extra, alike = sorted(found.keys() - train.keys()), {_folded(name): name for name in train}
+    if same := [f"{name!r} is {alike[_folded(name)]!r} in train" for name in extra if _folded(name) in alike]:
+        raise DataError(f"data.path: {split_folder} has classes of other names than train: {first_three(same)}; rename them")
     if len(found) == len(extra) < 2:  # no folder, or one, that is none of a class
         flat = os.path.join(split_folder, *found.get("".join(extra), []))
         if not _class_folders(flat).keys().isdisjoint(train):
@@ -271,6 +291,8 @@ class _Walk:
     def __init__(self, split_folder: str) -> None:
         self._split = _Folder(split_folder, os.path.realpath(split_folder))
         self._left_out = Counter[str]()
+        self._inner: list[str] = []
+        """A folder of each class that has no images of its own, but several folders of them."""
         self._visited: dict[str, tuple[str, str]] = {}  # by its real path a folder's class and path
         found = _list(split_folder)
         if beside := len(found.images) + len(found.others):
@@ -292,6 +314,8 @@ class _Walk:
             self._left_out.update(os.path.splitext(name)[1].lower() or "without an extension" for name in listing.others)
             self._left_out["links that lead nowhere"] += len(listing.dangling)
         skip = len(self._split.path) + 1
+        if len(deeper := [path for path, names in found if names]) > 1 and not found[0][1]:
+            self._inner.append(min(deeper)[skip:])
         return [f"{path[skip:]}{os.sep}{name}" for path, names in sorted(found) for name in names]
 
     def _visit(self, folder: _Folder, class_name: str) -> None:
@@ -304,7 +328,12 @@ class _Walk:
             notice(f"{folder.path} and {earlier_path} are one folder: its images count twice")
 
     def report(self) -> None:
-        """One line for all that was left out."""
+        """One line for all that was left out, one for classes that may be groups of them."""
+        if self._inner:
+            notice(
+                f"{self._split.path}: {len(self._inner)} of the classes have their images in inner folders, such as "
+                f"{self._inner[0]}: the class is the outer folder"
+            )
         if total := self._left_out.total():
             reasons = [f"{count} {reason}" for reason, count in self._left_out.most_common(_MAX_REASONS) if count]
             more = ", …" if len(self._left_out) > _MAX_REASONS else ""
