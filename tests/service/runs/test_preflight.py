@@ -11,7 +11,13 @@ from trainables.notices import notices_to
 
 def noticed(folder: Path) -> list[str]:
     lines: list[str] = []
-    overrides = [f"data.path={folder}", "data.image_size=8", "data.global_batch_size=2", "student.model=mlp_small", "teacher=null"]
+    overrides = [
+        f"data.path={folder}",
+        "data.image_size=8",
+        "data.global_batch_size=2",
+        "student.model=mlp_small",
+        "teacher=null",
+    ]
     with notices_to(lines.append):
         check_data(load("digits", overrides).experiment)
     return [line for line in lines if line.startswith("data.path")]
