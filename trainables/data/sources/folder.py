@@ -166,9 +166,9 @@ def _where_train_is(path: str, root: str, folders: list[str]) -> str:
 
 
 def split_classes(root: str) -> str:
-    """What to do with class folders that lie in `root` itself; empty where there are none."""
+    """What to do with class folders that lie in `root` itself; empty where there are not two."""
     classes = [name for name in _list(root).folders if _list(os.path.join(root, name)).images]
-    if not classes:
+    if len(classes) < 2:
         return ""
     return f"if its folders {first_three(classes)} are classes, move each to train/CLASS/ and a part of its images to val/CLASS/"
 
