@@ -1,25 +1,36 @@
 """Paths of an experiment as processes that run elsewhere understand them: relative ones begin in the user's directory."""
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from service.config.dotted import flatten
 from service.config.uris import checked_uri
 from trainables.data.source import SOURCES
+from trainables.errors import ExperimentError
 from trainables.methods.method_file import file_of, option_key
 from trainables.rundir import expand_home
 
 
 def absolute(path: str) -> str:
     """The absolute path of a file or folder that exists; a built-in source, or what does not exist here, as it is."""
-    full = expand_home(path).absolute()
-    return str(full) if path not in SOURCES and full.exists() else path
+    expanded = _with_variables(path)
+    full = expand_home(expanded).absolute()
+    return str(full) if path not in SOURCES and full.exists() else expanded
 
 
 def absolute_or_new(path: str) -> str:
     """The absolute path of a file or folder, existing or not."""
-    return os.path.abspath(expand_home(path))
+    return os.path.abspath(expand_home(_with_variables(path)))
+
+
+def _with_variables(path: str) -> str:
+    """The path with the values of its `$NAME`s, as a shell has them. Raises ExperimentError: one is not set."""
+    expanded = os.path.expandvars(path)
+    if (unset := re.search(r"\$(\w+|\{[^}]*\})", expanded)) and not os.path.exists(expanded):
+        raise ExperimentError(f"{path}: there is no environment variable {unset[0]}: set it, or write the whole path")
+    return expanded
 
 
 def with_absolute_file(method: str) -> str:

@@ -82,7 +82,7 @@ def mismatch(match: Match, model: nn.Module, path: Path, name: str, num_classes:
         return CheckpointError(
             f"{path} fits {name} for images of {size}×{size}, by its {misshapen[0]}: set data.image_size to {size}"
         )
-    if not named and (foreign := foreign_names(match.candidate.tensors)):
+    if not named and (foreign := foreign_names(match.unexpected)):
         return CheckpointError(f"{path} does not fit {name}: it is {foreign}")
     shapes = [f"{key} {tuple(state[key].shape)} for {tuple(expected[key].shape)}" for key in misshapen]
     parts = (("misses", match.missing), ("has unknown", match.unexpected), ("has another shape of", shapes))

@@ -88,6 +88,16 @@ FOREIGN_NAMES: tuple[tuple[str, re.Pattern[str], str], ...] = (
         re.compile(r"\b(embedder|embeddings)\.|\bencoder\.layer\.\d|\bencoder\.(stages|layers)\.\d.*\.(layers|self_attn)\."),
         "its layers have other names than timm's and torchvision's: fine-tune the model of timm and give its weights",
     ),
+    (
+        "a model with weight_norm, spectral_norm or pruning",
+        re.compile(r"\.parametrizations\.|\.weight_(g|v|u|orig|mask)$"),
+        "merge each into its layer (parametrize.remove_parametrizations, remove_weight_norm or prune.remove) and save that",
+    ),
+    (
+        "a quantized model",
+        re.compile(r"\.zero_point$|\._packed_params\b"),
+        "give the weights from which it was made",
+    ),
 )
 """State dicts of other libraries, by the names of their tensors: what it is, a pattern of a name, what to write."""
 

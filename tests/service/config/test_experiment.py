@@ -821,6 +821,19 @@ def test_methods_on_logits_may_read_a_cache() -> None:
     assert experiment.teacher.cache_epochs == 2
 
 
+def test_variables_in_paths_have_their_values_and_one_that_is_not_set_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DATA", str(tmp_path))
+    monkeypatch.delenv("NO_DATA", raising=False)
+    experiment = load("digits", ["data.path=$DATA", "teacher.cache=${DATA}/logits"]).experiment
+    assert experiment.data.path == str(tmp_path)
+    assert experiment.teacher is not None
+    assert experiment.teacher.cache == str(tmp_path / "logits")
+    says = "$NO_DATA/logits: there is no environment variable $NO_DATA: set it, or write the whole path"
+    assert refusal("teacher.cache=$NO_DATA/logits") == says
+
+
 def test_paths_of_an_experiment_are_absolute_wherever_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))

@@ -146,6 +146,12 @@ def test_the_hash_of_a_teacher_does_not_depend_on_the_wrapping_of_its_file(tmp_p
         ({"state": {}, "param_groups": [{"lr": 0.1}]}, "is the state of an optimizer, without a model"),
         ({**STATE, "head.lora_A.weight": torch.ones(1)}, "it is the LoRA layers of an adapter: merge them"),
         ({"vit.embeddings.cls_token": torch.ones(1)}, "it is a model of Hugging Face transformers"),
+        ({k.replace("head.weight", "head.weight_v"): v for k, v in STATE.items()}, "it is a model with weight_norm"),
+        (
+            {k.replace("head.weight", "head.parametrizations.weight.original0"): v for k, v in STATE.items()},
+            "merge each into its layer (parametrize.remove_parametrizations,",
+        ),
+        ({**STATE, "head.zero_point": torch.ones(1)}, "it is a quantized model: give the weights from which it was made"),
     ],
 )
 def test_a_file_without_the_whole_model_is_refused_by_what_it_lacks(content: Any, says: str, tmp_path: Path) -> None:

@@ -52,7 +52,11 @@ class FolderSource(Source):
         if "train" not in splits:
             parent, name = os.path.split(os.path.realpath(root))
             is_train = any(name.lower() in group for group in SPLIT_NAMES["train"])
-            advice = f"write data.path: {parent}" if is_train else "images belong in train/CLASS/ and val/CLASS/"
+            advice = (
+                f"write data.path: {parent}"
+                if is_train
+                else split_classes(root) or "images belong in train/CLASS/ and val/CLASS/"
+            )
             raise DataError(f"data.path: {path} has no folder train; {advice}")
         if split not in splits:
             raise DataError(f"data.path: {path} has no validation folder; its images belong in val/CLASS/")
@@ -64,8 +68,12 @@ class FolderSource(Source):
         self.classes = tuple(classes)
         if split == "val":
             classes = _validation_folders(splits["val"], classes)
-        elif twice := [name for name, folders in classes.items() if len(folders) > 1]:
-            notice(f"{splits['train']}: {_ONE_CLASS}: {first_three(twice)}")
+        else:
+            if twice := [name for name, folders in classes.items() if len(folders) > 1]:
+                notice(f"{splits['train']}: {_ONE_CLASS}: {first_three(twice)}")
+            alike = Counter(map(_folded, classes))
+            if similar := [name for name in classes if alike[_folded(name)] > 1]:
+                notice(f"{splits['train']}: classes whose names differ in case or blanks alone: {first_three(similar)}")
 
         walk = _Walk(splits[split])
         self._files: list[str] = []  # relative to the split's folder, so that a million of them stay small
@@ -114,6 +122,10 @@ class FolderSource(Source):
         return sha256_of_names(self._files)
 
 
+def _folded(name: str) -> str:
+    return name.strip().casefold()
+
+
 def first_three(names: Sequence[str]) -> str:
     """The first names of a list that may be long, for a message."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
@@ -146,6 +158,14 @@ def _trains(folder: str) -> list[str]:
     """The paths of the folders in this one that are called train, or as much."""
     names = (form for group in SPLIT_NAMES["train"] for name in group for form in (name, name.capitalize()))
     return [path for name in names if os.path.isdir(path := os.path.join(folder, name))]
+
+
+def split_classes(root: str) -> str:
+    """What to do with class folders that lie in `root` itself; empty where there are not two."""
+    classes = [name for name in _list(root).folders if _list(os.path.join(root, name)).images]
+    if len(classes) < 2:
+        return ""
+    return f"if its folders {first_three(classes)} are classes, move each to train/CLASS/ and a part of its images to val/CLASS/"
 
 
 class _Listing(NamedTuple):
@@ -205,7 +225,9 @@ def _class_folders(split_folder: str) -> dict[str, list[str]]:
 def _validation_folders(split_folder: str, train: Mapping[str, list[str]]) -> dict[str, list[str]]:
     """The folders of each class of `train`. Raises DataError where there are others, or images in no class's folder."""
     found = _class_folders(split_folder)
-    extra = sorted(found.keys() - train.keys())
+    extra, alike = sorted(found.keys() - train.keys()), {_folded(name): name for name in train}
+    if same := [f"{name!r} is {alike[_folded(name)]!r} in train" for name in extra if _folded(name) in alike]:
+        raise DataError(f"data.path: {split_folder} has classes of other names than train: {first_three(same)}; rename them")
     if len(found) == len(extra) < 2:  # no folder, or one, that is none of a class
         flat = os.path.join(split_folder, *found.get("".join(extra), []))
         if not _class_folders(flat).keys().isdisjoint(train):
@@ -264,6 +286,8 @@ class _Walk:
     def __init__(self, split_folder: str) -> None:
         self._split = _Folder(split_folder, os.path.realpath(split_folder))
         self._left_out = Counter[str]()
+        self._inner: list[str] = []
+        """A folder of each class that has no images of its own, but several folders of them."""
         self._visited: dict[str, tuple[str, str]] = {}  # by its real path a folder's class and path
         found = _list(split_folder)
         if beside := len(found.images) + len(found.others):
@@ -285,6 +309,8 @@ class _Walk:
             self._left_out.update(os.path.splitext(name)[1].lower() or "without an extension" for name in listing.others)
             self._left_out["links that lead nowhere"] += len(listing.dangling)
         skip = len(self._split.path) + 1
+        if len(deeper := [path for path, names in found if names]) > 1 and not found[0][1]:
+            self._inner.append(min(deeper)[skip:])
         return [f"{path[skip:]}{os.sep}{name}" for path, names in sorted(found) for name in names]
 
     def _visit(self, folder: _Folder, class_name: str) -> None:
@@ -297,7 +323,12 @@ class _Walk:
             notice(f"{folder.path} and {earlier_path} are one folder: its images count twice")
 
     def report(self) -> None:
-        """One line for all that was left out."""
+        """One line for all that was left out, one for classes that may be groups of them."""
+        if self._inner:
+            notice(
+                f"{self._split.path}: {len(self._inner)} of the classes have their images in inner folders, such as "
+                f"{self._inner[0]}: the class is the outer folder"
+            )
         if total := self._left_out.total():
             reasons = [f"{count} {reason}" for reason, count in self._left_out.most_common(_MAX_REASONS) if count]
             more = ", …" if len(self._left_out) > _MAX_REASONS else ""

@@ -33,7 +33,7 @@ def write_lists(root: Path, lists: dict[str, str], folder: str = "images") -> Pa
             "train.csv": '\ufeffid;image;class\n1;"images\\a 0.jpg";cat\n2;images/b.jpg;ant\n',
             "val.csv": "image;class\nimages/c.jpg;ant\n",
         },
-        {"all.csv": "image,label,split\nimages/a 0.jpg,cat,train\nimages/b.jpg,ant,Train\nimages/c.jpg,ant,valid\n"},
+        {"all.csv": "image_id,label,split\nimages/a 0.jpg,cat,train\nimages/b.jpg,ant,Train\nimages/c.jpg,ant,valid\n"},
         {"meta/train.csv": "../images/a 0.jpg,cat\n../images/b.jpg,ant\n", "meta/val.csv": "../images/c.jpg,ant\n"},
     ],
 )

@@ -110,3 +110,11 @@ def test_labels_of_minus_one_are_no_class(tmp_path: Path) -> None:
     assert f"{root}: 1 train samples have the label -1, which means none: they are left out" in noticed(root)
     root = write_set(tmp_path / "all", pair("1", "0") + pair("2", "1"), pair("1", "-1"))
     assert "all 1 val samples have the label -1, which means none; give a labelled split" in refusal(root)
+
+
+def test_a_tar_of_class_folders_is_refused_with_where_to_unpack_it(tmp_path: Path) -> None:
+    root = write_set(tmp_path / "wds", [("cat/1.jpg", JPEGS[0]), ("dog/1.jpg", JPEGS[1])])
+    assert refusal(root) == (
+        f"{root}/train-000.tar: its images lie in folders (cat/1.jpg) without a .cls or .json: if these are the classes, unpack it "
+        f"into {root}/train/CLASS; or give tars with KEY.jpg and KEY.cls"
+    )

@@ -15,6 +15,7 @@ from trainables.config import DataConfig
 from trainables.data.decode import decode_image
 from trainables.data.loader.loader import Loader
 from trainables.data.order import Split
+from trainables.data.pack.readers import find_reader
 from trainables.data.source import open_source
 from trainables.data.sources.folder import EXTENSIONS, FolderSource
 from trainables.errors import DataError
@@ -218,6 +219,40 @@ def test_a_class_that_only_validation_has_is_refused_by_name(make_folder: MakeFo
     FolderSource(str(root), "train")
     with pytest.raises(DataError, match="zebra"):
         FolderSource(str(root), "val")
+
+
+def test_classes_whose_names_differ_in_case_or_blanks_alone_are_named(make_folder: MakeFolder, notices: list[str]) -> None:
+    root = make_folder(train={"Cat": 1, "cat": 1, "dog": 1}, val={"dog ": 1})
+    assert FolderSource(str(root), "train").classes == ("Cat", "cat", "dog")
+    assert notices == [f"{root}/train: classes whose names differ in case or blanks alone: Cat, cat"]
+    with pytest.raises(DataError, match="'dog ' is 'dog' in train; rename them"):
+        FolderSource(str(root), "val")
+
+
+def test_folders_that_may_group_classes_are_named(make_folder: MakeFolder, notices: list[str]) -> None:
+    root = make_folder(train={"birds": 4, "cats/images": 2, "fish": 2}, val={"fish": 1})
+    for number in range(2):
+        (root / "train" / "birds" / str(number)).mkdir()
+        (root / "train" / "birds" / f"00{number}.jpg").rename(root / "train" / "birds" / str(number) / "x.jpg")
+    FolderSource(str(root), "train")
+    assert notices == []  # birds has images of its own, cats one folder
+    for number in range(2, 4):
+        (root / "train" / "birds" / f"00{number}.jpg").rename(root / "train" / "birds" / "0" / f"{number}.jpg")
+    FolderSource(str(root), "train")
+    says = "1 of the classes have their images in inner folders, such as birds/0: the class is the outer folder"
+    assert notices == [f"{root}/train: {says}"]
+
+
+def test_class_folders_without_a_split_are_refused_with_what_to_do(make_folder: MakeFolder) -> None:
+    root = make_folder(train={"a": 1, "b": 1}, val={"a": 1})
+    for name in ("a", "b"):
+        (root / "train" / name).rename(root / name)
+    (root / "train").rmdir()
+    shutil.rmtree(root / "val")
+    says = "if its folders a, b are classes, move each to train/CLASS/ and a part of its images to val/CLASS/"
+    assert says in message(root)
+    with pytest.raises(DataError, match=says):
+        find_reader(root)
 
 
 def test_bad_folders_are_refused_in_one_line(make_folder: MakeFolder) -> None:

@@ -13,6 +13,7 @@ from trainables.data.pack.readers.lmdb import LmdbReader
 from trainables.data.pack.readers.parquet import ParquetReader
 from trainables.data.pack.readers.tfrecord import TfrecordReader
 from trainables.data.pack.readers.webdataset import WebdatasetReader
+from trainables.data.sources.folder import split_classes
 from trainables.data.split_names import is_hidden
 from trainables.errors import DataError
 
@@ -57,4 +58,6 @@ def find_reader(root: Path) -> str:
         raise refusal
     if root.is_file():
         raise DataError(f"{root} is a single file; give the folder with the files of both splits, or a list of images")
-    raise DataError(f"{root} is of no layout that can be packed: {layouts}; docs/records.md shows each")
+    raise DataError(
+        f"{root} is of no layout that can be packed: {layouts}; {split_classes(str(root)) or 'docs/records.md shows each'}"
+    )

@@ -29,7 +29,19 @@ from trainables.errors import DataError
 from trainables.notices import notice
 
 _LISTS = r"(?i).+\.(csv|tsv|txt|lst)"
-_PATH_FIELDS = ("path", "file", "filename", "file_name", "filepath", "file_path", "image", "image_path", "img")
+_PATH_FIELDS = (
+    "path",
+    "file",
+    "filename",
+    "file_name",
+    "filepath",
+    "file_path",
+    "image",
+    "image_path",
+    "image_id",
+    "image_name",
+    "img",
+)
 _SPLIT_FIELD = "split"
 
 
@@ -86,7 +98,7 @@ class ImageListReader(RandomAccessReader):
         if missing:
             found = f"{path}: {len(missing)} of its {len(rows)} files are missing, such as {first_three(missing)}"
             if len(missing) == len(rows):
-                raise DataError(f"{found}; its paths are to be relative to {path.parent}")
+                raise DataError(f"{found}; its paths are to be relative to {path.parent}, with extensions")
             notice(found)
         return ((location, row.label) for location, row in zip(locations, rows, strict=True))
 

@@ -85,6 +85,11 @@ def _samples(root: Path, path: Path, extra: list[str]) -> Iterator[tuple[Piece, 
             label = (
                 _label(os.pread(raw.fileno(), labels[key].size, labels[key].offset), labels[key].name) if key in labels else None
             )
+            if label is None and not labels and "/" in stem:
+                raise DataError(
+                    f"{path}: its images lie in folders ({piece.name}) without a .cls or .json: if these are the classes, unpack it "
+                    f"into {root}/{split_name(root, path)}/CLASS; or {_WANTED}"
+                )
             if label is None:
                 raise DataError(f"{path}: the sample {stem} has no .cls with its class, and no .json that names it; {_WANTED}")
             if owners.setdefault(key, piece) is not piece:
