@@ -21,7 +21,7 @@ from service.runs.evaluate import evaluate as run_evaluate
 def evaluate(
     checkpoint: str, data_path: str, model: str | None, weights_key: str | None, overrides: tuple[str, ...], root: Path
 ) -> None:
-    """Exact accuracy of a checkpoint on a validation split, distributed. With --model, of any weights that a teacher may have."""
+    """Exact accuracy of a checkpoint, or of any teacher's weights, on a validation split, distributed."""
     result = run_evaluate(checkpoint, data_path, list(overrides), root, model=model, weights_key=weights_key)
     click.echo("\n".join(formatted(result)))
 
