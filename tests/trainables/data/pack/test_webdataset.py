@@ -115,6 +115,6 @@ def test_labels_of_minus_one_are_no_class(tmp_path: Path) -> None:
 def test_a_tar_of_class_folders_is_refused_with_where_to_unpack_it(tmp_path: Path) -> None:
     root = write_set(tmp_path / "wds", [("cat/1.jpg", JPEGS[0]), ("dog/1.jpg", JPEGS[1])])
     assert refusal(root) == (
-        f"{root}/train-000.tar: its images lie in folders (cat/1.jpg) without a .cls or .json: if these are the classes, unpack it "
-        f"into {root}/train/CLASS; or give tars with KEY.jpg and KEY.cls"
+        f"{root}/train-000.tar: its images lie in folders (cat/1.jpg) without a .cls or .json: if these are the classes, unpack "
+        f"it into {root}/train/CLASS; or give tars with KEY.jpg and KEY.cls"
     )

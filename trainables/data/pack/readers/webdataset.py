@@ -87,8 +87,8 @@ def _samples(root: Path, path: Path, extra: list[str]) -> Iterator[tuple[Piece, 
             )
             if label is None and not labels and "/" in stem:
                 raise DataError(
-                    f"{path}: its images lie in folders ({piece.name}) without a .cls or .json: if these are the classes, unpack it "
-                    f"into {root}/{split_name(root, path)}/CLASS; or {_WANTED}"
+                    f"{path}: its images lie in folders ({piece.name}) without a .cls or .json: if these are the classes, unpack "
+                    f"it into {root}/{split_name(root, path)}/CLASS; or {_WANTED}"
                 )
             if label is None:
                 raise DataError(f"{path}: the sample {stem} has no .cls with its class, and no .json that names it; {_WANTED}")
