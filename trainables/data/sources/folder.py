@@ -63,7 +63,10 @@ class FolderSource(Source):
         self._root, self._folder = root, os.path.basename(splits[split])
         classes = _class_folders(splits["train"])
         if not classes:
-            raise DataError(f"data.path: {splits['train']} has no class folders; images belong in train/CLASS/")
+            raise DataError(
+                f"data.path: {splits['train']} has no class folders; images belong in train/CLASS/, or in a list train.csv of "
+                "path,label"
+            )
         _refuse_deep(splits["train"], classes)
         self.classes = tuple(classes)
         if split == "val":
