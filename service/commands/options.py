@@ -60,7 +60,7 @@ PROCESSES = click.option(
 
 
 def is_given(parameter: str) -> bool:
-    """Whether the user has written this parameter of the command that runs, be it with its default."""
+    """Whether the user gave this option of the running command, even with its default value."""
     return click.get_current_context().get_parameter_source(parameter) is ParameterSource.COMMANDLINE
 
 

@@ -36,11 +36,7 @@ def train(
     recipe_or_file: str, overrides: tuple[str, ...], out: Path | None, continues: bool, accept_new_data: bool, root: Path
 ) -> None:
     """Train the teacher if it has no weights, then distil the student."""
-    from service.config.experiment import load
-
-    start_run(
-        "train", load(experiment_file(recipe_or_file), overrides), out, root, continues=continues, accept_new_data=accept_new_data
-    )
+    start_run("train", recipe_or_file, overrides, out, root, continues=continues, accept_new_data=accept_new_data)
 
 
 @click.command()
@@ -54,11 +50,7 @@ def sweep(
     recipe_or_file: str, overrides: tuple[str, ...], out: Path | None, continues: bool, accept_new_data: bool, root: Path
 ) -> None:
     """Search over GPUs × batch × loader workers, or whatever sweep.space names."""
-    from service.config.experiment import load
-
-    start_run(
-        "sweep", load(experiment_file(recipe_or_file), overrides), out, root, continues=continues, accept_new_data=accept_new_data
-    )
+    start_run("sweep", recipe_or_file, overrides, out, root, continues=continues, accept_new_data=accept_new_data)
 
 
 @click.command()
@@ -104,14 +96,23 @@ def cache(recipe_or_file: str, overrides: tuple[str, ...], root: Path) -> None:
 
 
 def start_run(
-    kind: Kind, resolved: Resolved, out: Path | None, root: Path, *, continues: bool, accept_new_data: bool = False
+    kind: Kind,
+    recipe_or_file: str,
+    overrides: tuple[str, ...],
+    out: Path | None,
+    root: Path,
+    *,
+    continues: bool,
+    accept_new_data: bool,
 ) -> None:
     """Check the experiment, create its run directory, and run it; `continues`: or resume the same run in `out`."""
+    from service.config.experiment import load
     from service.runs.run_directory import begin_run, check_same, check_writable, has_begun, new_run_dir
     from service.runs.stored.stored_runs import display_name, fetch_records, uri_of
     from trainables.errors import ExperimentError
     from trainables.notices import notices_to
 
+    resolved = load(experiment_file(recipe_or_file), overrides)
     if continues and out is None:
         raise ExperimentError("--continue: give the run's directory with --out")
     if accept_new_data and not continues:

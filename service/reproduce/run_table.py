@@ -9,7 +9,7 @@ from service.reproduce.sweeps import PlannedSweep, Request
 from service.reproduce.table import Table
 from service.reproduce.teacher_accuracy import TeacherAccuracy, measure_teacher, teacher_accuracy
 from service.reproduce.verdict import Verdict, compare_accuracy
-from service.runs.preflight import check_checkpoints, check_data_of_run
+from service.runs.preflight import check_checkpoints
 from service.runs.result import TrialRow, read_result
 from service.runs.run_directory import begin_run, reopen
 from service.sweeps.preflight import check_sweep
@@ -66,7 +66,8 @@ def prepare(job: Reproduction) -> DataIdentity | None:
         if (run_dir := job.run_dir(planned)).result.exists():
             _, _, result = reopen(run_dir.root)
             check_checkpoints(run_dir, result)
-            check_data_of_run(str(run_dir.root), planned.resolved.experiment, result, data, accept_new=False)
+            if result.data not in (None, data):
+                raise ExperimentError(f"{run_dir.root} holds runs on other data: restore it, or choose another --out")
     return data
 
 

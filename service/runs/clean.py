@@ -288,8 +288,8 @@ def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _is_in(text: str, key: str, folder: Path) -> bool:
-    """Whether the text of a key may name `folder` or a file in it, by its name: a relative path began in a directory that nobody
-    knows any more, and a node may mount a root elsewhere. A single word is no path, such as a data set's or a recipe's name,
+    """Whether the text of a key may name `folder` or a file in it, by its name: a relative path began in a directory that is
+    not known any more, and a node may mount a root elsewhere. A single word is no path, such as a data set's or a recipe's name,
     unless it is of weights; an absolute path of data is one that is there."""
     path = Path(text)
     if key == "path" and path.is_absolute():

@@ -169,7 +169,7 @@ def check_data_of_run(
         if accept_new:
             raise ExperimentError("--accept-new-data: a sweep over data.path goes on with the data of each trial: leave it out")
     elif result.data is None:
-        notice(f"{run} was begun by a version that did not record its data: whether that has changed is not checked")
+        notice(f"{run} does not say on what data it was begun: whether that has changed is not checked")
     elif not check_same_data(run, result.data, data, accept=accept_new):
         if accept_new:
             notice("--accept-new-data: the data is that of before: the run goes on as without it")

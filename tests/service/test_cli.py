@@ -641,7 +641,7 @@ def test_a_run_is_not_resumed_from_a_checkpoint_that_was_cut_off(refuse: Refuse,
 
 
 def on_images(folder: Path, *overrides: str) -> Path:
-    """A run that was interrupted, on images of the classes a and b in a folder beside it, named by a relative path."""
+    """A run that was interrupted, on images of the classes a and b in a folder next to it, named by a relative path."""
     images, run_dir = write_images(folder / "images"), RunDir(folder / "run")
     resolved = load("digits", ["data.path=images", "data.global_batch_size=4", "tracking.enabled=false", *overrides])
     begin_run(resolved, "train", run_dir, folder)

@@ -13,7 +13,7 @@ from service.runs.run_directory import begin_run
 from tests.service.commands import run
 from tests.service.report.runs import typed, typed_row
 from tests.service.reproduce.test_table import SMALL
-from trainables.errors import DataError, ExperimentError
+from trainables.errors import ExperimentError
 
 
 def test_a_cell_is_judged_by_the_runs_that_its_own_number_is_the_mean_of(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_a_reproduction_does_not_go_on_with_other_data_than_it_was_begun_with(tm
     assert prepare(job) == data
     fewer = data.train.model_copy(update={"num_images": 1000})
     write_result(run_dir.result, result.model_copy(update={"data": data.model_copy(update={"train": fewer})}))
-    with pytest.raises(DataError, match=f"^{run_dir.root} was trained on other data: train had 1000 images and has 1442"):
+    with pytest.raises(ExperimentError, match=f"^{run_dir.root} holds runs on other data: restore it"):
         prepare(job)
 
 

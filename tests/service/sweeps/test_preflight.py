@@ -5,6 +5,8 @@ import pytest
 from service.cluster.resources import Cluster, Node
 from service.config.experiment import load
 from service.runs.outcome import Outcome
+from service.runs.preflight import check_data_of_run
+from service.runs.result import RunResult
 from service.sweeps.preflight import check_sweep, mark_unschedulable
 from service.sweeps.trials import plan_trials
 from trainables.errors import ExperimentError
@@ -39,3 +41,11 @@ def test_a_sweep_for_accuracy_does_not_stop_after_steps(metric: str) -> None:
     resolved = load("digits", ["train.max_steps=20", f"sweep={metric}", "sweep.space={seed: [1, 2]}"])
     with pytest.raises(ExperimentError, match=r"^train\.max_steps: a timing run has no accuracy, .*: leave one of them out$"):
         check_sweep(resolved)
+
+
+def test_a_sweep_over_data_sets_accepts_no_other_data() -> None:
+    experiment = load("digits", ["sweep.space={data.path: [digits, synthetic]}"]).experiment
+    begun = RunResult(kind="sweep", name="digits", status="interrupted", runs_root="runs")
+    check_data_of_run("run", experiment, begun, None, accept_new=False)
+    with pytest.raises(ExperimentError, match=r"^--accept-new-data: a sweep over data\.path goes on with the data of each trial"):
+        check_data_of_run("run", experiment, begun, None, accept_new=True)
