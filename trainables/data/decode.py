@@ -50,6 +50,7 @@ _MAX_PIXELS_SCANNED = 2_000_000_000
 _LONGEST_SIDE = 2**24
 """Of a line of 8 bytes a pixel PIL counts the bits in an int, and calls it a lack of memory where they are more."""
 _JPEG, _SCAN = b"\xff\xd8", b"\xff\xda"
+_LFS = b"version https://git-lfs"
 _BOMB = (
     f"more than {MAX_PIXELS // 10**6} million pixels, PIL's limit against decompression bombs; make it smaller, "
     "if it is a JPEG by `distill pack --max-side`"
@@ -156,7 +157,8 @@ def decode_image(sample: Sample, *, reduced: bool = False) -> Image.Image:
     except (MemoryError, UnreadableImageError):
         raise
     except UnidentifiedImageError:
-        raise UnreadableImageError("not an image") from None
+        is_pointer = bytes(sample[: len(_LFS)]) == _LFS
+        raise UnreadableImageError("a Git LFS pointer, run `git lfs pull`" if is_pointer else "not an image") from None
     except Image.DecompressionBombError:
         raise UnreadableImageError(_BOMB) from None
     except Exception as error:  # damaged files make PIL's parsers raise almost anything: SyntaxError, struct.error, KeyError

@@ -149,7 +149,12 @@ def test_random_damage_gives_an_image_or_a_reason_and_nothing_else() -> None:
 
 
 def test_the_reason_is_one_phrase() -> None:
-    for content, reason in ((b"", "empty file"), (b"<html>not found</html>", "not an image"), (FILES["jpeg"][:600], "truncated")):
+    for content, reason in (
+        (b"", "empty file"),
+        (b"<html>not found</html>", "not an image"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "a Git LFS pointer, run `git lfs pull`"),
+        (FILES["jpeg"][:600], "truncated"),
+    ):
         with pytest.raises(UnreadableImageError, match=reason):
             decode_image(content)
 
