@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal, Self
 
 MAX_WORD, MAX_PATH = 300, 4096
@@ -64,6 +64,11 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
     """What to write instead of a wrong name: the one most like it, or else `otherwise`."""
     similar = near(name, known)
     return f"did you mean {similar[0]}?" if similar else otherwise
+
+
+def first_three(names: Sequence[str]) -> str:
+    """The first names of a list that may be long, for a message."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def first_line(error: BaseException) -> str:

@@ -107,15 +107,15 @@ def num_micro_batches(settings: JobSettings) -> int:
 def parts_have_several_images(settings: JobSettings, num_images: int) -> Problem:
     """For models that cannot normalise a single image. `num_images`: of the training split."""
     batch, replicas, splits = settings.data.global_batch_size, settings.scale.num_replicas, num_micro_batches(settings)
-    least = 2 * replicas * splits
-    if num_images >= batch and batch < least:
-        return f"data.global_batch_size {batch} leaves a single image to a part of a batch: write at least {least}"
+    smallest = 2 * replicas * splits
+    if num_images >= batch and batch < smallest:
+        return f"data.global_batch_size {batch} gives a worker or micro-batch a single image: write at least {smallest}"
     last = num_images % batch if settings.data.last_batch == "short" else 0
     if not any(0 < part < 2 * splits for part in (last // replicas, -(-last // replicas))):
         return None
     return (
-        f"data.last_batch short leaves a single image to a part of the last batch, which has {last} of {num_images}: write drop,"
-        " or another data.global_batch_size"
+        f"data.last_batch short gives a worker or micro-batch a single image of the last batch, which has {last} of "
+        f"{num_images}: write drop, or another data.global_batch_size"
     )
 
 

@@ -21,7 +21,7 @@ CONTINUE = click.option(
     "--continue", "continues", is_flag=True, help="Resume the run of --out if there is one: for a scheduler that starts it again."
 )
 ACCEPT_NEW_DATA = click.option(
-    "--accept-new-data", is_flag=True, help="Resume although the data has changed: at the next whole epoch, not exactly."
+    "--accept-new-data", is_flag=True, help="Resume although the data has changed: repeat the unfinished epoch on the new data."
 )
 
 

@@ -70,11 +70,11 @@ class SplitIdentity(Section):
     labels: str
     order: str
     contents: str
-    """Of a few images, or of all by an index's checksums, see `trainables.data.identity`."""
+    """A hash of a few images, or of an index's checksums of all: see `trainables.data.identity`."""
 
 
 class DataIdentity(Section):
-    """What a training is trained on."""
+    """What a stage is trained on."""
 
     classes: tuple[str, ...]
     train: SplitIdentity

@@ -1,4 +1,4 @@
-"""What a training's data is, so that a resumed one never trains on other data in silence.
+"""What a stage's data is, so that a resumed one never trains on other data in silence.
 
 It costs no `stat` and no read per image: labels and names of all images, or the checksums in a packed set's index, and the
 contents of the few images that `sampled_sha256` reads. Of a large folder, a file that another one of the same name has replaced
@@ -12,8 +12,8 @@ import numpy as np
 
 from trainables.config import DataIdentity, SplitIdentity
 from trainables.data.interface import Source
-from trainables.data.sources.folder import first_three, sampled_sha256
-from trainables.errors import DataError
+from trainables.data.sources.folder import sampled_sha256
+from trainables.errors import DataError, first_three
 
 _HASHES = {"labels": "labels", "order": "names or order"}
 _RESTORE = "restore the data, or choose another --out"
@@ -56,14 +56,14 @@ def check_same_data(trained: str, before: DataIdentity, now: DataIdentity, *, ac
     """
     if before.classes != now.classes:
         raise DataError(
-            f"{trained} was trained on other classes: {_class_changes(before.classes, now.classes)}; what its models predict are "
-            f"the classes of before, and --accept-new-data does not change that: {_RESTORE}"
+            f"{trained} was trained on other classes: {_class_changes(before.classes, now.classes)}; its models predict "
+            f"the old ones, and --accept-new-data does not change that: {_RESTORE}"
         )
     changes = data_changes(before, now)
     if changes and not accept:
         raise DataError(
-            f"{trained} was trained on other data: {', '.join(changes)}: {_RESTORE}, or go on at the next whole epoch with "
-            "--accept-new-data"
+            f"{trained} was trained on other data: {', '.join(changes)}: {_RESTORE}, or repeat the unfinished epoch "
+            "on the new data with --accept-new-data"
         )
     return changes
 

@@ -7,7 +7,7 @@ from trainables.config import DataConfig
 from trainables.data.index import is_records
 from trainables.data.interface import Source
 from trainables.data.order import Split
-from trainables.data.pack.readers import IMAGE_FOLDER, matching_reader, what_to_give
+from trainables.data.pack.readers import IMAGE_FOLDER, matching_reader, nearby_layout_error
 from trainables.data.sources.digits import open_digits
 from trainables.data.sources.folder import FolderSource
 from trainables.data.sources.layout import LayoutSource
@@ -40,7 +40,7 @@ def open_source(data: DataConfig, split: Split) -> Source:
     root = expand_home(data.path)
     try:
         kind = matching_reader(root)
-        if kind is None and (refusal := what_to_give(root)):
+        if kind is None and (refusal := nearby_layout_error(root)):
             raise DataError(f"data.path: {refusal}")
         if kind in (None, IMAGE_FOLDER):  # without a layout, an image folder is what its refusal describes
             return FolderSource(data.path, split)

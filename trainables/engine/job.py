@@ -273,9 +273,9 @@ def build_checkpoint_state(
 
 
 def restore(state: CheckpointState, config: TrainConfig, stage: StageDir, group: Group, epochs: Epochs) -> None:
-    """Continue from the stage's last checkpoint, at the next whole epoch where its data was other data, which is accepted.
+    """Continue from the stage's last checkpoint, whose unfinished epoch begins again where it was trained on other data.
 
-    Raises DataError, CheckpointError: see `checkpoint.restore`.
+    Raises DataError where that is not accepted, CheckpointError: see `checkpoint.restore`.
     """
     before = checkpoint.restore(stage.last, state, group, config.accepted_data)
     if before is None or state.data is None or state.progress.epoch >= epochs.total:

@@ -33,7 +33,7 @@ class CheckpointHeader:
     """In label order."""
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
-    """Of the pixels of its images, by channel, with which these were normalised; () in checkpoints without."""
+    """With `mean`, how its images were normalised, by channel; () in older checkpoints."""
     transform_input: bool = False
     """Whether the model rescales its input, as GoogLeNet and Inception do with torchvision's published weights."""
 

@@ -7,16 +7,16 @@ the papers' authors published, and reads their .npz files.
 import math
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from trainables.errors import CheckpointError, ModelError, first_line
+from trainables.errors import CheckpointError, ModelError, first_line, first_three
 from trainables.models.foreign_files import CONVERT, foreign_names
 from trainables.models.registry import USUAL_SIZES, construct
-from trainables.models.state_match import Match, compare, expected_tensors, is_read, shortened
+from trainables.models.state_match import Match, compare, expected_tensors, is_read
 from trainables.notices import notice
 
 
@@ -38,8 +38,8 @@ def converted(model: nn.Module, match: Match, image_size: int) -> tuple[dict[str
     ]
     renamed, dropped = len(set(state) - set(match.state)), len(set(match.state) - set(state))
     library = type(model).__module__.partition(".")[0]
-    changes = [f"resampled {shortened(resampled, 2)}"] if resampled else []
-    changes += [f"renamed {renamed} of {dropped} tensors"] if renamed else [f"left out {dropped} tensors"] if dropped else []
+    changes = [f"resampled {first_three(resampled)}"] if resampled else []
+    changes += [f"{'renamed' if renamed else 'left out'} {dropped} tensors"] if dropped else []
     return state, f"{library} {', '.join(changes) or 'reshaped tensors'}, for images of {image_size}×{image_size}"
 
 
@@ -64,7 +64,7 @@ def load_npz(model: nn.Module, path: Path, name: str, num_classes: int) -> None:
     left = [key for key, tensor in model.state_dict().items() if tensor.is_floating_point() and not tensor.isfinite().all()]
     if left:
         raise CheckpointError(
-            f"{path} has no values of these shapes for {shortened(left)} of {name}, or none for {num_classes} classes: give "
+            f"{path} has no values of these shapes for {first_three(left)} of {name}, or none for {num_classes} classes: give "
             "weights trained on this data"
         )
     notice(f"teacher weights {path}: converted by timm for {name}")
@@ -86,11 +86,11 @@ def mismatch(match: Match, model: nn.Module, path: Path, name: str, num_classes:
         return CheckpointError(f"{path} does not fit {name}: it is {foreign}")
     shapes = [f"{key} {tuple(state[key].shape)} for {tuple(expected[key].shape)}" for key in misshapen]
     parts = (("misses", match.missing), ("has unknown", match.unexpected), ("has another shape of", shapes))
-    differences = "; ".join(f"{verb} {_listed(keys)}" for verb, keys in parts if keys)
+    differences = "; ".join(f"{verb} {first_three(keys)}" for verb, keys in parts if keys)
     where = f" under {match.prefix!r}" * bool(match.prefix) + f" in {match.candidate.path}" * bool(match.candidate.path)
     headless = not match.unexpected and not misshapen and all(len(expected[key]) == num_classes for key in match.missing)
     if headless:
-        beside = f"; the file has {shortened(match.outside)} too" if match.outside else ""
+        beside = f"; the file has {first_three(match.outside)} too" if match.outside else ""
         return CheckpointError(
             f"{path} has {name} without its classifier{where}: it {differences}{beside}; give weights that were trained with a "
             "classifier on this data"
@@ -130,9 +130,3 @@ def _fitting_size(name: str, state: Mapping[str, Tensor], num_classes: int) -> i
 
 def _is_head(expected: Tensor, loaded: Tensor, num_classes: int) -> bool:
     return expected.shape[:1] == (num_classes,) and expected.shape[1:] == loaded.shape[1:]
-
-
-def _listed(keys: Sequence[str]) -> str:
-    if len(keys) > 4:
-        return f"{keys[0]} and {len(keys) - 1} more"
-    return " and ".join([", ".join(keys[:-1]), keys[-1]] if keys[1:] else keys)

@@ -6,12 +6,12 @@ its shape, and no other one under that prefix.
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from trainables.errors import CheckpointError
+from trainables.errors import CheckpointError, first_three
 from trainables.models.weight_files import Candidate
 
 AUX_PREFIXES = ("AuxLogits.", "aux1.", "aux2.")
@@ -157,10 +157,6 @@ def describe(match: Match, path: object) -> str:
     if match.renamed:
         parts.append(match.renamed)
     groups = [*match.candidate.others, *(f"{name.partition('.')[0]}.…" if "." in name else name for name in match.outside)]
-    ignored = f"{len(groups)} other entries ignored ({shortened(list(dict.fromkeys(groups)))})" if groups else ""
+    ignored = f"other entries ignored: {first_three(list(dict.fromkeys(groups)))}" if groups else ""
     text = "; ".join(part for part in (", ".join(parts), ignored) if part)
     return f"teacher weights {path}: {text}" if text else ""
-
-
-def shortened(names: Sequence[str], most: int = 4) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -14,7 +14,7 @@ from trainables.models.registry import timm_folder_of
 from trainables.notices import notice
 
 TOLERANCE = 1e-3
-"""Of mean and standard deviation, which are published with three digits."""
+"""Largest difference of a mean or standard deviation: they are published with three digits."""
 _WORDNET_ID = re.compile(r"n\d{8}")
 _NUMBERED = re.compile(r"\D*(\d+)")
 

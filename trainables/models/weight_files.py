@@ -18,7 +18,7 @@ from trainables.models.unpickle import load_torch_file
 
 SHARD = re.compile(r"-\d{5}-of-\d{5}\.\w+$")
 MAX_DEPTH = 4
-"""Of dictionaries in dictionaries: training scripts nest a state dict once or twice."""
+"""How deep dictionaries are searched: training scripts nest a state dict once or twice."""
 
 
 class Candidate(NamedTuple):

@@ -37,16 +37,16 @@ def test_a_path_without_a_known_layout_is_refused_with_those_that_are(tmp_path: 
     assert "is a single file; give the folder with the files of both splits" in refusal(tmp_path / "text")
     write_cifar10(tmp_path / "cifar-10-batches-bin")
     (tmp_path / "cifar-10-binary.tar.gz").write_bytes(b"")
-    assert f"the folder {tmp_path}/cifar-10-batches-bin in it is (CIFAR): give that one" in refusal(tmp_path)
+    assert f"its folder {tmp_path}/cifar-10-batches-bin is (CIFAR): give that one" in refusal(tmp_path)
 
 
 def test_a_split_without_files_is_refused(tmp_path: Path) -> None:
     root = tmp_path / "tars"
     root.mkdir()
     write_tar(root / "restraint.tar", [("0.jpg", JPEGS[0]), ("0.cls", b"0")])
-    assert "no tars for training; their paths hold one of the words train, training" in refusal(root)
+    assert "no tars for training; put one of these words into their paths: train, training" in refusal(root)
     (root / "restraint.tar").rename(root / "train.tar")
-    assert "no tars for validation; their paths hold one of the words val, valid, validation, dev, test" in refusal(root)
+    assert "no tars for validation; put one of these words into their paths: val, valid, validation, dev, test" in refusal(root)
 
 
 # Image folders
@@ -231,7 +231,7 @@ def test_tars_that_are_damaged_or_incomplete_are_refused(tmp_path: Path) -> None
         file.write_bytes(whole[:length])
         assert re.search(rf"{file} is cut off \(.+\); download it again", refusal(root))
     file.write_bytes(whole[: 512 * 3] + b"x" * 512 + whole[512 * 4 :])
-    assert f"{file} is damaged, or not a tar (at byte 1536); give a whole one" in refusal(root)
+    assert f"{file} is damaged, or not a tar (at byte 1536); use another copy" in refusal(root)
     write_tar(file, [("a/1.jpg", JPEGS[0]), ("a/2.jpg", JPEGS[0]), ("a/2.cls", b"1")])
     assert "the sample a/1 has no .cls with its class" in refusal(root)
     write_tar(file, [("2.cls", b"1")])
@@ -242,7 +242,7 @@ def test_tars_that_are_damaged_or_incomplete_are_refused(tmp_path: Path) -> None
     for name in ("x-val.tar.gz", "x-val.TGZ"):
         (root / name).write_bytes(gzip.compress((root / "x-val.tar").read_bytes()))
         (root / "x-val.tar").rename(tmp_path / "x-val.tar")
-        assert f"{root}/{name} is compressed, so that its samples cannot be reached one by one: run `" in refusal(root)
+        assert f"{root}/{name} is compressed, so that its samples cannot be read one by one: run `" in refusal(root)
         (root / name).unlink()
         (tmp_path / "x-val.tar").rename(root / "x-val.tar")
     (root / "x-val.tar").rename(root / "x-val.TAR")
@@ -535,7 +535,7 @@ def test_parquet_that_has_no_labels_or_other_ones_is_refused(tmp_path: Path) -> 
     pq.write_table(pa.table({"label": [0]}), root / "data" / "train-00001-of-00002.parquet")
     assert "no column of images" in refusal(root)
     pq.write_table(pa.table({"img": [b""]}), root / "data" / "train-00001-of-00002.parquet")
-    assert "no column of the class" in refusal(root)
+    assert "no class column" in refusal(root)
     (root / "data" / "train-00001-of-00002.parquet").write_bytes(b"PAR1")
     assert "is cut off (" in refusal(root)
 

@@ -17,7 +17,6 @@ from trainables.notices import notices_to
 STATE = dict(convnet().state_dict())
 OTHER = dict(convnet(seed=2).state_dict())
 NINE = dict(convnet(num_classes=9).state_dict())
-NUM = len(STATE)
 
 
 def under(prefix: str, state: Mapping[str, Tensor] = STATE) -> dict[str, Tensor]:
@@ -52,21 +51,21 @@ AVERAGED = {"state_dict": under("model.", OTHER), "n_averaged": torch.tensor(5)}
                 "epoch": 1,
                 "lr": [],
             },
-            "state_dict, prefix 'net.' removed; 4 other entries ignored (epoch, lr, criterion.…, acc.…)",
+            "state_dict, prefix 'net.' removed; other entries ignored: epoch, lr, criterion.… and 1 more",
         ),
         (
             {"model_ema": under("module."), "model": OTHER, "optimizer": {"state": {0: {"m": torch.ones(2)}}}},
-            "model_ema, prefix 'module.' removed; 2 other entries ignored (model, optimizer)",
+            "model_ema, prefix 'module.' removed; other entries ignored: model, optimizer",
         ),
-        ({"state_dict_ema": STATE, "state_dict": OTHER}, "state_dict_ema; 1 other entries ignored (state_dict)"),
-        ({"ema_state_dict": STATE, **AVERAGED}, "ema_state_dict; 2 other entries ignored (state_dict, n_averaged)"),
+        ({"state_dict_ema": STATE, "state_dict": OTHER}, "state_dict_ema; other entries ignored: state_dict"),
+        ({"ema_state_dict": STATE, **AVERAGED}, "ema_state_dict; other entries ignored: state_dict, n_averaged"),
         (
             {"state_dict": under("model.", OTHER) | under("ema_model.")},
-            f"state_dict, prefix 'ema_model.' removed; {NUM} other entries ignored (model.…)",
+            "state_dict, prefix 'ema_model.' removed; other entries ignored: model.…",
         ),
         (
             {"teacher": {**under("module.backbone."), "module.head.last.weight": torch.ones(2)}, "student": {"a": torch.ones(1)}},
-            "teacher, prefix 'module.backbone.' removed; 2 other entries ignored (student, module.…)",
+            "teacher, prefix 'module.backbone.' removed; other entries ignored: student, module.…",
         ),
         (
             {name.replace("head.", "head.1."): tensor for name, tensor in STATE.items()},
@@ -128,7 +127,7 @@ def test_the_hash_of_a_teacher_does_not_depend_on_the_wrapping_of_its_file(tmp_p
     [
         (
             {"state_dict": {("backbone." if "head" not in k else "") + k: v for k, v in STATE.items()}},
-            "has convnet_small without its classifier under 'backbone.' in state_dict: it misses head.weight and head.bias; the "
+            "has convnet_small without its classifier under 'backbone.' in state_dict: it misses head.weight, head.bias; the "
             "file has head.weight, head.bias too",
         ),
         (
@@ -137,7 +136,7 @@ def test_the_hash_of_a_teacher_does_not_depend_on_the_wrapping_of_its_file(tmp_p
                 "head.0.weight": STATE["head.weight"],
                 "head.2.weight": torch.ones(9),
             },
-            "it misses head.weight and head.bias; has unknown head.0.weight and head.2.weight",
+            "it misses head.weight, head.bias; has unknown head.0.weight, head.2.weight",
         ),
         (
             {k.replace("head.", "head.1."): v for k, v in NINE.items()},

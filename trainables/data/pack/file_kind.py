@@ -22,15 +22,15 @@ def not_readable(path: Path, what: str, reason: str, *, cut_off: bool = False) -
         return DataError(f"{path} is a Git LFS pointer, not the file itself: run `git lfs pull` in its repository")
     if suffix := next((suffix for magic, suffix in _MAGIC.items() if head.startswith(magic)), None):
         return DataError(
-            f"{path} is compressed, so that its samples cannot be reached one by one: run `{_decompress(path, suffix)}`"
+            f"{path} is compressed, so that its samples cannot be read one by one: run `{_decompress(path, suffix)}`"
         )
     if len(head) > 1 and head[0] == 0x78 and int.from_bytes(head[:2]) % 31 == 0:
         return DataError(f'{path} is compressed with zlib: run `python -c "{_INFLATE}" {quoted}`')
     if head.lstrip()[:1] == b"<":
-        return DataError(f"{path} is a web page, not {what}: its download was answered with an error; download it again")
+        return DataError(f"{path} is a web page, not {what}: the server answered its download with an error; download it again")
     if cut_off or not head:
         return DataError(f"{path} is cut off ({reason}); download it again")
-    return DataError(f"{path} is damaged, or not {what} ({reason}); give a whole one")
+    return DataError(f"{path} is damaged, or not {what} ({reason}); use another copy")
 
 
 def _decompress(path: Path, suffix: str) -> str:
@@ -41,7 +41,7 @@ def _decompress(path: Path, suffix: str) -> str:
     return f"mv {quoted} {quoted}{suffix} && {command} {quoted}{suffix}"
 
 
-def unpack(path: Path) -> DataError:
+def archive_error(path: Path) -> DataError:
     """The refusal of an archive: the line that unpacks it into a folder of its own, and which folder to give then."""
     dest = path.with_name(path.name.partition(".")[0] or "unpacked")
     quoted, folder = shlex.quote(str(path)), shlex.quote(str(dest))

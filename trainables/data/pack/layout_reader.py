@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 
 from trainables.data.decode import Sample, UnreadableImageError, read_file
 from trainables.data.order import Split
-from trainables.data.sources.folder import first_three
-from trainables.data.split_names import SPLIT_NAMES, SPLIT_WORDS, choose_splits, is_hidden, known_split_names
-from trainables.errors import DataError, printable
+from trainables.data.split_names import PURPOSES, SPLIT_NAMES, SPLIT_WORDS, choose_splits, is_hidden, known_split_names
+from trainables.errors import DataError, first_three, printable
 from trainables.notices import notice
 
 _WORD = re.compile(r"[a-z]+")
@@ -219,8 +218,9 @@ def split_files(root: Path, files: Sequence[Path], what: str) -> dict[Split, lis
     chosen = choose_splits({str(name): paths for name, paths in found.items()}, str(root))
     for split in ("train", "val"):
         if split not in chosen:
-            purpose = "training" if split == "train" else "validation"
-            raise DataError(f"{root}: no {what} for {purpose}; their paths hold one of the words {known_split_names(split)}")
+            raise DataError(
+                f"{root}: no {what} for {PURPOSES[split]}; put one of these words into their paths: {known_split_names(split)}"
+            )
     return chosen
 
 

@@ -9,7 +9,7 @@ import hashlib
 import os
 import unicodedata
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple, NoReturn
 
 import numpy as np
@@ -18,7 +18,7 @@ from trainables.data.decode import UnreadableImageError, read_file
 from trainables.data.interface import Source, sha256_of_names
 from trainables.data.order import Split
 from trainables.data.split_names import SPLIT_NAMES, choose_splits, is_hidden
-from trainables.errors import DataError, printable
+from trainables.errors import DataError, first_three, printable
 from trainables.notices import notice
 
 # torchvision.datasets.folder.IMG_EXTENSIONS, compared without case: what else PIL reads, ImageFolder leaves out
@@ -127,11 +127,6 @@ class FolderSource(Source):
 
 def _folded(name: str) -> str:
     return name.strip().casefold()
-
-
-def first_three(names: Sequence[str]) -> str:
-    """The first names of a list that may be long, for a message."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def sampled_sha256(source: Source) -> bytes:
@@ -293,8 +288,8 @@ class _Walk:
         """A folder of each class that has no images of its own, but several folders of them."""
         self._visited: dict[str, tuple[str, str]] = {}  # by its real path a folder's class and path
         found = _list(split_folder)
-        if beside := len(found.images) + len(found.others):
-            self._left_out["in no class folder"] = beside
+        if unsorted := len(found.images) + len(found.others):
+            self._left_out["in no class folder"] = unsorted
 
     def images(self, folder_name: str, class_name: str) -> list[str]:
         """Image files in one class folder, at any depth, relative to the split's folder: by folder, then by name, each sorted.
@@ -337,7 +332,7 @@ class _Walk:
             more = ", …" if len(self._left_out) > _MAX_REASONS else ""
             notice(
                 f"{self._split.path}: {total} file{'s' * (total > 1)} left out: {', '.join(reasons)}{more}; "
-                "if they are images, let their names end in .jpg"
+                "rename images so that they end in .jpg"
             )
 
 

@@ -72,7 +72,7 @@ def test_missing_files_are_counted_and_named(tmp_path: Path) -> None:
     assert f"{root}/train.csv: 1 of its 2 files are missing, such as images/no.jpg" in noticed(root)
     assert "images/no.jpg" in (tmp_path / "set-packed" / "unreadable.jsonl").read_text()
     (root / "train.csv").write_text("b.jpg,x\nc.jpg,y\n")
-    assert f"2 of its 2 files are missing, such as b.jpg, c.jpg; its paths are to be relative to {root}" in refusal(root)
+    assert f"2 of its 2 files are missing, such as b.jpg, c.jpg; write paths relative to {root}" in refusal(root)
 
 
 def test_rows_that_are_no_image_and_class_are_refused(tmp_path: Path) -> None:
@@ -81,9 +81,9 @@ def test_rows_that_are_no_image_and_class_are_refused(tmp_path: Path) -> None:
     (root / "train.csv").write_text(f'path,label\n"images/b.jpg,{"x" * 2**17}\n')  # a quote that nothing closes
     assert "train.csv cannot be read near line" in refusal(root)
     (root / "train.csv").write_text("path,caption\nimages/b.jpg,a dog\n")
-    assert "train.csv has no column of the class" in refusal(root)
+    assert "train.csv has no class column" in refusal(root)
     (root / "train.csv").write_text("images/b.jpg,0,1,1\n")
-    assert "train.csv has no column of the class" in refusal(root)
+    assert "train.csv has no class column" in refusal(root)
 
 
 def test_the_column_that_is_chosen_of_several_is_a_notice(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def test_a_sample_that_is_not_one_image_and_one_class_is_refused_by_its_key(tmp_
 
 def test_further_images_of_a_sample_are_counted(tmp_path: Path) -> None:
     root = write_set(tmp_path / "wds", [*pair("1", "a"), ("1.mask.png", JPEGS[1]), *pair("2", "b")])
-    assert f"{root}: 1 images beside the one of their sample are not used: train-000.tar/1.mask.png" in noticed(root)
+    assert f"{root}: not used, since a sample has one image: train-000.tar/1.mask.png" in noticed(root)
 
 
 def test_a_link_in_a_tar_is_refused(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def test_files_that_are_left_out_are_counted_by_their_ending_in_one_line(make_fo
         assert len(FolderSource(str(root), split)) == (2 if split == "train" else 1)  # type: ignore[arg-type]
     assert notices == [
         f"{root}/train: 7 files left out: 3 .jfif, 1 in no class folder, 1 without an extension, 1 .gif, "
-        "1 links that lead nowhere; if they are images, let their names end in .jpg",
+        "1 links that lead nowhere; rename images so that they end in .jpg",
         f"{root}/val: no images of 1 of 2 classes: dog",
     ]
 
@@ -138,7 +138,7 @@ def test_a_class_whose_link_leads_nowhere_is_refused_by_name(make_folder: MakeFo
 
 def test_a_folder_too_deep_or_too_high_is_refused_with_what_would_work(make_folder: MakeFolder) -> None:
     root = make_folder(train={"cat": 1, "dog": 1}, val={"cat": 1})
-    with pytest.raises(DataError, match=f"the folder {root} in it is \\(image folder\\): give that one"):
+    with pytest.raises(DataError, match=f"its folder {root} is \\(image folder\\): give that one"):
         open_source(DataConfig(path=str(root.parent)), "train")
     assert f"has no folder train; write data.path: {root}" in message(root / "train")
     shutil.move(root / "val", root / "inner")

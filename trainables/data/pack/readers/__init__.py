@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from trainables.data.pack.file_kind import ARCHIVE, unpack
+from trainables.data.pack.file_kind import ARCHIVE, archive_error
 from trainables.data.pack.layout_reader import LayoutReader, files_below, is_image_folder
 from trainables.data.pack.readers.cifar import CifarReader
 from trainables.data.pack.readers.folder import FolderReader
@@ -37,14 +37,14 @@ def matching_reader(root: Path) -> str | None:
     return next((name for name, reader in READERS.items() if reader.matches(root)), None)
 
 
-def what_to_give(root: Path) -> DataError | None:
-    """The refusal of a path without a layout that has one within reach: in a folder in it, or in an archive."""
+def nearby_layout_error(root: Path) -> DataError | None:
+    """The refusal of a path without a layout, where a folder in it or an archive has one; else None."""
     for folder in sorted(path for path in root.iterdir() if path.is_dir() and not is_hidden(path.name)) if root.is_dir() else ():
         if name := matching_reader(folder):
-            return DataError(f"{root} is of no known layout, but the folder {folder} in it is ({name}): give that one")
+            return DataError(f"{root} is of no known layout, but its folder {folder} is ({name}): give that one")
     is_archive = root.is_file() and re.fullmatch(ARCHIVE, root.name)
     archive = root if is_archive else next(iter(files_below(root, ARCHIVE)), None)
-    return unpack(archive) if archive else None
+    return archive_error(archive) if archive else None
 
 
 def find_reader(root: Path) -> str:
@@ -54,7 +54,7 @@ def find_reader(root: Path) -> str:
         raise DataError(f"{root} does not exist; give one of these layouts: {layouts}")
     if name := matching_reader(root):
         return name
-    if refusal := what_to_give(root):
+    if refusal := nearby_layout_error(root):
         raise refusal
     if root.is_file():
         raise DataError(f"{root} is a single file; give the folder with the files of both splits, or a list of images")

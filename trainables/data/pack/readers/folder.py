@@ -1,16 +1,13 @@
 """An image folder: ROOT/train/CLASS/* and ROOT/val/CLASS/*, as training reads it."""
 
-import os
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from trainables.data.decode import UnreadableImageError, read_file
-from trainables.data.pack.layout_reader import LayoutReader, Listing, SplitListing
+from trainables.data.pack.layout_reader import Listing, RandomAccessReader, SplitListing
 from trainables.data.sources.folder import FolderSource, has_train_folder
 
 
-class FolderReader(LayoutReader):
-    """A location is a file's path below the root."""
+class FolderReader(RandomAccessReader):
+    """A location is a file's path below the root. Training opens its `FolderSource`."""
 
     @staticmethod
     def matches(root: Path) -> bool:
@@ -21,11 +18,3 @@ class FolderReader(LayoutReader):
         return Listing(
             train.classes, {"train": SplitListing(train.files(), train.labels_N), "val": SplitListing(val.files(), val.labels_N)}
         )
-
-    def read(self, locations: Sequence[str]) -> Iterator[tuple[str, bytes | UnreadableImageError]]:
-        root = os.path.join(self._root, "")
-        for location in locations:
-            try:
-                yield location, read_file(root + location)
-            except UnreadableImageError as error:
-                yield location, error

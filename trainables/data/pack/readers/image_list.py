@@ -23,9 +23,9 @@ from trainables.data.pack.layout_reader import (
     split_files,
     split_name,
 )
-from trainables.data.sources.folder import EXTENSIONS, first_three
+from trainables.data.sources.folder import EXTENSIONS
 from trainables.data.split_names import SPLIT_NAMES, SPLIT_WORDS, choose_splits, known_split_names
-from trainables.errors import DataError
+from trainables.errors import DataError, first_three
 from trainables.notices import notice
 
 _LISTS = r"(?i).+\.(csv|tsv|txt|lst)"
@@ -98,7 +98,7 @@ class ImageListReader(RandomAccessReader):
         if missing:
             found = f"{path}: {len(missing)} of its {len(rows)} files are missing, such as {first_three(missing)}"
             if len(missing) == len(rows):
-                raise DataError(f"{found}; its paths are to be relative to {path.parent}, with extensions")
+                raise DataError(f"{found}; write paths relative to {path.parent}, with extensions")
             notice(found)
         return ((location, row.label) for location, row in zip(locations, rows, strict=True))
 
@@ -142,9 +142,7 @@ def _rows(path: Path) -> Iterator[_Row]:
     at = next(columns[name] for name in _PATH_FIELDS if name in columns)
     labels = [name for name in LABEL_FIELDS if name in columns]
     if not labels:
-        raise DataError(
-            f"{path} has no column of the class: write rows of path,label, or a header with {first_three(LABEL_FIELDS)}"
-        )
+        raise DataError(f"{path} has no class column: write rows of path,label, or a header with {first_three(LABEL_FIELDS)}")
     if len(labels) > 1:
         notice(f"list of images: the column {labels[0]} is the class; not used: {', '.join(labels[1:])}")
     for number, row in enumerate(_table(path), 1):

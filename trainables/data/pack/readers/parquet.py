@@ -126,7 +126,7 @@ def _chosen(
     found = [name for name in columns if features.get(name, {}).get("_type") == declared]
     found = found or [name for name in usual if name in columns]
     if not found:
-        raise DataError(f"{path} has no column of the {what}: name it {', '.join(usual[:-1])} or {usual[-1]}")
+        raise DataError(f"{path} has no {what} column: name it {', '.join(usual[:-1])} or {usual[-1]}")
     if len(found) > 1:
         notice(f"Parquet: the column {found[0]} is the {what}; not used: {', '.join(found[1:])}")
     return found[0]

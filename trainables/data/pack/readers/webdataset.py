@@ -24,8 +24,8 @@ from trainables.data.pack.layout_reader import (
     split_name,
 )
 from trainables.data.pack.readers.tar_file import tar_files
-from trainables.data.sources.folder import EXTENSIONS, first_three
-from trainables.errors import DataError
+from trainables.data.sources.folder import EXTENSIONS
+from trainables.errors import DataError, first_three
 from trainables.notices import notice
 
 _IMAGES = (*EXTENSIONS, ".img")
@@ -48,7 +48,7 @@ class WebdatasetReader(RandomAccessReader):
         files = split_files(self._root, _tars(self._root), "tars")
         located = locate(self._root, files, lambda path: _samples(self._root, path, extra))
         if extra:
-            notice(f"{self._root}: {len(extra)} images beside the one of their sample are not used: {first_three(extra)}")
+            notice(f"{self._root}: not used, since a sample has one image: {first_three(extra)}")
         return numbered(self._root, located, text_is_index=True)
 
 
