@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from trainables.config import DataConfig
+from trainables.config.models import HUB_SCHEMES
 from trainables.errors import CheckpointError
 from trainables.models.checkpoint_header import is_safetensors, locate_checkpoint, read_checkpoint_header
 from trainables.models.names import ModelName, check_model_name
@@ -49,8 +50,11 @@ def trained_input(name: str, weights: str) -> TrainedInput | None:
     if path is not None:
         folder = timm_folder_of(path) if found.library == "timm" else None
         return _timm(found, folder) if folder else None
-    read = {"torchvision": _torchvision, "timm": _timm}.get(found.library)
-    return read(found, weights) if read else None
+    if found.library == "timm":
+        return _timm(found, weights)
+    if found.library == "torchvision" and not weights.startswith(HUB_SCHEMES):  # which are refused where they are loaded
+        return _torchvision(found, weights)
+    return None
 
 
 def _torchvision(found: ModelName, weights: str) -> TrainedInput:
