@@ -110,11 +110,14 @@ def with_trained_images(checkpoint: Path, tree: dict[str, Any]) -> EvaluateConfi
 
 def with_fitting_classes(config: EvaluateConfig, model: str, weights_key: str | None) -> EvaluateConfig:
     """The evaluation, whose model was loaded for the classes of its data. Raises DistillError: see `resolve`."""
+    from trainables.models.trained_input import check_class_order, trained_input
     from trainables.models.weights import load_teacher
 
     if problem := resize_covers_crop(config.data):
         raise ExperimentError(problem)
     classes = check_source(config.data, "val").classes
+    if record := trained_input(model, config.checkpoint):
+        check_class_order(model, config.checkpoint, record.categories, classes)
     fit: dict[str, Any] = {"num_classes": len(classes), "image_size": config.data.image_size, "classes": classes, "seed": 0}
     load_teacher(model, config.checkpoint, **fit, weights_key=weights_key)
     return config

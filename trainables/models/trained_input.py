@@ -62,7 +62,7 @@ def _torchvision(found: ModelName, weights: str) -> TrainedInput:
 
     known = get_model_weights(found.name).__members__
     check_known(found.name, weights, list(known))
-    images, categories = known[weights].transforms(), tuple(known[weights].meta["categories"])
+    images, categories = known[weights].transforms(), tuple(known[weights].meta["categories"] or ())
     (size,), (resize,) = images.crop_size, images.resize_size
     return TrainedInput(size, tuple(images.mean), tuple(images.std), len(categories), resize, categories)
 
@@ -82,7 +82,7 @@ def check_trained_input(name: str, weights: str, data: DataConfig, classes: Sequ
     trained = trained_input(name, weights)
     if trained is None or trained.num_classes != len(classes):  # which is refused where they are loaded
         return
-    _check_order(name, weights, trained.categories, classes)
+    check_class_order(name, weights, trained.categories, classes)
     expected, given = (*trained.mean, *trained.std), (*data.mean, *data.std)
     if not all(math.isclose(a, b, abs_tol=TOLERANCE) for a, b in zip(expected, given, strict=True)):
         raise CheckpointError(
@@ -96,9 +96,12 @@ def check_trained_input(name: str, weights: str, data: DataConfig, classes: Sequ
         )
 
 
-def _check_order(name: str, weights: str, categories: Sequence[str], classes: Sequence[str]) -> None:
-    """Refuse WordNet ids, names or numbers of as many published classes in another order; other names are not compared."""
-    if not categories:
+def check_class_order(name: str, weights: str, categories: Sequence[str], classes: Sequence[str]) -> None:
+    """Refuse WordNet ids, names or numbers of as many published classes in another order; other names are not compared.
+
+    Raises CheckpointError: with the first class that differs.
+    """
+    if len(categories) != len(classes):
         return
     numbers = {name: int(match[1]) for name in classes if (match := _NUMBERED.fullmatch(name))}
     if numbers and {*numbers.values()} == {*range(first := min(numbers.values()), first + len(classes))}:

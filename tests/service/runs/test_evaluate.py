@@ -7,6 +7,7 @@ import torch
 
 from service.cluster.resources import Cluster, Node, Reservation
 from service.runs.evaluate import evaluation_error, reserve, resolve
+from tests.trainables.data.photos import encoded, photo
 from trainables.config import DataConfig, EvaluateConfig
 from trainables.distributed.group import Group
 from trainables.engine.checkpoint import write_tensors
@@ -56,6 +57,17 @@ def test_published_weights_are_evaluated_on_images_as_their_record_says() -> Non
         resolve("no_such", "digits", [], "timm/resnet10t")
     with pytest.raises(ModelError, match="1000 classes and the data has 10"):
         resolve("DEFAULT", "digits", [], "resnet18")
+    with pytest.raises(ModelError, match="IMAGENET1K_FEATURES of vgg16 have no classifier"):
+        resolve("IMAGENET1K_FEATURES", "digits", [], "vgg16")
+
+
+def test_published_weights_are_not_evaluated_on_their_classes_in_another_order(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        for number in range(1000):
+            (folder := tmp_path / split / str(number)).mkdir(parents=True)
+            (folder / "0.png").write_bytes(encoded(photo(0, 8, 8), "PNG"))
+    with pytest.raises(CheckpointError, match="its class 2 is '2', the data's is '10'"):
+        resolve("IMAGENET1K_V1", str(tmp_path), [], "resnet34")
 
 
 def test_an_evaluation_reserves_its_workers_threads_and_is_refused_where_they_do_not_fit() -> None:
