@@ -380,7 +380,7 @@ def test_dot_keeps_more_of_the_distillations_momentum() -> None:
     alone = training.DotState(double([2]))
     for _ in range(2):
         alone = training.dot_update(alone, None, one, lr=1.0, momentum=0.5, delta=0.25, weight_decay=0.5)
-    assert (alone.task, alone.kd, alone.parameter) == (None, 2, -2)  # first 1 + 1, then 1 + 0 + 0.5·2
+    assert (alone.task, alone.kd, alone.parameter) == (None, 2, -1)  # first 1, without decay, then 1 + 0.5·1 + 0.5·1
 
 
 def test_mutual_learning_takes_the_mean_over_peers() -> None:
