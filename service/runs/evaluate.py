@@ -87,7 +87,7 @@ def with_published_images(model: str, weights: str, weights_key: str | None, tre
     tree = {**tree, "checkpoint": str(path.absolute()) if path else weights, "model": model, "weights_key": weights_key}
     tree["data"] = {**recorded, **tree["data"]}
     config = checked(tree)
-    source = f"as {weights} records" if recorded else "as --set and the defaults say, which the file does not"
+    source = f"prepared as {weights} records" if recorded else "prepared by --set and the defaults, as the weights have no record"
     data = config.data
     resize = f"val_resize {data.val_resize}, " if data.val_resize else ""
     notice(f"images {source}: data.image_size {data.image_size}, {resize}mean {list(data.mean)}, std {list(data.std)}")
