@@ -21,7 +21,8 @@ class TeacherAccuracy(BaseModel):
     """What the same predictions would reach if they had nothing to do with the images."""
 
     def __str__(self) -> str:
-        return f"teacher {self.model}: {self.top1_pct:.2f}% top-1 on {self.num_images:,} validation images"
+        on = f"{self.num_images:,} validation images, where chance is {self.chance_pct:.2f}%"
+        return f"teacher {self.model}: {self.top1_pct:.2f}% top-1 on {on}"
 
 
 class StageResult(BaseModel):

@@ -101,7 +101,7 @@ def check_above_chance(accuracy: TeacherAccuracy) -> None:
     p_value = float(bdtrc(num_right - 1, num_images, accuracy.chance_pct / 100))  # of so many or more
     if num_images >= MIN_IMAGES and p_value > MAX_P_VALUE:
         raise TrainingError(
-            f"{accuracy}, which is not above chance ({accuracy.chance_pct:.2f}%): its classes may be in another order than the "
+            f"{accuracy}: it is not above chance: its classes may be in another order than the "
             f"data's, or its images of another normalisation (data.mean, data.std) or size (data.image_size); correct that, or "
             f"give other weights than {accuracy.weights}"
         )

@@ -67,7 +67,7 @@ def test_a_sweeps_row_has_what_one_compares() -> None:
 
 def test_each_teacher_has_one_line_whoever_learned_from_it_and_wherever_it_was_trained(tmp_path: Path) -> None:
     given = {"model": "resnet34", "weights": "w.pth", "top1_pct": 73.31, "num_images": 50_000, "chance_pct": 0.1}
-    line = "teacher resnet34: 73.31% top-1 on 50,000 validation images"
+    line = "teacher resnet34: 73.31% top-1 on 50,000 validation images, where chance is 0.10%"
     trials = [trial(number, "ok", metrics=METRICS, teachers=[given]) for number in ("000", "001")]
     swept = typed({"status": "running", "space": SCALE, "trials": trials, "best": trials[0], "use_gpu": True})
     assert overview(swept, RunDir(tmp_path)).count(line) == 1

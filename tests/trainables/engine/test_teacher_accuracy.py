@@ -51,7 +51,9 @@ def test_what_chance_may_reach_on_enough_images_is_refused_in_one_line() -> None
     with pytest.raises(TrainingError) as refused:
         check_above_chance(accuracy(130, 1000))  # p = 0.0013
     says = str(refused.value)
-    assert says.startswith("teacher resnet34: 13.00% top-1 on 1,000 validation images, which is not above chance (10.00%): ")
+    assert says.startswith(
+        "teacher resnet34: 13.00% top-1 on 1,000 validation images, where chance is 10.00%: it is not above chance: "
+    )
     assert all(cause in says for cause in ("order", "data.mean, data.std", "data.image_size", "w.pth"))
     check_above_chance(accuracy(0, 255))
     with pytest.raises(TrainingError):
