@@ -4,6 +4,7 @@ import contextlib
 import json
 import shutil
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,7 @@ def with_published_images(model: str, weights: str, weights_key: str | None, tre
     data = config.data
     resize = f"val_resize {data.val_resize}, " if data.val_resize else ""
     notice(f"images {source}: data.image_size {data.image_size}, {resize}mean {list(data.mean)}, std {list(data.std)}")
-    return with_fitting_classes(config, model, weights_key)
+    return with_fitting_classes(config, model, weights_key, record.categories if record else ())
 
 
 def with_trained_images(checkpoint: Path, tree: dict[str, Any]) -> EvaluateConfig:
@@ -105,19 +106,23 @@ def with_trained_images(checkpoint: Path, tree: dict[str, Any]) -> EvaluateConfi
     trained = {name: about[name] for name in ("image_size", "val_resize", "mean", "std") if about.get(name) is not None}
     tree = {**tree, "checkpoint": str(checkpoint.absolute()), "data": {**trained, **tree["data"]}}
     tree["run_store"] = run_store(checkpoint)
-    return with_fitting_classes(checked(tree), about["model"], None)
+    return with_fitting_classes(checked(tree), about["model"])
 
 
-def with_fitting_classes(config: EvaluateConfig, model: str, weights_key: str | None) -> EvaluateConfig:
-    """The evaluation, whose model was loaded for the classes of its data. Raises DistillError: see `resolve`."""
-    from trainables.models.trained_input import check_class_order, trained_input
+def with_fitting_classes(
+    config: EvaluateConfig, model: str, weights_key: str | None = None, categories: Sequence[str] = ()
+) -> EvaluateConfig:
+    """The evaluation, whose model was loaded for the classes of its data; `categories`: those that its weights record.
+
+    Raises DistillError: see `resolve`.
+    """
+    from trainables.models.trained_input import check_class_order
     from trainables.models.weights import load_teacher
 
     if problem := resize_covers_crop(config.data):
         raise ExperimentError(problem)
     classes = check_source(config.data, "val").classes
-    if record := trained_input(model, config.checkpoint):
-        check_class_order(model, config.checkpoint, record.categories, classes)
+    check_class_order(model, config.checkpoint, categories, classes)
     fit: dict[str, Any] = {"num_classes": len(classes), "image_size": config.data.image_size, "classes": classes, "seed": 0}
     load_teacher(model, config.checkpoint, **fit, weights_key=weights_key)
     return config

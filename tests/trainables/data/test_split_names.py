@@ -8,7 +8,7 @@ from trainables.notices import notices_to
 
 
 @pytest.mark.parametrize(
-    ("names", "val", "told"),
+    ("names", "val", "expected_notices"),
     [
         (("train", "val"), "val", []),
         (("train", "valid", "test"), "valid", ["data: valid is the validation set; test is not used"]),
@@ -17,11 +17,11 @@ from trainables.notices import notices_to
         (("train",), None, []),
     ],
 )
-def test_the_validation_set_comes_before_a_test_set(names: tuple[str, ...], val: str | None, told: list[str]) -> None:
+def test_the_validation_set_comes_before_a_test_set(names: tuple[str, ...], val: str | None, expected_notices: list[str]) -> None:
     lines: list[str] = []
     with notices_to(lines.append):
         chosen = choose_splits({name: name for name in names}, "data")
-    assert (chosen["train"], chosen.get("val"), lines) == ("train", val, told)
+    assert (chosen["train"], chosen.get("val"), lines) == ("train", val, expected_notices)
 
 
 @pytest.mark.parametrize("names", [("train", "val", "valid"), ("train", "training", "val"), ("train", "test", "eval")])
