@@ -41,8 +41,16 @@ def ui(root: Path, host: str, port: int, allow_changes: bool) -> None:
     click.echo(f"MLflow on {root}: {address} (Ctrl-C ends it)")
     # From the folder of this package: a server imports from its working directory first.
     folder = Path(__file__).parents[2]
-    done = subprocess.run(ui_command(root, host, port), env=ui_environment(token, changes=allow_changes), cwd=folder, check=False)
-    raise click.exceptions.Exit(done.returncode)
+    environment = ui_environment(token, changes=allow_changes)
+    # The server ends when its standard input does (`ui_app`), so also where this process is killed, or its terminal closed.
+    server = subprocess.Popen(
+        ui_command(root, host, port), env=environment, cwd=folder, stdin=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        raise click.exceptions.Exit(server.wait())
+    finally:
+        server.terminate()
+        server.communicate()
 
 
 def check_address(host: str, port: int) -> None:

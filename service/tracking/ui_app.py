@@ -6,6 +6,9 @@
 import os
 import re
 import secrets
+import signal
+import threading
+import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
@@ -19,6 +22,8 @@ _READ_BY_POST = re.compile(
     r"(?:search|search-datasets|get-latest-versions|presigned-download-url|batchGetInfos|metrics)"
 )
 """Paths of MLflow's REST API that read, though their method is POST."""
+GRACE_S = 5.0
+"""How long a request that is being answered may keep a server that ends."""
 TOKEN = re.compile(r"[\w.~-]{8,}")
 """What goes into an address and a cookie as it is."""
 
@@ -81,6 +86,16 @@ async def _answer(send: Send, status: int, text: str, headers: list[tuple[str, s
     await send({"type": "http.response.body", "body": text.encode()})
 
 
+def end_with_stdin() -> None:
+    """End this process once its standard input ends: whoever started the server holds the other end of it."""
+    while os.read(0, 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(GRACE_S)
+    os._exit(1)
+
+
 def create_app() -> GuardedApp:
     """MLflow's application behind the token of the environment."""
+    threading.Thread(target=end_with_stdin, daemon=True).start()
     return GuardedApp(mlflow_app, os.environ["RAYDISTILL_UI_TOKEN"], changes="RAYDISTILL_UI_CHANGES" in os.environ)

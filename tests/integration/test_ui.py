@@ -1,7 +1,6 @@
 """`distill ui` on a machine with several users: a port of loopback is open to all of them."""
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -13,9 +12,11 @@ from contextlib import contextmanager
 from http.cookiejar import CookieJar
 from pathlib import Path
 
+import psutil
 import pytest
 from mlflow import MlflowClient
 
+from service.commands.tracking import check_address
 from service.tracking import default_uri
 from tests.integration.test_mlflow_server import free_port
 from tests.waiting import wait_until
@@ -24,8 +25,8 @@ pytestmark = pytest.mark.integration
 
 
 @contextmanager
-def open_ui(runs_root: Path, *options: str) -> Iterator[str]:
-    """A running `distill ui`: the address that it prints, without what follows the `#`."""
+def open_ui(runs_root: Path, *options: str, ended_by: signal.Signals = signal.SIGTERM) -> Iterator[str]:
+    """A running `distill ui`: the address that it prints, without what follows the `#`; in the end its port must be free."""
     port = free_port()
     command = [sys.executable, "-u", "-m", "service", "ui", "--runs", str(runs_root), "--port", str(port), *options]
     with subprocess.Popen(
@@ -39,7 +40,14 @@ def open_ui(runs_root: Path, *options: str) -> Iterator[str]:
             assert process.poll() is None
             yield found.group()
         finally:
-            os.killpg(process.pid, signal.SIGTERM)
+            server = psutil.Process(process.pid).children(recursive=True)
+            process.send_signal(ended_by)
+            _, left = psutil.wait_procs(server, timeout=20)
+            for each in left:
+                each.kill()
+    assert left == []
+    assert process.returncode == {signal.SIGTERM: 130, signal.SIGKILL: -signal.SIGKILL}[ended_by]
+    check_address("127.0.0.1", port)
 
 
 def status(url: str, *, body: object = None, method: str | None = None, token: str = "") -> int:
@@ -64,7 +72,7 @@ def a_run(runs_root: Path) -> tuple[str, str]:
 
 def test_records_are_shown_to_who_has_the_token_and_changed_by_nobody(tmp_path: Path) -> None:
     experiment, run = a_run(tmp_path)
-    with open_ui(tmp_path) as address:
+    with open_ui(tmp_path, ended_by=signal.SIGKILL) as address:
         base, _, token = address.partition("/?token=")
         search = {"experiment_ids": [experiment]}
         for given in ("", "guess", token[:-1]):
