@@ -4,7 +4,6 @@ import importlib
 import io
 import logging
 import os
-import select
 import signal
 import sys
 import tempfile
@@ -15,6 +14,7 @@ import click
 
 from service.cluster import local_ray
 from service.cluster.forks import let_sigterm_end_forks
+from service.standard_streams import CLOSED_PIPE, is_output_unread, prepare_streams
 from trainables.errors import DistillError, bounded
 from trainables.notices import notices_to
 from trainables.redact import redact, redact_record
@@ -71,10 +71,12 @@ def cli() -> None:
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Entry point. Errors that a user can cause end in at most six lines and exit code 2; Ctrl-C and SIGTERM in 130.
+    """Entry point. Errors that a user can cause end in at most six lines and exit code 2; Ctrl-C and SIGTERM in 130; an output
+    that nobody reads any more in 141, without a word, as where SIGPIPE ends a program.
 
     Any other error is a bug: exit code 1, and its stack trace in a file.
     """
+    prepare_streams()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     let_sigterm_end_forks()
     logging.getLogger("raydistill").addFilter(redact_record)
@@ -94,12 +96,12 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         code = 130
     except SystemExit as leave:  # of no command of ours: they end with click's Exit
         if is_output_unread():  # click's own
-            code = 1
+            code = CLOSED_PIPE
         else:
             print_error(f"error: code that this command has loaded called sys.exit({leave.code!r})")
             code = 2
     except BrokenPipeError:  # whoever read the output has gone
-        code = 1
+        code = CLOSED_PIPE
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         command = next(iter(sys.argv[1:] if arguments is None else arguments), "")
@@ -120,15 +122,8 @@ def print_error(text: str) -> None:
     print(redact(text), file=sys.stderr)
 
 
-def is_output_unread() -> bool:
-    """Whether the standard output is a pipe whose reader has gone, as in `distill show digits | head -1`."""
-    output = select.poll()
-    output.register(1, 0)
-    return any(event & select.POLLERR for _, event in output.poll(0))
-
-
 def write_trace(error: Exception) -> str:
     """The file that has the stack trace of an error that no check foresaw."""
-    with tempfile.NamedTemporaryFile("w", prefix="raydistill-", suffix=".log", delete=False) as file:
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", prefix="raydistill-", suffix=".log", delete=False) as file:
         file.write(redact("".join(traceback.format_exception(error))))
     return file.name

@@ -82,6 +82,7 @@ LAYERS = {
         "doctor",
         "reproduce",
         "commands",
+        "standard_streams",
         "cli",
     ],
 }

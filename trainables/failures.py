@@ -277,7 +277,7 @@ def read_failures(folder: Path) -> list[Failure]:
 
 def _read(path: Path) -> tuple[int, Failure] | None:
     try:
-        record = json.loads(path.read_text())
+        record = json.loads(path.read_text(encoding="utf-8"))
         if record.pop("version") != VERSION:
             return None
         return record.pop("time_ms"), Failure(**record)

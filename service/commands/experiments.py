@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import click
+from rich.text import Text
 
 from service.commands.options import SET, experiment_file
 from service.commands.path_types import RecipeOrKey
@@ -13,16 +14,16 @@ from service.config.experiment import load
 from service.config.files import recipes
 from service.config.messages import source_of_key
 from service.config.reference import keys_below
+from service.runs.display import output
 from service.runs.stored.stored_runs import display_name
 
 
 @click.command("recipes")
 def list_recipes() -> None:
     """The experiments that ship with raydistill."""
-    found = recipes()
-    width = max(map(len, found))
-    for name, text in found.items():
-        click.echo(f"{name:{width}}  {text}")
+    lines = click.HelpFormatter(width=output().width)
+    lines.write_dl([*recipes().items()])
+    click.echo(lines.getvalue(), nl=False)
 
 
 @click.command()
@@ -49,10 +50,10 @@ def show(recipe_or_file: str | None, overrides: tuple[str, ...], keys: bool) -> 
 
 def print_keys(prefix: str) -> None:
     """Name, type and default of each key, and its meaning in a line of its own."""
+    console = output()
     for key in keys_below(prefix):
         default = {"": "", "required": "  required"}.get(key.default, f"  default {key.default}")
-        click.echo(f"{click.style(key.name, bold=True)}  {key.type}{default}")
-        click.echo(f"    {key.meaning}")
+        console.print(Text.assemble((key.name, "bold"), f"  {key.type}{default}\n    {key.meaning}"), soft_wrap=True)
 
 
 def print_values(recipe_or_file: str, overrides: Sequence[str]) -> None:
@@ -62,6 +63,8 @@ def print_values(recipe_or_file: str, overrides: Sequence[str]) -> None:
     names = {recipe_or_file: display_name(path)} if path.is_file() else {}
     sources = {key: names.get(source, source) for key, source in resolved.sources.items()}
     texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in flat.items()}
-    left, middle = max(map(len, texts)), min(60, max(map(len, texts.values())))
+    comments = {key: f"# {source_of_key(key, sources, 'default')}" for key in texts}
+    left, middle, right = (max(map(len, column.values())) for column in ({key: key for key in texts}, texts, comments))
+    middle = min(60, middle, max(10, output().width - left - right - 4))
     for key, text in texts.items():
-        click.echo(f"{key:{left}}  {text:{middle}}  # {source_of_key(key, sources, 'default')}")
+        click.echo(f"{key:{left}}  {text:{middle}}  {comments[key]}")

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Mapping
 
 import click
+from rich.text import Text
 
 from service.commands.options import print_all
 from service.commands.path_types import MethodName
@@ -60,8 +61,8 @@ def check_method(name: str, options: tuple[str, ...], student: str, teacher: str
     num_broken = 0
     with contextlib.closing(RankPool()) as ranks:
         for title, problem in check(Case(name, values, student, teacher, image_size), ranks.run):
-            click.secho("failed" if problem else "    ok", fg="red" if problem else "green", nl=False)
-            click.echo(f"  {title}" + (f": {problem}" if problem else ""))
+            mark = ("failed", "red") if problem else ("    ok", "green")
+            output().print(Text.assemble(mark, f"  {title}" + (f": {problem}" if problem else "")), soft_wrap=True)
             num_broken += bool(problem)
     if num_broken:
         raise ExperimentError(f"{name} does not keep the contract of a method in {num_broken} of the points above")

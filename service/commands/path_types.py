@@ -142,7 +142,7 @@ class RecipeOrFile(NamesPath, StringParamType):
         for key, value in absolute_paths(tree, job.method).items():
             put(tree, key, value, text)
         name = f"{experiment.name}.yaml"
-        (job.folder / name).write_text(strict_yaml.dump(tree))
+        (job.folder / name).write_text(strict_yaml.dump(tree), encoding="utf-8")
         return [name]
 
 

@@ -32,7 +32,7 @@ def recipes() -> dict[str, str]:
 def shipped(package: str) -> dict[str, str]:
     """The YAML files of a package: name → the comment in their first line."""
     files = sorted(resources.files(package).iterdir(), key=lambda entry: entry.name)
-    found = {file.name: file.read_text() for file in files if file.name.endswith(".yaml")}
+    found = {file.name: file.read_text(encoding="utf-8") for file in files if file.name.endswith(".yaml")}
     return {name.removesuffix(".yaml"): text.splitlines()[0].lstrip("# ") for name, text in found.items()}
 
 
@@ -42,7 +42,11 @@ def read_experiment_file(name: str, named_by: tuple[str, ...] = ()) -> WrittenEx
     Raises ExperimentError: there is no such recipe or file, it is no experiment, or its bases lead back to it.
     """
     if name in recipes():
-        text, where, path = (resources.files("service.recipes") / f"{name}.yaml").read_text(), f"recipe {name}", name
+        text, where, path = (
+            (resources.files("service.recipes") / f"{name}.yaml").read_text(encoding="utf-8"),
+            f"recipe {name}",
+            name,
+        )
     else:
         text = _text_of(name, f"{named_by[-1]}: base: {name}" if named_by else name)
         where, path = name, os.path.realpath(name)

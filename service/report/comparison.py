@@ -17,7 +17,9 @@ def comparison_lines(comparison: Comparison) -> Iterator[str | rich.table.Table]
     yield f"A: {comparison.a.root}"
     yield f"B: {comparison.b.root}"
     if common := common_points(comparison):
-        yield text_table("points that both have run", common.columns, common.rows, left=("verdict",))
+        yield text_table(
+            "points that both have run", common.columns, common.rows, left=("verdict",), optional=("±", "A top-1 %", "B top-1 %")
+        )
     if found := differences(comparison):
         yield text_table("what differs in the experiments", found.columns, found.rows, left=found.columns)
     yield from lead(comparison)

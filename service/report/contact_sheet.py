@@ -44,7 +44,7 @@ def describe(root: Path, index: Index) -> Iterator[str | Table]:
 
 def _splits(index: Index, sources: dict[Split, RecordsSource]) -> Table:
     columns = ["split", "images", "classes", "per class: least", "median", "most", "shards", "MiB"]
-    table = text_table("splits", columns, left=("split",), min_width=_TITLE)
+    table = text_table("splits", columns, left=("split",), optional=("median", "shards"), min_width=_TITLE)
     for split, source in sources.items():
         counts_K = np.bincount(source.labels_N, minlength=len(index.classes))
         part = index.splits[split]

@@ -29,7 +29,13 @@ HEADINGS = ("name", "paper", LOSS, "weight", "task_weight", "taps", STAGES)
 
 def method_table() -> Table:
     """A row for each method that goes by a name: its paper and loss, its default weights and taps; or why it cannot be loaded."""
-    table = text_table("distill.method", HEADINGS, left=("name", "paper", LOSS, "taps", STAGES), show_lines=True)
+    table = text_table(
+        "distill.method",
+        HEADINGS,
+        left=("name", "paper", LOSS, "taps", STAGES),
+        optional=("paper", STAGES, "task_weight"),
+        show_lines=True,
+    )
     for name in sorted(available_methods()):
         try:
             kind = load_method(name)

@@ -137,7 +137,9 @@ def seed_table(result: RunResult) -> rich.table.Table | None:
     if found is None:
         return None
     left = ("point", "significant")
-    return text_table(f"{result.name}: over seeds", found.columns, found.rows, left=left, caption=found.caption)
+    return text_table(
+        f"{result.name}: over seeds", found.columns, found.rows, left=left, optional=found.columns[-3:-1], caption=found.caption
+    )
 
 
 def seeds_sentence(result: RunResult) -> list[str]:

@@ -95,7 +95,12 @@ def plan_table(model: str, plan: Plan, batch: int, device: torch.device) -> Tabl
     title = f"{model} in {len(plan.stages)} stages, {batch} images in {plan.num_micro_batches} micro-batches"
     taught = any(stage.teacher_s for stage in plan.stages)
     columns = ["stage", "begins at", "forward ms", "backward ms", "parameters MiB", "memory MiB", "sent MiB"]
-    table = text_table(f"{title}, {device}", [*columns, *(["teacher ms"] if taught else [])], left=("begins at",))
+    table = text_table(
+        f"{title}, {device}",
+        [*columns, *(["teacher ms"] if taught else [])],
+        left=("begins at",),
+        optional=("sent MiB", "parameters MiB"),
+    )
     for index, stage in enumerate(plan.stages):
         table.add_row(
             str(index),

@@ -34,12 +34,15 @@ def sweep_table(result: RunResult, only: Collection[str] | None = None) -> Table
     trials = [trial for trial in result.rows if trial.status != "untested"]
     points, tried = probes(result.rows), probes(trials)
     count = f"{len(tried)} of {len(points)} points" if len(tried) < len(points) else f"{len(trials)} trials"
-    table = Table(title=f"{result.name}: {count} by {result.metric} ({result.mode})", title_justify="left")
     extra = [key for key in result.space if key not in SCALE_AXES]
-    left = ("trial", "GPUs" if result.use_gpu else "workers", "batch", "loader workers", *extra)
-    right = ("s/step", "data_s (min–max)", "data %", "images/s", "s/epoch", "top-1 %", "status")
-    for name in (*left, *right):
-        table.add_column(name, justify="left" if name == "status" else "right", no_wrap=name != "status")
+    axes = dict(zip(SCALE_AXES, ("GPUs" if result.use_gpu else "workers", "batch", "loader workers"), strict=True))
+    measures = ("s/step", "data_s (min–max)", "data %", "images/s", "s/epoch", "top-1 %", "status")
+    table = text_table(
+        f"{result.name}: {count} by {result.metric} ({result.mode})",
+        ("trial", *axes.values(), *extra, *measures),
+        left=("status",),
+        optional=("data_s (min–max)", "data %", "s/step", *(axes[key] for key in axes if key not in result.space), "s/epoch"),
+    )
     best = result.best.id if result.best else None
     for trial in trials:
         if only is not None and trial.id not in only:
@@ -82,7 +85,13 @@ def phase_table(metrics: Mapping[str, float], title: str) -> Table:
     for phase, mean_ms, share in [*phase_shares(metrics), *step]:
         spread = (number(metrics.get(f"phase/{phase}_{name}_ms")) for name in ("min", "p50", "p95", "max"))
         rows.append([phase, number(mean_ms), *spread, number(100 * share, 1)])
-    return text_table(title, ["phase", "mean ms", "min", "p50", "p95", "max", "share %"], rows, left=("phase",))
+    return text_table(
+        title,
+        ["phase", "mean ms", "min", "p50", "p95", "max", "share %"],
+        rows,
+        left=("phase",),
+        optional=("min", "p50", "p95", "max"),
+    )
 
 
 HARDWARE = {
@@ -112,7 +121,7 @@ def node_table(metrics: Mapping[str, float], title: str) -> Table | None:
         # A GPU without work and one whose clocks were set by hand were not held back.
         slowed = [name for name in decode_throttle(bits) if name not in ("gpu_idle", "applications_clocks_setting")]
         rows.append([name, *cells, ", ".join(slowed) or "–"])
-    return text_table(title, ["where", *HARDWARE, "slowed by"], rows, left=("where", "slowed by"))
+    return text_table(title, ["where", *HARDWARE, "slowed by"], rows, left=("where", "slowed by"), optional=[*HARDWARE][:0:-1])
 
 
 def measured(metrics: Mapping[str, float], who: str) -> list[Table]:
@@ -130,7 +139,7 @@ def stage_table(result: RunResult) -> Table:
         accuracies = (number(m.get(name)) for name in ("top1_pct", "top5_pct", "best_top1_pct"))
         speed, steps = number(m.get("images_per_s"), 1), number(m.get("steps"), 0)
         rows.append([stage.stage, stage.model, *accuracies, speed, epoch_seconds_text(m), steps])
-    return text_table(result.name, columns, rows, left=("stage", "model"))
+    return text_table(result.name, columns, rows, left=("stage", "model"), optional=("steps", "top-5 %", "s/epoch"))
 
 
 def verdict(result: RunResult) -> list[str]:

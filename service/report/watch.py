@@ -36,7 +36,7 @@ def watch(directory: Path, console: Console, html: Path | None) -> tuple[RunDir,
         while result.status == "running":
             began = time.monotonic()
             if began >= due:
-                if console.is_terminal:
+                if console.is_interactive:
                     parts = [*overview(result, run_dir, rows_on_screen(result, console.height)), *under_way.lines(result)]
                     live.update(Group(*(Text(part) if isinstance(part, str) else part for part in parts)), refresh=True)
                 elif (now := progress(result)) != shown:  # in a file: a line for every change

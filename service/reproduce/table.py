@@ -149,7 +149,7 @@ def read_table(name: str) -> Table:
     """
     ours = shipped_tables()
     if name in ours:
-        text = (resources.files(TABLES) / f"{name}.yaml").read_text()
+        text = (resources.files(TABLES) / f"{name}.yaml").read_text(encoding="utf-8")
     elif Path(name).is_file():
         text = Path(name).read_text(encoding="utf-8", errors="replace")
     else:

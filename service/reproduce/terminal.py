@@ -16,7 +16,7 @@ from service.reproduce.verdict import MeanAccuracy
 def plan_grid(job: Reproduction) -> Grid:
     """One row a sweep."""
     left = ("sweep", "teacher", "students", "methods", "seeds")
-    grid = text_table(job.table.title, [*left, "runs", "epochs"], left=left)
+    grid = text_table(job.table.title, [*left, "runs", "epochs"], left=left, optional=("epochs", "seeds"))
     seeds = ", ".join(map(str, job.request.seeds))
     for planned in job.sweeps:
         weights = planned.resolved.experiment.teacher.weights if planned.resolved.experiment.teacher else None
@@ -40,7 +40,7 @@ def cells_grid(table: Table, found: Sequence[Cell], changed: Sequence[str]) -> G
     """One row a published number; what was not run has a dash."""
     columns = ["pair", "method", "published", "of epoch", "last", "best", "runs", "difference", "tolerance", "verdict"]
     title = f"{table.title}: top-1 %, ours and the published"
-    grid = text_table(title, columns, left=("pair", "method", "of epoch", "verdict"))
+    grid = text_table(title, columns, left=("pair", "method", "of epoch", "verdict"), optional=("of epoch", "best", "tolerance"))
     previous = None
     for cell in found:
         if previous not in (None, cell.pair):
@@ -78,7 +78,7 @@ def _mean(mean: MeanAccuracy | None) -> str:
 def teachers_grid(table: Table, teachers: Mapping[str, TeacherAccuracy | None]) -> Grid:
     """One row a teacher, with the first twelve digits of its weights' SHA-256."""
     columns = ["teacher", "published", "ours", "sha256", "weights"]
-    grid = text_table("teachers", columns, left=("teacher", "sha256", "weights"))
+    grid = text_table("teachers", columns, left=("teacher", "sha256", "weights"), optional=("sha256",))
     for name, accuracy in teachers.items():
         published = number(table.teachers.models[name].top1_pct)
         ours = (number(accuracy.top1_pct), accuracy.sha256[:12], accuracy.weights) if accuracy else ("-", "-", "-")

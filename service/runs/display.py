@@ -26,12 +26,22 @@ SHOWN_WITH_BARS = (" teacher.cache: ", "% top-1 on ", " teacher's accuracy ")
 """Parts of log lines: what takes disk space, and how accurate a teacher is."""
 
 
+class OutputConsole(Console):
+    """A console for standard output that leaves a closed pipe to its caller."""
+
+    def on_broken_pipe(self) -> None:
+        raise  # the BrokenPipeError that rich calls this for
+
+
 def output() -> Console:
     """Standard output, text as it is: names of classes and reasons of failures may have brackets and colons.
 
-    In a file or a job, which have no width, tables may be as wide as they are.
+    In a file or a job, which have no width, tables may be as wide as they are, and bars are not drawn, even where FORCE_COLOR
+    makes colors of them.
     """
-    return Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else 160)
+    is_tty = sys.stdout.isatty()
+    options: dict[str, Any] = {} if is_tty else {"width": 160, "force_interactive": False}
+    return OutputConsole(highlight=False, markup=False, emoji=False, **options)
 
 
 def wait_for(work: Callable[[], T], display: Display, tick: Callable[[], None] = lambda: None) -> T:
@@ -122,7 +132,7 @@ class Display:
         self._overall: TaskID | None = None
 
     def __enter__(self) -> Display:
-        if self.console.is_terminal:
+        if self.console.is_interactive:
             self._bars = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(bar_width=24),

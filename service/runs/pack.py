@@ -148,7 +148,7 @@ def summary_line(dest: Path, packing: Packing) -> str:
     shards = sum(len(split.shards) for split in index.splits.values())
     left_out = ""
     if index.num_unreadable:
-        lines = (dest / UNREADABLE).read_text().splitlines() if (dest / UNREADABLE).exists() else []
+        lines = (dest / UNREADABLE).read_text(encoding="utf-8").splitlines() if (dest / UNREADABLE).exists() else []
         # "truncated or damaged: broken data stream" and the like are one reason; what to do follows a semicolon
         reasons = Counter(re.split("[:;]", json.loads(line)["reason"])[0] for line in lines).most_common(_MAX_REASONS)
         listed = ", ".join(f"{count} {reason}" for reason, count in reasons)

@@ -53,7 +53,7 @@ class TrialErrorCallback(Callback):  # type: ignore[misc]
             self.record(trial, outcome)
             return
         # Of other errors Tune has the text alone, below a line of its own that counts them.
-        text = str(error) if error is not None else Path(trial.error_file).read_text().partition("\n")[2]
+        text = str(error) if error is not None else Path(trial.error_file).read_text(encoding="utf-8").partition("\n")[2]
         lines = text.strip().splitlines() or [""]
         died = isinstance(error, RayActorError)
         reason = f"the trial's process died: {lines[0]}" if died else f"Ray Tune ended the trial: {lines[-1]}"

@@ -81,7 +81,7 @@ def _read_file(path: Path) -> Any:
 def _read_shards(index: Path) -> dict[str, Any]:
     """The tensors of all files that a Hugging Face index names, which are in its folder."""
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         files = [index.parent / Path(name).name for name in names]
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         raise CheckpointError(f"{index} names no shards in a weight_map: give the index that was saved with them") from None

@@ -79,7 +79,7 @@ class RunCopy:
         path = self.folder / ".folder-id"
         if not path.exists():
             write_atomic(path, secrets.token_hex(16).encode())
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
 
     def owner(self, part: str = "") -> str | None:
         """The id of the folder where the run, or a stage of it, is written, or was last; None: nowhere yet."""

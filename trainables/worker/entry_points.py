@@ -225,7 +225,7 @@ def start_logging(stage: StageDir, group: Group) -> None:
     """Send rank 0's log lines, and warnings of every rank, to the stage's log file."""
     log.setLevel(logging.INFO if group.is_main else logging.WARNING)
     stage.log.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(stage.log)
+    handler = logging.FileHandler(stage.log, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
     for earlier in log.handlers:  # of an earlier stage in this process
         earlier.close()

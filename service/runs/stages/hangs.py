@@ -13,7 +13,7 @@ def record_hang(stage: StageDir, failure: Failure, stacks: str) -> None:
     """Write a hang to the stage's `hangs.jsonl`, and what all threads were doing to `logs/hangs.txt`. Raises OSError."""
     append_line(stage.hangs, {"time_ms": time.time_ns() // 1_000_000, "message": redact(str(failure))})
     stage.stacks.parent.mkdir(parents=True, exist_ok=True)
-    with open(stage.stacks, "a") as file:
+    with open(stage.stacks, "a", encoding="utf-8") as file:
         file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {redact(stacks)}\n\n")
 
 

@@ -15,7 +15,7 @@ def append_to_log(stage: StageDir, line: str) -> None:
     path = stage.driver_log if run_store(stage.root) else stage.log
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a") as file:
+        with open(path, "a", encoding="utf-8") as file:
             file.write(f"{datetime.now():%H:%M:%S} {redact(line)}\n")
     except OSError as error:
         log.warning("%s (not in %s: %s)", redact(line), path, error.strerror)

@@ -74,7 +74,7 @@ def uri_of(path: Path) -> str | None:
     path = path.absolute()
     for folder in (path, *path.parents):
         try:
-            root = (folder / _ORIGIN).read_text()
+            root = (folder / _ORIGIN).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):
             continue
         if root.startswith("s3://"):

@@ -47,7 +47,7 @@ class CifarReader(RandomAccessReader):
         version = _version(self._root)
         assert version is not None
         names_file = self._root / version.names
-        names = _unpickled(names_file)[version.names_key] if version.names_key else names_file.read_text().split()
+        names = _unpickled(names_file)[version.names_key] if version.names_key else names_file.read_text(encoding="utf-8").split()
         splits = {split: self._split_listing(version, files, names) for split, files in version.files.items()}
         return Listing(tuple(names), splits, pixels=True)
 

@@ -95,7 +95,7 @@ class ImagenetReader(RandomAccessReader):
         """The class of each validation image by its file's name or by its number."""
         tiny = self._root / _TINY_LABELS
         if tiny.is_file():
-            return dict(line.split("\t")[:2] for line in tiny.read_text().splitlines() if "\t" in line)
+            return dict(line.split("\t")[:2] for line in tiny.read_text(encoding="utf-8").splitlines() if "\t" in line)
         found = _label_files(self._root)
         if _TRUTH not in found or _META not in found:
             raise DataError(

@@ -1,0 +1,56 @@
+"""Standard input, output and errors as they come: closed, in any encoding, read by a program that ends early."""
+
+import codecs
+import io
+import os
+import select
+import signal
+import sys
+
+CLOSED_PIPE = 128 + signal.SIGPIPE
+ASCII = {
+    "…": "...",
+    "·": "*",
+    "×": "x",
+    "÷": "/",
+    "±": "+-",
+    "−": "-",
+    "–": "-",
+    "→": "->",
+    "←": "<",
+    "≤": "<=",
+    "≥": ">=",
+    "█": "#",
+}
+"""What stands for our own characters where the terminal or the file has only ASCII, or another small set."""
+
+
+def prepare_streams() -> None:
+    """Open standard streams that are closed, and let those of every encoding take all characters.
+
+    What an encoding lacks becomes ASCII; what `ASCII` has no word for, an escape such as `\\u4e2d`.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:  # closed: the next file that is opened would be in its place
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8"))  # noqa: SIM115 (closed with the process)
+    codecs.register_error("raydistill", _as_ascii)
+    for stream in (sys.stdout, sys.stderr):
+        assert isinstance(stream, io.TextIOWrapper)
+        # click writes UTF-8 to a stream that says it is ASCII: this superset of it has only Thai besides.
+        encoding = "tis-620" if codecs.lookup(stream.encoding).name == "ascii" else None
+        stream.reconfigure(encoding=encoding, errors="raydistill")
+
+
+def _as_ascii(error: UnicodeError) -> tuple[str | bytes, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    characters = error.object[error.start : error.end]
+    texts = (ASCII.get(character) or character.encode("ascii", "backslashreplace").decode() for character in characters)
+    return "".join(texts), error.end
+
+
+def is_output_unread() -> bool:
+    """Whether the standard output is a pipe whose reader has gone, as in `distill show digits | head -1`."""
+    output = select.poll()
+    output.register(1, 0)
+    return any(event & select.POLLERR for _, event in output.poll(0))
