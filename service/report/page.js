@@ -24,8 +24,9 @@ function laidOut(layout, width) {
 
 function draw(figures) {
   for (const { id, traces, layout } of figures) {
-    const element = document.getElementById(id);
-    Plotly.react(element, traces, laidOut(layout, element.clientWidth), { responsive: true, displayModeBar: false });
+    const element = document.getElementById(id), width = element.clientWidth, height = element.clientHeight;
+    const fixed = document.documentElement.classList.contains("print") ? { width, height } : {};
+    Plotly.react(element, traces, { ...laidOut(layout, width), ...fixed }, { responsive: true, displayModeBar: false });
   }
 }
 
@@ -37,6 +38,14 @@ async function unpack(text) {
 
 const nonce = document.currentScript.nonce;  // unpacked code may run because this code may
 
+// Printers and screenshots begin at the load event, for which a browser waits while it decodes an image.
+let isDrawn = false;
+function holdLoadEvent() {
+  const image = new Image();
+  image.onload = () => isDrawn || holdLoadEvent();
+  image.src = "data:image/gif;base64,R0lGODlhAQABAAAAACwAAAAAAQABAAA=";
+}
+
 async function figures() {
   const library = document.getElementById("library");
   if (!library) return;
@@ -47,6 +56,9 @@ async function figures() {
   document.head.append(script);
   draw(figures);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => draw(figures));
+  for (const event of ["beforeprint", "afterprint"]) {  // on paper: as wide as a page, and light
+    addEventListener(event, () => { document.documentElement.classList.toggle("print", event === "beforeprint"); draw(figures); });
+  }
 }
 
 function sortable(table) {
@@ -91,4 +103,5 @@ if (copy && navigator.clipboard) {
     copy.textContent = "Copied";
   });
 }
-figures();
+figures().finally(() => { isDrawn = true; });
+holdLoadEvent();
