@@ -117,6 +117,10 @@ class MethodName(NamesPath, StringParamType):
 class Override(NamesPath, StringParamType):
     """KEY=VALUE of an experiment."""
 
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        parse_override(str(value))  # before click wonders about the rest of a value that the shell has split at its spaces
+        return super().convert(value, param, ctx)
+
     def in_job(self, text: str, job: JobFiles) -> list[str]:
         """The override, and right behind it, before any later one of the same key, its paths as absolute ones."""
         key, value = parse_override(text)

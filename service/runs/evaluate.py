@@ -154,7 +154,8 @@ def evaluate(
     check_ray_address()
     cpus = reserve(config, local_capacity())[1].total_cpus if is_local() else 0
     storage = RunDir(root.absolute() / ".evaluate")
-    storage.root.mkdir(parents=True, exist_ok=True)
+    storage.root.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    storage.root.mkdir(exist_ok=True)
     is_copy = uri_of(storage.root) is not None
     with Display() as display, connect(cpus, storage.root, is_copy=is_copy) as cluster:
         from trainables.worker import trainer

@@ -71,13 +71,17 @@ def already_begun(out: Path) -> str:
 
 
 def new_run_dir(root: Path, name: str, out: Path | None) -> RunDir:
-    """Create `out`, or ROOT/<name>-<time>/ under a name that no other run has. Raises ExperimentError: it cannot be created."""
+    """Create `out`, or ROOT/<name>-<time>/ under a name that no other run has.
+
+    A root that is not there yet is created for its user alone. Raises ExperimentError: it cannot be created.
+    """
     stem = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     serial = 1
     while True:
         path = (out or root / (stem if serial == 1 else f"{stem}_{serial}")).absolute()
         try:
-            path.mkdir(parents=True, exist_ok=out is not None)
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path.mkdir(exist_ok=out is not None)
         except FileExistsError:
             if out is not None:
                 raise ExperimentError(f"--out {out} cannot be written: it is not a folder; choose another --out") from None

@@ -31,6 +31,7 @@ def fill_cache(resolved: Resolved, root: Path) -> str:
             "teacher.cache while it distils"
         )
     check_writable(root, None)
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_train(resolved)
     run_dir = RunDir(root.absolute() / ".cache" / f"{experiment.name}-{time.time_ns():x}")
     cpus, cache = most_local_cpus(experiment), experiment.written_cache("train")

@@ -177,7 +177,7 @@ def create_database(path: Path, artifacts: str) -> None:
     """
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with locked(path.with_name(f"{path.name}.lock")):
         if path.exists() and path.stat().st_size:
             return

@@ -256,6 +256,8 @@ def test_a_recipe_next_to_a_folder_of_its_name_is_the_recipe_unless_the_folder_h
 @pytest.mark.parametrize("command", ["train", "sweep", "show"])
 def test_a_wrong_experiment_is_refused_by_every_command_that_takes_one(command: str, refuse: Refuse) -> None:
     assert refuse(command, "digits", *sets("optim.lr")).startswith("--set optim.lr: write --set key=value")
+    split = refuse(command, "digits", "--set", "data.mean=[0.1,", "0.2]")  # as a shell splits it
+    assert split.startswith("--set data.mean=[0.1,: ends inside its brackets, as a shell splits at spaces: ")
     assert "did you mean digits?" in refuse(command, "digit")
     assert refuse(command, "digits", *sets("distill.options.kd.temperature=0")).endswith("must be above 0, not 0")
 
@@ -535,7 +537,7 @@ def test_an_evaluation_that_cannot_be_carried_out_is_refused(refuse: Refuse, tmp
         ("scale.num_workers=0", "scale.num_workers: must be at least 1, not 0"),
         ("optim.lr=3", "an evaluation has the keys data.*, scale.* and precision"),
         ("data", "write --set key=value"),
-        ("data.global_batch_size=[", "not YAML"),
+        ("data.global_batch_size=[", "ends inside its brackets"),
         ("scale.num_workers=500", "500 workers of 2 CPUs each do not fit"),
     ):
         shown = refuse("evaluate", whole, "--data", "digits", *sets(override))

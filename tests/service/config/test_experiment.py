@@ -560,6 +560,10 @@ def test_an_override_without_key_or_value_is_refused_with_an_example(text: str) 
     assert refusal(text) == f"--set {text}: write --set key=value, such as --set data.global_batch_size=256"
 
 
+def test_spaces_around_the_equals_sign_of_an_override_are_no_part_of_it() -> None:
+    assert load("digits", ["optim.epochs = 3"]).experiment.optim.epochs == 3
+
+
 def test_many_mistakes_take_six_lines_at_most() -> None:
     lines = refusal(*(f"wrong{i}=1" for i in range(9))).splitlines()
     assert len(lines) == 6

@@ -1,6 +1,7 @@
 """A run's directory when several processes want it."""
 
 import os
+import stat
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from service.config.experiment import Resolved, load, read_resolved
-from service.runs.run_directory import as_it_stands, begin_run, reopen
+from service.runs.run_directory import as_it_stands, begin_run, new_run_dir, reopen
 from tests.service.report.runs import sweep_dir
 from trainables.errors import ExperimentError
 from trainables.rundir import RunDir
@@ -53,3 +54,14 @@ def test_a_sweep_whose_driver_was_killed_has_not_run_since_its_trials_last_wrote
         os.utime(path, (time_s, time_s))
     since = datetime.fromtimestamp(3e9)
     assert as_it_stands(run_dir, result).reason == f"not running since {since:%Y-%m-%d %H:%M:%S}: no process runs it any more"
+
+
+def test_a_root_that_is_created_is_its_users_alone_and_one_that_exists_stays_as_it_is(tmp_path: Path) -> None:
+    private, shared = tmp_path / "private", tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o2775)
+    assert new_run_dir(private, "r", None).root.parent == private
+    assert new_run_dir(tmp_path, "r", tmp_path / "out" / "run").root.is_dir()
+    new_run_dir(shared, "r", None)
+    modes = [stat.S_IMODE(folder.stat().st_mode) for folder in (private, tmp_path / "out", shared)]
+    assert modes == [0o700, 0o700, 0o2775]
