@@ -36,10 +36,10 @@ def prepare_streams() -> None:
             setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8"))  # noqa: SIM115 (closed with the process)
     codecs.register_error("raydistill", _as_ascii)
     for stream in (sys.stdout, sys.stderr):
-        assert isinstance(stream, io.TextIOWrapper)
-        # click writes UTF-8 to a stream that says it is ASCII: this superset of it has only Thai besides.
-        encoding = "tis-620" if codecs.lookup(stream.encoding).name == "ascii" else None
-        stream.reconfigure(encoding=encoding, errors="raydistill")
+        if isinstance(stream, io.TextIOWrapper):  # not one that a caller in this process has put there
+            # click writes UTF-8 to a stream that says it is ASCII: this superset of it has only Thai besides.
+            encoding = "tis-620" if codecs.lookup(stream.encoding).name == "ascii" else None
+            stream.reconfigure(encoding=encoding, errors="raydistill")
 
 
 def _as_ascii(error: UnicodeError) -> tuple[str | bytes, int]:
