@@ -7,6 +7,7 @@ asked of the queue; the test starts the script as Slurm would, and signals the s
 import os
 import re
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -100,6 +101,7 @@ def slurm(tmp_path: Path) -> Iterator[Slurm]:
     for process in job.started:
         kill(family(process))
         process.wait()
+    shutil.rmtree(f"/tmp/rd-{job.job}", ignore_errors=True)
 
 
 @pytest.mark.parametrize("code", [0, 2, 130])
