@@ -35,7 +35,7 @@ def saved_views(
         lines = {"selectedParams": list(swept), "selectedMetrics": compared, "showAllRuns": True}
         charts.append(_chart("PARALLEL", "parallel", **lines))
     what = "Trials" if kind == "trial" else "Runs"
-    section = {"uuid": _SECTION, "name": what, "display": True, "isReordered": False, "deleted": False, "isGenerated": False}
+    shown = {"display": True, "columns": 2, "isReordered": False, "deleted": False, "isGenerated": False}
     state = {
         "searchFilter": f"tags.`raydistill.kind` = '{kind}'",
         "orderByKey": f"metrics.`{first}`",
@@ -46,12 +46,12 @@ def saved_views(
         "modelVersionFilter": "All Runs",
         "selectedColumns": columns,
         "columnOrder": columns,
-        "columnWidths": {},
+        "columnWidths": {"attributes.`Run Name`": 260},
         "runsHiddenMode": "SHOW_ALL",
         "hideEmptyCharts": True,
         "groupBy": None,
         "isAccordionReordered": True,  # or the sections that the page makes of all metrics come first
-        "compareRunSections": [section],
+        "compareRunSections": [{"uuid": _SECTION, "name": what, **shown}],
         "compareRunCharts": charts,
     }
     text = json.dumps(state)
