@@ -24,6 +24,7 @@ from mlflow.utils.credentials import get_default_host_creds
 from mlflow.utils.rest_utils import http_request
 
 import trainables
+from service.tracking.refused_records import one_line
 from service.tracking.spool import RefusedError, Row
 from service.tracking.views import VIEW_TAG, VIEWS_SINCE
 from trainables.errors import ModelError
@@ -144,7 +145,7 @@ class Store:
                     self._client.set_experiment_tag(self.experiment_id, VIEW_TAG + key, value)
         except MlflowException as error:
             if error.error_code in REFUSALS | READ_ONLY:
-                return str(error.message)
+                return one_line(error)
             raise
         return ""
 

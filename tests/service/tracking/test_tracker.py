@@ -1,6 +1,7 @@
 """Tracking on a real SQLite store, without a server."""
 
 import contextlib
+import http.server
 import json
 import math
 import os
@@ -10,6 +11,7 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.tracking import Tracker, default_uri, sync, sync_neighbours, ui_command
+from service.tracking import Tracker, compare_urls, default_uri, saved_views, sync, sync_neighbours, ui_command
 from service.tracking.sender import CLIENT_ENVIRONMENT, NO_TELEMETRY, Sender
 from service.tracking.spool import Spool, Target
 from tests.service.tracking.store import metrics_of, query, run_of, write_steps
@@ -121,6 +123,56 @@ def test_mlflows_compare_page_opens_on_the_first_metric_of_a_run_and_that_is_wha
     assert metrics["accurate"]["top1_pct"] == 50.0
     history = client.get_metric_history(ids["accurate"], "top1_pct")
     assert [(point.step, str(point.value)) for point in history] == [(0, "nan"), (3, "50.0")]
+
+
+def test_saved_views_are_written_once_and_never_over_what_a_user_has_made_of_them(
+    runs_root: Path, run_dir: RunDir, tracker: Tracker
+) -> None:
+    from mlflow import MlflowClient
+
+    views = [saved_views("trial", {key: key}, "top1_pct", ascending=False, has_accuracy=True) for key in ("lr", "lr", "seed")]
+    same, again, other = ({f"mlflow.sharedViewState.{key}": value for key, value in each.items()} for each in views)
+    assert same.keys() == again.keys()
+    assert not same.keys() & other.keys()
+    tracker.start_run("sweep", "run")
+    tracker.views("sweep", views[0])
+    assert sync(run_dir).num_pending == 0
+    client = MlflowClient(default_uri(runs_root))
+    experiment = Spool(run_dir).cursor(default_uri(runs_root)).experiment_id
+    client.set_experiment_tag(experiment, next(iter(same)), "the user's own")
+    tracker.views("sweep", views[1])
+    tracker.views("sweep", views[2])
+    assert sync(run_dir).num_pending == 0
+    assert client.get_experiment(experiment).tags == same | other | {next(iter(same)): "the user's own"}
+    page = f"http://127.0.0.1:5000/#/experiments/{experiment}/runs?workflowType=machine_learning&viewStateShareKey="
+    table, charts = views[2]
+    assert compare_urls(run_dir) == [f"{page}{table}", f"{page}{charts}&compareRunsMode=CHART"]
+
+
+def test_a_server_that_is_too_old_for_saved_views_gets_none_and_one_line_says_so(
+    run_dir: RunDir, caplog: pytest.LogCaptureFixture
+) -> None:
+    experiment = {"experiment_id": "1", "name": "e", "lifecycle_stage": "active", "artifact_location": "file:///tmp"}
+
+    class OldServer(http.server.BaseHTTPRequestHandler):
+        """Answers as MLflow 3.15 does to what is asked here; that version is not installed."""
+
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"3.15.2" if self.path == "/version" else json.dumps({"experiment": experiment}).encode())
+
+        def log_message(self, *_: object) -> None:
+            """Nothing to the test's output."""
+
+    with http.server.HTTPServer(("127.0.0.1", 0), OldServer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        tracker = Tracker(run_dir, f"http://127.0.0.1:{server.server_port}", "e")
+        tracker.views("sweep", {"key": "{}"})
+        assert sync(run_dir).num_pending == 0
+        server.shutdown()
+    assert caplog.text.count("has no saved views of the trials: they need MLflow 3.16, and it has 3.15.2") == 1
+    assert compare_urls(run_dir) == []
 
 
 def test_a_description_is_what_mlflow_shows_on_the_runs_page(runs_root: Path, run_dir: RunDir, tracker: Tracker) -> None:
