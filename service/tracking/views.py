@@ -35,7 +35,7 @@ def saved_views(
         lines = {"selectedParams": list(swept), "selectedMetrics": compared, "showAllRuns": True}
         charts.append(_chart("PARALLEL", "parallel", **lines))
     what = "Trials" if kind == "trial" else "Runs"
-    shown = {"display": True, "columns": 2, "isReordered": False, "deleted": False, "isGenerated": False}
+    shown = {"display": True, "columns": 2, "cardHeight": 320, "isReordered": False, "deleted": False, "isGenerated": False}
     state = {
         "searchFilter": f"tags.`raydistill.kind` = '{kind}'",
         "orderByKey": f"metrics.`{first}`",
@@ -46,7 +46,7 @@ def saved_views(
         "modelVersionFilter": "All Runs",
         "selectedColumns": columns,
         "columnOrder": columns,
-        "columnWidths": {"attributes.`Run Name`": 260},
+        "columnWidths": {},
         "runsHiddenMode": "SHOW_ALL",
         "hideEmptyCharts": True,
         "groupBy": None,
