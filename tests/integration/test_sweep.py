@@ -104,7 +104,7 @@ def test_a_killed_drivers_sweep_resumes_without_running_finished_trials_again(di
         # The views of the experiment, and what each run is trained on, once, also where a resumed driver has said so again.
         views = store.execute("SELECT value FROM experiment_tags WHERE key LIKE 'mlflow.sharedViewState.%'").fetchall()
         assert sorted(json.loads(view)["name"] for (view,) in views) == ["Charts by batch", "Trials by batch"]
-        (profile,) = store.execute("SELECT dataset_profile FROM datasets WHERE length(dataset_digest) <= 36").fetchone()
+        (profile,) = store.execute("SELECT dataset_profile FROM datasets WHERE length(digest) <= 36").fetchone()
         assert json.loads(profile) == {"classes": 10, "train_images": 1442, "val_images": 355}
         inputs = "SELECT count(*) FROM inputs WHERE source_type = 'DATASET' GROUP BY destination_id"
         assert store.execute(inputs).fetchall() == [(1,)] * 3
