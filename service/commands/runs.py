@@ -151,7 +151,7 @@ def run_to_the_end(kind: Kind, resolved: Resolved, run_dir: RunDir, root: Path, 
     from service.runs.stored.stored_runs import display_name
     from service.runs.train import train as run_train
     from service.sweeps.sweep import sweep as run_sweep
-    from service.tracking import compare_url
+    from service.tracking import compare_urls
     from trainables.errors import ClusterError
     from trainables.redact import redact
 
@@ -168,6 +168,6 @@ def run_to_the_end(kind: Kind, resolved: Resolved, run_dir: RunDir, root: Path, 
     if result.mlflow:
         click.echo(f"records: {redact(result.mlflow.uri)}")
         click.echo(f"open them with: distill ui --runs {display_name(root)}")
-        keys = [f"trial/{row.id}" for row in result.rows if row.status == "ok"]
-        if link := compare_url(run_dir, keys):
-            click.echo(f"then compare the trials at: {link}")
+        what = "trials" if kind == "sweep" else "runs"
+        for words, link in zip((f"then compare the {what} at", "their charts"), compare_urls(run_dir), strict=False):
+            click.echo(f"{words}: {link}")

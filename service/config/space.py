@@ -8,7 +8,7 @@ scale.pipeline_stages: auto                 every number that divides one of the
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal
 from typing import Any
 
@@ -17,6 +17,8 @@ import numpy as np
 SCALE_AXES = NUM_WORKERS, GLOBAL_BATCH, LOADER_WORKERS = "scale.num_workers", "data.global_batch_size", "data.loader_workers"
 """The axes of every sweep, whether it searches them or not."""
 PIPELINE_STAGES, MOST_STAGES = "scale.pipeline_stages", 64
+
+_USUAL_NAMES = {NUM_WORKERS: "workers", GLOBAL_BATCH: "batch"}
 
 DISTRIBUTIONS: dict[str, Callable[[np.random.Generator, Any, Any], Any]] = {
     "uniform": lambda rng, low, high: float(rng.uniform(low, high)),
@@ -65,6 +67,13 @@ def choices(key: str, spec: Any) -> list[Any] | None:
     raise SpaceError(
         f"{key}: write a list, {{range: [first, last, step]}}, or one of {', '.join(DISTRIBUTIONS)} with [low, high]"
     )
+
+
+def short_names(keys: Iterable[str]) -> dict[str, str]:
+    """Dotted key → a name that is short: its last part where no other key has that, and usual names for the three axes."""
+    keys = list(keys)
+    last = {key: _USUAL_NAMES.get(key, key.rpartition(".")[2]) for key in keys}
+    return {key: name if list(last.values()).count(name) == 1 else key for key, name in last.items()}
 
 
 def with_stages_axis(space: Mapping[str, Any], num_workers: int) -> dict[str, Any]:

@@ -42,16 +42,18 @@ def common_points(comparison: Comparison) -> PageTable | None:
         return None
     unit = comparison.a.unit
     accurate = any("top1_pct" in row.metrics for pair in comparison.pairs for row in (pair.a, pair.b))
-    columns = [*(names.axis(key, unit) for key in comparison.keys), "A images/s", "B images/s", "B ÷ A", "±", "verdict"]
-    columns += ["A top-1 %", "B top-1 %"] if accurate else []
+    columns = [*(names.axis(key, unit) for key in comparison.keys), *("A images/s", "A top-1 %")[: 1 + accurate]]
+    columns += [*("B images/s", "B top-1 %")[: 1 + accurate], "B ÷ A", "±", "verdict"]
     rows = []
     for pair in comparison.pairs:
-        speeds = [names.number(row.metrics["images_per_s"], 1) for row in (pair.a, pair.b)]
+        results = [
+            names.number(row.metrics.get(name), digits)
+            for row in (pair.a, pair.b)
+            for name, digits in (("images_per_s", 1), ("top1_pct", 2))[: 1 + accurate]
+        ]
         error = names.number(pair.error * pair.ratio if pair.error is not None else None, 3)
-        tops = [names.number(row.metrics.get("top1_pct")) for row in (pair.a, pair.b)] if accurate else []
-        rows.append(
-            [*(str(pair.point[key]) for key in comparison.keys), *speeds, f"{pair.ratio:.3f}", error, point_verdict(pair), *tops]
-        )
+        point = (str(pair.point[key]) for key in comparison.keys)
+        rows.append([*point, *results, f"{pair.ratio:.3f}", error, point_verdict(pair)])
     return PageTable("Common points", columns, rows)
 
 

@@ -29,14 +29,14 @@ def sweep_table(result: RunResult, only: Collection[str] | None = None) -> Table
 
     `only`: the trials that there is room for.
 
-    Columns as users of distributed training read them: workers × batch × loader workers → s/step, of it data, images/s, s/epoch.
+    Columns: what it ran on (workers × batch × loader workers), images/s and top-1, s/epoch, s/step and what of it waits for data.
     """
     trials = [trial for trial in result.rows if trial.status != "untested"]
     points, tried = probes(result.rows), probes(trials)
     count = f"{len(tried)} of {len(points)} points" if len(tried) < len(points) else f"{len(trials)} trials"
     extra = [key for key in result.space if key not in SCALE_AXES]
     axes = dict(zip(SCALE_AXES, ("GPUs" if result.use_gpu else "workers", "batch", "loader workers"), strict=True))
-    measures = ("s/step", "data_s (min–max)", "data %", "images/s", "s/epoch", "top-1 %", "status")
+    measures = ("images/s", "top-1 %", "s/epoch", "s/step", "data_s (min–max)", "data %", "status")
     table = text_table(
         f"{result.name}: {count} by {result.metric} ({result.mode})",
         ("trial", *axes.values(), *extra, *measures),
@@ -58,12 +58,12 @@ def sweep_table(result: RunResult, only: Collection[str] | None = None) -> Table
             trial.id,
             *(str(trial.scale.by_key[key]) for key in SCALE_AXES),
             *(str(trial.params.get(key)) for key in extra),
+            number(m.get("images_per_s"), 1),
+            number(m.get("top1_pct")),
+            epoch_seconds_text(m),
             number(m.get("step_s"), 4),
             data_seconds(m),
             number(m.get("data_pct"), 1),
-            number(m.get("images_per_s"), 1),
-            epoch_seconds_text(m),
-            number(m.get("top1_pct")),
             " ".join(filter(None, notes)) + (f": {trial.reason}" if trial.reason else ""),
             style="bold green" if trial.id == best else None,
         )

@@ -1,6 +1,8 @@
 """The session of a run or sweep: its lock, display, records and `result.json`, from its beginning to its end, however it ends."""
 
 import contextlib
+import hashlib
+import json
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,13 +19,15 @@ from service.cluster.local_ray import RayLostError
 from service.config.dotted import flatten
 from service.config.experiment import Resolved
 from service.config.schema import Experiment
+from service.config.space import short_names
+from service.config.sweep import FRONT
 from service.runs.display import Display, wait_for
 from service.runs.outcome import VERSION
-from service.runs.result import MlflowTarget, RunResult, read_result, write_result
+from service.runs.result import Kind, MlflowTarget, RunResult, read_result, write_result
 from service.runs.run_directory import locked_run, runs_root_of
 from service.runs.stored.stored_runs import display_name, uri_of
 from service.runs.stored.stored_session import stored_session
-from service.tracking import Tracker, default_uri, sync_neighbours
+from service.tracking import Tracker, default_uri, of_summary, saved_views, sync_neighbours
 from trainables.config import DataIdentity
 from trainables.data.identity import data_changes
 from trainables.rundir import RunDir, StageDir
@@ -101,6 +105,7 @@ def open_session(
         session = _open(resolved, run_dir, display, reporter)
         if data is not None and data != session.result.data:
             session.save(**with_data(session.result, data))
+        record_dataset(session, session.key)
         display.print(f"{session.result.kind} {resolved.experiment.name} in {display_name(run_dir.root)}")
         if session.tracker and uri_of(run_dir.root) and not resolved.experiment.tracking.uri:
             store = runs_root_of(session.result)
@@ -126,10 +131,38 @@ def _open(resolved: Resolved, run_dir: RunDir, display: Display, reporter: Resul
         target = MlflowTarget(uri=uri, experiment=experiment.tracking.experiment)
         tracker = Tracker(run_dir, uri, experiment.tracking.experiment, name=display_name(run_dir.root))
         tracker.start_run(kind, run_dir.root.name, params=flatten(experiment.model_dump(mode="json")), tags=code_tags(kind))
+        tracker.views(kind, views_of(kind, experiment))
         tracker.artifact(kind, run_dir.experiment)
     session = Session(resolved, run_dir, display, reporter, tracker, result, earlier_s=result.seconds, began_s=began_s)
     session.save(version=VERSION, status="running", reason="", mlflow=target)
     return session
+
+
+def views_of(kind: Kind, experiment: Experiment) -> dict[str, str]:
+    """The saved views in which a sweep's trials, or a run and those beside it, are compared in MLflow."""
+    if kind == "train":
+        has_accuracy = experiment.train.max_steps is None
+        return saved_views(kind, {}, "top1_pct" if has_accuracy else "images_per_s", ascending=False, has_accuracy=has_accuracy)
+    sweep = experiment.sweep
+    has_accuracy = sweep.timing_steps is None or sweep.is_time_to_accuracy
+    first, ascending = ("images_per_s", False) if sweep.metric == FRONT else (sweep.figure, sweep.mode == "min")
+    return saved_views("trial", short_names(sweep.axes), first, ascending=ascending, has_accuracy=has_accuracy)
+
+
+def record_dataset(session: Session, key: str) -> None:
+    """What a run of MLflow is trained on, for its dataset column; left out where a sweep searches over `data.path`."""
+    data, path = session.result.data, session.experiment.data.path
+    if session.tracker is None or data is None:
+        return
+    counts = {"classes": len(data.classes), "train_images": data.train.num_images, "val_images": data.val.num_images}
+    dataset = {
+        "name": Path(path).name or path,
+        "digest": hashlib.sha256(data.model_dump_json().encode()).hexdigest()[:16],
+        "source_type": path.partition("://")[0] if "://" in path else "local",
+        "source": json.dumps({"uri": path}),
+        "profile": json.dumps(counts),
+    }
+    session.tracker.dataset(key, dataset)
 
 
 def with_data(result: RunResult, data: DataIdentity) -> dict[str, Any]:
@@ -191,14 +224,17 @@ def written_ms(path: Path) -> int | None:
     return int(path.stat().st_mtime * 1000) if path.exists() else None
 
 
-def record_numbers(session: Session, key: str, stage: StageDir, metrics: Mapping[str, float], prefix: str = "") -> None:
+def record_numbers(
+    session: Session, key: str, stage: StageDir, metrics: Mapping[str, float], prefix: str = "", *, followed: bool
+) -> None:
+    """A stage's final numbers, see `of_summary`."""
     if session.tracker and metrics:
-        named = {f"{prefix}{name}": value for name, value in metrics.items()}
-        session.tracker.metrics(key, int(metrics.get("steps", 0)), named, written_ms(stage.result))
+        shown = of_summary(metrics, prefix, followed=followed)
+        session.tracker.metrics(key, int(metrics.get("steps", 0)), shown, written_ms(stage.result))
 
 
-def record_student(session: Session, key: str, stage: StageDir, metrics: Mapping[str, float]) -> None:
-    """The student's final numbers under plain names, and the student itself, in MLflow."""
-    record_numbers(session, key, stage, metrics)
+def record_student(session: Session, key: str, stage: StageDir, metrics: Mapping[str, float], *, followed: bool = True) -> None:
+    """The student's final numbers and the student itself, in MLflow; of a sweep's best trial in the sweep's run, too."""
+    record_numbers(session, key, stage, metrics, followed=followed)
     if session.tracker and stage.best.exists() and session.experiment.tracking.log_model:
         session.tracker.model(key, stage.best)

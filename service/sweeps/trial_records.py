@@ -1,11 +1,19 @@
 """How trials are shown and recorded in MLflow: a child run each, with its parameters, log lines and final numbers."""
 
+from collections.abc import Sequence
+
 from service.config.dotted import flatten
+from service.config.space import short_names
 from service.runs.outcome import Outcome
-from service.runs.session import Session, written_ms
+from service.runs.result import TrialRow
+from service.runs.session import Session, record_dataset, written_ms
 from service.runs.stages.hangs import hang_tags
 from service.sweeps.trials import Trial
+from service.tracking import of_summary
 from trainables.rundir import StageDir
+
+WINNER = "raydistill.winner"
+"""Tag of the best trial."""
 
 
 class TrialRecords:
@@ -15,10 +23,9 @@ class TrialRecords:
         self._session = session
         self._timing = session.experiment.sweep.timing_steps is not None
         self._metric = session.experiment.sweep.figure
-        self._followed: set[StageDir] = set()
 
     def begin(self, trial: Trial, stage: StageDir | None = None) -> None:
-        """A child run in MLflow that follows the trial's numbers; a point that is wrong in itself has its own values alone.
+        """A child run in MLflow that follows the trial's epochs; a point that is wrong in itself has its own values alone.
 
         `stage`: the measurement that has begun; without one, the first.
         """
@@ -27,18 +34,18 @@ class TrialRecords:
             return
         experiment = flatten(trial.resolved.experiment.model_dump(mode="json")) if trial.resolved else {}
         params = experiment | trial.params | {"data.loader_workers": trial.loader_workers}
-        name = f"{run_dir.root.name}/{trial.id}"
-        timed_only = self._ends_after_timing(trial)
         tracker.start_run(
             _key(trial),
-            name,
+            _name(trial),
             parent_key=self._session.key,
             params=params,
             tags={"raydistill.kind": "trial"},
-            first_metric=self._metric if not timed_only and trial.outcome is None else "",
+            first_metric=self._metric if self._is_followed(trial) and trial.outcome is None else "",
         )
-        if not timed_only:
-            self._follow(trial, stage or run_dir.trial(trial.id).measurement(0))
+        record_dataset(self._session, _key(trial))
+        if self._is_followed(trial):
+            stage = stage or run_dir.trial(trial.id).measurement(0)
+            tracker.follow(_key(trial), stage.metrics, "")
 
     def end(self, trial: Trial) -> None:
         """Show and record how a trial ended."""
@@ -58,29 +65,35 @@ class TrialRecords:
         last = run_dir.measurement(max(trial.num_measurements - 1, 0))
         tracker.tags(_key(trial), tags | hang_tags(last))
         if outcome.metrics:
-            m = outcome.metrics
-            first = {name: m[name] for name in (self._metric, "images_per_s") if name in m}
-            tracker.metrics(_key(trial), int(m.get("steps", 0)), first | m, written_ms(run_dir.result))
-        if self._ends_after_timing(trial):  # after its final numbers: MLflow's compare page opens on a run's first metric
-            for number in range(trial.num_measurements):
-                self._follow(trial, run_dir.measurement(number))
+            shown = of_summary(outcome.metrics, followed=self._is_followed(trial), first=self._metric)
+            tracker.metrics(_key(trial), int(outcome.metrics.get("steps", 0)), shown, written_ms(run_dir.result))
         if run_dir.experiment.exists():
             tracker.artifact(_key(trial), run_dir.experiment)
         tracker.end_run(_key(trial), "FINISHED" if outcome.status in ("ok", "stopped") else "FAILED")
 
-    def _ends_after_timing(self, trial: Trial) -> bool:
-        """Whether a trial ends after its steps are timed: its log lines are of interest when it has ended, if at all."""
-        return self._timing and trial.speed_trial is None
+    def _is_followed(self, trial: Trial) -> bool:
+        """Whether a trial has epochs to follow: one that ends after its steps are timed has none."""
+        return trial.kind(self._timing) == "accuracy"
 
-    def _follow(self, trial: Trial, stage: StageDir) -> None:
-        """Send the log lines of one of the trial's measurements to MLflow; once, however often its point is measured again."""
-        if self._session.tracker and stage not in self._followed:
-            self._followed.add(stage)
-            self._session.tracker.follow(_key(trial), stage.metrics, f"{stage.root.name}/")
+    def mark_winner(self, best: TrialRow | None, before: TrialRow | None, verdict: Sequence[str]) -> None:
+        """Tag and describe the best trial; not any more the one that an earlier session of the sweep had tagged."""
+        if tracker := self._session.tracker:
+            if before and (best is None or before.id != best.id):
+                tracker.tags(f"trial/{before.id}", {WINNER: "false"})
+                tracker.describe(f"trial/{before.id}", [])
+            if best:
+                tracker.tags(f"trial/{best.id}", {WINNER: "true"})
+                tracker.describe(f"trial/{best.id}", verdict)
 
 
 def _key(trial: Trial) -> str:
     return f"trial/{trial.id}"
+
+
+def _name(trial: Trial) -> str:
+    """A trial's name in MLflow: `000 workers=2 batch=128`."""
+    names = short_names(trial.params)
+    return " ".join([trial.id, *(f"{names[key]}={value}" for key, value in trial.params.items())])
 
 
 def _line(trial: Trial, outcome: Outcome) -> str:

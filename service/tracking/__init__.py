@@ -4,7 +4,20 @@ The driver's calls append to a spool (`spool`); a thread, or `distill sync` late
 `mlflow_store`, `student_model` and `ui_app` import MLflow.
 """
 
+from service.tracking.shown_metrics import of_summary
 from service.tracking.spool import Delivery
-from service.tracking.tracker import Tracker, compare_url, default_uri, sync, sync_neighbours, ui_command, ui_environment
+from service.tracking.tracker import Tracker, compare_urls, default_uri, sync, sync_neighbours, ui_command, ui_environment
+from service.tracking.views import saved_views
 
-__all__ = ["Delivery", "Tracker", "compare_url", "default_uri", "sync", "sync_neighbours", "ui_command", "ui_environment"]
+__all__ = [
+    "Delivery",
+    "Tracker",
+    "compare_urls",
+    "default_uri",
+    "of_summary",
+    "saved_views",
+    "sync",
+    "sync_neighbours",
+    "ui_command",
+    "ui_environment",
+]

@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +17,23 @@ import mlflow.pyfunc
 import numpy as np
 import requests
 from mlflow import MlflowClient, MlflowException
-from mlflow.entities import LoggedModelOutput, LoggedModelStatus, Metric, Param, RunTag
+from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModelOutput, LoggedModelStatus, Metric, Param, RunTag
 from mlflow.models import Model, ModelSignature
 from mlflow.types import Schema, TensorSpec
+from mlflow.utils.credentials import get_default_host_creds
+from mlflow.utils.rest_utils import http_request
 
 import trainables
+from service.tracking.refused_records import one_line
 from service.tracking.spool import RefusedError, Row
+from service.tracking.views import VIEW_TAG, VIEWS_SINCE
 from trainables.errors import ModelError
 from trainables.locks import locked
 from trainables.models.names import REUSE_SEPARATOR, check_model_name
 
 KEY_TAG = "raydistill.key"
 REFUSALS = {"INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS", "INVALID_STATE", "MALFORMED_REQUEST"}
+READ_ONLY = {"PERMISSION_DENIED", "UNAUTHENTICATED", "ENDPOINT_NOT_FOUND"}
 REFUSED_STATUS = {400, 411, 413, 414, 415, 422}
 MAX_NAME, MAX_PARAM, MAX_TAG = 250, 6000, 5000
 MODEL_PACKAGES = ("mlflow", "numpy", "pydantic", "safetensors", "torch", "torchvision")
@@ -59,7 +64,7 @@ class Store:
 
     def __init__(self, uri: str, experiment: str, scratch: Path):
         """Connect; create the database and the experiment where there is none. `scratch`: a folder for temporary files."""
-        self._scratch = scratch
+        self._scratch, self._uri = scratch, uri
         artifacts = None
         if uri.startswith("sqlite:///"):
             database = Path(uri.removeprefix("sqlite:///"))
@@ -119,6 +124,30 @@ class Store:
         """One request of parameters, tags or metrics; what was logged before is not logged again."""
         with refusals():
             self._client.log_batch(run_id, **{kind: [ENTITIES[kind](*row) for row in rows]}, synchronous=True)
+
+    def log_dataset(self, run_id: str, dataset: Mapping[str, str]) -> None:
+        """Say what a run is trained on; the store itself has each dataset of a run once."""
+        tags = [InputTag("mlflow.data.context", "training")]
+        with refusals():
+            self._client.log_inputs(run_id, [DatasetInput(Dataset(**dataset), tags)])
+
+    def add_views(self, views: Mapping[str, str]) -> str:
+        """Save views of the experiment (key → value, see `saved_views`) that it does not have. Returns why that cannot be."""
+        if self._uri.startswith("http"):
+            answer = http_request(get_default_host_creds(self._uri), "/version", "GET")
+            server = answer.text if answer.ok else ""
+            if not (number := re.match(r"(\d+)\.(\d+)", server)) or tuple(map(int, number.groups())) < VIEWS_SINCE:
+                return f"they need MLflow {'.'.join(map(str, VIEWS_SINCE))}, and it has {server or 'none that it names'}"
+        try:
+            there = self._client.get_experiment(self.experiment_id).tags
+            for key, value in views.items():
+                if VIEW_TAG + key not in there:
+                    self._client.set_experiment_tag(self.experiment_id, VIEW_TAG + key, value)
+        except MlflowException as error:
+            if error.error_code in REFUSALS | READ_ONLY:
+                return one_line(error)
+            raise
+        return ""
 
     def log_artifact(self, run_id: str, path: Path, artifact_path: str) -> None:
         """Copy a file or folder into the run's artifacts, over what stands there."""

@@ -10,10 +10,12 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from service.tracking.refused_records import RefusedRecords, one_line
+from service.tracking.shown_metrics import of_epoch
 from service.tracking.spool import CHUNK_BYTES, Cursor, Delivery, RefusedError, Row, Spool, Tail, Target, is_event
 from trainables.redact import redact
 from trainables.rundir import lines_after
@@ -38,9 +40,6 @@ CLIENT_ENVIRONMENT = {
 REQUEST_TIMEOUT_S = "60"
 PER_REQUEST = {"params": 100, "tags": 100, "metrics": 1000}
 """What MLflow takes in one log_batch."""
-
-NOT_FOLLOWED = ("start", "resume", "summary")
-"""Records of a stage that say where it began, which is in its parameters, or what the driver records itself when it has ended."""
 
 MLFLOW_NAMES = {"raydistill.commit": "mlflow.source.git.commit"}
 """Tags that MLflow's pages look for under names of their own."""
@@ -170,6 +169,10 @@ class Sender:
                     self._begin(store, event)
                 case "follow":
                     self._follow(event)
+                case "dataset":
+                    store.log_dataset(self._refused.run_id(event["key"]), event["dataset"])
+                case "views":
+                    self._add_views(store, event["views"])
                 case "artifact" | "model":
                     is_sent = self._upload(store, event)
                 case "end":
@@ -237,9 +240,11 @@ class Sender:
         while lines := lines_after(self._spool.path_of(tail.path), tail.offset, CHUNK_BYTES):
             for line in lines:
                 record = line.record
-                if record is not None and record.get("kind") not in NOT_FOLLOWED:
+                if record is not None and record.get("kind") == "epoch":
                     try:
-                        self._rows.setdefault((tail.key, "metrics"), []).extend(rows(record, tail.prefix))
+                        self._rows.setdefault((tail.key, "metrics"), []).extend(
+                            rows(record, partial(of_epoch, prefix=tail.prefix))
+                        )
                     except RefusedError as refusal:
                         self._refused.set_aside([record], one_line(refusal))
                     else:
@@ -284,6 +289,12 @@ class Sender:
                 return
         self._cursor.tails.append(Tail(key=event["key"], path=event["path"], prefix=event["prefix"]))
 
+    def _add_views(self, store: Store, views: Mapping[str, str]) -> None:
+        if reason := store.add_views(views):
+            log.warning("tracking: %s has no saved views of the trials: %s", self._where, reason)
+        else:
+            self._cursor.views = list(views)
+
     def _upload(self, store: Store, event: dict[str, Any]) -> bool:
         """Whether a file was sent. Else it is deferred: a server that takes records may have nowhere to put files."""
         self._cursor.deferred = [other for other in self._cursor.deferred if upload_of(other) != upload_of(event)]
@@ -324,13 +335,13 @@ class Sender:
                     store.delete_run(twin)
 
 
-def rows(record: Mapping[str, Any], prefix: str = "") -> list[Row]:
-    """A record's parameters, tags or metrics as rows. Raises RefusedError: a record that is none of ours."""
+def rows(record: Mapping[str, Any], shown: Callable[[Mapping[str, float]], Mapping[str, float]] = dict) -> list[Row]:
+    """A record's parameters, tags or `shown` metrics as rows. Raises RefusedError: a record that is none of ours."""
     try:
         if "values" in record:
             return list(record["values"].items())
         time_ms, step = int(record["time_ms"]), int(record["step"])
-        return [(prefix + name, float(value), time_ms, step) for name, value in record["metrics"].items()]
+        return [(name, float(value), time_ms, step) for name, value in shown(record["metrics"]).items()]
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise RefusedError(f"not a record of ours: {error!r}") from error
 

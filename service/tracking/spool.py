@@ -25,6 +25,8 @@ EVENT_FIELDS: Mapping[str, frozenset[str]] = {
     "tags": frozenset({"values"}),
     "metrics": frozenset({"step", "metrics"}),
     "follow": frozenset({"path", "prefix"}),
+    "dataset": frozenset({"dataset"}),
+    "views": frozenset({"views"}),
     "artifact": frozenset({"path", "artifact_path"}),
     "model": frozenset({"path"}),
     "end": frozenset({"status"}),
@@ -85,6 +87,8 @@ class Cursor(SpoolPart):
     tails: list[Tail] = Field(default_factory=list)
     deferred: list[dict[str, Any]] = Field(default_factory=list)
     """Events behind `offset` whose files could not be uploaded, each upload once; those tried last stand last."""
+    views: list[str] = Field(default_factory=list)
+    """Keys of the saved views that the store's experiment has: the table, the charts."""
     refused_runs: dict[str, str] = Field(default_factory=dict)
     """Our run key → why the store takes nothing for this run."""
 

@@ -9,11 +9,10 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlencode
 
 from service.config.uris import checked_uri
 from service.tracking.sender import NO_TELEMETRY, Sender
@@ -82,22 +81,20 @@ def ui_environment(token: str, *, changes: bool) -> dict[str, str]:
     return {**os.environ, **NO_TELEMETRY, **ours} | ({"RAYDISTILL_UI_CHANGES": "1"} if changes else {})
 
 
-def compare_url(run_dir: RunDir, keys: Iterable[str], base: str = "http://127.0.0.1:5000") -> str:
-    """MLflow's compare page (its parallel-coordinates plot first) of those runs of `keys` that its store has; "" for none.
+def compare_urls(run_dir: RunDir, base: str = "http://127.0.0.1:5000") -> list[str]:
+    """The saved views of a run's MLflow experiment, the table and the charts; its list of runs where it has no views of ours.
 
-    The plot opens on parameters that differ and, whatever the address says, on the first metric that SQLite has of the first run
-    (as the script of MLflow 3.17's page has it).
-
-    `base`: the address of a server, or of the UI that `ui_command` opens.
+    [] where the store has not taken anything. `base`: the address of a server, or of the UI that `ui_command` opens.
     """
     spool = Spool(run_dir)
     target = spool.target()
     cursor = spool.cursor(target.uri) if target else Cursor()
-    run_ids = [cursor.runs[key] for key in keys if key in cursor.runs]
+    if not cursor.runs:
+        return []
     # MLflow 3.17 opens as a tool for language models unless the address says otherwise.
-    query = {"runs": run_ids, "experiments": [cursor.experiment_id]}
-    written = {name: json.dumps(ids, separators=(",", ":")) for name, ids in query.items()} | {"workflowType": "machine_learning"}
-    return f"{base.rstrip('/')}/#/compare-runs?{urlencode(written)}" if run_ids else ""
+    page = f"{base.rstrip('/')}/#/experiments/{cursor.experiment_id}/runs?workflowType=machine_learning"
+    modes = ("", "&compareRunsMode=CHART")
+    return [f"{page}&viewStateShareKey={key}{mode}" for key, mode in zip(cursor.views, modes, strict=False)] or [page]
 
 
 class Tracker:
@@ -140,7 +137,7 @@ class Tracker:
         """Begin a run, or take up again the one that was begun under this key.
 
         Nested `params` become dotted names. A tag `raydistill.commit` also fills MLflow's own version column. `first_metric` is
-        NaN until it is known, so that it is the first of the run, see `compare_url`.
+        NaN until it is known, so that it is the first of the run, on which MLflow's page for comparing runs opens.
 
         Raises ValueError: a key that MLflow could not search for.
         """
@@ -152,6 +149,14 @@ class Tracker:
     def params(self, key: str, params: Mapping[str, Any]) -> None:
         """Add parameters; MLflow keeps the first value of each."""
         self._append("params", key, values=flat(params))
+
+    def dataset(self, key: str, dataset: Mapping[str, str]) -> None:
+        """Say what a run is trained on: `name`, `digest` (at most 36 characters), `source_type`, `source` and `profile`."""
+        self._append("dataset", key, dataset=dict(dataset))
+
+    def views(self, key: str, views: Mapping[str, str]) -> None:
+        """Save views of the experiment, see `saved_views`, unless it has them."""
+        self._append("views", key, views=dict(views))
 
     def tags(self, key: str, tags: Mapping[str, Any]) -> None:
         self._append("tags", key, values=flat(tags))
@@ -166,7 +171,7 @@ class Tracker:
         self._append("metrics", key, time_ms, step=step, metrics=numbers)
 
     def follow(self, key: str, stage_dir_metrics_path: Path, prefix: str) -> None:
-        """Deliver what a worker writes into this file (`StageDir.metrics`) until the run ends; `prefix` goes before each name.
+        """Deliver the epochs that a worker writes into this file (`StageDir.metrics`) until the run ends, see `of_epoch`.
 
         The worker's summary is left out: the driver records it with `metrics`, once, when it knows how the stage ended.
         """

@@ -155,7 +155,7 @@ def main(run_dir: RunDir) -> int:
     """The driver's part: exit code 1 where records are left over."""
     tracker = Tracker(run_dir, default_uri(run_dir.root), "benchmarks")
     tracker.start_run("train", "overhead")
-    tracker.follow("train", run_dir.stage(STAGE).metrics, f"{STAGE}/")
+    tracker.follow("train", run_dir.stage(STAGE).metrics, "")
     tracker.start()
     sys.stdin.readline()
     tracker.end_run("train", "FINISHED")

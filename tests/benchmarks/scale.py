@@ -254,12 +254,12 @@ def planner(size: int, folder: Path) -> Figures:
 
 
 def mlflow(size: int, folder: Path) -> Figures:
-    """The records of `size` timing trials sent to an MLflow server on SQLite: each has 150 parameters and 30 log lines of 21."""
+    """The records of `size` timing trials sent to an MLflow server on SQLite: each has its parameters and 26 final numbers."""
     from service.config.dotted import flatten
     from service.config.experiment import load
     from service.tracking import Tracker, sync
     from tests.integration.test_mlflow_server import Server
-    from trainables.rundir import RunDir, append_lines
+    from trainables.rundir import RunDir
 
     run_dir, server = RunDir(folder / "run"), Server(folder)
     server.start()
@@ -267,23 +267,20 @@ def mlflow(size: int, folder: Path) -> Figures:
         server.ready()
         tracker = Tracker(run_dir, server.uri, "scale")
         params = flatten(load("digits").experiment.model_dump(mode="json"))
-        lines = [
-            {"kind": "step", "step": step, "time_ms": 1_790_000_000_000 + step, "metrics": {f"m{n}": step + n for n in range(21)}}
-            for step in range(30)
-        ]
         tracker.start_run("sweep", "sweep", params=params)
         for number in range(size):
-            key, stage = f"trial/{number}", run_dir.trial(str(number)).stage("student")
-            append_lines(stage.metrics, lines)
-            tracker.start_run(key, key, parent_key="sweep", params=params, first_metric="m0")
-            tracker.follow(key, stage.metrics, "student/")
-            tracker.metrics(key, 30, {f"m{n}": float(n) for n in range(100)}, 1_790_000_000_000)
+            key = f"trial/{number}"
+            tracker.start_run(key, key, parent_key="sweep", params=params)
+            tracker.dataset(
+                key, {"name": "digits", "digest": "0" * 16, "source_type": "local", "source": "digits", "profile": "{}"}
+            )
+            tracker.metrics(key, 30, {f"m{n}": float(n) for n in range(26)}, 1_790_000_000_000)
             tracker.tags(key, {"status": "ok", "reason": ""})
             tracker.end_run(key, "FINISHED")
         database, cursor = folder / "mlflow.db", run_dir.spool / "sent.json"
         before = database.stat().st_size
         seconds = timed(lambda: sync(run_dir))
-        num_rows = size * (30 * 21 + 100 + len(params))
+        num_rows = size * (26 + len(params))
         return {
             "seconds": seconds,
             "rows_per_s": num_rows / seconds,

@@ -1,9 +1,12 @@
 """Tracking against a real MLflow server that is away, slow, cut off and killed."""
 
 import contextlib
+import html
 import json
 import os
+import re
 import select
+import shutil
 import signal
 import socket
 import socketserver
@@ -22,7 +25,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.tracking import Tracker, default_uri, sync
+from service.config.experiment import load
+from service.runs.session import views_of
+from service.tracking import Tracker, compare_urls, default_uri, sync
 from service.tracking.sender import NO_TELEMETRY
 from service.tracking.spool import Spool
 from tests.service.tracking.conftest import thread_priorities  # noqa: F401 (a fixture for every test)
@@ -30,6 +35,7 @@ from tests.waiting import wait_until
 from trainables.rundir import RunDir
 
 pytestmark = pytest.mark.integration
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
 
 def answers(url: str) -> bool:
@@ -173,12 +179,12 @@ def write_steps(path: Path, steps: range) -> None:
     with open(path, "a") as file:
         for step in steps:
             record = {
-                "kind": "step",
+                "kind": "epoch",
                 "stage": "student",
                 "step": step,
                 "epoch": 0.5,
                 "time_ms": 1_700_000_000_000 + step,
-                "metrics": {"loss": 1 / (step + 1), "images_per_s": 100.0 + step},
+                "metrics": {"epoch/train/loss": 1 / (step + 1), "epoch/images_per_s": 100.0 + step},
             }
             file.write(json.dumps(record) + "\n")
 
@@ -201,15 +207,15 @@ def test_a_server_that_is_away_and_then_killed_gets_every_record_once_in_order(s
     server.kill()
     tracker.start()
     tracker.start_run("train", "killed", params={"seed": 1})
-    tracker.follow("train", run_dir.stage("student").metrics, "student/")
+    tracker.follow("train", run_dir.stage("student").metrics, "")
     write_steps(run_dir.stage("student").metrics, range(num_steps))
     for step in range(300):
         tracker.metrics("train", step, {"driver": step})
     assert Spool(run_dir).num_pending(server.uri) == 302 + num_steps
     server.start()
-    wait_until(lambda: bool(steps_of(server, "killed", "student/loss")))
+    wait_until(lambda: bool(steps_of(server, "killed", "train/loss")))
     server.kill()
-    assert 0 < len(steps_of(server, "killed", "student/loss")) < num_steps
+    assert 0 < len(steps_of(server, "killed", "train/loss")) < num_steps
     server.start()
     for step in range(300, 400):
         tracker.metrics("train", step, {"driver": step})
@@ -218,8 +224,8 @@ def test_a_server_that_is_away_and_then_killed_gets_every_record_once_in_order(s
 
     assert (delivery.num_sent, delivery.num_pending) == (403 + num_steps, 0)
     assert runs_named(server, "killed") == [("FINISHED", "active")]
-    assert steps_of(server, "killed", "student/loss") == list(range(num_steps))
-    assert steps_of(server, "killed", "student/images_per_s") == list(range(num_steps))
+    assert steps_of(server, "killed", "train/loss") == list(range(num_steps))
+    assert steps_of(server, "killed", "images_per_s") == list(range(num_steps))
     assert steps_of(server, "killed", "driver") == list(range(400))
 
 
@@ -300,7 +306,7 @@ def test_a_server_that_has_nowhere_to_put_files_gets_every_metric(tmp_path: Path
         delivery = tracker.close(5)
     finally:
         server.kill()
-    assert steps_of(server, "nowhere", "loss") == list(range(100))
+    assert steps_of(server, "nowhere", "train/loss") == list(range(100))
     assert delivery.num_pending == 2
     assert "metrics are sent" in delivery.message
     assert "2 artifacts wait: " in delivery.message
@@ -347,6 +353,47 @@ def test_numbers_that_are_not_finite_artifacts_and_a_model_arrive_over_http(runn
     assert running.query("SELECT count(*), min(status) FROM logged_models") == [(1, 2)]
     assert [path.read_text() for path in running.root.rglob("experiment.yaml")] == ["name: digits\n"]
     assert len(list(running.root.rglob("student.safetensors"))) == 1
+
+
+def text_of(url: str, profile: Path) -> str:
+    """A page's text once its scripts have run."""
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}", "--window-size=2000,1800"]
+    command = [str(BROWSER), *options, "--virtual-time-budget=60000", "--dump-dom", url]
+    page = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout
+    return html.unescape(re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", re.sub(r"<(style|script)\b.*?</\1>", "", page, flags=re.S))))
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
+def test_a_sweep_opens_in_a_browser_as_a_table_with_the_best_trial_first_and_as_charts(running: Server, tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "sweep")
+    tracker = Tracker(run_dir, running.uri, "digits")
+    keys = ("sweep.metric=top1_pct", "sweep.space={scale.num_workers: [1, 2, 4], optim.lr: [0.1]}")
+    tracker.start_run("sweep", "the sweep", tags={"raydistill.kind": "sweep"})
+    tracker.views("sweep", views_of("sweep", load("digits", keys).experiment))
+    for number, (speed, accuracy) in enumerate([(1001.5, 81.25), (2002.5, 94.08), (3003.5, 72.5)]):
+        key, params = f"trial/{number}", {"scale.num_workers": 2**number, "optim.lr": 0.1, "seed": 1}
+        tracker.start_run(key, f"{number:03d} workers", parent_key="sweep", params=params, tags={"raydistill.kind": "trial"})
+        tracker.dataset(key, {"name": "digits", "digest": "cafe", "source_type": "local", "source": "{}", "profile": "{}"})
+        tracker.metrics(
+            key, 9, {"loader/batch_ms": 1.0, "images_per_s": speed, "top1_pct": accuracy, "epoch_s": 5.5, "data_pct": 7.7}
+        )
+        tracker.end_run(key, "FINISHED")
+    tracker.end_run("sweep", "FINISHED")
+    assert sync(run_dir).num_pending == 0
+    table, charts = (text_of(url, tmp_path / "profile") for url in compare_urls(run_dir, running.uri))
+    assert "Trials by workers, lr" in table
+    for column in ("images_per_s", "top1_pct", "epoch_s", "data_pct", "scale.num_workers", "optim.lr", "Dataset"):
+        assert column in table
+    assert "the sweep" not in table
+    assert table.index("001 workers") < table.index("000 workers") < table.index("002 workers")
+    for value in ("2002.5", "94.08", "5.5", "7.7", "digits (cafe)"):
+        assert value in table
+    assert "Charts by workers, lr" in charts
+    assert charts.index("Trials (4)") < charts.index("loader (1)")
+    for value in ("1001.50", "2002.50", "3003.50", "81.25", "94.08", "72.50"):  # of bars
+        assert value in charts
+    assert "images_per_s vs. top1_pct" in charts
+    assert charts.index("Parallel Coordinates") < charts.rindex("optim.lr") < charts.rindex("loader (1)")
 
 
 def write_checkpoint(run_dir: RunDir) -> Path:

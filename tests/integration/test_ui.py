@@ -18,6 +18,7 @@ from mlflow import MlflowClient
 
 from service.commands.tracking import check_address
 from service.tracking import default_uri
+from service.tracking.mlflow_store import Store
 from tests.integration.test_mlflow_server import free_port
 from tests.waiting import wait_until
 
@@ -70,7 +71,7 @@ def a_run(runs_root: Path) -> tuple[str, str]:
     return experiment, client.create_run(experiment).info.run_id
 
 
-def test_records_are_shown_to_who_has_the_token_and_changed_by_nobody(tmp_path: Path) -> None:
+def test_records_are_shown_to_who_has_the_token_and_changed_by_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     experiment, run = a_run(tmp_path)
     with open_ui(tmp_path, ended_by=signal.SIGKILL) as address:
         base, _, token = address.partition("/?token=")
@@ -96,6 +97,8 @@ def test_records_are_shown_to_who_has_the_token_and_changed_by_nobody(tmp_path: 
             for method in ("PUT", "DELETE"):
                 assert status(f"{base}/api/2.0/mlflow-artifacts/artifacts/{name}", body="x", method=method, token=token) == 403
         assert status(f"{base}/api/2.0/mlflow-artifacts/mpu/create/x/search", body={"path": "x"}, token=token) == 403
+        monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", token)
+        assert "can only be read" in Store(base, "e", tmp_path).add_views({"key": "{}"})  # which is no reason to try again
     assert MlflowClient(default_uri(tmp_path)).get_run(run).info.lifecycle_stage == "active"
 
 

@@ -71,7 +71,7 @@ def run_stage(session: Session, assignment: Assignment) -> TrainConfig:
     """Carry a stage out, shown and recorded. Raises TrainingError: it did not end well."""
     config, stage = assignment.config, assignment.stage_dir
     if session.tracker:
-        session.tracker.follow(session.key, stage.metrics, f"{config.stage}/")
+        session.tracker.follow(session.key, stage.metrics, "" if config.stage == "student" else f"{config.stage}/")
     session.display.follow(config.stage, stage)
 
     def tick() -> None:
@@ -85,7 +85,7 @@ def run_stage(session: Session, assignment: Assignment) -> TrainConfig:
     if session.tracker and (tags := hang_tags(stage)):
         session.tracker.tags(session.key, tags)
     if config.stage != "student":  # which has plain names, see `record_student`
-        record_numbers(session, session.key, stage, outcome.metrics, f"{config.stage}/")
+        record_numbers(session, session.key, stage, outcome.metrics, f"{config.stage}/", followed=True)
     if outcome.status != "ok":
         raise TrainingError(outcome.reason)
     return config

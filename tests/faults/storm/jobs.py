@@ -66,13 +66,13 @@ def deliver(group: Group, disk: Path, uri: str, name: str, points: list[FaultPoi
     run_dir = RunDir(disk / name)
     tracker = Tracker(run_dir, uri, "storm", poll_s=0.01)
     tracker.start_run(KEY, name, params={"seed": 1})
-    tracker.follow(KEY, run_dir.stage("student").metrics, "student/")
+    tracker.follow(KEY, run_dir.stage("student").metrics, "")
     tracker.start()
     with DiskWriter() as disk_writer:
         file = MetricsFile(run_dir.stage("student").metrics, "student", disk_writer)
         file.add("start", 0, 0.0, {"epochs": 1})
         for step in range(1, NUM_STEPS + 1):
-            file.add("step", step, step / NUM_STEPS, numbers(step))
+            file.add("epoch", step, step, numbers(step))
             if step % 10 == 0:
                 disk_writer.wait()
     tracker.metrics(KEY, NUM_STEPS, {"top1_pct": 50.0}, time_ms=1_700_000_000_000)
@@ -82,8 +82,8 @@ def deliver(group: Group, disk: Path, uri: str, name: str, points: list[FaultPoi
 
 
 def numbers(step: int) -> dict[str, float]:
-    """The metrics of a step of `deliver`."""
-    return {"train/loss": 1 / step, "train/lr": 0.1}
+    """The metrics of an epoch of `deliver`."""
+    return {"epoch/train/loss": 1 / step, "epoch/images_per_s": 0.1}
 
 
 def ignore(*_: Any, **__: Any) -> None:

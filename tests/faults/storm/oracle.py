@@ -15,14 +15,13 @@ import torch
 from safetensors.torch import load_file
 
 from service.tracking import sync
+from service.tracking.shown_metrics import of_epoch
 from service.tracking.spool import Spool
 from tests.service.tracking.store import tag_of
 from tests.trainables.metrics.test_metrics_file import learned, pairs
 from trainables.locks import is_locked
 from trainables.rundir import RunDir, StageDir, read_lines
 
-NOT_SENT = ("start", "resume", "summary")
-"""Kinds of a stage's records that MLflow does not get from its file."""
 TRACEBACK = "Traceback (most recent call last)"
 
 
@@ -123,10 +122,10 @@ def delivery_losses(database: Path, run_dir: RunDir, key: str, expected: set[tup
         yield f"MLflow still refuses records: {spool.refused.read_text()[:200]}"
 
 
-def sent_numbers(stage: StageDir, prefix: str) -> set[tuple[str, int, float]]:
-    """What MLflow gets of a stage's records."""
-    lines = [line for line in read_lines(stage.metrics) if line["kind"] not in NOT_SENT]
-    return {(prefix + name, line["step"], value) for line in lines for name, value in line["metrics"].items() if value == value}
+def sent_numbers(stage: StageDir) -> set[tuple[str, int, float]]:
+    """What MLflow gets of the records of a student's stage."""
+    shown = [(line["step"], of_epoch(line["metrics"], "")) for line in read_lines(stage.metrics) if line["kind"] == "epoch"]
+    return {(name, step, value) for step, values in shown for name, value in values.items() if value == value}
 
 
 def lock_losses(folder: Path) -> Iterator[str]:

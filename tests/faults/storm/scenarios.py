@@ -54,7 +54,7 @@ def cluster_scenarios(runs: Path, experiment: Path) -> list[Scenario]:
 
 def mlflow_losses(run: Path, key: str, stage: StageDir) -> Iterator[str]:
     """Of one stage's records in the runs root's own store."""
-    yield from delivery_losses(run.parent / "mlflow.db", RunDir(run), key, sent_numbers(stage, f"{stage.root.name}/"))
+    yield from delivery_losses(run.parent / "mlflow.db", RunDir(run), key, sent_numbers(stage))
 
 
 def train_losses(whole: Path, run: Path) -> Iterator[str]:

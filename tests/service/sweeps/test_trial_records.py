@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from mlflow import MlflowClient
 
 from service.config.experiment import load
 from service.report import end_of_run
@@ -12,8 +13,8 @@ from service.runs.outcome import Outcome
 from service.runs.result import RunResult
 from service.runs.session import Session
 from service.sweeps.trial_records import TrialRecords
-from service.sweeps.trials import plan_trials
-from service.tracking import Tracker, default_uri
+from service.sweeps.trials import plan_trials, rows_of
+from service.tracking import Tracker, default_uri, sync
 from service.tracking.spool import Spool
 from trainables.rundir import RunDir
 
@@ -23,7 +24,8 @@ from trainables.rundir import RunDir
     [
         (["sweep.metric=top1_pct"], "top1_pct", ["top1_pct", "images_per_s", "epoch_s"]),
         (["sweep.metric=epoch_s", "sweep.steps=3"], "", ["epoch_s", "images_per_s", "top1_pct"]),
-        (["sweep.policy=guided", "sweep.metric=pareto"], "", ["images_per_s", "epoch_s", "top1_pct"]),
+        (["sweep.metric=phase/data_p95_ms", "sweep.steps=3"], "", ["phase/data_p95_ms", "images_per_s", "top1_pct", "epoch_s"]),
+        (["sweep.policy=guided", "sweep.metric=pareto"], "", ["images_per_s", "top1_pct", "epoch_s"]),
     ],
 )
 def test_the_first_metric_of_a_trial_is_that_by_which_trials_are_compared(
@@ -36,7 +38,9 @@ def test_the_first_metric_of_a_trial_is_that_by_which_trials_are_compared(
     with Display() as display:
         records = TrialRecords(Session(resolved, run_dir, display, end_of_run, tracker, result))
         records.begin(trial)
-        trial.outcome = Outcome(status="ok", metrics={"epoch_s": 1.0, "top1_pct": 50.0, "images_per_s": 9.0})
+        trial.outcome = Outcome(
+            status="ok", metrics={"phase/data_p95_ms": 2.0, "epoch_s": 1.0, "top1_pct": 50.0, "images_per_s": 9.0}
+        )
         records.end(trial)
     events = [json.loads(line) for line in Spool(run_dir).events.read_text().splitlines()]
     (begun,), (ended,) = ([event for event in events if event["op"] == op] for op in ("run", "metrics"))
@@ -44,18 +48,26 @@ def test_the_first_metric_of_a_trial_is_that_by_which_trials_are_compared(
     assert list(ended["metrics"]) == ends_with
 
 
-def test_each_measurement_of_a_point_is_followed_once_however_often_the_point_is_measured_again(tmp_path: Path) -> None:
-    resolved = load("digits", ["sweep.policy=guided"])
-    run_dir, trial = RunDir(tmp_path / "run"), plan_trials(resolved)[0]
+def test_a_resumed_sweep_that_another_trial_wins_leaves_one_winner_and_names_it_by_its_point(tmp_path: Path) -> None:
+    resolved = load(
+        "digits", ["sweep.steps=3", "sweep.space={optim.lr: [0.1], scale.num_workers: [1], data.global_batch_size: [8, 9]}"]
+    )
+    run_dir, trials = RunDir(tmp_path / "run"), plan_trials(resolved)
     tracker = Tracker(run_dir, default_uri(tmp_path), "digits")
     result = RunResult(kind="sweep", name="digits", status="running", runs_root=str(tmp_path))
+    first, second = rows_of(trials, resolved, timing=True)
     with Display() as display:
         records = TrialRecords(Session(resolved, run_dir, display, end_of_run, tracker, result))
-        records.begin(trial)
-        for count in (1, 2, 3):
-            measurements = [Outcome(status="ok")] * count if count > 1 else []
-            trial.outcome = Outcome(status="ok", measurements=measurements)
-            records.end(trial)
-    events = [json.loads(line) for line in Spool(run_dir).events.read_text().splitlines()]
-    followed = [event["path"] for event in events if event["op"] == "follow"]
-    assert followed == [f"trials/{trial.id}/{stage}/metrics.jsonl" for stage in ("student", "student-2", "student-3")]
+        for trial in trials:
+            records.begin(trial)
+        records.mark_winner(first, None, ["best: trial 000", "by far"])
+        records.mark_winner(second, first, ["best: trial 001"])
+    assert sync(run_dir).num_pending == 0
+    client = MlflowClient(default_uri(tmp_path))
+    (experiment,) = client.search_experiments(filter_string="name = 'digits'")
+    runs = {run.info.run_name: run.data.tags for run in client.search_runs([experiment.experiment_id])}
+    marks = {name: (tags["raydistill.winner"], tags["mlflow.note.content"]) for name, tags in runs.items()}
+    assert marks == {
+        "000 lr=0.1 workers=1 batch=8": ("false", ""),
+        "001 lr=0.1 workers=1 batch=9": ("true", "best: trial 001"),
+    }

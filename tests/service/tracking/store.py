@@ -40,13 +40,13 @@ def metrics_of(runs_root: Path, run_id: str, name: str) -> list[tuple[int, float
 
 
 def write_steps(path: Path, steps: range) -> None:
-    """What a worker records, without its fsync."""
+    """What a worker records of epochs, without its fsync."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a") as file:
         for step in steps:
-            values = {"loss": 1 / (step + 1), "images_per_s": 100.0 + step}
+            values = {"epoch/train/loss": 1 / (step + 1), "epoch/images_per_s": 100.0 + step}
             record = {
-                "kind": "step",
+                "kind": "epoch",
                 "stage": "student",
                 "step": step,
                 "epoch": 0.5,

@@ -1,6 +1,7 @@
 """Tracking on a real SQLite store, without a server."""
 
 import contextlib
+import http.server
 import json
 import math
 import os
@@ -10,6 +11,7 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.tracking import Tracker, compare_url, default_uri, sync, sync_neighbours, ui_command
+from service.tracking import Tracker, compare_urls, default_uri, saved_views, sync, sync_neighbours, ui_command
 from service.tracking.sender import CLIENT_ENVIRONMENT, NO_TELEMETRY, Sender
 from service.tracking.spool import Spool, Target
 from tests.service.tracking.store import metrics_of, query, run_of, write_steps
@@ -39,7 +41,7 @@ def test_a_sweep_and_its_trials_arrive_with_parameters_tags_artifacts_and_every_
     tracker.start()
     stage = run_dir.trial("t1").stage("student").metrics
     tracker.start_run("trial/t1", "t1", parent_key="sweep", params={"scale.num_workers": 2})
-    tracker.follow("trial/t1", stage, "student/")
+    tracker.follow("trial/t1", stage, "")
     write_steps(stage, range(1500))
     tracker.metrics("trial/t1", 1500, {"top1_pct": np.float32(96.5), "reason": "a word, no number"}, time_ms=1_700_000_009_999)
     tracker.end_run("trial/t1", "FINISHED")
@@ -57,26 +59,30 @@ def test_a_sweep_and_its_trials_arrive_with_parameters_tags_artifacts_and_every_
     tags = dict(query(runs_root, "SELECT key, value FROM tags WHERE run_uuid IN (?, ?)", sweep_id, trial_id))
     assert tags["mlflow.parentRunId"] == sweep_id
     assert tags["raydistill.commit"] == tags["mlflow.source.git.commit"] == "abc123"
-    expected = [(step, 1 / (step + 1), 1_700_000_000_000 + step) for step in range(1500)]
-    assert metrics_of(runs_root, trial_id, "student/loss") == expected
+    expected = [(step, round(1 / (step + 1), 4), 1_700_000_000_000 + step) for step in range(1500)]
+    assert metrics_of(runs_root, trial_id, "train/loss") == expected
     assert metrics_of(runs_root, trial_id, "top1_pct") == [(1500, 96.5, 1_700_000_009_999)]
-    assert compare_url(run_dir, ["trial/t1", "trial/none"]).startswith(
-        f"http://127.0.0.1:5000/#/compare-runs?runs=%5B%22{trial_id}%22%5D"
-    )
     assert (runs_root / "mlartifacts" / sweep_id / "artifacts" / "experiment.yaml").read_text() == "name: digits\n"
 
 
-def test_of_a_followed_file_only_what_changes_from_step_to_step_is_sent(
+def test_of_a_followed_file_each_epoch_is_sent_under_the_names_of_the_final_numbers(
     runs_root: Path, run_dir: RunDir, tracker: Tracker
 ) -> None:
     stage = run_dir.stage("student").metrics
+    epoch = {
+        "val/loss": 2.00004,
+        "val/top1_pct": 94.0845,
+        "epoch/train/loss": 0.5,
+        "epoch/node0/cpu_pct": 50.04,
+        "epoch/eval_s": 1.0,
+    }
     append_line(stage, {"kind": "start", "step": 0, "time_ms": 1, "metrics": {"epochs": 2}})
-    append_line(stage, {"kind": "step", "step": 5, "time_ms": 2, "metrics": {"train/loss": 1.0, "train/images_per_s": 9.0}})
+    append_line(stage, {"kind": "step", "step": 5, "time_ms": 2, "metrics": {"train/loss": 1.0}})
     append_line(stage, {"kind": "resume", "step": 5, "time_ms": 3, "metrics": {}})
-    append_line(stage, {"kind": "epoch", "step": 10, "time_ms": 4, "metrics": {"val/loss": 2.0}})
+    append_line(stage, {"kind": "epoch", "step": 10, "time_ms": 4, "metrics": epoch})
     append_line(stage, {"kind": "summary", "step": 10, "time_ms": 5, "metrics": {"images_per_s": 8.0}})
     tracker.start_run("train", "run")
-    tracker.follow("train", stage, "student/")
+    tracker.follow("train", stage, "")
     tracker.metrics("train", 10, {"images_per_s": 8.0})
     tracker.end_run("train", "FINISHED")
     assert sync(run_dir).num_pending == 0
@@ -84,11 +90,12 @@ def test_of_a_followed_file_only_what_changes_from_step_to_step_is_sent(
     sent = query(runs_root, "SELECT key, value FROM metrics WHERE run_uuid = ? ORDER BY key", run_id)
     assert dict(sent) == {
         "images_per_s": 8.0,
-        "student/train/images_per_s": 9.0,
-        "student/train/loss": 1.0,
-        "student/val/loss": 2.0,
+        "system/cpu_utilization_percentage": 50.0,
+        "top1_pct": 94.08,
+        "train/loss": 0.5,
+        "val_loss": 2.0,
     }
-    assert len(sent) == 4
+    assert len(sent) == 5
 
 
 def test_mlflows_compare_page_opens_on_the_first_metric_of_a_run_and_that_is_what_trials_are_compared_by(
@@ -99,13 +106,13 @@ def test_mlflows_compare_page_opens_on_the_first_metric_of_a_run_and_that_is_wha
     stage = run_dir.stage("student").metrics
     write_steps(stage, range(3))
     tracker.start_run("accurate", "its accuracy is known last", first_metric="top1_pct")
-    tracker.follow("accurate", stage, "student/train/")
+    tracker.follow("accurate", stage, "")
     assert sync(run_dir).num_pending == 0
     tracker.start_run("accurate", "resumed", first_metric="top1_pct")
     tracker.metrics("accurate", 3, {"data_pct": 1.0, "top1_pct": 50.0})
     tracker.start_run("timed", "all is known at its end")
     tracker.metrics("timed", 3, {"images_per_s": 100.0, "data_pct": 1.0})
-    tracker.follow("timed", stage, "student/train/")
+    tracker.follow("timed", stage, "")
     for key in ("accurate", "timed"):
         tracker.end_run(key, "FINISHED")
     assert sync(run_dir).num_pending == 0
@@ -116,6 +123,56 @@ def test_mlflows_compare_page_opens_on_the_first_metric_of_a_run_and_that_is_wha
     assert metrics["accurate"]["top1_pct"] == 50.0
     history = client.get_metric_history(ids["accurate"], "top1_pct")
     assert [(point.step, str(point.value)) for point in history] == [(0, "nan"), (3, "50.0")]
+
+
+def test_saved_views_are_written_once_and_never_over_what_a_user_has_made_of_them(
+    runs_root: Path, run_dir: RunDir, tracker: Tracker
+) -> None:
+    from mlflow import MlflowClient
+
+    views = [saved_views("trial", {key: key}, "top1_pct", ascending=False, has_accuracy=True) for key in ("lr", "lr", "seed")]
+    same, again, other = ({f"mlflow.sharedViewState.{key}": value for key, value in each.items()} for each in views)
+    assert same.keys() == again.keys()
+    assert not same.keys() & other.keys()
+    tracker.start_run("sweep", "run")
+    tracker.views("sweep", views[0])
+    assert sync(run_dir).num_pending == 0
+    client = MlflowClient(default_uri(runs_root))
+    experiment = Spool(run_dir).cursor(default_uri(runs_root)).experiment_id
+    client.set_experiment_tag(experiment, next(iter(same)), "the user's own")
+    tracker.views("sweep", views[1])
+    tracker.views("sweep", views[2])
+    assert sync(run_dir).num_pending == 0
+    assert client.get_experiment(experiment).tags == same | other | {next(iter(same)): "the user's own"}
+    page = f"http://127.0.0.1:5000/#/experiments/{experiment}/runs?workflowType=machine_learning&viewStateShareKey="
+    table, charts = views[2]
+    assert compare_urls(run_dir) == [f"{page}{table}", f"{page}{charts}&compareRunsMode=CHART"]
+
+
+def test_a_server_that_is_too_old_for_saved_views_gets_none_and_one_line_says_so(
+    run_dir: RunDir, caplog: pytest.LogCaptureFixture
+) -> None:
+    experiment = {"experiment_id": "1", "name": "e", "lifecycle_stage": "active", "artifact_location": "file:///tmp"}
+
+    class OldServer(http.server.BaseHTTPRequestHandler):
+        """Answers as MLflow 3.15 does to what is asked here; that version is not installed."""
+
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"3.15.2" if self.path == "/version" else json.dumps({"experiment": experiment}).encode())
+
+        def log_message(self, *_: object) -> None:
+            """Nothing to the test's output."""
+
+    with http.server.HTTPServer(("127.0.0.1", 0), OldServer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        tracker = Tracker(run_dir, f"http://127.0.0.1:{server.server_port}", "e")
+        tracker.views("sweep", {"key": "{}"})
+        assert sync(run_dir).num_pending == 0
+        server.shutdown()
+    assert caplog.text.count("has no saved views of the trials: they need MLflow 3.16, and it has 3.15.2") == 1
+    assert compare_urls(run_dir) == []
 
 
 def test_a_description_is_what_mlflow_shows_on_the_runs_page(runs_root: Path, run_dir: RunDir, tracker: Tracker) -> None:
@@ -132,7 +189,7 @@ def test_what_was_sent_is_sent_again_without_arriving_twice(runs_root: Path, run
     stage = run_dir.stage("student").metrics
     write_steps(stage, range(50))
     tracker.start_run("train", "run", params={"seed": 1}, tags={"a": "b"})
-    tracker.follow("train", stage, "student/")
+    tracker.follow("train", stage, "")
     tracker.metrics("train", 3, {"nan": math.nan, "inf": math.inf, "minus": -math.inf, "odd name (µs)!": 1.0})
     tracker.end_run("train", "FINISHED")
     assert sync(run_dir).num_pending == 0
@@ -169,7 +226,7 @@ def test_a_run_that_is_resumed_goes_on_in_the_same_mlflow_run(runs_root: Path, r
         run_id, stored, _ = run_of(runs_root, run_dir, "train")
         assert stored == status
         append_line(stage, {"kind": "start", "step": part.stop, "time_ms": 1, "metrics": {}})  # closes the torn line
-    assert [step for step, _, _ in metrics_of(runs_root, run_id, "loss")] == list(range(20))
+    assert [step for step, _, _ in metrics_of(runs_root, run_id, "train/loss")] == list(range(20))
 
 
 def test_records_that_mlflow_refuses_are_set_aside_and_hold_up_nothing(
@@ -181,7 +238,7 @@ def test_records_that_mlflow_refuses_are_set_aside_and_hold_up_nothing(
     tracker.metrics("nobody", 0, {"lost": 1.0})
     append_line(run_dir.spool / "events.jsonl", {"op": "of a later version", "key": "train", "time_ms": 0})
     tracker.artifact("train", run_dir.root / "no such file")
-    append_line(run_dir.stage("student").metrics, {"kind": "step", "step": "first", "time_ms": 0, "metrics": {"x": 1}})
+    append_line(run_dir.stage("student").metrics, {"kind": "epoch", "step": "first", "time_ms": 0, "metrics": {}})
     tracker.follow("train", run_dir.stage("student").metrics, "")
     tracker.end_run("train", "FINISHED")
     delivery = sync(run_dir)
@@ -380,7 +437,7 @@ def test_a_sender_that_is_killed_in_the_middle_loses_and_doubles_nothing(
     assert sync(run_dir).num_pending == 0
     run_id, status, _ = run_of(runs_root, run_dir, "train")
     assert status == "FINISHED"
-    assert [step for step, _, _ in metrics_of(runs_root, run_id, "loss")] == list(range(num_steps))
+    assert [step for step, _, _ in metrics_of(runs_root, run_id, "train/loss")] == list(range(num_steps))
     assert len(metrics_of(runs_root, run_id, "images_per_s")) == num_steps
 
 
@@ -527,7 +584,7 @@ def test_a_moved_run_directory_can_still_be_sent(runs_root: Path, run_dir: RunDi
     run_dir.root.rename(moved.root)
     assert sync(moved).num_pending == 0
     run_id, _, _ = run_of(runs_root, moved, "train")
-    assert len(metrics_of(runs_root, run_id, "loss")) == 5
+    assert len(metrics_of(runs_root, run_id, "train/loss")) == 5
 
 
 def test_nothing_is_sent_to_the_makers_of_mlflow() -> None:

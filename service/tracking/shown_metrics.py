@@ -1,0 +1,100 @@
+"""Which metrics MLflow shows of a run or a trial, and with how many digits. All of them, in full, are in the run's folder.
+
+Names are those of a stage's final numbers, also for an epoch's record (`final_names`); for the hardware, MLflow's own.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from trainables.metrics.phases import ALL_PHASES
+from trainables.rundir import final_names
+
+
+class Shown(NamedTuple):
+    """How a metric is shown: decimals; whether each epoch has a value, and whether stages before the student's have one."""
+
+    decimals: int
+    each_epoch: bool = False
+    each_stage: bool = False
+
+
+SHOWN = {
+    "images_per_s": Shown(1, each_epoch=True, each_stage=True),
+    "top1_pct": Shown(2, each_epoch=True, each_stage=True),
+    "epoch_s": Shown(3),
+    "data_pct": Shown(1),
+    "top5_pct": Shown(2, each_epoch=True),
+    "val_loss": Shown(4, each_epoch=True),
+    "train/loss": Shown(4, each_epoch=True, each_stage=True),
+    "train/task_loss": Shown(4, each_epoch=True),
+    "train/distill_loss": Shown(4, each_epoch=True),
+    "best_top1_pct": Shown(2, each_stage=True),
+    "best_epoch": Shown(0),
+    "teacher_top1_pct": Shown(2),
+    "time_to_accuracy_s": Shown(1),
+    "steps_to_accuracy": Shown(0),
+    "gpu_s_per_epoch": Shown(3),
+    "epoch_projected": Shown(0),
+    "epoch_wall_s": Shown(3),
+    "wall_s": Shown(1, each_stage=True),
+    "step_s": Shown(5),
+    "steps": Shown(0),
+    "peak_memory_mib": Shown(0),
+    "noise_scale": Shown(1),
+    "skipped_images": Shown(0),
+    **{f"phase/{phase}_ms": Shown(2) for phase in ("step", *ALL_PHASES, "allreduce", "allreduce_wait")},
+}
+"""In the order in which MLflow gets them."""
+OTHER = Shown(3)
+"""What a sweep compares its trials by, where it is none of these."""
+
+MIB_IN_MB = 2**20 / 1e6
+HARDWARE = {
+    "cpu_pct": ("cpu_utilization_percentage", 1.0),
+    "memory_mib": ("system_memory_usage_megabytes", MIB_IN_MB),
+    "gpu/util_pct": ("utilization_percentage", 1.0),
+    "gpu/memory_mib": ("memory_usage_megabytes", MIB_IN_MB),
+    "gpu/power_w": ("power_usage_watts", 1.0),
+}
+"""Of a node and of each GPU: our name → MLflow's, and its unit in ours."""
+
+
+def of_epoch(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
+    """What MLflow shows of an epoch's record; `prefix` is "" for the student, else `teacher/` or an assistant's."""
+    final = final_names(dict(metrics))
+    return _rounded(final, prefix, {name: shown for name, shown in SHOWN.items() if shown.each_epoch}) | _hardware(final, prefix)
+
+
+def of_summary(metrics: Mapping[str, float], prefix: str = "", *, followed: bool = False, first: str = "") -> dict[str, float]:
+    """What MLflow shows of a stage's final numbers, or of a trial's.
+
+    `followed`: its epochs are sent too; where it has any, the last one has the final value of what each epoch has. `first`: what
+    trials are compared by.
+    """
+    table = {first: SHOWN.get(first, OTHER)} | SHOWN
+    if followed and "epoch_wall_s" in metrics:
+        return _rounded(metrics, prefix, {name: shown for name, shown in table.items() if not shown.each_epoch})
+    return _rounded(metrics, prefix, table) | _hardware(metrics, prefix)
+
+
+def _rounded(metrics: Mapping[str, float], prefix: str, table: Mapping[str, Shown]) -> dict[str, float]:
+    return {
+        f"{prefix}{name}": round(metrics[name], shown.decimals)
+        for name, shown in table.items()
+        if name in metrics and (shown.each_stage or not prefix)
+    }
+
+
+def _hardware(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
+    """The hardware of the student's stage, as MLflow's tab of system metrics has it: with `node_1/` where there are several."""
+    if prefix:  # whose steps would be those of the student's stage again
+        return {}
+    matches = [found for name in metrics if (found := re.fullmatch(r"node(\d+)/(?:gpu(\d+)/)?(\w+)", name))]
+    several, shown = len({node for node, _, _ in map(re.Match.groups, matches)}) > 1, {}
+    for match in matches:
+        node, gpu, field = match.groups()
+        if known := HARDWARE.get(field if gpu is None else f"gpu/{field}"):
+            name = known[0] if gpu is None else f"gpu_{gpu}_{known[0]}"
+            shown[f"system/{f'node_{node}/' if several else ''}{name}"] = round(metrics[match.group()] * known[1], 1)
+    return shown

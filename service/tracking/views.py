@@ -1,0 +1,71 @@
+"""Saved views of an MLflow experiment: its trials as a table, and as charts.
+
+A view is a tag of the experiment, `mlflow.sharedViewState.KEY`, which MLflow opens and lists from 3.16 on. KEY is a hash of what
+it shows: sweeps over the same keys share a pair of views, and a sweep over other keys gets its own.
+"""
+
+import base64
+import hashlib
+import json
+import time
+import zlib
+from collections.abc import Mapping
+from typing import Any, Literal
+
+VIEW_TAG = "mlflow.sharedViewState."
+VIEWS_SINCE = (3, 16)
+_SECTION = "raydistill"
+
+
+def saved_views(
+    kind: Literal["trial", "train"], swept: Mapping[str, str], first: str, *, ascending: bool, has_accuracy: bool
+) -> dict[str, str]:
+    """Key → value of the tags of two views of the runs of a `kind` (tag `raydistill.kind`): a table, then charts.
+
+    `swept`: the keys of a sweep with their short names. `first`: the metric by which the best run is the first.
+    """
+    compared = ["images_per_s", *(["top1_pct"] if has_accuracy else [])]
+    metrics = dict.fromkeys([*compared, first, "epoch_s", "data_pct"])
+    columns = [*(f"metrics.`{name}`" for name in metrics), *(f"params.`{key}`" for key in swept), "attributes.`Dataset`"]
+    charts = [_chart("BAR", name, metricKey=name, runsCountToCompare=20) for name in compared]
+    if has_accuracy:
+        axes = {axis: {"key": name, "type": "METRIC"} for axis, name in zip(("xaxis", "yaxis"), compared, strict=True)}
+        charts.append(_chart("SCATTER", "scatter", **axes))
+    if swept:
+        lines = {"selectedParams": list(swept), "selectedMetrics": compared, "showAllRuns": True}
+        charts.append(_chart("PARALLEL", "parallel", **lines))
+    what = "Trials" if kind == "trial" else "Runs"
+    shown = {"display": True, "columns": 2, "cardHeight": 320, "isReordered": False, "deleted": False, "isGenerated": False}
+    state = {
+        "searchFilter": f"tags.`raydistill.kind` = '{kind}'",
+        "orderByKey": f"metrics.`{first}`",
+        "orderByAsc": ascending,
+        "startTime": "ALL",
+        "lifecycleFilter": "Active",
+        "datasetsFilter": [],
+        "modelVersionFilter": "All Runs",
+        "selectedColumns": columns,
+        "columnOrder": columns,
+        "columnWidths": {},
+        "runsHiddenMode": "SHOW_ALL",
+        "hideEmptyCharts": True,
+        "groupBy": None,
+        "isAccordionReordered": True,  # or the sections that the page makes of all metrics come first
+        "compareRunSections": [{"uuid": _SECTION, "name": what, **shown}],
+        "compareRunCharts": charts,
+    }
+    text = json.dumps(state)
+    compressed = "deflate;" + base64.b64encode(zlib.compress(text.encode())).decode()
+    over = f" by {', '.join(swept.values())}" if swept else ""
+    times = dict.fromkeys(("createdAt", "updatedAt"), time.time_ns() // 1_000_000)
+    names = [f"{view}{over}" for view in (what, "Charts" if swept else f"Charts of {what.lower()}")]
+    return {_hash(name + text): json.dumps({"name": name, **times, "state": compressed}) for name in names}
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _chart(kind: str, uuid: str, **fields: Any) -> dict[str, Any]:
+    common = {"metricSectionId": _SECTION, "runsCountToCompare": 1000, "deleted": False, "isGenerated": False}
+    return {"type": kind, "uuid": uuid} | common | fields
