@@ -11,7 +11,7 @@ from service.commands.options import DIR, OUT, RECIPE, RUNS, RUNS_OR_URI, SET, e
 
 if TYPE_CHECKING:
     from service.config.experiment import Resolved
-    from service.runs.result import Kind
+    from service.runs.result import Kind, RunResult
     from trainables.config import DataIdentity
     from trainables.rundir import RunDir
 
@@ -151,9 +151,7 @@ def run_to_the_end(kind: Kind, resolved: Resolved, run_dir: RunDir, root: Path, 
     from service.runs.stored.stored_runs import display_name
     from service.runs.train import train as run_train
     from service.sweeps.sweep import sweep as run_sweep
-    from service.tracking import compare_url
     from trainables.errors import ClusterError
-    from trainables.redact import redact
 
     try:
         result = (run_train if kind == "train" else run_sweep)(resolved, run_dir, end_of_run, data)
@@ -165,9 +163,28 @@ def run_to_the_end(kind: Kind, resolved: Resolved, run_dir: RunDir, root: Path, 
     click.echo(f"result: {display_name(run_dir.result)}")
     if run_dir.report.exists():
         click.echo(f"page: {display_name(run_dir.report)}")
-    if result.mlflow:
-        click.echo(f"records: {redact(result.mlflow.uri)}")
-        click.echo(f"open them with: distill ui --runs {display_name(root)}")
-        keys = [f"trial/{row.id}" for row in result.rows if row.status == "ok"]
-        if link := compare_url(run_dir, keys):
-            click.echo(f"then compare the trials at: {link}")
+    for line in record_lines(run_dir, result, root):
+        click.echo(line)
+
+
+def record_lines(run_dir: RunDir, result: RunResult, root: Path) -> list[str]:
+    """Where the records of a run are in MLflow, and how to look at them: a server shows its own."""
+    from service.runs.run_directory import runs_root_of
+    from service.runs.stored.stored_runs import display_name
+    from service.tracking import compare_url, default_uri
+    from trainables.redact import redact
+
+    if result.mlflow is None:
+        return []
+    uri, keys = redact(result.mlflow.uri), [f"trial/{row.id}" for row in result.rows if row.status == "ok"]
+    lines = [f"records: {uri}"]
+    if uri.startswith("databricks"):  # whose pages have addresses of their own
+        return lines
+    if uri.startswith("http"):
+        link = compare_url(run_dir, keys, uri)
+        return [*lines, f"compare the trials at: {link}"] if link else lines
+    if uri == default_uri(runs_root_of(result)):
+        lines.append(f"open them with: distill ui --runs {display_name(root)}")
+    else:
+        lines.append(f"open them with: mlflow server --backend-store-uri {uri}")
+    return [*lines, f"then compare the trials at: {link}"] if (link := compare_url(run_dir, keys)) else lines

@@ -31,7 +31,7 @@ def fill_cache(resolved: Resolved, root: Path) -> str:
             "teacher.cache while it distils"
         )
     check_writable(root, None)
-    check_train(resolved)
+    check_train(resolved.override({"tracking.enabled": False}, "cache"))  # nothing is sent to MLflow
     run_dir = RunDir(root.absolute() / ".cache" / f"{experiment.name}-{time.time_ns():x}")
     cpus, cache = most_local_cpus(experiment), experiment.written_cache("train")
     with Display() as display, connect(cpus, run_dir.root, cache, instead=SHARED_RUNS) as cluster:
