@@ -60,10 +60,10 @@ def check_server(uri: str, experiment: str) -> None:
 
 def denial(status: int, uri: str, experiment: str, words: str) -> str:
     """Why a server refuses with `status` 401 or 403, and `words` of its own, and what to do about it."""
-    user, where = read_mlflow_creds().username, redact(uri)
-    login = f"the login of {user}" if user else "the token of MLFLOW_TRACKING_TOKEN" if MLFLOW_TRACKING_TOKEN.get() else ""
+    where = redact(uri)
+    login = read_mlflow_creds().username or ("MLFLOW_TRACKING_TOKEN" if MLFLOW_TRACKING_TOKEN.get() else "")
     if status == 401:
-        return f"MLflow at {where} {f'refuses {login}' if login else 'asks for a login'}: set {LOGIN}"
+        return f"MLflow at {where} {f'refuses the login of {login}' if login else 'asks for a login'}: set {LOGIN}"
     if "Invalid Host header" in words:
         host = urlsplit(uri).netloc
         return f"MLflow at {where} does not answer to the name {host}: start it with `mlflow server --allowed-hosts {host}`"
