@@ -224,3 +224,14 @@ def test_a_permission_that_is_lost_during_a_run_is_named_once_and_the_records_wa
     assert delivery.message == f"1 record waits on disk: {problem}; later: distill sync {run_dir.root}"
     assert caplog.text.count(problem) == 1
     assert not Spool(run_dir).refused_records()
+
+
+def test_a_cache_is_filled_whatever_the_server_says_as_nothing_is_sent_to_it(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.answers["*"] = (401, "You are not authenticated.")
+    values = {"tracking.uri": server.uri, "teacher.cache": tmp_path / "cache", "teacher.weights": tmp_path / "absent.pt"}
+    arguments = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
+    _, _, err = run(capsys, "cache", "digits", "--runs", tmp_path / "runs", *arguments)
+    assert "absent.pt" in err
+    assert not server.requests
