@@ -78,7 +78,8 @@ def resume_run(directory: Path, *, accept_new_data: bool) -> None:
     for line in changed_methods(run_dir):
         click.echo(line)
     check_checkpoints(run_dir, result)
-    data = check_inputs(result.kind, resolved)
+    # Whatever its MLflow says: a run that has begun could not be told another one, and its records wait on disk.
+    data = check_inputs(result.kind, resolved.override({"tracking.enabled": False}, "resume"))
     check_data_of_run(display_name(directory), resolved.experiment, result, data, accept_new=accept_new_data)
     run_to_the_end(result.kind, resolved, run_dir, runs_root_of(result), data)
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from service.config.experiment import load
+from service.runs.run_directory import begin_run
 from service.tracking import Tracker, sync
 from service.tracking.spool import Spool
 from service.tracking.tracker import check_store
@@ -234,4 +236,15 @@ def test_a_cache_is_filled_whatever_the_server_says_as_nothing_is_sent_to_it(
     arguments = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
     _, _, err = run(capsys, "cache", "digits", "--runs", tmp_path / "runs", *arguments)
     assert "absent.pt" in err
+    assert not server.requests
+
+
+def test_a_run_that_has_begun_is_resumed_whatever_the_server_says(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.answers["*"] = DENIED
+    run_dir = RunDir(tmp_path / "run")
+    begin_run(load("digits", [f"tracking.uri={server.uri}", "data.path=/absent"]), "train", run_dir, tmp_path)
+    _, _, err = run(capsys, "resume", run_dir.root)
+    assert "/absent" in err
     assert not server.requests
