@@ -11,7 +11,7 @@ from service.commands.options import DIR, OUT, RECIPE, RUNS, RUNS_OR_URI, SET, e
 
 if TYPE_CHECKING:
     from service.config.experiment import Resolved
-    from service.runs.result import Kind
+    from service.runs.result import Kind, RunResult
     from trainables.config import DataIdentity
     from trainables.rundir import RunDir
 
@@ -78,7 +78,8 @@ def resume_run(directory: Path, *, accept_new_data: bool) -> None:
     for line in changed_methods(run_dir):
         click.echo(line)
     check_checkpoints(run_dir, result)
-    data = check_inputs(result.kind, resolved)
+    # Whatever its MLflow says: a run that has begun could not be told another one, and its records wait on disk.
+    data = check_inputs(result.kind, resolved.override({"tracking.enabled": False}, "resume"))
     check_data_of_run(display_name(directory), resolved.experiment, result, data, accept_new=accept_new_data)
     run_to_the_end(result.kind, resolved, run_dir, runs_root_of(result), data)
 
@@ -151,9 +152,7 @@ def run_to_the_end(kind: Kind, resolved: Resolved, run_dir: RunDir, root: Path, 
     from service.runs.stored.stored_runs import display_name
     from service.runs.train import train as run_train
     from service.sweeps.sweep import sweep as run_sweep
-    from service.tracking import compare_urls
     from trainables.errors import ClusterError
-    from trainables.redact import redact
 
     try:
         result = (run_train if kind == "train" else run_sweep)(resolved, run_dir, end_of_run, data)
@@ -165,9 +164,32 @@ def run_to_the_end(kind: Kind, resolved: Resolved, run_dir: RunDir, root: Path, 
     click.echo(f"result: {display_name(run_dir.result)}")
     if run_dir.report.exists():
         click.echo(f"page: {display_name(run_dir.report)}")
-    if result.mlflow:
-        click.echo(f"records: {redact(result.mlflow.uri)}")
-        click.echo(f"open them with: distill ui --runs {display_name(root)}")
-        what = "trials" if kind == "sweep" else "runs"
-        for words, link in zip((f"then compare the {what} at", "their charts"), compare_urls(run_dir), strict=False):
-            click.echo(f"{words}: {link}")
+    for line in record_lines(run_dir, result, root):
+        click.echo(line)
+
+
+def record_lines(run_dir: RunDir, result: RunResult, root: Path) -> list[str]:
+    """Where the records of a run are in MLflow, and how to look at them: a server shows its own."""
+    from service.runs.run_directory import runs_root_of
+    from service.runs.stored.stored_runs import display_name
+    from service.tracking import compare_urls, default_uri
+    from trainables.redact import redact
+
+    if result.mlflow is None:
+        return []
+    uri = redact(result.mlflow.uri)
+    lines = [f"records: {uri}"]
+    if uri.startswith("databricks"):  # whose pages have addresses of their own
+        return lines
+    if uri.startswith("http"):
+        links, then = compare_urls(run_dir, uri), ""
+    else:
+        is_ours = uri == default_uri(runs_root_of(result))
+        command = f"distill ui --runs {display_name(root)}" if is_ours else f"mlflow server --backend-store-uri {uri}"
+        lines.append(f"open them with: {command}")
+        links, then = compare_urls(run_dir), "then "
+    what = "trials" if result.kind == "sweep" else "runs"
+    return [
+        *lines,
+        *(f"{words}: {link}" for words, link in zip((f"{then}compare the {what} at", "their charts"), links, strict=False)),
+    ]

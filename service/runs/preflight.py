@@ -46,15 +46,15 @@ def check_train(resolved: Resolved) -> DataIdentity:
 
 
 def check_services(experiment: Experiment, kind: Kind) -> None:
-    """Refuse a Ray that does not answer, an MLflow store and a `teacher.cache` that cannot be written.
+    """Refuse a Ray that does not answer, an MLflow store or server and a `teacher.cache` that cannot be written.
 
     Raises:
         ClusterError: Ray does not answer.
-        ExperimentError: the store or the cache cannot be written.
+        ExperimentError: the store or the cache cannot be written, or the server will never take records.
     """
     check_ray_address()
     if experiment.tracking.enabled and experiment.tracking.uri:
-        check_store(experiment.tracking.uri)
+        check_store(experiment.tracking.uri, experiment.tracking.experiment)
     check_cache(experiment, kind)
 
 

@@ -32,7 +32,7 @@ def fill_cache(resolved: Resolved, root: Path) -> str:
         )
     check_writable(root, None)
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    check_train(resolved)
+    check_train(resolved.override({"tracking.enabled": False}, "cache"))  # nothing is sent to MLflow
     run_dir = RunDir(root.absolute() / ".cache" / f"{experiment.name}-{time.time_ns():x}")
     cpus, cache = most_local_cpus(experiment), experiment.written_cache("train")
     with Display() as display, connect(cpus, run_dir.root, cache, instead=SHARED_RUNS) as cluster:

@@ -39,6 +39,7 @@ MAX_NAME, MAX_PARAM, MAX_TAG = 250, 6000, 5000
 MODEL_PACKAGES = ("mlflow", "numpy", "pydantic", "safetensors", "torch", "torchvision")
 METADATA_KEYS = ("model", "num_classes", "image_size", "classes", "mean", "std")
 
+log = logging.getLogger("raydistill")
 # MLflow prints the stack trace of every error that it raises too; ours is the one line that the user sees.
 for _name in ("mlflow", "alembic"):
     logging.getLogger(_name).setLevel(logging.CRITICAL + 1)
@@ -74,6 +75,7 @@ class Store:
             # MLflow would put them under the working directory of whoever delivers.
             artifacts = (scratch.parent.parent / "mlartifacts").absolute().as_uri()
         self._client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+        self.experiment = experiment
         self.experiment_id = self._open_experiment(experiment, artifacts)
 
     def _open_experiment(self, name: str, artifacts: str | None) -> str:
@@ -87,6 +89,7 @@ class Store:
             raise RuntimeError(f"cannot create the experiment {name!r}")
         if found.lifecycle_stage == "deleted":
             self._client.restore_experiment(found.experiment_id)
+            log.warning("tracking: experiment %r had been deleted in MLflow: it is restored, with its runs", name)
         return str(found.experiment_id)
 
     def find_runs(self, tag: str) -> list[str]:
@@ -110,11 +113,20 @@ class Store:
         with refusals():
             self._client.set_terminated(run_id, status, time_ms)
 
-    def is_deleted(self, run_id: str) -> bool:
-        """Whether a run was deleted and can be restored."""
-        with contextlib.suppress(RefusedError), refusals():  # there is no such run any more, which records are refused for
-            return bool(self._client.get_run(run_id).info.lifecycle_stage == "deleted")
+    def is_experiment_deleted(self) -> bool:
+        """Whether the experiment was deleted and can be restored."""
+        with contextlib.suppress(RefusedError), refusals():
+            return bool(self._client.get_experiment(self.experiment_id).lifecycle_stage == "deleted")
         return False
+
+    def run_state(self, run_id: str) -> str:
+        """`active`, `deleted` (it can be restored), `gone` for good, or `unknown`."""
+        try:
+            return str(self._client.get_run(run_id).info.lifecycle_stage)
+        except MlflowException as error:
+            if error.error_code not in REFUSALS:
+                raise
+            return "gone" if error.error_code == "RESOURCE_DOES_NOT_EXIST" else "unknown"
 
     def delete_run(self, run_id: str) -> None:
         with refusals():

@@ -41,20 +41,29 @@ class RefusedRecords:
     def handle_refusal(self, store: Store, key: str, refusal: RefusedError, *, begins: bool = False) -> str:
         """Why a record of run `key` is refused.
 
-        If the store refuses the whole run (deleted, or not created), that is remembered, and its later records are set aside
-        without a request. `begins`: the record is the run's first one, without which the store takes nothing for it.
+        If the store refuses the whole run (it or its experiment was deleted, or it was not created), that is remembered, and its
+        later records are set aside without a request. `begins`: the record is the run's first one, without which the store takes
+        nothing for it.
         """
-        runs, run_id = self._cursor.refused_runs, self._cursor.runs.get(key)
-        if key not in runs and run_id and store.is_deleted(run_id):
-            self._refuse_run(key, f"run {run_id} ({key}) was deleted in MLflow: restore it there, then distill sync {self._name}")
-        elif key not in runs and begins:
+        runs, run_id, again = self._cursor.refused_runs, self._cursor.runs.get(key), f"distill sync {self._name}"
+        if key in runs:
+            return runs[key]
+        if store.is_experiment_deleted():
+            self._refuse_run(key, f"experiment {store.experiment!r} was deleted in MLflow: {again} restores it, with its runs")
+        elif run_id and (state := store.run_state(run_id)) == "deleted":
+            self._refuse_run(key, f"run {run_id} ({key}) was deleted in MLflow: restore it there, then {again}")
+        elif run_id and state == "gone":
+            anew = f"remove sent.json and refused.jsonl in {self._spool.root}, and {again} sends everything as a new one"
+            self._refuse_run(key, f"run {run_id} ({key}) is gone from MLflow for good: {anew}")
+        elif begins:
             self._refuse_run(key, f"MLflow's run of {key} cannot be begun: {one_line(refusal)}")
         return runs.get(key) or one_line(refusal)
 
     def _refuse_run(self, key: str, reason: str) -> None:
         """From now on all records of a run are set aside without a request."""
+        if reason not in self._cursor.refused_runs.values():
+            log.warning("tracking: %s; its records are in %s", reason, self._spool.refused)
         self._cursor.refused_runs[key] = reason
-        log.warning("tracking: %s; its records are in %s", reason, self._spool.refused)
 
     def set_aside(self, records: Sequence[Mapping[str, Any]], reason: str) -> None:
         """Keep records that the store refuses for good. The first one is logged, unless its run was."""

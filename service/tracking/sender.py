@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from service.tracking.refused_records import RefusedRecords, one_line
 from service.tracking.shown_metrics import of_epoch
 from service.tracking.spool import CHUNK_BYTES, Cursor, Delivery, RefusedError, Row, Spool, Tail, Target, is_event
+from trainables.errors import first_three
 from trainables.redact import redact
 from trainables.rundir import lines_after
 
@@ -87,7 +88,7 @@ class Sender:
         except _OutOfTimeError:
             return False
         except Exception as error:
-            trouble = f"{self._where} takes no records now ({reason_of(error)})"
+            trouble = self._denial(error) or f"{self._where} takes no records now ({reason_of(error)})"
         if trouble and not self._trouble:
             log.warning("tracking: %s; what is left waits in %s", trouble, self._spool.root)
         elif self._trouble and not trouble:
@@ -102,6 +103,8 @@ class Sender:
             num_pending += num_refused
         elif num_refused:
             but = f", but for {num_refused} that it cannot take, which are in {self._spool.refused}"
+            if reasons := list(dict.fromkeys(self._cursor.refused_runs.values())):
+                but += f": {first_three(reasons)}"
         if not num_pending:
             return Delivery(self._num_sent, 0, f"MLflow was sent every record ({self._where}){but}")
         left = self._trouble or f"{self._where} has not taken them yet"
@@ -112,6 +115,17 @@ class Sender:
     @property
     def _where(self) -> str:
         return redact(self.uri)
+
+    def _denial(self, error: Exception) -> str:
+        """Why the server refuses a login or an experiment, which time alone does not change; "" for another error."""
+        if not hasattr(error, "get_http_status_code"):  # MLflow's errors have it
+            return ""
+        status = error.get_http_status_code()
+        if status not in (401, 403):
+            return ""
+        from service.tracking.server_check import denial
+
+        return denial(status, self.uri, self._target.experiment, f"HTTP {status}")
 
     def _deliver(self) -> None:
         store = self._store or self._connect()

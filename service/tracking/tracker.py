@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from service.config.uris import checked_uri
-from service.tracking.sender import NO_TELEMETRY, Sender
+from service.tracking.sender import CLIENT_ENVIRONMENT, NO_TELEMETRY, Sender
 from service.tracking.spool import Cursor, Delivery, Spool
 from trainables.errors import ExperimentError
 from trainables.rundir import RunDir, unwritable_reason
@@ -26,6 +26,7 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 MAX_WAIT_S = 15.0
 DESCRIPTION = "mlflow.note.content"
+SERVERS = ("http://", "https://", "databricks")
 _SQLITE = b"SQLite format 3\0"
 
 
@@ -37,12 +38,17 @@ def default_uri(runs_root: Path) -> str:
     return checked_uri(f"sqlite:///{Path(os.path.abspath(runs_root)) / 'mlflow.db'}")
 
 
-def check_store(uri: str) -> None:
-    """Refuse a store of the user's that could not be opened: nothing is asked of a server, and no file is made.
+def check_store(uri: str, experiment: str) -> None:
+    """Refuse a store of the user's that could not be opened, or a server that will never take records. Nothing is made.
 
     Raises ExperimentError.
     """
     scheme, _, named = checked_uri(uri).partition(":///")
+    if uri.startswith(SERVERS):
+        os.environ.update(CLIENT_ENVIRONMENT)
+        from service.tracking.server_check import check_server
+
+        check_server(uri, experiment)
     if scheme != "sqlite":
         return
     path = Path(named)
@@ -290,6 +296,8 @@ def sync(run_dir: RunDir, uri: str | None = None, max_failures: int = 3, name: s
     with spool.sender_lock() as acquired:
         if not acquired:
             return Delivery(0, spool.num_pending(sender.uri), f"another process is sending the records of {name} just now")
+        if not spool.num_pending(sender.uri) and not spool.refused_records():
+            return sender.summary()
         for attempt in range(1, max_failures + 1):
             if sender.try_deliver(retry_refused=True, until_s=until_s):
                 break

@@ -30,8 +30,10 @@ from service.runs.session import views_of
 from service.tracking import Tracker, compare_urls, default_uri, sync
 from service.tracking.sender import NO_TELEMETRY
 from service.tracking.spool import Spool
+from service.tracking.tracker import check_store
 from tests.service.tracking.conftest import thread_priorities  # noqa: F401 (a fixture for every test)
 from tests.waiting import wait_until
+from trainables.errors import ExperimentError
 from trainables.rundir import RunDir
 
 pytestmark = pytest.mark.integration
@@ -414,6 +416,18 @@ def write_checkpoint(run_dir: RunDir) -> Path:
     path.parent.mkdir(parents=True)
     save_file({f"model.{name}": tensor for name, tensor in state.items()}, path, metadata={"raydistill": json.dumps(about)})
     return path
+
+
+def test_the_check_before_a_run_changes_nothing_and_names_a_host_that_a_server_does_not_answer_to(running: Server) -> None:
+    from mlflow import MlflowClient
+
+    MlflowClient(running.uri).create_experiment("known")
+    before = running.query("SELECT * FROM experiments ORDER BY experiment_id")
+    for experiment in ("known", "unknown"):
+        check_store(running.uri, experiment)
+    assert running.query("SELECT * FROM experiments ORDER BY experiment_id") == before
+    with pytest.raises(ExperimentError, match=f"start it with `mlflow server --allowed-hosts 127.1:{running.port}`"):
+        check_store(f"http://127.1:{running.port}", "known")
 
 
 @pytest.mark.slow

@@ -314,7 +314,9 @@ def test_records_of_a_run_that_was_deleted_in_mlflow_arrive_once_it_is_restored(
     tracker.end_run("train", "FINISHED")
     reason = f"run {run_id} (train) was deleted in MLflow: restore it there, then distill sync {run_dir.root}"
     for _ in range(2):
-        assert sync(run_dir).num_pending == 0
+        delivery = sync(run_dir)
+        assert delivery.num_pending == 0
+        assert delivery.message.endswith(f", but for 32 that it cannot take, which are in {Spool(run_dir).refused}: {reason}")
         refused = read_lines(run_dir.spool / "refused.jsonl")
         assert len(refused) == 32
         assert {record["reason"] for record in refused} == {reason}
@@ -325,6 +327,60 @@ def test_records_of_a_run_that_was_deleted_in_mlflow_arrive_once_it_is_restored(
     assert not (run_dir.spool / "refused.jsonl").exists()
     assert [step for step, _, _ in metrics_of(runs_root, run_id, "loss")] == list(range(30))
     assert run_of(runs_root, run_dir, "train")[1] == "FINISHED"
+
+
+def test_records_of_an_experiment_that_was_deleted_in_mlflow_arrive_with_the_next_sync_which_says_that_it_restores_it(
+    runs_root: Path, run_dir: RunDir, caplog: pytest.LogCaptureFixture
+) -> None:
+    from mlflow import MlflowClient
+
+    uri, name = default_uri(runs_root), run_dir.root.name
+    tracker = Tracker(run_dir, uri, name, poll_s=0.05)
+    tracker.start_run("sweep", "sweep")
+    tracker.start()
+    wait_until(lambda: bool(Spool(run_dir).cursor(uri).runs))
+    client = MlflowClient(uri)
+    client.delete_experiment(Spool(run_dir).cursor(uri).experiment_id)
+    for trial in ("trial/0", "trial/1"):
+        tracker.start_run(trial, trial, parent_key="sweep")
+        tracker.metrics(trial, 1, {"loss": 1.0})
+    delivery = tracker.close(60)
+    reason = f"experiment {name!r} was deleted in MLflow: distill sync {run_dir.root} restores it, with its runs"
+    assert delivery.message.endswith(f"but for 4 that it cannot take, which are in {Spool(run_dir).refused}: {reason}")
+    assert caplog.text.count(reason) == 1
+    assert sync(run_dir).message == f"MLflow was sent every record ({uri})"
+    assert f"experiment {name!r} had been deleted in MLflow: it is restored, with its runs" in caplog.text
+    for trial in ("trial/0", "trial/1"):
+        assert len(metrics_of(runs_root, run_of(runs_root, run_dir, trial)[0], "loss")) == 1
+
+
+def test_a_run_that_is_gone_from_mlflow_for_good_can_be_sent_as_a_new_one(
+    runs_root: Path, run_dir: RunDir, tracker: Tracker
+) -> None:
+    tracker.start_run("train", "run")
+    tracker.metrics("train", 1, {"loss": 1.0})
+    assert sync(run_dir).num_pending == 0
+    run_id, _, _ = run_of(runs_root, run_dir, "train")
+    with contextlib.closing(sqlite3.connect(runs_root / "mlflow.db", timeout=20)) as store, store:
+        for table in ("metrics", "latest_metrics", "tags", "runs"):  # as `mlflow gc` does
+            store.execute(f"DELETE FROM {table} WHERE run_uuid = ?", (run_id,))
+    tracker.metrics("train", 2, {"loss": 0.5})
+    instead = (
+        f"remove sent.json and refused.jsonl in {run_dir.spool}, and distill sync {run_dir.root} sends everything as a new one"
+    )
+    assert sync(run_dir).message.endswith(f"run {run_id} (train) is gone from MLflow for good: {instead}")
+    for name in ("sent.json", "refused.jsonl"):
+        (run_dir.spool / name).unlink()
+    assert sync(run_dir).message == f"MLflow was sent every record ({default_uri(runs_root)})"
+    assert [step for step, _, _ in metrics_of(runs_root, run_of(runs_root, run_dir, "train")[0], "loss")] == [1, 2]
+
+
+def test_a_sync_with_nothing_left_to_send_asks_nothing_of_the_store_and_says_one_thing(
+    run_dir: RunDir, caplog: pytest.LogCaptureFixture
+) -> None:
+    Tracker(run_dir, "http://127.0.0.1:9", "e")
+    assert sync(run_dir) == (0, 0, "MLflow was sent every record (http://127.0.0.1:9)")
+    assert not caplog.records
 
 
 def test_a_retry_of_refused_records_that_fails_midway_doubles_and_hides_none_of_them(

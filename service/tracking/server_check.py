@@ -1,0 +1,121 @@
+"""Whether an MLflow server will take a run's records, asked before the run begins; and why it refuses them.
+
+Imports less of MLflow than `mlflow_store`: a run with a server waits for it.
+"""
+
+import logging
+import socket
+import ssl
+from typing import Any
+from urllib.parse import urlsplit
+
+from mlflow.environment_variables import MLFLOW_TRACKING_TOKEN
+from mlflow.exceptions import MlflowException
+from mlflow.utils.credentials import get_default_host_creds, read_mlflow_creds
+from mlflow.utils.databricks_utils import get_databricks_host_creds
+from mlflow.utils.rest_utils import http_request
+from requests import Response
+
+from service.tracking.sender import root_cause
+from trainables.errors import ExperimentError, first_line
+from trainables.notices import notice
+from trainables.redact import redact
+
+TIMEOUT_S = 5
+LOGIN = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
+# As in `mlflow_store`: what it warns of is in the one line that the user sees.
+logging.getLogger("mlflow").setLevel(logging.CRITICAL + 1)
+
+
+def check_server(uri: str, experiment: str) -> None:
+    """Refuse a server that would take no record of this experiment, neither now nor later. Creates nothing there.
+
+    One that is away, or has an error of its own, is not refused: records wait for it.
+
+    Raises ExperimentError: it refuses the login or the experiment, cannot be trusted, or is not MLflow.
+    """
+    where = redact(uri)
+    if uri.startswith("databricks") and not experiment.startswith("/"):
+        raise ExperimentError(
+            f"tracking.experiment: Databricks takes a path: write /Users/NAME/{experiment}, or /Shared/{experiment}"
+        )
+    answer = _ask(uri, experiment, "GET", "get-by-name", params={"experiment_name": experiment})
+    if answer is None:
+        return
+    found = _json_of(answer)
+    if not found.keys() & {"experiment", "error_code"}:
+        kind = answer.headers.get("content-type", "no content type").partition(";")[0]
+        raise ExperimentError(
+            f"tracking.uri: {where} is not MLflow ({redact(answer.url.partition('?')[0])} answers {answer.status_code}, {kind}): "
+            "write the address of an MLflow server, with its path where it has one"
+        )
+    if any(hop.status_code in (301, 302, 303) for hop in answer.history):  # which make each POST a GET
+        raise ExperimentError(f"tracking.uri: {where} redirects: write {redact(answer.url.partition('/api/2.0/')[0])}")
+    # Without a new name, which a server misses only after it has looked at the permission.
+    if "experiment" in found:
+        _ask(uri, experiment, "POST", "update", json={"experiment_id": found["experiment"]["experiment_id"]})
+    else:
+        _ask(uri, experiment, "POST", "create", json={})
+
+
+def denial(status: int, uri: str, experiment: str, words: str) -> str:
+    """Why a server refuses with `status` 401 or 403, and `words` of its own, and what to do about it."""
+    where = redact(uri)
+    login = read_mlflow_creds().username or ("MLFLOW_TRACKING_TOKEN" if MLFLOW_TRACKING_TOKEN.get() else "")
+    if status == 401:
+        return f"MLflow at {where} {f'refuses the login of {login}' if login else 'asks for a login'}: set {LOGIN}"
+    if "Invalid Host header" in words:
+        host = urlsplit(uri).netloc
+        return f"MLflow at {where} does not answer to the name {host}: start it with `mlflow server --allowed-hosts {host}`"
+    return (
+        f"MLflow at {where} gives {login or 'a client without a login'} no permission to write to the experiment {experiment!r} "
+        f"({words}): ask its owner for EDIT, name another in tracking.experiment, or log in with {LOGIN}"
+    )
+
+
+def _ask(uri: str, experiment: str, method: str, action: str, **content: Any) -> Response | None:
+    """One request about experiments; None: the server is away.
+
+    Raises ExperimentError: it will never take the request.
+    """
+    is_databricks = uri.startswith("databricks")
+    try:
+        creds = get_databricks_host_creds(uri) if is_databricks else get_default_host_creds(uri)
+    except MlflowException as error:
+        unset = "no login of Databricks is configured: set DATABRICKS_HOST and DATABRICKS_TOKEN"
+        raise ExperimentError(f"tracking.uri: {redact(uri)}: {unset if is_databricks else first_line(error)}") from error
+    try:
+        limits = {"max_retries": 0, "timeout": TIMEOUT_S, "retry_timeout_seconds": TIMEOUT_S}
+        answer: Response = http_request(creds, f"/api/2.0/mlflow/experiments/{action}", method, **limits, **content)
+    except Exception as error:
+        if problem := _lasting(root_cause(error), uri):
+            raise ExperimentError(f"tracking.uri: {problem}") from error
+        return None
+    if answer.status_code in (401, 403):
+        text = answer.text.strip().partition("\n")[0][:200]
+        words = f"HTTP {answer.status_code}" if text.startswith("<") else redact(text)
+        raise ExperimentError(f"tracking.uri: {denial(answer.status_code, uri, experiment, words)}")
+    return None if answer.status_code in (408, 429) or answer.status_code >= 500 else answer
+
+
+def _lasting(cause: BaseException, uri: str) -> str:
+    """What is wrong where no later request would go better, and what to write; "" for a server that is away."""
+    where = redact(uri)
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        return (
+            f"the certificate of {where} cannot be verified ({cause.verify_message}): name the file of its CA in "
+            "MLFLOW_TRACKING_SERVER_CERT_PATH, or trust any certificate with MLFLOW_TRACKING_INSECURE_TLS=true"
+        )
+    if isinstance(cause, ssl.SSLError) and cause.reason == "WRONG_VERSION_NUMBER":
+        return f"{where} does not speak TLS: write http:// instead of https://"
+    if isinstance(cause, socket.gaierror):
+        notice(f"tracking.uri: the host of {where} is not known ({cause.strerror}): is it spelled right?")
+    return ""
+
+
+def _json_of(answer: Response) -> dict[str, Any]:
+    try:
+        content = answer.json()
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) else {}
