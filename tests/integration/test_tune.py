@@ -8,6 +8,7 @@ import psutil
 import pytest
 import ray
 from ray.air.execution import FixedResourceManager, ResourceRequest
+from ray.util.state import list_actors, list_tasks
 
 from service.cluster.resources import Cluster, Node
 from service.config.experiment import load
@@ -40,15 +41,23 @@ def sweep_in(run_dir: RunDir) -> tuple[SweepConfig, dict[str, Assignment]]:
     cluster, assignments = Cluster((Node("only", 8, 0),)), dict[str, Assignment]()
     for trial in plan_trials(resolved):
         assert trial.resolved is not None
-        assignments[trial.id] = Plan.on(trial.resolved.experiment, cluster).assign("student", run_dir.trial(trial.id), {})
+        assignments[trial.id] = Plan.on(trial.resolved.experiment, cluster).assign(
+            "student", run_dir.trial(trial.id), {"run": "tiny", "trial": trial.id}
+        )
     return resolved.experiment.sweep, assignments
 
 
 @pytest.fixture
 def local_ray() -> Iterator[None]:
-    ray.init(address="local", num_cpus=8, log_to_driver=False, include_dashboard=False)
+    ray.init(address="local", num_cpus=8, log_to_driver=False, include_dashboard=True)
     yield
     ray.shutdown()
+
+
+def failed_tasks() -> set[str]:
+    """The tasks that Ray's dashboard shows in red."""
+    address = ray.get_runtime_context().gcs_address
+    return {task.task_id for task in list_tasks(address, filters=[("state", "=", "FAILED")], limit=1000)}
 
 
 @pytest.mark.timeout(600)
@@ -71,7 +80,7 @@ def test_a_trial_that_raises_or_dies_has_failed_whatever_epochs_it_has_and_later
     first.start()
     wait_until(run_dir.trial("000").result.exists, "end of the trial that raises")
     wait_until(run_dir.trial("001").stage("student").sessions.exists, "begin of the one that is to die")
-    kill([process for process in psutil.Process().children(recursive=True) if "ray::ImplicitFunc" in title(process)])
+    kill([process for process in psutil.Process().children(recursive=True) if "ray::Trial" in title(process)])
     first.join()
     raised, died = outcome_of("000"), outcome_of("001")
     assert (raised.status, died.status) == ("failed", "failed")
@@ -80,8 +89,14 @@ def test_a_trial_that_raises_or_dies_has_failed_whatever_epochs_it_has_and_later
     for outcome in (raised, died):
         assert len(outcome.reason.splitlines()) == 1
         assert Path(outcome.reason.rpartition("see ")[2]).is_file()
+    failed = failed_tasks()
     run("002")
     assert outcome_of("002").status == "ok"
+    # Ray's dashboard has no red of a healthy trial, and says what the processes are.
+    assert failed_tasks() == failed
+    listed = list_actors(ray.get_runtime_context().gcs_address, limit=1000, detail=True)
+    assert {actor.repr_name for actor in listed if actor.class_name == "Trial"} == set(assignments)
+    assert "tiny-002-epochs" in {actor.name for actor in listed if actor.class_name == "EpochReports"}
 
 
 @pytest.fixture
