@@ -33,7 +33,10 @@ LOOPBACK = {
     **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo0" if sys.platform == "darwin" else "lo"),
 }
 
-
+STARTUP = {"RAY_worker_maximum_startup_concurrency": "32"}
+"""How many workers Ray starts at a time, by default one a core: at four times as many it warns on the driver's output that so
+many have been started, once for each further core.
+"""
 SHARED_RUNS = "give a shared folder with --runs"
 
 
@@ -88,7 +91,7 @@ def set_ray_environment() -> None:
     # By default any call of Ray's starts one: after Ctrl-C, in a thread whose training was just taken from it.
     os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     if is_local():
-        os.environ.update(LOOPBACK)
+        os.environ.update(LOOPBACK | {name: value for name, value in STARTUP.items() if name not in os.environ})
         # Ray starts workers at niceness 15: whatever else a machine does would go before the training, our sender to MLflow too.
         os.environ.setdefault("RAY_worker_niceness", "0")
         # A process for each trainer that asks whether a cloud is about to take a node away: seconds of a core to start.

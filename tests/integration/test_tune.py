@@ -1,5 +1,6 @@
 """What becomes of trials whose function raises, dies or has no memory in a real Ray Tune, and of those that a session adds."""
 
+import multiprocessing
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import ray
 from ray.air.execution import FixedResourceManager, ResourceRequest
 from ray.util.state import list_actors, list_tasks
 
+from service.cluster.connect import STARTUP
 from service.cluster.resources import Cluster, Node
 from service.config.experiment import load
 from service.config.sweep import SweepConfig
@@ -48,7 +50,11 @@ def sweep_in(run_dir: RunDir) -> tuple[SweepConfig, dict[str, Assignment]]:
 
 
 @pytest.fixture
-def local_ray() -> Iterator[None]:
+def local_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A Ray on a machine of one core, as we would start it."""
+    monkeypatch.setattr(multiprocessing, "cpu_count", lambda: 1)
+    for name, value in STARTUP.items():
+        monkeypatch.setenv(name, value)
     ray.init(address="local", num_cpus=8, log_to_driver=False, include_dashboard=True)
     yield
     ray.shutdown()
@@ -62,7 +68,7 @@ def failed_tasks() -> set[str]:
 
 @pytest.mark.timeout(600)
 def test_a_trial_that_raises_or_dies_has_failed_whatever_epochs_it_has_and_later_sessions_run_others(
-    tmp_path: Path, local_ray: None
+    tmp_path: Path, local_ray: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = RunDir(tmp_path)
     config, assignments = sweep_in(run_dir)
@@ -97,6 +103,10 @@ def test_a_trial_that_raises_or_dies_has_failed_whatever_epochs_it_has_and_later
     listed = list_actors(ray.get_runtime_context().gcs_address, limit=1000, detail=True)
     assert {actor.repr_name for actor in listed if actor.class_name == "Trial"} == {"000", "001", "002"}
     assert "tiny-002-epochs" in {actor.name for actor in listed if actor.class_name == "EpochReports"}
+    # As many processes as several trials have at once.
+    idle = [ray.remote(num_cpus=0)(threading.Event).remote() for _ in range(12)]
+    ray.get([event.is_set.remote() for event in idle])
+    assert "worker processes have been started" not in capfd.readouterr().out
 
 
 @pytest.fixture
