@@ -19,11 +19,11 @@ from service.cluster.resources import MAX_OVERSUBSCRIPTION, Cluster, is_local, l
 from service.cluster.shared_folders import check_shared
 from trainables.errors import ClusterError, first_line
 from trainables.metrics.telemetry import usable_cores
-from trainables.rundir import unwritable_reason
+from trainables.rundir import expand_home, unwritable_reason
 from trainables.user_folder import user_folder
 
-MAX_BASE = 20
-"""Characters: /raydistill-UID/ray/session_…/sockets/plasma_store follow, and a socket's path has 107 at most."""
+MAX_SOCKET = 103 if sys.platform == "darwin" else 107
+"""Bytes of a socket's path at most."""
 
 # Ray takes loopback as a node's address, and binds each of its servers to it, where clusters are "not supported", which is
 # its word for macOS and Windows; `_node_ip_address="127.0.0.1"` is turned into the machine's outer address. Elsewhere too
@@ -139,8 +139,16 @@ def _job_config() -> Any:
 
 def session_base() -> str:
     """Below which Ray's sessions lie: RAY_TMPDIR, else TMPDIR, unless sockets there would have paths that are too long."""
-    base = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
-    return "/tmp" if "RAY_TMPDIR" not in os.environ and len(base) > MAX_BASE else base
+    if named := os.environ.get("RAY_TMPDIR"):
+        return named
+    base = tempfile.gettempdir()
+    return "/tmp" if excess_bytes(base) > 0 else base
+
+
+def excess_bytes(base: str) -> int:
+    """By how much the longest path of a socket of Ray's sessions below `base` is too long."""
+    session = f"session_0000-00-00_00-00-00_000000_{os.getpid()}/sockets/dash_MetricsHead"
+    return len(os.fsencode(expand_home(base) / f"raydistill-{os.getuid()}" / "ray" / session)) - MAX_SOCKET
 
 
 def make_token() -> None:
@@ -171,8 +179,16 @@ def _why_no_ray(error: Exception) -> str:
 
 
 def check_ray_address() -> None:
-    """Refuse a RAY_ADDRESS where nobody listens: Ray itself would try for minutes. Raises ClusterError."""
+    """Refuse a RAY_ADDRESS where nobody listens: Ray itself would try for minutes; without one, a RAY_TMPDIR that is too long.
+
+    Raises ClusterError.
+    """
     if is_local():
+        if (excess := excess_bytes(session_base())) > 0:
+            raise ClusterError(
+                f"RAY_TMPDIR is {session_base()}, which is {excess} bytes too long for the sockets that Ray makes below it: "
+                "name a shorter folder, or unset it"
+            )
         return
     address = os.environ["RAY_ADDRESS"]
     if address.startswith("http"):
