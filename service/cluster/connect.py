@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from service.cluster import local_ray
+from service.cluster.open_ray import notice_if_open
 from service.cluster.resources import MAX_OVERSUBSCRIPTION, Cluster, is_local, living_nodes
 from service.cluster.shared_folders import check_shared
 from trainables.errors import ClusterError, first_line
@@ -121,7 +122,9 @@ def _start_ray(logical_cpus: int) -> None:
             raise
     else:
         in_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ  # which has brought its own code
-        ray.init(runtime_env=None if in_job else packages(), **options)
+        context = ray.init(runtime_env=None if in_job else packages(), **options)
+        if not in_job and context.dashboard_url:  # a job was submitted through it
+            notice_if_open(f"http://{context.dashboard_url}")
 
 
 def _job_config() -> Any:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from service.cluster.connect import packages
+from service.cluster.open_ray import notice_if_open
 from trainables.errors import ClusterError, first_line
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ def submit(job: Job, working_dir: Path, follow: bool, echo: Callable[[str], None
         "metadata": {**job.known, SUBMISSION: secrets.token_hex(8)},
     }
     client = _submit(address, request)
+    notice_if_open(address)
     echo(f"submitted {job.name}: {entrypoint}")
     log = f"its log: ray job logs --follow {job.name} --address {address}"
     if not follow:

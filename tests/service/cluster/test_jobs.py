@@ -14,6 +14,7 @@ from service.cluster import jobs
 from service.cluster.jobs import submit
 from service.commands.submit import job_of
 from trainables.errors import ClusterError
+from trainables.notices import notices_to
 
 # A dashboard that does not do as it is asked at once
 
@@ -169,10 +170,15 @@ def test_a_dashboard_that_stays_busy_is_given_up_in_one_line(
 def test_the_clusters_token_is_sent_where_it_is_required_and_only_there(dashboard: Dashboard, tmp_path: Path) -> None:
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray/auth_token").write_text("secret\n")
-    submitted(tmp_path)
-    assert set(dashboard.sent) == {None}
-    dashboard.token = "secret"
-    submitted(tmp_path)
+    notices: list[str] = []
+    with notices_to(notices.append):
+        submitted(tmp_path)
+        assert set(dashboard.sent) == {None}
+        (line,) = notices
+        assert line.startswith(f"the Ray at {dashboard.address} asks for no token: ")
+        dashboard.token = "secret"
+        submitted(tmp_path)
+        assert notices == [line]
     assert len(dashboard.jobs) == 2
     dashboard.token = "another"
     with pytest.raises(ClusterError) as refused:
