@@ -15,15 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from service.cluster import local_ray
+from service.cluster.open_ray import notice_if_open
 from service.cluster.resources import MAX_OVERSUBSCRIPTION, Cluster, is_local, living_nodes
 from service.cluster.shared_folders import check_shared
 from trainables.errors import ClusterError, first_line
 from trainables.metrics.telemetry import usable_cores
-from trainables.rundir import unwritable_reason
+from trainables.rundir import expand_home, unwritable_reason
 from trainables.user_folder import user_folder
 
-MAX_BASE = 20
-"""Characters: /raydistill-UID/ray/session_…/sockets/plasma_store follow, and a socket's path has 107 at most."""
+MAX_SOCKET = 103 if sys.platform == "darwin" else 107
+"""Bytes of a socket's path at most."""
 
 # Ray takes loopback as a node's address, and binds each of its servers to it, where clusters are "not supported", which is
 # its word for macOS and Windows; `_node_ip_address="127.0.0.1"` is turned into the machine's outer address. Elsewhere too
@@ -33,7 +34,10 @@ LOOPBACK = {
     **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo0" if sys.platform == "darwin" else "lo"),
 }
 
-
+STARTUP = {"RAY_worker_maximum_startup_concurrency": "32"}
+"""How many workers Ray starts at a time, by default one a core: at four times as many it warns on the driver's output that so
+many have been started, once for each further core.
+"""
 SHARED_RUNS = "give a shared folder with --runs"
 
 
@@ -88,7 +92,7 @@ def set_ray_environment() -> None:
     # By default any call of Ray's starts one: after Ctrl-C, in a thread whose training was just taken from it.
     os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     if is_local():
-        os.environ.update(LOOPBACK)
+        os.environ.update(LOOPBACK | {name: value for name, value in STARTUP.items() if name not in os.environ})
         # Ray starts workers at niceness 15: whatever else a machine does would go before the training, our sender to MLflow too.
         os.environ.setdefault("RAY_worker_niceness", "0")
         # A process for each trainer that asks whether a cloud is about to take a node away: seconds of a core to start.
@@ -118,7 +122,9 @@ def _start_ray(logical_cpus: int) -> None:
             raise
     else:
         in_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ  # which has brought its own code
-        ray.init(runtime_env=None if in_job else packages(), **options)
+        context = ray.init(runtime_env=None if in_job else packages(), **options)
+        if not in_job and context.dashboard_url:  # a job was submitted through it
+            notice_if_open(f"http://{context.dashboard_url}")
 
 
 def _job_config() -> Any:
@@ -136,8 +142,16 @@ def _job_config() -> Any:
 
 def session_base() -> str:
     """Below which Ray's sessions lie: RAY_TMPDIR, else TMPDIR, unless sockets there would have paths that are too long."""
-    base = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
-    return "/tmp" if "RAY_TMPDIR" not in os.environ and len(base) > MAX_BASE else base
+    if named := os.environ.get("RAY_TMPDIR"):
+        return named
+    base = tempfile.gettempdir()
+    return "/tmp" if excess_bytes(base) > 0 else base
+
+
+def excess_bytes(base: str) -> int:
+    """By how much the longest path of a socket of Ray's sessions below `base` is too long."""
+    session = f"session_0000-00-00_00-00-00_000000_{os.getpid()}/sockets/dash_MetricsHead"
+    return len(os.fsencode(expand_home(base) / f"raydistill-{os.getuid()}" / "ray" / session)) - MAX_SOCKET
 
 
 def make_token() -> None:
@@ -168,8 +182,16 @@ def _why_no_ray(error: Exception) -> str:
 
 
 def check_ray_address() -> None:
-    """Refuse a RAY_ADDRESS where nobody listens: Ray itself would try for minutes. Raises ClusterError."""
+    """Refuse a RAY_ADDRESS where nobody listens: Ray itself would try for minutes; without one, a RAY_TMPDIR that is too long.
+
+    Raises ClusterError.
+    """
     if is_local():
+        if (excess := excess_bytes(session_base())) > 0:
+            raise ClusterError(
+                f"RAY_TMPDIR is {session_base()}, which is {excess} bytes too long for the sockets that Ray makes below it: "
+                "name a shorter folder, or unset it"
+            )
         return
     address = os.environ["RAY_ADDRESS"]
     if address.startswith("http"):

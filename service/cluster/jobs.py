@@ -8,11 +8,13 @@ import re
 import secrets
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from service.cluster.connect import packages
+from service.cluster.open_ray import notice_if_open
 from trainables.errors import ClusterError, first_line
 
 if TYPE_CHECKING:
@@ -23,6 +25,20 @@ ENDED = {"SUCCEEDED", "FAILED", "STOPPED"}
 PATIENCE_S, PAUSE_S = 60.0, 2.0
 """How long a dashboard may answer with errors of its own, as its job agent does under load, and how often it is asked again."""
 _STATUS = re.compile(r"status code (\d{3})")
+SUBMISSION = "submission"
+"""In a job's metadata: a number that no other submission has."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A `distill` command to be submitted."""
+
+    name: str
+    arguments: tuple[str, ...]
+    known: Mapping[str, str]
+    """Of it and its run, for whoever looks at Ray's dashboard."""
+    variables: Mapping[str, str]
+    """Of its environment."""
 
 
 def dashboard_address() -> str:
@@ -31,53 +47,55 @@ def dashboard_address() -> str:
     return next((address for address in named if address.startswith("http")), "http://127.0.0.1:8265")
 
 
-def submit(arguments: Sequence[str], working_dir: Path, runs_root: str | None, follow: bool, echo: Callable[[str], None]) -> int:
-    """Run `distill` with these arguments as a job; with `follow` stream its log until it ends.
+def submit(job: Job, working_dir: Path, follow: bool, echo: Callable[[str], None]) -> int:
+    """Run a job; with `follow` stream its log until it ends.
 
-    `working_dir` is copied to the cluster: the job begins there. `runs_root`: a folder of the cluster, or a URI; None: its
-    own RAYDISTILL_RUNS. Returns the job's exit code (0 where it is not followed).
+    `working_dir` is copied to the cluster: the job begins there. Returns the job's exit code (0 where it is not followed).
 
     Raises ClusterError: no Ray dashboard answers, or it refuses.
     """
     address = dashboard_address()
-    entrypoint = shlex.join(["python", "-m", "service", *arguments])
-    runtime_env: dict[str, Any] = {"working_dir": str(working_dir), **packages()}
-    if runs_root is not None:
-        runtime_env["env_vars"] = {"RAYDISTILL_RUNS": runs_root}
-    client, job = _submit(address, entrypoint, runtime_env)
-    echo(f"submitted {job}: {entrypoint}")
+    entrypoint = shlex.join(["python", "-m", "service", *job.arguments])
+    request = {
+        "entrypoint": entrypoint,
+        "submission_id": job.name,
+        "runtime_env": {"working_dir": str(working_dir), **packages(), "env_vars": dict(job.variables)},
+        "metadata": {**job.known, SUBMISSION: secrets.token_hex(8)},
+    }
+    client = _submit(address, request)
+    notice_if_open(address)
+    echo(f"submitted {job.name}: {entrypoint}")
+    log = f"its log: ray job logs --follow {job.name} --address {address}"
     if not follow:
-        echo(f"its log: ray job logs --follow {job} --address {address}")
+        echo(log)
         return 0
     try:
-        details = _follow(client, job, echo)
+        details = _follow(client, job.name, echo)
     except KeyboardInterrupt:
-        echo(f"{job} goes on without a follower; to end it: ray job stop {job} --address {address}")
+        echo(f"{job.name} goes on without a follower; to end it: ray job stop {job.name} --address {address}")
         raise
     except _failures() as error:
         raise ClusterError(
-            f"{address} does not answer any more: {first_line(error)}; {job} goes on without a follower, "
-            f"its log: ray job logs --follow {job} --address {address}"
+            f"{address} does not answer any more: {first_line(error)}; {job.name} goes on without a follower, {log}"
         ) from error
     if details.status == "SUCCEEDED":
         return 0
     return details.driver_exit_code or 1
 
 
-def _submit(address: str, entrypoint: str, runtime_env: dict[str, Any]) -> tuple[JobSubmissionClient, str]:
-    """A connection to the dashboard, and the job that it has taken. Raises ClusterError."""
+def _submit(address: str, request: dict[str, Any]) -> JobSubmissionClient:
+    """A connection to the dashboard, which has taken the job. `request`: of `submit_job`. Raises ClusterError."""
     from ray.exceptions import AuthenticationError
 
-    job = f"raysubmit_{secrets.token_hex(8)}"
     mode, token = os.environ.get("RAY_AUTH_MODE"), _token()
     try:
         try:
-            client = _patiently(lambda: _take(address, {}, job, entrypoint, runtime_env))
+            client = _patiently(lambda: _take(address, {}, request))
         except AuthenticationError:
             if mode is not None or token is None:
                 raise
             headers = {"Authorization": f"Bearer {token[0]}"}  # Ray itself sends one only with RAY_AUTH_MODE=token
-            client = _patiently(lambda: _take(address, headers, job, entrypoint, runtime_env))
+            client = _patiently(lambda: _take(address, headers, request))
     except AuthenticationError as error:
         instead = "give the cluster's with RAY_AUTH_TOKEN_PATH=FILE"
         if mode not in (None, "token"):
@@ -93,20 +111,26 @@ def _submit(address: str, entrypoint: str, runtime_env: dict[str, Any]) -> tuple
         raise ClusterError(
             f"no job could be submitted to {address}: {first_line(error)}; start Ray or set RAY_API_SERVER_ADDRESS"
         ) from error
-    return client, job
+    return client
 
 
-def _take(address: str, headers: dict[str, str], job: str, entrypoint: str, runtime_env: dict[str, Any]) -> JobSubmissionClient:
-    """Submit under this name, unless the dashboard has a job of this name: what it answered with an error it may have taken."""
+def _take(address: str, headers: dict[str, str], request: dict[str, Any]) -> JobSubmissionClient:
+    """Submit, unless the dashboard has this very job: what it answered with an error it may have taken.
+
+    Raises ClusterError: it has another one of this name.
+    """
     from ray.job_submission import JobSubmissionClient
 
     client = JobSubmissionClient(address, headers=headers)
     try:
-        client.get_job_info(job)
+        taken = client.get_job_info(request["submission_id"])
     except RuntimeError as error:
         if "status code 404" not in str(error):
             raise
-        client.submit_job(entrypoint=entrypoint, submission_id=job, runtime_env=runtime_env)
+        client.submit_job(**request)
+    else:
+        if (taken.metadata or {}).get(SUBMISSION) != request["metadata"][SUBMISSION]:
+            raise ClusterError(f"{address} has another job named {taken.submission_id}: submit again, for another name")
     return client
 
 

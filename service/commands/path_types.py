@@ -4,7 +4,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ class JobFiles:
 
     folder: Path
     params: Mapping[str, Any]
+    experiments: list[str] = field(default_factory=list)
+    """Names of those that it is given, but for what lies in an object store."""
 
     def method(self, name: str) -> str:
         """The name of a method in the job; of `FILE.py:CLASS` the file travels along, unless it is on the cluster alone."""
@@ -140,6 +142,7 @@ class RecipeOrFile(NamesPath, StringParamType):
         if is_uri(text):
             return [text]
         experiment = load(text, job.params["overrides"], method_files="run if present").experiment
+        job.experiments.append(experiment.name)
         if text in recipes():
             return [text]
         tree = experiment.model_dump(mode="json")

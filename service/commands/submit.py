@@ -1,14 +1,18 @@
 """`submit`: any other command as a Ray job."""
 
+import secrets
 import tempfile
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 
 import click
 from click.core import ParameterSource
 
+from service.cluster.jobs import Job
 from service.cluster.jobs import submit as run_submit
 from service.commands.path_types import JobFiles, NamesPath
+from service.runs.run_directory import RUN_NAME
 from trainables.errors import ExperimentError
 from trainables.object_store.store import is_uri
 
@@ -27,19 +31,45 @@ def submit(context: click.Context, follow: bool, root: str | None, command: tupl
     """Run any other command as a Ray job: distill submit --follow train digits.
 
     Relative paths begin in this directory, also in an experiment file and in --set. The file itself and the files of methods
-    travel with the job; the nodes have to see all else that is named.
+    travel with the job; the nodes have to see all else that is named. The job's name is also that of the run that it begins.
     """
     with tempfile.TemporaryDirectory(prefix="raydistill-") as folder:
-        arguments = package(context.find_root(), command, Path(folder))
+        arguments, experiment = package(context.find_root(), command, Path(folder))
         if root is not None and "--runs" in arguments:
             raise click.UsageError(f"--runs: is given twice: give it to submit or to {arguments[0]}")
         if root is not None and not is_uri(root):
             root = str(Path(root).absolute())
-        raise click.exceptions.Exit(run_submit(arguments, Path(folder), root, follow, click.echo))
+        job = job_of(arguments, experiment, root)
+        raise click.exceptions.Exit(run_submit(job, Path(folder), follow, click.echo))
 
 
-def package(distill: click.Context, words: Sequence[str], folder: Path) -> list[str]:
+def job_of(arguments: Sequence[str], experiment: str | None, root: str | None) -> Job:
+    """The job of a packaged command, with a name that no other job has, and what is known of its run.
+
+    `experiment`: the name of the one that it is given. `root`: of all runs, None: the cluster's own RAYDISTILL_RUNS, unless the
+    command has one.
+    """
+    command = arguments[0]
+    given = {option: arguments[arguments.index(option) + 1] for option in ("--out", "--runs") if option in arguments}
+    name = f"{experiment or command}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
+    known = {"job_name": experiment or command, "command": command}
+    variables = {} if root is None else {"RAYDISTILL_RUNS": root}
+    if experiment is not None:
+        known["experiment"] = experiment
+    folder = arguments[1] if command == "resume" else given.get("--out")
+    if folder is None and experiment is not None and command in ("train", "sweep"):
+        known["run"] = variables[RUN_NAME] = name
+        root = root or given.get("--runs")
+        folder = root and f"{root}/{name}"
+    if folder is not None:
+        known |= {"run": folder.rpartition("/")[2], "folder": folder, "page": f"{folder}/report.html"}
+    return Job(name, tuple(arguments), known, variables)
+
+
+def package(distill: click.Context, words: Sequence[str], folder: Path) -> tuple[list[str], str | None]:
     """The words of a command as a job runs it, whose working directory is a copy of `folder`; an experiment file is put there.
+
+    And the name of its experiment.
 
     Raises:
         ExperimentError: no command of `distill`, or an experiment that is wrong here already.
@@ -70,4 +100,4 @@ def package(distill: click.Context, words: Sequence[str], folder: Path) -> list[
             options += parameter.opts[:1]
         else:
             options += [word for text in texts for word in (parameter.opts[0], text)]
-    return [*arguments, *options]
+    return [*arguments, *options], next(iter(job.experiments), None)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from trainables.rundir import StageDir, lines_after, parse_line
 T = TypeVar("T")
 SHOWN_WITH_BARS = (" teacher.cache: ", "% top-1 on ", " teacher's accuracy ")
 """Parts of log lines: what takes disk space, and how accurate a teacher is."""
+LINE_PAUSE_S = 5.0
+"""Between two lines about the same number of trials."""
 
 
 class OutputConsole(Console):
@@ -130,6 +133,7 @@ class Display:
         self._followed: dict[str, Followed] = {}
         self._bars: Progress | None = None
         self._overall: TaskID | None = None
+        self._shown, self._shown_s = (-1, 0, ""), 0.0
 
     def __enter__(self) -> Display:
         if self.console.is_interactive:
@@ -154,12 +158,19 @@ class Display:
         """One line that stays."""
         self.console.print(printable(text), markup=False, soft_wrap=True)
 
-    def trials(self, done: int, total: int) -> None:
-        """How far a sweep is."""
+    def trials(self, done: int, total: int, more: str = "") -> None:
+        """How far a sweep is: a bar, or a line where a trial has ended, or something else has changed for `LINE_PAUSE_S`."""
         if self._bars:
             if self._overall is None:
                 self._overall = self._bars.add_task("trials", total=total, info="")
-            self._bars.update(self._overall, completed=done, total=total)
+            self._bars.update(self._overall, completed=done, total=total, info=more)
+            return
+        shown, now_s = (done, total, more), time.monotonic()
+        if shown == self._shown or not (more or done == total):
+            return
+        if done != self._shown[0] or now_s > self._shown_s + LINE_PAUSE_S:
+            self._shown, self._shown_s = shown, now_s
+            self.print(", ".join(filter(None, (f"{done} of {total} trials", more))))
 
     def follow(self, label: str, stage: StageDir) -> None:
         """Show a stage from where its files now end: after a resume the earlier lines are not shown again."""

@@ -1,5 +1,6 @@
 """A run's directory: chosen, created, locked by one driver at a time, and opened again."""
 
+import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -18,6 +19,9 @@ from trainables.locks import is_locked, locked_or_raise
 from trainables.methods.method_file import file_of, option_key
 from trainables.object_store.store import is_uri
 from trainables.rundir import RunDir, StageDir, unwritable_reason, write_text
+
+RUN_NAME = "RAYDISTILL_RUN_NAME"
+"""In the environment of a submitted job: the name of the run that it begins."""
 
 
 def has_begun(path: Path) -> bool:
@@ -71,11 +75,11 @@ def already_begun(out: Path) -> str:
 
 
 def new_run_dir(root: Path, name: str, out: Path | None) -> RunDir:
-    """Create `out`, or ROOT/<name>-<time>/ under a name that no other run has.
+    """Create `out`, or ROOT/<name>-<time>/ (of a job the name that it has) under a name that no other run has.
 
     A root that is not there yet is created for its user alone. Raises ExperimentError: it cannot be created.
     """
-    stem = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    stem = os.environ.get(RUN_NAME) or f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     serial = 1
     while True:
         path = (out or root / (stem if serial == 1 else f"{stem}_{serial}")).absolute()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -239,7 +240,6 @@ def run_trial(settings: dict[str, Any], assignments: dict[str, Assignment], swee
     A trial that is already complete is not run again.
     """
     from ray import tune
-    from ray.tune.integration.ray_train import TuneReportCallback
 
     from trainables.process_exit import skip_exit_handlers
 
@@ -249,10 +249,32 @@ def run_trial(settings: dict[str, Any], assignments: dict[str, Assignment], swee
     if not run_dir.result.exists():
         assignment = assignments[trial_id]
         with stage_session(assignment.stage_dir):
-            outcome = accounted_over_sessions(run_to_end(assignment, [TuneReportCallback()]), assignment.stage_dir)
-            write_outcome(run_dir.result, outcome)
+            run = run_with_epochs if assignment.config.report_each_epoch else run_to_end
+            write_outcome(run_dir.result, accounted_over_sessions(run(assignment), assignment.stage_dir))
     # No metrics, which are in the trial's row: each takes 2 kB of the driver's memory for as long as the sweep runs.
     tune.report({"done": True, ENDED: True})
+
+
+def run_with_epochs(assignment: Assignment) -> Outcome:
+    """See `run_to_end`; Ray Tune has each epoch's metrics, and the training waits until Tune has not ended the trial there."""
+    import ray
+    from ray import tune
+
+    from trainables.worker.epoch_reports import EpochCallback, EpochReports
+
+    name = "-".join((*assignment.config.labels.values(), "epochs"))
+    reports = ray.remote(EpochReports).options(name=name, num_cpus=0).remote()
+
+    def report() -> None:
+        while (epoch := ray.get(reports.get.remote())) is not None:
+            tune.report(epoch)  # ends this thread where Tune ends the trial, whose process ends then too
+            ray.get(reports.decided.remote())
+        ray.get(reports.decided.remote())
+
+    threading.Thread(target=report, daemon=True).start()
+    outcome = run_to_end(assignment, [EpochCallback(reports)])
+    ray.get(reports.put.remote(None))
+    return outcome
 
 
 def run_worker_group(settings: dict[str, Any], coordinator: Any) -> None:

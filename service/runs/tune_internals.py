@@ -1,10 +1,13 @@
 """All uses of Ray Tune's private API."""
 
+from collections.abc import Callable
 from typing import Any
 
 from ray.air.execution._internal import RayActorManager
 from ray.exceptions import OutOfMemoryError, RayActorError
+from ray.tune import Trainable, with_resources
 from ray.tune.execution import tune_controller
+from ray.tune.trainable import wrap_function
 
 
 class ActorOutOfMemoryError(RayActorError):  # type: ignore[misc]
@@ -26,6 +29,16 @@ class ActorManager(RayActorManager):  # type: ignore[misc]
 
 def _death(exception: Exception) -> Exception:
     return ActorOutOfMemoryError(error_msg=str(exception)) if isinstance(exception, OutOfMemoryError) else exception
+
+
+def trial_class(function: Callable[[dict[str, Any]], None], resources: dict[str, float]) -> type[Trainable]:
+    """What Ray Tune makes of a trial's function and what that reserves, with names that say so on Ray's dashboard.
+
+    Tune's own are `ImplicitFunc` and `func`.
+    """
+
+    names = {"_name": "trial", "__repr__": lambda trial: str(trial.trial_name)}
+    return type("Trial", (wrap_function(with_resources(function, resources)),), names)
 
 
 def install_actor_manager() -> None:

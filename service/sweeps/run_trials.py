@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 
 from service.cluster.resources import Cluster
 from service.config.sweep import ACCURACIES
@@ -22,6 +23,9 @@ from service.sweeps.tune import SessionEnding, search_trials, tune_trials, with_
 from trainables.errors import ExperimentError
 from trainables.paced import Paced
 from trainables.rundir import OLD_FILE_S, StageDir, write_text
+
+TRIALS_GAUGE = ("raydistill_trials", "trials of a sweep that are done, running or waiting")
+"""A gauge and what it is, as `trainables.worker.reporter.GAUGES`; its label `state` is one of these."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +51,8 @@ def run_pending(
         search = partial(search_trials, session.result)
     else:
         search = partial(tune_trials, session.experiment.sweep)
-    watch = TrialWatch(session, records, trials, {} if guided else assignments)
     max_concurrent, session_ending = concurrency(session, assignments, cluster), SessionEnding()
+    watch = TrialWatch(session, records, trials, {} if guided else assignments, max_concurrent)
     try:
         session.wait_for(lambda: search(assignments, session.run_dir, max_concurrent, session_ending), watch.tick)
         watch.look()
@@ -108,9 +112,19 @@ class TrialWatch:
     """
 
     def __init__(
-        self, session: Session, records: TrialRecords, trials: list[Trial], assignments: Mapping[str, Assignment]
+        self,
+        session: Session,
+        records: TrialRecords,
+        trials: list[Trial],
+        assignments: Mapping[str, Assignment],
+        max_concurrent: int,
     ) -> None:
         """`assignments` are those of the trials that are refused where one that needs no more has waited for nodes in vain."""
+        from ray.util.metrics import Gauge
+
+        name, text = TRIALS_GAUGE
+        self._gauge = Gauge(name, description=text, tag_keys=("run", "state"))
+        self._max_concurrent = max_concurrent
         self._session, self._records, self._trials, self._assignments = session, records, trials, assignments
         self._began_s = time.time()
         self._begun: set[StageDir] = set()
@@ -127,6 +141,7 @@ class TrialWatch:
     def look(self) -> None:
         """Show and record which measurements have begun and which trials have a new result."""
         start_tracking(self._session)
+        running = 0
         for trial in self._trials:
             stage = self._session.run_dir.trial(trial.id).measurement(trial.num_measurements)
             written_ns = changed_ns(self._result_of(trial))
@@ -137,13 +152,27 @@ class TrialWatch:
                 self._begun.add(stage)
                 self._records.begin(trial, stage)
                 self._session.display.follow(trial.id, stage)
+            running += not has_ended
             if has_ended:
                 self._loaded_ns[trial.id] = written_ns
                 load_outcomes([trial], self._session.run_dir)
                 self._records.end(trial)
                 self._unsaved = True
                 self._refuse_as_large(trial)
-        self._session.display.trials(sum(trial.outcome is not None for trial in self._trials), len(self._trials))
+        self._show(min(running, self._max_concurrent))  # what a kill left of a trial looks as if it ran
+
+    def _show(self, running: int) -> None:
+        """How far the sweep is. How many points a guided search measures nobody knows before it ends."""
+        ended = [trial.outcome for trial in self._trials if trial.outcome is not None]
+        left, seconds = len(self._trials) - len(ended), [outcome.seconds for outcome in ended if outcome.seconds]
+        more = f"{running} running" if running else ""
+        if self._session.experiment.sweep.policy == "guided":
+            more += ", as many more as the search asks for" if left else ""
+        elif left and seconds:
+            more += f", about {rounded_time(fmean(seconds) * left / min(left, self._max_concurrent))} left"
+        self._session.display.trials(len(ended), len(self._trials), more.removeprefix(", "))
+        for state, count in (("done", len(ended)), ("running", running), ("waiting", max(0, left - running))):
+            self._gauge.set(count, {"run": self._session.run_dir.root.name, "state": state})
 
     def wait_for_results(self, trials: Sequence[Trial]) -> None:
         """Wait for the results of trials that have ended: a file server may hide for a while what their node has written."""
@@ -185,6 +214,13 @@ class TrialWatch:
 
     def _result_of(self, trial: Trial) -> Path:
         return self._session.run_dir.trial(trial.id).result
+
+
+def rounded_time(seconds: float) -> str:
+    """Seconds as a person would say them."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def changed_ns(path: Path) -> int:

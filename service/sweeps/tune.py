@@ -39,6 +39,7 @@ def tune_trials(
     prepare_tune()
     from ray import tune
 
+    from service.runs.tune_internals import trial_class
     from service.sweeps.asha import asha_scheduler, reported_epochs
     from service.sweeps.trial_outcomes import TrialOutcomeCallback
 
@@ -56,11 +57,12 @@ def tune_trials(
     trials = sorted(assignments, key=lambda trial: (trial not in earlier, trial))
     # What is known of a sweep is in its trials' folders: nothing is restored from Tune's own.
     tune.Tuner(
-        tune.with_resources(function, living_nodes().trial_resources()),
+        trial_class(function, living_nodes().trial_resources()),
         param_space={"trial": tune.grid_search(trials)},
         tune_config=tune.TuneConfig(
             max_concurrent_trials=max_concurrent,
             scheduler=scheduler,
+            trial_name_creator=lambda trial: trial.config["trial"],
             trial_dirname_creator=lambda trial: trial.config["trial"],
         ),
         run_config=run_config(run_dir, TrialOutcomeCallback(run_dir, assignments, session_ending)),
@@ -109,14 +111,15 @@ def search_trials(
     from ray import tune
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+    from service.runs.tune_internals import trial_class
     from service.search.coordinator import SearchCoordinator
     from service.search.searcher import GuidedSearcher, WorkerGroupOutcomeCallback
 
     # On the driver's node: where this node dies, so does the driver, and the sweep is resumed from the trials' results.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    actor = ray.remote(SearchCoordinator).options(num_cpus=0, scheduling_strategy=here)
+    actor = ray.remote(SearchCoordinator).options(name=f"{run_dir.root.name}-search", num_cpus=0, scheduling_strategy=here)
     coordinator = actor.remote(result, assignments, str(run_dir.root))
-    trainable = tune.with_resources(partial(run_worker_group, coordinator=coordinator), living_nodes().trial_resources())
+    trainable = trial_class(partial(run_worker_group, coordinator=coordinator), living_nodes().trial_resources())
     outcomes = WorkerGroupOutcomeCallback(run_dir, coordinator, session_ending)
     # As many worker groups as the coordinator starts: points may be measured again, so that their number is not known.
     tune.Tuner(
@@ -125,6 +128,7 @@ def search_trials(
             search_alg=GuidedSearcher(coordinator, outcomes),
             num_samples=-1,
             max_concurrent_trials=max_concurrent,
+            trial_name_creator=lambda trial: f"group-{trial.config['group']}",
             trial_dirname_creator=lambda trial: f"group-{trial.config['group']}",
         ),
         run_config=run_config(run_dir, outcomes),

@@ -83,11 +83,8 @@ def in_stretches(pair: Pair, log_every: int, num_stretches: int = 4) -> Iterator
 def watched(job: Job, tracker: subprocess.Popen[str]) -> Iterator[None]:
     """All that a worker and its driver do beside training."""
     start_logging(job.stage, job.group)
-    with (
-        DiskWriter() as disk,
-        Reporter(job.config, job.stage, job.group, disk) as reporter,
-        NodeTelemetry(job.config, job.group) as telemetry,
-    ):
+    with DiskWriter() as disk, NodeTelemetry(job.config, job.group) as telemetry:
+        reporter = Reporter(job.config, job.stage, job.group, disk)
         job.metrics.timer, job.report, job.telemetry = PhaseTimer(job.group.device), reporter.report, telemetry.snapshot
         tracker.send_signal(signal.SIGCONT)
         yield

@@ -1,5 +1,6 @@
 """What becomes of trials whose function raises, dies or has no memory in a real Ray Tune, and of those that a session adds."""
 
+import multiprocessing
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +9,9 @@ import psutil
 import pytest
 import ray
 from ray.air.execution import FixedResourceManager, ResourceRequest
+from ray.util.state import list_actors, list_tasks
 
+from service.cluster.connect import STARTUP
 from service.cluster.resources import Cluster, Node
 from service.config.experiment import load
 from service.config.sweep import SweepConfig
@@ -40,20 +43,32 @@ def sweep_in(run_dir: RunDir) -> tuple[SweepConfig, dict[str, Assignment]]:
     cluster, assignments = Cluster((Node("only", 8, 0),)), dict[str, Assignment]()
     for trial in plan_trials(resolved):
         assert trial.resolved is not None
-        assignments[trial.id] = Plan.on(trial.resolved.experiment, cluster).assign("student", run_dir.trial(trial.id), {})
+        assignments[trial.id] = Plan.on(trial.resolved.experiment, cluster).assign(
+            "student", run_dir.trial(trial.id), {"run": "tiny", "trial": trial.id}
+        )
     return resolved.experiment.sweep, assignments
 
 
 @pytest.fixture
-def local_ray() -> Iterator[None]:
-    ray.init(address="local", num_cpus=8, log_to_driver=False, include_dashboard=False)
+def local_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A Ray on a machine of one core, as we would start it."""
+    monkeypatch.setattr(multiprocessing, "cpu_count", lambda: 1)
+    for name, value in STARTUP.items():
+        monkeypatch.setenv(name, value)
+    ray.init(address="local", num_cpus=8, log_to_driver=False, include_dashboard=True)
     yield
     ray.shutdown()
 
 
+def failed_tasks() -> set[str]:
+    """The tasks that Ray's dashboard shows in red."""
+    address = ray.get_runtime_context().gcs_address
+    return {task.task_id for task in list_tasks(address, filters=[("state", "=", "FAILED")], limit=1000)}
+
+
 @pytest.mark.timeout(600)
 def test_a_trial_that_raises_or_dies_has_failed_whatever_epochs_it_has_and_later_sessions_run_others(
-    tmp_path: Path, local_ray: None
+    tmp_path: Path, local_ray: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = RunDir(tmp_path)
     config, assignments = sweep_in(run_dir)
@@ -71,7 +86,7 @@ def test_a_trial_that_raises_or_dies_has_failed_whatever_epochs_it_has_and_later
     first.start()
     wait_until(run_dir.trial("000").result.exists, "end of the trial that raises")
     wait_until(run_dir.trial("001").stage("student").sessions.exists, "begin of the one that is to die")
-    kill([process for process in psutil.Process().children(recursive=True) if "ray::ImplicitFunc" in title(process)])
+    kill([process for process in psutil.Process().children(recursive=True) if "ray::Trial" in title(process)])
     first.join()
     raised, died = outcome_of("000"), outcome_of("001")
     assert (raised.status, died.status) == ("failed", "failed")
@@ -80,8 +95,18 @@ def test_a_trial_that_raises_or_dies_has_failed_whatever_epochs_it_has_and_later
     for outcome in (raised, died):
         assert len(outcome.reason.splitlines()) == 1
         assert Path(outcome.reason.rpartition("see ")[2]).is_file()
+    failed = failed_tasks()
     run("002")
     assert outcome_of("002").status == "ok"
+    # Ray's dashboard has no red of a healthy trial, and says what the processes are.
+    assert failed_tasks() == failed
+    listed = list_actors(ray.get_runtime_context().gcs_address, limit=1000, detail=True)
+    assert {actor.repr_name for actor in listed if actor.class_name == "Trial"} == {"000", "001", "002"}
+    assert "tiny-002-epochs" in {actor.name for actor in listed if actor.class_name == "EpochReports"}
+    # As many processes as several trials have at once.
+    idle = [ray.remote(num_cpus=0)(threading.Event).remote() for _ in range(12)]
+    ray.get([event.is_set.remote() for event in idle])
+    assert "worker processes have been started" not in capfd.readouterr().out
 
 
 @pytest.fixture

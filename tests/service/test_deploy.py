@@ -258,9 +258,10 @@ def test_the_manifests_name_the_ray_that_the_lock_pins() -> None:
 def test_every_panel_shows_a_metric_that_is_exported() -> None:
     from ray.dashboard.modules.reporter.reporter_agent import METRICS_GAUGES
 
+    from service.sweeps.run_trials import TRIALS_GAUGE
     from trainables.worker.reporter import GAUGES
 
-    ours = [name for name, _ in GAUGES.values()]
+    ours = [name for name, _ in (TRIALS_GAUGE, *GAUGES.values())]
     exported = {f"ray_{name}" for name in (*ours, *METRICS_GAUGES)}
     shown: set[str] = set()
     for panel in dashboard()["panels"]:
@@ -281,7 +282,9 @@ def test_our_panels_can_be_narrowed_to_a_run_a_trial_and_a_stage() -> None:
             assert target["datasource"]["uid"] == panel["datasource"]["uid"] == "${datasource}"
             used = set(re.findall(r"\$(\w+)", target["expr"]))
             assert used <= set(variables)
-            if "ray_raydistill_" in target["expr"]:
+            if "ray_raydistill_trials" in target["expr"]:
+                assert used == {"run"}
+            elif "ray_raydistill_" in target["expr"]:
                 assert used == {"run", "trial", "stage"}
 
 

@@ -1,13 +1,15 @@
 """What a submitted command is on the cluster, where this machine's working directory is not."""
 
+import re
 from pathlib import Path
 
 import click
 import pytest
 
 from service import cli
-from service.commands.submit import package
+from service.commands.submit import job_of, package
 from service.config.experiment import load
+from service.runs.run_directory import new_run_dir
 from trainables.errors import ExperimentError
 
 METHOD = """
@@ -23,7 +25,7 @@ class Plain(Method):
 
 
 def packaged(words: list[str], folder: Path) -> list[str]:
-    return package(click.Context(cli.cli), words, folder)
+    return package(click.Context(cli.cli), words, folder)[0]
 
 
 def test_paths_of_pack_and_data_are_absolute_whether_they_exist_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,3 +231,59 @@ def test_an_experiment_without_a_method_is_submitted_as_it_is(tmp_path: Path, mo
     sent = load(str(there / "labels.yaml")).experiment
     assert not sent.distill.method
     assert sent.name == "labels"
+
+
+@pytest.mark.parametrize(
+    ("words", "root", "known"),
+    [
+        (
+            "sweep digits --set name=flowers",
+            "s3://bucket/runs",
+            {
+                "job_name": "flowers",
+                "command": "sweep",
+                "experiment": "flowers",
+                "run": "NAME",
+                "folder": "s3://bucket/runs/NAME",
+                "page": "s3://bucket/runs/NAME/report.html",
+            },
+        ),
+        ("train digits", None, {"job_name": "digits", "command": "train", "experiment": "digits", "run": "NAME"}),
+        (
+            "train digits --out /shared/runs/one",
+            None,
+            {
+                "job_name": "digits",
+                "command": "train",
+                "experiment": "digits",
+                "run": "one",
+                "folder": "/shared/runs/one",
+                "page": "/shared/runs/one/report.html",
+            },
+        ),
+        (
+            "resume /shared/runs/one",
+            None,
+            {
+                "job_name": "resume",
+                "command": "resume",
+                "run": "one",
+                "folder": "/shared/runs/one",
+                "page": "/shared/runs/one/report.html",
+            },
+        ),
+        ("methods", None, {"job_name": "methods", "command": "methods"}),
+    ],
+)
+def test_a_job_is_named_as_its_run_and_says_what_and_where_it_is(
+    words: str, root: str | None, known: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments, experiment = package(click.Context(cli.cli), words.split(), tmp_path)
+    job = job_of(arguments, experiment, root)
+    assert re.fullmatch(known["job_name"] + r"-\d{8}-\d{6}-[0-9a-f]{6}", job.name)
+    assert job.name != job_of(arguments, experiment, root).name
+    assert job.known == {key: value.replace("NAME", job.name) for key, value in known.items()}
+    for name, value in job.variables.items():
+        monkeypatch.setenv(name, value)
+    run_dir = new_run_dir(tmp_path / "runs", "other", None)  # as in the job
+    assert (run_dir.root.name == job.name) == (known.get("run") == "NAME")

@@ -5,7 +5,6 @@ The names of a record's numbers show its kind: `train/…` in a `step`, `val/…
 """
 
 import time
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol
 
@@ -28,17 +27,17 @@ class MetricsFile:
         self._recorded = {(line["kind"], line["step"]) for line in read_lines(path)}
         self._started = any(kind == "start" for kind, _ in self._recorded)
 
-    def add(self, kind: str, step: int, epoch: float, metrics: dict[str, float]) -> Future[None] | None:
-        """Queue a record; None where the file has it already. A job's second `start` becomes a `resume` without numbers.
+    def add(self, kind: str, step: int, epoch: float, metrics: dict[str, float]) -> None:
+        """Queue a record, unless the file has it already. A job's second `start` becomes a `resume` without numbers.
 
-        The future ends when the line is on disk. Raises Exception: an earlier write to the disk has failed, and why.
+        Raises Exception: an earlier write to the disk has failed, and why.
         """
         if kind == "start" and self._started:
             kind, metrics = "resume", {}
         elif (kind, step) in self._recorded:
             self._disk.check()
-            return None
+            return
         self._started |= kind == "start"
         self._recorded.add((kind, step))
         line = {"kind": kind, "stage": self._stage, "step": step, "epoch": epoch}
-        return self._disk.put_line(self._path, {**line, "time_ms": time.time_ns() // 1_000_000, "metrics": metrics})
+        self._disk.put_line(self._path, {**line, "time_ms": time.time_ns() // 1_000_000, "metrics": metrics})

@@ -119,7 +119,7 @@ def _train(
     began_s = time.time()
     with contextlib.ExitStack() as stack:
         disk = stack.enter_context(DiskWriter())
-        reporter = stack.enter_context(Reporter(config, stage, group, disk, publish))
+        reporter = Reporter(config, stage, group, disk, publish)
         telemetry = stack.enter_context(NodeTelemetry(config, group))
         job = build(
             config,
@@ -188,7 +188,8 @@ def fill_loop_per_worker(settings: dict[str, Any]) -> None:
         start_logging(stage, group)
         set_up_torch(config, group)
         config = with_precision(config, group)
-        with DiskWriter() as disk, Reporter(config, stage, group, disk) as reporter:
+        with DiskWriter() as disk:
+            reporter = Reporter(config, stage, group, disk)
             classes, (loader, val_loader) = open_loaders(config, build_layout(group, 1))
             with contextlib.closing(loader), contextlib.closing(val_loader):
                 metrics = fill(config, group, classes, loader, reporter.report, heartbeat)

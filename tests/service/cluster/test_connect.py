@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from service.cluster.connect import make_token
+from service.cluster.connect import check_ray_address, excess_bytes, make_token
+from tests.service.commands import run
 
 CONNECT = """
 import sys
@@ -55,16 +56,32 @@ def test_sigterm_while_ray_starts_is_an_interruption_and_not_the_exit_of_rays_ow
     assert (done.stdout, done.returncode) == ("interrupted True\n", 0), done.stderr
 
 
+def test_a_folder_for_sessions_whose_sockets_paths_are_too_long_is_refused_before_a_run_has_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    longest = "/" + "d" * (21 - excess_bytes("/" + "d" * 20))
+    monkeypatch.setenv("RAY_TMPDIR", longest[:-1])
+    check_ray_address()
+    for base, excess in ((longest, 1), (longest + "é", 3)):
+        monkeypatch.setenv("RAY_TMPDIR", base)
+        code, _, error = run(capsys, "train", "digits", "--runs", tmp_path / "runs")
+        assert error == (
+            f"error: RAY_TMPDIR is {base}, which is {excess} bytes too long for the sockets that Ray makes below it: "
+            "name a shorter folder, or unset it\n"
+        )
+        assert code == 2
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.processes
 def test_a_ray_that_cannot_start_here_is_one_line(tmp_path: Path) -> None:
-    deep = tmp_path / ("far" * 40)  # sockets lie below it, and their paths have 107 bytes at most
-    deep.mkdir()
     # In a process of its own: Ray turns its authentication on for the rest of a process, whether it starts or not.
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {"RAY_TMPDIR": str(deep)}
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {"RAY_TMPDIR": "/dev/null"}
     done = subprocess.run(
         [sys.executable, "-c", CONNECT, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=120, check=True
     )
-    words = r"Ray does not start on this machine: .*AF_UNIX path length cannot exceed 107 bytes.*\n"
+    words = r"Ray does not start on this machine: .*Not a directory: '/dev/null/raydistill-\d+'.*\n"
     assert re.fullmatch(words, done.stdout)
 
 

@@ -12,7 +12,9 @@ import pytest
 
 from service.cluster import jobs
 from service.cluster.jobs import submit
+from service.commands.submit import job_of
 from trainables.errors import ClusterError
+from trainables.notices import notices_to
 
 # A dashboard that does not do as it is asked at once
 
@@ -27,7 +29,8 @@ class Dashboard(http.server.ThreadingHTTPServer):
         """So many requests for jobs will be answered with 500."""
         self.takes_failing = False
         """A job is taken though its request is answered with 500."""
-        self.jobs: list[str] = []
+        self.jobs: dict[str, dict[str, str]] = {}
+        """The metadata of each, by its name."""
         self.variables: list[dict[str, str]] = []
         """The environment of each job."""
         self.sent: list[str | None] = []
@@ -52,7 +55,16 @@ class TeacherInterface(http.server.BaseHTTPRequestHandler):
             self.server.failures -= 1
             self._answer(500, "the agent is busy\nand says so at length")
         elif job in self.server.jobs:
-            self._answer(200, {"type": "SUBMISSION", "status": "SUCCEEDED", "entrypoint": "", "submission_id": job})
+            self._answer(
+                200,
+                {
+                    "type": "SUBMISSION",
+                    "status": "SUCCEEDED",
+                    "entrypoint": "",
+                    "submission_id": job,
+                    "metadata": self.server.jobs[job],
+                },
+            )
         else:
             self._answer(404, f"Job {job} does not exist")
 
@@ -62,7 +74,7 @@ class TeacherInterface(http.server.BaseHTTPRequestHandler):
             return
         if not self.server.failures or self.server.takes_failing:
             assert body["submission_id"] not in self.server.jobs
-            self.server.jobs.append(body["submission_id"])
+            self.server.jobs[body["submission_id"]] = body["metadata"]
             self.server.variables.append(body["runtime_env"].get("env_vars", {}))
         if self.server.failures:
             self.server.failures -= 1
@@ -107,7 +119,7 @@ def dashboard(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Dashb
 
 def submitted(tmp_path: Path) -> list[str]:
     lines: list[str] = []
-    assert submit(["train", "digits"], tmp_path, str(tmp_path / "runs"), follow=False, echo=lines.append) == 0
+    assert submit(job_of(["train", "digits"], "digits", None), tmp_path, follow=False, echo=lines.append) == 0
     return lines
 
 
@@ -116,7 +128,7 @@ def test_the_clusters_own_runs_root_counts_unless_another_is_given(
 ) -> None:
     monkeypatch.setenv("RAYDISTILL_RUNS", "/of/this/machine")
     for root in (None, "/shared/runs"):
-        submit(["train", "digits"], tmp_path, root, follow=False, echo=lambda _: None)
+        submit(job_of(["methods"], None, root), tmp_path, follow=False, echo=lambda _: None)
     assert dashboard.variables == [{}, {"RAYDISTILL_RUNS": "/shared/runs"}]
 
 
@@ -124,13 +136,21 @@ def test_a_dashboard_that_is_busy_is_requested_again_and_runs_the_job_once(dashb
     dashboard.failures = 3
     (first, _) = submitted(tmp_path)
     assert len(dashboard.jobs) == 1
-    assert first.startswith(f"submitted {dashboard.jobs[0]}: python -m service train digits")
+    assert first.startswith(f"submitted {next(iter(dashboard.jobs))}: python -m service train digits")
 
 
 def test_a_job_that_was_taken_though_the_answer_was_an_error_is_not_submitted_twice(dashboard: Dashboard, tmp_path: Path) -> None:
     dashboard.failures, dashboard.takes_failing = 2, True
-    assert submitted(tmp_path)[0].startswith(f"submitted {dashboard.jobs[0]}")
+    assert submitted(tmp_path)[0].startswith(f"submitted {next(iter(dashboard.jobs))}")
     assert len(dashboard.jobs) == 1
+
+
+def test_a_job_of_another_that_has_the_same_name_is_not_taken_for_ones_own(dashboard: Dashboard, tmp_path: Path) -> None:
+    job = job_of(["train", "digits"], "digits", None)
+    dashboard.jobs[job.name] = {"submission": "another"}
+    with pytest.raises(ClusterError, match=rf"has another job named {job.name}: submit again"):
+        submit(job, tmp_path, follow=True, echo=lambda _: None)
+    assert list(dashboard.jobs) == [job.name]
 
 
 def test_a_dashboard_that_stays_busy_is_given_up_in_one_line(
@@ -150,10 +170,15 @@ def test_a_dashboard_that_stays_busy_is_given_up_in_one_line(
 def test_the_clusters_token_is_sent_where_it_is_required_and_only_there(dashboard: Dashboard, tmp_path: Path) -> None:
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray/auth_token").write_text("secret\n")
-    submitted(tmp_path)
-    assert set(dashboard.sent) == {None}
-    dashboard.token = "secret"
-    submitted(tmp_path)
+    notices: list[str] = []
+    with notices_to(notices.append):
+        submitted(tmp_path)
+        assert set(dashboard.sent) == {None}
+        (line,) = notices
+        assert line.startswith(f"the Ray at {dashboard.address} asks for no token: ")
+        dashboard.token = "secret"
+        submitted(tmp_path)
+        assert notices == [line]
     assert len(dashboard.jobs) == 2
     dashboard.token = "another"
     with pytest.raises(ClusterError) as refused:

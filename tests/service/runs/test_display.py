@@ -90,11 +90,12 @@ def test_a_terminal_gets_a_bar_with_speed_and_loss(tmp_path: Path) -> None:
         append_line(stage.metrics, {"kind": "start", "step": 0, "metrics": {"max_steps": 0, "steps_per_epoch": 20, "epochs": 2}})
         append_line(stage.metrics, {"kind": "step", "step": 10, "metrics": {"train/images_per_s": 123.4, "train/loss": 0.5}})
         display.tick()
-        display.trials(1, 8)
+        display.trials(1, 8, "2 running, about 4 min left")
         assert display._bars is not None
         display._bars.refresh()
     assert "10/40" in out.getvalue()
     assert "123 images/s" in out.getvalue()
+    assert "2 running, about 4 min left" in out.getvalue()
     assert "loss 0.500" in out.getvalue()
 
 

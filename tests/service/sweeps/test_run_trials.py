@@ -1,6 +1,7 @@
 """Trials handed to Ray Tune: what is recorded of them while they run, when they end and when they are interrupted."""
 
 import errno
+import io
 import os
 import threading
 import time
@@ -9,6 +10,7 @@ from threading import Event
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from service.cluster.resources import Cluster, Node, local_capacity
 from service.config.experiment import load
@@ -108,6 +110,36 @@ def test_a_trial_that_ended_before_it_began_a_stage_is_recorded_as_it_ended(
         session = Session(resolved, run_dir, display, end_of_run, None, result)
         run_pending(session, TrialRecords(session), trials, trials, local_capacity(), TeacherSource(None, ()))
     assert {(row.status, row.reason) for row in session.result.rows} == {("failed", "its process never started")}
+
+
+def test_a_log_says_how_far_a_sweep_is_and_how_long_it_may_take_once_a_trial_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = ["sweep.steps=null", "sweep.metric=top1_pct", "sweep.max_concurrent=2", "sweep.space={optim.lr: [0.1, 0.2, 0.3, 0.4]}"]
+    resolved, run_dir, out = load("digits", [*keys, "teacher=null", "tracking.enabled=false"]), RunDir(tmp_path), io.StringIO()
+    trials = plan_trials(resolved)
+
+    def tune_trials(*_: object) -> None:
+        for trial in trials[:2]:
+            run_dir.trial(trial.id).stage("student").root.mkdir(parents=True)
+        wait_until(lambda: "0 of 4 trials, 2 running\n" in out.getvalue())
+        for trial in trials:
+            write_outcome(run_dir.trial(trial.id).result, Outcome(status="ok", seconds=120.0))
+            wait_until(lambda trial=trial: f"{int(trial.id) + 1} of 4 trials" in out.getvalue())
+
+    monkeypatch.setattr(run_trials, "tune_trials", tune_trials)
+    with Display(Console(file=out, width=160)) as display:
+        result = RunResult(kind="sweep", name="digits", status="running", runs_root=str(tmp_path))
+        session = Session(resolved, run_dir, display, end_of_run, None, result)
+        run_pending(session, TrialRecords(session), trials, trials, local_capacity(), TeacherSource(None, ()))
+    lines = [line for line in out.getvalue().splitlines() if "of 4 trials" in line]
+    assert lines == [
+        "0 of 4 trials, 2 running",
+        "1 of 4 trials, 1 running, about 3 min left",
+        "2 of 4 trials, about 2 min left",
+        "3 of 4 trials, about 2 min left",
+        "4 of 4 trials",
+    ]
 
 
 def test_a_result_that_a_file_server_hides_until_after_the_last_trial_is_recorded(

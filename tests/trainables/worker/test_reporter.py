@@ -1,4 +1,4 @@
-"""The records of a job: a failure to write or report one reaches the training thread."""
+"""The records of a job: a failure to write one reaches the training thread."""
 
 import time
 from pathlib import Path
@@ -9,13 +9,13 @@ import ray.train
 from tests.trainables.jobs import config
 from trainables.disk_writer import DiskWriter
 from trainables.distributed.group import Group
-from trainables.errors import DataError
 from trainables.rundir import StageDir, read_lines
-from trainables.worker.reporter import EpochReport, EpochReports, Reporter
+from trainables.worker.reporter import Reporter
 
 
 def report_until_it_fails(folder: Path) -> None:
-    with DiskWriter() as disk, Reporter(config(folder, teacher=None), StageDir(folder), Group(), disk) as reporter:
+    with DiskWriter() as disk:
+        reporter = Reporter(config(folder, teacher=None), StageDir(folder), Group(), disk)
         reporter.report("step", 1, 0.1, {"of_no_kind_json_knows": {1, 2}})  # type: ignore[dict-item]
         deadline = time.monotonic() + 10
         step = 2
@@ -40,26 +40,8 @@ def test_the_record_of_an_epoch_is_where_the_driver_reads_it_before_ray_may_end_
     def publish(path: Path) -> None:
         published.append(f"epoch {read_lines(path)[-1]['epoch']:g} published")
 
-    with DiskWriter() as disk, Reporter(settings, StageDir(tmp_path), Group(), disk, publish) as reporter:
+    with DiskWriter() as disk:
+        reporter = Reporter(settings, StageDir(tmp_path), Group(), disk, publish)
         for epoch in (1, 2):
             reporter.report("epoch", 10 * epoch, float(epoch), {"val/top1_pct": 50.0})
     assert published == ["epoch 1 published", "epoch 1 reported", "epoch 2 published", "epoch 2 reported"]
-
-
-def report_two(reports: EpochReports) -> None:
-    with reports:
-        reports.put(EpochReport({"epoch": 1}))
-        assert reports._idle.wait(10)
-        reports.put(EpochReport({"epoch": 2}))
-
-
-@pytest.mark.parametrize("kind", [DataError, SystemExit])
-def test_whatever_ends_an_epochs_report_reaches_the_training_thread(
-    monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
-) -> None:
-    def refuse(_: object) -> None:
-        raise kind("no")
-
-    monkeypatch.setattr(ray.train, "report", refuse)
-    with pytest.raises(kind):
-        report_two(EpochReports(Group()))

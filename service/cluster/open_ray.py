@@ -1,0 +1,21 @@
+"""A Ray that runs what anybody sends to it."""
+
+import http.client
+import urllib.request
+
+from trainables.notices import notice
+
+
+def notice_if_open(dashboard: str) -> None:
+    """Tell the user that a Ray asks for no token, as a request without one to its `dashboard`, http://HOST:PORT, shows.
+
+    Nothing is known of a dashboard that cannot be reached from here.
+    """
+    try:
+        urllib.request.urlopen(f"{dashboard}/api/version", timeout=5).close()
+    except (OSError, http.client.HTTPException):  # 401 among them
+        return
+    notice(
+        f"the Ray at {dashboard} asks for no token: whoever reaches this address runs code as its owner; "
+        "start it with a token: `ray get-auth-token --generate` before `ray start`"
+    )
