@@ -21,11 +21,8 @@ class TrainingConfig(Section):
     """How the loop runs, apart from what it learns."""
 
     channels_last: bool = Field(False, description="models and images in channels_last memory format")
-    compile: bool = Field(False, description="torch.compile the student and the teacher")
-    cuda_graphs: bool | Literal["auto"] = Field(
-        False,
-        description="launch a step as CUDA graphs, where it can be captured; where it cannot, the log says why; auto: where "
-        "launching it takes longer than running it, by timing",
+    compile: bool | Literal["reduce-overhead", "max-autotune"] = Field(
+        False, description="torch.compile the student and the teacher; a name is one of torch's modes"
     )
     log_every: Count = Field(20, description="steps between log lines and records")
     checkpoint_every: Count = Field(

@@ -9,7 +9,7 @@ from tests.benchmarks.peers.device_loops import plain_step
 from tests.gpu.contract import Settings
 from tests.gpu.work import R56_R20, Pair, Stepper, device_batch, job_config, open_job
 from tests.launches import Launches
-from tests.trainables.engine.graphed_jobs import fuse_optimizers
+from tests.trainables.engine.first_steps import fuse_optimizers
 from trainables.distributed.group import Group, checksum
 from trainables.models.registry import build_model
 
