@@ -20,7 +20,12 @@ Precision = Literal["fp32", "bf16", "fp16", "fp64", "auto"]
 class TrainingConfig(Section):
     """How the loop runs, apart from what it learns."""
 
-    channels_last: bool = Field(False, description="models and images in channels_last memory format")
+    channels_last: bool | Literal["auto"] = Field(
+        "auto", description="models and images in channels_last memory format; auto: on a GPU in bf16 or fp16"
+    )
+    deterministic: bool = Field(
+        False, description="on a GPU the same steps give the same bits, and so does a resumed stage; slower"
+    )
     compile: bool | Literal["reduce-overhead", "max-autotune"] = Field(
         False, description="torch.compile the student and the teacher; a name is one of torch's modes"
     )
