@@ -16,7 +16,7 @@ from tests.gpu.photos import packed_photos
 from tests.gpu.ranks import run_ranks
 from tests.gpu.timing import in_rounds, seconds_of
 from tests.gpu.work import R34_R18, Pair, Stepper, device_batch, job_config, sized
-from tests.trainables.jobs import Recorded, build_unmeasured, no_telemetry
+from tests.trainables.jobs import Recorded, no_telemetry, with_noise_scale
 from trainables.config import TrainConfig
 from trainables.distributed.group import Group, check_replicas
 from trainables.engine import loop
@@ -90,7 +90,7 @@ def scaling(settings: Settings, batch: int) -> Measured:
 
 def noise_ratio(group: Group, config: TrainConfig, pair: Pair, batch: int, rounds: int) -> float:
     """A step with the measurement of the gradient noise by one without, in turns; the median over rounds."""
-    with open_here(config, group) as job, contextlib.closing(build_unmeasured(group, config)) as bare:
+    with open_here(with_noise_scale(config), group) as job, open_here(config, group) as bare:
         sides = {"with": stepper(job, pair, batch, group), "without": stepper(bare, pair, batch, group)}
         for side in sides.values():
             seconds_of(side, 5, group.device)

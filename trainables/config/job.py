@@ -49,6 +49,9 @@ class TrainingConfig(Section):
     until_s: Positive | None = Field(
         None, description="the student: stop after the epoch in which training has taken so many seconds, evaluation apart"
     )
+    noise_scale: bool = Field(
+        False, description="measure the gradient noise scale; until_top1_pct and a sweep by time_to_accuracy do in any case"
+    )
     telemetry_every_s: Positive = Field(1.0, description="seconds between two readings of GPU and CPU telemetry")
 
     @model_validator(mode="after")
@@ -114,6 +117,11 @@ class TrainConfig(Section):
     )
     report_each_epoch: bool = Field(False, description="a scheduler may stop the job after each epoch: the loop waits for Ray")
     labels: dict[str, str] = Field(default_factory=dict, description="tags of exported Ray metrics, such as the trial's name")
+
+    @property
+    def measures_noise(self) -> bool:
+        """Whether the noise of the gradients is measured, as predictions of the time to an accuracy need it."""
+        return self.train.noise_scale or self.train.until_top1_pct is not None
 
     @property
     def num_augmentation_epochs(self) -> int | None:

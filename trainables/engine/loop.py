@@ -45,8 +45,10 @@ def run(job: Job) -> dict[str, float]:
     if config.train.max_steps is not None:
         return run_timing(job)
     job.teachers = measure_teachers(job)
-    if job.train_state.training_update.noise is None and job.group.is_main:
-        log.info("%s: no noise_scale: %s", config.stage, job.train_state.training_update.without_noise)
+    update = job.train_state.training_update
+    if config.measures_noise and update.noise is None and job.group.is_main:
+        reason = update.noise_obstacle or "one worker compares micro-batches, and optim.accumulate is 1"
+        log.info("%s: no noise_scale: %s", config.stage, reason)
     while progress.epoch < job.epochs.total and not progress.reached and not is_time_up(job):
         if interruption := job.interruptions.exchange(progress.step).interruption:
             end_interrupted(job, interruption)  # at the last checkpoint, which is that of the epoch before

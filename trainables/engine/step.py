@@ -143,8 +143,7 @@ def train_step(train_state: TrainState, batch: DeviceBatch, step: int, timer: Ph
             outputs, loss = run_student(train_state, part.images_BCHW, part, teacher_outputs, epoch)
             train_state.sums.add(step, outputs.logits_BK, part.labels_B, loss.named)
             timer.mark("student")  # before the weight, which waits for ranks that have not begun their step
-            update.backward(loss, count.weight())
-        update.end_micro_batch(len(part.labels_B))
+            update.backward(loss, count.weight(), len(part.labels_B))
         if part is not parts[-1]:
             timer.mark("backward")
     update.average_gradients(count)

@@ -36,7 +36,8 @@ class StepFunctions(NamedTuple):
 
 def whole_model_functions(config: TrainConfig, layout: Layout, parts: TrainingParts) -> StepFunctions:
     """Of a rank that has the whole model."""
-    update = build_update(parts.module, parts.optimizers, parts.settings, accumulate=config.optim.accumulate)
+    compares = layout.replicas.world_size > 1 or config.optim.accumulate > 1
+    update = build_update(parts.module, parts.optimizers, parts.settings, measures_noise=config.measures_noise and compares)
     train_state = build_train_state(config, layout, parts, update)
     normalize = image_normalizer(config, layout.replicas.device)
     logits = logits_of(parts.module.student, normalize, train_state.autocast, train_state.compilation)

@@ -29,7 +29,7 @@ from trainables.distributed.group import GlobalCount, Group, all_reduce_sum
 from trainables.engine.loss_optimizers import DotSGD, LossOptimizer
 from trainables.engine.losses import Losses
 from trainables.metrics.allreduce_wait import AllreduceClocks, DdpClocks
-from trainables.metrics.noise_scale import GradientNoise, measure_noise
+from trainables.metrics.noise_scale import GradientNoise
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,12 @@ class UpdateSettings:
 
 
 class ParameterUpdate(ABC):
-    """A step calls `module` and `backward` within `micro_batch`, then `end_micro_batch`, for each; at the end
-    `average_gradients` and `step`."""
+    """A step calls `module` and `backward` within `micro_batch`, for each; at the end `average_gradients` and `step`."""
 
     noise: GradientNoise | None = None
     """The measurement of the steps' gradient noise, where there is one."""
-    without_noise: ClassVar[str] = "one worker compares micro-batches, and optim.accumulate is 1"
-    """Why there is none, where there is none."""
+    noise_obstacle: ClassVar[str | None] = None
+    """Why this kind of update cannot measure it."""
 
     allreduce_clocks: AllreduceClocks | None = None
     """Of the all-reduce of the gradients, where there is one that is timed."""
@@ -69,11 +68,8 @@ class ParameterUpdate(ABC):
         return contextlib.nullcontext()
 
     @abstractmethod
-    def backward(self, losses: Losses, weight: Tensor | float) -> None:
-        """Add the gradients of a micro-batch. `weight`: see `GlobalCount.weight`."""
-
-    def end_micro_batch(self, num_images: int) -> None:  # noqa: B027  (one kind of update needs it)
-        """The backward of a micro-batch of `num_images` images is done."""
+    def backward(self, losses: Losses, weight: Tensor | float, num_images: int) -> None:
+        """Add the gradients of a micro-batch of `num_images` images. `weight`: see `GlobalCount.weight`."""
 
     def average_gradients(self, count: GlobalCount) -> None:  # noqa: B027
         """Average the gradients over ranks, where neither the backward nor the step does. `count`: of the step's samples."""
@@ -101,9 +97,12 @@ class ParameterUpdate(ABC):
 class SharedUpdate(ParameterUpdate):
     """One optimizer for all losses. `module` is under DDP where there are several ranks, which averages the gradients."""
 
-    def __init__(self, module: nn.Module, optimizer: LossOptimizer, settings: UpdateSettings) -> None:
+    def __init__(
+        self, module: nn.Module, optimizer: LossOptimizer, settings: UpdateSettings, noise: GradientNoise | None = None
+    ) -> None:
+        """`noise`: the measurement of the steps' gradient noise, if any."""
         super().__init__(module, settings)
-        self._optimizer = optimizer
+        self._optimizer, self.noise = optimizer, noise
         self._no_sync: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         if isinstance(module, DistributedDataParallel):
             self._no_sync, self.allreduce_clocks = module.no_sync, DdpClocks(module)
@@ -111,29 +110,19 @@ class SharedUpdate(ParameterUpdate):
     def micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if last else self._no_sync()
 
-    def backward(self, losses: Losses, weight: Tensor | float) -> None:
+    def backward(self, losses: Losses, weight: Tensor | float, num_images: int) -> None:
         self._scaler.scale(losses.total(weight)).backward()  # type: ignore[no-untyped-call]
+        if self.noise is not None:
+            self.noise.end_micro_batch(num_images)
+
+    def average_gradients(self, count: GlobalCount) -> None:
+        if self.noise is not None:
+            gradients = [p.grad for p in self._optimizer.parameters if p.grad is not None]
+            self.noise.end_step(count, self._scaler, get_total_norm(gradients))
 
     def step(self) -> None:
         self._step_optimizer(self._optimizer)
         self._scaler.update()
-
-
-class MeasuredUpdate(SharedUpdate):
-    """One optimizer for all losses, and a measurement of the steps' gradient noise."""
-
-    noise: GradientNoise
-
-    def __init__(self, module: nn.Module, optimizer: LossOptimizer, settings: UpdateSettings, noise: GradientNoise) -> None:
-        super().__init__(module, optimizer, settings)
-        self.noise = noise
-
-    def end_micro_batch(self, num_images: int) -> None:
-        self.noise.end_micro_batch(num_images)
-
-    def average_gradients(self, count: GlobalCount) -> None:
-        gradients = [p.grad for p in self._optimizer.parameters if p.grad is not None]
-        self.noise.end_step(count, self._scaler, get_total_norm(gradients))
 
 
 class _CollectedGradients:
@@ -180,7 +169,7 @@ class _CollectedGradients:
 class PerLossUpdate(ParameterUpdate):
     """An optimizer for each group of losses, or one for some losses of an init stage. `module` is not under DDP."""
 
-    without_noise = "losses have optimizers of their own"
+    noise_obstacle = "losses have optimizers of their own"
 
     def __init__(self, module: nn.Module, optimizers: Sequence[LossOptimizer], settings: UpdateSettings) -> None:
         super().__init__(module, settings)
@@ -193,7 +182,7 @@ class PerLossUpdate(ParameterUpdate):
     def requires_eager_forward(self) -> bool:  # type: ignore[override]
         return any(collected.requires_eager_forward for collected in self._collected)
 
-    def backward(self, losses: Losses, weight: Tensor | float) -> None:
+    def backward(self, losses: Losses, weight: Tensor | float, num_images: int) -> None:
         for each, collected in zip(self._optimizers, self._collected, strict=True):
             total = self._scaler.scale(losses.total(weight, each.losses))
             collected.add(total, each.parameters, retain_graph=each is not self._optimizers[-1])
@@ -254,16 +243,15 @@ def build_update(
     optimizers: Sequence[LossOptimizer],
     settings: UpdateSettings,
     *,
-    accumulate: int,
+    measures_noise: bool = False,
 ) -> ParameterUpdate:
-    """How a step of the training changes the parameters; it measures the gradient noise where that can be done."""
+    """How a step of the training changes the parameters. `measures_noise`: and measures the gradient noise, if it can."""
     if len(optimizers) > 1:
         return PerLossUpdate(module, optimizers, settings)
     ddp_module = wrap(module, settings.group)
-    noise = measure_noise(ddp_module, settings.group, accumulate)
-    if noise is None:
-        return SharedUpdate(ddp_module, optimizers[0], settings)
-    return MeasuredUpdate(ddp_module, optimizers[0], settings, noise)
+    return SharedUpdate(
+        ddp_module, optimizers[0], settings, GradientNoise(ddp_module, settings.group) if measures_noise else None
+    )
 
 
 def wrap(model: nn.Module, group: Group) -> nn.Module:

@@ -122,11 +122,6 @@ class GradientNoise:
         self._sums += torch.where(valid_S[:, None], estimates_S4, 0.0).sum(0)
 
 
-def measure_noise(module: nn.Module, group: Group, accumulate: int) -> GradientNoise | None:
-    """None with one worker and no accumulation: its batch is one part, and there is nothing to compare."""
-    return GradientNoise(module, group) if group.world_size > 1 or accumulate > 1 else None
-
-
 def num_parts(num_images: int, group: Group, accumulate: int) -> int:
     """The parts of a step's batch on this rank that `GradientNoise` compares; `step.micro_batches` cuts them."""
     return min(num_images, 1 if group.world_size > 1 else accumulate)

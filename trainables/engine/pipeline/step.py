@@ -25,7 +25,7 @@ from trainables.models.forward import logits_and_aux
 class PipelineUpdate(SharedUpdate):
     """One optimizer for the parameters of this rank's pipeline stage, by the mean gradients of all replicas. No DDP."""
 
-    without_noise = "with scale.pipeline_stages it is not measured"
+    noise_obstacle = "with scale.pipeline_stages it is not measured"
 
     def __init__(self, module: nn.Module, optimizer: LossOptimizer, settings: UpdateSettings, stages: Group) -> None:
         super().__init__(module, optimizer, settings)
