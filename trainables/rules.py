@@ -168,6 +168,12 @@ def sharded_teacher_is_not_compiled(settings: JobSettings) -> Problem:
     return "teacher.placement sharded does not go with train.compile: set train.compile to false, or teacher.placement to whole"
 
 
+def deterministic_kernels_are_not_timed(settings: JobSettings) -> Problem:
+    if not settings.train.deterministic or settings.train.compile != "max-autotune":
+        return None
+    return "train.deterministic does not go with train.compile max-autotune, which chooses kernels by timing: write true"
+
+
 def sharded_teacher_has_several_replicas(settings: JobSettings) -> Problem:
     fewest, stages = settings.scale.min_workers, settings.scale.num_stages
     if settings.teacher is None or settings.teacher.placement != "sharded" or fewest is None or fewest // stages > 1:
@@ -224,6 +230,7 @@ RULES: tuple[Callable[[JobSettings], Problem], ...] = (
     teacher_over_devices_is_not_compiled,
     sharded_teacher_is_not_compiled,
     sharded_teacher_has_several_replicas,
+    deterministic_kernels_are_not_timed,
     lambda settings: warmup_leaves_an_epoch(settings.optim, settings.optim.epochs),
     lambda settings: nesterov_has_momentum(settings.optim),
     gpu_decoder_has_gpus,

@@ -64,6 +64,7 @@ OTHER_NAMES: dict[str, str] = {
         "distill.task_weight weighs the labels' loss, and a method's option weight its own, such as distill.options.kd.weight",
     ),
     "project": "tracking.experiment",
+    "cuda_graphs": "train.compile, whose mode reduce-overhead launches models as CUDA graphs",
 }
 """What timm, Lightning, torchvision's references, mmpretrain, LightlyTrain and transformers call it, in any section or by its
 dotted key → our key, perhaps with a remark behind a comma, or a sentence about what to do instead."""

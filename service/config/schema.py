@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from service.config.sweep import SweepConfig
+from service.config.sweep import TIME, SweepConfig
 from trainables.config import (
     AssistantConfig,
     DataConfig,
@@ -99,7 +99,8 @@ class Experiment(Section):
             scale = scale.model_copy(update={"cut": None})
             model = before[name].model
             optim = optim.model_copy(update={"epochs": before[name].epochs or optim.epochs})
-            train = train.model_copy(update={"until_top1_pct": None, "until_s": None})
+            measures_noise = train.noise_scale or self.sweep.metric == TIME
+            train = train.model_copy(update={"until_top1_pct": None, "until_s": None, "noise_scale": measures_noise})
         teacher = distill = None
         if name != "teacher":
             teacher = self._teacher_of(name, weights)

@@ -14,7 +14,9 @@ MOST_TIMES = 64
 """How many times larger a batch may be proposed to be."""
 NEARLY = 0.97
 """Of the most that a larger batch saves this part is enough: a batch no larger than that is proposed."""
-GRAPHS = "--set train.cuda_graphs=auto, which launches steps as CUDA graphs where that is faster"
+GRAPHS = ("reduce-overhead", "max-autotune")
+"""The values of `train.compile` with which models are launched as CUDA graphs."""
+COMPILE = "--set train.compile=reduce-overhead, which launches models as CUDA graphs"
 OFTEN = 0.1
 """Other programs that have less of the cores than this part are not reported."""
 
@@ -102,8 +104,8 @@ def idle_gpu(e: Evidence) -> Cause | None:
     batches were timed, T' is by those.
 
     Where a single image takes half as long as the batch, launching is the longer one: a batch cut into micro-batches that would
-    fit into memory as one is fixed first, then comes a larger batch, and where none is possible CUDA graphs or fewer kernels.
-    Where a single image is much faster, or a step is launched as CUDA graphs, something else delays the host.
+    fit into memory as one is fixed first, then comes a larger batch, and where none is possible torch.compile.
+    Where a single image is much faster, or models are launched as CUDA graphs, something else delays the host.
     """
     busy, idle = gpus_busy_pct(e), idle_share(e)
     if busy is None or idle is None:
@@ -111,7 +113,7 @@ def idle_gpu(e: Evidence) -> Cause | None:
     computing_ms = e.work_ms - (e.exposed_ms or 0.0) - e.service_ms
     idle_ms, step_ms = idle * computing_ms, e.typical.step_ms
     waiting = f"GPUs are busy {busy:.0f}% of the time, and wait for the host for {idle_ms:.1f} of a step's {step_ms:.1f} ms"
-    if e.typical.graph_ms or (e.one_image_ms is not None and e.accumulate * e.one_image_ms < 0.5 * computing_ms):
+    if e.compile in GRAPHS or (e.one_image_ms is not None and e.accumulate * e.one_image_ms < 0.5 * computing_ms):
         return host_bound(e, waiting, idle_ms)
     if e.accumulate > 1 and (in_memory := room_in_memory(e)) >= 2:
         cut = f"{waiting}, since a batch is cut into {e.accumulate} micro-batches{memory_used(e)}"
@@ -122,21 +124,15 @@ def idle_gpu(e: Evidence) -> Cause | None:
         return Cause("launch-bound", few, fewer_launches(e), Effect(work_ms=idle_ms))
     times, saved_ms = gpu_times(e, idle, computing_ms, room)
     effect = Effect(work_ms=saved_ms + fewer_all_reduces_ms(e, saved_ms, times))
-    same_batch = f"; or, with this batch, {GRAPHS}" if may_have_graphs(e) else ""
+    same_batch = f"; or, with this batch, {COMPILE}" if e.pipeline_stages == 1 else ""
     return Cause("launch-bound", few, larger(times * e.global_batch) + same_batch, effect)
-
-
-def may_have_graphs(e: Evidence) -> bool:
-    """Whether `train.cuda_graphs` is off, and none of the reasons against them is recorded."""
-    whole_step = e.accumulate == 1 and e.pipeline_stages == 1 and e.teacher_actors is None and not e.compiled
-    return not e.cuda_graphs and whole_step and e.precision not in ("fp16", "fp64")
 
 
 def host_bound(e: Evidence, waiting: str, idle_ms: float) -> Cause:
     """A host that could launch faster than it does."""
     could = f"which could launch a step in {e.accumulate * (e.one_image_ms or 0.0):.1f} ms"
-    if e.typical.graph_ms:
-        could = "although a step is launched as CUDA graphs"
+    if e.compile in GRAPHS:
+        could = "although models are launched as CUDA graphs"
     return Cause(
         "host-bound",
         f"{waiting}, {could}{memory_used(e)}",
@@ -155,12 +151,11 @@ def memory_used(e: Evidence) -> str:
 
 def fewer_launches(e: Evidence) -> str:
     """What to change where no larger batch is possible."""
-    graphs = f"{GRAPHS}; " if may_have_graphs(e) else ""
-    kernels = "" if e.compiled or e.cuda_graphs else "--set train.compile=true, for fewer kernels; "
+    compiled = f"{COMPILE}; " if e.pipeline_stages == 1 else ""
     less = "--set precision=bf16, whose batches take half the memory; " if e.precision == "fp32" else ""
     several = e.num_workers > 1 and room_in_memory(e) >= 2
     fewer_workers = "fewer workers, each with a larger part of the batch; " if several else ""
-    return f"no larger batch is possible: {graphs}{kernels}{less}{fewer_workers}other runs on the same GPU at the same time"
+    return f"no larger batch is possible: {compiled}{less}{fewer_workers}other runs on the same GPU at the same time"
 
 
 def gpu_times(e: Evidence, idle: float, computing_ms: float, room: float) -> tuple[int, float]:

@@ -52,9 +52,8 @@ class Evidence:
     """Of a sweep by asha, which needs a multiple of `evaluate_every`; None otherwise."""
     has_ended: bool = False
     """Whether the records are complete: nothing that they lack is still to come."""
-    compiled: bool = False
-    cuda_graphs: bool = False
-    """`train.cuda_graphs` was true or auto."""
+    compile: bool | str = False
+    """`train.compile`."""
     val_images: float = 0.0
     epochs: tuple[EpochUse, ...] = ()
     clock: Clock | None = None
@@ -153,7 +152,7 @@ class Evidence:
         """What a rank does in a step without waiting for images or for others."""
         before_ms = self.handling_ms(rank) + (0.0 if self.on_gpu else rank.h2d_ms) + rank.augment_ms + rank.teacher_ms
         passes_ms = self.own_student_ms(rank) + self.own_backward_ms(rank)
-        return before_ms + passes_ms + rank.optimizer_ms + rank.graph_ms + rank.rest_ms
+        return before_ms + passes_ms + rank.optimizer_ms + rank.rest_ms
 
     def handling_ms(self, rank: RankTimes) -> float:
         """Of the data phase what is no wait: the step's own thread hands batches out."""
@@ -242,10 +241,10 @@ class Evidence:
 
     @property
     def compute_ms(self) -> float:
-        """The models' own work in a step: forward of both, loss, backward, which may be one CUDA graph."""
+        """The models' own work in a step: forward of both, loss, backward."""
         step = self.typical
         teacher_ms = step.teacher_ms if self.teacher_actors is None else 0.0
-        return teacher_ms + step.student_ms + step.graph_ms + min(self.own_backward_ms(rank) for rank in self.ranks)
+        return teacher_ms + step.student_ms + min(self.own_backward_ms(rank) for rank in self.ranks)
 
     @property
     def service_ms(self) -> float:

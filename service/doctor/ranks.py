@@ -107,7 +107,7 @@ def uneven_ranks(e: Evidence) -> Cause | None:
 def longest(e: Evidence, rank: RankTimes, others: Sequence[RankTimes]) -> str:
     """The phase in which a rank exceeds most what is usual for the others."""
     own: dict[str, Callable[[RankTimes], float]] = {phase: attrgetter(f"{phase}_ms") for phase in PHASES if phase != "data"}
-    own |= {"student": e.own_student_ms, "backward": e.own_backward_ms, "graph": attrgetter("graph_ms")}
+    own |= {"student": e.own_student_ms, "backward": e.own_backward_ms}
     return max(own, key=lambda phase: own[phase](rank) - median_low(own[phase](other) for other in others))
 
 

@@ -127,8 +127,7 @@ def evidence_of(
         evaluate_every=experiment.train.evaluate_every,
         grace_epochs=experiment.sweep.grace_epochs if experiment.sweep.policy == "asha" else None,
         has_ended="steps" in metrics,  # as in a summary, and in no line before it
-        compiled=experiment.train.compile,
-        cuda_graphs=bool(experiment.train.cuda_graphs),
+        compile=experiment.train.compile,
         clock=_clock(metrics) if epochs else None,
         val_images=evaluated[-1] if evaluated else 0.0,
         epochs=epochs,

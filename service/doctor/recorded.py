@@ -33,8 +33,6 @@ class RankTimes:
     """What a later pipeline stage waits for the first one's next batch; it has no loader of its own."""
     bubble_ms: float = 0.0
     """What a pipeline stage waits for its neighbours within a step."""
-    graph_ms: float = 0.0
-    """Student and backward, and perhaps the teacher, in steps that are launched as CUDA graphs."""
 
     @property
     def before_student_ms(self) -> float:
@@ -44,7 +42,7 @@ class RankTimes:
     @property
     def rest_ms(self) -> float:
         """What lies in no phase."""
-        named_ms = self.before_student_ms + self.student_ms + self.backward_ms + self.bubble_ms + self.graph_ms
+        named_ms = self.before_student_ms + self.student_ms + self.backward_ms + self.bubble_ms
         return max(0.0, self.step_ms - named_ms)
 
 

@@ -24,7 +24,6 @@ PHASE_COLOURS = {
     "optimizer": marks.ORANGE,
     "receive": "#000000",
     "bubble": marks.GREY,
-    "graph": "#8C510A",
 }
 
 

@@ -48,9 +48,7 @@ class Measured:
             # Phases are means over ranks and may come from a timer of their own: shares are taken of their own sum.
             total = sum(parts.values())
             work = step * (1 - parts["data"] / total) if "data" in parts and total > 0 else math.nan
-            # A CUDA graph has forward and backward in one.
-            divided = "student" in parts and "graph" not in parts
-            forward = step * (parts.get("teacher", 0.0) + parts["student"]) / total if divided else math.nan
+            forward = step * (parts.get("teacher", 0.0) + parts["student"]) / total if "student" in parts else math.nan
             for row, (name, value) in enumerate((("step", step), ("work", work), ("forward", forward))):
                 if value > 0:
                     logs_3M[row, m] = math.log(value)

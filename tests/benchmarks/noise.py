@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.benchmarks.pairs import Pair, train_on
 from tests.benchmarks.rounds import Bar, Comparison
-from tests.trainables.jobs import Recorded, build_unmeasured, no_telemetry
+from tests.trainables.jobs import Recorded, no_telemetry, with_noise_scale
 from trainables.config import TrainConfig
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
@@ -55,8 +55,8 @@ def step_s(group: Group, config: TrainConfig, blocks: int) -> tuple[float, float
     The first pair does not count.
     """
     with contextlib.ExitStack() as stack:
-        watched = stack.enter_context(contextlib.closing(build(config, group, Recorded(), no_telemetry)))
-        bare = stack.enter_context(contextlib.closing(build_unmeasured(group, config)))
+        watched = stack.enter_context(contextlib.closing(build(with_noise_scale(config), group, Recorded(), no_telemetry)))
+        bare = stack.enter_context(contextlib.closing(build(config, group, Recorded(), no_telemetry)))
         taken: dict[bool, list[float]] = {True: [], False: []}
         for number in range(blocks + 1):
             for ours in (number % 2 == 0, number % 2 == 1):

@@ -26,7 +26,7 @@ OF_CUDA = re.compile("(__cuda|cu|nccl|nvrtc|nvshmem)")
 SUCCEED = "int {name}(void) {{ return 0; }}"
 GENERATED = {
     r"cu[A-Z]": SUCCEED,
-    r"cuda(Ipc|Malloc|StreamBeginCaptureToGraph|Graph(AddNode|Conditional))": "int {name}(void) {{ return 801; }}",
+    r"cuda(Ipc|Malloc|StreamBeginCapture|Graph)": "int {name}(void) {{ return 801; }}",
     r"\w+SetStream": "int {name}(void **handle, void *stream) {{ *handle = stream; return 0; }}",
     r"\w+GetStream": "int {name}(void **handle, void **stream) {{ *stream = *handle; return 0; }}",
     r"cublasGet(Math|Pointer)Mode": "int {name}(void *handle, int *mode) {{ *mode = 0; return 0; }}",
@@ -40,7 +40,7 @@ GENERATED = {
     "": SUCCEED,
 }
 """By the beginning of a function's name, the first that fits: a handle is the stream that was set last, an object is nothing.
-What would return memory or a node of a graph is refused, as cudaErrorNotSupported."""
+What would return memory or a graph is refused, as cudaErrorNotSupported."""
 GENERATED_HEAD = "#include <stdlib.h>\nstatic char nothing[65536];\nextern int emulated_gpu_launch(void *stream);\n"
 
 

@@ -11,11 +11,8 @@ class Counts:
     """Of calls of the runtime, by all threads of this process; what they mean: `runtime.c`."""
 
     launches: int = 0
-    captured_launches: int = 0
-    stray_launches: int = 0
     synchronisations: int = 0
     copies: int = 0
-    graph_launches: int = 0
 
 
 _NAMES = tuple(each.name for each in fields(Counts))

@@ -1,24 +1,23 @@
 """The numbers of the emulated GPU: each operation is launched as it is, by kernels that do nothing, then computed on CPU tensors
-over the same memory. In a capture it is recorded instead, and computed whenever the graph is replayed.
+over the same memory.
 
 What torch itself does on the device stays as it is: where outputs lie, which strides they have, what synchronises, and copies of
 plain memory. Operations whose host code reads what a kernel has computed are computed on the CPU alone. An operation that the CPU
 does not have, such as a fused attention, is an error.
 """
 
+import contextlib
 import ctypes
 import threading
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 aten = torch.ops.aten
-Computation = Callable[[], None]
 
 LAUNCHED_ONLY = {"_pin_memory", "empty", "empty_like", "empty_strided", "is_pinned", "new_empty", "new_empty_strided"} | {
     *("_local_scalar_dense", "item", "record_stream", "resize_", "set_")
@@ -89,9 +88,9 @@ class Numbers(TorchDispatchMode):
         inputs = _tensors((args, kwargs))
         if any(tensor.is_cuda for tensor in inputs):
             if _is_read_by_host(name, args):
-                torch.cuda.current_stream().synchronize()  # an error in a capture, and where torch is set to forbid it
+                torch.cuda.current_stream().synchronize()  # an error where torch is set to forbid it
                 return _compute_alone(func, args, kwargs)
-            if name in SOLVERS and not torch.cuda.is_current_stream_capturing():
+            if name in SOLVERS:
                 return _compute_alone(func, args, kwargs)
         result = func(*args, **kwargs)
         outputs = _tensors(result)
@@ -100,9 +99,7 @@ class Numbers(TorchDispatchMode):
         memory = {tensor.untyped_storage()._cdata for tensor in inputs}
         new = [tensor.untyped_storage()._cdata not in memory for tensor in outputs]
         if any(new) or _written(func, args, kwargs) is not None:  # else it is a view
-            is_capturing = torch.cuda.is_current_stream_capturing()
-            compute = _computation(func, args, kwargs, outputs, new, is_capturing)
-            _recording.append(compute) if is_capturing else compute()
+            _compute(func, args, kwargs, outputs, new)
         return result
 
 
@@ -140,36 +137,19 @@ def _on_cpu(leaf: Any) -> Any:
     return torch.empty(0, dtype=leaf.dtype).set_(whole, leaf.storage_offset(), leaf.size(), leaf.stride())
 
 
-def _computation(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor], new: list[bool], is_capturing: bool
-) -> Computation:
-    """Computes an operation in the memory of its arguments and of its new outputs."""
+def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor], new: list[bool]) -> None:
+    """Compute an operation in the memory of its arguments and of its new outputs."""
     generator = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator)), None)
     if "pin_memory" in kwargs:
         kwargs = {**kwargs, "pin_memory": None}
-    if is_capturing:  # a number of the host is an argument of the kernel, which keeps it
-        args, kwargs = tree_map(_without_scalars, (args, kwargs))
     cpu_args, cpu_kwargs = tree_map(_on_cpu, (args, kwargs))
-    cpu_outputs = [_on_cpu(output) for output in outputs]
     on_cpu = ON_CPU.get(func.overloadpacket.__name__, func)
     is_random = torch.Tag.nondeterministic_seeded in func.tags
-    index = len(_recording) if is_capturing else 0
-
-    def compute() -> None:
-        if is_random:
-            with _Seeded(generator, index):
-                values = _tensors(on_cpu(*cpu_args, **cpu_kwargs))
-        else:
-            values = _tensors(on_cpu(*cpu_args, **cpu_kwargs))
-        for output, value, is_new in zip(cpu_outputs, values, new, strict=False):  # cuDNN's have one more, of its own
-            if is_new and value.numel() > 0:
-                output.copy_(value)
-
-    return compute
-
-
-def _without_scalars(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) and leaf.dim() == 0 and leaf.device.type == "cpu" else leaf
+    with _Seeded(generator) if is_random else contextlib.nullcontext():
+        values = _tensors(on_cpu(*cpu_args, **cpu_kwargs))
+    for output, value, is_new in zip(outputs, values, new, strict=False):  # cuDNN's have one more, of its own
+        if is_new and value.numel() > 0:
+            _on_cpu(output).copy_(value)
 
 
 def _compute_alone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -192,41 +172,17 @@ def _on_gpu(leaf: Any, device: torch.device) -> Any:
 class _Seeded:
     """The CPU draws what belongs to the state of a generator of the GPU, and is left as it was."""
 
-    def __init__(self, generator: torch.Generator | None, index: int) -> None:
-        """`index`: of the operation in its graph, whose operations all find the generator in one state; 0 without a graph."""
-        self._generator, self._index = generator, index
+    def __init__(self, generator: torch.Generator | None) -> None:
+        self._generator = generator
 
     def __enter__(self) -> None:
         generator = self._generator or torch.cuda.default_generators[torch.cuda.current_device()]
         self._before = torch.default_generator.get_state()
         if generator.device.type == "cuda":
-            torch.default_generator.manual_seed(hash((generator.initial_seed(), generator.get_offset(), self._index)) % 2**63)
+            torch.default_generator.manual_seed(hash((generator.initial_seed(), generator.get_offset())) % 2**63)
 
     def __exit__(self, *_: object) -> None:
         torch.default_generator.set_state(self._before)
-
-
-_recording: list[Computation] = []
-"""Of the capture that is under way, of which a process has one at a time."""
-_operations = WeakKeyDictionary[torch.cuda.CUDAGraph, list[Computation]]()
-
-
-def _record_graphs() -> None:
-    """Have the operations of each graph recorded as it is captured, and computed as it is replayed."""
-    capture_begin, replay = torch.cuda.CUDAGraph.capture_begin, torch.cuda.CUDAGraph.replay
-
-    def record(graph: torch.cuda.CUDAGraph, *args: Any, **kwargs: Any) -> None:
-        global _recording
-        capture_begin(graph, *args, **kwargs)
-        _recording = _operations[graph] = []
-
-    def compute(graph: torch.cuda.CUDAGraph) -> None:
-        replay(graph)
-        with _disable_current_modes(), torch.inference_mode():  # which may write what was made in it
-            for operation in _operations[graph]:
-                operation()
-
-    torch.cuda.CUDAGraph.capture_begin, torch.cuda.CUDAGraph.replay = record, compute  # type: ignore[method-assign, assignment]
 
 
 def turn_on() -> None:
@@ -240,5 +196,4 @@ def turn_on() -> None:
     threading.Thread.run = run_with_numbers  # type: ignore[method-assign, assignment]
     # torch formats a tensor without any mode.
     torch._tensor_str._tensor_str = lambda tensor, indent: text_of(_on_cpu(tensor), indent)
-    _record_graphs()
     Numbers().__enter__()  # type: ignore[no-untyped-call]

@@ -1,5 +1,5 @@
 /* A CUDA runtime without a GPU. Memory of the "device" is memory of the host, copies are made at once, kernels do nothing.
-   The rules of stream capture and the limit of memory are those of CUDA. `libraries.c` has cuDNN, cuBLAS, NCCL and NVML. */
+   The limit of memory is that of CUDA. `libraries.c` has cuDNN, cuBLAS, NCCL and NVML. */
 #define _GNU_SOURCE
 #include <cuda.h>
 #include <cuda_runtime_api.h>
@@ -13,8 +13,6 @@
 #include <time.h>
 
 #define MAX_DEVICES 16
-#define MAX_CAPTURES 16
-#define MAX_STREAMS 4096
 #define MAX_BLOCKS 65536
 #define GRANULARITY (2ul << 20)
 
@@ -24,12 +22,9 @@ static __thread cudaError_t last_error;
 
 /* ---- Counters: what this process has done so far; `counters.py` reads them. ---- */
 
-_Atomic long emulated_gpu_launches;          /* of kernels outside of captures */
-_Atomic long emulated_gpu_captured_launches; /* of kernels, copies and memsets that went into a graph */
-_Atomic long emulated_gpu_stray_launches;    /* of a thread that captures, into a stream that is not captured */
-_Atomic long emulated_gpu_synchronisations;  /* of the host with a stream, an event or the device */
-_Atomic long emulated_gpu_copies;            /* outside of captures */
-_Atomic long emulated_gpu_graph_launches;
+_Atomic long emulated_gpu_launches;         /* of kernels */
+_Atomic long emulated_gpu_synchronisations; /* of the host with a stream, an event or the device */
+_Atomic long emulated_gpu_copies;
 
 static cudaError_t failed(cudaError_t error) {
   last_error = error;
@@ -162,14 +157,9 @@ const char *cudaGetErrorString(cudaError_t error) {
     case cudaErrorInvalidDevice: return "invalid device ordinal";
     case cudaErrorInvalidResourceHandle: return "invalid resource handle";
     case cudaErrorIllegalState: return "the operation cannot be performed in the present state";
-    case cudaErrorStreamCaptureUnsupported: return "operation not permitted when stream is capturing";
-    case cudaErrorStreamCaptureInvalidated: return "operation failed due to a previous error during capture";
     case cudaErrorNotSupported: return "operation not supported";
     case cudaErrorHostMemoryAlreadyRegistered: return "part or all of the requested memory range is already mapped";
     case cudaErrorHostMemoryNotRegistered: return "pointer does not correspond to a registered memory region";
-    case cudaErrorStreamCaptureIsolation: return "dependency created on uncaptured work in another stream";
-    case cudaErrorStreamCaptureUnjoined: return "capturing stream has unjoined work";
-    case cudaErrorCapturedEvent: return "operation not permitted on an event last recorded in a capturing stream";
     default: return "an error of the emulated GPU";
   }
 }
@@ -182,194 +172,37 @@ cudaError_t cudaGetLastError(void) {
 
 cudaError_t cudaPeekAtLastError(void) { return last_error; }
 
-/* ---- Captures: work in a captured stream does not run and is counted. What CUDA forbids meanwhile makes the capture invalid.
-   Not emulated: the legacy default stream beside blocking ones, of which torch has none. A graph is its capture, is never
-   freed (some dozens of bytes), and a launch of it does nothing: `numbers.py` runs its operations. ---- */
+/* ---- Streams and events: all work is done as soon as it is launched, so nothing is ever waited for. No stream is captured:
+   `build.py` has CUDA graphs refused. ---- */
 
-struct capture {
-  unsigned long long id;
-  enum cudaStreamCaptureMode mode;
-  pthread_t thread;
-  struct stream *origin;
-  size_t num_nodes;
-  bool active, invalid;
+struct event {
+  struct timespec time;
+  bool is_recorded;
 };
 
-/* Of what a stream has captured, the capture's origin must wait in the end for all, or some stream for which it waits. */
-struct stream {
-  struct capture *capture;
-  size_t num_captured, num_joined;
-};
+/* Work enters a stream. */
+static cudaError_t enter(void) { return is_forked ? failed(cudaErrorInitializationError) : cudaSuccess; }
 
-static struct stream legacy, per_thread;
-static struct stream *streams[MAX_STREAMS] = {&per_thread};
-static struct capture *captures[MAX_CAPTURES];
-static int num_streams = 1, num_captures;
-static __thread enum cudaStreamCaptureMode thread_mode = cudaStreamCaptureModeGlobal;
-
-static struct stream *stream_of(cudaStream_t stream) {
-  if (stream == NULL || stream == cudaStreamLegacy) return &legacy;
-  return stream == cudaStreamPerThread ? &per_thread : (struct stream *)stream;
-}
-
-static struct capture *capture_of(cudaStream_t stream) { return stream_of(stream)->capture; }
-
-static cudaError_t invalidate(struct capture *capture, cudaError_t error) {
-  capture->invalid = true;
-  return failed(error);
-}
-
-static cudaError_t invalidate_captures(bool all) {
-  cudaError_t error = is_forked ? failed(cudaErrorInitializationError) : cudaSuccess;
-  pthread_mutex_lock(&lock);
-  for (int i = 0; i < num_captures; i++) {
-    bool is_own = pthread_equal(captures[i]->thread, pthread_self()) && captures[i]->mode != cudaStreamCaptureModeRelaxed;
-    bool is_global = captures[i]->mode == cudaStreamCaptureModeGlobal && thread_mode == cudaStreamCaptureModeGlobal;
-    if (all || is_own || is_global) error = invalidate(captures[i], cudaErrorStreamCaptureUnsupported);
-  }
-  pthread_mutex_unlock(&lock);
+cudaError_t emulated_gpu_launch(cudaStream_t stream) {
+  cudaError_t error = enter();
+  emulated_gpu_launches += !error;
   return error;
 }
 
-/* For calls that no thread may make while a capture of the mode `global` is active, nor the capturing one in `thread_local`. */
-static cudaError_t unsafe_call(void) {
-  return thread_mode == cudaStreamCaptureModeRelaxed ? cudaSuccess : invalidate_captures(false);
-}
-
-/* Work enters a stream; `*runs` says whether it is to be done now. */
-static cudaError_t enter(cudaStream_t handle, bool *runs) {
-  struct stream *stream = stream_of(handle);
-  struct capture *capture = stream->capture;
-  *runs = capture == NULL && !is_forked;
-  if (is_forked) return failed(cudaErrorInitializationError);
-  if (capture == NULL) return cudaSuccess;
-  if (capture->invalid) return failed(cudaErrorStreamCaptureInvalidated);
-  capture->num_nodes++;
-  stream->num_captured++;
-  emulated_gpu_captured_launches++;
-  return cudaSuccess;
-}
-
-cudaError_t emulated_gpu_launch(cudaStream_t stream) {
-  bool runs;
-  cudaError_t error = enter(stream, &runs);
-  if (error || !runs) return error;
-  emulated_gpu_launches++;
-  pthread_mutex_lock(&lock);
-  for (int i = 0; i < num_captures; i++) emulated_gpu_stray_launches += pthread_equal(captures[i]->thread, pthread_self()) != 0;
-  pthread_mutex_unlock(&lock);
-  return cudaSuccess;
-}
-
-cudaError_t cudaStreamBeginCapture(cudaStream_t handle, enum cudaStreamCaptureMode mode) {
-  static unsigned long long num_begun;
-  struct stream *stream = stream_of(handle);
-  if (stream == &legacy) return failed(cudaErrorStreamCaptureUnsupported);
-  if (stream->capture || num_captures == MAX_CAPTURES) return failed(cudaErrorIllegalState);
-  struct capture *capture = calloc(1, sizeof *capture);
-  pthread_mutex_lock(&lock);
-  *capture = (struct capture){.id = ++num_begun, .mode = mode, .thread = pthread_self(), .origin = stream, .active = true};
-  stream->capture = capture;
-  captures[num_captures++] = capture;
-  pthread_mutex_unlock(&lock);
-  return cudaSuccess;
-}
-
-cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t *graph) {
-  struct stream *stream = stream_of(handle);
-  struct capture *capture = stream->capture;
-  cudaError_t error = cudaSuccess;
-  *graph = NULL;
-  if (capture == NULL) return failed(cudaErrorIllegalState);
-  pthread_mutex_lock(&lock);
-  for (int i = 0; i < num_streams; i++) {
-    if (streams[i]->capture != capture) continue;
-    if (streams[i] != capture->origin && streams[i]->num_joined < streams[i]->num_captured) {
-      error = cudaErrorStreamCaptureUnjoined;
-    }
-    streams[i]->capture = NULL;
-  }
-  for (int i = 0; i < num_captures; i++) {
-    if (captures[i] == capture) captures[i--] = captures[--num_captures];
-  }
-  capture->active = false;
-  pthread_mutex_unlock(&lock);
-  if (capture->origin != stream) error = cudaErrorStreamCaptureUnmatched;
-  if (!pthread_equal(capture->thread, pthread_self()) && capture->mode != cudaStreamCaptureModeRelaxed) {
-    error = cudaErrorStreamCaptureWrongThread;
-  }
-  if (capture->invalid) error = cudaErrorStreamCaptureInvalidated;
-  if (error) return failed(error);
-  *graph = (cudaGraph_t)capture;
-  return cudaSuccess;
-}
-
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *status) {
-  struct capture *capture = capture_of(stream);
-  *status = capture == NULL      ? cudaStreamCaptureStatusNone
-            : capture->invalid ? cudaStreamCaptureStatusInvalidated
-                               : cudaStreamCaptureStatusActive;
+  *status = cudaStreamCaptureStatusNone;
   return cudaSuccess;
 }
 
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus *status, unsigned long long *id,
                                      cudaGraph_t *graph, const cudaGraphNode_t **dependencies, const cudaGraphEdgeData **edges,
                                      size_t *num_dependencies) {
-  struct capture *capture = capture_of(stream);
-  if (id) *id = capture ? capture->id : 0;
-  if (graph) *graph = (cudaGraph_t)capture;
-  if (dependencies) *dependencies = NULL;
-  if (edges) *edges = NULL;
-  if (num_dependencies) *num_dependencies = 0;
   return cudaStreamIsCapturing(stream, status);
 }
 
-cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode) {
-  enum cudaStreamCaptureMode before = thread_mode;
-  thread_mode = *mode;
-  *mode = before;
-  return cudaSuccess;
-}
-
-cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *executable, cudaGraph_t graph, unsigned long long flags) {
-  *executable = (cudaGraphExec_t)graph;
-  return unsafe_call();
-}
-
-cudaError_t cudaGraphInstantiate(cudaGraphExec_t *executable, cudaGraph_t graph, unsigned long long flags) {
-  return cudaGraphInstantiateWithFlags(executable, graph, flags);
-}
-
-cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t stream) {
-  bool runs;
-  cudaError_t error = enter(stream, &runs);
-  emulated_gpu_graph_launches += runs;
-  return error;
-}
-
-cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *nodes, size_t *count) {
-  *count = ((struct capture *)graph)->num_nodes;
-  return cudaSuccess;
-}
-
-/* ---- Streams and events: all work is done as soon as it is launched, so nothing is ever waited for.
-   An event knows the capture in which it was recorded, and passes it to the streams that wait for it. ---- */
-
-struct event {
-  struct timespec time;
-  struct capture *capture;
-  struct stream *stream;
-  size_t num_captured; /* by its stream before it */
-};
-
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t *handle, unsigned flags, int priority) {
-  struct stream *stream = calloc(1, sizeof *stream); /* is never freed: events refer to it */
-  pthread_mutex_lock(&lock);
-  bool fits = num_streams < MAX_STREAMS;
-  if (fits) streams[num_streams++] = stream;
-  pthread_mutex_unlock(&lock);
-  *handle = (cudaStream_t)stream;
-  return fits ? cudaSuccess : failed(cudaErrorMemoryAllocation);
+  *handle = (cudaStream_t)calloc(1, 1);
+  return cudaSuccess;
 }
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) {
@@ -383,20 +216,14 @@ cudaError_t cudaStreamGetPriority(cudaStream_t stream, int *priority) {
   return cudaSuccess;
 }
 
-cudaError_t cudaStreamQuery(cudaStream_t stream) {
-  struct capture *capture = capture_of(stream);
-  return capture ? invalidate(capture, cudaErrorStreamCaptureUnsupported) : cudaSuccess;
-}
+cudaError_t cudaStreamQuery(cudaStream_t stream) { return cudaSuccess; }
 
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   emulated_gpu_synchronisations++;
-  return cudaStreamQuery(stream);
+  return enter();
 }
 
-cudaError_t cudaDeviceSynchronize(void) {
-  emulated_gpu_synchronisations++;
-  return invalidate_captures(true); /* in whatever mode: a captured stream is part of the device */
-}
+cudaError_t cudaDeviceSynchronize(void) { return cudaStreamSynchronize(NULL); }
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) {
   *event = calloc(1, sizeof(struct event));
@@ -412,64 +239,35 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t stream, unsigned flags) {
   struct event *event = (struct event *)handle;
-  struct capture *capture = capture_of(stream);
-  if (capture && capture->invalid) return failed(cudaErrorStreamCaptureInvalidated);
-  event->stream = stream_of(stream);
-  event->capture = flags & cudaEventRecordExternal ? NULL : capture;
-  event->num_captured = event->stream->num_captured;
+  event->is_recorded = true;
   clock_gettime(CLOCK_MONOTONIC, &event->time);
   return cudaSuccess;
 }
 
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) { return cudaEventRecordWithFlags(event, stream, 0); }
 
-static cudaError_t wait_on_host(struct event *event) {
-  if (event->capture == NULL) return unsafe_call();
-  if (event->capture->active) event->capture->invalid = true;
-  return failed(cudaErrorCapturedEvent);
-}
+cudaError_t cudaEventQuery(cudaEvent_t event) { return cudaSuccess; }
 
-cudaError_t cudaEventQuery(cudaEvent_t event) { return wait_on_host((struct event *)event); }
-
-cudaError_t cudaEventSynchronize(cudaEvent_t event) {
-  emulated_gpu_synchronisations++;
-  return wait_on_host((struct event *)event);
-}
+cudaError_t cudaEventSynchronize(cudaEvent_t event) { return cudaStreamSynchronize(NULL); }
 
 cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t first, cudaEvent_t last) {
   struct event *start = (struct event *)first, *end = (struct event *)last;
-  if (start->stream == NULL || end->stream == NULL) return failed(cudaErrorInvalidResourceHandle);
-  if (start->capture || end->capture) return failed(cudaErrorCapturedEvent);
+  if (!start->is_recorded || !end->is_recorded) return failed(cudaErrorInvalidResourceHandle);
   *milliseconds = (end->time.tv_sec - start->time.tv_sec) * 1e3 + (end->time.tv_nsec - start->time.tv_nsec) / 1e6;
   return cudaSuccess;
 }
 
-cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t waited_for, unsigned flags) {
-  struct event *event = (struct event *)waited_for;
-  struct stream *stream = stream_of(handle), *from = event->stream;
-  struct capture *capture = event->capture && event->capture->active ? event->capture : NULL;
-  if (from == NULL || flags & cudaEventWaitExternal) return cudaSuccess;
-  if (stream->capture && stream->capture != capture) return invalidate(stream->capture, cudaErrorStreamCaptureIsolation);
-  if (capture == NULL || from == stream) return cudaSuccess;
-  bool is_new = stream->capture == NULL;
-  bool joins = from != capture->origin && from->num_joined < event->num_captured;
-  if (is_new) *stream = (struct stream){.capture = capture};
-  if (joins) from->num_joined = event->num_captured;
-  stream->num_captured += is_new || joins;
-  return cudaSuccess;
-}
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) { return cudaSuccess; }
 
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void *data) {
-  bool runs;
-  cudaError_t error = enter(stream, &runs);
-  if (runs) function(data);
+  cudaError_t error = enter();
+  if (!error) function(data);
   return error;
 }
 
 cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t function, void *data, unsigned flags) {
-  cudaError_t error = cudaStreamQuery(stream); /* which is not captured either */
-  if (!error) function(stream, cudaSuccess, data);
-  return error;
+  function(stream, cudaSuccess, data);
+  return cudaSuccess;
 }
 
 /* ---- Memory: blocks of the host's, of which those of the device count towards its limit. Copies and memsets are real.
@@ -524,7 +322,7 @@ static struct block find_block(const void *address, bool remove) {
 static cudaError_t allocate(void **start, size_t size, enum cudaMemoryType type) {
   size = (size + GRANULARITY - 1) / GRANULARITY * GRANULARITY;
   size_t charged = type == cudaMemoryTypeDevice ? size : 0;
-  cudaError_t error = unsafe_call();
+  cudaError_t error = enter();
   *start = NULL;
   if (error || size == 0) return error;
   if (!charge(current_device, charged)) return failed(cudaErrorMemoryAllocation);
@@ -539,7 +337,7 @@ static cudaError_t allocate(void **start, size_t size, enum cudaMemoryType type)
 }
 
 static cudaError_t release(void *start) {
-  cudaError_t error = start ? unsafe_call() : cudaSuccess;
+  cudaError_t error = start ? enter() : cudaSuccess;
   if (start == NULL || error) return error;
   struct block block = find_block(start, true);
   if (block.size == 0) return failed(cudaErrorInvalidValue);
@@ -584,9 +382,8 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, c
 
 cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t height,
                               enum cudaMemcpyKind kind, cudaStream_t stream) {
-  bool runs;
-  cudaError_t error = enter(stream, &runs);
-  if (error || !runs) return error;
+  cudaError_t error = enter();
+  if (error) return error;
   emulated_gpu_copies++;
   for (size_t row = 0; row < height; row++) memmove((char *)to + row * to_pitch, (char *)from + row * from_pitch, width);
   return cudaSuccess;
@@ -594,13 +391,13 @@ cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_
 
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, enum cudaMemcpyKind kind, cudaStream_t stream) {
   bool waits = kind == cudaMemcpyDeviceToHost && find_block(to, false).size == 0; /* memory is not pinned */
-  emulated_gpu_synchronisations += waits && capture_of(stream) == NULL;
+  emulated_gpu_synchronisations += waits;
   return cudaMemcpy2DAsync(to, 0, from, 0, size, 1, kind, stream);
 }
 
 cudaError_t cudaMemcpy(void *to, const void *from, size_t size, enum cudaMemcpyKind kind) {
   emulated_gpu_synchronisations++;
-  cudaError_t error = unsafe_call();
+  cudaError_t error = enter();
   return error ? error : cudaMemcpyAsync(to, from, size, kind, NULL);
 }
 
@@ -609,9 +406,8 @@ cudaError_t cudaMemcpyPeerAsync(void *to, int to_device, const void *from, int f
 }
 
 cudaError_t cudaMemsetAsync(void *start, int value, size_t size, cudaStream_t stream) {
-  bool runs;
-  cudaError_t error = enter(stream, &runs);
-  if (!error && runs) memset(start, value, size);
+  cudaError_t error = enter();
+  if (!error) memset(start, value, size);
   return error;
 }
 

@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import statistics
 import time
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,13 +15,11 @@ from tests.gpu.contract import Check, Expected, Measured, Piece, Settings
 from tests.gpu.photos import packed_photos
 from tests.gpu.ranks import run_ranks
 from tests.gpu.timing import in_rounds, seconds_of
-from tests.gpu.work import MANY_STEPS, R34_R18, R56_R20, Pair, Stepper, device_batch, job_config, sized
-from tests.trainables.engine.graphed_jobs import CpuCapture, fuse_optimizers, graphs_of
-from tests.trainables.jobs import Recorded, build_unmeasured, no_telemetry
+from tests.gpu.work import R34_R18, Pair, Stepper, device_batch, job_config, sized
+from tests.trainables.jobs import Recorded, no_telemetry, with_noise_scale
 from trainables.config import TrainConfig
 from trainables.distributed.group import Group, check_replicas
 from trainables.engine import loop
-from trainables.engine.graphed_step import GraphedStep
 from trainables.engine.job import Job, build
 from trainables.metrics.allreduce_wait import exposed_ms
 
@@ -91,44 +88,9 @@ def scaling(settings: Settings, batch: int) -> Measured:
     }
 
 
-def graphs_ratio(group: Group, config: TrainConfig, pair: Pair, batch: int, rounds: int) -> dict[str, float]:
-    """A step that is replayed beside one under DDP, in turns: the median over rounds of DDP's time by the other's."""
-    on_cpu = group.device.type == "cpu"
-    graphs = config.model_copy(update={"train": config.train.model_copy(update={"cuda_graphs": True})})
-    with graphs_of(CpuCapture()) if on_cpu else contextlib.nullcontext():
-        opened = open_here(graphs, group)
-    with opened as job, open_here(config, group) as under_ddp:
-        if on_cpu:
-            fuse_optimizers(job)
-        # An epoch's first steps are not captured, and the few images of this job are an epoch of a few steps.
-        job.train_state.epochs = replace(job.train_state.epochs, steps_per_epoch=MANY_STEPS)
-        sides = {"graphs": stepper(job, pair, batch, group), "ddp": stepper(under_ddp, pair, batch, group)}
-        for side in sides.values():
-            seconds_of(side, 5, group.device)
-        taken = in_rounds(sides, group.device, rounds=rounds, steps=10)
-        check_replicas(job.train_state.distillation_module, group, 5 + 10 * rounds)
-        step = job.functions.train_step
-        replayed = isinstance(step, GraphedStep) and any(shape.replays for shape in step._shapes.values())
-    ratio = statistics.median(ddp / ours for ours, ddp in zip(taken["graphs"], taken["ddp"], strict=True))
-    return {"ratio": ratio, "ms": statistics.median(taken["graphs"]), "replayed": float(replayed)}
-
-
-def graphs(settings: Settings) -> Measured:
-    """All ranks on resnet56 → resnet20, 64 images each: CUDA graphs with one all-reduce between them, beside DDP."""
-    world_size, pair = world_of(settings), sized(R56_R20, settings)
-    batch, rounds = (8, 2) if settings.small else (64, 9)
-    config = job_config(settings, pair, batch * world_size, "fp32")
-    found = run_ranks(world_size, settings.device, graphs_ratio, config, pair, batch, rounds, timeout_s=200)
-    return {
-        "graphs/ddp": min(rank["ratio"] for rank in found),
-        "step_ms": max(rank["ms"] for rank in found),
-        "replayed on": sum(rank["replayed"] for rank in found) / world_size,
-    }
-
-
 def noise_ratio(group: Group, config: TrainConfig, pair: Pair, batch: int, rounds: int) -> float:
     """A step with the measurement of the gradient noise by one without, in turns; the median over rounds."""
-    with open_here(config, group) as job, contextlib.closing(build_unmeasured(group, config)) as bare:
+    with open_here(with_noise_scale(config), group) as job, open_here(config, group) as bare:
         sides = {"with": stepper(job, pair, batch, group), "without": stepper(bare, pair, batch, group)}
         for side in sides.values():
             seconds_of(side, 5, group.device)
@@ -194,17 +156,6 @@ CHECK = Check(
     (
         Piece("11-scaling-256", partial(scaling, batch=256), OF_SCALING, 5, lacks_gpus),
         Piece("11-scaling-128", partial(scaling, batch=128), OF_SCALING, 5, lacks_gpus),
-        Piece(
-            "11-graphs",
-            graphs,
-            (
-                Expected("graphs/ddp", "r56 → r20 at 64 a GPU with graphs ÷ under DDP ≥ 2", low=2.0, estimate=True),
-                Expected("replayed on", "every rank replays its steps", 1, 1, on_cpu=True),
-                Expected("step_ms", "a step: recorded"),
-            ),
-            5,
-            lacks_gpus,
-        ),
         Piece(
             "11-watching",
             watching,

@@ -158,7 +158,7 @@ EXPECTED: dict[tuple[str, int], tuple[Expected, ...]] = {
         *SCRIPTS,
     ),
     ("bf16", 32): (
-        Expected("ours/plain", "÷ plain loop: recorded, with CUDA graphs see 12"),
+        Expected("ours/plain", "÷ plain loop: recorded, compiled see 12"),
         Expected("host_ms/ours", "host 6–8 ms a step", 6, 8, estimate=True),
         Expected("device_ms/ours", "GPU 5–6 ms a step", 5, 6, estimate=True),
     ),

@@ -1,8 +1,8 @@
 """All checks by their numbers in the plan, in the order in which they are run."""
 
 from tests.gpu import (
+    check_compile,
     check_decoders,
-    check_graphs,
     check_input,
     check_nccl,
     check_out_of_memory,
@@ -27,5 +27,5 @@ CHECKS = (
     check_telemetry.CHECK,
     check_ray.CHECK,
     check_several_gpus.CHECK,
-    check_graphs.CHECK,
+    check_compile.CHECK,
 )

@@ -16,7 +16,7 @@ from PIL import Image
 from rich.console import Console
 
 from tests.gpu import __main__ as command
-from tests.gpu import check_decoders, check_graphs, check_pytest, check_ranks
+from tests.gpu import check_compile, check_decoders, check_pytest, check_ranks
 from tests.gpu.checks import CHECKS
 from tests.gpu.contract import Check, Expected, Piece, Settings
 from tests.gpu.page import page
@@ -73,7 +73,7 @@ class Running:
 def test_the_twin_of_a_piece_gives_its_figures(
     piece: Piece, folder: Path, ranks: RankPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (check_ranks, check_graphs):
+    for module in (check_ranks, check_compile):
         monkeypatch.setattr(module, "RankPool", lambda _: Running(ranks))
     settings = Settings("cpu", folder)
     if (reason := piece.lacks(settings)) is not None:

@@ -18,8 +18,8 @@ from tests.trainables.jobs import Recorded, no_telemetry, write_teacher
 from trainables.config import TrainConfig
 from trainables.device.device_batches import DeviceBatch
 from trainables.distributed.group import Group
-from trainables.engine.graphed_step import TrainStep
 from trainables.engine.job import Job, build
+from trainables.engine.step_functions import TrainStep
 
 MANY_STEPS = 1_000_000
 """Of an epoch, where a check does not want to see another one begin."""

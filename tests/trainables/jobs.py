@@ -15,10 +15,10 @@ from trainables.data.source import open_source
 from trainables.device.model_input import normalizer
 from trainables.disk_writer import DiskWriter
 from trainables.distributed.group import Group
-from trainables.engine import checkpoint, loop, pass_latency, updates
+from trainables.engine import checkpoint, loop, pass_latency
 from trainables.engine.checkpoint import CheckpointState
 from trainables.engine.checkpoint_writer import CheckpointWriter
-from trainables.engine.job import Job, build
+from trainables.engine.job import build
 from trainables.metrics.metrics_file import MetricsFile, Report
 from trainables.models.registry import build_model
 from trainables.rundir import StageDir
@@ -143,14 +143,9 @@ def save(path: Path, state: CheckpointState, group: Group) -> None:
         CheckpointWriter(disk, group.device).save([path], state, group)
 
 
-def build_unmeasured(group: Group, settings: TrainConfig) -> Job:
-    """The job as it would be if nothing measured the gradient noise: DDP as torch has it."""
-    proper = updates.measure_noise
-    updates.measure_noise = lambda *_: None
-    try:
-        return build(settings, group, Recorded(), no_telemetry)
-    finally:
-        updates.measure_noise = proper
+def with_noise_scale(settings: TrainConfig) -> TrainConfig:
+    """The job, whose gradient noise is measured."""
+    return settings.model_copy(update={"train": settings.train.model_copy(update={"noise_scale": True})})
 
 
 def relative_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:

@@ -20,12 +20,14 @@ Precision = Literal["fp32", "bf16", "fp16", "fp64", "auto"]
 class TrainingConfig(Section):
     """How the loop runs, apart from what it learns."""
 
-    channels_last: bool = Field(False, description="models and images in channels_last memory format")
-    compile: bool = Field(False, description="torch.compile the student and the teacher")
-    cuda_graphs: bool | Literal["auto"] = Field(
-        False,
-        description="launch a step as CUDA graphs, where it can be captured; where it cannot, the log says why; auto: where "
-        "launching it takes longer than running it, by timing",
+    channels_last: bool | Literal["auto"] = Field(
+        "auto", description="models and images in channels_last memory format; auto: on a GPU in bf16 or fp16"
+    )
+    deterministic: bool = Field(
+        False, description="on a GPU the same steps give the same bits, and so does a resumed stage; slower"
+    )
+    compile: bool | Literal["reduce-overhead", "max-autotune"] = Field(
+        False, description="torch.compile the student and the teacher; a name is one of torch's modes"
     )
     log_every: Count = Field(20, description="steps between log lines and records")
     checkpoint_every: Count = Field(
@@ -46,6 +48,9 @@ class TrainingConfig(Section):
     )
     until_s: Positive | None = Field(
         None, description="the student: stop after the epoch in which training has taken so many seconds, evaluation apart"
+    )
+    noise_scale: bool = Field(
+        False, description="measure the gradient noise scale; until_top1_pct and a sweep by time_to_accuracy do in any case"
     )
     telemetry_every_s: Positive = Field(1.0, description="seconds between two readings of GPU and CPU telemetry")
 
@@ -112,6 +117,11 @@ class TrainConfig(Section):
     )
     report_each_epoch: bool = Field(False, description="a scheduler may stop the job after each epoch: the loop waits for Ray")
     labels: dict[str, str] = Field(default_factory=dict, description="tags of exported Ray metrics, such as the trial's name")
+
+    @property
+    def measures_noise(self) -> bool:
+        """Whether the noise of the gradients is measured, as predictions of the time to an accuracy need it."""
+        return self.train.noise_scale or self.train.until_top1_pct is not None
 
     @property
     def num_augmentation_epochs(self) -> int | None:

@@ -6,6 +6,7 @@ Shapes: B samples of this rank's part of a global batch, C=3 channels, H=W=data.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
@@ -120,10 +121,16 @@ class _Copy(NamedTuple):
         return _without(self.decoded.result(), self.batch, self.encoded_rows)
 
 
+@functools.cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all epochs: torch hands out 32 in turn, so that another one each time would come to be one that is in use."""
+    return torch.cuda.Stream(device)
+
+
 def _copy_ahead(
     batches: Generator[Batch, None, None], device: torch.device, epoch: int, copied: Callable[[float], None]
 ) -> Generator[DeviceBatch, None, None]:
-    stream = torch.cuda.Stream(device)
+    stream = _copy_stream(device)
     current: _Copy | None = None
     try:
         with ThreadPoolExecutor(1, "decode", bind_thread, (device,)) as decoder:

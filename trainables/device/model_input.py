@@ -35,6 +35,6 @@ def image_normalizer(config: TrainConfig, device: torch.device) -> Callable[[Ten
 
 
 def tensor_format(config: TrainConfig) -> tuple[torch.dtype, torch.memory_format]:
-    """The dtype of the models' parameters, and the memory format of parameters and images."""
-    layout = torch.channels_last if config.train.channels_last else torch.contiguous_format
+    """The dtype of the models' parameters, and the memory format of parameters and images; see `with_precision` for `auto`."""
+    layout = torch.channels_last if config.train.channels_last is True else torch.contiguous_format
     return torch.float64 if config.precision == "fp64" else torch.float32, layout

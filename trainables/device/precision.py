@@ -1,4 +1,4 @@
-"""Which precision `precision: auto` is on the devices of a job; the precision of float32 products in its processes."""
+"""What `precision: auto` and `train.channels_last: auto` are on the devices of a job; the precision of float32 products."""
 
 import logging
 from typing import NamedTuple, TypeVar, cast
@@ -41,10 +41,24 @@ def choose_precision(image_size: int, *, without_bf16: str | None, in_float32: s
 
 
 def with_precision(config: Config, group: Group, *, in_float32: str | None = None) -> Config:
-    """The configuration with the precision that `auto` is; the log says which. Every rank calls it, and gets the same.
+    """The configuration with the precision and the memory format that `auto` is; the log says which. Every rank calls it, and
+    gets the same.
 
     `in_float32`: see `choose_precision`.
     """
+    return _with_memory_format(_with_precision(config, group, in_float32), group)
+
+
+def _with_memory_format(config: Config, group: Group) -> Config:
+    """Tensor cores compute convolutions of half precision in channels_last: other formats are converted in each of them."""
+    if not isinstance(config, TrainConfig) or config.train.channels_last != "auto":
+        return config
+    channels_last = group.device.type == "cuda" and config.precision in ("bf16", "fp16")
+    train = config.train.model_copy(update={"channels_last": channels_last})
+    return cast(Config, config.model_copy(update={"train": train}))
+
+
+def _with_precision(config: Config, group: Group, in_float32: str | None) -> Config:
     if config.precision != "auto":
         return config
     without_bf16 = next(filter(None, gather_objects(name_without_bf16(group.device), group)), None)

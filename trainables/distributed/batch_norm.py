@@ -1,18 +1,25 @@
 """Batch normalisation by the statistics of the global batch, for any number of workers, on CPU and GPU.
 
-torch's SyncBatchNorm is for GPUs, where it waits for the device in every layer, and a rank without rows has to send blank ones,
-which count. This one does not wait for the device, and a rank may have no rows.
+torch's SyncBatchNorm is for GPUs, and waits for the device in every layer. This one runs on its kernels, which take and give half
+precision, and does not wait; on a CPU, which has no such kernels, on plain operations. A rank may have no rows.
 
-Shapes: B rows of this rank, C channels, then any further dimensions.
+Shapes: B rows of this rank, C channels, then any further dimensions; W ranks.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from trainables.distributed.group import Group, all_reduce_sum
 from trainables.errors import ModelError
+
+
+def runs_on_kernels(input: Tensor) -> bool:
+    """Whether torch has kernels for a batch norm of several ranks on this device."""
+    return input.is_cuda
 
 
 class _AllReduce(torch.autograd.Function):
@@ -28,8 +35,83 @@ class _AllReduce(torch.autograd.Function):
         return all_reduce_sum(gradients[0].clone(), ctx.group), None
 
 
+class Statistics(NamedTuple):
+    """Of a batch, by channel."""
+
+    mean_C: Tensor
+    var_C: Tensor
+    """Biased."""
+    num_values: Tensor
+    """Of a channel, over all ranks (scalar), at least 1."""
+
+
+def merge_statistics(mean_WC: Tensor, var_WC: Tensor, num_values_W: Tensor) -> Statistics:
+    """The statistics of all ranks' values from those of each; a rank that has no values sends zeros.
+
+    Chan, Golub and LeVeque 1979, "Updating formulae and a pairwise algorithm for computing sample variances".
+    """
+    num_values = num_values_W.sum().clamp(min=1)  # no rank may have a row
+    share_W1 = (num_values_W / num_values)[:, None]
+    mean_C = (share_W1 * mean_WC).sum(0)
+    return Statistics(mean_C, (share_W1 * (var_WC + (mean_WC - mean_C).square())).sum(0), num_values)
+
+
+class _NormalizeOnGpu(torch.autograd.Function):
+    """The kernels of torch's SyncBatchNorm around statistics of all ranks; a rank without rows runs none of them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight_C: Tensor, bias_C: Tensor, eps: float, group: Group
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(B, C, …) normalised, in its own dtype, and the `Statistics`."""
+        input = input.contiguous(memory_format=_kernel_format(input))
+        num_channels, has_rows = input.shape[1], input.numel() > 0
+        local = torch.zeros(2 * num_channels + 1, dtype=weight_C.dtype, device=input.device)
+        if has_rows:
+            mean_C, invstd_C = torch.batch_norm_stats(input, eps)
+            num_values = local[-1:].fill_(input.numel() / num_channels)
+            local = torch.cat([mean_C, invstd_C.pow(-2).sub(eps).clamp(min=0), num_values])
+        gathered = local.new_empty(group.world_size * len(local))
+        dist.all_gather_into_tensor(gathered, local, group=group.process_group)
+        mean_WC, var_WC, num_values_W1 = gathered.view(group.world_size, -1).split([num_channels, num_channels, 1], 1)
+        merged = merge_statistics(mean_WC, var_WC, num_values_W1[:, 0])
+        invstd_C = torch.rsqrt(merged.var_C + eps)
+        ctx.group = group
+        ctx.save_for_backward(input, weight_C, merged.mean_C, invstd_C, num_values_W1[:, 0].int())
+        ctx.mark_non_differentiable(*merged)
+        output = torch.batch_norm_elemt(input, weight_C, bias_C, merged.mean_C, invstd_C, eps) if has_rows else input.clone()
+        return output, *merged
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        input, weight_C, mean_C, invstd_C, num_values_W = ctx.saved_tensors
+        gradient = gradient.contiguous(memory_format=_kernel_format(input))
+        sums_2C, weight_gradient_C, bias_gradient_C = (
+            mean_C.new_zeros(2 * len(mean_C)),
+            torch.zeros_like(mean_C),
+            torch.zeros_like(mean_C),
+        )
+        if input.numel():
+            *sums, weight_gradient_C, bias_gradient_C = torch.batch_norm_backward_reduce(
+                gradient, input, mean_C, invstd_C, weight_C, True, True, True
+            )
+            sums_2C = torch.cat(sums)
+        sum_dy_C, sum_dy_xmu_C = all_reduce_sum(sums_2C, ctx.group).chunk(2)
+        if input.numel():
+            gradient = torch.batch_norm_backward_elemt(
+                gradient, input, mean_C, invstd_C, weight_C, sum_dy_C, sum_dy_xmu_C, num_values_W
+            )
+        return gradient, weight_gradient_C, bias_gradient_C, None, None
+
+
+def _kernel_format(input: Tensor) -> torch.memory_format:
+    is_channels_last = input.ndim == 4 and input.is_contiguous(memory_format=torch.channels_last)
+    return torch.channels_last if is_channels_last else torch.contiguous_format
+
+
 class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """Batch norm over the rows of all ranks (Ioffe and Szegedy 2015, algorithm 1). In eval mode it is torch's own."""
+    """Batch norm over the rows of all ranks (Ioffe and Szegedy 2015, algorithm 1). In eval mode, and alone, it is torch's own."""
 
     def __init__(self, num_features: int, group: Group, eps: float = 1e-5, momentum: float = 0.1) -> None:
         super().__init__(num_features, eps=eps, momentum=momentum)
@@ -38,8 +120,14 @@ class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         """(B, C, …) normalised; every rank calls it the same number of times. Running statistics move in training mode."""
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
-        if not self.training:
+        is_alone = self._group.world_size == 1 and input.numel() > input.shape[1]  # torch's refuses a single value
+        if not self.training or is_alone:
             return super().forward(input)
+        if self._group.world_size > 1 and runs_on_kernels(input):
+            output: Tensor
+            output, *merged = _NormalizeOnGpu.apply(input, self.weight, self.bias, self.eps, self._group)  # type: ignore[no-untyped-call]
+            self._update_running_statistics(*merged)
+            return output
         dtype = input.dtype
         input = input if dtype == torch.float64 else input.float()  # sums in half precision would overflow
         axes = (0, *range(2, input.ndim))

@@ -1,6 +1,6 @@
 """The ranks of one job or a part of them: this process among them, sums over them, seeds, a check that replicas are equal."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -12,6 +12,8 @@ from trainables.errors import DataError, DistillError, TrainingError
 
 T = TypeVar("T")
 
+_CHUNK = 2**23
+"""Numbers of which a checksum is taken at a time."""
 # Per-dtype integer views of equal width: a checksum over bits, so that not even a sign of zero may differ.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -133,20 +135,32 @@ def seed_rank(seed: int, rank: int) -> None:
 def checksum(parameters: Iterable[Tensor], device: torch.device) -> Tensor:
     """A number over the bits of all parameters (scalar, int64): equal parameters give equal numbers.
 
-    Five kernels for the parameters of a dtype, however many there are. Every number is multiplied by an odd one of its place,
-    modulo 2^32 or 2^64, so that no single change is lost; sums of integers do not depend on their order.
+    A handful of kernels for each `_CHUNK` of them, which is what they take of memory. Every number is multiplied by an odd one of
+    its place, modulo 2^32 or 2^64, so that no single change is lost; sums of integers do not depend on their order.
     """
     total = torch.zeros((), dtype=torch.int64, device=device)
+    for number, chunk in enumerate(_chunks(parameters)):
+        bits = torch.cat(chunk).view(_BITS[chunk[0].element_size()])
+        bits = bits if bits.element_size() >= 4 else bits.int()
+        bits *= torch.arange(1, 2 * len(bits), 2, dtype=bits.dtype, device=device)
+        total += (2 * number + 1) * bits.sum(dtype=torch.int64)
+    return total
+
+
+def _chunks(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """All numbers of the parameters, in parts (one dimension) of one dtype each, of `_CHUNK` numbers at most."""
     of_dtypes: dict[torch.dtype, list[Tensor]] = {}
     for parameter in parameters:
-        of_dtypes.setdefault(parameter.dtype, []).append(_in_memory_order(parameter.detach()))
-    for number, of_dtype in enumerate(of_dtypes.values()):
-        bits = torch.cat(of_dtype).view(_BITS[of_dtype[0].element_size()])
-        bits = bits if bits.element_size() >= 4 else bits.int()
-        for part in bits.split(2**30):  # the last of its odd numbers is the largest of int32
-            part *= torch.arange(1, 2 * len(part), 2, dtype=bits.dtype, device=device)
-            total += (2 * number + 1) * part.sum(dtype=torch.int64)
-    return total
+        of_dtypes.setdefault(parameter.dtype, []).extend(_in_memory_order(parameter.detach()).split(_CHUNK))
+    for parts in of_dtypes.values():
+        chunk, size = list[Tensor](), 0
+        for part in parts:
+            if size + len(part) > _CHUNK:
+                yield chunk
+                chunk, size = [], 0
+            chunk.append(part)
+            size += len(part)
+        yield chunk
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:

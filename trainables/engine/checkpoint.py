@@ -275,4 +275,8 @@ def _restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, T
             # The parameter's own memory format, so that a fused update stays fused.
             tensor = torch.empty_like(parameters[int(index)], requires_grad=False).copy_(tensor)
         states.setdefault(int(index), {})[state] = tensor
-    optimizer.load_state_dict({"state": states, "param_groups": meta["param_groups"]})
+    groups = [
+        saved | {name: group[name] for name in ("fused", "foreach") if name in group}  # they follow the device, not the file
+        for saved, group in zip(meta["param_groups"], optimizer.param_groups, strict=True)
+    ]
+    optimizer.load_state_dict({"state": states, "param_groups": groups})

@@ -16,6 +16,7 @@ from trainables.config import EvaluateConfig
 from trainables.data.loader.loader import Batch, Loader
 from trainables.data.loader.loader_process import loader_process
 from trainables.data.source import open_on_node
+from trainables.device.compilation import Compilation
 from trainables.device.device_batches import DeviceBatch, on_device
 from trainables.device.model_input import autocast, normalizer
 from trainables.device.precision import with_precision
@@ -80,12 +81,16 @@ def evaluate(
 
 
 def logits_of(
-    model: nn.Module, normalize: Callable[[Tensor], Tensor], autocast: Callable[[], contextlib.AbstractContextManager[None]]
+    model: nn.Module,
+    normalize: Callable[[Tensor], Tensor],
+    autocast: Callable[[], contextlib.AbstractContextManager[None]],
+    compilation: Compilation,
 ) -> Callable[[DeviceBatch], Tensor]:
     """A function from a batch to the logits of a whole model. `normalize`: from uint8 images_BCHW to the model's input."""
 
     def logits(batch: DeviceBatch) -> Tensor:
-        with autocast():
+        compilation.begin_step()
+        with autocast(), compilation.batch(len(batch.images_BCHW)):
             return logits_and_aux(model(normalize(batch.images_BCHW)))[0]
 
     return logits
@@ -126,7 +131,7 @@ def evaluate_checkpoint(config: EvaluateConfig, group: Group, heartbeat: Heartbe
     )
     normalize = normalizer(config.data.mean, config.data.std, group.device, dtype, torch.contiguous_format)
     try:
-        logits = logits_of(model, normalize, autocast(config.precision, group.device))
+        logits = logits_of(model, normalize, autocast(config.precision, group.device), Compilation())
         heartbeat.enter("eval")
         result = evaluate(model, heartbeat.over(loader.epoch(0)), logits, group, group)
     finally:

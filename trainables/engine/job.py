@@ -18,6 +18,7 @@ from trainables.data.loader.loader import Loader
 from trainables.data.loader.loader_process import loader_process
 from trainables.data.order import Split
 from trainables.data.source import open_on_node
+from trainables.device.compilation import compile_model
 from trainables.device.decode import check_decoder
 from trainables.device.model_input import tensor_format
 from trainables.device.precision import with_precision
@@ -173,7 +174,9 @@ def build(
         if resumes:
             restore(checkpoint_state, config, stage, group, epochs_of(config, module, train_loader))
         module.set_trainable(0)  # before DDP looks which gradients there will be
-        settings = UpdateSettings(checkpoint_state.scaler, layout.replicas, config.optim.clip_grad_norm)
+        settings = UpdateSettings(
+            checkpoint_state.scaler, layout.replicas, config.optim.clip_grad_norm, compiled=bool(config.train.compile)
+        )
         epochs = replace(epochs_of(config, module, train_loader), step_offset=checkpoint_state.progress.step_offset)
         parts = TrainingParts(module, models.teacher, optimizers, settings, epochs)
         functions = functions_of(layout)(config, layout, parts)
@@ -243,8 +246,7 @@ def build_models(
     for parameter in module.methods.parameters():
         if parameter.dim() == 4:  # its gradient comes in the images' format, and DDP copies one of another format than its own
             parameter.data = parameter.data.to(dtype, memory_format=memory_format)
-    if config.train.compile:  # in place: names in the checkpoint stay as they are
-        student.compile()
+    compile_model(student, config.train.compile)
     return Models(config, name, module, teacher, parameters)
 
 

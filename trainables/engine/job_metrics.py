@@ -43,7 +43,7 @@ class JobMetrics:
 
 def build_metrics(config: TrainConfig, functions: StepFunctions, progress: Progress, heartbeat: Heartbeat) -> JobMetrics:
     """What is measured of a job, continued from `progress`."""
-    train_state, graphs = functions.train_state, functions.graphs
+    train_state = functions.train_state
     device, epochs = train_state.group.device, train_state.epochs
     # Where there are several epochs the first one is left out: it fills caches, and its disk reads are cold.
     several_epochs = config.train.max_steps is None and config.optim.epochs - progress.epoch > 1
@@ -58,6 +58,6 @@ def build_metrics(config: TrainConfig, functions: StepFunctions, progress: Progr
         clock=WallClock(progress.wall, progress.epoch_wall, heartbeat=heartbeat),
         noise=NoiseHistory(progress.noise),
         allreduce_wait=AllreduceWait(train_state.training_update.allreduce_clocks, device, warmup_steps=warmup_steps),
-        peak_memory=PeakMemory(device, first_memory_step, lambda: graphs.capture.num_bytes if graphs is not None else 0),
+        peak_memory=PeakMemory(device, first_memory_step),
         heartbeat=heartbeat,
     )

@@ -38,8 +38,6 @@ def run(job: Job) -> dict[str, float]:
     if config.scale.num_stages > 1:
         assert isinstance(config.scale.micro_batches, int)  # since it was planned
         start |= {"pipeline_stages": config.scale.num_stages, "micro_batches": config.scale.micro_batches}
-    if config.train.cuda_graphs:
-        start["cuda_graphs"] = float(job.functions.graphs is not None)
     start |= {f"predicted/{stages}_stages_ms": 1e3 * step_s for stages, step_s in job.predicted_s.items()}
     job.report("start", progress.step, progress.epoch, start)
     if progress.epoch_record:  # its checkpoint is complete: a death may have come before its record was written
@@ -47,8 +45,10 @@ def run(job: Job) -> dict[str, float]:
     if config.train.max_steps is not None:
         return run_timing(job)
     job.teachers = measure_teachers(job)
-    if job.train_state.training_update.noise is None and job.group.is_main:
-        log.info("%s: no noise_scale: %s", config.stage, job.train_state.training_update.without_noise)
+    update = job.train_state.training_update
+    if config.measures_noise and update.noise is None and job.group.is_main:
+        reason = update.noise_obstacle or "one worker compares micro-batches, and optim.accumulate is 1"
+        log.info("%s: no noise_scale: %s", config.stage, reason)
     while progress.epoch < job.epochs.total and not progress.reached and not is_time_up(job):
         if interruption := job.interruptions.exchange(progress.step).interruption:
             end_interrupted(job, interruption)  # at the last checkpoint, which is that of the epoch before
@@ -235,8 +235,6 @@ def end_training(job: Job) -> tuple[dict[str, float], dict[str, float], int]:
 
 def evaluate_epoch(job: Job) -> dict[str, float]:
     """See `evaluate`. Raises DataError: not one validation image could be read."""
-    if job.functions.graphs is not None:
-        job.functions.graphs.make_room(job.config.data.global_batch_size // job.group.world_size)
     with job.metrics.clock.part("eval"):
         batches = job.metrics.heartbeat.over(job.val_loader.epoch(0))
         val = evaluate(job.student, batches, job.functions.logits, job.group, job.train_state.group)

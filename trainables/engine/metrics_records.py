@@ -203,8 +203,6 @@ def training_shape(job: Job, step_ms: float) -> TrainingShape:
 
 def _passes(job: Job, shape: TrainingShape) -> dict[str, float]:
     """See `pass_latency`. {} where a method's own code fails on its images of zeros: that is no end of a finished training."""
-    if job.functions.graphs is not None:
-        job.functions.graphs.free_graphs()  # the training is over, and these passes take memory of their own
     try:
         return pass_latency(job.train_state, job.config.data.image_size, shape)
     except Exception as error:

@@ -90,15 +90,17 @@ def pass_latency(train_state: TrainState, image_size: int, shape: TrainingShape)
 
 @contextlib.contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode, so that its passes change and draw nothing; back in its own mode afterwards."""
-    was_training, was_benchmarking = model.training, torch.backends.cudnn.benchmark
+    """The model in eval mode, so that its passes change and draw nothing; back in its own mode afterwards.
+
+    cuDNN searches for the fastest convolutions here too: what it chose without a search it would keep for these shapes, and so
+    for later stages of this process.
+    """
+    was_training = model.training
     model.eval()
-    torch.backends.cudnn.benchmark = False  # to search for the fastest convolution of this one shape takes longer than it
     try:
         yield
     finally:
         model.train(was_training)
-        torch.backends.cudnn.benchmark = was_benchmarking
 
 
 @contextlib.contextmanager

@@ -6,18 +6,18 @@ Shapes: B batch of this rank, C channels, H W pixels, K classes.
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
+from trainables.device.compilation import Compilation
 from trainables.device.device_batches import DeviceBatch
 from trainables.distributed.gather import Gather
 from trainables.distributed.group import GlobalCount, Group
 from trainables.engine.epochs import Epoch, Epochs
 from trainables.engine.loss_optimizers import LossOptimizer
-from trainables.engine.losses import Losses, LossWeights, losses
+from trainables.engine.losses import Losses, losses
 from trainables.engine.step_sums import StepSums
 from trainables.engine.updates import ParameterUpdate, PerLossUpdate, UpdateSettings
 from trainables.methods.contract import MethodBatch, ModelOutputs
@@ -26,8 +26,6 @@ from trainables.metrics.noise_scale import num_parts
 from trainables.metrics.phase_timer import PhaseTimer
 from trainables.teachers.interface import TeacherInterface, TeacherRequest
 
-AddSums = Callable[[Tensor, Tensor, Mapping[str, Tensor]], None]
-"""Takes a micro-batch's logits_BK, labels_B and named losses."""
 TeacherOutputs = Mapping[str, ModelOutputs]
 """Of a micro-batch, by method."""
 
@@ -63,6 +61,7 @@ class TrainState:
     group: Group
     prepare: Callable[[DeviceBatch], DeviceBatch]
     autocast: Callable[[], contextlib.AbstractContextManager[None]]
+    compilation: Compilation
     epochs: Epochs
     num_blank_images: int = 2
     """Images that a rank without samples runs instead."""
@@ -125,67 +124,32 @@ def micro_batches(batch: DeviceBatch, accumulate: int, num_blank_images: int = 2
 
 def train_step(train_state: TrainState, batch: DeviceBatch, step: int, timer: PhaseTimer) -> None:
     """Forward, loss, backward, update; adds to `train_state.sums`."""
-    prepared = prepare_batch(train_state, batch, timer)
-    train_prepared(train_state, prepared, step, timer)
-
-
-def train_prepared(train_state: TrainState, prepared: DeviceBatch, step: int, timer: PhaseTimer) -> None:
-    """A step on a prepared batch."""
-    count = global_count(train_state, prepared)
-    epoch = train_state.epochs.training_epochs(step)
-    add_gradients(train_state, prepared, epoch, timer, count.weight, partial(train_state.sums.add, step))
-    train_state.update.average_gradients(count)
-    timer.mark("backward")
-    train_state.update.step()
-    timer.mark("optimizer")
-
-
-def prepare_batch(train_state: TrainState, batch: DeviceBatch, timer: PhaseTimer) -> DeviceBatch:
-    """The batch as the models take it in."""
     batch.wait()
     timer.mark("h2d")
     prepared = train_state.prepare(batch)
     timer.mark("augment")
-    return prepared
-
-
-def global_count(train_state: TrainState, batch: DeviceBatch) -> GlobalCount:
-    """Of the samples of a step, of which this rank has `batch`."""
-    num_images, group = len(batch.labels_B), train_state.group
-    return GlobalCount(num_images, group, parts=num_parts(num_images, group, train_state.accumulate))
-
-
-def add_gradients(
-    train_state: TrainState,
-    batch: DeviceBatch,
-    epoch: float,
-    timer: PhaseTimer,
-    sample_weight: Callable[[], Tensor | float],
-    add_sums: AddSums,
-    *,
-    loss_weights: LossWeights | None = None,
-    teacher_outputs: TeacherOutputs | None = None,
-) -> None:
-    """Teacher, forward, losses and backward of a prepared batch, by micro-batches. The last one's phase `backward` stays open:
-    what is left of the average over ranks belongs to it.
-
-    `epoch`: see `MethodBatch.epoch`; `sample_weight`: see `GlobalCount.weight`; `loss_weights`: by default those of the epoch;
-    `teacher_outputs`: where the teacher has run for the only micro-batch already.
-    """
-    update, parts = train_state.update, micro_batches(batch, train_state.accumulate, train_state.num_blank_images)
-    train_state.active_teacher.skip(parts[0].images_BCHW, train_state.accumulate - len(parts))
+    num_images, group, accumulate = len(batch.labels_B), train_state.group, train_state.accumulate
+    count = GlobalCount(num_images, group, parts=num_parts(num_images, group, accumulate))
+    epoch, update = train_state.epochs.training_epochs(step), train_state.update
+    parts = micro_batches(prepared, accumulate, train_state.num_blank_images)
+    train_state.compilation.begin_step()
+    train_state.active_teacher.skip(parts[0].images_BCHW, accumulate - len(parts))
     for part in parts:
         timer.begin_micro_batch()
-        of_teacher = teacher_outputs if teacher_outputs is not None else run_teacher(train_state, part)
-        timer.mark("teacher")
-        with update.micro_batch(last=part is parts[-1]):
-            outputs, loss = run_student(train_state, part.images_BCHW, part, of_teacher, epoch, loss_weights)
-            add_sums(outputs.logits_BK, part.labels_B, loss.named)
+        compiled = train_state.compilation.batch(len(part.images_BCHW), eager=update.requires_eager_forward)
+        with compiled, update.micro_batch(last=part is parts[-1]):
+            teacher_outputs = run_teacher(train_state, part)
+            timer.mark("teacher")
+            outputs, loss = run_student(train_state, part.images_BCHW, part, teacher_outputs, epoch)
+            train_state.sums.add(step, outputs.logits_BK, part.labels_B, loss.named)
             timer.mark("student")  # before the weight, which waits for ranks that have not begun their step
-            update.backward(loss, sample_weight())
-        update.end_micro_batch(len(part.labels_B))
+            update.backward(loss, count.weight(), len(part.labels_B))
         if part is not parts[-1]:
             timer.mark("backward")
+    update.average_gradients(count)
+    timer.mark("backward")  # with what is left of the average over ranks
+    update.step()
+    timer.mark("optimizer")
 
 
 def run_teacher(train_state: TrainState, part: DeviceBatch) -> TeacherOutputs:
@@ -200,7 +164,6 @@ def run_student(
     part: DeviceBatch,
     teacher_outputs: TeacherOutputs,
     epoch: float,
-    weights: LossWeights | None = None,
 ) -> tuple[DistillationOutputs, Losses]:
     """The outputs and the losses of a micro-batch. `inputs`: of the update's module, where it is a part of the student."""
     rows = len(part.labels_B)
@@ -210,4 +173,4 @@ def run_student(
         outputs: DistillationOutputs = train_state.update.module(inputs, method_batch, teacher_outputs)
     module = train_state.distillation_module
     module.check_terms(outputs.terms, epoch)
-    return outputs, losses(outputs, part.labels_B, part.mix, weights or module.weights(epoch))
+    return outputs, losses(outputs, part.labels_B, part.mix, module.weights(epoch))

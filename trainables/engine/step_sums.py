@@ -27,31 +27,19 @@ class StepSums:
         self._sums_N = torch.zeros(len(names), dtype=torch.float64, device=device)
         self._bad_step = torch.full((), -1, dtype=torch.int64, device=device)
 
+    @torch.no_grad()
     def add(self, step: int, student_BK: Tensor, labels_B: Tensor, losses: Mapping[str, Tensor]) -> None:
         """Add a micro-batch of this step. A loss that is a scalar, of the global batch, counts for each image."""
         sums_N, is_new = self._begin(step, len(labels_B))
-        if is_new:
-            self.of_batch(student_BK, labels_B, losses, out=sums_N)
-        else:
-            sums_N += self.of_batch(student_BK, labels_B, losses)
-
-    def add_batch(self, step: int, num_images: int, batch_N: Tensor) -> None:
-        """Add what `of_batch` gave for so many images of this step."""
-        sums_N, is_new = self._begin(step, num_images)
-        if is_new:
-            sums_N.copy_(batch_N)
-        else:
-            sums_N += batch_N
-
-    @torch.no_grad()
-    def of_batch(self, student_BK: Tensor, labels_B: Tensor, losses: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
-        """The sums of a micro-batch by `names`, but for `images`: float64 on the device."""
         hits_B5 = hits(student_BK, labels_B).to(losses["loss"].dtype)
         values = {"top1": hits_B5[:, 0], "top5": hits_B5.sum(1), **losses}
         absent = [name for name in self.names[1:] if name not in values]
         values |= dict.fromkeys(absent, hits_B5.new_zeros(())) if absent else {}
         all_NB = torch.stack([values[name].expand(len(labels_B)) for name in self.names[1:]])
-        return torch.sum(all_NB, 1, dtype=torch.float64, out=out)
+        if is_new:
+            torch.sum(all_NB, 1, dtype=torch.float64, out=sums_N)
+        else:
+            sums_N += torch.sum(all_NB, 1, dtype=torch.float64)
 
     def _begin(self, step: int, num_images: int) -> tuple[Tensor, bool]:
         """Where the sums of this step are pending, but for `images`, and whether there are none yet."""

@@ -120,7 +120,7 @@ def _measure(job: Job, number: int) -> tuple[float, int, float]:
         batches, logits = client.prefetch(batches, 0), _served(client)
     else:
         network = _network(job, number)
-        logits = logits_of(network, image_normalizer(config, group.device), job.train_state.autocast)
+        logits = logits_of(network, image_normalizer(config, group.device), job.train_state.autocast, job.train_state.compilation)
 
     def counted(batch: DeviceBatch) -> Tensor:
         logits_BK = logits(batch)

@@ -1,7 +1,6 @@
 """From losses to new parameters, one class a way to do it. The way is chosen when a job is built and when an epoch begins.
 
-On several ranks DDP averages the gradients within the backward pass. A CUDA graph holds no all-reduce: there the gradients are
-averaged in one, between the backward pass and the optimizer's step, see `CapturableUpdate`.
+On several ranks DDP averages the gradients within the backward pass.
 
 With an optimizer for each loss, `a = G1(D(x))` and `b = G2(D(x))`, one forward gives both losses; each optimizer gets the
 gradients of its losses alone, all taken at the same parameters, and the changes of a parameter that they share are added up. No
@@ -29,8 +28,8 @@ from torch.nn.utils import get_total_norm
 from trainables.distributed.group import GlobalCount, Group, all_reduce_sum
 from trainables.engine.loss_optimizers import DotSGD, LossOptimizer
 from trainables.engine.losses import Losses
-from trainables.metrics.allreduce_wait import AllreduceClocks, AllreduceTimer, DdpClocks
-from trainables.metrics.noise_scale import GradientNoise, measure_noise
+from trainables.metrics.allreduce_wait import AllreduceClocks, DdpClocks
+from trainables.metrics.noise_scale import GradientNoise
 
 
 @dataclass(frozen=True)
@@ -41,19 +40,23 @@ class UpdateSettings:
     group: Group
     clip_grad_norm: float | None = None
     """Bounds the norm of the gradient of each optimizer's losses."""
+    compiled: bool = False
+    """Whether forward passes may be compiled."""
 
 
 class ParameterUpdate(ABC):
-    """A step calls `module` and `backward` within `micro_batch`, then `end_micro_batch`, for each; at the end
-    `average_gradients` and `step`."""
+    """A step calls `module` and `backward` within `micro_batch`, for each; at the end `average_gradients` and `step`."""
 
     noise: GradientNoise | None = None
     """The measurement of the steps' gradient noise, where there is one."""
-    without_noise: ClassVar[str] = "one worker compares micro-batches, and optim.accumulate is 1"
-    """Why there is none, where there is none."""
+    noise_obstacle: ClassVar[str | None] = None
+    """Why this kind of update cannot measure it."""
 
     allreduce_clocks: AllreduceClocks | None = None
     """Of the all-reduce of the gradients, where there is one that is timed."""
+
+    requires_eager_forward = False
+    """Whether the next step's forward may not be a compiled one."""
 
     def __init__(self, module: nn.Module, settings: UpdateSettings) -> None:
         """`module` is what a step's forward calls."""
@@ -65,11 +68,8 @@ class ParameterUpdate(ABC):
         return contextlib.nullcontext()
 
     @abstractmethod
-    def backward(self, losses: Losses, weight: Tensor | float) -> None:
-        """Add the gradients of a micro-batch. `weight`: see `GlobalCount.weight`."""
-
-    def end_micro_batch(self, num_images: int) -> None:  # noqa: B027  (one kind of update needs it)
-        """The backward of a micro-batch of `num_images` images is done."""
+    def backward(self, losses: Losses, weight: Tensor | float, num_images: int) -> None:
+        """Add the gradients of a micro-batch of `num_images` images. `weight`: see `GlobalCount.weight`."""
 
     def average_gradients(self, count: GlobalCount) -> None:  # noqa: B027
         """Average the gradients over ranks, where neither the backward nor the step does. `count`: of the step's samples."""
@@ -97,9 +97,12 @@ class ParameterUpdate(ABC):
 class SharedUpdate(ParameterUpdate):
     """One optimizer for all losses. `module` is under DDP where there are several ranks, which averages the gradients."""
 
-    def __init__(self, module: nn.Module, optimizer: LossOptimizer, settings: UpdateSettings) -> None:
+    def __init__(
+        self, module: nn.Module, optimizer: LossOptimizer, settings: UpdateSettings, noise: GradientNoise | None = None
+    ) -> None:
+        """`noise`: the measurement of the steps' gradient noise, if any."""
         super().__init__(module, settings)
-        self._optimizer = optimizer
+        self._optimizer, self.noise = optimizer, noise
         self._no_sync: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         if isinstance(module, DistributedDataParallel):
             self._no_sync, self.allreduce_clocks = module.no_sync, DdpClocks(module)
@@ -107,114 +110,41 @@ class SharedUpdate(ParameterUpdate):
     def micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if last else self._no_sync()
 
-    def backward(self, losses: Losses, weight: Tensor | float) -> None:
+    def backward(self, losses: Losses, weight: Tensor | float, num_images: int) -> None:
         self._scaler.scale(losses.total(weight)).backward()  # type: ignore[no-untyped-call]
+        if self.noise is not None:
+            self.noise.end_micro_batch(num_images)
+
+    def average_gradients(self, count: GlobalCount) -> None:
+        if self.noise is not None:
+            gradients = [p.grad for p in self._optimizer.parameters if p.grad is not None]
+            self.noise.end_step(count, self._scaler, get_total_norm(gradients))
 
     def step(self) -> None:
         self._step_optimizer(self._optimizer)
         self._scaler.update()
 
 
-class MeasuredUpdate(SharedUpdate):
-    """One optimizer for all losses, and a measurement of the steps' gradient noise."""
-
-    noise: GradientNoise
-
-    def __init__(self, module: nn.Module, optimizer: LossOptimizer, settings: UpdateSettings, noise: GradientNoise) -> None:
-        super().__init__(module, optimizer, settings)
-        self.noise = noise
-
-    def end_micro_batch(self, num_images: int) -> None:
-        self.noise.end_micro_batch(num_images)
-
-    def average_gradients(self, count: GlobalCount) -> None:
-        gradients = [p.grad for p in self._optimizer.parameters if p.grad is not None]
-        self.noise.end_step(count, self._scaler, get_total_norm(gradients))
-
-
-class FlatGradients:
-    """Gradients of parameters in one tensor, each in its parameter's own memory order."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        """`parameters`: of one dtype, on one device."""
-        self._parameters = tuple(parameters)
-        sizes = [-(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT for parameter in parameters]
-        self.flat = torch.zeros(sum(sizes), dtype=parameters[0].dtype, device=parameters[0].device)
-        self._views = [_in_memory_order(part, like) for part, like in zip(self.flat.split(sizes), parameters, strict=True)]
-        self._present: list[bool] = []
-
-    def copy_from_parameters(self) -> None:
-        """Copy the parameters' gradients, and drop them there. What has none is 0."""
-        self._present = [parameter.grad is not None for parameter in self._parameters]
-        copied, gradients = [], []
-        for parameter, view in zip(self._parameters, self._views, strict=True):
-            if parameter.grad is None:
-                view.zero_()
-            else:
-                copied.append(view)
-                gradients.append(parameter.grad)
-                parameter.grad = None
-        if gradients:
-            torch._foreach_copy_(copied, gradients)
-
-    def assign_to_parameters(self) -> None:
-        """Give each parameter its gradient; what had none gets none."""
-        for parameter, view, present in zip(self._parameters, self._views, self._present, strict=True):
-            parameter.grad = view if present else None
-
-
-_ALIGNMENT = 16
-"""Elements: fused optimizers read whole vectors where a tensor's memory begins at a multiple of 16 bytes."""
-
-
-def _in_memory_order(flat: Tensor, like: Tensor) -> Tensor:
-    """The first elements of a 1-D tensor in the shape of `like`, and in its strides where they leave no gap."""
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
-    stride = like.stride() if extent == like.numel() else torch.empty(like.shape, device="meta").stride()
-    return flat.as_strided(like.shape, stride)
-
-
-class CapturableUpdate(SharedUpdate):
-    """One optimizer for all losses, on several ranks without DDP. Backward and step run operations of this rank alone, which a
-    CUDA graph may hold; the gradients are averaged in between, in one all-reduce, and their noise is measured there. The losses
-    have to reach the same parameters on all ranks: DDP would raise where they do not, here `check_replicas` finds it.
-
-    Memory: a second copy of the gradients.
-    """
-
-    noise: GradientNoise
-    allreduce_clocks: AllreduceTimer
-
-    def __init__(self, module: nn.Module, optimizer: LossOptimizer, settings: UpdateSettings) -> None:
-        super().__init__(module, optimizer, settings)
-        self.noise = GradientNoise(module, settings.group)
-        self.allreduce_clocks = AllreduceTimer(settings.group.device)
-        self._gradients = FlatGradients([parameter for parameter in optimizer.parameters if parameter.requires_grad])
-
-    def end_micro_batch(self, num_images: int) -> None:
-        self._gradients.copy_from_parameters()
-
-    def average_gradients(self, count: GlobalCount) -> None:
-        flat = self._gradients.flat
-        self.noise.add_part(torch.linalg.vector_norm(flat).double().square(), count.num_local)
-        flat.mul_(1 / self._group.world_size)  # as DDP does it, for the same bits
-        with self.allreduce_clocks.timed():
-            all_reduce_sum(flat, self._group)
-        self.noise.end_step(count, self._scaler, torch.linalg.vector_norm(flat))
-
-    def step(self) -> None:
-        self._gradients.assign_to_parameters()
-        super().step()
-
-
 class _CollectedGradients:
-    """Gradients of tensors from `torch.autograd.grad`, added up over micro-batches; they go around DDP."""
+    """Gradients of tensors from `torch.autograd.grad`, added up over micro-batches; they bypass DDP."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, compiled: bool) -> None:
+        """`compiled`: forward passes may be, which give zeros for what a loss does not reach, where autograd gives None. So the
+        first one is eager, and shows what it reaches."""
+        self._compiled = compiled
         self._gradients: list[Tensor | None] = []
+        self._is_reached: list[bool] | None = None
+
+    @property
+    def requires_eager_forward(self) -> bool:
+        return self._compiled and self._is_reached is None
 
     def add(self, total: Tensor, parameters: Sequence[nn.Parameter], *, retain_graph: bool = False) -> None:
-        new = torch.autograd.grad(total, parameters, retain_graph=retain_graph, allow_unused=True)
+        new: Sequence[Tensor | None] = torch.autograd.grad(total, parameters, retain_graph=retain_graph, allow_unused=True)
+        if self._is_reached is None:
+            self._is_reached = [gradient is not None for gradient in new]
+        if self._compiled:
+            new = [gradient if reached else None for gradient, reached in zip(new, self._is_reached, strict=True)]
         if not self._gradients:
             self._gradients = list(new)
             return
@@ -232,20 +162,27 @@ class _CollectedGradients:
         gradients, self._gradients = average(self._gradients, group), []
         put(parameters, gradients)
 
+    def clear(self) -> None:
+        self._gradients = []
+
 
 class PerLossUpdate(ParameterUpdate):
     """An optimizer for each group of losses, or one for some losses of an init stage. `module` is not under DDP."""
 
-    without_noise = "losses have optimizers of their own"
+    noise_obstacle = "losses have optimizers of their own"
 
     def __init__(self, module: nn.Module, optimizers: Sequence[LossOptimizer], settings: UpdateSettings) -> None:
         super().__init__(module, settings)
         self._optimizers = tuple(optimizers)
-        self._collected = [_CollectedGradients() for _ in optimizers]
+        self._collected = [_CollectedGradients(compiled=settings.compiled) for _ in optimizers]
         counts = Counter(parameter for each in optimizers for parameter in each.parameters)
         self._shared = [parameter for parameter, count in counts.items() if count > 1]
 
-    def backward(self, losses: Losses, weight: Tensor | float) -> None:
+    @property
+    def requires_eager_forward(self) -> bool:  # type: ignore[override]
+        return any(collected.requires_eager_forward for collected in self._collected)
+
+    def backward(self, losses: Losses, weight: Tensor | float, num_images: int) -> None:
         for each, collected in zip(self._optimizers, self._collected, strict=True):
             total = self._scaler.scale(losses.total(weight, each.losses))
             collected.add(total, each.parameters, retain_graph=each is not self._optimizers[-1])
@@ -268,7 +205,8 @@ class PerLossUpdate(ParameterUpdate):
 
     def discard(self) -> None:
         super().discard()
-        self._collected = [_CollectedGradients() for _ in self._optimizers]
+        for collected in self._collected:
+            collected.clear()
 
     def _name_shared_to_dot(self) -> None:
         """DOT's optimizers depend on which parameters the gradients of both reach in this step."""
@@ -305,22 +243,15 @@ def build_update(
     optimizers: Sequence[LossOptimizer],
     settings: UpdateSettings,
     *,
-    accumulate: int,
-    capturable: bool = False,
+    measures_noise: bool = False,
 ) -> ParameterUpdate:
-    """How a step of the training changes the parameters; it measures the gradient noise where that can be done.
-
-    `capturable`: its backward and its step are to be captured as CUDA graphs.
-    """
+    """How a step of the training changes the parameters. `measures_noise`: and measures the gradient noise, if it can."""
     if len(optimizers) > 1:
         return PerLossUpdate(module, optimizers, settings)
-    if capturable and settings.group.world_size > 1:
-        return CapturableUpdate(module, optimizers[0], settings)
     ddp_module = wrap(module, settings.group)
-    noise = measure_noise(ddp_module, settings.group, accumulate)
-    if noise is None:
-        return SharedUpdate(ddp_module, optimizers[0], settings)
-    return MeasuredUpdate(ddp_module, optimizers[0], settings, noise)
+    return SharedUpdate(
+        ddp_module, optimizers[0], settings, GradientNoise(ddp_module, settings.group) if measures_noise else None
+    )
 
 
 def wrap(model: nn.Module, group: Group) -> nn.Module:

@@ -1,9 +1,8 @@
 """How long a rank waits in its backward pass once its own gradients are ready: for the network, and for slower ranks."""
 
-import contextlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from trainables.metrics.phase_timer import MAX_STEPS, clock_of
+from trainables.metrics.phase_timer import MAX_STEPS
 
 _NUM_BATCHES = 8  # their means give the error of the whole mean
 
@@ -54,28 +53,6 @@ class DdpClocks(AllreduceClocks):
             return None
         exposed_ns = int(data["backward_comm_time"]) - int(data["backward_compute_comm_overlap_time"])
         return int(data.get("iteration", 0)), exposed_ns / 1e6
-
-
-class AllreduceTimer(AllreduceClocks):
-    """Of one all-reduce behind the backward pass, with which nothing overlaps."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._clock = clock_of(device)
-        self._step = 0
-        self._times: tuple[Any, ...] = ()
-
-    @contextlib.contextmanager
-    def timed(self) -> Iterator[None]:
-        """The step's all-reduce runs in this context."""
-        self._clock.reuse(self._times)
-        began = self._clock.now()
-        yield
-        self._times, self._step = (began, self._clock.now()), self._step + 1
-
-    def read(self) -> tuple[int, float] | None:
-        if not self._times or not self._clock.ready(self._times[1]):
-            return None
-        return self._step, self._clock.ms_between(*self._times)
 
 
 class AllreduceWait:

@@ -7,16 +7,12 @@ from collections import Counter
 from collections.abc import Generator
 from typing import NamedTuple, TypeVar
 
-from trainables.metrics.phases import BUBBLE, GRAPH, PHASES, RECEIVE
+from trainables.metrics.phases import BUBBLE, PHASES, RECEIVE
 
 T = TypeVar("T")
 BETWEEN_STEPS = "log"
 """From a step's last phase to the next step's first."""
-_FOLLOWING = dict(zip(PHASES, (*PHASES[1:], BETWEEN_STEPS), strict=True)) | {
-    RECEIVE: PHASES[1],
-    BUBBLE: "student",
-    GRAPH: "backward",
-}
+_FOLLOWING = dict(zip(PHASES, (*PHASES[1:], BETWEEN_STEPS), strict=True)) | {RECEIVE: PHASES[1], BUBBLE: "student"}
 _WARM_AFTER = {"start": None, "timing": None, "train": 2, "eval": 2, "fill": 2}
 """Steps or batches of an activity of which the first may compile and search; None: there is no later one."""
 _ORDER = ("start", "fill", BETWEEN_STEPS, "other", "eval", "checkpoint", "train", "timing")

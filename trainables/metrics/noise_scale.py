@@ -37,8 +37,7 @@ _MAX_PENDING = 256
 class GradientNoise:
     """Sums of the noise estimates of the steps since the last log line, on the device; nothing here waits for it.
 
-    A step is a backward and `end_micro_batch` for each micro-batch, then `end_step` before the gradients are changed. On several
-    ranks without DDP `add_part` takes the place of `end_micro_batch`.
+    A step is a backward and `end_micro_batch` for each micro-batch, then `end_step` before the gradients are changed.
     """
 
     def __init__(self, module: nn.Module, group: Group):
@@ -65,13 +64,9 @@ class GradientNoise:
             # DDP makes new buckets after its first step. Added up by parameter, a norm has the same bits in all buckets, and
             # so in a job that is resumed in the middle.
             norms = torch.stack([self._norms[index] for index in sorted(self._norms)])
-            self.add_part(norms.double().square().sum(), self._num_images)
+            small = norms.double().square().sum() / max(self._num_images, 1)
+            self._small = small if self._small is None else self._small + small
             self._norms, self._num_images = {}, 0
-
-    def add_part(self, square: Tensor, num_images: int) -> None:
-        """The squared norm (scalar, float64) of the gradient of a part of the batch."""
-        small = square / max(num_images, 1)
-        self._small = small if self._small is None else self._small + small
 
     def end_step(self, count: GlobalCount, scaler: torch.amp.GradScaler, norm: Tensor) -> None:
         """After the last micro-batch. `norm` (scalar): of the whole batch's gradient, as the parts' times the scaler's factor."""
@@ -125,11 +120,6 @@ class GradientNoise:
         )
         valid_S = (parts_S > 1) & torch.isfinite(big_S)
         self._sums += torch.where(valid_S[:, None], estimates_S4, 0.0).sum(0)
-
-
-def measure_noise(module: nn.Module, group: Group, accumulate: int) -> GradientNoise | None:
-    """None with one worker and no accumulation: its batch is one part, and there is nothing to compare."""
-    return GradientNoise(module, group) if group.world_size > 1 or accumulate > 1 else None
 
 
 def num_parts(num_images: int, group: Group, accumulate: int) -> int:

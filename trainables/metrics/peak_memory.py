@@ -1,7 +1,5 @@
 """The most GPU memory that training takes once it is warm."""
 
-from collections.abc import Callable
-
 import torch
 
 from trainables.distributed.group import Group, gather_objects
@@ -12,11 +10,9 @@ MIB = 2**20
 class PeakMemory:
     """Peaks of torch's allocator from a step past the warm-up on, without those of an evaluation. On a CPU it does nothing."""
 
-    def __init__(self, device: torch.device, first_step: int, graph_bytes: Callable[[], int] = lambda: 0) -> None:
-        """Before the step `first_step` the peaks are reset; that step allocates again what is freed then. `graph_bytes`: of CUDA
-        graphs, whose memory torch does not count as that of tensors.
-        """
-        self._device, self._first_step, self._graph_bytes = device, first_step, graph_bytes
+    def __init__(self, device: torch.device, first_step: int) -> None:
+        """Before the step `first_step` the peaks are reset; that step allocates again what is freed then."""
+        self._device, self._first_step = device, first_step
         self._training_peaks: tuple[int, int] | None = None
 
     def before_step(self, step: int) -> None:
@@ -27,27 +23,23 @@ class PeakMemory:
     def end_training(self, step: int) -> None:
         """An epoch's steps are over, `step` of the stage in all: its evaluation has shapes, and a peak, of its own."""
         if self._device.type == "cuda" and self._training_peaks is None and step > self._first_step:
-            self._training_peaks = self._read()
+            self._training_peaks = read_peaks(self._device)
 
     def tensors_bytes(self) -> int:
-        """Peak of the memory in tensors and graphs on this rank's GPU; 0 on a CPU."""
-        return (self._training_peaks or self._read())[0] if self._device.type == "cuda" else 0
-
-    def _read(self) -> tuple[int, int]:
-        tensors, reserved = read_peaks(self._device)  # each may be of a step without a graph, when graphs were freed
-        return min(tensors + self._graph_bytes(), reserved), reserved
+        """Peak of the memory in tensors on this rank's GPU; 0 on a CPU."""
+        return (self._training_peaks or read_peaks(self._device))[0] if self._device.type == "cuda" else 0
 
     def summary(self, group: Group) -> dict[str, float]:
         """MiB of the GPUs' memory; {} on a CPU. Every rank calls it.
 
-        Of training past the warm-up, of the rank that had most: `peak_memory_mib` in tensors and CUDA graphs, and
+        Of training past the warm-up, of the rank that had most: `peak_memory_mib` in tensors, and
         `reserved_memory_mib` with what else torch's allocator had reserved. `free_memory_mib` is what nobody uses now, and
         `gpu_memory_mib` what a GPU has, each of the GPU with the least. With several ranks the first of each rank too, as
         `rank0/peak_memory_mib`: pipeline stages differ.
         """
         if self._device.type != "cuda":
             return {}
-        sizes = (*(self._training_peaks or self._read()), *torch.cuda.mem_get_info(self._device))
+        sizes = (*(self._training_peaks or read_peaks(self._device)), *torch.cuda.mem_get_info(self._device))
         peaks, reserved, free, total = zip(*gather_objects(sizes, group), strict=True)
         by_rank = {f"rank{rank}/peak_memory_mib": peak / MIB for rank, peak in enumerate(peaks)} if len(peaks) > 1 else {}
         return by_rank | {

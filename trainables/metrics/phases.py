@@ -5,7 +5,4 @@ RECEIVE = "receive"
 """What a later pipeline stage waits for the first one's next batch, in place of `data`: it has no loader."""
 BUBBLE = "bubble"
 """What a pipeline stage waits for its neighbours within a step; not recorded where there are none."""
-GRAPH = "graph"
-"""Student and backward at once, in a step that is launched as CUDA graphs, and the teacher where it is in the same graph; not
-recorded where there are none."""
-ALL_PHASES = (*PHASES, RECEIVE, BUBBLE, GRAPH)
+ALL_PHASES = (*PHASES, RECEIVE, BUBBLE)

@@ -9,6 +9,7 @@ from torch import nn
 
 from trainables.config import TeacherConfig, TrainConfig
 from trainables.data.loader.loader import Loader
+from trainables.device.compilation import compile_model
 from trainables.device.model_input import tensor_format
 from trainables.distributed.group import Group, from_rank
 from trainables.methods.select import SelectedMethod, check_ensemble
@@ -61,8 +62,7 @@ def on_devices(network: nn.Module, config: TrainConfig, devices: Sequence[torch.
     """
     dtype, layout = tensor_format(config)
     placed = over_devices(network.to(dtype), config.data.image_size, devices).to(memory_format=layout)
-    if config.train.compile:
-        placed.compile()
+    compile_model(placed, config.train.compile)
     return placed
 
 

@@ -27,11 +27,6 @@ class TeacherNetwork(TeacherInterface):
         """The paths of the network's modules that methods read."""
         return self._reader.modules
 
-    @property
-    def depends_on_images_alone(self) -> bool:
-        """Whether its outputs depend on nothing else that a step changes, and no gradient flows through it."""
-        return not self._gradient and not self._batch_norms and not self.is_collective
-
     def skip(self, images_BCHW: Tensor, num_calls: int) -> None:
         """See `TeacherInterface`; a sharded network runs, so that other ranks get this rank's part of the parameters."""
         for _ in range(num_calls if self.is_collective else 0):

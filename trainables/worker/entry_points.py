@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -164,7 +165,12 @@ def set_up_torch(config: TrainConfig, group: Group) -> None:
     """CPUs, caches and memory statistics of this process, as if no stage had run in it before."""
     set_up_cpus(config, group)
     set_matmul_precision()
-    torch.backends.cudnn.benchmark = True  # few shapes come, again and again: the fastest convolution of each is worth a search
+    # Few shapes come, again and again: the fastest convolution of each is worth a search, whose winner differs from run to run.
+    torch.backends.cudnn.benchmark = not config.train.deterministic
+    torch.use_deterministic_algorithms(config.train.deterministic)
+    if config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses; its first call reads it
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a write of all memory
     if config.train.compile:  # an earlier stage's kernels were compiled for other shapes, and would be used here too
         torch.compiler.reset()
     release_device(group.device)  # an earlier stage's peak is not this one's, nor are its batches and decoders

@@ -54,6 +54,7 @@ def refused_by_a_worker(overrides: tuple[str, ...], folder: Path) -> str:
             "teacher.service_devices 2 does not go with train.compile",
         ),
         (("teacher.placement=sharded", "train.compile=true"), "teacher.placement sharded does not go with train.compile"),
+        (("train.deterministic=true", "train.compile=max-autotune"), "train.deterministic does not go with train.compile max"),
         (("teacher.placement=sharded", "scale.num_workers=[1, 2]"), "teacher.placement sharded needs 2 workers or more, and"),
         (("teacher.service=1", *GPU), "teacher.service: it is sent images that the host has decoded"),
         ((*GPU, "scale.use_gpu=false"), "data.decoder gpu works on GPUs only"),

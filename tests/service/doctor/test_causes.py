@@ -437,24 +437,17 @@ def test_an_idle_gpu_whose_host_could_launch_faster_waits_for_something_else() -
     assert launch_bound(replace(IDLE, gpus=(GpuUse("node0/gpu0"),))) is None
 
 
-def test_cuda_graphs_are_proposed_where_they_are_off_and_possible() -> None:
-    assert the(launch_bound, IDLE).change.endswith(
-        "; or, with this batch, --set train.cuda_graphs=auto, which launches steps as CUDA graphs where that is faster"
-    )
-    for excluding in (
-        {"cuda_graphs": True},
-        {"compiled": True},
-        {"pipeline_stages": 2},
-        {"precision": "fp16"},
-        {"teacher_actors": 1},
-    ):
-        assert "cuda_graphs" not in the(launch_bound, replace(IDLE, **excluding)).change
+def test_torch_compile_is_proposed_where_models_are_not_launched_as_cuda_graphs() -> None:
+    proposal = "; or, with this batch, --set train.compile=reduce-overhead, which launches models as CUDA graphs"
+    for compile_mode in (False, True):
+        assert the(launch_bound, replace(IDLE, compile=compile_mode)).change.endswith(proposal)
+    assert "train.compile" not in the(launch_bound, replace(IDLE, pipeline_stages=2)).change
 
 
-def test_an_idle_gpu_whose_step_is_launched_as_graphs_waits_for_something_else() -> None:
-    graphed = run_of(*(replace(rank, graph_ms=1.0) for rank in IDLE.ranks), one_image_ms=70.0, gpus=IDLE.gpus, cuda_graphs=True)
-    assert the(launch_bound, graphed).cause == "host-bound"
-    assert "although a step is launched as CUDA graphs" in the(launch_bound, graphed).sentence
+def test_an_idle_gpu_whose_models_are_launched_as_graphs_waits_for_something_else() -> None:
+    found = the(launch_bound, replace(IDLE, compile="reduce-overhead"))
+    assert found.cause == "host-bound"
+    assert "although models are launched as CUDA graphs" in found.sentence
 
 
 def test_a_busy_gpu_has_nothing_to_gain_from_launches() -> None:
@@ -471,10 +464,9 @@ def test_an_idle_gpu_whose_memory_is_full_is_not_reported_as_having_nothing_to_g
     found = the(launch_bound, full)
     assert found.gain_pct == pytest.approx(60 - 1.0)
     assert found.change.startswith(
-        "no larger batch is possible: --set train.cuda_graphs=auto, which launches steps as CUDA graphs where that is faster; "
-        "--set train.compile=true, for fewer kernels; --set precision=bf16"
+        "no larger batch is possible: --set train.compile=reduce-overhead, which launches models as CUDA graphs; "
+        "--set precision=bf16"
     )
-    assert "train.compile" not in the(launch_bound, replace(full, compiled=True)).change
     assert names(full) == ["launch-bound"]
 
 

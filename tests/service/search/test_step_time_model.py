@@ -185,7 +185,7 @@ def test_six_hundred_points_are_fitted_and_predicted_in_a_fifth_of_a_second() ->
 def test_the_phases_are_those_that_a_worker_times() -> None:
     from trainables.metrics.phase_timer import ALL_PHASES
 
-    assert set(ALL_PHASES) <= {*PHASES, "allreduce", "receive", "bubble", "graph"}
+    assert set(ALL_PHASES) <= {*PHASES, "allreduce", "receive", "bubble"}
 
 
 def test_pipeline_stages_share_a_replicas_work_and_wait_for_the_bubble() -> None:

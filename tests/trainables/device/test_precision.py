@@ -35,7 +35,7 @@ def test_bf16_is_for_large_images_on_gpus_that_have_it(
 
 def test_what_is_written_stays(tmp_path: Path) -> None:
     settings = config(tmp_path, precision="fp16")
-    assert with_precision(settings, Group()) is settings
+    assert with_precision(settings, Group()).precision == settings.precision
 
 
 def test_on_a_cpu_nothing_changes_and_the_log_has_the_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -52,6 +52,17 @@ def test_on_a_cpu_nothing_changes_and_the_log_has_the_reason(tmp_path: Path, cap
 def test_an_evaluation_chooses_too(tmp_path: Path) -> None:
     settings = EvaluateConfig(checkpoint="x", output="y", data=config(tmp_path).data, precision="auto")
     assert with_precision(settings, Group()).precision == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "expected"),
+    [("cuda", "bf16", True), ("cuda", "fp16", True), ("cuda", "fp32", False), ("cpu", "bf16", False)],
+)
+def test_models_are_channels_last_on_a_gpu_in_half_precision(tmp_path: Path, device: str, precision: str, expected: bool) -> None:
+    group = Group(device=torch.device(device))
+    assert with_precision(config(tmp_path, precision=precision), group).train.channels_last is expected
+    chosen_by_hand = config(tmp_path, precision=precision, train={"channels_last": not expected})
+    assert with_precision(chosen_by_hand, group).train.channels_last is not expected
 
 
 def chosen(group: Group, image_size: int, old_ranks: tuple[int, ...]) -> tuple[str, str]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from trainables.distributed import group as group_module
 from trainables.distributed.group import (
     GlobalCount,
     Group,
@@ -87,6 +88,18 @@ def test_a_checksum_depends_on_each_bit_and_on_the_order(dtype: torch.dtype) -> 
         different.append((a, -b))
     assert len({int(checksum(pair, CPU)) for pair in different}) == len(different)
     assert int(checksum((a, b), CPU)) == int(checksum((a.clone(), b.clone()), CPU))
+
+
+def test_a_checksum_of_many_parameters_is_of_each_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_module, "_CHUNK", 4)
+    parameters = [torch.arange(float(size)) for size in (3, 9, 1, 1, 1)]
+    sums = {int(checksum(parameters, CPU))}
+    for parameter in parameters:
+        for index in range(len(parameter)):
+            parameter[index] += 1
+            sums.add(int(checksum(parameters, CPU)))
+            parameter[index] -= 1
+    assert len(sums) == 1 + 15
 
 
 def test_each_rank_of_each_seed_draws_numbers_of_its_own() -> None:

@@ -9,7 +9,8 @@ import pytest
 from PIL import Image
 
 from tests.trainables.data.packed import pack_here
-from tests.trainables.jobs import Recorded, config, no_telemetry, write_teacher
+from tests.trainables.engine.first_steps import fuse_optimizers
+from tests.trainables.jobs import Recorded, config, no_telemetry, save, write_teacher
 from tests.waiting import wait_until
 from trainables.data.storage import folder_cleaner
 from trainables.distributed.group import Group
@@ -88,3 +89,13 @@ def test_a_methods_convolutions_have_the_students_memory_format(tmp_path: Path, 
         ]
     assert {parameter.dim() for parameter in module.methods.parameters()} >= {4}
     assert {kernel.stride(1) == 1 and kernel.stride(3) == kernel.shape[1] for kernel in kernels} == {channels_last}
+
+
+def test_a_stage_of_a_gpu_is_resumed_with_the_updates_of_the_device_that_it_is_on_now(tmp_path: Path) -> None:
+    settings = config(tmp_path, teacher=None)
+    with contextlib.closing(build(settings, Group(), Recorded(), no_telemetry)) as job:
+        fuse_optimizers(job)
+        save(job.stage.last, job.checkpoint_state, Group())
+    with contextlib.closing(build(settings, Group(), Recorded(), no_telemetry)) as job:
+        groups = job.checkpoint_state.optimizers[0].param_groups
+        assert {(group["fused"], group["foreach"], group["momentum"]) for group in groups} == {(None, None, 0.9)}

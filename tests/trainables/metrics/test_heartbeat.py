@@ -11,7 +11,7 @@ from trainables.engine import loop
 from trainables.engine.checkpoint_writer import CheckpointWriter
 from trainables.engine.job import build
 from trainables.metrics.heartbeat import Heartbeat, Position
-from trainables.metrics.phases import GRAPH, PHASES
+from trainables.metrics.phases import PHASES
 
 
 def test_a_job_says_where_it_is_from_its_start_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,21 +58,6 @@ def test_the_phases_of_each_micro_batch_follow_those_of_the_one_before() -> None
     visited.append(heartbeat.position())
     assert [position.phase for position in visited] == [*("teacher", "student", "backward") * 2, "optimizer"]
     assert [position.order for position in visited] == sorted(position.order for position in visited)
-
-
-def test_a_rank_that_replays_a_step_is_where_one_that_launches_it_is() -> None:
-    replaying, launching = Heartbeat(), Heartbeat()
-    for heartbeat in (replaying, launching):
-        heartbeat.enter("train")
-        heartbeat.begin_step(0)
-        heartbeat.begin_micro_batch()
-    replaying.end_phase(GRAPH)
-    for phase in ("teacher", "student"):
-        launching.end_phase(phase)
-    assert str(replaying.position()) == str(launching.position()) == "backward of step 1"  # both in the all-reduce
-    assert replaying.position().order == launching.position().order
-    replaying.end_phase("backward")
-    assert replaying.position().phase == "optimizer"
 
 
 def test_a_phase_costs_less_than_two_microseconds() -> None:

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from tests.trainables.jobs import (
     Recorded,
-    build_unmeasured,
     config,
     equal,
     no_telemetry,
     relative_difference,
     train,
+    with_noise_scale,
     write_teacher,
 )
 from trainables.config import TrainConfig
@@ -24,7 +24,6 @@ from trainables.data.order import rank_part
 from trainables.device.device_batches import on_device
 from trainables.distributed.group import GlobalCount, Group, all_reduce_sum
 from trainables.distributed.rank_pool import RankPool
-from trainables.engine import loop
 from trainables.engine.job import build
 from trainables.engine.step import train_step
 from trainables.metrics.noise_scale import DECAY, SUMS, GradientNoise, NoiseHistory
@@ -37,7 +36,7 @@ SHORT = {"path": "synthetic", "synthetic_images": 34, "global_batch_size": 32, "
 def steps_taken(group: Group, settings: TrainConfig) -> list[dict[str, Any]]:
     """An epoch's steps: the parameters before, the images of this rank and what all ranks together say of the noise."""
     estimates = []
-    with contextlib.closing(build(settings, group, Recorded(), no_telemetry)) as job:
+    with contextlib.closing(build(with_noise_scale(settings), group, Recorded(), no_telemetry)) as job:
         assert job.train_state.training_update.noise is not None
         for step, batch in enumerate(on_device(job.train_loader.epoch(0), group.device)):
             before = {name: tensor.clone() for name, tensor in job.student.state_dict().items()}
@@ -113,11 +112,8 @@ def test_over_many_steps_the_known_covariance_comes_out() -> None:
     assert big / steps == pytest.approx(square / steps + trace / steps / (parts * size), rel=1e-9)
 
 
-def train_unwatched(group: Group, settings: TrainConfig) -> dict[str, Tensor]:
-    """The same job under DDP as torch has it."""
-    with contextlib.closing(build_unmeasured(group, settings)) as job:
-        loop.run(job)
-    return {name: tensor.clone() for name, tensor in job.student.state_dict().items()}
+def train_watched(group: Group, settings: TrainConfig, die_after: int | None = None) -> dict[str, Any]:
+    return train(group, with_noise_scale(settings), die_after)
 
 
 @pytest.mark.parametrize(("world_size", "accumulate"), [(2, 1), (3, 1), (3, 2)])
@@ -130,22 +126,22 @@ def test_what_is_trained_is_bit_for_bit_what_ddp_trains(
         "optim": {"epochs": 2, "lr": 0.05, "accumulate": accumulate},
         "teacher": {"weights": write_teacher(tmp_path / "t.safetensors")},
     }
-    watched = ranks.run(world_size, train, config(tmp_path / "watched", **settings))
-    bare = ranks.run(world_size, train_unwatched, config(tmp_path / "bare", **settings))
-    assert all(equal(one["state"], other) for one, other in zip(watched, bare, strict=True))
+    watched = ranks.run(world_size, train_watched, config(tmp_path / "watched", **settings))
+    bare = ranks.run(world_size, train, config(tmp_path / "bare", **settings))
+    assert all(equal(one["state"], other["state"]) for one, other in zip(watched, bare, strict=True))
     assert "noise_scale" in watched[0]["calls"][-1][2]
 
 
 def test_micro_batches_that_are_watched_train_the_same_bits(tmp_path: Path) -> None:
     settings = {"model": "convnet_small", "precision": "fp32", "teacher": None, "optim": {"accumulate": 2}}
-    watched = train(Group(), config(tmp_path / "watched", **settings))["state"]
-    assert equal(watched, train_unwatched(Group(), config(tmp_path / "bare", **settings)))
+    watched = train_watched(Group(), config(tmp_path / "watched", **settings))["state"]
+    assert equal(watched, train(Group(), config(tmp_path / "bare", **settings))["state"])
 
 
 def test_the_scalers_factor_is_divided_out(ranks: RankPool, tmp_path: Path) -> None:
     settings = {"teacher": None, "optim": {"epochs": 1, "lr": 0.01}}
     recorded = {
-        precision: ranks.run(2, train, config(tmp_path / precision, precision=precision, **settings))[0]["calls"][-2][2]
+        precision: ranks.run(2, train_watched, config(tmp_path / precision, precision=precision, **settings))[0]["calls"][-2][2]
         for precision in ("fp16", "fp32")
     }
     for name in ("epoch/train/noise_scale", "epoch/train/grad_norm"):
@@ -168,24 +164,25 @@ def test_a_step_that_overflowed_and_one_of_a_single_part_are_not_counted() -> No
 def test_log_lines_epochs_and_the_summary_have_it_where_there_is_something_to_compare(ranks: RankPool, tmp_path: Path) -> None:
     for world_size, accumulate in ((2, 1), (1, 2)):
         optim = {"epochs": 2, "accumulate": accumulate}
-        calls = ranks.run(world_size, train, config(tmp_path / str(world_size), teacher=None, optim=optim))[0]["calls"]
+        calls = ranks.run(world_size, train_watched, config(tmp_path / str(world_size), teacher=None, optim=optim))[0]["calls"]
         of = {kind: [metrics for name, _, metrics in calls if name == kind] for kind in ("step", "epoch", "summary")}
         assert all(metrics["train/noise_scale"] > 0 and metrics["train/grad_norm"] > 0 for metrics in of["step"])
         learned = [{name.removeprefix("epoch/train/"): value for name, value in metrics.items()} for metrics in of["epoch"]]
         assert all(metrics["noise_scale"] > 0 and metrics["grad_norm"] > 0 for metrics in learned)
         assert of["summary"][0]["noise_scale"] > 0
-    alone = train(Group(), config(tmp_path / "alone", teacher=None))["calls"]
-    assert not [name for _, _, metrics in alone for name in metrics if "noise" in name or "grad_norm" in name]
+    alone = train_watched(Group(), config(tmp_path / "alone", teacher=None))["calls"]
+    unasked = ranks.run(2, train, config(tmp_path / "unasked", teacher=None))[0]["calls"]
+    assert not [name for _, _, metrics in (*alone, *unasked) for name in metrics if "noise" in name or "grad_norm" in name]
 
 
 def test_a_resumed_job_knows_the_noise_as_if_it_had_not_died(ranks: RankPool, tmp_path: Path) -> None:
     settings = {"teacher": None, "optim": {"epochs": 2}, "train": {"checkpoint_every": 6}}
-    whole = ranks.run(2, train, config(tmp_path / "whole", **settings))[0]
+    whole = ranks.run(2, train_watched, config(tmp_path / "whole", **settings))[0]
     for die_after in (5, None):
-        pieces = ranks.run(2, train, config(tmp_path / "pieces", **settings), die_after)[0]
+        pieces = ranks.run(2, train_watched, config(tmp_path / "pieces", **settings), die_after)[0]
     assert pieces["progress"].noise == whole["progress"].noise
     assert pieces["calls"][-1][2]["noise_scale"] == whole["calls"][-1][2]["noise_scale"]
-    other = ranks.run(3, train, config(tmp_path / "other", **settings))[0]
+    other = ranks.run(3, train_watched, config(tmp_path / "other", **settings))[0]
     assert relative_difference(other["state"], whole["state"]) < 1e-9
     assert other["progress"].noise["whole"][3] == whole["progress"].noise["whole"][3]
 

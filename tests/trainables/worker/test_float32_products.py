@@ -4,6 +4,7 @@ A TF32 number has 10 bits after the leading one: rounding to it is off by at mos
 matrices is then off by at most (2u + u²)·|A||B|, entry by entry, as long as the sums are exact.
 """
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,6 +32,7 @@ def torch_as_it_was() -> Iterator[None]:
     yield
     torch.set_float32_matmul_precision(before)
     torch.backends.cudnn.benchmark = benchmark
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.usefixtures("torch_as_it_was")
@@ -39,6 +41,21 @@ def test_a_worker_has_full_products_also_where_its_container_allows_tf32(tmp_pat
     torch.set_float32_matmul_precision("high")  # as with TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1, which NVIDIA's containers set
     entry_points.set_up_torch(config(tmp_path, precision="fp32"), Group())
     assert torch.get_float32_matmul_precision() == "highest"
+
+
+@pytest.mark.usefixtures("torch_as_it_was")
+def test_a_deterministic_stage_has_one_kernel_for_each_operation_and_the_next_stage_has_the_fastest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(entry_points, "set_up_cpus", lambda *_: None)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    for deterministic in (True, False):
+        settings = config(tmp_path, precision="fp32", train={"deterministic": deterministic})
+        entry_points.set_up_torch(settings, Group())
+        assert torch.are_deterministic_algorithms_enabled() is deterministic
+        assert torch.backends.cudnn.benchmark is not deterministic
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    os.environ.pop("CUBLAS_WORKSPACE_CONFIG")
 
 
 def test_rounding_to_tf32_is_off_by_half_a_unit_of_its_last_bit_at_most() -> None:

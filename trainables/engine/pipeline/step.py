@@ -14,7 +14,6 @@ from trainables.device.model_input import image_normalizer, tensor_format
 from trainables.distributed.group import GlobalCount, Group, all_reduce_sum
 from trainables.distributed.pipeline.layout import Layout
 from trainables.distributed.pipeline.runner import Boundary, Forward, PipelineRunner, micro_batch_sizes, pipeline_stage_inputs
-from trainables.engine.graph_obstacle import log_eager
 from trainables.engine.loss_optimizers import LossOptimizer
 from trainables.engine.step import TrainingParts, TrainState, micro_batches, run_student, run_teacher
 from trainables.engine.step_functions import StepFunctions, build_train_state
@@ -26,7 +25,7 @@ from trainables.models.forward import logits_and_aux
 class PipelineUpdate(SharedUpdate):
     """One optimizer for the parameters of this rank's pipeline stage, by the mean gradients of all replicas. No DDP."""
 
-    without_noise = "with scale.pipeline_stages it is not measured"
+    noise_obstacle = "with scale.pipeline_stages it is not measured"
 
     def __init__(self, module: nn.Module, optimizer: LossOptimizer, settings: UpdateSettings, stages: Group) -> None:
         super().__init__(module, optimizer, settings)
@@ -129,8 +128,6 @@ def pipeline_stage_forward(stage: nn.Module, autocast: Callable[[], contextlib.A
 
 def pipeline_functions(config: TrainConfig, layout: Layout, parts: TrainingParts) -> StepFunctions:
     """Of a rank that has one stage of the model; every rank calls it."""
-    if config.train.cuda_graphs and layout.is_first and layout.replicas.is_main:
-        log_eager(config.stage, "scale.pipeline_stages: a step waits for its neighbours")
     (optimizer,) = parts.optimizers
     update = PipelineUpdate(parts.module, optimizer, parts.settings, layout.pipeline)
     train_state = build_train_state(config, layout, parts, update)
