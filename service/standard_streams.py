@@ -32,7 +32,7 @@ def prepare_streams() -> None:
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:  # closed: the next file that is opened would be in its place
-            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free, which is this one
             setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8"))  # noqa: SIM115 (closed with the process)
     codecs.register_error("raydistill", _as_ascii)
     for stream in (sys.stdout, sys.stderr):

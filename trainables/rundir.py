@@ -60,6 +60,11 @@ def unwritable_reason(folder: Path) -> str | None:
     return None if os.access(there, os.W_OK | os.X_OK) else f"{there} is read-only for you"
 
 
+def create_private(folder: Path) -> None:
+    """Create a folder that its user alone can enter; one that is there keeps its mode."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
 def fsync_directory(path: Path) -> None:
     """Make a rename inside `path` durable."""
     handle = os.open(path, os.O_RDONLY)

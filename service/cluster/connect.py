@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from service.cluster import local_ray
-from service.cluster.open_ray import notice_if_open
+from service.cluster.open_ray import warn_if_unauthenticated
 from service.cluster.resources import MAX_OVERSUBSCRIPTION, Cluster, is_local, living_nodes
 from service.cluster.shared_folders import check_shared
 from trainables.errors import ClusterError, first_line
@@ -34,10 +34,6 @@ LOOPBACK = {
     **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo0" if sys.platform == "darwin" else "lo"),
 }
 
-STARTUP = {"RAY_worker_maximum_startup_concurrency": "32"}
-"""How many workers Ray starts at a time, by default one a core: at four times as many it warns on the driver's output that so
-many have been started, once for each further core.
-"""
 SHARED_RUNS = "give a shared folder with --runs"
 
 
@@ -92,7 +88,9 @@ def set_ray_environment() -> None:
     # By default any call of Ray's starts one: after Ctrl-C, in a thread whose training was just taken from it.
     os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     if is_local():
-        os.environ.update(LOOPBACK | {name: value for name, value in STARTUP.items() if name not in os.environ})
+        os.environ.update(LOOPBACK)
+        # By default Ray starts a worker a core at a time, and at four times as many warns so on our output, once a further core.
+        os.environ.setdefault("RAY_worker_maximum_startup_concurrency", "32")
         # Ray starts workers at niceness 15: whatever else a machine does would go before the training, our sender to MLflow too.
         os.environ.setdefault("RAY_worker_niceness", "0")
         # A process for each trainer that asks whether a cloud is about to take a node away: seconds of a core to start.
@@ -124,7 +122,7 @@ def _start_ray(logical_cpus: int) -> None:
         in_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ  # which has brought its own code
         context = ray.init(runtime_env=None if in_job else packages(), **options)
         if not in_job and context.dashboard_url:  # a job was submitted through it
-            notice_if_open(f"http://{context.dashboard_url}")
+            warn_if_unauthenticated(f"http://{context.dashboard_url}")
 
 
 def _job_config() -> Any:

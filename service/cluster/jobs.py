@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from service.cluster.connect import packages
-from service.cluster.open_ray import notice_if_open
+from service.cluster.open_ray import warn_if_unauthenticated
 from trainables.errors import ClusterError, first_line
 
 if TYPE_CHECKING:
@@ -35,10 +35,9 @@ class Job:
 
     name: str
     arguments: tuple[str, ...]
-    known: Mapping[str, str]
-    """Of it and its run, for whoever looks at Ray's dashboard."""
-    variables: Mapping[str, str]
-    """Of its environment."""
+    metadata: Mapping[str, str]
+    """What Ray's dashboard shows of the job and its run."""
+    env_vars: Mapping[str, str]
 
 
 def dashboard_address() -> str:
@@ -59,11 +58,11 @@ def submit(job: Job, working_dir: Path, follow: bool, echo: Callable[[str], None
     request = {
         "entrypoint": entrypoint,
         "submission_id": job.name,
-        "runtime_env": {"working_dir": str(working_dir), **packages(), "env_vars": dict(job.variables)},
-        "metadata": {**job.known, SUBMISSION: secrets.token_hex(8)},
+        "runtime_env": {"working_dir": str(working_dir), **packages(), "env_vars": dict(job.env_vars)},
+        "metadata": {**job.metadata, SUBMISSION: secrets.token_hex(8)},
     }
     client = _submit(address, request)
-    notice_if_open(address)
+    warn_if_unauthenticated(address)
     echo(f"submitted {job.name}: {entrypoint}")
     log = f"its log: ray job logs --follow {job.name} --address {address}"
     if not follow:

@@ -37,8 +37,8 @@ def submit(context: click.Context, follow: bool, root: str | None, command: tupl
         arguments, experiment = package(context.find_root(), command, Path(folder))
         if root is not None and "--runs" in arguments:
             raise click.UsageError(f"--runs: is given twice: give it to submit or to {arguments[0]}")
-        if root is not None and not is_uri(root):
-            root = str(Path(root).absolute())
+        if root is not None:
+            root = root.rstrip("/") if is_uri(root) else str(Path(root).absolute())
         job = job_of(arguments, experiment, root)
         raise click.exceptions.Exit(run_submit(job, Path(folder), follow, click.echo))
 
@@ -52,18 +52,19 @@ def job_of(arguments: Sequence[str], experiment: str | None, root: str | None) -
     command = arguments[0]
     given = {option: arguments[arguments.index(option) + 1] for option in ("--out", "--runs") if option in arguments}
     name = f"{experiment or command}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
-    known = {"job_name": experiment or command, "command": command}
-    variables = {} if root is None else {"RAYDISTILL_RUNS": root}
+    metadata = {"job_name": experiment or command, "command": command}
+    env_vars = {} if root is None else {"RAYDISTILL_RUNS": root}
     if experiment is not None:
-        known["experiment"] = experiment
+        metadata["experiment"] = experiment
     folder = arguments[1] if command == "resume" else given.get("--out")
     if folder is None and experiment is not None and command in ("train", "sweep"):
-        known["run"] = variables[RUN_NAME] = name
+        metadata["run"] = env_vars[RUN_NAME] = name
         root = root or given.get("--runs")
         folder = root and f"{root}/{name}"
     if folder is not None:
-        known |= {"run": folder.rpartition("/")[2], "folder": folder, "page": f"{folder}/report.html"}
-    return Job(name, tuple(arguments), known, variables)
+        folder = folder.rstrip("/")
+        metadata |= {"run": folder.rpartition("/")[2], "folder": folder, "page": f"{folder}/report.html"}
+    return Job(name, tuple(arguments), metadata, env_vars)
 
 
 def package(distill: click.Context, words: Sequence[str], folder: Path) -> tuple[list[str], str | None]:

@@ -92,14 +92,16 @@ def _with_absolute_paths(experiment: Experiment) -> Experiment:
 def parse_override(text: str, option: str = "--set") -> tuple[str, Any]:
     """The dotted key and the value of one `--set`, or of another option like it. Raises ExperimentError: not KEY=VALUE."""
     key, equals, value = (part.strip() for part in text.partition("="))
-    if value.startswith(("[", "{")) and not value.endswith(("]", "}")):
-        raise ExperimentError(
-            f"{option} {text}: ends inside its brackets, as a shell splits at spaces: write {option} '{key}=…' in quotes"
-        )
     if not equals or not value or not all(key.split(".")):
         such = "data.global_batch_size=256" if option == "--set" else "weight=2"
         raise ExperimentError(f"{option} {text}: write {option} key=value, such as {option} {such}")
-    return key, strict_yaml.parse(value, f"{option} {text}")
+    try:
+        return key, strict_yaml.parse(value, f"{option} {text}")
+    except ExperimentError as error:
+        if value[0] in "[{" and value[-1] not in "]}":
+            split = f"{option} {text}: ends inside its brackets: where a shell has split it at a space, write {option} '{key}=…'"
+            raise ExperimentError(f"{split} in quotes") from error
+        raise
 
 
 def read_resolved(path: Path, *, reading: bool = False) -> Resolved:

@@ -55,7 +55,7 @@ class TextTable(Table):
             yield from super().__rich_console__(console, options)
             return
         left_out = list[str]()
-        for name in self.optional if console.is_terminal else ():
+        for name in self.optional if console.is_interactive else ():
             if _framed(column.least for column in columns) > options.max_width:
                 left_out.append(name)
                 columns = [column for column in columns if column.header != name]

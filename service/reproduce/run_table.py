@@ -17,7 +17,7 @@ from service.sweeps.sweep import sweep
 from trainables.config import DataIdentity
 from trainables.data.source import open_source
 from trainables.errors import ExperimentError, TrainingError
-from trainables.rundir import RunDir, write_json
+from trainables.rundir import RunDir, create_private, write_json
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,7 @@ def run_sweeps(job: Reproduction, data: DataIdentity | None, log: Callable[[str]
         run_dir = job.run_dir(planned)
         experiment = planned.resolved.experiment
         if not run_dir.result.exists():
+            create_private(job.root)
             run_dir.root.mkdir(parents=True, exist_ok=True)
             begin_run(planned.resolved, "sweep", run_dir, job.root)
         _, _, result = reopen(run_dir.root, to_continue=True)

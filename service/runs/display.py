@@ -158,19 +158,19 @@ class Display:
         """One line that stays."""
         self.console.print(printable(text), markup=False, soft_wrap=True)
 
-    def trials(self, done: int, total: int, more: str = "") -> None:
+    def trials(self, done: int, total: int, note: str = "") -> None:
         """How far a sweep is: a bar, or a line where a trial has ended, or something else has changed for `LINE_PAUSE_S`."""
         if self._bars:
             if self._overall is None:
                 self._overall = self._bars.add_task("trials", total=total, info="")
-            self._bars.update(self._overall, completed=done, total=total, info=more)
+            self._bars.update(self._overall, completed=done, total=total, info=note)
             return
-        shown, now_s = (done, total, more), time.monotonic()
-        if shown == self._shown or not (more or done == total):
+        shown, now_s = (done, total, note), time.monotonic()
+        if shown == self._shown or not (note or done == total):
             return
         if done != self._shown[0] or now_s > self._shown_s + LINE_PAUSE_S:
             self._shown, self._shown_s = shown, now_s
-            self.print(", ".join(filter(None, (f"{done} of {total} trials", more))))
+            self.print(", ".join(filter(None, (f"{done} of {total} trials", note))))
 
     def follow(self, label: str, stage: StageDir) -> None:
         """Show a stage from where its files now end: after a resume the earlier lines are not shown again."""

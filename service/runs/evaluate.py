@@ -29,7 +29,7 @@ from trainables.models.names import check_model_name
 from trainables.notices import notice
 from trainables.object_store.store import OPENING_S, ObjectStore, is_uri
 from trainables.rules import resize_covers_crop
-from trainables.rundir import RunDir
+from trainables.rundir import RunDir, create_private
 
 CHANGEABLE = ("data", "scale", "precision")
 
@@ -154,7 +154,7 @@ def evaluate(
     check_ray_address()
     cpus = reserve(config, local_capacity())[1].total_cpus if is_local() else 0
     storage = RunDir(root.absolute() / ".evaluate")
-    storage.root.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    create_private(storage.root.parent)
     storage.root.mkdir(exist_ok=True)
     is_copy = uri_of(storage.root) is not None
     with Display() as display, connect(cpus, storage.root, is_copy=is_copy) as cluster:

@@ -150,6 +150,8 @@ class RunResult(ResultPart):
     warmup_steps: int = 5
     hardware: ClusterHardware | None = None
     """None: of an older version."""
+    tagged_winner: str | None = None
+    """The trial that MLflow shows as the winner."""
     noise_scales: list[float] = Field(default_factory=list)
     search: SearchSummary | None = None
 

@@ -18,7 +18,7 @@ from trainables.errors import ExperimentError
 from trainables.locks import is_locked, locked_or_raise
 from trainables.methods.method_file import file_of, option_key
 from trainables.object_store.store import is_uri
-from trainables.rundir import RunDir, StageDir, unwritable_reason, write_text
+from trainables.rundir import RunDir, StageDir, create_private, unwritable_reason, write_text
 
 RUN_NAME = "RAYDISTILL_RUN_NAME"
 """In the environment of a submitted job: the name of the run that it begins."""
@@ -79,12 +79,12 @@ def new_run_dir(root: Path, name: str, out: Path | None) -> RunDir:
 
     A root that is not there yet is created for its user alone. Raises ExperimentError: it cannot be created.
     """
-    stem = os.environ.get(RUN_NAME) or f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    stem = os.environ.pop(RUN_NAME, None) or f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     serial = 1
     while True:
         path = (out or root / (stem if serial == 1 else f"{stem}_{serial}")).absolute()
         try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            create_private(path.parent)
             path.mkdir(exist_ok=out is not None)
         except FileExistsError:
             if out is not None:

@@ -14,7 +14,7 @@ from service.runs.run_directory import check_writable
 from service.runs.trial import run_to_end
 from trainables.config import FillConfig
 from trainables.errors import ExperimentError, TrainingError
-from trainables.rundir import RunDir, StageDir
+from trainables.rundir import RunDir, StageDir, create_private
 
 
 def fill_cache(resolved: Resolved, root: Path) -> str:
@@ -31,8 +31,8 @@ def fill_cache(resolved: Resolved, root: Path) -> str:
             "teacher.cache while it distils"
         )
     check_writable(root, None)
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_train(resolved.override({"tracking.enabled": False}, "cache"))  # nothing is sent to MLflow
+    create_private(root)
     run_dir = RunDir(root.absolute() / ".cache" / f"{experiment.name}-{time.time_ns():x}")
     cpus, cache = most_local_cpus(experiment), experiment.written_cache("train")
     with Display() as display, connect(cpus, run_dir.root, cache, instead=SHARED_RUNS) as cluster:

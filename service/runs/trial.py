@@ -261,13 +261,18 @@ def run_with_epochs(assignment: Assignment) -> Outcome:
     from ray import tune
 
     from trainables.worker.epoch_reports import EpochCallback, EpochReports
+    from trainables.worker.ray_nodes import on_this_node
 
     name = "-".join((*assignment.config.labels.values(), "epochs"))
-    reports = ray.remote(EpochReports).options(name=name, num_cpus=0).remote()
+    reports = ray.remote(EpochReports).options(name=name, num_cpus=0, scheduling_strategy=on_this_node()).remote()
 
     def report() -> None:
         while (epoch := ray.get(reports.get.remote())) is not None:
-            tune.report(epoch)  # ends this thread where Tune ends the trial, whose process ends then too
+            try:
+                tune.report(epoch)  # ends this thread where Tune ends the trial, whose process ends then too
+            except Exception as error:
+                ray.get(reports.decided.remote(f"Ray Tune did not take an epoch: {error}"))
+                raise
             ray.get(reports.decided.remote())
         ray.get(reports.decided.remote())
 

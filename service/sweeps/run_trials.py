@@ -163,15 +163,20 @@ class TrialWatch:
 
     def _show(self, running: int) -> None:
         """How far the sweep is. How many points a guided search measures nobody knows before it ends."""
-        ended = [trial.outcome for trial in self._trials if trial.outcome is not None]
-        left, seconds = len(self._trials) - len(ended), [outcome.seconds for outcome in ended if outcome.seconds]
-        more = f"{running} running" if running else ""
-        if self._session.experiment.sweep.policy == "guided":
-            more += ", as many more as the search asks for" if left else ""
-        elif left and seconds:
-            more += f", about {rounded_time(fmean(seconds) * left / min(left, self._max_concurrent))} left"
-        self._session.display.trials(len(ended), len(self._trials), more.removeprefix(", "))
-        for state, count in (("done", len(ended)), ("running", running), ("waiting", max(0, left - running))):
+        pending = [trial for trial in self._trials if trial.outcome is None]
+        num_ended, note = len(self._trials) - len(pending), f"{running} running" if running else ""
+        counts = {"done": num_ended, "running": running}
+        if pending and not self._assignments:  # a guided search
+            note += ", as many more as the search asks for"
+        elif pending:
+            counts["waiting"] = max(0, len(pending) - running)
+            is_timing = pending[0].speed_trial is None  # a training to the target takes longer than the trials that timed steps
+            alike = [trial.outcome for trial in self._trials if (trial.speed_trial is None) is is_timing]
+            if seconds := [outcome.seconds for outcome in alike if outcome is not None and outcome.seconds]:
+                left_s = fmean(seconds) * len(pending) / min(len(pending), self._max_concurrent)
+                note += f", about {rounded_time(left_s)} left"
+        self._session.display.trials(num_ended, len(self._trials), note.removeprefix(", "))
+        for state, count in counts.items():
             self._gauge.set(count, {"run": self._session.run_dir.root.name, "state": state})
 
     def wait_for_results(self, trials: Sequence[Trial]) -> None:

@@ -6,7 +6,7 @@ from service.cluster.connect import connect
 from service.cluster.resources import HEAD, Cluster, is_local, local_capacity
 from service.config.experiment import Resolved
 from service.runs.plan import Plan, most_local_cpus
-from service.runs.result import ClusterHardware, RunResult, TrialRow
+from service.runs.result import ClusterHardware, RunResult
 from service.runs.session import ResultReporter, Session, open_session, record_student
 from service.runs.stages.run_stages import prepare_teacher, untrained_teacher
 from service.runs.stages.teacher_actors import running_teacher_actors
@@ -40,7 +40,7 @@ def sweep(resolved: Resolved, run_dir: RunDir, reporter: ResultReporter, data: D
     """
     trials = plan_trials(resolved)
     with open_session(resolved, run_dir, reporter, data) as session:
-        records, before = TrialRecords(session), session.result.best
+        records = TrialRecords(session)
         load_outcomes(trials, run_dir)
         if may_retry(resolved.experiment):
             retry_trials(trials, run_dir)
@@ -61,7 +61,7 @@ def sweep(resolved: Resolved, run_dir: RunDir, reporter: ResultReporter, data: D
                 check_driver_node(run_dir)
                 mark_unschedulable(trials, cluster)
                 run_trials(session, records, trials, cluster)
-        finish(session, records, trials, before)
+        finish(session, records, trials)
     return session.result
 
 
@@ -146,8 +146,8 @@ def fitting(plan: Plan, cluster: Cluster) -> Plan:
     return smaller
 
 
-def finish(session: Session, records: TrialRecords, trials: list[Trial], before: TrialRow | None) -> None:
-    """The table, the verdict and the winner's student. `before`: the best trial when the session began."""
+def finish(session: Session, records: TrialRecords, trials: list[Trial]) -> None:
+    """The table, the verdict and the winner's student."""
     save_rows(session, trials)
     if session.experiment.sweep.policy == "guided":
         session.save(**conclusion(session.result))
@@ -157,7 +157,7 @@ def finish(session: Session, records: TrialRecords, trials: list[Trial], before:
     if session.tracker:
         verdict = session.reporter.verdict(session.result)
         session.tracker.describe(session.key, verdict)
-        records.mark_winner(best, before, verdict)
+        records.mark_winner(best.id if best else None, verdict)
     if best is None:
         raise TrainingError(f"no trial of {len(trials)} gave {session.experiment.sweep.metric}: see the reasons in the table")
     record_student(session, session.key, session.run_dir.trial(best.id).stage("student"), best.metrics, followed=False)

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from service.config.dotted import flatten
 from service.config.space import short_names
 from service.runs.outcome import Outcome
-from service.runs.result import TrialRow
 from service.runs.session import Session, record_dataset, written_ms
 from service.runs.stages.hangs import hang_tags
 from service.sweeps.trials import Trial
@@ -75,15 +74,17 @@ class TrialRecords:
         """Whether a trial has epochs to follow: one that ends after its steps are timed has none."""
         return trial.kind(self._timing) == "accuracy"
 
-    def mark_winner(self, best: TrialRow | None, before: TrialRow | None, verdict: Sequence[str]) -> None:
-        """Tag and describe the best trial; not any more the one that an earlier session of the sweep had tagged."""
+    def mark_winner(self, best: str | None, verdict: Sequence[str]) -> None:
+        """Tag and describe the best trial, and untag the one that an earlier session of the sweep has tagged."""
+        tagged = self._session.result.tagged_winner
         if tracker := self._session.tracker:
-            if before and (best is None or before.id != best.id):
-                tracker.tags(f"trial/{before.id}", {WINNER: "false"})
-                tracker.describe(f"trial/{before.id}", [])
+            if tagged not in (None, best):
+                tracker.tags(f"trial/{tagged}", {WINNER: "false"})
+                tracker.describe(f"trial/{tagged}", [])
             if best:
-                tracker.tags(f"trial/{best.id}", {WINNER: "true"})
-                tracker.describe(f"trial/{best.id}", verdict)
+                tracker.tags(f"trial/{best}", {WINNER: "true"})
+                tracker.describe(f"trial/{best}", verdict)
+            self._session.save(tagged_winner=best)
 
 
 def _key(trial: Trial) -> str:

@@ -109,15 +109,15 @@ def search_trials(
     prepare_tune()
     import ray
     from ray import tune
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     from service.runs.tune_internals import trial_class
     from service.search.coordinator import SearchCoordinator
     from service.search.searcher import GuidedSearcher, WorkerGroupOutcomeCallback
+    from trainables.worker.ray_nodes import on_this_node
 
     # On the driver's node: where this node dies, so does the driver, and the sweep is resumed from the trials' results.
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    actor = ray.remote(SearchCoordinator).options(name=f"{run_dir.root.name}-search", num_cpus=0, scheduling_strategy=here)
+    name, here = f"{run_dir.root.name}-search", on_this_node()
+    actor = ray.remote(SearchCoordinator).options(name=name, num_cpus=0, scheduling_strategy=here)
     coordinator = actor.remote(result, assignments, str(run_dir.root))
     trainable = trial_class(partial(run_worker_group, coordinator=coordinator), living_nodes().trial_resources())
     outcomes = WorkerGroupOutcomeCallback(run_dir, coordinator, session_ending)

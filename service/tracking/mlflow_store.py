@@ -30,6 +30,7 @@ from service.tracking.views import VIEW_TAG, VIEWS_SINCE
 from trainables.errors import ModelError
 from trainables.locks import locked
 from trainables.models.names import REUSE_SEPARATOR, check_model_name
+from trainables.rundir import create_private
 
 KEY_TAG = "raydistill.key"
 REFUSALS = {"INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS", "INVALID_STATE", "MALFORMED_REQUEST"}
@@ -145,13 +146,16 @@ class Store:
 
     def add_views(self, views: Mapping[str, str]) -> str:
         """Save views of the experiment (key → value, see `saved_views`) that it does not have. Returns why that cannot be."""
-        if self._uri.startswith("http"):
-            answer = http_request(get_default_host_creds(self._uri), "/version", "GET")
-            server = answer.text if answer.ok else ""
-            if not (number := re.match(r"(\d+)\.(\d+)", server)) or tuple(map(int, number.groups())) < VIEWS_SINCE:
-                return f"they need MLflow {'.'.join(map(str, VIEWS_SINCE))}, and it has {server or 'none that it names'}"
+        if self._uri.startswith("databricks"):
+            return "Databricks shows none"
         try:
-            there = self._client.get_experiment(self.experiment_id).tags
+            there = self._client.get_experiment(self.experiment_id).tags  # raises where the server is away
+            if self._uri.startswith("http"):
+                answer = http_request(get_default_host_creds(self._uri), "/version", "GET", raise_on_status=False, max_retries=0)
+                number = re.match(r"(\d+)\.(\d+)[\w.]*", answer.text if answer.ok else "")
+                if number is None or tuple(map(int, number.groups())) < VIEWS_SINCE:
+                    has = number.group() if number else "none that it names"
+                    return f"they need MLflow {'.'.join(map(str, VIEWS_SINCE))}, and it has {has}"
             for key, value in views.items():
                 if VIEW_TAG + key not in there:
                     self._client.set_experiment_tag(self.experiment_id, VIEW_TAG + key, value)
@@ -218,7 +222,7 @@ def create_database(path: Path, artifacts: str) -> None:
     """
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    create_private(path.parent)
     with locked(path.with_name(f"{path.name}.lock")):
         if path.exists() and path.stat().st_size:
             return

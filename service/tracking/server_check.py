@@ -23,6 +23,7 @@ from trainables.redact import redact
 
 TIMEOUT_S = 5
 LOGIN = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
+DATABRICKS_LOGIN = "DATABRICKS_HOST and DATABRICKS_TOKEN"
 # As in `mlflow_store`: what it warns of is in the one line that the user sees.
 logging.getLogger("mlflow").setLevel(logging.CRITICAL + 1)
 
@@ -60,16 +61,16 @@ def check_server(uri: str, experiment: str) -> None:
 
 def denial(status: int, uri: str, experiment: str, words: str) -> str:
     """Why a server refuses with `status` 401 or 403, and `words` of its own, and what to do about it."""
-    where = redact(uri)
+    where, remedy = redact(uri), DATABRICKS_LOGIN if uri.startswith("databricks") else LOGIN
     login = read_mlflow_creds().username or ("MLFLOW_TRACKING_TOKEN" if MLFLOW_TRACKING_TOKEN.get() else "")
     if status == 401:
-        return f"MLflow at {where} {f'refuses the login of {login}' if login else 'asks for a login'}: set {LOGIN}"
+        return f"MLflow at {where} {f'refuses the login of {login}' if login else 'asks for a login'}: set {remedy}"
     if "Invalid Host header" in words:
         host = urlsplit(uri).netloc
         return f"MLflow at {where} does not answer to the name {host}: start it with `mlflow server --allowed-hosts {host}`"
     return (
         f"MLflow at {where} gives {login or 'a client without a login'} no permission to write to the experiment {experiment!r} "
-        f"({words}): ask its owner for EDIT, name another in tracking.experiment, or log in with {LOGIN}"
+        f"({words}): ask its owner for EDIT, name another in tracking.experiment, or log in with {remedy}"
     )
 
 
@@ -82,13 +83,13 @@ def _ask(uri: str, experiment: str, method: str, action: str, **content: Any) ->
     try:
         creds = get_databricks_host_creds(uri) if is_databricks else get_default_host_creds(uri)
     except MlflowException as error:
-        unset = "no login of Databricks is configured: set DATABRICKS_HOST and DATABRICKS_TOKEN"
+        unset = f"no login of Databricks is configured: set {DATABRICKS_LOGIN}"
         raise ExperimentError(f"tracking.uri: {redact(uri)}: {unset if is_databricks else first_line(error)}") from error
     try:
         limits = {"max_retries": 0, "timeout": TIMEOUT_S, "retry_timeout_seconds": TIMEOUT_S}
         answer: Response = http_request(creds, f"/api/2.0/mlflow/experiments/{action}", method, **limits, **content)
     except Exception as error:
-        if problem := _lasting(root_cause(error), uri):
+        if problem := _permanent_problem(root_cause(error), uri):
             raise ExperimentError(f"tracking.uri: {problem}") from error
         return None
     if answer.status_code in (401, 403):
@@ -98,7 +99,7 @@ def _ask(uri: str, experiment: str, method: str, action: str, **content: Any) ->
     return None if answer.status_code in (408, 429) or answer.status_code >= 500 else answer
 
 
-def _lasting(cause: BaseException, uri: str) -> str:
+def _permanent_problem(cause: BaseException, uri: str) -> str:
     """What is wrong where no later request would go better, and what to write; "" for a server that is away."""
     where = redact(uri)
     if isinstance(cause, ssl.SSLCertVerificationError):

@@ -11,7 +11,7 @@ import ray
 from ray.air.execution import FixedResourceManager, ResourceRequest
 from ray.util.state import list_actors, list_tasks
 
-from service.cluster.connect import STARTUP
+from service.cluster.connect import set_ray_environment
 from service.cluster.resources import Cluster, Node
 from service.config.experiment import load
 from service.config.sweep import SweepConfig
@@ -53,8 +53,8 @@ def sweep_in(run_dir: RunDir) -> tuple[SweepConfig, dict[str, Assignment]]:
 def local_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A Ray on a machine of one core, as we would start it."""
     monkeypatch.setattr(multiprocessing, "cpu_count", lambda: 1)
-    for name, value in STARTUP.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    set_ray_environment()
     ray.init(address="local", num_cpus=8, log_to_driver=False, include_dashboard=True)
     yield
     ray.shutdown()

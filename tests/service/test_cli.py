@@ -257,7 +257,7 @@ def test_a_recipe_next_to_a_folder_of_its_name_is_the_recipe_unless_the_folder_h
 def test_a_wrong_experiment_is_refused_by_every_command_that_takes_one(command: str, refuse: Refuse) -> None:
     assert refuse(command, "digits", *sets("optim.lr")).startswith("--set optim.lr: write --set key=value")
     split = refuse(command, "digits", "--set", "data.mean=[0.1,", "0.2]")  # as a shell splits it
-    assert split.startswith("--set data.mean=[0.1,: ends inside its brackets, as a shell splits at spaces: ")
+    assert split.startswith("--set data.mean=[0.1,: ends inside its brackets: where a shell has split it")
     assert "did you mean digits?" in refuse(command, "digit")
     assert refuse(command, "digits", *sets("distill.options.kd.temperature=0")).endswith("must be above 0, not 0")
 

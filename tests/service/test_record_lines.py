@@ -12,7 +12,7 @@ from service.tracking import default_uri
 from service.tracking.spool import Cursor, Spool
 from trainables.rundir import RunDir
 
-COMPARED = "#/compare-runs?runs=%5B%22abc%22%5D"
+RUNS = "#/experiments/1/runs?workflowType=machine_learning"
 
 
 @pytest.mark.parametrize(
@@ -28,16 +28,20 @@ COMPARED = "#/compare-runs?runs=%5B%22abc%22%5D"
         ),
     ],
 )
-def test_records_are_opened_where_they_are(uri: str, opens: str, compares: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("views", [[], ["table", "charts"]], ids=["no views", "views"])
+def test_records_are_opened_where_they_are(uri: str, opens: str, compares: str, views: list[str], tmp_path: Path) -> None:
     run_dir, uri = RunDir(tmp_path / "run"), uri or default_uri(tmp_path)
     begin_run(load("digits"), "sweep", run_dir, tmp_path)
     Spool(run_dir).aim(uri, "e")
-    Spool(run_dir).save_cursor(uri, Cursor(experiment_id="1", runs={"trial/000": "abc"}))
+    Spool(run_dir).save_cursor(uri, Cursor(experiment_id="1", runs={"trial/000": "abc"}, views=views))
     scale = {"scale.num_workers": 1, "data.global_batch_size": 64, "data.loader_workers": 1}
     row = TrialRow.model_validate({"id": "000", "params": {}, "scale": scale, "status": "ok"})
     target = MlflowTarget(uri=uri, experiment="e")
     result = read_result(run_dir.result, run_dir.experiment).model_copy(update={"mlflow": target, "trials": [row]})
-    first, *opening, last = record_lines(run_dir, result, tmp_path)
-    assert first == f"records: {uri}"
-    assert opening == ([opens.format(tmp_path)] if opens else [])
-    assert last.startswith(compares + COMPARED)
+    page = compares.partition(": ")[2] + RUNS
+    links = [f"{compares}{RUNS}"]
+    if views:
+        charts = f"their charts: {page}&viewStateShareKey=charts&compareRunsMode=CHART"
+        links = [f"{compares}{RUNS}&viewStateShareKey=table", charts]
+    opening = [opens.format(tmp_path)] if opens else []
+    assert record_lines(run_dir, result, tmp_path) == [f"records: {uri}", *opening, *links]

@@ -282,8 +282,8 @@ def test_a_job_is_named_as_its_run_and_says_what_and_where_it_is(
     job = job_of(arguments, experiment, root)
     assert re.fullmatch(known["job_name"] + r"-\d{8}-\d{6}-[0-9a-f]{6}", job.name)
     assert job.name != job_of(arguments, experiment, root).name
-    assert job.known == {key: value.replace("NAME", job.name) for key, value in known.items()}
-    for name, value in job.variables.items():
+    assert job.metadata == {key: value.replace("NAME", job.name) for key, value in known.items()}
+    for name, value in job.env_vars.items():
         monkeypatch.setenv(name, value)
     run_dir = new_run_dir(tmp_path / "runs", "other", None)  # as in the job
     assert (run_dir.root.name == job.name) == (known.get("run") == "NAME")

@@ -15,18 +15,22 @@ class EpochReports:
 
     def __init__(self) -> None:
         self._epochs: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        self._problem = ""
 
     async def put(self, epoch: dict[str, Any] | None) -> None:
-        """Returns once the training may go on. None: it has ended."""
+        """Returns once the training may go on. None: it has ended. Raises RuntimeError: nobody decides any more."""
         await self._epochs.put(epoch)
         await self._epochs.join()
+        if self._problem:
+            raise RuntimeError(self._problem)
 
     async def get(self) -> dict[str, Any] | None:
         """The next epoch; None: there is none any more."""
         return await self._epochs.get()
 
-    async def decided(self) -> None:
-        """The training may go on after the epoch of the last `get`."""
+    async def decided(self, problem: str = "") -> None:
+        """The training may go on after the epoch of the last `get`; or why that cannot be decided."""
+        self._problem = problem
         self._epochs.task_done()
 
 

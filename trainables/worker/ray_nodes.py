@@ -17,6 +17,14 @@ class NodeResources(NamedTuple):
     free: dict[str, float]
 
 
+def on_this_node() -> Any:
+    """The scheduling strategy of an actor that is of no use without the process that starts it."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+
+
 def usable_nodes() -> dict[str, NodeResources]:
     """Each node that is alive and not about to end, by its id."""
     import ray

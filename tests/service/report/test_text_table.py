@@ -16,7 +16,9 @@ OOM = {"001": {"status": "oom", "reason": "rank 0: CUDA out of memory"}}
 
 
 def printed(table: object, width: int, *, terminal: bool = True) -> list[str]:
-    console = Console(width=width, file=(out := io.StringIO()), force_terminal=terminal, color_system=None)
+    console = Console(
+        width=width, file=(out := io.StringIO()), force_terminal=terminal, force_interactive=terminal, color_system=None
+    )
     console.print(table)
     return [line.rstrip() for line in out.getvalue().splitlines()]
 

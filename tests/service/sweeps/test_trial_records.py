@@ -60,8 +60,8 @@ def test_a_resumed_sweep_that_another_trial_wins_leaves_one_winner_and_names_it_
         records = TrialRecords(Session(resolved, run_dir, display, end_of_run, tracker, result))
         for trial in trials:
             records.begin(trial)
-        records.mark_winner(first, None, ["best: trial 000", "by far"])
-        records.mark_winner(second, first, ["best: trial 001"])
+        records.mark_winner(first.id, ["best: trial 000", "by far"])
+        records.mark_winner(second.id, ["best: trial 001"])
     assert sync(run_dir).num_pending == 0
     client = MlflowClient(default_uri(tmp_path))
     (experiment,) = client.search_experiments(filter_string="name = 'digits'")
