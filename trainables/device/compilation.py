@@ -38,12 +38,16 @@ class Compilation:
         local, parts = config.data.global_batch_size // config.scale.num_replicas, config.optim.accumulate
         return cls(config.train.compile, frozenset({local // parts, -(-local // parts)}))
 
+    @property
+    def uses_cuda_graphs(self) -> bool:
+        return self.mode in ("reduce-overhead", "max-autotune")
+
     def begin_step(self) -> None:
         """Every step, and every batch of an evaluation, calls it: what compiled models gave before may be overwritten from here.
 
         CUDA graphs keep the outputs of a step's calls until then, those of the teacher and of earlier micro-batches included.
         """
-        if self.mode in ("reduce-overhead", "max-autotune"):
+        if self.uses_cuda_graphs:
             torch.compiler.cudagraph_mark_step_begin()
 
     def batch(self, num_images: int, *, eager: bool = False) -> contextlib.AbstractContextManager[object]:

@@ -58,6 +58,6 @@ def build_metrics(config: TrainConfig, functions: StepFunctions, progress: Progr
         clock=WallClock(progress.wall, progress.epoch_wall, heartbeat=heartbeat),
         noise=NoiseHistory(progress.noise),
         allreduce_wait=AllreduceWait(train_state.training_update.allreduce_clocks, device, warmup_steps=warmup_steps),
-        peak_memory=PeakMemory(device, first_memory_step),
+        peak_memory=PeakMemory(device, first_memory_step, in_graphs=train_state.compilation.uses_cuda_graphs),
         heartbeat=heartbeat,
     )

@@ -174,14 +174,14 @@ def test_a_loss_that_is_not_finite_ends_the_job_names_the_step_and_leaves_the_la
 
 def test_memory_is_that_of_the_steady_state_and_says_what_is_reserved_and_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own functions are replaced: they need a GPU."""
-    peak, emptied = {"bytes": 900 << 20, "reserved": 500 << 20, "graphs": 0}, []
+    peak, emptied = {"bytes": 900 << 20, "reserved": 500 << 20}, []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peak.update(bytes=300 << 20))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak["bytes"])
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: peak["reserved"])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (200 << 20, 1000 << 20))
     device = torch.device("cuda:0")
-    memory = PeakMemory(device, first_step=3, graph_bytes=lambda: peak["graphs"])
+    memory = PeakMemory(device, first_step=3)
     memory.before_step(2)
     assert emptied == []
     memory.before_step(3)
@@ -192,11 +192,13 @@ def test_memory_is_that_of_the_steady_state_and_says_what_is_reserved_and_free(m
         "free_memory_mib": 200.0,
         "gpu_memory_mib": 1000.0,
     }
-    peak.update(bytes=100 << 20, reserved=400 << 20, graphs=50 << 20)
-    memory.end_training(4)
-    peak.update(bytes=700 << 20, reserved=800 << 20, graphs=0)  # of an evaluation
-    found = memory.summary(Group(device=device))
-    assert (found["peak_memory_mib"], found["reserved_memory_mib"]) == (150.0, 400.0)
+    in_graphs = PeakMemory(device, first_step=3, in_graphs=True)
+    peak.update(bytes=100 << 20, reserved=400 << 20)
+    for each in (memory, in_graphs):
+        each.end_training(4)
+    peak.update(bytes=700 << 20, reserved=800 << 20)  # of an evaluation
+    found = [each.summary(Group(device=device)) for each in (memory, in_graphs)]
+    assert [(of["peak_memory_mib"], of["reserved_memory_mib"]) for of in found] == [(100.0, 400.0), (400.0, 400.0)]
 
 
 @pytest.mark.parametrize(
