@@ -40,8 +40,8 @@ class PeakMemory:
 
         Of training past the warm-up, of the rank that had most: `peak_memory_mib` in tensors (with CUDA graphs all that is
         reserved), and `reserved_memory_mib` with what else torch's allocator had reserved. `free_memory_mib` is what nobody uses
-        now, and `gpu_memory_mib` what a GPU has, each of the GPU with the least. With several ranks the first of each rank too, as
-        `rank0/peak_memory_mib`: pipeline stages differ.
+        now, and `gpu_memory_mib` what a GPU has, each of the GPU with the least. With several ranks the first of each rank too,
+        as `rank0/peak_memory_mib`: pipeline stages differ.
         """
         if self._device.type != "cuda":
             return {}
