@@ -21,8 +21,10 @@ THREADS = {
     "service/cluster/parallel_map.py": NOTHING,
     "service/runs/stored/driver_lease.py": NOTHING,
     "service/runs/pack.py": NOTHING,
+    "service/runs/trial.py": NOTHING,
     "service/runs/stored/stored_session.py": NOTHING,
     "service/tracking/tracker.py": NOTHING,
+    "service/tracking/ui_app.py": NOTHING,
     "trainables/data/loader/batch_reader.py": NOTHING,  # it fills memory that the training thread has pinned
     "trainables/data/loader/loader_server.py": NOTHING,  # of a process that never imports CUDA
     "trainables/data/storage/shard_fetcher.py": NOTHING,
@@ -37,7 +39,6 @@ THREADS = {
     "trainables/teachers/service/loaded_teachers.py": ONE_GPU,
     "trainables/teachers/service/server.py": NOTHING,
     "trainables/worker/hangs/hang_watch.py": NOTHING,
-    "trainables/worker/reporter.py": NOTHING,
 }
 
 

@@ -20,6 +20,7 @@ from trainables.data.loader.loader import Loader
 from trainables.data.source import open_source
 from trainables.data.storage import folder_cleaner
 from trainables.data.storage.staging import stage_set
+from trainables.device.compilation import Compilation
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
 from trainables.engine.evaluate import correct_counts, evaluate, evaluate_checkpoint, logits_of
@@ -53,7 +54,7 @@ def evaluate_first(group: Group, num_samples: int) -> dict[str, float]:
     loader = Loader(source, data, split="val", seed=0, rank=group.rank, world_size=group.world_size, loader_workers=1)
     model = build_model("convnet_small", num_classes=10, image_size=8, seed=0).double()
     try:
-        return evaluate(model, loader.epoch(0), logits_of(model, prepare, contextlib.nullcontext), group, group)
+        return evaluate(model, loader.epoch(0), logits_of(model, prepare, contextlib.nullcontext, Compilation()), group, group)
     finally:
         loader.close()
 
@@ -96,7 +97,7 @@ def diverging_buffers(group: Group) -> dict[str, Any]:
         world_size=group.world_size,
         loader_workers=0,
     )
-    result = evaluate(model, loader.epoch(0), logits_of(model, prepare, contextlib.nullcontext), group, group)
+    result = evaluate(model, loader.epoch(0), logits_of(model, prepare, contextlib.nullcontext, Compilation()), group, group)
     return {"loss": result["loss"], "mean": float(model[1].running_mean[0]), "training": model.training}
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.faults.injected import slow_all_reduce, slow_rank
-from tests.trainables.jobs import config, no_telemetry, write_teacher
+from tests.trainables.jobs import config, no_telemetry, with_noise_scale, write_teacher
 from trainables.config import TrainConfig
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
@@ -22,7 +22,7 @@ EXTRA_MS = 60
 
 def summary_of(group: Group, settings: TrainConfig, fault: str) -> tuple[dict[str, float], float]:
     """The summary, and this rank's wait in its median step: a busy machine may stop any process for a while."""
-    job = build(settings, group, lambda *_: None, no_telemetry)
+    job = build(with_noise_scale(settings), group, lambda *_: None, no_telemetry)  # whose hook `slow_all_reduce` delays
     if fault:
         undo = {"network": slow_all_reduce, "rank": slow_rank}[fault](job, EXTRA_MS / 1e3)
     summary = loop.run(job)
