@@ -117,6 +117,7 @@ class Bench:
         """A run directory as it is before its student is trained, and that student's configuration."""
         overrides = [
             *self._base,
+            "train.noise_scale=true",  # by whose hook `injected.slow_all_reduce` delays
             f"scale.num_workers={training.num_workers}",
             f"data.global_batch_size={training.batch * training.num_workers}",
             *training.sets,
