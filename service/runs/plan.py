@@ -83,8 +83,7 @@ class Plan:
         scale = self.experiment.scale
         kind = "GPU" if self.use_gpu else "CPU"
         auto = " (auto)" if self.experiment.data.loader_workers == "auto" else ""
-        stages = f" ({scale.num_replicas} × {scale.num_stages} pipeline stages)" if scale.num_stages > 1 else ""
-        stages = " (pipeline stages: auto)" if scale.pipeline_stages == "auto" else stages
+        stages = f" ({scale.num_replicas} × {scale.pipeline_stages} pipeline stages)" if scale.pipeline_stages > 1 else ""
         fewest = f"{scale.min_workers} to " if scale.min_workers is not None else ""
         line = (
             f"{fewest}{scale.num_workers} {kind} worker{'s' if scale.num_workers > 1 else ''}{stages} × "

@@ -14,6 +14,7 @@ from trainables.engine.job import Job
 from trainables.engine.metrics_records import epoch_seconds, log_epoch, log_step, means, summarize, teacher_images, throughput
 from trainables.engine.teacher_accuracy import measure_teachers
 from trainables.errors import DataError, Interruption, StageInterruptedError
+from trainables.rules import pipeline_micro_batches
 
 log = logging.getLogger("raydistill")
 
@@ -35,10 +36,8 @@ def run(job: Job) -> dict[str, float]:
         "num_workers": job.group.world_size,
         "max_steps": config.train.warmup_steps + config.train.max_steps if config.train.max_steps else 0,
     }
-    if config.scale.num_stages > 1:
-        assert isinstance(config.scale.micro_batches, int)  # since it was planned
-        start |= {"pipeline_stages": config.scale.num_stages, "micro_batches": config.scale.micro_batches}
-    start |= {f"predicted/{stages}_stages_ms": 1e3 * step_s for stages, step_s in job.predicted_s.items()}
+    if config.scale.pipeline_stages > 1:
+        start |= {"pipeline_stages": config.scale.pipeline_stages, "micro_batches": pipeline_micro_batches(config)}
     job.report("start", progress.step, progress.epoch, start)
     if progress.epoch_record:  # its checkpoint is complete: a death may have come before its record was written
         job.report("epoch", **progress.epoch_record)

@@ -20,6 +20,7 @@ from trainables.engine.step_functions import StepFunctions, build_train_state
 from trainables.engine.updates import SharedUpdate, UpdateSettings, average, put
 from trainables.metrics.phase_timer import PhaseTimer
 from trainables.models.forward import logits_and_aux
+from trainables.rules import pipeline_micro_batches
 
 
 class PipelineUpdate(SharedUpdate):
@@ -134,8 +135,7 @@ def pipeline_functions(config: TrainConfig, layout: Layout, parts: TrainingParts
     if not (layout.is_first or layout.is_last):
         train_state.prepare = lambda batch: batch  # it has no pixels
     forward = pipeline_stage_forward(parts.module.student, train_state.autocast)
-    size, micro_batches = config.data.image_size, config.scale.micro_batches
-    assert isinstance(micro_batches, int)  # since it was planned
+    size, micro_batches = config.data.image_size, pipeline_micro_batches(config)
     images = Boundary((3, size, size), tensor_format(config)[0], has_gradient=False)
     parts.module.eval()
     inputs = pipeline_stage_inputs(forward, images, layout.pipeline)

@@ -21,23 +21,22 @@ from trainables.engine.job import build
 from trainables.engine.pipeline.build import possible_cuts, with_saved_cut
 from trainables.errors import ModelError, TrainingError
 from trainables.methods.distillation_module import DistillationModule
+from trainables.rules import pipeline_micro_batches
 
 CUTS = {1: None, 2: ["hidden.1"], 3: ["hidden.1", "head"]}
 
 
 @pytest.fixture(scope="module")
-def many(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+def many(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     """More ranks than other tests need, six for the slow ones."""
     slow = any("slow" in item.keywords for item in request.session.items)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))  # of the measured times of a plan
-        pool = RankPool(6 if slow else 4, fork_server=True)
+    pool = RankPool(6 if slow else 4, fork_server=True)
     yield pool
     pool.close()
 
 
 def job(
-    folder: Path, stages: int, replicas: int, *, micro_batches: int | str = 2, schedule: str = "1f1b", **sections: Any
+    folder: Path, stages: int, replicas: int, *, micro_batches: int | None = 2, schedule: str = "1f1b", **sections: Any
 ) -> TrainConfig:
     """Two epochs, with a short last batch, clipping and a teacher."""
     weights = folder.parent / "teacher.safetensors"
@@ -72,7 +71,7 @@ FAST = [
         2, 2, 3, "1f1b", {"data": {"path": "synthetic", "synthetic_images": 65, "global_batch_size": 32}}, id="an empty rank"
     ),
     pytest.param(3, 1, 2, "gpipe", {"optim": {"accumulate": 2}}, id="three stages"),
-    pytest.param(2, 1, "auto", "1f1b", {"scale": {"cut": None}}, id="planned"),
+    pytest.param(2, 1, None, "1f1b", {"scale": {"cut": None}}, id="a cut found by timing"),
     pytest.param(2, 1, 2, "1f1b", {"data": {"device_augment": {"mixup": 0.3}, "last_batch": "drop"}}, id="mixup"),
     pytest.param(2, 2, 1, "gpipe", {"optim": {"name": "adamw", "lr": 0.01, "nesterov": False}}, id="one micro-batch"),
 ]
@@ -89,7 +88,7 @@ SLOW = [pytest.param(*each.values, id=each.id, marks=pytest.mark.slow) for each 
 
 @pytest.mark.parametrize(("stages", "replicas", "micro_batches", "schedule", "sections"), [*FAST, *SLOW])
 def test_stages_train_what_one_process_does_to_1e_9(
-    many: RankPool, tmp_path: Path, stages: int, replicas: int, micro_batches: int | str, schedule: str, sections: dict[str, Any]
+    many: RankPool, tmp_path: Path, stages: int, replicas: int, micro_batches: int | None, schedule: str, sections: dict[str, Any]
 ) -> None:
     alone = many.run(1, train, job(tmp_path / "alone", 1, 1, **sections))
     settings = job(tmp_path / "stages", stages, replicas, micro_batches=micro_batches, schedule=schedule, **sections)
@@ -143,16 +142,19 @@ def test_a_job_resumed_on_the_same_stages_ends_with_the_same_bits(many: RankPool
     assert equal(saved(tmp_path / "whole"), saved(tmp_path / "pieces"))
 
 
-def test_a_resumed_job_keeps_its_cut_and_micro_batches_where_they_are_open(many: RankPool, tmp_path: Path) -> None:
+def test_a_resumed_job_keeps_its_cut_where_that_is_open(many: RankPool, tmp_path: Path) -> None:
     sections = {"train": {"checkpoint_every": 2, "log_every": 1}}
-    settings = job(tmp_path / "run", 2, 1, micro_batches=3, **sections, scale={"cut": ["head"]})
-    assert many.run(2, train, settings, 5)[0]["died"]
-    many.run(2, train, job(tmp_path / "run", 2, 1, micro_batches="auto", **sections, scale={"cut": None}))
+    assert many.run(2, train, job(tmp_path / "run", 2, 1, **sections, scale={"cut": ["head"]}), 5)[0]["died"]
+    many.run(2, train, job(tmp_path / "run", 2, 1, **sections, scale={"cut": None}))
     last = tmp_path / "run" / "checkpoints" / "last.safetensors"
-    expected = {"pipeline_stages": 2, "cut": ["head"], "micro_batches": 3}
-    assert checkpoint.read(last)[1]["pipeline"] == expected
-    scale = with_saved_cut(job(tmp_path / "other", 3, 1, micro_batches="auto", scale={"cut": None}), last).scale
-    assert (scale.cut, scale.micro_batches) == (None, "auto"), "of other stages it is planned anew"
+    assert checkpoint.read(last)[1]["pipeline"] == {"pipeline_stages": 2, "cut": ["head"]}
+    assert with_saved_cut(job(tmp_path / "other", 3, 1, scale={"cut": None}), last).scale.cut is None, "of other stages"
+
+
+def test_without_a_number_there_are_four_micro_batches_a_stage_and_at_most_one_a_sample(tmp_path: Path) -> None:
+    for batch, accumulate, expected in ((32, 1, 8), (32, 2, 8), (12, 2, 6), (6, 1, 6)):
+        sections = {"data": {"global_batch_size": 2 * batch}, "optim": {"accumulate": accumulate}}
+        assert pipeline_micro_batches(job(tmp_path / "run", 2, 2, micro_batches=None, **sections)) == expected
 
 
 def test_a_stage_with_nothing_to_train_is_refused(tmp_path: Path) -> None:
