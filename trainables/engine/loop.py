@@ -7,6 +7,7 @@ from typing import NoReturn
 from trainables.data.loader.loader import Batch
 from trainables.device.device_batches import on_device
 from trainables.distributed.group import gather_objects
+from trainables.engine.checkpoint import join_shards
 from trainables.engine.checks import check_finite, check_skipped, single_image_errors
 from trainables.engine.epochs import Epoch
 from trainables.engine.evaluate import evaluate
@@ -53,6 +54,9 @@ def run(job: Job) -> dict[str, float]:
             train_epoch(job)
         finish_epoch(job)
     wait_for_disk(job)
+    if job.group.is_main and job.stage.best.exists():
+        with job.metrics.clock.part("checkpoint"):
+            join_shards(job.stage.best)
     return summarize(job)
 
 

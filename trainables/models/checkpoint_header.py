@@ -34,6 +34,8 @@ class CheckpointHeader:
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     """With `mean`, how its images were normalised, by channel; () in older checkpoints."""
+    shards: tuple[str, ...] = ()
+    """The names of the files next to it that have its tensors, where it was written by pipeline stages."""
     transform_input: bool = False
     """Whether the model rescales its input, as GoogLeNet and Inception do with torchvision's published weights."""
 
@@ -104,6 +106,7 @@ def read_checkpoint_header(path: Path) -> CheckpointHeader | None:
             classes=tuple(map(str, fields["classes"])),
             mean=tuple(map(float, fields.get("mean") or ())),
             std=tuple(map(float, fields.get("std") or ())),
+            shards=tuple(map(str, fields.get("shards") or ())),
             transform_input=bool(fields.get("transform_input")),
         )
     except (KeyError, TypeError, ValueError) as error:

@@ -2,6 +2,9 @@
 
 import contextlib
 import gc
+import itertools
+import os
+import signal
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,13 +17,14 @@ from torchvision.models import get_model
 
 from tests.trainables.jobs import Recorded, config, equal, no_telemetry, relative_difference, train, write_teacher
 from trainables.config import TrainConfig
-from trainables.distributed.group import Group
-from trainables.distributed.rank_pool import RankPool
-from trainables.engine import checkpoint, loop
+from trainables.distributed.group import Group, gather_objects
+from trainables.distributed.rank_pool import RankDiedError, RankPool
+from trainables.engine import checkpoint, checkpoint_writer, loop
 from trainables.engine.job import build
 from trainables.engine.pipeline.build import possible_cuts, with_saved_cut
 from trainables.errors import ModelError, TrainingError
 from trainables.methods.distillation_module import DistillationModule
+from trainables.models.weights import load_teacher
 from trainables.rules import pipeline_micro_batches
 
 CUTS = {1: None, 2: ["hidden.1"], 3: ["hidden.1", "head"]}
@@ -120,6 +124,8 @@ def test_a_job_resumed_with_other_stages_and_replicas_or_none_goes_on_with_the_s
         settings = job(tmp_path / "pieces", stages, replicas, **sections)
         found = many.run(stages * replicas, train, settings, die_after)
         assert found[0]["died"] is (die_after is not None)
+        shards = list((tmp_path / "pieces" / "checkpoints").glob("last.*.safetensors"))
+        assert len(shards) == (stages if stages > 1 else 0), "those of another number of stages are removed"
     assert relative_difference(whole_state(whole, 1), whole_state(found, 2)) < 1e-9
     assert relative_difference(saved(tmp_path / "whole"), saved(tmp_path / "pieces")) < 1e-9
 
@@ -140,6 +146,68 @@ def test_a_job_resumed_on_the_same_stages_ends_with_the_same_bits(many: RankPool
     pieces = many.run(4, train, job(tmp_path / "pieces", 2, 2, **sections))
     assert equal(whole_state(whole, 2), whole_state(pieces, 2))
     assert equal(saved(tmp_path / "whole"), saved(tmp_path / "pieces"))
+
+
+def train_until_killed(group: Group, settings: TrainConfig, rank: int, function: str) -> None:
+    """Kills this rank's process as it calls a function of the checkpoint writer for the second checkpoint."""
+    calls, original = itertools.count(), getattr(checkpoint_writer, function)
+
+    def kill_or_call(*arguments: Any, **options: Any) -> Any:
+        if group.rank == rank and next(calls):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint_writer, function, kill_or_call)
+        train(group, settings)
+
+
+@pytest.mark.parametrize(
+    ("rank", "function", "step"),
+    [
+        pytest.param(1, "write_packed", 2, id="as one stage writes its shard"),
+        pytest.param(0, "write_tensors", 2, id="between the shards and the file that names them"),
+        pytest.param(0, "remove_shards", 4, id="before the earlier shards are removed"),
+    ],
+)
+def test_a_kill_leaves_the_earlier_checkpoint_or_the_new_one(
+    many: RankPool, tmp_path: Path, rank: int, function: str, step: int
+) -> None:
+    sections = {"train": {"checkpoint_every": 2, "log_every": 1}}
+    whole = many.run(2, train, job(tmp_path / "whole", 2, 1, **sections))
+    with pytest.raises(RankDiedError):
+        many.run(2, train_until_killed, job(tmp_path / "killed", 2, 1, **sections), rank, function)
+    assert checkpoint.read_about(tmp_path / "killed" / "checkpoints" / "last.safetensors")["progress"]["step"] == step
+    resumed = many.run(2, train, job(tmp_path / "killed", 2, 1, **sections))
+    assert equal(whole_state(whole, 2), whole_state(resumed, 2))
+    assert equal(saved(tmp_path / "whole"), saved(tmp_path / "killed"))
+    files = sorted(path.name.split(".") for path in (tmp_path / "killed" / "checkpoints").glob("[!.]*"))
+    assert [[name, *rest[1:]] for name, *rest in files] == [
+        ["best"],
+        ["last", "0", "safetensors"],
+        ["last", "1", "safetensors"],
+        ["last"],
+    ], "the best one is one file, and nothing else is left"
+
+
+def best_while_training(group: Group, settings: TrainConfig) -> tuple[list[str], float]:
+    """The files of the best checkpoint before the end, and how far a teacher with its weights is from it."""
+    with contextlib.closing(build(settings, group, Recorded(), no_telemetry)) as running:
+        loop.train_epoch(running)
+        loop.finish_epoch(running)
+        loop.wait_for_disk(running)
+        gather_objects(None, group)
+        path = running.stage.best
+        tensors, about = checkpoint.read(path)
+        weights = {name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")}
+        model = load_teacher("mlp_large", str(path), num_classes=10, image_size=8, classes=about["classes"], seed=1)
+        return about["shards"], relative_difference(model.state_dict(), {name: value.float() for name, value in weights.items()})
+
+
+def test_the_best_checkpoint_is_read_from_its_shards_while_the_job_trains(many: RankPool, tmp_path: Path) -> None:
+    for shards, difference in many.run(2, best_while_training, job(tmp_path / "job", 2, 1)):
+        assert [name.split(".")[2] for name in shards] == ["0", "1"]
+        assert difference == 0
 
 
 def test_a_resumed_job_keeps_its_cut_where_that_is_open(many: RankPool, tmp_path: Path) -> None:
