@@ -26,7 +26,7 @@ from trainables.distributed.group import Group, from_rank
 from trainables.distributed.pipeline.block_costs import measure_blocks
 from trainables.distributed.pipeline.choose_cut import StageCosts, choose_cut
 from trainables.distributed.pipeline.cut_points import CutPoint, cut_points
-from trainables.distributed.pipeline.runner import Boundary, PipelineRunner, micro_batch_sizes
+from trainables.distributed.pipeline.runner import Boundary, PipelineRunner, micro_batch_sizes, pipeline_stage_inputs
 from trainables.distributed.pipeline.stage_module import split
 from trainables.distributed.rank_pool import RankPool
 from trainables.models.registry import construct
@@ -103,7 +103,7 @@ def _pipeline(
 ) -> Step:
     stage = split(copy.deepcopy(model), [cut.module for cut in cuts])[stages.rank]
     images = Boundary(tuple(images_BCHW.shape[1:]), torch.float32, has_gradient=False)
-    runner = PipelineRunner(stages, (images, *(Boundary(cut.shape, cut.dtype) for cut in cuts)), SCHEDULE)
+    runner = PipelineRunner(stages, pipeline_stage_inputs(stage, images, stages), SCHEDULE)
 
     def step() -> None:
         stage.zero_grad()
