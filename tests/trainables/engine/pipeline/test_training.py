@@ -4,6 +4,7 @@ import contextlib
 import gc
 import itertools
 import os
+import re
 import signal
 import warnings
 from collections.abc import Iterator
@@ -22,8 +23,9 @@ from trainables.distributed.rank_pool import RankDiedError, RankPool
 from trainables.engine import checkpoint, checkpoint_writer, loop
 from trainables.engine.job import build
 from trainables.engine.pipeline.build import possible_cuts, with_saved_cut
-from trainables.errors import ModelError, TrainingError
+from trainables.errors import CheckpointError, ModelError, TrainingError
 from trainables.methods.distillation_module import DistillationModule
+from trainables.models.checkpoint_header import read_checkpoint_header
 from trainables.models.weights import load_teacher
 from trainables.rules import pipeline_micro_batches
 
@@ -202,6 +204,17 @@ def best_while_training(group: Group, settings: TrainConfig) -> tuple[list[str],
         weights = {name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")}
         model = load_teacher("mlp_large", str(path), num_classes=10, image_size=8, classes=about["classes"], seed=1)
         return about["shards"], relative_difference(model.state_dict(), {name: value.float() for name, value in weights.items()})
+
+
+def test_a_checkpoint_without_one_of_its_shards_is_refused_in_one_line(many: RankPool, tmp_path: Path) -> None:
+    many.run(2, train, job(tmp_path / "job", 2, 1))
+    last = tmp_path / "job" / "checkpoints" / "last.safetensors"
+    (shard,) = last.parent.glob("last.*.1.safetensors")
+    shard.unlink()
+    for read in (read_checkpoint_header, checkpoint.read):
+        with pytest.raises(CheckpointError, match=re.escape(shard.name)) as caught:
+            read(last)
+        assert "\n" not in str(caught.value)
 
 
 def test_the_best_checkpoint_is_read_from_its_shards_while_the_job_trains(many: RankPool, tmp_path: Path) -> None:
