@@ -51,13 +51,13 @@ def batch_is_divisible(settings: JobSettings) -> Problem:
     batch, replicas = settings.data.global_batch_size, settings.scale.num_replicas
     if batch % replicas == 0:
         return None
-    lower, stages = max(batch // replicas, 1) * replicas, settings.scale.num_stages
+    lower, stages = max(batch // replicas, 1) * replicas, settings.scale.pipeline_stages
     divisor = f"scale.num_workers {replicas}" if stages == 1 else f"{replicas} replicas of {stages} scale.pipeline_stages"
     return f"data.global_batch_size {batch} is not divisible by {divisor}: write {lower} or {lower + replicas}"
 
 
 def fewest_workers_divide_batch(settings: JobSettings) -> Problem:
-    batch, fewest, stages = settings.data.global_batch_size, settings.scale.min_workers, settings.scale.num_stages
+    batch, fewest, stages = settings.data.global_batch_size, settings.scale.min_workers, settings.scale.pipeline_stages
     if fewest is None or (fewest % stages == 0 and batch % (fewest // stages) == 0):
         return None
     fitting = [workers for workers in range(stages, settings.scale.num_workers + 1, stages) if batch % (workers // stages) == 0]
@@ -86,22 +86,25 @@ def accumulate_fits_batch(settings: JobSettings) -> Problem:
     accumulate, batch = settings.optim.accumulate, replica_batch(settings)
     if num_micro_batches(settings) <= batch:
         return None
-    if settings.scale.num_stages == 1:
+    if settings.scale.pipeline_stages == 1:
         return f"optim.accumulate {accumulate} exceeds the {batch} samples of one worker's batch"
     return (
-        f"scale.micro_batches {settings.scale.micro_batches} × optim.accumulate {accumulate} exceed the {batch} samples of one"
-        " replica's batch"
+        f"scale.micro_batches {pipeline_micro_batches(settings)} × optim.accumulate {accumulate} exceed the {batch} samples of"
+        " one replica's batch"
     )
 
 
 def num_micro_batches(settings: JobSettings) -> int:
-    """Parts of a replica's batch that are computed one after the other; at least, where that is `auto`."""
-    accumulate, in_pipeline = settings.optim.accumulate, settings.scale.micro_batches
-    if settings.scale.num_stages == 1:
-        return accumulate
-    if in_pipeline == "auto":  # it may be more than one where there are so many samples
-        in_pipeline = 2 if replica_batch(settings) >= 2 * accumulate else 1
-    return accumulate * in_pipeline
+    """Parts of a replica's batch that are computed one after the other."""
+    return settings.optim.accumulate * pipeline_micro_batches(settings)
+
+
+def pipeline_micro_batches(settings: JobSettings) -> int:
+    """Parts that flow through the pipeline stages at once, of a replica's batch or of each part by `optim.accumulate`."""
+    scale, samples = settings.scale, replica_batch(settings) // settings.optim.accumulate
+    if scale.pipeline_stages == 1:
+        return 1
+    return scale.micro_batches or max(1, min(4 * scale.pipeline_stages, samples))
 
 
 def parts_have_several_images(settings: JobSettings, num_images: int) -> Problem:
@@ -109,7 +112,9 @@ def parts_have_several_images(settings: JobSettings, num_images: int) -> Problem
     batch, replicas, splits = settings.data.global_batch_size, settings.scale.num_replicas, num_micro_batches(settings)
     smallest = 2 * replicas * splits
     if num_images >= batch and batch < smallest:
-        return f"data.global_batch_size {batch} gives a worker or micro-batch a single image: write at least {smallest}"
+        number = pipeline_micro_batches(settings)
+        fewer = f", or less than {number} in scale.micro_batches" if number > 1 else ""
+        return f"data.global_batch_size {batch} gives a worker or micro-batch a single image: write at least {smallest}{fewer}"
     last = num_images % batch if settings.data.last_batch == "short" else 0
     if not any(0 < part < 2 * splits for part in (last // replicas, -(-last // replicas))):
         return None
@@ -175,7 +180,7 @@ def deterministic_kernels_are_not_timed(settings: JobSettings) -> Problem:
 
 
 def sharded_teacher_has_several_replicas(settings: JobSettings) -> Problem:
-    fewest, stages = settings.scale.min_workers, settings.scale.num_stages
+    fewest, stages = settings.scale.min_workers, settings.scale.pipeline_stages
     if settings.teacher is None or settings.teacher.placement != "sharded" or fewest is None or fewest // stages > 1:
         return None
     return f"teacher.placement sharded needs 2 workers or more, and scale.min_workers is {fewest}: write at least {2 * stages}"
@@ -214,9 +219,9 @@ def pipeline_stages_support(settings: JobSettings) -> Problem:
         "teacher.service: leave it out": teacher is not None and teacher.service is not None,
     }
     problem = next((text for text, applies in instead.items() if applies), None)
-    if settings.scale.num_stages == 1 or problem is None:
+    if settings.scale.pipeline_stages == 1 or problem is None:
         return None
-    return f"scale.pipeline_stages {settings.scale.num_stages} does not go with {problem}, or scale.pipeline_stages 1"
+    return f"scale.pipeline_stages {settings.scale.pipeline_stages} does not go with {problem}, or scale.pipeline_stages 1"
 
 
 RULES: tuple[Callable[[JobSettings], Problem], ...] = (
@@ -243,7 +248,7 @@ def splits_no_batch(what: str, settings: JobSettings) -> Problem:
     """`what` looks at all samples of a batch."""
     if num_micro_batches(settings) == 1:
         return None
-    accumulate, micro_batches = settings.optim.accumulate, settings.scale.micro_batches
+    accumulate, micro_batches = settings.optim.accumulate, pipeline_micro_batches(settings)
     key, number = ("optim.accumulate", accumulate) if accumulate > 1 else ("scale.micro_batches", micro_batches)
     return f"{what} looks at all samples of a batch, which {key} {number} splits: set {key} to 1"
 
@@ -274,7 +279,7 @@ def method_has_all_workers(name: str, requirements: MethodRequirements, settings
     key = "optim.accumulate" if settings.optim.accumulate > 1 else "scale.micro_batches"
     return (
         f"distill.method: {name} gathers the outputs of all workers, and one of them may have fewer micro-batches of a "
-        f"short batch: set {key} to 1, or scale.num_workers to {scale.num_stages}"
+        f"short batch: set {key} to 1, or scale.num_workers to {scale.pipeline_stages}"
     )
 
 

@@ -22,7 +22,7 @@ from service.config.method_rules import MethodFiles, check_methods
 from service.config.paths import absolute_paths
 from service.config.rules import RULES
 from service.config.schema import MAX_NAME, Experiment
-from service.config.space import SpaceError, check_space, with_stages_axis
+from service.config.space import SpaceError, check_space
 from service.config.sweep import SweepConfig
 from service.config.unknown_keys import validate_known_keys
 from service.config.uris import checked_uri, secret_refusal
@@ -160,7 +160,6 @@ def _checked(tree: Mapping[str, Any], method_files: MethodFiles) -> Experiment:
             checked_uri(experiment.tracking.uri)
         except ExperimentError as error:
             raise ConfigProblems([("tracking.uri", str(error))]) from error
-    experiment = _with_stages_axis(experiment)
     _check_sweep(experiment.sweep)
     _check_secrets(experiment)
     return experiment
@@ -186,14 +185,6 @@ def _check_secrets(experiment: Experiment) -> None:
     found = [(key, secret_refusal(key, value)) for key, value in values.items() if redact_values(value) != value]
     if found:
         raise ConfigProblems(found)
-
-
-def _with_stages_axis(experiment: Experiment) -> Experiment:
-    try:
-        space = with_stages_axis(experiment.sweep.space, experiment.scale.num_workers)
-    except SpaceError as error:
-        raise ConfigProblems([("sweep.space", f"sweep.space: {error}")]) from error
-    return experiment.model_copy(update={"sweep": experiment.sweep.model_copy(update={"space": space})})
 
 
 def _check_sweep(sweep: SweepConfig) -> None:

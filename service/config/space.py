@@ -3,7 +3,6 @@
 data.global_batch_size: [256, 512]          a list
 data.loader_workers: {range: [2, 8, 2]}     2, 4, 6, 8
 optim.lr: {loguniform: [0.001, 1]}          a distribution: uniform, loguniform, randint (both ends included)
-scale.pipeline_stages: auto                 every number that divides one of the numbers of workers
 """
 
 import itertools
@@ -74,20 +73,6 @@ def short_names(keys: Iterable[str]) -> dict[str, str]:
     keys = list(keys)
     last = {key: _USUAL_NAMES.get(key, key.rpartition(".")[2]) for key in keys}
     return {key: name if list(last.values()).count(name) == 1 else key for key, name in last.items()}
-
-
-def with_stages_axis(space: Mapping[str, Any], num_workers: int) -> dict[str, Any]:
-    """The space with numbers in place of `scale.pipeline_stages: auto`. `num_workers`: where it is not searched.
-
-    Raises SpaceError: the numbers of workers are not known before the search.
-    """
-    if space.get(PIPELINE_STAGES) != "auto":
-        return dict(space)
-    counts = choices(NUM_WORKERS, space.get(NUM_WORKERS, [num_workers]))
-    if counts is None:
-        raise SpaceError(f"{PIPELINE_STAGES}: auto divides numbers of workers: write {NUM_WORKERS} as a list or a range")
-    stages = {p for n in counts if isinstance(n, int) for p in range(1, min(n, MOST_STAGES) + 1) if n % p == 0}
-    return {**space, PIPELINE_STAGES: sorted(stages)}
 
 
 def check_space(space: Mapping[str, Any], policy: str) -> None:

@@ -23,9 +23,7 @@ MINIMIZED = frozenset({"epoch_s", "step_s", "gpu_s_per_epoch", "val_loss", "data
 class SweepConfig(Section):
     """A search over values of the experiment."""
 
-    space: dict[str, Any] = Field(
-        {}, description="dotted key → list, {range: [first, last, step]}, or a distribution; scale.pipeline_stages: auto too"
-    )
+    space: dict[str, Any] = Field({}, description="dotted key → list, {range: [first, last, step]}, or a distribution")
     points: tuple[dict[str, Any], ...] = Field((), description="in place of a space: each point as dotted keys and their values")
     policy: Literal["grid", "random", "asha", "guided"] = Field(
         "grid", description="guided: a timing sweep that learns what a step is made of, and tries few points of the grid"

@@ -131,7 +131,7 @@ def evidence_of(
         clock=_clock(metrics) if epochs else None,
         val_images=evaluated[-1] if evaluated else 0.0,
         epochs=epochs,
-        pipeline_stages=int(start.get("pipeline_stages", experiment.scale.num_stages)),
+        pipeline_stages=int(start.get("pipeline_stages", experiment.scale.pipeline_stages)),
         micro_batches=int(start.get("micro_batches", 1)),
         teacher_actors=experiment.teacher.service if experiment.teacher is not None else None,
     )

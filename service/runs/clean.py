@@ -24,7 +24,6 @@ from service.runs.stored.stored_runs import COPIES, copies_base, display_name, u
 from service.tracking.spool import Spool
 from trainables.data.storage import folder_cleaner
 from trainables.data.storage.shared_folder import RAM, format_bytes
-from trainables.distributed.pipeline.plan_cut import cache_folder
 from trainables.errors import DistillError, ExperimentError
 from trainables.locks import is_locked, try_lock
 from trainables.rundir import RunDir
@@ -116,11 +115,7 @@ def clean(root: Path, cleaner: Cleaner, *, unfinished: bool, checkpoints_only: b
 
 
 def clean_machine(cleaner: Cleaner) -> None:
-    """This user's measured times of models, unused copies of data and runs, and sessions of Ray, on this machine."""
-    times = cache_folder()
-    for file in sorted(times.glob("*.json")) if times else []:
-        if cleaner.is_old(file, read=True):
-            cleaner.remove(file, "measured times")
+    """This user's unused copies of data and runs, and sessions of Ray, on this machine."""
     for base in dict.fromkeys((RAM, tempfile.gettempdir())):
         for folder in _own_folders(base):
             if folder.name not in ("ray", COPIES) and not folder_cleaner.is_used(str(folder)) and cleaner.is_old(folder):

@@ -66,7 +66,7 @@ def _deciding_config(experiment: Experiment, stage: str) -> str:
         "data": config.data.model_dump(include={"image_size", "global_batch_size"}),
         "precision": config.precision,
         "scale": scale.model_dump(include={"sync_batch_norm", "pipeline_stages", "micro_batches", "cut"})
-        | {"num_workers": scale.num_stages},
+        | {"num_workers": scale.pipeline_stages},
     }
     return TrainConfig.model_validate(whole).model_dump_json()
 

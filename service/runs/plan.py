@@ -12,7 +12,7 @@ from service.config.schema import Experiment
 from service.runs.stages.assignment import Assignment, reservation_of
 from service.runs.stored.stored_runs import display_name, ray_storage, run_store
 from trainables.config import DataIdentity, TrainConfig
-from trainables.errors import ClusterError
+from trainables.errors import ClusterError, ExperimentError
 from trainables.rundir import RunDir
 
 
@@ -47,12 +47,19 @@ class Plan:
         """One stage as its workers get it. `teachers` are the names of the actors that compute its teacher's logits.
 
         `sweep_dir`: of a trial, that of its sweep, whose trials measure a teacher once.
+
+        Raises ExperimentError: pipeline stages would write checkpoints of several files into an object store.
         """
         tree = self.experiment.stage(stage, run_dir.stage(stage).root, labels, weights).model_dump()
         tree["data"]["loader_workers"] = self.loader_workers
         tree |= {"loader_auto": self.experiment.data.loader_workers == "auto", "teachers": teachers}
         tree["accepted_data"] = self.accepted_data
-        tree["run_store"] = run_store(run_dir.root)
+        tree["run_store"], stages = run_store(run_dir.root), self.experiment.scale.pipeline_stages
+        if tree["run_store"] is not None and stages > 1 and self.experiment.train.max_steps is None:
+            raise ExperimentError(
+                f"scale.pipeline_stages {stages}: a checkpoint has a file for each stage, which a run in an object store does not"
+                " take: give --out or --runs a folder that all nodes share, or write scale.pipeline_stages 1"
+            )
         if self.experiment.measures_teacher(stage):
             tree["teacher_records"] = display_name((sweep_dir or run_dir).root)
         for key, value in absolute_paths(tree).items():
@@ -83,8 +90,7 @@ class Plan:
         scale = self.experiment.scale
         kind = "GPU" if self.use_gpu else "CPU"
         auto = " (auto)" if self.experiment.data.loader_workers == "auto" else ""
-        stages = f" ({scale.num_replicas} × {scale.num_stages} pipeline stages)" if scale.num_stages > 1 else ""
-        stages = " (pipeline stages: auto)" if scale.pipeline_stages == "auto" else stages
+        stages = f" ({scale.num_replicas} × {scale.pipeline_stages} pipeline stages)" if scale.pipeline_stages > 1 else ""
         fewest = f"{scale.min_workers} to " if scale.min_workers is not None else ""
         line = (
             f"{fewest}{scale.num_workers} {kind} worker{'s' if scale.num_workers > 1 else ''}{stages} × "

@@ -78,7 +78,7 @@ def check_data(experiment: Experiment, searched: Collection[str] = (), *, trains
         raise DataError(problem)
     if "data.image_size" not in searched:
         check_models(experiment, val.classes)
-        cut = experiment.scale.num_stages > 1 and experiment.teacher is not None and experiment.teacher.weights is None
+        cut = experiment.scale.pipeline_stages > 1 and experiment.teacher is not None and experiment.teacher.weights is None
         check_fits(experiment, len(val.classes), [name for name in experiment.preparation if cut or name != "teacher"])
         check_parts(experiment, len(train), len(val.classes), trained_stages(experiment, searched))
     return data

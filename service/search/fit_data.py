@@ -11,13 +11,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from service.search.formulas import LEAST_S, step_times
+from service.search.formulas import step_times
 from service.search.points import Array, Layout, Observation
 from service.search.step_time_statistics import SlowSteps
-from trainables.metrics.phases import BUBBLE
 
 MODEL_ERROR = {"step": 0.03, "work": 0.05, "forward": 0.08}  # relative: what a form this simple is off by, at best
-LEAST_EXPOSED = 0.1  # of a backward phase
 LEAST_NOISE, UNKNOWN_NOISE = 0.005, 0.05  # of a probe's mean; the latter of a probe of one step
 
 
@@ -30,7 +28,6 @@ class Measured:
     errors_3M: Array
     noise_M: Array  # of the step alone, without what the model's form is off by
     slow: SlowSteps
-    most_exposed_M: Array  # logarithm of what a step waits for the all-reduce at most; known of pipeline stages alone
 
     @classmethod
     def of(cls, layout: Layout, observations: Sequence[Observation]) -> Measured:
@@ -39,7 +36,6 @@ class Measured:
         logs_3M = np.full((3, len(observations)), np.nan)
         errors_3M = np.ones_like(logs_3M)
         noise_M = np.zeros(len(observations))
-        most_exposed_M = np.full(len(observations), np.nan)
         for m, observation in enumerate(observations):
             mean = slow.mean(observation.steps_s)
             step, noise = mean.step_s, max(mean.error, LEAST_NOISE) if math.isfinite(mean.error) else UNKNOWN_NOISE
@@ -53,11 +49,7 @@ class Measured:
                 if value > 0:
                     logs_3M[row, m] = math.log(value)
                 errors_3M[row, m] = math.hypot(noise, MODEL_ERROR[name])
-            if BUBBLE in parts and (backward := parts.get("backward", 0.0)) > 0:
-                # The phase has the backward passes, which take no less than the forward ones, then the all-reduce, and no waits.
-                exposed = max(backward - parts.get("student", 0.0), LEAST_EXPOSED * backward)
-                most_exposed_M[m] = math.log(step * exposed / total)
-        return cls(layout, logs_3M, errors_3M, noise_M, slow, most_exposed_M)
+        return cls(layout, logs_3M, errors_3M, noise_M, slow)
 
     def joined(self, logs_3N: Array, layout: Layout) -> Measured:
         """These and N more that are taken for measured; `layout` is of all."""
@@ -69,7 +61,6 @@ class Measured:
             np.concatenate([self.errors_3M, errors], axis=1),
             np.concatenate([self.noise_M, np.full(count, UNKNOWN_NOISE / 2)]),
             self.slow,
-            np.concatenate([self.most_exposed_M, np.full(count, np.nan)]),
         )
 
     def without(self, change_M: Array, doubt_M: Array | float = 0.0) -> Measured:
@@ -85,15 +76,8 @@ class Measured:
         )
 
     def residuals(self, logs: Array) -> Array:
-        """Model less measurement in standard deviations, for parameters ...P: ...R.
-
-        Of pipeline stages also by how much the all-reduce exceeds what its phase leaves for it: waits for other stages are none.
-        """
-        known, known_M = np.isfinite(self.logs_3M), np.isfinite(self.most_exposed_M)
+        """Model less measurement in standard deviations, for parameters ...P: ...R."""
+        known = np.isfinite(self.logs_3M)
         observation = step_times(logs, self.layout)
         model = np.log(np.stack([observation.step, observation.work, observation.forward], axis=-2))[..., known]
-        residuals = (model - self.logs_3M[known]) / self.errors_3M[known]
-        if not known_M.any():
-            return residuals
-        exceeds = np.maximum(np.log(observation.exposed[..., known_M] + LEAST_S) - self.most_exposed_M[known_M], 0.0)
-        return np.concatenate([residuals, exceeds / MODEL_ERROR["forward"]], axis=-1)
+        return np.asarray((model - self.logs_3M[known]) / self.errors_3M[known])

@@ -6,10 +6,6 @@
     local  = (fixed + image·max(batch, knee)) · (1 + sharing·(per_node − 1))
     exposed= max(0, reduce − hidden·backward)     smooth: reduce²/(reduce + hidden·backward)
 
-With p pipeline stages and m micro-batches, p workers share a replica's work, and wait for each other in (p − 1)/(m + p − 1) of a
-step (Huang et al. 2019); each reduces its own parameters, after its passes. Where a point leaves m open it is the number that
-makes the step shortest. What uneven stages and their sends cost is in the multiplier that each value of an extra key gets.
-
 Every other `max` is a p-norm, since queues round corners. Too many threads for the cores slow both sides.
 Shapes: ... any leading axes (samples of the parameters), M points, P parameters.
 """
@@ -52,7 +48,6 @@ PARAMETERS = (
     Parameter("straggler", "slowdown of the slowest of n workers, per H_n − 1", 0.02, 1.0),
 )
 INDEX = {parameter.name: index for index, parameter in enumerate(PARAMETERS)}
-LEAST_S = 1e-9  # in place of zero, where it divides
 SHARPNESS = 12.0  # of the p-norms: two equal terms give 6% more than either
 
 
@@ -63,7 +58,7 @@ class Times:
     step: Array
     supply: Array  # what the loader alone would take
     work: Array  # everything but the wait for data
-    forward: Array  # mean of the workers: of pipeline stages without the bubble
+    forward: Array
     local: Array  # one worker's own work, nobody waited for
     exposed: Array  # all-reduce that the backward does not hide
 
@@ -98,38 +93,26 @@ def step_times(logs: Array, layout: Layout) -> Times:
     count = len(layout.member_KM)
     decode = np.exp(extra[..., :count] @ layout.member_KM)  # ...M
     slower = np.exp(extra[..., count:] @ layout.member_KM)
-    stages, per_node = layout.stages_M, layout.per_node_M
-    batch, threads = layout.batch_M * stages, np.maximum(layout.threads_M, 1)  # images of a replica
-    loading = np.maximum(per_node / stages, 1)  # replicas on the fullest node: the first stage loads
+    per_node, batch, threads = layout.per_node_M, layout.batch_M, np.maximum(layout.threads_M, 1)
 
     rate = of["thread_images_per_s"] * decode
-    contended = 1 + of["thread_contention"] * (threads * loading - 1)
+    contended = 1 + of["thread_contention"] * (threads * per_node - 1)
     free_cores = np.maximum(layout.cores - 0.5 * per_node, 0.5 * layout.cores)  # the training threads take their part
-    excess = np.maximum((threads * loading + per_node) / layout.cores - 1, 0)
+    excess = np.maximum((threads * per_node + per_node) / layout.cores - 1, 0)
     supply = _larger(
         batch * contended / (rate * threads),
-        batch * loading / (rate * free_cores) * (1 + of["crowding_supply"] * excess),
-        batch * loading / of["node_images_per_s"] + 0 * rate,
+        batch * per_node / (rate * free_cores) * (1 + of["crowding_supply"] * excess),
+        batch * per_node / of["node_images_per_s"] + 0 * rate,
     )
     crowded = (1 + of["sharing"] * (per_node - 1)) * (1 + of["crowding_work"] * excess)
 
-    local, waits = np.full_like(rate * batch, np.inf), np.ones_like(rate * batch)
-    for micro_batches in layout.micro_batches_CM:
-        share = (micro_batches + stages - 1) / (micro_batches * stages)  # of a replica's work that a step waits for
-        filled = share * np.sqrt(batch**2 + (micro_batches * of["knee_images"]) ** 2)  # a GPU fills gradually
-        computed = of["image_s"] * slower * filled
-        fixed = of["fixed_s"] * micro_batches * share * crowded
-        local_s = fixed + computed * crowded
-        waits = np.where(local_s < local, share * stages, waits)
-        local = np.minimum(local, local_s)
-    forward = local * np.minimum(of["forward_share"], 0.9) / waits  # the bubble is no part of it
-    backward = local - forward
-    workers = layout.workers_M
-    replicas = np.maximum(workers / stages, 1)
-    nodes = np.minimum(layout.nodes_M, replicas)
-    in_node = of["reduce_node_s"] * (loading - 1) / loading
-    reduce = (in_node + of["reduce_net_s"] * (nodes - 1) / nodes) / stages + of["hop_s"] * (replicas - 1)
-    cover = np.where(stages > 1, LEAST_S, np.minimum(of["hidden_share"], 1.0) * backward)
+    filled = np.sqrt(batch**2 + of["knee_images"] ** 2)  # a GPU fills gradually
+    local = of["fixed_s"] * crowded + of["image_s"] * slower * filled * crowded
+    forward = local * np.minimum(of["forward_share"], 0.9)
+    workers, nodes = layout.workers_M, layout.nodes_M
+    in_node = of["reduce_node_s"] * (per_node - 1) / per_node
+    reduce = in_node + of["reduce_net_s"] * (nodes - 1) / nodes + of["hop_s"] * (workers - 1)
+    cover = np.minimum(of["hidden_share"], 1.0) * (local - forward)
     exposed = reduce**2 / (reduce + cover)  # reduce − cover where that is large, never zero: the last bucket has no cover
     harmonic = digamma(workers + 1) + np.euler_gamma
     work = (local + exposed) * (1 + of["straggler"] * (harmonic - 1))

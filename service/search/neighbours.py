@@ -12,7 +12,6 @@ from service.search.posterior import Posterior
 
 MAX_LOSS = 0.35  # values that are predicted to be worse by more (logarithm of the cost) are not checked
 WORKERS_MAX_LOSS = 0.6  # of workers, where a model is wrong by most; halving them at ideal speed-up loses log 2 and is left alone
-STAGES_MAX_LOSS = 0.7  # of pipeline stages, where the model knows nothing of where they are cut
 GOOD_FIT = 0.04  # amplitude of the residuals up to which predictions are trusted
 EQUAL_LOSS = 0.03  # a value is checked where a measured point with it is as close to the best point with it
 
@@ -23,16 +22,13 @@ def unchecked_neighbours(
     """For each next value of each axis, the cheapest point with it (row), unless one about as good was measured.
 
     The next larger and smaller number of workers with whatever else is best there; with the best point's number of workers,
-    the next batches and loader workers, every other value of each extra key and every other number of pipeline stages. Where
-    the model leaves much unexplained, or with a `margin` (logarithm of the cost), worse predictions are checked too, and all
-    values of the axes are neighbours.
+    the next batches and loader workers, and every other value of each extra key. Where the model leaves much unexplained, or with
+    a `margin` (logarithm of the cost), worse predictions are checked too, and all values of the axes are neighbours.
     """
     value_M = posterior.value_M
     distrust = 5 * max(posterior.amplitude - GOOD_FIT, 0.0) + margin
     here_M = layout.workers_M == layout.workers_M[best]
     sides = [(here_M & (member_M != member_M[best]), MAX_LOSS) for member_M in layout.member_KM]
-    other_stages = np.setdiff1d(layout.stages_M[here_M], layout.stages_M[best])
-    sides += [(here_M & (layout.stages_M == stages), STAGES_MAX_LOSS) for stages in other_stages]
     anywhere_M = np.ones_like(here_M)
     axes = (
         (layout.workers_M, anywhere_M, WORKERS_MAX_LOSS),

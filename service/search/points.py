@@ -1,6 +1,6 @@
 """What a search over training throughput sees: the cluster, the points of the sweep as numbers, and what a probe brought.
 
-Shapes: M points, K extra categories, C choices.
+Shapes: M points, K extra categories.
 """
 
 from __future__ import annotations
@@ -13,11 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from service.config.space import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS, PIPELINE_STAGES, SCALE_AXES
-
-MICRO_BATCHES = "scale.micro_batches"
-MICRO_BATCHES_A_STAGE = (1, 3, 8)
-"""That a point is thought to choose among where it does not say how many; or one in all."""
+from service.config.space import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS, SCALE_AXES
 
 Array = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -81,8 +77,6 @@ class Layout:
     nodes_M: Array  # nodes that the workers fill, one after the other
     per_node_M: Array  # workers on the fullest node
     batch_M: Array  # images a worker and step
-    stages_M: Array  # workers that share a replica of the model; the first one loads for all of them
-    micro_batches_CM: Array  # of a replica's batch: the numbers that a job chooses among, by timing
     threads_M: Array  # loader threads of a worker; 0 decodes in the training thread
     cores: float  # of a node
     member_KM: Array  # 1 where the point has the category
@@ -102,8 +96,6 @@ class Layout:
             nodes_M=np.ceil(workers_M / hardware.gpus_per_node),
             per_node_M=per_node_M,
             batch_M=np.array([math.ceil(point[GLOBAL_BATCH] / point[NUM_WORKERS]) for point in points], dtype=float),
-            stages_M=np.array([float(point.get(PIPELINE_STAGES, 1)) for point in points]),
-            micro_batches_CM=_micro_batches(points),
             threads_M=np.array([float(point[LOADER_WORKERS]) for point in points]),
             cores=float(hardware.cpus_per_node),
             member_KM=np.array(member_KM, dtype=float).reshape(len(extras), len(points)),
@@ -112,20 +104,5 @@ class Layout:
     def take(self, rows: Sequence[int] | NDArray[np.int_]) -> Layout:
         """Some of the points."""
         at = np.asarray(rows, dtype=int)
-        columns = ("workers_M", "nodes_M", "per_node_M", "batch_M", "stages_M", "micro_batches_CM", "threads_M", "member_KM")
+        columns = ("workers_M", "nodes_M", "per_node_M", "batch_M", "threads_M", "member_KM")
         return replace(self, **{name: getattr(self, name)[..., at] for name in columns})
-
-
-def _micro_batches(points: Sequence[Point]) -> Array:
-    if all(point.get(PIPELINE_STAGES, 1) == 1 for point in points):
-        return np.ones((1, len(points)))
-    return np.array([_micro_batch_choices(point) for point in points], dtype=float).reshape(len(points), -1).T
-
-
-def _micro_batch_choices(point: Point) -> list[int]:
-    stages, number = point.get(PIPELINE_STAGES, 1), point.get(MICRO_BATCHES)
-    choices = (1, *(each * stages for each in MICRO_BATCHES_A_STAGE))
-    if stages == 1 or isinstance(number, int):
-        return [1 if stages == 1 else int(number or 1)] * len(choices)
-    most = max(point[GLOBAL_BATCH] * stages // point[NUM_WORKERS], 1)  # the images of a replica
-    return [min(choice, most) for choice in choices]

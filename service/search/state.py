@@ -58,12 +58,12 @@ class SearchState:
         self.row = {identity(point): row for row, point in enumerate(self.points)}
         self.prior = StepTime.prior(hardware, categories(self.points))
         self.layout = self.prior.layout(self.points)
-        self.kind_M, kinds = kinds_of(self.layout, self.prior.extras)
+        self.kind_M = kinds_of(self.layout)
         self.global_M = np.array([float(point[GLOBAL_BATCH]) for point in self.points])
         self.cost_M = METRICS[metric] * np.log(self.layout.workers_M)  # cost of a second, in logarithms
         self.offset_M = self.cost_M - np.log(self.global_M) + np.log([factor(point) for point in self.points])
         self.values = values(self.points)
-        self.memory = MemoryModel(kinds)
+        self.memory = MemoryModel()
         self.history: list[tuple[int, Observation]] = []
         self.pending: list[int] = []
         self.model = self.prior

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Sequence
 
 from service.cluster.resources import Cluster, is_local, local_capacity
 from service.config.experiment import Resolved
-from service.config.space import PIPELINE_STAGES
 from service.config.sweep import ACCURACIES, TIME
 from service.runs.dry_run import check_fits, num_classes_of
 from service.runs.outcome import Outcome
@@ -29,11 +28,6 @@ def check_sweep(resolved: Resolved) -> DataIdentity | None:
     if experiment.train.max_steps is not None and experiment.sweep.metric in (*ACCURACIES, TIME):
         raise ExperimentError(
             f"train.max_steps: a timing run has no accuracy, and sweep.metric is {experiment.sweep.metric}: leave one of them out"
-        )
-    if experiment.scale.pipeline_stages == "auto" and PIPELINE_STAGES not in experiment.sweep.space:
-        raise ExperimentError(
-            "scale.pipeline_stages: a trial of a sweep has one number of stages: write"
-            " sweep.space: {scale.pipeline_stages: auto}, or here a number"
         )
     check_services(experiment, "sweep")
     trials = plan_trials(resolved)

@@ -3,13 +3,11 @@
 Each cluster is searched by ours until it has nothing more to ask; then by each peer with as many GPU-seconds as that took. All
 costs are the simulator's own, in lean grids: one start for each num_workers, a set-up, a warm-up and 40 steps for each point that
 runs. Seeds 0–199, 3000–3199, 4000–5060 and 6000–6399 have been tuned on; 6400–6599 are reported, and nobody tunes on them.
-With `--stages` 7100–7159 are reported, and 7000–7059 and 7200–7216 have been tuned on.
 In about half of the clusters another tenant comes and goes during the search. TPE needs optuna, BOHB needs hpbandster; what is
 not installed is left out.
 
 `python -m tests.benchmarks.search --seeds 0 100` prints a row a cluster, `--alone` leaves the peers out, `--metric
-gpu_s_per_epoch` asks for another best, `--stages` for clusters with an axis of pipeline stages, and `--trace SEED` prints each
-probe of one search.
+gpu_s_per_epoch` asks for another best, and `--trace SEED` prints each probe of one search.
 """
 
 from __future__ import annotations
@@ -111,9 +109,9 @@ def search(
     return planner, session, thinking_s
 
 
-def search_one(seed: int, metric: str, peers: tuple[str, ...], tenant: bool | None = None, stages: bool = False) -> Row:
+def search_one(seed: int, metric: str, peers: tuple[str, ...], tenant: bool | None = None) -> Row:
     """Ours, then the peers with the same GPU-seconds."""
-    cluster = Cluster(seed, tenant=tenant, stages=stages)
+    cluster = Cluster(seed, tenant=tenant)
     planner, session, thinking_s = search(cluster, metric)
     return Row(
         seed=seed,
@@ -138,14 +136,13 @@ def search_all(
     say: Callable[[Row], None] = lambda row: None,
     processes: int = PROCESSES,
     tenant: bool | None = None,
-    stages: bool = False,
 ) -> list[Row]:
     """A row a seed, in order; the same for the same seeds but for the times.
 
-    `tenant`: in all clusters, or in none; `stages`: with an axis of pipeline stages.
+    `tenant`: in all clusters, or in none.
     """
     rows = []
-    one = functools.partial(search_one, metric=metric, peers=peers, tenant=tenant, stages=stages)
+    one = functools.partial(search_one, metric=metric, peers=peers, tenant=tenant)
     with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
         for row in pool.map(one, seeds):
             say(row)
@@ -243,9 +240,9 @@ def comparisons(short: bool) -> Iterator[list[Comparison]]:
     ]
 
 
-def trace(seed: int, metric: str, tenant: bool | None, stages: bool) -> None:
+def trace(seed: int, metric: str, tenant: bool | None) -> None:
     """A line a probe: when, where, what it brought beside the truth, and who else was there."""
-    cluster = Cluster(seed, tenant=tenant, stages=stages)
+    cluster = Cluster(seed, tenant=tenant)
     print(f"{cluster.kind}, {cluster.plant.nodes} nodes × {cluster.plant.gpus_per_node} GPUs, {cluster.plant.cpu}")
     print("     clock_s  lean grids  tenant  status  steps  measured_s  truth_s  regret, %  point")
 
@@ -273,19 +270,16 @@ def main() -> None:
     parser.add_argument("--metric", choices=(*METRICS, FRONT), default="images_per_s")
     parser.add_argument("--alone", action="store_true", help="without the peers")
     parser.add_argument("--tenant", choices=("yes", "no"), help="in all clusters, or in none (default: in half of them)")
-    parser.add_argument(
-        "--stages", action="store_true", help="with an axis of pipeline stages, and models that fit only when cut"
-    )
     parser.add_argument("--processes", type=int, default=PROCESSES, metavar="N")
     parser.add_argument("--trace", type=int, metavar="SEED", help="one search, a line a probe")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     tenant = None if args.tenant is None else args.tenant == "yes"
     if args.trace is not None:
-        trace(args.trace, args.metric, tenant, args.stages)
+        trace(args.trace, args.metric, tenant)
         return
     peers = () if args.alone or args.metric == FRONT else installed_peers()
-    rows = search_all(range(*args.seeds), args.metric, peers, say, args.processes, tenant, args.stages)
+    rows = search_all(range(*args.seeds), args.metric, peers, say, args.processes, tenant)
     print(summary(rows))
     if args.json:
         args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")

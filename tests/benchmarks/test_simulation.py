@@ -29,7 +29,6 @@ from tests.benchmarks.simulation.parts import (
     Storage,
 )
 from tests.benchmarks.simulation.session import OOM_S, STEPS, Session
-from tests.benchmarks.simulation.stages import layers_of, peak_mib
 from tests.benchmarks.simulation.steps import Luck, simulate
 from trainables.metrics.phases import PHASES
 
@@ -266,29 +265,6 @@ def test_memory_is_linear_in_the_batch_of_a_rank_and_holds_to_its_last_block() -
     assert (cluster.truth(big), cluster.regret(big), cluster.regret(None)) == (np.inf, 1.0, 1.0)
     exactly = replace(cluster.plant.memory, gpu_mib=7400.0)
     assert (exactly.fits(7400.0), exactly.fits(7402.0)) == (True, False)
-
-
-def test_pipeline_stages_share_the_layers_wait_for_each_other_and_leave_the_memory_of_a_part() -> None:
-    """One teacher of 1 ms an image beside 6 ms of the student, of 12 layers: the last stage has 5 of them and the teacher."""
-    gpu = Gpu(1e-9, 100, one_kernel(2e-3), one_kernel(4e-3), one_kernel(1e-3), 0.0, 0.0, 0.0, 0.0, seed=0)
-    free = plant(gpus=2, gpu=gpu, network=FREE, copying=Copying(1e-3, 1e10, 1e10, exposed=1.0))
-    halves = BuildContext(2, 64, 40, stages=2)
-    assert layers_of(free, 2, teacher=2.0) == [7, 5]
-    mean_P, phases = steps(free, halves)
-    most = 64 * 6e-3 * 7 / 12  # of the first stage
-    assert most < mean_P[0] < 1.35 * most
-    assert (phases["teacher"], phases["student"], phases["backward"]) == pytest.approx((0.032, 0.064, 0.128), rel=1e-3)
-    assert sum(phases.values()) == pytest.approx(mean_P)
-    assert phases["bubble"] > 0
-    whole = BuildContext(1, 64, 40)
-    assert peak_mib(free, halves) < 0.75 * peak_mib(free, whole)
-
-
-def test_a_cluster_with_stages_has_them_as_an_axis_and_no_workers_that_they_do_not_divide() -> None:
-    cluster = Cluster(7200, stages=True)
-    assert {point["scale.pipeline_stages"] for point in cluster.possible} == {1, 2, 4}
-    assert all(point["scale.num_workers"] % point["scale.pipeline_stages"] == 0 for point in cluster.possible)
-    assert all("scale.pipeline_stages" not in point for point in Cluster(7200).points)
 
 
 def test_a_cluster_at_the_brim_runs_its_largest_batch_above_97_percent_of_memory() -> None:

@@ -205,11 +205,6 @@ def test_code_that_ends_the_process_later_is_an_error_too(refuse: Refuse, monkey
         (["resume"], "Missing argument 'DIRECTORY'"),
         (["ui", "--port", "many"], "'many' is not a valid integer"),
         # No option is ignored without a word.
-        (
-            ["split", "digits", "--stages", "4", "--cut", "a,b"],
-            "--stages and --cut: give one of them, as --cut a,b makes 3 stages",
-        ),
-        (["split", "digits", "--list", "--link", "3"], "--list: times nothing"),
         (["pack", "here", "there", "--quality", "90"], "--quality: is of the JPEGs that --max-side makes"),
         (["clean", "--older-than", "1d", "--unfinished", "--checkpoints"], "--unfinished and --checkpoints: give one of them"),
         (["data", "here", "--processes", "2"], "--processes: is for --verify"),

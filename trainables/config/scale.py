@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from trainables.config.section import Count, Natural, NonNegative, Section
 
@@ -16,21 +16,20 @@ class ScaleConfig(Section):
     min_workers: Count | None = Field(
         None, description="elastic: a stage goes on with as few workers where nodes are gone; absent: with num_workers alone"
     )
-    pipeline_stages: Count | Literal["auto"] = Field(
-        1,
-        description="workers that share one replica of the trained model, each with a part of its layers; auto: by timing,"
-        " the fastest of the numbers that divide num_workers; data.global_batch_size must suit 1",
+    pipeline_stages: Count = Field(
+        1, description="workers that share one replica of the trained model, each with a part of its layers"
     )
-    micro_batches: Count | Literal["auto"] = Field(
-        "auto",
-        description="parts of a replica's batch that flow through its pipeline stages; auto: by timing; without effect for one",
+    micro_batches: Count | None = Field(
+        None,
+        description="parts of a replica's batch that flow through its pipeline stages; absent: 4 × pipeline_stages, at most one"
+        " for each sample; without effect for one stage",
     )
     schedule: Literal["1f1b", "gpipe"] = Field(
         "1f1b", description="order of the micro-batches' passes in a pipeline stage; 1f1b stores fewer activations"
     )
     cut: tuple[str, ...] | None = Field(
         None,
-        description="modules with which the student's second and later pipeline stages begin; absent: planned by timing",
+        description="modules with which the student's second and later pipeline stages begin; absent: found by timing",
     )
     use_gpu: bool | Literal["auto"] = Field("auto", description="one GPU per worker; auto: where the cluster has GPUs")
     cpus_per_worker: Count = Field(1, description="compute threads of one worker, not counting its loader workers")
@@ -60,29 +59,28 @@ class ScaleConfig(Section):
             return tree
         return {**tree, "min_workers": workers[0], "num_workers": workers[1]}
 
-    @property
-    def num_stages(self) -> int:
-        """Pipeline stages; 1 as long as a job has not chosen them (`auto`)."""
-        return 1 if self.pipeline_stages == "auto" else self.pipeline_stages
+    @field_validator("pipeline_stages", "micro_batches", mode="before")
+    @classmethod
+    def _refuse_auto(cls, written: Any, info: ValidationInfo) -> Any:
+        if written == "auto":
+            instead = "a number such as 2" if info.field_name == "pipeline_stages" else "a number, or leave it out"
+            raise ValueError(f"no longer chooses by timing: write {instead}")
+        return written
 
     @property
     def num_replicas(self) -> int:
         """Copies of the model, each of which trains on its part of the global batch."""
-        return self.num_workers // self.num_stages
+        return self.num_workers // self.pipeline_stages
 
     @model_validator(mode="after")
     def _check_stages(self) -> Self:
-        stages, workers = self.num_stages, self.num_workers
+        stages, workers = self.pipeline_stages, self.num_workers
         if self.min_workers is not None and self.min_workers > workers:
             raise ValueError(f"min_workers {self.min_workers} is more than num_workers {workers}: write at most {workers}")
         if workers % stages:
             lower = max(workers // stages, 1) * stages
             instead = f"write {lower} or {lower + stages}" if workers > stages else f"write {stages}"
             raise ValueError(f"num_workers {workers} is not divisible by pipeline_stages {stages}: {instead}")
-        if self.cut is not None and self.pipeline_stages == "auto":
-            raise ValueError(
-                f"cut names {len(self.cut)} modules for a number of pipeline_stages: write that number, or leave cut out"
-            )
         if self.cut is not None and len(self.cut) != stages - 1:
             raise ValueError(
                 f"cut names {len(self.cut)} modules, and {stages} pipeline_stages begin with {stages - 1} besides the images: "

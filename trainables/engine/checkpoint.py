@@ -1,5 +1,6 @@
 """A `CheckpointState` as one safetensors file: no pickle, nothing that could run code. `checkpoint_writer` saves it.
 
+Of a job in pipeline stages it has the generators alone, and names the files next to it with a stage's tensors each: `shards`.
 Names in the file: `model.<parameter or buffer>`, `method.<name>.<parameter or buffer>`,
 `optim.<optimizer>.<parameter index>.<state>`, `rng.<rank>.cpu|cuda`; everything else (position, schedule of the scaler,
 metrics, what the model is) is JSON in the header under `raydistill`.
@@ -7,6 +8,7 @@ metrics, what the model is) is JSON in the header under `raydistill`.
 
 import hashlib
 import json
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +28,8 @@ from trainables.errors import CheckpointError, DistillError
 from trainables.models.checkpoint_header import META_KEY
 from trainables.notices import notice
 from trainables.rundir import OLD_FILE_S
+
+log = logging.getLogger("raydistill")
 
 FORMAT = 3
 """Version of the state that a training continues from; the weights of a file are the same in every format."""
@@ -110,10 +114,10 @@ def read(path: Path, wanted: Callable[[str], bool] = lambda name: True) -> tuple
     if not path.is_file():
         raise CheckpointError(f"no checkpoint at {path}: give a .safetensors file that `distill train` wrote")
     try:
-        with safe_open(path, framework="pt") as file:
-            header = (file.metadata() or {}).get(META_KEY)
-            tensors = {name: file.get_tensor(name) for name in file.keys() if wanted(name)}  # noqa: SIM118 (it is no mapping)
+        tensors, header = _read_file(path, wanted)
         meta = json.loads(header or "{}")
+        for shard in meta.get("shards", ()):
+            tensors |= _read_file(path.with_name(shard), wanted)[0]
     except (OSError, SafetensorError, ValueError) as error:
         raise CheckpointError(
             f"checkpoint {path} is damaged ({error}): use another one, such as its neighbour best or last"
@@ -123,6 +127,30 @@ def read(path: Path, wanted: Callable[[str], bool] = lambda name: True) -> tuple
             f"{path} is not a checkpoint of ours (no `{META_KEY}` in its header): as a teacher, give it in teacher.weights"
         )
     return tensors, meta
+
+
+def _read_file(path: Path, wanted: Callable[[str], bool]) -> tuple[dict[str, Tensor], str | None]:
+    """The wanted tensors of a file, and our part of its header."""
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys() if wanted(name)}  # noqa: SIM118 (it is no mapping)
+        return tensors, (file.metadata() or {}).get(META_KEY)
+
+
+def join_shards(path: Path) -> None:
+    """Make one file of a checkpoint and its shards, where it has any. Raises CheckpointError: see `read`, `write_tensors`."""
+    if names := read_about(path).get("shards"):
+        tensors, meta = read(path)
+        del meta["shards"]
+        write_tensors(path, tensors, meta)
+        remove_shards(path, besides=[])
+        log.info("%s: joined from the shards of %d pipeline stages", path, len(names))
+
+
+def remove_shards(path: Path, besides: Sequence[str]) -> None:
+    """Remove the files of stages that a checkpoint has no longer."""
+    for shard in path.parent.glob(f"{path.stem}.*.safetensors"):
+        if shard.name not in besides:
+            shard.unlink(missing_ok=True)
 
 
 def read_about(path: Path) -> dict[str, Any]:

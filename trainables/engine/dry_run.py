@@ -26,7 +26,7 @@ def check_fit(config: TrainConfig, num_classes: int) -> None:
         ModelError: a model does not exist, does not take these images, or cannot be cut so.
     """
     module, _ = untrained_modules(config, num_classes)
-    if config.scale.num_stages > 1:
+    if config.scale.pipeline_stages > 1:
         possible_cuts(config, module)
     teacher = config.teacher
     if teacher is not None and teacher.service_devices > 1 and methods_with_teacher(config):

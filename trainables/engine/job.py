@@ -33,10 +33,8 @@ from trainables.engine.interruptions import InterruptionRequest, Interruptions
 from trainables.engine.job_metrics import JobMetrics, build_metrics
 from trainables.engine.loss_optimizers import LossOptimizer, build_optimizers
 from trainables.engine.modules import build_modules, build_student, differentiating_method
-from trainables.engine.pipeline.build import cut_student, with_saved_cut
-from trainables.engine.pipeline.choose_stages import choose_stages
+from trainables.engine.pipeline.build import PlannedModels, cut_student, with_saved_cut
 from trainables.engine.pipeline.pipeline_loader import PipelineLoader
-from trainables.engine.pipeline.planning import PlannedModels
 from trainables.engine.pipeline.state_part import blank_parameters, state_part
 from trainables.engine.step import TrainingParts, TrainState
 from trainables.engine.step_functions import StepFunctions, whole_model_functions
@@ -84,8 +82,6 @@ class Job:
     """Of a timing run: whether the seconds of its steps past the warm-up are enough to end it. None: it runs all its steps."""
     resources: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     """Ends the threads and processes of loaders, teacher and disk."""
-    predicted_s: dict[int, float] = field(default_factory=dict)
-    """A step by number of pipeline stages, where the job has just chosen among them."""
     teachers: list[TeacherAccuracy] = field(default_factory=list)
     """Those with given weights, once `run` has measured them."""
     logged_skips: set[tuple[Loader, int]] = field(default_factory=set)
@@ -149,12 +145,8 @@ def build(
     # Rank 0 decides for all: a shared file system may show a file to one node later than to another.
     resumes = gather_objects(stage.last.exists(), group)[0]
     if resumes and config.scale.pipeline_stages != 1:
-        scale = from_rank(lambda: with_saved_cut(config, stage.last).scale, group)
-        config = config.model_copy(update={"scale": scale})
-    predicted_s: dict[int, float] = {}
-    if config.scale.pipeline_stages == "auto":
-        config, predicted_s, _ = choose_stages(config, group)
-    layout = build_layout(group, config.scale.num_stages)
+        config = from_rank(lambda: with_saved_cut(config, stage.last), group)
+    layout = build_layout(group, config.scale.pipeline_stages)
     with contextlib.ExitStack() as resources:  # closed here where the job cannot be built
         resources.callback(disk.close)
         classes, (train_loader, val_loader) = open_loaders(config, layout)
@@ -195,7 +187,6 @@ def build(
             telemetry=telemetry,
             interruptions=Interruptions(group, config.train.checkpoint_every_s, interruption_request),
             stop_early=stop_early,
-            predicted_s=predicted_s,
             resources=resources.pop_all(),
         )
 
@@ -213,7 +204,7 @@ class Models(NamedTuple):
     """What a rank has of a job's models."""
 
     config: TrainConfig
-    """The job's, with what it leaves open to the cut into pipeline stages."""
+    """The job's, with the cut into pipeline stages that it leaves open."""
     name: str
     """The student's in full."""
     module: DistillationModule
@@ -237,8 +228,7 @@ def build_models(
     )
     if in_pipeline:
         parameters = blank_parameters(student)
-        module.student, scale = cut_student(config, layout, module, PlannedModels(student, network, sharded))
-        config = config.model_copy(update={"scale": scale})
+        module.student, config = cut_student(config, layout, module, PlannedModels(student, network, sharded))
     if isinstance(teacher, TeacherNetwork):
         place(teacher, config, layout.replicas, sharded=sharded)
     dtype, memory_format = tensor_format(config)
@@ -291,7 +281,7 @@ def restore(state: CheckpointState, config: TrainConfig, stage: StageDir, group:
 def checkpoint_about(config: TrainConfig, name: str, classes: Sequence[str]) -> dict[str, Any]:
     about = {"stage": config.stage, "model": name, "num_classes": len(classes), "classes": list(classes), "seed": config.seed}
     about |= config.data.model_dump(mode="json", include={"image_size", "val_resize", "mean", "std"})
-    about["pipeline"] = config.scale.model_dump(mode="json", include={"pipeline_stages", "cut", "micro_batches"})
+    about["pipeline"] = config.scale.model_dump(mode="json", include={"pipeline_stages", "cut"})
     return about
 
 

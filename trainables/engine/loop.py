@@ -7,6 +7,7 @@ from typing import NoReturn
 from trainables.data.loader.loader import Batch
 from trainables.device.device_batches import on_device
 from trainables.distributed.group import gather_objects
+from trainables.engine.checkpoint import join_shards
 from trainables.engine.checks import check_finite, check_skipped, single_image_errors
 from trainables.engine.epochs import Epoch
 from trainables.engine.evaluate import evaluate
@@ -14,6 +15,7 @@ from trainables.engine.job import Job
 from trainables.engine.metrics_records import epoch_seconds, log_epoch, log_step, means, summarize, teacher_images, throughput
 from trainables.engine.teacher_accuracy import measure_teachers
 from trainables.errors import DataError, Interruption, StageInterruptedError
+from trainables.rules import pipeline_micro_batches
 
 log = logging.getLogger("raydistill")
 
@@ -35,10 +37,8 @@ def run(job: Job) -> dict[str, float]:
         "num_workers": job.group.world_size,
         "max_steps": config.train.warmup_steps + config.train.max_steps if config.train.max_steps else 0,
     }
-    if config.scale.num_stages > 1:
-        assert isinstance(config.scale.micro_batches, int)  # since it was planned
-        start |= {"pipeline_stages": config.scale.num_stages, "micro_batches": config.scale.micro_batches}
-    start |= {f"predicted/{stages}_stages_ms": 1e3 * step_s for stages, step_s in job.predicted_s.items()}
+    if config.scale.pipeline_stages > 1:
+        start |= {"pipeline_stages": config.scale.pipeline_stages, "micro_batches": pipeline_micro_batches(config)}
     job.report("start", progress.step, progress.epoch, start)
     if progress.epoch_record:  # its checkpoint is complete: a death may have come before its record was written
         job.report("epoch", **progress.epoch_record)
@@ -56,6 +56,9 @@ def run(job: Job) -> dict[str, float]:
             train_epoch(job)
         finish_epoch(job)
     wait_for_disk(job)
+    if job.group.is_main and job.stage.best.exists():
+        with job.metrics.clock.part("checkpoint"):
+            join_shards(job.stage.best)
     return summarize(job)
 
 

@@ -38,7 +38,7 @@ def log_step(job: Job, step_in_epoch: int) -> None:
     metrics.allreduce_wait.sample()
     if num_bad:
         raise_not_finite(job)
-    check_replicas(train_state.distillation_module, job.group, progress.step, job.config.scale.num_stages)
+    check_replicas(train_state.distillation_module, job.group, progress.step, job.config.scale.pipeline_stages)
     progress.partial = [old + new for old, new in zip(progress.partial or [0.0] * len(totals), totals, strict=True)]
     epoch, phases = job.epochs.at(progress.epoch), metrics.timer.take()
     values = {
@@ -228,7 +228,7 @@ def summarize(job: Job, skipped_images: int = 0) -> dict[str, float]:
     # A timing run that may stop early must be short; torch.compile would compile again for other batches; a pipeline stage is
     # no model; ranks time different numbers of passes, which a collective teacher would wait for.
     teacher = job.train_state.teacher
-    times_passes = job.stop_early is None and not job.config.train.compile and job.config.scale.num_stages == 1
+    times_passes = job.stop_early is None and not job.config.train.compile and job.config.scale.pipeline_stages == 1
     if times_passes and not (teacher is not None and teacher.is_collective):
         shape = training_shape(job, summary.get("phase/step_ms", math.inf))
         with metrics.clock.part("timing"):

@@ -64,7 +64,7 @@ def measure_teachers(job: Job) -> list[TeacherAccuracy]:
 def _not_measured_reason(job: Job) -> str | None:
     """Why the teachers cannot be measured, the same on every rank; None where they can."""
     teacher = job.train_state.teacher
-    if job.config.scale.num_stages > 1:
+    if job.config.scale.pipeline_stages > 1:
         return "with pipeline stages, the rank that runs it gets no validation images"
     if teacher is not None and teacher.is_collective:
         return "it is sharded, and its workers may have different numbers of validation batches"

@@ -34,7 +34,7 @@ def is_sharded(config: TrainConfig, num_replicas: int, device: torch.device, stu
         return True
     if config.train.compile or any(map(needs_whole_teacher, methods_with_teacher(config))):
         return False
-    student_bytes = parameter_copies(config.optim) * parameter_bytes(student) / config.scale.num_stages
+    student_bytes = parameter_copies(config.optim) * parameter_bytes(student) / config.scale.pipeline_stages
     return parameter_bytes(teacher) + student_bytes > MOST_WHOLE * memory_bytes(device)
 
 
@@ -55,7 +55,7 @@ def place(teacher: TeacherNetwork, config: TrainConfig, group: Group, *, sharded
 
     shard(teacher.model, group, config.data.image_size)
     teacher.is_collective = True
-    if config.scale.num_stages == 1:
+    if config.scale.pipeline_stages == 1:
         log.info("%s: the teacher is sharded over %d workers", config.stage, group.world_size)
 
 

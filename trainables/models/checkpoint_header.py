@@ -34,6 +34,8 @@ class CheckpointHeader:
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     """With `mean`, how its images were normalised, by channel; () in older checkpoints."""
+    shards: tuple[str, ...] = ()
+    """The names of the files next to it that have its tensors, where it was written by pipeline stages."""
     transform_input: bool = False
     """Whether the model rescales its input, as GoogLeNet and Inception do with torchvision's published weights."""
 
@@ -85,28 +87,37 @@ def read_checkpoint_header(path: Path) -> CheckpointHeader | None:
 
     Raises CheckpointError: the file is damaged, of another library, cannot be read, or has an invalid header.
     """
-    try:
-        refuse_foreign(path)
-        with safe_open(path, framework="np") as file:
-            metadata = file.metadata() or {}
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{path} is not a whole safetensors file ({error}): it was cut off or damaged; use another copy"
-        ) from None
+    metadata = _metadata(path)
     if META_KEY not in metadata:
         return None
     try:
         fields = json.loads(metadata[META_KEY])
-        return CheckpointHeader(
+        header = CheckpointHeader(
             model=str(fields["model"]),
             num_classes=int(fields["num_classes"]),
             image_size=int(fields["image_size"]),
             classes=tuple(map(str, fields["classes"])),
             mean=tuple(map(float, fields.get("mean") or ())),
             std=tuple(map(float, fields.get("std") or ())),
+            shards=tuple(map(str, fields.get("shards") or ())),
             transform_input=bool(fields.get("transform_input")),
         )
+        for shard in header.shards:
+            _metadata(path.with_name(shard))
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{path} has a header that does not describe its model ({error!r}): write the checkpoint again"
+        ) from None
+    return header
+
+
+def _metadata(path: Path) -> dict[str, str]:
+    """The texts in a safetensors file's header."""
+    try:
+        refuse_foreign(path)
+        with safe_open(path, framework="np") as file:
+            return file.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{path} is not a whole safetensors file ({error}): it was cut off or damaged; use another copy"
         ) from None

@@ -169,7 +169,10 @@ def _file_state(
     if header is not None:
         _refuse_key(str(path), weights_key, "a checkpoint of ours has one model")
         _check_header(header, path, name, num_classes, classes)
-        own = {key.removeprefix("model."): value for key, value in read_safetensors(path).items() if key.startswith("model.")}
+        tensors = {
+            key: value for file in (path, *map(path.with_name, header.shards)) for key, value in read_safetensors(file).items()
+        }
+        own = {key.removeprefix("model."): value for key, value in tensors.items() if key.startswith("model.")}
         candidates = [Candidate("", own, ())]
     else:
         own = {}

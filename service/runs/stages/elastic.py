@@ -32,9 +32,8 @@ def world_sizes(config: TrainConfig) -> list[int]:
     if scale.min_workers is None or config.train.max_steps is not None:  # what is timed is one number of workers
         return [scale.num_workers]
     numbers = range(scale.min_workers, scale.num_workers + 1)
-    return [
-        number for number in numbers if number % scale.num_stages == 0 and first_problem(with_num_workers(config, number)) is None
-    ]
+    divisible = [number for number in numbers if number % scale.pipeline_stages == 0]
+    return [number for number in divisible if first_problem(with_num_workers(config, number)) is None]
 
 
 def with_free_workers(assignment: Assignment) -> Assignment:

@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from tests.benchmarks.simulation.draw import EXTRAS, Drawn, draw, draw_tenant, draw_with_stages
+from tests.benchmarks.simulation.draw import EXTRAS, Drawn, draw, draw_tenant
 from tests.benchmarks.simulation.parts import BuildContext, Floats, Load, Tenant
-from tests.benchmarks.simulation.stages import peak_mib
 from tests.benchmarks.simulation.steps import Luck, Steps, simulate
 
 Point = Mapping[str, Any]
@@ -54,18 +53,16 @@ class Cluster:
         noise: float = 1.0,
         failures: float | None = None,
         brim: bool = False,
-        stages: bool = False,
     ) -> None:
         """Without options the cluster that is reported on.
 
         `tenant` puts somebody else there (True), from one time to another in lean grids of wall time (a pair), or nobody (False);
         `noise` multiplies all spreads of steps; `failures` is the probability of a probe to fail; `brim` gives the GPUs so little
-        memory that the largest batch which runs takes 98.5% of it; `stages` adds an axis of pipeline stages, and models that fit
-        only when cut.
+        memory that the largest batch which runs takes 98.5% of it.
         """
         self.seed = seed
         for attempt in itertools.count():
-            self._drawn = drawn or (draw_with_stages if stages else draw)(seed, attempt)
+            self._drawn = drawn or draw(seed, attempt)
             self.kind, self.plant = self._drawn.kind, self._drawn.plant
             if drawn or sum(self.status(point) == "ok" for point in self.points) >= MIN_FEASIBLE:
                 break
@@ -130,21 +127,21 @@ class Cluster:
         ranks = min(setting.num_workers, self.plant.gpus_per_node)
         if self._drawn.reserved and ranks * (1 + setting.loader_workers) > self.plant.cpu.threads:
             return "infeasible"
-        if setting.num_workers % setting.stages or point["data.global_batch_size"] < setting.num_workers // setting.stages:
+        if point["data.global_batch_size"] < setting.num_workers:
             return "infeasible"
         return "ok" if self.plant.memory.fits(self.peak_memory_mib(point)) else "oom"
 
     def peak_memory_mib(self, point: Point) -> float:
-        return peak_mib(self.plant, self.setting(point))
+        setting = self.setting(point)
+        return self.plant.memory.peak_mib(setting.batch, setting.memory)
 
     def setting(self, point: Point) -> BuildContext:
         num_workers = int(point["scale.num_workers"])
         changes: dict[str, float] = {}
         for key, values in EXTRAS.items():
             changes |= values[point[key]] if key in point else {}
-        stages = int(point.get("scale.pipeline_stages", 1))
-        batch = -(-int(point["data.global_batch_size"]) // max(num_workers // stages, 1))
-        return BuildContext(num_workers, batch, int(point["data.loader_workers"]), stages, **changes)
+        batch = -(-int(point["data.global_batch_size"]) // num_workers)
+        return BuildContext(num_workers, batch, int(point["data.loader_workers"]), **changes)
 
     def measure(
         self,
@@ -249,10 +246,6 @@ def as_figure(point: Point, step_s: float, num_images: int, metric: str) -> floa
 
 
 def _groups(points: list[Point]) -> Iterator[list[Point]]:
-    """Points of one GPU count and one number of pipeline stages each."""
-
-    def group(point: Point) -> tuple[int, int]:
-        return int(point["scale.num_workers"]), int(point.get("scale.pipeline_stages", 1))
-
-    for one in sorted(set(map(group, points))):
-        yield [point for point in points if group(point) == one]
+    """Points of one GPU count each."""
+    for num_workers in sorted({int(point["scale.num_workers"]) for point in points}):
+        yield [point for point in points if point["scale.num_workers"] == num_workers]

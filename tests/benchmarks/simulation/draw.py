@@ -15,7 +15,6 @@ from tests.benchmarks.simulation.parts import (
     Heat,
     Jitter,
     Kernels,
-    Layers,
     Load,
     Loader,
     Memory,
@@ -66,29 +65,6 @@ def draw(seed: int, attempt: int = 0) -> Drawn:
         space = _space(rng, kind, plant)
         if MIN_POINTS <= math.prod(map(len, space.values())) <= MAX_POINTS:
             return Drawn(kind, plant, space, reserved)
-
-
-def draw_with_stages(seed: int, attempt: int = 0) -> Drawn:
-    """The same with an axis of pipeline stages in place of any extra one; half of the models take more memory, some of them more
-    than a GPU has.
-    """
-    drawn, rng = draw(seed, attempt), np.random.default_rng([seed, 17, attempt])
-    plant, space = drawn.plant, {key: values for key, values in drawn.space.items() if key not in EXTRAS}
-    layers = Layers(int(rng.integers(6, 25)), uncut=rng.uniform(0.15, 0.5), first_activations=rng.uniform(1.0, 1.8))
-    memory = plant.memory
-    if rng.random() < 0.5:
-        memory = replace(memory, fixed_mib=memory.gpu_mib * rng.uniform(0.4, 1.3))
-    space["scale.pipeline_stages"] = [1, 2] if rng.random() < 0.3 else [1, 2, 4]
-    counts, stages = space["scale.num_workers"], space["scale.pipeline_stages"]
-    fitting = [p for p in stages if memory.fixed_mib * (layers.uncut + (1 - layers.uncut) / p) < memory.gpu_mib]
-    shares = sum(n % p == 0 for n in counts for p in fitting) / len(counts)
-    for key in (
-        "data.global_batch_size",
-        "data.loader_workers",
-    ):  # every other value, until there are as many points as elsewhere
-        if math.prod(len(values) for name, values in space.items() if name != "scale.pipeline_stages") * shares > MAX_POINTS:
-            space[key] = space[key][::-2][::-1]
-    return replace(drawn, plant=replace(plant, layers=layers, memory=memory), space=space)
 
 
 def draw_tenant(seed: int, plant: Plant, whole_s: float) -> tuple[Load, tuple[tuple[float, float], ...]] | None:

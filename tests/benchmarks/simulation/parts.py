@@ -191,10 +191,10 @@ class Memory:
     """What a step takes longer when over 90% is in use: freed and asked for again."""
     seed: int
 
-    def peak_mib(self, batch: int, factor: float, fixed: float = 1.0) -> float:
-        """`factor` and `fixed` are shares: of what an image takes, and of what does not depend on the batch."""
+    def peak_mib(self, batch: int, factor: float) -> float:
+        """`factor`: of what an image takes."""
         workspace_mib = self.workspace_mib * np.random.default_rng([self.seed, batch]).random()
-        whole_mib = self.fixed_mib * fixed + self.image_mib * factor * batch + workspace_mib
+        whole_mib = self.fixed_mib + self.image_mib * factor * batch + workspace_mib
         return float(np.ceil(whole_mib / MEMORY_BLOCK_MIB) * MEMORY_BLOCK_MIB)
 
     def fits(self, peak_mib: float) -> bool:
@@ -269,18 +269,6 @@ class Tenant:
 
 
 @dataclass(frozen=True)
-class Layers:
-    """Of the student, as far as pipeline stages are concerned."""
-
-    count: int = 12
-    """Between which it can be cut."""
-    uncut: float = 0.4
-    """Share of the fixed memory that every stage has: contexts, workspaces, the teacher on the last one."""
-    first_activations: float = 1.2
-    """Of the first ones, in means of all."""
-
-
-@dataclass(frozen=True)
 class Plant:
     """Everything that is true of a cluster and that a searcher does not know."""
 
@@ -302,7 +290,6 @@ class Plant:
     jitter: Jitter
     failures: float
     """Probability that a probe fails for no cause of its own."""
-    layers: Layers = Layers()
 
     @property
     def alone(self) -> Load:
@@ -316,10 +303,8 @@ class BuildContext:
 
     num_workers: int
     batch: int
-    """Images a replica and step."""
+    """Images a rank and step."""
     loader_workers: int
-    stages: int = 1
-    """Ranks of a replica; the first one loads its images."""
     decode: float = 1.0
     """Factor of the decode time."""
     gpu_image_s: float = 0.0

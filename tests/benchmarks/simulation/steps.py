@@ -19,7 +19,6 @@ import numpy as np
 from scipy.signal import lfilter
 
 from tests.benchmarks.simulation.parts import LONGEST_SPIKE, LONGEST_STALL, BuildContext, Floats, Load, Plant, per_point
-from tests.benchmarks.simulation.stages import peak_mib, pipeline
 
 MEMORY_STEPS = 20
 """How long a node's reading speed remembers."""
@@ -87,14 +86,13 @@ def simulate(
 
     GPUs begin with `warmth_NG`; without it each has the warmth that its point gives it in the long run.
     """
-    num_ranks, stages = settings[0].num_workers, settings[0].stages
-    if any((setting.num_workers, setting.stages) != (num_ranks, stages) for setting in settings):
-        raise ValueError("points of one GPU count and one number of pipeline stages run side by side, not of several")
+    num_ranks = settings[0].num_workers
+    if any(setting.num_workers != num_ranks for setting in settings):
+        raise ValueError("points of one GPU count run side by side, not of several")
     gpus, nodes = min(num_ranks, plant.gpus_per_node), -(-num_ranks // plant.gpus_per_node)
     rank_NG = np.arange(nodes * gpus).reshape(nodes, gpus)
     here_NG = rank_NG < num_ranks
-    first_NG = here_NG & (rank_NG % stages == 0)  # of each replica, the rank that loads, and stands for the others' passes
-    absent_NG = np.where(first_NG, 0.0, -np.inf)
+    absent_NG = np.where(here_NG, 0.0, -np.inf)
     work_TNG, speed_TNG, chance_TNG, stall_s_TNG = (
         noise_TNG[:, :nodes, :gpus] for noise_TNG in (luck.work_TNG, luck.speed_TNG, luck.chance_TNG, luck.stall_s_TNG)
     )
@@ -113,12 +111,10 @@ def simulate(
     stalls_P = 1.0 - np.exp(-batch_P * storage.uncached * storage.stalls)
     bytes_P = batch_P * storage.image_bytes * storage.uncached
 
-    phase_s_P, launching_s_P = _gpu_times(plant, settings) if stages == 1 else _stage_times(plant, settings)
-    copy_s_PNG = _copy_times(plant, batch_P, first_NG)
-    # Replicas reduce each stage's own part of the gradients, over as many links at the same time.
-    inside_s, between_s = network.bucket_s(num_ranks // stages, max(plant.gpus_per_node // stages, 1))
-    inside_s, between_s = inside_s / stages, between_s / stages
-    if num_ranks > 1 and stages == 1:
+    phase_s_P, launching_s_P = _gpu_times(plant, settings)
+    copy_s_PNG = _copy_times(plant, batch_P, here_NG)
+    inside_s, between_s = network.bucket_s(num_ranks, plant.gpus_per_node)
+    if num_ranks > 1:
         phase_s_P["backward"] = phase_s_P["backward"] * (1.0 + network.overlap_cost)
     before_P = phase_s_P["augment"] + phase_s_P["teacher"] + phase_s_P["student"]
     backward_P, launch_before_P, launch_backward_P = phase_s_P["backward"], launching_s_P["before"], launching_s_P["backward"]
@@ -128,15 +124,14 @@ def simulate(
     made_HPNG, taken_HPNG = (np.zeros((depth, num_points, nodes, gpus)) for _ in range(2))
     points, one_at_once = np.arange(num_points), bool((at_once == 1).all())
     over_P = np.zeros((num_points, 1, 1))
-    busy_PNG = np.broadcast_to(first_NG, (num_points, nodes, gpus)).astype(float)
+    busy_PNG = np.broadcast_to(here_NG, (num_points, nodes, gpus)).astype(float)
     warmth_PNG = np.ones_like(busy_PNG) if warmth_NG is None else np.broadcast_to(warmth_NG[:nodes, :gpus], busy_PNG.shape)
     mains_N = here_NG.sum(-1) * cpu.rank_load
     decoding_P = decode_s_P / (decode_s_P + storage.latency_s)
     alone = plant.alone
     wait_TP, step_TP, speed_TP = (np.empty((num_steps, num_points)) for _ in range(3))
     warmth_TPNG: list[Floats] = []
-    num_here = first_NG.sum()
-    exposed_TP = np.zeros((num_steps, num_points))
+    num_here = here_NG.sum()
     for t in range(num_steps):
         others = alone if load is None else load(float(over_P[0, 0, 0]))
         # What a batch takes: threads share the cores, and readers the storage, as far as both are at work.
@@ -171,8 +166,6 @@ def simulate(
         # The GPU; where it waits for the CPU's launches, it does so for longer on busy cores.
         slow_PN1 = stretch_PN1 - 1.0
         speed_PNG = speed_TNG[t] * plant.heat.slowdown(warmth_PNG) * others.gpu_NG[:nodes, :gpus]
-        if stages > 1:
-            speed_PNG = _slowest_of_replicas(speed_PNG, num_ranks, stages)
         computed_PNG = copy_s_PNG + (before_P + launch_before_P * slow_PN1) * speed_PNG
         backward_PNG = (backward_P + launch_backward_P * slow_PN1) * speed_PNG
         # The all-reduce. When buckets are of one size, max over i of (all have bucket i) + (the rest's time) is convex in i:
@@ -181,31 +174,25 @@ def simulate(
         at_PNG = taken_PNG + computed_PNG + absent_NG
         first_P = (at_PNG + backward_PNG / network.num_buckets).max((1, 2)) + network.num_buckets * bucket_s
         last_P = (at_PNG + backward_PNG).max((1, 2)) + bucket_s
-        if stages > 1:  # after its passes: those of other stages are under way
-            last_P = last_P + (network.num_buckets - 1) * bucket_s
-            exposed_TP[t] = network.num_buckets * bucket_s if num_ranks > stages else 0.0
         update_P = optimizer_P[:, 0, 0] * speed_PNG[:, 0, 0]
         ended_P = (np.maximum(first_P, last_P) + update_P)[:, None, None]
         step_P = ended_P - over_P
         # What the next steps find.
-        busy_PNG = busy_PNG + BUSY_GAIN * (np.minimum(make_s_PNG / (at_once[:, None, None] * step_P), 1.0) * first_NG - busy_PNG)
+        busy_PNG = busy_PNG + BUSY_GAIN * (np.minimum(make_s_PNG / (at_once[:, None, None] * step_P), 1.0) * here_NG - busy_PNG)
         used_PNG = (computed_PNG + backward_PNG + optimizer_P) / step_P
         gain_P = RESTING_GAIN if warmth_NG is None else -np.expm1(-step_P / plant.heat.constant_s)
         warmth_PNG = warmth_PNG + gain_P * (np.minimum(used_PNG, 1.0) - warmth_PNG)
-        wait_TP[t] = ((taken_PNG - over_P) * first_NG).sum((1, 2)) / num_here
-        speed_TP[t] = (speed_PNG * first_NG).sum((1, 2)) / num_here
+        wait_TP[t] = ((taken_PNG - over_P) * here_NG).sum((1, 2)) / num_here
+        speed_TP[t] = (speed_PNG * here_NG).sum((1, 2)) / num_here
         step_TP[t] = step_P[:, 0, 0]
         warmth_TPNG.append(warmth_PNG)
         over_P = ended_P
 
-    copy_P = (copy_s_PNG * first_NG).sum((1, 2)) / num_here
+    copy_P = (copy_s_PNG * here_NG).sum((1, 2)) / num_here
     phases = {"data": wait_TP, "h2d": np.broadcast_to(copy_P, step_TP.shape)}
     for phase in ("augment", "teacher", "student", "optimizer"):
         phases[phase] = phase_s_P[phase][:, 0, 0] * speed_TP
-    if stages > 1:
-        phases["backward"] = phase_s_P["stage_backward"][:, 0, 0] * speed_TP + exposed_TP
-    left = "backward" if stages == 1 else "bubble"
-    phases[left] = np.maximum(step_TP - np.sum(list(phases.values()), axis=0), 0.0)
+    phases["backward"] = np.maximum(step_TP - np.sum(list(phases.values()), axis=0), 0.0)
     return Steps(step_TP, phases, warmth_TPNG)
 
 
@@ -224,31 +211,6 @@ def _gpu_times(plant: Plant, settings: list[BuildContext]) -> tuple[dict[str, Fl
     columns = np.array(rows).T[..., None, None]
     phases = dict(zip(("augment", "teacher", "student", "backward", "optimizer"), columns, strict=True))
     return phases, dict(zip(("before", "backward"), np.array(launching).T[..., None, None], strict=True))
-
-
-def _stage_times(plant: Plant, settings: list[BuildContext]) -> tuple[dict[str, Floats], dict[str, Floats]]:
-    """The same of replicas in pipeline stages: `backward` is what its ranks' other phases leave of a replica's step in the mean,
-    and `stage_backward` their mean backward pass.
-    """
-    gpu, rows, launching = plant.gpu, [], []
-    for setting in settings:
-        one = pipeline(plant, setting)
-        augment_s = setting.batch * (gpu.augment_image_s + setting.gpu_image_s)
-        slower = plant.memory.slowdown(peak_mib(plant, setting))
-        before_s = augment_s + one.teacher_s + one.student_s
-        step_s = max(augment_s + one.step_s * slower - before_s, 0.0)
-        rows.append([augment_s, one.teacher_s, one.student_s, step_s, gpu.optimizer_s / setting.stages, one.backward_s * slower])
-        launching.append([0.0, one.launching_s])
-    columns = np.array(rows).T[..., None, None]
-    phases = dict(zip(("augment", "teacher", "student", "backward", "optimizer", "stage_backward"), columns, strict=True))
-    return phases, dict(zip(("before", "backward"), np.array(launching).T[..., None, None], strict=True))
-
-
-def _slowest_of_replicas(speed_PNG: Floats, num_ranks: int, stages: int) -> Floats:
-    """A replica is as fast as the slowest GPU of its stages."""
-    flat_PR = speed_PNG.reshape(len(speed_PNG), -1).copy()
-    flat_PR[:, :num_ranks:stages] = flat_PR[:, :num_ranks].reshape(len(flat_PR), -1, stages).max(-1)
-    return flat_PR.reshape(speed_PNG.shape)
 
 
 def _copy_times(plant: Plant, batch_P: Floats, here_NG: np.ndarray) -> Floats:

@@ -103,7 +103,7 @@ def test_a_rule_is_checked_on_the_driver_and_again_by_the_worker(
     [
         (
             (*STAGES, "distill.method=[sp]"),
-            "distill.method: sp looks at all samples of a batch, which scale.micro_batches auto splits: set scale.micro_batches",
+            "distill.method: sp looks at all samples of a batch, which scale.micro_batches 8 splits: set scale.micro_batches",
         ),
         (
             (*STAGES, "distill.method=[pskd]"),

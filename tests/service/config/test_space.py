@@ -1,13 +1,11 @@
 """Points drawn from a space."""
 
 import re
-from typing import Any
 
 import pytest
 
 from service.config.experiment import load
-from service.config.space import SpaceError, choices, points, with_stages_axis
-from service.sweeps.preflight import check_sweep
+from service.config.space import SpaceError, choices, points
 from trainables.errors import ExperimentError
 
 
@@ -39,44 +37,14 @@ def test_a_list_that_would_give_equal_trials_and_a_range_without_end_are_refused
 
 
 @pytest.mark.parametrize(
-    ("workers", "stages"),
-    [({}, [1, 2, 4]), ({"scale.num_workers": [1, 6]}, [1, 2, 3, 6]), ({"scale.num_workers": {"range": [2, 4, 2]}}, [1, 2, 4])],
-)
-def test_automatic_pipeline_stages_are_all_that_divide_a_number_of_workers(workers: dict[str, Any], stages: list[int]) -> None:
-    space = {**workers, "scale.pipeline_stages": "auto"}
-    assert with_stages_axis(space, num_workers=4) == {**workers, "scale.pipeline_stages": stages}
-
-
-def test_automatic_pipeline_stages_are_numbers_in_the_experiment_that_is_written_down() -> None:
-    resolved = load("digits", ["scale.num_workers=4", "sweep.space={scale.pipeline_stages: auto}", "sweep.policy=guided"])
-    assert resolved.experiment.sweep.space == {"scale.pipeline_stages": [1, 2, 4]}
-
-
-@pytest.mark.parametrize(
-    ("sets", "says"),
+    ("override", "says"),
     [
-        (
-            ["scale.pipeline_stages=auto", "scale.cut=[layer2]"],
-            "cut names 1 modules for a number of pipeline_stages: write that number, or leave cut out",
-        ),
-        (
-            [
-                "sweep.policy=random",
-                "sweep.space={scale.num_workers: {randint: [1, 4]}, scale.pipeline_stages: auto}",
-            ],
-            "auto divides numbers of workers: write scale.num_workers as a list or a range",
-        ),
+        ("scale.pipeline_stages=auto", "scale.pipeline_stages: no longer chooses by timing: write a number such as 2"),
+        ("scale.micro_batches=auto", "scale.micro_batches: no longer chooses by timing: write a number, or leave it out"),
+        ("sweep.space={scale.pipeline_stages: auto}", "scale.pipeline_stages: write a list"),
     ],
 )
-def test_automatic_pipeline_stages_without_numbers_to_divide_are_refused_in_one_line(sets: list[str], says: str) -> None:
+def test_stages_that_were_chosen_by_timing_are_refused_with_what_to_write(override: str, says: str) -> None:
     with pytest.raises(ExperimentError, match=re.escape(says)) as caught:
-        load("digits", sets)
+        load("digits", ["scale.num_workers=4", override])
     assert "\n" not in str(caught.value)
-
-
-def test_a_trial_of_a_sweep_has_one_number_of_stages_and_a_run_may_choose_it() -> None:
-    resolved = load("digits", ["scale.num_workers=4", "scale.pipeline_stages=auto"])
-    scale = resolved.experiment.scale
-    assert (scale.pipeline_stages, scale.num_stages, scale.num_replicas) == ("auto", 1, 4)
-    with pytest.raises(ExperimentError, match=r"write sweep\.space: \{scale\.pipeline_stages: auto\}, or here a number"):
-        check_sweep(resolved)

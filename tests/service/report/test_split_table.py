@@ -1,65 +1,31 @@
-"""`distill split`: the stages of a student and whether they help, all cut points, and what is refused in one line."""
-
-import math
-from pathlib import Path
+"""`distill split`: the blocks of a student and where to cut it, and what is refused in one line."""
 
 import pytest
 
 from tests.service.commands import run
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("trainables.distributed.pipeline.plan_cut.MOST_SPREAD", math.inf)  # also on a busy machine
-
-
-def test_the_planned_stages_and_what_they_are_compared_with(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_blocks_the_cut_and_the_bubble(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "split", "digits", "--stages", "3")
     assert code == 0
-    assert "convnet_small in 3 stages, 64 images in" in out
-    assert sum(line.startswith("│") for line in out.splitlines()) == 3
-    for words in (
-        "write scale.cut: [",
-        "teacher: whole, on the last stage's device",
-        "bubble ",
-        "one device ",
-        "DDP of 3 devices",
-    ):
-        assert words in out
-    assert len(list((tmp_path / "raydistill" / "block_costs").iterdir())) == 2, "student and teacher"
+    assert "convnet_small in 3 stages, 12 micro-batches of 6 images" in out
+    rows = [line.split("│") for line in out.splitlines() if line.startswith("│")]
+    assert len(rows) == 11
+    assert [row[1].strip() for row in rows] == sorted(row[1].strip() for row in rows)
+    begins = {row[1].strip(): row[2].strip() for row in reversed(rows)}
+    assert f"write scale.cut: [{begins['1']}, {begins['2']}]; schedule 1f1b" in out
+    assert "teacher: " in out
+    assert "bubble (S - 1)/(M + S - 1) = 14 % of a step, for 3 equal stages, 12 micro-batches" in out
 
 
-def test_a_cut_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(
-        capsys, "split", "digits", "--cut", "features.5, head", "--set", "teacher=null", "--set", "distill.method=none"
-    )
+def test_a_student_without_a_teacher(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "split", "digits", "--set", "teacher=null", "--set", "distill.method=none")
     assert code == 0
-    assert "write scale.cut: [features.5, head]" in out
+    assert "convnet_small in 2 stages" in out
     assert "teacher" not in out
 
 
-def test_all_cut_points(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "split", "digits", "--list")
-    assert code == 0
-    assert "convnet_small can be cut at 10 points (images 3×8×8)" in " ".join(out.split())
-    assert "features.5" in out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (
-            ["--cut", "nowhere"],
-            "scale.cut: model convnet_small cannot be cut before nowhere: choose among features.1, features.3",
-        ),
-        (["--cut", "head,pool"], "scale.cut: give its modules in the order of the forward pass, each once"),
-        (["--stages", "12"], "model convnet_small can be cut at 10 points: write scale.pipeline_stages at most 11"),
-    ],
-)
-def test_what_cannot_be_is_refused_in_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], says: str) -> None:
-    code, out, err = run(capsys, "split", "digits", *arguments)
+def test_too_many_stages_are_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "split", "digits", "--stages", "12")
     assert (code, out) == (2, "")
-    assert err.startswith("error: ")
-    assert says in err
-    assert err.count("\n") == 1
+    assert err == "error: model convnet_small can be cut at 10 points: write scale.pipeline_stages at most 11\n"

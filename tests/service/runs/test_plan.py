@@ -2,9 +2,13 @@
 
 from pathlib import Path
 
+import pytest
+
 from service.cluster.resources import Cluster, Node, Reservation
 from service.config.experiment import load
 from service.runs.plan import Plan
+from service.runs.stored.stored_runs import run_folder
+from trainables.errors import ExperimentError
 from trainables.rundir import RunDir
 
 
@@ -53,3 +57,17 @@ def test_auto_is_a_limit_to_the_workers_and_a_number_is_an_order(tmp_path: Path)
         plan = Plan.on(load("digits", [f"data.loader_workers={written}"]).experiment, cluster((3, 0), cores=3))
         config = plan.assign("student", RunDir(tmp_path), {}).config
         assert (config.data.loader_workers, config.loader_auto) == (2, limit)
+
+
+def test_pipeline_stages_in_an_object_store_are_refused_where_checkpoints_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAYDISTILL_COPIES", str(tmp_path / "copies"))
+    stored, stages = RunDir(run_folder("s3://bucket/runs/one")), ["scale.num_workers=2", "scale.pipeline_stages=2"]
+    plan = Plan.on(load("digits", stages).experiment, cluster((16, 0)))
+    assert plan.assign("student", RunDir(tmp_path), {}, "/teacher").config.run_store is None
+    with pytest.raises(ExperimentError, match=r"take: give --out or --runs a folder") as caught:
+        plan.assign("student", stored, {}, "/teacher")
+    assert "\n" not in str(caught.value)
+    timing = Plan.on(load("digits", [*stages, "train.max_steps=3"]).experiment, cluster((16, 0)))
+    assert timing.assign("student", stored, {}, "/teacher").config.run_store is not None

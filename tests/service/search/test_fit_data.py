@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 
 from service.search.fit_data import LEAST_NOISE, MODEL_ERROR, UNKNOWN_NOISE, Measured
-from service.search.formulas import INDEX
 from service.search.points import Hardware, Layout, Observation
-from service.search.step_time_model import StepTime
 from tests.service.search.queues import grid
 
 HARDWARE = Hardware(1, 4, 16)
@@ -25,20 +23,6 @@ def test_the_bubble_of_pipeline_stages_is_work_and_no_forward_pass() -> None:
     phases_s = {"data": 0.5, "student": 0.25, "backward": 0.5, "bubble": 0.75}
     logs_31 = Measured.of(LAYOUT.take([0]), [Observation("ok", [0.2] * 8, phases_s)]).logs_3M
     assert np.exp(logs_31[:, 0]).tolist() == pytest.approx([0.2, 0.15, 0.025])
-
-
-def test_an_all_reduce_of_pipeline_stages_is_no_longer_than_its_phase_leaves_for_it() -> None:
-    nodes, phases_s = Hardware(4, 1, 16), {"student": 0.25, "backward": 0.5, "bubble": 0.25}
-    layout = Layout.of([{**grid([4], [64], [4])[0], "scale.pipeline_stages": 2}], nodes, ())
-    staged = Measured.of(layout, [Observation("ok", [0.2] * 8, phases_s)])
-    assert math.exp(staged.most_exposed_M[0]) == pytest.approx(0.05), "a backward pass takes no less than a forward pass"
-    prior = StepTime.prior(nodes).mean_P
-    slow = prior.copy()
-    slow[INDEX["hop_s"]] = math.log(0.4)
-    assert staged.residuals(prior)[-1] == 0.0
-    assert staged.residuals(slow)[-1] == pytest.approx(math.log(0.4 / 0.05) / MODEL_ERROR["forward"], rel=0.05)
-    plain = Measured.of(layout, [Observation("ok", [0.2] * 8, {"student": 0.25, "backward": 0.75})])
-    assert np.isnan(plain.most_exposed_M[0]), "without stages a backward phase has waits for others in it"
 
 
 def test_a_share_that_nothing_is_known_of_is_not_measured() -> None:

@@ -8,11 +8,11 @@ from service.search.state import SearchState
 from tests.service.search.queues import point
 
 
-def test_every_other_number_of_stages_is_tried_with_the_best_points_workers_unless_it_is_hopeless() -> None:
+def test_every_other_value_of_an_extra_key_is_tried_with_the_best_points_workers_unless_it_is_hopeless() -> None:
     points = [{**point(4, 64, 2), "scale.pipeline_stages": stages} for stages in (1, 2, 4)]
     state = SearchState(points, Hardware(1, 4, 16))
     assert len(categories(points)) == 2
-    posterior = Predicted([0.6, 0.8, 0.0])
+    posterior = Predicted([0.3, 0.8, 0.0])
     tried_M = np.array([False, False, True])
     rows = set(unchecked_neighbours(state.layout, state.global_M, posterior, 2, ~tried_M, tried_M))  # type: ignore[arg-type]
     assert rows == {0}, "half as fast is not tried"

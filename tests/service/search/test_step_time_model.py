@@ -188,40 +188,6 @@ def test_the_phases_are_those_that_a_worker_times() -> None:
     assert set(ALL_PHASES) <= {*PHASES, "allreduce", "receive", "bubble"}
 
 
-def test_pipeline_stages_share_a_replicas_work_and_wait_for_the_bubble() -> None:
-    plain = {"image_s": 1e-2, "knee_images": 1e-9, "fixed_s": 1e-2, "reduce_node_s": 1.0, "hop_s": 1e-9, "sharing": 1e-9}
-    logs = np.array([math.log(plain.get(parameter.name, parameter.median)) for parameter in PARAMETERS])
-    points = [
-        {**point(workers, 64, 4), "scale.pipeline_stages": stages, "scale.micro_batches": micro_batches}
-        for workers, stages, micro_batches in [(1, 1, 4), (2, 2, 8), (4, 4, 8), (4, 2, 8), (4, 1, 8)]
-    ]
-    times = step_times(logs, StepTime.prior(EIGHT_GPUS).layout(points))
-    assert times.local[:3] == pytest.approx([0.65, 0.64 * 9 / 16 + 0.01 * 9 / 2, 0.64 * 11 / 32 + 0.01 * 11 / 4], rel=1e-3)
-    assert times.exposed[:3] == pytest.approx([0, 0, 0], abs=1e-6)
-    assert times.exposed[3] == pytest.approx(1.0 / 2 / 2, rel=1e-3), "two replicas reduce half of the parameters each"
-    assert times.supply[2] == pytest.approx(times.supply[0], rel=0.2), "one of four workers loads"
-
-
-def test_where_a_point_leaves_the_micro_batches_open_it_has_as_many_as_make_its_step_shortest() -> None:
-    logs = StepTime.prior(EIGHT_GPUS).mean_P
-    points = [
-        {**point(4, 256, 4), "scale.pipeline_stages": 4, "scale.micro_batches": number} for number in (1, 4, 12, 32, "auto")
-    ]
-    *given, auto = step_times(logs, StepTime.prior(EIGHT_GPUS).layout(points)).local
-    assert auto == min(given) < max(given)
-    few = [{**point(4, 2, 4), "scale.pipeline_stages": 4, "scale.micro_batches": number} for number in (1, 2, "auto")]
-    *given, auto = step_times(logs, StepTime.prior(EIGHT_GPUS).layout(few)).local
-    assert auto == min(given), "no micro-batch is smaller than an image"
-
-
-def test_forward_passes_of_pipeline_stages_are_without_the_bubble() -> None:
-    logs = StepTime.prior(EIGHT_GPUS).mean_P
-    whole, half = ({**point(n, 64, 4), "scale.pipeline_stages": n, "scale.micro_batches": 1} for n in (1, 2))
-    times = step_times(logs, StepTime.prior(Hardware(1, 1, 32)).layout([whole, half]))
-    assert times.local[1] == pytest.approx(times.local[0])
-    assert times.forward[1] == pytest.approx(times.forward[0] / 2)
-
-
 def test_an_axis_of_pipeline_stages_is_learned_from_a_few_points() -> None:
     rng = np.random.default_rng(0)
     points = [

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,9 +29,6 @@ class CutPoint:
     """The dotted path of the outermost module that begins here."""
     aliases: tuple[str, ...]
     """Paths of the modules inside it that begin here too."""
-    shape: tuple[int, ...]
-    """Of the one tensor that crosses the cut, without the batch dimension."""
-    dtype: torch.dtype
 
 
 def cut_points(model: nn.Module, image_size: int, uncut: Collection[str] = ()) -> list[CutPoint]:
@@ -51,11 +48,12 @@ def cut_points(model: nn.Module, image_size: int, uncut: Collection[str] = ()) -
 def _cut_points(model: nn.Module, image_size: int, uncut: Collection[str]) -> Iterator[CutPoint]:
     graph = trace(model)
     nodes = list(graph.nodes)
-    values = _Values(model, graph, image_size)
+    values = _Values(model, graph, image_size).of_samples
     position = {node: index for index, node in enumerate(nodes)}
     last_use = {node: max((position[user] for user in node.users), default=-1) for node in nodes}
-    parameters = _parameter_positions(model, nodes)
-    begun: set[str] = set()
+    used = [_tensors(node, model) for node in nodes]
+    used_after = list(itertools.accumulate(reversed(used), set.union, initial=set[int]()))[-2::-1]
+    begun, used_before = set[str](), set[int]()
     live: set[fx.Node] = set()
     crossed: fx.Node | None = None
     for index, (node, following) in enumerate(itertools.pairwise(nodes)):
@@ -65,42 +63,27 @@ def _cut_points(model: nn.Module, image_size: int, uncut: Collection[str]) -> It
         if node.op != "get_attr":  # a stage reads its own parameters
             live.add(node)
         live = {each for each in live if last_use[each] > index}
+        used_before |= used[index]
         paths = tuple(path for path in module_paths(following) if path not in begun)
-        if len(live) != 1 or not paths or not _divides(parameters, index):
+        parts_have_parameters = used_before and used_after[index] and used_before.isdisjoint(used_after[index])
+        if len(live) != 1 or not paths or not parts_have_parameters:
             continue
         crossing = next(iter(live))
-        value = values.of_sample(crossing)
         # Between two places that the same tensor crosses only its shape is looked at: they are one.
-        if value is None or crossing is crossed:
+        if crossing not in values or crossing is crossed:
             continue
         if not any(_in_place(user, model) for user in crossing.users if position[user] > index):
             crossed = crossing
-            yield CutPoint(paths[0], paths[1:], *value)
+            yield CutPoint(paths[0], paths[1:])
 
 
-def _parameter_positions(model: nn.Module, nodes: Sequence[fx.Node]) -> list[tuple[int, int]]:
-    """The first and the last node that uses each parameter or buffer."""
-    uses: dict[int, list[int]] = {}
-    for index, node in enumerate(nodes):
-        tensors: list[Tensor] = []
-        indices = [index]
-        if node.op == "call_module":
-            module = model.get_submodule(str(node.target))
-            tensors = [*module.parameters(), *module.buffers()]
-        elif node.op == "get_attr":
-            value = attribute_of(model, str(node.target))
-            tensors = [value] if isinstance(value, Tensor) else []
-            indices = [nodes.index(user) for user in node.users]
-        for tensor in tensors:
-            uses.setdefault(id(tensor), []).extend(indices)
-    return [(min(indices), max(indices)) for indices in uses.values() if indices]
-
-
-def _divides(parameters: Sequence[tuple[int, int]], index: int) -> bool:
-    """Whether some parameters are used up to a node, some after it, and none on both sides."""
-    before = [first <= index for first, _ in parameters]
-    after = [last > index for _, last in parameters]
-    return any(before) and any(after) and not any(a and b for a, b in zip(before, after, strict=True))
+def _tensors(node: fx.Node, model: nn.Module) -> set[int]:
+    """The ids of the parameters and buffers that a node computes with."""
+    inputs = [attribute_of(model, str(each.target)) for each in node.all_input_nodes if each.op == "get_attr"]
+    if node.op == "call_module":
+        module = model.get_submodule(str(node.target))
+        inputs += [*module.parameters(), *module.buffers()]
+    return {id(each) for each in inputs if isinstance(each, Tensor)}
 
 
 def _in_place(node: fx.Node, model: nn.Module) -> bool:
@@ -114,12 +97,13 @@ def _in_place(node: fx.Node, model: nn.Module) -> bool:
 
 
 class _Values(fx.Interpreter):
-    """What is known of a graph's values after a pass of two blank images through a copy of the model: see `_dry_copy`."""
+    """Passes two blank images through a copy of the model: see `_dry_copy`."""
 
     def __init__(self, model: nn.Module, graph: fx.Graph, image_size: int) -> None:
         copied = _dry_copy(model, image_size)
         super().__init__(fx.GraphModule(copied, graph))
-        self._found: dict[fx.Node, tuple[tuple[int, ...], torch.dtype]] = {}
+        self.of_samples = set[fx.Node]()
+        """Whose values are tensors of samples that gradients can flow through."""
         parameter = next(copied.parameters())
         images_BCHW = torch.zeros(2, 3, image_size, image_size, dtype=parameter.dtype, device=parameter.device)
         try:
@@ -131,12 +115,8 @@ class _Values(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
         if isinstance(value, Tensor) and value.ndim > 1 and len(value) == 2 and value.is_floating_point():
-            self._found[n] = tuple(value.shape[1:]), value.dtype
+            self.of_samples.add(n)
         return value
-
-    def of_sample(self, node: fx.Node) -> tuple[tuple[int, ...], torch.dtype] | None:
-        """A node's shape and type where it is a tensor of samples that gradients can flow through."""
-        return self._found.get(node)
 
 
 def _dry_copy(model: nn.Module, image_size: int) -> nn.Module:

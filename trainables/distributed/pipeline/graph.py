@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +19,10 @@ class _Tracer(fx.Tracer):
         self._opaque, self._expand = opaque, expand
         self.failed_in: str | None = None
         """The innermost module whose forward raised."""
+
+    def create_args_for_root(self, forward: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
+        """The images alone: what a forward takes besides, such as an attention mask, has its default."""
+        return forward, [self.root, self.create_proxy("placeholder", "images", (), {})]
 
     def is_leaf_module(self, module: nn.Module, path: str) -> bool:
         if path in self._opaque or (self._expand is not None and path not in self._expand):
@@ -47,7 +50,7 @@ def trace(model: nn.Module, expand: Collection[str] | None = None) -> fx.Graph:
     while True:
         tracer = _Tracer(opaque, expand)
         try:
-            return _images_only(tracer.trace(model, _defaults(model)))
+            return tracer.trace(model)
         except Exception as error:  # whatever a model's forward raises when it is called with symbols
             if tracer.failed_in is None or tracer.failed_in in opaque:
                 raise cannot_be_cut(model, error) from error
@@ -57,25 +60,6 @@ def trace(model: nn.Module, expand: Collection[str] | None = None) -> fx.Graph:
 def cannot_be_cut(model: nn.Module, error: Exception) -> ModelError:
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return ModelError(f"{type(model).__name__} cannot be cut into pipeline stages: {reason}")
-
-
-def _defaults(model: nn.Module) -> dict[str, Any]:
-    """What the forward takes besides the images, such as an attention mask: its defaults, or branches on it would go wrong."""
-    parameters = list(inspect.signature(model.forward).parameters.values())[1:]
-    return {
-        each.name: each.default for each in parameters if each.default is None or isinstance(each.default, bool | int | float)
-    }
-
-
-def _images_only(graph: fx.Graph) -> fx.Graph:
-    """Drop the inputs that stand for defaults, and torch's checks that nothing else is given."""
-    for node in list(graph.find_nodes(op="placeholder"))[1:]:
-        for check in list(node.users):
-            for assertion in list(check.users):
-                graph.erase_node(assertion)
-            graph.erase_node(check)
-        graph.erase_node(node)
-    return graph
 
 
 def module_paths(node: fx.Node) -> tuple[str, ...]:

@@ -22,7 +22,9 @@ class Layout:
     pipeline: Group
     """The ranks of this replica: `pipeline.rank` is this pipeline stage's index."""
     hosts: Group
-    """The same ranks, with a process group for CPU tensors: batches, and the parts of a checkpoint."""
+    """The same ranks, with a process group for CPU tensors: batches."""
+    writers: Group
+    """The same for the threads that write checkpoints."""
 
     @property
     def is_first(self) -> bool:
@@ -46,7 +48,7 @@ def build_layout(group: Group, num_stages: int) -> Layout:
     """
     if num_stages == 1:
         alone = Group(local_rank=group.local_rank, device=group.device)
-        return Layout(job=group, replicas=group, pipeline=alone, hosts=alone)
+        return Layout(job=group, replicas=group, pipeline=alone, hosts=alone, writers=alone)
     assert dist.group.WORLD is not None
     built = _built.setdefault(dist.group.WORLD, {})
     if (group, num_stages) not in built:
@@ -67,7 +69,10 @@ def _build_pipeline_stages(group: Group, num_stages: int) -> Layout:
 
     pipeline = part("stage")
     ranks = dist.get_process_group_ranks(pipeline.process_group)
-    host_group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    assert isinstance(host_group, dist.ProcessGroup)
-    hosts = replace(pipeline, device=torch.device("cpu"), process_group=host_group)
-    return Layout(job=group, replicas=part("replica"), pipeline=pipeline, hosts=hosts)
+
+    def on_hosts() -> Group:
+        host_group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        assert isinstance(host_group, dist.ProcessGroup)
+        return replace(pipeline, device=torch.device("cpu"), process_group=host_group)
+
+    return Layout(job=group, replicas=part("replica"), pipeline=pipeline, hosts=on_hosts(), writers=on_hosts())

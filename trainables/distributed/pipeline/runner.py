@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
@@ -52,9 +53,7 @@ def pipeline_stage_inputs(forward: Forward, images: Boundary, stages: Group) -> 
 
 def micro_batch_sizes(num_samples: int, num_micro_batches: int) -> list[int]:
     """The samples of each micro-batch: they differ by one at most, the larger ones come first. None is empty."""
-    number = min(num_samples, num_micro_batches)
-    size, num_larger = divmod(num_samples, number)
-    return [size + (index < num_larger) for index in range(number)]
+    return [len(part) for part in torch.arange(num_samples).tensor_split(min(num_samples, num_micro_batches))]
 
 
 class PipelineRunner:
@@ -98,13 +97,13 @@ class PipelineRunner:
             return None
         return torch.cat([part[:size] for part, size in zip(output.split(sizes[0]), sizes, strict=True)])
 
-    def _arguments(self, images_BCHW: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    def _arguments(self, images_BCHW: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
         """Of the schedule, which divides a batch into equal parts."""
         if not self.is_first:
             return ()
         if sizes[0] == sizes[-1]:
             return (images_BCHW,)
-        return (torch.cat([_padded(part, sizes[0]) for part in images_BCHW.split(list(sizes))]),)
+        return (torch.cat([_padded(part, sizes[0]) for part in images_BCHW.split(sizes)]),)
 
     def _schedule_for(self, number: int, size: int, training: bool) -> tuple[_MarkedStage, PipelineScheduleSingle]:
         if (number, size, training) not in self._built:
@@ -128,9 +127,7 @@ class PipelineRunner:
 
 def _padded(tensor: Tensor, num_rows: int) -> Tensor:
     """With rows of zeros at its end."""
-    if len(tensor) == num_rows:
-        return tensor
-    return torch.cat([tensor, tensor.new_zeros((num_rows - len(tensor), *tensor.shape[1:]))])
+    return F.pad(tensor, (0, 0) * (tensor.ndim - 1) + (0, num_rows - len(tensor)))
 
 
 class _PipelineStageForward(nn.Module):
@@ -148,8 +145,7 @@ class _PipelineStageForward(nn.Module):
 
     def forward(self, received: Tensor) -> Tensor:
         assert self._forward is not None
-        size = next(self._sizes)
-        sent = self._forward(received if size == len(received) else received[:size])
+        sent = self._forward(received[: next(self._sizes)])
         if sent.ndim:  # no loss
             sent = _padded(sent, self._largest)
         return sent.contiguous()  # a permuted or channels_last tensor cannot be sent

@@ -16,7 +16,7 @@ def split(model: nn.Module, cuts: Sequence[str]) -> list[StageModule]:
 
     The names of parameters and buffers are those of the whole model. Modules that hold no cut are called as they are.
 
-    Raises ModelError: the model's forward cannot be traced, a name is no cut point, or a buffer would be lost.
+    `cuts`: of `cut_points`, in their order. Raises ModelError: the forward cannot be traced, or a buffer would be lost.
     """
     expand = {cut.rsplit(".", count)[0] for cut in cuts for count in range(1, cut.count(".") + 1)}
     graphs = {}
@@ -32,39 +32,28 @@ def split(model: nn.Module, cuts: Sequence[str]) -> list[StageModule]:
 
 def _split_graph(graph: fx.Graph, cuts: Sequence[str]) -> list[fx.Graph]:
     nodes = [node for node in graph.nodes if node.op != "get_attr"]
-    starts = [0]
-    for cut in cuts:
-        index = next((index for index, node in enumerate(nodes) if cut in module_paths(node)), None)
-        if index is None or index <= starts[-1]:
-            raise ModelError(f"{cut} is not called after what comes before it: give the cuts in the order of the forward")
-        starts.append(index)
-    starts.append(len(nodes))
-    return [_part(graph, nodes, first, end) for first, end in itertools.pairwise(starts)]
+    starts = [next(index for index, node in enumerate(nodes) if cut in module_paths(node)) for cut in cuts]
+    return [_part(nodes, first, end) for first, end in itertools.pairwise([0, *starts, len(nodes)])]
 
 
-def _part(graph: fx.Graph, nodes: Sequence[fx.Node], first: int, end: int) -> fx.Graph:
+def _part(nodes: Sequence[fx.Node], first: int, end: int) -> fx.Graph:
     """The nodes [first, end) as a graph of their own: one tensor in, one out."""
     part, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    inside, later = set(nodes[first:end]), set(nodes[end:])
+    before, inside, later = set(nodes[:first]), nodes[first:end], set(nodes[end:])
+    if first:  # before all nodes: a graph's inputs come first
+        (received,) = {node for other in inside for node in other.all_input_nodes if node in before}
+        copies[received] = part.placeholder("received")
 
     def copied(node: fx.Node) -> fx.Node:
-        if node not in copies:  # a parameter, or the tensor that the previous stage sends
-            copies[node] = part.node_copy(node) if node.op == "get_attr" else part.placeholder("received")
+        if node not in copies:  # a parameter
+            copies[node] = part.node_copy(node)
         return copies[node]
 
-    if first:  # before all nodes: a graph's inputs come first
-        previous = set(nodes[:first])
-        received = {node for other in inside for node in other.all_input_nodes if node in previous}
-        if len(received) != 1:
-            raise ModelError(f"{nodes[first]} is no cut point: {len(received)} tensors cross it")
-        copied(received.pop())
-    for node in nodes[first:end]:
+    for node in inside:
         copies[node] = part.node_copy(node, copied)
-    if end < len(nodes):
-        sent = {node for node in inside if any(user in later for user in node.users)}
-        if len(sent) != 1:
-            raise ModelError(f"{nodes[end]} is no cut point: {len(sent)} tensors cross it")
-        part.output(copies[sent.pop()])
+    if later:
+        (sent,) = (node for node in inside if not later.isdisjoint(node.users))
+        part.output(copies[sent])
     return part
 
 
@@ -78,9 +67,9 @@ class StageModule(fx.GraphModule):
         super().__init__(model, training, type(model).__name__)
         self._graphs = {True: self.graph, False: self.graph}
         if training.python_code("self").src != evaluation.python_code("self").src:
-            other = fx.GraphModule(model, evaluation)
+            other, own = fx.GraphModule(model, evaluation), dict(self.named_modules())
             for path, module in other.named_modules():
-                if path and not self._has(path):
+                if path not in own:
                     self.add_submodule(path, module)
             for name, constant in other.named_buffers(recurse=False):
                 self.register_buffer(name, constant)
@@ -88,13 +77,6 @@ class StageModule(fx.GraphModule):
         # Tensors that a forward makes, constants of its graph, are no state.
         self._non_persistent_buffers_set.update(self._buffers.keys() - model.state_dict().keys())
         self.train(model.training)
-
-    def _has(self, path: str) -> bool:
-        try:
-            self.get_submodule(path)
-        except AttributeError:
-            return False
-        return True
 
     def train(self, mode: bool = True) -> StageModule:
         """Set the mode of all modules, and run its graph from now on."""

@@ -2,24 +2,28 @@
 
 import logging
 from collections.abc import Collection, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import torch
 from torch import nn
 
-from trainables.config import ScaleConfig, TrainConfig
+from trainables.config import TrainConfig
+from trainables.device.memory import memory_bytes
+from trainables.device.model_input import autocast, tensor_format
 from trainables.distributed.group import from_rank
+from trainables.distributed.pipeline.block_costs import Block, measure_blocks
+from trainables.distributed.pipeline.choose_cut import StageCosts, choose_cut
 from trainables.distributed.pipeline.cut_points import CutPoint, cut_points
 from trainables.distributed.pipeline.layout import Layout
-from trainables.distributed.pipeline.link import measure_link
-from trainables.distributed.pipeline.plan import Planner
 from trainables.distributed.pipeline.stage_module import StageModule, split
 from trainables.engine import checkpoint
-from trainables.engine.pipeline.planning import PlannedModels, measure, plan_stages, planner_of, sizes_of
+from trainables.engine.optim import parameter_copies
 from trainables.errors import ExperimentError, ModelError
 from trainables.methods.distillation_module import DistillationModule
 from trainables.models.reused_classifier import ReusedClassifier
-from trainables.rules import first_problem
+from trainables.rules import num_micro_batches, pipeline_micro_batches, replica_batch
 
 log = logging.getLogger("raydistill")
 
@@ -31,7 +35,7 @@ def possible_cuts(config: TrainConfig, module: DistillationModule) -> list[CutPo
         ExperimentError: it has methods that cannot be trained in stages.
         ModelError: it cannot be cut so.
     """
-    stages, model = config.scale.num_stages, config.model
+    stages, model = config.scale.pipeline_stages, config.model
     for key, method in module.methods_by_name.items():
         if what := method.stages_conflict(method.options):
             raise ExperimentError(
@@ -44,26 +48,23 @@ def possible_cuts(config: TrainConfig, module: DistillationModule) -> list[CutPo
             " another distill.method, or write scale.pipeline_stages 1"
         )
     points = cut_points(module.student, config.data.image_size, module.tapped_modules)
-    if config.scale.cut is not None:
-        found = [_named(cut, points, module, model) for cut in config.scale.cut]
-        if found != [point for point in points if point in found]:
-            raise ModelError("scale.cut: give its modules in the order of the forward pass, each once")
-        _check_trains(module.student, found)
-        return found
-    if len(points) < stages - 1:
-        most = f"at most {len(points) + 1}" if points else "1"
-        read = f", before {', '.join(sorted(module.tapped_modules))}, which methods read" if module.tapped_modules else ""
-        raise ModelError(f"model {model} can be cut at {len(points)} points{read}: write scale.pipeline_stages {most}")
-    return points
-
-
-def _named(cut: str, points: Sequence[CutPoint], module: DistillationModule, model: str) -> CutPoint:
-    found = next((point for point in points if cut == point.module or cut in point.aliases), None)
-    if found is not None:
-        return found
-    names = ", ".join(point.module for point in points) or "none"
-    read = f"; methods read {', '.join(sorted(module.tapped_modules))}" if module.tapped_modules else ""
-    raise ModelError(f"scale.cut: model {model} cannot be cut before {cut}: choose among {names}{read}")
+    read = ", ".join(sorted(module.tapped_modules))
+    if config.scale.cut is None:
+        if len(points) < stages - 1:
+            most, before = f"at most {len(points) + 1}" if points else "1", f", before {read}, which methods read" if read else ""
+            raise ModelError(f"model {model} can be cut at {len(points)} points{before}: write scale.pipeline_stages {most}")
+        return points
+    named = {name: index for index, point in enumerate(points) for name in (point.module, *point.aliases)}
+    for cut in config.scale.cut:
+        if cut not in named:
+            names, read = ", ".join(point.module for point in points) or "none", f"; methods read {read}" if read else ""
+            raise ModelError(f"scale.cut: model {model} cannot be cut before {cut}: choose among {names}{read}")
+    indices = [named[cut] for cut in config.scale.cut]
+    if any(first >= then for first, then in pairwise(indices)):
+        raise ModelError("scale.cut: give its modules in the order of the forward pass, each once")
+    found = [points[index] for index in indices]
+    _check_trains(module.student, found)
+    return found
 
 
 def _check_trains(student: nn.Module, points: Sequence[CutPoint]) -> None:
@@ -74,79 +75,86 @@ def _check_trains(student: nn.Module, points: Sequence[CutPoint]) -> None:
             raise ModelError(f"scale.cut: the stage that begins with {begin} has no parameters to train: cut elsewhere")
 
 
-class Cut(NamedTuple):
-    """Where the stages of a job begin, and how they share a batch."""
+class PlannedModels(NamedTuple):
+    """Of a job in stages."""
 
-    modules: tuple[str, ...]
-    """With which the second and later stages begin."""
-    micro_batches: int
+    student: nn.Module
+    teacher: nn.Module | None
+    """A network that runs on the last stage."""
     teacher_is_sharded: bool = False
     """Over the last stages of all replicas."""
 
 
-def _choose_cut(config: TrainConfig, points: Sequence[CutPoint], models: PlannedModels, planner: Planner | None) -> Cut:
-    """What `scale` gives, and the rest by a plan."""
-    scale = config.scale
-    if planner is not None:
-        plan = plan_stages(config, points, planner)
-        return Cut(plan.cuts, plan.num_micro_batches, models.teacher_is_sharded)
-    assert isinstance(scale.micro_batches, int)
-    return Cut(tuple(point.module for point in points), scale.micro_batches, models.teacher_is_sharded)
+def stage_costs(config: TrainConfig, points: Sequence[CutPoint], models: PlannedModels, device: torch.device) -> StageCosts:
+    """Time the student's parts between `points`, and the teacher, on this device. Raises ModelError: see `measure_blocks`."""
+    size, (dtype, layout) = config.data.image_size, tensor_format(config)
+    num_samples = -(-replica_batch(config) // num_micro_batches(config))
+    images_BCHW = torch.rand(num_samples, 3, size, size, device=device, dtype=dtype).to(memory_format=layout)
+    in_precision, teacher = autocast(config.precision, device), list[Block]()
+    if models.teacher is not None:
+        try:
+            cuts = [point.module for point in cut_points(models.teacher, size)]
+            split(models.teacher, cuts)
+        except ModelError:
+            cuts = []  # it is timed as a whole
+        teacher = measure_blocks(models.teacher, cuts, images_BCHW, in_precision, training=False)
+    return StageCosts(
+        measure_blocks(models.student, [point.module for point in points], images_BCHW, in_precision),
+        config.scale.pipeline_stages,
+        pipeline_micro_batches(config),
+        config.scale.schedule,
+        parameter_copies(config.optim),
+        memory_bytes(device),
+        sum(block.forward_s for block in teacher),
+        sum(block.parameter_bytes for block in teacher) / (config.scale.num_replicas if models.teacher_is_sharded else 1),
+    )
 
 
 def with_saved_cut(config: TrainConfig, path: Path) -> TrainConfig:
-    """With the cut and the micro-batches of a checkpoint of as many stages, where `scale` leaves them open; stages too.
+    """With the cut of a checkpoint of as many stages, where `scale.cut` is absent: a resume ends with the same bits.
 
-    Another number of micro-batches would change what batch norms see in the middle of a run. Stages that do not go with another
-    number of workers are chosen anew. Raises CheckpointError: the file is damaged.
+    Raises CheckpointError: the file is damaged.
     """
-    saved = checkpoint.read_about(path).get("pipeline")
-    scale = config.scale
-    if saved is None or scale.pipeline_stages not in ("auto", saved["pipeline_stages"]):
+    saved = checkpoint.read_about(path).get("pipeline") or {}
+    if config.scale.cut is not None or saved.get("pipeline_stages") != config.scale.pipeline_stages or saved["cut"] is None:
         return config
-    found: dict[str, Any] = {"pipeline_stages": saved["pipeline_stages"]}
-    if scale.cut is None and saved["cut"] is not None:
-        found["cut"] = tuple(saved["cut"])
-    if scale.micro_batches == "auto":
-        found["micro_batches"] = saved["micro_batches"]
-    resumed = config.model_copy(update={"scale": scale.model_copy(update=found)})
-    fits = scale.num_workers % saved["pipeline_stages"] == 0 and first_problem(resumed) is None
-    return config if scale.pipeline_stages == "auto" and not fits else resumed
+    return config.model_copy(update={"scale": config.scale.model_copy(update={"cut": tuple(saved["cut"])})})
 
 
 def cut_student(
     config: TrainConfig, layout: Layout, module: DistillationModule, models: PlannedModels
-) -> tuple[StageModule, ScaleConfig]:
-    """This rank's stage of `module`'s student, which is on the CPU, on its device; and `scale` without what it leaves open.
+) -> tuple[StageModule, TrainConfig]:
+    """This rank's stage of `module`'s student, which is on the CPU, on its device; and the job with its cut.
 
-    Every rank calls it; the last stage's have the methods and the teacher. The memory of other stages is freed.
+    Every rank calls it; the last stage's have the methods and the teacher. Where the cut is open the last stage of the first
+    replica finds it. The memory of other stages is freed.
 
-    Raises ExperimentError, ModelError: see `possible_cuts`; on every rank.
+    Raises ExperimentError, ModelError: see `possible_cuts`, `choose_cut`; on every rank.
     """
-    student, scale, job = module.student, config.scale, layout.job
-    decider = scale.num_stages - 1  # the last stage of the first replica knows what methods read
-    points = from_rank(lambda: possible_cuts(config, module), job, decider)
-    planner = None
-    if scale.cut is None or scale.micro_batches == "auto":
-        assert layout.pipeline.process_group is not None
-        link = measure_link(layout.pipeline.process_group, job.device)
-        costs = measure(config, points, models, sizes_of(config), job, layout.replicas)
-        planner = planner_of(config, job.device, link, costs, teacher_is_sharded=models.teacher_is_sharded)
-    cut = from_rank(lambda: _choose_cut(config, points, models, planner), job, decider)
-    stage = split(student, cut.modules)[layout.pipeline.rank]
+    student, scale, device = module.student, config.scale, layout.pipeline.device
+
+    def find_cut() -> tuple[str, ...]:
+        points = possible_cuts(config, module)
+        if scale.cut is not None:
+            return tuple(point.module for point in points)
+        costs = stage_costs(config, points, models, device)
+        return tuple(costs.blocks[first].begins_at for first in choose_cut(costs)[1:])
+
+    cuts = from_rank(find_cut, layout.job, scale.pipeline_stages - 1)
+    stage = split(student, cuts)[layout.pipeline.rank]
     log.info(
         "%s: %s in %d stages, cut before %s; micro-batches: %d, %s",
         config.stage,
         config.model,
-        scale.num_stages,
-        ", ".join(cut.modules),
-        cut.micro_batches,
+        scale.pipeline_stages,
+        ", ".join(cuts),
+        pipeline_micro_batches(config),
         scale.schedule,
     )
-    if cut.teacher_is_sharded:  # this rank may have no teacher, and the first one writes the log
+    if models.teacher_is_sharded:  # this rank may have no teacher, and the first one writes the log
         log.info("%s: the teacher is sharded over the last stages of %d replicas", config.stage, scale.num_replicas)
     _free(student, {id(tensor) for tensor in (*stage.parameters(), *stage.buffers())})
-    return stage.to(layout.pipeline.device), scale.model_copy(update={"cut": cut.modules, "micro_batches": cut.micro_batches})
+    return stage.to(device), config.model_copy(update={"scale": scale.model_copy(update={"cut": cuts})})
 
 
 def _free(model: nn.Module, needed: Collection[int]) -> None:

@@ -14,8 +14,8 @@ from trainables.data.loader.loader import Batch, Loader
 from trainables.distributed.group import Group
 from trainables.metrics.phases import RECEIVE
 
-_END = -1
-"""In place of a batch's number of samples: the epoch has no more."""
+_Header = tuple[list[int], list[int], int]
+"""The labels, indices and position of a batch."""
 
 
 class PipelineLoader(Loader):
@@ -39,33 +39,31 @@ class PipelineLoader(Loader):
 
     def _send(self, batches: Generator[Batch, None, None]) -> Generator[Batch, None, None]:
         sent: dist.Work | None = None
-        last = self._hosts.world_size - 1
         with contextlib.closing(batches):
             for batch in batches:
-                header = torch.zeros(2 + 2 * self.max_rows, dtype=torch.int64)
-                header[0], header[1] = len(batch.labels_B), batch.position
-                labels_B, indices_B = header[2:].chunk(2)
-                labels_B[: len(batch.labels_B)], indices_B[: len(batch.labels_B)] = batch.labels_B, batch.indices_B
-                dist.broadcast(header, group_src=0, group=self._hosts.process_group)
+                self._broadcast((batch.labels_B.tolist(), batch.indices_B.tolist(), batch.position))
                 if sent is not None:
                     sent.wait()
                 if len(batch.labels_B) and self._last_has_images:
-                    sent = dist.isend(batch.images_BCHW.permute(0, 2, 3, 1), group_dst=last, group=self._hosts.process_group)
+                    images_BHWC = batch.images_BCHW.permute(0, 2, 3, 1)
+                    sent = dist.isend(images_BHWC, group_dst=self._hosts.world_size - 1, group=self._hosts.process_group)
                 yield batch
-        dist.broadcast(torch.full((2 + 2 * self.max_rows,), _END), group_src=0, group=self._hosts.process_group)
+        self._broadcast(None)
         if sent is not None:
             sent.wait()
 
     def _receive(self) -> Generator[Batch, None, None]:
-        while True:
-            header = torch.empty(2 + 2 * self.max_rows, dtype=torch.int64)
-            dist.broadcast(header, group_src=0, group=self._hosts.process_group)
-            num_rows, position = header[:2].tolist()
-            if num_rows == _END:
-                return
-            images_BCHW, labels_B, indices_B, _ = self._memory.allocate(num_rows)
-            for tensor, values in zip((labels_B, indices_B), header[2:].chunk(2), strict=True):
-                tensor.copy_(values[:num_rows])
-            if num_rows and self._last_has_images and self._hosts.rank == self._hosts.world_size - 1:
+        while (header := self._broadcast(None)) is not None:
+            labels, indices, position = header
+            images_BCHW, labels_B, indices_B, _ = self._memory.allocate(len(labels))
+            labels_B.copy_(torch.tensor(labels))
+            indices_B.copy_(torch.tensor(indices))
+            if labels and self._last_has_images and self._hosts.rank == self._hosts.world_size - 1:
                 dist.recv(images_BCHW.permute(0, 2, 3, 1), group_src=0, group=self._hosts.process_group)
             yield Batch(images_BCHW, labels_B, indices_B, position)
+
+    def _broadcast(self, header: _Header | None) -> _Header | None:
+        """The first stage's header, on all stages; None: the epoch has no more batches."""
+        headers = [header]
+        dist.broadcast_object_list(headers, group_src=0, group=self._hosts.process_group)
+        return headers[0]

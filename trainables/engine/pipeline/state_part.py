@@ -1,15 +1,14 @@
-"""The part of a training's state that a pipeline stage has, and how checkpoints of the whole state are put together and read.
+"""The part of a training's state that a pipeline stage has, and how checkpoints of the whole state have it.
 
 A checkpoint has the names that it has without stages: an optimizer's state is numbered by the whole model's parameters.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainables.config import OptimConfig
@@ -26,8 +25,8 @@ _STATE = "optim.0."
 class StatePart:
     """What this rank has of the state."""
 
-    hosts: Group
-    """The ranks that have all of it together; the process group takes CPU tensors."""
+    writers: Group
+    """The stages of this rank's replica, for the threads that write checkpoints."""
     replica: int
     """Of this rank: replica 0 writes."""
     names: frozenset[str]
@@ -43,57 +42,35 @@ class StatePart:
         if kind == "model":
             return name in self.names
         if kind == "method":
-            return self.hosts.rank == self.hosts.world_size - 1
-        return kind != "optim" or int(rest.split(".")[1]) in self._local_index
+            return self.writers.rank == self.writers.world_size - 1
+        return kind != "optim" or int(rest.split(".")[1]) in chain(*self.indices)
 
-    def gather(
-        self, tensors: Mapping[str, Tensor], optimizer: Mapping[str, Any]
-    ) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """From what each rank of the first replica would save by itself what rank 0 saves; None on the others."""
-        if self.replica:
-            return None
-        found = {self._renumbered(name, self._flat): tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        plain = {str(self._flat[int(index)]): values for index, values in optimizer["plain"].items()}
-        described = gather_objects((plain, [(name, tensor.shape, tensor.dtype) for name, tensor in found.items()]), self.hosts)
-        if self.hosts.rank:
-            for tensor in found.values():
-                dist.send(tensor, group_dst=0, group=self.hosts.process_group)
-            return None
-        for stage, (values, descriptions) in enumerate(described[1:], start=1):
-            plain |= values
-            for name, shape, dtype in descriptions:
-                found[name] = torch.empty(shape, dtype=dtype)
-                dist.recv(found[name], group_src=stage, group=self.hosts.process_group)
-        return found, {**optimizer, "param_groups": _numbered(optimizer["param_groups"], self.group_sizes), "plain": plain}
+    def to_whole(self, tensors: Mapping[str, Tensor], optimizer: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """From what this rank would save by itself what it saves."""
+        return _renumbered(tensors, optimizer, dict(enumerate(chain(*self.indices))), self.group_sizes)
 
     def to_local(self, tensors: Mapping[str, Tensor], optimizer: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """From the tensors of a checkpoint that this rank `has` what it loads into its part."""
-        local = self._local_index
-        found = {self._renumbered(name, local): tensor for name, tensor in tensors.items()}
-        plain = {str(local[int(index)]): values for index, values in optimizer["plain"].items() if int(index) in local}
-        sizes = [len(group) for group in self.indices]
-        return found, {**optimizer, "param_groups": _numbered(optimizer["param_groups"], sizes), "plain": plain}
+        local = {index: number for number, index in enumerate(chain(*self.indices))}
+        return _renumbered(tensors, optimizer, local, [len(group) for group in self.indices])
 
-    @property
-    def _flat(self) -> Sequence[int]:
-        """The number in the whole optimizer by that in this rank's."""
-        return [index for group in self.indices for index in group]
 
-    @property
-    def _local_index(self) -> dict[int, int]:
-        return {index: local for local, index in enumerate(self._flat)}
+def _renumbered(
+    tensors: Mapping[str, Tensor], optimizer: Mapping[str, Any], numbers: Mapping[int, int], group_sizes: Sequence[int]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """With another number for each parameter of the optimizer, whose groups have so many."""
 
-    def _renumbered(self, name: str, numbers: Mapping[int, int] | Sequence[int]) -> str:
+    def name_of(name: str) -> str:
         if not name.startswith(_STATE):
             return name
         index, slot = name.removeprefix(_STATE).split(".", 1)
         return f"{_STATE}{numbers[int(index)]}.{slot}"
 
-
-def _numbered(groups: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """An optimizer's groups with so many parameters each, numbered through."""
-    bounds = pairwise(accumulate(sizes, initial=0))
-    return [{**group, "params": list(range(*bound))} for group, bound in zip(groups, bounds, strict=True)]
+    plain = {str(numbers[int(index)]): values for index, values in optimizer["plain"].items() if int(index) in numbers}
+    bounds = pairwise(accumulate(group_sizes, initial=0))
+    groups = [{**group, "params": list(range(*each))} for group, each in zip(optimizer["param_groups"], bounds, strict=True)]
+    found = {name_of(name): tensor for name, tensor in tensors.items()}
+    return found, {**optimizer, "param_groups": groups, "plain": plain}
 
 
 def blank_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -123,7 +100,7 @@ def state_part(
     groups = [group["params"] for group in parameter_groups(dict.fromkeys(whole.values()), optim)]
     number = {parameter: index for index, parameter in enumerate(p for group in groups for p in group)}
     return StatePart(
-        hosts=layout.hosts,
+        writers=layout.writers,
         replica=layout.replicas.rank,
         names=frozenset(f"model.{name}" for name in module.student.state_dict()),
         group_sizes=tuple(map(len, groups)),

@@ -5,6 +5,7 @@ Shapes: S samples of a micro-batch, C channels, H W pixels.
 
 import contextlib
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -13,13 +14,14 @@ from trainables.device.device_batches import DeviceBatch
 from trainables.device.model_input import image_normalizer, tensor_format
 from trainables.distributed.group import GlobalCount, Group, all_reduce_sum
 from trainables.distributed.pipeline.layout import Layout
-from trainables.distributed.pipeline.runner import Boundary, Forward, PipelineRunner, micro_batch_sizes, pipeline_stage_inputs
+from trainables.distributed.pipeline.runner import Boundary, Forward, PipelineRunner, pipeline_stage_inputs
 from trainables.engine.loss_optimizers import LossOptimizer
 from trainables.engine.step import TrainingParts, TrainState, micro_batches, run_student, run_teacher
 from trainables.engine.step_functions import StepFunctions, build_train_state
 from trainables.engine.updates import SharedUpdate, UpdateSettings, average, put
 from trainables.metrics.phase_timer import PhaseTimer
 from trainables.models.forward import logits_and_aux
+from trainables.rules import pipeline_micro_batches
 
 
 class PipelineUpdate(SharedUpdate):
@@ -44,64 +46,52 @@ class PipelineUpdate(SharedUpdate):
         nn.utils.clip_grads_with_norm_(parameters, max_norm, total.to(norm.dtype))
 
 
-class PipelineStep:
-    """What `trainables.engine.step.train_step` does, for a model of which this rank has one stage.
+def pipeline_step(
+    train_state: TrainState,
+    update: PipelineUpdate,
+    runner: PipelineRunner,
+    forward: Forward,
+    num_micro_batches: int,
+    batch: DeviceBatch,
+    step: int,
+    timer: PhaseTimer,
+) -> None:
+    """What `trainables.engine.step.train_step` does, for a model of which this rank has one stage; `forward`: of that alone.
 
     Phases: `student` is a stage's forward passes, on the last one with the methods and the losses; `backward` ends with the
     all-reduce over the replicas; `bubble` is the time in which the stage waits for its neighbours.
     """
+    batch.wait()
+    timer.mark("h2d")
+    count = GlobalCount(len(batch.labels_B), train_state.group)
+    parts = micro_batches(train_state.prepare(batch), train_state.accumulate, train_state.num_blank_images)
+    timer.mark("augment")
+    divided = [micro_batches(part, num_micro_batches, train_state.num_blank_images) for part in parts]
+    if runner.is_last:
+        max_calls = train_state.accumulate * num_micro_batches
+        train_state.active_teacher.skip(parts[0].images_BCHW, max_calls - sum(map(len, divided)))
+    for part, each in zip(parts, divided, strict=True):
+        passes = _losses(train_state, each, count, step, timer) if runner.is_last else forward
+        runner.train(part.images_BCHW, len(each), passes, timer.mark)
+    update.average_gradients(count)
+    timer.mark("backward")
+    update.step()
+    timer.mark("optimizer")
 
-    def __init__(
-        self,
-        train_state: TrainState,
-        update: PipelineUpdate,
-        runner: PipelineRunner,
-        forward: Forward,
-        num_micro_batches: int,
-    ) -> None:
-        """`forward`: of this rank's stage alone."""
-        self._train_state, self._update, self._runner, self._forward = train_state, update, runner, forward
-        self._num_micro_batches = num_micro_batches
 
-    def __call__(self, batch: DeviceBatch, step: int, timer: PhaseTimer) -> None:
-        train_state = self._train_state
-        batch.wait()
-        timer.mark("h2d")
-        count = GlobalCount(len(batch.labels_B), train_state.group)
-        parts = micro_batches(train_state.prepare(batch), train_state.accumulate, train_state.num_blank_images)
-        timer.mark("augment")
-        divided = [self._micro_batches(part) for part in parts]
-        if self._runner.is_last:
-            num_calls = sum(map(len, divided))
-            most_calls = train_state.accumulate * self._num_micro_batches
-            train_state.active_teacher.skip(parts[0].images_BCHW, most_calls - num_calls)
-        for part, each in zip(parts, divided, strict=True):
-            forward = self._losses(each, count, step, timer) if self._runner.is_last else self._forward
-            self._runner.train(part.images_BCHW, len(each), forward, timer.mark)
-        self._update.average_gradients(count)
-        timer.mark("backward")
-        self._update.step()
-        timer.mark("optimizer")
+def _losses(train_state: TrainState, parts: Sequence[DeviceBatch], count: GlobalCount, step: int, timer: PhaseTimer) -> Forward:
+    """What the last stage does with each micro-batch. The teacher runs for all of them while the first one is on its way."""
+    epoch = train_state.epochs.training_epochs(step)
+    remaining = iter([(each, run_teacher(train_state, each)) for each in parts])
+    timer.mark("teacher")
 
-    def _micro_batches(self, part: DeviceBatch) -> list[DeviceBatch]:
-        """Blank images are not divided."""
-        num_samples = len(part.labels_B)
-        return part.split(micro_batch_sizes(num_samples, self._num_micro_batches)) if num_samples else [part]
+    def loss_of(received: Tensor) -> Tensor:
+        each, teacher_outputs = next(remaining)
+        outputs, loss = run_student(train_state, received, each, teacher_outputs, epoch)
+        train_state.sums.add(step, outputs.logits_BK, each.labels_B, loss.named)
+        return loss.total(count.weight())
 
-    def _losses(self, parts: Sequence[DeviceBatch], count: GlobalCount, step: int, timer: PhaseTimer) -> Forward:
-        """What the last stage does with each micro-batch. The teacher runs for all of them while the first one is on its way."""
-        train_state = self._train_state
-        epoch = train_state.epochs.training_epochs(step)
-        remaining = iter([(each, run_teacher(train_state, each)) for each in parts])
-        timer.mark("teacher")
-
-        def loss_of(received: Tensor) -> Tensor:
-            each, teacher_outputs = next(remaining)
-            outputs, loss = run_student(train_state, received, each, teacher_outputs, epoch)
-            train_state.sums.add(step, outputs.logits_BK, each.labels_B, loss.named)
-            return loss.total(count.weight())
-
-        return loss_of
+    return loss_of
 
 
 def pipeline_logits(
@@ -134,8 +124,7 @@ def pipeline_functions(config: TrainConfig, layout: Layout, parts: TrainingParts
     if not (layout.is_first or layout.is_last):
         train_state.prepare = lambda batch: batch  # it has no pixels
     forward = pipeline_stage_forward(parts.module.student, train_state.autocast)
-    size, micro_batches = config.data.image_size, config.scale.micro_batches
-    assert isinstance(micro_batches, int)  # since it was planned
+    size, number = config.data.image_size, pipeline_micro_batches(config)
     images = Boundary((3, size, size), tensor_format(config)[0], has_gradient=False)
     parts.module.eval()
     inputs = pipeline_stage_inputs(forward, images, layout.pipeline)
@@ -143,6 +132,6 @@ def pipeline_functions(config: TrainConfig, layout: Layout, parts: TrainingParts
     runner = PipelineRunner(layout.pipeline, inputs, config.scale.schedule)
     return StepFunctions(
         train_state,
-        PipelineStep(train_state, update, runner, forward, micro_batches),
-        pipeline_logits(runner, forward, image_normalizer(config, layout.replicas.device), micro_batches),
+        partial(pipeline_step, train_state, update, runner, forward, number),
+        pipeline_logits(runner, forward, image_normalizer(config, layout.replicas.device), number),
     )

@@ -5,13 +5,12 @@ Shapes: B images, C channels, H W pixels, K classes.
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trainables.distributed.pipeline.choose_cut import balanced_starts
 from trainables.distributed.pipeline.cut_points import CutPoint, cut_points
 from trainables.distributed.pipeline.stage_module import split
-from trainables.distributed.pipeline.starts import balanced_starts
 from trainables.errors import ModelError
 
 
@@ -59,8 +58,5 @@ def over_devices(network: nn.Module, image_size: int, devices: Sequence[torch.de
         return network.to(devices[0])
     cuts = [point.module for point in teacher_cuts(network, image_size, len(devices))]
     sizes = [sum(parameter.nbytes for parameter in part.parameters()) for part in split(network, cuts)]
-    ends = np.concatenate([[0.0], np.cumsum(sizes)])
-    bytes_of = np.where(np.tri(len(ends), dtype=bool), np.inf, ends - ends[:, None])
-    starts = balanced_starts([bytes_of] * len(devices))
-    assert starts is not None  # there are as many cut points
+    _, starts = balanced_starts(len(sizes), len(devices), lambda device, first, end: sum(sizes[first:end]))
     return SplitNetwork(split(network, [cuts[start - 1] for start in starts[1:]]), devices)

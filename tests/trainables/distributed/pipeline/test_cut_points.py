@@ -35,11 +35,9 @@ def test_a_residual_network_is_cut_between_its_blocks_and_never_through_one() ->
     ]
 
 
-def test_a_cut_knows_what_crosses_it_and_the_names_of_the_modules_that_begin_there() -> None:
-    points = {point.module: point for point in cut_points(get_model("resnet18", num_classes=10).double(), 64)}
-    layer2 = points["layer2"]
-    assert (layer2.shape, layer2.dtype) == ((64, 16, 16), torch.float64)
-    assert "layer2.0" in layer2.aliases
+def test_a_cut_knows_the_names_of_the_modules_that_begin_there() -> None:
+    points = {point.module: point for point in cut_points(get_model("resnet18", num_classes=10), 64)}
+    assert "layer2.0" in points["layer2"].aliases
 
 
 def test_dense_connections_are_not_cut() -> None:
@@ -164,11 +162,6 @@ def test_what_a_forward_takes_besides_the_images_has_its_default() -> None:
 def test_a_vision_transformer_of_timm_is_cut_between_its_blocks() -> None:
     names = _names(construct("timm/vit_tiny_patch16_224", num_classes=10, image_size=32, seed=0), 32)
     assert {f"blocks.{index}" for index in range(1, 12)} <= set(names)
-
-
-def test_cuts_out_of_order_are_refused() -> None:
-    with pytest.raises(ModelError, match="layer2 is not called after"):
-        split(get_model("resnet18"), ["layer3", "layer2"])
 
 
 def test_a_large_model_whose_forward_makes_tensors_is_cut_on_the_cpu() -> None:

@@ -2,6 +2,10 @@
 
 import contextlib
 import gc
+import itertools
+import os
+import re
+import signal
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,30 +18,31 @@ from torchvision.models import get_model
 
 from tests.trainables.jobs import Recorded, config, equal, no_telemetry, relative_difference, train, write_teacher
 from trainables.config import TrainConfig
-from trainables.distributed.group import Group
-from trainables.distributed.rank_pool import RankPool
-from trainables.engine import checkpoint, loop
+from trainables.distributed.group import Group, gather_objects
+from trainables.distributed.rank_pool import RankDiedError, RankPool
+from trainables.engine import checkpoint, checkpoint_writer, loop
 from trainables.engine.job import build
 from trainables.engine.pipeline.build import possible_cuts, with_saved_cut
-from trainables.errors import ModelError, TrainingError
+from trainables.errors import CheckpointError, ModelError, TrainingError
 from trainables.methods.distillation_module import DistillationModule
+from trainables.models.checkpoint_header import read_checkpoint_header
+from trainables.models.weights import load_teacher
+from trainables.rules import pipeline_micro_batches
 
 CUTS = {1: None, 2: ["hidden.1"], 3: ["hidden.1", "head"]}
 
 
 @pytest.fixture(scope="module")
-def many(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+def many(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     """More ranks than other tests need, six for the slow ones."""
     slow = any("slow" in item.keywords for item in request.session.items)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))  # of the measured times of a plan
-        pool = RankPool(6 if slow else 4, fork_server=True)
+    pool = RankPool(6 if slow else 4, fork_server=True)
     yield pool
     pool.close()
 
 
 def job(
-    folder: Path, stages: int, replicas: int, *, micro_batches: int | str = 2, schedule: str = "1f1b", **sections: Any
+    folder: Path, stages: int, replicas: int, *, micro_batches: int | None = 2, schedule: str = "1f1b", **sections: Any
 ) -> TrainConfig:
     """Two epochs, with a short last batch, clipping and a teacher."""
     weights = folder.parent / "teacher.safetensors"
@@ -72,7 +77,7 @@ FAST = [
         2, 2, 3, "1f1b", {"data": {"path": "synthetic", "synthetic_images": 65, "global_batch_size": 32}}, id="an empty rank"
     ),
     pytest.param(3, 1, 2, "gpipe", {"optim": {"accumulate": 2}}, id="three stages"),
-    pytest.param(2, 1, "auto", "1f1b", {"scale": {"cut": None}}, id="planned"),
+    pytest.param(2, 1, None, "1f1b", {"scale": {"cut": None}}, id="a cut found by timing"),
     pytest.param(2, 1, 2, "1f1b", {"data": {"device_augment": {"mixup": 0.3}, "last_batch": "drop"}}, id="mixup"),
     pytest.param(2, 2, 1, "gpipe", {"optim": {"name": "adamw", "lr": 0.01, "nesterov": False}}, id="one micro-batch"),
 ]
@@ -89,7 +94,7 @@ SLOW = [pytest.param(*each.values, id=each.id, marks=pytest.mark.slow) for each 
 
 @pytest.mark.parametrize(("stages", "replicas", "micro_batches", "schedule", "sections"), [*FAST, *SLOW])
 def test_stages_train_what_one_process_does_to_1e_9(
-    many: RankPool, tmp_path: Path, stages: int, replicas: int, micro_batches: int | str, schedule: str, sections: dict[str, Any]
+    many: RankPool, tmp_path: Path, stages: int, replicas: int, micro_batches: int | None, schedule: str, sections: dict[str, Any]
 ) -> None:
     alone = many.run(1, train, job(tmp_path / "alone", 1, 1, **sections))
     settings = job(tmp_path / "stages", stages, replicas, micro_batches=micro_batches, schedule=schedule, **sections)
@@ -121,6 +126,8 @@ def test_a_job_resumed_with_other_stages_and_replicas_or_none_goes_on_with_the_s
         settings = job(tmp_path / "pieces", stages, replicas, **sections)
         found = many.run(stages * replicas, train, settings, die_after)
         assert found[0]["died"] is (die_after is not None)
+        shards = list((tmp_path / "pieces" / "checkpoints").glob("last.*.safetensors"))
+        assert len(shards) == (stages if stages > 1 else 0), "those of another number of stages are removed"
     assert relative_difference(whole_state(whole, 1), whole_state(found, 2)) < 1e-9
     assert relative_difference(saved(tmp_path / "whole"), saved(tmp_path / "pieces")) < 1e-9
 
@@ -143,16 +150,92 @@ def test_a_job_resumed_on_the_same_stages_ends_with_the_same_bits(many: RankPool
     assert equal(saved(tmp_path / "whole"), saved(tmp_path / "pieces"))
 
 
-def test_a_resumed_job_keeps_its_cut_and_micro_batches_where_they_are_open(many: RankPool, tmp_path: Path) -> None:
+def train_until_killed(group: Group, settings: TrainConfig, rank: int, function: str) -> None:
+    """Kills this rank's process as it calls a function of the checkpoint writer for the second checkpoint."""
+    calls, original = itertools.count(), getattr(checkpoint_writer, function)
+
+    def kill_or_call(*arguments: Any, **options: Any) -> Any:
+        if group.rank == rank and next(calls):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint_writer, function, kill_or_call)
+        train(group, settings)
+
+
+@pytest.mark.parametrize(
+    ("rank", "function", "step"),
+    [
+        pytest.param(1, "write_packed", 2, id="as one stage writes its shard"),
+        pytest.param(0, "write_tensors", 2, id="between the shards and the file that names them"),
+        pytest.param(0, "remove_shards", 4, id="before the earlier shards are removed"),
+    ],
+)
+def test_a_kill_leaves_the_earlier_checkpoint_or_the_new_one(
+    many: RankPool, tmp_path: Path, rank: int, function: str, step: int
+) -> None:
     sections = {"train": {"checkpoint_every": 2, "log_every": 1}}
-    settings = job(tmp_path / "run", 2, 1, micro_batches=3, **sections, scale={"cut": ["head"]})
-    assert many.run(2, train, settings, 5)[0]["died"]
-    many.run(2, train, job(tmp_path / "run", 2, 1, micro_batches="auto", **sections, scale={"cut": None}))
+    whole = many.run(2, train, job(tmp_path / "whole", 2, 1, **sections))
+    with pytest.raises(RankDiedError):
+        many.run(2, train_until_killed, job(tmp_path / "killed", 2, 1, **sections), rank, function)
+    assert checkpoint.read_about(tmp_path / "killed" / "checkpoints" / "last.safetensors")["progress"]["step"] == step
+    resumed = many.run(2, train, job(tmp_path / "killed", 2, 1, **sections))
+    assert equal(whole_state(whole, 2), whole_state(resumed, 2))
+    assert equal(saved(tmp_path / "whole"), saved(tmp_path / "killed"))
+    files = sorted(path.name.split(".") for path in (tmp_path / "killed" / "checkpoints").glob("[!.]*"))
+    assert [[name, *rest[1:]] for name, *rest in files] == [
+        ["best"],
+        ["last", "0", "safetensors"],
+        ["last", "1", "safetensors"],
+        ["last"],
+    ], "the best one is one file, and nothing else is left"
+
+
+def best_while_training(group: Group, settings: TrainConfig) -> tuple[list[str], float]:
+    """The files of the best checkpoint before the end, and how far a teacher with its weights is from it."""
+    with contextlib.closing(build(settings, group, Recorded(), no_telemetry)) as running:
+        loop.train_epoch(running)
+        loop.finish_epoch(running)
+        loop.wait_for_disk(running)
+        gather_objects(None, group)
+        path = running.stage.best
+        tensors, about = checkpoint.read(path)
+        weights = {name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")}
+        model = load_teacher("mlp_large", str(path), num_classes=10, image_size=8, classes=about["classes"], seed=1)
+        return about["shards"], relative_difference(model.state_dict(), {name: value.float() for name, value in weights.items()})
+
+
+def test_a_checkpoint_without_one_of_its_shards_is_refused_in_one_line(many: RankPool, tmp_path: Path) -> None:
+    many.run(2, train, job(tmp_path / "job", 2, 1))
+    last = tmp_path / "job" / "checkpoints" / "last.safetensors"
+    (shard,) = last.parent.glob("last.*.1.safetensors")
+    shard.unlink()
+    for read in (read_checkpoint_header, checkpoint.read):
+        with pytest.raises(CheckpointError, match=re.escape(shard.name)) as caught:
+            read(last)
+        assert "\n" not in str(caught.value)
+
+
+def test_the_best_checkpoint_is_read_from_its_shards_while_the_job_trains(many: RankPool, tmp_path: Path) -> None:
+    for shards, difference in many.run(2, best_while_training, job(tmp_path / "job", 2, 1)):
+        assert [name.split(".")[2] for name in shards] == ["0", "1"]
+        assert difference == 0
+
+
+def test_a_resumed_job_keeps_its_cut_where_that_is_open(many: RankPool, tmp_path: Path) -> None:
+    sections = {"train": {"checkpoint_every": 2, "log_every": 1}}
+    assert many.run(2, train, job(tmp_path / "run", 2, 1, **sections, scale={"cut": ["head"]}), 5)[0]["died"]
+    many.run(2, train, job(tmp_path / "run", 2, 1, **sections, scale={"cut": None}))
     last = tmp_path / "run" / "checkpoints" / "last.safetensors"
-    expected = {"pipeline_stages": 2, "cut": ["head"], "micro_batches": 3}
-    assert checkpoint.read(last)[1]["pipeline"] == expected
-    scale = with_saved_cut(job(tmp_path / "other", 3, 1, micro_batches="auto", scale={"cut": None}), last).scale
-    assert (scale.cut, scale.micro_batches) == (None, "auto"), "of other stages it is planned anew"
+    assert checkpoint.read(last)[1]["pipeline"] == {"pipeline_stages": 2, "cut": ["head"]}
+    assert with_saved_cut(job(tmp_path / "other", 3, 1, scale={"cut": None}), last).scale.cut is None, "of other stages"
+
+
+def test_without_a_number_there_are_four_micro_batches_a_stage_and_at_most_one_a_sample(tmp_path: Path) -> None:
+    for batch, accumulate, expected in ((32, 1, 8), (32, 2, 8), (12, 2, 6), (6, 1, 6)):
+        sections = {"data": {"global_batch_size": 2 * batch}, "optim": {"accumulate": accumulate}}
+        assert pipeline_micro_batches(job(tmp_path / "run", 2, 2, micro_batches=None, **sections)) == expected
 
 
 def test_a_stage_with_nothing_to_train_is_refused(tmp_path: Path) -> None:
