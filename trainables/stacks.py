@@ -39,11 +39,11 @@ def write_stacks_on_signal() -> None:
 def report_processes(pids: Iterable[int]) -> dict[int, ProcessReport]:
     """The state and the stacks of processes of this node, by their number."""
     families = {pid: _family(pid) for pid in pids}
-    written = {each.pid: _request_stacks(each.pid) for family in families.values() for each in family}
+    written = {child: _request_stacks(child) for family in families.values() for child in family}
     time.sleep(_WRITE_S)
     stacks = {child: f"process {child}:\n{text}" for child, where in written.items() if (text := _read(*where))}
     return {
-        pid: ProcessReport(_status(pid), "".join(stacks.get(each.pid, "") for each in family)) for pid, family in families.items()
+        pid: ProcessReport(_status(pid), "".join(stacks.get(each, "") for each in family)) for pid, family in families.items()
     }
 
 
@@ -54,10 +54,9 @@ def kill(pids: Iterable[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def _family(pid: int) -> list[psutil.Process]:
+def _family(pid: int) -> list[int]:
     with contextlib.suppress(psutil.Error):
-        process = psutil.Process(pid)
-        return [process, *process.children()]
+        return [pid, *(child.pid for child in psutil.Process(pid).children())]
     return []
 
 

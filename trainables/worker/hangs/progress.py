@@ -1,7 +1,7 @@
 """Whether a job makes progress: what its ranks' positions say over time, without Ray and without a clock of its own."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from trainables.metrics.heartbeat import Position
 
@@ -21,16 +21,12 @@ SILENT_S = 5.0
 """A rank that has not answered for so long does not answer."""
 
 
-@dataclass
-class RankProgress:
-    """What is known of one rank."""
+class RankProgress(NamedTuple):
+    """The last answer of a rank (None: no job runs on it), when that last changed, and when it last answered."""
 
     position: Position | None
-    """None: no job runs on it."""
     changed_s: float
-    """When that last changed."""
     answered_s: float
-    """When the rank last answered."""
 
     def is_answering(self, now_s: float) -> bool:
         return now_s - self.answered_s < SILENT_S
@@ -80,14 +76,13 @@ class JobProgress:
             base_s = max(AUTO_S, AUTO_BATCHES * (position.batch_s or 0.0))
         else:
             base_s = self.hang_after_s or float("inf")
-        operations = [position.activity]
-        if position.activity in ("train", "eval", "fill") and position.batch_s is None:
-            operations.append("first batch")
-        if self.has_service and (position.activity, position.phase) == ("train", "teacher"):
-            operations.append("teacher service")
-        if self.is_compiling_or_locked:
-            operations.append("compile or lock")
-        return base_s * max(ALLOWANCES.get(operation, 1.0) for operation in operations)
+        operations = {
+            position.activity: True,
+            "first batch": position.activity in ("train", "eval", "fill") and position.batch_s is None,
+            "teacher service": self.has_service and (position.activity, position.phase) == ("train", "teacher"),
+            "compile or lock": self.is_compiling_or_locked,
+        }
+        return base_s * max(ALLOWANCES.get(operation, 1.0) for operation, is_under_way in operations.items() if is_under_way)
 
 
 def _key(position: Position | None) -> tuple[str, int] | None:
