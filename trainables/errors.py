@@ -55,14 +55,14 @@ def _shortened(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[: length * 2 // 3]}…{text[1 - length // 3 :]}"
 
 
-def near(name: str, known: Iterable[str], count: int = 1, cutoff: float = 0.6) -> list[str]:
+def closest_matches(name: str, known: Iterable[str], count: int = 1, cutoff: float = 0.6) -> list[str]:
     """The names most like a wrong one, best first; for one too long to be a misspelling there are none."""
     return difflib.get_close_matches(name, dict.fromkeys(known), n=count, cutoff=cutoff) if len(name) <= MAX_WORD else []
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
     """What to write instead of a wrong name: the one most like it, or else `otherwise`."""
-    similar = near(name, known)
+    similar = closest_matches(name, known)
     return f"did you mean {similar[0]}?" if similar else otherwise
 
 

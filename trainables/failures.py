@@ -1,8 +1,8 @@
 """Why a training ended: its kind, decided from the exception in the process where it was raised, and the file that says so.
 
 A kind follows from an exception's type. Where torch or a CUDA library raises a bare RuntimeError or ValueError, it follows from
-the phrases below; no other module here reads their messages. `tests/trainables/test_failures.py` provokes each phrase with the
-installed library. Those that only a GPU provokes it looks up in the library's file.
+the patterns below; no other module here reads their messages. `tests/trainables/test_failures.py` provokes them with the
+installed library, `tests/gpu/check_out_of_memory.py` on a GPU.
 """
 
 import errno
@@ -10,7 +10,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -60,56 +60,19 @@ ENVIRONMENT_KINDS = frozenset({"unschedulable", "unavailable", "disk"})
 OUT_OF_MEMORY_KINDS = frozenset({"out_of_memory", "node_out_of_memory"})
 VERSION = 1
 
-OUT_OF_MEMORY = (
-    # torch
-    "CUDA out of memory",
-    "CUDA ran out of memory",
-    "CUDA error: out of memory",
-    "CUDA driver error: out of memory",
-    "DefaultCPUAllocator: can't allocate memory",
-    # cuDNN; in benchmark mode it drops each plan whose workspace has no room, and finds none
-    "FIND was unable to find an engine",
-    "GET was unable to find an engine",
-    "CUDNN_STATUS_ALLOC_FAILED",
-    "DEVICE_ALLOCATION_FAILED",
-    "HOST_ALLOCATION_FAILED",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUSOLVER_STATUS_ALLOC_FAILED",
-    "CUSPARSE_STATUS_ALLOC_FAILED",
-    "CUFFT_ALLOC_FAILED",
-    # NCCL
-    "Cuda failure 2 'out of memory'",
-    # nvJPEG
-    "NVJPEG_STATUS_ALLOCATOR_FAIL",
-    # DALI
-    "cudaErrorMemoryAllocation",
-    "CUDA_ERROR_OUT_OF_MEMORY",
-    "std::bad_alloc",
+OUT_OF_MEMORY = re.compile(
+    "out of memory|unable to find an engine|[Cc]an't allocate (memory|[0-9]+ bytes)"
+    "|ALLOC(ATION|ATOR)?_FAIL|MemoryAllocation|OUT_OF_MEMORY|bad_alloc"
 )
-NO_HANDLE = ("CUDNN_STATUS_NOT_INITIALIZED", "CUBLAS_STATUS_NOT_INITIALIZED", "CUSOLVER_STATUS_NOT_INITIALIZED")
+"""Of torch, CUDA's libraries, NCCL, nvJPEG and DALI. cuDNN in benchmark mode drops each plan whose workspace has no room, and
+finds no engine."""
+NO_HANDLE = re.compile("CU(DNN|BLAS|SOLVER)_STATUS_NOT_INITIALIZED")
 """The first call of a CUDA library creates its handle: that fails where its memory finds no room, and on a GPU that is broken."""
 PLENTY_FREE = 0.05
 """Of a GPU's memory: handles need less."""
-DALI_OUT_OF_MEMORY = re.compile(r"Can't allocate \d+ bytes on (device|host)")
-LOST_PEER = ("/gloo/transport/", "Gloo connectFullMesh failed", "Application timeout caused pair closure")
-"""Of gloo, which raises a bare RuntimeError; torch's older NCCL backend and the store raise a `torch.distributed.DistError`."""
-LOST_NCCL_PEER = re.compile(r"\ANCCL .*(failed|Async Error|timed out|aborted)|NCCL Last Error:")
-"""Of torch's newer NCCL backend, which raises a bare RuntimeError too (ProcessGroupNCCL2)."""
-DEVICE = (
-    # torch
-    "CUDA error: ",
-    "CUDA driver error: ",
-    "cuDNN error: ",
-    # CUDA's libraries
-    "CUDNN_STATUS_",
-    "CUBLAS_STATUS_",
-    "CUSOLVER_STATUS_",
-    # DALI
-    "CUDA runtime API error",
-    "CUDA driver API error",
-    "cudaError",
-    "CUDA_ERROR_",
-)
+LOST_PEER = re.compile("/gloo/transport/|Gloo connectFullMesh failed|Application timeout caused pair closure")
+"""Of gloo, which raises a bare RuntimeError; NCCL and the store raise a `torch.distributed.DistError`."""
+DEVICE = re.compile("CUDA error: |CU[A-Z]+_(STATUS|ERROR)_|cudaError|(driver|cuDNN|runtime API) error")
 DEVICE_ASSERT = "device-side assert triggered"
 """A failed check inside a kernel, such as an index out of range: the data or the code is wrong, not the device."""
 SINGLE_VALUE = "Expected more than 1 value per channel when training"
@@ -184,30 +147,19 @@ def failure_of(error: BaseException, rank: int | None) -> Failure:
     return Failure(kind, line, type(error).__name__, rank)
 
 
-def gpu_free_share() -> float:
-    """The free share of the memory of this process's GPU; 0 where it uses none. Raises RuntimeError: the GPU is broken."""
-    import torch
-
-    if not torch.cuda.is_initialized():  # as on the driver, which is not to begin to use one
-        return 0.0
-    free_bytes, total_bytes = torch.cuda.mem_get_info()
-    return free_bytes / total_bytes
-
-
-def kind_of(error: BaseException, free_share: Callable[[], float] = gpu_free_share) -> Kind:
+def kind_of(error: BaseException) -> Kind:
     """The kind of an exception; where that is `user` and it was raised from another exception, the kind of that one.
 
-    A DistillError stays `user` whatever it was raised from, unless memory ran out. `free_share` is called where only free memory
-    distinguishes a full GPU from a broken one.
+    A DistillError stays `user` whatever it was raised from, unless memory ran out.
     """
-    kind = _kind_of_type(error, free_share)
+    kind = _kind_of_type(error)
     if kind != "user" or error.__cause__ is None:
         return kind
-    cause = kind_of(error.__cause__, free_share)
+    cause = kind_of(error.__cause__)
     return cause if cause == "out_of_memory" or not isinstance(error, DistillError) else kind
 
 
-def _kind_of_type(error: BaseException, free_share: Callable[[], float]) -> Kind:
+def _kind_of_type(error: BaseException) -> Kind:
     import torch
     from torch import distributed as dist
 
@@ -220,36 +172,36 @@ def _kind_of_type(error: BaseException, free_share: Callable[[], float]) -> Kind
             return "unavailable"
         case DistillError():
             return "user"
-        case torch.OutOfMemoryError() | MemoryError():
+        case torch.OutOfMemoryError() | MemoryError() | OSError(errno=errno.ENOMEM):
             return "out_of_memory"
         case TeacherServiceLostError():  # a bare ConnectionError or TimeoutError is the user's: ours are none
             return "lost_peer"
         case LoaderDiedError():
             return "worker_died"
-        case OSError(errno=errno.ENOMEM):
-            return "out_of_memory"
         case OSError(errno=errno.ENOSPC | errno.EDQUOT | errno.EROFS):
             return "disk"
         case RuntimeError():
             text = str(error)
-            if any(phrase in text for phrase in OUT_OF_MEMORY) or DALI_OUT_OF_MEMORY.search(text):
+            if OUT_OF_MEMORY.search(text) or (NO_HANDLE.search(text) and is_gpu_full()):
                 return "out_of_memory"
-            if any(phrase in text for phrase in NO_HANDLE):
-                return _kind_without_handle(free_share)
-            if isinstance(error, dist.DistError) or LOST_NCCL_PEER.search(text) or any(phrase in text for phrase in LOST_PEER):
+            if isinstance(error, dist.DistError) or LOST_PEER.search(text):
                 return "lost_peer"
-            if DEVICE_ASSERT in text:
-                return "user"
-            if isinstance(error, torch.AcceleratorError) or any(phrase in text for phrase in DEVICE):
+            if DEVICE_ASSERT not in text and (isinstance(error, torch.AcceleratorError) or DEVICE.search(text)):
                 return "device"
     return "user"
 
 
-def _kind_without_handle(free_share: Callable[[], float]) -> Kind:
+def is_gpu_full() -> bool:
+    """Whether next to nothing of the memory of this process's GPU is free; False where it is broken."""
+    import torch
+
     try:
-        return "device" if free_share() > PLENTY_FREE else "out_of_memory"
+        if not torch.cuda.is_initialized():  # as on the driver, which is not to begin to use one
+            return True
+        free_bytes, total_bytes = torch.cuda.mem_get_info()
     except RuntimeError:
-        return "device"
+        return False
+    return free_bytes <= PLENTY_FREE * total_bytes
 
 
 def is_single_value(error: ValueError) -> bool:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 
 _log = logging.getLogger("raydistill")
 _PROBE_S = 0.02  # longer than `is_locked` has a lock
-_SHORTEST_POLL_S, _LONGEST_POLL_S = 0.002, 0.2
+_MIN_POLL_S, _MAX_POLL_S = 0.002, 0.2
 _CANNOT_LOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF)
 """EBADF: NFS gives no exclusive lock of a file that is open for reading alone."""
 _NODE_FOLDER = "/tmp"
@@ -55,17 +55,17 @@ def try_lock(path: str | os.PathLike[str], wait_s: float = _PROBE_S, operation: 
             return lock
         if time.monotonic() >= until:
             return None
-        time.sleep(_SHORTEST_POLL_S)
+        time.sleep(_MIN_POLL_S)
 
 
 @contextlib.contextmanager
 def locked(path: str | os.PathLike[str], waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Wait for the exclusive lock of the file `path`, and call `waiting` every so often until then. Raises as `try_lock` does."""
-    pause_s = _SHORTEST_POLL_S
+    pause_s = _MIN_POLL_S
     while (lock := _try_once(os.fspath(path))) is None:
         waiting()
         time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _LONGEST_POLL_S)
+        pause_s = min(2 * pause_s, _MAX_POLL_S)
     try:
         yield
     finally:
@@ -126,7 +126,7 @@ def _open(path: str) -> int:
 
 
 def _is_at(descriptor: int, path: str) -> bool:
-    """Whether the open file is still the one at `path`, which may have been removed and made anew."""
+    """Whether the open file is still the one at `path`, which may have been removed and created again."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except FileNotFoundError:

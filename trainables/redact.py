@@ -20,7 +20,7 @@ _URI_PATTERNS = (
 )
 _HEADER = re.compile(r"(\bbearer\s+|\bauthorization:\s*\w+\s+)[\w.~+/=-]{8,}", re.IGNORECASE)
 _SECRET_VARIABLE = re.compile(r"(?:PASS|SECRET|TOKEN|_KEY$|_KEY_ID$)(?!.*(?:_FILE|_PATH|_DIR)$)", re.IGNORECASE)
-_SHORTEST = 8
+_MIN_LENGTH = 8
 """Shorter values of variables are flags and the like: hiding them would hide the word wherever it stands."""
 
 
@@ -41,7 +41,7 @@ def redact_uris(text: str) -> str:
 
 def _environment_secrets() -> list[str]:
     """Values of variables such as AWS_SECRET_ACCESS_KEY; the longest first, as one may be a part of another."""
-    found = [value for name, value in os.environ.items() if len(value) >= _SHORTEST and _SECRET_VARIABLE.search(name)]
+    found = [value for name, value in os.environ.items() if len(value) >= _MIN_LENGTH and _SECRET_VARIABLE.search(name)]
     return sorted(found, key=len, reverse=True)
 
 

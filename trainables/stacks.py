@@ -9,10 +9,24 @@ import functools
 import os
 import signal
 import sys
+import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
+
+import psutil
 
 STACKS_SIGNAL = signal.SIGUSR1
-_MEMORY = "raydistill stacks"
+_MEMORY = "raydistill-stacks"
+_WRITE_S = 1.0
+"""How long processes have to write their stacks."""
+
+
+class ProcessReport(NamedTuple):
+    status: str
+    """As `psutil` calls it, such as `sleeping`, `stopped` or `zombie`; `gone` where there is no such process."""
+    stacks: str
+    """Of the process and of its children, such as its loader process; empty where it writes none."""
 
 
 @functools.cache
@@ -22,49 +36,48 @@ def write_stacks_on_signal() -> None:
         faulthandler.register(STACKS_SIGNAL, file=os.memfd_create(_MEMORY), all_threads=True)
 
 
-class StacksRequest:
-    """A process's stacks; it is sent the signal to write them when this object is created."""
-
-    def __init__(self, pid: int) -> None:
-        """Ask process `pid`.
-
-        Raises:
-            OSError: the process has died.
-            LookupError: it would not write its stacks, and would end.
-        """
-        self._path = _memory_of(pid)
-        self._begin = self._size = self._path.stat().st_size
-        if not _handles_signal(pid):
-            raise LookupError
-        os.kill(pid, STACKS_SIGNAL)
-
-    def grows(self) -> bool:
-        """Whether more has been written since the last call, or nothing so far."""
-        try:
-            before, self._size = self._size, self._path.stat().st_size
-        except OSError:
-            return False
-        return self._size == self._begin or self._size > before
-
-    def text(self) -> str:
-        """What was written so far; empty where the process has died."""
-        try:
-            return self._path.read_bytes()[self._begin :].decode(errors="replace")
-        except OSError:
-            return ""
+def report_processes(pids: Iterable[int]) -> dict[int, ProcessReport]:
+    """The state and the stacks of processes of this node, by their number."""
+    families = {pid: _family(pid) for pid in pids}
+    written = {child: _request_stacks(child) for family in families.values() for child in family}
+    time.sleep(_WRITE_S)
+    stacks = {child: f"process {child}:\n{text}" for child, where in written.items() if (text := _read(*where))}
+    return {
+        pid: ProcessReport(_status(pid), "".join(stacks.get(each, "") for each in family)) for pid, family in families.items()
+    }
 
 
-def _memory_of(pid: int) -> Path:
-    for path in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # a thread closes it meanwhile
+def kill(pids: Iterable[int]) -> None:
+    """End processes of this node, also those that are stopped or do not let go of the interpreter."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _family(pid: int) -> list[int]:
+    with contextlib.suppress(psutil.Error):
+        return [pid, *(child.pid for child in psutil.Process(pid).children())]
+    return []
+
+
+def _status(pid: int) -> str:
+    with contextlib.suppress(psutil.Error):
+        return str(psutil.Process(pid).status())
+    return "gone"
+
+
+def _request_stacks(pid: int) -> tuple[Path, int]:
+    """Where a process writes its stacks, and from which byte on; it is sent the signal only where it has such memory."""
+    for path in Path(f"/proc/{pid}/fd").glob("*"):
+        with contextlib.suppress(OSError):  # the file was closed, or the process has ended
             if os.readlink(path) == f"/memfd:{_MEMORY} (deleted)":
-                return path
-    raise LookupError
+                size = path.stat().st_size
+                os.kill(pid, STACKS_SIGNAL)
+                return path, size
+    return Path(os.devnull), 0
 
 
-def _handles_signal(pid: int) -> bool:
-    """Whether the process has a handler for the signal, which by default would end it."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("SigCgt:"):
-            return bool(int(line.split()[1], 16) >> (STACKS_SIGNAL - 1) & 1)
-    return False
+def _read(path: Path, begin: int) -> str:
+    with contextlib.suppress(OSError):  # the process has ended
+        return path.read_bytes()[begin:].decode(errors="replace")
+    return ""

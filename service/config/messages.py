@@ -9,7 +9,7 @@ from pydantic.fields import FieldInfo
 
 from service.config.other_names import OTHER_NAMES
 from trainables.config import Section
-from trainables.errors import near
+from trainables.errors import closest_matches
 
 MAX_LINES = 6
 SETTABLE = "write it in the file or --set {key}=…"
@@ -88,12 +88,12 @@ def nearest(key: str, keys: Sequence[str]) -> str:
         return f"; {other}"
     same_section = {k.rpartition(".")[2]: k for k in keys if k.rpartition(".")[0] == section}
     others = [k for k in keys if k not in same_section.values() and not key.startswith(f"{k}.")]
-    if found := [same_section[name] for name in near(last, same_section)] or near(key, others, cutoff=0.75):
+    if found := [same_section[name] for name in closest_matches(last, same_section)] or closest_matches(key, others, cutoff=0.75):
         return f"; did you mean {found[0]}?"
     # `batch_size` is near to `global_batch_size` by its words, not by its letters.
     by_name = {k.rpartition(".")[2]: k for k in keys}
     contained = [k for name, k in by_name.items() if (last in name and len(last) > 2) or (name in last and len(name) > 3)]
-    found = near(last, by_name)
+    found = closest_matches(last, by_name)
     if contained or found:
         return f"; did you mean {contained[0] if contained else by_name[found[0]]}?"
     return ""

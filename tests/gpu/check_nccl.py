@@ -45,7 +45,7 @@ def collectives(settings: Settings) -> Measured:
         counts = torch.zeros(1, dtype=torch.int64)
         dist.all_gather_into_tensor(counts, torch.tensor([7]), group=cpu_group)
         wrong = [objects != [{"rank": 0}], float(total.sum()) != 1000, counts.tolist() != [7]]
-        wrong.append(last is None or last.name != f"{backend}:all_reduce")
+        wrong.append(last is None or last[1] != f"{backend}:all_reduce")
     return {"wrong": sum(wrong), "backend": backend}
 
 

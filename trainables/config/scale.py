@@ -36,8 +36,8 @@ class ScaleConfig(Section):
     sync_batch_norm: bool = Field(False, description="batch statistics over all workers")
     hang_after_s: NonNegative | Literal["auto"] = Field(
         "auto",
-        description="seconds without progress after which workers hang and are restarted, and ten times as many before the "
-        "second step; auto: 50 steady steps, at least 120 s (a checkpoint 600 s); 0: never",
+        description="seconds without progress after which workers hang and are restarted: ten times as many at the start, in a "
+        "first step and while a model is compiled, five times in a checkpoint; auto: thirty times a step, at least 120; 0: never",
     )
     collective_timeout_s: Count = Field(
         1800, description="seconds after which torch gives up a collective; less than hang_after_s leaves a hang unexplained"

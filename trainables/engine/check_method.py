@@ -1,5 +1,6 @@
 """`distill check-method`: whether a method fulfils its contract, by small real training jobs on one to three workers."""
 
+import functools
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 
 from trainables.engine.check_method_jobs import BatchGradients, Case, batch_gradients, job_config, train_until
-from trainables.errors import DistillError
+from trainables.errors import DistillError, first_line
+from trainables.methods.contract import Method
 from trainables.methods.distillation_module import describe_terms
 from trainables.methods.registry import load_method
 
@@ -18,6 +20,8 @@ __all__ = ["Case", "CheckResult", "check"]
 
 RunRanks = Callable[..., list[Any]]
 """`run(n, function, *args)`: the results of `function(group, *args)` on n ranks."""
+Batch = Callable[..., BatchGradients]
+Trained = Callable[..., list[dict[str, Tensor]]]
 TOLERANCE = 1e-9
 INIT_STAGE, TRAINING = -1.0, 0.0
 """An epoch of each stage of a job: the last before training, and its first."""
@@ -36,15 +40,30 @@ def check(case: Case, run: RunRanks) -> Iterator[CheckResult]:
         ExperimentError: it cannot be loaded.
         pydantic.ValidationError: it does not have such options.
     """
-    load_method(case.name).Options.model_validate(case.options)
+    method = load_method(case.name)
+    method.Options.model_validate(case.options)
     with tempfile.TemporaryDirectory(prefix="raydistill-") as folder:
         root = Path(folder)
-        yield _finding("its terms are those that it declares, of samples or of the batch", lambda: _terms(case, root, run))
-        yield _finding("gradients reach the student and all that the method trains", lambda: _reach(case, root, run))
-        yield _finding(f"2 and 3 workers train what one trains, to {TOLERANCE:g}", lambda: _workers(case, root, run))
-        yield _finding("a job that was cut off goes on exactly", lambda: _resumed(case, root, run))
-        yield _finding("everything is finite in bf16", lambda: _finite(case, root, run))
-        yield _finding("a student that equals its teacher has finite gradients", lambda: _equal(case, root, run))
+
+        @functools.cache
+        def batch(epoch: float, same: bool = False) -> BatchGradients:
+            config = job_config(case, root / f"batch{epoch:g}{same}", same=same)
+            return run(1, batch_gradients, config, epoch, same)[0]  # type: ignore[no-any-return]
+
+        @functools.cache
+        def trained(num_workers: int, precision: str = "fp64", cut_off_at: int | None = None) -> list[dict[str, Tensor]]:
+            config = job_config(case, root / f"{num_workers}-{precision}-{cut_off_at}", precision=precision)
+            if cut_off_at is not None:
+                run(num_workers, train_until, config, cut_off_at)
+            return run(num_workers, train_until, config)
+
+        stages = _stages(case)
+        yield _finding("its terms are those that it declares, of samples or of the batch", lambda: _terms(method, stages, batch))
+        yield _finding("gradients reach the student and all that the method trains", lambda: _check_grad_flow(stages, batch))
+        yield _finding(f"2 and 3 workers train what one trains, to {TOLERANCE:g}", lambda: _workers(trained))
+        yield _finding("a job that was cut off goes on exactly", lambda: _resumed(trained))
+        yield _finding("everything is finite in bf16", lambda: _finite(method, trained))
+        yield _finding("a student that equals its teacher has finite gradients", lambda: _equal(stages, batch))
 
 
 def _finding(title: str, problem: Callable[[], str | None]) -> CheckResult:
@@ -53,8 +72,7 @@ def _finding(title: str, problem: Callable[[], str | None]) -> CheckResult:
     except DistillError as error:
         return CheckResult(title, str(error))
     except (Exception, SystemExit) as error:  # a user's method may fail in any way
-        first_line = next(iter(str(error).strip().splitlines()), "")
-        return CheckResult(title, f"{type(error).__name__}: {first_line}")
+        return CheckResult(title, f"{type(error).__name__}: {first_line(error)}")
 
 
 def _stages(case: Case) -> dict[float, str]:
@@ -64,16 +82,15 @@ def _stages(case: Case) -> dict[float, str]:
     return {TRAINING: "", INIT_STAGE: "in the init stage "}
 
 
-def _terms(case: Case, root: Path, run: RunRanks) -> str | None:
-    method_class = load_method(case.name)
-    if method_class.init_terms and "init_epochs" not in method_class.Options.model_fields:
+def _terms(method: type[Method], stages: Mapping[float, str], batch: Batch) -> str | None:
+    if method.init_terms and "init_epochs" not in method.Options.model_fields:
         return "it declares init_terms, and its Options have no init_epochs: its init stage has no length"
-    for epoch, stage in _stages(case).items():
-        (found,) = run(1, batch_gradients, job_config(case, root / f"terms{epoch:g}"), epoch)
-        declared = method_class.terms if epoch >= 0 else method_class.init_terms
+    for epoch, stage in stages.items():
+        found = batch(epoch)
+        declared = method.terms if epoch >= 0 else method.init_terms
         if set(found.terms) != set(declared):
             return f"{stage}it {describe_terms(found.terms, declared)}"
-        if found.gathers and not (method_class.requires.whole_batch or method_class.requires.all_gather):
+        if found.gathers and not (method.requires.whole_batch or method.requires.all_gather):
             return (
                 f"{stage}it calls batch.all_gather: declare requires = Requirements(whole_batch=True), so that"
                 " optim.accumulate is refused with it"
@@ -84,10 +101,12 @@ def _terms(case: Case, root: Path, run: RunRanks) -> str | None:
     return None
 
 
-def _reach(case: Case, root: Path, run: RunRanks) -> str | None:
-    for epoch, stage in _stages(case).items():
-        (found,) = run(1, batch_gradients, job_config(case, root / f"reach{epoch:g}"), epoch)
-        missing = _without_gradient(found, epoch)
+def _check_grad_flow(stages: Mapping[float, str], batch: Batch) -> str | None:
+    for epoch, stage in stages.items():
+        found = batch(epoch)
+        missing = [name for name, largest in found.largest.items() if largest is None]
+        if epoch < 0:  # in an init stage no rank waits for the student's
+            missing = [name for name in missing if name.startswith("methods.")]
         if missing:
             problem = "it never changes" if found.several_optimizers else "several workers would wait for it for ever"
             hint = problem if epoch >= 0 else "init_stage_parameters names what stays as it is"
@@ -97,43 +116,32 @@ def _reach(case: Case, root: Path, run: RunRanks) -> str | None:
     return None
 
 
-def _without_gradient(found: BatchGradients, epoch: float) -> list[str]:
-    """The trained parameters without a gradient. In an init stage only the method's: no rank waits for the student's."""
-    missing = [name for name, largest in found.largest.items() if largest is None]
-    return missing if epoch >= 0 else [name for name in missing if name.startswith("methods.")]
-
-
-def _workers(case: Case, root: Path, run: RunRanks) -> str | None:
-    (alone,) = run(1, train_until, job_config(case, root / "one"))
+def _workers(trained: Trained) -> str | None:
     for num_workers in (2, 3):
-        states = run(num_workers, train_until, job_config(case, root / f"workers{num_workers}"))
-        for rank, state in enumerate(states):
-            name, difference = _largest_difference(alone, state)
+        for rank, state in enumerate(trained(num_workers)):
+            name, difference = _largest_difference(trained(1)[0], state)
             if not difference < TOLERANCE:
                 return f"rank {rank} of {num_workers} has another {name}, by {difference:.1e} of its largest value"
     return None
 
 
-def _resumed(case: Case, root: Path, run: RunRanks) -> str | None:
-    whole = run(2, train_until, job_config(case, root / "whole"))[0]
-    config = job_config(case, root / "killed")
-    run(2, train_until, config, 5)  # its last checkpoint is in the middle of an epoch, after step 4
-    name, difference = _largest_difference(whole, run(2, train_until, config)[0])
+def _resumed(trained: Trained) -> str | None:
+    # The last checkpoint of the one that is cut off is in the middle of an epoch, after step 4.
+    name, difference = _largest_difference(trained(2)[0], trained(2, cut_off_at=5)[0])
     return f"{name} differs, by {difference:.1e} of its largest value" if difference else None
 
 
-def _finite(case: Case, root: Path, run: RunRanks) -> str | None:
-    if load_method(case.name).requires.teacher_gradient:
+def _finite(method: type[Method], trained: Trained) -> str | None:
+    if method.requires.teacher_gradient:
         return None  # such jobs are refused in half precision
-    (state,) = run(1, train_until, job_config(case, root / "bf16", precision="bf16"))  # it stops at a loss that is not finite
+    (state,) = trained(1, "bf16")  # it stops at a loss that is not finite
     broken = [name for name, tensor in state.items() if not bool(torch.isfinite(tensor).all())]
     return f"not finite: {', '.join(broken)}" if broken else None
 
 
-def _equal(case: Case, root: Path, run: RunRanks) -> str | None:
-    for epoch, stage in _stages(case).items():
-        (found,) = run(1, batch_gradients, job_config(case, root / f"equal{epoch:g}", same=True), epoch, True)
-        broken = [name for name, largest in found.largest.items() if largest is not None and not math.isfinite(largest)]
+def _equal(stages: Mapping[float, str], batch: Batch) -> str | None:
+    for epoch, stage in stages.items():
+        broken = [name for name, value in batch(epoch, True).largest.items() if value is not None and not math.isfinite(value)]
         if broken:
             return f"{stage}the gradient is not finite of {', '.join(broken)}"
     return None

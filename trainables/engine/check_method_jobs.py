@@ -5,12 +5,12 @@ has one sample, so that all workers but one have none.
 """
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainables.config import TrainConfig
 from trainables.device.device_batches import on_device
@@ -154,31 +154,24 @@ def _gradients(job: Job, loss: Losses, epoch: float) -> tuple[dict[str, float | 
     """`BatchGradients.largest` and `.from_method`."""
     module = job.train_state.distillation_module
     targets, method_losses = module.init_targets(epoch), frozenset(loss.weighted) - {"task"}
+    names = {parameter: name for name, parameter in module.named_parameters() if parameter.requires_grad}
     if targets is not None:
-        updates = [(method_losses, targets.parameters)]
+        updates, trained, counted = [(method_losses, targets.parameters)], targets.parameters, set(targets.parameters)
     else:
         updates = [(update.losses, update.parameters) for update in job.train_state.optimizers]
-    names = {parameter: name for name, parameter in module.named_parameters() if parameter.requires_grad}
-    trained = [parameter for parameter in (targets.parameters if targets is not None else names) if parameter in names]
-    counted = set(trained) if targets is not None else set(module.student.parameters())
-    largest: dict[str, float | None] = {names[parameter]: None for parameter in trained}
+        trained, counted = list(names), set(module.student.parameters())
+    largest: dict[str, float | None] = {names[parameter]: None for parameter in trained if parameter in names}
     from_method = 0.0
     for keys, parameters in updates:
         updated = [parameter for parameter in parameters if parameter in names]
         for part in (keys & method_losses, keys - method_losses):
-            for parameter, value in zip(updated, _largest_gradients(loss, part, updated), strict=True):
-                if value is None:
-                    continue
-                largest[names[parameter]] = (largest[names[parameter]] or 0.0) + value
-                if part <= method_losses and parameter in counted:
-                    from_method += value
+            if not part & loss.weighted.keys():
+                continue
+            total = loss.total(torch.ones((), dtype=torch.float64), part)
+            gradients = torch.autograd.grad(total, updated, allow_unused=True, retain_graph=True)
+            for parameter, gradient in zip(updated, gradients, strict=True):
+                if gradient is not None:
+                    value = float(gradient.abs().max())
+                    largest[names[parameter]] = (largest[names[parameter]] or 0.0) + value
+                    from_method += value if part <= method_losses and parameter in counted else 0.0
     return largest, from_method
-
-
-def _largest_gradients(loss: Losses, keys: frozenset[str], parameters: Sequence[nn.Parameter]) -> list[float | None]:
-    """The largest absolute gradient of each parameter from some of the losses; None where there is no gradient."""
-    if not keys & loss.weighted.keys():
-        return [None] * len(parameters)
-    total = loss.total(torch.ones((), dtype=torch.float64), keys)
-    gradients = torch.autograd.grad(total, list(parameters), allow_unused=True, retain_graph=True)
-    return [None if gradient is None else float(gradient.abs().max()) for gradient in gradients]

@@ -3,7 +3,6 @@
 import contextlib
 import threading
 import time
-from collections import Counter
 from collections.abc import Generator
 from typing import NamedTuple, TypeVar
 
@@ -13,8 +12,6 @@ T = TypeVar("T")
 BETWEEN_STEPS = "log"
 """From a step's last phase to the next step's first."""
 _FOLLOWING = dict(zip(PHASES, (*PHASES[1:], BETWEEN_STEPS), strict=True)) | {RECEIVE: PHASES[1], BUBBLE: "student"}
-_WARM_AFTER = {"start": None, "timing": None, "train": 2, "eval": 2, "fill": 2}
-"""Steps or batches of an activity of which the first may compile and search; None: there is no later one."""
 _ORDER = ("start", "fill", BETWEEN_STEPS, "other", "eval", "checkpoint", "train", "timing")
 """What ranks do after as many steps, in the order in which they do it."""
 
@@ -30,8 +27,8 @@ class Position(NamedTuple):
     """Of a step, where the activity is `train`."""
     num_beats: int = 0
     """It rises with every sign of progress."""
-    is_warm: bool = False
-    """Whether as much as this took it before, it may take now: no first step, which compiles."""
+    batch_s: float | None = None
+    """How long the activity's last step or batch took; None: none is complete, and the first may compile."""
     age_s: float = 0.0
     """Since the job began on this rank."""
     thread_id: int = 0
@@ -63,9 +60,8 @@ class Heartbeat:
     def __init__(self, folder: str = "") -> None:
         self._folder, self._began_s, self._thread_id = folder, time.monotonic(), threading.get_ident()
         self._activity, self._phase, self._step = "start", "", 0
-        self._num_beats = 0
-        self._micro_batch = 0
-        self._num_in = Counter[str]()
+        self._num_beats = self._micro_batch = 0
+        self._batch_began_s, self._batch_s = self._began_s, dict[str, float]()
 
     def enter(self, activity: str) -> None:
         """An activity begins, or goes on."""
@@ -90,30 +86,35 @@ class Heartbeat:
 
     def end_step(self) -> None:
         self._step, self._phase = self._step + 1, BETWEEN_STEPS
-        self._num_beats += 1
+        self._end_batch()
 
     def beat(self) -> None:
         """A step or a batch of the activity begins."""
-        self._num_in[self._activity] += 1
+        self._batch_began_s = time.monotonic()
+        self._num_beats += 1
+
+    def _end_batch(self) -> None:
+        began_s, self._batch_began_s = self._batch_began_s, time.monotonic()
+        self._batch_s[self._activity] = self._batch_began_s - began_s
         self._num_beats += 1
 
     def over(self, batches: Generator[T, None, None]) -> Generator[T, None, None]:
         """`batches`, each of them a sign of progress. Closes them."""
         with contextlib.closing(batches):
+            self.beat()
             for batch in batches:
-                self.beat()
+                self._num_beats += 1
                 yield batch
+                self._end_batch()
 
     def position(self) -> Position:
         """Read by any thread; it may be a beat late."""
-        activity = self._activity
-        warm_after = _WARM_AFTER.get(activity, 0)
         return Position(
-            activity,
+            activity := self._activity,
             self._step,
             self._phase,
             self._num_beats,
-            warm_after is not None and self._num_in[activity] >= warm_after,
+            self._batch_s.get(activity),
             time.monotonic() - self._began_s,
             self._thread_id,
             self._folder,

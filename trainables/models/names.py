@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from trainables.config.models import FOLDER_SCHEME, HUB_SCHEMES
-from trainables.errors import ModelError, first_line, near
+from trainables.errors import ModelError, closest_matches, first_line
 from trainables.rundir import expand_home
 
 
@@ -93,7 +93,7 @@ def check_model_name(name: str) -> ModelName:
     lower = name.lower()
     # A prefix of a name of ours is nearer than any spelling: vgg8 is vgg8_cifar, not vgg11.
     completions = [model for model in MODELS if lower and lower not in MODELS and model.startswith(lower)]
-    similar = ([lower] if lower in known else []) + completions or near(lower, known)
+    similar = ([lower] if lower in known else []) + completions or closest_matches(lower, known)
     instead = (
         f"did you mean {' or '.join(similar[:2])}?"
         if similar
@@ -108,7 +108,7 @@ def _timm_name(name: str) -> str:
     model, _, tag = name.removeprefix(TIMM_PREFIX).partition(".")
     models = library_models("timm")
     if model not in models:
-        similar = near(model.lower(), sorted(models))
+        similar = closest_matches(model.lower(), sorted(models))
         raise ModelError(
             f"timm has no model {model!r}; " + (f"did you mean timm/{similar[0]}?" if similar else "see timm.list_models()")
         )

@@ -16,7 +16,7 @@ from itertools import chain
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from trainables.errors import ModelError, near
+from trainables.errors import ModelError, closest_matches
 from trainables.models.feature_stages import HookPoint, last_map, stage_hook_points
 from trainables.models.forward_trace import BATCH, Trace, TraceEvent, inplace_disabled, trace_forward
 
@@ -136,7 +136,7 @@ class TapSurvey:
         self._check_stage_name(tap)
         path, _, direction = tap.partition(":")
         if not path or path not in self._modules or direction not in ("", "in"):
-            similar = near(tap, [*self.hook_points, *self._modules], count=3)
+            similar = closest_matches(tap, [*self.hook_points, *self._modules], count=3)
             nearest = f"the nearest are {' or '.join(similar)}" if similar else self._known()
             raise ModelError(f"model {self.name} has no tap {tap!r}: {nearest}; `distill taps {self.name} --all` lists them")
         event = self.trace.last(path, "in" if direction else "out")

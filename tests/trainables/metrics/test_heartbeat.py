@@ -40,7 +40,7 @@ def test_a_job_says_where_it_is_from_its_start_to_its_end(tmp_path: Path, monkey
     assert f"checkpoint after step {2 * steps}" in names
     orders = [position.order for position in visited if position.activity != "timing" and position.phase != "log"]
     assert orders == sorted(orders)
-    assert {position.step for position in visited if position.activity == "train" and not position.is_warm} == {0}
+    assert {position.step for position in visited if position.activity == "train" and position.batch_s is None} == {0}
     assert all(position.folder == str(tmp_path) for position in visited)
 
 

@@ -1,4 +1,4 @@
-"""A hang in words: which rank is where, which one the others wait for, and what its threads do. Without Ray."""
+"""A hang in words: which rank is where, and which one the others wait for. Without Ray."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -8,17 +8,13 @@ from pathlib import Path
 
 from trainables.failures import EndedError, Failure
 from trainables.metrics.heartbeat import Position
-from trainables.worker.hangs.process_probe import ProcessState
-from trainables.worker.hangs.worker_probe import Collective
+from trainables.stacks import ProcessReport
 
-_THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+).*\n((?:  File .*\n?)*)", re.MULTILINE)
-_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)\n?')
 _LONG = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_fx.py", "/trainables/locks.py")
 """Files of what compiles a model, or waits for another job's lock, as while that one copies the data set to the node."""
-_WAITING = ("threading.py", "queue.py", "selectors.py", "thread.py")
-"""Files of Python's library in which a thread without work waits for some."""
-_READING = ("/trainables/data/", "/trainables/device/decoders/")
-_WRITING = ("/trainables/engine/checkpoint_writer.py", "/trainables/engine/tensor_file.py", "/trainables/rundir.py")
+_WAITING = ("threading.py", "queue.py", "selectors.py", "connection.py")
+"""Files of Python's library in which a thread waits for another: the line that called them says more."""
 
 
 @dataclass(frozen=True)
@@ -28,134 +24,88 @@ class RankReport:
     rank: int
     host: str
     position: Position | None
-    process: ProcessState | None
+    process: ProcessReport | None
     """None: its node did not answer in time."""
-    collective: Collective | None = None
-    """None: the rank did not answer, or there is none."""
+    collective: tuple[int, str] | None = None
+    """See `worker_probe.last_collective`; None also where the rank did not answer."""
     is_answering: bool = True
     """Whether the worker itself answered lately."""
 
     @property
     def problem(self) -> str:
-        """What is wrong with the process as a whole."""
-        if self.process is not None:
-            return self.process.state
-        return "" if self.is_answering else "is on a node that does not answer"
-
-    @property
-    def threads(self) -> dict[int, list[tuple[str, str]]]:
-        """Thread → its frames, the innermost first: the file's whole path, and `FILE:LINE in FUNCTION`."""
-        return _threads_of(self.process.stacks) if self.process is not None else {}
+        """What is wrong with the process as a whole: it does not answer and writes no stacks."""
+        if self.is_answering or (self.process is not None and self.process.stacks):
+            return ""
+        return "its node does not answer" if self.process is None else f"its process is {self.process.status}"
 
     @property
     def is_compiling_or_locked(self) -> bool:
         """Whether its training thread does what takes its time, and shows no progress meanwhile."""
-        return any(path.endswith(_LONG) for path, _ in self._training_frames())
+        return any(path.endswith(_LONG) for path, _, _ in self._frames())
 
     @property
     def frame(self) -> str:
-        """Where it is in the code: its training thread; where that waits for data or a checkpoint, the thread at work on them."""
+        """Where its training thread is: `FILE:LINE in FUNCTION`."""
         if self.process is None:
             return "its stacks did not arrive"
-        frames, position = self._training_frames(), self.position
-        threads = list(self.threads.values())
-        awaited: tuple[str, ...] = ()
-        if position is not None and position.activity == "checkpoint":
-            awaited = _WRITING
-        elif position is not None and (position.activity, position.phase) == ("train", "data"):
-            awaited = _READING
-            threads = [*_threads_of(self.process.loader_stacks).values(), *threads]
-        frames = next(filter(None, (_at_work(thread, awaited) for thread in threads)), frames)
-        return frames[0][1] if frames else ""
+        named = [(Path(path).name, line, function) for path, line, function in self._frames()]
+        found = next((frame for frame in named if frame[0] not in _WAITING), None)
+        return "{}:{} in {}".format(*found) if found else ""
 
-    def _training_frames(self) -> list[tuple[str, str]]:
-        return self.threads.get(self.position.thread_id, []) if self.position is not None else []
+    def _frames(self) -> list[tuple[str, str, str]]:
+        """Of its training thread, the innermost first: path, line and function."""
+        if self.position is None or self.process is None:
+            return []
+        _, _, after = self.process.stacks.partition(f"hread 0x{self.position.thread_id:016x}")
+        return _FRAME.findall(re.split(r"^(?:Current t|T)hread ", after, maxsplit=1, flags=re.MULTILINE)[0])
 
     def __str__(self) -> str:
-        parts = [
-            f"rank {self.rank} ({self.host}): {self.position or 'no job'}",
-            self.frame,
-            self.problem,
-            self.process.stopped_child if self.process is not None else "",
-            "a thread in state D" if self.process is not None and self.process.waits_for_disk else "",
-            f"last collective {self.collective.name} {self.collective.number}" if self.collective else "",
-            self.process.gpus if self.process is not None else "",
-        ]
+        last = f"last collective {self.collective[1]} {self.collective[0]}" if self.collective else ""
+        parts = [f"rank {self.rank} ({self.host}): {self.position or 'no job'}", self.frame, self.problem, last]
         return ", ".join(filter(None, parts))
-
-
-def _threads_of(stacks: str) -> dict[int, list[tuple[str, str]]]:
-    return {
-        int(thread, 16): [(path, f"{Path(path).name}:{line} in {name}") for path, line, name in _FRAME.findall(frames)]
-        for thread, frames in _THREAD.findall(stacks)
-    }
-
-
-def _at_work(frames: list[tuple[str, str]], files: Sequence[str]) -> list[tuple[str, str]]:
-    """The frames of a thread from the innermost one in `files` on, where it does not wait for work."""
-    if not frames or Path(frames[0][0]).name in _WAITING:
-        return []
-    ours = next((index for index, (path, _) in enumerate(frames) if any(part in path for part in files)), None)
-    return [] if ours is None else frames[ours:]
 
 
 def stragglers(ranks: Sequence[RankReport]) -> list[RankReport]:
     """The ranks that the others wait for, at least one; all of them, where they do not differ."""
-    with_problem = [rank for rank in ranks if rank.problem or (rank.process is not None and rank.process.stopped_child)]
-    if with_problem:
+    if with_problem := [rank for rank in ranks if rank.problem]:
         return with_problem
-    numbers = [rank.collective.number for rank in ranks if rank.collective is not None]
-    late = [rank for rank in ranks if rank.collective is not None and rank.collective.number < max(numbers)]
-    candidates = late or ranks
-    orders = [rank.position.order for rank in candidates if rank.position is not None]
-    return [rank for rank in candidates if rank.position is not None and rank.position.order == min(orders)] or list(candidates)
+    begun = [rank.collective for rank in ranks if rank.collective is not None]
+    late = [rank for rank in ranks if rank.collective is not None and rank.collective[0] < max(begun)[0]] or ranks
+    orders = [rank.position.order for rank in late if rank.position is not None]
+    return [rank for rank in late if rank.position is not None and rank.position.order == min(orders)] or list(late)
 
 
-def hang_error(ranks: Sequence[RankReport], after_s: float) -> EndedError:
-    """The failure of a job no rank of which has gone on for `after_s` seconds, with the stacks of all ranks."""
+def hang_error(ranks: Sequence[RankReport], quiet_s: float) -> EndedError:
+    """The failure of a job no rank of which has gone on for `quiet_s` seconds, with the stacks of all ranks."""
     first, *alike = stragglers(ranks)
     others = [rank for rank in ranks if rank is not first and rank not in alike]
-    text = f"rank {first.rank} of {len(ranks)} {describe(first)}"
+    text = f"no progress for {quiet_s:.0f} s: rank {first.rank} of {len(ranks)} {_describe(first)}"
     if alike:
-        text += f", and so {'does' if len(alike) == 1 else 'do'} {numbered(rank.rank for rank in alike)}"
+        text += f", and so {'does' if len(alike) == 1 else 'do'} {format_ranks(rank.rank for rank in alike)}"
     if others:
-        text += f"; {numbered(rank.rank for rank in others)} wait{'s' if len(others) == 1 else ''} for it in {_waits_in(others)}"
-    parts = [f"no progress for {after_s:.0f} s: {text}", *map(str, ranks)]
-    stacks = "\n\n".join(map(_all_stacks, ranks))
-    failure = Failure("hang", parts[0], rank=first.rank, position=str(first.position or "start"))
-    return EndedError(failure, "\n".join([*parts, "", stacks]))
+        text += (
+            f"; {format_ranks(rank.rank for rank in others)} wait{'s' if len(others) == 1 else ''} for it in {_waits_in(others)}"
+        )
+    stacks = (f"{rank}\n{rank.process.stacks if rank.process is not None else ''}" for rank in ranks)
+    failure = Failure("hang", text, rank=first.rank, position=str(first.position or "start"))
+    return EndedError(failure, "\n\n".join([text, *stacks]))
 
 
-def _all_stacks(rank: RankReport) -> str:
-    process = rank.process or ProcessState()
-    loader = ["its loader process:", process.loader_stacks] if process.loader_stacks else []
-    return "\n".join([str(rank), process.stacks, *loader])
-
-
-def describe(rank: RankReport) -> str:
-    position, frame = rank.position, f" ({rank.frame})" if rank.frame else ""
-    where = f"in {position}" if position is not None else "before its job"
+def _describe(rank: RankReport) -> str:
+    where = f"in {rank.position}" if rank.position is not None else "before its job"
     if rank.problem:
-        return f"on {rank.host} {rank.problem}, and last answered {where}"
-    if rank.process is not None and rank.process.waits_for_disk:
-        frame += ", where a disk or a network file system does not answer (a thread in state D)"
-    if rank.process is not None and rank.process.stopped_child:
-        frame += f", and {rank.process.stopped_child}"
-    if position is not None and position.activity == "train" and position.phase == "data":
-        return f"waits for data {where}{frame}"
-    if position is not None and position.activity == "checkpoint":
-        return f"does not get its checkpoint written {where}{frame}"
-    return f"hangs {where}{frame}"
+        return f"on {rank.host} does not answer ({rank.problem}), and last answered {where}"
+    return f"hangs {where}" + (f" ({rank.frame})" if rank.frame else "")
 
 
 def _waits_in(ranks: Sequence[RankReport]) -> str:
     """The collective that most ranks have begun last; without one, their position in the job."""
-    names = [f"{rank.collective.name} {rank.collective.number}" for rank in ranks if rank.collective is not None]
+    names = [f"{rank.collective[1]} {rank.collective[0]}" for rank in ranks if rank.collective is not None]
     names = names or [str(rank.position) for rank in ranks]
     return max(names, key=names.count)
 
 
-def numbered(ranks: Iterable[int]) -> str:
+def format_ranks(ranks: Iterable[int]) -> str:
     """`rank 3`, or `ranks 0–2, 5`."""
     numbers = sorted(ranks)
     runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda indexed: indexed[1] - indexed[0])]

@@ -6,11 +6,10 @@ watch over NCCL sees collectives alone, on GPUs, and needs a program that torch 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,12 +18,11 @@ import ray.train
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from trainables.failures import EndedError, Failure
-from trainables.metrics.heartbeat import Position
 from trainables.rundir import StageDir, write_json
+from trainables.stacks import kill, report_processes
 from trainables.worker.hangs.hang_report import RankReport, hang_error
-from trainables.worker.hangs.process_probe import ProcessState, WorkerProcess, end, inspect
 from trainables.worker.hangs.progress import JobProgress
-from trainables.worker.hangs.worker_probe import Collective, last_collective, position
+from trainables.worker.hangs.worker_probe import last_collective, position
 from trainables.worker.ray_internals import WorkerGroupCallback
 
 POLL_S = 2.0
@@ -55,8 +53,9 @@ class HangWatch(WorkerGroupCallback):  # type: ignore[misc]
         """Called by Ray Train when all workers run."""
         self._error, self._stopping = None, threading.Event()
         workers = {worker.distributed_context.world_rank: worker for worker in worker_group.get_workers()}
-        arguments = (workers, self._stopping)
-        threading.Thread(target=self._watch, args=arguments, name="hang watch", daemon=True).start()
+        progress = JobProgress(self._hang_after_s, len(workers), time.monotonic(), self._has_service)
+        for target, arguments in ((self._watch, (workers, progress)), (_write_heartbeats, (progress,))):
+            threading.Thread(target=target, args=(*arguments, self._stopping), name="hang watch", daemon=True).start()
 
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
         """Called by Ray Train every two seconds. Raises what the watch has found."""
@@ -73,139 +72,105 @@ class HangWatch(WorkerGroupCallback):  # type: ignore[misc]
         if self._stopping is not None:
             self._stopping.set()
 
-    def _watch(self, workers: dict[int, Any], stopping: threading.Event) -> None:
-        progress = JobProgress(self._hang_after_s, len(workers), time.monotonic(), self._has_service)
-        poller, file = PositionPoller(workers), HeartbeatFile()
+    def _watch(self, workers: Mapping[int, Any], progress: JobProgress, stopping: threading.Event) -> None:
+        pending = {rank: worker.execute_async(position) for rank, worker in workers.items()}
         while not stopping.wait(POLL_S):
             try:
-                now_s = time.monotonic()
-                for rank, answer in poller.take().items():
-                    progress.update(rank, answer, now_s)
-                file.write(progress, now_s)
-                error = self._end_reason(workers, progress, now_s)
+                update(progress, workers, pending)
+                error = self._end_reason(workers, progress)
             except Exception:  # whatever it was: without a watch a hang would last for ever
                 log.exception("a look at the workers failed; the watch over them goes on")
                 continue
             if error is not None and not stopping.is_set():
                 self._error = ray.train.WorkerGroupError(str(error), {error.failure.rank or 0: error})
-                on_nodes(workers, end, wait_s=0.0)
+                on_nodes(workers, kill, 0.0)  # Ray cannot end a process that is stopped
                 return
 
-    def _end_reason(self, workers: Mapping[int, Any], progress: JobProgress, now_s: float) -> EndedError | None:
+    def _end_reason(self, workers: Mapping[int, Any], progress: JobProgress) -> EndedError | None:
         """Why the job has to end; None: it may go on."""
-        if self._limit_s is not None and progress.age_s(now_s) > self._limit_s:
-            position = next((rank.position for rank in progress.ranks if rank.position is not None), "start")
-            message = f"took longer than sweep.trial_limit_s; it was in {position}"
-            return EndedError(Failure("time_limit", message))
+        now_s = time.monotonic()
+        oldest = max((rank.position for rank in progress.ranks if rank.position), key=lambda each: each.age_s, default=None)
+        if self._limit_s is not None and oldest is not None and oldest.age_s > self._limit_s:
+            return EndedError(Failure("time_limit", f"took longer than sweep.trial_limit_s; it was in {oldest}"))
         if not progress.is_hung(now_s):
             return None
-        reports = look_at(workers, progress, now_s)
-        if not progress.is_extended and any(report.is_compiling_or_locked for report in reports):
-            progress.is_extended = True
+        reports = report_ranks(workers, progress, now_s)
+        if not progress.is_compiling_or_locked and any(report.is_compiling_or_locked for report in reports):
+            progress.is_compiling_or_locked = True
             return None
-        return hang_error(reports, progress.longest_s(now_s))
+        return hang_error(reports, progress.quiet_s(now_s))
 
 
-class PositionPoller:
-    """Polls where the workers are without waiting for any of them: each has one request pending at a time."""
-
-    def __init__(self, workers: Mapping[int, Any]) -> None:
-        self._workers = workers
-        self._pending = {rank: worker.execute_async(position) for rank, worker in workers.items()}
-
-    def take(self) -> dict[int, Position | None]:
-        """The answers since the last call. A worker that has died has none: Ray Train sees to it."""
-        found: dict[int, Position | None] = {}
-        for rank, reference in list(self._pending.items()):
-            try:
-                found[rank] = ray.get(reference, timeout=0)
-            except (ray.exceptions.GetTimeoutError, ray.exceptions.ActorDiedError):
-                continue
-            except ray.exceptions.RayError as error:  # the next answer may arrive
-                log.debug("rank %d could not answer: %s", rank, error)
-            self._pending[rank] = self._workers[rank].execute_async(position)
-        return found
+def update(progress: JobProgress, workers: Mapping[int, Any], pending: dict[int, Any]) -> None:
+    """Take the answers that have arrived, and ask those workers again: each has one request pending at a time."""
+    for rank, worker in workers.items():
+        try:
+            progress.update(rank, ray.get(pending[rank], timeout=0), time.monotonic())
+        except ray.exceptions.GetTimeoutError:
+            continue
+        except ray.exceptions.RayError as error:  # the next answer may arrive; Ray Train sees to a worker that has died
+            log.debug("rank %d could not answer: %s", rank, error)
+        pending[rank] = worker.execute_async(position)
 
 
-class HeartbeatFile:
-    """Writes where each rank is for `distill report`, in a thread of its own: the disk may be what hangs."""
-
-    def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._due_s = 0.0
-
-    def write(self, progress: JobProgress, now_s: float) -> None:
-        """Begin to write the file, where it is due and the last one is written."""
-        positions = [rank.position for rank in progress.ranks]
-        folder = next((position.folder for position in positions if position is not None and position.folder), "")
-        if not folder or now_s < self._due_s or (self._thread is not None and self._thread.is_alive()):
-            return
-        self._due_s = now_s + FILE_S
-        ranks = [
+def _write_heartbeats(progress: JobProgress, stopping: threading.Event) -> None:
+    """Write where each rank is for `distill report`, in a thread of its own: the disk may be what hangs."""
+    while not stopping.wait(FILE_S):
+        now_s, ranks = time.monotonic(), list(progress.ranks)
+        folder = next((rank.position.folder for rank in ranks if rank.position is not None and rank.position.folder), "")
+        if not folder:
+            continue
+        lines = [
             {"rank": number, "at": str(rank.position or "no job"), "age_s": round(now_s - rank.changed_s, 1)}
-            for number, rank in enumerate(progress.ranks)
+            for number, rank in enumerate(ranks)
         ]
-        record = {"version": 1, "time_ms": time.time_ns() // 1_000_000, "ranks": ranks}
-        self._thread = threading.Thread(target=_write, args=(StageDir(Path(folder)).heartbeats, record), daemon=True)
-        self._thread.start()
+        path = StageDir(Path(folder)).heartbeats
+        try:
+            write_json(path, {"version": 1, "time_ms": time.time_ns() // 1_000_000, "ranks": lines})
+        except OSError as error:
+            log.warning("%s cannot be written: %s", path, error)
 
 
-def _write(path: Path, record: dict[str, Any]) -> None:
-    try:
-        write_json(path, record)
-    except OSError as error:
-        log.warning("%s cannot be written: %s", path, error)
-
-
-def look_at(workers: Mapping[int, Any], progress: JobProgress, now_s: float) -> list[RankReport]:
-    """All that can be found out about ranks that do not go on; it takes `ANSWER_S` at most."""
-    pending = {rank: worker.execute_async(last_collective) for rank, worker in workers.items()}
-    found: dict[int, ProcessState] = {}
-    for answer in on_nodes(workers, inspect, wait_s=ANSWER_S):
-        found |= answer
-    collectives: dict[int, Collective] = {}
-    for rank, reference in pending.items():
-        with contextlib.suppress(ray.exceptions.GetTimeoutError, ray.exceptions.RayError):
-            collectives[rank] = ray.get(reference, timeout=0)
+def report_ranks(workers: Mapping[int, Any], progress: JobProgress, now_s: float) -> list[RankReport]:
+    """All that can be found out about ranks that do not go on; it takes a bit more than `ANSWER_S` at most."""
+    asked = {rank: worker.execute_async(last_collective) for rank, worker in workers.items()}
+    processes = on_nodes(workers, report_processes, ANSWER_S)
+    collectives = _answers(asked.values(), 0.0)
     return [
         RankReport(
             rank,
             worker.metadata.node_ip,
             progress.ranks[rank].position,
-            found.get(rank),
-            collectives.get(rank),
+            processes.get(worker.metadata.node_id, {}).get(worker.metadata.pid),
+            collectives.get(asked[rank]),
             is_answering=progress.ranks[rank].is_answering(now_s),
         )
         for rank, worker in sorted(workers.items())
     ]
 
 
-def on_nodes(workers: Mapping[int, Any], work: Callable[[dict[int, WorkerProcess]], Any], wait_s: float) -> list[Any]:
-    """What `work` returns for the workers of each node, on that node; of those that answer within `wait_s`.
-
-    On this node it is a thread: to read of a process in state D, or of a GPU, may never end.
-    """
-    until_s = time.monotonic() + wait_s
-    by_node: dict[str, dict[int, WorkerProcess]] = {}
-    for rank, worker in workers.items():
-        about = worker.metadata
-        process = WorkerProcess(about.pid, tuple(map(str, about.gpu_ids)))
-        by_node.setdefault(about.node_id, {})[rank] = process
-    here = by_node.pop(ray.get_runtime_context().get_node_id(), None)
+def on_nodes(workers: Mapping[int, Any], work: Callable[[Iterable[int]], Any], wait_s: float) -> dict[str, Any]:
+    """Node → what `work` returns there for the processes of its workers; of other nodes than this, those that answer in time."""
+    pids: dict[str, list[int]] = {}
+    for worker in workers.values():
+        pids.setdefault(worker.metadata.node_id, []).append(worker.metadata.pid)
+    here = pids.pop(this_node := ray.get_runtime_context().get_node_id(), None)
     remote = ray.remote(num_cpus=0, max_retries=0)(work)
-    pending = [
-        remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(processes)
-        for node, processes in by_node.items()
-    ]
-    answers = list[Any]()
-    if here is not None:
-        thread = threading.Thread(target=lambda: answers.append(work(here)), name="look at this node", daemon=True)
-        thread.start()
-    ready = ray.wait(pending, num_returns=len(pending), timeout=wait_s)[0] if pending else []
-    if here is not None:
-        thread.join(max(until_s - time.monotonic(), 0.0))
-    answers = answers.copy()  # what comes later is not waited for
-    for reference in ready:
-        with contextlib.suppress(ray.exceptions.RayError):
-            answers.append(ray.get(reference))
+    asked = {
+        node: remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(found)
+        for node, found in pids.items()
+    }
+    found = {} if here is None else {this_node: work(here)}
+    answers = _answers(asked.values(), wait_s)
+    return found | {node: answers[reference] for node, reference in asked.items() if reference in answers}
+
+
+def _answers(references: Iterable[Any], wait_s: float) -> dict[Any, Any]:
+    """The results that arrive within `wait_s`."""
+    answers, asked = dict[Any, Any](), list(references)
+    for reference in ray.wait(asked, num_returns=len(asked), timeout=wait_s)[0] if asked else []:
+        try:
+            answers[reference] = ray.get(reference)
+        except ray.exceptions.RayError as error:
+            log.debug("a look at a worker failed: %s", error)
     return answers

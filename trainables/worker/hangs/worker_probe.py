@@ -3,7 +3,6 @@
 import contextlib
 import json
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import psutil
 
@@ -13,13 +12,6 @@ from trainables.stacks import write_stacks_on_signal
 _MOVED_BYTES = 2**20
 _current: Heartbeat | None = None
 _bytes_at_beat = 0
-
-
-class Collective(NamedTuple):
-    """The last collective that a rank has begun in the group of all ranks."""
-
-    number: int
-    name: str
 
 
 @contextlib.contextmanager
@@ -55,8 +47,11 @@ def _beat_if_bytes_moved(heartbeat: Heartbeat) -> None:
             heartbeat.beat()
 
 
-def last_collective() -> Collective | None:
-    """From torch's flight recorder, which is on by default; None where it has nothing."""
+def last_collective() -> tuple[int, str] | None:
+    """The number and the name of the last collective that this rank has begun in the group of all ranks.
+
+    From torch's flight recorder, which is on by default; None where it has nothing.
+    """
     from torch import distributed as dist  # here, since others import this module's names alone
     from torch._C import _distributed_c10d as c10d
 
@@ -64,5 +59,4 @@ def last_collective() -> Collective | None:
     dump = c10d._dump_nccl_trace_json if nccl else c10d._dump_fr_trace_json  # type: ignore[attr-defined]
     entries = json.loads(dump(True, False)).get("entries", [])
     of_all = [entry for entry in entries if entry["process_group"][1] == "default_pg" and not entry["is_p2p"]]
-    last = max(of_all, key=lambda entry: entry["collective_seq_id"], default=None)
-    return None if last is None else Collective(last["collective_seq_id"], last["profiling_name"])
+    return max(((entry["collective_seq_id"], entry["profiling_name"]) for entry in of_all), default=None)

@@ -1,14 +1,12 @@
-"""A hang in one line: whom the others wait for, where it is, and what keeps it."""
+"""A hang in one line: which rank the others wait for, and where it is."""
 
 import pickle
-from dataclasses import replace
 
 import pytest
 
 from trainables.metrics.heartbeat import Position
-from trainables.worker.hangs.hang_report import RankReport, hang_error, numbered, stragglers
-from trainables.worker.hangs.process_probe import ProcessState
-from trainables.worker.hangs.worker_probe import Collective
+from trainables.stacks import ProcessReport
+from trainables.worker.hangs.hang_report import RankReport, format_ranks, hang_error, stragglers
 
 TRAINING = 0x7F0000000010
 POOL = """\
@@ -16,25 +14,16 @@ Thread 0x00007f0000000020 (most recent call first):
   File "/usr/lib/python3.11/concurrent/futures/thread.py", line 81 in _worker
   File "/usr/lib/python3.11/threading.py", line 982 in run
 """
-READER = """\
-Thread 0x00007f0000000030 (most recent call first):
-  File "/usr/lib/python3.11/pathlib.py", line 1044 in open
-  File "/x/trainables/data/sources/folder.py", line 70 in read
-  File "/x/trainables/data/loader/loader.py", line 12 in _fill
-"""
 
 
-def stacks(*frames: str, others: str = POOL) -> str:
+def stacks(*frames: str) -> str:
     lines = "".join(f'  File "{frame}\n' for frame in frames)
-    return (
-        f"{others}\nThread 0x{TRAINING:016x} (most recent call first):\n{lines}\nCurrent thread 0x01 (most recent call first):\n"
-    )
+    return f"{POOL}\nThread 0x{TRAINING:016x} (most recent call first):\n{lines}\nCurrent thread 0x01 (most recent call first):\n"
 
 
-def rank(number: int, position: Position, *, text: str = "", state: str = "", collective: int | None = None) -> RankReport:
-    process = ProcessState(state, stacks=text)
-    last = None if collective is None else Collective(collective, "gloo:all_reduce")
-    return RankReport(number, "10.0.0.1", position._replace(thread_id=TRAINING), process, last)
+def rank(number: int, position: Position, *, text: str = "", collective: int | None = None) -> RankReport:
+    last = None if collective is None else (collective, "gloo:all_reduce")
+    return RankReport(number, "10.0.0.1", position._replace(thread_id=TRAINING), ProcessReport("sleeping", text), last)
 
 
 def at(phase: str, step: int = 12) -> Position:
@@ -66,19 +55,23 @@ def test_in_the_same_phase_the_one_is_the_straggler_that_has_not_begun_the_colle
 def test_without_collectives_the_one_is_the_straggler_that_is_least_far() -> None:
     ranks = [rank(0, at("data", 13)), rank(1, at("backward", 12))]
     assert [straggler.rank for straggler in stragglers(ranks)] == [1]
+    assert message(*ranks).endswith("rank 1 of 2 hangs in backward of step 13; rank 0 waits for it in data of step 14")
 
 
-@pytest.mark.parametrize("state", ["is stopped (SIGSTOP)", "has died"])
-def test_a_stopped_or_dead_process_is_the_cause_wherever_the_others_are(state: str) -> None:
-    ranks = [rank(0, at("student"), collective=50), rank(1, at("backward"), state=state, collective=51)]
-    line = f"rank 1 of 2 on 10.0.0.1 {state}, and last answered in backward of step 13; rank 0 waits for it in gloo:all_reduce 50"
-    assert message(*ranks).endswith(line)
+@pytest.mark.parametrize(
+    ("process", "why"), [(ProcessReport("stopped", ""), "its process is stopped"), (None, "its node does not answer")]
+)
+def test_a_rank_that_does_not_answer_is_the_cause_wherever_the_others_are(process: ProcessReport | None, why: str) -> None:
+    silent = RankReport(1, "10.0.0.2", at("backward"), process, is_answering=False)
+    assert message(rank(0, at("student"), collective=50), silent).endswith(
+        f"rank 1 of 2 on 10.0.0.2 does not answer ({why}), and last answered in backward of step 13; "
+        "rank 0 waits for it in gloo:all_reduce 50"
+    )
 
 
-def test_a_node_that_does_not_answer_is_the_cause() -> None:
-    silent = RankReport(1, "10.0.0.2", at("student"), None, is_answering=False)
-    line = "rank 1 of 2 on 10.0.0.2 is on a node that does not answer, and last answered in student of step 13; rank 0 waits"
-    assert line in message(rank(0, at("data")), silent)
+def test_a_rank_that_holds_the_interpreter_does_not_answer_and_its_line_is_named() -> None:
+    silent = RankReport(1, "10.0.0.2", at("student")._replace(thread_id=TRAINING), ProcessReport("running", SLEEPS))
+    assert "rank 1 of 2 hangs in student of step 13 (my_method.py:41 in forward)" in message(rank(0, at("backward")), silent)
 
 
 def test_a_node_that_is_only_slow_is_not_the_cause_and_its_stacks_are_missed() -> None:
@@ -87,48 +80,11 @@ def test_a_node_that_is_only_slow_is_not_the_cause_and_its_stacks_are_missed() -
     assert "rank 0 of 1 hangs in backward of step 13 (its stacks did not arrive)" in message(ranks[0])
 
 
-def test_a_rank_whose_loader_process_is_stopped_is_the_cause_and_the_line_says_so() -> None:
-    ranks = [rank(0, at("data")), rank(1, at("data"), text=SLEEPS)]
-    ranks[1] = replace(ranks[1], process=ProcessState(stopped_child="its loader process is stopped (SIGSTOP)", stacks=SLEEPS))
-    assert message(*ranks).endswith(
-        "rank 1 of 2 waits for data in data of step 13 (my_method.py:41 in forward), and its loader process is stopped (SIGSTOP)"
-        "; rank 0 waits for it in data of step 13"
+def test_a_thread_that_waits_for_another_is_named_by_the_line_that_waits() -> None:
+    text = stacks(
+        '/usr/lib/python3.11/threading.py", line 355 in wait', '/x/trainables/data/loader/loader.py", line 97 in receive'
     )
-
-
-def test_waiting_for_data_names_the_thread_that_reads() -> None:
-    text = stacks('/usr/lib/python3.11/queue.py", line 171 in get', others=POOL + "\n" + READER)
-    assert "rank 0 of 1 waits for data in data of step 13 (folder.py:70 in read)" in message(rank(0, at("data"), text=text))
-
-
-def test_waiting_for_data_names_the_thread_of_the_loader_process_that_reads_and_its_stacks_are_in_the_record() -> None:
-    text = stacks('/x/trainables/data/loader/loader_process.py", line 97 in receive')
-    one = rank(0, at("data"), text=text)
-    one = replace(one, process=ProcessState(stacks=text, loader_stacks=POOL + "\n" + READER))
-    error = hang_error([one], 31.4)
-    assert "rank 0 of 1 waits for data in data of step 13 (folder.py:70 in read)" in str(error)
-    assert error.stacks.endswith("its loader process:\n" + POOL + "\n" + READER)
-
-
-def test_a_thread_that_waits_for_a_disk_is_said_of_the_rank_behind() -> None:
-    ranks = [rank(0, at("data"), text=SLEEPS), rank(1, at("backward"))]
-    ranks[0] = replace(ranks[0], process=ProcessState(waits_for_disk=True, stacks=SLEEPS))
-    assert (
-        "rank 0 of 2 waits for data in data of step 13 (my_method.py:41 in forward), where a disk or a network file system does "
-        "not answer (a thread in state D); rank 1 waits for it"
-    ) in message(*ranks)
-
-
-def test_a_checkpoint_that_is_not_written_is_told_apart_from_a_lost_peer() -> None:
-    text = stacks('/x/trainables/rundir.py", line 35 in replacing')
-    ranks = [
-        rank(0, Position("checkpoint", 20), text=text, collective=80),
-        rank(1, at("backward", 20), text=WAITS, collective=81),
-    ]
-    assert message(*ranks).endswith(
-        "rank 0 of 2 does not get its checkpoint written in checkpoint after step 20 (rundir.py:35 in replacing); "
-        "rank 1 waits for it in gloo:all_reduce 81"
-    )
+    assert "rank 0 of 1 hangs in data of step 13 (loader.py:97 in receive)" in message(rank(0, at("data"), text=text))
 
 
 def test_where_all_ranks_are_alike_none_is_named_the_cause() -> None:
@@ -144,9 +100,8 @@ def test_a_model_that_is_being_compiled_does_not_hang_nor_does_what_waits_for_an
     )
     compiled = stacks('/x/torch/_dynamo/eval_frame.py", line 9 in compile_wrapper')
     locked = stacks('/x/trainables/locks.py", line 77 in locked', '/x/trainables/data/storage/staging.py", line 50 in stage')
-    assert rank(0, at("student"), text=compiling).is_compiling_or_locked
-    assert rank(0, Position("start"), text=locked).is_compiling_or_locked
-    assert not rank(0, at("student"), text=compiled).is_compiling_or_locked
+    for text, expected in ((compiling, True), (compiled, False), (locked, True), (SLEEPS, False)):
+        assert rank(0, at("student"), text=text).is_compiling_or_locked is expected
 
 
 def test_the_failure_reaches_the_driver_whole() -> None:
@@ -157,5 +112,5 @@ def test_the_failure_reaches_the_driver_whole() -> None:
 
 
 def test_ranks_are_numbered_in_runs() -> None:
-    assert numbered([4]) == "rank 4"
-    assert numbered([5, 0, 1, 2, 7, 8]) == "ranks 0–2, 5, 7–8"
+    assert format_ranks([4]) == "rank 4"
+    assert format_ranks([5, 0, 1, 2, 7, 8]) == "ranks 0–2, 5, 7–8"
