@@ -69,8 +69,8 @@ def test_ranks_without_a_job_are_not_waited_for() -> None:
     assert progress.is_hung(13.0)
 
 
-@pytest.mark.parametrize(("batch_s", "limit_s"), [(None, 1200.0), (0.5, 120.0), (30.0, 300.0)])
-def test_auto_waits_for_ten_of_the_last_step_and_never_less_than_two_minutes(batch_s: float | None, limit_s: float) -> None:
+@pytest.mark.parametrize(("batch_s", "limit_s"), [(None, 1200.0), (0.5, 120.0), (30.0, 900.0)])
+def test_auto_waits_for_thirty_of_the_last_step_and_never_less_than_two_minutes(batch_s: float | None, limit_s: float) -> None:
     progress = JobProgress("auto", 1, began_s=0.0)
     assert progress.limit_s(training(1, batch_s=batch_s)) == limit_s
     assert progress.limit_s(Position("eval", 3, "", 1, batch_s)) == limit_s
