@@ -32,10 +32,8 @@ THREADS = {
     "trainables/metrics/telemetry.py": NOTHING,  # NVML, which needs no context
     "trainables/object_store/stage_copy.py": NOTHING,
     "trainables/teachers/cache/writer.py": BOUND,  # waits for copies to the host
+    "trainables/teachers/service/actor.py": ONE_GPU,
     "trainables/teachers/service/client.py": NOTHING,  # the training thread copies what it has received
-    "trainables/teachers/service/compute_thread.py": ONE_GPU,  # an actor's
-    "trainables/teachers/service/loaded_teachers.py": ONE_GPU,
-    "trainables/teachers/service/server.py": NOTHING,
     "trainables/worker/hangs/hang_watch.py": NOTHING,
     "trainables/worker/reporter.py": NOTHING,
 }

@@ -70,9 +70,6 @@ class TeacherConfig(WeightedConfig):
     service: Annotated[Count, Field(le=1024)] | None = Field(
         None, description="so many Ray actors compute its logits for all students, instead of a network in each worker"
     )
-    service_devices: Annotated[Count, Field(le=64)] = Field(
-        1, description="GPUs of each of these actors, which share the layers of its network"
-    )
     placement: Literal["auto", "whole", "sharded"] = Field(
         "auto",
         description="its network: whole in each worker, or each has a part of its parameters; auto: whole where that fits a GPU",
@@ -114,8 +111,6 @@ class TeacherConfig(WeightedConfig):
                 f"placement sharded is for a network that runs in every step, and {self.logits_only} is set: leave out one of"
                 " the two"
             )
-        if self.service is None and self.service_devices > 1:
-            raise ValueError("service_devices is for the actors of service: write service: NUMBER, or leave it out")
         if self.service is not None and self.cache is not None:
             raise ValueError("cache stores what service would compute: leave out one of the two")
         return self

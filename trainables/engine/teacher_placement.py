@@ -12,7 +12,7 @@ from trainables.distributed.group import Group
 from trainables.engine.modules import methods_with_teacher
 from trainables.engine.optim import parameter_copies
 from trainables.methods.select import SelectedMethod, needs_whole_teacher
-from trainables.teachers.build import on_devices
+from trainables.teachers.build import on_device
 from trainables.teachers.frozen import fold_batch_norms, round_weights
 from trainables.teachers.network import TeacherNetwork
 
@@ -47,7 +47,7 @@ def place(teacher: TeacherNetwork, config: TrainConfig, group: Group, *, sharded
         may_change = not any(map(_uses_teacher_itself, methods_with_teacher(config)))
         if may_change and folds_batch_norms(config):
             fold_batch_norms(teacher.model, teacher.tapped_modules)
-        on_devices(teacher.model, config, [group.device])
+        on_device(teacher.model, config, group.device)
         if may_change and config.precision in AUTOCAST:
             round_weights(teacher.model, AUTOCAST[config.precision])
         return
