@@ -16,7 +16,7 @@ from trainables.methods.select import SelectedMethod, check_ensemble
 from trainables.methods.tap_reader import TapReader
 from trainables.models.weights import load_teacher
 from trainables.teachers.cache.cached_teacher import CachedTeacher
-from trainables.teachers.cache.key import ImageSet, agree_on_images, cache_key, key_parts
+from trainables.teachers.cache.key import ImageSet, cache_key, check_same_data, key_parts
 from trainables.teachers.cache.open_store import open_store, writes_cache
 from trainables.teachers.ensemble import EnsembleReader, TeacherEnsemble
 from trainables.teachers.network import TeacherNetwork
@@ -84,14 +84,14 @@ def cached_teacher(
     """
     assert config.teacher is not None
     model = config.teacher.model
-    store, sha256 = open_store(config, group, loader, classes)
+    store, logits_format, sha256 = open_store(config, group, loader, classes)
 
     def build() -> TeacherNetwork:
         log.info("%s: teacher.cache does not hold all logits that are needed: %s runs", config.stage, model)
         return logits_network(config.model_copy(update={"teacher_sha256": sha256}), group.device, classes, methods)
 
     dtype, _ = tensor_format(config)
-    return CachedTeacher(store, methods, build, device=group.device, dtype=dtype, writes=writes_cache(config))
+    return CachedTeacher(store, logits_format, methods, build, device=group.device, dtype=dtype, writes=writes_cache(config))
 
 
 def service_teacher(
@@ -106,7 +106,7 @@ def service_teacher(
 
     Raises DistillError: the teacher or the data cannot be read, or the workers read different images.
     """
-    images = agree_on_images(config.data.path, loader, group, "teacher.service")
+    images = check_same_data(config.data.path, loader, group, "teacher.service")
     key, sha256 = from_rank(lambda: _service_key(config, images, classes), group)
     dtype, _ = tensor_format(config)
     return ServiceTeacher(

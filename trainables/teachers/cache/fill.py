@@ -19,7 +19,7 @@ from trainables.teachers.cache.cached_teacher import CachedTeacher
 from trainables.teachers.interface import TeacherRequest
 
 
-def stored_order(config: FillConfig) -> FillConfig:
+def sequential(config: FillConfig) -> FillConfig:
     """The job with every image of the training split in the order in which they are stored."""
     data = config.data.model_copy(update={"last_batch": "short", "shuffle": "none"})
     return config.model_copy(update={"data": data})
@@ -35,7 +35,7 @@ def fill(
 ) -> dict[str, float]:
     """Write the logits that are missing. Returns `images` (for which the teacher ran), `missing` (unreadable) and `rows`.
 
-    `config` is of `stored_order`, and `loader` reads its training split: each worker its part of a batch, and an epoch begins at
+    `config` is of `sequential`, and `loader` reads its training split: each worker its part of a batch, and an epoch begins at
     the first image that is missing. Raises DistillError: see `open_store`; unreadable data; a disk that cannot be written.
     """
     heartbeat = heartbeat or Heartbeat()
@@ -47,7 +47,7 @@ def fill(
     with contextlib.closing(cached_teacher(config, group, classes, loader, ["cache"])) as teacher:
         for epoch in range(num_epochs):
             missing_N = gather_objects(teacher.store.open(epoch).missing_N if group.is_main else None, group)[0]
-            if missing_N.any():  # rank 0 decides: a shared file system may show a segment to one node later than to another
+            if missing_N.any():  # rank 0 decides: a shared file system may show a block to one node later than to another
                 start = int(missing_N.argmax())
                 _run_epoch(config, group, loader, teacher, report, heartbeat, epoch=epoch, start=start)
                 num_images += sum(gather_objects(teacher.end_epoch(), group))

@@ -18,7 +18,7 @@ from trainables.models.weights import teacher_sha256
 
 T = TypeVar("T")
 
-FORMAT = 1
+FORMAT = 2
 """Raised whenever the same key would mean other numbers: pixels, augmentation, format of the logits."""
 _PIXEL_KEYS = {"image_size", "augment", "device_augment", "fidelity", "val_resize", "mean", "std"}
 """Keys of `data` that decide pixels, also those that are not used here: a key too many costs a teacher's run, one too few is
@@ -33,7 +33,7 @@ class ImageSet(NamedTuple):
     decoder: str
 
 
-def agree_on_images(path: str, loader: Loader, group: Group, key: str) -> ImageSet:
+def check_same_data(path: str, loader: Loader, group: Group, key: str) -> ImageSet:
     """What the loaders of all ranks read from `path`, where it is the same: a sample has one row of logits. Every rank calls it.
 
     One rank of each node fingerprints the data, of which nodes may have copies. `key`: the experiment's, for messages.
