@@ -63,12 +63,12 @@ class TeacherConfig(WeightedConfig):
         min_length=1,
         description="a folder that all nodes share, where its logits, and an assistant's, are stored for all runs",
     )
-    cache_top_k: Count | None = Field(None, description="store so many classes of each image, and what the others add up to")
+    cache_top_k: Count | None = Field(None, description="keep the top-k logits of each image and the sum of the rest")
     cache_epochs: Count | None = Field(
-        None, description="augment the images in so many ways, one epoch each, then again; absent: every epoch in its own"
+        None, description="number of epochs whose augmentations differ, then they repeat; absent: every epoch has its own"
     )
     service: Annotated[Count, Field(le=1024)] | None = Field(
-        None, description="so many Ray actors compute its logits for all students, instead of a network in each worker"
+        None, description="number of Ray actors that compute its logits for all students, instead of a network in each worker"
     )
     placement: Literal["auto", "whole", "sharded"] = Field(
         "auto",

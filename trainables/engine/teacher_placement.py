@@ -18,7 +18,7 @@ from trainables.teachers.network import TeacherNetwork
 
 log = logging.getLogger("raydistill")
 
-MOST_WHOLE = 0.5
+MAX_REPLICATED_FRACTION = 0.5
 """Of a device's memory, for a whole teacher, the student's parameters, gradients and optimizer state; activations need more."""
 
 
@@ -35,7 +35,7 @@ def is_sharded(config: TrainConfig, num_replicas: int, device: torch.device, stu
     if config.train.compile or any(map(needs_whole_teacher, methods_with_teacher(config))):
         return False
     student_bytes = parameter_copies(config.optim) * parameter_bytes(student) / config.scale.num_stages
-    return parameter_bytes(teacher) + student_bytes > MOST_WHOLE * memory_bytes(device)
+    return parameter_bytes(teacher) + student_bytes > MAX_REPLICATED_FRACTION * memory_bytes(device)
 
 
 def place(teacher: TeacherNetwork, config: TrainConfig, group: Group, *, sharded: bool) -> None:

@@ -49,14 +49,12 @@ def check_same_data(path: str, loader: Loader, group: Group, key: str) -> ImageS
         if isinstance(images, DistillError):
             raise images
     (_, first_host, first), *others = nodes
-    different = [(rank, host) for rank, host, images in others if images != first]
-    if different:
-        rank, host = different[0]
-        more = f" and {len(different) - 1} more" if len(different) > 1 else ""
-        raise DataError(
-            f"{key}: {path} has images of other names, sizes or contents on {host} (rank {rank}{more}) than on {first_host} "
-            "(rank 0): copy the same to all nodes, or give a folder that they share"
-        )
+    for rank, host, images in others:
+        if images != first:
+            raise DataError(
+                f"{key}: {path} has images of other names, sizes or contents on {host} (rank {rank}) than on {first_host} "
+                "(rank 0): copy the same to all nodes, or give a folder that they share"
+            )
     decoders = sorted({decoder for _, decoder, _ in ranks})
     if len(decoders) > 1:
         raise ExperimentError(
