@@ -21,7 +21,7 @@ from trainables.teachers.cache.open_store import open_store, writes_cache
 from trainables.teachers.ensemble import EnsembleReader, TeacherEnsemble
 from trainables.teachers.network import TeacherNetwork
 from trainables.teachers.service.client import ServiceTeacher
-from trainables.teachers.service.protocol import TeacherConnection
+from trainables.teachers.service.protocol import LogitsRequest, TeacherConnection
 
 log = logging.getLogger("raydistill")
 
@@ -109,15 +109,9 @@ def service_teacher(
     images = check_same_data(config.data.path, loader, group, "teacher.service")
     key, sha256 = from_rank(lambda: _service_key(config, images, classes), group)
     dtype, _ = tensor_format(config)
-    return ServiceTeacher(
-        connections,
-        key=key,
-        settings=config.model_copy(update={"teacher_sha256": sha256}).model_dump(mode="json"),
-        classes=classes,
-        methods=methods,
-        device=group.device,
-        dtype=dtype,
-    )
+    settings = config.model_copy(update={"teacher_sha256": sha256}).model_dump(mode="json")
+    template = LogitsRequest(key, settings, tuple(classes))
+    return ServiceTeacher(connections, template=template, methods=methods, device=group.device, dtype=dtype)
 
 
 def _service_key(config: TrainConfig, images: ImageSet, classes: Sequence[str]) -> tuple[str, str]:

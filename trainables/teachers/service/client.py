@@ -23,7 +23,7 @@ from trainables.data.loader.loader import Batch
 from trainables.errors import ClusterError, TeacherServiceLostError
 from trainables.methods.contract import ModelOutputs
 from trainables.teachers.interface import TeacherInterface, TeacherRequest
-from trainables.teachers.service.protocol import LogitsRequest, LogitsResponse, TeacherConnection
+from trainables.teachers.service.protocol import NO_ROWS, LogitsRequest, LogitsResponse, TeacherConnection
 
 log = logging.getLogger("raydistill")
 
@@ -54,19 +54,16 @@ class ServiceTeacher(TeacherInterface):
         self,
         connections: Sequence[TeacherConnection],
         *,
-        key: str,
-        settings: dict[str, Any],
-        classes: Sequence[str],
+        template: LogitsRequest,
         methods: Sequence[str],
         device: torch.device,
         dtype: torch.dtype,
         timeout_s: float = RESPONSE_TIMEOUT_S,
     ) -> None:
-        """`key`, `settings`, `classes`: see `LogitsRequest`. `methods`: their keys."""
+        """`template`: what all requests have in common. `methods`: their keys."""
         if not connections:
             raise ValueError("a client of the teacher service without a connection to it")
-        self._connections, self._key, self._timeout_s = tuple(connections), key, timeout_s
-        self._settings, self._classes = settings, tuple(classes)
+        self._connections, self._template, self._timeout_s = tuple(connections), template, timeout_s
         self._methods, self._device, self._dtype = tuple(methods), device, dtype
         self._pending: deque[_PendingBatch] = deque()
         self._pool = ThreadPoolExecutor((PREFETCH_BATCHES + 1) * len(connections), thread_name_prefix="teacher")
@@ -90,7 +87,7 @@ class ServiceTeacher(TeacherInterface):
     def __call__(self, images_BCHW: Tensor, num_rows: int, request: TeacherRequest | None = None) -> dict[str, ModelOutputs]:
         """See `TeacherInterface`. Waits for the responses where they are not there yet, but not for the device."""
         if request is None:
-            return self._outputs(torch.zeros((num_rows, len(self._classes)), device=self._device, dtype=self._dtype))
+            return self._outputs(torch.zeros((num_rows, len(self._template.classes)), device=self._device, dtype=self._dtype))
         pending = self._pending[0]
         rows = slice(pending.num_used, pending.num_used + num_rows)
         if not np.array_equal(pending.indices_B[rows], request.indices_B.numpy()):
@@ -104,16 +101,9 @@ class ServiceTeacher(TeacherInterface):
 
     def for_validation(self) -> "ServiceTeacher":
         """A client of the same network for the validation images."""
-        return ServiceTeacher(
-            self._connections,
-            key=f"{self._key}-val",
-            settings=self._settings,
-            classes=self._classes,
-            methods=self._methods,
-            device=self._device,
-            dtype=self._dtype,
-            timeout_s=self._timeout_s,
-        )
+        template = self._template._replace(key=f"{self._template.key}-val")
+        options: dict[str, Any] = {"methods": self._methods, "device": self._device, "dtype": self._dtype}
+        return ServiceTeacher(self._connections, template=template, timeout_s=self._timeout_s, **options)
 
     def end_epoch(self) -> int:
         """See `TeacherInterface`: images that this worker was the first to request."""
@@ -143,7 +133,7 @@ class ServiceTeacher(TeacherInterface):
 
     def _collect(self, pending: _PendingBatch) -> Tensor:
         """Wait for the logits (B, K) of a batch; returns them on the device, on a GPU with their copy under way."""
-        shape = len(pending.indices_B), len(self._classes)
+        shape = len(pending.indices_B), len(self._template.classes)
         logits_BK = torch.empty(shape, dtype=self._dtype, pin_memory=self._device.type == "cuda")
         for rows_b, future in pending.responses:
             response = future.result()
@@ -166,10 +156,10 @@ class ServiceTeacher(TeacherInterface):
             DistillError: the service cannot load the teacher.
         """
         deadline_s, num_computed, lost = time.monotonic() + self._timeout_s, 0, False
-        sent = np.empty(0, dtype=np.int64)
+        sent = NO_ROWS
         while True:
             images_RHWC = images_BHWC[rows_b[sent]] if len(sent) else None
-            request = LogitsRequest(self._key, self._settings, self._classes, epoch, indices_b, sent, images_RHWC)
+            request = self._template._replace(epoch=epoch, indices_B=indices_b, rows_R=sent, images_RHWC=images_RHWC)
             try:
                 response = self._wait(connection("logits", request), deadline_s)
             except TeacherServiceLostError as error:

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+NO_ROWS = np.empty(0, dtype=np.int64)
+
 
 class LogitsRequest(NamedTuple):
     """Asks for the teacher's logits of samples in one epoch's augmentation."""
@@ -19,13 +21,13 @@ class LogitsRequest(NamedTuple):
     settings: dict[str, Any]
     """The worker's `TrainConfig`, and the classes: what the network is built from."""
     classes: tuple[str, ...]
-    epoch: int
+    epoch: int = 0
     """The epoch by which the images are augmented."""
-    indices_B: NDArray[np.int64]
+    indices_B: NDArray[np.int64] = NO_ROWS
     """Dataset-wide sample indices."""
-    rows_R: NDArray[np.int64]
+    rows_R: NDArray[np.int64] = NO_ROWS
     """Rows of the B whose images are sent: those that the service said are missing."""
-    images_RHWC: NDArray[np.uint8] | None
+    images_RHWC: NDArray[np.uint8] | None = None
     """As a loader yields them, before the device's augmentation; None: no images."""
 
 

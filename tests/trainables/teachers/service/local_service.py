@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ class LocalConnection:
         def result(timeout_s: float) -> Any:
             try:
                 return future.result(timeout_s)
-            except TimeoutError:
+            except (TimeoutError, CancelledError):
                 if loop is not self._loop:
                     raise TeacherServiceLostError("killed") from None
                 raise
@@ -50,7 +50,7 @@ class LocalConnection:
         """Its open requests get no response, and its logits are gone."""
         loop, self._loop = self._loop, None
         if loop is not None:
-            loop.call_soon_threadsafe(loop.stop)
+            loop.call_soon_threadsafe(_stop, loop)
             self._thread.join()
 
     def start(self) -> None:
@@ -58,6 +58,12 @@ class LocalConnection:
         self._loop: asyncio.AbstractEventLoop | None = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
+
+
+def _stop(loop: asyncio.AbstractEventLoop) -> None:
+    for task in asyncio.all_tasks(loop):
+        task.cancel()
+    loop.call_soon(loop.stop)
 
 
 @contextlib.contextmanager

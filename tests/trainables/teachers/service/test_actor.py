@@ -256,6 +256,5 @@ def test_it_has_full_products_also_where_its_container_allows_tf32() -> None:
 def test_a_teacher_that_does_not_exist_is_named(tmp_path: Path) -> None:
     plain = settings(tmp_path, "ours").model_dump(mode="json")
     (tmp_path / "teacher.safetensors").unlink()
-    none = np.empty(0, dtype=np.int64)
     with local_services() as (connection,), pytest.raises(CheckpointError, match=r"teacher.safetensors"):
-        connection.begin("logits", LogitsRequest("key", plain, ("0", "1"), 0, np.arange(3), none, None)).result(30)
+        connection.begin("logits", LogitsRequest("key", plain, ("0", "1"), 0, np.arange(3))).result(30)

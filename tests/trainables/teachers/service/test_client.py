@@ -25,7 +25,7 @@ from trainables.engine.job import build
 from trainables.errors import CheckpointError, ClusterError, ExperimentError
 from trainables.teachers.interface import TeacherRequest
 from trainables.teachers.service.client import PREFETCH_BATCHES, ServiceTeacher
-from trainables.teachers.service.protocol import TeacherConnection
+from trainables.teachers.service.protocol import LogitsRequest, TeacherConnection
 
 ROWS = 1442
 ALONE = Group()
@@ -152,9 +152,7 @@ def test_a_service_that_stays_away_ends_the_training_in_one_line(tmp_path: Path)
         connections[0].kill()
         client = ServiceTeacher(
             connections,
-            key="key",
-            settings={},
-            classes=("a", "b"),
+            template=LogitsRequest("key", {}, ("a", "b")),
             methods=["kd"],
             device=torch.device("cpu"),
             dtype=torch.float64,
