@@ -9,7 +9,7 @@ import torch
 
 from tests.waiting import wait_until
 from trainables.teachers.cache.logits_format import LogitsFormat
-from trainables.teachers.cache.store import LogitsStore
+from trainables.teachers.cache.store import RowStore
 from trainables.teachers.cache.writer import CacheWriter
 
 ROOT = Path(__file__).parent.parent
@@ -30,14 +30,11 @@ THREADS = {
     "trainables/data/storage/shard_fetcher.py": NOTHING,
     "trainables/data/storage/staging.py": NOTHING,
     "trainables/device/device_batches.py": BOUND,  # decodes, records an event
-    "trainables/disk_writer.py": NOTHING,  # `write_packed` waits for a checkpoint's copy on the device of its event
+    "trainables/disk_writer.py": NOTHING,  # waits for a checkpoint's copy by its event; a cache binds it
     "trainables/metrics/telemetry.py": NOTHING,  # NVML, which needs no context
     "trainables/object_store/stage_copy.py": NOTHING,
-    "trainables/teachers/cache/writer.py": BOUND,  # waits for copies to the host
+    "trainables/teachers/service/actor.py": ONE_GPU,
     "trainables/teachers/service/client.py": NOTHING,  # the training thread copies what it has received
-    "trainables/teachers/service/compute_thread.py": ONE_GPU,  # an actor's
-    "trainables/teachers/service/loaded_teachers.py": ONE_GPU,
-    "trainables/teachers/service/server.py": NOTHING,
     "trainables/worker/hangs/hang_watch.py": NOTHING,
 }
 
@@ -61,7 +58,7 @@ def test_every_thread_is_known_with_what_it_calls_of_cuda() -> None:
 def test_the_thread_that_writes_a_cache_is_bound_to_its_workers_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bound = list[tuple[str, torch.device]]()
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: bound.append((threading.current_thread().name, device)))
-    writer = CacheWriter(LogitsStore(tmp_path, LogitsFormat(6, 2), 20), torch.device("cuda", 3))
+    writer = CacheWriter(RowStore(tmp_path, LogitsFormat(6, 2).columns, 20), torch.device("cuda", 3))
     wait_until(lambda: bound)
     writer.close()
-    assert bound == [("cache writer", torch.device("cuda", 3))]
+    assert bound == [("disk writer", torch.device("cuda", 3))]

@@ -160,13 +160,6 @@ def teacher_service_gets_images(settings: JobSettings) -> Problem:
     )
 
 
-def teacher_over_devices_is_not_compiled(settings: JobSettings) -> Problem:
-    if settings.teacher is None or settings.teacher.service_devices == 1 or not settings.train.compile:
-        return None
-    number = settings.teacher.service_devices
-    return f"teacher.service_devices {number} does not go with train.compile: set train.compile to false, or write 1"
-
-
 def sharded_teacher_is_not_compiled(settings: JobSettings) -> Problem:
     if settings.teacher is None or settings.teacher.placement != "sharded" or not settings.train.compile:
         return None
@@ -232,7 +225,6 @@ RULES: tuple[Callable[[JobSettings], Problem], ...] = (
     mixing_has_pairs,
     mixing_has_a_network,
     teacher_service_gets_images,
-    teacher_over_devices_is_not_compiled,
     sharded_teacher_is_not_compiled,
     sharded_teacher_has_several_replicas,
     deterministic_kernels_are_not_timed,

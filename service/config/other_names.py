@@ -10,6 +10,8 @@ OTHER_NAMES: dict[str, str] = {
     **dict.fromkeys(("pretrained", "teacher_weights", "teacher.checkpoint"), "teacher.weights"),
     "teacher.type": "teacher.model",
     "student.type": "student.model",
+    "teacher.service_devices": "an actor has one GPU: leave it out, or, where a teacher is too large, write "
+    "teacher.placement: sharded in place of teacher.service",
     **dict.fromkeys(("opt", "optim.type", "optim.optimizer"), "optim.name"),
     "optimizer": "write the section optim: name, lr, momentum, weight_decay",
     **dict.fromkeys(("sched", "scheduler", "lr_scheduler", "lr_schedule"), "optim.schedule"),

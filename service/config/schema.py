@@ -131,9 +131,7 @@ class Experiment(Section):
             cache = self.teacher.model_dump(include={"cache", "cache_top_k", "cache_epochs", "placement"})
             teacher = TeacherConfig(model=self.preparation[previous].model, **cache)
         # The teacher service starts together with the students, after the assistants.
-        own: dict[str, Any] = {"service": None, "service_devices": 1}
-        if name == "student":
-            own = self.teacher.model_dump(include=set(own))
+        own: dict[str, Any] = {"service": self.teacher.service if name == "student" else None}
         return teacher.model_copy(update=own if weights is None else {**own, "weights": weights})
 
 

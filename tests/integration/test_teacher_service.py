@@ -36,7 +36,7 @@ def test_students_of_a_sweep_share_a_teacher_whose_death_changes_none_of_them(
 ) -> None:
     teacher = f"model: mlp_large, weights: {write_able_teacher(tmp_path / 'teacher.safetensors')}"
     sets = ["student.model=mlp_small", "precision=fp64", "data.augment=pad_crop_flip", f"optim.epochs={EPOCHS}"]
-    service = f"teacher={{{teacher}, service: 1, service_devices: 2}}"
+    service = f"teacher={{{teacher}, service: 1}}"
     sweep = f"sweep={{space: {{optim.lr: {list(RATES)}}}, max_concurrent: 2, metric: top1_pct}}"
     settings = [part for each in (*sets, service, sweep) for part in ("--set", each)]
     undisturbed, disturbed = distill.runs / "undisturbed", distill.runs / "disturbed"

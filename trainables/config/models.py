@@ -63,15 +63,12 @@ class TeacherConfig(WeightedConfig):
         min_length=1,
         description="a folder that all nodes share, where its logits, and an assistant's, are stored for all runs",
     )
-    cache_top_k: Count | None = Field(None, description="store so many classes of each image, and what the others add up to")
+    cache_top_k: Count | None = Field(None, description="keep the top-k logits of each image and the sum of the rest")
     cache_epochs: Count | None = Field(
-        None, description="augment the images in so many ways, one epoch each, then again; absent: every epoch in its own"
+        None, description="number of epochs whose augmentations differ, then they repeat; absent: every epoch has its own"
     )
     service: Annotated[Count, Field(le=1024)] | None = Field(
-        None, description="so many Ray actors compute its logits for all students, instead of a network in each worker"
-    )
-    service_devices: Annotated[Count, Field(le=64)] = Field(
-        1, description="GPUs of each of these actors, which share the layers of its network"
+        None, description="number of Ray actors that compute its logits for all students, instead of a network in each worker"
     )
     placement: Literal["auto", "whole", "sharded"] = Field(
         "auto",
@@ -114,8 +111,6 @@ class TeacherConfig(WeightedConfig):
                 f"placement sharded is for a network that runs in every step, and {self.logits_only} is set: leave out one of"
                 " the two"
             )
-        if self.service is None and self.service_devices > 1:
-            raise ValueError("service_devices is for the actors of service: write service: NUMBER, or leave it out")
         if self.service is not None and self.cache is not None:
             raise ValueError("cache stores what service would compute: leave out one of the two")
         return self

@@ -15,7 +15,6 @@ from trainables.methods.distillation_module import DistillationModule
 from trainables.models.forward import dry_forward
 from trainables.models.registry import construct
 from trainables.teachers.ensemble import TeacherEnsemble
-from trainables.teachers.service.split_network import teacher_cuts
 
 
 def check_fit(config: TrainConfig, num_classes: int) -> None:
@@ -28,11 +27,6 @@ def check_fit(config: TrainConfig, num_classes: int) -> None:
     module, _ = untrained_modules(config, num_classes)
     if config.scale.pipeline_stages > 1:
         possible_cuts(config, module)
-    teacher = config.teacher
-    if teacher is not None and teacher.service_devices > 1 and methods_with_teacher(config):
-        size = config.data.image_size
-        network = construct(teacher.model, num_classes=num_classes, image_size=size, seed=config.seed).eval()
-        teacher_cuts(network, size, teacher.service_devices)
 
 
 def normalizes_single_images(config: TrainConfig, num_classes: int) -> bool:

@@ -28,7 +28,7 @@ from trainables.models.weights import teacher_sha256
 from trainables.object_store.store import ObjectStore, is_uri
 from trainables.rundir import write_json
 from trainables.stage_result import TeacherAccuracy
-from trainables.teachers.build import load_network, on_devices
+from trainables.teachers.build import load_network, on_device
 from trainables.teachers.cache.key import cache_key
 from trainables.teachers.ensemble import TeacherEnsemble
 from trainables.teachers.interface import TeacherRequest
@@ -68,8 +68,6 @@ def _not_measured_reason(job: Job) -> str | None:
         return "with pipeline stages, the rank that runs it gets no validation images"
     if teacher is not None and teacher.is_collective:
         return "it is sharded, and its workers may have different numbers of validation batches"
-    if isinstance(teacher, ServiceTeacher) and len(job.val_loader.source) > len(job.train_loader.source):
-        return "validation has more images than training, for which teacher.service has no room"
     return None
 
 
@@ -154,7 +152,7 @@ def _network(job: Job, number: int) -> nn.Module:
     if not isinstance(teacher, TeacherNetwork):
         assert config.teacher is not None
         network = load_network(config.teacher, job.checkpoint_state.about["classes"], config.data.image_size, config.seed)
-        return on_devices(network, config, [job.group.device])
+        return on_device(network, config, job.group.device)
     if isinstance(teacher.model, TeacherEnsemble):
         return teacher.model.models[number]
     return teacher.model

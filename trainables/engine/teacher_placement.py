@@ -12,13 +12,13 @@ from trainables.distributed.group import Group
 from trainables.engine.modules import methods_with_teacher
 from trainables.engine.optim import parameter_copies
 from trainables.methods.select import SelectedMethod, needs_whole_teacher
-from trainables.teachers.build import on_devices
+from trainables.teachers.build import on_device
 from trainables.teachers.frozen import fold_batch_norms, round_weights
 from trainables.teachers.network import TeacherNetwork
 
 log = logging.getLogger("raydistill")
 
-MOST_WHOLE = 0.5
+MAX_REPLICATED_FRACTION = 0.5
 """Of a device's memory, for a whole teacher, the student's parameters, gradients and optimizer state; activations need more."""
 
 
@@ -35,7 +35,7 @@ def is_sharded(config: TrainConfig, num_replicas: int, device: torch.device, stu
     if config.train.compile or any(map(needs_whole_teacher, methods_with_teacher(config))):
         return False
     student_bytes = parameter_copies(config.optim) * parameter_bytes(student) / config.scale.pipeline_stages
-    return parameter_bytes(teacher) + student_bytes > MOST_WHOLE * memory_bytes(device)
+    return parameter_bytes(teacher) + student_bytes > MAX_REPLICATED_FRACTION * memory_bytes(device)
 
 
 def place(teacher: TeacherNetwork, config: TrainConfig, group: Group, *, sharded: bool) -> None:
@@ -47,7 +47,7 @@ def place(teacher: TeacherNetwork, config: TrainConfig, group: Group, *, sharded
         may_change = not any(map(_uses_teacher_itself, methods_with_teacher(config)))
         if may_change and folds_batch_norms(config):
             fold_batch_norms(teacher.model, teacher.tapped_modules)
-        on_devices(teacher.model, config, [group.device])
+        on_device(teacher.model, config, group.device)
         if may_change and config.precision in AUTOCAST:
             round_weights(teacher.model, AUTOCAST[config.precision])
         return

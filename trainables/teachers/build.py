@@ -16,13 +16,12 @@ from trainables.methods.select import SelectedMethod, check_ensemble
 from trainables.methods.tap_reader import TapReader
 from trainables.models.weights import load_teacher
 from trainables.teachers.cache.cached_teacher import CachedTeacher
-from trainables.teachers.cache.key import ImageSet, agree_on_images, cache_key, key_parts
+from trainables.teachers.cache.key import ImageSet, cache_key, check_same_data, key_parts
 from trainables.teachers.cache.open_store import open_store, writes_cache
 from trainables.teachers.ensemble import EnsembleReader, TeacherEnsemble
 from trainables.teachers.network import TeacherNetwork
 from trainables.teachers.service.client import ServiceTeacher
-from trainables.teachers.service.protocol import TeacherConnection
-from trainables.teachers.service.split_network import over_devices
+from trainables.teachers.service.protocol import LogitsRequest, TeacherConnection
 
 log = logging.getLogger("raydistill")
 
@@ -55,30 +54,24 @@ def teacher_reader(teacher: TeacherConfig, model: nn.Module, methods: Sequence[S
     return EnsembleReader(model, teacher.shares, [method.key for method in methods])
 
 
-def on_devices(network: nn.Module, config: TrainConfig, devices: Sequence[torch.device]) -> nn.Module:
-    """A network that is not trained on its devices, in the job's tensor format; compiled where `train.compile` says so.
-
-    Raises ModelError: it cannot be cut for several devices.
-    """
+def on_device(network: nn.Module, config: TrainConfig, device: torch.device) -> nn.Module:
+    """A network that is not trained, moved to a device in the job's tensor format; compiled where `train.compile` says so."""
     dtype, layout = tensor_format(config)
-    placed = over_devices(network.to(dtype), config.data.image_size, devices).to(memory_format=layout)
-    compile_model(placed, config.train.compile)
-    return placed
+    network.to(device, dtype).to(memory_format=layout)  # type: ignore[call-overload]  # torch declares no memory_format alone
+    compile_model(network, config.train.compile)
+    return network
 
 
-def logits_network(
-    config: TrainConfig, devices: Sequence[torch.device], classes: Sequence[str], methods: Sequence[str]
-) -> TeacherNetwork:
-    """The experiment's teacher as a network on these devices, for methods (by key) that read its logits.
+def logits_network(config: TrainConfig, device: torch.device, classes: Sequence[str], methods: Sequence[str]) -> TeacherNetwork:
+    """The experiment's teacher as a network on a device, for methods (by key) that read its logits.
 
     Raises:
         CheckpointError: see `load_teacher`; or the file is not the teacher of `config.teacher_sha256`.
-        ModelError: see `load_teacher`; or it cannot be cut for these devices.
+        ModelError: see `load_teacher`.
     """
     teacher, image_size = config.teacher, config.data.image_size
     assert teacher is not None
-    network = load_network(teacher, classes, image_size, config.seed, config.teacher_sha256)
-    network = on_devices(network, config, devices)
+    network = on_device(load_network(teacher, classes, image_size, config.seed, config.teacher_sha256), config, device)
     return TeacherNetwork(network, TapReader(network, dict.fromkeys(methods, ()), name=teacher.model, image_size=image_size))
 
 
@@ -91,14 +84,14 @@ def cached_teacher(
     """
     assert config.teacher is not None
     model = config.teacher.model
-    store, sha256 = open_store(config, group, loader, classes)
+    store, logits_format, sha256 = open_store(config, group, loader, classes)
 
     def build() -> TeacherNetwork:
         log.info("%s: teacher.cache does not hold all logits that are needed: %s runs", config.stage, model)
-        return logits_network(config.model_copy(update={"teacher_sha256": sha256}), [group.device], classes, methods)
+        return logits_network(config.model_copy(update={"teacher_sha256": sha256}), group.device, classes, methods)
 
     dtype, _ = tensor_format(config)
-    return CachedTeacher(store, methods, build, device=group.device, dtype=dtype, writes=writes_cache(config))
+    return CachedTeacher(store, logits_format, methods, build, device=group.device, dtype=dtype, writes=writes_cache(config))
 
 
 def service_teacher(
@@ -113,19 +106,12 @@ def service_teacher(
 
     Raises DistillError: the teacher or the data cannot be read, or the workers read different images.
     """
-    images = agree_on_images(config.data.path, loader, group, "teacher.service")
+    images = check_same_data(config.data.path, loader, group, "teacher.service")
     key, sha256 = from_rank(lambda: _service_key(config, images, classes), group)
     dtype, _ = tensor_format(config)
-    return ServiceTeacher(
-        connections,
-        key=key,
-        settings=config.model_copy(update={"teacher_sha256": sha256}).model_dump(mode="json"),
-        classes=classes,
-        num_samples=images.num_samples,
-        methods=methods,
-        device=group.device,
-        dtype=dtype,
-    )
+    settings = config.model_copy(update={"teacher_sha256": sha256}).model_dump(mode="json")
+    template = LogitsRequest(key, settings, tuple(classes))
+    return ServiceTeacher(connections, template=template, methods=methods, device=group.device, dtype=dtype)
 
 
 def _service_key(config: TrainConfig, images: ImageSet, classes: Sequence[str]) -> tuple[str, str]:

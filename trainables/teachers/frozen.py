@@ -10,6 +10,7 @@ from collections.abc import Collection
 
 import torch
 from torch import fx, nn
+from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from trainables.distributed.pipeline.graph import mode_of, trace
 from trainables.errors import ModelError
@@ -61,20 +62,13 @@ def _covers(path: str, other: str) -> bool:
     return not path or other == path or other.startswith(f"{path}.")
 
 
-@torch.no_grad()
 def _fold(conv: nn.Module, norm: nn.Module) -> None:
-    """conv.weight·s and (conv.bias − mean)·s + norm.bias with s = norm.weight/√(var + ε), by output channel."""
     assert isinstance(conv, nn.modules.conv._ConvNd)
     assert isinstance(norm, nn.modules.batchnorm._BatchNorm)
-    assert norm.running_mean is not None
-    assert norm.running_var is not None
-    scale_C = (norm.running_var.double() + norm.eps).rsqrt()
-    if norm.weight is not None:
-        scale_C = scale_C * norm.weight.double()
-    bias_C = -norm.running_mean.double() if conv.bias is None else conv.bias.double() - norm.running_mean.double()
-    bias_C = bias_C * scale_C
-    if norm.bias is not None:
-        bias_C = bias_C + norm.bias.double()
-    weight = conv.weight.double() * scale_C.view(-1, *[1] * (conv.weight.ndim - 1))
-    conv.weight = nn.Parameter(weight.to(conv.weight.dtype), requires_grad=False)
-    conv.bias = nn.Parameter(bias_C.to(conv.weight.dtype), requires_grad=False)
+    names, dtype = ("running_mean", "running_var", "weight", "bias"), conv.weight.dtype
+    mean, var, weight, bias = (None if (each := getattr(norm, name)) is None else each.double() for name in names)
+    assert mean is not None
+    assert var is not None
+    conv_bias = None if conv.bias is None else conv.bias.double()
+    fused = fuse_conv_bn_weights(conv.weight.double(), conv_bias, mean, var, norm.eps, weight, bias)
+    conv.weight, conv.bias = (nn.Parameter(each.to(dtype), requires_grad=False) for each in fused)

@@ -29,7 +29,7 @@ class TeacherInterface(ABC):
     def __call__(self, images_BCHW: Tensor, num_rows: int, request: TeacherRequest | None = None) -> dict[str, ModelOutputs]:
         """Method key → outputs for the first `num_rows` images; does not wait for the device.
 
-        `request` identifies the images; None: they are no samples, as in a trial run.
+        `request` identifies the images; None: they are dummy images, as in a trial run.
         """
 
     is_collective = False

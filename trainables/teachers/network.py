@@ -34,9 +34,9 @@ class TeacherNetwork(TeacherInterface):
 
     def __call__(self, images_BCHW: Tensor, num_rows: int, request: TeacherRequest | None = None) -> dict[str, ModelOutputs]:
         """See `TeacherInterface`; it runs for whatever images it gets."""
-        for norm in self._batch_norms:  # images that are no samples form no batch, and one rank may run some alone
+        for norm in self._batch_norms:  # dummy images form no batch, and one rank may run some alone
             norm.train(request is not None)
-        if self._batch_norms:  # a blank image of a rank without samples is no part of the batch
+        if self._batch_norms:  # the dummy image of a rank without samples is no part of the batch
             images_BCHW = images_BCHW[:num_rows]
         if self._gradient:  # the parameters are frozen: the graph starts at the images
             images_BCHW = images_BCHW.detach().requires_grad_()

@@ -32,7 +32,7 @@ from trainables.object_store.store import is_uri, object_at
 from trainables.redact import redact_record
 from trainables.rundir import StageDir, write_json
 from trainables.stage_result import StageResult, write_stage_result
-from trainables.teachers.cache.fill import fill, stored_order
+from trainables.teachers.cache.fill import fill, sequential
 from trainables.worker.actor_connection import ActorConnection
 from trainables.worker.hangs.worker_probe import watched
 from trainables.worker.interruption_requests import InterruptionRequests, reserve_more, worker_resources
@@ -188,7 +188,7 @@ def fill_loop_per_worker(settings: dict[str, Any]) -> None:
 
     Raises DistillError: also written to this rank's file in the stage's `errors/`.
     """
-    config, group = stored_order(FillConfig.model_validate(settings)), current_group()
+    config, group = sequential(FillConfig.model_validate(settings)), current_group()
     stage = StageDir(Path(config.output_dir))
     with failure_recorded(stage, group), watched(config.output_dir) as heartbeat:
         start_logging(stage, group)

@@ -40,7 +40,7 @@ def reservation_of(config: TrainConfig, loader_workers: int, use_gpu: bool) -> R
     service = None
     teacher = config.teacher
     if teacher is not None and teacher.service and config.distill is not None and needs_teacher(config.distill, ()):
-        service = Reservation(teacher.service, cpus_per_worker, gpus * teacher.service_devices, unit="actors")
+        service = Reservation(teacher.service, cpus_per_worker, gpus, unit="actors")
     return Reservation(
         config.scale.num_workers, cpus_per_worker + loader_workers, gpus, service, min_workers=config.scale.min_workers
     )

@@ -21,7 +21,7 @@ WRITES = {
     "checkpoint": r"\.safetensors",
     "records": r"metrics\.jsonl$",
     "stage's result": r"stage\.json",
-    "cached logits": r"\.arrow",
+    "cached logits": r"\.npy",
     "cache's key": r"key\.json",
     "spool": r"events\.jsonl$",
     "spool's cursor": r"sent\.json",

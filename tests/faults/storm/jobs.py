@@ -22,7 +22,7 @@ from trainables.engine.job import build, open_loaders
 from trainables.metrics.metrics_file import MetricsFile
 from trainables.rundir import RunDir, StageDir
 from trainables.stage_result import StageResult, write_stage_result
-from trainables.teachers.cache.fill import fill, stored_order
+from trainables.teachers.cache.fill import fill, sequential
 
 NUM_STEPS = 60
 """Records of a delivery."""
@@ -47,7 +47,7 @@ def train(group: Group, disk: Path, settings: TrainConfig, points: list[FaultPoi
 def fill_cache(group: Group, disk: Path, settings: TrainConfig, points: list[FaultPoint | None]) -> Counter[str]:
     """Fill a teacher's cache, as `distill cache` does."""
     counts = watch_writes(disk, points[group.rank])
-    config = stored_order(FillConfig.model_validate(settings.model_dump()))
+    config = sequential(FillConfig.model_validate(settings.model_dump()))
     classes, (loader, val_loader) = open_loaders(config, build_layout(group, 1))
     with contextlib.closing(loader), contextlib.closing(val_loader):
         metrics = fill(config, group, classes, loader, ignore)

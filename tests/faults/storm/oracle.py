@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
+import numpy as np
 import torch
 from safetensors.torch import load_file
 
@@ -85,13 +85,13 @@ def cache_losses(whole: Path, struck: Path) -> Iterator[str]:
         yield f"{len(different)} of {len(expected)} cached rows differ"
 
 
-def cached_rows(cache: Path) -> dict[tuple[str, int], str]:
-    """(key, epoch and sample) → its columns, of all segments of a cache."""
-    rows = dict[tuple[str, int], str]()
-    for path in cache.rglob("*.arrow"):
-        with pa.memory_map(str(path)) as file:
-            for row in pa.ipc.open_file(file).read_all().to_pylist():
-                rows[f"{path.parent.parent.name}/{path.parent.name}", row.pop("sample")] = str(row)
+def cached_rows(cache: Path) -> dict[tuple[str, int], bytes]:
+    """(key, epoch and sample) → its columns, of all blocks of a cache."""
+    rows = dict[tuple[str, int], bytes]()
+    for path in cache.rglob("*.npy"):
+        block = np.load(path)
+        for row in block:
+            rows[f"{path.parent.parent.name}/{path.parent.name}", int(row["sample"])] = row.tobytes()
     return rows
 
 

@@ -813,7 +813,7 @@ def test_what_a_service_cannot_answer_is_refused_in_one_line() -> None:
         refusal(served, "teacher.others=[{model: convnet_small, weights: x}]"): "leave out service, or others",
         refusal(served, "data.decoder=gpu", "data.augment=crop_flip"): "and data.decoder gpu decodes on each worker's GPU",
         refusal("teacher.service=0"): "teacher.service",
-        refusal("teacher.service_devices=2"): "service_devices is for the actors of service: write service: NUMBER",
+        refusal("teacher.service_devices=2"): "no such key; an actor has one GPU: leave it out, or, where",
     }
     assert all(part in line and "teacher" in line and "\n" not in line for line, part in problem.items()), problem
     assert load("digits", [served]).experiment.stage("student", Path("/"), {}).num_augmentation_epochs == 1

@@ -49,10 +49,6 @@ def refused_by_a_worker(overrides: tuple[str, ...], folder: Path) -> str:
         (("data.device_augment.mixup=0.2", "data.global_batch_size=63"), "but each of 1 workers has 63 of"),
         (("data.device_augment.cutmix=0.2", "data.last_batch=short"), "which a short last batch may part"),
         (("data.device_augment.mixup=0.2", "teacher.service=1"), "teacher.service: it gives the logits of each image"),
-        (
-            ("teacher.service=1", "teacher.service_devices=2", "train.compile=true"),
-            "teacher.service_devices 2 does not go with train.compile",
-        ),
         (("teacher.placement=sharded", "train.compile=true"), "teacher.placement sharded does not go with train.compile"),
         (("train.deterministic=true", "train.compile=max-autotune"), "train.deterministic does not go with train.compile max"),
         (("teacher.placement=sharded", "scale.num_workers=[1, 2]"), "teacher.placement sharded needs 2 workers or more, and"),

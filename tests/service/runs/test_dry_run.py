@@ -59,10 +59,6 @@ def small(*overrides: str) -> Resolved:
             ["student.model=resnet8+resnet14", "teacher.service=1"],
             "teacher.service: it answers with logits, and resnet8+resnet14",
         ),
-        (
-            ["teacher.service=1", "teacher.service_devices=40"],
-            "teacher.service_devices 40: CifarResNet can be cut at 17 points: write at most 18",
-        ),
         (["student.model=resnet8+resnet14", "teacher.cache=kept"], "teacher.cache: it answers with logits, and resnet8+resnet14"),
         (
             ["distill.method=dml", "distill.options={dml: {peer: nothing}}"],

@@ -31,25 +31,13 @@ def test_only_students_have_a_service_and_an_experiment_says_what_it_takes(tmp_p
 
 
 def test_an_assistant_learns_from_the_network_and_its_student_from_the_service(tmp_path: Path) -> None:
-    overrides = ["teacher.service=1", "teacher.service_devices=2", "assistants=[{model: convnet_small}]"]
+    overrides = ["teacher.service=1", "assistants=[{model: convnet_small}]"]
     experiment = load("digits", overrides).experiment
     stages = {name: experiment.stage(name, tmp_path, {}, "/weights").teacher for name in ("assistant1", "student")}
-    assert {name: (t.model, t.service, t.service_devices) for name, t in stages.items() if t} == {
-        "assistant1": ("convnet_large", None, 1),
-        "student": ("convnet_small", 1, 2),
+    assert {name: (t.model, t.service) for name, t in stages.items() if t} == {
+        "assistant1": ("convnet_large", None),
+        "student": ("convnet_small", 1),
     }
-
-
-def test_an_actor_with_several_devices_reserves_them_on_one_node() -> None:
-    gpus = cluster((16, 4), cores=16)
-    overrides = ["teacher.service=1", "teacher.service_devices=3", "data.loader_workers=1"]
-    plan = Plan.on(load("digits", overrides).experiment, gpus)
-    assert plan.reservation() == Reservation(1, 2, 1, service=Reservation(1, 1, 3, unit="actors"))
-    assert plan.refusal(gpus) is None
-    parted = cluster((16, 2), (16, 2))
-    refusal = Plan.on(load("digits", overrides).experiment, parted).refusal(parted)
-    assert refusal is not None
-    assert "teacher.service's 1 actors of 1 CPU and 3 GPUs do not fit" in refusal
 
 
 def test_auto_is_a_limit_to_the_workers_and_a_number_is_an_order(tmp_path: Path) -> None:

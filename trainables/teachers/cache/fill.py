@@ -19,7 +19,7 @@ from trainables.teachers.cache.cached_teacher import CachedTeacher
 from trainables.teachers.interface import TeacherRequest
 
 
-def stored_order(config: FillConfig) -> FillConfig:
+def sequential(config: FillConfig) -> FillConfig:
     """The job with every image of the training split in the order in which they are stored."""
     data = config.data.model_copy(update={"last_batch": "short", "shuffle": "none"})
     return config.model_copy(update={"data": data})
@@ -35,7 +35,7 @@ def fill(
 ) -> dict[str, float]:
     """Write the logits that are missing. Returns `images` (for which the teacher ran), `missing` (unreadable) and `rows`.
 
-    `config` is of `stored_order`, and `loader` reads its training split: each worker its part of a batch, and an epoch begins at
+    `config` is of `sequential`, and `loader` reads its training split: each worker its part of a batch, and an epoch begins at
     the first image that is missing. Raises DistillError: see `open_store`; unreadable data; a disk that cannot be written.
     """
     heartbeat = heartbeat or Heartbeat()
@@ -43,45 +43,29 @@ def fill(
     sizes = {"steps_per_epoch": num_steps, "samples_per_epoch": loader.samples_per_epoch, "epochs": num_epochs}
     report("start", 0, 0.0, {**sizes, "num_workers": group.world_size, "max_steps": 0})
     num_images, num_missing = 0, 0
+    prepare, precision = build_train_inputs(config, group.device), autocast(config.precision, group.device)
     heartbeat.enter("fill")
     with contextlib.closing(cached_teacher(config, group, classes, loader, ["cache"])) as teacher:
         for epoch in range(num_epochs):
             missing_N = gather_objects(teacher.store.open(epoch).missing_N if group.is_main else None, group)[0]
-            if missing_N.any():  # rank 0 decides: a shared file system may show a segment to one node later than to another
+            if missing_N.any():  # rank 0 decides: a shared file system may show a block to one node later than to another
                 start = int(missing_N.argmax())
-                _run_epoch(config, group, loader, teacher, report, heartbeat, epoch=epoch, start=start)
+                batches = heartbeat.over(loader.epoch(epoch, start))
+                first_step = epoch * num_steps + start // config.data.global_batch_size + 1
+                with contextlib.closing(on_device(batches, group.device, loader.augmentation_epoch(epoch))) as ready:
+                    for step, batch in enumerate(ready, start=first_step):
+                        batch.wait()
+                        request = TeacherRequest(batch.host_indices_B, batch.epoch)
+                        with precision():
+                            teacher(prepare(batch).images_BCHW, len(batch.labels_B), request)
+                        if step % config.train.log_every == 0:
+                            report("step", step, step / num_steps, {})
+                            _check_written(teacher, group)
                 num_images += sum(gather_objects(teacher.end_epoch(), group))
                 _check_written(teacher, group)
                 num_missing += int(teacher.store.open(epoch).missing_N.sum())
             report("step", (epoch + 1) * num_steps, epoch + 1.0, {})
     return {"images": float(num_images), "missing": float(num_missing), "rows": float(len(loader.source) * num_epochs)}
-
-
-def _run_epoch(
-    config: FillConfig,
-    group: Group,
-    loader: Loader,
-    teacher: CachedTeacher,
-    report: Report,
-    heartbeat: Heartbeat,
-    *,
-    epoch: int,
-    start: int,
-) -> None:
-    """Run the teacher over an epoch's images from position `start` on."""
-    num_steps, prepare = loader.steps_per_epoch, build_train_inputs(config, group.device)
-    precision = autocast(config.precision, group.device)
-    batches = heartbeat.over(loader.epoch(epoch, start))
-    first_step = epoch * num_steps + start // config.data.global_batch_size + 1
-    with contextlib.closing(on_device(batches, group.device, loader.augmentation_epoch(epoch))) as ready:
-        for step, batch in enumerate(ready, start=first_step):
-            batch.wait()
-            with precision():
-                images_BCHW = prepare(batch).images_BCHW
-                teacher(images_BCHW, len(batch.labels_B), TeacherRequest(batch.host_indices_B, batch.epoch))
-            if step % config.train.log_every == 0:
-                report("step", step, step / num_steps, {})
-                _check_written(teacher, group)
 
 
 def _check_written(teacher: CachedTeacher, group: Group) -> None:

@@ -18,7 +18,7 @@ from trainables.models.weights import teacher_sha256
 
 T = TypeVar("T")
 
-FORMAT = 1
+FORMAT = 2
 """Raised whenever the same key would mean other numbers: pixels, augmentation, format of the logits."""
 _PIXEL_KEYS = {"image_size", "augment", "device_augment", "fidelity", "val_resize", "mean", "std"}
 """Keys of `data` that decide pixels, also those that are not used here: a key too many costs a teacher's run, one too few is
@@ -33,7 +33,7 @@ class ImageSet(NamedTuple):
     decoder: str
 
 
-def agree_on_images(path: str, loader: Loader, group: Group, key: str) -> ImageSet:
+def check_same_data(path: str, loader: Loader, group: Group, key: str) -> ImageSet:
     """What the loaders of all ranks read from `path`, where it is the same: a sample has one row of logits. Every rank calls it.
 
     One rank of each node fingerprints the data, of which nodes may have copies. `key`: the experiment's, for messages.
@@ -49,14 +49,12 @@ def agree_on_images(path: str, loader: Loader, group: Group, key: str) -> ImageS
         if isinstance(images, DistillError):
             raise images
     (_, first_host, first), *others = nodes
-    different = [(rank, host) for rank, host, images in others if images != first]
-    if different:
-        rank, host = different[0]
-        more = f" and {len(different) - 1} more" if len(different) > 1 else ""
-        raise DataError(
-            f"{key}: {path} has images of other names, sizes or contents on {host} (rank {rank}{more}) than on {first_host} "
-            "(rank 0): copy the same to all nodes, or give a folder that they share"
-        )
+    for rank, host, images in others:
+        if images != first:
+            raise DataError(
+                f"{key}: {path} has images of other names, sizes or contents on {host} (rank {rank}) than on {first_host} "
+                "(rank 0): copy the same to all nodes, or give a folder that they share"
+            )
     decoders = sorted({decoder for _, decoder, _ in ranks})
     if len(decoders) > 1:
         raise ExperimentError(

@@ -7,7 +7,6 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,18 +36,13 @@ class LogitsFormat:
         return self.num_classes if self.top_k is None else self.top_k
 
     @property
-    def columns(self) -> dict[str, tuple[str, int]]:
-        """What is stored of an image: column → dtype, and how many numbers; 0 for a single one."""
-        dense: dict[str, tuple[str, int]] = {"top": ("float32", 0), "logits": ("float16", self.num_stored)}
+    def columns(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """What is stored of an image, see `RowStore`."""
+        dense: dict[str, tuple[str, tuple[int, ...]]] = {"top": ("float32", ()), "logits": ("float16", (self.num_stored,))}
         if self.top_k is None:
             return dense
         classes = "int16" if self.num_classes <= _INT16_CLASSES else "int32"
-        return {**dense, "classes": (classes, self.num_stored), "rest": ("float16", 0)}
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of an image, with its index."""
-        return 4 + sum(max(width, 1) * np.dtype(dtype).itemsize for dtype, width in self.columns.values())
+        return {**dense, "classes": (classes, (self.num_stored,)), "rest": ("float16", ())}
 
     def encode(self, logits_BK: Tensor) -> dict[str, Tensor]:
         """The columns (B,) or (B, k) of these logits, on their device; nothing waits for it."""

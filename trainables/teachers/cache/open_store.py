@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from trainables.config import TrainConfig
 from trainables.data.loader.loader import Loader
@@ -10,21 +11,26 @@ from trainables.data.storage.shared_folder import format_bytes, free_bytes
 from trainables.distributed.group import Group, from_rank
 from trainables.errors import DataError
 from trainables.rundir import write_json
-from trainables.teachers.cache.key import ImageSet, agree_on_images, cache_key, key_parts
+from trainables.teachers.cache.key import FORMAT, cache_key, check_same_data, key_parts
 from trainables.teachers.cache.logits_format import LogitsFormat
-from trainables.teachers.cache.store import LogitsStore
+from trainables.teachers.cache.store import RowStore
 
 log = logging.getLogger("raydistill")
 
 
-def open_store(config: TrainConfig, group: Group, loader: Loader, classes: Sequence[str]) -> tuple[LogitsStore, str]:
-    """The store of the teacher's logits, and the hash of the teacher's tensors. Logs its size. Every rank calls it.
+def open_store(config: TrainConfig, group: Group, loader: Loader, classes: Sequence[str]) -> tuple[RowStore, LogitsFormat, str]:
+    """The store of the teacher's logits, their format, and the hash of the teacher's tensors. Logs its size. Every rank calls it.
 
     Raises DistillError: the teacher or the data cannot be read, the workers read different images, or the disk is too small.
     """
-    images = agree_on_images(config.data.path, loader, group, "teacher.cache")
-    key, sha256 = from_rank(lambda: _prepare(config, images, classes), group)
-    return _store(config, images, classes, key), sha256
+    assert config.teacher is not None
+    top_k = config.teacher.cache_top_k
+    logits_format = LogitsFormat(len(classes), top_k if top_k is not None and top_k < len(classes) else None)
+    images = check_same_data(config.data.path, loader, group, "teacher.cache")
+    parts = from_rank(lambda: key_parts(config, images, classes, logits_format.top_k), group)
+    store = RowStore(Path(str(config.teacher.cache), cache_key(parts)), logits_format.columns, images.num_samples)
+    from_rank(lambda: _prepare(store, parts, config), group)
+    return store, logits_format, parts["teacher"]["sha256"]
 
 
 def writes_cache(config: TrainConfig) -> bool:
@@ -32,27 +38,13 @@ def writes_cache(config: TrainConfig) -> bool:
     return config.train.max_steps is None
 
 
-def _top_k(config: TrainConfig, classes: Sequence[str]) -> int | None:
-    assert config.teacher is not None
-    top_k = config.teacher.cache_top_k
-    return top_k if top_k is not None and top_k < len(classes) else None
-
-
-def _store(config: TrainConfig, images: ImageSet, classes: Sequence[str], key: str) -> LogitsStore:
-    assert config.teacher is not None
-    return LogitsStore(
-        Path(str(config.teacher.cache)) / key, LogitsFormat(len(classes), _top_k(config, classes)), images.num_samples
-    )
-
-
-def _prepare(config: TrainConfig, images: ImageSet, classes: Sequence[str]) -> tuple[str, str]:
-    """The key and the teacher's hash, once the folder exists and has room."""
-    assert config.teacher is not None
-    cache = config.teacher.cache
-    parts = key_parts(config, images, classes, _top_k(config, classes))
-    key = cache_key(parts)
-    store = _store(config, images, classes, key)
+def _prepare(store: RowStore, parts: dict[str, Any], config: TrainConfig) -> None:
+    """Make sure that the folder exists and has room. Raises DataError."""
+    cache = store.folder.parent
+    older = cache / cache_key({**parts, "format": FORMAT - 1})
     try:
+        if older.exists():
+            log.info("teacher.cache: %s is of an older format and is not read: delete it", older)
         missing_bytes = _log_size(store, config.num_cached_epochs)
         if missing_bytes and writes_cache(config):
             store.folder.mkdir(parents=True, exist_ok=True)
@@ -66,13 +58,12 @@ def _prepare(config: TrainConfig, images: ImageSet, classes: Sequence[str]) -> t
             write_json(store.folder / "key.json", parts)
     except OSError as error:
         raise DataError(f"teacher.cache: {cache} cannot be written ({error.strerror or error}): name another folder") from None
-    return key, parts["teacher"]["sha256"]
 
 
-def _log_size(store: LogitsStore, num_epochs: int) -> int:
-    """Log what is there of how much; returns the bytes of the logits that are missing."""
+def _log_size(store: RowStore, num_epochs: int) -> int:
+    """Log what is there of how much; returns the bytes of the rows that are missing."""
     num_rows, num_bytes = store.size(num_epochs)
-    all_rows, row_bytes = store.num_samples * num_epochs, store.format.row_bytes
+    all_rows, row_bytes = store.num_samples * num_epochs, store.row.itemsize
     log.info(
         "teacher.cache: %s holds %s of %s logits (%s images × %s epochs): %s of %s",
         store.folder,

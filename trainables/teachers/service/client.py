@@ -23,7 +23,7 @@ from trainables.data.loader.loader import Batch
 from trainables.errors import ClusterError, TeacherServiceLostError
 from trainables.methods.contract import ModelOutputs
 from trainables.teachers.interface import TeacherInterface, TeacherRequest
-from trainables.teachers.service.protocol import LogitsRequest, LogitsResponse, TeacherConnection
+from trainables.teachers.service.protocol import NO_ROWS, LogitsRequest, LogitsResponse, TeacherConnection
 
 log = logging.getLogger("raydistill")
 
@@ -54,21 +54,16 @@ class ServiceTeacher(TeacherInterface):
         self,
         connections: Sequence[TeacherConnection],
         *,
-        key: str,
-        settings: dict[str, Any],
-        classes: Sequence[str],
-        num_samples: int,
+        template: LogitsRequest,
         methods: Sequence[str],
         device: torch.device,
         dtype: torch.dtype,
         timeout_s: float = RESPONSE_TIMEOUT_S,
     ) -> None:
-        """`key`, `settings`, `classes`, `num_samples`: see `TeacherService.open`. `methods`: their keys."""
+        """`template`: what all requests have in common. `methods`: their keys."""
         if not connections:
             raise ValueError("a client of the teacher service without a connection to it")
-        self._connections, self._key, self._timeout_s = tuple(connections), key, timeout_s
-        self._open_arguments = settings, tuple(classes), num_samples
-        self._num_classes = len(classes)
+        self._connections, self._template, self._timeout_s = tuple(connections), template, timeout_s
         self._methods, self._device, self._dtype = tuple(methods), device, dtype
         self._pending: deque[_PendingBatch] = deque()
         self._pool = ThreadPoolExecutor((PREFETCH_BATCHES + 1) * len(connections), thread_name_prefix="teacher")
@@ -92,7 +87,7 @@ class ServiceTeacher(TeacherInterface):
     def __call__(self, images_BCHW: Tensor, num_rows: int, request: TeacherRequest | None = None) -> dict[str, ModelOutputs]:
         """See `TeacherInterface`. Waits for the responses where they are not there yet, but not for the device."""
         if request is None:
-            return self._outputs(torch.zeros((num_rows, self._num_classes), device=self._device, dtype=self._dtype))
+            return self._outputs(torch.zeros((num_rows, len(self._template.classes)), device=self._device, dtype=self._dtype))
         pending = self._pending[0]
         rows = slice(pending.num_used, pending.num_used + num_rows)
         if not np.array_equal(pending.indices_B[rows], request.indices_B.numpy()):
@@ -105,19 +100,10 @@ class ServiceTeacher(TeacherInterface):
         return self._outputs(pending.logits_BK[rows])
 
     def for_validation(self) -> "ServiceTeacher":
-        """A client of the same network for the validation images, which must not be more than those of training."""
-        settings, classes, num_samples = self._open_arguments
-        return ServiceTeacher(
-            self._connections,
-            key=f"{self._key}-val",
-            settings=settings,
-            classes=classes,
-            num_samples=num_samples,
-            methods=self._methods,
-            device=self._device,
-            dtype=self._dtype,
-            timeout_s=self._timeout_s,
-        )
+        """A client of the same network for the validation images."""
+        template = self._template._replace(key=f"{self._template.key}-val")
+        options: dict[str, Any] = {"methods": self._methods, "device": self._device, "dtype": self._dtype}
+        return ServiceTeacher(self._connections, template=template, timeout_s=self._timeout_s, **options)
 
     def end_epoch(self) -> int:
         """See `TeacherInterface`: images that this worker was the first to request."""
@@ -147,7 +133,7 @@ class ServiceTeacher(TeacherInterface):
 
     def _collect(self, pending: _PendingBatch) -> Tensor:
         """Wait for the logits (B, K) of a batch; returns them on the device, on a GPU with their copy under way."""
-        shape = len(pending.indices_B), self._num_classes
+        shape = len(pending.indices_B), len(self._template.classes)
         logits_BK = torch.empty(shape, dtype=self._dtype, pin_memory=self._device.type == "cuda")
         for rows_b, future in pending.responses:
             response = future.result()
@@ -170,20 +156,12 @@ class ServiceTeacher(TeacherInterface):
             DistillError: the service cannot load the teacher.
         """
         deadline_s, num_computed, lost = time.monotonic() + self._timeout_s, 0, False
-        sent_b = np.zeros(len(indices_b), dtype=bool)
+        sent = NO_ROWS
         while True:
-            sent = np.flatnonzero(sent_b)
-            request = LogitsRequest(self._key, epoch, indices_b, sent, _select(images_BHWC, rows_b[sent]))
+            images_RHWC = images_BHWC[rows_b[sent]] if len(sent) else None
+            request = self._template._replace(epoch=epoch, indices_B=indices_b, rows_R=sent, images_RHWC=images_RHWC)
             try:
-                response: LogitsResponse = self._wait(connection("logits", request), deadline_s)
-                num_computed += response.num_computed
-                if response.logits_BK is not None:
-                    return response._replace(num_computed=num_computed)
-                if response.missing is None:
-                    self._wait(connection("open", self._key, *self._open_arguments), deadline_s)
-                    sent_b[:] = False
-                else:
-                    sent_b[response.missing] = True
+                response = self._wait(connection("logits", request), deadline_s)
             except TeacherServiceLostError as error:
                 if self._closed.is_set():
                     raise
@@ -193,8 +171,13 @@ class ServiceTeacher(TeacherInterface):
                     log.warning("teacher.service: an actor is gone (%s): repeating the request until it is back", error)
                 lost = True
                 self._closed.wait(_RETRY_S)
+                continue
+            num_computed += response.num_computed
+            if response.missing is None:
+                return response._replace(num_computed=num_computed)
+            sent = np.union1d(sent, response.missing)
 
-    def _wait(self, result: Callable[[float], Any], deadline_s: float) -> Any:
+    def _wait(self, result: Callable[[float], LogitsResponse], deadline_s: float) -> LogitsResponse:
         while not self._closed.is_set():
             try:
                 return result(_POLL_S)
@@ -208,10 +191,3 @@ class ServiceTeacher(TeacherInterface):
             f"teacher.service: no response for {self._timeout_s:g} s: check that the cluster runs its {len(self._connections)} "
             "actors, then `distill resume`; or set teacher.service to null"
         )
-
-
-def _select(images_BHWC: NDArray[np.uint8], rows_R: NDArray[np.intp]) -> NDArray[np.uint8] | None:
-    """These rows; not copied where they are all, None where they are none."""
-    if not len(rows_R):
-        return None
-    return images_BHWC if len(rows_R) == len(images_BHWC) else images_BHWC[rows_R]

@@ -1,4 +1,4 @@
-"""The messages between a worker and the teacher service, and the connection that carries them. Knows neither Ray nor torch.
+"""The messages between a worker and an actor of the teacher service. Knows neither Ray nor torch.
 
 Shapes: B samples of a request, R of them sent with their images, H=W pixels, C=3 channels, K classes.
 """
@@ -9,39 +9,45 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+NO_ROWS = np.empty(0, dtype=np.int64)
+
 
 class LogitsRequest(NamedTuple):
     """Asks for the teacher's logits of samples in one epoch's augmentation."""
 
     key: str
-    """See `trainables.teachers.cache.key`: which network, data and augmentation."""
-    epoch: int
+    """See `trainables.teachers.cache.key`: which network, data and augmentation; runs with another suffix after a `-` share the
+    network, and no logits."""
+    settings: dict[str, Any]
+    """The worker's `TrainConfig`, and the classes: what the network is built from."""
+    classes: tuple[str, ...]
+    epoch: int = 0
     """The epoch by which the images are augmented."""
-    indices_B: NDArray[np.int64]
+    indices_B: NDArray[np.int64] = NO_ROWS
     """Dataset-wide sample indices."""
-    rows_R: NDArray[np.int64]
+    rows_R: NDArray[np.int64] = NO_ROWS
     """Rows of the B whose images are sent: those that the service said are missing."""
-    images_RHWC: NDArray[np.uint8] | None
+    images_RHWC: NDArray[np.uint8] | None = None
     """As a loader yields them, before the device's augmentation; None: no images."""
 
 
 class LogitsResponse(NamedTuple):
-    """The logits of a request; where `logits_BK` is None, what the client has to do first."""
+    """The logits of a request; where `logits_BK` is None, what the client has to send."""
 
     logits_BK: NDArray[Any] | None = None
     """In float32 or wider."""
     missing: NDArray[np.int64] | None = None
-    """Rows whose images the client has to send with the next request. None: the network is not loaded, call `open` first."""
+    """Rows whose images the client has to send with the next request."""
     num_computed: int = 0
     """Number of images of this request that the network runs for."""
 
 
 class TeacherConnection(Protocol):
-    """Calls the methods of one `TeacherService`."""
+    """Calls the methods of one `TeacherActor`."""
 
     def __call__(self, method: str, *arguments: Any) -> Callable[[float], Any]:
         """Begin a call of a method and return at once. The result is a function that waits so many seconds for the return value.
 
-        The arguments may be changed once this has returned. The function raises TimeoutError where there is no value yet (call
-        it again), TeacherServiceLostError, or what the method raised.
+        The function raises TimeoutError where there is no value yet (call it again), TeacherServiceLostError, or what the method
+        raised.
         """

@@ -14,7 +14,7 @@ from torch import Tensor
 from trainables.config import TrainConfig
 from trainables.device.augment import build_train_inputs
 from trainables.device.device_batches import DeviceBatch
-from trainables.device.model_input import autocast, tensor_format
+from trainables.device.model_input import autocast
 from trainables.device.precision import with_precision
 from trainables.distributed.group import Group
 from trainables.teachers.build import logits_network
@@ -23,20 +23,13 @@ _METHOD = "service"
 
 
 class ServedNetwork:
-    """See `trainables.teachers.service.compute_thread.Network`."""
+    """See `trainables.teachers.service.actor.Network`."""
 
     def __init__(self, config: TrainConfig, classes: Sequence[str], device: torch.device) -> None:
         """`config` is a worker's. Raises CheckpointError, ModelError: the teacher cannot be loaded."""
         config = with_precision(config, Group(device=device))
-        dtype, _ = tensor_format(config)
-        self.num_classes, self.dtype = len(classes), torch.empty(0, dtype=dtype).numpy().dtype
         self._device = device
-        assert config.teacher is not None
-        num_devices = config.teacher.service_devices
-        devices = (
-            [torch.device("cuda", index) for index in range(num_devices)] if device.type == "cuda" else [device] * num_devices
-        )
-        self._teacher = logits_network(config, devices, classes, [_METHOD])
+        self._teacher = logits_network(config, device, classes, [_METHOD])
         self._prepare = build_train_inputs(config, device)
         self._autocast = autocast(config.precision, device)
 
@@ -45,7 +38,8 @@ class ServedNetwork:
         images_nHWC = torch.empty((len(samples_n), *images[0].shape[1:]), dtype=torch.uint8, pin_memory=on_gpu)
         np.concatenate(images, out=images_nHWC.numpy())
         if not on_gpu:
-            return lambda: self._forward(images_nHWC, torch.from_numpy(samples_n), epoch).numpy()
+            logits_nK = self._forward(images_nHWC, torch.from_numpy(samples_n), epoch)
+            return logits_nK.numpy
         # Pinned: a copy from other memory would wait for all work that the GPU has queued.
         host_indices_n = torch.from_numpy(samples_n).pin_memory()
         logits_nK = self._forward(images_nHWC.to(self._device, non_blocking=True), host_indices_n, epoch)

@@ -34,9 +34,9 @@ from trainables.engine.job import build
 from trainables.errors import CheckpointError, DataError, DistillError, ExperimentError
 from trainables.models.registry import build_model
 from trainables.rundir import StageDir
-from trainables.teachers.cache import open_store
+from trainables.teachers.cache import key, open_store
 from trainables.teachers.cache.cached_teacher import CachedTeacher
-from trainables.teachers.cache.store import LogitsStore
+from trainables.teachers.cache.store import RowStore
 from trainables.teachers.interface import TeacherRequest
 from trainables.teachers.service.protocol import TeacherConnection
 
@@ -125,7 +125,7 @@ def test_with_a_few_logits_stored_the_first_run_learns_from_those_too(tmp_path: 
 
 def test_a_job_that_finds_half_of_an_epoch_trains_as_if_it_had_found_none(tmp_path: Path) -> None:
     whole = train(Group(), settings(tmp_path, "whole", epochs=1))
-    (part,) = (tmp_path / "cache").rglob("*.arrow")
+    (part,) = (tmp_path / "cache").rglob("*.npy")
     every = settings(tmp_path, "half", epochs=1, train={"checkpoint_every": 4})
     part.unlink()
     assert train(Group(), every, die_after=4)["died"]
@@ -207,7 +207,7 @@ def test_a_teacher_file_that_is_replaced_after_the_job_began_is_refused(tmp_path
         with pytest.raises(CheckpointError, match=r"teacher.safetensors: .* not the mlp_large with which this job") as error:
             loop.run(job)
     assert "\n" not in str(error.value)
-    assert not list((tmp_path / "cache").rglob("*.arrow"))
+    assert not list((tmp_path / "cache").rglob("*.npy"))
     shutil.copy(right, weights)
     assert ran_for(train(Group(), settings(tmp_path, "second", epochs=1))) == [1442]
 
@@ -280,7 +280,7 @@ def test_two_ranks_fill_and_one_reads(tmp_path: Path, ranks: RankPool) -> None:
 
 
 def test_a_batch_with_one_row_missing_is_computed_and_completed(filled: Path) -> None:
-    (part,) = (filled / "cache").rglob("*.arrow")
+    (part,) = (filled / "cache").rglob("*.npy")
     part.write_bytes(part.read_bytes()[:-1])
     assert ran_for(train(Group(), settings(filled, "second", epochs=1))) == [1442]
     assert ran_for(train(Group(), settings(filled, "third", epochs=1))) == [0]
@@ -302,15 +302,15 @@ def test_a_timing_run_reads_and_writes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_a_killed_job_leaves_whole_segments_and_the_next_one_goes_on(tmp_path: Path) -> None:
+def test_a_killed_job_leaves_whole_blocks_and_the_next_one_goes_on(tmp_path: Path) -> None:
     job_config = settings(tmp_path, "first", epochs=40)
     (tmp_path / "job.json").write_text(job_config.model_dump_json())
     process = subprocess.Popen([sys.executable, "-m", "tests.trainables.teachers.cache.long_job", str(tmp_path / "job.json")])
-    wait_until(lambda: process.poll() is not None or len(list((tmp_path / "cache").rglob("*.arrow"))) >= 2)
+    wait_until(lambda: process.poll() is not None or len(list((tmp_path / "cache").rglob("*.npy"))) >= 2)
     assert process.poll() is None
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    whole = len(list((tmp_path / "cache").rglob("*.arrow")))
+    whole = len(list((tmp_path / "cache").rglob("*.npy")))
     epochs = min(whole, 3)
     after = train(Group(), settings(tmp_path, "second", epochs=epochs + 1))
     assert ran_for(after)[:epochs] == [0] * epochs
@@ -332,10 +332,21 @@ def test_a_full_cache_on_a_disk_that_cannot_be_written_is_read(filled: Path, mon
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(open_store, "write_json", refuse)
-    monkeypatch.setattr(LogitsStore, "write", refuse)
+    monkeypatch.setattr(RowStore, "write", refuse)
     assert ran_for(train(Group(), settings(filled, "second", epochs=1))) == [0]
     with pytest.raises(DataError, match=r"teacher.cache: .* cannot be written \(Permission denied\): name another folder"):
         train(Group(), settings(filled, "third", epochs=2))
+
+
+def test_a_cache_of_an_older_format_is_named_and_computed_again(
+    filled: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (older,) = keys(filled)
+    monkeypatch.setattr(key, "FORMAT", key.FORMAT + 1)
+    monkeypatch.setattr(open_store, "FORMAT", key.FORMAT)
+    with caplog.at_level(logging.INFO, "raydistill"):
+        assert ran_for(train(Group(), settings(filled, "second", epochs=1))) == [1442]
+    assert f"teacher.cache: {filled / 'cache' / older} is of an older format and is not read: delete it" in caplog.messages
 
 
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(tmp_path: Path) -> None:
@@ -344,14 +355,14 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(tmp_path
 
 
 class Listening(logging.Handler):
-    """The log lines about a cache, and how many bytes of segments were there at each."""
+    """The log lines about a cache, and how many bytes of blocks were there at each."""
 
     def __init__(self, cache: Path) -> None:
         super().__init__()
         self.cache, self.records = cache, list[tuple[str, int]]()
 
     def there(self) -> int:
-        return sum(path.stat().st_size for path in self.cache.rglob("*.arrow"))
+        return sum(path.stat().st_size for path in self.cache.rglob("*.npy"))
 
     def emit(self, record: logging.LogRecord) -> None:
         if " logits (" in record.getMessage():

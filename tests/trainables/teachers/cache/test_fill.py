@@ -16,8 +16,8 @@ from trainables.distributed.pipeline.layout import build_layout
 from trainables.distributed.rank_pool import RankPool
 from trainables.engine.job import open_loaders
 from trainables.errors import DataError
-from trainables.teachers.cache.fill import fill, stored_order
-from trainables.teachers.cache.store import Columns, LogitsStore
+from trainables.teachers.cache.fill import fill, sequential
+from trainables.teachers.cache.store import Rows, RowStore
 
 
 def fill_alone(group: Group, config: TrainConfig) -> tuple[dict[str, float], list[tuple[str, int]]]:
@@ -26,7 +26,7 @@ def fill_alone(group: Group, config: TrainConfig) -> tuple[dict[str, float], lis
     def report(kind: str, step: int, epoch: float, metrics: dict[str, float]) -> None:
         reported.append((kind, step))
 
-    job = stored_order(FillConfig.model_validate(config.model_dump()))
+    job = sequential(FillConfig.model_validate(config.model_dump()))
     classes, (loader, val_loader) = open_loaders(job, build_layout(group, 1))
     with contextlib.closing(loader), contextlib.closing(val_loader):
         return fill(job, group, classes, loader, report), reported
@@ -34,15 +34,15 @@ def fill_alone(group: Group, config: TrainConfig) -> tuple[dict[str, float], lis
 
 def fill_until_full(group: Group, config: TrainConfig) -> None:
     """The disk is full after the first epoch."""
-    write = LogitsStore.write
+    write = RowStore.write
 
-    def full(store: LogitsStore, epoch: int, columns: Columns) -> None:
+    def full(store: RowStore, epoch: int, rows: Rows) -> None:
         if epoch:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write(store, epoch, columns)
+        write(store, epoch, rows)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LogitsStore, "write", full)
+        patch.setattr(RowStore, "write", full)
         fill_alone(group, config)
 
 

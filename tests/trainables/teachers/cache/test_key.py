@@ -24,7 +24,7 @@ from trainables.distributed.group import Group
 from trainables.models.registry import build_model
 from trainables.models.weights import teacher_sha256
 from trainables.teachers.cache import key
-from trainables.teachers.cache.key import ImageSet, agree_on_images, cache_key, key_parts
+from trainables.teachers.cache.key import ImageSet, cache_key, check_same_data, key_parts
 
 
 def folder(root: Path, seed: int = 0) -> Path:
@@ -205,7 +205,7 @@ def test_folders_with_equally_many_images_of_equal_sizes_have_keys_of_their_own(
     def key_for(path: Path) -> str:
         data = DataConfig(path=str(path), global_batch_size=6, loader_workers=0)
         loader = Loader(open_source(data, "train"), data, split="train", seed=0, rank=0, world_size=1, loader_workers=0)
-        return cache_key(parts(plain, agree_on_images(data.path, loader, Group(), "teacher.cache")))
+        return cache_key(parts(plain, check_same_data(data.path, loader, Group(), "teacher.cache")))
 
     for name, seed in (("one", 0), ("other", 1), ("again", 0)):
         folder(tmp_path / name, seed)

@@ -1,38 +1,246 @@
-"""The class of the actor: many requests wait in it at once."""
+"""The actor without a training: each row computed once for all clients, and what a full memory and failures do."""
 
-import asyncio
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
-from tests.trainables.teachers.service.test_client import ROWS, settings
+from tests.trainables.teachers.service.local_service import LocalConnection, local_services
+from tests.trainables.teachers.service.test_client import settings
 from trainables.errors import CheckpointError
 from trainables.teachers.service.actor import TeacherActor
 from trainables.teachers.service.protocol import LogitsRequest, LogitsResponse
 
-CLASSES = tuple(str(label) for label in range(10))
+K, ROW_BYTES = 3, 3 * 8 + 300  # with a row's entry
 
 
-def test_it_loads_a_teacher_and_responds_to_all_who_wait(tmp_path: Path) -> None:
-    plain = settings(tmp_path, "ours").model_dump(mode="json")
-    images = np.random.default_rng(0).integers(0, 256, (6, 8, 8, 3), dtype=np.uint8)
+class Numbered:
+    """A network whose logits of an image are its only pixel, its sample and the epoch; counts what it runs for."""
 
-    async def talk() -> None:
-        actor = TeacherActor("cpu", 1)
-        request = LogitsRequest("key", 0, np.arange(6), np.arange(6), images)
-        assert await actor.logits(request) == LogitsResponse()
-        await asyncio.gather(*(actor.open("key", plain, CLASSES, ROWS) for _ in range(3)))
-        responses = await asyncio.gather(*(actor.logits(request) for _ in range(5)))
-        assert [response.num_computed for response in responses] == [6, 0, 0, 0, 0]
-        first = responses[0].logits_BK
-        assert first is not None
-        assert (first.shape, first.dtype) == ((6, 10), np.float64)
-        assert all(np.array_equal(response.logits_BK, first) for response in responses)
-        assert await actor.counts() == {"computed": 6, "returned": 30}
+    def __init__(self) -> None:
+        self.ran: list[tuple[int, int]] = []
+        self.calls: list[int] = []
+        self.fails = False
+        self.may_run = threading.Event()
+        self.may_run.set()
 
-    asyncio.run(talk())
+    def launch(self, images: Sequence[NDArray[np.uint8]], samples_n: NDArray[np.int64], epoch: int) -> Callable[[], NDArray[Any]]:
+        pixels_n = np.concatenate(images)[:, 0, 0, 0]
+        self.may_run.wait()
+        if self.fails:
+            raise ArithmeticError("the teacher cannot")
+        self.ran += [(epoch, int(sample)) for sample in samples_n]
+        self.calls.append(len(samples_n))
+        logits_nK = np.stack([pixels_n.astype(float), samples_n.astype(float), np.full(len(samples_n), float(epoch))], axis=1)
+        return lambda: logits_nK
+
+
+class Served:
+    """An actor that runs a `Numbered`."""
+
+    def __init__(self, connection: LocalConnection, network: Numbered) -> None:
+        self.connection, self.network = connection, network
+
+    def request(
+        self, samples: NDArray[np.int64], *, epoch: int = 0, key: str = "key", sends: NDArray[np.int64] | None = None
+    ) -> "Future[LogitsResponse]":
+        """Begin a request; `sends`: the rows that are sent with their images."""
+        rows = np.empty(0, dtype=np.int64) if sends is None else sends
+        images = (samples[rows] % 251).astype(np.uint8)[:, None, None, None].repeat(3, axis=3) if len(rows) else None
+        return self.connection.begin("logits", LogitsRequest(key, {"of": key}, (), epoch, samples, rows, images))
+
+    def fetch(
+        self, samples: NDArray[np.int64], epoch: int = 0, key: str = "key", sent: list[int] | None = None
+    ) -> LogitsResponse:
+        """As a worker does: first without images, then with those that are missing; `sent` gets their numbers."""
+        rows, computed = np.empty(0, dtype=np.int64), 0
+        while True:
+            if sent is not None:
+                sent.append(len(rows))
+            response = self.request(samples, epoch=epoch, key=key, sends=rows).result(5)
+            computed += response.num_computed
+            if response.missing is None:
+                return response._replace(num_computed=computed)
+            rows = np.union1d(rows, response.missing)
+
+
+@pytest.fixture
+def served(request: pytest.FixtureRequest) -> Iterator[Served]:
+    network = Numbered()
+    options = {"upload_timeout_s": 60.0, **getattr(request, "param", {})}
+    with local_services(build=lambda settings, classes: network, **options) as (connection,):
+        yield Served(connection, network)
+
+
+def is_right(response: LogitsResponse, samples: NDArray[np.int64], epoch: int = 0) -> bool:
+    assert response.logits_BK is not None
+    return np.array_equal(response.logits_BK, np.stack([samples % 251, samples, np.full(len(samples), epoch)], axis=1))
+
+
+def test_many_clients_that_request_the_same_at_once_cause_one_computation(served: Served) -> None:
+    sent = list[int]()
+    order = np.random.default_rng(0).permutation(1000)
+
+    def student(number: int) -> int:
+        computed = 0
+        for epoch in range(2):
+            for part in np.array_split(order, 20):
+                samples = np.random.default_rng(number).permutation(part)
+                response = served.fetch(samples, epoch, sent=sent)
+                assert is_right(response, samples, epoch)
+                computed += response.num_computed
+        return computed
+
+    with ThreadPoolExecutor(8) as students:
+        computed = sum(students.map(student, range(8)))
+    assert sorted(served.network.ran) == [(epoch, sample) for epoch in range(2) for sample in range(1000)]
+    assert computed == sum(sent) == 2000
+    assert served.connection.begin("counts").result(5) == {"computed": 2000, "returned": 16000}
+
+
+def test_batches_that_overlap_send_each_image_once(served: Served) -> None:
+    sent = list[int]()
+
+    def student(size: int) -> None:
+        for start in range(0, 1000, size):
+            samples = np.arange(start, min(start + size, 1000))
+            assert is_right(served.fetch(samples, sent=sent), samples)
+
+    with ThreadPoolExecutor(4) as students:
+        list(students.map(student, (30, 41, 64, 100)))
+    assert sorted(served.network.ran) == [(0, sample) for sample in range(1000)]
+    assert sum(sent) == 1000
+
+
+@pytest.mark.parametrize("served", [{"upload_timeout_s": 0.2}], indirect=True)
+def test_images_that_one_client_does_not_send_are_requested_from_another(served: Served) -> None:
+    lost = served.request(np.arange(10)).result(5)
+    assert lost.missing is not None
+    assert lost.missing.tolist() == list(range(10))
+    waiting = served.request(np.arange(5, 10))
+    assert not waiting.done()
+    again = waiting.result(5)
+    assert again.missing is not None
+    assert again.missing.tolist() == list(range(5))
+    assert is_right(served.fetch(np.arange(10)), np.arange(10))
+    assert len(served.network.ran) == 10
+
+
+def test_images_are_requested_for_what_is_neither_computed_nor_under_way(served: Served) -> None:
+    served.fetch(np.arange(10))
+    served.network.may_run.clear()
+    under_way = served.request(np.arange(10, 20), sends=np.arange(10))
+    requested = served.request(np.arange(25)).result(5)
+    assert requested.missing is not None
+    assert requested.missing.tolist() == [20, 21, 22, 23, 24]
+    waits = served.request(np.arange(20))
+    assert not waits.done()
+    served.network.may_run.set()
+    assert is_right(waits.result(5), np.arange(20))
+    assert is_right(under_way.result(5), np.arange(10, 20))
+
+
+def test_a_request_that_is_cancelled_harms_no_other_that_waits_for_the_same_rows(served: Served) -> None:
+    served.fetch(np.array([99]))
+    served.network.may_run.clear()
+    sender = served.request(np.arange(10), sends=np.arange(10))
+    cancelled, other = served.request(np.arange(5)), served.request(np.arange(10))
+    assert served.connection.begin("counts").result(5)["computed"] == 1  # by now all of them wait
+    cancelled.cancel()
+    sender.cancel()
+    served.network.may_run.set()
+    assert is_right(other.result(5), np.arange(10))
+
+
+def test_what_waits_is_computed_together_up_to_a_workers_largest_batch(served: Served) -> None:
+    served.fetch(np.arange(64))
+    served.network.may_run.clear()
+    first = served.request(np.arange(100, 110), sends=np.arange(10))
+    parts = [np.arange(start, start + 20) for start in range(200, 300, 20)]
+    waiting = [served.request(part, sends=np.arange(20)) for part in parts]
+    served.network.may_run.set()
+    assert is_right(first.result(5), np.arange(100, 110))
+    assert all(is_right(response.result(5), part) for response, part in zip(waiting, parts, strict=True))
+    calls = served.network.calls[1:]
+    assert (sum(calls), max(calls) <= 64, len(calls) <= 4) == (110, True, True)
+
+
+@pytest.mark.parametrize("served", [{"memory_bytes": 100 * ROW_BYTES}], indirect=True)
+def test_the_oldest_logits_make_room_and_are_computed_again(served: Served) -> None:
+    for start in (0, 50, 100):
+        served.fetch(np.arange(start, start + 50))
+    assert served.fetch(np.arange(50, 150)).num_computed == 0
+    assert served.fetch(np.arange(50)).num_computed == 50
+    assert is_right(served.fetch(np.arange(150)), np.arange(150))
+
+
+@pytest.mark.parametrize("served", [{"memory_bytes": 7 * ROW_BYTES}], indirect=True)
+def test_a_batch_larger_than_the_memory_gets_its_logits_all_the_same(served: Served) -> None:
+    for epoch in range(3):
+        assert is_right(served.fetch(np.arange(40), epoch), np.arange(40), epoch)
+    assert is_right(served.fetch(np.arange(20, 60), 2), np.arange(20, 60), 2)
+
+
+def test_runs_with_a_key_of_their_own_share_the_network_and_no_logits(served: Served) -> None:
+    assert [served.fetch(np.arange(10), key=key).num_computed for key in ("key", "key-trial", "key-trial")] == [10, 10, 0]
+
+
+def test_a_network_that_fails_fails_all_requests_that_wait_and_is_tried_again(served: Served) -> None:
+    served.network.fails = True
+    served.network.may_run.clear()
+    samples = np.arange(8)
+    waiting = [served.request(samples, sends=np.arange(8)), served.request(samples[::-1].copy())]
+    assert served.connection.begin("counts").result(5)["returned"] == 0
+    served.network.may_run.set()
+    for future in waiting:
+        with pytest.raises(ArithmeticError, match="the teacher cannot"):
+            future.result(5)
+    served.network.fails = False
+    assert is_right(served.fetch(samples), samples)
+
+
+def test_a_teacher_that_cannot_be_loaded_raises_why_each_time() -> None:
+    tries = list[int]()
+
+    def build(settings: dict[str, Any], classes: Sequence[str]) -> Numbered:
+        tries.append(1)
+        raise FileNotFoundError("no such teacher")
+
+    with local_services(build=build) as (connection,):
+        for number in (1, 2):
+            with pytest.raises(FileNotFoundError, match="no such teacher"):
+                Served(connection, Numbered()).fetch(np.arange(10))
+            assert len(tries) == number
+
+
+def test_a_network_without_requests_is_gone_before_another_is_built_and_is_loaded_again() -> None:
+    alive, loaded = weakref.WeakSet[Numbered](), list[str]()
+
+    def build(settings: dict[str, Any], classes: Sequence[str]) -> Numbered:
+        gc.collect()
+        assert not alive
+        loaded.append(settings["of"])
+        network = Numbered()
+        alive.add(network)
+        return network
+
+    with local_services(build=build, idle_timeout_s=0.0) as (connection,):
+        served = Served(connection, Numbered())
+        gc.freeze()  # a collection then looks at what this test makes, not at all that is imported
+        try:
+            computed = [served.fetch(np.arange(10), key=key).num_computed for key in ("one", "two", "one")]
+        finally:
+            gc.unfreeze()
+    assert loaded == ["one", "two", "one"]
+    assert computed == [10, 10, 0]  # logits stay right without their network
 
 
 def test_it_has_full_products_also_where_its_container_allows_tf32() -> None:
@@ -48,9 +256,5 @@ def test_it_has_full_products_also_where_its_container_allows_tf32() -> None:
 def test_a_teacher_that_does_not_exist_is_named(tmp_path: Path) -> None:
     plain = settings(tmp_path, "ours").model_dump(mode="json")
     (tmp_path / "teacher.safetensors").unlink()
-
-    async def talk() -> None:
-        with pytest.raises(CheckpointError, match=r"teacher.safetensors"):
-            await TeacherActor("cpu", 1).open("key", plain, CLASSES, ROWS)
-
-    asyncio.run(talk())
+    with local_services() as (connection,), pytest.raises(CheckpointError, match=r"teacher.safetensors"):
+        connection.begin("logits", LogitsRequest("key", plain, ("0", "1"), 0, np.arange(3))).result(30)

@@ -25,7 +25,7 @@ from trainables.engine.job import build
 from trainables.errors import CheckpointError, ClusterError, ExperimentError
 from trainables.teachers.interface import TeacherRequest
 from trainables.teachers.service.client import PREFETCH_BATCHES, ServiceTeacher
-from trainables.teachers.service.protocol import TeacherConnection
+from trainables.teachers.service.protocol import LogitsRequest, TeacherConnection
 
 ROWS = 1442
 ALONE = Group()
@@ -76,7 +76,7 @@ def test_several_students_at_once_cause_one_computation_of_each_image(tmp_path: 
             student.start()
         for student in students:
             student.join()
-        assert sum(connection.service.counts()["computed"] for connection in connections if connection.service) == ROWS
+        assert sum(connection.num_computed for connection in connections) == ROWS
     results = [{"calls": report.calls} for report in reports]
     assert [sum(counts) for counts in zip(*map(ran_for, results), strict=True)] == [ROWS]
     assert losses_of(results[1]) == pytest.approx(
@@ -116,7 +116,7 @@ def test_micro_batches_and_resumed_epochs_get_their_own_logits(tmp_path: Path) -
         ):
             loop.run(job)
         ours = served(every, connections)
-        assert sum(connection.service.counts()["computed"] for connection in connections if connection.service) == 2 * ROWS
+        assert sum(connection.num_computed for connection in connections) == 2 * ROWS
     assert relative_difference(ours["state"], peer["state"]) < 1e-10
 
 
@@ -129,7 +129,7 @@ def test_a_service_that_dies_and_comes_back_changes_nothing(tmp_path: Path) -> N
 
         def disturb(connection: LocalConnection) -> None:
             while not over.wait(0.15 * 1.1 ** len(computed)):  # ever later: a slow machine must get on as well
-                computed.append(connection.service.counts()["computed"] if connection.service else 0)
+                computed.append(connection.num_computed)
                 connection.kill()
                 time.sleep(0.05)
                 connection.start()
@@ -152,10 +152,7 @@ def test_a_service_that_stays_away_ends_the_training_in_one_line(tmp_path: Path)
         connections[0].kill()
         client = ServiceTeacher(
             connections,
-            key="key",
-            settings={},
-            classes=("a", "b"),
-            num_samples=ROWS,
+            template=LogitsRequest("key", {}, ("a", "b")),
             methods=["kd"],
             device=torch.device("cpu"),
             dtype=torch.float64,
