@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from trainables.config import TrainConfig
 from trainables.engine.check_method_jobs import BatchGradients, Case, batch_gradients, job_config, train_until
 from trainables.errors import DistillError
 from trainables.methods.distillation_module import describe_terms
+from trainables.methods.init_stage import with_init_stage
 from trainables.methods.registry import load_method
 
 __all__ = ["Case", "CheckResult", "check"]
@@ -19,8 +21,6 @@ __all__ = ["Case", "CheckResult", "check"]
 RunRanks = Callable[..., list[Any]]
 """`run(n, function, *args)`: the results of `function(group, *args)` on n ranks."""
 TOLERANCE = 1e-9
-INIT_STAGE, TRAINING = -1.0, 0.0
-"""An epoch of each stage of a job: the last before training, and its first."""
 
 
 class CheckResult(NamedTuple):
@@ -57,20 +57,19 @@ def _finding(title: str, problem: Callable[[], str | None]) -> CheckResult:
         return CheckResult(title, f"{type(error).__name__}: {first_line}")
 
 
-def _stages(case: Case) -> dict[float, str]:
-    """Epoch → the prefix of problems there, for each stage of a job with this method."""
-    if "init_epochs" not in load_method(case.name).Options.model_fields or case.options.get("init_epochs") == 0:
-        return {TRAINING: ""}
-    return {TRAINING: "", INIT_STAGE: "in the init stage "}
+def _stages(config: TrainConfig) -> dict[str, TrainConfig]:
+    """The prefix of problems → the job, of the training from its start and of the init stage of a method that has one."""
+    *init, _ = with_init_stage(config)
+    return dict(zip(("", "in the init stage "), (config, *init), strict=False))
 
 
 def _terms(case: Case, root: Path, run: RunRanks) -> str | None:
     method_class = load_method(case.name)
     if method_class.init_terms and "init_epochs" not in method_class.Options.model_fields:
         return "it declares init_terms, and its Options have no init_epochs: its init stage has no length"
-    for epoch, stage in _stages(case).items():
-        (found,) = run(1, batch_gradients, job_config(case, root / f"terms{epoch:g}"), epoch)
-        declared = method_class.terms if epoch >= 0 else method_class.init_terms
+    for stage, config in _stages(job_config(case, root / "terms")).items():
+        (found,) = run(1, batch_gradients, config)
+        declared = method_class.init_terms if config.init_stage else method_class.terms
         if set(found.terms) != set(declared):
             return f"{stage}it {describe_terms(found.terms, declared)}"
         if found.gathers and not (method_class.requires.whole_batch or method_class.requires.all_gather):
@@ -85,22 +84,22 @@ def _terms(case: Case, root: Path, run: RunRanks) -> str | None:
 
 
 def _reach(case: Case, root: Path, run: RunRanks) -> str | None:
-    for epoch, stage in _stages(case).items():
-        (found,) = run(1, batch_gradients, job_config(case, root / f"reach{epoch:g}"), epoch)
-        missing = _without_gradient(found, epoch)
+    for stage, config in _stages(job_config(case, root / "reach")).items():
+        (found,) = run(1, batch_gradients, config)
+        missing = _without_gradient(found, config)
         if missing:
             problem = "it never changes" if found.several_optimizers else "several workers would wait for it for ever"
-            hint = problem if epoch >= 0 else "init_stage_parameters names what stays as it is"
+            hint = "init_stage_parameters names what stays as it is" if config.init_stage else problem
             return f"{stage}no loss reaches {', '.join(missing)}: {hint}"
         if found.terms and not found.from_method > 0:
-            return f"{stage}its terms do not move {'the student' if epoch >= 0 else 'what it trains'}"
+            return f"{stage}its terms do not move {'what it trains' if config.init_stage else 'the student'}"
     return None
 
 
-def _without_gradient(found: BatchGradients, epoch: float) -> list[str]:
+def _without_gradient(found: BatchGradients, config: TrainConfig) -> list[str]:
     """The trained parameters without a gradient. In an init stage only the method's: no rank waits for the student's."""
     missing = [name for name, largest in found.largest.items() if largest is None]
-    return missing if epoch >= 0 else [name for name in missing if name.startswith("methods.")]
+    return [name for name in missing if name.startswith("methods.")] if config.init_stage else missing
 
 
 def _workers(case: Case, root: Path, run: RunRanks) -> str | None:
@@ -117,6 +116,7 @@ def _workers(case: Case, root: Path, run: RunRanks) -> str | None:
 def _resumed(case: Case, root: Path, run: RunRanks) -> str | None:
     whole = run(2, train_until, job_config(case, root / "whole"))[0]
     config = job_config(case, root / "killed")
+    run(2, train_until, config, 2)  # in the init stage, where there is one
     run(2, train_until, config, 5)  # its last checkpoint is in the middle of an epoch, after step 4
     name, difference = _largest_difference(whole, run(2, train_until, config)[0])
     return f"{name} differs, by {difference:.1e} of its largest value" if difference else None
@@ -131,8 +131,8 @@ def _finite(case: Case, root: Path, run: RunRanks) -> str | None:
 
 
 def _equal(case: Case, root: Path, run: RunRanks) -> str | None:
-    for epoch, stage in _stages(case).items():
-        (found,) = run(1, batch_gradients, job_config(case, root / f"equal{epoch:g}", same=True), epoch, True)
+    for stage, config in _stages(job_config(case, root / "equal", same=True)).items():
+        (found,) = run(1, batch_gradients, config, True)
         broken = [name for name, largest in found.largest.items() if largest is not None and not math.isfinite(largest)]
         if broken:
             return f"{stage}the gradient is not finite of {', '.join(broken)}"

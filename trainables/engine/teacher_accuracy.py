@@ -66,7 +66,7 @@ def _not_measured_reason(job: Job) -> str | None:
     teacher = job.train_state.teacher
     if job.config.scale.num_stages > 1:
         return "with pipeline stages, the rank that runs it gets no validation images"
-    if teacher is not None and teacher.is_collective:
+    if teacher.is_collective:
         return "it is sharded, and its workers may have different numbers of validation batches"
     if isinstance(teacher, ServiceTeacher) and len(job.val_loader.source) > len(job.train_loader.source):
         return "validation has more images than training, for which teacher.service has no room"

@@ -74,7 +74,7 @@ class PipelineStep:
         if self._runner.is_last:
             num_calls = sum(map(len, divided))
             most_calls = train_state.accumulate * self._num_micro_batches
-            train_state.active_teacher.skip(parts[0].images_BCHW, most_calls - num_calls)
+            train_state.teacher.skip(parts[0].images_BCHW, most_calls - num_calls)
         for part, each in zip(parts, divided, strict=True):
             forward = self._losses(each, count, step, timer) if self._runner.is_last else self._forward
             self._runner.train(part.images_BCHW, len(each), forward, timer.mark)
@@ -91,7 +91,7 @@ class PipelineStep:
     def _losses(self, parts: Sequence[DeviceBatch], count: GlobalCount, step: int, timer: PhaseTimer) -> Forward:
         """What the last stage does with each micro-batch. The teacher runs for all of them while the first one is on its way."""
         train_state = self._train_state
-        epoch = train_state.epochs.training_epochs(step)
+        epoch = train_state.epochs.passed(step)
         remaining = iter([(each, run_teacher(train_state, each)) for each in parts])
         timer.mark("teacher")
 
