@@ -213,6 +213,11 @@ class StageDir:
     stacks = _RelativePath("logs", "hangs.txt")
     """The same for humans, with the stacks of all threads of all ranks."""
 
+    @property
+    def init(self) -> StageDir:
+        """Of its methods' init stage, where they have one."""
+        return StageDir(Path(f"{self.root}-init"))
+
     def error_of(self, rank: int) -> Path:
         return self.errors / f"{rank}.json"
 

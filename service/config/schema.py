@@ -73,6 +73,11 @@ class Experiment(Section):
         assistants = {f"assistant{n}": assistant for n, assistant in enumerate(self.assistants, start=1)}
         return {**({"teacher": self.teacher} if self.teacher else {}), **assistants}
 
+    @property
+    def stage_names(self) -> list[str]:
+        """The stages that a run may have, in order; the init stages are there where their stage's methods have one."""
+        return [each for name in (*self.preparation, "student") for each in (f"{name}-init", name)]
+
     def written_cache(self, kind: Literal["train", "sweep"]) -> Path | None:
         """The `teacher.cache` into which a run or a sweep writes logits; None: there is none. A timing run writes none."""
         if self.teacher is None or self.teacher.cache is None or not self.distills:

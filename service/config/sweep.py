@@ -50,7 +50,7 @@ class SweepConfig(Section):
     max_concurrent: Count = Field(
         1, description="trials at a time; bounded by the resources; where speeds are compared, none shares cores or a teacher"
     )
-    grace_epochs: Count = Field(1, description="asha: epochs before a trial may be stopped, those of a method's init stage apart")
+    grace_epochs: Count = Field(1, description="asha: epochs before a trial may be stopped")
     reduction_factor: Annotated[int, Field(ge=2)] = Field(3, description="asha: one in so many goes on")
 
     @property

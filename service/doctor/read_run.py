@@ -40,7 +40,7 @@ def read_run(resolved: Resolved, run_dir: RunDir, result: RunResult) -> list[Rec
         best = result.best.id if result.best else None
         cases = [_trial(resolved, run_dir, row) for row in sorted(rows, key=lambda row: bool(row.id != best))]
     else:
-        names = ("student", *reversed(resolved.experiment.preparation))
+        names = reversed(resolved.experiment.stage_names)
         cases = [case for name in names if (case := _stage(resolved.experiment, run_dir, result, name))][:1]
     if not cases:
         raise ExperimentError(_nothing_timed(run_dir, result))
@@ -79,7 +79,7 @@ def _stage(experiment: Experiment, run_dir: RunDir, result: RunResult, name: str
         return None
     loader_workers = experiment.data.loader_workers if result.loader_workers is None else result.loader_workers
     evidence = evidence_of(experiment, metrics, lines, loader_workers, summary.precision if summary is not None else None)
-    return Recording(f"the {name}", evidence if name == "student" else replace(evidence, teacher_actors=None))
+    return Recording(f"the {name}", evidence if name.startswith("student") else replace(evidence, teacher_actors=None))
 
 
 def plain(metrics: Metrics) -> dict[str, float]:

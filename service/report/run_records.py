@@ -92,7 +92,7 @@ def read_records(run_dir: RunDir, result: RunResult, experiment: Experiment, sou
     """Rows and histories of a run directory; files that are not there yet are left out."""
     flat = redact_values(flatten(experiment.model_dump(mode="json")))
     if result.kind != "sweep":
-        stages = [(name, run_dir.stage(name)) for name in (*experiment.preparation, "student")]
+        stages = [(name, run_dir.stage(name)) for name in experiment.stage_names]
         histories = [read_history(name, stage, steps=True) for name, stage in stages if stage.metrics.exists()]
         return Records(run_dir.root, result, flat, sources, (), histories, hangs_of(run_dir, result))
     rows, histories = [], []

@@ -44,7 +44,8 @@ class Plan:
         teachers: tuple[str, ...] = (),
         sweep_dir: RunDir | None = None,
     ) -> Assignment:
-        """One stage as its workers get it. `teachers` are the names of the actors that compute its teacher's logits.
+        """One stage as its workers get it, and its init stage. `teachers` are the names of the actors that compute its teacher's
+        logits.
 
         `sweep_dir`: of a trial, that of its sweep, whose trials measure a teacher once.
 
@@ -64,7 +65,13 @@ class Plan:
             tree["teacher_records"] = display_name((sweep_dir or run_dir).root)
         for key, value in absolute_paths(tree).items():
             put(tree, key, value, stage)
-        return Assignment(TrainConfig.model_validate(tree), self.use_gpu, self.loader_workers, ray_storage(run_dir))
+        from trainables.methods.init_stage import with_init_stage  # it imports torch
+
+        assignment = None
+        for config in with_init_stage(TrainConfig.model_validate(tree)):
+            assignment = Assignment(config, self.use_gpu, self.loader_workers, ray_storage(run_dir), init=assignment)
+        assert assignment is not None
+        return assignment
 
     def reservation(self) -> Reservation:
         return reservation_of(self.experiment.stage("student", Path("/"), {}), self.loader_workers, self.use_gpu)

@@ -183,7 +183,8 @@ def stages_with(name: str, run_dir: RunDir, result: RunResult) -> list[StageDir]
     stages = [StageDir(folder) for folder in sorted(run_dir.root.glob("*"))]
     trials = [(run_dir.trial(row.id), len(row.each_measurement)) for row in result.rows]
     measured = [trial.measurement(number) for trial, count in trials for number in range(count + 1)]
-    return [stage for stage in (*stages, *measured) if (stage.root / name).exists()]
+    stages += [each for stage in measured for each in (stage.init, stage)]
+    return [stage for stage in stages if (stage.root / name).exists()]
 
 
 def modified_s(path: Path) -> float:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -247,12 +249,23 @@ def run_trial(settings: dict[str, Any], assignments: dict[str, Assignment], swee
     trial_id = settings["trial"]
     run_dir = RunDir(Path(sweep_dir)).trial(trial_id)
     if not run_dir.result.exists():
-        assignment = assignments[trial_id]
-        with stage_session(assignment.stage_dir):
-            run = run_with_epochs if assignment.config.report_each_epoch else run_to_end
-            write_outcome(run_dir.result, accounted_over_sessions(run(assignment), assignment.stage_dir))
+        assignment, outcome = assignments[trial_id], None
+        if assignment.init is not None:
+            outcome = run_accounted(replace(assignment.init, limit_s=assignment.limit_s))
+            assignment = assignment.after(outcome.metrics.get("wall_s", 0.0))
+        if outcome is None or outcome.status == "ok":
+            teachers = outcome.teachers if outcome else []
+            outcome = run_accounted(assignment, run_with_epochs if assignment.config.report_each_epoch else run_to_end)
+            outcome = outcome.model_copy(update={"teachers": outcome.teachers or teachers})
+        write_outcome(run_dir.result, outcome)
     # No metrics, which are in the trial's row: each takes 2 kB of the driver's memory for as long as the sweep runs.
     tune.report({"done": True, ENDED: True})
+
+
+def run_accounted(assignment: Assignment, run: Callable[[Assignment], Outcome] = run_to_end) -> Outcome:
+    """`run` a trial's stage, with the times of all sessions that worked on it."""
+    with stage_session(assignment.stage_dir):
+        return accounted_over_sessions(run(assignment), assignment.stage_dir)
 
 
 def run_with_epochs(assignment: Assignment) -> Outcome:

@@ -29,13 +29,13 @@ class ResumedASHA(ASHAScheduler):  # type: ignore[misc]
 
 
 def asha_scheduler(sweep: SweepConfig, earlier: Mapping[str, Epochs], ended: Sequence[str]) -> ResumedASHA:
-    """What ends the worse trials early. Epochs of a method's init stage do not count: no label is learned in them.
+    """What ends the worse trials early. An init stage's epochs are not among those reported: no label is learned in them.
 
     `earlier`: what trials have reported in earlier sessions, of which those that have `ended` do not go on.
     """
     scheduler = ResumedASHA(
         earlier,
-        time_attr="training_epoch",
+        time_attr="epoch",
         metric=sweep.metric,
         mode=sweep.mode,
         grace_period=sweep.grace_epochs,
@@ -50,7 +50,11 @@ def asha_scheduler(sweep: SweepConfig, earlier: Mapping[str, Epochs], ended: Seq
 def reported_epochs(run_dir: RunDir) -> dict[str, Epochs]:
     """What the trials of a sweep have reported so far, by trial; without those that have not ended an epoch."""
     found = {path.name: epochs_of(RunDir(path).stage("student")) for path in sorted(run_dir.trials.glob("*"))}
-    return {trial: [final_names(epoch["metrics"]) for epoch in epochs] for trial, epochs in found.items() if epochs}
+    return {
+        trial: [{"epoch": record["epoch"], **final_names(record["metrics"])} for record in records]
+        for trial, records in found.items()
+        if records
+    }
 
 
 def epochs_of(stage: StageDir) -> list[dict[str, Any]]:

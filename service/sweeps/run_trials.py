@@ -143,16 +143,15 @@ class TrialWatch:
         start_tracking(self._session)
         running = 0
         for trial in self._trials:
-            stage = self._session.run_dir.trial(trial.id).measurement(trial.num_measurements)
+            measured = self._session.run_dir.trial(trial.id).measurement(trial.num_measurements)
             written_ns = changed_ns(self._result_of(trial))
             has_ended = written_ns != self._loaded_ns[trial.id]
-            if stage not in self._begun:
-                if not stage.root.exists() and not has_ended:
-                    continue
-                self._begun.add(stage)
-                self._records.begin(trial, stage)
-                self._session.display.follow(trial.id, stage)
-            running += not has_ended
+            for stage in (measured.init, measured) if measured not in self._begun else ():
+                if stage not in self._begun and (stage.root.exists() or (has_ended and stage == measured)):
+                    self._begun.add(stage)
+                    self._records.begin(trial, stage)
+                    self._session.display.follow(trial.id, stage)
+            running += not has_ended and not self._begun.isdisjoint((measured.init, measured))
             if has_ended:
                 self._loaded_ns[trial.id] = written_ns
                 load_outcomes([trial], self._session.run_dir)
@@ -200,7 +199,9 @@ class TrialWatch:
         reservation = self._assignments[waited.id].reservation
         for trial in self._trials:
             stage = self._session.run_dir.trial(trial.id).measurement(0)
-            if trial.outcome is not None or trial.id not in self._assignments or stage.root.exists():
+            if trial.outcome is not None or trial.id not in self._assignments:
+                continue
+            if stage.root.exists() or stage.init.root.exists():
                 continue
             if self._assignments[trial.id].reservation.is_as_large_as(reservation):
                 reason = f"it needs as much as trial {waited.id}, and {waited.outcome.reason}"
@@ -215,7 +216,8 @@ class TrialWatch:
         """Note that the work on trials ends that this session has begun and that have not ended."""
         for trial in pending:
             if not self._result_of(trial).exists():
-                end_session(self._session.run_dir.trial(trial.id).measurement(0), self._began_s)
+                stage = self._session.run_dir.trial(trial.id).measurement(0)
+                end_session(stage if stage.root.exists() else stage.init, self._began_s)
 
     def _result_of(self, trial: Trial) -> Path:
         return self._session.run_dir.trial(trial.id).result

@@ -43,8 +43,9 @@ class TrialRecords:
         )
         record_dataset(self._session, _key(trial))
         if self._is_followed(trial):
-            stage = stage or run_dir.trial(trial.id).measurement(0)
-            tracker.follow(_key(trial), stage.metrics, "")
+            measured = run_dir.trial(trial.id).measurement(trial.num_measurements)
+            stage = stage or measured
+            tracker.follow(_key(trial), stage.metrics, f"{stage.root.name}/" if stage == measured.init else "")
 
     def end(self, trial: Trial) -> None:
         """Show and record how a trial ended."""

@@ -108,8 +108,7 @@ class Bench:
         """Seconds of the steps, and of what has to be on disk after them."""
         progress, began = job.progress, time.perf_counter()
         loop.train_epoch(job, stop_at=progress.step + self._steps)
-        if job.train_state.teacher is not None:
-            job.train_state.teacher.end_epoch()
+        job.train_state.teacher.end_epoch()
         progress.position = 0
         return time.perf_counter() - began
 

@@ -79,7 +79,7 @@ def slow_rank(job: Job, extra_s: float) -> Undo:
 
 def slow_all_reduce(job: Job, extra_s: float) -> Undo:
     """A network that brings each bucket's sum late, while the ranks compute on."""
-    noise = job.train_state.training_update.noise
+    noise = job.train_state.update.noise
     assert noise is not None  # its hook is the one that reduces a bucket
     network, reduce = ThreadPoolExecutor(1), noise._all_reduce
 
@@ -115,7 +115,6 @@ def slow_copy(job: Job, extra_s: float) -> Undo:
 
 def slow_teacher(job: Job, extra_s: float) -> Undo:
     """A teacher that takes long on each image."""
-    assert job.train_state.teacher is not None
     each_s = extra_s / images(job)
     job.train_state.teacher.model.register_forward_pre_hook(lambda module, args: time.sleep(each_s * len(args[0])))
     return nothing

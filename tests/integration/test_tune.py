@@ -1,5 +1,6 @@
 """What becomes of trials whose function raises, dies or has no memory in a real Ray Tune, and of those that a session adds."""
 
+import json
 import multiprocessing
 import threading
 from collections.abc import Iterator
@@ -22,7 +23,9 @@ from service.runs.tune_internals import ActorManager, ActorOutOfMemoryError
 from service.sweeps.trials import plan_trials
 from service.sweeps.tune import SessionEnding, tune_trials
 from tests.integration.conftest import kill, title, wait_until
-from trainables.rundir import RunDir, append_line
+from tests.trainables.jobs import write_teacher
+from tests.trainables.methods import own_methods
+from trainables.rundir import RunDir, append_line, read_lines
 
 pytestmark = pytest.mark.integration
 
@@ -32,14 +35,17 @@ EPOCH = {
     "epoch": 1.0,
     "step": 10,
     "time_ms": 1_700_000_000_000,
-    "metrics": {"epoch/training_epoch": 1.0, "val/top1_pct": 60.0},
+    "metrics": {"val/top1_pct": 60.0},
 }
 
 
 def sweep_in(run_dir: RunDir) -> tuple[SweepConfig, dict[str, Assignment]]:
-    """A sweep by asha with three trials."""
-    asha = ["sweep.policy=asha", "sweep.metric=top1_pct", "sweep.space.optim.lr=[0.1, 0.2, 0.3]", "optim.epochs=1"]
-    resolved = load("digits", [*asha, "teacher=null", "tracking.enabled=false", "data.loader_workers=1"])
+    """A sweep by asha with three trials, each of an init stage and a student."""
+    asha = ["sweep.policy=asha", "sweep.metric=top1_pct", "sweep.space.optim.lr=[0.01, 0.02, 0.03]", "optim.epochs=1"]
+    teacher = {"model": "mlp_large", "weights": write_teacher(run_dir.root / "teacher.safetensors")}
+    distill = {"method": f"{own_methods.__file__}:InitStage", "options": {"InitStage": {"init_epochs": 2}}}
+    sections = [f"{name}={json.dumps(section)}" for name, section in (("teacher", teacher), ("distill", distill))]
+    resolved = load("digits", [*asha, *sections, "data.path=digits", "tracking.enabled=false", "data.loader_workers=1"])
     cluster, assignments = Cluster((Node("only", 8, 0),)), dict[str, Assignment]()
     for trial in plan_trials(resolved):
         assert trial.resolved is not None
@@ -107,6 +113,10 @@ def test_a_trial_that_raises_or_dies_has_failed_whatever_epochs_it_has_and_later
     idle = [ray.remote(num_cpus=0)(threading.Event).remote() for _ in range(12)]
     ray.get([event.is_set.remote() for event in idle])
     assert "worker processes have been started" not in capfd.readouterr().out
+    init, student = (run_dir.trial("002").stage(name) for name in ("student-init", "student"))
+    assert [line["epoch"] for line in read_lines(init.metrics) if line["kind"] == "epoch"] == [1.0, 2.0]
+    assert init.result.exists()
+    assert [outcome_of("002").metrics["steps"], len(read_lines(student.sessions))] == [22, 2]
 
 
 @pytest.fixture

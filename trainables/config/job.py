@@ -36,9 +36,7 @@ class TrainingConfig(Section):
     checkpoint_every_s: Positive = Field(
         300.0, description="seconds between checkpoints inside an epoch, where checkpoint_every steps take longer"
     )
-    evaluate_every: Count = Field(
-        1, description="epochs between evaluations, those of a method's init stage apart; the last epoch is always evaluated"
-    )
+    evaluate_every: Count = Field(1, description="epochs between evaluations; the last epoch is always evaluated")
     warmup_steps: Natural = Field(5, description="first steps that throughput and phase times leave out")
     max_steps: Count | None = Field(
         None, description="stop after so many steps past the warm-up, without evaluation: a timing run, which trains no teacher"
@@ -89,7 +87,9 @@ class DataIdentity(Section):
 class TrainConfig(Section):
     """Everything one worker needs to train one model: with `distill` it distils, without it trains on labels alone."""
 
-    stage: str = Field("student", description="name of this stage in records: `teacher`, `assistant1` …, `student`")
+    stage: str = Field("student", description="its name in records: `teacher`, `assistant1` …, `student-init`, `student`")
+    init_stage: bool = Field(False, description="it trains what methods train before a stage, by their `init_loss`")
+    init_checkpoint: str | None = Field(None, description="of the init stage before this one, which begins with what it trained")
     output_dir: str = Field(description="absolute stage directory; without a run_store on a file system that all nodes share")
     run_store: RunStore | None = Field(None, description="where the run is, of which each node has a copy; None: in its folder")
     data: DataConfig

@@ -3,17 +3,19 @@
 import functools
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from trainables.config import TrainConfig
 from trainables.engine.check_method_jobs import BatchGradients, Case, batch_gradients, job_config, train_until
 from trainables.errors import DistillError, first_line
 from trainables.methods.contract import Method
 from trainables.methods.distillation_module import describe_terms
+from trainables.methods.init_stage import with_init_stage
 from trainables.methods.registry import load_method
 
 __all__ = ["Case", "CheckResult", "check"]
@@ -23,8 +25,8 @@ RunRanks = Callable[..., list[Any]]
 Batch = Callable[..., BatchGradients]
 Trained = Callable[..., list[dict[str, Tensor]]]
 TOLERANCE = 1e-9
-INIT_STAGE, TRAINING = -1.0, 0.0
-"""An epoch of each stage of a job: the last before training, and its first."""
+TRAINING, INIT_STAGE = "", "in the init stage "
+"""The stages of a job, as the beginning of a problem."""
 
 
 class CheckResult(NamedTuple):
@@ -46,18 +48,18 @@ def check(case: Case, run: RunRanks) -> Iterator[CheckResult]:
         root = Path(folder)
 
         @functools.cache
-        def batch(epoch: float, same: bool = False) -> BatchGradients:
-            config = job_config(case, root / f"batch{epoch:g}{same}", same=same)
-            return run(1, batch_gradients, config, epoch, same)[0]  # type: ignore[no-any-return]
+        def batch(stage: str, same: bool = False) -> BatchGradients:
+            config = job_config(case, root / f"batch{len(stage)}{same}", same=same)
+            return run(1, batch_gradients, _stages(config)[stage], same)[0]  # type: ignore[no-any-return]
 
         @functools.cache
-        def trained(num_workers: int, precision: str = "fp64", cut_off_at: int | None = None) -> list[dict[str, Tensor]]:
-            config = job_config(case, root / f"{num_workers}-{precision}-{cut_off_at}", precision=precision)
-            if cut_off_at is not None:
-                run(num_workers, train_until, config, cut_off_at)
+        def trained(num_workers: int, precision: str = "fp64", cut_off_at: tuple[int, ...] = ()) -> list[dict[str, Tensor]]:
+            config = job_config(case, root / f"{num_workers}-{precision}-{len(cut_off_at)}", precision=precision)
+            for step in cut_off_at:
+                run(num_workers, train_until, config, step)
             return run(num_workers, train_until, config)
 
-        stages = _stages(case)
+        stages = list(_stages(job_config(case, root / "stages")))
         yield _finding("its terms are those that it declares, of samples or of the batch", lambda: _terms(method, stages, batch))
         yield _finding("gradients reach the student and all that the method trains", lambda: _check_grad_flow(stages, batch))
         yield _finding(f"2 and 3 workers train what one trains, to {TOLERANCE:g}", lambda: _workers(trained))
@@ -75,19 +77,18 @@ def _finding(title: str, problem: Callable[[], str | None]) -> CheckResult:
         return CheckResult(title, f"{type(error).__name__}: {first_line(error)}")
 
 
-def _stages(case: Case) -> dict[float, str]:
-    """Epoch → the prefix of problems there, for each stage of a job with this method."""
-    if "init_epochs" not in load_method(case.name).Options.model_fields or case.options.get("init_epochs") == 0:
-        return {TRAINING: ""}
-    return {TRAINING: "", INIT_STAGE: "in the init stage "}
+def _stages(config: TrainConfig) -> dict[str, TrainConfig]:
+    """The job of the training from its start, and that of the init stage of a method that has one."""
+    *init, _ = with_init_stage(config)
+    return dict(zip((TRAINING, INIT_STAGE), (config, *init), strict=False))
 
 
-def _terms(method: type[Method], stages: Mapping[float, str], batch: Batch) -> str | None:
+def _terms(method: type[Method], stages: Sequence[str], batch: Batch) -> str | None:
     if method.init_terms and "init_epochs" not in method.Options.model_fields:
         return "it declares init_terms, and its Options have no init_epochs: its init stage has no length"
-    for epoch, stage in stages.items():
-        found = batch(epoch)
-        declared = method.terms if epoch >= 0 else method.init_terms
+    for stage in stages:
+        found = batch(stage)
+        declared = method.init_terms if stage == INIT_STAGE else method.terms
         if set(found.terms) != set(declared):
             return f"{stage}it {describe_terms(found.terms, declared)}"
         if found.gathers and not (method.requires.whole_batch or method.requires.all_gather):
@@ -101,18 +102,18 @@ def _terms(method: type[Method], stages: Mapping[float, str], batch: Batch) -> s
     return None
 
 
-def _check_grad_flow(stages: Mapping[float, str], batch: Batch) -> str | None:
-    for epoch, stage in stages.items():
-        found = batch(epoch)
+def _check_grad_flow(stages: Sequence[str], batch: Batch) -> str | None:
+    for stage in stages:
+        found = batch(stage)
         missing = [name for name, largest in found.largest.items() if largest is None]
-        if epoch < 0:  # in an init stage no rank waits for the student's
+        if stage == INIT_STAGE:  # in an init stage no rank waits for the student's
             missing = [name for name in missing if name.startswith("methods.")]
         if missing:
             problem = "it never changes" if found.several_optimizers else "several workers would wait for it for ever"
-            hint = problem if epoch >= 0 else "init_stage_parameters names what stays as it is"
+            hint = "init_stage_parameters names what stays as it is" if stage == INIT_STAGE else problem
             return f"{stage}no loss reaches {', '.join(missing)}: {hint}"
         if found.terms and not found.from_method > 0:
-            return f"{stage}its terms do not move {'the student' if epoch >= 0 else 'what it trains'}"
+            return f"{stage}its terms do not move {'what it trains' if stage == INIT_STAGE else 'the student'}"
     return None
 
 
@@ -126,8 +127,8 @@ def _workers(trained: Trained) -> str | None:
 
 
 def _resumed(trained: Trained) -> str | None:
-    # The last checkpoint of the one that is cut off is in the middle of an epoch, after step 4.
-    name, difference = _largest_difference(trained(2)[0], trained(2, cut_off_at=5)[0])
+    # It is cut off in the init stage, where there is one, and then inside an epoch, whose last checkpoint is after step 4.
+    name, difference = _largest_difference(trained(2)[0], trained(2, cut_off_at=(2, 5))[0])
     return f"{name} differs, by {difference:.1e} of its largest value" if difference else None
 
 
@@ -139,9 +140,9 @@ def _finite(method: type[Method], trained: Trained) -> str | None:
     return f"not finite: {', '.join(broken)}" if broken else None
 
 
-def _equal(stages: Mapping[float, str], batch: Batch) -> str | None:
-    for epoch, stage in stages.items():
-        broken = [name for name, value in batch(epoch, True).largest.items() if value is not None and not math.isfinite(value)]
+def _equal(stages: Sequence[str], batch: Batch) -> str | None:
+    for stage in stages:
+        broken = [name for name, value in batch(stage, True).largest.items() if value is not None and not math.isfinite(value)]
         if broken:
             return f"{stage}the gradient is not finite of {', '.join(broken)}"
     return None

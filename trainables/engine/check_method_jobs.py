@@ -20,6 +20,7 @@ from trainables.engine import checkpoint, loop
 from trainables.engine.job import Job, build
 from trainables.engine.losses import Losses, losses
 from trainables.methods.contract import MethodBatch
+from trainables.methods.init_stage import with_init_stage
 from trainables.methods.method_file import option_key
 from trainables.methods.registry import load_method
 from trainables.models.registry import build_model
@@ -93,14 +94,17 @@ def _open(config: TrainConfig, group: Group, kill_at: int | None = None) -> cont
 
 
 def train_until(group: Group, config: TrainConfig, kill_at: int | None = None) -> dict[str, Tensor]:
-    """Run the job on this rank, until a step. Returns the parameters of student and method, and the method's buffers."""
-    with _open(config, group, kill_at) as job:
-        with contextlib.suppress(KilledError):
-            loop.run(job)
-        module = job.train_state.distillation_module
-        state = {f"method.{name}": tensor for name, tensor in module.methods.state_dict().items()}
-        state |= dict(module.student.named_parameters())
-        return {name: tensor.detach().clone() for name, tensor in state.items()}
+    """Run the job on this rank, its init stage before it, until a step of either. Returns the parameters of student and method,
+    and the method's buffers."""
+    state: dict[str, Tensor] = {}
+    with contextlib.suppress(KilledError):
+        for each in with_init_stage(config):
+            with _open(each, group, kill_at) as job:
+                loop.run(job)
+                module = job.train_state.distillation_module
+                state |= {f"method.{name}": tensor for name, tensor in module.methods.state_dict().items()}
+                state |= dict(module.student.named_parameters())
+    return {name: tensor.detach().clone() for name, tensor in state.items()}
 
 
 class BatchGradients(NamedTuple):
@@ -120,26 +124,25 @@ class BatchGradients(NamedTuple):
     """Then the job runs without DDP."""
 
 
-def batch_gradients(group: Group, config: TrainConfig, epoch: float = 0.0, student_in_eval_mode: bool = False) -> BatchGradients:
-    """One batch through student, teacher and method, without an update, in this epoch.
+def batch_gradients(group: Group, config: TrainConfig, student_in_eval_mode: bool = False) -> BatchGradients:
+    """One batch through student, teacher and method, without an update.
 
     `student_in_eval_mode`: its batch norms run as its teacher's.
     """
     with _open(config, group) as job, contextlib.closing(on_device(job.train_loader.epoch(0), group.device)) as batches:
         train_state, batch = job.train_state, next(batches)
         module = train_state.distillation_module
-        module.train()
-        module.student.train(not student_in_eval_mode)
-        module.set_trainable(epoch)
+        module.begin_epoch(0)
+        if student_in_eval_mode:
+            module.student.eval()
         batch.wait()
         images, num_rows = train_state.prepare(batch).images_BCHW, len(batch.labels_B)
-        teacher_outputs = train_state.teacher(images, num_rows) if train_state.teacher is not None else None
         gather = Gather(num_rows, group)
-        method_batch = MethodBatch(images, batch.labels_B, batch.indices_B, epoch, gather)
-        outputs = module(images, method_batch, teacher_outputs)
-        loss = losses(outputs, batch.labels_B, None, module.weights(1.0 if epoch >= 0 else epoch))
+        method_batch = MethodBatch(images, batch.labels_B, batch.indices_B, 0.0, gather)
+        outputs = module(images, method_batch, train_state.teacher(images, num_rows))
+        loss = losses(outputs, batch.labels_B, None, module.weights(1.0))
         terms: dict[str, Tensor] = next(iter(outputs.terms.values()), {})
-        largest, from_method = _gradients(job, loss, epoch)
+        largest, from_method = _gradients(job, loss)
         return BatchGradients(
             terms={name: tuple(term.shape) for name, term in terms.items()},
             num_rows=num_rows,
@@ -150,16 +153,15 @@ def batch_gradients(group: Group, config: TrainConfig, epoch: float = 0.0, stude
         )
 
 
-def _gradients(job: Job, loss: Losses, epoch: float) -> tuple[dict[str, float | None], float]:
+def _gradients(job: Job, loss: Losses) -> tuple[dict[str, float | None], float]:
     """`BatchGradients.largest` and `.from_method`."""
-    module = job.train_state.distillation_module
-    targets, method_losses = module.init_targets(epoch), frozenset(loss.weighted) - {"task"}
+    module, method_losses = job.train_state.distillation_module, frozenset(loss.weighted) - {"task"}
     names = {parameter: name for name, parameter in module.named_parameters() if parameter.requires_grad}
-    if targets is not None:
-        updates, trained, counted = [(method_losses, targets.parameters)], targets.parameters, set(targets.parameters)
-    else:
-        updates = [(update.losses, update.parameters) for update in job.train_state.optimizers]
-        trained, counted = list(names), set(module.student.parameters())
+    updates = [(update.losses, update.parameters) for update in job.train_state.optimizers]
+    trained, counted = list(names), set(module.student.parameters())
+    if job.config.init_stage:
+        updates = [(method_losses, module.init_parameters)]
+        trained, counted = module.init_parameters, set(module.init_parameters)
     largest: dict[str, float | None] = {names[parameter]: None for parameter in trained if parameter in names}
     from_method = 0.0
     for keys, parameters in updates:

@@ -200,17 +200,7 @@ def restore(path: Path, state: CheckpointState, group: Group, accepted_data: Dat
     _check_format(path, meta)
     other_data = _check_data(path, state, meta, accepted_data)
     _check_model(path, state, meta)
-    try:
-        state.student.load_state_dict(_without_prefix("model.", tensors))
-    except RuntimeError as error:
-        raise CheckpointError(f"checkpoint {path} does not fit {meta['model']}: {_last_line(error)}") from error
-    try:
-        state.methods.load_state_dict(_without_prefix("method.", tensors))
-    except RuntimeError as error:
-        raise CheckpointError(
-            f"checkpoint {path} was written with another distill.method or other options of it "
-            f"({_last_line(error)}): resume with the same, or choose another --out"
-        ) from error
+    _load_modules(path, state.student, state.methods, tensors, meta)
     _check_optimizers(path, state, meta)
     if part is not None:
         tensors, meta["optimizers"][0] = part.to_local(tensors, meta["optimizers"][0])
@@ -223,10 +213,46 @@ def restore(path: Path, state: CheckpointState, group: Group, accepted_data: Dat
     if meta["world_size"] != group.world_size:
         _begin_world_size(state.progress, meta["world_size"], group.world_size)
     else:
-        torch.set_rng_state(tensors[f"rng.{group.rank}.cpu"])
-        if group.device.type == "cuda" and f"rng.{group.rank}.cuda" in tensors:
-            torch.cuda.set_rng_state(tensors[f"rng.{group.rank}.cuda"], group.device)
+        _restore_generators(tensors, group)
     return other_data
+
+
+def begin_from_init_stage(path: Path, state: CheckpointState, group: Group) -> None:
+    """Begin with the student that an init stage has trained, with the methods of `state` that took part in it, and, where the
+    world is the same, with its generators.
+
+    Raises CheckpointError: damaged, or of another model or other methods than those of `state`.
+    """
+    wanted = ("model.", "rng.", *(f"method.{key}." for key in state.methods))
+    tensors, meta = _read_on_all_ranks(path, lambda name: name.startswith(wanted), group)
+    _check_format(path, meta)
+    _check_model(path, state, meta)
+    shared = {name.split(".")[1] for name in tensors if name.startswith("method.")}
+    _load_modules(path, state.student, nn.ModuleDict({key: state.methods[key] for key in shared}), tensors, meta)
+    if meta["world_size"] == group.world_size:
+        _restore_generators(tensors, group)
+
+
+def _load_modules(
+    path: Path, student: nn.Module, methods: nn.ModuleDict, tensors: Mapping[str, Tensor], meta: dict[str, Any]
+) -> None:
+    try:
+        student.load_state_dict(_without_prefix("model.", tensors))
+    except RuntimeError as error:
+        raise CheckpointError(f"checkpoint {path} does not fit {meta['model']}: {_last_line(error)}") from error
+    try:
+        methods.load_state_dict(_without_prefix("method.", tensors))
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"checkpoint {path} was written with another distill.method or other options of it "
+            f"({_last_line(error)}): resume with the same, or choose another --out"
+        ) from error
+
+
+def _restore_generators(tensors: Mapping[str, Tensor], group: Group) -> None:
+    torch.set_rng_state(tensors[f"rng.{group.rank}.cpu"])
+    if group.device.type == "cuda" and f"rng.{group.rank}.cuda" in tensors:
+        torch.cuda.set_rng_state(tensors[f"rng.{group.rank}.cuda"], group.device)
 
 
 def _check_data(

@@ -8,10 +8,12 @@ from torch import nn
 
 from trainables.config import TrainConfig
 from trainables.distributed.group import Group
+from trainables.engine.loss_groups import group_losses
 from trainables.engine.modules import build_distillation_module, build_student, methods_with_teacher
 from trainables.engine.pipeline.build import possible_cuts
 from trainables.failures import is_single_value
 from trainables.methods.distillation_module import DistillationModule
+from trainables.methods.init_stage import with_init_stage
 from trainables.models.forward import dry_forward
 from trainables.models.registry import construct
 from trainables.teachers.ensemble import TeacherEnsemble
@@ -24,9 +26,12 @@ def check_fit(config: TrainConfig, num_classes: int) -> None:
         ExperimentError: methods and options do not fit together, or cannot be trained in stages.
         ModelError: a model does not exist, does not take these images, or cannot be cut so.
     """
-    module, _ = untrained_modules(config, num_classes)
-    if config.scale.pipeline_stages > 1:
-        possible_cuts(config, module)
+    for each in with_init_stage(config):
+        module, _ = untrained_modules(each, num_classes)
+        if not each.init_stage:
+            group_losses(module.student, module.methods_by_name, each.optim)
+        if config.scale.pipeline_stages > 1:
+            possible_cuts(each, module)
 
 
 def normalizes_single_images(config: TrainConfig, num_classes: int) -> bool:

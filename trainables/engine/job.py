@@ -3,7 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -31,17 +31,18 @@ from trainables.engine.checkpoint_writer import CheckpointWriter
 from trainables.engine.epochs import Epochs
 from trainables.engine.interruptions import InterruptionRequest, Interruptions
 from trainables.engine.job_metrics import JobMetrics, build_metrics
-from trainables.engine.loss_optimizers import LossOptimizer, build_optimizers
-from trainables.engine.modules import build_modules, build_student, differentiating_method
+from trainables.engine.loss_optimizers import LossOptimizer, build_optimizers, init_optimizer
+from trainables.engine.modules import build_modules, build_student, differentiating_method, selected_methods
 from trainables.engine.pipeline.build import PlannedModels, cut_student, with_saved_cut
 from trainables.engine.pipeline.pipeline_loader import PipelineLoader
 from trainables.engine.pipeline.state_part import blank_parameters, state_part
-from trainables.engine.step import TrainingParts, TrainState
+from trainables.engine.step import NoTeacher, TrainingParts, TrainState
 from trainables.engine.step_functions import StepFunctions, whole_model_functions
 from trainables.engine.teacher_placement import is_sharded, place
 from trainables.engine.updates import UpdateSettings
 from trainables.errors import ExperimentError
 from trainables.methods.distillation_module import DistillationModule
+from trainables.methods.init_stage import init_epochs
 from trainables.metrics.heartbeat import Heartbeat
 from trainables.metrics.metrics_file import Report
 from trainables.rules import first_problem
@@ -95,7 +96,7 @@ class Job:
     def student(self) -> nn.Module:
         """The bare student, or this rank's pipeline stage of it.
 
-        It is trained through the module of `train_state.training_update`, which wraps it with its methods.
+        It is trained through the module of `train_state.update`, which wraps it with its methods.
         """
         return self.train_state.distillation_module.student
 
@@ -154,22 +155,28 @@ def build(
         resources.callback(train_loader.close)
         models = build_models(config, layout, classes, train_loader, connections)
         config, module = models.config, models.module
-        if models.teacher is not None:
-            resources.callback(models.teacher.close)
-        if not module.init_epochs:  # else the optimizer has what the init stage trains and the training freezes, too
-            module.set_trainable(0)
-        optimizers = build_optimizers(module.student, module.methods_by_name, config.optim)
+        resources.callback(models.teacher.close)
+        if config.init_stage:
+            optimizers: tuple[LossOptimizer, ...] = (init_optimizer(module, config.optim),)
+        else:
+            optimizers = build_optimizers(module.student, module.methods_by_name, config.optim)
         checkpoint_state = build_checkpoint_state(models, optimizers, layout, classes)
         if config.train.max_steps is None:
             checkpoint_state.data = from_rank(lambda: data_identity(train_loader.source, val_loader.source), group)
         seed_rank(config.seed, group.rank)
         if resumes:
-            restore(checkpoint_state, config, stage, group, epochs_of(config, module, train_loader))
-        module.set_trainable(0)  # before DDP looks which gradients there will be
+            restore(checkpoint_state, config, stage, group, train_loader.steps_per_epoch)
+        elif config.init_checkpoint is not None:
+            checkpoint.begin_from_init_stage(Path(config.init_checkpoint), checkpoint_state, group)
         settings = UpdateSettings(
             checkpoint_state.scaler, layout.replicas, config.optim.clip_grad_norm, compiled=bool(config.train.compile)
         )
-        epochs = replace(epochs_of(config, module, train_loader), step_offset=checkpoint_state.progress.step_offset)
+        epochs = Epochs(
+            config.optim.epochs,
+            train_loader.steps_per_epoch,
+            order_offset=init_epochs(selected_methods(config)) if config.init_checkpoint is not None else 0,
+            step_offset=checkpoint_state.progress.step_offset,
+        )
         parts = TrainingParts(module, models.teacher, optimizers, settings, epochs)
         functions = functions_of(layout)(config, layout, parts)
         return Job(
@@ -209,7 +216,7 @@ class Models(NamedTuple):
     """The student's in full."""
     module: DistillationModule
     """The student, or a pipeline stage of it, and its methods, which the last stage has."""
-    teacher: TeacherInterface | None
+    teacher: TeacherInterface
     student_parameters: dict[str, nn.Parameter] | None = None
     """With pipeline stages: those of the whole student, without memory."""
 
@@ -219,9 +226,11 @@ def build_models(
 ) -> Models:
     in_pipeline, device = layout.pipeline.world_size > 1, layout.replicas.device
     name, student = build_student(config, Group() if in_pipeline else layout.replicas, len(classes))
-    module, teacher, parameters = DistillationModule(student), None, None
+    module, parameters = DistillationModule(student), None
+    teacher: TeacherInterface = NoTeacher()
     if layout.is_last:
-        module, teacher = build_modules(config, layout.replicas, student, classes, loader, connections)
+        module, found = build_modules(config, layout.replicas, student, classes, loader, connections)
+        teacher = found or teacher
     network = teacher.model if isinstance(teacher, TeacherNetwork) else None
     sharded = network is not None and any(
         gather_objects(is_sharded(config, layout.replicas.world_size, device, student, network), layout.replicas)
@@ -264,15 +273,15 @@ def build_checkpoint_state(
     )
 
 
-def restore(state: CheckpointState, config: TrainConfig, stage: StageDir, group: Group, epochs: Epochs) -> None:
+def restore(state: CheckpointState, config: TrainConfig, stage: StageDir, group: Group, steps_per_epoch: int) -> None:
     """Continue from the stage's last checkpoint, whose unfinished epoch begins again where it was trained on other data.
 
     Raises DataError where that is not accepted, CheckpointError: see `checkpoint.restore`.
     """
     before = checkpoint.restore(stage.last, state, group, config.accepted_data)
-    if before is None or state.data is None or state.progress.epoch >= epochs.total:
+    if before is None or state.data is None or state.progress.epoch >= config.optim.epochs:
         return
-    state.progress.begin_epoch_on_other_data(epochs.steps_per_epoch, forget_best=before.val != state.data.val)
+    state.progress.begin_epoch_on_other_data(steps_per_epoch, forget_best=before.val != state.data.val)
     if group.is_main:
         changes = ", ".join(data_changes(before, state.data))
         log.warning("%s: other data from epoch %d on: %s", config.stage, state.progress.epoch + 1, changes)
@@ -283,16 +292,6 @@ def checkpoint_about(config: TrainConfig, name: str, classes: Sequence[str]) -> 
     about |= config.data.model_dump(mode="json", include={"image_size", "val_resize", "mean", "std"})
     about["pipeline"] = config.scale.model_dump(mode="json", include={"pipeline_stages", "cut"})
     return about
-
-
-def epochs_of(config: TrainConfig, module: DistillationModule, loader: Loader) -> Epochs:
-    """The epochs of the methods' init stage and of the training; a timing run times the training alone."""
-    return Epochs(
-        num_init=0 if config.train.max_steps is not None else module.init_epochs,
-        num_training=config.optim.epochs,
-        steps_per_epoch=loader.steps_per_epoch,
-        augmentation=loader.augmentation_epoch,
-    )
 
 
 def open_loaders(config: TrainConfig, layout: Layout) -> tuple[tuple[str, ...], tuple[Loader, Loader]]:

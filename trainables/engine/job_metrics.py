@@ -44,11 +44,10 @@ class JobMetrics:
 def build_metrics(config: TrainConfig, functions: StepFunctions, progress: Progress, heartbeat: Heartbeat) -> JobMetrics:
     """What is measured of a job, continued from `progress`."""
     train_state = functions.train_state
-    device, epochs = train_state.group.device, train_state.epochs
+    device = train_state.group.device
     # Where there are several epochs the first one is left out: it fills caches, and its disk reads are cold.
     several_epochs = config.train.max_steps is None and config.optim.epochs - progress.epoch > 1
-    warmup_steps = max(config.train.warmup_steps, epochs.steps_per_epoch if several_epochs else 0)
-    warmup_steps += max(-epochs.training_step(progress.step), 0)
+    warmup_steps = max(config.train.warmup_steps, train_state.epochs.steps_per_epoch if several_epochs else 0)
     # Never before the first step, which searches; by default before the warm-up's last one, so that no step measured is slow.
     first_memory_step = progress.step + (warmup_steps if several_epochs else max(warmup_steps - 1, 1))
     return JobMetrics(
@@ -57,7 +56,7 @@ def build_metrics(config: TrainConfig, functions: StepFunctions, progress: Progr
         throughput=Throughput(progress.step + warmup_steps, warm=progress.warm, cold=progress.cold),
         clock=WallClock(progress.wall, progress.epoch_wall, heartbeat=heartbeat),
         noise=NoiseHistory(progress.noise),
-        allreduce_wait=AllreduceWait(train_state.training_update.allreduce_clocks, device, warmup_steps=warmup_steps),
+        allreduce_wait=AllreduceWait(train_state.update.allreduce_clocks, device, warmup_steps=warmup_steps),
         peak_memory=PeakMemory(device, first_memory_step, in_graphs=train_state.compilation.uses_cuda_graphs),
         heartbeat=heartbeat,
     )

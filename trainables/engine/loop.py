@@ -9,7 +9,6 @@ from trainables.device.device_batches import on_device
 from trainables.distributed.group import gather_objects
 from trainables.engine.checkpoint import join_shards
 from trainables.engine.checks import check_finite, check_skipped, single_image_errors
-from trainables.engine.epochs import Epoch
 from trainables.engine.evaluate import evaluate
 from trainables.engine.job import Job
 from trainables.engine.metrics_records import epoch_seconds, log_epoch, log_step, means, summarize, teacher_images, throughput
@@ -33,7 +32,7 @@ def run(job: Job) -> dict[str, float]:
     start: dict[str, float] = {
         "steps_per_epoch": job.epochs.steps_per_epoch,
         "samples_per_epoch": job.train_loader.samples_per_epoch,
-        "epochs": job.epochs.total,
+        "epochs": job.epochs.num,
         "num_workers": job.group.world_size,
         "max_steps": config.train.warmup_steps + config.train.max_steps if config.train.max_steps else 0,
     }
@@ -45,11 +44,11 @@ def run(job: Job) -> dict[str, float]:
     if config.train.max_steps is not None:
         return run_timing(job)
     job.teachers = measure_teachers(job)
-    update = job.train_state.training_update
+    update = job.train_state.update
     if config.measures_noise and update.noise is None and job.group.is_main:
         reason = update.noise_obstacle or "one worker compares micro-batches, and optim.accumulate is 1"
         log.info("%s: no noise_scale: %s", config.stage, reason)
-    while progress.epoch < job.epochs.total and not progress.reached and not is_time_up(job):
+    while progress.epoch < job.epochs.num and not progress.reached and not is_time_up(job):
         if interruption := job.interruptions.exchange(progress.step).interruption:
             end_interrupted(job, interruption)  # at the last checkpoint, which is that of the epoch before
         with job.metrics.clock.part("train"):
@@ -83,9 +82,12 @@ def is_time_up(job: Job) -> bool:
 
 
 def is_evaluated(job: Job, num_epochs: int) -> bool:
-    """Whether a job is evaluated after so many epochs: after every `evaluate_every` of its training, and after the last one."""
-    due = job.epochs.at(num_epochs).training % job.config.train.evaluate_every == 0
-    return due or num_epochs == job.epochs.total or is_time_up(job)
+    """Whether a job is evaluated after so many epochs: after every `evaluate_every`, and after the last one.
+
+    An init stage never is: it learns no label.
+    """
+    due = num_epochs % job.config.train.evaluate_every == 0 or num_epochs == job.epochs.num
+    return not job.config.init_stage and (due or is_time_up(job))
 
 
 def run_timing(job: Job) -> dict[str, float]:
@@ -103,19 +105,19 @@ def run_timing(job: Job) -> dict[str, float]:
 
 def train_epoch(job: Job, stop_at: int | None = None) -> bool:
     """The rest of the current epoch. Of a timing run: up to the step `stop_at`, or to where that is enough; True there."""
-    train_state, loader = job.train_state, job.train_loader
-    epoch = job.epochs.at(job.progress.epoch)
-    train_state.begin_epoch(epoch)
-    if not job.progress.position:
-        begin_epoch(job, epoch)
-    batches = train_state.active_teacher.prefetch(loader.epoch(epoch.index, job.progress.position), epoch.augmentation)
-    return train_batches(job, batches, epoch, stop_at)
+    train_state, loader, progress = job.train_state, job.train_loader, job.progress
+    train_state.distillation_module.begin_epoch(progress.epoch)
+    train_state.update.begin_epoch()
+    order = job.epochs.order_offset + progress.epoch
+    augmentation = loader.augmentation_epoch(order)
+    batches = train_state.teacher.prefetch(loader.epoch(order, progress.position), augmentation)
+    return train_batches(job, batches, augmentation, stop_at)
 
 
-def train_batches(job: Job, batches: Generator[Batch, None, None], epoch: Epoch, stop_at: int | None) -> bool:
+def train_batches(job: Job, batches: Generator[Batch, None, None], augmentation: int, stop_at: int | None) -> bool:
     """Train on an epoch's batches, with log lines and checkpoints in between; see `train_epoch`. Closes `batches`."""
     config, progress, timer, loader = job.config, job.progress, job.metrics.timer, job.train_loader
-    ready = on_device(batches, job.group.device, epoch.augmentation, loader.costs.add_copy)
+    ready = on_device(batches, job.group.device, augmentation, loader.costs.add_copy)
     job.metrics.throughput.begin(progress.step)
     job.metrics.start_step(progress.step)
     try:
@@ -159,19 +161,10 @@ def begin_step(job: Job) -> None:
     job.metrics.peak_memory.before_step(progress.step)
     for each in train_state.optimizers:
         each.set_learning_rate(
-            job.epochs.training_step(progress.step),
+            progress.step - job.epochs.step_offset,
             steps_per_epoch=job.epochs.steps_per_epoch,
             global_batch_size=job.config.data.global_batch_size,
-            init_lr=train_state.distillation_module.init_lr,
         )
-
-
-def begin_epoch(job: Job, epoch: Epoch) -> None:
-    """Before an epoch's first step. After an init stage the optimizer's state and the best accuracy are reset."""
-    if job.epochs.num_init and epoch.training == 0:
-        for each in job.train_state.optimizers:
-            each.optimizer.state.clear()
-        job.progress.best_top1_pct, job.progress.best_epoch = -1.0, -1
 
 
 def stops_early(job: Job, stop_early: Callable[[Sequence[float]], bool]) -> bool:
@@ -220,12 +213,11 @@ def end_training(job: Job) -> tuple[dict[str, float], dict[str, float], int]:
 
     Raises DataError: not one training image could be read.
     """
-    progress, epoch = job.progress, job.epochs.at(job.progress.epoch)
+    progress = job.progress
     num_skipped = len(check_skipped(job, job.train_loader, progress.skipped))
-    teacher = job.train_state.teacher
     with job.metrics.clock.part("checkpoint"):  # a cache writes the epoch's logits to the disk
-        num_computed = teacher.end_epoch() if teacher is not None else None
-    trained = means(job.train_state, progress.partial, epoch) | job.metrics.noise.end_epoch()
+        num_computed = job.train_state.teacher.end_epoch()
+    trained = means(job.train_state, progress.partial) | job.metrics.noise.end_epoch()
     trained |= teacher_images(num_computed, job.group)
     telemetry = job.telemetry()  # of the training alone: the evaluation loads a node otherwise
     if not progress.partial[0]:
@@ -268,7 +260,6 @@ def add_epoch_record(
     learned |= epoch_seconds(job)
     measured = {
         **throughput(job),
-        "training_epoch": float(job.epochs.at(progress.epoch).training),
         **progress.reached,
         **telemetry,
     }

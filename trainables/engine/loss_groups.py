@@ -98,8 +98,6 @@ def _parameters_of(losses: Set[str], student: nn.Module, methods: Mapping[str, M
         for term in method.terms:
             if f"{key}/{term}" in losses:
                 parameters |= dict.fromkeys(method.term_parameters(term, student))
-        if not method.terms and "task" in losses:  # it has an init stage alone, in which there is one optimizer
-            parameters |= dict.fromkeys(method.parameters())
     return list(parameters)
 
 

@@ -11,6 +11,7 @@ from trainables.config import OptimConfig
 from trainables.engine.loss_groups import LossKeys, group_losses
 from trainables.engine.optim import build_optimizer, init_momentum_buffers, learning_rate, parameter_groups, peak_learning_rate
 from trainables.methods.contract import Method
+from trainables.methods.distillation_module import DistillationModule
 
 
 @dataclass(frozen=True)
@@ -22,10 +23,8 @@ class LossOptimizer:
     optim: OptimConfig
     parameters: Sequence[nn.Parameter]
 
-    def set_learning_rate(self, step: int, *, steps_per_epoch: int, global_batch_size: int, init_lr: float | None = None) -> None:
-        """Of a step counted from the first one of the training; those of an init stage, below 0, use `init_lr`, else the peak."""
-        peak = peak_learning_rate(self.optim, global_batch_size)
-        lr = learning_rate(step, steps_per_epoch, self.optim, peak) if step >= 0 else peak if init_lr is None else init_lr
+    def set_learning_rate(self, step: int, *, steps_per_epoch: int, global_batch_size: int) -> None:
+        lr = learning_rate(step, steps_per_epoch, self.optim, peak_learning_rate(self.optim, global_batch_size))
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
@@ -89,3 +88,9 @@ def build_optimizers(student: nn.Module, methods: Mapping[str, Method], optim: O
         LossOptimizer(group.losses, optimizer, group.optim, [p for each in optimizer.param_groups for p in each["params"]])
         for group, optimizer in zip(groups, optimizers, strict=True)
     )
+
+
+def init_optimizer(module: DistillationModule, optim: OptimConfig) -> LossOptimizer:
+    """The one of an init stage, for the methods' losses and what these train there."""
+    parameters = module.init_parameters
+    return LossOptimizer(frozenset(module.term_names), build_optimizer(parameters, optim), optim, parameters)

@@ -12,7 +12,6 @@ import torch
 
 from trainables.distributed.group import Group, all_reduce_sum, check_replicas, gather_objects
 from trainables.engine.checks import raise_not_finite
-from trainables.engine.epochs import Epoch
 from trainables.engine.job import Job
 from trainables.engine.pass_latency import TrainingShape, pass_latency
 from trainables.engine.step import TrainState
@@ -40,9 +39,9 @@ def log_step(job: Job, step_in_epoch: int) -> None:
         raise_not_finite(job)
     check_replicas(train_state.distillation_module, job.group, progress.step, job.config.scale.pipeline_stages)
     progress.partial = [old + new for old, new in zip(progress.partial or [0.0] * len(totals), totals, strict=True)]
-    epoch, phases = job.epochs.at(progress.epoch), metrics.timer.take()
+    phases = metrics.timer.take()
     values = {
-        **means(train_state, totals, epoch),
+        **means(train_state, totals),
         **(metrics.noise.add(noise_sums) if noise_sums else {}),
         "lr": _learning_rate(train_state),
         "images_per_s": images_per_s,
@@ -55,8 +54,8 @@ def log_step(job: Job, step_in_epoch: int) -> None:
         _log_step_line(
             job,
             step_in_epoch,
-            now=means(train_state, totals, epoch),
-            in_epoch=means(train_state, progress.partial, epoch),
+            now=means(train_state, totals),
+            in_epoch=means(train_state, progress.partial),
             reported=values,
         )
 
@@ -65,8 +64,8 @@ def _reduce_sums(job: Job) -> tuple[list[float], float, list[float]]:
     """Over all ranks: the sums since the last log line, which are reset; how many ranks had a bad loss; the noise's sums."""
     train_state = job.train_state
     parts = [train_state.sums.values_N, (train_state.sums.bad_step >= 0).double().reshape(1)]
-    if train_state.training_update.noise is not None:
-        parts.append(train_state.training_update.noise.take())
+    if train_state.update.noise is not None:
+        parts.append(train_state.update.noise.take())
     reduced = all_reduce_sum(torch.cat(parts), job.group).tolist()
     train_state.sums.clear()
     n = len(train_state.sums.names)
@@ -74,8 +73,8 @@ def _reduce_sums(job: Job) -> tuple[list[float], float, list[float]]:
 
 
 def _learning_rate(train_state: TrainState) -> float:
-    """Of the optimizer that minimises the task's loss."""
-    of_task = next(each for each in train_state.optimizers if "task" in each.losses)
+    """Of the optimizer that minimises the task's loss; an init stage has one alone."""
+    of_task = max(train_state.optimizers, key=lambda each: "task" in each.losses)
     return float(of_task.optimizer.param_groups[0]["lr"])
 
 
@@ -97,18 +96,18 @@ def _log_step_line(
     )
 
 
-def means(train_state: TrainState, sums: Sequence[float], epoch: Epoch) -> dict[str, float]:
+def means(train_state: TrainState, sums: Sequence[float]) -> dict[str, float]:
     """Sums over images of an epoch, see `TrainState.sums`, as named means; accuracies in percent. No image: nan.
 
-    A term that no method computes in this epoch is left out.
+    A term whose method has not begun is left out.
     """
-    absent = train_state.absent_terms(epoch)
+    later = train_state.distillation_module.later_terms
     num_images, *others = zip(train_state.sums.names, sums, strict=True)
     n = num_images[1] or math.nan
     return {
         f"{name}_pct" if name in ACCURACIES else name: (100 if name in ACCURACIES else 1) * total / n
         for name, total in others
-        if name not in absent
+        if name not in later
     }
 
 
@@ -125,7 +124,7 @@ def log_epoch(job: Job, val: dict[str, float], best: bool) -> None:
             f"val Acc@1 {val['top1_pct']:.2f}  Acc@5 {val['top5_pct']:.2f}  loss {val['loss']:.4f}  "
             f"({val['num_images']:.0f} images, {progress.history[-1]['epoch/eval_s']:.1f} s)"
         )
-    log.info("%s epoch %d/%d: %s%s", config.stage, progress.epoch, job.epochs.total, result, "  best" if best else "")
+    log.info("%s epoch %d/%d: %s%s", config.stage, progress.epoch, job.epochs.num, result, "  best" if best else "")
     if progress.reached:
         log.info(
             "%s: %g%% reached after %.1f s of training and %d steps",
@@ -226,10 +225,9 @@ def summarize(job: Job, skipped_images: int = 0) -> dict[str, float]:
         **metrics.peak_memory.summary(job.group),
     }
     # A timing run that may stop early must be short; torch.compile would compile again for other batches; a pipeline stage is
-    # no model; ranks time different numbers of passes, which a collective teacher would wait for.
-    teacher = job.train_state.teacher
+    # no model; ranks time different numbers of passes, which a collective teacher would wait for; an init stage learns no label.
     times_passes = job.stop_early is None and not job.config.train.compile and job.config.scale.pipeline_stages == 1
-    if times_passes and not (teacher is not None and teacher.is_collective):
+    if times_passes and not job.train_state.teacher.is_collective and not job.config.init_stage:
         shape = training_shape(job, summary.get("phase/step_ms", math.inf))
         with metrics.clock.part("timing"):
             summary |= _passes(job, shape)

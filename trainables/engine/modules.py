@@ -12,7 +12,6 @@ from trainables.data.loader.loader import Loader
 from trainables.device.model_input import AUTOCAST, tensor_format
 from trainables.distributed.batch_norm import convert, has_global_batch_norm, use_batch_statistics
 from trainables.distributed.group import Group
-from trainables.engine.loss_groups import group_losses
 from trainables.errors import ExperimentError
 from trainables.methods.contract import BuildContext
 from trainables.methods.distillation_module import DistillationModule
@@ -76,17 +75,24 @@ def build_modules(
 
 
 def selected_methods(config: TrainConfig) -> tuple[SelectedMethod, ...]:
-    """The methods of a job; none where it trains on labels alone."""
+    """The methods with which a job's model is trained, in its init stage or after it; none where it learns labels alone."""
     return select_methods(config.distill) if config.distill is not None else ()
 
 
+def stage_methods(config: TrainConfig) -> tuple[SelectedMethod, ...]:
+    """Those that have a loss in this job."""
+    methods = selected_methods(config)
+    return tuple(method for method in methods if (method.init_epochs if config.init_stage else method.method_class.terms))
+
+
 def methods_with_teacher(config: TrainConfig) -> tuple[SelectedMethod, ...]:
-    return tuple(method for method in selected_methods(config) if method.method_class.requires.teacher)
+    """Those of `stage_methods` that read a teacher."""
+    return tuple(method for method in stage_methods(config) if method.method_class.requires.teacher)
 
 
 def differentiating_method(config: TrainConfig) -> str | None:
     """The method of a job that differentiates the teacher, which autocast would cut from its features."""
-    methods = methods_with_teacher(config)
+    methods = selected_methods(config)
     return next((method.key for method in methods if method.method_class.requires.teacher_gradient), None)
 
 
@@ -102,19 +108,19 @@ def build_distillation_module(
         ExperimentError: methods and options do not fit together, or not these models.
         ModelError: a model has not the taps that a method reads.
     """
-    selected = selected_methods(config)
-    if config.distill is None or not selected:
-        weight = task_weight(config.distill, ()) if config.distill is not None else 1.0
+    selected, of_stage = selected_methods(config), stage_methods(config)
+    weight = task_weight(config.distill, selected) if config.distill is not None else 1.0
+    if not of_stage:
         return DistillationModule(student, task_weight=weight), None
     _check_methods(config, student, selected, num_classes)
     size, with_teacher = config.data.image_size, methods_with_teacher(config)
     teacher_taps = None
     if teacher is not None and config.teacher is not None:
-        _prepare_teacher(teacher, student, group, with_teacher, size)
+        _prepare_teacher(teacher, student, group, selected, size)
         teacher_taps = teacher_reader(config.teacher, teacher, with_teacher, size)
-    student_taps = TapReader(student, {each.key: each.student_taps for each in selected}, name=config.model, image_size=size)
+    student_taps = TapReader(student, {each.key: each.student_taps for each in of_stage}, name=config.model, image_size=size)
     methods = {}
-    for method in selected:
+    for method in of_stage:
         context = BuildContext(
             student=student_taps.spec(method.key),
             teacher=teacher_taps.spec(method.key) if teacher_taps is not None and method in with_teacher else None,
@@ -131,8 +137,9 @@ def build_distillation_module(
         student,
         methods,
         reader=student_taps,
-        task_weight=task_weight(config.distill, selected),
+        task_weight=weight,
         epochs=config.optim.epochs,
+        init_stage=config.init_stage,
     )
     _check_module(config, module)
     return module, teacher_taps
@@ -178,7 +185,7 @@ def _prepare_teacher(
 
 
 def _check_module(config: TrainConfig, module: DistillationModule) -> None:
-    """Check the methods as they are built: against `optim.accumulate`, and against the optimizers. Raises ExperimentError."""
+    """Check the methods as they are built against `optim.accumulate`. Raises ExperimentError."""
     assert config.distill is not None
     if module.requires_whole_batch or has_global_batch_norm(module.student):
         names = ", ".join(config.distill.method)
@@ -186,16 +193,6 @@ def _check_module(config: TrainConfig, module: DistillationModule) -> None:
         problem = splits_no_batch(key, config)
         if problem is not None:
             raise ExperimentError(problem)
-    methods = module.methods_by_name
-    group_losses(module.student, methods, config.optim)  # raises where losses and optimizers do not go together
-    several = [f"{key}, which brings its own" for key, method in methods.items() if method.optimizers]
-    several += ["optim.losses"] if config.optim.losses else []
-    several += ["optim.name: dot"] if config.optim.name == "dot" else []
-    if module.init_epochs and several:
-        key = next(key for key, method in methods.items() if method.init_epochs)
-        raise ExperimentError(
-            f"distill.method: {key} has an init stage, which has one optimizer: leave out {key}, or {' and '.join(several)}"
-        )
 
 
 def build_student(config: TrainConfig, group: Group, num_classes: int) -> tuple[str, nn.Module]:

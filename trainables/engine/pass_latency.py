@@ -178,8 +178,7 @@ def passes(train_state: TrainState, image_size: int, num_images: int) -> Callabl
         inputs = train_state.prepare(batch)
         method_batch = MethodBatch(inputs.images_BCHW, labels_B, labels_B, 0.0, gather)
         with train_state.autocast():
-            teacher_outputs = train_state.teacher(inputs.images_BCHW, num_images) if train_state.teacher is not None else None
-            outputs = model(inputs.images_BCHW, method_batch, teacher_outputs)
+            outputs = model(inputs.images_BCHW, method_batch, train_state.teacher(inputs.images_BCHW, num_images))
         loss = losses(outputs, labels_B, inputs.mix, weights)
         torch.autograd.grad(loss.total(1.0), trained, allow_unused=True)
 

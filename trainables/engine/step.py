@@ -5,7 +5,7 @@ Shapes: B batch of this rank, C channels, H W pixels, K classes.
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -15,11 +15,11 @@ from trainables.device.compilation import Compilation
 from trainables.device.device_batches import DeviceBatch
 from trainables.distributed.gather import Gather
 from trainables.distributed.group import GlobalCount, Group
-from trainables.engine.epochs import Epoch, Epochs
+from trainables.engine.epochs import Epochs
 from trainables.engine.loss_optimizers import LossOptimizer
 from trainables.engine.losses import Losses, losses
 from trainables.engine.step_sums import StepSums
-from trainables.engine.updates import ParameterUpdate, PerLossUpdate, UpdateSettings
+from trainables.engine.updates import ParameterUpdate, UpdateSettings
 from trainables.methods.contract import MethodBatch, ModelOutputs
 from trainables.methods.distillation_module import DistillationModule, DistillationOutputs
 from trainables.metrics.noise_scale import num_parts
@@ -34,14 +34,14 @@ class TrainingParts(NamedTuple):
     """What the steps of a job train, and how often."""
 
     module: DistillationModule
-    teacher: TeacherInterface | None
+    teacher: TeacherInterface
     optimizers: tuple[LossOptimizer, ...]
     settings: UpdateSettings
     epochs: Epochs
 
 
 class NoTeacher(TeacherInterface):
-    """The teacher of an epoch in which no method reads one."""
+    """Of a job in which no method reads one."""
 
     def __call__(self, *_: object, **__: object) -> dict[str, ModelOutputs]:
         return {}
@@ -49,15 +49,14 @@ class NoTeacher(TeacherInterface):
 
 @dataclass(kw_only=True)
 class TrainState:
-    """What steps need. `begin_epoch` chooses how those of an epoch run."""
+    """What steps need."""
 
     distillation_module: DistillationModule
     """The bare student with its methods."""
-    teacher: TeacherInterface | None
+    teacher: TeacherInterface
     optimizers: tuple[LossOptimizer, ...]
-    training_update: ParameterUpdate
-    """How a step of the training changes the parameters; its module is `distillation_module`, under DDP on several ranks."""
-    update_settings: UpdateSettings
+    update: ParameterUpdate
+    """How a step changes the parameters; its module is `distillation_module`, on several ranks under DDP if that averages."""
     group: Group
     prepare: Callable[[DeviceBatch], DeviceBatch]
     autocast: Callable[[], contextlib.AbstractContextManager[None]]
@@ -69,36 +68,7 @@ class TrainState:
     cpu_group: dist.ProcessGroup | None = None
     """See `trainables.distributed.gather.cpu_process_group`."""
     sums: StepSums
-    """Since the last log line; some of it stays 0 while no method computes it, see `absent_terms`."""
-    update: ParameterUpdate = field(init=False)
-    """Of this epoch's steps."""
-    active_teacher: TeacherInterface = field(init=False)
-    """The teacher that this epoch's steps call."""
-
-    def __post_init__(self) -> None:
-        self.begin_epoch(self.epochs.at(self.epochs.num_init))
-
-    def begin_epoch(self, epoch: Epoch) -> None:
-        """Choose what the steps of this epoch train, by which losses, and whether they call the teacher."""
-        module = self.distillation_module
-        self.training_update.module.train()
-        module.set_trainable(epoch.training)
-        self.active_teacher = (
-            self.teacher if self.teacher is not None and module.requires_teacher(epoch.training) else NoTeacher()
-        )
-        self.update = self.training_update
-        targets = module.init_targets(epoch.training)
-        if targets is not None:
-            optimizer = replace(self.optimizers[0], losses=targets.losses, parameters=targets.parameters)
-            self.update = PerLossUpdate(module, [optimizer], self.update_settings)
-
-    def absent_terms(self, epoch: Epoch) -> frozenset[str]:
-        """Those of the names of `sums` that no method computes in an epoch: an init stage has terms of its own."""
-        if not self.distillation_module.methods:
-            return frozenset()
-        return frozenset(
-            {"distill_loss", *self.distillation_module.term_names} - self.distillation_module.active_terms(epoch.training)
-        )
+    """Since the last log line."""
 
 
 def sum_names(module: DistillationModule) -> tuple[str, ...]:
@@ -130,10 +100,10 @@ def train_step(train_state: TrainState, batch: DeviceBatch, step: int, timer: Ph
     timer.mark("augment")
     num_images, group, accumulate = len(batch.labels_B), train_state.group, train_state.accumulate
     count = GlobalCount(num_images, group, parts=num_parts(num_images, group, accumulate))
-    epoch, update = train_state.epochs.training_epochs(step), train_state.update
+    epoch, update = train_state.epochs.passed(step), train_state.update
     parts = micro_batches(prepared, accumulate, train_state.num_blank_images)
     train_state.compilation.begin_step()
-    train_state.active_teacher.skip(parts[0].images_BCHW, accumulate - len(parts))
+    train_state.teacher.skip(parts[0].images_BCHW, accumulate - len(parts))
     for part in parts:
         timer.begin_micro_batch()
         compiled = train_state.compilation.batch(len(part.images_BCHW), eager=update.requires_eager_forward)
@@ -155,7 +125,7 @@ def train_step(train_state: TrainState, batch: DeviceBatch, step: int, timer: Ph
 def run_teacher(train_state: TrainState, part: DeviceBatch) -> TeacherOutputs:
     request = TeacherRequest(part.host_indices_B, part.epoch)
     with train_state.autocast():
-        return train_state.active_teacher(part.images_BCHW, len(part.labels_B), request)
+        return train_state.teacher(part.images_BCHW, len(part.labels_B), request)
 
 
 def run_student(
@@ -172,5 +142,5 @@ def run_student(
     with train_state.autocast():
         outputs: DistillationOutputs = train_state.update.module(inputs, method_batch, teacher_outputs)
     module = train_state.distillation_module
-    module.check_terms(outputs.terms, epoch)
+    module.check_terms(outputs.terms)
     return outputs, losses(outputs, part.labels_B, part.mix, module.weights(epoch))

@@ -66,7 +66,7 @@ def _not_measured_reason(job: Job) -> str | None:
     teacher = job.train_state.teacher
     if job.config.scale.pipeline_stages > 1:
         return "with pipeline stages, the rank that runs it gets no validation images"
-    if teacher is not None and teacher.is_collective:
+    if teacher.is_collective:
         return "it is sharded, and its workers may have different numbers of validation batches"
     return None
 

@@ -1,4 +1,4 @@
-"""From losses to new parameters, one class a way to do it. The way is chosen when a job is built and when an epoch begins.
+"""From losses to new parameters, one class a way to do it. The way is chosen when a job is built.
 
 On several ranks DDP averages the gradients within the backward pass.
 
@@ -78,9 +78,8 @@ class ParameterUpdate(ABC):
     def step(self) -> None:
         """Change the parameters and drop the gradients. What no loss reaches stays as it is, without weight decay too."""
 
-    def discard(self) -> None:
-        """Drop the gradients of a step that did not come to its end."""
-        self.module.zero_grad(set_to_none=True)
+    def begin_epoch(self) -> None:  # noqa: B027
+        """Losses may reach other parameters from here on."""
 
     def _step_optimizer(self, optimizer: LossOptimizer) -> None:
         """Clip, change the parameters, and drop their gradients."""
@@ -162,12 +161,12 @@ class _CollectedGradients:
         gradients, self._gradients = average(self._gradients, group), []
         put(parameters, gradients)
 
-    def clear(self) -> None:
-        self._gradients = []
+    def forget_reached(self) -> None:
+        self._is_reached = None
 
 
 class PerLossUpdate(ParameterUpdate):
-    """An optimizer for each group of losses, or one for some losses of an init stage. `module` is not under DDP."""
+    """An optimizer for each group of losses, or one for some of the losses. `module` is not under DDP."""
 
     noise_obstacle = "losses have optimizers of their own"
 
@@ -203,10 +202,9 @@ class PerLossUpdate(ParameterUpdate):
             torch._foreach_add_(shared, changes)
         self._scaler.update()
 
-    def discard(self) -> None:
-        super().discard()
+    def begin_epoch(self) -> None:
         for collected in self._collected:
-            collected.clear()
+            collected.forget_reached()
 
     def _name_shared_to_dot(self) -> None:
         """DOT's optimizers depend on which parameters the gradients of both reach in this step."""
@@ -246,7 +244,7 @@ def build_update(
     measures_noise: bool = False,
 ) -> ParameterUpdate:
     """How a step of the training changes the parameters. `measures_noise`: and measures the gradient noise, if it can."""
-    if len(optimizers) > 1:
+    if len(optimizers) > 1 or "task" not in optimizers[0].losses:  # of an init stage, whose losses may not reach all parameters
         return PerLossUpdate(module, optimizers, settings)
     ddp_module = wrap(module, settings.group)
     return SharedUpdate(

@@ -58,10 +58,6 @@ class AB(Method):
             ]
         )
 
-    def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
-        """No terms: the method ends before training."""
-        return {}
-
     def init_loss(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`boundary` of each sample, (B,): a sum over values, so thousands at first."""
         total_B = student.logits_BK.new_zeros(len(batch.labels_B))

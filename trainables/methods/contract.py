@@ -57,7 +57,7 @@ class MethodBatch:
     indices_B: Tensor
     """Dataset-wide, int64: the same image has the same index in every epoch and on any number of workers."""
     epoch: float
-    """Epochs since training began, with the fraction of the current one. Below 0: the init stage, see `Method.init_loss`."""
+    """Epochs since the stage began, with the fraction of the current one."""
     gather: Gather
     """What `all_gather` calls."""
 
@@ -127,6 +127,7 @@ class BuildContext:
     """Samples of a step over all ranks; the last step of an epoch may have fewer."""
     seed: int
     epochs: int
+    """Of the stage."""
     group: Group
 
 
@@ -149,7 +150,7 @@ class Method(nn.Module):
     """The names of the terms that `init_loss` returns; empty: the method has no init stage."""
     optimizers: ClassVar[Mapping[str, LossOptimConfig]] = {}
     """Terms that have an optimizer of their own, each with the settings that differ from `optim`. Users change them in
-    `optim.losses` under METHOD/TERM. Not together with an init stage."""
+    `optim.losses` under METHOD/TERM. An init stage has one optimizer."""
     requires: ClassVar[Requirements] = Requirements()
     task_weight: ClassVar[float] = 1.0
     """The weight of the labels' cross-entropy, where the user sets none."""
@@ -172,9 +173,8 @@ class Method(nn.Module):
         self.options = options
         """The user's options. A subclass whose `Options` are its own declares their type: `options: MyOptions`."""
         self.init_epochs = int(getattr(options, "init_epochs", 0))
-        """The length of the init stage, which comes before the first epoch. An option of methods that have one."""
-        self.init_lr: float | None = getattr(options, "init_lr", None)
-        """The learning rate of the init stage; None: the peak of `optim`. An option as well."""
+        """The length of its part of the init stage, whose last epochs these are. An option of methods that have one, as is
+        `init_lr`, the learning rate there (absent: the peak of `optim`)."""
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """The terms by name, each (B,) or a scalar, without the method's `weight`.
@@ -186,7 +186,9 @@ class Method(nn.Module):
     def init_loss(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """The terms of the init stage, under the names of `init_terms`; otherwise as `forward`.
 
-        They have weight 1, or the option `weight` where the method has no `terms`.
+        They have weight 1, or the option `weight` where the method has no `terms`. That stage is a job of its own, for which the
+        method is built too; the stage after it begins with the student, and with the parameters and buffers of methods with
+        `terms`.
         """
         raise NotImplementedError
 
@@ -202,8 +204,8 @@ class Method(nn.Module):
         return []
 
     def init_only_parameters(self) -> list[nn.Parameter]:
-        """The method's parameters that are trained in the init stage only: by default none, without `terms` all."""
-        return [] if self.terms else list(self.parameters())
+        """The method's parameters that are trained in the init stage only: by default none."""
+        return []
 
     def term_parameters(self, term: str, student: nn.Module) -> list[nn.Parameter]:
         """The parameters that the gradient of a term changes: by default all of the student's and the method's.

@@ -45,10 +45,6 @@ class FSP(Method):
         super().__init__(options, context)
         equal_channels("fsp", paired_maps("fsp", context, at_least=2))
 
-    def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
-        """No terms: the method ends before training."""
-        return {}
-
     def init_loss(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`flow` of each sample, (B,)."""
         total_B = student.logits_BK.new_zeros(len(batch.labels_B))

@@ -30,6 +30,11 @@ class SelectedMethod(NamedTuple):
         return self.method_class.taps if self.options.teacher_taps is None else self.options.teacher_taps
 
     @property
+    def init_epochs(self) -> int:
+        """The length of its init stage; 0: it has none."""
+        return int(getattr(self.options, "init_epochs", 0))
+
+    @property
     def beyond_logits(self) -> str | None:
         """What the method needs of a teacher besides its logits; None: nothing."""
         requires = self.method_class.requires

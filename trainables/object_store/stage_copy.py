@@ -21,7 +21,7 @@ _log = logging.getLogger("raydistill")
 
 
 def fetch_inputs(settings: Mapping[str, Any]) -> None:
-    """Bring to this node what workers read of a run: copies of method files, a teacher that the run has trained, a checkpoint.
+    """Bring to this node what workers read of a run: copies of method files, checkpoints that it has trained.
 
     `settings`: a `TrainConfig` or an `EvaluateConfig` as plain data. Raises StorageError.
     """
@@ -29,7 +29,7 @@ def fetch_inputs(settings: Mapping[str, Any]) -> None:
         return
     copy = RunCopy(run_store["uri"], Path(run_store["folder"]))
     copy.fetch_missing("methods")
-    for weights in ((settings.get("teacher") or {}).get("weights"), settings.get("checkpoint")):
+    for weights in ((settings.get("teacher") or {}).get("weights"), settings.get("checkpoint"), settings.get("init_checkpoint")):
         if weights and Path(weights).is_relative_to(copy.folder):
             copy.fetch_checkpoint(str(Path(weights).relative_to(copy.folder)))
 

@@ -19,7 +19,9 @@ class Assignment:
     storage: str
     """Folder or URI of Ray's own files; ours are under `config.output_dir`."""
     limit_s: float | None = None
-    """How long it may take on its workers."""
+    """How long it may take on its workers; with `init` both."""
+    init: "Assignment | None" = None
+    """The init stage before it, which is carried out first."""
 
     def after(self, used_s: float) -> "Assignment":
         """What is left of it when workers have worked on it for so long."""

@@ -68,7 +68,9 @@ def untrained_teacher(session: Session) -> str | None:
 
 
 def run_stage(session: Session, assignment: Assignment) -> TrainConfig:
-    """Carry a stage out, shown and recorded. Raises TrainingError: it did not end well."""
+    """Carry a stage out, its init stage before it, shown and recorded. Raises TrainingError: one did not end well."""
+    if assignment.init is not None:
+        run_stage(session, assignment.init)
     config, stage = assignment.config, assignment.stage_dir
     if session.tracker:
         session.tracker.follow(session.key, stage.metrics, "" if config.stage == "student" else f"{config.stage}/")

@@ -33,13 +33,10 @@ def small(*overrides: str) -> Resolved:
         (["distill.method=fitnet", "optim.accumulate=2"], "fitnet looks at all samples of a batch, which optim.accumulate 2"),
         (["scale.sync_batch_norm=true", "data.last_batch=drop", "optim.accumulate=2"], "scale.sync_batch_norm looks at all"),
         ([f"distill.method={OWN}:Slopes", "precision=bf16"], "precision: Slopes differentiates the teacher, which bf16 cuts"),
+        (["distill.method=ab", "optim.losses={ab: {lr: 0.1}}"], "optim.losses: there is no loss 'ab' here: write one of task"),
         (
-            ["distill.method=ab", "optim.losses={task: {lr: 0.1}}"],
-            "ab has an init stage, which has one optimizer: leave out ab, or optim.losses",
-        ),
-        (
-            ["distill.method=ab", "optim.name=dot", "optim.nesterov=false"],
-            "ab has an init stage, which has one optimizer: leave out ab, or optim.name: dot",
+            ["distill.method=[ab, ft]", "distill.options={ft: {init_lr: 0.1}}"],
+            "distill.options.ft.init_lr: ab has an init stage too, at another rate",
         ),
         (["optim.losses={task: {momentum: 0}}"], "optim.losses.task.nesterov needs optim.losses.task.momentum above 0"),
         (["optim.losses={kd: {warmup_epochs: 100}}"], "optim.losses.kd.warmup_epochs 100 leaves no epoch of optim.epochs 12"),

@@ -40,6 +40,28 @@ def test_an_assistant_learns_from_the_network_and_its_student_from_the_service(t
     }
 
 
+def test_a_stage_whose_methods_have_an_init_stage_comes_with_it(tmp_path: Path) -> None:
+    overrides = [
+        "distill.method=ft",
+        "distill.options={ft: {init_epochs: 3, init_lr: 0.2}}",
+        "assistants=[{model: convnet_small}]",
+    ]
+    overrides += ["optim.lr_scaling=linear", "optim.warmup_epochs=1", "train.until_top1_pct=90"]
+    plan = Plan.on(load("digits", overrides).experiment, cluster((16, 0)))
+    for name in ("assistant1", "student"):
+        assignment = plan.assign(name, RunDir(tmp_path), {"run": "r"}, "/teacher")
+        assert assignment.init is not None
+        init, stage = assignment.init.config, RunDir(tmp_path).stage(f"{name}-init")
+        assert (init.stage, init.output_dir, init.labels) == (f"{name}-init", str(stage.root), {"run": "r"})
+        assert assignment.config.init_checkpoint == str(stage.last)
+        assert (init.optim.epochs, init.optim.lr, init.optim.lr_scaling, init.optim.schedule) == (3, 0.2, "none", "constant")
+        assert (init.optim.warmup_epochs, init.train.until_top1_pct) == (0, None)
+        assert assignment.init.reservation == assignment.reservation
+    timed = Plan.on(load("digits", [*overrides[:2], "train.max_steps=5"]).experiment, cluster((16, 0)))
+    assert timed.assign("student", RunDir(tmp_path), {}, "/teacher").init is None
+    assert plan.assign("teacher", RunDir(tmp_path), {}).init is None
+
+
 def test_auto_is_a_limit_to_the_workers_and_a_number_is_an_order(tmp_path: Path) -> None:
     for written, limit in (("auto", True), ("2", False)):
         plan = Plan.on(load("digits", [f"data.loader_workers={written}"]).experiment, cluster((3, 0), cores=3))

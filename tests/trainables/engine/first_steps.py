@@ -64,12 +64,10 @@ def state_after(config: TrainConfig, group: Group, steps: int = 12) -> dict[str,
 
 def _take_steps(job: Job, steps: int) -> None:
     timer = job.metrics.timer
-    first = job.epochs.num_init * job.epochs.steps_per_epoch
-    job.progress.step = first
-    while job.progress.step < first + steps:
-        epoch = job.epochs.at(job.progress.step // job.epochs.steps_per_epoch)
-        job.train_state.begin_epoch(epoch)
-        for batch in on_device(job.train_loader.epoch(epoch.index), job.group.device, epoch.augmentation):
+    while job.progress.step < steps:
+        epoch = job.progress.step // job.epochs.steps_per_epoch
+        job.train_state.distillation_module.begin_epoch(epoch)
+        for batch in on_device(job.train_loader.epoch(epoch), job.group.device, epoch):
             begin_step(job)
             timer.start()
             timer.mark("data")

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.trainables.jobs import Recorded, config, no_telemetry, relative_difference, train, write_teacher
+from tests.trainables.jobs import Recorded, config, equal, no_telemetry, relative_difference, train, write_teacher
 from tests.trainables.methods import own_methods
 from tests.trainables.methods.calls import make
 from tests.trainables.methods.references.basic import Array
@@ -27,6 +27,7 @@ from trainables.engine.optim import learning_rate
 from trainables.engine.step import train_step
 from trainables.engine.updates import PerLossUpdate, UpdateSettings
 from trainables.errors import ExperimentError
+from trainables.methods.init_stage import with_init_stage
 
 SECOND = f"{own_methods.__file__}:SecondHead"
 HEADS = {"method": [SECOND], "task_weight": 0.7, "options": {"SecondHead": {"weight": 0.4}}}
@@ -198,13 +199,6 @@ def test_what_is_never_trained_has_no_optimizer(ranks: RankPool, tmp_path: Path)
         assert all(bool(tensor.isfinite().all()) for tensor in state.values())
 
 
-@pytest.mark.parametrize("name", ["ab", "fsp"])
-def test_a_method_of_an_init_stage_only_is_trained_in_it(name: str) -> None:
-    method, student = make(name, student_shapes=((4, 6, 6),) * 3, teacher_shapes=((4, 6, 6),) * 3), nn.Linear(2, 2)
-    (update,) = build_optimizers(student, {name: method}, OptimConfig())
-    assert set(update.parameters) == {*student.parameters(), *method.parameters()}
-
-
 @pytest.mark.parametrize(
     ("optim", "declared", "says"),
     [
@@ -236,13 +230,27 @@ def test_optimizers_that_do_not_fit_are_refused(optim: dict[str, Any], declared:
     assert "\n" not in str(caught.value)
 
 
-def test_optimizers_that_a_method_brings_do_not_go_with_an_init_stage(ranks: RankPool, tmp_path: Path) -> None:
-    weights = write_teacher(tmp_path / "teacher.safetensors")
-    distill = {"method": [f"{own_methods.__file__}:{name}" for name in ("InitStage", "Adversaries")], "options": {}}
-    with pytest.raises(
-        ExperimentError, match=r"which has one optimizer: leave out InitStage, or Adversaries, which brings its own$"
-    ):
-        ranks.run(1, train, config(tmp_path / "job", teacher={"weights": weights}, distill=distill))
+@pytest.mark.parametrize(
+    ("others", "optim"), [(["PooledAdversaries"], {}), ([], {"name": "dot"}), ([], {"losses": {"task": {"momentum": 0.5}}})]
+)
+def test_an_init_stage_has_one_optimizer_whatever_the_training_has(
+    tmp_path: Path, others: list[str], optim: dict[str, Any]
+) -> None:
+    weights, parts = write_teacher(tmp_path / "teacher.safetensors"), ["InitStage", *others]
+    distill = {"method": [f"{own_methods.__file__}:{name}" for name in parts], "options": {"InitStage": {"init_epochs": 1}}}
+    common = {"teacher": {"weights": weights}, "optim": {"nesterov": False}}
+    alone, _ = with_init_stage(config(tmp_path / "alone", **common, distill={**distill, "method": distill["method"][:1]}))
+    settings = config(tmp_path / "job", **{**common, "optim": {"nesterov": False, **optim}}, distill=distill)
+    init, training = with_init_stage(settings)
+    found = trained(Group(), init)
+    assert equal(found, trained(Group(), alone))
+    with contextlib.closing(build(training, Group(), Recorded(), no_telemetry)) as job:
+        assert len(job.train_state.optimizers) > 1
+        loop.run(job)
+        assert torch.equal(
+            job.train_state.distillation_module.get_parameter("methods.InitStage.encoder.weight"),
+            found["methods.InitStage.encoder.weight"],
+        )
 
 
 def test_dot_gives_the_task_and_the_methods_a_momentum_each(ranks: RankPool, tmp_path: Path) -> None:
@@ -497,14 +505,15 @@ def test_an_init_stage_trains_its_own_part_and_leaves_the_rest_alone(ranks: Rank
 
 
 def stages(group: Group, settings: TrainConfig) -> list[dict[str, Tensor]]:
-    """Parameters before the job, after its init stage, and at its end."""
+    """Parameters before the init stage, after it, and at the end of the training; each has those of the methods in it."""
     found = []
-    with contextlib.closing(build(settings, group, Recorded(), no_telemetry)) as job:
-        for epochs in (0, 2, 1):
-            for _ in range(epochs):
-                loop.train_epoch(job)
-                loop.finish_epoch(job)
-            found.append(
-                {name: tensor.detach().clone() for name, tensor in job.train_state.distillation_module.named_parameters()}
-            )
-    return found
+    for each in with_init_stage(settings):
+        with contextlib.closing(build(each, group, Recorded(), no_telemetry)) as job:
+            for run in (lambda job: None, loop.run):
+                run(job)
+                found.append(
+                    {name: tensor.detach().clone() for name, tensor in job.train_state.distillation_module.named_parameters()}
+                )
+    before, warm, start, after = found
+    assert equal(warm, start)
+    return [before, warm, after]

@@ -18,6 +18,7 @@ from trainables.engine.losses import losses
 from trainables.engine.step import micro_batches, train_step
 from trainables.errors import ExperimentError, TrainingError
 from trainables.methods.distillation_module import DistillationModule, DistillationOutputs
+from trainables.methods.init_stage import with_init_stage
 from trainables.models.registry import build_model
 
 
@@ -181,8 +182,9 @@ def test_a_batch_that_batch_norm_cannot_normalise_is_said_in_one_line(ranks: Ran
 def test_terms_that_a_method_does_not_declare_are_refused(ranks: RankPool, tmp_path: Path, name: str, says: str) -> None:
     weights = write_teacher(tmp_path / "teacher.safetensors")
     distill = {"method": [f"{own_methods.__file__}:{name}"], "options": {}}
+    first, *_ = with_init_stage(config(tmp_path / "job", teacher={"weights": weights}, distill=distill))
     with pytest.raises(ExperimentError) as caught:
-        ranks.run(1, train, config(tmp_path / "job", teacher={"weights": weights}, distill=distill))
+        ranks.run(1, train, first)
     assert str(caught.value) == f"distill.method: {name} {says}"
 
 

@@ -143,8 +143,9 @@ def all_terms(
     outputs = [ModelOutputs(side[0], tuple(side[1:])) for side in (student, teacher)]
     found: dict[str, Tensor] = {}
     if method.init_terms:
-        found |= method.init_loss(*outputs, samples(labels_B, **{**batch, "epoch": -1.0}))
-    found |= method(*outputs, samples(labels_B, **batch))
+        found |= method.init_loss(*outputs, samples(labels_B, **batch))
+    if method.terms:
+        found |= method(*outputs, samples(labels_B, **batch))
     assert tuple(found) == method.init_terms + method.terms
     assert all(term.shape in ((len(labels_B),), ()) for term in found.values())
     return found
@@ -199,7 +200,7 @@ def assert_gradients_are_the_references(case: Comparison, directions: int = 3) -
     method, (student, teacher), labels_B = case.make(), case.answers(), LABELS[: case.rows]
     inputs, settled = (
         _inputs(method, student, teacher, labels_B),
-        {id(parameter) for parameter in method.init_only_parameters()},
+        {id(parameter) for parameter in (method.init_only_parameters() if method.terms else method.parameters())},
     )
     numbers = np.random.default_rng(1)
     for names, warming in ((method.init_terms, True), (method.terms, False)):

@@ -14,20 +14,25 @@ from trainables.methods.select import select_methods
 MAPS = ((4, 8, 8), (8, 4, 4))
 
 
-def distillation_module(**options: dict[str, Any]) -> DistillationModule:
+def distillation_module(*, init_stage: bool = False, **options: dict[str, Any]) -> DistillationModule:
     """Methods with these options, for two maps on either side."""
     methods = {key: make(key, student_shapes=MAPS, teacher_shapes=MAPS, **own) for key, own in options.items()}
-    return DistillationModule(nn.Identity(), methods, task_weight=0.5, epochs=10)
+    return DistillationModule(nn.Identity(), methods, task_weight=0.5, epochs=10, init_stage=init_stage)
 
 
 def test_the_weight_of_a_method_with_a_init_stage_only_is_that_of_the_stage() -> None:
-    both = distillation_module(ab={"weight": 2.0}, fsp={"weight": 0.25}, ft={"weight": 100.0})
-    assert both.weights(-3.0) == {"task": 0.0, "ab": 2.0, "fsp": 0.25, "ft": 1.0}
-    assert both.weights(0.0)["ft"] == 100.0
+    options = {"ab": {"weight": 2.0}, "fsp": {"weight": 0.25}, "ft": {"weight": 100.0}}
+    assert distillation_module(init_stage=True, **options).weights(0.0) == {"task": 0.0, "ab": 2.0, "fsp": 0.25, "ft": 1.0}
+    assert distillation_module(ft=options["ft"]).weights(0.0) == {"task": 0.5, "ft": 100.0}
 
 
 def test_published_stages_count_one() -> None:
-    assert distillation_module(ab={}, fsp={}, ft={}).weights(-1.0) == {"task": 0.0, "ab": 1.0, "fsp": 1.0, "ft": 1.0}
+    assert distillation_module(init_stage=True, ab={}, fsp={}, ft={}).weights(0.0) == {
+        "task": 0.0,
+        "ab": 1.0,
+        "fsp": 1.0,
+        "ft": 1.0,
+    }
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,12 @@ from trainables.device.device_batches import on_device
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
 from trainables.engine.check_method import Case, check
-from trainables.engine.job import build
+from trainables.engine.job import Job, build
 from trainables.engine.loop import train_epoch
 from trainables.engine.pass_latency import TrainingShape, pass_latency
 from trainables.engine.step import train_step
 from trainables.errors import ExperimentError
+from trainables.methods.init_stage import with_init_stage
 from trainables.models.registry import build_model
 from trainables.teachers.interface import TeacherRequest
 
@@ -44,6 +45,12 @@ def job_config(folder: Path, student: str, teacher: str, method: str, **options:
     )
 
 
+def init_job(folder: Path, student: str, teacher: str, method: str, **options: Any) -> contextlib.closing[Job]:
+    """The init stage of `job_config`."""
+    settings, _ = with_init_stage(job_config(folder, student, teacher, method, **options))
+    return contextlib.closing(build(settings, Group(), Recorded(), no_telemetry))
+
+
 def wrn_preacts(model: Any, images_BCHW: Tensor) -> list[Tensor]:
     """As RepDistiller's models/wrn.py with preact=True."""
     one = model.layer1(model.conv1(images_BCHW))
@@ -61,13 +68,12 @@ def boundary_loss(student: list[Tensor], teacher: list[Tensor]) -> Tensor:
 
 
 def test_ab_leaves_a_wrns_last_norm_out_of_its_init_stage_as_repdistiller_does(tmp_path: Path) -> None:
-    settings = job_config(tmp_path, "wrn_16_1", "wrn_40_1", "ab", init_epochs=1, init_frozen=["bn1"])
-    with contextlib.closing(build(settings, Group(), Recorded(), no_telemetry)) as job:
+    with init_job(tmp_path, "wrn_16_1", "wrn_40_1", "ab", init_epochs=1, init_frozen=["bn1"]) as job:
         train_state = job.train_state
         student: Any = copy.deepcopy(train_state.distillation_module.student).eval()
         trained = nn.ModuleList([student.conv1, student.layer1, student.layer2, student.layer3]).train()
         sgd = torch.optim.SGD(trained.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
-        train_state.begin_epoch(job.epochs.at(0))
+        train_state.distillation_module.begin_epoch(0)
         with contextlib.closing(on_device(job.train_loader.epoch(0), torch.device("cpu"))) as batches:
             for step in range(3):
                 batch = next(batches)
@@ -79,7 +85,7 @@ def test_ab_leaves_a_wrns_last_norm_out_of_its_init_stage_as_repdistiller_does(t
                 loss.backward()
                 sgd.step()
                 for each in train_state.optimizers:
-                    each.set_learning_rate(step - job.train_loader.steps_per_epoch, steps_per_epoch=1, global_batch_size=20)
+                    each.set_learning_rate(step, steps_per_epoch=5, global_batch_size=20)
                 train_step(train_state, batch, step, job.metrics.timer)
         ours = {name: p.detach() for name, p in train_state.distillation_module.student.named_parameters()}
         assert relative_difference({n: p.detach() for n, p in student.named_parameters()}, ours) < 1e-11
@@ -89,16 +95,17 @@ def test_ab_leaves_a_wrns_last_norm_out_of_its_init_stage_as_repdistiller_does(t
 
 def test_what_the_init_stage_leaves_out_is_trained_after_it(tmp_path: Path) -> None:
     options = {"init_epochs": 1, "init_frozen": ["bn1"]}
-    frozen = train(Group(), job_config(tmp_path, "wrn_16_1", "wrn_16_1", "ab", **options))["state"]
-    assert frozen["bn1.running_mean"].any()
-    assert (frozen["bn1.weight"] != 1).any()
+    init, settings = with_init_stage(job_config(tmp_path, "wrn_16_1", "wrn_16_1", "ab", **options))
+    frozen, trained = train(Group(), init)["state"], train(Group(), settings)["state"]
+    assert not frozen["bn1.running_mean"].any()
+    assert (frozen["bn1.weight"] == 1).all()
+    assert trained["bn1.running_mean"].any()
+    assert (trained["bn1.weight"] != 1).any()
 
 
 def test_all_of_the_student_takes_part_where_nothing_is_left_out(tmp_path: Path) -> None:
-    settings = job_config(tmp_path, "wrn_16_1", "wrn_16_1", "ab")
-    with contextlib.closing(build(settings, Group(), Recorded(), no_telemetry)) as job:
-        job.train_state.distillation_module.train()
-        job.train_state.distillation_module.set_trainable(-1)
+    with init_job(tmp_path, "wrn_16_1", "wrn_16_1", "ab") as job:
+        job.train_state.distillation_module.begin_epoch(0)
         evaluated = [name for name, module in job.train_state.distillation_module.student.named_modules() if not module.training]
         assert evaluated == ["fc"]
 
@@ -112,15 +119,13 @@ def test_all_of_the_student_takes_part_where_nothing_is_left_out(tmp_path: Path)
     ],
 )
 def test_what_the_init_stage_cannot_leave_out_is_refused(tmp_path: Path, names: list[str], message: str) -> None:
-    settings = job_config(tmp_path, "wrn_16_1", "wrn_16_1", "ab", init_frozen=names)
     with pytest.raises(ExperimentError) as caught:
-        build(settings, Group(), Recorded(), no_telemetry)
+        init_job(tmp_path, "wrn_16_1", "wrn_16_1", "ab", init_frozen=names)
     assert str(caught.value) == f"distill.options.ab.init_frozen: {message}"
 
 
 def test_ft_trains_its_paraphraser_at_a_rate_of_its_own_as_repdistiller_does(tmp_path: Path) -> None:
-    settings = job_config(tmp_path, "resnet8", "resnet14", "ft", init_epochs=1, init_lr=0.003)
-    with contextlib.closing(build(settings, Group(), Recorded(), no_telemetry)) as job:
+    with init_job(tmp_path, "resnet8", "resnet14", "ft", init_epochs=1, init_lr=0.003) as job:
         train_state: Any = job.train_state
         method = train_state.distillation_module.methods_by_name["ft"]
         halves = copy.deepcopy(nn.ModuleList([method.paraphrasers[0], method.builders[0]])).requires_grad_()
@@ -138,21 +143,14 @@ def test_ft_trains_its_paraphraser_at_a_rate_of_its_own_as_repdistiller_does(tmp
 
 
 def test_ft_reads_a_student_in_eval_mode_in_its_init_stage_as_repdistiller_does(tmp_path: Path) -> None:
-    with contextlib.closing(
-        build(job_config(tmp_path, "resnet8", "resnet14", "ft", init_epochs=1), Group(), Recorded(), no_telemetry)
-    ) as job:
+    with init_job(tmp_path, "resnet8", "resnet14", "ft", init_epochs=1) as job:
         train_epoch(job)
         student = job.train_state.distillation_module.student
         assert not any(t.any() for name, t in student.named_buffers() if name.endswith(("running_mean", "tracked")))
-        job.progress.epoch += 1
-        job.progress.position = 0
-        train_epoch(job)
-        assert all(t.all() for name, t in student.named_buffers() if name.endswith(("running_mean", "tracked")))
 
 
 def test_fsp_trains_the_student_in_training_mode_without_its_classifier_as_repdistiller_does(tmp_path: Path) -> None:
-    settings = job_config(tmp_path, "resnet8", "resnet14", "fsp", init_epochs=1)
-    with contextlib.closing(build(settings, Group(), Recorded(), no_telemetry)) as job:
+    with init_job(tmp_path, "resnet8", "resnet14", "fsp", init_epochs=1) as job:
         train_state: Any = job.train_state
         student: Any = copy.deepcopy(train_state.distillation_module.student).eval()
         trained = nn.ModuleList([student.conv1, student.bn1, student.layer1, student.layer2, student.layer3]).train()
@@ -185,7 +183,8 @@ def flows(model: Any, images_BCHW: Tensor) -> list[Tensor]:
 def test_after_the_init_stage_the_rate_is_the_trainings(tmp_path: Path) -> None:
     settings = job_config(tmp_path, "resnet8", "resnet14", "ft", init_epochs=1, init_lr=0.003)
     settings = settings.model_copy(update={"optim": settings.optim.model_copy(update={"schedule": "constant"})})
-    rates = [metrics["train/lr"] for kind, _, metrics in train(Group(), settings)["calls"] if kind == "step"]
+    calls = [call for each in with_init_stage(settings) for call in train(Group(), each)["calls"]]
+    rates = [metrics["train/lr"] for kind, _, metrics in calls if kind == "step"]
     assert [rate for rate, _ in itertools.groupby(rates)] == [0.003, LR]
 
 
@@ -193,7 +192,7 @@ def test_two_init_stages_at_unlike_rates_are_refused(tmp_path: Path) -> None:
     settings = job_config(tmp_path, "resnet8", "resnet14", "ft", init_lr=0.003)
     both = {"method": ["ft", "fsp"], "options": {**settings.distill.options, "fsp": {}}}  # type: ignore[union-attr]
     with pytest.raises(ExperimentError) as caught:
-        build(TrainConfig.model_validate({**settings.model_dump(), "distill": both}), Group(), Recorded(), no_telemetry)
+        with_init_stage(TrainConfig.model_validate({**settings.model_dump(), "distill": both}))
     assert str(caught.value) == (
         "distill.options.ft.init_lr: fsp has an init stage too, at another rate, and there is one for both:"
         " leave init_lr out, or fsp"

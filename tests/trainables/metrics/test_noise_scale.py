@@ -37,7 +37,7 @@ def steps_taken(group: Group, settings: TrainConfig) -> list[dict[str, Any]]:
     """An epoch's steps: the parameters before, the images of this rank and what all ranks together say of the noise."""
     estimates = []
     with contextlib.closing(build(with_noise_scale(settings), group, Recorded(), no_telemetry)) as job:
-        assert job.train_state.training_update.noise is not None
+        assert job.train_state.update.noise is not None
         for step, batch in enumerate(on_device(job.train_loader.epoch(0), group.device)):
             before = {name: tensor.clone() for name, tensor in job.student.state_dict().items()}
             numbers = {
@@ -46,7 +46,7 @@ def steps_taken(group: Group, settings: TrainConfig) -> list[dict[str, Any]]:
                 "labels": batch.labels_B.clone(),
             }
             train_step(job.train_state, batch, step, job.metrics.timer)
-            estimates.append(numbers | {"noise": all_reduce_sum(job.train_state.training_update.noise.take(), group).tolist()})
+            estimates.append(numbers | {"noise": all_reduce_sum(job.train_state.update.noise.take(), group).tolist()})
     return estimates
 
 

@@ -69,7 +69,7 @@ def pipeline_step(
     divided = [micro_batches(part, num_micro_batches, train_state.num_blank_images) for part in parts]
     if runner.is_last:
         max_calls = train_state.accumulate * num_micro_batches
-        train_state.active_teacher.skip(parts[0].images_BCHW, max_calls - sum(map(len, divided)))
+        train_state.teacher.skip(parts[0].images_BCHW, max_calls - sum(map(len, divided)))
     for part, each in zip(parts, divided, strict=True):
         passes = _losses(train_state, each, count, step, timer) if runner.is_last else forward
         runner.train(part.images_BCHW, len(each), passes, timer.mark)
@@ -81,7 +81,7 @@ def pipeline_step(
 
 def _losses(train_state: TrainState, parts: Sequence[DeviceBatch], count: GlobalCount, step: int, timer: PhaseTimer) -> Forward:
     """What the last stage does with each micro-batch. The teacher runs for all of them while the first one is on its way."""
-    epoch = train_state.epochs.training_epochs(step)
+    epoch = train_state.epochs.passed(step)
     remaining = iter([(each, run_teacher(train_state, each)) for each in parts])
     timer.mark("teacher")
 

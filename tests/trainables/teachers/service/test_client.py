@@ -223,7 +223,6 @@ def test_no_more_batches_are_requested_than_may_be_under_way(tmp_path: Path) -> 
             return never
 
     with contextlib.closing(build(settings(tmp_path, "ours"), Group(), Recorded(), no_telemetry, connections=[Silent()])) as job:
-        assert job.train_state.teacher is not None
         batches = job.train_state.teacher.prefetch(job.train_loader.epoch(0), 0)
         counts, images = list[int](), list[torch.Tensor]()
         for batch in batches:
@@ -243,7 +242,6 @@ def test_batches_that_wait_for_their_logits_keep_their_images(tmp_path: Path) ->
         contextlib.closing(build(config, Group(), Recorded(), no_telemetry, connections=connections)) as ours,
         contextlib.closing(build(peer, Group(), Recorded(), no_telemetry)) as theirs,
     ):
-        assert ours.train_state.teacher is not None
         batches = ours.train_state.teacher.prefetch(ours.train_loader.epoch(0), 0)
         before = None
         for batch, other in zip(batches, theirs.train_loader.epoch(0), strict=True):
