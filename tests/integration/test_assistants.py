@@ -5,8 +5,10 @@ import pytest
 from service.config.experiment import load
 from tests.integration.conftest import Distill, kill, records, result, wait_until
 from tests.trainables.jobs import equal, train
+from tests.trainables.methods import own_methods
 from trainables.distributed.rank_pool import RankPool
 from trainables.engine import checkpoint
+from trainables.methods.init_stage import with_init_stage
 from trainables.rundir import RunDir
 
 pytestmark = pytest.mark.integration
@@ -19,6 +21,7 @@ SETS = (
     "train.checkpoint_every=5",
 )
 NAMES = ("teacher", "assistant1", "assistant2", "student")
+INIT = f"distill={{method: [kd, '{own_methods.__file__}:InitStage'], options: {{InitStage: {{init_epochs: 2}}}}}}"
 
 
 def options(*sets: str) -> list[str]:
@@ -30,9 +33,13 @@ def test_a_chain_that_is_killed_goes_on_at_the_very_stage_and_to_the_bits_of_a_w
     distill: Distill, ranks: RankPool
 ) -> None:
     run, alone = distill.runs / "chain", distill.runs / "alone"
-    command = distill.start("train", distill.experiment, "--out", run, *options())
+    command = distill.start("train", distill.experiment, "--out", run, *options(INIT))
+    wait_until(lambda: len(records(run, "step", "assistant1-init")) > 30, "step 30 of the first init stage", command)
+    kill(command.family())
+    command = distill.start("resume", run)
     wait_until(lambda: len(records(run, "step", "assistant1")) > 40, "step 40 of the first assistant", command)
     kill(command.family())
+    assert [line["step"] for line in records(run, "step", "assistant1-init")] == list(range(1, 2 * 22 + 1))
     written_ns = RunDir(run).stage("teacher").result.stat().st_mtime_ns
     assert not RunDir(run).stage("assistant1").result.exists()
 
@@ -40,18 +47,22 @@ def test_a_chain_that_is_killed_goes_on_at_the_very_stage_and_to_the_bits_of_a_w
     assert RunDir(run).stage("teacher").result.stat().st_mtime_ns == written_ns
     assert [(stage["stage"], stage["model"], stage["status"]) for stage in result(run)["stages"]] == [
         ("teacher", "mlp_large", "ok"),
+        ("assistant1-init", "convnet_small", "ok"),
         ("assistant1", "convnet_small", "ok"),
+        ("assistant2-init", "mlp_small", "ok"),
         ("assistant2", "mlp_small", "ok"),
+        ("student-init", "convnet_small", "ok"),
         ("student", "convnet_small", "ok"),
     ]
     assert all(name in output for name in NAMES)
     assert [line["step"] for line in records(run, "step", "assistant1")] == list(range(1, 4 * 22 + 1))
     assert "train/distill_loss" in records(run, "step", "assistant2")[0]["metrics"]
     # The same stages without Ray and without an interruption, each taught by the one before it.
-    experiment, weights = load(str(distill.experiment), SETS).experiment, None
+    experiment, weights = load(str(distill.experiment), (*SETS, INIT)).experiment, None
     for name in NAMES:
         stage = RunDir(alone).stage(name)
-        ranks.run(1, train, experiment.stage(name, stage.root, {}, weights))
+        for job in with_init_stage(experiment.stage(name, stage.root, {}, weights)):
+            ranks.run(1, train, job)
         assert equal(*(checkpoint.read(RunDir(folder).stage(name).best)[0] for folder in (run, alone))), name
         weights = str(stage.best)
     assert (run / "report.html").stat().st_size > 0

@@ -23,7 +23,7 @@ from service.runs.tune_internals import ActorManager, ActorOutOfMemoryError
 from service.sweeps.trials import plan_trials
 from service.sweeps.tune import SessionEnding, tune_trials
 from tests.integration.conftest import kill, title, wait_until
-from tests.trainables.jobs import write_teacher
+from tests.trainables.jobs import write_able_teacher
 from tests.trainables.methods import own_methods
 from trainables.rundir import RunDir, append_line, read_lines
 
@@ -42,7 +42,7 @@ EPOCH = {
 def sweep_in(run_dir: RunDir) -> tuple[SweepConfig, dict[str, Assignment]]:
     """A sweep by asha with three trials, each of an init stage and a student."""
     asha = ["sweep.policy=asha", "sweep.metric=top1_pct", "sweep.space.optim.lr=[0.01, 0.02, 0.03]", "optim.epochs=1"]
-    teacher = {"model": "mlp_large", "weights": write_teacher(run_dir.root / "teacher.safetensors")}
+    teacher = {"model": "mlp_large", "weights": write_able_teacher(run_dir.root / "teacher.safetensors")}
     distill = {"method": f"{own_methods.__file__}:InitStage", "options": {"InitStage": {"init_epochs": 2}}}
     sections = [f"{name}={json.dumps(section)}" for name, section in (("teacher", teacher), ("distill", distill))]
     resolved = load("digits", [*asha, *sections, "data.path=digits", "tracking.enabled=false", "data.loader_workers=1"])
@@ -116,7 +116,7 @@ def test_a_trial_that_raises_or_dies_has_failed_whatever_epochs_it_has_and_later
     init, student = (run_dir.trial("002").stage(name) for name in ("student-init", "student"))
     assert [line["epoch"] for line in read_lines(init.metrics) if line["kind"] == "epoch"] == [1.0, 2.0]
     assert init.result.exists()
-    assert [outcome_of("002").metrics["steps"], len(read_lines(student.sessions))] == [22, 2]
+    assert [outcome_of("002").metrics["steps"], len(read_lines(student.sessions))] == [11, 2]
 
 
 @pytest.fixture
