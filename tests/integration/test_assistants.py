@@ -21,7 +21,10 @@ SETS = (
     "train.checkpoint_every=5",
 )
 NAMES = ("teacher", "assistant1", "assistant2", "student")
-INIT = f"distill={{method: [kd, '{own_methods.__file__}:InitStage'], options: {{InitStage: {{init_epochs: 2}}}}}}"
+INIT = (
+    f"distill={{method: [kd, '{own_methods.__file__}:InitStage'], options: {{InitStage: {{init_epochs: 2}}}}}}",
+    "optim.lr=0.005",
+)
 
 
 def options(*sets: str) -> list[str]:
@@ -33,7 +36,7 @@ def test_a_chain_that_is_killed_goes_on_at_the_very_stage_and_to_the_bits_of_a_w
     distill: Distill, ranks: RankPool
 ) -> None:
     run, alone = distill.runs / "chain", distill.runs / "alone"
-    command = distill.start("train", distill.experiment, "--out", run, *options(INIT))
+    command = distill.start("train", distill.experiment, "--out", run, *options(*INIT))
     wait_until(lambda: len(records(run, "step", "assistant1-init")) > 30, "step 30 of the first init stage", command)
     kill(command.family())
     command = distill.start("resume", run)
@@ -58,7 +61,7 @@ def test_a_chain_that_is_killed_goes_on_at_the_very_stage_and_to_the_bits_of_a_w
     assert [line["step"] for line in records(run, "step", "assistant1")] == list(range(1, 4 * 22 + 1))
     assert "train/distill_loss" in records(run, "step", "assistant2")[0]["metrics"]
     # The same stages without Ray and without an interruption, each taught by the one before it.
-    experiment, weights = load(str(distill.experiment), (*SETS, INIT)).experiment, None
+    experiment, weights = load(str(distill.experiment), (*SETS, *INIT)).experiment, None
     for name in NAMES:
         stage = RunDir(alone).stage(name)
         for job in with_init_stage(experiment.stage(name, stage.root, {}, weights)):
