@@ -12,7 +12,7 @@ import torch
 
 from tests.gpu.contract import Check, Expected, Measured, Piece, Settings
 from tests.gpu.work import folder_of
-from tests.trainables.jobs import Recorded, config, no_telemetry, relative_difference, train, write_teacher
+from tests.trainables.jobs import Recorded, config, no_telemetry, relative_difference, train, with_noise_scale, write_teacher
 from trainables.config import TrainConfig
 from trainables.device.device_batches import on_device
 from trainables.distributed.group import Group
@@ -98,7 +98,9 @@ def noise(settings: Settings) -> Measured:
     even = {"teacher": None, "data": {"path": "synthetic", "synthetic_images": 128, "global_batch_size": 32}}
     jobs = {1: config(folder / "1", **even, optim={"accumulate": 2}), 2: config(folder / "2", **even)}
     with contextlib.closing(RankPool(2)) as ranks:
-        one, two = (float(ranks.run(n, state_of, settings.device, job)[0]["noise_scale"]) for n, job in jobs.items())
+        one, two = (
+            float(ranks.run(n, state_of, settings.device, with_noise_scale(job))[0]["noise_scale"]) for n, job in jobs.items()
+        )
     return {"difference": abs(one / two - 1), "noise scale": one}
 
 
