@@ -142,7 +142,8 @@ class _Connection(socketserver.BaseRequestHandler):
         proxy: Proxy = self.server  # type: ignore[assignment]
         client: socket.socket = self.request
         lose, fresh, sources = False, False, [client]
-        with socket.create_connection(("127.0.0.1", proxy.upstream_port)) as upstream, contextlib.suppress(OSError):
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            upstream = stack.enter_context(socket.create_connection(("127.0.0.1", proxy.upstream_port)))
             sources.append(upstream)
             while True:
                 for source in select.select(sources, [], [])[0]:
@@ -157,6 +158,9 @@ class _Connection(socketserver.BaseRequestHandler):
                         if proxy.hold and proxy.hold in data:
                             proxy.hold = None
                             proxy.release.wait(60)
+                            sources.remove(upstream)  # the server closes a connection that is idle for 5 s
+                            upstream = stack.enter_context(socket.create_connection(("127.0.0.1", proxy.upstream_port)))
+                            sources.append(upstream)
                         upstream.sendall(data)
                         continue
                     if not data or lose or client not in sources:
