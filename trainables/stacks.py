@@ -26,7 +26,7 @@ class ProcessReport(NamedTuple):
     status: str
     """As `psutil` calls it, such as `sleeping`, `stopped` or `zombie`; `gone` where there is no such process."""
     stacks: str
-    """Of the process and of its children, such as its loader process; empty where it writes none."""
+    """The stacks of the process and of its children, such as its loader process; empty where it writes none."""
 
 
 @functools.cache

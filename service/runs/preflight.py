@@ -183,7 +183,7 @@ def check_data_of_run(
 def check_checkpoints(run_dir: RunDir, result: RunResult) -> None:
     """Refuse to resume from a checkpoint that is damaged. Raises CheckpointError: which, and what to do with it."""
     stages = stages_with("checkpoints/last.safetensors", run_dir, result)
-    # Of a complete init stage too: the stage after it begins with that.
+    # A complete init stage is read too: the stage after it begins with that.
     unfinished = [stage for stage in stages if not stage.result.exists() or stage.root.name.endswith("-init")]
     needed = [(stage.last, stage.best, stage) for stage in unfinished]
     for name in read_resolved(run_dir.experiment).experiment.preparation:

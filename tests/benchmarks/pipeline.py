@@ -81,7 +81,7 @@ def _interleaved(sides: Mapping[str, Step], rounds: int) -> dict[str, float]:
 
 
 def _step_s(step: Step) -> float:
-    """Of the slowest rank; the same on all."""
+    """The slowest rank's; the same on all."""
     dist.barrier()
     start_s = time.perf_counter()
     step()

@@ -36,13 +36,13 @@ class _AllReduce(torch.autograd.Function):
 
 
 class Statistics(NamedTuple):
-    """Of a batch, by channel."""
+    """Mean and variance of a batch, by channel."""
 
     mean_C: Tensor
     var_C: Tensor
     """Biased."""
     num_values: Tensor
-    """Of a channel, over all ranks (scalar), at least 1."""
+    """Values per channel, over all ranks (scalar), at least 1."""
 
 
 def merge_statistics(mean_WC: Tensor, var_WC: Tensor, num_values_W: Tensor) -> Statistics:

@@ -73,7 +73,7 @@ def _reduce_sums(job: Job) -> tuple[list[float], float, list[float]]:
 
 
 def _learning_rate(train_state: TrainState) -> float:
-    """Of the optimizer that minimises the task's loss; an init stage has one alone."""
+    """The rate of the optimizer that minimises the task's loss; an init stage has one alone."""
     of_task = max(train_state.optimizers, key=lambda each: "task" in each.losses)
     return float(of_task.optimizer.param_groups[0]["lr"])
 

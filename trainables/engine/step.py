@@ -41,7 +41,7 @@ class TrainingParts(NamedTuple):
 
 
 class NoTeacher(TeacherInterface):
-    """Of a job in which no method reads one."""
+    """Stands for the teacher where no method reads one."""
 
     def __call__(self, *_: object, **__: object) -> dict[str, ModelOutputs]:
         return {}

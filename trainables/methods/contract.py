@@ -127,7 +127,7 @@ class BuildContext:
     """Samples of a step over all ranks; the last step of an epoch may have fewer."""
     seed: int
     epochs: int
-    """Of the stage."""
+    """The length of the stage."""
     group: Group
 
 

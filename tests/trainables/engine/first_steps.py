@@ -39,7 +39,7 @@ def fuse_optimizers(job: Job) -> None:
 
 
 def settings(method: str, folder: Path, precision: str = "fp32", **sections: Any) -> TrainConfig:
-    """Of a method: six steps an epoch, the last of them shorter; a rate and a weight that change with every step."""
+    """A job with this method: six steps per epoch, the last of them shorter; a rate and a weight that change with every step."""
     options = {"warmup_epochs": 2, "decay": "cosine"} if load_method(method).terms else {}
     case = Case(method, options, teacher="resnet8", image_size=8)
     tree = job_config(case, folder, precision=precision).model_dump(mode="json")

@@ -12,7 +12,7 @@ from trainables.distributed.pipeline.block_costs import Block
 from trainables.errors import ModelError
 
 MEMORY = 0.9
-"""Of a device's, that a plan fills: the rest is for what passes need for a moment, the teacher's too."""
+"""The share of a device's memory that a cut may fill: the rest is for what passes need for a moment, the teacher's too."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class StageCosts:
     parameter_copies: float
     """A parameter, its gradient and the optimizer's state, in copies of the parameter."""
     memory_bytes: float = math.inf
-    """Of a device."""
+    """Memory of a device."""
     teacher_s: float = 0.0
     """Its forward pass of one micro-batch, on the last stage."""
     teacher_bytes: float = 0.0
@@ -38,7 +38,7 @@ class StageCosts:
         return np.cumsum([(0.0, 0.0, 0.0), *costs], axis=0)
 
     def stage_s(self, stage: int, first: int, end: int) -> float:
-        """Of one micro-batch in a stage of the blocks [first, end); without end where it has nothing to train or no memory."""
+        """Seconds of one micro-batch in a stage of the blocks [first, end); infinite where it trains nothing or does not fit."""
         passes_s, parameter_bytes, activation_bytes = (self._sums[end] - self._sums[first]).tolist()
         is_last = stage == self.num_stages - 1
         needed_bytes = self.parameter_copies * parameter_bytes + self._num_stored(stage) * activation_bytes

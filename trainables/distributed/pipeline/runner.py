@@ -98,7 +98,7 @@ class PipelineRunner:
         return torch.cat([part[:size] for part, size in zip(output.split(sizes[0]), sizes, strict=True)])
 
     def _arguments(self, images_BCHW: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
-        """Of the schedule, which divides a batch into equal parts."""
+        """The arguments of the schedule, which divides a batch into equal parts."""
         if not self.is_first:
             return ()
         if sizes[0] == sizes[-1]:

@@ -76,7 +76,7 @@ def _check_trains(student: nn.Module, points: Sequence[CutPoint]) -> None:
 
 
 class PlannedModels(NamedTuple):
-    """Of a job in stages."""
+    """The models of a job in stages."""
 
     student: nn.Module
     teacher: nn.Module | None

@@ -102,7 +102,7 @@ class TeacherActor:
         self._rows: dict[RowKey, tuple[_Block, int]] = {}
         """The memory: where the logits of a row are, or will be."""
         self._computed, self._num_bytes = deque[_Block](), 0
-        self._asked: dict[RowKey, float] = {}
+        self._upload_deadlines: dict[RowKey, float] = {}
         """Rows whose images a client was asked to send, and until when the others wait for them."""
         self._arrival = asyncio.Event()
         self._queue: list[_Task] = []
@@ -122,12 +122,12 @@ class TeacherActor:
         num_computed = self._add_images(network, request, keys)
         while absent := [row for row, key in enumerate(keys) if key not in self._rows]:
             now_s = time.monotonic()
-            unasked = [row for row in absent if self._asked.get(keys[row], 0.0) <= now_s]
-            if unasked:
-                self._asked |= dict.fromkeys((keys[row] for row in unasked), now_s + self._upload_timeout_s)
-                return LogitsResponse(missing=np.array(unasked), num_computed=num_computed)
+            unrequested = [row for row in absent if self._upload_deadlines.get(keys[row], 0.0) <= now_s]
+            if unrequested:
+                self._upload_deadlines |= dict.fromkeys((keys[row] for row in unrequested), now_s + self._upload_timeout_s)
+                return LogitsResponse(missing=np.array(unrequested), num_computed=num_computed)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._arrival.wait(), min(self._asked[keys[row]] for row in absent) - now_s)
+                await asyncio.wait_for(self._arrival.wait(), min(self._upload_deadlines[keys[row]] for row in absent) - now_s)
         found = [self._rows[key] for key in keys]
         await asyncio.wait({block.logits_nK for block, _ in found})
         logits_BK = np.stack([block.logits_nK.result()[row] for block, row in found])
@@ -162,7 +162,7 @@ class TeacherActor:
         block = _Block(list(new), asyncio.get_running_loop().create_future())
         for row, key in enumerate(new):
             self._rows[key] = block, row
-            self._asked.pop(key, None)
+            self._upload_deadlines.pop(key, None)
         self._queue.append(_Task(network, request.epoch, images_nHWC, block))
         if len(self._tasks) < _CONCURRENT:
             task = asyncio.create_task(self._compute())
