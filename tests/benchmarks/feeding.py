@@ -29,7 +29,7 @@ from trainables.data.index import read_index
 from trainables.data.loader.loader import Batch, Loader
 from trainables.data.sources.folder import FolderSource
 from trainables.distributed.group import Group
-from trainables.engine.job import build
+from trainables.engine.train import build
 from trainables.worker.trainer import CPU_MALLOC
 
 SIDES = ("records", "1 worker", "2 workers")

@@ -19,8 +19,8 @@ from service.cluster.connect import connect
 from tests.benchmarks.pairs import Pair
 from tests.benchmarks.process import peak_rss_mib, pss_mib
 from tests.benchmarks.rounds import Bar, Comparison
-from trainables.engine import loop
 from trainables.engine.job import Job
+from trainables.worker import entry_points
 from trainables.worker.entry_points import train_loop_per_worker
 from trainables.worker.process_group import ProcessGroup
 from trainables.worker.trainer import CPU_MALLOC
@@ -87,14 +87,14 @@ def of_worker(pair: Pair, num_workers: int, folder: Path) -> dict[str, float]:
 def train_and_tell(settings: dict[str, Any]) -> None:
     """In the worker: the product's own train function, then what it has held."""
     empty_mib, at_the_end = peak_rss_mib(), list[float]()
-    run = loop.run
+    run = entry_points.run_job
 
     def run_and_measure(job: Job) -> dict[str, float]:
         summary = run(job)
         at_the_end.append(pss_mib())  # as in the script: models, gradients and loader still stand
         return summary
 
-    loop.run = run_and_measure
+    entry_points.run_job = run_and_measure
     train_loop_per_worker(settings["config"])
     if ray.train.get_context().get_world_rank() == 0:
         memory = {"peak_mib": peak_rss_mib(), "pss_mib": at_the_end[0], "empty_mib": empty_mib}

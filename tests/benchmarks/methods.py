@@ -29,7 +29,8 @@ from trainables.distributed.gather import Gather
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
 from trainables.engine import step as steps
-from trainables.engine.job import Job, build
+from trainables.engine.job import Job
+from trainables.engine.train import build
 from trainables.methods.registry import METHODS, load_method
 
 PAIR = Pair("resnet14", "resnet8", 32, 64, warmup_steps=2, steps=1)

@@ -15,7 +15,8 @@ from tests.trainables.jobs import Recorded, no_telemetry, with_noise_scale
 from trainables.config import TrainConfig
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
-from trainables.engine.job import Job, build
+from trainables.engine.job import Job
+from trainables.engine.train import build
 
 BLOCK_STEPS = 4
 """Short, so that both sides of a pair meet the same ups and downs; each ends in a log line, five times as many as usual."""

@@ -24,7 +24,8 @@ from tests.benchmarks.process import ROOT, environment
 from tests.benchmarks.rounds import Bar, Comparison
 from trainables.disk_writer import DiskWriter
 from trainables.distributed.group import Group
-from trainables.engine.job import Job, build
+from trainables.engine.job import Job
+from trainables.engine.train import build
 from trainables.metrics.phase_timer import PhaseTimer
 from trainables.rundir import RunDir
 from trainables.worker.entry_points import start_logging

@@ -10,9 +10,9 @@ from typing import Any
 from tests.benchmarks.process import answer_of
 from trainables.config import TrainConfig
 from trainables.data.index import read_index
-from trainables.engine import loop
 from trainables.engine.checkpoint import write_tensors
 from trainables.engine.job import Job
+from trainables.engine.train import train_epoch
 from trainables.models.registry import build_model
 from trainables.rundir import StageDir
 from trainables.worker import trainer
@@ -29,7 +29,7 @@ def train_on(job: Job, steps: int) -> None:
     progress = job.progress
     last = progress.step + steps
     while progress.step < last:
-        loop.train_epoch(job, stop_at=last)
+        train_epoch(job, stop_at=last)
         if progress.position >= job.train_loader.samples_per_epoch:
             progress.epoch, progress.position = progress.epoch + 1, 0
 

@@ -23,8 +23,7 @@ from tests.trainables.jobs import Recorded, config, equal, no_telemetry, write_t
 from trainables.config import TrainConfig
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
-from trainables.engine import loop
-from trainables.engine.job import build
+from trainables.engine.train import build, train_epoch
 
 WORKERS, MODEL, SHORT_MODEL, IMAGE_SIZE = 2, "vit_l_16", "vit_b_16", 32
 MOST = Bar("≤", 0.6)
@@ -100,7 +99,7 @@ def train(group: Group, settings: TrainConfig) -> Measured:
         gc.collect()
         loading_mib = peak_rss_mib() - empty_mib
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-        loop.train_epoch(job)
+        train_epoch(job)
         training_mib = peak_rss_mib() - empty_mib
         state = {name: tensor.detach().clone() for name, tensor in job.student.state_dict().items()}
     step_ms = [metrics["train/phase/step_ms"] for kind, _, metrics in report.calls if kind == "step"]

@@ -18,8 +18,8 @@ from tests.benchmarks.rounds import Bar, Comparison, in_turn
 from tests.trainables.jobs import Recorded, no_telemetry
 from trainables.config import TrainConfig
 from trainables.distributed.group import Group
-from trainables.engine import loop
-from trainables.engine.job import Job, build
+from trainables.engine.job import Job
+from trainables.engine.train import build, train_epoch
 from trainables.teachers.service.protocol import TeacherConnection
 
 STUDENTS = 3
@@ -107,7 +107,7 @@ class Bench:
     def train_s(self, job: Job) -> float:
         """Seconds of the steps, and of what has to be on disk after them."""
         progress, began = job.progress, time.perf_counter()
-        loop.train_epoch(job, stop_at=progress.step + self._steps)
+        train_epoch(job, stop_at=progress.step + self._steps)
         job.train_state.teacher.end_epoch()
         progress.position = 0
         return time.perf_counter() - began

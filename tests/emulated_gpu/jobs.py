@@ -21,8 +21,7 @@ from tests.trainables.jobs import Recorded, no_telemetry, relative_difference
 from tests.trainables.jobs import config as small_config
 from trainables.device.device_batches import DeviceBatch, _Copy, _without
 from trainables.distributed.group import Group
-from trainables.engine import loop
-from trainables.engine.job import build
+from trainables.engine.train import build, run_job
 
 Findings = dict[str, Any]
 GPU = torch.device("cuda", 0)
@@ -86,7 +85,7 @@ def races(folder: Path, broken: str = "") -> Findings:
                 }
                 config = small_config(folder / name, **network, **sections)
                 with contextlib.closing(build(config, Group(device=GPU), Recorded(), no_telemetry)) as job:
-                    loop.run(job)
+                    run_job(job)
                     found["steps"] += job.progress.step
         except sanitizer.CUDASanitizerErrors as error:
             found["races"] = len(error.errors)

@@ -20,8 +20,8 @@ from tests.trainables.jobs import write_teacher
 from trainables.config import TrainConfig
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
-from trainables.engine import loop
-from trainables.engine.job import Job, build
+from trainables.engine.job import Job
+from trainables.engine.train import build, run_job
 from trainables.metrics.metrics_file import Report
 from trainables.rundir import RunDir, StageDir, write_json
 from trainables.stage_result import StageResult, write_stage_result
@@ -150,7 +150,7 @@ def train_rank(group: Group, config: TrainConfig, faults: Mapping[str, float]) -
         contextlib.closing(build(config, group, file_report(config, group), telemetry.snapshot)) as job,
         injected(job, faults),
     ):
-        write_summary(job, loop.run(job))
+        write_summary(job, run_job(job))
 
 
 def file_report(config: TrainConfig, group: Group) -> Report:

@@ -23,9 +23,9 @@ from service.doctor.read_run import Recording
 from tests.faults.runs import WARMUP_STEPS, Bench, Training, file_report, injected, write_summary
 from trainables.config import TrainConfig
 from trainables.distributed.group import Group
-from trainables.engine import loop
-from trainables.engine.job import Job, build
-from trainables.engine.metrics_records import summarize
+from trainables.engine.job import Job
+from trainables.engine.records import summarize
+from trainables.engine.train import build, run_job
 from trainables.metrics.telemetry import usable_cores
 
 BLOCK_S = 0.4
@@ -117,7 +117,7 @@ def train_in_turns(group: Group, config: TrainConfig, faults: Mapping[str, float
         ):
             Turns(job, pipe, telemetry)
             with contextlib.suppress(TurnsOverError):
-                loop.run(job)
+                run_job(job)
             if number == 0:
                 write_summary(job, summarize(job))
 

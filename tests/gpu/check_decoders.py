@@ -17,7 +17,7 @@ from trainables.device.decode import region_decoder
 from trainables.device.decoders import PACKAGES
 from trainables.device.device_batches import on_device
 from trainables.device.release import release_device
-from trainables.engine import loop
+from trainables.engine.train import run_job
 
 MODULES = {"gpu": "nvimgcodec", "dali": "dali"}
 PHOTOS = Pair(R34_R18.teacher, R34_R18.student, 224, 10)
@@ -57,7 +57,7 @@ def decoder(settings: Settings, name: str) -> Measured:
             data = {"path": str(path), "augment": "crop_flip", "decoder": kind, "loader_workers": 8}
             sections = {"data": data, "train": {"max_steps": steps, "log_every": 20}}
             with open_job(job_config(settings, pair, batch, "bf16", sections), device) as job:
-                found[f"images_per_s/{kind}"] = loop.run(job)["images_per_s"]
+                found[f"images_per_s/{kind}"] = run_job(job)["images_per_s"]
         found["slower_pct"] = 100 * (1 - float(found[f"images_per_s/{name}"]) / float(found["images_per_s/auto"]))
     release_device(device)
     for threads in (2, 4):

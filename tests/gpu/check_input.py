@@ -15,7 +15,7 @@ from tests.gpu.work import R34_R18, Pair, Stepper, device_batch, first_device, j
 from trainables.config import DataConfig
 from trainables.data.loader.loader import Loader
 from trainables.data.source import open_source
-from trainables.engine import loop
+from trainables.engine.train import run_job
 
 THREADS = (1, 2, 4, 8, 12, 15)
 PHOTOS = Pair(R34_R18.teacher, R34_R18.student, 224, 10)
@@ -91,7 +91,7 @@ def whole_loop(settings: Settings, batch: int) -> Measured:
             sys.setswitchinterval(switch_ms / 1e3)
             sections = {"data": data, "train": {"max_steps": steps, "log_every": 20, "warmup_steps": 1 if settings.small else 10}}
             with open_job(job_config(settings, pair, batch, "bf16", sections), device) as job:
-                summary = loop.run(job)
+                summary = run_job(job)
             found |= {
                 f"images_per_s/{switch_ms:g}": summary["images_per_s"],
                 f"data_pct/{switch_ms:g}": summary["data_pct"],

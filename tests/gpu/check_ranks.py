@@ -17,8 +17,7 @@ from trainables.config import TrainConfig
 from trainables.device.device_batches import on_device
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
-from trainables.engine.job import build
-from trainables.engine.step import train_step
+from trainables.engine.train import build, train_step
 
 SMALL_RESNET = {
     "model": "resnet8",

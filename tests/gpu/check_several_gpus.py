@@ -18,9 +18,9 @@ from tests.gpu.timing import in_rounds, seconds_of
 from tests.gpu.work import R34_R18, Pair, Stepper, device_batch, job_config, sized
 from tests.trainables.jobs import Recorded, no_telemetry, with_noise_scale
 from trainables.config import TrainConfig
-from trainables.distributed.group import Group, check_replicas
-from trainables.engine import loop
-from trainables.engine.job import Job, build
+from trainables.distributed.group import Group, check_replicas, replica_checksums
+from trainables.engine.job import Job
+from trainables.engine.train import build, run_job
 from trainables.metrics.allreduce_wait import exposed_ms
 
 NUM_GPUS = 8
@@ -108,7 +108,7 @@ def replicas_ms(group: Group, config: TrainConfig, pair: Pair, batch: int, steps
             if group.device.type == "cuda":
                 torch.cuda.synchronize(group.device)
             began = time.perf_counter()
-            check_replicas(job.train_state.distillation_module, group, number)
+            check_replicas(replica_checksums(job.train_state.distillation_module, group).tolist(), number)
             spent_s += time.perf_counter() - began
     return 1e3 * spent_s / steps
 
@@ -127,7 +127,7 @@ def watching(settings: Settings) -> Measured:
 
 def loop_summary(group: Group, config: TrainConfig) -> dict[str, float]:
     with open_here(config, group) as job:
-        return loop.run(job)
+        return run_job(job)
 
 
 def input_of_all(settings: Settings) -> Measured:

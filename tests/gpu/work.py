@@ -18,8 +18,8 @@ from tests.trainables.jobs import Recorded, no_telemetry, write_teacher
 from trainables.config import TrainConfig
 from trainables.device.device_batches import DeviceBatch
 from trainables.distributed.group import Group
-from trainables.engine.job import Job, build
-from trainables.engine.step_functions import TrainStep
+from trainables.engine.job import Job, TrainStep
+from trainables.engine.train import build
 
 MANY_STEPS = 1_000_000
 """Of an epoch, where a check does not want to see another one begin."""
@@ -123,7 +123,7 @@ class Stepper:
     def __init__(self, job: Job, batch: DeviceBatch, train_step: TrainStep | None = None) -> None:
         """`train_step`: in place of the job's own."""
         self._job, self._batch, self._step = job, batch, 0
-        self._train_step = train_step or job.functions.train_step
+        self._train_step = train_step or job.train_step
 
     def __call__(self) -> None:
         timer = self._job.metrics.timer

@@ -15,10 +15,10 @@ from trainables.data.source import open_source
 from trainables.device.model_input import normalizer
 from trainables.disk_writer import DiskWriter
 from trainables.distributed.group import Group
-from trainables.engine import checkpoint, loop, pass_latency
+from trainables.engine import checkpoint, pass_latency
 from trainables.engine.checkpoint import CheckpointState
 from trainables.engine.checkpoint_writer import CheckpointWriter
-from trainables.engine.job import build
+from trainables.engine.train import build, run_job
 from trainables.metrics.metrics_file import MetricsFile, Report
 from trainables.models.registry import build_model
 from trainables.rundir import StageDir
@@ -108,11 +108,11 @@ def train(group: Group, settings: TrainConfig, die_after: int | None = None) -> 
         patch.object(pass_latency, "_MAX_PASS_S", 0.0),
     ):
         try:
-            loop.run(job)
+            run_job(job)
         except InterruptedError:
             died = True
     state = {name: tensor.detach().clone() for name, tensor in job.student.state_dict().items()}
-    return {"state": state, "progress": job.progress, "calls": report.calls, "died": died}
+    return {"state": state, "progress": job.progress, "calls": report.calls, "died": died, **job.metrics.state()}
 
 
 def train_on_record(settings: TrainConfig, publish: Callable[[Path], None] = lambda path: None) -> dict[str, float]:
@@ -124,7 +124,7 @@ def train_on_record(settings: TrainConfig, publish: Callable[[Path], None] = lam
             build(settings, Group(), record(stage, settings, disk), no_telemetry, disk=disk, publish=publish)
         ) as job,
     ):
-        return loop.run(job)
+        return run_job(job)
 
 
 def record(stage: StageDir, settings: TrainConfig, disk: DiskWriter) -> Report:

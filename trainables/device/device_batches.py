@@ -30,6 +30,7 @@ class DeviceBatch(NamedTuple):
     host_indices_B: Tensor  # indices_B on the host
     epoch: int  # the one by which it is augmented
     position: int = 0  # global samples of the epoch that are consumed once this batch is trained on
+    num_samples: int | None = None  # of all ranks, where that is known without them
     copied: torch.cuda.Event | None = None  # None: nothing had to be copied
     mix: Mix | None = None  # None: an image shows its own label alone
 
@@ -76,7 +77,8 @@ def on_device(
 
 def _pass(batches: Generator[Batch, None, None], epoch: int) -> Generator[DeviceBatch, None, None]:
     for batch in batches:
-        ready = DeviceBatch(batch.images_BCHW, batch.labels_B, batch.indices_B, batch.indices_B, epoch, batch.position)
+        images_BCHW, labels_B, indices_B, position, num_samples, _ = batch
+        ready = DeviceBatch(images_BCHW, labels_B, indices_B, indices_B, epoch, position, num_samples)
         if batch.encoded_rows is not None:
             decoder = region_decoder(batch.encoded_rows.decoder, batch.images_BCHW.device, batch.encoded_rows.threads)
             ready = _without(decode_regions(decoder, batch.encoded_rows.regions, batch.images_BCHW), ready, batch.encoded_rows)
@@ -175,7 +177,7 @@ def _copy(batch: Batch, device: torch.device, epoch: int, stream: torch.cuda.Str
     else:
         decoded = decoder.submit(_decode, encoded_rows, images_BCHW, stream, copied)
     host_indices_B = batch.indices_B.clone()  # a clone: it must not keep the memory of the whole batch
-    ready = DeviceBatch(images_BCHW, labels_B, indices_B, host_indices_B, epoch, batch.position, copied)
+    ready = DeviceBatch(images_BCHW, labels_B, indices_B, host_indices_B, epoch, batch.position, batch.num_samples, copied)
     return _Copy(ready, batch, began, copied, encoded_rows, decoded)
 
 

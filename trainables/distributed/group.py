@@ -1,6 +1,6 @@
 """The ranks of one job or a part of them: this process among them, sums over them, seeds, a check that replicas are equal."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -51,19 +51,22 @@ def all_reduce_sum(tensor: Tensor, group: Group) -> Tensor:
 class GlobalCount:
     """The numbers of samples and of their parts in this step, over all ranks; summed while the forward pass runs."""
 
-    def __init__(self, local: int, group: Group, parts: int = 1):
-        self.num_local = local
-        """Of this rank."""
-        self._group, self._num_parts = group, parts
+    def __init__(self, num_local: int, group: Group, parts: int = 1, *, num_samples: int | None = None):
+        """`num_local`: this rank's samples, in so many `parts`. `num_samples`: of all ranks, where it is known without them, each
+        with an equal share or one more, and none or one part."""
+        self._group, self._numbers = group, (num_local, parts)
+        if num_samples is not None and group.world_size > 1:
+            self._numbers = num_samples, min(num_samples, group.world_size)
+        self._is_known = num_samples is not None or group.world_size == 1
         self._totals: Tensor | None = None
         self._work = None
-        if group.world_size > 1:
-            self._work = dist.all_reduce(self._own(), group=group.process_group, async_op=True)
+        if not self._is_known:
+            self._work = dist.all_reduce(self._filled(), group=group.process_group, async_op=True)
 
-    def _own(self) -> Tensor:
-        """This rank's numbers. Filled on the device: a copy from the host would wait for all that the GPU still has to do."""
-        self._totals = torch.full((2,), float(self.num_local), dtype=torch.float64, device=self._group.device)
-        self._totals[1].fill_(self._num_parts)
+    def _filled(self) -> Tensor:
+        """The numbers, filled on the device: a copy from the host would wait for all that the GPU still has to do."""
+        self._totals = torch.full((2,), float(self._numbers[0]), dtype=torch.float64, device=self._group.device)
+        self._totals[1].fill_(self._numbers[1])
         return self._totals
 
     @property
@@ -72,15 +75,15 @@ class GlobalCount:
         if self._work is not None:
             self._work.wait()
             self._work = None
-        return self._own() if self._totals is None else self._totals
+        return self._filled() if self._totals is None else self._totals
 
     def weight(self) -> Tensor | float:
         """The factor (a scalar) that turns a rank's sum of per-sample losses into its share of the global mean.
 
-        DDP averages gradients over ranks, hence world_size / num_samples. One rank knows it without the device.
+        DDP averages gradients over ranks, hence world_size / num_samples. Where that is known it takes nothing of the device.
         """
-        if self._group.world_size == 1:
-            return 1 / max(self.num_local, 1)
+        if self._is_known:
+            return self._group.world_size / max(self._numbers[0], 1)
         return self._group.world_size / self.totals[0].clamp(min=1)
 
 
@@ -168,17 +171,20 @@ def _in_memory_order(tensor: Tensor) -> Tensor:
     return tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True)).flatten()
 
 
-def check_replicas(model: nn.Module, group: Group, step: int, num_stages: int = 1) -> None:
-    """Raise where the parameters of replicas differ. `group`: all ranks, of which r has what r mod `num_stages` has.
+def replica_checksums(model: nn.Module, group: Group) -> Tensor:
+    """The checksum of the parameters on each of R ranks (R,), int64 on the device: see `checksum`. Every rank calls it."""
+    sums_R = torch.zeros(group.world_size, dtype=torch.int64, device=group.device)
+    if group.world_size > 1:
+        dist.all_gather_into_tensor(sums_R, checksum(model.parameters(), group.device).reshape(1), group=group.process_group)
+    return sums_R
 
-    Raises TrainingError: on every rank, naming the ranks that differ from the first replica's and the usual cause.
+
+def check_replicas(sums_R: Sequence[int], step: int, num_stages: int = 1) -> None:
+    """Raise where the parameters of replicas differ, by their checksums; rank r has what rank r mod `num_stages` has.
+
+    Raises TrainingError: naming the ranks that differ from the first replica's, and the usual cause.
     """
-    if group.world_size == 1:
-        return
-    sums_R = torch.empty(group.world_size, dtype=torch.int64, device=group.device)
-    dist.all_gather_into_tensor(sums_R, checksum(model.parameters(), group.device).reshape(1), group=group.process_group)
-    sums = sums_R.tolist()
-    differing = [rank for rank, other in enumerate(sums) if other != sums[rank % num_stages]]
+    differing = [rank for rank, other in enumerate(sums_R) if other != sums_R[rank % num_stages]]
     if differing:
         first = "rank 0's" if num_stages == 1 else "the first replica's"
         raise TrainingError(

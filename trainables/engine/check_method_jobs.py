@@ -16,9 +16,10 @@ from trainables.config import TrainConfig
 from trainables.device.device_batches import on_device
 from trainables.distributed.gather import Gather
 from trainables.distributed.group import Group
-from trainables.engine import checkpoint, loop
-from trainables.engine.job import Job, build
+from trainables.engine import checkpoint
+from trainables.engine.job import Job
 from trainables.engine.losses import Losses, losses
+from trainables.engine.train import build, run_job
 from trainables.methods.contract import MethodBatch
 from trainables.methods.init_stage import with_init_stage
 from trainables.methods.method_file import option_key
@@ -100,7 +101,7 @@ def train_until(group: Group, config: TrainConfig, kill_at: int | None = None) -
     with contextlib.suppress(KilledError):
         for each in with_init_stage(config):
             with _open(each, group, kill_at) as job:
-                loop.run(job)
+                run_job(job)
                 module = job.train_state.distillation_module
                 state |= {f"method.{name}": tensor for name, tensor in module.methods.state_dict().items()}
                 state |= dict(module.student.named_parameters())

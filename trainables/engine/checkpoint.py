@@ -31,7 +31,7 @@ from trainables.rundir import OLD_FILE_S
 
 log = logging.getLogger("raydistill")
 
-FORMAT = 3
+FORMAT = 4
 """Version of the state that a training continues from; the weights of a file are the same in every format."""
 
 
@@ -45,28 +45,43 @@ class Progress:
     best_top1_pct: float = -1.0
     best_epoch: int = -1
     history: list[dict[str, float]] = field(default_factory=list)
-    warm: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
-    """Images, seconds and steps of the steady state so far (`throughput`), so that a resumed job still knows its speed."""
-    cold: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
-    """The same of all warm-ups."""
-    other_sizes: dict[str, list[float]] = field(default_factory=dict)
-    """What `warm` was with other world sizes, by their number of workers."""
-    wall: dict[str, float] = field(default_factory=dict)
-    """Seconds so far by part of the job, see `wall_clock`."""
-    epoch_wall: dict[str, float] = field(default_factory=dict)
-    """The same of the unfinished epoch."""
     epoch_record: dict[str, Any] = field(default_factory=dict)
     """`step`, `epoch` and `metrics` of the last epoch's record: a death may come before it is on disk, and a resume writes it."""
     reached: dict[str, float] = field(default_factory=dict)
     """When `train.until_top1_pct` was reached: `time_to_accuracy_s`, `steps_to_accuracy`; empty until then."""
-    noise: dict[str, list[float]] = field(default_factory=dict)
-    """The sums of `noise_scale.NoiseHistory`."""
     skipped: dict[int, str] = field(default_factory=dict)
     """Images of the unfinished epoch that could not be read, on all ranks; see `Loader.skipped`."""
     step_offset: int = 0
     """See `Epochs.step_offset`."""
     partial: list[float] = field(default_factory=list)
     """Sums of the unfinished epoch so far (over all ranks), so that its record is the same after a resume."""
+
+    def end_epoch(self) -> None:
+        """The steps of an epoch are over."""
+        self.epoch, self.position, self.partial, self.skipped = self.epoch + 1, 0, [], {}
+
+    def take_accuracy(self, top1_pct: float, target_pct: float | None, train_s: float) -> bool:
+        """The last epoch's accuracy, after `train_s` of training. Whether it is the best so far."""
+        if target_pct is not None and top1_pct >= target_pct:
+            self.reached = {"time_to_accuracy_s": train_s, "steps_to_accuracy": float(self.step)}
+        best = top1_pct > self.best_top1_pct
+        if best:
+            self.best_top1_pct, self.best_epoch = top1_pct, self.epoch
+        return best
+
+    def record_epoch(self, learned: dict[str, float], measured: dict[str, float]) -> None:
+        """An epoch is over: `learned` goes into the history too, `measured` into its record alone."""
+        self.history = [*self.history, {"epoch": self.epoch, "step": self.step, **learned}]
+        self.epoch_record = {"step": self.step, "epoch": float(self.epoch), "metrics": learned | measured}
+
+    def add_seconds(self, seconds: Mapping[str, float]) -> None:
+        """What the last epoch has taken since it was recorded, by the names of its record."""
+
+        def added(numbers: Mapping[str, float]) -> dict[str, float]:
+            return {**numbers, **{name: numbers[name] + more for name, more in seconds.items()}}
+
+        self.history = [*self.history[:-1], added(self.history[-1])]
+        self.epoch_record = {**self.epoch_record, "metrics": added(self.epoch_record["metrics"])}
 
     def begin_epoch_on_other_data(self, steps_per_epoch: int, *, forget_best: bool) -> None:
         """Begin the unfinished epoch again, on other data, with the parameters as they are; it has so many steps now.
@@ -96,6 +111,8 @@ class CheckpointState:
     """What it is trained on; None: of a timing run, which has no checkpoints."""
     part: StatePart | None = None
     """Of the whole state, what this rank has; None: all of it, as every rank."""
+    metrics: dict[str, Any] = field(default_factory=dict)
+    """The `JobMetrics.state` that goes into a checkpoint, or came out of it; empty before the first."""
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], meta: dict[str, Any]) -> None:
@@ -208,11 +225,9 @@ def restore(path: Path, state: CheckpointState, group: Group, accepted_data: Dat
         _restore_optimizer(optimizer, _without_prefix(f"optim.{number}.", tensors), meta["optimizers"][number])
     if meta["scaler"]:
         state.scaler.load_state_dict(meta["scaler"])
-    state.progress = Progress(**meta["progress"])
+    state.progress, state.metrics = Progress(**meta["progress"]), meta["metrics"]
     state.progress.skipped = {int(index): image for index, image in state.progress.skipped.items()}  # JSON's keys are strings
-    if meta["world_size"] != group.world_size:
-        _begin_world_size(state.progress, meta["world_size"], group.world_size)
-    else:
+    if meta["world_size"] == group.world_size:
         _restore_generators(tensors, group)
     return other_data
 
@@ -267,12 +282,6 @@ def _check_data(
     before = DataIdentity(classes=meta["classes"], **meta["data"])
     changes = check_same_data(f"checkpoint {path}", before, state.data, accept=state.data == accepted_data)
     return before if changes else None
-
-
-def _begin_world_size(progress: Progress, before: int, now: int) -> None:
-    """The speed of the steady state is that of one world size: continue what was measured with this one before."""
-    progress.other_sizes[str(before)] = progress.warm
-    progress.warm = progress.other_sizes.pop(str(now), [0.0, 0.0, 0.0])
 
 
 def _check_format(path: Path, meta: dict[str, Any]) -> None:

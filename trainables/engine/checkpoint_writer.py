@@ -53,6 +53,7 @@ class CheckpointWriter:
             **state.about,
             **({"data": state.data.model_dump(exclude={"classes"})} if state.data is not None else {}),
             "progress": vars(state.progress),
+            "metrics": state.metrics,
             "world_size": group.world_size,
             "optimizers": optimizers,
             "scaler": state.scaler.state_dict(),

@@ -1,4 +1,4 @@
-"""Whether it is time for a checkpoint inside an epoch, and whether the stage ends after it: on all ranks at the same step.
+"""Whether a log line or a checkpoint is due inside an epoch, and whether the stage ends there: on all ranks at the same step.
 
 Clocks and notices differ by rank, so ranks exchange them at steps that all of them know, a few seconds apart. Nothing else is
 exchanged. With NCCL an exchange waits for the GPU, as a log step does; between exchanges nothing waits.
@@ -14,6 +14,8 @@ from trainables.errors import Interruption
 
 EXCHANGE_S = 5.0
 """Seconds between two exchanges: with a checkpoint after it a notice is acted on within ten seconds of steps."""
+LOG_S = 30.0
+"""After so many seconds a line is logged before `train.log_every` steps are over."""
 InterruptionRequest = Callable[[], Interruption | None]
 """Why this rank wants the stage to end, where it does."""
 
@@ -21,6 +23,7 @@ InterruptionRequest = Callable[[], Interruption | None]
 class Decision(NamedTuple):
     """What all ranks do after a step."""
 
+    logs: bool = False
     saves: bool = False
     interruption: Interruption | None = None
 
@@ -34,6 +37,7 @@ class Interruptions:
     request: InterruptionRequest
     clock: Callable[[], float] = time.monotonic
     _saved_s: float = field(init=False)
+    _logged_s: float = field(init=False)
     _exchanged_s: float = field(init=False)
     _exchanged_step: int = 0
     _next_step: int = 0
@@ -41,11 +45,15 @@ class Interruptions:
     """Between the last exchange and the next one."""
 
     def __post_init__(self) -> None:
-        self._saved_s = self._exchanged_s = self.clock()
+        self._saved_s = self._logged_s = self._exchanged_s = self.clock()
 
     def saved(self) -> None:
         """A checkpoint was written."""
         self._saved_s = self.clock()
+
+    def logged(self) -> None:
+        """A log line was begun."""
+        self._logged_s = self.clock()
 
     def after_step(self, step: int) -> Decision:
         """What all ranks do after this step, the number of steps so far."""
@@ -54,13 +62,13 @@ class Interruptions:
     def exchange(self, step: int) -> Decision:
         """Exchange clocks and requests now."""
         now_s = self.clock()
-        due = now_s - self._saved_s >= self.checkpoint_every_s
+        due = Decision(logs=now_s - self._logged_s >= LOG_S, saves=now_s - self._saved_s >= self.checkpoint_every_s)
         num_steps = self._steps_until_next(step, now_s)
         ranks = gather_objects((due, num_steps, self.request()), self.group)
         due, self._num_steps, _ = ranks[0]
         self._exchanged_s, self._exchanged_step, self._next_step = now_s, step, step + self._num_steps
         interruption = next((request for *_, request in ranks if request is not None), None)
-        return Decision(due or interruption is not None, interruption)
+        return Decision(due.logs, due.saves or interruption is not None, interruption)
 
     def _steps_until_next(self, step: int, now_s: float) -> int:
         """As many as take the time between two exchanges, at most twice as many as before: steps may become slower."""

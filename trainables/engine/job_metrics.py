@@ -1,11 +1,15 @@
 """What is measured of a job on one rank."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from trainables.config import TrainConfig
-from trainables.engine.checkpoint import Progress
-from trainables.engine.step_functions import StepFunctions
+from trainables.device.compilation import Compilation
+from trainables.distributed.group import Group
+from trainables.engine.checkpoint import CheckpointState
+from trainables.engine.epochs import Epochs
 from trainables.metrics.allreduce_wait import AllreduceWait
+from trainables.metrics.clock import clock_of
 from trainables.metrics.heartbeat import Heartbeat
 from trainables.metrics.host_use import HostUse
 from trainables.metrics.noise_scale import NoiseHistory
@@ -37,26 +41,35 @@ class JobMetrics:
     def stop_step(self) -> None:
         self.timer.stop()
         self.host.stop()
-        self.allreduce_wait.end_step()
         self.heartbeat.end_step()
 
+    def collect(self) -> None:
+        """Read the times of the steps that the device has finished."""
+        self.timer.collect()
+        self.allreduce_wait.collect()
 
-def build_metrics(config: TrainConfig, functions: StepFunctions, progress: Progress, heartbeat: Heartbeat) -> JobMetrics:
-    """What is measured of a job, continued from `progress`."""
-    train_state = functions.train_state
-    device = train_state.group.device
+    def state(self) -> dict[str, Any]:
+        """What a resumed job continues from, as plain data."""
+        return {"throughput": self.throughput.state(), "clock": self.clock.state(), "noise": self.noise.state()}
+
+
+def build_metrics(config: TrainConfig, group: Group, epochs: Epochs, heartbeat: Heartbeat, state: CheckpointState) -> JobMetrics:
+    """What is measured of a job, continued from the checkpoint that `state` comes from, if any."""
+    saved, progress = state.metrics, state.progress
+    device = group.device
     # Where there are several epochs the first one is left out: it fills caches, and its disk reads are cold.
-    several_epochs = config.train.max_steps is None and config.optim.epochs - progress.epoch > 1
-    warmup_steps = max(config.train.warmup_steps, train_state.epochs.steps_per_epoch if several_epochs else 0)
+    several_epochs = config.train.max_steps is None and epochs.num - progress.epoch > 1
+    warmup_steps = max(config.train.warmup_steps, epochs.steps_per_epoch if several_epochs else 0)
     # Never before the first step, which searches; by default before the warm-up's last one, so that no step measured is slow.
     first_memory_step = progress.step + (warmup_steps if several_epochs else max(warmup_steps - 1, 1))
+    warmup_until, speed = progress.step + warmup_steps, saved.get("throughput")
     return JobMetrics(
         timer=PhaseTimer(device, warmup_steps=warmup_steps, heartbeat=heartbeat),
         host=HostUse(warmup_steps),
-        throughput=Throughput(progress.step + warmup_steps, warm=progress.warm, cold=progress.cold),
-        clock=WallClock(progress.wall, progress.epoch_wall, heartbeat=heartbeat),
-        noise=NoiseHistory(progress.noise),
-        allreduce_wait=AllreduceWait(train_state.update.allreduce_clocks, device, warmup_steps=warmup_steps),
-        peak_memory=PeakMemory(device, first_memory_step, in_graphs=train_state.compilation.uses_cuda_graphs),
+        throughput=Throughput(clock_of(device), group.world_size, warmup_until=warmup_until, saved=speed),
+        clock=WallClock(saved.get("clock"), heartbeat=heartbeat),
+        noise=NoiseHistory(saved.get("noise")),
+        allreduce_wait=AllreduceWait(device, warmup_steps=warmup_steps),
+        peak_memory=PeakMemory(device, first_memory_step, in_graphs=Compilation.of(config).uses_cuda_graphs),
         heartbeat=heartbeat,
     )

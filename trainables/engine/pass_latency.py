@@ -19,7 +19,7 @@ from trainables.distributed.batch_norm import GlobalBatchNorm
 from trainables.distributed.gather import Gather
 from trainables.distributed.group import Group
 from trainables.engine.losses import losses
-from trainables.engine.step import TrainState
+from trainables.engine.passes import TrainState
 from trainables.failures import kind_of
 from trainables.methods.contract import MethodBatch
 

@@ -15,7 +15,7 @@ import contextlib
 import inspect
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -28,7 +28,7 @@ from torch.nn.utils import get_total_norm
 from trainables.distributed.group import GlobalCount, Group, all_reduce_sum
 from trainables.engine.loss_optimizers import DotSGD, LossOptimizer
 from trainables.engine.losses import Losses
-from trainables.metrics.allreduce_wait import AllreduceClocks, DdpClocks
+from trainables.metrics.allreduce_wait import AllreduceWait
 from trainables.metrics.noise_scale import GradientNoise
 
 
@@ -51,9 +51,6 @@ class ParameterUpdate(ABC):
     """The measurement of the steps' gradient noise, where there is one."""
     noise_obstacle: ClassVar[str | None] = None
     """Why this kind of update cannot measure it."""
-
-    allreduce_clocks: AllreduceClocks | None = None
-    """Of the all-reduce of the gradients, where there is one that is timed."""
 
     requires_eager_forward = False
     """Whether the next step's forward may not be a compiled one."""
@@ -97,20 +94,30 @@ class SharedUpdate(ParameterUpdate):
     """One optimizer for all losses. `module` is under DDP where there are several ranks, which averages the gradients."""
 
     def __init__(
-        self, module: nn.Module, optimizer: LossOptimizer, settings: UpdateSettings, noise: GradientNoise | None = None
+        self,
+        module: nn.Module,
+        optimizer: LossOptimizer,
+        settings: UpdateSettings,
+        *,
+        noise: GradientNoise | None = None,
+        allreduce_wait: AllreduceWait | None = None,
     ) -> None:
-        """`noise`: the measurement of the steps' gradient noise, if any."""
+        """`noise`: the measurement of the steps' gradient noise, if any. `allreduce_wait`: times DDP's all-reduce, if any."""
         super().__init__(module, settings)
-        self._optimizer, self.noise = optimizer, noise
-        self._no_sync: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-        if isinstance(module, DistributedDataParallel):
-            self._no_sync, self.allreduce_clocks = module.no_sync, DdpClocks(module)
+        self._optimizer, self.noise, self._allreduce_wait = optimizer, noise, allreduce_wait
+        self._ddp = module if isinstance(module, DistributedDataParallel) else None
+        self._averages = False
 
     def micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if last else self._no_sync()
+        self._averages = last and self._ddp is not None
+        return self._ddp.no_sync() if self._ddp is not None and not last else contextlib.nullcontext()
 
     def backward(self, losses: Losses, weight: Tensor | float, num_images: int) -> None:
-        self._scaler.scale(losses.total(weight)).backward()  # type: ignore[no-untyped-call]
+        total = self._scaler.scale(losses.total(weight))
+        if self._averages and self._allreduce_wait is not None:
+            self._allreduce_wait.backward(total)
+        else:
+            total.backward()  # type: ignore[no-untyped-call]
         if self.noise is not None:
             self.noise.end_micro_batch(num_images)
 
@@ -242,14 +249,14 @@ def build_update(
     settings: UpdateSettings,
     *,
     measures_noise: bool = False,
+    allreduce_wait: AllreduceWait | None = None,
 ) -> ParameterUpdate:
     """How a step of the training changes the parameters. `measures_noise`: and measures the gradient noise, if it can."""
     if len(optimizers) > 1 or "task" not in optimizers[0].losses:  # of an init stage, whose losses may not reach all parameters
         return PerLossUpdate(module, optimizers, settings)
     ddp_module = wrap(module, settings.group)
-    return SharedUpdate(
-        ddp_module, optimizers[0], settings, GradientNoise(ddp_module, settings.group) if measures_noise else None
-    )
+    noise = GradientNoise(ddp_module, settings.group) if measures_noise else None
+    return SharedUpdate(ddp_module, optimizers[0], settings, noise=noise, allreduce_wait=allreduce_wait)
 
 
 def wrap(model: nn.Module, group: Group) -> nn.Module:

@@ -1,95 +1,67 @@
 """How long a rank waits in its backward pass once its own gradients are ready: for the network, and for slower ranks."""
 
 import math
-from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
+from trainables.metrics.clock import clock_of
 from trainables.metrics.phase_timer import MAX_STEPS
 
 _NUM_BATCHES = 8  # their means give the error of the whole mean
 
 
-class AllreduceClocks(ABC):
-    """The clocks of an update's all-reduce, which run in every step. To read them may wait for the device."""
-
-    @abstractmethod
-    def read(self) -> tuple[int, float] | None:
-        """The number of the last step, from 1, and the milliseconds from this rank's last gradient to the end of the last
-        all-reduce; None: no step was timed."""
-
-
-class _UnreadLogger:
-    """DDP's logger, whose clocks DDP's forward pass does not read."""
-
-    def __init__(self, logger: Any) -> None:
-        self.logger = logger
-
-    def set_runtime_stats_and_log(self) -> None:
-        """See `DdpClocks.read`."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.logger, name)
-
-
-class DdpClocks(AllreduceClocks):
-    """Those behind DDP's logging data (Li et al. 2020, "PyTorch Distributed"). DDP itself would read them, and so wait for the
-    device, at the beginning of its first ten steps and then once in a while."""
-
-    def __init__(self, ddp_module: DistributedDataParallel) -> None:
-        self._ddp = ddp_module
-        ddp_module._set_ddp_runtime_logging_sample_rate(1)
-        ddp_module.logger = self._logger = _UnreadLogger(ddp_module.logger)
-
-    def read(self) -> tuple[int, float] | None:
-        self._logger.logger.set_runtime_stats_and_log()
-        data = self._ddp._get_ddp_logging_data()
-        if "backward_comm_time" not in data:
-            return None
-        exposed_ns = int(data["backward_comm_time"]) - int(data["backward_compute_comm_overlap_time"])
-        return int(data.get("iteration", 0)), exposed_ns / 1e6
-
-
 class AllreduceWait:
-    """Samples the clocks of an update: the time from a rank's last gradient to the end of the last all-reduce.
+    """The time from a rank's last gradient to the end of the last all-reduce, of each step in which DDP averages gradients.
 
     All ranks wait for a slow network; only the fast ones wait for a slow rank. So the wait of the last rank of a step is the cost
     of the all-reduce itself (`exposed_ms`), and what a rank waits beyond that is because of other ranks.
-
-    The clocks are read where nothing is left to wait for: on a GPU at a log line, on a CPU, where it costs some 10 µs, after each
-    step.
     """
 
-    def __init__(self, clocks: AllreduceClocks | None, device: torch.device, *, warmup_steps: int) -> None:
-        """`clocks`: None where ranks reduce nothing, or nothing times it."""
-        self._clocks = clocks
-        self._each_step, self._last_step = device.type != "cuda", warmup_steps
+    def __init__(self, device: torch.device, *, warmup_steps: int) -> None:
+        self._clock, self._warmup_steps = clock_of(device), warmup_steps
+        self._gradients_ready: Any = None
+        self._num_steps = 0
+        self._pending: deque[tuple[int, Any, Any]] = deque()
         self.by_step: dict[int, float] = {}
-        """Milliseconds, the latest `MAX_STEPS` samples."""
+        """Milliseconds, by the number of the step from 1; past the warm-up, the latest `MAX_STEPS`."""
 
-    def end_step(self) -> None:
-        if self._each_step:
-            self.sample()
+    def backward(self, total: Tensor) -> None:
+        """The backward pass of a loss (scalar) in which DDP averages the gradients over ranks.
 
-    def sample(self) -> None:
-        """Read the clocks of the last step; its device is idle."""
-        read = self._clocks.read() if self._clocks is not None else None
-        if read is None or read[0] <= self._last_step:  # of the warm-up, or read before
-            return
-        self._last_step, wait_ms = read
-        self.by_step[self._last_step] = wait_ms
-        if len(self.by_step) > MAX_STEPS:
-            self.by_step.pop(next(iter(self.by_step)))
+        Autograd's engine calls back in the order in which it was asked: this asks when the pass begins, DDP when its last bucket
+        is on its way, to wait there for all of them.
+        """
+
+        def gradients_ready() -> None:
+            self._gradients_ready = self._clock.now()
+
+        engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+        total.register_hook(lambda _: engine.queue_callback(gradients_ready))  # type: ignore[no-untyped-call]
+        total.backward()  # type: ignore[no-untyped-call]
+        self._num_steps += 1
+        if self._num_steps > self._warmup_steps:
+            self._pending.append((self._num_steps, self._gradients_ready, self._clock.now()))
+
+    def collect(self) -> None:
+        """Read the steps that the device has finished; never waits for it."""
+        while self._pending and self._clock.ready(self._pending[0][2]):
+            step, gradients_ready, averaged = self._pending.popleft()
+            self.by_step[step] = self._clock.ms_between(gradients_ready, averaged)
+            self._clock.reuse((gradients_ready, averaged))
+            if len(self.by_step) > MAX_STEPS:
+                self.by_step.pop(next(iter(self.by_step)))
 
     def summary(self) -> dict[str, float]:
-        """`phase/allreduce_wait_ms`, a part of `phase/backward_ms`: the mean over the samples past the warm-up. With
-        two samples or more `phase/allreduce_wait_error_ms` too, the mean's standard error. {} where there are none.
+        """`phase/allreduce_wait_ms`, a part of `phase/backward_ms`: the mean over the steps past the warm-up. With two steps or
+        more `phase/allreduce_wait_error_ms` too, the mean's standard error. {} where DDP averaged in none of them.
         """
+        self.collect()
         if not self.by_step:
             return {}
         waits_ms = list(self.by_step.values())
@@ -102,7 +74,7 @@ class AllreduceWait:
 def exposed_ms(by_rank: Sequence[Mapping[int, float]]) -> float | None:
     """How long all ranks wait for the all-reduce itself: the least wait of any in the median step, from each rank's `by_step`.
 
-    A mean would have the steps in which another program delayed all ranks. None without a step that all have sampled.
+    A mean would have the steps in which another program delayed all ranks. None without a step that all have timed.
     """
     steps = set.intersection(*(set(waits) for waits in by_rank)) if by_rank else set()
     return median(min(waits[step] for waits in by_rank) for step in steps) if steps else None

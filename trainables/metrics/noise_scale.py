@@ -17,6 +17,7 @@ Shapes: S steps.
 """
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -127,8 +128,6 @@ def num_parts(num_images: int, group: Group, accumulate: int) -> int:
     return min(num_images, 1 if group.world_size > 1 else accumulate)
 
 
-RECENT = "late"
-"""The key of the recent steps' sums, as checkpoints have it."""
 Sums = list[float]
 """`SUMS` as plain numbers, all 0 or weighted equally."""
 
@@ -144,32 +143,35 @@ def named(sums: Sums) -> dict[str, float]:
 
 
 class NoiseHistory:
-    """The noise scale of the recent steps, of the epoch and of the whole job, as plain sums in the job's `Progress`."""
+    """The noise scale of the recent steps, of the epoch and of the whole job."""
 
-    def __init__(self, sums_by_span: dict[str, Sums]):
-        """Continues from `sums_by_span`, and changes it in place."""
-        for name in (RECENT, "epoch", "whole"):
-            sums_by_span.setdefault(name, [0.0] * len(SUMS))
-        self._sums_by_span = sums_by_span
+    def __init__(self, saved: Mapping[str, Sums] | None = None):
+        """`saved`: the `state` of an earlier process of the job, which is continued."""
+        nothing = [0.0] * len(SUMS)
+        self._sums_by_span = {"recent": nothing, "epoch": nothing, "whole": nothing, **(saved or {})}
+
+    def state(self) -> dict[str, Sums]:
+        """What a later process of the job continues from, as plain data."""
+        return dict(self._sums_by_span)
 
     def add(self, window: Sums) -> dict[str, float]:
         """Add the sums of a log line's steps. Returns the moving averages, which decay by `DECAY` a step."""
         steps = window[-1]
         if steps > 0:
             decay = DECAY**steps
-            recent = self._sums_by_span[RECENT]
             # Its last number is the sum of the weights, so that dividing by it corrects the bias of the first steps.
-            recent[:] = [decay * old + (1 - decay) * new / steps for old, new in zip(recent, window, strict=True)]
+            pairs = zip(self._sums_by_span["recent"], window, strict=True)
+            self._sums_by_span["recent"] = [decay * old + (1 - decay) * new / steps for old, new in pairs]
             self._add_to("epoch", window)
-        return named(self._sums_by_span[RECENT])
+        return named(self._sums_by_span["recent"])
 
     def end_epoch(self) -> dict[str, float]:
         """The epoch's values. They are added to the whole job's relative to the squared gradient, see `whole`."""
-        epoch = list(self._sums_by_span["epoch"])
+        epoch = self._sums_by_span["epoch"]
         _, _, big, steps = epoch
         if big > 0:
             self._add_to("whole", [number * steps / big for number in epoch[:-1]] + [steps])
-        self._sums_by_span["epoch"][:] = [0.0] * len(SUMS)
+        self._sums_by_span["epoch"] = [0.0] * len(SUMS)
         return named(epoch)
 
     def whole(self) -> dict[str, float]:
@@ -181,8 +183,8 @@ class NoiseHistory:
         counting one, and their quotient is that mean. Before the first epoch's end: that of the recent steps.
         """
         *_, steps = self._sums_by_span["whole"]
-        trace, square, *_ = self._sums_by_span["whole" if steps else RECENT]
+        trace, square, *_ = self._sums_by_span["whole" if steps else "recent"]
         return named([trace, square, 0.0, 0.0])
 
     def _add_to(self, name: str, sums: Sums) -> None:
-        self._sums_by_span[name][:] = [old + new for old, new in zip(self._sums_by_span[name], sums, strict=True)]
+        self._sums_by_span[name] = [old + new for old, new in zip(self._sums_by_span[name], sums, strict=True)]

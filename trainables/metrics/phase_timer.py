@@ -7,15 +7,17 @@ wait for the copy that follows, and `augment` is augmentation and normalisation 
 Shapes: S steps, T timed columns (the phases, then the whole step).
 """
 
-import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from trainables.metrics.clock import Clock, clock_of
 from trainables.metrics.heartbeat import Heartbeat
 from trainables.metrics.phases import ALL_PHASES, PHASES, RECEIVE
 
@@ -24,89 +26,86 @@ MAX_STEPS = 10_000
 """The latest steps, of which quantiles are; means, minima and maxima are exact over all steps."""
 _MAX_PENDING = 256
 _COLUMN = {phase: column for column, phase in enumerate(ALL_PHASES)}
-_DATA, _STEP = _COLUMN["data"], len(ALL_PHASES)
+_STEP = len(ALL_PHASES)
 
 Floats = npt.NDArray[np.float64]
 
 
-class Clock:
-    """The wall clock. Of other clocks a point in time may become readable only later."""
+@dataclass(frozen=True)
+class Statistics:
+    """Of a time in ms over steps."""
 
-    def now(self) -> Any:
-        """A point in time; costs about a microsecond."""
-        return time.perf_counter()
+    mean: float
+    min: float
+    max: float
+    p50: float
+    p95: float
 
-    def ready(self, timestamp: Any) -> bool:
-        """Whether `timestamp` can be read; never waits."""
-        return True
-
-    def ms_between(self, earlier: Any, later: Any) -> float:
-        """Milliseconds from one point to another; both are ready."""
-        return float(later - earlier) * 1e3
-
-    def reuse(self, timestamps: Iterable[Any]) -> None:
-        """The caller has read `timestamps` and will not use them again."""
-
-
-class CudaClock(Clock):
-    """Events in the current stream of `device`, from a pool: creating one costs more than recording one."""
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._free: list[torch.cuda.Event] = []
-
-    def now(self) -> torch.cuda.Event:
-        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def ready(self, timestamp: torch.cuda.Event) -> bool:
-        return bool(timestamp.query())  # type: ignore[no-untyped-call]
-
-    def ms_between(self, earlier: torch.cuda.Event, later: torch.cuda.Event) -> float:
-        return float(earlier.elapsed_time(later))
-
-    def reuse(self, timestamps: Iterable[torch.cuda.Event]) -> None:
-        self._free.extend(timestamps)
+    @classmethod
+    def of_ranks(cls, ranks: Sequence["Statistics"]) -> "Statistics":
+        """Of all ranks' steps: the least and the most of any; the other numbers are means over ranks."""
+        return cls(
+            mean=fmean(rank.mean for rank in ranks),
+            min=min(rank.min for rank in ranks),
+            max=max(rank.max for rank in ranks),
+            p50=fmean(rank.p50 for rank in ranks),
+            p95=fmean(rank.p95 for rank in ranks),
+        )
 
 
-def clock_of(device: torch.device) -> Clock:
-    """The clock of what runs on a device."""
-    return CudaClock(device) if device.type == "cuda" else Clock()
+StepStatistics = dict[str, Statistics]
+"""By phase, and of `step`; see `StepTimes.statistics`."""
 
 
-class _Totals:
-    """Exact sums, minima and maxima of all rows (T,) added, and the latest `MAX_STEPS` rows for quantiles."""
+def named(statistics: StepStatistics) -> dict[str, float]:
+    """As a record has them: `phase/data_ms` (mean), `phase/data_min_ms`, `…_max_ms`, `…_p50_ms`, `…_p95_ms`, `phase/step_ms` …"""
+    return {
+        f"phase/{name}{'' if statistic == 'mean' else f'_{statistic}'}_ms": value
+        for name, each in statistics.items()
+        for statistic, value in asdict(each).items()
+    }
+
+
+def data_pct(statistics: StepStatistics) -> dict[str, float]:
+    """The share of `data` in a step, in percent, as `data_pct`; {} without steps, and where there is no loader to wait for."""
+    if not statistics or RECEIVE in statistics:
+        return {}
+    step_ms = statistics["step"].mean
+    return {"data_pct": 100 * statistics["data"].mean / step_ms if step_ms > 0 else 0.0}
+
+
+class StepTimes:
+    """The times of some steps: exact sums, minima and maxima, and the latest `MAX_STEPS` rows (T,) for quantiles."""
 
     def __init__(self) -> None:
-        self.num_steps = 0
-        self.sum_T = np.zeros(len(COLUMNS))
-        self.min_T = np.full(len(COLUMNS), np.inf)
-        self.max_T = np.full(len(COLUMNS), -np.inf)
-        self.latest: deque[Floats] = deque(maxlen=MAX_STEPS)
+        self._num_steps = 0
+        self._sum_T = np.zeros(len(COLUMNS))
+        self._min_T = np.full(len(COLUMNS), np.inf)
+        self._max_T = np.full(len(COLUMNS), -np.inf)
+        self._latest: deque[Floats] = deque(maxlen=MAX_STEPS)
 
     def add(self, row_T: Floats) -> None:
-        self.num_steps += 1
-        self.sum_T += row_T
-        np.minimum(self.min_T, row_T, out=self.min_T)
-        np.maximum(self.max_T, row_T, out=self.max_T)
-        self.latest.append(row_T)
+        self._num_steps += 1
+        self._sum_T += row_T
+        np.minimum(self._min_T, row_T, out=self._min_T)
+        np.maximum(self._max_T, row_T, out=self._max_T)
+        self._latest.append(row_T)
 
-    def summary(self) -> dict[str, float]:
-        if not self.num_steps:
+    def steps_s(self) -> list[float]:
+        """Seconds of each step, the latest `MAX_STEPS` of them."""
+        return [float(row_T[_STEP]) / 1e3 for row_T in self._latest]
+
+    def statistics(self) -> StepStatistics:
+        """Of each phase and of the whole step; {} without steps. A phase that not every job has is left out where it took 0."""
+        if not self._num_steps:
             return {}
-        p50_T, p95_T = np.quantile(np.stack(self.latest), (0.5, 0.95), axis=0)
-        columns_ST = (self.sum_T / self.num_steps, self.min_T, self.max_T, p50_T, p95_T)
-        named = {
-            f"phase/{name}{suffix}_ms": float(values_T[column])
+        p50_T, p95_T = np.quantile(np.stack(self._latest), (0.5, 0.95), axis=0)
+        columns = np.stack((self._sum_T / self._num_steps, self._min_T, self._max_T, p50_T, p95_T), axis=1).tolist()
+        return {
+            name: Statistics(*columns[column])
             for column, name in enumerate(COLUMNS)
-            if name in PHASES or name == "step" or self.sum_T[column]
-            for suffix, values_T in zip(("", "_min", "_max", "_p50", "_p95"), columns_ST, strict=True)
+            if name in PHASES or name == "step" or self._sum_T[column]
         }
-        if self.sum_T[_COLUMN[RECEIVE]]:  # it has no loader to wait for
-            return named
-        whole = float(self.sum_T[_STEP])
-        return named | {"data_pct": 100 * float(self.sum_T[_DATA]) / whole if whole > 0 else 0.0}
 
 
 class PhaseTimer:
@@ -118,7 +117,7 @@ class PhaseTimer:
 
     Args:
         device: the device whose time counts.
-        warmup_steps: first steps that `summary()` leaves out; `take()` has them.
+        warmup_steps: first steps that `past_warmup` leaves out.
         clock: a source of time other than the device's.
         heartbeat: learns of each phase as it ends on the host.
     """
@@ -132,8 +131,10 @@ class PhaseTimer:
         self._warmup_left = warmup_steps
         self._timestamps: list[Any] = []
         self._columns: list[int] = []
-        self._pending: deque[tuple[list[Any], list[int]]] = deque()
-        self._run, self._window = _Totals(), _Totals()
+        self._pending: deque[tuple[list[Any], list[int], StepTimes]] = deque()
+        self.past_warmup = StepTimes()
+        """All steps past the warm-up that are read."""
+        self._window = StepTimes()
 
     def start(self) -> None:
         """Open a step; `data` runs from here."""
@@ -153,48 +154,31 @@ class PhaseTimer:
 
     def stop(self) -> None:
         self._timestamps.append(self._now())
-        self._pending.append((self._timestamps, self._columns))
+        self._pending.append((self._timestamps, self._columns, self._window))
         self._timestamps, self._columns = [], []
         if len(self._pending) >= _MAX_PENDING:
             self.collect()
 
+    def end_window(self) -> StepTimes:
+        """The steps since the last call, whose times are in it once `collect` has read them."""
+        window, self._window = self._window, StepTimes()
+        return window
+
     def collect(self) -> None:
         """Read the steps that the device has finished; the others stay for the next call. Never waits for the device."""
         while self._pending:
-            timestamps, columns = self._pending[0]
+            timestamps, columns, window = self._pending[0]
             # One stream runs in order: where the last event is past, all are.
             if not self._clock.ready(timestamps[-1]):
                 return
             self._pending.popleft()
-            self._add(_row(self._clock, timestamps, columns))
+            row_T = _row(self._clock, timestamps, columns)
+            window.add(row_T)
+            if self._warmup_left > 0:
+                self._warmup_left -= 1
+            else:
+                self.past_warmup.add(row_T)
             self._clock.reuse(timestamps)
-
-    def _add(self, row_T: Floats) -> None:
-        self._window.add(row_T)
-        if self._warmup_left > 0:
-            self._warmup_left -= 1
-        else:
-            self._run.add(row_T)
-
-    def take(self) -> dict[str, float]:
-        """Summary of the steps read since the last `take()`, in the names of `summary`."""
-        self.collect()
-        window, self._window = self._window, _Totals()
-        return window.summary()
-
-    def steps_s(self) -> list[float]:
-        """Seconds of each step past the warm-up, the latest `MAX_STEPS` of them."""
-        self.collect()
-        return [float(row_T[_STEP]) / 1e3 for row_T in self._run.latest]
-
-    def summary(self) -> dict[str, float]:
-        """Mean, min, max, p50 and p95 of each phase and of `step`, in ms, and the share of data in the step, in percent.
-
-        Named `phase/data_ms` (mean), `phase/data_min_ms`, `…_max_ms`, `…_p50_ms`, `…_p95_ms`, …, `phase/step_ms`, …, and
-        `data_pct`. {} before the first step past the warm-up.
-        """
-        self.collect()
-        return self._run.summary()
 
 
 def _row(clock: Clock, timestamps: Sequence[Any], columns: Sequence[int]) -> Floats:

@@ -14,24 +14,21 @@ class WallClock:
     """Adds up seconds by part; time outside of `part` counts as `other`.
 
     Args:
-        total: seconds by part of the whole job, changed in place, so that a checkpoint carries them to the next process.
-        epoch: the same of the epoch under way.
+        saved: the `state` of an earlier process of the job, which is continued.
         clock: a source of time.
         heartbeat: learns of each part as it begins.
     """
 
     def __init__(
         self,
-        total: dict[str, float],
-        epoch: dict[str, float],
+        saved: Mapping[str, Mapping[str, float]] | None = None,
         clock: Callable[[], float] = time.perf_counter,
         heartbeat: Heartbeat | None = None,
     ):
-        self._total, self._epoch, self._clock = total, epoch, clock
+        saved = saved or {"job": {}, "epoch": {}}
+        self._job, self._epoch = ({part: saved[span].get(part, 0.0) for part in PARTS} for span in ("job", "epoch"))
+        self._clock = clock
         self._heartbeat = heartbeat or Heartbeat()
-        for sums in (total, epoch):
-            for part in PARTS:
-                sums.setdefault(part, 0.0)
         self._part, self._part_start_s = "other", clock()
 
     def begin(self) -> None:
@@ -53,24 +50,29 @@ class WallClock:
     def train_s(self) -> float:
         """Seconds of training so far."""
         self._enter(self._part)
-        return self._total["train"]
+        return self._job["train"]
 
     def total(self) -> dict[str, float]:
         """The whole job so far: `train_s`, `eval_s`, `checkpoint_s`, `timing_s`, `other_s` and their sum `wall_s`."""
         self._enter(self._part)
-        return in_seconds(self._total)
+        return in_seconds(self._job)
+
+    def state(self) -> dict[str, dict[str, float]]:
+        """What a later process of the job continues from, as plain data: the seconds so far of the job and of the epoch."""
+        self._enter(self._part)
+        return {"job": dict(self._job), "epoch": dict(self._epoch)}
 
     def end_epoch(self) -> dict[str, float]:
         """The same of the epoch so far, in which no passes are timed; the next one begins."""
         self._enter(self._part)
         passed = in_seconds(self._epoch)
         del passed["timing_s"]
-        self._epoch.update(dict.fromkeys(PARTS, 0.0))
+        self._epoch = dict.fromkeys(PARTS, 0.0)
         return passed
 
     def _enter(self, part: str) -> None:
         now = self._clock()
-        for sums in (self._total, self._epoch):
+        for sums in (self._job, self._epoch):
             sums[self._part] += now - self._part_start_s
         if part != self._part:
             self._heartbeat.enter(part)

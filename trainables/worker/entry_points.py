@@ -22,9 +22,10 @@ from trainables.device.release import release_device
 from trainables.disk_writer import DiskWriter
 from trainables.distributed.group import Group, gather_objects
 from trainables.distributed.pipeline.layout import build_layout
-from trainables.engine import loop
 from trainables.engine.evaluate import evaluate_checkpoint
-from trainables.engine.job import Job, build, open_loaders
+from trainables.engine.job import Job
+from trainables.engine.job_parts import open_loaders
+from trainables.engine.train import build, run_job
 from trainables.metrics.heartbeat import Heartbeat
 from trainables.object_store.run_copy import RunCopy
 from trainables.object_store.stage_copy import fetch_inputs, stored_stage
@@ -90,7 +91,7 @@ def train_stage(config: TrainConfig, group: Group, stop_early: Callable[[Sequenc
             precision=job.config.precision,
             precision_reason=job.config.precision_reason,
             metrics=summary,
-            steps_s=job.metrics.timer.steps_s() if config.train.max_steps is not None else [],
+            steps_s=job.metrics.timer.past_warmup.steps_s() if config.train.max_steps is not None else [],
             teachers=job.teachers,
         )
         if group.is_main:
@@ -148,7 +149,7 @@ def _train(
             )
         # Written before the loaders are closed, which may wait for a disk.
         stack.enter_context(failure_recorded(stage, group, publish))
-        return job, loop.run(job)
+        return job, run_job(job)
 
 
 def interruption_requests(config: TrainConfig, group: Group) -> InterruptionRequests:

@@ -17,8 +17,8 @@ from trainables.config import FillConfig, TrainConfig
 from trainables.disk_writer import DiskWriter
 from trainables.distributed.group import Group
 from trainables.distributed.pipeline.layout import build_layout
-from trainables.engine import loop
-from trainables.engine.job import build, open_loaders
+from trainables.engine.job_parts import open_loaders
+from trainables.engine.train import build, run_job
 from trainables.metrics.metrics_file import MetricsFile
 from trainables.rundir import RunDir, StageDir
 from trainables.stage_result import StageResult, write_stage_result
@@ -36,7 +36,7 @@ def train(group: Group, disk: Path, settings: TrainConfig, points: list[FaultPoi
     with DiskWriter() as disk_writer:
         report = record(stage, settings, disk_writer) if group.is_main else ignore
         with contextlib.closing(build(settings, group, report, no_telemetry, disk=disk_writer)) as job:
-            summary = loop.run(job)
+            summary = run_job(job)
     if group.world_size > 1:
         dist.barrier()
     if group.is_main:

@@ -10,7 +10,7 @@ from service.config.experiment import load, parse_override
 from tests.trainables.jobs import Recorded, no_telemetry
 from trainables.config import DataConfig, TrainConfig
 from trainables.distributed.group import Group
-from trainables.engine.job import build
+from trainables.engine.train import build
 from trainables.errors import ExperimentError
 from trainables.methods.registry import METHODS, load_method
 from trainables.rules import METHOD_RULES, RULES, enough_images, first_problem_of_method

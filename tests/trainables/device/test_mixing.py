@@ -12,7 +12,7 @@ from trainables.device.device_batches import DeviceBatch
 from trainables.device.mixing import Mix, Mixing, cut_boxes, own_area, partners, symmetric_beta
 from trainables.device.random_numbers import Draws
 from trainables.engine.losses import losses
-from trainables.engine.step import micro_batches
+from trainables.engine.passes import micro_batches
 from trainables.methods.distillation_module import DistillationOutputs
 
 COUNT = 64

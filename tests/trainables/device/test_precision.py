@@ -13,7 +13,7 @@ from trainables.device import precision
 from trainables.device.precision import choose_precision, name_without_bf16, with_precision
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
-from trainables.engine.job import build
+from trainables.engine.train import build
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,7 @@ from trainables.device.decode import region_decoder
 from trainables.device.decoders import REGION_DECODERS
 from trainables.device.release import release_device
 from trainables.distributed.group import Group
-from trainables.engine import loop
-from trainables.engine.job import build
+from trainables.engine.train import build, run_job
 
 CPU = torch.device("cpu")
 
@@ -40,7 +39,7 @@ def test_decoders_of_earlier_points_are_freed(monkeypatch: pytest.MonkeyPatch) -
 def test_nothing_refers_to_the_batches_of_a_job_that_is_closed(tmp_path: Path) -> None:
     settings = config(tmp_path, teacher=None, train={"max_steps": 10})
     with contextlib.closing(build(settings, Group(), Recorded(), no_telemetry)) as job:
-        loop.run(job)
+        run_job(job)
     memories = [weakref.ref(loader._memory) for loader in (job.train_loader, job.val_loader)]
     del job
     gc.collect()

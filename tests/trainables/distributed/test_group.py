@@ -16,6 +16,7 @@ from trainables.distributed.group import (
     checksum,
     gather_objects,
     group_arguments,
+    replica_checksums,
     seed_rank,
 )
 from trainables.distributed.rank_pool import RankPool
@@ -31,10 +32,13 @@ def collectives(group: Group) -> dict[str, Any]:
     norm.running_mean.fill_(group.rank + 5.0)
     broadcast_buffers(norm, group)
     count, nothing = GlobalCount(group.rank + 1, group, parts=group.rank), GlobalCount(0, group)
+    known = GlobalCount(3 - group.rank, group, parts=1, num_samples=6)
     return {
         "sum": float(all_reduce_sum(torch.tensor(group.rank + 1.0), group)),
         "totals": count.totals.tolist(),
         "weight": float(count.weight()),
+        "known totals": known.totals.tolist(),
+        "known weight": known.weight(),
         "weight of nothing": float(nothing.weight()),
         "objects": gather_objects(str(group.rank), group),
         "running_mean": norm.running_mean.tolist(),
@@ -48,6 +52,8 @@ def test_every_rank_gets_the_same_of_all(ranks: RankPool, n: int) -> None:
         "sum": num_samples,
         "totals": [num_samples, n * (n - 1) / 2],
         "weight": n / num_samples,
+        "known totals": [6, n] if n > 1 else [3, 1],
+        "known weight": n / 6 if n > 1 else 1 / 3,
         "weight of nothing": n,
         "objects": [str(rank) for rank in range(n)],
         "running_mean": [5.0, 5.0],
@@ -59,7 +65,7 @@ def differ_on(group: Group, rank: int, num_stages: int = 1) -> None:
     model = nn.Linear(2, 2)
     for parameter in model.parameters():
         nn.init.constant_(parameter, 0.25 if group.rank == rank else 0.5 + group.rank % num_stages)
-    check_replicas(model, group, 7, num_stages)
+    check_replicas(replica_checksums(model, group).tolist(), 7, num_stages)
 
 
 def raises_on_differing(group: Group, rank: int, num_stages: int) -> str:

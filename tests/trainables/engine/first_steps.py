@@ -14,8 +14,8 @@ from trainables.config import TrainConfig
 from trainables.device.device_batches import on_device
 from trainables.distributed.group import Group
 from trainables.engine.check_method_jobs import Case, job_config
-from trainables.engine.job import Job, build
-from trainables.engine.loop import begin_step
+from trainables.engine.job import Job
+from trainables.engine.train import begin_step, build
 from trainables.methods.registry import load_method
 
 _COMPILE = nn.Module.compile
@@ -71,6 +71,6 @@ def _take_steps(job: Job, steps: int) -> None:
             begin_step(job)
             timer.start()
             timer.mark("data")
-            job.functions.train_step(batch, job.progress.step, timer)
+            job.train_step(batch, job.progress.step, timer)
             timer.stop()
             job.progress.step += 1

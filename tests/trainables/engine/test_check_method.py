@@ -17,8 +17,7 @@ from trainables.distributed.rank_pool import RankPool
 from trainables.engine import check_method
 from trainables.engine.check_method import Case, CheckResult, check
 from trainables.engine.check_method_jobs import job_config
-from trainables.engine.job import build
-from trainables.engine.step import train_step
+from trainables.engine.train import build, train_step
 from trainables.methods.registry import METHODS
 
 

@@ -17,11 +17,11 @@ from torch import nn
 from tests.trainables.jobs import Recorded, config, equal, no_telemetry, train_on_record
 from trainables.disk_writer import DiskWriter
 from trainables.distributed.group import Group
-from trainables.engine import checkpoint, checkpoint_writer, loop, tensor_file
+from trainables.engine import checkpoint, checkpoint_writer, tensor_file
 from trainables.engine.checkpoint import CheckpointState, Progress
 from trainables.engine.checkpoint_writer import CheckpointWriter
-from trainables.engine.job import build
 from trainables.engine.tensor_file import DTYPES, HostBuffer, write_packed
+from trainables.engine.train import build, run_job
 from trainables.errors import CheckpointError
 from trainables.failures import failure_of
 from trainables.rundir import StageDir, read_lines
@@ -191,6 +191,6 @@ def test_training_goes_on_while_a_checkpoint_is_being_written(tmp_path: Path) ->
 
     patched = patch.object(checkpoint_writer, "write_packed", wait_and_write), patch.object(job.disk, "check", let_write)
     with contextlib.closing(job), patched[0], patched[1]:
-        loop.run(job)
+        run_job(job)
     assert steps_at_writes[0] >= 9
     assert checkpoint.read(job.stage.last)[1]["progress"]["step"] == job.progress.step

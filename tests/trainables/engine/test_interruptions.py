@@ -14,9 +14,9 @@ from tests.trainables.jobs import Recorded, config, equal, no_telemetry, relativ
 from trainables.config import TrainConfig
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
-from trainables.engine import checkpoint_writer, loop
+from trainables.engine import checkpoint_writer
 from trainables.engine.interruptions import Decision, Interruptions
-from trainables.engine.job import build
+from trainables.engine.train import build, run_job
 from trainables.errors import Interruption, StageInterruptedError
 from trainables.failures import failure_of
 
@@ -47,6 +47,17 @@ def test_a_checkpoint_is_due_once_its_seconds_have_passed() -> None:
     found = steps_that_save(Interruptions(Group(), 300.0, lambda: None, clock), clock, num_steps=1000, step_s=1.0)
     assert len(found) == 3
     assert all(300 <= later - earlier <= 305 for earlier, later in zip([0, *found], found, strict=False))
+
+
+def test_a_log_line_is_due_where_thirty_seconds_have_passed_without_one() -> None:
+    clock, found = Clock(), []
+    interruptions = Interruptions(Group(), NEVER, lambda: None, clock)
+    for step in range(1, 13):
+        clock.now_s += 11.0
+        if interruptions.after_step(step).logs or step == 5:  # the fifth for its number
+            interruptions.logged()
+            found.append(step)
+    assert found == [3, 5, 8, 11]
 
 
 def test_requests_are_exchanged_every_five_seconds_whatever_a_step_takes() -> None:
@@ -81,7 +92,7 @@ def end_after(group: Group, settings: TrainConfig, num_steps: int) -> list[int]:
         patch.object(checkpoint_writer, "write_packed", write_slowly),
         pytest.raises(StageInterruptedError) as caught,
     ):
-        loop.run(job)
+        run_job(job)
     assert job.stage.last.exists()  # also on the rank that does not write it
     assert failure_of(caught.value, group.rank).kind == "preempted"
     return [step for kind, step, _ in report.calls if kind == "step"]
@@ -106,7 +117,7 @@ def test_a_job_that_loses_a_worker_and_gains_one_ends_where_an_undisturbed_one_d
     assert relative_difference(whole["state"], resumed["state"]) < 1e-9
     steps = [values for kind, _, values in resumed["calls"] if kind == "step"]
     assert {values["train/num_workers"] for values in steps} == {3}
-    assert resumed["progress"].other_sizes.keys() == {"2"}
+    assert {"workers2/images_per_s", "workers3/images_per_s"} <= resumed["calls"][-1][2].keys()
 
 
 def test_checkpoints_by_the_clock_change_no_bit(tmp_path: Path) -> None:
@@ -119,5 +130,5 @@ def test_checkpoints_by_the_clock_change_no_bit(tmp_path: Path) -> None:
 
 def test_nothing_is_decided_between_two_exchanges() -> None:
     interruptions = Interruptions(Group(), NEVER, lambda: "resized", Clock())
-    assert interruptions.after_step(1) == Decision(True, "resized")
+    assert interruptions.after_step(1) == Decision(saves=True, interruption="resized")
     assert interruptions.after_step(2) == Decision()

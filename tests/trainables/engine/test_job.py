@@ -14,8 +14,7 @@ from tests.trainables.jobs import Recorded, config, no_telemetry, save, write_te
 from tests.waiting import wait_until
 from trainables.data.storage import folder_cleaner
 from trainables.distributed.group import Group
-from trainables.engine import loop
-from trainables.engine.job import build
+from trainables.engine.train import build, run_job
 from trainables.errors import CheckpointError
 from trainables.rundir import StageDir
 
@@ -48,7 +47,7 @@ def test_a_job_that_ends_or_dies_leaves_no_thread_no_process_and_no_hold(
         pytest.raises(InterruptedError) if die_after else contextlib.nullcontext(),  # whose traceback holds all that there was
         contextlib.closing(job),
     ):
-        loop.run(job)
+        run_job(job)
     wait_until(lambda: set(threading.enumerate()) <= before and folder_cleaner.remove_unused(str(folders[0])))
     assert not folders[0].exists()
     assert not [child for child in psutil.Process().children() if "loader_server" in " ".join(child.cmdline())]

@@ -20,11 +20,9 @@ from trainables.config import DistillConfig, LossOptimConfig, OptimConfig, Train
 from trainables.device.device_batches import on_device
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
-from trainables.engine import loop
-from trainables.engine.job import build
 from trainables.engine.loss_optimizers import LossOptimizer, build_optimizers
 from trainables.engine.optim import learning_rate
-from trainables.engine.step import train_step
+from trainables.engine.train import build, run_job, train_step
 from trainables.engine.updates import PerLossUpdate, UpdateSettings
 from trainables.errors import ExperimentError
 from trainables.methods.init_stage import with_init_stage
@@ -36,7 +34,7 @@ HEADS = {"method": [SECOND], "task_weight": 0.7, "options": {"SecondHead": {"wei
 def trained(group: Group, settings: TrainConfig) -> dict[str, Tensor]:
     """Parameters of student and methods after the job."""
     with contextlib.closing(build(settings, group, Recorded(), no_telemetry)) as job:
-        loop.run(job)
+        run_job(job)
         return {name: tensor.detach().clone() for name, tensor in job.train_state.distillation_module.named_parameters()}
 
 
@@ -246,7 +244,7 @@ def test_an_init_stage_has_one_optimizer_whatever_the_training_has(
     assert equal(found, trained(Group(), alone))
     with contextlib.closing(build(training, Group(), Recorded(), no_telemetry)) as job:
         assert len(job.train_state.optimizers) > 1
-        loop.run(job)
+        run_job(job)
         assert torch.equal(
             job.train_state.distillation_module.get_parameter("methods.InitStage.encoder.weight"),
             found["methods.InitStage.encoder.weight"],
@@ -509,7 +507,7 @@ def stages(group: Group, settings: TrainConfig) -> list[dict[str, Tensor]]:
     found = []
     for each in with_init_stage(settings):
         with contextlib.closing(build(each, group, Recorded(), no_telemetry)) as job:
-            for run in (lambda job: None, loop.run):
+            for run in (lambda job: None, run_job):
                 run(job)
                 found.append(
                     {name: tensor.detach().clone() for name, tensor in job.train_state.distillation_module.named_parameters()}

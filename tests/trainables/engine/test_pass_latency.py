@@ -10,11 +10,12 @@ import torch
 
 from tests.trainables.jobs import config, equal, no_telemetry, write_teacher
 from trainables.distributed.group import Group
-from trainables.engine import loop, metrics_records
 from trainables.engine import pass_latency as latency
-from trainables.engine.job import Job, build
+from trainables.engine import records
+from trainables.engine.job import Job
 from trainables.engine.pass_latency import TrainingShape, pass_latency
-from trainables.engine.step import TrainState
+from trainables.engine.passes import TrainState
+from trainables.engine.train import build, run_job
 
 IMAGE_SIZE = 32  # at which what an image adds is well above what other processes do to a clock
 
@@ -36,9 +37,9 @@ def test_a_method_that_fails_on_images_of_zeros_ends_no_finished_training(
         torch.linalg.cholesky(torch.zeros(2, 2))
         return {}
 
-    monkeypatch.setattr(metrics_records, "pass_latency", singular)
+    monkeypatch.setattr(records, "pass_latency", singular)
     with contextlib.closing(job), caplog.at_level("WARNING", logger="raydistill"):
-        summary = loop.run(job)
+        summary = run_job(job)
     assert summary["steps"] == 5
     assert "one_image_ms" not in summary
     assert "its passes are not timed: _LinAlgError: linalg.cholesky" in caplog.text
@@ -49,7 +50,7 @@ def test_it_is_less_than_a_step_on_many_and_more_than_nothing(job: Job, monkeypa
         monkeypatch.setattr(latency, limit_s, float("inf"))
     monkeypatch.setattr(latency, "_MAX_FACTOR", 2)
     with contextlib.closing(job):
-        summary = loop.run(job)
+        summary = run_job(job)
     assert 0 < summary["one_image_ms"] < summary["phase/step_ms"]
     timed = {name: ms for name, ms in summary.items() if name.startswith("passes/")}
     assert list(timed)[:2] == ["passes/16_images_ms", "passes/32_images_ms"]

@@ -13,9 +13,9 @@ from tests.trainables.methods.calls import make, terms
 from trainables.device.device_batches import DeviceBatch, on_device
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
-from trainables.engine.job import build
 from trainables.engine.losses import losses
-from trainables.engine.step import micro_batches, train_step
+from trainables.engine.passes import micro_batches
+from trainables.engine.train import build, train_step
 from trainables.errors import ExperimentError, TrainingError
 from trainables.methods.distillation_module import DistillationModule, DistillationOutputs
 from trainables.methods.init_stage import with_init_stage

@@ -15,9 +15,8 @@ from tests.trainables.teachers.service.local_service import local_services
 from trainables.config import TrainConfig
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
-from trainables.engine import loop
-from trainables.engine.job import build
 from trainables.engine.teacher_accuracy import check_above_chance
+from trainables.engine.train import build, run_job
 from trainables.errors import TrainingError
 from trainables.stage_result import TeacherAccuracy
 from trainables.teachers.service.protocol import TeacherConnection
@@ -37,7 +36,7 @@ def settings(folder: Path, name: str, weights: str, **sections: Any) -> TrainCon
 
 def measured(settings: TrainConfig, connections: Sequence[TeacherConnection] = ()) -> list[TeacherAccuracy]:
     with contextlib.closing(build(settings, Group(), Recorded(), no_telemetry, connections=connections)) as job:
-        loop.run(job)
+        run_job(job)
         return job.teachers
 
 
@@ -88,7 +87,7 @@ def test_a_teacher_of_another_class_order_ends_the_job_before_its_first_step(tmp
         contextlib.closing(build(wrong, Group(), report, no_telemetry)) as job,
         pytest.raises(TrainingError, match="is not above chance"),
     ):
-        loop.run(job)
+        run_job(job)
     assert [kind for kind, *_ in report.calls] == ["start"]
 
 

@@ -12,8 +12,8 @@ from tests.trainables.jobs import Recorded, config, equal, no_telemetry, relativ
 from trainables.config import TrainConfig
 from trainables.device.device_batches import on_device
 from trainables.distributed.group import Group
-from trainables.engine import checkpoint, loop
-from trainables.engine.job import build
+from trainables.engine import checkpoint
+from trainables.engine.train import build, finish_epoch, train_epoch
 from trainables.errors import CheckpointError
 from trainables.methods.init_stage import with_init_stage
 from trainables.models.registry import build_model
@@ -69,8 +69,8 @@ def test_a_method_with_a_shorter_init_stage_begins_later(tmp_path: Path) -> None
     report = Recorded()
     with contextlib.closing(build(init, Group(), report, no_telemetry)) as job:
         for _ in range(3):
-            loop.train_epoch(job)
-            loop.finish_epoch(job)
+            train_epoch(job)
+            finish_epoch(job)
             states.append({name: tensor.clone() for name, tensor in job.student.state_dict().items()})
     assert equal(before, states[0])
     assert equal(before, states[1])

@@ -20,10 +20,9 @@ from trainables.device.device_batches import on_device
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
 from trainables.engine.check_method import Case, check
-from trainables.engine.job import Job, build
-from trainables.engine.loop import train_epoch
+from trainables.engine.job import Job
 from trainables.engine.pass_latency import TrainingShape, pass_latency
-from trainables.engine.step import train_step
+from trainables.engine.train import build, train_epoch, train_step
 from trainables.errors import ExperimentError
 from trainables.methods.init_stage import with_init_stage
 from trainables.models.registry import build_model

@@ -1,5 +1,6 @@
 """What ranks wait for: for a slow network all of them, for a slow rank the others; and it changes no bit."""
 
+import time
 from pathlib import Path
 from statistics import median
 
@@ -9,13 +10,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.faults.injected import slow_all_reduce, slow_rank
-from tests.trainables.jobs import config, no_telemetry, with_noise_scale, write_teacher
+from tests.trainables.jobs import config, no_telemetry, train_on_record, with_noise_scale, write_teacher
 from trainables.config import TrainConfig
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
-from trainables.engine import loop
-from trainables.engine.job import build
-from trainables.metrics.allreduce_wait import AllreduceWait, DdpClocks, exposed_ms, standard_error
+from trainables.engine.train import build, run_job
+from trainables.metrics.allreduce_wait import AllreduceWait, exposed_ms, standard_error
 
 EXTRA_MS = 60
 
@@ -25,7 +25,7 @@ def summary_of(group: Group, settings: TrainConfig, fault: str) -> tuple[dict[st
     job = build(with_noise_scale(settings), group, lambda *_: None, no_telemetry)  # whose hook `slow_all_reduce` delays
     if fault:
         undo = {"network": slow_all_reduce, "rank": slow_rank}[fault](job, EXTRA_MS / 1e3)
-    summary = loop.run(job)
+    summary = run_job(job)
     if fault:
         undo()
     job.close()
@@ -65,24 +65,38 @@ def test_what_the_last_rank_of_each_step_waits_is_the_all_reduces() -> None:
     assert exposed_ms([{1: 5.0}, {}]) is None
 
 
-def test_a_rank_alone_waits_for_nobody() -> None:
-    waits = AllreduceWait(None, torch.device("cpu"), warmup_steps=0)
-    for _ in range(30):
-        waits.end_step()
-    assert waits.summary() == {}
+def test_a_rank_alone_waits_for_nobody(tmp_path: Path) -> None:
+    summary = train_on_record(config(tmp_path, teacher=None, train={"max_steps": 12}))
+    assert not [name for name in summary if "allreduce" in name]
 
 
-def read_steps(group: Group) -> tuple[int, list[int]]:
-    """The step whose clocks DDP itself has read after twelve of them as on a GPU, and those that were read in the end."""
-    ddp = DistributedDataParallel(nn.Linear(2, 2))
-    waits = AllreduceWait(DdpClocks(ddp), torch.device("cuda"), warmup_steps=0)
-    for _ in range(12):
-        ddp(torch.ones(1, 2)).sum().backward()
-        waits.end_step()
-    read = int(ddp._get_ddp_logging_data().get("iteration", 0))
-    waits.sample()
-    return read, list(waits.by_step)
+def wait_twice(group: Group) -> tuple[list[float], list[float], list[float]]:
+    """Our wait and DDP's own in milliseconds, of the same eight steps, and the gradients' bits against those of a plain pass."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Sequential(*(nn.Linear(256, 256) for _ in range(8))))
+    ddp._set_ddp_runtime_logging_sample_rate(1)  # type: ignore[no-untyped-call]
+    waits, of_ddp, differences = AllreduceWait(torch.device("cpu"), warmup_steps=2), [], []
+    images = torch.randn(64, 256, generator=torch.Generator().manual_seed(group.rank))
+    for number in range(10):
+        ddp(images).square().mean().backward()
+        expected = [parameter.grad.clone() for parameter in ddp.parameters() if parameter.grad is not None]
+        ddp.zero_grad()
+        total = ddp(images).square().mean()
+        time.sleep(0.02 * (group.rank == number % 2))
+        waits.backward(total)
+        ddp.logger.set_runtime_stats_and_log()
+        data = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+        of_ddp.append((data["backward_comm_time"] - data["backward_compute_comm_overlap_time"]) / 1e6)
+        found = [parameter.grad for parameter in ddp.parameters() if parameter.grad is not None]
+        differences.append(max(float((a - b).abs().max()) for a, b in zip(expected, found, strict=True)))
+        ddp.zero_grad()
+    waits.collect()
+    return list(waits.by_step.values()), of_ddp[2:], differences
 
 
-def test_on_a_gpu_no_step_waits_for_ddps_clocks(ranks: RankPool) -> None:
-    assert ranks.run(2, read_steps) == [(0, [12])] * 2
+def test_the_wait_is_the_one_that_ddp_times_itself(ranks: RankPool) -> None:
+    for rank, (ours_ms, of_ddp_ms, differences) in enumerate(ranks.run(2, wait_twice)):
+        assert len(ours_ms) == 8
+        assert median(abs(ours - theirs) for ours, theirs in zip(ours_ms, of_ddp_ms, strict=True)) < 2
+        assert min(ours_ms[1 - rank :: 2]) > 15  # the steps in which the other rank slept
+        assert max(differences) == 0

@@ -7,9 +7,8 @@ import pytest
 
 from tests.trainables.jobs import config, no_telemetry
 from trainables.distributed.group import Group
-from trainables.engine import loop
 from trainables.engine.checkpoint_writer import CheckpointWriter
-from trainables.engine.job import build
+from trainables.engine.train import build, run_job
 from trainables.metrics.heartbeat import Heartbeat, Position
 from trainables.metrics.phases import PHASES
 
@@ -29,7 +28,7 @@ def test_a_job_says_where_it_is_from_its_start_to_its_end(tmp_path: Path, monkey
         config(tmp_path, optim={"epochs": 2, "lr": 0.1}), Group(), lambda *_, **__: None, no_telemetry, heartbeat=heartbeat
     )
     note()
-    loop.run(job)
+    run_job(job)
     job.close()
     steps = job.epochs.steps_per_epoch
     assert [str(position) for position in visited[:2]] == ["start", "start"]

@@ -24,8 +24,7 @@ from trainables.data.order import rank_part
 from trainables.device.device_batches import on_device
 from trainables.distributed.group import GlobalCount, Group, all_reduce_sum
 from trainables.distributed.rank_pool import RankPool
-from trainables.engine.job import build
-from trainables.engine.step import train_step
+from trainables.engine.train import build, train_step
 from trainables.metrics.noise_scale import DECAY, SUMS, GradientNoise, NoiseHistory
 from trainables.models.registry import build_model
 
@@ -180,16 +179,15 @@ def test_a_resumed_job_knows_the_noise_as_if_it_had_not_died(ranks: RankPool, tm
     whole = ranks.run(2, train_watched, config(tmp_path / "whole", **settings))[0]
     for die_after in (5, None):
         pieces = ranks.run(2, train_watched, config(tmp_path / "pieces", **settings), die_after)[0]
-    assert pieces["progress"].noise == whole["progress"].noise
+    assert pieces["noise"] == whole["noise"]
     assert pieces["calls"][-1][2]["noise_scale"] == whole["calls"][-1][2]["noise_scale"]
     other = ranks.run(3, train_watched, config(tmp_path / "other", **settings))[0]
     assert relative_difference(other["state"], whole["state"]) < 1e-9
-    assert other["progress"].noise["whole"][3] == whole["progress"].noise["whole"][3]
+    assert other["noise"]["whole"][3] == whole["noise"]["whole"][3]
 
 
 def test_the_moving_average_is_unbiased_from_the_first_line_on() -> None:
-    numbers: dict[str, list[float]] = {}
-    history = NoiseHistory(numbers)
+    history = NoiseHistory()
     assert history.add([30.0, 2.0, 8.0, 2.0]) == pytest.approx({"noise_scale": 15.0, "grad_norm": 2.0})
     assert history.add([0.0] * 4) == pytest.approx({"noise_scale": 15.0, "grad_norm": 2.0})
     later = history.add([90.0, 2.0, 8.0, 2.0])["noise_scale"]
@@ -197,14 +195,14 @@ def test_the_moving_average_is_unbiased_from_the_first_line_on() -> None:
 
 
 def test_gradients_that_drown_in_noise_have_no_noise_scale() -> None:
-    history = NoiseHistory({})
+    history = NoiseHistory()
     assert set(history.add([30.0, -2.0, 8.0, 2.0])) == {"grad_norm"}
     assert set(history.end_epoch()) == {"grad_norm"}
     assert history.whole() == {}
 
 
 def test_the_whole_jobs_noise_scale_is_the_mean_over_progress() -> None:
-    history, batch = NoiseHistory({}), 32.0
+    history, batch = NoiseHistory(), 32.0
     rng = np.random.default_rng(0)
     scales, steps, squares = rng.uniform(1, 500, 9), rng.integers(3, 40, 9), rng.uniform(0.01, 5, 9)
     for scale, count, square in zip(scales, steps, squares, strict=True):

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from trainables.metrics import phase_timer as timing
-from trainables.metrics.phase_timer import CudaClock, PhaseTimer
+from trainables.metrics.clock import CudaClock
+from trainables.metrics.phase_timer import PhaseTimer, Statistics, StepTimes, data_pct, named
 from trainables.metrics.phases import PHASES
 
 CPU = torch.device("cpu")
@@ -45,15 +46,33 @@ class Late:
         timer.stop()
 
 
+def numbers(times: StepTimes) -> dict[str, float]:
+    """As a record has them."""
+    statistics = times.statistics()
+    return named(statistics) | data_pct(statistics)
+
+
+def window_of(timer: PhaseTimer) -> dict[str, float]:
+    """Of the steps since the last window that the device has finished."""
+    window = timer.end_window()
+    timer.collect()
+    return numbers(window)
+
+
+def whole_run(timer: PhaseTimer) -> dict[str, float]:
+    timer.collect()
+    return numbers(timer.past_warmup)
+
+
 def test_phases_and_the_rest_add_up_to_the_step() -> None:
     clock = Late()
     timer = PhaseTimer(CPU, clock=clock)
     clock.step(timer, {phase: 1.0 + number for number, phase in enumerate(PHASES)}, rest_ms=4)
     clock.passed_ms = clock.time_ms
-    found = timer.take()
+    found = window_of(timer)
     means = {name: found[f"phase/{name}_ms"] for name in (*PHASES, "step")}
     assert means == {"data": 1, "h2d": 2, "augment": 3, "teacher": 4, "student": 5, "backward": 6, "optimizer": 7, "step": 32}
-    assert timer.summary()["data_pct"] == 100 * 1 / 32
+    assert whole_run(timer)["data_pct"] == 100 * 1 / 32
 
 
 def test_a_phase_that_is_not_marked_took_nothing_and_a_repeated_one_adds_up() -> None:
@@ -65,7 +84,7 @@ def test_a_phase_that_is_not_marked_took_nothing_and_a_repeated_one_adds_up() ->
         timer.mark(phase)
     timer.stop()
     clock.passed_ms = clock.time_ms
-    found = timer.take()
+    found = window_of(timer)
     assert (found["phase/teacher_ms"], found["phase/student_ms"], found["phase/backward_ms"]) == (0, 4, 4)
     assert found["phase/step_ms"] == 10
 
@@ -75,9 +94,9 @@ def test_the_bubble_is_recorded_of_pipeline_stages_alone() -> None:
     timer = PhaseTimer(CPU, clock=clock)
     clock.passed_ms = np.inf
     clock.step(timer, {"data": 1.0})
-    assert "phase/bubble_ms" not in timer.take()
+    assert "phase/bubble_ms" not in window_of(timer)
     clock.step(timer, {"bubble": 3.0, "student": 1.0})
-    assert timer.take()["phase/bubble_max_ms"] == 3
+    assert window_of(timer)["phase/bubble_max_ms"] == 3
 
 
 def test_a_stage_that_receives_its_batches_waits_for_no_loader() -> None:
@@ -85,7 +104,7 @@ def test_a_stage_that_receives_its_batches_waits_for_no_loader() -> None:
     timer = PhaseTimer(CPU, clock=clock)
     clock.passed_ms = np.inf
     clock.step(timer, {"receive": 3.0, "student": 1.0})
-    found = timer.take()
+    found = window_of(timer)
     assert (found["phase/data_ms"], found["phase/receive_ms"]) == (0, 3)
     assert "data_pct" not in found
 
@@ -95,14 +114,18 @@ def test_a_step_is_read_only_after_the_device_has_passed_its_end() -> None:
     timer = PhaseTimer(CPU, clock=clock)
     for _ in range(3):
         clock.step(timer, {"data": 1, "student": 9})
-    assert timer.take() == {}
+    window = timer.end_window()
+    timer.collect()
+    assert numbers(window) == {}
     clock.passed_ms = 25  # in the middle of the third step
-    assert timer.take()["phase/step_ms"] == 10
-    assert timer._run.num_steps == 2
+    clock.step(timer, {"data": 70, "student": 5})
+    timer.collect()
+    assert len(window.steps_s()) == len(timer.past_warmup.steps_s()) == 2
     assert clock.reused == [0, 1, 10, 10, 10, 11, 20, 20]
     clock.passed_ms = 30
     timer.collect()
-    assert timer._run.num_steps == 3
+    assert numbers(window)["phase/step_ms"] == 10
+    assert len(window.steps_s()) == 3
     assert not clock.read_early
 
 
@@ -112,7 +135,7 @@ def test_a_slow_device_does_not_make_unread_steps_pile_up() -> None:
     for _ in range(1000):
         clock.step(timer, {"data": 1})
         clock.passed_ms = clock.time_ms - 50
-    assert timer._run.num_steps >= 1000 - timing._MAX_PENDING
+    assert len(timer.past_warmup.steps_s()) >= 1000 - timing._MAX_PENDING
 
 
 def test_a_window_holds_the_steps_since_the_last_one_and_the_whole_run_leaves_the_warm_up_out() -> None:
@@ -121,11 +144,11 @@ def test_a_window_holds_the_steps_since_the_last_one_and_the_whole_run_leaves_th
     clock.passed_ms = np.inf
     for duration_ms in (1000, 500, 10, 20):
         clock.step(timer, {"data": duration_ms})
-    assert timer.take()["phase/data_max_ms"] == 1000
-    assert timer.take() == {}
+    assert window_of(timer)["phase/data_max_ms"] == 1000
+    assert window_of(timer) == {}
     clock.step(timer, {"data": 60})
-    assert timer.take()["phase/data_ms"] == 60
-    whole = timer.summary()
+    assert window_of(timer)["phase/data_ms"] == 60
+    whole = whole_run(timer)
     assert (whole["phase/data_min_ms"], whole["phase/data_ms"], whole["phase/data_max_ms"]) == (10, 30, 60)
 
 
@@ -136,7 +159,7 @@ def test_a_summary_names_five_numbers_for_each_phase_and_the_step_as_numpy_compu
     durations_ms = np.random.default_rng(0).integers(1, 50, size=101)
     for duration_ms in durations_ms:
         clock.step(timer, {"data": float(duration_ms)})
-    found = timer.summary()
+    found = whole_run(timer)
     kinds = ("", "_min", "_max", "_p50", "_p95")
     assert set(found) == {f"phase/{column}{kind}_ms" for column in (*PHASES, "step") for kind in kinds} | {"data_pct"}
     expected = (durations_ms.mean(), durations_ms.min(), durations_ms.max(), *np.quantile(durations_ms, (0.5, 0.95)))
@@ -150,10 +173,15 @@ def test_quantiles_keep_a_bounded_history_and_means_do_not_forget(monkeypatch: p
     clock.passed_ms = np.inf
     for duration_ms in [100.0] * 90 + [1.0] * 10:
         clock.step(timer, {"data": duration_ms})
-    found = timer.summary()
+    found = whole_run(timer)
     assert found["phase/data_ms"] == pytest.approx(90.1)
     assert (found["phase/data_max_ms"], found["phase/data_p95_ms"]) == (100, 1)
-    assert len(timer._run.latest) == 10
+    assert len(timer.past_warmup.steps_s()) == 10
+
+
+def test_of_several_ranks_the_extremes_are_those_of_any_and_the_other_numbers_are_means() -> None:
+    fast, slow = (Statistics(mean=at + 3, min=at, max=at + 9, p50=at + 2, p95=at + 8) for at in (1.0, 11.0))
+    assert Statistics.of_ranks([fast, slow]) == Statistics(mean=9, min=1, max=20, p50=8, p95=14)
 
 
 def test_an_unfinished_step_is_dropped_when_the_next_one_starts() -> None:
@@ -164,7 +192,7 @@ def test_an_unfinished_step_is_dropped_when_the_next_one_starts() -> None:
     timer.start()  # the loader had no more batches
     clock.time_ms += 100
     clock.step(timer, {"data": 3})
-    assert timer.take()["phase/data_ms"] == 2
+    assert window_of(timer)["phase/data_ms"] == 2
     with pytest.raises(KeyError):
         timer.mark("datum")
 
@@ -176,7 +204,7 @@ def test_the_cpu_clock_sees_real_time() -> None:
     timer.mark("data")
     timer.mark("student")
     timer.stop()
-    found = timer.take()
+    found = window_of(timer)
     assert found["phase/data_ms"] >= 19
     assert found["phase/student_ms"] < 5
 
@@ -191,7 +219,7 @@ def test_timing_a_step_costs_at_most_25_times_the_plainest_timer() -> None:
             for phase in PHASES:
                 timer.mark(phase)
             timer.stop()
-        timer.take()
+        window_of(timer)
 
     def plain() -> None:
         for _ in range(num_steps):
@@ -224,8 +252,8 @@ def test_cuda_phases_measure_the_stream_without_waiting_for_it() -> None:
     launched_ms = (time.perf_counter() - begin) * 1e3
     torch.cuda.synchronize()
     whole_ms = (time.perf_counter() - begin) * 1e3
-    found = timer.take()
-    assert timer._run.num_steps == 5
+    found = window_of(timer)
+    assert len(timer.past_warmup.steps_s()) == 5
     assert launched_ms < whole_ms
     assert 5 * found["phase/step_ms"] == pytest.approx(whole_ms, rel=0.2)
     assert found["phase/student_ms"] == pytest.approx(found["phase/step_ms"], rel=0.05)
@@ -246,7 +274,7 @@ def test_cuda_data_time_is_zero_while_the_loader_is_ahead_and_the_wait_where_it_
         timer.mark("data")
         timer.stop()
         torch.cuda.synchronize()
-        data_ms = timer.take()["phase/data_ms"]
+        data_ms = window_of(timer)["phase/data_ms"]
         assert data_ms == pytest.approx(50, abs=10) if busy == 0 else data_ms < 0.5
 
 

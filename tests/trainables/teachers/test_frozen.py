@@ -12,7 +12,7 @@ from tests.launches import Launches
 from tests.trainables.jobs import config, write_teacher
 from tests.trainables.models.small_families import SMALL, small
 from trainables.distributed.group import Group
-from trainables.engine.job import build
+from trainables.engine.train import build
 from trainables.methods.tap_reader import TapReader
 from trainables.models.forward import logits_and_aux
 from trainables.models.registry import build_model

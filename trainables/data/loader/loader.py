@@ -45,6 +45,7 @@ class Batch(NamedTuple):
     labels_B: torch.Tensor  # int64
     indices_B: torch.Tensor  # int64, dataset-wide
     position: int  # global samples of this epoch that are consumed once this batch is trained on
+    num_samples: int | None = None  # of all ranks; None: others may have left out images that cannot be read
     encoded_rows: EncodedRows | None = None  # rows without pixels, which `on_device` decodes
 
 
@@ -101,6 +102,7 @@ class Loader:
         self.skipped: dict[int, str] = {}
         # 1e-9: what 0.29 · 100 lacks to 29. A small split has a bad image too: one stops a run only where none is allowed.
         self.max_bad = max(math.floor(data.max_bad * num_samples + 1e-9), 1 if data.max_bad else 0)
+        self._is_complete = self.max_bad == 0 or source.size is not None  # an image that cannot be read ends the job
         self.source, self._data = source, data
         self._rank, self._world_size = rank, world_size
         self.decoder = View(data, split).decoder
@@ -194,7 +196,8 @@ class Loader:
         begin, end = rank_part(request.begin, request.end, self._rank, self._world_size)
         block = self._memory.allocate(end - begin)
         reads = self._reader.begin(request, block)
-        return _Pending(Batch(block.images_BCHW, block.labels_B, block.indices_B, request.end), reads)
+        num_samples = request.end - request.begin if self._is_complete else None
+        return _Pending(Batch(block.images_BCHW, block.labels_B, block.indices_B, request.end, num_samples), reads)
 
     def _finish(self, pending: _Pending, parts: list[ReadResult]) -> Batch:
         """The batch whose pixels are read, without the unreadable images."""
@@ -207,7 +210,7 @@ class Loader:
             new_rows = {row: new_row for new_row, row in enumerate(good)}
             regions = [region._replace(row=new_rows[region.row]) for region in regions]
             images_BCHW, labels_B, numbers_B = (_moved_up(tensor, good) for tensor in batch[:3])
-            batch = Batch(images_BCHW, labels_B, numbers_B, batch.position)
+            batch = Batch(images_BCHW, labels_B, numbers_B, batch.position, batch.num_samples)
         if not regions:
             return batch
         skip = partial(self._skip, batch.indices_B.clone())  # a clone: it must not keep the memory of the whole batch

@@ -27,6 +27,11 @@ class Layout:
     """The same for the threads that write checkpoints."""
 
     @property
+    def has_stages(self) -> bool:
+        """Whether a replica is divided among ranks."""
+        return self.pipeline.world_size > 1
+
+    @property
     def is_first(self) -> bool:
         """Whether this rank's stage gets the images."""
         return self.pipeline.rank == 0

@@ -14,7 +14,7 @@ from trainables.data.loader.loader import Batch, Loader
 from trainables.distributed.group import Group
 from trainables.metrics.phases import RECEIVE
 
-_Header = tuple[list[int], list[int], int]
+_Header = tuple[list[int], list[int], int, int | None]
 """The labels, indices and position of a batch."""
 
 
@@ -41,7 +41,7 @@ class PipelineLoader(Loader):
         sent: dist.Work | None = None
         with contextlib.closing(batches):
             for batch in batches:
-                self._broadcast((batch.labels_B.tolist(), batch.indices_B.tolist(), batch.position))
+                self._broadcast((batch.labels_B.tolist(), batch.indices_B.tolist(), batch.position, batch.num_samples))
                 if sent is not None:
                     sent.wait()
                 if len(batch.labels_B) and self._last_has_images:
@@ -54,13 +54,13 @@ class PipelineLoader(Loader):
 
     def _receive(self) -> Generator[Batch, None, None]:
         while (header := self._broadcast(None)) is not None:
-            labels, indices, position = header
+            labels, indices, position, num_samples = header
             images_BCHW, labels_B, indices_B, _ = self._memory.allocate(len(labels))
             labels_B.copy_(torch.tensor(labels))
             indices_B.copy_(torch.tensor(indices))
             if labels and self._last_has_images and self._hosts.rank == self._hosts.world_size - 1:
                 dist.recv(images_BCHW.permute(0, 2, 3, 1), group_src=0, group=self._hosts.process_group)
-            yield Batch(images_BCHW, labels_B, indices_B, position)
+            yield Batch(images_BCHW, labels_B, indices_B, position, num_samples)
 
     def _broadcast(self, header: _Header | None) -> _Header | None:
         """The first stage's header, on all stages; None: the epoch has no more batches."""

@@ -15,9 +15,9 @@ from trainables.device.model_input import image_normalizer, tensor_format
 from trainables.distributed.group import GlobalCount, Group, all_reduce_sum
 from trainables.distributed.pipeline.layout import Layout
 from trainables.distributed.pipeline.runner import Boundary, Forward, PipelineRunner, pipeline_stage_inputs
+from trainables.engine.job import Logits, TrainStep
 from trainables.engine.loss_optimizers import LossOptimizer
-from trainables.engine.step import TrainingParts, TrainState, micro_batches, run_student, run_teacher
-from trainables.engine.step_functions import StepFunctions, build_train_state
+from trainables.engine.passes import TrainState, micro_batches, run_student, run_teacher
 from trainables.engine.updates import SharedUpdate, UpdateSettings, average, put
 from trainables.metrics.phase_timer import PhaseTimer
 from trainables.models.forward import logits_and_aux
@@ -56,14 +56,14 @@ def pipeline_step(
     step: int,
     timer: PhaseTimer,
 ) -> None:
-    """What `trainables.engine.step.train_step` does, for a model of which this rank has one stage; `forward`: of that alone.
+    """What `trainables.engine.train.train_step` does, for a model of which this rank has one stage; `forward`: of that alone.
 
     Phases: `student` is a stage's forward passes, on the last one with the methods and the losses; `backward` ends with the
     all-reduce over the replicas; `bubble` is the time in which the stage waits for its neighbours.
     """
     batch.wait()
     timer.mark("h2d")
-    count = GlobalCount(len(batch.labels_B), train_state.group)
+    count = GlobalCount(len(batch.labels_B), train_state.group, num_samples=batch.num_samples)
     parts = micro_batches(train_state.prepare(batch), train_state.accumulate, train_state.num_blank_images)
     timer.mark("augment")
     divided = [micro_batches(part, num_micro_batches, train_state.num_blank_images) for part in parts]
@@ -116,22 +116,20 @@ def pipeline_stage_forward(stage: nn.Module, autocast: Callable[[], contextlib.A
     return forward
 
 
-def pipeline_functions(config: TrainConfig, layout: Layout, parts: TrainingParts) -> StepFunctions:
-    """Of a rank that has one stage of the model; every rank calls it."""
-    (optimizer,) = parts.optimizers
-    update = PipelineUpdate(parts.module, optimizer, parts.settings, layout.pipeline)
-    train_state = build_train_state(config, layout, parts, update)
+def pipeline_functions(config: TrainConfig, layout: Layout, train_state: TrainState) -> tuple[TrainStep, Logits]:
+    """The steps of training and evaluation of a rank that has one stage of the model; every rank calls it."""
+    update, student = train_state.update, train_state.distillation_module.student
+    assert isinstance(update, PipelineUpdate)
     if not (layout.is_first or layout.is_last):
         train_state.prepare = lambda batch: batch  # it has no pixels
-    forward = pipeline_stage_forward(parts.module.student, train_state.autocast)
+    forward = pipeline_stage_forward(student, train_state.autocast)
     size, number = config.data.image_size, pipeline_micro_batches(config)
     images = Boundary((3, size, size), tensor_format(config)[0], has_gradient=False)
-    parts.module.eval()
+    train_state.distillation_module.eval()
     inputs = pipeline_stage_inputs(forward, images, layout.pipeline)
-    parts.module.train()
+    train_state.distillation_module.train()
     runner = PipelineRunner(layout.pipeline, inputs, config.scale.schedule)
-    return StepFunctions(
-        train_state,
+    return (
         partial(pipeline_step, train_state, update, runner, forward, number),
         pipeline_logits(runner, forward, image_normalizer(config, layout.replicas.device), number),
     )

@@ -20,9 +20,9 @@ from tests.trainables.jobs import Recorded, config, equal, no_telemetry, relativ
 from trainables.config import TrainConfig
 from trainables.distributed.group import Group, gather_objects
 from trainables.distributed.rank_pool import RankDiedError, RankPool
-from trainables.engine import checkpoint, checkpoint_writer, loop
-from trainables.engine.job import build
+from trainables.engine import checkpoint, checkpoint_writer
 from trainables.engine.pipeline.build import possible_cuts, with_saved_cut
+from trainables.engine.train import build, finish_epoch, train_epoch, wait_for_disk
 from trainables.errors import CheckpointError, ModelError, TrainingError
 from trainables.methods.distillation_module import DistillationModule
 from trainables.models.checkpoint_header import read_checkpoint_header
@@ -195,9 +195,9 @@ def test_a_kill_leaves_the_earlier_checkpoint_or_the_new_one(
 def best_while_training(group: Group, settings: TrainConfig) -> tuple[list[str], float]:
     """The files of the best checkpoint before the end, and how far a teacher with its weights is from it."""
     with contextlib.closing(build(settings, group, Recorded(), no_telemetry)) as running:
-        loop.train_epoch(running)
-        loop.finish_epoch(running)
-        loop.wait_for_disk(running)
+        train_epoch(running)
+        finish_epoch(running)
+        wait_for_disk(running)
         gather_objects(None, group)
         path = running.stage.best
         tensors, about = checkpoint.read(path)
@@ -308,7 +308,7 @@ def bytes_of_job(group: Group, settings: TrainConfig) -> int:
     """Of the tensors that this process has besides those of earlier tests once a job has trained: of parameters, momenta, …"""
     before = bytes_of_tensors()
     with contextlib.closing(build(settings, group, Recorded(), no_telemetry)) as job:
-        loop.train_epoch(job)
+        train_epoch(job)
         return bytes_of_tensors() - before
 
 

@@ -29,8 +29,7 @@ from trainables.data.decoders import DECODERS
 from trainables.data.storage.shared_folder import format_bytes
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
-from trainables.engine import loop
-from trainables.engine.job import build
+from trainables.engine.train import build, run_job
 from trainables.errors import CheckpointError, DataError, DistillError, ExperimentError
 from trainables.models.registry import build_model
 from trainables.rundir import StageDir
@@ -155,7 +154,7 @@ def test_an_assistants_logits_are_cached_for_all_trials_in_a_folder_of_their_own
 def test_where_every_row_is_there_the_network_is_never_built(tmp_path: Path) -> None:
     for name in ("first", "second"):
         with contextlib.closing(build(settings(tmp_path, name), Group(), Recorded(), no_telemetry)) as job:
-            loop.run(job)
+            run_job(job)
             assert isinstance(job.train_state.teacher, CachedTeacher)
             assert (job.train_state.teacher.network is None) == (name == "second")
 
@@ -205,7 +204,7 @@ def test_a_teacher_file_that_is_replaced_after_the_job_began_is_refused(tmp_path
     with contextlib.closing(build(job_config, Group(), Recorded(), no_telemetry)) as job:
         write_teacher(weights, seed=12)
         with pytest.raises(CheckpointError, match=r"teacher.safetensors: .* not the mlp_large with which this job") as error:
-            loop.run(job)
+            run_job(job)
     assert "\n" not in str(error.value)
     assert not list((tmp_path / "cache").rglob("*.npy"))
     shutil.copy(right, weights)
@@ -400,7 +399,7 @@ def test_on_a_gpu_nothing_waits_while_logits_are_read_or_written(tmp_path: Path,
     for name in ("first", "second"):
         job_config = settings(tmp_path, name, epochs=1, teacher={"cache_top_k": top_k}, precision="fp32")
         with contextlib.closing(build(job_config, group, Recorded(), no_telemetry)) as job:
-            loop.run(job)  # whatever is lazy is there
+            run_job(job)  # whatever is lazy is there
             images = torch.zeros(50, 3, 8, 8, device=group.device)
             torch.cuda.set_sync_debug_mode("error")
             try:

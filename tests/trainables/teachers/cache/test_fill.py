@@ -14,7 +14,7 @@ from trainables.config import FillConfig, TrainConfig
 from trainables.distributed.group import Group
 from trainables.distributed.pipeline.layout import build_layout
 from trainables.distributed.rank_pool import RankPool
-from trainables.engine.job import open_loaders
+from trainables.engine.job_parts import open_loaders
 from trainables.errors import DataError
 from trainables.teachers.cache.fill import fill, sequential
 from trainables.teachers.cache.store import Rows, RowStore

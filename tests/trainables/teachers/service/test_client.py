@@ -20,8 +20,7 @@ from tests.trainables.teachers.service.local_service import LocalConnection, loc
 from trainables.config import TrainConfig
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
-from trainables.engine import loop
-from trainables.engine.job import build
+from trainables.engine.train import build, run_job
 from trainables.errors import CheckpointError, ClusterError, ExperimentError
 from trainables.teachers.interface import TeacherRequest
 from trainables.teachers.service.client import PREFETCH_BATCHES, ServiceTeacher
@@ -43,7 +42,7 @@ def live(folder: Path, name: str, **sections: Any) -> dict[str, Any]:
 def served(config: TrainConfig, connections: Sequence[TeacherConnection], group: Group = ALONE) -> dict[str, Any]:
     report = Recorded()
     with contextlib.closing(build(config, group, report, no_telemetry, connections=connections)) as job:
-        loop.run(job)
+        run_job(job)
         state = {name: tensor.detach().clone() for name, tensor in job.student.state_dict().items()}
     return {"calls": report.calls, "state": state}
 
@@ -71,7 +70,7 @@ def test_several_students_at_once_cause_one_computation_of_each_image(tmp_path: 
             jobs.enter_context(contextlib.closing(build(config, Group(), report, no_telemetry, connections=connections)))
             for config, report in zip(configs, reports, strict=True)
         ]
-        students = [threading.Thread(target=loop.run, args=(job,)) for job in built]
+        students = [threading.Thread(target=run_job, args=(job,)) for job in built]
         for student in students:
             student.start()
         for student in students:
@@ -114,7 +113,7 @@ def test_micro_batches_and_resumed_epochs_get_their_own_logits(tmp_path: Path) -
             contextlib.closing(build(every, Group(), report, no_telemetry, connections=connections)) as job,
             pytest.raises(InterruptedError),
         ):
-            loop.run(job)
+            run_job(job)
         ours = served(every, connections)
         assert sum(connection.num_computed for connection in connections) == 2 * ROWS
     assert relative_difference(ours["state"], peer["state"]) < 1e-10
@@ -173,7 +172,7 @@ def test_a_teacher_that_the_service_cannot_load_ends_the_training_in_its_line(tm
     ):
         (tmp_path / "teacher.safetensors").unlink()
         with pytest.raises(CheckpointError, match=r"teacher.safetensors"):
-            loop.run(job)
+            run_job(job)
 
 
 @pytest.mark.parametrize("restarted", [False, True])
@@ -189,7 +188,7 @@ def test_a_teacher_file_that_is_replaced_after_the_job_began_is_refused(tmp_path
                 connections[0].kill()
                 connections[0].start()
             with pytest.raises(CheckpointError, match=r"teacher.safetensors: .* not the mlp_large with which") as error:
-                loop.run(job)
+                run_job(job)
         assert "\n" not in str(error.value)
         weights.write_bytes(right)
         assert ran_for(served(settings(tmp_path, "after", epochs=1), connections)) == [ROWS]

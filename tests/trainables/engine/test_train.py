@@ -17,8 +17,8 @@ from tests.trainables.methods import own_methods
 from trainables.config import TrainConfig
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
-from trainables.engine import checkpoint, loop
-from trainables.engine.job import build
+from trainables.engine import checkpoint
+from trainables.engine.train import build, run_job
 from trainables.errors import TrainingError
 from trainables.methods.init_stage import with_init_stage
 from trainables.metrics import peak_memory
@@ -212,5 +212,5 @@ def test_the_peak_of_the_memory_begins_anew_before_a_later_step_than_the_first(
     reset_at = []
     with contextlib.closing(build(settings, Group(), Recorded(), no_telemetry)) as job:
         monkeypatch.setattr(peak_memory, "reset_peaks", lambda _: reset_at.append(job.progress.step))
-        loop.run(job)
+        run_job(job)
         assert reset_at == [before or job.train_loader.steps_per_epoch]

@@ -1,4 +1,4 @@
-"""One training step: with a teacher it distils, without one it trains on labels alone. Nothing here waits for the GPU.
+"""What the steps of a job need, and the forward passes of a micro-batch: the teacher's, the student's, the losses.
 
 Shapes: B batch of this rank, C channels, H W pixels, K classes.
 """
@@ -6,7 +6,6 @@ Shapes: B batch of this rank, C channels, H W pixels, K classes.
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -14,30 +13,18 @@ from torch import Tensor
 from trainables.device.compilation import Compilation
 from trainables.device.device_batches import DeviceBatch
 from trainables.distributed.gather import Gather
-from trainables.distributed.group import GlobalCount, Group
+from trainables.distributed.group import Group
 from trainables.engine.epochs import Epochs
 from trainables.engine.loss_optimizers import LossOptimizer
 from trainables.engine.losses import Losses, losses
 from trainables.engine.step_sums import StepSums
-from trainables.engine.updates import ParameterUpdate, UpdateSettings
+from trainables.engine.updates import ParameterUpdate
 from trainables.methods.contract import MethodBatch, ModelOutputs
 from trainables.methods.distillation_module import DistillationModule, DistillationOutputs
-from trainables.metrics.noise_scale import num_parts
-from trainables.metrics.phase_timer import PhaseTimer
 from trainables.teachers.interface import TeacherInterface, TeacherRequest
 
 TeacherOutputs = Mapping[str, ModelOutputs]
 """Of a micro-batch, by method."""
-
-
-class TrainingParts(NamedTuple):
-    """What the steps of a job train, and how often."""
-
-    module: DistillationModule
-    teacher: TeacherInterface
-    optimizers: tuple[LossOptimizer, ...]
-    settings: UpdateSettings
-    epochs: Epochs
 
 
 class NoTeacher(TeacherInterface):
@@ -49,7 +36,7 @@ class NoTeacher(TeacherInterface):
 
 @dataclass(kw_only=True)
 class TrainState:
-    """What steps need."""
+    """What the steps of a job need, and change."""
 
     distillation_module: DistillationModule
     """The bare student with its methods."""
@@ -90,36 +77,6 @@ def micro_batches(batch: DeviceBatch, accumulate: int, num_blank_images: int = 2
     parts = min(accumulate, len(batch.labels_B))
     size, larger = divmod(len(batch.labels_B), parts)
     return batch.split([size + (part < larger) for part in range(parts)])
-
-
-def train_step(train_state: TrainState, batch: DeviceBatch, step: int, timer: PhaseTimer) -> None:
-    """Forward, loss, backward, update; adds to `train_state.sums`."""
-    batch.wait()
-    timer.mark("h2d")
-    prepared = train_state.prepare(batch)
-    timer.mark("augment")
-    num_images, group, accumulate = len(batch.labels_B), train_state.group, train_state.accumulate
-    count = GlobalCount(num_images, group, parts=num_parts(num_images, group, accumulate))
-    epoch, update = train_state.epochs.passed(step), train_state.update
-    parts = micro_batches(prepared, accumulate, train_state.num_blank_images)
-    train_state.compilation.begin_step()
-    train_state.teacher.skip(parts[0].images_BCHW, accumulate - len(parts))
-    for part in parts:
-        timer.begin_micro_batch()
-        compiled = train_state.compilation.batch(len(part.images_BCHW), eager=update.requires_eager_forward)
-        with compiled, update.micro_batch(last=part is parts[-1]):
-            teacher_outputs = run_teacher(train_state, part)
-            timer.mark("teacher")
-            outputs, loss = run_student(train_state, part.images_BCHW, part, teacher_outputs, epoch)
-            train_state.sums.add(step, outputs.logits_BK, part.labels_B, loss.named)
-            timer.mark("student")  # before the weight, which waits for ranks that have not begun their step
-            update.backward(loss, count.weight(), len(part.labels_B))
-        if part is not parts[-1]:
-            timer.mark("backward")
-    update.average_gradients(count)
-    timer.mark("backward")  # with what is left of the average over ranks
-    update.step()
-    timer.mark("optimizer")
 
 
 def run_teacher(train_state: TrainState, part: DeviceBatch) -> TeacherOutputs:

@@ -1,99 +1,35 @@
-"""The numbers that a training reports: of a log line, of an epoch, and of the whole stage.
+"""The numbers that a training reports of an epoch, and of the whole stage.
 
 Names: `train/…` at a log line, `val/…` and `epoch/…` at an epoch's end, plain in the summary; see `metrics_file`.
 """
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
+from typing import TypeVar
 
-import torch
-
-from trainables.distributed.group import Group, all_reduce_sum, check_replicas, gather_objects
-from trainables.engine.checks import raise_not_finite
+from trainables.distributed.group import Group, gather_objects
 from trainables.engine.job import Job
 from trainables.engine.pass_latency import TrainingShape, pass_latency
-from trainables.engine.step import TrainState
+from trainables.engine.passes import TrainState
 from trainables.failures import kind_of
 from trainables.metrics.allreduce_wait import exposed_ms
+from trainables.metrics.phase_timer import Statistics, StepStatistics, data_pct, named
 from trainables.metrics.phases import ALL_PHASES
+from trainables.rules import pipeline_micro_batches
 from trainables.rundir import headline
 
 log = logging.getLogger("raydistill")
 ACCURACIES = ("top1", "top5")
-_OF_A_STEP = ("step", "cpu", "core_wait", "allreduce_wait", "allreduce_wait_error")
-
-
-def log_step(job: Job, step_in_epoch: int) -> None:
-    """Read the sums of all ranks, check them, report a step, log a line. Waits for the device, which a step never does.
-
-    Raises TrainingError: on every rank: a loss that is not finite, or replicas that disagree.
-    """
-    train_state, progress, metrics = job.train_state, job.progress, job.metrics
-    totals, num_bad, noise_sums = _reduce_sums(job)
-    images_per_s = metrics.throughput.end(totals[0], progress.step)
-    metrics.timer.collect()
-    metrics.allreduce_wait.sample()
-    if num_bad:
-        raise_not_finite(job)
-    check_replicas(train_state.distillation_module, job.group, progress.step, job.config.scale.pipeline_stages)
-    progress.partial = [old + new for old, new in zip(progress.partial or [0.0] * len(totals), totals, strict=True)]
-    phases = metrics.timer.take()
-    values = {
-        **means(train_state, totals),
-        **(metrics.noise.add(noise_sums) if noise_sums else {}),
-        "lr": _learning_rate(train_state),
-        "images_per_s": images_per_s,
-        "num_workers": job.group.world_size,
-        **phases,
-    }
-    passed = progress.epoch + step_in_epoch / job.epochs.steps_per_epoch
-    job.report("step", progress.step, passed, {f"train/{name}": value for name, value in values.items()})
-    if job.group.is_main:
-        _log_step_line(
-            job,
-            step_in_epoch,
-            now=means(train_state, totals),
-            in_epoch=means(train_state, progress.partial),
-            reported=values,
-        )
-
-
-def _reduce_sums(job: Job) -> tuple[list[float], float, list[float]]:
-    """Over all ranks: the sums since the last log line, which are reset; how many ranks had a bad loss; the noise's sums."""
-    train_state = job.train_state
-    parts = [train_state.sums.values_N, (train_state.sums.bad_step >= 0).double().reshape(1)]
-    if train_state.update.noise is not None:
-        parts.append(train_state.update.noise.take())
-    reduced = all_reduce_sum(torch.cat(parts), job.group).tolist()
-    train_state.sums.clear()
-    n = len(train_state.sums.names)
-    return reduced[:n], reduced[n], reduced[n + 1 :]
-
-
-def _learning_rate(train_state: TrainState) -> float:
-    """The rate of the optimizer that minimises the task's loss; an init stage has one alone."""
-    of_task = max(train_state.optimizers, key=lambda each: "task" in each.losses)
-    return float(of_task.optimizer.param_groups[0]["lr"])
-
-
-def _log_step_line(
-    job: Job, step_in_epoch: int, *, now: Mapping[str, float], in_epoch: Mapping[str, float], reported: Mapping[str, float]
-) -> None:
-    """`now`: means since the last line; `in_epoch`: in the epoch; `reported`: the step's record."""
-    log.info(
-        "Epoch: [%d][%d/%d]  Time %.3f  Data %.3f  Loss %.4f (%.4f)  Acc@1 %.2f (%.2f)  Acc@5 %.2f (%.2f)  lr %.4g"
-        "  %.1f images/s",
-        job.progress.epoch + 1,
-        step_in_epoch,
-        job.epochs.steps_per_epoch,
-        reported.get("phase/step_ms", math.nan) / 1e3,
-        reported.get("phase/data_ms", math.nan) / 1e3,
-        *(values[name] for name in ("loss", "top1_pct", "top5_pct") for values in (now, in_epoch)),
-        reported["lr"],
-        reported["images_per_s"],
-    )
+_OF_A_RANK = {
+    **{f"phase/{name}_ms": f"{name}_ms" for name in (*ALL_PHASES, "step", "cpu", "core_wait")},
+    **{f"phase/{name}_ms": f"{name}_ms" for name in ("allreduce_wait", "allreduce_wait_error")},
+    "loader/batch_ms": "loader_batch_ms",
+    "loader/wait_ms": "loader_wait_ms",
+}
+"""The means that are recorded of each rank too, and their short names there."""
+T = TypeVar("T")
 
 
 def means(train_state: TrainState, sums: Sequence[float]) -> dict[str, float]:
@@ -114,6 +50,35 @@ def means(train_state: TrainState, sums: Sequence[float]) -> dict[str, float]:
 def epoch_seconds(job: Job) -> dict[str, float]:
     """Wall time since the epoch began, or since the last call, under the names of an epoch's record."""
     return {f"epoch/{name}": seconds for name, seconds in job.metrics.clock.end_epoch().items()}
+
+
+def start_numbers(job: Job) -> dict[str, float]:
+    """The length of a job; the log says what is asked for and not measured."""
+    config, update = job.config, job.train_state.update
+    if config.train.max_steps is None and config.measures_noise and update.noise is None and job.group.is_main:
+        reason = update.noise_obstacle or "one worker compares micro-batches, and optim.accumulate is 1"
+        log.info("%s: no noise_scale: %s", config.stage, reason)
+    numbers: dict[str, float] = {
+        "steps_per_epoch": job.epochs.steps_per_epoch,
+        "samples_per_epoch": job.train_loader.samples_per_epoch,
+        "epochs": job.epochs.num,
+        "num_workers": job.group.world_size,
+        "max_steps": config.train.warmup_steps + config.train.max_steps if config.train.max_steps else 0,
+    }
+    if config.scale.pipeline_stages > 1:
+        numbers |= {"pipeline_stages": config.scale.pipeline_stages, "micro_batches": pipeline_micro_batches(config)}
+    return numbers
+
+
+def epoch_numbers(
+    job: Job, *, val: dict[str, float], trained: dict[str, float], telemetry: dict[str, float], num_skipped: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """What an epoch has shown: of its row of the history, which its checkpoint holds, and of its record alone."""
+    learned = {f"val/{name}": value for name, value in val.items()}
+    learned |= {f"epoch/train/{name}": value for name, value in trained.items()}
+    learned |= {"epoch/skipped_images": float(num_skipped), **epoch_seconds(job)}
+    measured = throughput(job) | job.progress.reached | telemetry
+    return learned, {f"epoch/{name}": value for name, value in measured.items()}
 
 
 def log_epoch(job: Job, val: dict[str, float], best: bool) -> None:
@@ -146,20 +111,12 @@ def teacher_images(num_computed: int | None, group: Group) -> dict[str, float]:
 def throughput(job: Job) -> dict[str, float]:
     """Steady-state speed and the epoch time it gives; `epoch_projected` is 1 where no whole steady epoch was run."""
     speed = job.metrics.throughput.summary()
-    speed |= {f"workers{size}/images_per_s": sums[0] / sums[1] for size, sums in _speeds_by_size(job).items()}
     if "step_s" not in speed:
         return speed
     steps = job.epochs.steps_per_epoch
     epoch_s = speed["step_s"] * steps
     projected = float(speed["steady_steps"] < steps)
     return {**speed, "epoch_s": epoch_s, "gpu_s_per_epoch": job.group.world_size * epoch_s, "epoch_projected": projected}
-
-
-def _speeds_by_size(job: Job) -> dict[str, list[float]]:
-    """Where the job has had several world sizes, the steady state's sums (`Progress.warm`) of each in which it was reached."""
-    progress = job.progress
-    by_size = {**progress.other_sizes, str(job.group.world_size): progress.warm} if progress.other_sizes else {}
-    return {size: by_size[size] for size in sorted(by_size, key=int) if by_size[size][1]}
 
 
 def phase_times(job: Job) -> dict[str, float]:
@@ -169,22 +126,28 @@ def phase_times(job: Job) -> dict[str, float]:
     they wait for its gradients (`rank0/allreduce_wait_ms`). What the all-reduce itself costs is `phase/allreduce_ms`.
     `rank0/loader_batch_ms` and `rank0/loader_wait_ms` are its loader's.
     """
-    metrics, times = job.metrics, job.metrics.timer.summary()
-    if times:
-        times |= metrics.host.summary() | metrics.allreduce_wait.summary() | job.train_loader.costs.summary()
-    ranks = [of_rank for of_rank in gather_objects(times, job.group) if of_rank]
-    found = {}
-    for name in dict.fromkeys(name for of_rank in ranks for name in of_rank):
-        values = [of_rank[name] for of_rank in ranks if name in of_rank]
-        found[name] = min(values) if "_min_" in name else max(values) if "_max_" in name else sum(values) / len(values)
+    metrics, phases, others = job.metrics, job.metrics.timer.past_warmup.statistics(), dict[str, float]()
+    if phases:
+        others = data_pct(phases) | metrics.host.summary() | metrics.allreduce_wait.summary() | job.train_loader.costs.summary()
+    ranks: list[tuple[StepStatistics, dict[str, float]]] = gather_objects((phases, others), job.group)
+    found = named({name: Statistics.of_ranks(each) for name, each in _by_name(phases for phases, _ in ranks).items()})
+    found |= {name: fmean(each) for name, each in _by_name(others for _, others in ranks).items()}
     allreduce_ms = exposed_ms(gather_objects(metrics.allreduce_wait.by_step, job.group))
     if allreduce_ms is not None:
         found["phase/allreduce_ms"] = allreduce_ms
     if len(ranks) > 1:
-        names = {f"phase/{p}_ms": f"{p}_ms" for p in (*ALL_PHASES, *_OF_A_STEP)}
-        names |= {"loader/batch_ms": "loader_batch_ms", "loader/wait_ms": "loader_wait_ms"}
-        for rank, of_rank in enumerate(ranks):
-            found |= {f"rank{rank}/{short}": of_rank[name] for name, short in names.items() if name in of_rank}
+        for rank, (phases, others) in enumerate(ranks):
+            values = {f"phase/{name}_ms": each.mean for name, each in phases.items()} | others
+            found |= {f"rank{rank}/{short}": values[name] for name, short in _OF_A_RANK.items() if name in values}
+    return found
+
+
+def _by_name(mappings: Iterable[Mapping[str, T]]) -> dict[str, list[T]]:
+    """All values that mappings have for a name, by name."""
+    found: dict[str, list[T]] = {}
+    for mapping in mappings:
+        for name, value in mapping.items():
+            found.setdefault(name, []).append(value)
     return found
 
 

@@ -1,0 +1,167 @@
+"""What a job is built of: its data, its models, the state of its checkpoints. Knows no Ray."""
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from trainables.config import TrainConfig
+from trainables.data.identity import data_changes, data_identity
+from trainables.data.loader.auto_workers import AutoWorkers
+from trainables.data.loader.loader import Loader
+from trainables.data.loader.loader_process import loader_process
+from trainables.data.order import Split
+from trainables.data.source import open_on_node
+from trainables.device.compilation import compile_model
+from trainables.device.decode import check_decoder
+from trainables.device.model_input import tensor_format
+from trainables.distributed.group import Group, from_rank, gather_objects
+from trainables.distributed.pipeline.layout import Layout
+from trainables.engine import checkpoint
+from trainables.engine.checkpoint import CheckpointState, Progress
+from trainables.engine.loss_optimizers import LossOptimizer, build_optimizers, init_optimizer
+from trainables.engine.modules import build_modules, build_student
+from trainables.engine.passes import NoTeacher
+from trainables.engine.pipeline.build import PlannedModels, cut_student
+from trainables.engine.pipeline.pipeline_loader import PipelineLoader
+from trainables.engine.pipeline.state_part import blank_parameters, state_part
+from trainables.engine.teacher_placement import is_sharded, place
+from trainables.errors import ExperimentError
+from trainables.methods.distillation_module import DistillationModule
+from trainables.rundir import StageDir
+from trainables.teachers.interface import TeacherInterface
+from trainables.teachers.network import TeacherNetwork
+from trainables.teachers.service.protocol import TeacherConnection
+
+log = logging.getLogger("raydistill")
+
+
+def open_loaders(config: TrainConfig, layout: Layout) -> tuple[tuple[str, ...], tuple[Loader, Loader]]:
+    """The class names, and this rank's loaders of the training and the validation split."""
+    data, device = config.data, layout.replicas.device
+    kind = partial(PipelineLoader, hosts=layout.hosts) if layout.pipeline.world_size > 1 else Loader
+    if not isinstance(data.loader_workers, int):
+        raise ExperimentError("data.loader_workers is `auto`: the driver resolves it before a job is built")
+    check_decoder(data, device, max(1, data.loader_workers))
+    sources = {"train": open_on_node(data, "train"), "val": open_on_node(data, "val")}
+    process = loader_process(data, world_size=layout.replicas.world_size, device=device)
+
+    def loader(split: Split) -> Loader:
+        assert isinstance(data.loader_workers, int)
+        training = split == "train"
+        return kind(
+            sources[split],
+            data,
+            split=split,
+            seed=config.seed,
+            rank=layout.replicas.rank,
+            world_size=layout.replicas.world_size,
+            loader_workers=data.loader_workers,
+            device=device,
+            process=process,
+            auto=AutoWorkers(data.loader_workers) if config.loader_auto and training else None,
+            num_augmentation_epochs=config.num_augmentation_epochs if training else None,
+        )
+
+    return sources["train"].classes, (loader("train"), loader("val"))
+
+
+class Models(NamedTuple):
+    """What a rank has of a job's models."""
+
+    config: TrainConfig
+    """The job's, with the cut into pipeline stages that it leaves open."""
+    name: str
+    """The student's in full."""
+    module: DistillationModule
+    """The student, or a pipeline stage of it, and its methods, which the last stage has."""
+    teacher: TeacherInterface
+    student_parameters: dict[str, nn.Parameter] | None = None
+    """With pipeline stages: those of the whole student, without memory."""
+
+
+def build_models(
+    config: TrainConfig, layout: Layout, classes: tuple[str, ...], loader: Loader, connections: Sequence[TeacherConnection]
+) -> Models:
+    """The student with its methods, on its device, and the teacher that they read. Every rank calls it."""
+    in_pipeline, device = layout.pipeline.world_size > 1, layout.replicas.device
+    name, student = build_student(config, Group() if in_pipeline else layout.replicas, len(classes))
+    module, parameters = DistillationModule(student), None
+    teacher: TeacherInterface = NoTeacher()
+    if layout.is_last:
+        module, found = build_modules(config, layout.replicas, student, classes, loader, connections)
+        teacher = found or teacher
+    network = teacher.model if isinstance(teacher, TeacherNetwork) else None
+    sharded = network is not None and any(
+        gather_objects(is_sharded(config, layout.replicas.world_size, device, student, network), layout.replicas)
+    )
+    if in_pipeline:
+        parameters = blank_parameters(student)
+        module.student, config = cut_student(config, layout, module, PlannedModels(student, network, sharded))
+    if isinstance(teacher, TeacherNetwork):
+        place(teacher, config, layout.replicas, sharded=sharded)
+    dtype, memory_format = tensor_format(config)
+    module.methods.to(device, dtype)
+    for parameter in module.methods.parameters():
+        if parameter.dim() == 4:  # its gradient comes in the images' format, and DDP copies one of another format than its own
+            parameter.data = parameter.data.to(dtype, memory_format=memory_format)
+    compile_model(student, config.train.compile)
+    return Models(config, name, module, teacher, parameters)
+
+
+def build_job_optimizers(config: TrainConfig, module: DistillationModule) -> tuple[LossOptimizer, ...]:
+    """See `build_optimizers`; of an init stage the one that its methods' losses have."""
+    if config.init_stage:
+        return (init_optimizer(module, config.optim),)
+    return build_optimizers(module.student, module.methods_by_name, config.optim)
+
+
+def build_checkpoint_state(
+    models: Models, optimizers: Sequence[LossOptimizer], layout: Layout, classes: Sequence[str], loaders: tuple[Loader, Loader]
+) -> CheckpointState:
+    """What a checkpoint of the job holds, before the first step. Every rank calls it."""
+    config, module, part, data = models.config, models.module, None, None
+    if models.student_parameters is not None:
+        part = state_part(
+            module,
+            optimizers[0].optimizer,
+            student_parameters=models.student_parameters,
+            optim=config.optim,
+            layout=layout,
+        )
+    if config.train.max_steps is None:
+        data = from_rank(lambda: data_identity(*(loader.source for loader in loaders)), layout.job)
+    return CheckpointState(
+        student=module.student,
+        methods=module.methods,
+        optimizers=[each.optimizer for each in optimizers],
+        scaler=torch.amp.GradScaler(layout.replicas.device.type, enabled=config.precision == "fp16"),
+        progress=Progress(),
+        about=checkpoint_about(config, models.name, classes),
+        data=data,
+        part=part,
+    )
+
+
+def restore(state: CheckpointState, config: TrainConfig, stage: StageDir, group: Group, steps_per_epoch: int) -> None:
+    """Continue from the stage's last checkpoint, whose unfinished epoch begins again where it was trained on other data.
+
+    Raises DataError where that is not accepted, CheckpointError: see `checkpoint.restore`.
+    """
+    before = checkpoint.restore(stage.last, state, group, config.accepted_data)
+    if before is None or state.data is None or state.progress.epoch >= config.optim.epochs:
+        return
+    state.progress.begin_epoch_on_other_data(steps_per_epoch, forget_best=before.val != state.data.val)
+    if group.is_main:
+        changes = ", ".join(data_changes(before, state.data))
+        log.warning("%s: other data from epoch %d on: %s", config.stage, state.progress.epoch + 1, changes)
+
+
+def checkpoint_about(config: TrainConfig, name: str, classes: Sequence[str]) -> dict[str, Any]:
+    about = {"stage": config.stage, "model": name, "num_classes": len(classes), "classes": list(classes), "seed": config.seed}
+    about |= config.data.model_dump(mode="json", include={"image_size", "val_resize", "mean", "std"})
+    about["pipeline"] = config.scale.model_dump(mode="json", include={"pipeline_stages", "cut"})
+    return about

@@ -1,0 +1,109 @@
+"""The lines of a training's log: means over the steps since the line before, over all ranks.
+
+Nothing waits for a GPU here: what a line says is on its way to the host while the next steps are trained, and read with the next
+line. On a CPU it is there at once.
+"""
+
+import logging
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from trainables.distributed.group import all_reduce_sum, check_replicas, replica_checksums
+from trainables.engine.checks import raise_not_finite
+from trainables.engine.job import Job
+from trainables.engine.passes import TrainState
+from trainables.engine.records import means
+from trainables.metrics.log_line import LogLine, ToHost
+from trainables.metrics.phase_timer import data_pct, named
+
+log = logging.getLogger("raydistill")
+
+
+def log_step(job: Job, step_in_epoch: int) -> None:
+    """Begin a line, and write the one that began before; on a CPU this one too. Every rank calls it.
+
+    Raises TrainingError: see `write_log_line`.
+    """
+    write_log_line(job)
+    train_state, metrics = job.train_state, job.metrics
+    job.log_line = LogLine(
+        job.progress.step,
+        step_in_epoch,
+        _learning_rate(train_state),
+        metrics.throughput.end(job.progress.step),
+        metrics.timer.end_window(),
+        ToHost(_totals(job), replica_checksums(train_state.distillation_module, job.group)),
+    )
+    if not job.writes_log_late:
+        write_log_line(job)
+
+
+def write_log_line(job: Job) -> None:
+    """Check, report and log the line that was begun, if any; on a GPU it waits for the line's last step. Every rank calls it.
+
+    Raises TrainingError: on every rank: a loss that is not finite, or replicas that disagree.
+    """
+    if job.log_line is None:
+        return
+    line, job.log_line = job.log_line, None
+    train_state, progress, metrics = job.train_state, job.progress, job.metrics
+    numbers, checksums_R = line.sums.lists()
+    num_sums = len(train_state.sums.names)
+    totals, num_bad, noise_sums = numbers[:num_sums], numbers[num_sums], numbers[num_sums + 1 :]
+    images_per_s = metrics.throughput.add(line.window, totals[0])
+    metrics.collect()
+    if num_bad:
+        raise_not_finite(job)
+    check_replicas(checksums_R, line.step, job.config.scale.pipeline_stages)
+    progress.partial = [old + new for old, new in zip(progress.partial or [0.0] * len(totals), totals, strict=True)]
+    phases = line.phases.statistics()
+    now = means(train_state, totals)
+    values = {
+        **now,
+        **(metrics.noise.add(noise_sums) if noise_sums else {}),
+        "lr": line.lr,
+        "images_per_s": images_per_s,
+        "num_workers": job.group.world_size,
+        **named(phases),
+        **data_pct(phases),
+    }
+    passed = progress.epoch + line.step_in_epoch / job.epochs.steps_per_epoch
+    job.report("step", line.step, passed, {f"train/{name}": value for name, value in values.items()})
+    if job.group.is_main:
+        _write(job, line, now, values)
+
+
+def _totals(job: Job) -> Tensor:
+    """Over all ranks, float64: the sums since the last line, which are reset, how many ranks had a bad loss, the noise's sums."""
+    train_state = job.train_state
+    parts = [train_state.sums.values_N, (train_state.sums.bad_step >= 0).double().reshape(1)]
+    if train_state.update.noise is not None:
+        parts.append(train_state.update.noise.take())
+    train_state.sums.clear()
+    return all_reduce_sum(torch.cat(parts), job.group)
+
+
+def _learning_rate(train_state: TrainState) -> float:
+    """The rate of the optimizer that minimises the task's loss; an init stage has one alone."""
+    of_task = max(train_state.optimizers, key=lambda each: "task" in each.losses)
+    return float(of_task.optimizer.param_groups[0]["lr"])
+
+
+def _write(job: Job, line: LogLine, now: Mapping[str, float], reported: Mapping[str, float]) -> None:
+    """`now`: means since the last line; `reported`: the step's record."""
+    in_epoch = means(job.train_state, job.progress.partial)
+    log.info(
+        "Epoch: [%d][%d/%d]  Time %.3f  Data %.3f  Loss %.4f (%.4f)  Acc@1 %.2f (%.2f)  Acc@5 %.2f (%.2f)  lr %.4g"
+        "  %.1f images/s",
+        job.progress.epoch + 1,
+        line.step_in_epoch,
+        job.epochs.steps_per_epoch,
+        reported.get("phase/step_ms", math.nan) / 1e3,
+        reported.get("phase/data_ms", math.nan) / 1e3,
+        *(values[name] for name in ("loss", "top1_pct", "top5_pct") for values in (now, in_epoch)),
+        line.lr,
+        reported["images_per_s"],
+    )

@@ -1,0 +1,410 @@
+"""A training job on one rank, from top to bottom: build it, train its epochs step by step, evaluate, save, report.
+
+Knows neither Ray nor MLflow: `report` is a callable. `Job` has what is built; its parts are made in `job_parts`.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+from trainables.config import TrainConfig
+from trainables.device.augment import build_train_inputs
+from trainables.device.compilation import Compilation
+from trainables.device.device_batches import DeviceBatch, on_device
+from trainables.device.model_input import autocast, image_normalizer
+from trainables.device.precision import with_precision
+from trainables.disk_writer import DiskWriter
+from trainables.distributed.batch_norm import accepts_empty_batches
+from trainables.distributed.gather import cpu_process_group
+from trainables.distributed.group import GlobalCount, Group, from_rank, gather_objects, seed_rank
+from trainables.distributed.pipeline.layout import Layout, build_layout
+from trainables.engine import checkpoint
+from trainables.engine.checkpoint import CheckpointState
+from trainables.engine.checkpoint_writer import CheckpointWriter
+from trainables.engine.checks import check_finite, check_skipped, single_image_errors
+from trainables.engine.epochs import Epochs
+from trainables.engine.evaluate import evaluate, logits_of
+from trainables.engine.interruptions import Decision, InterruptionRequest, Interruptions
+from trainables.engine.job import Job, Logits, Snapshot, TrainStep
+from trainables.engine.job_metrics import JobMetrics, build_metrics
+from trainables.engine.job_parts import Models, build_checkpoint_state, build_job_optimizers, build_models, open_loaders, restore
+from trainables.engine.log_lines import log_step, write_log_line
+from trainables.engine.loss_optimizers import LossOptimizer
+from trainables.engine.modules import differentiating_method, selected_methods
+from trainables.engine.passes import TrainState, micro_batches, run_student, run_teacher, sum_names
+from trainables.engine.pipeline.build import with_saved_cut
+from trainables.engine.records import epoch_numbers, epoch_seconds, log_epoch, means, start_numbers, summarize, teacher_images
+from trainables.engine.step_sums import StepSums
+from trainables.engine.teacher_accuracy import measure_teachers
+from trainables.engine.updates import ParameterUpdate, UpdateSettings, build_update
+from trainables.errors import DataError, ExperimentError, Interruption, StageInterruptedError
+from trainables.methods.init_stage import init_epochs
+from trainables.metrics.heartbeat import Heartbeat
+from trainables.metrics.metrics_file import Report
+from trainables.metrics.noise_scale import num_parts
+from trainables.metrics.phase_timer import PhaseTimer
+from trainables.rules import first_problem
+from trainables.rundir import StageDir
+from trainables.teachers.service.protocol import TeacherConnection
+
+
+def build(
+    config: TrainConfig,
+    group: Group,
+    report: Report,
+    telemetry: Snapshot,
+    *,
+    stop_early: Callable[[Sequence[float]], bool] | None = None,
+    connections: Sequence[TeacherConnection] = (),
+    disk: DiskWriter | None = None,
+    heartbeat: Heartbeat | None = None,
+    interruption_request: InterruptionRequest = lambda: None,
+    publish: Callable[[Path], None] = lambda path: None,
+) -> Job:
+    """Open the data, build and wrap the models, and continue from the stage's last checkpoint if there is one.
+
+    `connections`: to the actors of `teacher.service`; `disk`: the one that `report` puts its records into, if any;
+    `heartbeat`: says from now on where the job is; `interruption_request`: see `Interruptions`;
+    `publish`: see `CheckpointWriter`.
+
+    Raises:
+        DataError: the data cannot be read.
+        ModelError: a model does not exist, or does not fit images, classes or the device's memory.
+        CheckpointError: a file of weights, or the checkpoint, is damaged or of something else.
+        ExperimentError: keys or methods do not fit together.
+    """
+    if problem := first_problem(config):
+        raise ExperimentError(problem)
+    disk = disk or DiskWriter()
+    config = with_precision(config, group, in_float32=differentiating_method(config))
+    stage = StageDir(Path(config.output_dir))
+    # Rank 0 decides for all: a shared file system may show a file to one node later than to another.
+    resumes = gather_objects(stage.last.exists(), group)[0]
+    if resumes and config.scale.pipeline_stages != 1:
+        config = from_rank(lambda: with_saved_cut(config, stage.last), group)
+    layout = build_layout(group, config.scale.pipeline_stages)
+    with contextlib.ExitStack() as resources:  # closed here where the job cannot be built
+        resources.callback(disk.close)
+        classes, (train_loader, val_loader) = open_loaders(config, layout)
+        resources.callback(val_loader.close)
+        resources.callback(train_loader.close)
+        models = build_models(config, layout, classes, train_loader, connections)
+        config = models.config
+        resources.callback(models.teacher.close)
+        optimizers = build_job_optimizers(config, models.module)
+        state = build_checkpoint_state(models, optimizers, layout, classes, (train_loader, val_loader))
+        seed_rank(config.seed, group.rank)
+        if resumes:
+            restore(state, config, stage, group, train_loader.steps_per_epoch)
+        elif config.init_checkpoint is not None:
+            checkpoint.begin_from_init_stage(Path(config.init_checkpoint), state, group)
+        epochs = Epochs(
+            config.optim.epochs,
+            train_loader.steps_per_epoch,
+            order_offset=init_epochs(selected_methods(config)) if config.init_checkpoint is not None else 0,
+            step_offset=state.progress.step_offset,
+        )
+        metrics = build_metrics(config, group, epochs, heartbeat or Heartbeat(), state)
+        train_state, step, logits = build_steps(config, layout, models, optimizers, epochs, state, metrics)
+        return Job(
+            config=config,
+            group=group,
+            stage=stage,
+            train_loader=train_loader,
+            val_loader=val_loader,
+            train_state=train_state,
+            train_step=step,
+            logits=logits,
+            checkpoint_state=state,
+            metrics=metrics,
+            report=report,
+            disk=disk,
+            checkpoints=CheckpointWriter(disk, group.device, publish),
+            telemetry=telemetry,
+            interruptions=Interruptions(group, config.train.checkpoint_every_s, interruption_request),
+            stop_early=stop_early,
+            writes_log_late=group.device.type == "cuda",
+            resources=resources.pop_all(),
+        )
+
+
+def build_steps(
+    config: TrainConfig,
+    layout: Layout,
+    models: Models,
+    optimizers: tuple[LossOptimizer, ...],
+    epochs: Epochs,
+    state: CheckpointState,
+    metrics: JobMetrics,
+) -> tuple[TrainState, TrainStep, Logits]:
+    """What steps need, and the steps of training and evaluation: of a whole model, or of this rank's pipeline stage of it."""
+    group, module, device = layout.replicas, models.module, layout.replicas.device
+    settings = UpdateSettings(state.scaler, group, config.optim.clip_grad_norm, compiled=bool(config.train.compile))
+    if layout.has_stages:
+        from trainables.engine.pipeline import step as pipeline  # torch's pipelining takes a second and 150 MB
+
+        update: ParameterUpdate = pipeline.PipelineUpdate(module, optimizers[0], settings, layout.pipeline)
+    else:
+        update = build_update(
+            module,
+            optimizers,
+            settings,
+            measures_noise=config.measures_noise and (group.world_size > 1 or config.optim.accumulate > 1),
+            allreduce_wait=metrics.allreduce_wait,
+        )
+    train_state = TrainState(
+        distillation_module=module,
+        teacher=models.teacher,
+        optimizers=optimizers,
+        update=update,
+        group=group,
+        prepare=build_train_inputs(config, device),
+        autocast=autocast(config.precision, device),
+        epochs=epochs,
+        num_blank_images=0 if accepts_empty_batches(module.student) else 2,
+        accumulate=config.optim.accumulate,
+        compilation=Compilation.of(config),
+        cpu_group=cpu_process_group(group) if module.methods else None,
+        sums=StepSums(gather_objects(sum_names(module), layout.pipeline)[-1], device),
+    )
+    if layout.has_stages:
+        return train_state, *pipeline.pipeline_functions(config, layout, train_state)
+    logits = logits_of(module.student, image_normalizer(config, device), train_state.autocast, train_state.compilation)
+    return train_state, partial(train_step, train_state), logits
+
+
+def run_job(job: Job) -> dict[str, float]:
+    """Train to the configured end, from where the job's checkpoint left off. Returns the summary, on every rank.
+
+    Raises:
+        TrainingError: a loss or a parameter that is not finite, or replicas that disagree.
+        StageInterruptedError: on every rank, after a checkpoint: some rank requested it.
+        DataError, CheckpointError: see their own modules.
+    """
+    config, progress = job.config, job.progress
+    job.metrics.clock.begin()
+    job.report("start", progress.step, progress.epoch, start_numbers(job))
+    if progress.epoch_record:  # its checkpoint is complete: a death may have come before its record was written
+        job.report("epoch", **progress.epoch_record)
+    if config.train.max_steps is not None:
+        return run_timing(job)
+    job.teachers = measure_teachers(job)
+    while progress.epoch < job.epochs.num and not progress.reached and not is_time_up(job):
+        if interruption := job.interruptions.exchange(progress.step).interruption:
+            end_interrupted(job, interruption)  # at the last checkpoint, which is that of the epoch before
+        with job.metrics.clock.part("train"):
+            train_epoch(job)
+        finish_epoch(job)
+    wait_for_disk(job)
+    if job.group.is_main and job.stage.best.exists():
+        with job.metrics.clock.part("checkpoint"):
+            checkpoint.join_shards(job.stage.best)
+    return summarize(job)
+
+
+def run_timing(job: Job) -> dict[str, float]:
+    """Warm up, run `max_steps` steps or fewer if they are enough, and stop: throughput and phase times, no evaluation."""
+    last_step = job.config.train.warmup_steps + (job.config.train.max_steps or 0)
+    num_skipped, ended = 0, False
+    while not ended:
+        with job.metrics.clock.part("train"):
+            ended = train_epoch(job, stop_at=last_step)
+        num_skipped = max(num_skipped, len(check_skipped(job, job.train_loader, {})))
+        job.progress.end_epoch()
+    return summarize(job, num_skipped)
+
+
+def train_epoch(job: Job, stop_at: int | None = None) -> bool:
+    """The rest of the current epoch. Of a timing run: up to the step `stop_at`, or to where that is enough; True there."""
+    config, train_state, loader, progress, metrics = job.config, job.train_state, job.train_loader, job.progress, job.metrics
+    train_state.distillation_module.begin_epoch(progress.epoch)
+    train_state.update.begin_epoch()
+    order = job.epochs.order_offset + progress.epoch
+    augmentation = loader.augmentation_epoch(order)
+    batches = train_state.teacher.prefetch(loader.epoch(order, progress.position), augmentation)
+    metrics.throughput.begin(progress.step)
+    metrics.start_step(progress.step)
+    stops = False
+    with contextlib.closing(on_device(batches, job.group.device, augmentation, loader.costs.add_copy)) as device_batches:
+        for batch in device_batches:
+            metrics.timer.mark(loader.wait_phase)
+            job.disk.check()
+            begin_step(job)
+            with single_image_errors(job):
+                job.train_step(batch, progress.step, metrics.timer)
+            metrics.stop_step()
+            progress.step, progress.position = progress.step + 1, batch.position
+            if progress.step == metrics.throughput.warmup_until:
+                loader.costs.clear()
+            step_in_epoch = -(-progress.position // config.data.global_batch_size)
+            stops = progress.step == stop_at
+            is_last = stops or step_in_epoch == job.epochs.steps_per_epoch
+            due = Decision() if is_last or stop_at is not None else job.interruptions.after_step(progress.step)
+            saves = due.saves or (stop_at is None and not is_last and step_in_epoch % config.train.checkpoint_every == 0)
+            of_interval = step_in_epoch % config.train.log_every == 0 or progress.step == config.train.warmup_steps
+            if of_interval or due.logs or saves or is_last:
+                log_step(job, step_in_epoch)
+                job.interruptions.logged()
+                stops = stops or stops_early(job)
+            if saves:
+                save_inside_epoch(job)
+            if due.interruption is not None:
+                end_interrupted(job, due.interruption)
+            if is_last or stops:
+                break
+            metrics.start_step(progress.step)
+    write_log_line(job)
+    return stops
+
+
+def begin_step(job: Job) -> None:
+    """Before a step: set its learning rates, and let the peak of the memory begin anew where that is due."""
+    progress, train_state = job.progress, job.train_state
+    job.metrics.peak_memory.before_step(progress.step)
+    for each in train_state.optimizers:
+        each.set_learning_rate(
+            progress.step - job.epochs.step_offset,
+            steps_per_epoch=job.epochs.steps_per_epoch,
+            global_batch_size=job.config.data.global_batch_size,
+        )
+
+
+def train_step(train_state: TrainState, batch: DeviceBatch, step: int, timer: PhaseTimer) -> None:
+    """Forward, loss, backward, update; adds to `train_state.sums`. Nothing here waits for the GPU.
+
+    With a teacher it distils, without one it trains on labels alone. A pipeline stage has a step of its own, see `pipeline_step`.
+    """
+    batch.wait()
+    timer.mark("h2d")
+    prepared = train_state.prepare(batch)
+    timer.mark("augment")
+    update, group, accumulate = train_state.update, train_state.group, train_state.accumulate
+    num_images, epoch = len(batch.labels_B), train_state.epochs.passed(step)
+    count = GlobalCount(num_images, group, num_parts(num_images, group, accumulate), num_samples=batch.num_samples)
+    parts = micro_batches(prepared, accumulate, train_state.num_blank_images)
+    train_state.compilation.begin_step()
+    train_state.teacher.skip(parts[0].images_BCHW, accumulate - len(parts))
+    for part in parts:
+        timer.begin_micro_batch()
+        compiled = train_state.compilation.batch(len(part.images_BCHW), eager=update.requires_eager_forward)
+        with compiled, update.micro_batch(last=part is parts[-1]):
+            teacher_outputs = run_teacher(train_state, part)
+            timer.mark("teacher")
+            outputs, loss = run_student(train_state, part.images_BCHW, part, teacher_outputs, epoch)
+            train_state.sums.add(step, outputs.logits_BK, part.labels_B, loss.named)
+            timer.mark("student")  # before the weight, which may wait for ranks that have not begun their step
+            update.backward(loss, count.weight(), len(part.labels_B))
+        if part is not parts[-1]:
+            timer.mark("backward")
+    update.average_gradients(count)
+    timer.mark("backward")  # with what is left of the average over ranks
+    update.step()
+    timer.mark("optimizer")
+
+
+def stops_early(job: Job) -> bool:
+    """Whether a timing run may end before its last step: the main rank decides for all. Its wait is no part of a step."""
+    if job.stop_early is None:
+        return False
+    with job.metrics.clock.part("other"):
+        write_log_line(job)
+        steps_s = job.metrics.timer.past_warmup.steps_s()
+        stops = gather_objects(job.group.is_main and job.stop_early(steps_s), job.group)[0]
+    job.metrics.throughput.begin(job.progress.step)
+    return bool(stops)
+
+
+def save_inside_epoch(job: Job) -> None:
+    """A checkpoint at a position inside the epoch, behind a log step; training goes on in the same loader."""
+    progress = job.progress
+    with job.metrics.clock.part("checkpoint"):
+        write_log_line(job)  # its sums belong to the state
+        check_finite(job)
+        progress.skipped = check_skipped(job, job.train_loader, progress.skipped)
+        save(job, [job.stage.last])
+    job.metrics.throughput.begin(progress.step)
+
+
+def save(job: Job, paths: Sequence[Path]) -> None:
+    """Have the state as it is now written to each of `paths`, see `CheckpointWriter.save`."""
+    job.checkpoint_state.metrics = job.metrics.state()
+    job.checkpoints.save(paths, job.checkpoint_state, job.group)
+    job.interruptions.saved()
+
+
+def finish_epoch(job: Job) -> None:
+    """Evaluate where it is due, check, save last and best, and report: the record is written after its checkpoint."""
+    check_finite(job)
+    trained, num_skipped = end_training(job)
+    telemetry = job.telemetry()  # of the training alone: the evaluation loads a node otherwise
+    val, best = {}, False
+    if is_evaluated(job, job.progress.epoch):
+        val = evaluate_epoch(job)
+        num_skipped += len(check_skipped(job, job.val_loader, {}))
+        best = job.progress.take_accuracy(val["top1_pct"], job.config.train.until_top1_pct, job.metrics.clock.train_s)
+    job.progress.record_epoch(*epoch_numbers(job, val=val, trained=trained, telemetry=telemetry, num_skipped=num_skipped))
+    with job.metrics.clock.part("checkpoint"):
+        save(job, [job.stage.best, job.stage.last] if best else [job.stage.last])
+    if job.group.is_main:
+        log_epoch(job, val, best)
+    job.progress.add_seconds(epoch_seconds(job))  # a checkpoint cannot hold how long it took itself
+    job.report("epoch", **job.progress.epoch_record)
+
+
+def end_training(job: Job) -> tuple[dict[str, float], int]:
+    """An epoch's steps are over. Returns their means, and how many images were skipped.
+
+    Raises DataError: not one training image could be read.
+    """
+    progress = job.progress
+    num_skipped = len(check_skipped(job, job.train_loader, progress.skipped))
+    with job.metrics.clock.part("checkpoint"):  # a cache writes the epoch's logits to the disk
+        num_computed = job.train_state.teacher.end_epoch()
+    trained = means(job.train_state, progress.partial) | job.metrics.noise.end_epoch()
+    trained |= teacher_images(num_computed, job.group)
+    if not progress.partial[0]:
+        raise DataError(f"{job.config.data.path}: not one training image could be read")
+    progress.end_epoch()
+    job.metrics.peak_memory.end_training(progress.step)
+    return trained, num_skipped
+
+
+def is_evaluated(job: Job, num_epochs: int) -> bool:
+    """Whether a job is evaluated after so many epochs: after every `evaluate_every`, and after the last one.
+
+    An init stage never is: it learns no label.
+    """
+    due = num_epochs % job.config.train.evaluate_every == 0 or num_epochs == job.epochs.num
+    return not job.config.init_stage and (due or is_time_up(job))
+
+
+def evaluate_epoch(job: Job) -> dict[str, float]:
+    """See `evaluate`. Raises DataError: not one validation image could be read."""
+    with job.metrics.clock.part("eval"):
+        batches = job.metrics.heartbeat.over(job.val_loader.epoch(0))
+        val = evaluate(job.student, batches, job.logits, job.group, job.train_state.group)
+    if not val["num_images"]:
+        raise DataError(f"{job.config.data.path}: not one validation image could be read")
+    return val
+
+
+def is_time_up(job: Job) -> bool:
+    """Whether the time for the training is up before its last epoch; the same on every rank."""
+    until_s = job.config.train.until_s
+    # Each rank has a clock of its own: rank 0 decides.
+    return until_s is not None and bool(gather_objects(job.metrics.clock.train_s >= until_s, job.group)[0])
+
+
+def wait_for_disk(job: Job) -> None:
+    """Wait until the checkpoints and records so far are on disk."""
+    with job.metrics.clock.part("checkpoint"):
+        job.disk.wait()
+
+
+def end_interrupted(job: Job, interruption: Interruption) -> NoReturn:
+    """End the stage on every rank, once its last checkpoint is on disk."""
+    wait_for_disk(job)
+    gather_objects(None, job.group)  # one rank writes: the first that raises ends the others within seconds
+    raise StageInterruptedError(interruption)
