@@ -160,6 +160,7 @@ def test_no_other_private_names_of_torch_are_relied_on() -> None:
         "torch._C",
         "torch._C._distributed_c10d",
         "torch._C._host_emptyCache",
+        "torch.autograd.Variable._execution_engine",
         "torch._foreach_add_",
         "torch._foreach_copy_",
         "torch._foreach_norm",

@@ -30,6 +30,7 @@ from trainables.data.loader.loader import Batch, Loader
 from trainables.data.sources.folder import FolderSource
 from trainables.distributed.group import Group
 from trainables.engine.train import build
+from trainables.metrics.phase_timer import data_pct
 from trainables.worker.trainer import CPU_MALLOC
 
 SIDES = ("records", "1 worker", "2 workers")
@@ -94,7 +95,7 @@ def measure(side: str, folder: str, packed: str, steps: int) -> dict[str, float]
             job.train_loader = ImageFolderLoader(folder, config.data, int(side.split()[0]))
         train_on(job, pair.warmup_steps + steps)
         job.close()
-        return {**job.metrics.throughput.summary(), "data_pct": job.metrics.timer.summary()["data_pct"]}
+        return {**job.metrics.throughput.summary(), "data_pct": data_pct(job.metrics.timer.past_warmup.statistics())["data_pct"]}
 
 
 if __name__ == "__main__":

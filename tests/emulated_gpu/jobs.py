@@ -21,6 +21,7 @@ from tests.trainables.jobs import Recorded, no_telemetry, relative_difference
 from tests.trainables.jobs import config as small_config
 from trainables.device.device_batches import DeviceBatch, _Copy, _without
 from trainables.distributed.group import Group
+from trainables.engine.log_lines import log_step
 from trainables.engine.train import build, run_job
 
 Findings = dict[str, Any]
@@ -49,6 +50,21 @@ def counts_of_a_step(folder: Path) -> Findings:
         with counted() as counts:
             step()
     return vars(counts)
+
+
+def waits_of_log_lines(folder: Path) -> Findings:
+    """How often the first line, and the second, wait for the device."""
+    torch.cuda.set_device(GPU)
+    batch, waits = device_batch(R20_R8, 64, GPU), []
+    with open_job(job_config(Settings("cuda", folder), R20_R8, 64, "fp32"), GPU) as job:
+        step = Stepper(job, batch)
+        for _ in range(2):
+            step()
+            job.progress.step += 1
+            with counted() as counts:
+                log_step(job, job.progress.step)
+            waits.append(counts.synchronisations)
+    return {"waits": waits}
 
 
 def without_first_row(copy: _Copy) -> DeviceBatch:
@@ -105,6 +121,7 @@ def out_of_memory(folder: Path) -> Findings:
 JOBS: dict[str, Callable[..., Findings]] = {
     "same_as_on_cpu": same_as_on_cpu,
     "counts_of_a_step": counts_of_a_step,
+    "waits_of_log_lines": waits_of_log_lines,
     "races": races,
     "out_of_memory": out_of_memory,
 }

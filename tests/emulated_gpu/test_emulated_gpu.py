@@ -38,6 +38,11 @@ def test_a_step_launches_what_was_counted_and_never_synchronises() -> None:
 
 
 @pytest.mark.processes
+def test_a_log_line_waits_for_nothing_but_the_line_before_it() -> None:
+    assert run("waits_of_log_lines", numbers=False)["waits"] == [0, 1]
+
+
+@pytest.mark.processes
 def test_no_two_streams_of_a_training_use_the_same_memory_without_an_order() -> None:
     found = run("races")
     assert found["races"] == 0

@@ -64,7 +64,7 @@ def _watched(job: Job, step: Stepper, every: int) -> Any:
     def take() -> None:
         step()
         if next(taken) % every == 0:
-            job.metrics.allreduce_wait.sample()
+            job.metrics.allreduce_wait.collect()
 
     return take
 

@@ -13,6 +13,7 @@ from tests.gpu.contract import Check, Expected, Measured, Piece, Settings
 from tests.gpu.timing import compare, seconds_of
 from tests.gpu.work import R34_R18, R56_R20, Pair, Stepper, device_batch, first_device, job_config, open_job, sized
 from trainables.device.device_batches import DeviceBatch
+from trainables.metrics.phase_timer import named
 from trainables.models.registry import build_model
 
 BATCHES = (256, 128, 64, 32)
@@ -50,7 +51,7 @@ def beside_peers(of: Pair, batch_size: int, precision: str, settings: Settings) 
             sides["torchdistill"] = torchdistill_step(*published(), batch.images_BCHW, batch.labels_B)
             sides["repdistiller"] = repdistiller_step(*published(), batch.images_BCHW, batch.labels_B)
         found = compare(sides, device, batch=batch_size, rounds=rounds, steps=steps, warm_up=2 if settings.small else 5)
-        phases = job.metrics.timer.summary()
+        phases = named(job.metrics.timer.past_warmup.statistics())
         found["teacher_share"] = phases["phase/teacher_ms"] / phases["phase/step_ms"]
     return found
 
