@@ -1,6 +1,7 @@
 """Our loop in Ray Train workers beside a plain torch script of the same work: images per second.
 
-On noise, which costs no reading; and with two workers on JPEG files: packed in ours, torchvision's ImageFolder in the script.
+On noise, which costs no reading; and with two workers on JPEG files: packed in ours, torchvision's ImageFolder in the script. The
+script has the allocator that Python finds by itself, and then, on noise, the settings that our workers start with (`CPU_MALLOC`).
 """
 
 import contextlib
@@ -15,7 +16,8 @@ from service.cluster.connect import connect
 from tests.benchmarks.pack import write_jpegs
 from tests.benchmarks.pairs import Pair
 from tests.benchmarks.process import ROOT, environment
-from tests.benchmarks.rounds import Bar, Comparison, in_turn
+from tests.benchmarks.rounds import Bar, Comparison, Sides, in_turn
+from trainables.worker.trainer import CPU_MALLOC
 
 
 @contextlib.contextmanager
@@ -28,15 +30,32 @@ def comparisons(short: bool) -> Iterator[list[Comparison]]:
         command = [sys.executable, "-m", "service", "pack", str(images), str(root / "packed")]
         subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, check=True)
         photos = replace(resnets, images=images, packed=root / "packed")
-        noise = [compare(resnets, num_workers, root) for num_workers in ((2,) if short else (1, 2))]
-        yield [*noise, compare(photos, 2, root)]
+        yield [
+            *(line for num_workers in ((2,) if short else (1, 2)) for line in compare_noise(resnets, num_workers, root)),
+            compare_photos(photos, 2, root),
+        ]
 
 
-def compare(pair: Pair, num_workers: int, folder: Path) -> Comparison:
-    """One pair of models at one world size."""
-    on = ", JPEG records / ImageFolder" if pair.images else ""
+def compare_noise(pair: Pair, num_workers: int, folder: Path) -> list[Comparison]:
+    """One pair of models at one world size, beside the script under either allocator."""
+    sides = Sides(
+        {
+            "ours": lambda: pair.ours(folder, num_workers),
+            "plain": lambda: pair.plain(num_workers),
+            "as ours": lambda: pair.plain(num_workers, **CPU_MALLOC),
+        }
+    )
+    title = f"loop, {pair.teacher} → {pair.student}, {num_workers} worker{'s' if num_workers > 1 else ''}"
+    return [
+        Comparison(title, "images/s", sides.pair("ours", "plain", "images_per_s"), Bar("≥", 0.97)),
+        Comparison(f"{title}, script with our allocator", "images/s", sides.pair("ours", "as ours", "images_per_s"), None),
+    ]
+
+
+def compare_photos(pair: Pair, num_workers: int, folder: Path) -> Comparison:
+    """The same on JPEG files."""
     return Comparison(
-        f"loop, {pair.teacher} → {pair.student}, {num_workers} worker{'s' if num_workers > 1 else ''}{on}",
+        f"loop, {pair.teacher} → {pair.student}, {num_workers} workers, JPEG records / ImageFolder",
         "images/s",
         in_turn(
             lambda: pair.ours(folder, num_workers)["images_per_s"],

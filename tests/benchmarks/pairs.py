@@ -82,8 +82,11 @@ class Pair:
         summary: dict[str, float] = json.loads(StageDir(Path(config.output_dir)).result.read_text())["metrics"]
         return summary
 
-    def plain(self, num_workers: int) -> dict[str, float]:
-        """`images_per_s` of the plain script, and `peak_mib`, `pss_mib` and `empty_mib` (before its work) of its rank 0."""
+    def plain(self, num_workers: int, **variables: str) -> dict[str, float]:
+        """`images_per_s` of the plain script, and `peak_mib`, `pss_mib` and `empty_mib` (before its work) of its rank 0.
+
+        `variables`: more of its environment.
+        """
         options: dict[str, Any] = {
             "teacher": self.teacher,
             "student": self.student,
@@ -99,4 +102,4 @@ class Pair:
             options["folder"] = self.images
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_workers}"]
-        return answer_of([*launch, "-m", "tests.benchmarks.plain", *words])
+        return answer_of([*launch, "-m", "tests.benchmarks.plain", *words], **variables)
