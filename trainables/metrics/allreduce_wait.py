@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from trainables.metrics.clock import clock_of
-from trainables.metrics.phase_timer import MAX_STEPS
 
+_MAX_STEPS = 1_000  # the latest ones, which ranks exchange at the end
 _NUM_BATCHES = 8  # their means give the error of the whole mean
 
 
@@ -29,7 +29,7 @@ class AllreduceWait:
         self._num_steps = 0
         self._pending: deque[tuple[int, Any, Any]] = deque()
         self.by_step: dict[int, float] = {}
-        """Milliseconds, by the number of the step from 1; past the warm-up, the latest `MAX_STEPS`."""
+        """Milliseconds, by the number of the step from 1; past the warm-up, the latest 1,000."""
 
     def backward(self, total: Tensor) -> None:
         """The backward pass of a loss (scalar) in which DDP averages the gradients over ranks.
@@ -54,7 +54,7 @@ class AllreduceWait:
             step, gradients_ready, averaged = self._pending.popleft()
             self.by_step[step] = self._clock.ms_between(gradients_ready, averaged)
             self._clock.reuse((gradients_ready, averaged))
-            if len(self.by_step) > MAX_STEPS:
+            if len(self.by_step) > _MAX_STEPS:
                 self.by_step.pop(next(iter(self.by_step)))
 
     def summary(self) -> dict[str, float]:
