@@ -76,13 +76,13 @@ def as_it_is_now(e: Evidence) -> Evidence:
         return fmean(map(of, latest(e.epochs))) / whole if whole else 1.0
 
     by_phase = {phase: times(methodcaller("phase_ms", phase)) for phase in ALL_PHASES}
-    step, exposed_ms = times(lambda epoch: epoch.step_ms), e.exposed_ms or 0.0
+    step = times(lambda epoch: epoch.step_ms)
 
     def grown(rank: RankTimes) -> RankTimes:
         changed = {f"{phase}_ms": getattr(rank, f"{phase}_ms") * more for phase, more in by_phase.items()}
-        if rank.allreduce_wait_ms is not None:  # for other ranks; the network is as it was
-            for_ranks_ms = max(0.0, rank.allreduce_wait_ms - exposed_ms)
-            changed["allreduce_wait_ms"] = exposed_ms + for_ranks_ms * by_phase["backward"]
+        if rank.allreduce_wait_ms is not None and rank.waits_for_ranks_ms is not None:  # the network is as it was
+            changed["waits_for_ranks_ms"] = rank.waits_for_ranks_ms * by_phase["backward"]
+            changed["allreduce_wait_ms"] = rank.allreduce_wait_ms + changed["waits_for_ranks_ms"] - rank.waits_for_ranks_ms
         if rank.loader_wait_ms is not None:
             changed["loader_wait_ms"] = rank.loader_wait_ms * by_phase["data"]
         return replace(rank, **changed, step_ms=rank.step_ms * step)

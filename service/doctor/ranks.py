@@ -90,10 +90,9 @@ def uneven_ranks(e: Evidence) -> Cause | None:
     Nothing where a few steps of a disturbed machine are all of it: the wait has to stand out of what it varies by.
     """
     waits = [
-        (rank.allreduce_wait_ms, rank.allreduce_wait_error_ms or 0.0) for rank in e.ranks if rank.allreduce_wait_ms is not None
+        (rank.waits_for_ranks_ms, rank.allreduce_wait_error_ms or 0.0) for rank in e.ranks if rank.waits_for_ranks_ms is not None
     ]
-    least_ms, error_ms = min(waits, default=(0.0, 0.0))
-    uneven_ms = max(0.0, least_ms - (e.exposed_ms or 0.0))
+    uneven_ms, error_ms = min(waits, default=(0.0, 0.0))
     if uneven_ms < SURE * error_ms:
         return None
     return Cause(

@@ -74,6 +74,13 @@ def remarks(e: Evidence) -> list[str]:
         share = 100 * e.eval_s / (e.eval_s + e.steps_per_epoch * step.step_ms / 1e3)
         if share > LEAST_PCT:
             lines.append(f"evaluations take {share:.0f}% of the time")
+    waits_ms = {number: rank.waits_for_ranks_ms for number, rank in enumerate(e.ranks) if rank.waits_for_ranks_ms is not None}
+    if waits_ms and max(waits_ms.values()) > LEAST_PCT / 100 * step.step_ms:
+        late, early = (pick(waits_ms, key=waits_ms.__getitem__) for pick in (min, max))
+        lines.append(
+            f"ranks wait for each other: rank {early} longest, {waits_ms[early]:.1f} ms of a step (it is early), "
+            f"rank {late} least, {waits_ms[late]:.1f} ms (others wait for it)"
+        )
     if swaps(e):
         lines.append(f"a node reads {swap_mib_per_s(e):.0f} MiB/s back from swap space: its memory is full")
     if e.peak_memory_mib and e.gpu_memory_mib and e.peak_memory_mib < 0.5 * e.gpu_memory_mib:

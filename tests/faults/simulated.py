@@ -20,7 +20,7 @@ import numpy as np
 from service.config.experiment import load
 from service.config.schema import Experiment
 from service.doctor.read_run import Recording, evidence_of
-from trainables.metrics.allreduce_wait import standard_error
+from trainables.metrics.allreduce_wait import split_waits, standard_error
 from trainables.metrics.phases import PHASES
 
 CHUNKS = 4
@@ -288,7 +288,8 @@ def _summary(p: Pipeline, whole: list[Sums]) -> dict[str, float]:
         f"phase/{name}": float(np.mean([rank[name] for rank in ranks])) for name in ranks[0] if not name.startswith("loader")
     }
     if p.workers > 1:
-        found["phase/allreduce_ms"] = float(np.median(np.min([one.waits_ms for one in whole], axis=0)))
+        found["phase/allreduce_ms"], for_ranks_ms = split_waits([dict(enumerate(one.waits_ms)) for one in whole])
+        found |= {f"rank{r}/waits_for_ranks_ms": wait_ms for r, wait_ms in enumerate(for_ranks_ms)}
         found |= {f"rank{r}/{name}": value for r, rank in enumerate(ranks) for name, value in rank.items()}
     image_ms = sum(one.took_ms for one in whole) / sum(one.steps * p.batch for one in whole)
     read_ms = p.read_image_ms * (1 + 50 * p.tail) + p.slow_loader_image_ms / p.workers

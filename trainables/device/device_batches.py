@@ -54,11 +54,11 @@ def on_device(
     batches: Generator[Batch, None, None],
     device: torch.device,
     epoch: int = 0,
-    copied: Callable[[float], None] = lambda seconds: None,
+    on_copied: Callable[[float], None] = lambda seconds: None,
 ) -> Generator[DeviceBatch, None, None]:
     """The loader's batches on `device`; closing this closes `batches`. On the CPU they pass through as they are.
 
-    `copied` is called with the seconds that each copy has taken on the device, its decoding there included.
+    `on_copied` is called with the seconds that each copy has taken on the device, its decoding there included.
 
     On a GPU, batch k+1 is copied on a stream of its own while the step on batch k runs: it is taken from the loader before k
     is yielded, and its copy begins when the device has finished step k-1. At most three uint8 batches are on the device.
@@ -72,7 +72,7 @@ def on_device(
     on the device it begins when step k-1 is done, and k does not wait for it. Rows that cannot be decoded are left out.
     """
     with contextlib.closing(batches):
-        yield from _pass(batches, epoch) if device.type != "cuda" else _copy_ahead(batches, device, epoch, copied)
+        yield from _pass(batches, epoch) if device.type != "cuda" else _copy_ahead(batches, device, epoch, on_copied)
 
 
 def _pass(batches: Generator[Batch, None, None], epoch: int) -> Generator[DeviceBatch, None, None]:
@@ -130,7 +130,7 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _copy_ahead(
-    batches: Generator[Batch, None, None], device: torch.device, epoch: int, copied: Callable[[float], None]
+    batches: Generator[Batch, None, None], device: torch.device, epoch: int, on_copied: Callable[[float], None]
 ) -> Generator[DeviceBatch, None, None]:
     stream = _copy_stream(device)
     current: _Copy | None = None
@@ -143,7 +143,7 @@ def _copy_ahead(
                 if current and ready:
                     yield ready
                     current.copied.synchronize()  # type: ignore[no-untyped-call]
-                    copied(current.began.elapsed_time(current.copied) / 1e3)  # type: ignore[no-untyped-call]
+                    on_copied(current.began.elapsed_time(current.copied) / 1e3)  # type: ignore[no-untyped-call]
                 current = following
             if current:
                 yield current.result()

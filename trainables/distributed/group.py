@@ -51,16 +51,19 @@ def all_reduce_sum(tensor: Tensor, group: Group) -> Tensor:
 class GlobalCount:
     """The numbers of samples and of their parts in this step, over all ranks; summed while the forward pass runs."""
 
-    def __init__(self, num_local: int, group: Group, parts: int = 1, *, num_samples: int | None = None):
-        """`num_local`: this rank's samples, in so many `parts`. `num_samples`: of all ranks, where it is known without them, each
-        with an equal share or one more, and none or one part."""
-        self._group, self._numbers = group, (num_local, parts)
+    def __init__(self, num_local: int, group: Group, *, accumulate: int = 1, num_samples: int | None = None):
+        """`num_local`: this rank's samples, in `accumulate` micro-batches or as many as they are. `num_samples`: of all ranks,
+        where it is known without them, each with an equal share or one more.
+
+        Parts are what `GradientNoise` compares: ranks' batches, or one worker's micro-batches.
+        """
+        self._group, self._numbers = group, (num_local, min(num_local, accumulate if group.world_size == 1 else 1))
         if num_samples is not None and group.world_size > 1:
             self._numbers = num_samples, min(num_samples, group.world_size)
-        self._is_known = num_samples is not None or group.world_size == 1
+        self.is_known = num_samples is not None or group.world_size == 1
         self._totals: Tensor | None = None
         self._work = None
-        if not self._is_known:
+        if not self.is_known:
             self._work = dist.all_reduce(self._filled(), group=group.process_group, async_op=True)
 
     def _filled(self) -> Tensor:
@@ -69,12 +72,16 @@ class GlobalCount:
         self._totals[1].fill_(self._numbers[1])
         return self._totals
 
-    @property
-    def totals(self) -> Tensor:
-        """Samples and parts of all ranks, (2,) float64 on the device."""
+    def wait(self) -> None:
+        """Wait for the ranks that have not begun their step, on the device."""
         if self._work is not None:
             self._work.wait()
             self._work = None
+
+    @property
+    def totals(self) -> Tensor:
+        """Samples and parts of all ranks, (2,) float64 on the device."""
+        self.wait()
         return self._filled() if self._totals is None else self._totals
 
     def weight(self) -> Tensor | float:
@@ -82,7 +89,7 @@ class GlobalCount:
 
         DDP averages gradients over ranks, hence world_size / num_samples. Where that is known it takes nothing of the device.
         """
-        if self._is_known:
+        if self.is_known:
             return self._group.world_size / max(self._numbers[0], 1)
         return self._group.world_size / self.totals[0].clamp(min=1)
 

@@ -18,7 +18,7 @@ from trainables.distributed.gather import Gather
 from trainables.distributed.group import Group
 from trainables.engine import checkpoint
 from trainables.engine.job import Job
-from trainables.engine.losses import Losses, losses
+from trainables.engine.losses import Losses, compute_losses
 from trainables.engine.train import build, run_job
 from trainables.methods.contract import MethodBatch
 from trainables.methods.init_stage import with_init_stage
@@ -141,7 +141,7 @@ def batch_gradients(group: Group, config: TrainConfig, student_in_eval_mode: boo
         gather = Gather(num_rows, group)
         method_batch = MethodBatch(images, batch.labels_B, batch.indices_B, 0.0, gather)
         outputs = module(images, method_batch, train_state.teacher(images, num_rows))
-        loss = losses(outputs, batch.labels_B, None, module.weights(1.0))
+        loss = compute_losses(outputs, batch.labels_B, None, module.weights(1.0))
         terms: dict[str, Tensor] = next(iter(outputs.terms.values()), {})
         largest, from_method = _gradients(job, loss)
         return BatchGradients(

@@ -18,8 +18,8 @@ from trainables.engine.epochs import Epochs
 from trainables.engine.interruptions import Interruptions
 from trainables.engine.job_metrics import JobMetrics
 from trainables.engine.passes import TrainState
-from trainables.metrics.log_line import LogLine
 from trainables.metrics.metrics_file import Report
+from trainables.metrics.pending_line import PendingLine
 from trainables.metrics.phase_timer import PhaseTimer
 from trainables.rundir import StageDir
 from trainables.stage_result import TeacherAccuracy
@@ -65,7 +65,7 @@ class Job:
     """Those with given weights, once `run` has measured them."""
     writes_log_late: bool = False
     """Whether a log line is written with the next one, see `log_lines`."""
-    log_line: LogLine | None = None
+    log_line: PendingLine | None = None
     """The one whose numbers are on their way."""
     logged_skips: set[tuple[Loader, int]] = field(default_factory=set)
     """Unreadable images that the log has named: the loader, and the image's index."""

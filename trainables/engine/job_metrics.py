@@ -34,6 +34,7 @@ class JobMetrics:
 
     def start_step(self, step: int) -> None:
         """A step begins, after `step` others: it first waits for its batch."""
+        self.peak_memory.before_step(step)
         self.heartbeat.begin_step(step)
         self.timer.start()
         self.host.start()
@@ -41,6 +42,7 @@ class JobMetrics:
     def stop_step(self) -> None:
         self.timer.stop()
         self.host.stop()
+        self.allreduce_wait.end_step()
         self.heartbeat.end_step()
 
     def collect(self) -> None:

@@ -16,7 +16,7 @@ from trainables.engine.checks import raise_not_finite
 from trainables.engine.job import Job
 from trainables.engine.passes import TrainState
 from trainables.engine.records import means
-from trainables.metrics.log_line import LogLine, ToHost
+from trainables.metrics.pending_line import PendingLine, ToHost
 from trainables.metrics.phase_timer import data_pct, named
 
 log = logging.getLogger("raydistill")
@@ -29,7 +29,7 @@ def log_step(job: Job, step_in_epoch: int) -> None:
     """
     write_log_line(job)
     train_state, metrics = job.train_state, job.metrics
-    job.log_line = LogLine(
+    job.log_line = PendingLine(
         job.progress.step,
         step_in_epoch,
         _learning_rate(train_state),
@@ -92,7 +92,7 @@ def _learning_rate(train_state: TrainState) -> float:
     return float(of_task.optimizer.param_groups[0]["lr"])
 
 
-def _write(job: Job, line: LogLine, now: Mapping[str, float], reported: Mapping[str, float]) -> None:
+def _write(job: Job, line: PendingLine, now: Mapping[str, float], reported: Mapping[str, float]) -> None:
     """`now`: means since the last line; `reported`: the step's record."""
     in_epoch = means(job.train_state, job.progress.partial)
     log.info(

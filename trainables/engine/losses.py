@@ -41,7 +41,7 @@ def _sum(terms: Sequence[Tensor]) -> Tensor:
     return reduce(torch.add, terms)
 
 
-def losses(outputs: DistillationOutputs, labels_B: Tensor, mix: Mix | None, weights: Mapping[str, float]) -> Losses:
+def compute_losses(outputs: DistillationOutputs, labels_B: Tensor, mix: Mix | None, weights: Mapping[str, float]) -> Losses:
     """task_weight·CE + Σ over methods of weight·Σ terms.
 
     The CE of mixed images is share·CE(own label) + (1 - share)·CE(the other's); the methods see the image as it is. The CE of

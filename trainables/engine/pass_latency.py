@@ -18,7 +18,7 @@ from trainables.device.device_batches import DeviceBatch
 from trainables.distributed.batch_norm import GlobalBatchNorm
 from trainables.distributed.gather import Gather
 from trainables.distributed.group import Group
-from trainables.engine.losses import losses
+from trainables.engine.losses import compute_losses
 from trainables.engine.passes import TrainState
 from trainables.failures import kind_of
 from trainables.methods.contract import MethodBatch
@@ -179,7 +179,7 @@ def passes(train_state: TrainState, image_size: int, num_images: int) -> Callabl
         method_batch = MethodBatch(inputs.images_BCHW, labels_B, labels_B, 0.0, gather)
         with train_state.autocast():
             outputs = model(inputs.images_BCHW, method_batch, train_state.teacher(inputs.images_BCHW, num_images))
-        loss = losses(outputs, labels_B, inputs.mix, weights)
+        loss = compute_losses(outputs, labels_B, inputs.mix, weights)
         torch.autograd.grad(loss.total(1.0), trained, allow_unused=True)
 
     return run

@@ -16,7 +16,7 @@ from trainables.distributed.gather import Gather
 from trainables.distributed.group import Group
 from trainables.engine.epochs import Epochs
 from trainables.engine.loss_optimizers import LossOptimizer
-from trainables.engine.losses import Losses, losses
+from trainables.engine.losses import Losses, compute_losses
 from trainables.engine.step_sums import StepSums
 from trainables.engine.updates import ParameterUpdate
 from trainables.methods.contract import MethodBatch, ModelOutputs
@@ -90,14 +90,14 @@ def run_student(
     inputs: Tensor,
     part: DeviceBatch,
     teacher_outputs: TeacherOutputs,
-    epoch: float,
+    epochs_passed: float,
 ) -> tuple[DistillationOutputs, Losses]:
     """The outputs and the losses of a micro-batch. `inputs`: of the update's module, where it is a part of the student."""
     rows = len(part.labels_B)
     gather = Gather(rows, train_state.group, train_state.cpu_group)
-    method_batch = MethodBatch(part.images_BCHW[:rows], part.labels_B, part.indices_B, epoch, gather)
+    method_batch = MethodBatch(part.images_BCHW[:rows], part.labels_B, part.indices_B, epochs_passed, gather)
     with train_state.autocast():
         outputs: DistillationOutputs = train_state.update.module(inputs, method_batch, teacher_outputs)
     module = train_state.distillation_module
     module.check_terms(outputs.terms)
-    return outputs, losses(outputs, part.labels_B, part.mix, module.weights(epoch))
+    return outputs, compute_losses(outputs, part.labels_B, part.mix, module.weights(epochs_passed))

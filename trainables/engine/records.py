@@ -14,7 +14,7 @@ from trainables.engine.job import Job
 from trainables.engine.pass_latency import TrainingShape, pass_latency
 from trainables.engine.passes import TrainState
 from trainables.failures import kind_of
-from trainables.metrics.allreduce_wait import exposed_ms
+from trainables.metrics.allreduce_wait import split_waits
 from trainables.metrics.phase_timer import Statistics, StepStatistics, data_pct, named
 from trainables.metrics.phases import ALL_PHASES
 from trainables.rules import pipeline_micro_batches
@@ -132,9 +132,10 @@ def phase_times(job: Job) -> dict[str, float]:
     ranks: list[tuple[StepStatistics, dict[str, float]]] = gather_objects((phases, others), job.group)
     found = named({name: Statistics.of_ranks(each) for name, each in _by_name(phases for phases, _ in ranks).items()})
     found |= {name: fmean(each) for name, each in _by_name(others for _, others in ranks).items()}
-    allreduce_ms = exposed_ms(gather_objects(metrics.allreduce_wait.by_step, job.group))
+    allreduce_ms, for_ranks_ms = split_waits(gather_objects(metrics.allreduce_wait.by_step, job.group))
     if allreduce_ms is not None:
         found["phase/allreduce_ms"] = allreduce_ms
+        found |= {f"rank{rank}/waits_for_ranks_ms": wait_ms for rank, wait_ms in enumerate(for_ranks_ms)}
     if len(ranks) > 1:
         for rank, (phases, others) in enumerate(ranks):
             values = {f"phase/{name}_ms": each.mean for name, each in phases.items()} | others

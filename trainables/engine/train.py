@@ -43,7 +43,6 @@ from trainables.errors import DataError, ExperimentError, Interruption, StageInt
 from trainables.methods.init_stage import init_epochs
 from trainables.metrics.heartbeat import Heartbeat
 from trainables.metrics.metrics_file import Report
-from trainables.metrics.noise_scale import num_parts
 from trainables.metrics.phase_timer import PhaseTimer
 from trainables.rules import first_problem
 from trainables.rundir import StageDir
@@ -221,17 +220,17 @@ def train_epoch(job: Job, stop_at: int | None = None) -> bool:
     config, train_state, loader, progress, metrics = job.config, job.train_state, job.train_loader, job.progress, job.metrics
     train_state.distillation_module.begin_epoch(progress.epoch)
     train_state.update.begin_epoch()
-    order = job.epochs.order_offset + progress.epoch
-    augmentation = loader.augmentation_epoch(order)
-    batches = train_state.teacher.prefetch(loader.epoch(order, progress.position), augmentation)
+    order_epoch = job.epochs.order_offset + progress.epoch
+    augmentation_epoch = loader.augmentation_epoch(order_epoch)
+    batches = train_state.teacher.prefetch(loader.epoch(order_epoch, progress.position), augmentation_epoch)
     metrics.throughput.begin(progress.step)
     metrics.start_step(progress.step)
     stops = False
-    with contextlib.closing(on_device(batches, job.group.device, augmentation, loader.costs.add_copy)) as device_batches:
+    with contextlib.closing(on_device(batches, job.group.device, augmentation_epoch, loader.costs.add_copy)) as device_batches:
         for batch in device_batches:
             metrics.timer.mark(loader.wait_phase)
             job.disk.check()
-            begin_step(job)
+            set_learning_rates(job)
             with single_image_errors(job):
                 job.train_step(batch, progress.step, metrics.timer)
             metrics.stop_step()
@@ -259,13 +258,11 @@ def train_epoch(job: Job, stop_at: int | None = None) -> bool:
     return stops
 
 
-def begin_step(job: Job) -> None:
-    """Before a step: set its learning rates, and let the peak of the memory begin anew where that is due."""
-    progress, train_state = job.progress, job.train_state
-    job.metrics.peak_memory.before_step(progress.step)
-    for each in train_state.optimizers:
+def set_learning_rates(job: Job) -> None:
+    """Those of the next step."""
+    for each in job.train_state.optimizers:
         each.set_learning_rate(
-            progress.step - job.epochs.step_offset,
+            job.progress.step - job.epochs.step_offset,
             steps_per_epoch=job.epochs.steps_per_epoch,
             global_batch_size=job.config.data.global_batch_size,
         )
@@ -281,8 +278,8 @@ def train_step(train_state: TrainState, batch: DeviceBatch, step: int, timer: Ph
     prepared = train_state.prepare(batch)
     timer.mark("augment")
     update, group, accumulate = train_state.update, train_state.group, train_state.accumulate
-    num_images, epoch = len(batch.labels_B), train_state.epochs.passed(step)
-    count = GlobalCount(num_images, group, num_parts(num_images, group, accumulate), num_samples=batch.num_samples)
+    num_images, epochs_passed = len(batch.labels_B), train_state.epochs.passed(step)
+    count = GlobalCount(num_images, group, accumulate=accumulate, num_samples=batch.num_samples)
     parts = micro_batches(prepared, accumulate, train_state.num_blank_images)
     train_state.compilation.begin_step()
     train_state.teacher.skip(parts[0].images_BCHW, accumulate - len(parts))
@@ -292,13 +289,13 @@ def train_step(train_state: TrainState, batch: DeviceBatch, step: int, timer: Ph
         with compiled, update.micro_batch(last=part is parts[-1]):
             teacher_outputs = run_teacher(train_state, part)
             timer.mark("teacher")
-            outputs, loss = run_student(train_state, part.images_BCHW, part, teacher_outputs, epoch)
-            train_state.sums.add(step, outputs.logits_BK, part.labels_B, loss.named)
-            timer.mark("student")  # before the weight, which may wait for ranks that have not begun their step
-            update.backward(loss, count.weight(), len(part.labels_B))
+            outputs, losses = run_student(train_state, part.images_BCHW, part, teacher_outputs, epochs_passed)
+            train_state.sums.add(step, outputs.logits_BK, part.labels_B, losses.named)
+            timer.mark("student")
+            update.backward(losses, count, len(part.labels_B))
         if part is not parts[-1]:
             timer.mark("backward")
-    update.average_gradients(count)
+    update.end_backward(count)
     timer.mark("backward")  # with what is left of the average over ranks
     update.step()
     timer.mark("optimizer")

@@ -45,7 +45,10 @@ class UpdateSettings:
 
 
 class ParameterUpdate(ABC):
-    """A step calls `module` and `backward` within `micro_batch`, for each; at the end `average_gradients` and `step`."""
+    """A step calls `module` and `backward` within `micro_batch`, for each; at the end `end_backward` and `step`.
+
+    Where gradients are averaged over ranks: by DDP within the last backward, in `end_backward`, or in `step`, as the kind says.
+    """
 
     noise: GradientNoise | None = None
     """The measurement of the steps' gradient noise, where there is one."""
@@ -65,11 +68,11 @@ class ParameterUpdate(ABC):
         return contextlib.nullcontext()
 
     @abstractmethod
-    def backward(self, losses: Losses, weight: Tensor | float, num_images: int) -> None:
-        """Add the gradients of a micro-batch of `num_images` images. `weight`: see `GlobalCount.weight`."""
+    def backward(self, losses: Losses, count: GlobalCount, num_images: int) -> None:
+        """Add the gradients of a micro-batch of `num_images` images. `count`: of the step's samples."""
 
-    def average_gradients(self, count: GlobalCount) -> None:  # noqa: B027
-        """Average the gradients over ranks, where neither the backward nor the step does. `count`: of the step's samples."""
+    def end_backward(self, count: GlobalCount) -> None:  # noqa: B027
+        """All micro-batches of the step have gone through `backward`."""
 
     @abstractmethod
     def step(self) -> None:
@@ -91,7 +94,7 @@ class ParameterUpdate(ABC):
 
 
 class SharedUpdate(ParameterUpdate):
-    """One optimizer for all losses. `module` is under DDP where there are several ranks, which averages the gradients."""
+    """One optimizer for all losses. With several ranks `module` is under DDP, which averages gradients in the last backward."""
 
     def __init__(
         self,
@@ -106,22 +109,29 @@ class SharedUpdate(ParameterUpdate):
         super().__init__(module, settings)
         self._optimizer, self.noise, self._allreduce_wait = optimizer, noise, allreduce_wait
         self._ddp = module if isinstance(module, DistributedDataParallel) else None
-        self._averages = False
+        self._is_last = False
 
     def micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
-        self._averages = last and self._ddp is not None
+        self._is_last = last
         return self._ddp.no_sync() if self._ddp is not None and not last else contextlib.nullcontext()
 
-    def backward(self, losses: Losses, weight: Tensor | float, num_images: int) -> None:
-        total = self._scaler.scale(losses.total(weight))
-        if self._averages and self._allreduce_wait is not None:
-            self._allreduce_wait.backward(total)
+    def backward(self, losses: Losses, count: GlobalCount, num_images: int) -> None:
+        wait = self._allreduce_wait if self._ddp is not None else None
+        if wait is not None and not count.is_known:
+            wait.begin()
+            count.wait()
+            wait.end()
+        total = self._scaler.scale(losses.total(count.weight()))
+        if wait is not None and self._is_last:
+            wait.begin_after(total)
+            total.backward()  # type: ignore[no-untyped-call]
+            wait.end()
         else:
             total.backward()  # type: ignore[no-untyped-call]
         if self.noise is not None:
             self.noise.end_micro_batch(num_images)
 
-    def average_gradients(self, count: GlobalCount) -> None:
+    def end_backward(self, count: GlobalCount) -> None:
         if self.noise is not None:
             gradients = [p.grad for p in self._optimizer.parameters if p.grad is not None]
             self.noise.end_step(count, self._scaler, get_total_norm(gradients))
@@ -173,7 +183,7 @@ class _CollectedGradients:
 
 
 class PerLossUpdate(ParameterUpdate):
-    """An optimizer for each group of losses, or one for some of the losses. `module` is not under DDP."""
+    """An optimizer for each group of losses, or one for some of the losses. `module` is not under DDP: `step` averages."""
 
     noise_obstacle = "losses have optimizers of their own"
 
@@ -188,7 +198,8 @@ class PerLossUpdate(ParameterUpdate):
     def requires_eager_forward(self) -> bool:  # type: ignore[override]
         return any(collected.requires_eager_forward for collected in self._collected)
 
-    def backward(self, losses: Losses, weight: Tensor | float, num_images: int) -> None:
+    def backward(self, losses: Losses, count: GlobalCount, num_images: int) -> None:
+        weight = count.weight()
         for each, collected in zip(self._optimizers, self._collected, strict=True):
             total = self._scaler.scale(losses.total(weight, each.losses))
             collected.add(total, each.parameters, retain_graph=each is not self._optimizers[-1])

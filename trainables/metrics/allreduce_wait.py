@@ -3,7 +3,6 @@
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -17,43 +16,55 @@ _NUM_BATCHES = 8  # their means give the error of the whole mean
 
 
 class AllreduceWait:
-    """The time from a rank's last gradient to the end of the last all-reduce, of each step in which DDP averages gradients.
+    """How long a rank waits for others in the backward phase of each step: from its last gradient to the end of the last
+    all-reduce, and before that for the number of samples of the step, where it is not known.
 
-    All ranks wait for a slow network; only the fast ones wait for a slow rank. So the wait of the last rank of a step is the cost
-    of the all-reduce itself (`exposed_ms`), and what a rank waits beyond that is because of other ranks.
+    All ranks wait for a slow network; only the early ones wait for a late rank. See `split_waits`.
     """
 
     def __init__(self, device: torch.device, *, warmup_steps: int) -> None:
-        self._clock, self._warmup_steps = clock_of(device), warmup_steps
-        self._gradients_ready: Any = None
-        self._num_steps = 0
-        self._pending: deque[tuple[int, Any, Any]] = deque()
+        self._clock, self._warmup_left = clock_of(device), warmup_steps
+        self._began: Any = None
+        self._intervals: list[tuple[Any, Any]] = []
+        self._num_steps, self._num_timed, self._sum_ms = 0, 0, 0.0
+        self._pending: deque[tuple[int, list[tuple[Any, Any]]]] = deque()
         self.by_step: dict[int, float] = {}
-        """Milliseconds, by the number of the step from 1; past the warm-up, the latest 1,000."""
+        """Milliseconds, by the number of the step; past the warm-up, the latest 1,000."""
 
-    def backward(self, total: Tensor) -> None:
-        """The backward pass of a loss (scalar) in which DDP averages the gradients over ranks.
+    def begin(self) -> None:
+        """A wait begins."""
+        self._began = self._clock.now()
+
+    def begin_after(self, total: Tensor) -> None:
+        """A wait begins once the backward pass of a loss (scalar) has this rank's gradients, while DDP averages them.
 
         Autograd's engine calls back in the order in which it was asked: this asks when the pass begins, DDP when its last bucket
         is on its way, to wait there for all of them.
         """
-
-        def gradients_ready() -> None:
-            self._gradients_ready = self._clock.now()
-
         engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
-        total.register_hook(lambda _: engine.queue_callback(gradients_ready))  # type: ignore[no-untyped-call]
-        total.backward()  # type: ignore[no-untyped-call]
+        total.register_hook(lambda _: engine.queue_callback(self.begin))  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        """The wait ends."""
+        self._intervals.append((self._began, self._clock.now()))
+
+    def end_step(self) -> None:
         self._num_steps += 1
-        if self._num_steps > self._warmup_steps:
-            self._pending.append((self._num_steps, self._gradients_ready, self._clock.now()))
+        intervals, self._intervals = self._intervals, []
+        if self._warmup_left > 0:
+            self._warmup_left -= 1
+        elif intervals:
+            self._pending.append((self._num_steps, intervals))
 
     def collect(self) -> None:
         """Read the steps that the device has finished; never waits for it."""
-        while self._pending and self._clock.ready(self._pending[0][2]):
-            step, gradients_ready, averaged = self._pending.popleft()
-            self.by_step[step] = self._clock.ms_between(gradients_ready, averaged)
-            self._clock.reuse((gradients_ready, averaged))
+        while self._pending and self._clock.ready(self._pending[0][1][-1][1]):
+            step, intervals = self._pending.popleft()
+            wait_ms = sum(self._clock.ms_between(*interval) for interval in intervals)
+            for interval in intervals:
+                self._clock.reuse(interval)
+            self._num_timed, self._sum_ms = self._num_timed + 1, self._sum_ms + wait_ms
+            self.by_step[step] = wait_ms
             if len(self.by_step) > _MAX_STEPS:
                 self.by_step.pop(next(iter(self.by_step)))
 
@@ -64,20 +75,25 @@ class AllreduceWait:
         self.collect()
         if not self.by_step:
             return {}
-        waits_ms = list(self.by_step.values())
-        found = {"phase/allreduce_wait_ms": fmean(waits_ms)}
-        if len(waits_ms) > 1:
-            found["phase/allreduce_wait_error_ms"] = standard_error(waits_ms)
+        found = {"phase/allreduce_wait_ms": self._sum_ms / self._num_timed}
+        if len(self.by_step) > 1:
+            found["phase/allreduce_wait_error_ms"] = standard_error(list(self.by_step.values()))
         return found
 
 
-def exposed_ms(by_rank: Sequence[Mapping[int, float]]) -> float | None:
-    """How long all ranks wait for the all-reduce itself: the least wait of any in the median step, from each rank's `by_step`.
+def split_waits(by_rank: Sequence[Mapping[int, float]]) -> tuple[float | None, list[float]]:
+    """What ranks wait for, from each one's `by_step`: the network, in ms of a step; and each rank for other ranks, in ms.
 
-    A mean would have the steps in which another program delayed all ranks. None without a step that all have timed.
+    The rank that comes last to a step's all-reduce waits for the network alone: the least wait of any. The network's is that of
+    the median step, since a mean would have the steps in which another program delayed all ranks; what a rank waits beyond each
+    step's least is a mean. A late rank waits little, an early one long. None and [] without a step that all have timed.
     """
-    steps = set.intersection(*(set(waits) for waits in by_rank)) if by_rank else set()
-    return median(min(waits[step] for waits in by_rank) for step in steps) if steps else None
+    steps = sorted(set.intersection(*(set(waits) for waits in by_rank))) if by_rank else []
+    if not steps:
+        return None, []
+    waits_RS = np.array([[waits[step] for step in steps] for waits in by_rank])
+    least_S = waits_RS.min(axis=0)
+    return float(np.median(least_S)), (waits_RS - least_S).mean(axis=1).tolist()
 
 
 def standard_error(values: Sequence[float]) -> float:

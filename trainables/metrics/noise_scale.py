@@ -123,11 +123,6 @@ class GradientNoise:
         self._sums += torch.where(valid_S[:, None], estimates_S4, 0.0).sum(0)
 
 
-def num_parts(num_images: int, group: Group, accumulate: int) -> int:
-    """The parts of a step's batch on this rank that `GradientNoise` compares; `step.micro_batches` cuts them."""
-    return min(num_images, 1 if group.world_size > 1 else accumulate)
-
-
 Sums = list[float]
 """`SUMS` as plain numbers, all 0 or weighted equally."""
 

@@ -11,7 +11,7 @@ from tests.trainables.methods.calls import make, terms
 from trainables.device.device_batches import DeviceBatch
 from trainables.device.mixing import Mix, Mixing, cut_boxes, own_area, partners, symmetric_beta
 from trainables.device.random_numbers import Draws
-from trainables.engine.losses import losses
+from trainables.engine.losses import compute_losses
 from trainables.engine.passes import micro_batches
 from trainables.methods.distillation_module import DistillationOutputs
 
@@ -87,7 +87,7 @@ def test_the_cross_entropy_of_a_mixed_image_is_that_of_its_soft_label() -> None:
         soft[row, labels[row]] += mix.share_B[row]
         soft[row, mix.labels_B[row]] += 1 - mix.share_B[row]
     kd = terms(make("kd"), student, teacher, labels)
-    ours = losses(DistillationOutputs(student, ((0.3, aux),), {"kd": kd}), labels, mix, {"task": 1.0, "kd": 0.9}).named
+    ours = compute_losses(DistillationOutputs(student, ((0.3, aux),), {"kd": kd}), labels, mix, {"task": 1.0, "kd": 0.9}).named
     task = sum(w * torch.nn.functional.cross_entropy(x, soft, reduction="none") for w, x in ((1.0, student), (0.3, aux)))
     assert torch.allclose(ours["task_loss"], task, rtol=1e-12)
     assert torch.equal(ours["kd/kl"], kd["kl"])

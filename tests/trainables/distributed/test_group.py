@@ -31,8 +31,8 @@ def collectives(group: Group) -> dict[str, Any]:
     assert norm.running_mean is not None
     norm.running_mean.fill_(group.rank + 5.0)
     broadcast_buffers(norm, group)
-    count, nothing = GlobalCount(group.rank + 1, group, parts=group.rank), GlobalCount(0, group)
-    known = GlobalCount(3 - group.rank, group, parts=1, num_samples=6)
+    count, nothing = GlobalCount(group.rank + 1, group), GlobalCount(0, group)
+    known = GlobalCount(3 - group.rank, group, num_samples=6)
     return {
         "sum": float(all_reduce_sum(torch.tensor(group.rank + 1.0), group)),
         "totals": count.totals.tolist(),
@@ -50,7 +50,7 @@ def test_every_rank_gets_the_same_of_all(ranks: RankPool, n: int) -> None:
     num_samples = n * (n + 1) / 2
     expected = {
         "sum": num_samples,
-        "totals": [num_samples, n * (n - 1) / 2],
+        "totals": [num_samples, n],
         "weight": n / num_samples,
         "known totals": [6, n] if n > 1 else [3, 1],
         "known weight": n / 6 if n > 1 else 1 / 3,

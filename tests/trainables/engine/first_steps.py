@@ -15,7 +15,7 @@ from trainables.device.device_batches import on_device
 from trainables.distributed.group import Group
 from trainables.engine.check_method_jobs import Case, job_config
 from trainables.engine.job import Job
-from trainables.engine.train import begin_step, build
+from trainables.engine.train import build, set_learning_rates
 from trainables.methods.registry import load_method
 
 _COMPILE = nn.Module.compile
@@ -68,7 +68,7 @@ def _take_steps(job: Job, steps: int) -> None:
         epoch = job.progress.step // job.epochs.steps_per_epoch
         job.train_state.distillation_module.begin_epoch(epoch)
         for batch in on_device(job.train_loader.epoch(epoch), job.group.device, epoch):
-            begin_step(job)
+            set_learning_rates(job)
             timer.start()
             timer.mark("data")
             job.train_step(batch, job.progress.step, timer)

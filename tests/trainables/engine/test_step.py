@@ -13,7 +13,7 @@ from tests.trainables.methods.calls import make, terms
 from trainables.device.device_batches import DeviceBatch, on_device
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
-from trainables.engine.losses import losses
+from trainables.engine.losses import compute_losses
 from trainables.engine.passes import micro_batches
 from trainables.engine.train import build, train_step
 from trainables.errors import ExperimentError, TrainingError
@@ -51,7 +51,7 @@ LABELS, ONE = torch.tensor([0, 1, 2, 3, 4, 0]), torch.ones((), dtype=torch.float
 def test_the_loss_is_the_formula_per_sample() -> None:
     student, teacher = draw(1, 6, 5), draw(2, 6, 5)
     said = {"kd": terms(make("kd", temperature=2.5), student, teacher, LABELS)}
-    loss = losses(DistillationOutputs(student, (), said), LABELS, None, {"task": 0.4, "kd": 0.8})
+    loss = compute_losses(DistillationOutputs(student, (), said), LABELS, None, {"task": 0.4, "kd": 0.8})
     expected = reference(student.tolist(), teacher.tolist(), LABELS.tolist(), 0.4, 0.8, 2.5)
     assert loss.named["loss"].tolist() == pytest.approx(expected, rel=1e-12)
     assert float(loss.total(ONE / 6)) == pytest.approx(sum(expected) / 6, rel=1e-12)
@@ -61,7 +61,7 @@ def test_the_loss_is_the_formula_per_sample() -> None:
 def test_terms_of_samples_and_of_the_batch_are_weighed_and_named() -> None:
     said = {"a": {"x": draw(1, 6), "y": torch.tensor(7.0).double()}, "b": {"z": torch.tensor(2.0).double()}}
     student = draw(2, 6, 5)
-    loss = losses(DistillationOutputs(student, (), said), LABELS, None, {"task": 1.0, "a": 2.0, "b": 0.5})
+    loss = compute_losses(DistillationOutputs(student, (), said), LABELS, None, {"task": 1.0, "a": 2.0, "b": 0.5})
     assert float(loss.total(ONE, frozenset({"a/x", "a/y"}))) == pytest.approx(2 * float(said["a"]["x"].sum()) + 14)
     assert float(loss.total(ONE, frozenset({"b/z"}))) == 1.0
     assert float(loss.total(ONE / 6)) == pytest.approx(float(loss.named["task_loss"].mean() + 2 * said["a"]["x"].mean()) + 15)
@@ -100,8 +100,8 @@ def test_a_method_whose_weight_has_not_begun_to_rise_moves_nothing(tmp_path: Pat
 
 def test_auxiliary_heads_belong_to_the_task() -> None:
     student, aux = draw(1, 6, 5), draw(2, 6, 5)
-    plain = losses(DistillationOutputs(student, (), {}), LABELS, None, {"task": 1.0}).named["loss"]
-    with_aux = losses(DistillationOutputs(student, ((0.4, aux),), {}), LABELS, None, {"task": 1.0}).named["loss"]
+    plain = compute_losses(DistillationOutputs(student, (), {}), LABELS, None, {"task": 1.0}).named["loss"]
+    with_aux = compute_losses(DistillationOutputs(student, ((0.4, aux),), {}), LABELS, None, {"task": 1.0}).named["loss"]
     assert torch.allclose(with_aux - plain, 0.4 * torch.nn.functional.cross_entropy(aux, LABELS, reduction="none"))
 
 

@@ -15,7 +15,7 @@ from trainables.config import TrainConfig
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
 from trainables.engine.train import build, run_job
-from trainables.metrics.allreduce_wait import AllreduceWait, exposed_ms, standard_error
+from trainables.metrics.allreduce_wait import AllreduceWait, split_waits, standard_error
 
 EXTRA_MS = 60
 
@@ -49,6 +49,8 @@ def test_all_ranks_wait_for_a_slow_network_and_only_the_others_for_a_slow_rank(
     first, second = (summary[f"rank{rank}/allreduce_wait_ms"] for rank in (0, 1))
     assert summary["phase/allreduce_wait_ms"] == pytest.approx((first + second) / 2)
     assert summary["phase/allreduce_wait_ms"] < summary["phase/backward_ms"]
+    for_ranks_ms = [summary[f"rank{rank}/waits_for_ranks_ms"] for rank in (0, 1)]
+    assert for_ranks_ms == pytest.approx([EXTRA_MS if fault == "rank" else 0, 0], abs=EXTRA_MS / 2)
     assert all(summary[f"rank{rank}/allreduce_wait_error_ms"] > 0 for rank in (0, 1))
 
 
@@ -61,8 +63,15 @@ def test_the_error_of_a_mean_wait_is_larger_where_long_waits_come_one_after_the_
 
 def test_what_the_last_rank_of_each_step_waits_is_the_all_reduces() -> None:
     in_turn = [{1: 5.0, 2: 30.0, 3: 7.0}, {1: 40.0, 2: 6.0, 3: 50.0, 4: 1.0}]
-    assert exposed_ms(in_turn) == pytest.approx(6.0)
-    assert exposed_ms([{1: 5.0}, {}]) is None
+    network_ms, for_ranks_ms = split_waits(in_turn)
+    assert network_ms == pytest.approx(6.0)
+    assert for_ranks_ms == pytest.approx([24 / 3, (35 + 43) / 3])
+    assert split_waits([{1: 5.0}, {}]) == (None, [])
+
+
+def test_a_network_that_is_slow_now_and_then_is_no_wait_for_ranks() -> None:
+    waits = {step: 100.0 if step % 5 == 0 else 3.0 for step in range(100)}
+    assert split_waits([waits, dict(waits)]) == (3.0, [0.0, 0.0])
 
 
 def test_a_rank_alone_waits_for_nobody(tmp_path: Path) -> None:
@@ -83,7 +92,10 @@ def wait_twice(group: Group) -> tuple[list[float], list[float], list[float]]:
         ddp.zero_grad()
         total = ddp(images).square().mean()
         time.sleep(0.02 * (group.rank == number % 2))
-        waits.backward(total)
+        waits.begin_after(total)
+        total.backward()
+        waits.end()
+        waits.end_step()
         ddp.logger.set_runtime_stats_and_log()
         data = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
         of_ddp.append((data["backward_comm_time"] - data["backward_compute_comm_overlap_time"]) / 1e6)

@@ -102,7 +102,7 @@ def test_over_many_steps_the_known_covariance_comes_out() -> None:
             x = mean + deviation * torch.randn(size, 8, generator=generator, dtype=torch.float64)
             (model(x).sum() / (parts * size)).backward()
             noise.end_micro_batch(size)
-        noise.end_step(GlobalCount(parts * size, Group(), parts=parts), scaler, norm_of(model))
+        noise.end_step(GlobalCount(parts * size, Group(), accumulate=parts), scaler, norm_of(model))
         model.zero_grad()
     trace, square, big, measured = noise.take().tolist()
     assert measured == steps
@@ -154,7 +154,7 @@ def test_a_step_that_overflowed_and_one_of_a_single_part_are_not_counted() -> No
         for factor in factors:
             model(torch.full((1, 1), factor / len(factors))).sum().backward()
             noise.end_micro_batch(1)
-        noise.end_step(GlobalCount(len(factors), Group(), parts=len(factors)), scaler, norm_of(model))
+        noise.end_step(GlobalCount(len(factors), Group(), accumulate=len(factors)), scaler, norm_of(model))
         model.zero_grad()
     assert noise.take().tolist() == pytest.approx([2.0, 3.0, 4.0, 1.0])  # of 1 and 3: variance 2, mean 2, 4 − 2/2 = 3
     assert noise.take().tolist() == [0.0] * len(SUMS)

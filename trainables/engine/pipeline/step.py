@@ -33,7 +33,7 @@ class PipelineUpdate(SharedUpdate):
         super().__init__(module, optimizer, settings)
         self._stages = stages
 
-    def average_gradients(self, count: GlobalCount) -> None:
+    def end_backward(self, count: GlobalCount) -> None:
         """One all-reduce: the stages end at different times, so that it overlaps with others."""
         parameters = self._optimizer.parameters
         put(parameters, average([parameter.grad for parameter in parameters], self._group))
@@ -73,7 +73,7 @@ def pipeline_step(
     for part, each in zip(parts, divided, strict=True):
         passes = _losses(train_state, each, count, step, timer) if runner.is_last else forward
         runner.train(part.images_BCHW, len(each), passes, timer.mark)
-    update.average_gradients(count)
+    update.end_backward(count)
     timer.mark("backward")
     update.step()
     timer.mark("optimizer")

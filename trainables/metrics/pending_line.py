@@ -26,7 +26,7 @@ class ToHost:
         return [copy.tolist() for copy in self._copies]
 
 
-class LogLine(NamedTuple):
+class PendingLine(NamedTuple):
     """What a line says of the steps since the one before."""
 
     step: int
