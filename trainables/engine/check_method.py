@@ -200,7 +200,8 @@ class _Batch:
                 gradients = torch.autograd.grad(total, optimizer.parameters, allow_unused=True, retain_graph=True)
                 for parameter, gradient in zip(optimizer.parameters, gradients, strict=True):
                     if gradient is not None:
-                        found[names[parameter]] = gradient + (found[names[parameter]] or 0)
+                        earlier = found[names[parameter]]
+                        found[names[parameter]] = gradient if earlier is None else earlier + gradient
         return found
 
 
