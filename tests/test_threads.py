@@ -61,4 +61,4 @@ def test_the_thread_that_writes_a_cache_is_bound_to_its_workers_gpu(tmp_path: Pa
     writer = CacheWriter(RowStore(tmp_path, LogitsFormat(6, 2).columns, 20), torch.device("cuda", 3))
     wait_until(lambda: bound)
     writer.close()
-    assert bound == [("disk writer", torch.device("cuda", 3))]
+    assert bound == [("disk writer_0", torch.device("cuda", 3))]

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainables.rundir import append_lines
 
 
-@dataclass
-class _Write:
-    work: Callable[[], None]
-    done: Future[None] = field(default_factory=Future)
-    lines: tuple[Path, list[dict[str, Any]]] | None = None
-    """Of a write of lines: the file, and the list that further lines may join until the write begins."""
+class _Lines(NamedTuple):
+    """A write of lines that has not begun; further ones may join it."""
+
+    path: Path
+    records: list[dict[str, Any]]
+    written: Future[None]
+
+
+def _thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, "disk writer")
 
 
 class DiskWriter:
@@ -29,12 +31,11 @@ class DiskWriter:
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._queue = deque[_Write]()
+        self._pool = _thread()
         self._last: Future[None] | None = None
+        self._lines: _Lines | None = None
+        self._lines_lock = threading.Lock()
         self._failure: BaseException | None = None
-        self._thread: threading.Thread | None = None
-        self._closing = False
 
     def __enter__(self) -> DiskWriter:
         return self
@@ -49,20 +50,19 @@ class DiskWriter:
 
         Raises Exception: why an earlier write has failed.
         """
-        self.check()
-        with self._changed:
-            return self._put(_Write(work))
+        with self._lines_lock:
+            self._lines = None  # a later line is on disk behind `work`
+            return self._put(work)
 
     def put_line(self, path: Path, record: dict[str, Any]) -> Future[None]:
         """Append a line of JSON to `path`; lines that wait together take one `append_lines`. See `put`."""
         self.check()
-        with self._changed:
-            waiting = self._queue[-1] if self._queue else None
-            if waiting is not None and waiting.lines is not None and waiting.lines[0] == path:
-                waiting.lines[1].append(record)
-                return waiting.done
-            records = [record]
-            return self._put(_Write(lambda: append_lines(path, records), lines=(path, records)))
+        with self._lines_lock:
+            if self._lines is None or self._lines.path != path:
+                records = list[dict[str, Any]]()
+                self._lines = _Lines(path, records, self._put(lambda: self._append(path, records)))
+            self._lines.records.append(record)
+            return self._lines.written
 
     def check(self) -> None:
         """Raise why a write has failed, if one has."""
@@ -75,37 +75,25 @@ class DiskWriter:
             self._last.result()
 
     def close(self) -> None:
-        """Wait until nothing is left to write, and end the thread."""
-        with self._changed:
-            thread, self._closing = self._thread, True
-            self._changed.notify()
-        if thread is not None:
-            thread.join()
-        self._thread, self._closing = None, False
+        """Wait until nothing is left to write, and end the thread. A later write starts another."""
+        self._pool.shutdown()
+        self._pool = _thread()
 
-    def _put(self, write: _Write) -> Future[None]:
-        self._queue.append(write)
-        self._last = write.done
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="disk writer", daemon=True)
-            self._thread.start()
-        self._changed.notify()
-        return write.done
+    def _put(self, work: Callable[[], None]) -> Future[None]:
+        self.check()
+        self._last = self._pool.submit(self._run, work)
+        return self._last
 
-    def _run(self) -> None:
-        while (write := self._next()) is not None:
-            try:
-                self.check()
-                write.work()
-            except BaseException as error:  # of any kind: the training thread raises it
-                self._failure = error
-                write.done.set_exception(error)
-            else:
-                write.done.set_result(None)
-            del write  # what it has to write may be large
+    def _run(self, work: Callable[[], None]) -> None:
+        self.check()
+        try:
+            work()
+        except BaseException as error:  # of any kind: the training thread raises it
+            self._failure = error
+            raise
 
-    def _next(self) -> _Write | None:
-        """The next write, off the queue; None: there will be none."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._closing)
-            return self._queue.popleft() if self._queue else None
+    def _append(self, path: Path, records: list[dict[str, Any]]) -> None:
+        with self._lines_lock:
+            if self._lines is not None and self._lines.records is records:
+                self._lines = None
+        append_lines(path, records)

@@ -1,8 +1,8 @@
 """Why a training ended: its kind, decided from the exception in the process where it was raised, and the file that says so.
 
-A kind follows from an exception's type. Where torch or a CUDA library raises a bare RuntimeError or ValueError, it follows from
-the patterns below; no other module here reads their messages. `tests/trainables/test_failures.py` provokes them with the
-installed library, `tests/gpu/check_out_of_memory.py` on a GPU.
+A kind follows from an exception's type. Where a library raises a bare RuntimeError or ValueError, it follows from the table of
+words below; no other module here reads their messages. `tests/trainables/test_failures.py` provokes them with the installed
+library or names their source, `tests/gpu/check_out_of_memory.py` provokes those of a GPU.
 """
 
 import errno
@@ -11,7 +11,7 @@ import os
 import re
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -60,21 +60,28 @@ ENVIRONMENT_KINDS = frozenset({"unschedulable", "unavailable", "disk"})
 OUT_OF_MEMORY_KINDS = frozenset({"out_of_memory", "node_out_of_memory"})
 VERSION = 1
 
-OUT_OF_MEMORY = re.compile(
-    "out of memory|unable to find an engine|[Cc]an't allocate (memory|[0-9]+ bytes)"
-    "|ALLOC(ATION|ATOR)?_FAIL|MemoryAllocation|OUT_OF_MEMORY|bad_alloc"
-)
-"""Of torch, CUDA's libraries, NCCL, nvJPEG and DALI. cuDNN in benchmark mode drops each plan whose workspace has no room, and
-finds no engine."""
+WORDS: dict[str, Kind] = {
+    "can't allocate memory": "out_of_memory",  # torch, on the CPU
+    "std::bad_alloc": "out_of_memory",
+    "out of memory": "out_of_memory",  # CUDA's own words, in errors of torch and of NCCL
+    "unable to find an engine": "out_of_memory",  # torch, which drops each cuDNN plan whose workspace has no room
+    "CU(BLAS|SOLVER)_STATUS_ALLOC_FAILED": "out_of_memory",
+    "CUDNN_STATUS_INTERNAL_ERROR_(DEVICE|HOST)_ALLOCATION_FAILED": "out_of_memory",
+    "CUDA allocation failed|Can't allocate [0-9]+ bytes on": "out_of_memory",  # DALI
+    "CUDA Runtime failure: '#2'": "out_of_memory",  # nvImageCodec: cudaErrorMemoryAllocation
+    "/gloo/transport/|Gloo connectFullMesh failed|Application timeout caused pair closure": "lost_peer",
+    "CUDA error: |CUDA driver error: |cuDNN error: |cusolver error: ": "device",  # torch
+    "CUDA (runtime|driver) API error ": "device",  # DALI
+    "CUDA Runtime failure: '#": "device",  # nvImageCodec
+}
+"""Parts of the messages of libraries that raise a bare RuntimeError, as patterns; the first one counts."""
 NO_HANDLE = re.compile("CU(DNN|BLAS|SOLVER)_STATUS_NOT_INITIALIZED")
 """The first call of a CUDA library creates its handle: that fails where its memory finds no room, and on a GPU that is broken."""
 PLENTY_FREE = 0.05
 """Of a GPU's memory: handles need less."""
-LOST_PEER = re.compile("/gloo/transport/|Gloo connectFullMesh failed|Application timeout caused pair closure")
-"""Of gloo, which raises a bare RuntimeError; NCCL and the store raise a `torch.distributed.DistError`."""
-DEVICE = re.compile("CUDA error: |CU[A-Z]+_(STATUS|ERROR)_|cudaError|(driver|cuDNN|runtime API) error")
-DEVICE_ASSERT = "device-side assert triggered"
-"""A failed check inside a kernel, such as an index out of range: the data or the code is wrong, not the device."""
+CUDA_MEMORY_ALLOCATION, CUDA_ASSERT = 2, 710
+"""cudaErrorMemoryAllocation; cudaErrorAssert, a failed check inside a kernel such as an index out of range: the data or the code
+is wrong, not the device."""
 SINGLE_VALUE = "Expected more than 1 value per channel when training"
 """Of torch's batch norm, for one image whose maps have one pixel."""
 
@@ -90,6 +97,8 @@ class Failure:
     rank: int | None = None
     position: str | None = None
     """Of a hang: in which phase and step; None where nobody knows."""
+    time_ms: int = field(default=0, compare=False)
+    """When it was written; 0: it was not."""
 
     def __str__(self) -> str:
         if self.kind == "worker_died":
@@ -180,14 +189,18 @@ def _kind_of_type(error: BaseException) -> Kind:
             return "worker_died"
         case OSError(errno=errno.ENOSPC | errno.EDQUOT | errno.EROFS):
             return "disk"
+        case torch.AcceleratorError():
+            code = getattr(error, "error_code", None)  # of none that Python code has made
+            return "out_of_memory" if code == CUDA_MEMORY_ALLOCATION else "user" if code == CUDA_ASSERT else "device"
+        case torch.linalg.LinAlgError():  # type: ignore[attr-defined]  # a matrix with a NaN, whatever the library says
+            return "user"
+        case dist.DistError():
+            return "out_of_memory" if "out of memory" in str(error) else "lost_peer"
         case RuntimeError():
             text = str(error)
-            if OUT_OF_MEMORY.search(text) or (NO_HANDLE.search(text) and is_gpu_full()):
+            if NO_HANDLE.search(text) and is_gpu_full():
                 return "out_of_memory"
-            if isinstance(error, dist.DistError) or LOST_PEER.search(text):
-                return "lost_peer"
-            if DEVICE_ASSERT not in text and (isinstance(error, torch.AcceleratorError) or DEVICE.search(text)):
-                return "device"
+            return next((kind for words, kind in WORDS.items() if re.search(words, text)), "user")
     return "user"
 
 
@@ -212,26 +225,19 @@ def is_single_value(error: ValueError) -> bool:
 def write_failure(path: Path, failure: Failure) -> None:
     """Write why a worker, or a stage, ends. The file appears complete. Raises OSError: the disk cannot be written."""
     time_ms = time.time_ns() // 1_000_000
-    write_json(path, {"version": VERSION, "time_ms": time_ms, **asdict(failure), "message": redact(failure.message)})
+    write_json(path, {"version": VERSION, **asdict(failure), "time_ms": time_ms, "message": redact(failure.message)})
 
 
 def read_failure(path: Path) -> Failure | None:
     """The failure that `write_failure` wrote; None where there is none, or one of another version."""
-    found = _read(path)
-    return None if found is None else found[1]
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        return Failure(**record) if record.pop("version") == VERSION else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def read_failures(folder: Path) -> list[Failure]:
     """The failures in the files of a folder, in the order in which they were written."""
-    found = [each for path in sorted(folder.glob("*.json")) if (each := _read(path)) is not None]
-    return [failure for _, failure in sorted(found, key=lambda each: each[0])]
-
-
-def _read(path: Path) -> tuple[int, Failure] | None:
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        if record.pop("version") != VERSION:
-            return None
-        return record.pop("time_ms"), Failure(**record)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
+    found = [failure for path in sorted(folder.glob("*.json")) if (failure := read_failure(path)) is not None]
+    return sorted(found, key=lambda failure: failure.time_ms)

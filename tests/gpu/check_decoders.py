@@ -16,7 +16,7 @@ from trainables.data.source import open_source
 from trainables.device.decode import region_decoder
 from trainables.device.decoders import PACKAGES
 from trainables.device.device_batches import on_device
-from trainables.device.release import release_device
+from trainables.device.memory import release_device
 from trainables.engine.train import run_job
 
 MODULES = {"gpu": "nvimgcodec", "dali": "dali"}

@@ -86,7 +86,7 @@ def test_leaving_the_context_raises_a_failure_unless_something_else_ends_it() ->
 
 def test_the_thread_begins_with_the_first_write_and_ends_when_it_is_closed() -> None:
     def num_threads() -> int:
-        return sum(thread.name == "disk writer" for thread in threading.enumerate())
+        return sum(thread.name.startswith("disk writer") for thread in threading.enumerate())
 
     before = num_threads()
     with DiskWriter() as disk:
@@ -94,4 +94,7 @@ def test_the_thread_begins_with_the_first_write_and_ends_when_it_is_closed() -> 
         disk.put(lambda: None)
         assert num_threads() == before + 1
         disk.wait()
+    assert num_threads() == before
+    disk.put(lambda: None).result()  # as of the job after an init stage
+    disk.close()
     assert num_threads() == before

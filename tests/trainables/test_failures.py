@@ -1,5 +1,6 @@
 """A failure's kind: from real exceptions where this machine can raise them, elsewhere from a library's own type and words."""
 
+import errno
 import gc
 import json
 import multiprocessing
@@ -39,10 +40,10 @@ from trainables.models.registry import build_model
         ValueError("cannot restore the socket's connection: timed out"),
         RuntimeError("gloo and nccl stay in the store"),
         RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)"),
-        RuntimeError(
-            "CUDA error: device-side assert triggered\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions."
+        torch.linalg.LinAlgError(
+            "cusolver error: CUSOLVER_STATUS_INVALID_VALUE, when calling `cusolverDnSsyevd(…)`. This error may appear if the "
+            "input matrix contains NaN."
         ),
-        torch.AcceleratorError("CUDA error: device-side assert triggered"),
         DataError("s3://bucket/set: connection to its store timed out"),
         SystemExit(0),
         TimeoutError("the licence server did not answer"),  # of a user's own code
@@ -57,37 +58,111 @@ def test_an_error_of_code_or_data_is_the_users_whatever_words_it_uses(error: Bas
     assert kind_of(error) == "user"
 
 
-OUT_OF_MEMORY = [
-    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which …"),
-    RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"),
-    torch.AcceleratorError(
-        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call"
+def of_cuda(code: int) -> torch.AcceleratorError:
+    """What torch raises where a call of CUDA's runtime returns this code."""
+    error = torch.AcceleratorError("CUDA error: …")
+    error.error_code = code  # type: ignore[attr-defined]
+    return error
+
+
+ENGINE = "was unable to find an engine to execute this computation"
+OF_GPU_LIBRARIES = [
+    (
+        "pytorch: torch/csrc/Exceptions.cpp",
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+        "out_of_memory",
     ),
-    RuntimeError("CUDA driver error: out of memory"),
-    RuntimeError("FIND was unable to find an engine to execute this computation"),
-    RuntimeError("GET was unable to find an engine to execute this computation"),
-    RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
-    RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
-    RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED"),
-    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-    RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
-    dist.DistBackendError(
-        "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled cuda error (run with NCCL_DEBUG=INFO "
-        "for details), NCCL version 2.27.5\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 "
-        "'out of memory'"
+    ("pytorch: c10/cuda/CUDAException.cpp", of_cuda(2), "out_of_memory"),
+    ("pytorch: c10/cuda/CUDAException.cpp", of_cuda(710), "user"),
+    ("pytorch: c10/cuda/CUDAException.cpp", of_cuda(214), "device"),
+    ("pytorch: c10/cuda/driver_api.h", RuntimeError("CUDA driver error: out of memory"), "out_of_memory"),
+    ("pytorch: c10/cuda/driver_api.h", RuntimeError("CUDA driver error: unspecified launch failure"), "device"),
+    ("pytorch: aten/src/ATen/native/cudnn/Conv_v8.cpp", RuntimeError(f"FIND {ENGINE}"), "out_of_memory"),
+    ("pytorch: aten/src/ATen/native/cudnn/Conv_v8.cpp", RuntimeError(f"GET {ENGINE}"), "out_of_memory"),
+    (
+        "cuDNN: cudnn_graph.h; pytorch: aten/src/ATen/cuda/Exceptions.h",
+        RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+        "out_of_memory",
     ),
-    RuntimeError('Error in thread 0: NVJPEG error "5" : NVJPEG_STATUS_ALLOCATOR_FAILURE n02130308/ILSVRC2012_val_00033687.JPEG'),
-    RuntimeError("CUDA runtime API error cudaErrorMemoryAllocation (2):\nout of memory"),
-    RuntimeError("Error when executing Mixed operator ImageDecoder encountered:\nCan't allocate 129499136 bytes on device 0."),
-    OSError(12, "Cannot allocate memory"),
-    MemoryError(),
+    (
+        "cuDNN: cudnn_graph.h; pytorch: aten/src/ATen/cuda/Exceptions.h",
+        RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED"),
+        "out_of_memory",
+    ),
+    ("pytorch: aten/src/ATen/cuda/Exceptions.h", RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"), "device"),
+    (
+        "pytorch: aten/src/ATen/cuda/Exceptions.h",
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        "out_of_memory",
+    ),
+    (
+        "pytorch: aten/src/ATen/cuda/Exceptions.h",
+        RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(…)`"),
+        "device",
+    ),
+    (
+        "pytorch: aten/src/ATen/cuda/Exceptions.h",
+        RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`. If you keep seeing"),
+        "out_of_memory",
+    ),
+    (
+        "pytorch: aten/src/ATen/cuda/Exceptions.h",
+        RuntimeError("cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR, when calling `cusolverDnSsyevd(…)`. If you keep seeing"),
+        "device",
+    ),
+    (
+        "nccl: src/include/checks.h; pytorch: torch/csrc/distributed/c10d/NCCLUtils.cpp",
+        dist.DistBackendError(
+            "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'"
+        ),
+        "out_of_memory",
+    ),
+    (
+        "nccl: src/include/checks.h; pytorch: torch/csrc/distributed/c10d/NCCLUtils.cpp",
+        dist.DistBackendError("ncclRemoteError: A call failed possibly due to a network error"),
+        "lost_peer",
+    ),
+    (
+        "DALI: include/dali/core/cuda_error.h",
+        RuntimeError(
+            "Error when executing Mixed operator ImageDecoder encountered:\nCan't allocate 129499136 bytes on device 0."
+        ),
+        "out_of_memory",
+    ),
+    ("DALI: include/dali/core/cuda_error.h", RuntimeError("Error in thread 0: CUDA allocation failed"), "out_of_memory"),
+    (
+        "DALI: include/dali/core/cuda_error.h",
+        RuntimeError("CUDA driver API error CUDA_ERROR_LAUNCH_FAILED (719):\nunspecified launch failure"),
+        "device",
+    ),
+    ("DALI: include/dali/core/cuda_error.h", RuntimeError("CUDA runtime API error cudaErrorECCUncorrectable (214)"), "device"),
+    (
+        "nvImageCodec: python/error_handling.h",
+        RuntimeError("CUDA Runtime failure: '#2' at /opt/src/python/image.cpp:176"),
+        "out_of_memory",
+    ),
+    (
+        "nvImageCodec: python/error_handling.h",
+        RuntimeError("CUDA Runtime failure: '#214' at /opt/src/python/image.cpp:176"),
+        "device",
+    ),
 ]
 
 
-@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=str)
-def test_what_libraries_raise_where_memory_runs_out_is_out_of_memory(error: Exception) -> None:
-    assert kind_of(error) == "out_of_memory"
-    assert kind_of(pickle.loads(pickle.dumps(error))) == "out_of_memory"
+@pytest.mark.parametrize(("source", "error", "kind"), OF_GPU_LIBRARIES, ids=str)
+def test_an_error_of_a_gpu_library_is_known_by_its_type_or_by_the_words_of_its_source(
+    source: str, error: Exception, kind: str
+) -> None:
+    assert kind_of(error) == kind
+    assert kind_of(pickle.loads(pickle.dumps(error))) == kind
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA's runtime refuses nothing here")
+def test_an_error_of_cudas_runtime_has_its_code_and_is_the_devices() -> None:
+    with pytest.raises(torch.AcceleratorError) as raised:
+        torch.cuda.Stream()
+    assert isinstance(raised.value.error_code, int)  # type: ignore[attr-defined]
+    assert kind_of(raised.value) == "device"
 
 
 def test_a_library_without_a_handle_is_out_of_memory_on_a_full_gpu_and_a_device_that_fails_on_another(
@@ -106,26 +181,18 @@ def test_a_library_without_a_handle_is_out_of_memory_on_a_full_gpu_and_a_device_
 
 
 def test_memory_that_really_runs_out_is_out_of_memory_also_under_an_error_of_ours() -> None:
-    with pytest.raises(RuntimeError) as raised:
+    with pytest.raises(RuntimeError, match="DefaultCPUAllocator: can't allocate memory") as raised:
         torch.empty(1 << 60)
     assert kind_of(raised.value) == "out_of_memory"
+    with pytest.raises(RuntimeError, match=r"^std::bad_alloc$") as raised:
+        torch.empty(1).expand(1 << 50).unbind()  # a list of 2^50 tensors
+    assert kind_of(raised.value) == "out_of_memory"
+    with pytest.raises(MemoryError) as exhausted:
+        bytearray(1 << 60)
+    assert kind_of(exhausted.value) == kind_of(OSError(errno.ENOMEM, "Cannot allocate memory")) == "out_of_memory"
     with pytest.raises(ModelError) as refused:
         build_model("mlp_large", num_classes=10, image_size=1 << 20, seed=0)
     assert kind_of(refused.value) == "out_of_memory"
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered"),
-        RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(…)`"),
-        RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
-        RuntimeError("CUDA driver API error CUDA_ERROR_LAUNCH_FAILED (719): unspecified launch failure"),
-    ],
-    ids=str,
-)
-def test_a_gpu_that_fails_is_a_device(error: Exception) -> None:
-    assert kind_of(error) == "device"
 
 
 def test_a_full_disk_names_the_file_and_what_to_do(tmp_path: Path) -> None:
@@ -161,15 +228,16 @@ def lose_a_peer(rank: int, folder: Path) -> None:
         while not (folder / "waited").exists():
             time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGKILL)
-    kinds = []
+    kinds, words = [], []
     for group in (impatient, impatient, None, None):
         try:
             dist.all_reduce(torch.ones(3), group=group)
         except Exception as error:
             kinds.append(kind_of(error))
+            words.append(str(error))
         if len(kinds) == 2:
             (folder / "waited").touch()
-    (folder / "kinds").write_text(json.dumps(kinds))
+    (folder / "kinds").write_text(json.dumps([kinds, words]))
 
 
 @pytest.mark.processes
@@ -180,7 +248,10 @@ def test_gloo_says_that_a_peer_does_not_come_or_was_killed(tmp_path: Path) -> No
         process.start()
     for process in processes:
         process.join()
-    assert json.loads((tmp_path / "kinds").read_text()) == ["lost_peer"] * 4
+    kinds, words = json.loads((tmp_path / "kinds").read_text())
+    assert kinds == ["lost_peer"] * 4
+    assert "/gloo/transport/" in words[0]
+    assert "Application timeout caused pair closure" in words[1]
 
 
 def test_gloo_says_that_a_peer_cannot_be_reached() -> None:

@@ -1,9 +1,13 @@
-"""The memory of a device, and what a network takes of it."""
+"""The memory of a device: how much there is, what a network takes of it, and giving back what a job has left."""
 
+import gc
 import math
 
 import torch
 from torch import nn
+
+from trainables.data.loader.batch_memory import free_pinned
+from trainables.device.decode import region_decoder
 
 
 def memory_bytes(device: torch.device) -> float:
@@ -14,3 +18,16 @@ def memory_bytes(device: torch.device) -> float:
 def parameter_bytes(network: nn.Module) -> int:
     """Of all its parameters."""
     return sum(parameter.nbytes for parameter in network.parameters())
+
+
+def release_device(device: torch.device) -> None:
+    """Free decoders, pinned batches and cached blocks that nothing refers to any more, and reset the memory's peaks.
+
+    Before the next job of the same process.
+    """
+    region_decoder.cache_clear()
+    if device.type == "cuda":
+        gc.collect()  # a job that failed stands in its exception's frames, which refer to each other
+        free_pinned()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)

@@ -3,15 +3,12 @@
 import functools
 import logging
 import os
-import re
 from collections.abc import Set
 from pathlib import Path
 
 import torch
 
 log = logging.getLogger("raydistill")
-
-_NODE = re.compile(r"node(\d+)")
 
 
 def cpus_near(pci_address: str, allowed: Set[int], least: int, sysfs: Path = Path("/sys")) -> set[int] | None:
@@ -21,14 +18,8 @@ def cpus_near(pci_address: str, allowed: Set[int], least: int, sysfs: Path = Pat
     allowed: a few near CPUs would be slower than enough far ones.
     """
     try:
-        node = int((sysfs / "bus/pci/devices" / pci_address / "numa_node").read_text())
-        folders = {
-            int(found[1]): path for path in (sysfs / "devices/system/node").iterdir() if (found := _NODE.fullmatch(path.name))
-        }
-        if node < 0 or len(folders) < 2:
-            return None
-        near = _cpu_list((folders[node] / "cpulist").read_text()) & allowed
-    except (OSError, KeyError, ValueError):
+        near = _cpu_list((sysfs / "bus/pci/devices" / pci_address / "local_cpulist").read_text()) & allowed
+    except (OSError, ValueError):
         return None
     return near if least <= len(near) < len(allowed) else None
 

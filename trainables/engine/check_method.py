@@ -1,9 +1,16 @@
-"""`distill check-method`: whether a method fulfils its contract, by small real training jobs on one to three workers."""
+"""`distill check-method`: whether a method fulfils its contract, by small real training jobs on one to three workers.
 
+Student and teacher are a CIFAR ResNet each, with synchronised batch norms, on noise images in float64. The last batch of an epoch
+has one sample, so that all workers but one have none.
+"""
+
+from __future__ import annotations
+
+import contextlib
 import functools
-import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,22 +18,37 @@ import torch
 from torch import Tensor
 
 from trainables.config import TrainConfig
-from trainables.engine.check_method_jobs import BatchGradients, Case, batch_gradients, job_config, train_until
+from trainables.device.device_batches import on_device
+from trainables.distributed.gather import Gather
+from trainables.distributed.group import Group
+from trainables.engine import checkpoint
+from trainables.engine.job import Job
+from trainables.engine.losses import compute_losses
+from trainables.engine.train import build, run_job
 from trainables.errors import DistillError, first_line
-from trainables.methods.contract import Method
+from trainables.methods.contract import Method, MethodBatch
 from trainables.methods.distillation_module import describe_terms
 from trainables.methods.init_stage import with_init_stage
+from trainables.methods.method_file import option_key
 from trainables.methods.registry import load_method
+from trainables.models.registry import build_model
 
-__all__ = ["Case", "CheckResult", "check"]
+SEED, NUM_CLASSES, NUM_IMAGES, GLOBAL_BATCH_SIZE = 3, 4, 17, 8
+TOLERANCE = 1e-9
 
 RunRanks = Callable[..., list[Any]]
 """`run(n, function, *args)`: the results of `function(group, *args)` on n ranks."""
-Batch = Callable[..., BatchGradients]
-Trained = Callable[..., list[dict[str, Tensor]]]
-TOLERANCE = 1e-9
-TRAINING, INIT_STAGE = "", "in the init stage "
-"""The stages of a job, as the beginning of a problem."""
+State = dict[str, Tensor]
+
+
+class Case(NamedTuple):
+    """A method with its options, and the models that it is tested with."""
+
+    name: str
+    options: Mapping[str, Any]
+    student: str = "resnet8"
+    teacher: str = "resnet14"
+    image_size: int = 16
 
 
 class CheckResult(NamedTuple):
@@ -42,119 +64,222 @@ def check(case: Case, run: RunRanks) -> Iterator[CheckResult]:
         ExperimentError: it cannot be loaded.
         pydantic.ValidationError: it does not have such options.
     """
-    method = load_method(case.name)
-    method.Options.model_validate(case.options)
+    load_method(case.name).Options.model_validate(case.options)
     with tempfile.TemporaryDirectory(prefix="raydistill-") as folder:
-        root = Path(folder)
-
-        @functools.cache
-        def batch(stage: str, same: bool = False) -> BatchGradients:
-            config = job_config(case, root / f"batch{len(stage)}{same}", same=same)
-            return run(1, batch_gradients, _stages(config)[stage], same)[0]  # type: ignore[no-any-return]
-
-        @functools.cache
-        def trained(num_workers: int, precision: str = "fp64", cut_off_at: tuple[int, ...] = ()) -> list[dict[str, Tensor]]:
-            config = job_config(case, root / f"{num_workers}-{precision}-{len(cut_off_at)}", precision=precision)
-            for step in cut_off_at:
-                run(num_workers, train_until, config, step)
-            return run(num_workers, train_until, config)
-
-        stages = list(_stages(job_config(case, root / "stages")))
-        yield _finding("its terms are those that it declares, of samples or of the batch", lambda: _terms(method, stages, batch))
-        yield _finding("gradients reach the student and all that the method trains", lambda: _check_grad_flow(stages, batch))
-        yield _finding(f"2 and 3 workers train what one trains, to {TOLERANCE:g}", lambda: _workers(trained))
-        yield _finding("a job that was cut off goes on exactly", lambda: _resumed(trained))
-        yield _finding("everything is finite in bf16", lambda: _finite(method, trained))
-        yield _finding("a student that equals its teacher has finite gradients", lambda: _equal(stages, batch))
+        jobs = _Jobs(case, run, Path(folder))
+        for title, find_problem in CHECKS.items():
+            try:
+                problem = find_problem(jobs)
+            except (Exception, SystemExit) as error:  # a user's method may fail in any way
+                problem = str(error) if isinstance(error, DistillError) else f"{type(error).__name__}: {first_line(error)}"
+            yield CheckResult(title, problem)
 
 
-def _finding(title: str, problem: Callable[[], str | None]) -> CheckResult:
-    try:
-        return CheckResult(title, problem())
-    except DistillError as error:
-        return CheckResult(title, str(error))
-    except (Exception, SystemExit) as error:  # a user's method may fail in any way
-        return CheckResult(title, f"{type(error).__name__}: {first_line(error)}")
+def job_config(case: Case, output: Path, *, precision: str = "fp64", same: bool = False) -> TrainConfig:
+    """A job of two epochs in `output`, with the teacher's checkpoint next to that. `same`: the teacher is the initial student."""
+    teacher = case.student if same else case.teacher
+    weights = output.parent / f"{output.name}-teacher.safetensors"
+    output.mkdir(parents=True, exist_ok=True)
+    model = build_model(teacher, num_classes=NUM_CLASSES, image_size=case.image_size, seed=SEED if same else SEED + 1)
+    classes = [str(label) for label in range(NUM_CLASSES)]
+    about = {"model": teacher, "num_classes": NUM_CLASSES, "image_size": case.image_size, "classes": classes}
+    checkpoint.write_tensors(weights, {f"model.{key}": tensor for key, tensor in model.state_dict().items()}, about)
+    options = dict(case.options)
+    if "init_epochs" in load_method(case.name).Options.model_fields:
+        options.setdefault("init_epochs", 1)
+    return TrainConfig.model_validate(
+        {
+            "output_dir": str(output),
+            "model": case.student,
+            "precision": precision,
+            "seed": SEED,
+            "data": {
+                "path": "synthetic",
+                "synthetic_images": NUM_IMAGES,
+                "synthetic_classes": NUM_CLASSES,
+                "image_size": case.image_size,
+                "global_batch_size": GLOBAL_BATCH_SIZE,
+                "loader_workers": 1,
+                "last_batch": "short",
+            },
+            "teacher": {"model": teacher, "weights": str(weights)},
+            "distill": {"method": [case.name], "options": {option_key(case.name): options}},
+            "optim": {"epochs": 2, "lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-3},
+            "scale": {"sync_batch_norm": True},
+            "train": {"log_every": 1, "warmup_steps": 1, "checkpoint_every": 1},
+        }
+    )
 
 
-def _stages(config: TrainConfig) -> dict[str, TrainConfig]:
-    """The job of the training from its start, and that of the init stage of a method that has one."""
-    *init, _ = with_init_stage(config)
-    return dict(zip((TRAINING, INIT_STAGE), (config, *init), strict=False))
+class KilledError(Exception):
+    """Ends a job as if it had been killed."""
 
 
-def _terms(method: type[Method], stages: Sequence[str], batch: Batch) -> str | None:
+def _train(group: Group, config: TrainConfig, kill_at: int | None = None) -> State:
+    """Run the job on this rank, its init stage before it, until a step of either. Returns the parameters of student and method,
+    and the method's buffers."""
+
+    def report(kind: str, step: int, epoch: float, metrics: dict[str, float]) -> None:
+        if kind == "step" and step == kill_at:
+            raise KilledError
+
+    state: State = {}
+    with contextlib.suppress(KilledError):
+        for each in with_init_stage(config):
+            with contextlib.closing(build(each, group, report, _no_telemetry)) as job:
+                run_job(job)
+                module = job.train_state.distillation_module
+                state |= {f"method.{name}": tensor for name, tensor in module.methods.state_dict().items()}
+                state |= dict(module.student.named_parameters())
+    return {name: tensor.detach().clone() for name, tensor in state.items()}
+
+
+def _no_telemetry(whole: bool = False) -> dict[str, float]:
+    return {}
+
+
+class _Jobs:
+    """The jobs of one method: trainings on several ranks, each run once, and single batches in this process."""
+
+    def __init__(self, case: Case, run: RunRanks, root: Path) -> None:
+        self._case, self._run, self._root = case, run, root
+        self.method = load_method(case.name)
+        self.train = functools.cache(self._train)
+
+    def _train(self, num_workers: int, precision: str = "fp64", cut_off_at: tuple[int, ...] = ()) -> list[State]:
+        """What each rank has at the end."""
+        config = job_config(self._case, self._root / f"{num_workers}-{precision}-{len(cut_off_at)}", precision=precision)
+        for step in cut_off_at:
+            self._run(num_workers, _train, config, step)
+        return self._run(num_workers, _train, config)
+
+    def find_in_batches(self, problem_of: Callable[[_Batch], str | None], same: bool = False) -> str | None:
+        """The problem with a batch of the training from its start, or else with one of the method's init stage, if any.
+
+        `same`: the student is its teacher, its batch norms in eval mode as well.
+        """
+        config = job_config(self._case, self._root / f"batches-{same}", same=same)
+        *init, _ = with_init_stage(config)
+        for each in (config, *init):
+            with contextlib.closing(build(each, Group(), lambda *_: None, _no_telemetry)) as job:
+                problem = problem_of(_Batch(job, student_in_eval_mode=same))
+            if problem:
+                return f"in the init stage {problem}" if each.init_stage else problem
+        return None
+
+
+class _Batch:
+    """One batch through student, teacher and method, without an update."""
+
+    def __init__(self, job: Job, student_in_eval_mode: bool) -> None:
+        state, self.is_init = job.train_state, job.config.init_stage
+        self._module, self._optimizers = state.distillation_module, state.optimizers
+        self._module.begin_epoch(0)
+        self._module.student.train(not student_in_eval_mode)
+        with contextlib.closing(on_device(job.train_loader.epoch(0), job.group.device)) as batches:
+            batch = state.prepare(next(batches))
+        self.gather = Gather(len(batch.labels_B), job.group)
+        method_batch = MethodBatch(batch.images_BCHW, batch.labels_B, batch.indices_B, 0.0, self.gather)
+        outputs = self._module(batch.images_BCHW, method_batch, state.teacher(batch.images_BCHW, len(batch.labels_B)))
+        self.terms: dict[str, Tensor] = next(iter(outputs.terms.values()), {})
+        self._loss = compute_losses(outputs, batch.labels_B, None, self._module.weights(1.0))
+
+    def gradients(self, *, of_task: bool = True) -> dict[str, Tensor | None]:
+        """The gradient of each trained parameter, by the optimizers that change it; None: no loss reaches it.
+
+        Without `of_task`: of the method's terms alone.
+        """
+        names = {parameter: name for name, parameter in self._module.named_parameters() if parameter.requires_grad}
+        found: dict[str, Tensor | None] = {names[p]: None for p in (self._module.init_parameters if self.is_init else names)}
+        weighted = self._loss.weighted.keys() - ({"task"} if self.is_init or not of_task else set())
+        for optimizer in self._optimizers:
+            keys = (
+                weighted if len(self._optimizers) == 1 else weighted & optimizer.losses
+            )  # of one also terms that are not declared
+            if keys:
+                total = self._loss.total(torch.ones((), dtype=torch.float64), frozenset(keys))
+                gradients = torch.autograd.grad(total, optimizer.parameters, allow_unused=True, retain_graph=True)
+                for parameter, gradient in zip(optimizer.parameters, gradients, strict=True):
+                    if gradient is not None:
+                        earlier = found[names[parameter]]
+                        found[names[parameter]] = gradient if earlier is None else earlier + gradient
+        return found
+
+
+def _terms(method: type[Method], batch: _Batch) -> str | None:
+    declared = method.init_terms if batch.is_init else method.terms
     if method.init_terms and "init_epochs" not in method.Options.model_fields:
         return "it declares init_terms, and its Options have no init_epochs: its init stage has no length"
-    for stage in stages:
-        found = batch(stage)
-        declared = method.init_terms if stage == INIT_STAGE else method.terms
-        if set(found.terms) != set(declared):
-            return f"{stage}it {describe_terms(found.terms, declared)}"
-        if found.gathers and not (method.requires.whole_batch or method.requires.all_gather):
-            return (
-                f"{stage}it calls batch.all_gather: declare requires = Requirements(whole_batch=True), so that"
-                " optim.accumulate is refused with it"
-            )
-        wrong = [f"{name} {shape}" for name, shape in found.terms.items() if shape not in ((), (found.num_rows,))]
-        if wrong:
-            return f"{stage}neither ({found.num_rows},) nor a scalar: {', '.join(wrong)}"
+    if set(batch.terms) != set(declared):
+        return f"it {describe_terms(batch.terms, declared)}"
+    if batch.gather.used and not (method.requires.whole_batch or method.requires.all_gather):
+        return (
+            "it calls batch.all_gather: declare requires = Requirements(whole_batch=True), so that optim.accumulate is refused"
+            " with it"
+        )
     return None
 
 
-def _check_grad_flow(stages: Sequence[str], batch: Batch) -> str | None:
-    for stage in stages:
-        found = batch(stage)
-        missing = [name for name, largest in found.largest.items() if largest is None]
-        if stage == INIT_STAGE:  # in an init stage no rank waits for the student's
-            missing = [name for name in missing if name.startswith("methods.")]
-        if missing:
-            problem = "it never changes" if found.several_optimizers else "several workers would wait for it for ever"
-            hint = "init_stage_parameters names what stays as it is" if stage == INIT_STAGE else problem
-            return f"{stage}no loss reaches {', '.join(missing)}: {hint}"
-        if found.terms and not found.from_method > 0:
-            return f"{stage}its terms do not move {'what it trains' if stage == INIT_STAGE else 'the student'}"
+def _grad_flow(batch: _Batch) -> str | None:
+    missing = [name for name, gradient in batch.gradients().items() if gradient is None]
+    what, remedy = "the student", "use it in a loss or leave it out: several workers would wait for its gradient"
+    if batch.is_init:  # where no worker waits for the student's
+        missing = [name for name in missing if name.startswith("methods.")]
+        what, remedy = "what it trains", "init_stage_parameters names what stays as it is"
+    if missing:
+        return f"no loss reaches {', '.join(missing)}: {remedy}"
+    moved = [
+        name for name, gradient in batch.gradients(of_task=False).items() if gradient is not None and gradient.abs().max() > 0
+    ]
+    if batch.terms and not any(batch.is_init or name.startswith("student.") for name in moved):
+        return f"its terms do not move {what}"
     return None
 
 
-def _workers(trained: Trained) -> str | None:
+def _not_finite(batch: _Batch) -> str | None:
+    broken = [name for name, gradient in batch.gradients().items() if gradient is not None and not gradient.isfinite().all()]
+    return f"the gradient is not finite of {', '.join(broken)}" if broken else None
+
+
+def _workers(jobs: _Jobs) -> str | None:
     for num_workers in (2, 3):
-        for rank, state in enumerate(trained(num_workers)):
-            name, difference = _largest_difference(trained(1)[0], state)
+        for rank, state in enumerate(jobs.train(num_workers)):
+            name, difference = _largest_difference(jobs.train(1)[0], state)
             if not difference < TOLERANCE:
                 return f"rank {rank} of {num_workers} has another {name}, by {difference:.1e} of its largest value"
     return None
 
 
-def _resumed(trained: Trained) -> str | None:
+def _resumed(jobs: _Jobs) -> str | None:
     # It is cut off in the init stage, where there is one, and then inside an epoch, whose last checkpoint is after step 4.
-    name, difference = _largest_difference(trained(2)[0], trained(2, cut_off_at=(2, 5))[0])
+    name, difference = _largest_difference(jobs.train(2)[0], jobs.train(2, cut_off_at=(2, 5))[0])
     return f"{name} differs, by {difference:.1e} of its largest value" if difference else None
 
 
-def _finite(method: type[Method], trained: Trained) -> str | None:
-    if method.requires.teacher_gradient:
+def _finite(jobs: _Jobs) -> str | None:
+    if jobs.method.requires.teacher_gradient:
         return None  # such jobs are refused in half precision
-    (state,) = trained(1, "bf16")  # it stops at a loss that is not finite
-    broken = [name for name, tensor in state.items() if not bool(torch.isfinite(tensor).all())]
+    (state,) = jobs.train(1, "bf16")  # it stops at a loss that is not finite
+    broken = [name for name, tensor in state.items() if not tensor.isfinite().all()]
     return f"not finite: {', '.join(broken)}" if broken else None
 
 
-def _equal(stages: Sequence[str], batch: Batch) -> str | None:
-    for stage in stages:
-        broken = [name for name, value in batch(stage, True).largest.items() if value is not None and not math.isfinite(value)]
-        if broken:
-            return f"{stage}the gradient is not finite of {', '.join(broken)}"
-    return None
+def _largest_difference(a: State, b: State) -> tuple[str, float]:
+    """The tensor that differs most, and the difference relative to its largest value; a NaN is the most."""
+    names = [name for name in a if a[name].numel()]
+    both = [(a[name].double(), b[name].double()) for name in names]
+    differences = torch.stack([(x - y).abs().max() / x.abs().max().clamp(min=1e-300) for x, y in both])
+    return names[int(differences.argmax())], float(differences.max())
 
 
-def _largest_difference(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> tuple[str, float]:
-    """The tensor that differs most, and the difference relative to its largest value."""
-
-    def difference(name: str) -> float:
-        value = float((a[name].double() - b[name].double()).abs().max() / a[name].double().abs().max().clamp(min=1e-300))
-        return float("inf") if math.isnan(value) else value
-
-    differences = {name: difference(name) for name in a if a[name].numel()}
-    name = max(differences, key=differences.__getitem__)
-    return name, differences[name]
+CHECKS: dict[str, Callable[[_Jobs], str | None]] = {
+    "its terms are those that it declares, of samples or of the batch": lambda jobs: jobs.find_in_batches(
+        partial(_terms, jobs.method)
+    ),
+    "gradients reach the student and all that the method trains": lambda jobs: jobs.find_in_batches(_grad_flow),
+    f"2 and 3 workers train what one trains, to {TOLERANCE:g}": _workers,
+    "a job that was cut off goes on exactly": _resumed,
+    "everything is finite in bf16": _finite,
+    "a student that equals its teacher has finite gradients": lambda jobs: jobs.find_in_batches(_not_finite, same=True),
+}
+"""Title → its problem, None where the method passes."""

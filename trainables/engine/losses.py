@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainables.device.mixing import Mix
+from trainables.errors import ExperimentError
 from trainables.methods.distillation_module import DistillationOutputs
 
 
@@ -46,7 +47,17 @@ def compute_losses(outputs: DistillationOutputs, labels_B: Tensor, mix: Mix | No
 
     The CE of mixed images is share·CE(own label) + (1 - share)·CE(the other's); the methods see the image as it is. The CE of
     auxiliary heads (Inception) belongs to the task. Every term is in the graph, whatever its weight: DDP waits for each gradient.
+
+    Raises ExperimentError: a term is neither, which torch would broadcast.
     """
+    rows = len(outputs.logits_BK)
+    for key, terms in outputs.terms.items():
+        for name, term in terms.items():
+            if term.shape not in ((), (rows,)):
+                raise ExperimentError(
+                    f"distill.method: {key}'s {name} has the shape {tuple(term.shape)} for {rows} images: return one loss per"
+                    f" image, ({rows},), or a scalar of the global batch"
+                )
     task_B = cross_entropy(outputs.logits_BK, labels_B, mix)
     for weight, aux_BK in outputs.aux:
         task_B = task_B + weight * cross_entropy(aux_BK, labels_B, mix)

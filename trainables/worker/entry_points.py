@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from trainables.config import EvaluateConfig, FillConfig, TrainConfig
+from trainables.device.memory import release_device
 from trainables.device.numa import run_near
 from trainables.device.precision import set_matmul_precision, with_precision
-from trainables.device.release import release_device
 from trainables.disk_writer import DiskWriter
 from trainables.distributed.group import Group, gather_objects
 from trainables.distributed.pipeline.layout import build_layout

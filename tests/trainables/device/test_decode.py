@@ -327,10 +327,10 @@ def test_a_node_that_cannot_decode_is_refused_in_one_line(name: str) -> None:
 
 def test_a_gpu_without_room_for_a_decoder_is_out_of_memory_and_no_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_room(device: torch.device, threads: int) -> RegionDecoder:
-        raise RuntimeError('NVJPEG error "5" : NVJPEG_STATUS_ALLOCATOR_FAILURE')
+        raise RuntimeError("CUDA Runtime failure: '#2' at /opt/src/python/decoder.cpp:101")
 
     monkeypatch.setitem(REGION_DECODERS, "gpu", no_room)
-    with pytest.raises(RuntimeError, match="NVJPEG_STATUS_ALLOCATOR_FAILURE") as caught:
+    with pytest.raises(RuntimeError, match="CUDA Runtime failure") as caught:
         check_decoder(DataConfig(decoder="gpu", augment="crop_flip"), torch.device("cuda", 7), 1)
     assert kind_of(caught.value) == "out_of_memory"
 

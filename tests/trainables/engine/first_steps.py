@@ -13,7 +13,7 @@ from tests.trainables.jobs import Recorded, no_telemetry
 from trainables.config import TrainConfig
 from trainables.device.device_batches import on_device
 from trainables.distributed.group import Group
-from trainables.engine.check_method_jobs import Case, job_config
+from trainables.engine.check_method import Case, job_config
 from trainables.engine.job import Job
 from trainables.engine.train import build, set_learning_rates
 from trainables.methods.registry import load_method

@@ -7,7 +7,7 @@ import pytest
 from tests.trainables.jobs import relative_difference, train
 from trainables.config import TrainConfig
 from trainables.distributed.rank_pool import RankPool
-from trainables.engine.check_method_jobs import Case, job_config
+from trainables.engine.check_method import Case, job_config
 from trainables.engine.dry_run import check_fit, untrained_modules
 from trainables.errors import DistillError
 from trainables.methods.init_stage import with_init_stage

@@ -12,7 +12,7 @@ from tests.trainables.jobs import Recorded, config, no_telemetry
 from trainables.data.encoded_rows import Region
 from trainables.device.decode import region_decoder
 from trainables.device.decoders import REGION_DECODERS
-from trainables.device.release import release_device
+from trainables.device.memory import release_device
 from trainables.distributed.group import Group
 from trainables.engine.train import build, run_job
 
