@@ -54,7 +54,10 @@ class OptimConfig(Section):
     accumulate: Count = Field(
         1, description="micro-batches per optimizer step, of the per-worker batch; one worker needs 2 to measure the noise_scale"
     )
-    clip_grad_norm: Positive | None = Field(None, description="largest L2 norm of all gradients of a step; absent: no clipping")
+    clip_grad_norm: Positive | None = Field(
+        None,
+        description="largest L2 norm of the gradients of a step, of each optimizer where there are several; absent: no clipping",
+    )
 
     @model_validator(mode="after")
     def _check_dot(self) -> Self:

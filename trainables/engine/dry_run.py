@@ -20,7 +20,7 @@ from trainables.teachers.ensemble import TeacherEnsemble
 
 
 def check_fit(config: TrainConfig, num_classes: int) -> None:
-    """Raise what `trainables.engine.job.build` would raise of the models and methods of `config`; no weights are read.
+    """Raise what `trainables.engine.train.build` would raise of the models and methods of `config`; no weights are read.
 
     Raises:
         ExperimentError: methods and options do not fit together, or cannot be trained in stages.

@@ -62,7 +62,7 @@ class Job:
     resources: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     """Ends the threads and processes of loaders, teacher and disk."""
     teachers: list[TeacherAccuracy] = field(default_factory=list)
-    """Those with given weights, once `run` has measured them."""
+    """Those with given weights, once `run_job` has measured them."""
     writes_log_late: bool = False
     """Whether a log line is written with the next one, see `log_lines`."""
     log_line: PendingLine | None = None

@@ -69,7 +69,7 @@ def micro_batches(batch: DeviceBatch, accumulate: int, num_blank_images: int = 2
 
     A rank without samples still has to take part in DDP's all-reduce. Where its batch norm refuses to normalise nothing, or a
     single image, it runs two blank ones without labels; its statistics are overwritten by rank 0's, whose part of the batch is
-    always the larger one.
+    the larger one, unless none of its images could be read.
     """
     if len(batch.labels_B) == 0:
         blank_BCHW = batch.images_BCHW.new_zeros((num_blank_images, *batch.images_BCHW.shape[1:]))

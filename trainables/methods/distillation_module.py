@@ -62,7 +62,7 @@ class DistillationModule(nn.Module):
     ) -> DistillationOutputs:
         """The outputs for the samples of `batch`, which are the first of `images_BCHW`; a rank without samples runs blank images.
 
-        `teacher`: method → the teacher's outputs; None where there is no teacher, or no method.
+        `teacher`: method → the teacher's outputs, of the methods that read one.
         """
         num_rows = len(images_BCHW) if batch is None else len(batch.labels_B)
         terms: dict[str, dict[str, Tensor]] = {}
@@ -125,7 +125,8 @@ class DistillationModule(nn.Module):
         return {"task": self.task_weight, **{key: m.options.weight_at(epoch, self._epochs) for key, m in methods}}
 
     def check_terms(self, terms: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Refuse a method that returns other terms than it declares: some would be trained and never recorded.
+        """Refuse a method that returns other terms than it declares: some would be trained and never recorded, and a scalar would
+        count once for each micro-batch.
 
         Raises ExperimentError: one line, the same on every rank.
         """
@@ -136,6 +137,12 @@ class DistillationModule(nn.Module):
                 raise ExperimentError(
                     f"distill.method: {key} {describe_terms(returned, declared)}:"
                     f" give what {function} returns the names in {names}"
+                )
+            scalars = [name for name, term in returned.items() if not term.ndim]
+            if scalars and not self.methods_by_name[key].requires_whole_batch:
+                raise ExperimentError(
+                    f"distill.method: {key} returns {scalars[0]} as a scalar, a loss of the global batch: declare requires ="
+                    " Requirements(whole_batch=True), or return one loss per image"
                 )
 
     def _declared(self, key: str) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The parts of a step, in their order. Apart from `timing`, which measures them, so that naming them needs no torch."""
+"""The parts of a step, in their order. Apart from `phase_timer`, which measures them, so that naming them needs no torch."""
 
 PHASES = ("data", "h2d", "augment", "teacher", "student", "backward", "optimizer")
 RECEIVE = "receive"

@@ -49,7 +49,7 @@ class Reporter:
                 self._gauges[metric].set_default_tags(tags)
 
     def report(self, kind: str, step: int, epoch: float, metrics: dict[str, float]) -> None:
-        """See `trainables.engine.job.Report`; every rank calls it for the kind `epoch`.
+        """See `trainables.metrics.metrics_file.Report`; every rank calls it for the kind `epoch`.
 
         Raises Exception: why an earlier record could not be written.
         """

@@ -176,6 +176,11 @@ def test_a_batch_that_batch_norm_cannot_normalise_is_said_in_one_line(ranks: Ran
     ("name", "says"),
     [
         ("MissingTerm", "returns distance and declares distance, absent: give what forward returns the names in terms"),
+        (
+            "UndeclaredScalar",
+            "returns distance as a scalar, a loss of the global batch: declare requires = Requirements(whole_batch=True), or"
+            " return one loss per image",
+        ),
         ("WrongInitStage", "returns zzz and declares reconstruction: give what init_loss returns the names in init_terms"),
     ],
 )

@@ -150,6 +150,15 @@ class MissingTerm(Method):
         return {"distance": (student.logits_BK - teacher.logits_BK).square().mean(1)}
 
 
+class UndeclaredScalar(Method):
+    """A mean of its rank's micro-batch, which would count once for each of them."""
+
+    terms = ("distance",)
+
+    def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
+        return {"distance": (student.logits_BK - teacher.logits_BK).square().mean()}
+
+
 class Counting(Method):
     """Counts in a plain attribute, which is not in a checkpoint."""
 
