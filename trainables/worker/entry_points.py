@@ -25,7 +25,7 @@ from trainables.distributed.pipeline.layout import build_layout
 from trainables.engine import loop
 from trainables.engine.evaluate import evaluate_checkpoint
 from trainables.engine.job import Job, build, open_loaders
-from trainables.metrics.heartbeat import Heartbeat
+from trainables.metrics.heartbeat import Heartbeat, watched
 from trainables.object_store.run_copy import RunCopy
 from trainables.object_store.stage_copy import fetch_inputs, stored_stage
 from trainables.object_store.store import is_uri, object_at
@@ -34,7 +34,6 @@ from trainables.rundir import StageDir, write_json
 from trainables.stage_result import StageResult, write_stage_result
 from trainables.teachers.cache.fill import fill, sequential
 from trainables.worker.actor_connection import ActorConnection
-from trainables.worker.hangs.worker_probe import watched
 from trainables.worker.interruption_requests import InterruptionRequests, reserve_more, worker_resources
 from trainables.worker.node_telemetry import NodeTelemetry
 from trainables.worker.process_group import current_group
