@@ -38,13 +38,9 @@ def write_stacks_on_signal() -> None:
 
 def report_processes(pids: Iterable[int]) -> dict[int, ProcessReport]:
     """The state and the stacks of processes of this node, by their number."""
-    families = {pid: _family(pid) for pid in pids}
-    written = {child: _request_stacks(child) for family in families.values() for child in family}
+    asked = {pid: _ask(pid) for pid in pids}
     time.sleep(_WRITE_S)
-    stacks = {child: f"process {child}:\n{text}" for child, where in written.items() if (text := _read(*where))}
-    return {
-        pid: ProcessReport(_status(pid), "".join(stacks.get(each, "") for each in family)) for pid, family in families.items()
-    }
+    return {pid: ProcessReport(status, "".join(_read(*each) for each in family)) for pid, (status, family) in asked.items()}
 
 
 def kill(pids: Iterable[int]) -> None:
@@ -54,30 +50,28 @@ def kill(pids: Iterable[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def _family(pid: int) -> list[int]:
-    with contextlib.suppress(psutil.Error):
-        return [pid, *(child.pid for child in psutil.Process(pid).children())]
-    return []
+def _ask(pid: int) -> tuple[str, list[tuple[int, Path, int]]]:
+    """The state of a process; of it and its children those that write stacks: number, where to, and from which byte on.
+
+    The signal ends a process that does not handle it: only one that has such memory is sent it.
+    """
+    family = list[tuple[int, Path, int]]()
+    try:
+        process = psutil.Process(pid)
+        status, members = process.status(), [pid, *(child.pid for child in process.children())]
+    except psutil.Error:
+        return "gone", family
+    for member in members:
+        for path in Path(f"/proc/{member}/fd").glob("*"):
+            with contextlib.suppress(OSError):  # the file was closed, or the process has ended
+                if os.readlink(path) == f"/memfd:{_MEMORY} (deleted)":
+                    family.append((member, path, path.stat().st_size))
+                    os.kill(member, STACKS_SIGNAL)
+    return status, family
 
 
-def _status(pid: int) -> str:
-    with contextlib.suppress(psutil.Error):
-        return str(psutil.Process(pid).status())
-    return "gone"
-
-
-def _request_stacks(pid: int) -> tuple[Path, int]:
-    """Where a process writes its stacks, and from which byte on; it is sent the signal only where it has such memory."""
-    for path in Path(f"/proc/{pid}/fd").glob("*"):
-        with contextlib.suppress(OSError):  # the file was closed, or the process has ended
-            if os.readlink(path) == f"/memfd:{_MEMORY} (deleted)":
-                size = path.stat().st_size
-                os.kill(pid, STACKS_SIGNAL)
-                return path, size
-    return Path(os.devnull), 0
-
-
-def _read(path: Path, begin: int) -> str:
+def _read(pid: int, path: Path, begin: int) -> str:
     with contextlib.suppress(OSError):  # the process has ended
-        return path.read_bytes()[begin:].decode(errors="replace")
+        if text := path.read_bytes()[begin:].decode(errors="replace"):
+            return f"process {pid}:\n{text}"
     return ""

@@ -29,7 +29,7 @@ from trainables.engine.train import build
 from trainables.metrics.phase_timer import PhaseTimer
 from trainables.rundir import RunDir
 from trainables.worker.entry_points import start_logging
-from trainables.worker.node_telemetry import NodeTelemetry
+from trainables.worker.node_telemetry import node_telemetry
 from trainables.worker.reporter import Reporter
 
 STAGE = "student"
@@ -84,9 +84,9 @@ def in_stretches(pair: Pair, log_every: int, num_stretches: int = 4) -> Iterator
 def watched(job: Job, tracker: subprocess.Popen[str]) -> Iterator[None]:
     """All that a worker and its driver do beside training."""
     start_logging(job.stage, job.group)
-    with DiskWriter() as disk, NodeTelemetry(job.config, job.group) as telemetry:
+    with DiskWriter() as disk, node_telemetry(job.config.train.telemetry_every_s, job.group) as telemetry:
         reporter = Reporter(job.config, job.stage, job.group, disk)
-        job.metrics.timer, job.report, job.telemetry = PhaseTimer(job.group.device), reporter.report, telemetry.snapshot
+        job.metrics.timer, job.report, job.telemetry = PhaseTimer(job.group.device), reporter.report, telemetry
         tracker.send_signal(signal.SIGCONT)
         yield
         tracker.send_signal(signal.SIGSTOP)

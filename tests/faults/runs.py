@@ -25,7 +25,7 @@ from trainables.engine.train import build, run_job
 from trainables.metrics.metrics_file import Report
 from trainables.rundir import RunDir, StageDir, write_json
 from trainables.stage_result import StageResult, write_stage_result
-from trainables.worker.node_telemetry import NodeTelemetry
+from trainables.worker.node_telemetry import node_telemetry
 
 SIZE, CLASSES = 32, 4
 STEPS, WARMUP_STEPS = 20, 4
@@ -146,8 +146,8 @@ class Bench:
 def train_rank(group: Group, config: TrainConfig, faults: Mapping[str, float]) -> None:
     """What `trainables.worker.entry_points.train_loop_per_worker` does, without Ray."""
     with (
-        NodeTelemetry(config, group) as telemetry,
-        contextlib.closing(build(config, group, file_report(config, group), telemetry.snapshot)) as job,
+        node_telemetry(config.train.telemetry_every_s, group) as telemetry,
+        contextlib.closing(build(config, group, file_report(config, group), telemetry)) as job,
         injected(job, faults),
     ):
         write_summary(job, run_job(job))

@@ -12,7 +12,7 @@ from tests.gpu.contract import Check, Expected, Measured, Piece, Settings
 from tests.gpu.work import Pair, first_device, folder_of, group_of, job_config
 from tests.trainables.jobs import relative_difference, train
 from trainables.distributed.group import group_arguments
-from trainables.worker.hangs.worker_probe import last_collective
+from trainables.worker.hangs.hang_watch import last_collective
 
 DIGITS = Pair("convnet_large", "convnet_small", 8, 10)
 STEPS = 50

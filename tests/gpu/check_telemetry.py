@@ -25,11 +25,10 @@ def sampled(settings: Settings) -> Measured:
     with open_job(job_config(settings, pair, batch, "bf16"), device) as job:
         step = Stepper(job, device_batch(pair, batch, device))
         seconds_of(step, 2 if settings.small else 5, device)
-        telemetry.start()
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            seconds_of(step, 5, device)
-        telemetry.stop()
+        with telemetry:
+            until = time.monotonic() + seconds
+            while time.monotonic() < until:
+                seconds_of(step, 5, device)
     use = telemetry.snapshot(whole=True)
     return {
         "fields": sum(f"gpu0/{field}" in found for field in GPU_FIELDS),

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.skipif(sys.platform != "linux",
 
 WORKER = """\
 import ctypes, threading, time
-from trainables.worker.hangs.worker_probe import watched
+from trainables.metrics.heartbeat import watched
 
 def sleeping_in_python(): time.sleep(1000)
 def waiting_with_the_interpreter():

@@ -4,8 +4,11 @@ Run one per node. A number that the hardware, its driver or a container does not
 into the training.
 """
 
+from __future__ import annotations
+
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -50,6 +53,8 @@ GPU_FIELDS: dict[str, Callable[[Handle], float]] = {
 }
 _WITHOUT_MAX = ("throttled_pct", "sm_clock_limit_mhz", "cpu_cores")
 """Fields whose maximum is no use."""
+_UNIT = re.compile("(_mib_per_s|_pct|_mib|_c|_w|_mhz|)$")
+"""Of a field's name; it stays last: `gpu0/util_pct` → `gpu0/util_max_pct`."""
 
 
 def decode_throttle(bitmask: int) -> list[str]:
@@ -77,17 +82,13 @@ def visible_gpus(visible: str | None, count: int) -> list[int | str]:
     return chosen
 
 
-def open_gpus(visible: str | None = None) -> list[Handle]:
-    """NVML handles of the GPUs that a process may use, `cuda:0` first; [] where there is no NVIDIA driver.
-
-    `visible` is its `CUDA_VISIBLE_DEVICES`; None: that of this process.
-    """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") if visible is None else visible
+def open_gpus() -> list[Handle]:
+    """NVML handles of the GPUs that this process may use, `cuda:0` first; [] where there is no NVIDIA driver."""
     try:
         pynvml.nvmlInit()
         return [
             pynvml.nvmlDeviceGetHandleByUUID(gpu) if isinstance(gpu, str) else pynvml.nvmlDeviceGetHandleByIndex(gpu)
-            for gpu in visible_gpus(visible, pynvml.nvmlDeviceGetCount())
+            for gpu in visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), pynvml.nvmlDeviceGetCount())
         ]
     except pynvml.NVMLError:
         return []
@@ -141,36 +142,25 @@ class _Window:
     """Mean and maximum of every field since the last snapshot; throttle reasons are or-ed."""
 
     def __init__(self) -> None:
-        self._sum_count_max: dict[str, tuple[float, int, float]] = {}
-        self._reasons: dict[str, int] = {}
+        self._sum_count_max_bits: dict[str, tuple[float, int, float, int]] = {}
 
     def add(self, sample: Mapping[str, float]) -> None:
         for name, value in sample.items():
-            if name.endswith("/throttle_reasons"):
-                self._reasons[name] = self._reasons.get(name, 0) | int(value)
-            else:
-                total, count, most = self._sum_count_max.get(name, (0.0, 0, value))
-                self._sum_count_max[name] = (total + value, count + 1, max(most, value))
+            total, count, most, bits = self._sum_count_max_bits.get(name, (0.0, 0, value, 0))
+            self._sum_count_max_bits[name] = total + value, count + 1, max(most, value), bits | int(value)
 
     def summary(self) -> dict[str, float]:
-        values = {name: float(bits) for name, bits in self._reasons.items()}
-        for name, (total, count, most) in self._sum_count_max.items():
-            values[name] = total / count
-            if not name.endswith(_WITHOUT_MAX):
-                values[_max_name(name)] = most
+        values = dict[str, float]()
+        for name, (total, count, most, bits) in self._sum_count_max_bits.items():
+            is_bits = name.endswith("/throttle_reasons")
+            values[name] = float(bits) if is_bits else total / count
+            if not is_bits and not name.endswith(_WITHOUT_MAX):
+                values[_UNIT.sub(r"_max\1", name, count=1)] = most
         return values
 
 
-def _max_name(name: str) -> str:
-    """`gpu0/util_pct` → `gpu0/util_max_pct`: the unit stays last."""
-    for unit in ("_mib_per_s", "_pct", "_mib", "_c", "_w", "_mhz"):
-        if name.endswith(unit):
-            return f"{name.removesuffix(unit)}_max{unit}"
-    return f"{name}_max"
-
-
 class Telemetry:
-    """Samples this node every `every_s` seconds in a daemon thread, from `start()` to `stop()`.
+    """A context in which a daemon thread samples this node every `every_s` seconds; it can be read afterwards, too.
 
     `gpuN` is `cuda:N` of this process: of a node's GPUs, those of this job. CPU, memory and disk are the whole
     node's (local disks; a network file system's reads are not among them), and so is what comes back from swap space.
@@ -182,18 +172,16 @@ class Telemetry:
         self._window, self._whole = _Window(), _Window()
         self._lock = threading.Lock()
         self._stopping = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Begin to sample; the first sample is there after `every_s`."""
-        if self._thread is not None:
-            return
-        self._gpus = open_gpus()
         self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
+
+    def __enter__(self) -> Telemetry:
+        """Begin to sample; the first sample is there after `every_s`."""
+        self._gpus = open_gpus()
         self._thread.start()
+        return self
 
     def snapshot(self, whole: bool = False) -> dict[str, float]:
-        """Mean and maximum of each number since the last snapshot (`whole`: since `start`), and the number of GPUs as `gpus`.
+        """Mean and maximum of each number since the last snapshot (`whole`: since the first), and the number of GPUs as `gpus`.
 
         Names: `gpu0/util_pct` and `gpu0/util_max_pct`; likewise `gpu0/memory_mib`, `gpu0/temperature_c`, `gpu0/power_w`,
         `gpu0/sm_clock_mhz`, `gpu0/memory_clock_mhz`, `cpu_pct`, `cpu_cores` (that this process may use),
@@ -206,12 +194,10 @@ class Telemetry:
             self._window = self._window if whole else _Window()
         return {"gpus": float(len(self._gpus)), **window.summary()}
 
-    def stop(self) -> None:
-        """End the thread after one last sample, so that even the shortest run has one; harmless when called twice."""
+    def __exit__(self, *_: object) -> None:
+        """End the thread after one last sample, so that even the shortest run has one."""
         self._stopping.set()
-        if self._thread is not None:
-            # A driver that hangs must not delay the training's end: the thread is a daemon.
-            self._thread.join(timeout=5)
+        self._thread.join(timeout=5)  # a driver that hangs must not delay the training's end: the thread is a daemon
 
     def _run(self) -> None:
         # A thread that fails ends alone: the run goes on, without telemetry. psutil raises errors of many kinds.

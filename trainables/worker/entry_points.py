@@ -14,6 +14,7 @@ import ray
 import ray.train
 import torch
 import torch.distributed as dist
+from ray.util.placement_group import placement_group
 
 from trainables.config import EvaluateConfig, FillConfig, TrainConfig
 from trainables.device.memory import release_device
@@ -26,7 +27,7 @@ from trainables.engine.evaluate import evaluate_checkpoint
 from trainables.engine.job import Job
 from trainables.engine.job_parts import open_loaders
 from trainables.engine.train import build, run_job
-from trainables.metrics.heartbeat import Heartbeat
+from trainables.metrics.heartbeat import Heartbeat, watched
 from trainables.object_store.run_copy import RunCopy
 from trainables.object_store.stage_copy import fetch_inputs, stored_stage
 from trainables.object_store.store import is_uri, object_at
@@ -35,12 +36,12 @@ from trainables.rundir import StageDir, write_json
 from trainables.stage_result import StageResult, write_stage_result
 from trainables.teachers.cache.fill import fill, sequential
 from trainables.worker.actor_connection import ActorConnection
-from trainables.worker.hangs.worker_probe import watched
-from trainables.worker.interruption_requests import InterruptionRequests, reserve_more, worker_resources
-from trainables.worker.node_telemetry import NodeTelemetry
+from trainables.worker.interruption_requests import InterruptionRequests
+from trainables.worker.node_telemetry import node_telemetry
 from trainables.worker.process_group import current_group
 from trainables.worker.ray_failures import failure_recorded
 from trainables.worker.reporter import Reporter
+from trainables.worker.reservation import worker_resources
 
 log = logging.getLogger("raydistill")
 
@@ -122,12 +123,12 @@ def _train(
     with contextlib.ExitStack() as stack:
         disk = stack.enter_context(DiskWriter())
         reporter = Reporter(config, stage, group, disk, publish)
-        telemetry = stack.enter_context(NodeTelemetry(config, group))
+        telemetry = stack.enter_context(node_telemetry(config.train.telemetry_every_s, group))
         job = build(
             config,
             group,
             reporter.report,
-            telemetry.snapshot,
+            telemetry,
             stop_early=stop_early,
             connections=[ActorConnection(name) for name in config.teachers],
             disk=disk,
@@ -158,8 +159,9 @@ def interruption_requests(config: TrainConfig, group: Group) -> InterruptionRequ
         return InterruptionRequests()
     assert isinstance(config.data.loader_workers, int)
     bundle = worker_resources(config.scale, config.data.loader_workers, use_gpu=group.device.type == "cuda")
-    name = ray.train.get_context().get_experiment_name()
-    return InterruptionRequests(reserve_more(config.next_num_workers - group.world_size, bundle, name))
+    bundles = [bundle] * (config.next_num_workers - group.world_size)
+    # Ray reserves it once there is room; until then an autoscaler sees the demand. It lasts until the driver ends or releases it.
+    return InterruptionRequests(placement_group(bundles, name=ray.train.get_context().get_experiment_name()))
 
 
 def set_up_torch(config: TrainConfig, group: Group) -> None:

@@ -3,13 +3,11 @@
 import signal
 import threading
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import FrameType
 
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
+from ray.util.placement_group import PlacementGroup, placement_group_table
 
-from trainables.config import ScaleConfig
 from trainables.errors import Interruption
 from trainables.worker.ray_internals import is_preempted
 
@@ -27,19 +25,6 @@ def note_sigterm() -> None:
         signal.signal(signal.SIGTERM, at_second)
 
     signal.signal(signal.SIGTERM, note)
-
-
-def worker_resources(scale: ScaleConfig, loader_workers: int, *, use_gpu: bool) -> dict[str, float]:
-    """What one worker reserves: its compute threads and its loader workers as CPUs, and one GPU."""
-    return {"CPU": float(scale.cpus_per_worker + loader_workers), **({"GPU": 1.0} if use_gpu else {})}
-
-
-def reserve_more(num_workers: int, bundle: Mapping[str, float], name: str) -> PlacementGroup:
-    """What further workers need, each a `bundle`. Ray reserves it once there is room; until then an autoscaler sees the demand.
-
-    Called in a worker, whose own resources are then reserved already. Ray keeps it until the driver ends or calls `release`.
-    """
-    return placement_group([dict(bundle)] * num_workers, name=name)
 
 
 @dataclass

@@ -18,7 +18,6 @@ from trainables.distributed.group import Group, group_arguments
 from trainables.failures import EndedError, Failure
 from trainables.process_exit import skip_exit_handlers
 from trainables.worker.interruption_requests import note_sigterm
-from trainables.worker.ray_internals import abort
 
 START_LIMIT_S = 600.0
 """For each step of the workers' start; the first imports torch on all of them, perhaps from a cold file server."""
@@ -66,8 +65,8 @@ class ProcessGroupBackend(ray.train.torch.TorchConfig().backend_cls):  # type: i
                 for rank in range(world_size)
             ]
             results_of(joins, "join the process group", START_LIMIT_S + backend_config.timeout_s)
-        except Exception:  # a worker has died, or is late
-            abort(worker_group)
+        except Exception:  # a worker has died, or is late: Ray Train would forget the group, and what it has reserved
+            worker_group.abort()
             raise
 
 

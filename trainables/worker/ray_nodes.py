@@ -6,9 +6,6 @@
 import json
 from typing import Any, NamedTuple
 
-MANUAL_NODE = "node_"
-"""What the name of a node's type begins with where nodes were started by hand: Ray gives each a type of its own."""
-
 
 class NodeResources(NamedTuple):
     """What a node has, and what of that nobody has reserved, by Ray's name of the resource."""
@@ -46,4 +43,4 @@ def has_autoscaler() -> bool:
     status = json.loads(client.internal_kv_get(b"__autoscaling_status", None) or "{}")
     report = status.get("autoscaler_report") or {}
     types = {*(report.get("active_nodes") or {}), *(report.get("node_type_mapping") or {}).values()}
-    return any(not name.startswith(MANUAL_NODE) for name in types)
+    return any(not name.startswith("node_") for name in types)  # a node started by hand has a type of its own, `node_…`

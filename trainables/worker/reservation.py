@@ -1,23 +1,34 @@
-"""Resources of workers that are reserved under a name, so that the driver can give back what others have left."""
+"""Resources of workers, reserved under a name, so that the driver can give back what others have left."""
 
 import contextlib
+from functools import partial
 from typing import Any
 
 import ray
-from ray.util.placement_group import get_placement_group, remove_placement_group
+from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
 
-from trainables.worker.ray_internals import WorkerGroupCallback, name_reservation
+from trainables.config import ScaleConfig
+from trainables.worker.ray_internals import WorkerGroupCallback, worker_group_module
+
+
+def worker_resources(scale: ScaleConfig, loader_workers: int, *, use_gpu: bool) -> dict[str, float]:
+    """What one worker reserves: its compute threads and its loader workers as CPUs, and one GPU."""
+    return {"CPU": float(scale.cpus_per_worker + loader_workers), **({"GPU": 1.0} if use_gpu else {})}
 
 
 class NamedReservation(WorkerGroupCallback):  # type: ignore[misc]
-    """Has Ray Train reserve a worker group's resources under a name."""
+    """Has Ray Train reserve a worker group's resources under a name, since it gives them none.
+
+    Where a controller dies before all workers have started, nobody gives the resources back as long as the driver lives, and its
+    next workers wait for them.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def before_worker_group_start(self, worker_group_context: Any) -> None:
         """Called by Ray Train on the controller."""
-        name_reservation(self._name)
+        worker_group_module.placement_group = partial(placement_group, name=self._name)
 
 
 def release(name: str) -> None:

@@ -15,11 +15,10 @@ from trainables.errors import ClusterError, DeviceError, DistillError
 from trainables.failures import EndedError, WorkersFailedError
 from trainables.worker import entry_points
 from trainables.worker.hangs.hang_watch import HangWatch
-from trainables.worker.interruption_requests import worker_resources
 from trainables.worker.process_group import ProcessGroup
 from trainables.worker.ray_failures import failures_in
 from trainables.worker.ray_internals import WorkerGroupStartupFailedError, WorkerGroupStartupTimeoutError
-from trainables.worker.reservation import NamedReservation, release
+from trainables.worker.reservation import NamedReservation, release, worker_resources
 
 CPU_MALLOC = {"MALLOC_ARENA_MAX": "1", **REUSE_FREED_MEMORY}
 """glibc's allocator for workers that compute on a CPU: freed tensors are reused instead of returned to the kernel.

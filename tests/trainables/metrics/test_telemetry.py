@@ -53,10 +53,8 @@ def test_the_gpus_of_this_process_are_those_that_cuda_shows_it(visible: str | No
 
 def test_a_node_without_an_nvidia_driver_is_sampled_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    sampler = Telemetry(every_s=0.05)
-    sampler.start()
-    found = wait_for_sample(sampler)
-    sampler.stop()
+    with Telemetry(every_s=0.05) as sampler:
+        found = wait_for_sample(sampler)
     assert found["gpus"] == 0
     assert not [name for name in found if name.startswith("gpu") and name != "gpus"]
     assert 0 <= found["cpu_pct"] <= 100
@@ -89,11 +87,8 @@ def test_a_field_that_a_device_does_not_support_is_left_out(monkeypatch: pytest.
 
 
 def test_a_run_shorter_than_the_interval_still_has_a_sample() -> None:
-    sampler = Telemetry(every_s=3600)
-    sampler.start()
-    time.sleep(0.05)
-    sampler.stop()
-    sampler.stop()
+    with Telemetry(every_s=3600) as sampler:
+        pass
     assert sampler.snapshot()["memory_mib"] > 0
     assert not [thread for thread in threading.enumerate() if thread.name == "telemetry"]
 
@@ -105,19 +100,16 @@ def test_a_failing_sampler_says_so_once_and_leaves_the_run_alone(
         raise FileNotFoundError("/proc/diskstats")
 
     monkeypatch.setattr(psutil, "disk_io_counters", broken)
-    sampler = Telemetry(every_s=0.01)
-    sampler.start()
-    sampler.stop()
+    with Telemetry(every_s=0.01) as sampler:
+        pass
     assert "gpus" in sampler.snapshot()
     assert caplog.messages == ["telemetry stopped: FileNotFoundError: /proc/diskstats"]
 
 
 def test_a_node_without_disk_counters_gives_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "disk_io_counters", lambda: None)
-    sampler = Telemetry(every_s=0.01)
-    sampler.start()
-    found = wait_for_sample(sampler)
-    sampler.stop()
+    with Telemetry(every_s=0.01) as sampler:
+        found = wait_for_sample(sampler)
     assert "memory_mib" in found
     assert "disk_read_mib_per_s" not in found
 
@@ -134,10 +126,8 @@ def test_disk_reads_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
         return counters._replace(read_bytes=read_bytes)
 
     monkeypatch.setattr(psutil, "disk_io_counters", grown)
-    sampler = Telemetry(every_s=0.1)
-    sampler.start()
-    found = wait_for_sample(sampler)
-    sampler.stop()
+    with Telemetry(every_s=0.1) as sampler:
+        found = wait_for_sample(sampler)
     assert 1 < found["disk_read_mib_per_s"] <= 10
 
 
@@ -181,11 +171,9 @@ def test_sampling_costs_under_a_hundredth_of_a_core() -> None:
 @pytest.mark.gpu
 @needs_gpu
 def test_every_visible_gpu_is_sampled() -> None:
-    sampler = Telemetry(every_s=0.1)
-    sampler.start()
-    block = torch.zeros(2**28, dtype=torch.uint8, device="cuda")
-    found = wait_for_sample(sampler)
-    sampler.stop()
+    with Telemetry(every_s=0.1) as sampler:
+        block = torch.zeros(2**28, dtype=torch.uint8, device="cuda")
+        found = wait_for_sample(sampler)
     assert found["gpus"] == torch.cuda.device_count()
     assert found["gpu0/memory_max_mib"] >= block.numel() / 2**20
     assert 0 <= found["gpu0/util_pct"] <= 100

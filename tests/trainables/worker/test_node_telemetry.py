@@ -2,17 +2,15 @@
 
 from dataclasses import replace
 
-from trainables.config import TrainConfig
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
-from trainables.worker.node_telemetry import NodeTelemetry
+from trainables.worker.node_telemetry import node_telemetry
 
 
 def sampled(group: Group, local_ranks: list[int]) -> tuple[dict[str, float], dict[str, float]]:
     """What a rank learns of all nodes, between and at the end."""
-    config = TrainConfig.model_validate({"model": "mlp_small", "output_dir": ".", "data": {"path": "digits"}})
-    with NodeTelemetry(config, replace(group, local_rank=local_ranks[group.rank])) as telemetry:
-        return telemetry.snapshot(), telemetry.snapshot(whole=True)
+    with node_telemetry(1.0, replace(group, local_rank=local_ranks[group.rank])) as snapshot:
+        return snapshot(), snapshot(whole=True)
 
 
 def test_each_rank_has_its_own_node_also_where_nodes_have_unlike_numbers_of_ranks(ranks: RankPool) -> None:

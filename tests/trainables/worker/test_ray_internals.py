@@ -74,7 +74,7 @@ def test_a_worker_group_has_the_methods_by_which_the_process_group_is_made() -> 
 
 
 def test_a_callback_on_the_worker_group_is_called_with_what_the_watch_reads() -> None:
-    assert "placement_group(" in inspect.getsource(WorkerGroup._create_placement_group), "what `name_reservation` replaces"
+    assert "placement_group(" in inspect.getsource(WorkerGroup._create_placement_group), "what `NamedReservation` replaces"
     hooks = {
         "before_worker_group_start": ["self", "worker_group_context"],
         "after_worker_group_training_start": ["self", "worker_group"],

@@ -1,15 +1,31 @@
-"""A hang in words: which rank is where, and which one the others wait for. Without Ray."""
+"""Whether a job hangs, and that in words: which rank is where, and which one the others wait for. Functions of `Rank`s alone."""
 
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import Literal
 
 from trainables.failures import EndedError, Failure
 from trainables.metrics.heartbeat import Position
 from trainables.stacks import ProcessReport
 
+AUTO_S, AUTO_BATCHES = 120.0, 30
+"""`auto`: thirty times as long as a rank's last step or batch took, at least two minutes."""
+ALLOWANCES = {
+    "start": 10.0,
+    "timing": 10.0,
+    "first batch": 10.0,
+    "compile or lock": 10.0,
+    "checkpoint": 5.0,
+    "teacher service": 6.0,
+    "other": 1.0,
+}
+"""How many times as long an operation may take: a first batch may compile; a checkpoint's time is that of a disk; the client of
+a teacher service gives up after 600 s, and says why."""
+SILENT_S = 5.0
+"""A rank that has not answered for so long does not answer."""
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)\n?')
 _LONG = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_fx.py", "/trainables/locks.py")
 """Files of what compiles a model, or waits for another job's lock, as while that one copies the data set to the node."""
@@ -17,24 +33,34 @@ _WAITING = ("threading.py", "queue.py", "selectors.py", "connection.py")
 """Files of Python's library in which a thread waits for another: the line that called them says more."""
 
 
-@dataclass(frozen=True)
-class RankReport:
-    """All that is known of one rank when no rank goes on."""
+@dataclass
+class Rank:
+    """What is known of a rank; `process` and `collective` once no rank goes on."""
 
     rank: int
     host: str
     position: Position | None
-    process: ProcessReport | None
+    """Its last answer; None: no job runs on it."""
+    silent_s: float = 0.0
+    """Since that answer."""
+    process: ProcessReport | None = None
     """None: its node did not answer in time."""
     collective: tuple[int, str] | None = None
-    """See `worker_probe.last_collective`; None also where the rank did not answer."""
-    is_answering: bool = True
-    """Whether the worker itself answered lately."""
+    """See `last_collective`; None also where the rank did not answer."""
+
+    @property
+    def place(self) -> str:
+        return str(self.position or "no job")
+
+    @property
+    def quiet_s(self) -> float:
+        """For how long it has not gone on, as far as it has answered."""
+        return self.silent_s + (self.position.quiet_s if self.position is not None else 0.0)
 
     @property
     def problem(self) -> str:
         """What is wrong with the process as a whole: it does not answer and writes no stacks."""
-        if self.is_answering or (self.process is not None and self.process.stacks):
+        if self.silent_s < SILENT_S or (self.process is not None and self.process.stacks):
             return ""
         return "its node does not answer" if self.process is None else f"its process is {self.process.status}"
 
@@ -60,12 +86,43 @@ class RankReport:
         return _FRAME.findall(re.split(r"^(?:Current t|T)hread ", after, maxsplit=1, flags=re.MULTILINE)[0])
 
     def __str__(self) -> str:
-        last = f"last collective {self.collective[1]} {self.collective[0]}" if self.collective else ""
-        parts = [f"rank {self.rank} ({self.host}): {self.position or 'no job'}", self.frame, self.problem, last]
+        last = "last collective {1} {0}".format(*self.collective) if self.collective else ""
+        parts = [f"rank {self.rank} ({self.host}): {self.place}", self.frame, self.problem, last]
         return ", ".join(filter(None, parts))
 
 
-def stragglers(ranks: Sequence[RankReport]) -> list[RankReport]:
+def quiet_s(ranks: Iterable[Rank]) -> float:
+    """For how long no rank has gone on: one that goes on may be waited for."""
+    return min((rank.quiet_s for rank in ranks if rank.position is not None), default=0.0)
+
+
+def limit_s(
+    ranks: Sequence[Rank], hang_after_s: float | Literal["auto"], *, has_service: bool = False, takes_long: bool = False
+) -> float:
+    """For how long no rank may go on: as long as any that answers may stay where it is.
+
+    Args:
+        hang_after_s: `scale.hang_after_s`; 0: a job never hangs.
+        has_service: whether the teacher is a service.
+        takes_long: whether a rank `is_compiling_or_locked`.
+    """
+
+    def limit_of(at: Position) -> float:
+        auto_s = max(AUTO_S, AUTO_BATCHES * (at.batch_s or 0.0))
+        operations = {
+            at.part: True,
+            "first batch": at.batch_s is None and at.part not in ALLOWANCES,
+            "teacher service": has_service and at.part == "teacher",
+            "compile or lock": takes_long,
+        }
+        allowance = max(ALLOWANCES.get(operation, 1.0) for operation, is_under_way in operations.items() if is_under_way)
+        return allowance * (auto_s if hang_after_s == "auto" else hang_after_s or float("inf"))
+
+    answering = [rank for rank in ranks if rank.silent_s < SILENT_S] or ranks
+    return max(limit_of(rank.position or Position("other")) for rank in answering)
+
+
+def stragglers(ranks: Sequence[Rank]) -> list[Rank]:
     """The ranks that the others wait for, at least one; all of them, where they do not differ."""
     if with_problem := [rank for rank in ranks if rank.problem]:
         return with_problem
@@ -75,32 +132,31 @@ def stragglers(ranks: Sequence[RankReport]) -> list[RankReport]:
     return [rank for rank in late if rank.position is not None and rank.position.order == min(orders)] or list(late)
 
 
-def hang_error(ranks: Sequence[RankReport], quiet_s: float) -> EndedError:
-    """The failure of a job no rank of which has gone on for `quiet_s` seconds, with the stacks of all ranks."""
+def hang_error(ranks: Sequence[Rank]) -> EndedError:
+    """The failure of a job no rank of which goes on, with the stacks of all ranks."""
     first, *alike = stragglers(ranks)
     others = [rank for rank in ranks if rank is not first and rank not in alike]
-    text = f"no progress for {quiet_s:.0f} s: rank {first.rank} of {len(ranks)} {_describe(first)}"
+    text = f"no progress for {quiet_s(ranks):.0f} s: rank {first.rank} of {len(ranks)} {_describe(first)}"
     if alike:
         text += f", and so {'does' if len(alike) == 1 else 'do'} {format_ranks(rank.rank for rank in alike)}"
     if others:
-        text += (
-            f"; {format_ranks(rank.rank for rank in others)} wait{'s' if len(others) == 1 else ''} for it in {_waits_in(others)}"
-        )
+        waits = "waits" if len(others) == 1 else "wait"
+        text += f"; {format_ranks(rank.rank for rank in others)} {waits} for it in {_waits_in(others)}"
     stacks = (f"{rank}\n{rank.process.stacks if rank.process is not None else ''}" for rank in ranks)
     failure = Failure("hang", text, rank=first.rank, position=str(first.position or "start"))
     return EndedError(failure, "\n\n".join([text, *stacks]))
 
 
-def _describe(rank: RankReport) -> str:
+def _describe(rank: Rank) -> str:
     where = f"in {rank.position}" if rank.position is not None else "before its job"
     if rank.problem:
         return f"on {rank.host} does not answer ({rank.problem}), and last answered {where}"
     return f"hangs {where}" + (f" ({rank.frame})" if rank.frame else "")
 
 
-def _waits_in(ranks: Sequence[RankReport]) -> str:
+def _waits_in(ranks: Sequence[Rank]) -> str:
     """The collective that most ranks have begun last; without one, their position in the job."""
-    names = [f"{rank.collective[1]} {rank.collective[0]}" for rank in ranks if rank.collective is not None]
+    names = ["{1} {0}".format(*rank.collective) for rank in ranks if rank.collective is not None]
     names = names or [str(rank.position) for rank in ranks]
     return max(names, key=names.count)
 

@@ -6,10 +6,11 @@ watch over NCCL sees collectives alone, on GPUs, and needs a program that torch 
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,11 +19,10 @@ import ray.train
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from trainables.failures import EndedError, Failure
+from trainables.metrics.heartbeat import Position, position
 from trainables.rundir import StageDir, write_json
 from trainables.stacks import kill, report_processes
-from trainables.worker.hangs.hang_report import RankReport, hang_error
-from trainables.worker.hangs.progress import JobProgress
-from trainables.worker.hangs.worker_probe import last_collective, position
+from trainables.worker.hangs.hang_report import Rank, hang_error, limit_s, quiet_s
 from trainables.worker.ray_internals import WorkerGroupCallback
 
 POLL_S = 2.0
@@ -46,16 +46,18 @@ class HangWatch(WorkerGroupCallback):  # type: ignore[misc]
 
     def __init__(self, hang_after_s: float | Literal["auto"], limit_s: float | None, *, has_service: bool = False) -> None:
         self._hang_after_s, self._limit_s, self._has_service = hang_after_s, limit_s, has_service
+        self._ranks: Sequence[Rank] | None = None
+        """Those that are watched, by threads that end once there are others, or none."""
+        self._takes_long = False
         self._error: ray.train.WorkerGroupError | None = None
-        self._stopping: threading.Event | None = None  # made where the watch begins: events cannot be sent to another process
 
     def after_worker_group_training_start(self, worker_group: Any) -> None:
         """Called by Ray Train when all workers run."""
-        self._error, self._stopping = None, threading.Event()
-        workers = {worker.distributed_context.world_rank: worker for worker in worker_group.get_workers()}
-        progress = JobProgress(self._hang_after_s, len(workers), time.monotonic(), self._has_service)
-        for target, arguments in ((self._watch, (workers, progress)), (_write_heartbeats, (progress,))):
-            threading.Thread(target=target, args=(*arguments, self._stopping), name="hang watch", daemon=True).start()
+        workers = sorted(worker_group.get_workers(), key=lambda worker: worker.distributed_context.world_rank)
+        ranks = [Rank(number, worker.metadata.node_ip, Position()) for number, worker in enumerate(workers)]
+        self._ranks, self._takes_long, self._error = ranks, False, None
+        for target, arguments in ((self._watch, (ranks, workers)), (self._write_heartbeats, (ranks,))):
+            threading.Thread(target=target, args=arguments, name="hang watch", daemon=True).start()
 
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
         """Called by Ray Train every two seconds. Raises what the watch has found."""
@@ -63,114 +65,112 @@ class HangWatch(WorkerGroupCallback):  # type: ignore[misc]
             raise self._error
 
     def before_worker_group_shutdown(self, worker_group: Any) -> None:
-        self._stop()
+        self._ranks = None
 
     def before_worker_group_abort(self, worker_group_context: Any) -> None:
-        self._stop()
+        self._ranks = None
 
-    def _stop(self) -> None:
-        if self._stopping is not None:
-            self._stopping.set()
+    def _is_watched(self, ranks: Sequence[Rank], after_s: float) -> bool:
+        time.sleep(after_s)
+        return self._ranks is ranks
 
-    def _watch(self, workers: Mapping[int, Any], progress: JobProgress, stopping: threading.Event) -> None:
-        pending = {rank: worker.execute_async(position) for rank, worker in workers.items()}
-        while not stopping.wait(POLL_S):
+    def _watch(self, ranks: Sequence[Rank], workers: Sequence[Any]) -> None:
+        requests, polled_s = dict[int, Any](), time.monotonic()
+        while self._is_watched(ranks, POLL_S):
+            before_s, polled_s = polled_s, time.monotonic()
             try:
-                update(progress, workers, pending)
-                error = self._end_reason(workers, progress)
+                poll(ranks, workers, requests, polled_s - before_s)
+                error = self._end_reason(ranks, workers)
             except Exception:  # whatever it was: without a watch a hang would last for ever
                 log.exception("a look at the workers failed; the watch over them goes on")
                 continue
-            if error is not None and not stopping.is_set():
+            if error is not None and self._ranks is ranks:
                 self._error = ray.train.WorkerGroupError(str(error), {error.failure.rank or 0: error})
                 on_nodes(workers, kill, 0.0)  # Ray cannot end a process that is stopped
                 return
 
-    def _end_reason(self, workers: Mapping[int, Any], progress: JobProgress) -> EndedError | None:
+    def _end_reason(self, ranks: Sequence[Rank], workers: Sequence[Any]) -> EndedError | None:
         """Why the job has to end; None: it may go on."""
-        now_s = time.monotonic()
-        oldest = max((rank.position for rank in progress.ranks if rank.position), key=lambda each: each.age_s, default=None)
+        oldest = max((rank.position for rank in ranks if rank.position), key=lambda each: each.age_s, default=None)
         if self._limit_s is not None and oldest is not None and oldest.age_s > self._limit_s:
             return EndedError(Failure("time_limit", f"took longer than sweep.trial_limit_s; it was in {oldest}"))
-        if not progress.is_hung(now_s):
+        if quiet_s(ranks) <= limit_s(ranks, self._hang_after_s, has_service=self._has_service):
+            self._takes_long = False
             return None
-        reports = report_ranks(workers, progress, now_s)
-        if not progress.is_compiling_or_locked and any(report.is_compiling_or_locked for report in reports):
-            progress.is_compiling_or_locked = True
+        if self._takes_long and quiet_s(ranks) <= limit_s(ranks, self._hang_after_s, takes_long=True):
             return None
-        return hang_error(reports, progress.quiet_s(now_s))
+        requests = {number: worker.execute_async(last_collective) for number, worker in enumerate(workers)}
+        processes = on_nodes(workers, report_processes, ANSWER_S)
+        collectives = answers(requests, 0.0)
+        for rank, worker in zip(ranks, workers, strict=True):
+            rank.process = processes.get(worker.metadata.node_id, {}).get(worker.metadata.pid)
+            rank.collective = collectives.get(rank.rank)
+        if not self._takes_long and any(rank.is_compiling_or_locked for rank in ranks):
+            self._takes_long = True
+            return None
+        return hang_error(ranks)
+
+    def _write_heartbeats(self, ranks: Sequence[Rank]) -> None:
+        """Write where each rank is for `distill report`, in a thread of its own: the disk may be what hangs."""
+        while self._is_watched(ranks, FILE_S):
+            if folder := max((rank.position.folder for rank in ranks if rank.position is not None), default=""):
+                lines = [{"rank": rank.rank, "at": rank.place, "age_s": round(rank.quiet_s, 1)} for rank in ranks]
+                path = StageDir(Path(folder)).heartbeats
+                try:
+                    write_json(path, {"version": 1, "time_ms": time.time_ns() // 1_000_000, "ranks": lines})
+                except OSError as error:
+                    log.warning("%s cannot be written: %s", path, error)
 
 
-def update(progress: JobProgress, workers: Mapping[int, Any], pending: dict[int, Any]) -> None:
-    """Take the answers that have arrived, and ask those workers again: each has one request pending at a time."""
-    for rank, worker in workers.items():
-        try:
-            progress.update(rank, ray.get(pending[rank], timeout=0), time.monotonic())
-        except ray.exceptions.GetTimeoutError:
-            continue
-        except ray.exceptions.RayError as error:  # the next answer may arrive; Ray Train sees to a worker that has died
-            log.debug("rank %d could not answer: %s", rank, error)
-        pending[rank] = worker.execute_async(position)
+def poll(ranks: Sequence[Rank], workers: Sequence[Any], requests: dict[int, Any], passed_s: float) -> None:
+    """Take the answers of the workers that have arrived since the last time, `passed_s` ago, and ask those workers again.
+
+    `requests`: a worker's request that is on its way, by its rank: never more than one.
+    """
+    for rank in ranks:
+        rank.silent_s += passed_s
+    for number, answer in answers(requests, 0.0).items():
+        ranks[number].position, ranks[number].silent_s = answer, 0.0
+    requests |= {number: worker.execute_async(position) for number, worker in enumerate(workers) if number not in requests}
 
 
-def _write_heartbeats(progress: JobProgress, stopping: threading.Event) -> None:
-    """Write where each rank is for `distill report`, in a thread of its own: the disk may be what hangs."""
-    while not stopping.wait(FILE_S):
-        now_s, ranks = time.monotonic(), list(progress.ranks)
-        folder = next((rank.position.folder for rank in ranks if rank.position is not None and rank.position.folder), "")
-        if not folder:
-            continue
-        lines = [
-            {"rank": number, "at": str(rank.position or "no job"), "age_s": round(now_s - rank.changed_s, 1)}
-            for number, rank in enumerate(ranks)
-        ]
-        path = StageDir(Path(folder)).heartbeats
-        try:
-            write_json(path, {"version": 1, "time_ms": time.time_ns() // 1_000_000, "ranks": lines})
-        except OSError as error:
-            log.warning("%s cannot be written: %s", path, error)
-
-
-def report_ranks(workers: Mapping[int, Any], progress: JobProgress, now_s: float) -> list[RankReport]:
-    """All that can be found out about ranks that do not go on; it takes a bit more than `ANSWER_S` at most."""
-    asked = {rank: worker.execute_async(last_collective) for rank, worker in workers.items()}
-    processes = on_nodes(workers, report_processes, ANSWER_S)
-    collectives = _answers(asked.values(), 0.0)
-    return [
-        RankReport(
-            rank,
-            worker.metadata.node_ip,
-            progress.ranks[rank].position,
-            processes.get(worker.metadata.node_id, {}).get(worker.metadata.pid),
-            collectives.get(asked[rank]),
-            is_answering=progress.ranks[rank].is_answering(now_s),
-        )
-        for rank, worker in sorted(workers.items())
-    ]
-
-
-def on_nodes(workers: Mapping[int, Any], work: Callable[[Iterable[int]], Any], wait_s: float) -> dict[str, Any]:
+def on_nodes(workers: Iterable[Any], work: Callable[[Iterable[int]], Any], wait_s: float) -> dict[str, Any]:
     """Node → what `work` returns there for the processes of its workers; of other nodes than this, those that answer in time."""
     pids: dict[str, list[int]] = {}
-    for worker in workers.values():
+    for worker in workers:
         pids.setdefault(worker.metadata.node_id, []).append(worker.metadata.pid)
-    here = pids.pop(this_node := ray.get_runtime_context().get_node_id(), None)
+    here = ray.get_runtime_context().get_node_id()
     remote = ray.remote(num_cpus=0, max_retries=0)(work)
-    asked = {
+    requests = {
         node: remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(found)
         for node, found in pids.items()
+        if node != here
     }
-    found = {} if here is None else {this_node: work(here)}
-    answers = _answers(asked.values(), wait_s)
-    return found | {node: answers[reference] for node, reference in asked.items() if reference in answers}
+    return {here: work(pids.get(here, []))} | answers(requests, wait_s)
 
 
-def _answers(references: Iterable[Any], wait_s: float) -> dict[Any, Any]:
-    """The results that arrive within `wait_s`."""
-    answers, asked = dict[Any, Any](), list(references)
-    for reference in ray.wait(asked, num_returns=len(asked), timeout=wait_s)[0] if asked else []:
+def answers(requests: dict[Any, Any], wait_s: float) -> dict[Any, Any]:
+    """The results that arrive within `wait_s`, by the keys of their requests, which are taken out; so are those that fail."""
+    found, references = dict[Any, Any](), list(requests.values())
+    arrived = set(ray.wait(references, num_returns=len(references), timeout=wait_s)[0]) if references else set()
+    for key in [key for key, reference in requests.items() if reference in arrived]:
         try:
-            answers[reference] = ray.get(reference)
-        except ray.exceptions.RayError as error:
-            log.debug("a look at a worker failed: %s", error)
-    return answers
+            found[key] = ray.get(requests.pop(key))
+        except ray.exceptions.RayError as error:  # it is asked again; Ray Train sees to a worker that has died
+            log.debug("a request to %s failed: %s", key, error)
+    return found
+
+
+def last_collective() -> tuple[int, str] | None:
+    """In a worker: the number and the name of the last collective that it has begun in the group of all ranks.
+
+    From torch's flight recorder, which is on by default; None where it has nothing.
+    """
+    from torch import distributed as dist  # here, as the controller needs no torch
+    from torch._C import _distributed_c10d as c10d
+
+    nccl = dist.get_backend() == "nccl"
+    dump = c10d._dump_nccl_trace_json if nccl else c10d._dump_fr_trace_json  # type: ignore[attr-defined]
+    entries = json.loads(dump(True, False)).get("entries", [])
+    of_all = [entry for entry in entries if entry["process_group"][1] == "default_pg" and not entry["is_p2p"]]
+    return max(((entry["collective_seq_id"], entry["profiling_name"]) for entry in of_all), default=None)

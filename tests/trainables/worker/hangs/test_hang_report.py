@@ -1,12 +1,14 @@
-"""A hang in one line: which rank the others wait for, and where it is."""
+"""When a job hangs, and that in one line: which rank the others wait for, and where it is."""
 
 import pickle
+from typing import Literal
 
 import pytest
 
 from trainables.metrics.heartbeat import Position
 from trainables.stacks import ProcessReport
-from trainables.worker.hangs.hang_report import RankReport, format_ranks, hang_error, stragglers
+from trainables.teachers.service.client import RESPONSE_TIMEOUT_S
+from trainables.worker.hangs.hang_report import SILENT_S, Rank, format_ranks, hang_error, limit_s, quiet_s, stragglers
 
 TRAINING = 0x7F0000000010
 POOL = """\
@@ -21,21 +23,81 @@ def stacks(*frames: str) -> str:
     return f"{POOL}\nThread 0x{TRAINING:016x} (most recent call first):\n{lines}\nCurrent thread 0x01 (most recent call first):\n"
 
 
-def rank(number: int, position: Position, *, text: str = "", collective: int | None = None) -> RankReport:
+def rank(number: int, position: Position, *, text: str = "", collective: int | None = None) -> Rank:
     last = None if collective is None else (collective, "gloo:all_reduce")
-    return RankReport(number, "10.0.0.1", position._replace(thread_id=TRAINING), ProcessReport("sleeping", text), last)
+    position = position._replace(thread_id=TRAINING)
+    return Rank(number, "10.0.0.1", position, process=ProcessReport("sleeping", text), collective=last)
 
 
-def at(phase: str, step: int = 12) -> Position:
-    return Position("train", step, phase)
+def at(part: str, step: int = 12) -> Position:
+    return Position(part, step, quiet_s=31.4)
+
+
+def limit(position: Position | None, hang_after_s: float | Literal["auto"] = 10.0, **settings: bool) -> float:
+    return limit_s([Rank(0, "10.0.0.1", position)], hang_after_s, **settings)
 
 
 SLEEPS = stacks('/x/my_method.py", line 41 in forward', '/x/step.py", line 140 in run_student')
 WAITS = stacks('/x/torch/autograd/graph.py", line 9 in _engine_run_backward')
 
 
-def message(*ranks: RankReport) -> str:
-    return str(hang_error(ranks, 31.4))
+def message(*ranks: Rank) -> str:
+    return str(hang_error(ranks))
+
+
+def test_a_job_has_not_gone_on_for_as_long_as_none_of_its_ranks_has() -> None:
+    ranks = [Rank(0, "", Position("student", quiet_s=3.0), 1.0), Rank(1, "", Position("student", quiet_s=30.0))]
+    assert quiet_s(ranks) == 4.0  # rank 1 may wait for rank 0
+
+
+def test_a_rank_that_does_not_answer_has_not_gone_on_since_its_answer_and_has_no_allowance() -> None:
+    ranks = [Rank(0, "", Position("student", quiet_s=9.0, batch_s=0.5)), Rank(1, "", Position(), 20.0)]
+    assert quiet_s(ranks) == 9.0
+    assert limit_s(ranks, 10.0) == 10.0
+    assert limit_s(ranks[1:], 10.0) == 100.0
+
+
+def test_ranks_without_a_job_are_not_waited_for() -> None:
+    ranks = [Rank(0, "", None), Rank(1, "", None)]
+    assert quiet_s(ranks) == 0.0
+    ranks[1].position, ranks[1].silent_s = Position("student", quiet_s=1.0, batch_s=0.5), 11.0
+    assert (quiet_s(ranks), limit_s(ranks, 10.0)) == (12.0, 10.0)
+
+
+@pytest.mark.parametrize(
+    ("position", "allowance"),
+    [
+        (Position(), 10.0),
+        (Position("timing", 9), 10.0),
+        (Position("backward"), 10.0),  # the first step may compile
+        (Position("eval", 9), 10.0),
+        (Position("fill"), 10.0),
+        (Position("backward", 9, batch_s=0.5), 1.0),
+        (Position("eval", 9, batch_s=0.5), 1.0),
+        (Position("other", 9), 1.0),
+        (Position("checkpoint", 9), 5.0),
+    ],
+)
+def test_operations_that_may_take_long_have_a_multiple(position: Position, allowance: float) -> None:
+    assert limit(position) == 10.0 * allowance
+
+
+def test_a_compilation_has_ten_times_as_long_and_zero_is_never() -> None:
+    position = Position("backward", 9, batch_s=0.5)
+    assert limit(position, takes_long=True) == 100.0
+    assert limit(position, 0.0) == float("inf")
+
+
+@pytest.mark.parametrize(("batch_s", "limit_s"), [(None, 1200.0), (0.5, 120.0), (30.0, 900.0)])
+def test_auto_waits_for_thirty_of_the_last_step_and_never_less_than_two_minutes(batch_s: float | None, limit_s: float) -> None:
+    assert limit(Position("student", 3, batch_s=batch_s), "auto") == limit_s
+    assert limit(Position("eval", 3, batch_s=batch_s), "auto") == limit_s
+
+
+def test_a_teacher_service_has_longer_than_its_client_waits_for_it() -> None:
+    waiting = Position("teacher", 80, batch_s=0.5)
+    assert limit(waiting, "auto", has_service=True) > RESPONSE_TIMEOUT_S
+    assert limit(waiting, "auto") == 120.0
 
 
 def test_the_rank_behind_is_named_with_its_line_and_the_collective_that_the_others_wait_in() -> None:
@@ -62,7 +124,7 @@ def test_without_collectives_the_one_is_the_straggler_that_is_least_far() -> Non
     ("process", "why"), [(ProcessReport("stopped", ""), "its process is stopped"), (None, "its node does not answer")]
 )
 def test_a_rank_that_does_not_answer_is_the_cause_wherever_the_others_are(process: ProcessReport | None, why: str) -> None:
-    silent = RankReport(1, "10.0.0.2", at("backward"), process, is_answering=False)
+    silent = Rank(1, "10.0.0.2", at("backward"), SILENT_S, process)
     assert message(rank(0, at("student"), collective=50), silent).endswith(
         f"rank 1 of 2 on 10.0.0.2 does not answer ({why}), and last answered in backward of step 13; "
         "rank 0 waits for it in gloo:all_reduce 50"
@@ -70,12 +132,12 @@ def test_a_rank_that_does_not_answer_is_the_cause_wherever_the_others_are(proces
 
 
 def test_a_rank_that_holds_the_interpreter_does_not_answer_and_its_line_is_named() -> None:
-    silent = RankReport(1, "10.0.0.2", at("student")._replace(thread_id=TRAINING), ProcessReport("running", SLEEPS))
+    silent = Rank(1, "10.0.0.2", at("student")._replace(thread_id=TRAINING), SILENT_S, ProcessReport("running", SLEEPS))
     assert "rank 1 of 2 hangs in student of step 13 (my_method.py:41 in forward)" in message(rank(0, at("backward")), silent)
 
 
 def test_a_node_that_is_only_slow_is_not_the_cause_and_its_stacks_are_missed() -> None:
-    ranks = [RankReport(0, "10.0.0.2", at("backward"), None), rank(1, at("student"), text=SLEEPS)]
+    ranks = [Rank(0, "10.0.0.2", at("backward")), rank(1, at("student"), text=SLEEPS)]
     assert "rank 1 of 2 hangs in student of step 13 (my_method.py:41 in forward); rank 0 waits for it" in message(*ranks)
     assert "rank 0 of 1 hangs in backward of step 13 (its stacks did not arrive)" in message(ranks[0])
 
@@ -105,7 +167,7 @@ def test_a_model_that_is_being_compiled_does_not_hang_nor_does_what_waits_for_an
 
 
 def test_the_failure_reaches_the_driver_whole() -> None:
-    error = pickle.loads(pickle.dumps(hang_error([rank(0, at("student"), text=SLEEPS)], 31.4)))
+    error = pickle.loads(pickle.dumps(hang_error([rank(0, at("student"), text=SLEEPS)])))
     assert (error.failure.kind, error.failure.rank, error.failure.position) == ("hang", 0, "student of step 13")
     assert "rank 0 (10.0.0.1): student of step 13, my_method.py:41 in forward" in error.stacks
     assert "line 140 in run_student" in error.stacks

@@ -1,71 +1,29 @@
-"""The watch's polling and its time limit, with workers that are not Ray's."""
+"""What the watch asks of torch in a worker; the watch itself is in `tests/integration/test_worker_start.py`, `test_hangs.py`."""
 
-import threading
-from typing import Any
+import contextlib
 
 import pytest
-import ray
-import ray.train
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError, RayTaskError
+import torch
+import torch.distributed as dist
 
-from trainables.metrics.heartbeat import Position
-from trainables.worker.hangs import hang_watch
-from trainables.worker.hangs.hang_watch import HangWatch, update
-from trainables.worker.hangs.progress import JobProgress
-
-AT = Position("train", 3, "student")
+from trainables.distributed.group import Group, all_reduce_sum
+from trainables.distributed.rank_pool import RankPool
+from trainables.worker.hangs.hang_watch import last_collective
 
 
-class Answering:
-    """A worker that answers where it is."""
-
-    def __init__(self, answer: Position) -> None:
-        self._answer, self.num_requests = answer, 0
-
-    def execute_async(self, function: Any) -> Position:
-        self.num_requests += 1
-        return self._answer
-
-
-@pytest.fixture(autouse=True)
-def _references_are_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    def get(reference: Position | RayError, timeout: float) -> Position:
-        if isinstance(reference, RayError):
-            raise reference
-        return reference
-
-    monkeypatch.setattr(ray, "get", get)
+def collectives(group: Group) -> list[tuple[int, str] | None]:
+    """What torch's flight recorder has after each of two sums and a gather."""
+    found = []
+    for collective in (all_reduce_sum, all_reduce_sum):
+        collective(torch.ones(1), group)
+        found.append(last_collective())
+    dist.all_gather([torch.ones(1) for _ in range(group.world_size)], torch.ones(1))
+    return [*found, last_collective()]
 
 
-@pytest.mark.parametrize("error", [RayTaskError("state", "", OSError()), ActorUnavailableError("", None)])
-def test_a_rank_whose_answer_failed_is_asked_again(error: RayError) -> None:
-    workers, progress = {0: Answering(AT)}, JobProgress("auto", 1, 0.0)
-    pending: dict[int, Any] = {0: error}
-    update(progress, workers, pending)
-    assert progress.ranks[0].position == Position()
-    update(progress, workers, pending)
-    assert progress.ranks[0].position == AT
-
-
-def test_a_rank_that_has_not_answered_yet_is_not_asked_again() -> None:
-    worker = Answering(AT)
-    update(JobProgress("auto", 1, 0.0), {0: worker}, {0: GetTimeoutError()})
-    assert worker.num_requests == 0
-
-
-def test_a_round_that_fails_does_not_end_the_watch(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(hang_watch, "POLL_S", 0.001)
-    monkeypatch.setattr(hang_watch, "on_nodes", lambda *_: {})
-    late = Position("train", 4, "student", age_s=9.0)
-    watch, rounds = HangWatch("auto", 8.0), iter([OSError("of a file system"), None, late])
-
-    def update(progress: JobProgress, workers: Any, pending: Any) -> None:
-        if isinstance(answer := next(rounds), OSError):
-            raise answer
-        progress.update(0, answer, 1.0)  # None: a rank without a job
-
-    monkeypatch.setattr(hang_watch, "update", update)
-    watch._watch({0: Answering(AT)}, JobProgress("auto", 1, 0.0), threading.Event())
-    assert "a look at the workers failed" in caplog.text
-    with pytest.raises(ray.train.WorkerGroupError, match=r"took longer than sweep\.trial_limit_s; it was in student of step 5"):
-        watch.after_worker_group_poll_status(None)
+@pytest.mark.processes
+def test_the_last_collective_that_a_rank_began_has_a_number_and_a_name() -> None:
+    with contextlib.closing(RankPool(2, fork_server=True)) as pool:
+        for first, second, third in pool.run(2, collectives):
+            assert [first[1], second[1], third[1]] == ["gloo:all_reduce", "gloo:all_reduce", "gloo:all_gather"]
+            assert (second[0], third[0]) == (first[0] + 1, first[0] + 2)
