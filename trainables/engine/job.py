@@ -35,7 +35,6 @@ from trainables.engine.loss_optimizers import LossOptimizer, build_optimizers, i
 from trainables.engine.modules import build_modules, build_student, differentiating_method, selected_methods
 from trainables.engine.pipeline.build import PlannedModels, cut_student, with_saved_cut
 from trainables.engine.pipeline.pipeline_loader import PipelineLoader
-from trainables.engine.pipeline.state_part import blank_parameters, state_part
 from trainables.engine.step import NoTeacher, TrainingParts, TrainState
 from trainables.engine.step_functions import StepFunctions, whole_model_functions
 from trainables.engine.teacher_placement import is_sharded, place
@@ -217,8 +216,6 @@ class Models(NamedTuple):
     module: DistillationModule
     """The student, or a pipeline stage of it, and its methods, which the last stage has."""
     teacher: TeacherInterface
-    student_parameters: dict[str, nn.Parameter] | None = None
-    """With pipeline stages: those of the whole student, without memory."""
 
 
 def build_models(
@@ -226,7 +223,7 @@ def build_models(
 ) -> Models:
     in_pipeline, device = layout.pipeline.world_size > 1, layout.replicas.device
     name, student = build_student(config, Group() if in_pipeline else layout.replicas, len(classes))
-    module, parameters = DistillationModule(student), None
+    module = DistillationModule(student)
     teacher: TeacherInterface = NoTeacher()
     if layout.is_last:
         module, found = build_modules(config, layout.replicas, student, classes, loader, connections)
@@ -236,7 +233,6 @@ def build_models(
         gather_objects(is_sharded(config, layout.replicas.world_size, device, student, network), layout.replicas)
     )
     if in_pipeline:
-        parameters = blank_parameters(student)
         module.student, config = cut_student(config, layout, module, PlannedModels(student, network, sharded))
     if isinstance(teacher, TeacherNetwork):
         place(teacher, config, layout.replicas, sharded=sharded)
@@ -246,22 +242,14 @@ def build_models(
         if parameter.dim() == 4:  # its gradient comes in the images' format, and DDP copies one of another format than its own
             parameter.data = parameter.data.to(dtype, memory_format=memory_format)
     compile_model(student, config.train.compile)
-    return Models(config, name, module, teacher, parameters)
+    return Models(config, name, module, teacher)
 
 
 def build_checkpoint_state(
     models: Models, optimizers: Sequence[LossOptimizer], layout: Layout, classes: Sequence[str]
 ) -> CheckpointState:
     """What a checkpoint of the job holds, before the first step."""
-    config, module, part = models.config, models.module, None
-    if models.student_parameters is not None:
-        part = state_part(
-            module,
-            optimizers[0].optimizer,
-            student_parameters=models.student_parameters,
-            optim=config.optim,
-            layout=layout,
-        )
+    config, module = models.config, models.module
     return CheckpointState(
         student=module.student,
         methods=module.methods,
@@ -269,7 +257,7 @@ def build_checkpoint_state(
         scaler=torch.amp.GradScaler(layout.replicas.device.type, enabled=config.precision == "fp16"),
         progress=Progress(),
         about=checkpoint_about(config, models.name, classes),
-        part=part,
+        stages=layout.writers,
     )
 
 
