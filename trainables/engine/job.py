@@ -233,7 +233,7 @@ def build_models(
         gather_objects(is_sharded(config, layout.replicas.world_size, device, student, network), layout.replicas)
     )
     if in_pipeline:
-        module.student, config = cut_student(config, layout, module, PlannedModels(student, network, sharded))
+        config = cut_student(config, layout, module, PlannedModels(student, network, sharded))
     if isinstance(teacher, TeacherNetwork):
         place(teacher, config, layout.replicas, sharded=sharded)
     dtype, memory_format = tensor_format(config)

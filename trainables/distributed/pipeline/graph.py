@@ -70,11 +70,6 @@ def module_paths(node: fx.Node) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*(path for path in paths if path), *own]))
 
 
-def attribute_of(model: nn.Module, path: str) -> Any:
-    parent, _, name = path.rpartition(".")
-    return getattr(model.get_submodule(parent), name)
-
-
 @contextmanager
 def mode_of(model: nn.Module, training: bool) -> Iterator[None]:
     """Put a model into training or eval mode, and each of its modules back at the end."""

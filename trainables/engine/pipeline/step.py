@@ -3,10 +3,10 @@
 Shapes: S samples of a micro-batch, C channels, H W pixels.
 """
 
-import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from trainables.config import TrainConfig
@@ -14,7 +14,7 @@ from trainables.device.device_batches import DeviceBatch
 from trainables.device.model_input import image_normalizer, tensor_format
 from trainables.distributed.group import GlobalCount, Group, all_reduce_sum
 from trainables.distributed.pipeline.layout import Layout
-from trainables.distributed.pipeline.runner import Boundary, Forward, PipelineRunner, pipeline_stage_inputs
+from trainables.distributed.pipeline.runner import Forward, PipelineRunner, pipeline_stage_inputs
 from trainables.engine.loss_optimizers import LossOptimizer
 from trainables.engine.step import TrainingParts, TrainState, micro_batches, run_student, run_teacher
 from trainables.engine.step_functions import StepFunctions, build_train_state
@@ -72,7 +72,7 @@ def pipeline_step(
         train_state.teacher.skip(parts[0].images_BCHW, max_calls - sum(map(len, divided)))
     for part, each in zip(parts, divided, strict=True):
         passes = _losses(train_state, each, count, step, timer) if runner.is_last else forward
-        runner.train(part.images_BCHW, len(each), passes, timer.mark)
+        runner.run_training(part.images_BCHW, len(each), passes, timer.mark)
     update.average_gradients(count)
     timer.mark("backward")
     update.step()
@@ -94,28 +94,6 @@ def _losses(train_state: TrainState, parts: Sequence[DeviceBatch], count: Global
     return loss_of
 
 
-def pipeline_logits(
-    runner: PipelineRunner, forward: Forward, prepare: Callable[[Tensor], Tensor], num_micro_batches: int
-) -> Callable[[DeviceBatch], Tensor | None]:
-    """A function from a batch to its logits on the last stage, None on the others. `prepare`: from uint8 to the model's input."""
-
-    def logits(batch: DeviceBatch) -> Tensor | None:
-        images_BCHW = prepare(batch.images_BCHW) if runner.is_first else batch.images_BCHW
-        return runner.infer(images_BCHW, num_micro_batches, forward)
-
-    return logits
-
-
-def pipeline_stage_forward(stage: nn.Module, autocast: Callable[[], contextlib.AbstractContextManager[None]]) -> Forward:
-    """The forward pass of a pipeline stage in the job's precision; of the last one the logits."""
-
-    def forward(received: Tensor) -> Tensor:
-        with autocast():
-            return logits_and_aux(stage(received))[0]
-
-    return forward
-
-
 def pipeline_functions(config: TrainConfig, layout: Layout, parts: TrainingParts) -> StepFunctions:
     """Of a rank that has one stage of the model; every rank calls it."""
     (optimizer,) = parts.optimizers
@@ -123,15 +101,21 @@ def pipeline_functions(config: TrainConfig, layout: Layout, parts: TrainingParts
     train_state = build_train_state(config, layout, parts, update)
     if not (layout.is_first or layout.is_last):
         train_state.prepare = lambda batch: batch  # it has no pixels
-    forward = pipeline_stage_forward(parts.module.student, train_state.autocast)
+
+    def forward(received: Tensor) -> Tensor:
+        with train_state.autocast():
+            return logits_and_aux(parts.module.student(received))[0]
+
     size, number = config.data.image_size, pipeline_micro_batches(config)
-    images = Boundary((3, size, size), tensor_format(config)[0], has_gradient=False)
+    images_BCHW = torch.empty(2, 3, size, size, dtype=tensor_format(config)[0], device="meta")
     parts.module.eval()
-    inputs = pipeline_stage_inputs(forward, images, layout.pipeline)
+    inputs = pipeline_stage_inputs(forward, images_BCHW, layout.pipeline)
     parts.module.train()
     runner = PipelineRunner(layout.pipeline, inputs, config.scale.schedule)
-    return StepFunctions(
-        train_state,
-        partial(pipeline_step, train_state, update, runner, forward, number),
-        pipeline_logits(runner, forward, image_normalizer(config, layout.replicas.device), number),
-    )
+    normalize = image_normalizer(config, layout.replicas.device)
+
+    def logits(batch: DeviceBatch) -> Tensor | None:
+        images_BCHW = normalize(batch.images_BCHW) if layout.is_first else batch.images_BCHW
+        return runner.run_inference(images_BCHW, number, forward)
+
+    return StepFunctions(train_state, partial(pipeline_step, train_state, update, runner, forward, number), logits)

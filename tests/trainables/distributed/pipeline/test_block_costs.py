@@ -38,8 +38,7 @@ def _clock() -> Iterator[None]:
 
 
 def _measured(model: nn.Module, num_images: int, *, training: bool = True) -> list[Block]:
-    cuts = [point.module for point in cut_points(model, 8)]
-    return measure_blocks(model, cuts, torch.rand(num_images, 3, 8, 8), training=training)
+    return measure_blocks(model, cut_points(model, 8), torch.rand(num_images, 3, 8, 8), training=training)
 
 
 def _model(*blocks: nn.Module) -> nn.Module:
