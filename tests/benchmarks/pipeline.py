@@ -25,10 +25,10 @@ from tests.benchmarks.rounds import Bar
 from trainables.distributed.group import Group, from_rank
 from trainables.distributed.pipeline.block_costs import measure_blocks
 from trainables.distributed.pipeline.choose_cut import StageCosts, choose_cut
-from trainables.distributed.pipeline.cut_points import cut_points
-from trainables.distributed.pipeline.runner import PipelineRunner, pipeline_stage_inputs
+from trainables.distributed.pipeline.runner import PipelineRunner
 from trainables.distributed.pipeline.stage_module import split
 from trainables.distributed.rank_pool import RankPool
+from trainables.models.cut_points import cut_points
 from trainables.models.registry import construct
 
 MODELS = {"resnet18": 64, "resnet50": 64, "mobilenet_v2": 96, "densenet121": 64, "vit_b_16": 48, "resnet56": 32}
@@ -102,7 +102,7 @@ def _pipeline(
     model: nn.Module, cuts: Sequence[str], num_micro_batches: int, images_BCHW: Tensor, labels_B: Tensor, stages: Group
 ) -> Step:
     stage = split(copy.deepcopy(model), cuts)[stages.rank]
-    runner = PipelineRunner(stages, pipeline_stage_inputs(stage, images_BCHW[:2], stages), SCHEDULE)
+    runner = PipelineRunner(stage, images_BCHW[:2], stages, SCHEDULE)
 
     def step() -> None:
         stage.zero_grad()
@@ -111,7 +111,7 @@ def _pipeline(
         def loss(received: Tensor) -> Tensor:
             return F.cross_entropy(stage(received), next(labels), reduction="sum") / len(labels_B)
 
-        runner.run_training(images_BCHW, num_micro_batches, loss if runner.is_last else stage)
+        runner.run(images_BCHW, num_micro_batches, loss=loss if runner.is_last else None)
 
     return step
 

@@ -33,7 +33,7 @@ from trainables.engine.interruptions import InterruptionRequest, Interruptions
 from trainables.engine.job_metrics import JobMetrics, build_metrics
 from trainables.engine.loss_optimizers import LossOptimizer, build_optimizers, init_optimizer
 from trainables.engine.modules import build_modules, build_student, differentiating_method, selected_methods
-from trainables.engine.pipeline.build import PlannedModels, cut_student, with_saved_cut
+from trainables.engine.pipeline.build import cut_student, with_saved_cut
 from trainables.engine.pipeline.pipeline_loader import PipelineLoader
 from trainables.engine.step import NoTeacher, TrainingParts, TrainState
 from trainables.engine.step_functions import StepFunctions, whole_model_functions
@@ -233,7 +233,7 @@ def build_models(
         gather_objects(is_sharded(config, layout.replicas.world_size, device, student, network), layout.replicas)
     )
     if in_pipeline:
-        config = cut_student(config, layout, module, PlannedModels(student, network, sharded))
+        config = cut_student(config, layout, module, network, teacher_is_sharded=sharded)
     if isinstance(teacher, TeacherNetwork):
         place(teacher, config, layout.replicas, sharded=sharded)
     dtype, memory_format = tensor_format(config)

@@ -5,7 +5,7 @@ Shapes: B samples of a replica's batch, S samples of a micro-batch, C channels, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,8 +22,8 @@ Mark = Callable[[str], None]
 """Is called at the end of what the rank does: `student` for a forward pass, `backward`, and `bubble` for waiting in between."""
 
 
-def pipeline_stage_inputs(forward: Forward, images_BCHW: Tensor, stages: Group) -> list[Tensor]:
-    """What each stage receives of two images, on the meta device: the stages pass blank ones on. Every rank calls it."""
+def _stage_inputs(forward: Forward, images_BCHW: Tensor, stages: Group) -> list[Tensor]:
+    """What each stage receives of two images, on the meta device: one after the other passes blank ones on."""
     inputs = [images_BCHW.to("meta")]
     for index in range(stages.world_size - 1):
         sent = None
@@ -37,47 +37,46 @@ def pipeline_stage_inputs(forward: Forward, images_BCHW: Tensor, stages: Group) 
 class PipelineRunner(nn.Module):
     """One rank's stage, which torch's schedules call for each micro-batch, and the schedules that have run it."""
 
-    def __init__(self, stages: Group, inputs: Sequence[Tensor], schedule: str) -> None:
-        """`inputs`: what each stage receives, see `pipeline_stage_inputs`; `schedule`: of training."""
+    def __init__(self, forward: Forward, images_BCHW: Tensor, stages: Group, schedule: str) -> None:
+        """`images_BCHW`: two, of which the shape counts; `schedule`: of training. Every rank calls it, its stage in eval mode."""
         super().__init__()
-        self._stages, self._inputs, self._schedule = stages, inputs, schedule
+        self._stages, self._stage_forward, self._schedule = stages, forward, schedule
+        self._inputs = _stage_inputs(forward, images_BCHW, stages)
         self._built: dict[tuple[int, int, bool], tuple[_TimedStage, PipelineScheduleSingle]] = {}
         self.is_first, self.is_last = stages.rank == 0, stages.rank == stages.world_size - 1
 
-    def run_training(
-        self, images_BCHW: Tensor, num_micro_batches: int, forward: Forward, mark: Mark = lambda phase: None
-    ) -> None:
-        """Forward and backward of a batch; gradients are added to the parameters'.
+    def run(
+        self,
+        images_BCHW: Tensor,
+        num_micro_batches: int,
+        *,
+        loss: Forward | None = None,
+        training: bool = True,
+        mark: Mark = lambda phase: None,
+    ) -> Tensor | None:
+        """Forward and, in training, backward of a batch; gradients are added to the parameters'.
 
-        Only the number of images counts on other stages than the first. On the last one `forward` gives the loss (a scalar) of
-        each micro-batch, in their order.
+        Micro-batches differ by one sample at most, the larger ones come first. None is empty. Only the number of images counts on
+        other stages than the first. In training the last one has `loss`, from what it receives to the loss (a scalar) of each
+        micro-batch, in their order; else it returns its output for the whole batch.
         """
-        self._run(images_BCHW, num_micro_batches, forward, mark, training=True)
-        mark("bubble")
-
-    @torch.no_grad()
-    def run_inference(self, images_BCHW: Tensor, num_micro_batches: int, forward: Forward) -> Tensor | None:
-        """The output of the last stage for a batch, there; None on the others. No gradients."""
-        return self._run(images_BCHW, num_micro_batches, forward, lambda phase: None, training=False)
-
-    def _run(self, images_BCHW: Tensor, num_micro_batches: int, forward: Forward, mark: Mark, *, training: bool) -> Tensor | None:
-        """The micro-batches differ by one sample at most, the larger ones come first. None is empty."""
         parts = images_BCHW.tensor_split(min(len(images_BCHW), num_micro_batches))
         stage, schedule = self._schedule_for(len(parts), len(parts[0]), training)
-        self._forward, self._mark, self._largest = forward, mark, len(parts[0])
-        stage.mark = mark
-        self._parts: Iterator[Tensor] = iter(parts)
+        self._pass, self._parts, self._largest = loss or self._stage_forward, iter(parts), len(parts[0])
+        self._mark = stage.mark = mark
         # Torch divides what it is given evenly: numbers, for which `forward` takes the images. Without a target for each
         # micro-batch it does not ask for its loss, which is the last stage's output already.
         numbers = torch.arange(len(parts))
         arguments, target = [numbers] if self.is_first else [], numbers if self.is_last and training else None
         try:
-            output: Tensor | None = schedule.step(*arguments, target=target, return_outputs=not training)
+            with torch.set_grad_enabled(training):
+                output: Tensor | None = schedule.step(*arguments, target=target, return_outputs=not training)
         except RuntimeError as error:
             if error.__cause__ is None:
                 raise
             raise error.__cause__ from None  # torch wraps it, with the tensors it was called with
         stage.clear_runtime_states()  # what it received would stay in memory until the next run
+        mark("bubble")
         return output
 
     def forward(self, received: Tensor) -> Tensor:
@@ -88,7 +87,7 @@ class PipelineRunner(nn.Module):
         """
         self._mark("bubble")
         part = next(self._parts)
-        sent = self._forward(part if self.is_first else received[: len(part)])
+        sent = self._pass(part if self.is_first else received[: len(part)])
         if not self.is_last and len(part) < self._largest:
             sent = F.pad(sent, (0, 0) * (sent.ndim - 1) + (0, self._largest - len(part)))
         self._mark("student")

@@ -3,7 +3,6 @@
 import logging
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -14,14 +13,13 @@ from trainables.device.model_input import autocast, tensor_format
 from trainables.distributed.group import from_rank
 from trainables.distributed.pipeline.block_costs import Block, measure_blocks
 from trainables.distributed.pipeline.choose_cut import StageCosts, choose_cut
-from trainables.distributed.pipeline.cut_points import cut_points
 from trainables.distributed.pipeline.layout import Layout
 from trainables.distributed.pipeline.stage_module import become_stage, split
 from trainables.engine import checkpoint
 from trainables.engine.optim import parameter_copies
 from trainables.errors import ExperimentError, ModelError
 from trainables.methods.distillation_module import DistillationModule
-from trainables.models.reused_classifier import ReusedClassifier
+from trainables.models.cut_points import cut_points
 from trainables.rules import num_micro_batches, pipeline_micro_batches, replica_batch
 
 log = logging.getLogger("raydistill")
@@ -41,11 +39,6 @@ def possible_cuts(config: TrainConfig, module: DistillationModule) -> list[str]:
                 f"distill.method: {key} has {what}, which scale.pipeline_stages {stages} does not go with: take another method,"
                 " or write scale.pipeline_stages 1"
             )
-    if isinstance(module.student, ReusedClassifier):
-        raise ExperimentError(
-            f"scale.pipeline_stages {stages}: the student predicts with its teacher's classifier, and cannot be cut: take"
-            " another distill.method, or write scale.pipeline_stages 1"
-        )
     points = cut_points(module.student, config.data.image_size, module.tapped_modules)
     read = ", ".join(sorted(module.tapped_modules))
     if cuts is None:
@@ -64,37 +57,39 @@ def possible_cuts(config: TrainConfig, module: DistillationModule) -> list[str]:
     return list(cuts)
 
 
-class PlannedModels(NamedTuple):
-    """The models of a job in stages."""
+def stage_costs(
+    config: TrainConfig,
+    module: DistillationModule,
+    teacher: nn.Module | None,
+    device: torch.device,
+    *,
+    teacher_is_sharded: bool,
+) -> StageCosts:
+    """Time the parts of `module`'s student and the teacher, a network that runs on the last stage or is sharded over those of all
+    replicas, on this device.
 
-    student: nn.Module
-    teacher: nn.Module | None
-    """A network that runs on the last stage."""
-    teacher_is_sharded: bool = False
-    """Over the last stages of all replicas."""
-
-
-def stage_costs(config: TrainConfig, points: list[str], models: PlannedModels, device: torch.device) -> StageCosts:
-    """Time the student's parts between `points`, and the teacher, on this device. Raises ModelError: see `measure_blocks`."""
+    Raises ExperimentError, ModelError: see `possible_cuts`, `measure_blocks`.
+    """
+    points = possible_cuts(config, module)
     size, (dtype, layout) = config.data.image_size, tensor_format(config)
     num_samples = -(-replica_batch(config) // num_micro_batches(config))
     images_BCHW = torch.rand(num_samples, 3, size, size, device=device, dtype=dtype).to(memory_format=layout)
-    in_precision, teacher = autocast(config.precision, device), list[Block]()
-    if models.teacher is not None:
+    in_precision, of_teacher = autocast(config.precision, device), list[Block]()
+    if teacher is not None:
         try:
-            cuts = cut_points(models.teacher, size)
+            cuts = cut_points(teacher, size)
         except ModelError:
             cuts = []  # it is timed as a whole
-        teacher = measure_blocks(models.teacher, cuts, images_BCHW, in_precision, training=False)
+        of_teacher = measure_blocks(teacher, cuts, images_BCHW, in_precision, training=False)
     return StageCosts(
-        measure_blocks(models.student, points, images_BCHW, in_precision),
+        measure_blocks(module.student, points, images_BCHW, in_precision),
         config.scale.pipeline_stages,
         pipeline_micro_batches(config),
         config.scale.schedule,
         parameter_copies(config.optim),
         memory_bytes(device),
-        sum(block.forward_s for block in teacher),
-        sum(block.parameter_bytes for block in teacher) / (config.scale.num_replicas if models.teacher_is_sharded else 1),
+        sum(block.forward_s for block in of_teacher),
+        sum(block.parameter_bytes for block in of_teacher) / (config.scale.num_replicas if teacher_is_sharded else 1),
     )
 
 
@@ -113,7 +108,9 @@ def _with_cut(config: TrainConfig, cut: list[str]) -> TrainConfig:
     return config.model_copy(update={"scale": config.scale.model_copy(update={"cut": tuple(cut)})})
 
 
-def cut_student(config: TrainConfig, layout: Layout, module: DistillationModule, models: PlannedModels) -> TrainConfig:
+def cut_student(
+    config: TrainConfig, layout: Layout, module: DistillationModule, teacher: nn.Module | None, *, teacher_is_sharded: bool
+) -> TrainConfig:
     """Make `module`'s student, which is on the CPU, this rank's stage of it on its device. Returns the job with its cut.
 
     Every rank calls it; the last stage's have the methods and the teacher. Where the cut is open the last stage of the first
@@ -124,23 +121,15 @@ def cut_student(config: TrainConfig, layout: Layout, module: DistillationModule,
     scale, device = config.scale, layout.pipeline.device
 
     def find_cut() -> list[str]:
-        points = possible_cuts(config, module)
         if scale.cut is not None:
-            return points
-        costs = stage_costs(config, points, models, device)
+            return possible_cuts(config, module)
+        costs = stage_costs(config, module, teacher, device, teacher_is_sharded=teacher_is_sharded)
         return [costs.blocks[first].begins_at for first in choose_cut(costs)[1:]]
 
     cuts = from_rank(find_cut, layout.job, scale.pipeline_stages - 1)
-    log.info(
-        "%s: %s in %d stages, cut before %s; micro-batches: %d, %s",
-        config.stage,
-        config.model,
-        scale.pipeline_stages,
-        ", ".join(cuts),
-        pipeline_micro_batches(config),
-        scale.schedule,
-    )
-    if models.teacher_is_sharded:  # this rank may have no teacher, and the first one writes the log
+    log.info("%s: %s in %d stages, cut before %s", config.stage, config.model, scale.pipeline_stages, ", ".join(cuts))
+    log.info("%s: %d micro-batches, %s", config.stage, pipeline_micro_batches(config), scale.schedule)
+    if teacher_is_sharded:  # this rank may have no teacher, and the first one writes the log
         log.info("%s: the teacher is sharded over the last stages of %d replicas", config.stage, scale.num_replicas)
     become_stage(module.student, cuts, layout.pipeline.rank)
     module.student.to(device)

@@ -14,7 +14,7 @@ from trainables.device.device_batches import DeviceBatch
 from trainables.device.model_input import image_normalizer, tensor_format
 from trainables.distributed.group import GlobalCount, Group, all_reduce_sum
 from trainables.distributed.pipeline.layout import Layout
-from trainables.distributed.pipeline.runner import Forward, PipelineRunner, pipeline_stage_inputs
+from trainables.distributed.pipeline.runner import Forward, PipelineRunner
 from trainables.engine.loss_optimizers import LossOptimizer
 from trainables.engine.step import TrainingParts, TrainState, micro_batches, run_student, run_teacher
 from trainables.engine.step_functions import StepFunctions, build_train_state
@@ -48,15 +48,13 @@ class PipelineUpdate(SharedUpdate):
 
 def pipeline_step(
     train_state: TrainState,
-    update: PipelineUpdate,
     runner: PipelineRunner,
-    forward: Forward,
     num_micro_batches: int,
     batch: DeviceBatch,
     step: int,
     timer: PhaseTimer,
 ) -> None:
-    """What `trainables.engine.step.train_step` does, for a model of which this rank has one stage; `forward`: of that alone.
+    """What `trainables.engine.step.train_step` does, for a model of which this rank has one stage.
 
     Phases: `student` is a stage's forward passes, on the last one with the methods and the losses; `backward` ends with the
     all-reduce over the replicas; `bubble` is the time in which the stage waits for its neighbours.
@@ -71,11 +69,11 @@ def pipeline_step(
         max_calls = train_state.accumulate * num_micro_batches
         train_state.teacher.skip(parts[0].images_BCHW, max_calls - sum(map(len, divided)))
     for part, each in zip(parts, divided, strict=True):
-        passes = _losses(train_state, each, count, step, timer) if runner.is_last else forward
-        runner.run_training(part.images_BCHW, len(each), passes, timer.mark)
-    update.average_gradients(count)
+        loss = _losses(train_state, each, count, step, timer) if runner.is_last else None
+        runner.run(part.images_BCHW, len(each), loss=loss, mark=timer.mark)
+    train_state.update.average_gradients(count)
     timer.mark("backward")
-    update.step()
+    train_state.update.step()
     timer.mark("optimizer")
 
 
@@ -109,13 +107,12 @@ def pipeline_functions(config: TrainConfig, layout: Layout, parts: TrainingParts
     size, number = config.data.image_size, pipeline_micro_batches(config)
     images_BCHW = torch.empty(2, 3, size, size, dtype=tensor_format(config)[0], device="meta")
     parts.module.eval()
-    inputs = pipeline_stage_inputs(forward, images_BCHW, layout.pipeline)
+    runner = PipelineRunner(forward, images_BCHW, layout.pipeline, config.scale.schedule)
     parts.module.train()
-    runner = PipelineRunner(layout.pipeline, inputs, config.scale.schedule)
     normalize = image_normalizer(config, layout.replicas.device)
 
     def logits(batch: DeviceBatch) -> Tensor | None:
         images_BCHW = normalize(batch.images_BCHW) if layout.is_first else batch.images_BCHW
-        return runner.run_inference(images_BCHW, number, forward)
+        return runner.run(images_BCHW, number, training=False)
 
-    return StepFunctions(train_state, partial(pipeline_step, train_state, update, runner, forward, number), logits)
+    return StepFunctions(train_state, partial(pipeline_step, train_state, runner, number), logits)

@@ -11,8 +11,8 @@ from tests.benchmarks import sleeping_model as sleeping
 from tests.benchmarks.sleeping_model import SleepingBlock
 from trainables.distributed.pipeline import block_costs as measuring
 from trainables.distributed.pipeline.block_costs import Block, measure_blocks
-from trainables.distributed.pipeline.cut_points import cut_points
 from trainables.errors import ModelError
+from trainables.models.cut_points import cut_points
 
 
 class _Clock:

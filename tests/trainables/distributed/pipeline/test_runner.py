@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainables.distributed.group import Group
-from trainables.distributed.pipeline.runner import PipelineRunner, pipeline_stage_inputs
+from trainables.distributed.pipeline.runner import PipelineRunner
 from trainables.distributed.pipeline.stage_module import split
 from trainables.distributed.rank_pool import RankPool
 from trainables.models.registry import build_model
@@ -37,19 +37,18 @@ def _batch(num_samples: int) -> tuple[Tensor, Tensor]:
 def _runner(model: nn.Module, group: Group, schedule: str) -> tuple[nn.Module, PipelineRunner]:
     stage = split(model, CUTS[group.world_size])[group.rank]
     stages = dataclasses.replace(group, process_group=dist.group.WORLD)
-    inputs = pipeline_stage_inputs(stage, torch.empty(2, 3, 32, 32, dtype=torch.float64), stages)
-    return stage, PipelineRunner(stages, inputs, schedule)
+    return stage, PipelineRunner(stage, torch.empty(2, 3, 32, 32, dtype=torch.float64), stages, schedule)
 
 
 def logits(group: Group, batches: list[tuple[int, int]]) -> list[Tensor | None]:
-    stage, runner = _runner(_model(), group, "1f1b")
-    return [runner.run_inference(_batch(num_samples)[0], number, stage) for num_samples, number in batches]
+    _, runner = _runner(_model(), group, "1f1b")
+    return [runner.run(_batch(num_samples)[0], number, training=False) for num_samples, number in batches]
 
 
 def held_by_inference(group: Group) -> int:
     """Activations that the runner still refers to."""
-    stage, runner = _runner(_model(), group, "1f1b")
-    runner.run_inference(_batch(8)[0], 4, stage)
+    _, runner = _runner(_model(), group, "1f1b")
+    runner.run(_batch(8)[0], 4, training=False)
     return sum(len(built._forward_chunk_states) + len(built.output_chunks) for built, _ in runner._built.values())
 
 
@@ -63,14 +62,11 @@ def gradients(group: Group, schedule: str, batches: list[tuple[int, int]]) -> li
 
         positions = iter(torch.arange(num_samples).tensor_split(min(num_samples, num_micro_batches)))
 
-        def forward(received: Tensor, labels_B: Tensor = labels_B, positions: Iterator[Tensor] = positions) -> Tensor:
-            sent: Tensor = stage(received)
-            if not runner.is_last:
-                return sent
-            return F.cross_entropy(sent, labels_B[next(positions)], reduction="sum") / len(labels_B)
+        def loss(received: Tensor, labels_B: Tensor = labels_B, positions: Iterator[Tensor] = positions) -> Tensor:
+            return F.cross_entropy(stage(received), labels_B[next(positions)], reduction="sum") / len(labels_B)
 
         stage.zero_grad()
-        runner.run_training(images_BCHW, num_micro_batches, forward)
+        runner.run(images_BCHW, num_micro_batches, loss=loss if runner.is_last else None)
         found.append({name: parameter.grad.clone() for name, parameter in stage.named_parameters() if parameter.grad is not None})
     return found
 
@@ -108,8 +104,8 @@ def test_inference_keeps_no_activations(ranks: RankPool) -> None:
 
 def runs_of_schedules(group: Group) -> int:
     """For a batch whose micro-batches are of two sizes."""
-    stage, runner = _runner(_model(), group, "1f1b")
-    runner.run_inference(_batch(7)[0], 3, stage)
+    _, runner = _runner(_model(), group, "1f1b")
+    runner.run(_batch(7)[0], 3, training=False)
     return len(runner._built)
 
 
@@ -121,13 +117,8 @@ def sizes_of_passes(group: Group) -> list[int]:
     """What a stage's modules get of uneven micro-batches."""
     stage, runner = _runner(_model(), group, "1f1b")
     sizes = []
-
-    def forward(received: Tensor) -> Tensor:
-        sizes.append(len(received))
-        sent: Tensor = stage(received)
-        return sent
-
-    runner.run_inference(_batch(7)[0], 3, forward)
+    stage.register_forward_pre_hook(lambda module, received: sizes.append(len(received[0])))
+    runner.run(_batch(7)[0], 3, training=False)
     return sizes
 
 

@@ -5,8 +5,8 @@ import contextlib
 import pytest
 
 from tests.trainables.models.test_libraries import built
-from trainables.distributed.pipeline.cut_points import cut_points
 from trainables.errors import ModelError
+from trainables.models.cut_points import cut_points
 from trainables.models.names import MODELS, library_models
 
 pytestmark = pytest.mark.slow
