@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from trainables.distributed.pipeline.graph import cannot_be_cut, mode_of, module_paths, trace
+from trainables.distributed.pipeline.graph import cannot_be_cut, mode_of, module_paths, tensor_ids, trace
 from trainables.models.forward import dry_forward
 
 
@@ -63,11 +63,8 @@ def _cut_points(model: nn.Module, image_size: int, uncut: Collection[str]) -> It
 
 def _tensors(node: fx.Node, model: nn.Module) -> set[int]:
     """The ids of the parameters and buffers that a node computes with."""
-    inputs = [operator.attrgetter(str(each.target))(model) for each in node.all_input_nodes if each.op == "get_attr"]
-    if node.op == "call_module":
-        module = model.get_submodule(str(node.target))
-        inputs += [*module.parameters(), *module.buffers()]
-    return {id(each) for each in inputs if isinstance(each, Tensor)}
+    sources = [each for each in node.all_input_nodes if each.op == "get_attr"] + [node] * (node.op == "call_module")
+    return set().union(*(tensor_ids(operator.attrgetter(str(each.target))(model)) for each in sources))
 
 
 class _Values(fx.Interpreter):

@@ -75,7 +75,9 @@ class PipelineRunner(nn.Module):
             if error.__cause__ is None:
                 raise
             raise error.__cause__ from None  # torch wraps it, with the tensors it was called with
-        stage.clear_runtime_states()  # what it received would stay in memory until the next run
+        # What it received, and what the loss refers to, would stay in memory until the next run.
+        stage.clear_runtime_states()
+        del self._pass, self._parts
         mark("bubble")
         return output
 

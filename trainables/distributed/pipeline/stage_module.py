@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, fx, nn
 
-from trainables.distributed.pipeline.graph import mode_of, module_paths, trace
+from trainables.distributed.pipeline.graph import mode_of, module_paths, tensor_ids, trace
 
 
 def split(model: nn.Module, cuts: Sequence[str]) -> list[fx.GraphModule]:
@@ -55,13 +55,13 @@ def become_stage(model: nn.Module, cuts: Sequence[str], index: int) -> None:
     for training in (True, False):
         with mode_of(model, training):
             parts[training] = split(model, cuts)
-    used = [_tensor_ids(stage) | _tensor_ids(evaluated) for stage, evaluated in zip(*parts.values(), strict=True)]
+    used = [tensor_ids(stage) | tensor_ids(evaluated) for stage, evaluated in zip(*parts.values(), strict=True)]
     others = set[int]().union(*used) - used[index]
     called = {path for stages in parts.values() for path, _ in stages[index].named_modules()}
     for path, module in list(model.named_modules()):
         for members in (module._modules, module._parameters, module._buffers):
             for name, member in list(members.items()):
-                ids = _tensor_ids(member)
+                ids = tensor_ids(member)
                 if ids and ids <= others and f"{path}.{name}".removeprefix(".") not in called:
                     setattr(module, name, None)
     # Tensors that a forward makes are attributes of the model once it is traced. They are no state, and move with it.
@@ -77,10 +77,3 @@ def become_stage(model: nn.Module, cuts: Sequence[str], index: int) -> None:
 
     # A class of its own: an attribute of the model that refers to the model would outlive the job until a collection.
     model.__class__ = type(type(model).__name__, (type(model),), {"forward": forward})
-
-
-def _tensor_ids(member: nn.Module | Tensor | None) -> set[int]:
-    """Of a module's parameters and buffers, or of one of these."""
-    if isinstance(member, nn.Module):
-        return {id(tensor) for tensor in (*member.parameters(), *member.buffers())}
-    return {id(member)} if member is not None else set()
