@@ -14,7 +14,7 @@ from trainables.device.model_input import tensor_format
 from trainables.distributed.pipeline.block_costs import Block
 from trainables.distributed.pipeline.choose_cut import choose_cut
 from trainables.engine.dry_run import untrained_modules
-from trainables.engine.pipeline.build import PlannedModels, possible_cuts, stage_costs
+from trainables.engine.pipeline.build import stage_costs
 from trainables.engine.teacher_placement import is_sharded
 from trainables.rules import num_micro_batches, pipeline_micro_batches, replica_batch
 
@@ -46,7 +46,7 @@ def split_parts(config: TrainConfig) -> Iterator[Table | str]:
     module, network = untrained_modules(config, num_classes_of(config.data.path, config.data.synthetic_classes))
     module.to(dtype)
     sharded = network is not None and is_sharded(config, scale.num_replicas, device, module.student, network.to(dtype))
-    costs = stage_costs(config, possible_cuts(config, module), PlannedModels(module.student, network, sharded), device)
+    costs = stage_costs(config, module, network, device, teacher_is_sharded=sharded)
     starts, number = choose_cut(costs), pipeline_micro_batches(config)
     num_images = -(-replica_batch(config) // num_micro_batches(config))
     yield block_table(

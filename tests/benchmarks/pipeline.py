@@ -25,10 +25,10 @@ from tests.benchmarks.rounds import Bar
 from trainables.distributed.group import Group, from_rank
 from trainables.distributed.pipeline.block_costs import measure_blocks
 from trainables.distributed.pipeline.choose_cut import StageCosts, choose_cut
-from trainables.distributed.pipeline.cut_points import CutPoint, cut_points
-from trainables.distributed.pipeline.runner import Boundary, PipelineRunner, micro_batch_sizes, pipeline_stage_inputs
+from trainables.distributed.pipeline.runner import PipelineRunner
 from trainables.distributed.pipeline.stage_module import split
 from trainables.distributed.rank_pool import RankPool
+from trainables.models.cut_points import cut_points
 from trainables.models.registry import construct
 
 MODELS = {"resnet18": 64, "resnet50": 64, "mobilenet_v2": 96, "densenet121": 64, "vit_b_16": 48, "resnet56": 32}
@@ -51,13 +51,13 @@ def measure(group: Group, name: str, rounds: int) -> tuple[str, dict[str, float]
     images_BCHW, labels_B = torch.rand(NUM_SAMPLES, 3, size, size), torch.arange(NUM_SAMPLES) % NUM_CLASSES
 
     def choose() -> tuple[int, ...]:
-        blocks = measure_blocks(model, [point.module for point in points], images_BCHW[: NUM_SAMPLES // number])
+        blocks = measure_blocks(model, points, images_BCHW[: NUM_SAMPLES // number])
         return choose_cut(StageCosts(blocks, num_stages, number, SCHEDULE, parameter_copies=3.0))
 
     chosen = from_rank(choose, group, num_stages - 1)
     every = [(0, *cuts) for cuts in combinations(range(1, len(points) + 1), num_stages - 1)]
     cuts = [[points[start - 1] for start in starts[1:]] for starts in (*every[:: -(-len(every) // MAX_CUTS)], chosen)]
-    names = [", ".join(point.module for point in cut) for cut in cuts]
+    names = [", ".join(cut) for cut in cuts]
     sides: dict[str, Step] = {
         named: _pipeline(model, cut, number, images_BCHW, labels_B, group) for named, cut in zip(names, cuts, strict=True)
     }
@@ -99,20 +99,19 @@ def _whole(model: nn.Module, images_BCHW: Tensor, labels_B: Tensor) -> Step:
 
 
 def _pipeline(
-    model: nn.Module, cuts: Sequence[CutPoint], num_micro_batches: int, images_BCHW: Tensor, labels_B: Tensor, stages: Group
+    model: nn.Module, cuts: Sequence[str], num_micro_batches: int, images_BCHW: Tensor, labels_B: Tensor, stages: Group
 ) -> Step:
-    stage = split(copy.deepcopy(model), [cut.module for cut in cuts])[stages.rank]
-    images = Boundary(tuple(images_BCHW.shape[1:]), torch.float32, has_gradient=False)
-    runner = PipelineRunner(stages, pipeline_stage_inputs(stage, images, stages), SCHEDULE)
+    stage = split(copy.deepcopy(model), cuts)[stages.rank]
+    runner = PipelineRunner(stage, images_BCHW[:2], stages, SCHEDULE)
 
     def step() -> None:
         stage.zero_grad()
-        labels = iter(labels_B.split(micro_batch_sizes(len(labels_B), num_micro_batches)))
+        labels = iter(labels_B.tensor_split(num_micro_batches))
 
         def loss(received: Tensor) -> Tensor:
             return F.cross_entropy(stage(received), next(labels), reduction="sum") / len(labels_B)
 
-        runner.train(images_BCHW, num_micro_batches, loss if runner.is_last else stage)
+        runner.run(images_BCHW, num_micro_batches, loss=loss if runner.is_last else None)
 
     return step
 

@@ -293,6 +293,14 @@ def test_a_checkpoint_of_other_optimizers_is_refused(tmp_path: Path) -> None:
         checkpoint.restore(path, fewer, Group())
 
 
+def test_a_restored_optimizer_has_the_settings_that_it_is_built_with(tmp_path: Path) -> None:
+    path, other = tmp_path / "last.safetensors", small_state()
+    save(path, small_state(), Group())
+    other.optimizers[0].param_groups[0]["weight_decay"] = 0.5
+    checkpoint.restore(path, other, Group())
+    assert other.optimizers[0].param_groups[0]["weight_decay"] == 0.5
+
+
 def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
     path, state = tmp_path / "last.safetensors", small_state()
     save(path, state, Group())

@@ -68,11 +68,12 @@ def cpu_process_group(group: Group) -> dist.ProcessGroup | None:
     assert dist.group.WORLD is not None
     built = _cpu_groups.setdefault(dist.group.WORLD, {})
     if group not in built:
-        built[group] = _gloo_group(group)
+        built[group] = gloo_group(group)
     return built[group]
 
 
-def _gloo_group(group: Group) -> dist.ProcessGroup:
+def gloo_group(group: Group) -> dist.ProcessGroup:
+    """Another process group of the same ranks, for CPU tensors. All of them call it."""
     ranks = dist.get_process_group_ranks(group.process_group)
     cpu_group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     assert isinstance(cpu_group, dist.ProcessGroup)

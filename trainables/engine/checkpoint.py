@@ -1,16 +1,16 @@
 """A `CheckpointState` as one safetensors file: no pickle, nothing that could run code. `checkpoint_writer` saves it.
 
-Of a job in pipeline stages it has the generators alone, and names the files next to it with a stage's tensors each: `shards`.
-Names in the file: `model.<parameter or buffer>`, `method.<name>.<parameter or buffer>`,
-`optim.<optimizer>.<parameter index>.<state>`, `rng.<rank>.cpu|cuda`; everything else (position, schedule of the scaler,
-metrics, what the model is) is JSON in the header under `raydistill`.
+Of a job in pipeline stages it has the first stage's tensors, and names the files next to it with a later stage's each: `shards`.
+Names in a file: `model.<parameter or buffer>`, `method.<name>.<parameter or buffer>`, `optim.<optimizer>.<parameter>.<state>`
+with the parameter's own name, `rng.<rank>.cpu|cuda`; everything else (position, schedule of the scaler, metrics, what the model
+is) is JSON in the header under `raydistill`. What an optimizer is set to is the experiment's.
 """
 
 import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from trainables.config import DataIdentity
 from trainables.data.identity import check_same_data
 from trainables.distributed.group import Group, gather_objects, result_or_error
-from trainables.engine.pipeline.state_part import StatePart
 from trainables.engine.tensor_file import HostBuffer, write_packed
 from trainables.errors import CheckpointError, DistillError
 from trainables.models.checkpoint_header import META_KEY
@@ -109,10 +108,27 @@ class CheckpointState:
     """Describes the model for those who load the file: model, num_classes, image_size, classes, mean, std, data keys."""
     data: DataIdentity | None = None
     """What it is trained on; None: of a timing run, which has no checkpoints."""
-    part: StatePart | None = None
-    """Of the whole state, what this rank has; None: all of it, as every rank."""
     metrics: dict[str, Any] = field(default_factory=dict)
     """The `JobMetrics.state` that goes into a checkpoint, or came out of it; empty before the first."""
+    stages: Group = field(default_factory=Group)
+    """The pipeline stages of this rank's replica, for the threads that write checkpoints; one alone has the whole state."""
+
+    @property
+    def parameter_names(self) -> dict[Tensor, str]:
+        """Of the student's and the methods' parameters, in a checkpoint; of a tied one's names the last, with stages too."""
+        named = {f"model.{name}": p for name, p in self.student.named_parameters(remove_duplicate=False)}
+        named |= {f"method.{name}": p for name, p in self.methods.named_parameters(remove_duplicate=False)}
+        return {named[name]: name for name in sorted(named)}
+
+    def describe_optimizers(self, group: Group) -> list[dict[str, Any]]:
+        """The class of each, and the names of the parameters that it trains on any rank; every rank of the job calls it."""
+        names = self.parameter_names
+        own = [[names[p] for each in optimizer.param_groups for p in each["params"]] for optimizer in self.optimizers]
+        on_ranks = gather_objects(own, group)
+        return [
+            {"class": type(optimizer).__name__, "parameters": sorted({name for each in on_ranks for name in each[number]})}
+            for number, optimizer in enumerate(self.optimizers)
+        ]
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], meta: dict[str, Any]) -> None:
@@ -123,18 +139,18 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], meta: dict[str, Any
     write_packed(path, HostBuffer(torch.device("cpu")).pack(tensors), json.dumps(meta))
 
 
-def read(path: Path, wanted: Callable[[str], bool] = lambda name: True) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The wanted tensors (on the CPU), by name, and the description of a checkpoint.
+def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors (on the CPU), by name, and the description of a checkpoint. What is not used of a tensor is not read.
 
     Raises CheckpointError: missing, truncated, not a safetensors file, or not one of ours.
     """
     if not path.is_file():
         raise CheckpointError(f"no checkpoint at {path}: give a .safetensors file that `distill train` wrote")
     try:
-        tensors, header = _read_file(path, wanted)
+        tensors, header = _read_file(path)
         meta = json.loads(header or "{}")
         for shard in meta.get("shards", ()):
-            tensors |= _read_file(path.with_name(shard), wanted)[0]
+            tensors |= _read_file(path.with_name(shard))[0]
     except (OSError, SafetensorError, ValueError) as error:
         raise CheckpointError(
             f"checkpoint {path} is damaged ({error}): use another one, such as its neighbour best or last"
@@ -146,10 +162,10 @@ def read(path: Path, wanted: Callable[[str], bool] = lambda name: True) -> tuple
     return tensors, meta
 
 
-def _read_file(path: Path, wanted: Callable[[str], bool]) -> tuple[dict[str, Tensor], str | None]:
-    """The wanted tensors of a file, and our part of its header."""
+def _read_file(path: Path) -> tuple[dict[str, Tensor], str | None]:
+    """The tensors of a file, mapped into memory, and our part of its header."""
     with safe_open(path, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys() if wanted(name)}  # noqa: SIM118 (it is no mapping)
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
         return tensors, (file.metadata() or {}).get(META_KEY)
 
 
@@ -160,7 +176,7 @@ def join_shards(path: Path) -> None:
         del meta["shards"]
         write_tensors(path, tensors, meta)
         remove_shards(path, besides=[])
-        log.info("%s: joined from the shards of %d pipeline stages", path, len(names))
+        log.info("%s: joined from the files of %d pipeline stages", path, len(names) + 1)
 
 
 def remove_shards(path: Path, besides: Sequence[str]) -> None:
@@ -172,17 +188,17 @@ def remove_shards(path: Path, besides: Sequence[str]) -> None:
 
 def read_about(path: Path) -> dict[str, Any]:
     """The description of a checkpoint alone; see `read`."""
-    return read(path, lambda name: False)[1]
+    return read(path)[1]
 
 
-def _read_on_all_ranks(path: Path, wanted: Callable[[str], bool], group: Group) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _read_on_all_ranks(path: Path, group: Group) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """See `read`, of the same file on every rank: a node may see what another one wrote to a shared folder up to a minute later.
 
     Raises CheckpointError: on every rank, where one of them cannot read the file, or still another one than rank 0's.
     """
     until_s = time.monotonic() + OLD_FILE_S
     while True:
-        found = result_or_error(lambda: read(path, wanted))
+        found = result_or_error(lambda: read(path))
         files = gather_objects(str(found) if isinstance(found, DistillError) else _identity(found[1]), group)
         if isinstance(files[0], str):
             raise CheckpointError(files[0])
@@ -212,17 +228,14 @@ def restore(path: Path, state: CheckpointState, group: Group, accepted_data: Dat
         CheckpointError: damaged, or of another model or optimizer than those of `state`.
         DataError: it was trained on other data, which is not accepted.
     """
-    part = state.part
-    tensors, meta = _read_on_all_ranks(path, (lambda name: True) if part is None else part.has, group)
+    tensors, meta = _read_on_all_ranks(path, group)
     _check_format(path, meta)
     other_data = _check_data(path, state, meta, accepted_data)
     _check_model(path, state, meta)
-    _load_modules(path, state.student, state.methods, tensors, meta)
-    _check_optimizers(path, state, meta)
-    if part is not None:
-        tensors, meta["optimizers"][0] = part.to_local(tensors, meta["optimizers"][0])
+    _load_modules(path, state.student, state.methods, _without_other_stages(state, tensors, group), meta)
+    _check_optimizers(path, state.describe_optimizers(group), meta)
     for number, optimizer in enumerate(state.optimizers):
-        _restore_optimizer(optimizer, _without_prefix(f"optim.{number}.", tensors), meta["optimizers"][number])
+        _restore_optimizer(optimizer, state.parameter_names, _without_prefix(f"optim.{number}.", tensors))
     if meta["scaler"]:
         state.scaler.load_state_dict(meta["scaler"])
     state.progress, state.metrics = Progress(**meta["progress"]), meta["metrics"]
@@ -238,10 +251,11 @@ def begin_from_init_stage(path: Path, state: CheckpointState, group: Group) -> N
 
     Raises CheckpointError: damaged, or of another model or other methods than those of `state`.
     """
-    wanted = ("model.", "rng.", *(f"method.{key}." for key in state.methods))
-    tensors, meta = _read_on_all_ranks(path, lambda name: name.startswith(wanted), group)
+    tensors, meta = _read_on_all_ranks(path, group)
     _check_format(path, meta)
     _check_model(path, state, meta)
+    wanted = ("model.", "rng.", *(f"method.{key}." for key in state.methods))
+    tensors = {name: tensor for name, tensor in tensors.items() if name.startswith(wanted)}
     shared = {name.split(".")[1] for name in tensors if name.startswith("method.")}
     _load_modules(path, state.student, nn.ModuleDict({key: state.methods[key] for key in shared}), tensors, meta)
     if meta["world_size"] == group.world_size:
@@ -299,16 +313,23 @@ def _check_model(path: Path, state: CheckpointState, meta: dict[str, Any]) -> No
         )
 
 
-def _check_optimizers(path: Path, state: CheckpointState, meta: dict[str, Any]) -> None:
-    saved = [_describe_optimizer(each["type"], _sizes(each["param_groups"])) for each in meta["optimizers"]]
-    sizes = [_sizes(each.param_groups) for each in state.optimizers] if state.part is None else [state.part.group_sizes]
-    types = [type(optimizer).__name__ for optimizer in state.optimizers]
-    current = [_describe_optimizer(*each) for each in zip(types, sizes, strict=True)]
-    if saved != current:
-        raise CheckpointError(
-            f"checkpoint {path} was written by {' and '.join(saved)}, and here there is {' and '.join(current)}: resume with "
-            "the same optim.name and optim.losses, and with the version that wrote it"
+def _check_optimizers(path: Path, current: Sequence[dict[str, Any]], meta: dict[str, Any]) -> None:
+    if meta["optimizers"] != current:
+        saved, here = (
+            " and ".join(f"{each['class']} of {len(each['parameters'])} parameters" for each in optimizers)
+            for optimizers in (meta["optimizers"], current)
         )
+        raise CheckpointError(
+            f"checkpoint {path} was written by {saved}, and here there is {here}: resume with the same optim.name and "
+            "optim.losses, and with the version that wrote it"
+        )
+
+
+def _without_other_stages(state: CheckpointState, tensors: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]:
+    """Without what other ranks have in their modules and this one does not."""
+    own = {f"model.{name}" for name in state.student.state_dict()} | {f"method.{name}" for name in state.methods.state_dict()}
+    others = set[str]().union(*gather_objects(own, group)) - own
+    return {name: tensor for name, tensor in tensors.items() if name not in others}
 
 
 def _without_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -319,27 +340,18 @@ def _last_line(error: RuntimeError) -> str:
     return str(error).splitlines()[-1].strip()
 
 
-def _sizes(groups: Sequence[dict[str, Any]]) -> tuple[int, ...]:
-    """The numbers of an optimizer's parameters by group."""
-    return tuple(len(group["params"]) for group in groups)
-
-
-def _describe_optimizer(class_name: str, sizes: Sequence[int]) -> str:
-    return f"{class_name} of {'+'.join(map(str, sizes))} parameters"
-
-
-def _restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], meta: dict[str, Any]) -> None:
-    """`tensors` by parameter index and name of the state."""
+def _restore_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], tensors: Mapping[str, Tensor]) -> None:
+    """`tensors`: the whole state, by parameter and name of the state; another pipeline stage's is left out."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    states: dict[int, dict[str, Any]] = {int(index): dict(values) for index, values in meta["plain"].items()}
+    indices = {names[parameter]: index for index, parameter in enumerate(parameters)}
+    states: dict[int, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
-        index, state = name.split(".", 1)
-        if tensor.shape == parameters[int(index)].shape:
+        parameter_name, state = name.rsplit(".", 1)
+        index = indices.get(parameter_name)
+        if index is None:
+            continue
+        if tensor.shape == parameters[index].shape:
             # The parameter's own memory format, so that a fused update stays fused.
-            tensor = torch.empty_like(parameters[int(index)], requires_grad=False).copy_(tensor)
-        states.setdefault(int(index), {})[state] = tensor
-    groups = [
-        saved | {name: group[name] for name in ("fused", "foreach") if name in group}  # they follow the device, not the file
-        for saved, group in zip(meta["param_groups"], optimizer.param_groups, strict=True)
-    ]
-    optimizer.load_state_dict({"state": states, "param_groups": groups})
+            tensor = torch.empty_like(parameters[index], requires_grad=False).copy_(tensor)
+        states.setdefault(index, {})[state] = tensor
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": states})

@@ -2,23 +2,22 @@
 
 import json
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainables.disk_writer import DiskWriter
 from trainables.distributed.group import Group, from_each, gather_objects
-from trainables.engine.checkpoint import FORMAT, CheckpointState, remove_shards, write_tensors
+from trainables.engine.checkpoint import FORMAT, CheckpointState, remove_shards
 from trainables.engine.tensor_file import HostBuffer, PackedTensors, write_packed
 
 
 class CheckpointWriter:
-    """Saves a job's state. Every rank has one; rank 0 writes, or each pipeline stage of the first replica its part.
+    """Saves a job's state. Every rank has one; each pipeline stage of the first replica writes its part, or rank 0 everything.
 
     One checkpoint at a time, from a host buffer that it reuses.
     """
@@ -37,17 +36,14 @@ class CheckpointWriter:
         """
         if self._written is not None:
             self._written.result()
-        part, writes = state.part, group.is_main if state.part is None else state.part.replica == 0
-        tensors, optimizers = _collect(state) if writes else ({}, [])
-        if part is not None and writes:
-            tensors, optimizers[0] = part.to_whole(tensors, optimizers[0])
-        plain = optimizers[0]["plain"] if part is not None and writes else {}
-        gathered = gather_objects((rng_state(group.device), plain, secrets.token_hex(4)), group)
-        if not writes:
+        stages = state.stages
+        gathered = gather_objects((rng_state(group.device), secrets.token_hex(4)), group)
+        optimizers = state.describe_optimizers(group)
+        if group.rank >= stages.world_size:  # of another replica
             return
-        generators = {f"rng.{rank}.{kind}": value for rank, each in enumerate(gathered) for kind, value in each[0].items()}
-        if part is not None:
-            optimizers[0]["plain"] = {index: values for each in gathered for index, values in each[1].items()}
+        tensors = _collect(state)
+        if group.is_main:
+            tensors |= {f"rng.{rank}.{kind}": value for rank, (own, _) in enumerate(gathered) for kind, value in own.items()}
         meta = {
             "format": FORMAT,
             **state.about,
@@ -58,33 +54,28 @@ class CheckpointWriter:
             "optimizers": optimizers,
             "scaler": state.scaler.state_dict(),
         }
+        shards = {
+            path: [f"{path.stem}.{gathered[0][1]}.{stage}.safetensors" for stage in range(1, stages.world_size)] for path in paths
+        }
         # As text, since training goes on to change what is in it.
-        text = json.dumps(meta)
-        if part is None:
-            write = partial(self._write, paths, self._buffer.pack(tensors | generators), text)
-        else:
-            write = partial(self._write_shards, paths, self._buffer.pack(tensors), generators, text, gathered[0][2], part.writers)
-        self._written = self._disk.put(write)
+        texts = {path: json.dumps({**meta, "shards": shards[path]}) for path in paths}
+        self._written = self._disk.put(partial(self._write, self._buffer.pack(tensors), texts, shards, stages))
 
-    def _write(self, paths: Sequence[Path], packed: PackedTensors, meta: str) -> None:
-        for path in paths:
-            write_packed(path, packed, meta)
-            remove_shards(path, besides=[])  # of a job that had pipeline stages before
-            self._publish(path)
-
-    def _write_shards(
-        self, paths: Sequence[Path], packed: PackedTensors, generators: dict[str, Tensor], meta: str, name: str, writers: Group
+    def _write(
+        self, packed: PackedTensors, texts: Mapping[Path, str], shards: Mapping[Path, Sequence[str]], stages: Group
     ) -> None:
-        """This rank's part of the state; once all ranks have written theirs, rank 0 the file that names them.
+        """This rank's part of the state; the first stage writes its own, which names the others, once those are there.
 
-        A kill leaves what that file named before, or what it names now: files have new names each time.
+        A kill leaves what that file named before, or what it names now: shards have new names each time.
         """
-        for path in paths:
-            shards = [f"{path.stem}.{name}.{stage}.safetensors" for stage in range(writers.world_size)]
-            from_each(partial(write_packed, path.with_name(shards[writers.rank]), packed, "{}"), writers)
-            if writers.is_main:
-                write_tensors(path, generators, {**json.loads(meta), "shards": shards})
-                remove_shards(path, besides=shards)
+        for path, text in texts.items():
+            if not stages.is_main:
+                from_each(partial(write_packed, path.with_name(shards[path][stages.rank - 1]), packed, "{}"), stages)
+                continue
+            from_each(lambda: None, stages)
+            write_packed(path, packed, text)
+            remove_shards(path, besides=shards[path])
+            self._publish(path)
 
 
 def rng_state(device: torch.device) -> dict[str, Tensor]:
@@ -95,19 +86,12 @@ def rng_state(device: torch.device) -> dict[str, Tensor]:
     return state
 
 
-def _collect(state: CheckpointState) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    """The tensors of this rank's state, and what else its optimizers have."""
+def _collect(state: CheckpointState) -> dict[str, Tensor]:
+    """The tensors of this rank's state."""
     tensors = {f"model.{name}": tensor for name, tensor in state.student.state_dict().items()}
     tensors |= {f"method.{name}": tensor for name, tensor in state.methods.state_dict().items()}
-    optimizers = []
+    names = state.parameter_names
     for number, optimizer in enumerate(state.optimizers):
-        optim = optimizer.state_dict()
-        plain: dict[str, dict[str, Any]] = {}
-        for index, slots in optim["state"].items():
-            for slot, value in slots.items():
-                if isinstance(value, Tensor):
-                    tensors[f"optim.{number}.{index}.{slot}"] = value
-                else:
-                    plain.setdefault(str(index), {})[slot] = value
-        optimizers.append({"type": type(optimizer).__name__, "param_groups": optim["param_groups"], "plain": plain})
-    return tensors, optimizers
+        for parameter, slots in optimizer.state.items():
+            tensors |= {f"optim.{number}.{names[parameter]}.{slot}": tensor for slot, tensor in slots.items()}
+    return tensors

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from trainables.config import TrainConfig
 from trainables.data.identity import data_changes, data_identity
@@ -25,9 +24,8 @@ from trainables.engine.checkpoint import CheckpointState, Progress
 from trainables.engine.loss_optimizers import LossOptimizer, build_optimizers, init_optimizer
 from trainables.engine.modules import build_modules, build_student
 from trainables.engine.passes import NoTeacher
-from trainables.engine.pipeline.build import PlannedModels, cut_student
+from trainables.engine.pipeline.build import cut_student
 from trainables.engine.pipeline.pipeline_loader import PipelineLoader
-from trainables.engine.pipeline.state_part import blank_parameters, state_part
 from trainables.engine.teacher_placement import is_sharded, place
 from trainables.errors import ExperimentError
 from trainables.methods.distillation_module import DistillationModule
@@ -79,8 +77,6 @@ class Models(NamedTuple):
     module: DistillationModule
     """The student, or a pipeline stage of it, and its methods, which the last stage has."""
     teacher: TeacherInterface
-    student_parameters: dict[str, nn.Parameter] | None = None
-    """With pipeline stages: those of the whole student, without memory."""
 
 
 def build_models(
@@ -89,7 +85,7 @@ def build_models(
     """The student with its methods, on its device, and the teacher that they read. Every rank calls it."""
     in_pipeline, device = layout.pipeline.world_size > 1, layout.replicas.device
     name, student = build_student(config, Group() if in_pipeline else layout.replicas, len(classes))
-    module, parameters = DistillationModule(student), None
+    module = DistillationModule(student)
     teacher: TeacherInterface = NoTeacher()
     if layout.is_last:
         module, found = build_modules(config, layout.replicas, student, classes, loader, connections)
@@ -99,8 +95,7 @@ def build_models(
         gather_objects(is_sharded(config, layout.replicas.world_size, device, student, network), layout.replicas)
     )
     if in_pipeline:
-        parameters = blank_parameters(student)
-        module.student, config = cut_student(config, layout, module, PlannedModels(student, network, sharded))
+        config = cut_student(config, layout, module, network, teacher_is_sharded=sharded)
     if isinstance(teacher, TeacherNetwork):
         place(teacher, config, layout.replicas, sharded=sharded)
     dtype, memory_format = tensor_format(config)
@@ -109,7 +104,7 @@ def build_models(
         if parameter.dim() == 4:  # its gradient comes in the images' format, and DDP copies one of another format than its own
             parameter.data = parameter.data.to(dtype, memory_format=memory_format)
     compile_model(student, config.train.compile)
-    return Models(config, name, module, teacher, parameters)
+    return Models(config, name, module, teacher)
 
 
 def build_job_optimizers(config: TrainConfig, module: DistillationModule) -> tuple[LossOptimizer, ...]:
@@ -123,15 +118,7 @@ def build_checkpoint_state(
     models: Models, optimizers: Sequence[LossOptimizer], layout: Layout, classes: Sequence[str], loaders: tuple[Loader, Loader]
 ) -> CheckpointState:
     """What a checkpoint of the job holds, before the first step. Every rank calls it."""
-    config, module, part, data = models.config, models.module, None, None
-    if models.student_parameters is not None:
-        part = state_part(
-            module,
-            optimizers[0].optimizer,
-            student_parameters=models.student_parameters,
-            optim=config.optim,
-            layout=layout,
-        )
+    config, module, data = models.config, models.module, None
     if config.train.max_steps is None:
         data = from_rank(lambda: data_identity(*(loader.source for loader in loaders)), layout.job)
     return CheckpointState(
@@ -142,7 +129,7 @@ def build_checkpoint_state(
         progress=Progress(),
         about=checkpoint_about(config, models.name, classes),
         data=data,
-        part=part,
+        stages=layout.writers,
     )
 
 

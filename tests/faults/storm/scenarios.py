@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from torch import Tensor
+
 from tests.faults.storm import ray_tier as ray
 from tests.faults.storm.oracle import cache_losses, delivery_losses, sent_numbers, stage_losses, status_of
 from tests.faults.storm.ray_tier import RUN, Scenario
@@ -102,7 +104,7 @@ def filled_losses(whole: Path, run: Path) -> Iterator[str]:
 
 def served_losses(whole: Path, run: Path) -> Iterator[str]:
     """Of a run with a teacher's service, whose batches depend on who asks when: the student to 1e-9, each record once."""
-    expected, found = (checkpoint.read(RunDir(each).stage("student").last, _is_weight)[0] for each in (whole, run))
+    expected, found = (_weights(RunDir(each).stage("student").last) for each in (whole, run))
     if (difference := relative_difference(found, expected)) > 1e-9:
         yield f"the student differs by {difference:.1e}"
     steps = [
@@ -114,5 +116,5 @@ def served_losses(whole: Path, run: Path) -> Iterator[str]:
     yield from mlflow_losses(run, "train", RunDir(run).stage("student"))
 
 
-def _is_weight(name: str) -> bool:
-    return name.startswith("model.")
+def _weights(path: Path) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in checkpoint.read(path)[0].items() if name.startswith("model.")}

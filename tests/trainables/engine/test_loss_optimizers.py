@@ -18,7 +18,7 @@ from tests.trainables.methods.references.basic import Array
 from tests.trainables.methods.references.training import DotState, dot_update
 from trainables.config import DistillConfig, LossOptimConfig, OptimConfig, TrainConfig
 from trainables.device.device_batches import on_device
-from trainables.distributed.group import Group
+from trainables.distributed.group import GlobalCount, Group
 from trainables.distributed.rank_pool import RankPool
 from trainables.engine.loss_optimizers import LossOptimizer, build_optimizers
 from trainables.engine.optim import learning_rate
@@ -308,7 +308,7 @@ def test_dot_changes_what_one_side_alone_reaches_as_sgd_would(fused: bool) -> No
     values = {name: p.detach().clone() for name, p in student.named_parameters()}
     velocity = dict.fromkeys(["task.weight", "task.bias", "kd.weight", "kd.bias"], 0.0)
     for step, both in enumerate((False, True, False)):
-        update.backward(Slopes(student, both), torch.ones(()), 1)
+        update.backward(Slopes(student, both), GlobalCount(1, Group()), 1)
         update.step()
         for name, value in values.items():
             task, kd = name == "weight" or both, name == "bias" or both
@@ -360,7 +360,7 @@ def test_dot_is_the_references_whatever_each_side_reaches_in_a_step(decay_norm_a
         found = {side: {name: numbers.normal(size=named[name].shape) for name in names} for side, names in reach.items()}
         for each in optimizers:
             each.set_learning_rate(step, steps_per_epoch=6, global_batch_size=1)
-        update.backward(Reaching(named, found), torch.ones(()), 1)
+        update.backward(Reaching(named, found), GlobalCount(1, Group()), 1)
         update.step()
         lr = learning_rate(step, 6, optim, optim.lr)
         for name, p in named.items():
@@ -402,7 +402,7 @@ def test_gradients_lie_in_memory_as_their_parameters_do() -> None:
         def total(self, weight: Tensor, keys: frozenset[str] | None = None) -> Tensor:
             return torch.stack([p.sum() for p in student.parameters()]).sum()
 
-    update.backward(Sums(), torch.ones(()), 1)
+    update.backward(Sums(), GlobalCount(1, Group()), 1)
     update.step()
     assert seen == [True] * 8
 
@@ -421,7 +421,7 @@ def test_optimizers_without_a_common_parameter_change_each_its_own() -> None:
             return torch.stack([p.sum() for p in changed]).sum()
 
     before = {p: p.detach().clone() for p in (*method.parameters(), *student.parameters())}
-    update.backward(Sums(), torch.ones(()), 1)
+    update.backward(Sums(), GlobalCount(1, Group()), 1)
     update.step()
     for p in before:
         torch.testing.assert_close(before[p] - p.detach(), torch.full_like(p, 0.5 if p in set(student.parameters()) else 0.25))
@@ -440,7 +440,7 @@ def test_a_losss_gradients_are_gone_when_the_next_optimizer_begins() -> None:
 
     for each in optimizers:
         each.optimizer.register_step_pre_hook(begins)
-    update.backward(Slopes(student, True), torch.ones(()), 1)
+    update.backward(Slopes(student, True), GlobalCount(1, Group()), 1)
     update.step()
     assert len(held) == 4
 

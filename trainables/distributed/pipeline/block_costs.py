@@ -4,13 +4,10 @@ One block at a time is on the device, so that a model which does not fit it can 
 """
 
 import copy
-import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +15,6 @@ from torch import Tensor, nn
 from trainables.distributed.pipeline.stage_module import split
 from trainables.errors import ModelError
 from trainables.failures import is_single_value, kind_of
-
-T = TypeVar("T")
 
 ROUNDS = 5
 """The shortest counts: what else a machine does only adds, as the first one's choice of kernels does."""
@@ -91,22 +86,22 @@ def _measure(
 
     with torch.autograd.graph.saved_tensors_hooks(store, lambda tensor: tensor):
         output = forward()
-    forward_s, backward_s = math.inf, math.inf if training else 0.0
+    times_s = []
     for _ in range(ROUNDS):
-        output, took_s = _timed(forward, received.device)
-        forward_s = min(forward_s, took_s)
+        start_s = _now_s(received.device)
+        output = forward()
+        forward_end_s = _now_s(received.device)
         if training:
-            _, took_s = _timed(partial(output.backward, torch.ones_like(output)), received.device)
-            backward_s = min(backward_s, took_s)
+            output.backward(torch.ones_like(output))
+        times_s.append((forward_end_s - start_s, _now_s(received.device) - forward_end_s))
     part.zero_grad()
+    forward_s, backward_s = map(min, zip(*times_s, strict=True))
     parameter_bytes = sum(parameter.nbytes for parameter in part.parameters())
-    return Block(name, forward_s, backward_s, parameter_bytes, sum(stored_bytes.values())), output
+    return Block(name, forward_s, backward_s if training else 0.0, parameter_bytes, sum(stored_bytes.values())), output
 
 
-def _timed(work: Callable[[], T], device: torch.device) -> tuple[T, float]:
-    """What `work` returns, and the seconds until the device has done it."""
-    start_s = time.perf_counter()
-    result = work()
+def _now_s(device: torch.device) -> float:
+    """When the device has done its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return result, time.perf_counter() - start_s
+    return time.perf_counter()

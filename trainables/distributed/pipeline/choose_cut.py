@@ -1,7 +1,7 @@
 """Where to cut a model: of the cuts that the devices' memory allows, that with the fastest slowest stage."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -40,37 +40,28 @@ class StageCosts:
     def stage_s(self, stage: int, first: int, end: int) -> float:
         """Seconds of one micro-batch in a stage of the blocks [first, end); infinite where it trains nothing or does not fit."""
         passes_s, parameter_bytes, activation_bytes = (self._sums[end] - self._sums[first]).tolist()
-        is_last = stage == self.num_stages - 1
-        needed_bytes = self.parameter_copies * parameter_bytes + self._num_stored(stage) * activation_bytes
-        fits = needed_bytes + is_last * self.teacher_bytes <= MEMORY * self.memory_bytes
-        return passes_s + is_last * self.teacher_s if parameter_bytes and fits else math.inf
-
-    def _num_stored(self, stage: int) -> int:
-        """Micro-batches whose activations a stage has at once. Torch's 1F1B refuses fewer than stages: they run as GPipe."""
-        if self.schedule == "gpipe" or self.num_micro_batches < self.num_stages:
-            return self.num_micro_batches
-        return self.num_stages - stage
-
-
-def balanced_starts(num_blocks: int, num_stages: int, load: Callable[[int, int, int], float]) -> tuple[float, tuple[int, ...]]:
-    """The largest load where that is smallest, and the first block of each stage there, by dynamic programming.
-
-    `load`: of a stage, its first block and the block after its last; without end where that cannot be.
-    """
-    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
-    for stage in range(num_stages):
-        best = {
-            end: min(
-                (max(most, load(stage, first, end)), (*starts, first)) for first, (most, starts) in best.items() if first < end
-            )
-            for end in range(stage + 1, num_blocks + 1)
-        }
-    return best[num_blocks]
+        # Of GPipe all micro-batches are stored at once; torch's 1F1B refuses fewer than stages, which run as GPipe.
+        is_gpipe, is_last = self.schedule == "gpipe" or self.num_micro_batches < self.num_stages, stage == self.num_stages - 1
+        num_stored = self.num_micro_batches if is_gpipe else self.num_stages - stage
+        needed_bytes = self.parameter_copies * parameter_bytes + num_stored * activation_bytes + is_last * self.teacher_bytes
+        fits = parameter_bytes and needed_bytes <= MEMORY * self.memory_bytes
+        return passes_s + is_last * self.teacher_s if fits else math.inf
 
 
 def choose_cut(costs: StageCosts) -> tuple[int, ...]:
-    """The first block of each stage. Raises ModelError: no cut fits the memory."""
-    slowest_s, starts = balanced_starts(len(costs.blocks), costs.num_stages, costs.stage_s)
+    """The first block of each stage, by dynamic programming. Raises ModelError: no cut fits the memory."""
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+    """By the number of blocks in the stages so far: the seconds of the slowest one, and the first block of each."""
+    for stage in range(costs.num_stages):
+        best = {
+            end: min(
+                (max(slowest_s, costs.stage_s(stage, first, end)), (*starts, first))
+                for first, (slowest_s, starts) in best.items()
+                if first < end
+            )
+            for end in range(stage + 1, len(costs.blocks) + 1)
+        }
+    slowest_s, starts = best[len(costs.blocks)]
     if slowest_s == math.inf:
         raise ModelError(
             f"no cut into {costs.num_stages} stages with parameters in each fits {costs.memory_bytes / 2**30:.1f} GiB a device:"

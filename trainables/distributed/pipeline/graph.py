@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from trainables.errors import ModelError
 
@@ -70,9 +70,11 @@ def module_paths(node: fx.Node) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*(path for path in paths if path), *own]))
 
 
-def attribute_of(model: nn.Module, path: str) -> Any:
-    parent, _, name = path.rpartition(".")
-    return getattr(model.get_submodule(parent), name)
+def tensor_ids(member: nn.Module | Tensor | None) -> set[int]:
+    """Of a module's parameters and buffers, or of one of these."""
+    if isinstance(member, nn.Module):
+        return {id(tensor) for tensor in (*member.parameters(), *member.buffers())}
+    return {id(member)} if isinstance(member, Tensor) else set()
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from trainables.distributed.gather import gloo_group
 from trainables.distributed.group import Group, gather_objects
 
 
@@ -73,11 +74,5 @@ def _build_pipeline_stages(group: Group, num_stages: int) -> Layout:
         return replace(found, local_rank=nodes[:rank].count(nodes[rank]))
 
     pipeline = part("stage")
-    ranks = dist.get_process_group_ranks(pipeline.process_group)
-
-    def on_hosts() -> Group:
-        host_group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-        assert isinstance(host_group, dist.ProcessGroup)
-        return replace(pipeline, device=torch.device("cpu"), process_group=host_group)
-
-    return Layout(job=group, replicas=part("replica"), pipeline=pipeline, hosts=on_hosts(), writers=on_hosts())
+    hosts, writers = (replace(pipeline, device=torch.device("cpu"), process_group=gloo_group(pipeline)) for _ in range(2))
+    return Layout(group, part("replica"), pipeline, hosts, writers)

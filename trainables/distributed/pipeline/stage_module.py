@@ -1,39 +1,28 @@
-"""The stages of a model: each a module of its own graph, over the model's modules and under their names."""
+"""The stages of a model: the parts of its graph, over its own modules and under their names."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
-from trainables.distributed.pipeline.graph import mode_of, module_paths, trace
-from trainables.errors import ModelError
+from trainables.distributed.pipeline.graph import mode_of, module_paths, tensor_ids, trace
 
 
-def split(model: nn.Module, cuts: Sequence[str]) -> list[StageModule]:
-    """The stages of a model, each beginning with the module that a cut names. They share the model's modules and parameters.
+def split(model: nn.Module, cuts: Sequence[str]) -> list[fx.GraphModule]:
+    """What the stages of a model run in its present mode, each beginning with the module that a cut names.
 
-    The names of parameters and buffers are those of the whole model. Modules that hold no cut are called as they are.
+    From the tensor of the stage before (the images, for the first) to that of the next (the model's output). They share the
+    model's modules and parameters, under the same names. Modules that hold no cut are called as they are.
 
-    `cuts`: of `cut_points`, in their order. Raises ModelError: the forward cannot be traced, or a buffer would be lost.
+    `cuts`: of `cut_points`, in their order. Raises ModelError: the forward cannot be traced.
     """
     expand = {cut.rsplit(".", count)[0] for cut in cuts for count in range(1, cut.count(".") + 1)}
-    graphs = {}
-    for training in (True, False):
-        with mode_of(model, training):
-            graphs[training] = _split_graph(trace(model, expand), cuts)
-    stages = [StageModule(model, graphs[True][stage], graphs[False][stage]) for stage in range(len(cuts) + 1)]
-    if differing := set(model.state_dict()) ^ {name for stage in stages for name in stage.state_dict()}:
-        name = type(model).__name__
-        raise ModelError(f"{name} cannot be cut before {', '.join(cuts)}: no stage has {', '.join(sorted(differing))}")
-    return stages
-
-
-def _split_graph(graph: fx.Graph, cuts: Sequence[str]) -> list[fx.Graph]:
-    nodes = [node for node in graph.nodes if node.op != "get_attr"]
+    nodes = [node for node in trace(model, expand).nodes if node.op != "get_attr"]
     starts = [next(index for index, node in enumerate(nodes) if cut in module_paths(node)) for cut in cuts]
-    return [_part(nodes, first, end) for first, end in itertools.pairwise([0, *starts, len(nodes)])]
+    bounds = itertools.pairwise([0, *starts, len(nodes)])
+    return [fx.GraphModule(model, _part(nodes, *each), type(model).__name__) for each in bounds]
 
 
 def _part(nodes: Sequence[fx.Node], first: int, end: int) -> fx.Graph:
@@ -57,30 +46,34 @@ def _part(nodes: Sequence[fx.Node], first: int, end: int) -> fx.Graph:
     return part
 
 
-class StageModule(fx.GraphModule):
-    """A part of a model: the tensor of the stage before (the images, for the first) to that of the next (the logits).
+def become_stage(model: nn.Module, cuts: Sequence[str], index: int) -> None:
+    """Turn a model into one of its stages, see `split`: it runs that alone, and has no parameters and buffers of the others.
 
-    Has a graph for each mode, as some models compute more in training.
+    Those that no stage computes with stay. It has a graph for each mode, as some models compute more in training.
     """
+    parts = {}
+    for training in (True, False):
+        with mode_of(model, training):
+            parts[training] = split(model, cuts)
+    used = [tensor_ids(stage) | tensor_ids(evaluated) for stage, evaluated in zip(*parts.values(), strict=True)]
+    others = set[int]().union(*used) - used[index]
+    called = {path for stages in parts.values() for path, _ in stages[index].named_modules()}
+    for path, module in list(model.named_modules()):
+        for members in (module._modules, module._parameters, module._buffers):
+            for name, member in list(members.items()):
+                ids = tensor_ids(member)
+                if ids and ids <= others and f"{path}.{name}".removeprefix(".") not in called:
+                    setattr(module, name, None)
+    # Tensors that a forward makes are attributes of the model once it is traced. They are no state, and move with it.
+    for stages in parts.values():
+        for name, constant in stages[index].named_buffers(recurse=False):
+            if name in vars(model):
+                delattr(model, name)
+                model.register_buffer(name, constant, persistent=False)
+    forwards = {training: type(stages[index]).forward for training, stages in parts.items()}
 
-    def __init__(self, model: nn.Module, training: fx.Graph, evaluation: fx.Graph) -> None:
-        super().__init__(model, training, type(model).__name__)
-        self._graphs = {True: self.graph, False: self.graph}
-        if training.python_code("self").src != evaluation.python_code("self").src:
-            other, own = fx.GraphModule(model, evaluation), dict(self.named_modules())
-            for path, module in other.named_modules():
-                if path not in own:
-                    self.add_submodule(path, module)
-            for name, constant in other.named_buffers(recurse=False):
-                self.register_buffer(name, constant)
-            self._graphs[False] = other.graph
-        # Tensors that a forward makes, constants of its graph, are no state.
-        self._non_persistent_buffers_set.update(self._buffers.keys() - model.state_dict().keys())
-        self.train(model.training)
+    def forward(self: nn.Module, received: Tensor) -> object:
+        return forwards[self.training](self, received)
 
-    def train(self, mode: bool = True) -> StageModule:
-        """Set the mode of all modules, and run its graph from now on."""
-        if self._graphs[mode] is not self.graph:
-            self.graph = self._graphs[mode]
-        super().train(mode)
-        return self
+    # A class of its own: an attribute of the model that refers to the model would outlive the job until a collection.
+    model.__class__ = type(type(model).__name__, (type(model),), {"forward": forward})

@@ -1,10 +1,8 @@
-"""Cut a job's student into pipeline stages: where, and what of it and of its methods a rank keeps."""
+"""Cut a job's student into pipeline stages: where, and what of it and of its methods a rank has."""
 
 import logging
-from collections.abc import Collection, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -15,98 +13,83 @@ from trainables.device.model_input import autocast, tensor_format
 from trainables.distributed.group import from_rank
 from trainables.distributed.pipeline.block_costs import Block, measure_blocks
 from trainables.distributed.pipeline.choose_cut import StageCosts, choose_cut
-from trainables.distributed.pipeline.cut_points import CutPoint, cut_points
 from trainables.distributed.pipeline.layout import Layout
-from trainables.distributed.pipeline.stage_module import StageModule, split
+from trainables.distributed.pipeline.stage_module import become_stage, split
 from trainables.engine import checkpoint
 from trainables.engine.optim import parameter_copies
 from trainables.errors import ExperimentError, ModelError
 from trainables.methods.distillation_module import DistillationModule
-from trainables.models.reused_classifier import ReusedClassifier
+from trainables.models.cut_points import cut_points
 from trainables.rules import num_micro_batches, pipeline_micro_batches, replica_batch
 
 log = logging.getLogger("raydistill")
 
 
-def possible_cuts(config: TrainConfig, module: DistillationModule) -> list[CutPoint]:
+def possible_cuts(config: TrainConfig, module: DistillationModule) -> list[str]:
     """Where the student may be cut: before all that its methods read. With `scale.cut` those cuts.
 
     Raises:
         ExperimentError: it has methods that cannot be trained in stages.
         ModelError: it cannot be cut so.
     """
-    stages, model = config.scale.pipeline_stages, config.model
+    stages, model, cuts = config.scale.pipeline_stages, config.model, config.scale.cut
     for key, method in module.methods_by_name.items():
         if what := method.stages_conflict(method.options):
             raise ExperimentError(
                 f"distill.method: {key} has {what}, which scale.pipeline_stages {stages} does not go with: take another method,"
                 " or write scale.pipeline_stages 1"
             )
-    if isinstance(module.student, ReusedClassifier):
-        raise ExperimentError(
-            f"scale.pipeline_stages {stages}: the student predicts with its teacher's classifier, and cannot be cut: take"
-            " another distill.method, or write scale.pipeline_stages 1"
-        )
     points = cut_points(module.student, config.data.image_size, module.tapped_modules)
     read = ", ".join(sorted(module.tapped_modules))
-    if config.scale.cut is None:
+    if cuts is None:
         if len(points) < stages - 1:
             most, before = f"at most {len(points) + 1}" if points else "1", f", before {read}, which methods read" if read else ""
             raise ModelError(f"model {model} can be cut at {len(points)} points{before}: write scale.pipeline_stages {most}")
         return points
-    named = {name: index for index, point in enumerate(points) for name in (point.module, *point.aliases)}
-    for cut in config.scale.cut:
-        if cut not in named:
-            names, read = ", ".join(point.module for point in points) or "none", f"; methods read {read}" if read else ""
-            raise ModelError(f"scale.cut: model {model} cannot be cut before {cut}: choose among {names}{read}")
-    indices = [named[cut] for cut in config.scale.cut]
-    if any(first >= then for first, then in pairwise(indices)):
+    if unknown := [cut for cut in cuts if cut not in points]:
+        names, read = ", ".join(points) or "none", f"; methods read {read}" if read else ""
+        raise ModelError(f"scale.cut: model {model} cannot be cut before {unknown[0]}: choose among {names}{read}")
+    if any(points.index(first) >= points.index(then) for first, then in pairwise(cuts)):
         raise ModelError("scale.cut: give its modules in the order of the forward pass, each once")
-    found = [points[index] for index in indices]
-    _check_trains(module.student, found)
-    return found
-
-
-def _check_trains(student: nn.Module, points: Sequence[CutPoint]) -> None:
-    """Whether each stage has something to train: an optimizer without parameters is refused by torch."""
-    begins = ["the images", *(point.module for point in points)]
-    for begin, stage in zip(begins, split(student, begins[1:]), strict=True):
-        if not any(parameter.requires_grad for parameter in stage.parameters()):
+    for begin, stage in zip(["the images", *cuts], split(module.student, cuts), strict=True):
+        if not any(parameter.requires_grad for parameter in stage.parameters()):  # which torch's optimizers refuse
             raise ModelError(f"scale.cut: the stage that begins with {begin} has no parameters to train: cut elsewhere")
+    return list(cuts)
 
 
-class PlannedModels(NamedTuple):
-    """The models of a job in stages."""
+def stage_costs(
+    config: TrainConfig,
+    module: DistillationModule,
+    teacher: nn.Module | None,
+    device: torch.device,
+    *,
+    teacher_is_sharded: bool,
+) -> StageCosts:
+    """Time the parts of `module`'s student and the teacher, a network that runs on the last stage or is sharded over those of all
+    replicas, on this device.
 
-    student: nn.Module
-    teacher: nn.Module | None
-    """A network that runs on the last stage."""
-    teacher_is_sharded: bool = False
-    """Over the last stages of all replicas."""
-
-
-def stage_costs(config: TrainConfig, points: Sequence[CutPoint], models: PlannedModels, device: torch.device) -> StageCosts:
-    """Time the student's parts between `points`, and the teacher, on this device. Raises ModelError: see `measure_blocks`."""
+    Raises ExperimentError, ModelError: see `possible_cuts`, `measure_blocks`.
+    """
+    points = possible_cuts(config, module)
     size, (dtype, layout) = config.data.image_size, tensor_format(config)
     num_samples = -(-replica_batch(config) // num_micro_batches(config))
     images_BCHW = torch.rand(num_samples, 3, size, size, device=device, dtype=dtype).to(memory_format=layout)
-    in_precision, teacher = autocast(config.precision, device), list[Block]()
-    if models.teacher is not None:
+    in_precision, of_teacher = autocast(config.precision, device), list[Block]()
+    if teacher is not None:
         try:
-            cuts = [point.module for point in cut_points(models.teacher, size)]
-            split(models.teacher, cuts)
+            cuts = cut_points(teacher, size)
         except ModelError:
             cuts = []  # it is timed as a whole
-        teacher = measure_blocks(models.teacher, cuts, images_BCHW, in_precision, training=False)
+        of_teacher = measure_blocks(teacher, cuts, images_BCHW, in_precision, training=False)
     return StageCosts(
-        measure_blocks(models.student, [point.module for point in points], images_BCHW, in_precision),
+        measure_blocks(module.student, points, images_BCHW, in_precision),
         config.scale.pipeline_stages,
         pipeline_micro_batches(config),
         config.scale.schedule,
         parameter_copies(config.optim),
         memory_bytes(device),
-        sum(block.forward_s for block in teacher),
-        sum(block.parameter_bytes for block in teacher) / (config.scale.num_replicas if models.teacher_is_sharded else 1),
+        sum(block.forward_s for block in of_teacher),
+        sum(block.parameter_bytes for block in of_teacher) / (config.scale.num_replicas if teacher_is_sharded else 1),
     )
 
 
@@ -118,47 +101,36 @@ def with_saved_cut(config: TrainConfig, path: Path) -> TrainConfig:
     saved = checkpoint.read_about(path).get("pipeline") or {}
     if config.scale.cut is not None or saved.get("pipeline_stages") != config.scale.pipeline_stages or saved["cut"] is None:
         return config
-    return config.model_copy(update={"scale": config.scale.model_copy(update={"cut": tuple(saved["cut"])})})
+    return _with_cut(config, saved["cut"])
+
+
+def _with_cut(config: TrainConfig, cut: list[str]) -> TrainConfig:
+    return config.model_copy(update={"scale": config.scale.model_copy(update={"cut": tuple(cut)})})
 
 
 def cut_student(
-    config: TrainConfig, layout: Layout, module: DistillationModule, models: PlannedModels
-) -> tuple[StageModule, TrainConfig]:
-    """This rank's stage of `module`'s student, which is on the CPU, on its device; and the job with its cut.
+    config: TrainConfig, layout: Layout, module: DistillationModule, teacher: nn.Module | None, *, teacher_is_sharded: bool
+) -> TrainConfig:
+    """Make `module`'s student, which is on the CPU, this rank's stage of it on its device. Returns the job with its cut.
 
     Every rank calls it; the last stage's have the methods and the teacher. Where the cut is open the last stage of the first
     replica finds it. The memory of other stages is freed.
 
     Raises ExperimentError, ModelError: see `possible_cuts`, `choose_cut`; on every rank.
     """
-    student, scale, device = module.student, config.scale, layout.pipeline.device
+    scale, device = config.scale, layout.pipeline.device
 
-    def find_cut() -> tuple[str, ...]:
-        points = possible_cuts(config, module)
+    def find_cut() -> list[str]:
         if scale.cut is not None:
-            return tuple(point.module for point in points)
-        costs = stage_costs(config, points, models, device)
-        return tuple(costs.blocks[first].begins_at for first in choose_cut(costs)[1:])
+            return possible_cuts(config, module)
+        costs = stage_costs(config, module, teacher, device, teacher_is_sharded=teacher_is_sharded)
+        return [costs.blocks[first].begins_at for first in choose_cut(costs)[1:]]
 
     cuts = from_rank(find_cut, layout.job, scale.pipeline_stages - 1)
-    stage = split(student, cuts)[layout.pipeline.rank]
-    log.info(
-        "%s: %s in %d stages, cut before %s; micro-batches: %d, %s",
-        config.stage,
-        config.model,
-        scale.pipeline_stages,
-        ", ".join(cuts),
-        pipeline_micro_batches(config),
-        scale.schedule,
-    )
-    if models.teacher_is_sharded:  # this rank may have no teacher, and the first one writes the log
+    log.info("%s: %s in %d stages, cut before %s", config.stage, config.model, scale.pipeline_stages, ", ".join(cuts))
+    log.info("%s: %d micro-batches, %s", config.stage, pipeline_micro_batches(config), scale.schedule)
+    if teacher_is_sharded:  # this rank may have no teacher, and the first one writes the log
         log.info("%s: the teacher is sharded over the last stages of %d replicas", config.stage, scale.num_replicas)
-    _free(student, {id(tensor) for tensor in (*stage.parameters(), *stage.buffers())})
-    return stage.to(device), config.model_copy(update={"scale": scale.model_copy(update={"cut": cuts})})
-
-
-def _free(model: nn.Module, needed: Collection[int]) -> None:
-    """Drop the memory of all parameters and buffers but those with these ids: methods and taps may refer to the modules."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        if id(tensor) not in needed:
-            tensor.data = tensor.data.new_empty(0)
+    become_stage(module.student, cuts, layout.pipeline.rank)
+    module.student.to(device)
+    return _with_cut(config, cuts)

@@ -14,9 +14,6 @@ from trainables.data.loader.loader import Batch, Loader
 from trainables.distributed.group import Group
 from trainables.metrics.phases import RECEIVE
 
-_Header = tuple[list[int], list[int], int, int | None]
-"""The labels, indices and position of a batch."""
-
 
 class PipelineLoader(Loader):
     """All ranks of a replica get the same batches, see `Loader`.
@@ -34,36 +31,28 @@ class PipelineLoader(Loader):
 
     def epoch(self, epoch: int, start: int = 0) -> Generator[Batch, None, None]:
         """See `Loader.epoch`. The pixels are undefined between the first and the last stage, in evaluation on the last too."""
-        batches = super().epoch(epoch, start)
-        return self._send(batches) if self._hosts.is_main else self._receive()
-
-    def _send(self, batches: Generator[Batch, None, None]) -> Generator[Batch, None, None]:
-        sent: dist.Work | None = None
-        with contextlib.closing(batches):
-            for batch in batches:
-                self._broadcast((batch.labels_B.tolist(), batch.indices_B.tolist(), batch.position, batch.num_samples))
-                if sent is not None:
-                    sent.wait()
+        hosts, sending = self._hosts, None
+        with contextlib.closing(super().epoch(epoch, start)) as batches:
+            while True:
+                batch = next(batches, None) if hosts.is_main else None
+                headers = [None if batch is None else (batch.labels_B.tolist(), batch.indices_B.tolist(), *batch[3:5])]
+                dist.broadcast_object_list(headers, group_src=0, group=hosts.process_group)
+                if sending is not None:
+                    sending.wait()
+                if headers[0] is None:
+                    return
+                batch = batch or self._received(*headers[0])
                 if len(batch.labels_B) and self._last_has_images:
-                    images_BHWC = batch.images_BCHW.permute(0, 2, 3, 1)
-                    sent = dist.isend(images_BHWC, group_dst=self._hosts.world_size - 1, group=self._hosts.process_group)
+                    images_BHWC, last = batch.images_BCHW.permute(0, 2, 3, 1), hosts.world_size - 1
+                    if hosts.is_main:
+                        sending = dist.isend(images_BHWC, group_dst=last, group=hosts.process_group)
+                    elif hosts.rank == last:
+                        dist.recv(images_BHWC, group_src=0, group=hosts.process_group)
                 yield batch
-        self._broadcast(None)
-        if sent is not None:
-            sent.wait()
 
-    def _receive(self) -> Generator[Batch, None, None]:
-        while (header := self._broadcast(None)) is not None:
-            labels, indices, position, num_samples = header
-            images_BCHW, labels_B, indices_B, _ = self._memory.allocate(len(labels))
-            labels_B.copy_(torch.tensor(labels))
-            indices_B.copy_(torch.tensor(indices))
-            if labels and self._last_has_images and self._hosts.rank == self._hosts.world_size - 1:
-                dist.recv(images_BCHW.permute(0, 2, 3, 1), group_src=0, group=self._hosts.process_group)
-            yield Batch(images_BCHW, labels_B, indices_B, position, num_samples)
-
-    def _broadcast(self, header: _Header | None) -> _Header | None:
-        """The first stage's header, on all stages; None: the epoch has no more batches."""
-        headers = [header]
-        dist.broadcast_object_list(headers, group_src=0, group=self._hosts.process_group)
-        return headers[0]
+    def _received(self, labels: list[int], indices: list[int], position: int, num_samples: int | None) -> Batch:
+        """A batch without its pixels."""
+        images_BCHW, labels_B, indices_B, _ = self._memory.allocate(len(labels))
+        labels_B.copy_(torch.tensor(labels))
+        indices_B.copy_(torch.tensor(indices))
+        return Batch(images_BCHW, labels_B, indices_B, position, num_samples)

@@ -3,10 +3,10 @@
 Shapes: S samples of a micro-batch, C channels, H W pixels.
 """
 
-import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from trainables.config import TrainConfig
@@ -14,7 +14,7 @@ from trainables.device.device_batches import DeviceBatch
 from trainables.device.model_input import image_normalizer, tensor_format
 from trainables.distributed.group import GlobalCount, Group, all_reduce_sum
 from trainables.distributed.pipeline.layout import Layout
-from trainables.distributed.pipeline.runner import Boundary, Forward, PipelineRunner, pipeline_stage_inputs
+from trainables.distributed.pipeline.runner import Forward, PipelineRunner
 from trainables.engine.job import Logits, TrainStep
 from trainables.engine.loss_optimizers import LossOptimizer
 from trainables.engine.passes import TrainState, micro_batches, run_student, run_teacher
@@ -48,15 +48,13 @@ class PipelineUpdate(SharedUpdate):
 
 def pipeline_step(
     train_state: TrainState,
-    update: PipelineUpdate,
     runner: PipelineRunner,
-    forward: Forward,
     num_micro_batches: int,
     batch: DeviceBatch,
     step: int,
     timer: PhaseTimer,
 ) -> None:
-    """What `trainables.engine.train.train_step` does, for a model of which this rank has one stage; `forward`: of that alone.
+    """What `trainables.engine.train.train_step` does, for a model of which this rank has one stage.
 
     Phases: `student` is a stage's forward passes, on the last one with the methods and the losses; `backward` ends with the
     all-reduce over the replicas; `bubble` is the time in which the stage waits for its neighbours.
@@ -71,65 +69,48 @@ def pipeline_step(
         max_calls = train_state.accumulate * num_micro_batches
         train_state.teacher.skip(parts[0].images_BCHW, max_calls - sum(map(len, divided)))
     for part, each in zip(parts, divided, strict=True):
-        passes = _losses(train_state, each, count, step, timer) if runner.is_last else forward
-        runner.train(part.images_BCHW, len(each), passes, timer.mark)
-    update.end_backward(count)
+        loss = _losses(train_state, each, count, step, timer) if runner.is_last else None
+        runner.run(part.images_BCHW, len(each), loss=loss, mark=timer.mark)
+    train_state.update.end_backward(count)
     timer.mark("backward")
-    update.step()
+    train_state.update.step()
     timer.mark("optimizer")
 
 
 def _losses(train_state: TrainState, parts: Sequence[DeviceBatch], count: GlobalCount, step: int, timer: PhaseTimer) -> Forward:
     """What the last stage does with each micro-batch. The teacher runs for all of them while the first one is on its way."""
-    epoch = train_state.epochs.passed(step)
+    epochs_passed = train_state.epochs.passed(step)
     remaining = iter([(each, run_teacher(train_state, each)) for each in parts])
     timer.mark("teacher")
 
     def loss_of(received: Tensor) -> Tensor:
         each, teacher_outputs = next(remaining)
-        outputs, loss = run_student(train_state, received, each, teacher_outputs, epoch)
-        train_state.sums.add(step, outputs.logits_BK, each.labels_B, loss.named)
-        return loss.total(count.weight())
+        outputs, losses = run_student(train_state, received, each, teacher_outputs, epochs_passed)
+        train_state.sums.add(step, outputs.logits_BK, each.labels_B, losses.named)
+        return losses.total(count.weight())
 
     return loss_of
 
 
-def pipeline_logits(
-    runner: PipelineRunner, forward: Forward, prepare: Callable[[Tensor], Tensor], num_micro_batches: int
-) -> Callable[[DeviceBatch], Tensor | None]:
-    """A function from a batch to its logits on the last stage, None on the others. `prepare`: from uint8 to the model's input."""
-
-    def logits(batch: DeviceBatch) -> Tensor | None:
-        images_BCHW = prepare(batch.images_BCHW) if runner.is_first else batch.images_BCHW
-        return runner.infer(images_BCHW, num_micro_batches, forward)
-
-    return logits
-
-
-def pipeline_stage_forward(stage: nn.Module, autocast: Callable[[], contextlib.AbstractContextManager[None]]) -> Forward:
-    """The forward pass of a pipeline stage in the job's precision; of the last one the logits."""
-
-    def forward(received: Tensor) -> Tensor:
-        with autocast():
-            return logits_and_aux(stage(received))[0]
-
-    return forward
-
-
 def pipeline_functions(config: TrainConfig, layout: Layout, train_state: TrainState) -> tuple[TrainStep, Logits]:
     """The steps of training and evaluation of a rank that has one stage of the model; every rank calls it."""
-    update, student = train_state.update, train_state.distillation_module.student
-    assert isinstance(update, PipelineUpdate)
+    module = train_state.distillation_module
     if not (layout.is_first or layout.is_last):
         train_state.prepare = lambda batch: batch  # it has no pixels
-    forward = pipeline_stage_forward(student, train_state.autocast)
+
+    def forward(received: Tensor) -> Tensor:
+        with train_state.autocast():
+            return logits_and_aux(module.student(received))[0]
+
     size, number = config.data.image_size, pipeline_micro_batches(config)
-    images = Boundary((3, size, size), tensor_format(config)[0], has_gradient=False)
-    train_state.distillation_module.eval()
-    inputs = pipeline_stage_inputs(forward, images, layout.pipeline)
-    train_state.distillation_module.train()
-    runner = PipelineRunner(layout.pipeline, inputs, config.scale.schedule)
-    return (
-        partial(pipeline_step, train_state, update, runner, forward, number),
-        pipeline_logits(runner, forward, image_normalizer(config, layout.replicas.device), number),
-    )
+    images_BCHW = torch.empty(2, 3, size, size, dtype=tensor_format(config)[0], device="meta")
+    module.eval()
+    runner = PipelineRunner(forward, images_BCHW, layout.pipeline, config.scale.schedule)
+    module.train()
+    normalize = image_normalizer(config, layout.replicas.device)
+
+    def logits(batch: DeviceBatch) -> Tensor | None:
+        images_BCHW = normalize(batch.images_BCHW) if layout.is_first else batch.images_BCHW
+        return runner.run(images_BCHW, number, training=False)
+
+    return partial(pipeline_step, train_state, runner, number), logits

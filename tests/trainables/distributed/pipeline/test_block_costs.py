@@ -11,8 +11,8 @@ from tests.benchmarks import sleeping_model as sleeping
 from tests.benchmarks.sleeping_model import SleepingBlock
 from trainables.distributed.pipeline import block_costs as measuring
 from trainables.distributed.pipeline.block_costs import Block, measure_blocks
-from trainables.distributed.pipeline.cut_points import cut_points
 from trainables.errors import ModelError
+from trainables.models.cut_points import cut_points
 
 
 class _Clock:
@@ -38,8 +38,7 @@ def _clock() -> Iterator[None]:
 
 
 def _measured(model: nn.Module, num_images: int, *, training: bool = True) -> list[Block]:
-    cuts = [point.module for point in cut_points(model, 8)]
-    return measure_blocks(model, cuts, torch.rand(num_images, 3, 8, 8), training=training)
+    return measure_blocks(model, cut_points(model, 8), torch.rand(num_images, 3, 8, 8), training=training)
 
 
 def _model(*blocks: nn.Module) -> nn.Module:

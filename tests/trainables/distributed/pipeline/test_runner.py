@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainables.distributed.group import Group
-from trainables.distributed.pipeline.runner import Boundary, PipelineRunner, micro_batch_sizes, pipeline_stage_inputs
+from trainables.distributed.pipeline.runner import PipelineRunner
 from trainables.distributed.pipeline.stage_module import split
 from trainables.distributed.rank_pool import RankPool
 from trainables.models.registry import build_model
@@ -37,19 +37,18 @@ def _batch(num_samples: int) -> tuple[Tensor, Tensor]:
 def _runner(model: nn.Module, group: Group, schedule: str) -> tuple[nn.Module, PipelineRunner]:
     stage = split(model, CUTS[group.world_size])[group.rank]
     stages = dataclasses.replace(group, process_group=dist.group.WORLD)
-    inputs = pipeline_stage_inputs(stage, Boundary((3, 32, 32), torch.float64, has_gradient=False), stages)
-    return stage, PipelineRunner(stages, inputs, schedule)
+    return stage, PipelineRunner(stage, torch.empty(2, 3, 32, 32, dtype=torch.float64), stages, schedule)
 
 
 def logits(group: Group, batches: list[tuple[int, int]]) -> list[Tensor | None]:
-    stage, runner = _runner(_model(), group, "1f1b")
-    return [runner.infer(_batch(num_samples)[0], number, stage) for num_samples, number in batches]
+    _, runner = _runner(_model(), group, "1f1b")
+    return [runner.run(_batch(num_samples)[0], number, training=False) for num_samples, number in batches]
 
 
 def held_by_inference(group: Group) -> int:
     """Activations that the runner still refers to."""
-    stage, runner = _runner(_model(), group, "1f1b")
-    runner.infer(_batch(8)[0], 4, stage)
+    _, runner = _runner(_model(), group, "1f1b")
+    runner.run(_batch(8)[0], 4, training=False)
     return sum(len(built._forward_chunk_states) + len(built.output_chunks) for built, _ in runner._built.values())
 
 
@@ -61,16 +60,13 @@ def gradients(group: Group, schedule: str, batches: list[tuple[int, int]]) -> li
     for num_samples, num_micro_batches in batches:
         images_BCHW, labels_B = _batch(num_samples)
 
-        positions = iter(torch.arange(num_samples).split(micro_batch_sizes(num_samples, num_micro_batches)))
+        positions = iter(torch.arange(num_samples).tensor_split(min(num_samples, num_micro_batches)))
 
-        def forward(received: Tensor, labels_B: Tensor = labels_B, positions: Iterator[Tensor] = positions) -> Tensor:
-            sent: Tensor = stage(received)
-            if not runner.is_last:
-                return sent
-            return F.cross_entropy(sent, labels_B[next(positions)], reduction="sum") / len(labels_B)
+        def loss(received: Tensor, labels_B: Tensor = labels_B, positions: Iterator[Tensor] = positions) -> Tensor:
+            return F.cross_entropy(stage(received), labels_B[next(positions)], reduction="sum") / len(labels_B)
 
         stage.zero_grad()
-        runner.train(images_BCHW, num_micro_batches, forward)
+        runner.run(images_BCHW, num_micro_batches, loss=loss if runner.is_last else None)
         found.append({name: parameter.grad.clone() for name, parameter in stage.named_parameters() if parameter.grad is not None})
     return found
 
@@ -98,7 +94,7 @@ def test_logits_have_the_bits_of_one_process(ranks: RankPool, num_stages: int) -
     model = _model()
     with torch.no_grad():
         for (num_samples, number), found in zip(batches, last, strict=True):
-            parts = _batch(num_samples)[0].split(micro_batch_sizes(num_samples, number))
+            parts = _batch(num_samples)[0].tensor_split(min(num_samples, number))
             assert torch.equal(found, torch.cat([model(part) for part in parts]))
 
 
@@ -106,18 +102,10 @@ def test_inference_keeps_no_activations(ranks: RankPool) -> None:
     assert ranks.run(2, held_by_inference) == [0, 0]
 
 
-@pytest.mark.parametrize(
-    ("num_samples", "num_micro_batches", "expected"),
-    [(8, 4, [2, 2, 2, 2]), (7, 3, [3, 2, 2]), (1, 4, [1]), (5, 1, [5]), (9, 4, [3, 2, 2, 2])],
-)
-def test_micro_batches_differ_by_one_sample_at_most(num_samples: int, num_micro_batches: int, expected: list[int]) -> None:
-    assert micro_batch_sizes(num_samples, num_micro_batches) == expected
-
-
 def runs_of_schedules(group: Group) -> int:
     """For a batch whose micro-batches are of two sizes."""
-    stage, runner = _runner(_model(), group, "1f1b")
-    runner.infer(_batch(7)[0], 3, stage)
+    _, runner = _runner(_model(), group, "1f1b")
+    runner.run(_batch(7)[0], 3, training=False)
     return len(runner._built)
 
 
@@ -129,13 +117,8 @@ def sizes_of_passes(group: Group) -> list[int]:
     """What a stage's modules get of uneven micro-batches."""
     stage, runner = _runner(_model(), group, "1f1b")
     sizes = []
-
-    def forward(received: Tensor) -> Tensor:
-        sizes.append(len(received))
-        sent: Tensor = stage(received)
-        return sent
-
-    runner.infer(_batch(7)[0], 3, forward)
+    stage.register_forward_pre_hook(lambda module, received: sizes.append(len(received[0])))
+    runner.run(_batch(7)[0], 3, training=False)
     return sizes
 
 
