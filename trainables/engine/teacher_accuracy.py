@@ -150,9 +150,7 @@ def _network(job: Job, number: int) -> nn.Module:
     """A teacher, by its number; where its logits are cached, a network of its own to measure."""
     teacher, config = job.train_state.teacher, job.config
     if not isinstance(teacher, TeacherNetwork):
-        assert config.teacher is not None
-        network = load_network(config.teacher, job.checkpoint_state.about["classes"], config.data.image_size, config.seed)
-        return on_device(network, config, job.group.device)
+        return on_device(load_network(config, job.checkpoint_state.about["classes"]), config, job.group.device)
     if isinstance(teacher.model, TeacherEnsemble):
         return teacher.model.models[number]
     return teacher.model

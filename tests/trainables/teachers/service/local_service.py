@@ -3,14 +3,34 @@
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future
+from collections.abc import Generator, Iterator
+from concurrent.futures import Future
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from trainables.errors import TeacherServiceLostError
 from trainables.teachers.service.actor import TeacherActor
+from trainables.teachers.service.protocol import RowsRequest, RowsResponse
+
+
+class LocalImages:
+    """Images that an actor may fetch, as long as their worker lives."""
+
+    def __init__(self, images_BHWC: NDArray[np.uint8]) -> None:
+        self._images_BHWC = images_BHWC
+        self.num_fetches, self.are_lost, self.may_arrive = 0, False, threading.Event()
+        self.may_arrive.set()
+
+    def __await__(self) -> Generator[Any, None, NDArray[np.uint8]]:
+        self.num_fetches += 1
+        while not self.may_arrive.is_set():
+            yield from asyncio.sleep(0.001).__await__()
+        if self.are_lost:
+            raise ConnectionError("their owner died")
+        return self._images_BHWC
 
 
 class LocalConnection:
@@ -20,21 +40,20 @@ class LocalConnection:
         self._options = options
         self.start()
 
-    def __call__(self, method: str, *arguments: Any) -> Callable[[float], Any]:
+    def put(self, images_BHWC: NDArray[np.uint8]) -> LocalImages:
+        return LocalImages(images_BHWC)
+
+    async def __call__(self, request: RowsRequest) -> RowsResponse:
         loop = self._loop
         if loop is None:
             raise TeacherServiceLostError("killed")
-        future = self.begin(method, *arguments)
-
-        def result(timeout_s: float) -> Any:
-            try:
-                return future.result(timeout_s)
-            except (TimeoutError, CancelledError):
-                if loop is not self._loop:
-                    raise TeacherServiceLostError("killed") from None
+        try:
+            response: RowsResponse = await asyncio.wrap_future(self.begin("rows", request))
+            return response
+        except asyncio.CancelledError:
+            if loop is self._loop:
                 raise
-
-        return result
+            raise TeacherServiceLostError("killed") from None
 
     def begin(self, method: str, *arguments: Any) -> Future[Any]:
         """Begin a call of a method of the actor, which must be alive."""
