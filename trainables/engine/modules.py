@@ -30,10 +30,9 @@ from trainables.methods.tap_reader import TapReader
 from trainables.models.registry import build_model
 from trainables.models.reused_classifier import ReusedClassifier
 from trainables.rules import first_problem_of_method, splits_no_batch
-from trainables.teachers.build import load_network, teacher_reader
 from trainables.teachers.cache.cached_teacher import cached_teacher
 from trainables.teachers.interface import TeacherInterface
-from trainables.teachers.network import TeacherNetwork
+from trainables.teachers.network import TeacherNetwork, load_network, teacher_reader
 from trainables.teachers.service.client import service_teacher
 from trainables.teachers.service.protocol import TeacherConnection
 

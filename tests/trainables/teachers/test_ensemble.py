@@ -20,9 +20,8 @@ from trainables.errors import CheckpointError, ExperimentError
 from trainables.methods.contract import Method, Requirements
 from trainables.methods.select import SelectedMethod, check_ensemble, select_methods
 from trainables.models.weights import load_teacher
-from trainables.teachers.build import load_network, teacher_reader
 from trainables.teachers.ensemble import EnsembleReader, mean_logits
-from trainables.teachers.network import TeacherNetwork
+from trainables.teachers.network import TeacherNetwork, load_network, teacher_reader
 
 CLASSES = [str(label) for label in range(10)]
 

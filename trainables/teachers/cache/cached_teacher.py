@@ -21,13 +21,11 @@ from trainables.distributed.group import Group, from_rank
 from trainables.errors import DataError
 from trainables.methods.contract import ModelOutputs
 from trainables.rundir import write_json
-from trainables.teachers.build import logits_network
 from trainables.teachers.cache import key
 from trainables.teachers.cache.key import cache_key, shared_key_parts
-from trainables.teachers.cache.store import EpochRows, RowStore
-from trainables.teachers.cache.writer import CacheWriter
+from trainables.teachers.cache.store import CacheWriter, EpochRows, RowStore
 from trainables.teachers.interface import TeacherRequest
-from trainables.teachers.network import TeacherNetwork
+from trainables.teachers.network import TeacherNetwork, logits_network
 from trainables.teachers.rows import HalfLogits, RowFormat, RowTeacher
 
 log = logging.getLogger("raydistill")
@@ -62,7 +60,7 @@ class CachedTeacher(RowTeacher):
         if self._epoch is None or self._epoch[0] != request.epoch:
             self._epoch = request.epoch, self.store.open(request.epoch)
         cached, indices_B = self._epoch[1], request.indices_B.numpy()
-        missing_B = cached.missing(indices_B)
+        missing_B = cached.missing_N[indices_B]
         if not missing_B.any():
             return self._outputs_of_rows(cached.read(indices_B))
         if self.network is None:

@@ -15,6 +15,7 @@ from trainables.data.loader.loader import Loader
 from trainables.distributed.group import Group, from_each, from_rank
 from trainables.errors import DataError, ExperimentError
 from trainables.models.weights import teacher_sha256
+from trainables.teachers.network import fit
 
 FORMAT = 2
 """Raised whenever the same key would mean other numbers: pixels, augmentation, format of the logits."""
@@ -79,16 +80,7 @@ def key_parts(config: TrainConfig, images: ImageSet, classes: Sequence[str], top
     """
     data, teacher = config.data, config.teacher
     assert teacher is not None
-    assert teacher.weights is not None
-    weights = teacher_sha256(
-        teacher.model,
-        teacher.weights,
-        num_classes=len(classes),
-        image_size=data.image_size,
-        classes=classes,
-        seed=config.seed,
-        weights_key=teacher.weights_key,
-    )
+    weights = teacher_sha256(**fit(teacher, config, classes))
     pixels = data.model_dump(mode="json", include=_PIXEL_KEYS)
     return {
         "format": FORMAT,

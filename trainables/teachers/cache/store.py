@@ -13,39 +13,38 @@ import io
 import logging
 import re
 import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from trainables.disk_writer import DiskWriter
 from trainables.rundir import write_atomic
 from trainables.teachers.rows import Rows
 
 log = logging.getLogger("raydistill")
 
 _STALE_S = 3600.0
-_BLOCK_NAME = re.compile(r"(\d+)-([0-9a-f]{64})\.npy")
+_BLOCK = re.compile(r"epoch-(\d+)/(\d+)-[0-9a-f]{64}\.npy")
+BLOCK_BYTES = 32 << 20
+BLOCK_AGE_S = 60.0
+"""A block is written at this size or age: a kill loses at most that."""
 
 
 class EpochRows:
-    """The rows of one epoch: its blocks, memory-mapped, and an index of 8 bytes a sample."""
+    """The rows of one epoch: its blocks, memory-mapped, and an index of 9 bytes a sample."""
 
     def __init__(self, blocks: list[Rows], row: np.dtype[Any], num_samples: int) -> None:
         self._blocks, self._row = blocks, row
         self._block_N, self._row_N = np.full(num_samples, -1, dtype=np.int32), np.zeros(num_samples, dtype=np.int32)
-        """Where each sample is; block -1: it is missing."""
         for number, block in enumerate(blocks):
             self._block_N[block["sample"]] = number
             self._row_N[block["sample"]] = np.arange(len(block))
-
-    @property
-    def missing_N(self) -> NDArray[np.bool_]:
-        return np.asarray(self._block_N < 0)
-
-    def missing(self, indices_B: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Whether each of these samples is missing (B,)."""
-        return np.asarray(self._block_N[indices_B] < 0)
+        self.missing_N = self._block_N < 0
 
     def read(self, indices_B: NDArray[np.int64]) -> Rows:
         """The rows (B,) of samples that are there."""
@@ -72,7 +71,8 @@ class RowStore:
 
     def open(self, epoch: int) -> EpochRows:
         """The rows of an epoch that are there now. A damaged block is named in the log and left out."""
-        blocks = [self._map(path) for path in sorted(_blocks(self._epoch_folder(epoch)))]
+        paths = sorted(self._epoch_folder(epoch).glob("*.npy"))
+        blocks = [self._map(path) for path in paths if _BLOCK.fullmatch(f"{path.parent.name}/{path.name}")]
         return EpochRows([block for block in blocks if block is not None], self.row, self.num_samples)
 
     def remove_stale_temporaries(self) -> None:
@@ -87,14 +87,13 @@ class RowStore:
 
         Of an epoch that several jobs filled at once, each with blocks of its own, there may be fewer rows than that.
         """
-        num_rows = num_bytes = 0
-        for folder in self.folder.glob("epoch-*"):
-            number = folder.name.removeprefix("epoch-")
-            if number.isdecimal() and int(number) < num_epochs:
-                blocks = _blocks(folder)
-                num_rows += min(self.num_samples, sum(int(path.name.partition("-")[0]) for path in blocks))
-                num_bytes += sum(path.stat().st_size for path in blocks)
-        return num_rows, num_bytes
+        num_rows, num_bytes = Counter[int](), 0
+        for path in self.folder.glob("epoch-*/*.npy"):
+            block = _BLOCK.fullmatch(f"{path.parent.name}/{path.name}")
+            if block is not None and int(block[1]) < num_epochs:
+                num_rows[int(block[1])] += int(block[2])
+                num_bytes += path.stat().st_size
+        return sum(min(rows, self.num_samples) for rows in num_rows.values()), num_bytes
 
     def _epoch_folder(self, epoch: int) -> Path:
         return self.folder / f"epoch-{epoch:05}"
@@ -119,8 +118,62 @@ class RowStore:
         return block
 
 
-def _blocks(folder: Path) -> list[Path]:
-    try:
-        return [path for path in folder.iterdir() if _BLOCK_NAME.fullmatch(path.name)]
-    except FileNotFoundError:
-        return []
+class CacheWriter:
+    """Adds a running teacher's rows to a store, in a thread of its own: the step waits neither for the device nor for the disk.
+
+    A disk that fails ends the writing, not the training.
+    """
+
+    def __init__(self, store: RowStore) -> None:
+        self.error: OSError | None = None
+        """Why nothing is written any more."""
+        self._store, self._disk = store, DiskWriter()
+        self._batches: list[tuple[Callable[[], Rows], NDArray[np.bool_]]] = []
+        self._num_rows, self._epoch, self._oldest_s = 0, 0, 0.0
+
+    def add(self, epoch: int, rows: Callable[[], Rows], missing_B: NDArray[np.bool_]) -> None:
+        """Write the `missing_B` of rows; the thread gets them, see `RowFormat.to_host`.
+
+        Where the disk is slower than the teacher, a block waits for the one before it.
+        """
+        is_full = self._num_rows * self._store.row.itemsize >= BLOCK_BYTES
+        if is_full or epoch != self._epoch or time.monotonic() > self._oldest_s + BLOCK_AGE_S:
+            self._put_block()
+        if not self._batches:
+            self._oldest_s = time.monotonic()
+        self._batches.append((rows, missing_B))
+        self._num_rows += len(missing_B)
+        self._epoch = epoch
+
+    def flush(self) -> None:
+        """Wait until all of it is on disk, or the disk has failed. Raises what else went wrong in the thread."""
+        self._put_block()
+        self._wait()
+
+    def close(self) -> None:
+        """Write the rest and end the thread."""
+        try:
+            self.flush()
+        finally:
+            self._disk.close()
+
+    def _put_block(self) -> None:
+        self._wait()
+        batches, self._batches, self._num_rows = self._batches, [], 0
+        if batches and self.error is None:
+            self._disk.put(partial(self._write, self._epoch, batches))
+
+    def _wait(self) -> None:
+        try:
+            self._disk.wait()
+        except OSError as error:
+            if self.error is None:
+                log.warning(
+                    "teacher.cache: %s cannot be written (%s): this worker writes no more logits, and its training goes on",
+                    self._store.folder,
+                    error.strerror or error,
+                )
+            self.error = error
+
+    def _write(self, epoch: int, batches: list[tuple[Callable[[], Rows], NDArray[np.bool_]]]) -> None:
+        self._store.write(epoch, np.concatenate([rows()[missing_B] for rows, missing_B in batches]))

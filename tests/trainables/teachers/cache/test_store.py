@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from trainables.methods.contract import ModelOutputs
-from trainables.teachers.cache.store import RowStore
-from trainables.teachers.cache.writer import CacheWriter
+from trainables.teachers.cache.store import CacheWriter, RowStore
 from trainables.teachers.rows import HalfLogits, Rows
 
 FORMAT = HalfLogits(6, 2)
@@ -30,7 +29,7 @@ def test_rows_of_several_blocks_are_gathered_in_the_requested_order(tmp_path: Pa
         store.write(0, rows(samples))
     samples = [9, 4, 2, 15, 3, 6]
     assert read(store, samples) == rows(samples).tobytes()
-    assert store.open(0).missing(np.array([3, 0, 9, 19])).tolist() == [False, True, False, True]
+    assert store.open(0).missing_N[[3, 0, 9, 19]].tolist() == [False, True, False, True]
     assert store.open(1).missing_N.all()
 
 

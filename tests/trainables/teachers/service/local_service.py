@@ -37,18 +37,20 @@ class LocalConnection:
     """A `TeacherConnection` to an actor that tests may kill and start again."""
 
     def __init__(self, **options: Any) -> None:
-        self._options = options
+        self._options, self._lock = options, threading.Lock()
         self.start()
 
     def put(self, images_BHWC: NDArray[np.uint8]) -> LocalImages:
         return LocalImages(images_BHWC)
 
     async def __call__(self, request: RowsRequest) -> RowsResponse:
-        loop = self._loop
-        if loop is None:
-            raise TeacherServiceLostError("killed")
+        with self._lock:
+            loop = self._loop
+            if loop is None:
+                raise TeacherServiceLostError("killed")
+            future = self.begin("rows", request)
         try:
-            response: RowsResponse = await asyncio.wrap_future(self.begin("rows", request))
+            response: RowsResponse = await asyncio.wrap_future(future)
             return response
         except asyncio.CancelledError:
             if loop is self._loop:
@@ -58,7 +60,8 @@ class LocalConnection:
     def begin(self, method: str, *arguments: Any) -> Future[Any]:
         """Begin a call of a method of the actor, which must be alive."""
         assert self._loop is not None
-        return asyncio.run_coroutine_threadsafe(getattr(self._actor, method)(*arguments), self._loop)
+        self._begun.append(asyncio.run_coroutine_threadsafe(getattr(self._actor, method)(*arguments), self._loop))
+        return self._begun[-1]
 
     @property
     def num_computed(self) -> int:
@@ -67,13 +70,16 @@ class LocalConnection:
 
     def kill(self) -> None:
         """Its open requests get no response, and its logits are gone."""
-        loop, self._loop = self._loop, None
+        with self._lock:
+            loop, self._loop = self._loop, None
         if loop is not None:
             loop.call_soon_threadsafe(_stop, loop)
             self._thread.join()
+            for future in self._begun:  # also those that the loop has not seen
+                future.cancel()
 
     def start(self) -> None:
-        self._actor = TeacherActor("cpu", torch.get_num_threads(), **self._options)
+        self._actor, self._begun = TeacherActor("cpu", torch.get_num_threads(), **self._options), list[Future[Any]]()
         self._loop: asyncio.AbstractEventLoop | None = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()

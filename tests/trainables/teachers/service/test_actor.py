@@ -17,14 +17,15 @@ from tests.trainables.teachers.service.local_service import LocalConnection, Loc
 from tests.trainables.teachers.service.test_client import settings
 from tests.waiting import wait_until
 from trainables.errors import CheckpointError, TeacherServiceLostError
+from trainables.teachers.rows import Rows
 from trainables.teachers.service.actor import TeacherActor
 from trainables.teachers.service.protocol import RowsRequest, RowsResponse, ServedModel
 
 ROW = np.dtype([("sample", "int32"), ("pixel", "uint8"), ("epoch", "int32")])
-ROW_BYTES = ROW.itemsize + 300  # with a row's entry
+ROW_BYTES = ROW.itemsize + 350  # with a row's entry
 
 
-def expected(samples: NDArray[np.int64], epoch: int = 0) -> NDArray[Any]:
+def expected(samples: NDArray[np.int64], epoch: int = 0) -> Rows:
     rows = np.empty(len(samples), ROW)
     rows["sample"], rows["pixel"], rows["epoch"] = samples, samples % 251, epoch
     return rows
@@ -40,7 +41,9 @@ class Numbered:
         self.may_run = threading.Event()
         self.may_run.set()
 
-    def launch(self, images: Sequence[NDArray[np.uint8]], samples_n: NDArray[np.int64], epoch: int) -> Callable[[], NDArray[Any]]:
+    def __call__(
+        self, images: Sequence[NDArray[np.uint8]], samples_n: NDArray[np.int64], epoch: int
+    ) -> Callable[[], NDArray[Any]]:
         pixels_n = np.concatenate(images)[:, 0, 0, 0]
         self.may_run.wait()
         if self.fails:
