@@ -30,10 +30,10 @@ from trainables.methods.tap_reader import TapReader
 from trainables.models.registry import build_model
 from trainables.models.reused_classifier import ReusedClassifier
 from trainables.rules import first_problem_of_method, splits_no_batch
-from trainables.teachers.cache.cached_teacher import cached_teacher
+from trainables.teachers.cache.cached_teacher import CachedTeacher
 from trainables.teachers.interface import TeacherInterface
 from trainables.teachers.network import TeacherNetwork, load_network, teacher_reader
-from trainables.teachers.service.client import service_teacher
+from trainables.teachers.service.client import ServiceTeacher
 from trainables.teachers.service.protocol import TeacherConnection
 
 
@@ -65,9 +65,9 @@ def build_modules(
         return module, None
     keys = [method.key for method in methods]
     if teacher.logits_only == "teacher.cache":
-        return module, cached_teacher(config, group, classes, loader, keys)
+        return module, CachedTeacher(config, group, classes, loader, keys)
     if teacher.logits_only == "teacher.service":
-        return module, service_teacher(config, group, classes, loader, connections, keys)
+        return module, ServiceTeacher(config, group, classes, loader, connections, keys)
     assert network is not None
     assert reader is not None
     network.to(tensor_format(config)[0])

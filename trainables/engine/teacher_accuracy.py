@@ -5,7 +5,6 @@ The loss of a teacher whose classes are in another order, or whose images were n
 Shapes: B batch, K classes.
 """
 
-import contextlib
 import logging
 import time
 from pathlib import Path
@@ -88,8 +87,8 @@ def _measure_once(job: Job, number: int, teacher: TeacherConfig | OtherTeacherCo
     if record is not None:
         accuracy = TeacherAccuracy.model_validate_json(record)
     else:
-        with job.metrics.clock.part("eval"), contextlib.ExitStack() as resources:
-            top1_pct, num_images, chance = _measure(job, number, resources)
+        with job.metrics.clock.part("eval"):
+            top1_pct, num_images, chance = _measure(job, number)
         accuracy = TeacherAccuracy(
             model=teacher.model, weights=str(teacher.weights), top1_pct=top1_pct, num_images=num_images, chance_pct=100 * chance
         )
@@ -101,14 +100,14 @@ def _measure_once(job: Job, number: int, teacher: TeacherConfig | OtherTeacherCo
     return accuracy
 
 
-def _measure(job: Job, number: int, resources: contextlib.ExitStack) -> tuple[float, int, float]:
+def _measure(job: Job, number: int) -> tuple[float, int, float]:
     """Top-1 in percent of a teacher, by its number, the images, and the share that is right by chance."""
     config, group, state, teacher = job.config, job.group, job.train_state, job.train_state.teacher
     batches, network = job.val_loader.epoch(0), nn.Module()
     num_classes = job.checkpoint_state.about["num_classes"]
     predicted_K = torch.zeros(num_classes, dtype=torch.float64, device=group.device)
     if isinstance(teacher, ServiceTeacher):
-        client = resources.enter_context(contextlib.closing(teacher.for_validation()))
+        client = teacher.for_validation()
         batches = client.prefetch(batches, 0)
     else:
         network = _network(job, number)

@@ -6,11 +6,10 @@ Shapes: B samples of this rank, C channels, H W pixels.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from trainables.config import TrainConfig
@@ -26,32 +25,33 @@ from trainables.teachers.cache.key import cache_key, shared_key_parts
 from trainables.teachers.cache.store import CacheWriter, EpochRows, RowStore
 from trainables.teachers.interface import TeacherRequest
 from trainables.teachers.network import TeacherNetwork, logits_network
-from trainables.teachers.rows import HalfLogits, RowFormat, RowTeacher
+from trainables.teachers.rows import HalfLogits, RowTeacher
 
 log = logging.getLogger("raydistill")
 
 
 class CachedTeacher(RowTeacher):
-    """Rows from disk. Where a sample of a batch is missing, the network runs for the whole batch."""
+    """Rows from `teacher.cache`. Where a sample of a batch is missing, the network runs for the whole batch."""
 
     def __init__(
-        self,
-        store: RowStore,
-        row_format: RowFormat,
-        methods: Sequence[str],
-        build: Callable[[], TeacherNetwork],
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        writes: bool,
+        self, config: TrainConfig, group: Group, classes: tuple[str, ...], loader: Loader, methods: Sequence[str]
     ) -> None:
-        """`build` makes the network. `writes`: its rows are written."""
-        super().__init__(row_format, methods, device, dtype)
-        self.store = store
+        """Every rank calls it. Logs how much of the cache is there. A timing run, whose teacher may be untrained, only reads.
+
+        Raises DistillError: the teacher or the data cannot be read, the workers read different images, or the disk is too small.
+        """
+        assert config.teacher is not None
+        top_k, writes = config.teacher.cache_top_k, config.train.max_steps is None
+        row_format = HalfLogits(len(classes), top_k if top_k is not None and top_k < len(classes) else None)
+        super().__init__(row_format, methods, group.device, tensor_format(config)[0])
+        parts = shared_key_parts(config, group, loader, classes, row_format.top_k)
+        self.store = RowStore(Path(str(config.teacher.cache), cache_key(parts)), row_format.row, len(loader.source))
+        from_rank(lambda: _prepare(self.store, parts, config.num_cached_epochs, writes), group)
+        self.writer = CacheWriter(self.store) if writes else None
         self.network: TeacherNetwork | None = None
         """The teacher itself, once it was needed."""
-        self.writer = CacheWriter(store) if writes else None
-        self._build = build
+        self._config = config.model_copy(update={"teacher_sha256": parts["teacher"]["sha256"]})
+        self._classes = classes
         self._epoch: tuple[int, EpochRows] | None = None
 
     def __call__(self, images_BCHW: Tensor, num_rows: int, request: TeacherRequest | None = None) -> dict[str, ModelOutputs]:
@@ -64,7 +64,8 @@ class CachedTeacher(RowTeacher):
         if not missing_B.any():
             return self._outputs_of_rows(cached.read(indices_B))
         if self.network is None:
-            self.network = self._build()
+            log.info("%s: teacher.cache does not hold all logits that are needed: the teacher runs", self._config.stage)
+            self.network = logits_network(self._config, self._device, self._classes, self._methods)
         outputs = self.network(images_BCHW, num_rows)
         self._num_computed += num_rows
         columns = self.row_format.encode(outputs[self._methods[0]])
@@ -83,33 +84,6 @@ class CachedTeacher(RowTeacher):
         """Write what is not written yet."""
         if self.writer is not None:
             self.writer.close()
-
-
-def cached_teacher(
-    config: TrainConfig, group: Group, classes: tuple[str, ...], loader: Loader, methods: Sequence[str]
-) -> CachedTeacher:
-    """The teacher whose logits are in `teacher.cache`; its network is built once one of them is missing. Every rank calls it.
-
-    Logs how much of it is there. A timing run, whose teacher may be untrained, only reads.
-
-    Raises DistillError: the teacher or the data cannot be read, the workers read different images, or the disk is too small.
-    """
-    teacher = config.teacher
-    assert teacher is not None
-    top_k = teacher.cache_top_k
-    row_format = HalfLogits(len(classes), top_k if top_k is not None and top_k < len(classes) else None)
-    parts = shared_key_parts(config, group, loader, classes, row_format.top_k)
-    store = RowStore(Path(str(teacher.cache), cache_key(parts)), row_format.row, len(loader.source))
-    writes = config.train.max_steps is None
-    from_rank(lambda: _prepare(store, parts, config.num_cached_epochs, writes), group)
-    fixed = config.model_copy(update={"teacher_sha256": parts["teacher"]["sha256"]})
-
-    def build() -> TeacherNetwork:
-        log.info("%s: teacher.cache does not hold all logits that are needed: %s runs", config.stage, teacher.model)
-        return logits_network(fixed, group.device, classes, methods)
-
-    dtype, _ = tensor_format(config)
-    return CachedTeacher(store, row_format, methods, build, device=group.device, dtype=dtype, writes=writes)
 
 
 def _prepare(store: RowStore, parts: dict[str, Any], num_epochs: int, writes: bool) -> None:

@@ -5,16 +5,16 @@ Shapes: B samples of this rank, b of them that one actor serves, C channels, H=W
 
 import asyncio
 import contextlib
+import copy
 import logging
 import threading
 from collections import deque
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Self
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -26,7 +26,7 @@ from trainables.errors import ClusterError, TeacherServiceLostError
 from trainables.methods.contract import ModelOutputs
 from trainables.teachers.cache.key import cache_key, shared_key_parts
 from trainables.teachers.interface import TeacherRequest
-from trainables.teachers.rows import Columns, RowFormat, Rows, RowTeacher
+from trainables.teachers.rows import Columns, Rows, RowTeacher
 from trainables.teachers.service.protocol import RowsRequest, ServedModel, TeacherConnection
 from trainables.teachers.service.served_network import served_rows
 
@@ -57,19 +57,25 @@ class ServiceTeacher(RowTeacher):
 
     def __init__(
         self,
+        config: TrainConfig,
+        group: Group,
+        classes: tuple[str, ...],
+        loader: Loader,
         connections: Sequence[TeacherConnection],
-        model: ServedModel,
-        row_format: RowFormat,
         methods: Sequence[str],
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        timeout_s: float = RESPONSE_TIMEOUT_S,
     ) -> None:
-        super().__init__(row_format, methods, device, dtype)
+        """Every rank calls it. A timing run shares no logits with other jobs, since it measures what its own teacher costs.
+
+        Raises DistillError: the teacher or the data cannot be read, or the workers read different images.
+        """
+        super().__init__(served_rows(config, classes), methods, group.device, tensor_format(config)[0])
         if not connections:
             raise ValueError("a client of the teacher service without a connection to it")
-        self._connections, self._model, self._timeout_s = tuple(connections), model, timeout_s
+        self._connections = tuple(connections)
+        parts = shared_key_parts(config, group, loader, classes)
+        suffix = "" if config.train.max_steps is None else f"-{config.labels.get('trial', config.stage)}"
+        settings = config.model_copy(update={"teacher_sha256": parts["teacher"]["sha256"]}).model_dump(mode="json")
+        self._model = ServedModel(cache_key(parts) + suffix, settings, classes)
         self._pending: deque[_PendingBatch] = deque()
         self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
         self._loop, self._closed = self._runner.get_loop(), asyncio.Event()
@@ -110,11 +116,12 @@ class ServiceTeacher(RowTeacher):
             self._pending.popleft()
         return self._outputs({name: column[rows] for name, column in pending.columns.items()})
 
-    def for_validation(self) -> "ServiceTeacher":
-        """A client of the same network for the validation images."""
-        model = self._model._replace(key=f"{self._model.key}-val")
-        options: dict[str, Any] = {"device": self._device, "dtype": self._dtype, "timeout_s": self._timeout_s}
-        return ServiceTeacher(self._connections, model, self.row_format, self._methods, **options)
+    def for_validation(self) -> Self:
+        """A client of the same network for the validation images. It is closed with this one."""
+        client = copy.copy(self)
+        client._model = self._model._replace(key=f"{self._model.key}-val")
+        client._pending = deque()
+        return client
 
     def close(self) -> None:
         """Send no more requests."""
@@ -146,7 +153,7 @@ class ServiceTeacher(RowTeacher):
         """
         lost = False
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(RESPONSE_TIMEOUT_S):
                 while True:
                     images = connection.put(images_bHWC)
                     try:
@@ -158,28 +165,6 @@ class ServiceTeacher(RowTeacher):
                         await asyncio.sleep(_RETRY_S)
         except TimeoutError as error:
             raise ClusterError(
-                f"teacher.service: no response for {self._timeout_s:g} s: check that the cluster runs its "
+                f"teacher.service: no response for {RESPONSE_TIMEOUT_S:g} s: check that the cluster runs its "
                 f"{len(self._connections)} actors, then `distill resume`; or set teacher.service to null"
             ) from error
-
-
-def service_teacher(
-    config: TrainConfig,
-    group: Group,
-    classes: tuple[str, ...],
-    loader: Loader,
-    connections: Sequence[TeacherConnection],
-    methods: Sequence[str],
-) -> ServiceTeacher:
-    """A client of the teacher service that `connections` lead to. Every rank calls it.
-
-    A timing run shares no logits with other jobs, since it measures what its own teacher costs.
-
-    Raises DistillError: the teacher or the data cannot be read, or the workers read different images.
-    """
-    parts = shared_key_parts(config, group, loader, classes)
-    suffix = "" if config.train.max_steps is None else f"-{config.labels.get('trial', config.stage)}"
-    settings = config.model_copy(update={"teacher_sha256": parts["teacher"]["sha256"]}).model_dump(mode="json")
-    model = ServedModel(cache_key(parts) + suffix, settings, classes)
-    dtype, _ = tensor_format(config)
-    return ServiceTeacher(connections, model, served_rows(config, classes), methods, device=group.device, dtype=dtype)

@@ -25,9 +25,9 @@ from trainables.engine import loop
 from trainables.engine.job import build
 from trainables.errors import CheckpointError, ClusterError, ExperimentError
 from trainables.teachers.interface import TeacherRequest
-from trainables.teachers.rows import ExactLogits
+from trainables.teachers.service import client as client_module
 from trainables.teachers.service.client import PREFETCH_BATCHES, ServiceTeacher
-from trainables.teachers.service.protocol import RowsRequest, RowsResponse, ServedModel, TeacherConnection
+from trainables.teachers.service.protocol import RowsRequest, RowsResponse, TeacherConnection
 
 ROWS = 1442
 ALONE = Group()
@@ -146,25 +146,15 @@ def test_a_service_that_dies_and_comes_back_changes_nothing(tmp_path: Path) -> N
     assert losses_of(disturbed) == pytest.approx(losses_of(undisturbed), abs=1e-12)
 
 
-def test_a_service_that_stays_away_ends_the_training_in_one_line(tmp_path: Path) -> None:
+def test_a_service_that_stays_away_ends_the_training_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "RESPONSE_TIMEOUT_S", 0.3)
     with (
         local_services() as connections,
         contextlib.closing(build(settings(tmp_path, "ours"), Group(), Recorded(), no_telemetry, connections=connections)) as job,
     ):
         connections[0].kill()
-        client = ServiceTeacher(
-            connections,
-            ServedModel("key", {}, ("a", "b")),
-            ExactLogits(2, "float64"),
-            ["kd"],
-            device=torch.device("cpu"),
-            dtype=torch.float64,
-            timeout_s=0.3,
-        )
-        with contextlib.closing(client):
-            batch = next(client.prefetch(job.train_loader.epoch(0), 0))
-            with pytest.raises(ClusterError, match=r"teacher.service: no response for 0.3 s: check .* `distill resume`") as error:
-                client(batch.images_BCHW, len(batch.labels_B), TeacherRequest(batch.indices_B, 0))
+        with pytest.raises(ClusterError, match=r"teacher.service: no response for 0.3 s: check .* `distill resume`") as error:
+            loop.run(job)
     assert "\n" not in str(error.value)
 
 
