@@ -1,16 +1,7 @@
 """Every thread that the product starts is listed here, with what it calls of CUDA; one that calls anything binds its device."""
 
 import ast
-import threading
 from pathlib import Path
-
-import pytest
-import torch
-
-from tests.waiting import wait_until
-from trainables.teachers.cache.logits_format import LogitsFormat
-from trainables.teachers.cache.store import RowStore
-from trainables.teachers.cache.writer import CacheWriter
 
 ROOT = Path(__file__).parent.parent
 STARTS = {"Thread", "ThreadPoolExecutor", "Timer"}
@@ -30,11 +21,12 @@ THREADS = {
     "trainables/data/storage/shard_fetcher.py": NOTHING,
     "trainables/data/storage/staging.py": NOTHING,
     "trainables/device/device_batches.py": BOUND,  # decodes, records an event
-    "trainables/disk_writer.py": NOTHING,  # waits for a checkpoint's copy by its event; a cache binds it
+    "trainables/distributed/rank_pool.py": NOTHING,  # waits for its parent's end
+    "trainables/disk_writer.py": NOTHING,  # waits for a checkpoint's copy by its event; the rows of a cache bind it
     "trainables/metrics/telemetry.py": NOTHING,  # NVML, which needs no context
     "trainables/object_store/stage_copy.py": NOTHING,
     "trainables/teachers/service/actor.py": ONE_GPU,
-    "trainables/teachers/service/client.py": NOTHING,  # the training thread copies what it has received
+    "trainables/teachers/service/client.py": NOTHING,  # the training thread copies what the event loop has received
     "trainables/worker/hangs/hang_watch.py": NOTHING,
 }
 
@@ -55,10 +47,5 @@ def test_every_thread_is_known_with_what_it_calls_of_cuda() -> None:
     assert bound == {module for module, what in THREADS.items() if what == BOUND}
 
 
-def test_the_thread_that_writes_a_cache_is_bound_to_its_workers_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bound = list[tuple[str, torch.device]]()
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: bound.append((threading.current_thread().name, device)))
-    writer = CacheWriter(RowStore(tmp_path, LogitsFormat(6, 2).columns, 20), torch.device("cuda", 3))
-    wait_until(lambda: bound)
-    writer.close()
-    assert bound == [("disk writer_0", torch.device("cuda", 3))]
+def test_rows_that_a_caches_thread_waits_for_bind_it_to_their_device() -> None:
+    assert "bind_thread" in called_names(ROOT / "trainables/teachers/rows.py")

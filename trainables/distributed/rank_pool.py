@@ -5,12 +5,13 @@ import multiprocessing
 import os
 import pickle
 import tempfile
-import traceback
+import threading
 from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,9 +36,8 @@ class RankPool:
         milliseconds, not in seconds. That suits tests, which start many pools.
         """
         self._max_ranks = max_ranks
-        self._context = multiprocessing.get_context("forkserver") if fork_server else multiprocessing.get_context("spawn")
-        if fork_server:
-            self._context.set_forkserver_preload([__name__])
+        self._context = multiprocessing.get_context("forkserver" if fork_server else "spawn")
+        self._context.set_forkserver_preload([__name__])
         self._run_numbers = itertools.count()
         # The ranks of a run find each other by a file. It outlives them all: a group that is garbage-collected late and does
         # not find its file ends its process.
@@ -49,125 +49,88 @@ class RankPool:
 
         Raises:
             RankDiedError: a rank's process ended.
-            BaseException: what the lowest rank raised, with its stack trace as a note.
+            BaseException: what the lowest rank raised, with its stack trace in its cause.
             ValueError: the pool has not so many ranks.
         """
         if world_size > self._max_ranks:
             raise ValueError(f"{world_size} ranks of a pool of {self._max_ranks}")
-        rendezvous = Path(self._rendezvous_dir.name, str(next(self._run_numbers)))
-        results: dict[int, Any] = {}
+        rendezvous, healthy = Path(self._rendezvous_dir.name, str(next(self._run_numbers))), False
         try:
-            for rank, pipe in enumerate(self._pipes[:world_size]):
-                _send(pipe, rank, (function, Group(rank, world_size, rank), rendezvous, args))
-            while len(results) < world_size:  # all of them, also where one has raised
-                pending = {pipe: rank for rank, pipe in enumerate(self._pipes[:world_size]) if rank not in results}
-                failed = any(isinstance(result, BaseException) for result in results.values())
-                finished = wait(list(pending), COLLECTIVE_TIMEOUT.total_seconds() if failed else None)
-                if not finished:  # they wait for the one that raised, in a group with a longer timeout
-                    self._restart()
-                    break
-                for ready in finished:
-                    rank = pending[cast(Connection, ready)]
-                    results[rank] = _receive(self._pipes[rank], rank)
-        except BaseException:  # others may wait for a rank that died for a minute, or have results that nobody reads
-            self._restart()
-            raise
-        for _, result in sorted(results.items()):
-            if isinstance(result, BaseException):
-                raise result
-        return [results[rank] for rank in range(world_size)]
-
-    def _restart(self) -> None:
-        for process in self._processes:
-            process.kill()
-        self._end()
-        self._start()
+            groups = [Group(rank, world_size, rank) for rank in range(world_size)]
+            futures = [self._ranks[group.rank].submit(_run, function, group, rendezvous, args) for group in groups]
+            done = wait(futures, return_when=FIRST_EXCEPTION).done
+            if not any(map(_has_died, done)):  # others may wait for one that raised, in a group with a longer timeout
+                done = wait(futures, COLLECTIVE_TIMEOUT.total_seconds()).done
+            healthy = len(done) == world_size and not any(map(_has_died, done))
+        except BrokenProcessPool as error:
+            raise RankDiedError("a rank ended before this run") from error
+        finally:
+            if not healthy:
+                self._restart()
+        for rank, future in enumerate(futures):
+            if future in done and _has_died(future):
+                raise RankDiedError(f"rank {rank} ended without an answer") from future.exception()
+        return [future.result() for future in futures if future in done]
 
     def close(self) -> None:
         self._end()
         self._rendezvous_dir.cleanup()
 
-    def _end(self) -> None:
-        for pipe in self._pipes:
-            pipe.close()  # a rank that waits for its next task reads the end of its pipe
-        for process in self._processes:
-            process.join(10)
-            process.kill()
-
     def _start(self) -> None:
-        self._pipes: list[Connection] = []
-        self._processes = []
-        for _ in range(self._max_ranks):
-            parent_end, child_end = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(child_end, dict(os.environ)), daemon=True)
-            process.start()
-            child_end.close()
-            self._pipes.append(parent_end)
-            self._processes.append(process)
+        """Start the processes, each with this one's environment: a fork server has that of the time when it was started."""
+        options: dict[str, Any] = {"mp_context": self._context, "initializer": _begin, "initargs": (dict(os.environ),)}
+        self._ranks = [ProcessPoolExecutor(1, **options) for _ in range(self._max_ranks)]
+        self._pids = [rank.submit(os.getpid) for rank in self._ranks]
+
+    def _end(self) -> None:
+        for rank in self._ranks:
+            rank.shutdown()
+
+    def _restart(self) -> None:
+        pids = {pid.result() for pid in self._pids if pid.exception() is None}
+        for process in multiprocessing.active_children():
+            if process.pid in pids:
+                process.kill()
+        self._end()
+        self._start()
 
 
-def _send(pipe: Connection, rank: int, task: tuple[Any, ...]) -> None:
-    try:
-        pipe.send(task)
-    except OSError as error:
-        raise RankDiedError(f"rank {rank} ended before this run") from error
+def _has_died(rank: Future[Any]) -> bool:
+    return isinstance(rank.exception(), BrokenProcessPool)
 
 
-def _receive(pipe: Connection, rank: int) -> Any:
-    try:
-        return pipe.recv()
-    except (EOFError, OSError) as error:
-        raise RankDiedError(f"rank {rank} ended without an answer") from error
-    except Exception as error:  # a result that cannot be unpickled
-        return error
-
-
-def _serve(pipe: Connection, environment: dict[str, str]) -> None:
-    """What a rank's process does: run tasks until the pool is closed.
-
-    `environment` is the parent's: a fork server has that of the time when it was started.
-    """
-    # The process that this one was forked from may have an older environment.
+def _begin(environment: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)
-    while True:
-        try:
-            function, group, rendezvous, args = pipe.recv()
-        except EOFError:  # the pool is closed
-            return
-        try:
-            result = _run_task(function, group, rendezvous, args)
-        except BaseException as error:
-            error.add_note(traceback.format_exc())
-            result = _portable(error)
-        try:
-            pipe.send(result)
-        except Exception as error:  # before a byte of it: pickling comes first
-            pipe.send(TypeError(f"a result that cannot be sent: {error}"))
+    threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
-def _portable(error: BaseException) -> BaseException:
-    """An error as it arrives in another process: itself, or its text where its class cannot be pickled."""
+def _end_with_parent() -> None:
+    """A killed parent leaves no ranks behind."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _run(function: Callable[..., Any], group: Group, rendezvous: Path, args: tuple[Any, ...]) -> Any:
+    """What a rank does. An error whose class cannot be pickled arrives as its text."""
     try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        portable = RuntimeError(f"{type(error).__name__}: {error}")
-        portable.__notes__ = error.__notes__
-        return portable
-    return error
+        return _run_in_group(function, group, rendezvous, args)
+    except BaseException as error:
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+        raise
 
 
-def _run_task(function: Callable[..., Any], group: Group, rendezvous: Path, args: tuple[Any, ...]) -> Any:
+def _run_in_group(function: Callable[..., Any], group: Group, rendezvous: Path, args: tuple[Any, ...]) -> Any:
     if group.world_size == 1:
         return function(group, *args)
-    dist.init_process_group(
-        "gloo",
-        init_method=rendezvous.as_uri(),
-        rank=group.rank,
-        world_size=group.world_size,
-        timeout=COLLECTIVE_TIMEOUT,
-    )
+    timeout, method = COLLECTIVE_TIMEOUT, rendezvous.as_uri()
+    dist.init_process_group("gloo", init_method=method, rank=group.rank, world_size=group.world_size, timeout=timeout)
     try:
         dist.barrier()  # a rank that fails at once must not do so while others still connect to it
         return function(group, *args)

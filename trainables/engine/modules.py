@@ -30,9 +30,10 @@ from trainables.methods.tap_reader import TapReader
 from trainables.models.registry import build_model
 from trainables.models.reused_classifier import ReusedClassifier
 from trainables.rules import first_problem_of_method, splits_no_batch
-from trainables.teachers.build import cached_teacher, load_network, service_teacher, teacher_reader
+from trainables.teachers.cache.cached_teacher import CachedTeacher
 from trainables.teachers.interface import TeacherInterface
-from trainables.teachers.network import TeacherNetwork
+from trainables.teachers.network import TeacherNetwork, load_network, teacher_reader
+from trainables.teachers.service.client import ServiceTeacher
 from trainables.teachers.service.protocol import TeacherConnection
 
 
@@ -58,15 +59,15 @@ def build_modules(
     teacher = config.teacher if methods and config.teacher is not None and config.teacher.weights is not None else None
     network = None
     if teacher is not None and teacher.logits_only is None:
-        network = load_network(teacher, classes, config.data.image_size, config.seed)
+        network = load_network(config, classes)
     module, reader = build_distillation_module(config, group, student, network, len(classes), loader.labels_M)
     if teacher is None:
         return module, None
     keys = [method.key for method in methods]
     if teacher.logits_only == "teacher.cache":
-        return module, cached_teacher(config, group, classes, loader, keys)
+        return module, CachedTeacher(config, group, classes, loader, keys)
     if teacher.logits_only == "teacher.service":
-        return module, service_teacher(config, group, classes, loader, connections, keys)
+        return module, ServiceTeacher(config, group, classes, loader, connections, keys)
     assert network is not None
     assert reader is not None
     network.to(tensor_format(config)[0])

@@ -5,10 +5,8 @@ The loss of a teacher whose classes are in another order, or whose images were n
 Shapes: B batch, K classes.
 """
 
-import json
 import logging
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -26,13 +24,12 @@ from trainables.engine.modules import methods_with_teacher
 from trainables.errors import DataError, TrainingError
 from trainables.models.weights import teacher_sha256
 from trainables.object_store.store import ObjectStore, is_uri
-from trainables.rundir import write_json
+from trainables.rundir import write_atomic
 from trainables.stage_result import TeacherAccuracy
-from trainables.teachers.build import load_network, on_device
 from trainables.teachers.cache.key import cache_key
 from trainables.teachers.ensemble import TeacherEnsemble
 from trainables.teachers.interface import TeacherRequest
-from trainables.teachers.network import TeacherNetwork
+from trainables.teachers.network import TeacherNetwork, fit, load_network, on_device
 from trainables.teachers.service.client import ServiceTeacher
 
 log = logging.getLogger("raydistill")
@@ -51,45 +48,18 @@ def measure_teachers(job: Job) -> list[TeacherAccuracy]:
         TrainingError: a teacher is not better than chance.
         DataError: not one validation image could be read.
     """
-    config, teacher = job.config, job.config.teacher
-    if config.teacher_records is None or teacher is None or not methods_with_teacher(config):
+    config, reason = job.config, None
+    if config.teacher_records is None or config.teacher is None or not methods_with_teacher(config):
         return []
-    if reason := _not_measured_reason(job):
-        if job.group.is_main:
-            log.info("%s: the teacher's accuracy is not measured: %s", config.stage, reason)
-        return []
-    return [_measure_once(job, number, each) for number, each in enumerate(teacher.with_others)]
-
-
-def _not_measured_reason(job: Job) -> str | None:
-    """Why the teachers cannot be measured, the same on every rank; None where they can."""
-    teacher = job.train_state.teacher
-    if job.config.scale.pipeline_stages > 1:
-        return "with pipeline stages, the rank that runs it gets no validation images"
-    if teacher.is_collective:
-        return "it is sharded, and its workers may have different numbers of validation batches"
-    return None
-
-
-def _measure_once(job: Job, number: int, teacher: TeacherConfig | OtherTeacherConfig) -> TeacherAccuracy:
-    records, began_s = str(job.config.teacher_records), time.perf_counter()
-    name = from_rank(lambda: f"teacher-{_key(job, teacher)}.json", job.group)
-    accuracy = from_rank(lambda: _read(records, name), job.group)
-    if accuracy is None:
-        with job.metrics.clock.part("eval"):
-            top1_pct, num_images, chance = _measure(job, number)
-        accuracy = TeacherAccuracy(
-            model=teacher.model,
-            weights=str(teacher.weights),
-            top1_pct=top1_pct,
-            num_images=num_images,
-            chance_pct=100 * chance,
-        )
-        if job.group.is_main:
-            log.info("%s (%.1f s)", accuracy, time.perf_counter() - began_s)
-            _write(records, name, accuracy)
-    check_above_chance(accuracy)
-    return accuracy
+    if config.scale.pipeline_stages > 1:
+        reason = "with pipeline stages, the rank that runs it gets no validation images"
+    elif job.train_state.teacher.is_collective:
+        reason = "it is sharded, and its workers may have different numbers of validation batches"
+    if reason is None:
+        return [_measure_once(job, number, each) for number, each in enumerate(config.teacher.with_others)]
+    if job.group.is_main:
+        log.info("%s: the teacher's accuracy is not measured: %s", config.stage, reason)
+    return []
 
 
 def check_above_chance(accuracy: TeacherAccuracy) -> None:
@@ -105,89 +75,78 @@ def check_above_chance(accuracy: TeacherAccuracy) -> None:
         )
 
 
+def _measure_once(job: Job, number: int, teacher: TeacherConfig | OtherTeacherConfig) -> TeacherAccuracy:
+    folder, began_s = str(job.config.teacher_records), time.perf_counter()
+    path, store = Path(folder), ObjectStore(folder) if is_uri(folder) else None
+    name = from_rank(lambda: f"teacher-{_key(job, teacher)}.json", job.group)
+
+    def read() -> bytes | None:
+        return store.read(name) if store else (path / name).read_bytes() if (path / name).exists() else None
+
+    record = from_rank(read, job.group)
+    if record is not None:
+        accuracy = TeacherAccuracy.model_validate_json(record)
+    else:
+        with job.metrics.clock.part("eval"):
+            top1_pct, num_images, chance = _measure(job, number)
+        accuracy = TeacherAccuracy(
+            model=teacher.model, weights=str(teacher.weights), top1_pct=top1_pct, num_images=num_images, chance_pct=100 * chance
+        )
+        if job.group.is_main:
+            log.info("%s (%.1f s)", accuracy, time.perf_counter() - began_s)
+            content = accuracy.model_dump_json().encode()
+            store.put(name, content) if store else write_atomic(path / name, content)
+    check_above_chance(accuracy)
+    return accuracy
+
+
 def _measure(job: Job, number: int) -> tuple[float, int, float]:
     """Top-1 in percent of a teacher, by its number, the images, and the share that is right by chance."""
-    config, group, teacher = job.config, job.group, job.train_state.teacher
+    config, group, state, teacher = job.config, job.group, job.train_state, job.train_state.teacher
     batches, network = job.val_loader.epoch(0), nn.Module()
     num_classes = job.checkpoint_state.about["num_classes"]
     predicted_K = torch.zeros(num_classes, dtype=torch.float64, device=group.device)
-    logits: Callable[[DeviceBatch], Tensor]
-    client = None
     if isinstance(teacher, ServiceTeacher):
         client = teacher.for_validation()
-        batches, logits = client.prefetch(batches, 0), _served(client)
+        batches = client.prefetch(batches, 0)
     else:
         network = _network(job, number)
-        logits = logits_of(network, image_normalizer(config, group.device), job.train_state.autocast, job.train_state.compilation)
+        forward = logits_of(
+            network, image_normalizer(config, group.device), job.train_state.autocast, job.train_state.compilation
+        )
 
-    def counted(batch: DeviceBatch) -> Tensor:
-        logits_BK = logits(batch)
+    def logits(batch: DeviceBatch) -> Tensor:
+        if isinstance(teacher, ServiceTeacher):
+            request = TeacherRequest(batch.host_indices_B, batch.epoch)
+            logits_BK = next(iter(client(batch.images_BCHW, len(batch.labels_B), request).values())).logits_BK
+        else:
+            logits_BK = forward(batch)
         predicted_K.add_(logits_BK.argmax(1).bincount(minlength=num_classes))
         return logits_BK
 
-    try:
-        result = evaluate(network, job.metrics.heartbeat.over(batches), counted, group, job.train_state.group)
-    finally:
-        if client is not None:
-            client.close()
+    result = evaluate(network, job.metrics.heartbeat.over(batches), logits, group, state.group)
     if not result["num_images"]:
         raise DataError(f"{config.data.path}: not one validation image could be read")
     labels_K = np.bincount(job.val_loader.source.labels_N, minlength=num_classes)
     shares_K = all_reduce_sum(predicted_K, group).cpu().numpy() / result["num_images"]
-    chance = float(shares_K @ labels_K) / len(job.val_loader.source)
-    return result["top1_pct"], int(result["num_images"]), chance
-
-
-def _served(client: ServiceTeacher) -> Callable[[DeviceBatch], Tensor]:
-    def logits(batch: DeviceBatch) -> Tensor:
-        request = TeacherRequest(batch.host_indices_B, batch.epoch)
-        return next(iter(client(batch.images_BCHW, len(batch.labels_B), request).values())).logits_BK
-
-    return logits
+    return result["top1_pct"], int(result["num_images"]), float(shares_K @ labels_K) / len(job.val_loader.source)
 
 
 def _network(job: Job, number: int) -> nn.Module:
     """A teacher, by its number; where its logits are cached, a network of its own to measure."""
-    teacher, config = job.train_state.teacher, job.config
+    teacher = job.train_state.teacher
     if not isinstance(teacher, TeacherNetwork):
-        assert config.teacher is not None
-        network = load_network(config.teacher, job.checkpoint_state.about["classes"], config.data.image_size, config.seed)
-        return on_device(network, config, job.group.device)
-    if isinstance(teacher.model, TeacherEnsemble):
-        return teacher.model.models[number]
-    return teacher.model
+        return on_device(load_network(job.config, job.checkpoint_state.about["classes"]), job.config, job.group.device)
+    return teacher.model.models[number] if isinstance(teacher.model, TeacherEnsemble) else teacher.model
 
 
 def _key(job: Job, teacher: TeacherConfig | OtherTeacherConfig) -> str:
     """A hash of all that decides the accuracy: the teacher's tensors, the images, their preprocessing. Reads the weights."""
-    images = job.checkpoint_state.data
+    images, data = job.checkpoint_state.data, job.config.data
     assert images is not None  # every job has it but a timing run, which measures no teacher
-    data, classes = job.config.data, images.classes
-    sha256 = teacher_sha256(
-        teacher.model,
-        str(teacher.weights),
-        num_classes=len(classes),
-        image_size=data.image_size,
-        classes=classes,
-        seed=job.config.seed,
-        weights_key=teacher.weights_key,
-    )
     parts = {
-        "teacher": [teacher.model, sha256],
+        "teacher": [teacher.model, teacher_sha256(**fit(teacher, job.config, images.classes))],
         "images": images.val.model_dump(),
         "input": data.model_dump(mode="json", include={"image_size", "val_resize", "fidelity", "mean", "std"}),
     }
     return cache_key(parts)
-
-
-def _read(records: str, name: str) -> TeacherAccuracy | None:
-    path = Path(records, name)
-    content = ObjectStore(records).read(name) if is_uri(records) else path.read_bytes() if path.exists() else None
-    return None if content is None else TeacherAccuracy.model_validate_json(content)
-
-
-def _write(records: str, name: str, accuracy: TeacherAccuracy) -> None:
-    if is_uri(records):
-        ObjectStore(records).put(name, json.dumps(accuracy.model_dump()).encode())
-    else:
-        write_json(Path(records, name), accuracy.model_dump())

@@ -12,9 +12,8 @@ from trainables.distributed.group import Group
 from trainables.engine.modules import methods_with_teacher
 from trainables.engine.optim import parameter_copies
 from trainables.methods.select import SelectedMethod, needs_whole_teacher
-from trainables.teachers.build import on_device
 from trainables.teachers.frozen import fold_batch_norms, round_weights
-from trainables.teachers.network import TeacherNetwork
+from trainables.teachers.network import TeacherNetwork, on_device
 
 log = logging.getLogger("raydistill")
 

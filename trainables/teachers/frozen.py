@@ -7,10 +7,11 @@ autocast the weights of convolutions and linear layers are rounded in each forwa
 
 from collections import Counter
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.nn.utils.fusion import fuse_conv_bn_weights
+from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from trainables.distributed.pipeline.graph import mode_of, trace
 from trainables.errors import ModelError
@@ -34,9 +35,11 @@ def fold_batch_norms(network: nn.Module, tapped: Collection[str] = ()) -> int:
     pairs = [pair for node in graph.nodes if (pair := _pair(node, network)) and all(calls[path] == 1 for path in pair)]
     foldable = [pair for pair in pairs if not any(_covers(path, pair[0]) != _covers(path, pair[1]) for path in tapped)]
     for conv_path, norm_path in foldable:
-        _fold(network.get_submodule(conv_path), network.get_submodule(norm_path))
-        parent, _, name = norm_path.rpartition(".")
-        setattr(network.get_submodule(parent), name, nn.Identity())
+        conv: Any = network.get_submodule(conv_path)
+        norm: Any = network.get_submodule(norm_path)
+        dtype = conv.weight.dtype
+        network.set_submodule(conv_path, fuse_conv_bn_eval(conv.double(), norm.double()).to(dtype))
+        network.set_submodule(norm_path, nn.Identity())
     return len(foldable)
 
 
@@ -60,15 +63,3 @@ def _pair(node: fx.Node, network: nn.Module) -> tuple[str, str] | None:
 
 def _covers(path: str, other: str) -> bool:
     return not path or other == path or other.startswith(f"{path}.")
-
-
-def _fold(conv: nn.Module, norm: nn.Module) -> None:
-    assert isinstance(conv, nn.modules.conv._ConvNd)
-    assert isinstance(norm, nn.modules.batchnorm._BatchNorm)
-    names, dtype = ("running_mean", "running_var", "weight", "bias"), conv.weight.dtype
-    mean, var, weight, bias = (None if (each := getattr(norm, name)) is None else each.double() for name in names)
-    assert mean is not None
-    assert var is not None
-    conv_bias = None if conv.bias is None else conv.bias.double()
-    fused = fuse_conv_bn_weights(conv.weight.double(), conv_bias, mean, var, norm.eps, weight, bias)
-    conv.weight, conv.bias = (nn.Parameter(each.to(dtype), requires_grad=False) for each in fused)

@@ -20,9 +20,8 @@ from trainables.errors import CheckpointError, ExperimentError
 from trainables.methods.contract import Method, Requirements
 from trainables.methods.select import SelectedMethod, check_ensemble, select_methods
 from trainables.models.weights import load_teacher
-from trainables.teachers.build import load_network, teacher_reader
 from trainables.teachers.ensemble import EnsembleReader, mean_logits
-from trainables.teachers.network import TeacherNetwork
+from trainables.teachers.network import TeacherNetwork, load_network, teacher_reader
 
 CLASSES = [str(label) for label in range(10)]
 
@@ -136,7 +135,7 @@ def given(folder: Path, *shares: float) -> TeacherConfig:
 
 def test_the_teachers_are_loaded_and_frozen_and_answer_together(tmp_path: Path) -> None:
     teachers, chosen = given(tmp_path, 1.0, 2.0, 1.0), select_methods(DistillConfig())
-    network = load_network(teachers, CLASSES, 8, 0)
+    network = load_network(config(tmp_path / "job", teacher=teachers.model_dump()), CLASSES)
     assert not network.training
     assert not any(parameter.requires_grad for parameter in network.parameters())
     images_BCHW = draw(5, 3, 8, 8).float()
@@ -152,11 +151,10 @@ def test_the_teachers_are_loaded_and_frozen_and_answer_together(tmp_path: Path) 
 def test_one_teacher_of_other_classes_is_refused(tmp_path: Path) -> None:
     teachers = given(tmp_path, 1.0, 1.0)
     fewer = write_teacher(tmp_path / "fewer.safetensors", model="resnet8", num_classes=7)
-    wrong = teachers.model_copy(
-        update={"others": (teachers.others[0].model_copy(update={"model": "resnet8", "weights": fewer}),)}
-    )
+    other = {"model": "resnet8", "weights": fewer}
+    wrong = config(tmp_path / "job", teacher={**teachers.model_dump(), "others": [other]})
     with pytest.raises(CheckpointError, match="was trained on 7 classes and the data has 10"):
-        load_network(wrong, CLASSES, 8, 0)
+        load_network(wrong, CLASSES)
 
 
 def test_a_method_that_reads_features_is_refused_in_one_line(tmp_path: Path) -> None:

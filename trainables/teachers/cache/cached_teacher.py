@@ -2,101 +2,114 @@
 
 The network's logits are rounded as the cache stores them: the training that fills a cache is, bit for bit, the one that reads it.
 
-Shapes: B samples of this rank, C channels, H W pixels, K classes.
+Shapes: B samples of this rank, C channels, H W pixels.
 """
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
-import torch
 from torch import Tensor
 
+from trainables.config import TrainConfig
+from trainables.data.loader.loader import Loader
+from trainables.data.storage.shared_folder import format_bytes, free_bytes
+from trainables.device.model_input import tensor_format
+from trainables.distributed.group import Group, from_rank
+from trainables.errors import DataError
 from trainables.methods.contract import ModelOutputs
-from trainables.teachers.cache.logits_format import LogitsFormat
-from trainables.teachers.cache.store import EpochRows, RowStore
-from trainables.teachers.cache.writer import CacheWriter
-from trainables.teachers.interface import TeacherInterface, TeacherRequest
-from trainables.teachers.network import TeacherNetwork
+from trainables.rundir import write_json
+from trainables.teachers.cache import key
+from trainables.teachers.cache.key import cache_key, shared_key_parts
+from trainables.teachers.cache.store import CacheWriter, EpochRows, RowStore
+from trainables.teachers.interface import TeacherRequest
+from trainables.teachers.network import TeacherNetwork, logits_network
+from trainables.teachers.rows import HalfLogits, RowTeacher
+
+log = logging.getLogger("raydistill")
 
 
-class CachedTeacher(TeacherInterface):
-    """Logits from disk. Where a sample of a batch is missing, the network runs for the whole batch."""
+class CachedTeacher(RowTeacher):
+    """Rows from `teacher.cache`. Where a sample of a batch is missing, the network runs for the whole batch."""
 
     def __init__(
-        self,
-        store: RowStore,
-        logits_format: LogitsFormat,
-        methods: Sequence[str],
-        build: Callable[[], TeacherNetwork],
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        writes: bool,
+        self, config: TrainConfig, group: Group, classes: tuple[str, ...], loader: Loader, methods: Sequence[str]
     ) -> None:
-        """`methods`: keys of those that read the logits. `build` makes the network. `writes`: its logits are written."""
-        self.store, self._format = store, logits_format
+        """Every rank calls it. Logs how much of the cache is there. A timing run, whose teacher may be untrained, only reads.
+
+        Raises DistillError: the teacher or the data cannot be read, the workers read different images, or the disk is too small.
+        """
+        assert config.teacher is not None
+        top_k, writes = config.teacher.cache_top_k, config.train.max_steps is None
+        row_format = HalfLogits(len(classes), top_k if top_k is not None and top_k < len(classes) else None)
+        super().__init__(row_format, methods, group.device, tensor_format(config)[0])
+        parts = shared_key_parts(config, group, loader, classes, row_format.top_k)
+        self.store = RowStore(Path(str(config.teacher.cache), cache_key(parts)), row_format.row, len(loader.source))
+        from_rank(lambda: _prepare(self.store, parts, config.num_cached_epochs, writes), group)
+        self.writer = CacheWriter(self.store) if writes else None
         self.network: TeacherNetwork | None = None
         """The teacher itself, once it was needed."""
-        self._methods, self._build, self._device, self._dtype = tuple(methods), build, device, dtype
-        self._writer = CacheWriter(store, device) if writes else None
+        self._config = config.model_copy(update={"teacher_sha256": parts["teacher"]["sha256"]})
+        self._classes = classes
         self._epoch: tuple[int, EpochRows] | None = None
-        self._num_computed = 0
 
     def __call__(self, images_BCHW: Tensor, num_rows: int, request: TeacherRequest | None = None) -> dict[str, ModelOutputs]:
         if request is None:
-            if self.network is not None:
-                return self.network(images_BCHW, num_rows)
-            logits_BK = torch.zeros((num_rows, self._format.num_classes), device=self._device, dtype=self._dtype)
-            return self._outputs(logits_BK)
-        indices_B = request.indices_B.numpy()
-        cached = self._open(request.epoch)
-        missing_B = cached.missing(indices_B)
+            return self.network(images_BCHW, num_rows) if self.network is not None else self._dummy_outputs(num_rows)
+        if self._epoch is None or self._epoch[0] != request.epoch:
+            self._epoch = request.epoch, self.store.open(request.epoch)
+        cached, indices_B = self._epoch[1], request.indices_B.numpy()
+        missing_B = cached.missing_N[indices_B]
         if not missing_B.any():
-            return self._outputs(self._read(cached, request.indices_B))
+            return self._outputs_of_rows(cached.read(indices_B))
         if self.network is None:
-            self.network = self._build()
+            log.info("%s: teacher.cache does not hold all logits that are needed: the teacher runs", self._config.stage)
+            self.network = logits_network(self._config, self._device, self._classes, self._methods)
         outputs = self.network(images_BCHW, num_rows)
         self._num_computed += num_rows
-        columns = self._format.encode(outputs[self._methods[0]].logits_BK)
-        if self._writer is not None:
-            self._writer.add(request.epoch, indices_B, columns, missing_B)
-        return self._outputs(self._format.decode(columns, self._dtype))
+        columns = self.row_format.encode(outputs[self._methods[0]])
+        if self.writer is not None:
+            self.writer.add(request.epoch, self.row_format.to_host(indices_B.copy(), columns), missing_B)
+        return self._outputs(columns)
 
     def end_epoch(self) -> int:
         """See `TeacherInterface`. The next epoch finds what all workers have written so far."""
-        if self._writer is not None:
-            self._writer.flush()
+        if self.writer is not None:
+            self.writer.flush()
         self._epoch = None
-        num_computed, self._num_computed = self._num_computed, 0
-        return num_computed
-
-    def write_error(self) -> str | None:
-        """Why nothing is written any more; None: all is."""
-        error = self._writer.disk_error if self._writer is not None else None
-        return None if error is None else error.strerror or str(error)
+        return super().end_epoch()
 
     def close(self) -> None:
         """Write what is not written yet."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        if self.writer is not None:
+            self.writer.close()
 
-    def _outputs(self, logits_BK: Tensor) -> dict[str, ModelOutputs]:
-        return {method: ModelOutputs(logits_BK) for method in self._methods}
 
-    def _open(self, epoch: int) -> EpochRows:
-        if self._epoch is None or self._epoch[0] != epoch:
-            self._epoch = epoch, self.store.open(epoch)
-        return self._epoch[1]
-
-    def _read(self, cached: EpochRows, indices_B: Tensor) -> Tensor:
-        """The logits (B, K) of samples that are there. On a GPU they are decoded there, and this thread does not wait."""
-        pinned, num_rows = self._device.type == "cuda", len(indices_B)
-        # torch's allocator hands out pinned memory again only once its copies are over.
-        columns = {
-            name: torch.empty((num_rows, *shape), dtype=getattr(torch, dtype), pin_memory=pinned)
-            for name, (dtype, shape) in self._format.columns.items()
-        }
-        cached.gather(indices_B.numpy(), {name: tensor.numpy() for name, tensor in columns.items()})
-        if pinned:
-            columns = {name: tensor.to(self._device, non_blocking=True) for name, tensor in columns.items()}
-        return self._format.decode(columns, self._dtype)
+def _prepare(store: RowStore, parts: dict[str, Any], num_epochs: int, writes: bool) -> None:
+    """Log what is there of how much, and make sure that the folder exists and has room for the rest. Raises DataError."""
+    cache = store.folder.parent
+    older = cache / cache_key({**parts, "format": key.FORMAT - 1})
+    try:
+        if older.exists():
+            log.info("teacher.cache: %s is of an older format and is not read: delete it", older)
+        num_rows, num_bytes = store.size(num_epochs)
+        all_rows, row_bytes = store.num_samples * num_epochs, store.row.itemsize
+        log.info(
+            f"teacher.cache: {store.folder} holds {num_rows:,} of {all_rows:,} logits ({store.num_samples:,} images × "
+            f"{num_epochs} epochs): {format_bytes(num_bytes)} of {format_bytes(all_rows * row_bytes)}"
+        )
+        missing_bytes = (all_rows - num_rows) * row_bytes
+        if not missing_bytes or not writes:
+            return
+        store.folder.mkdir(parents=True, exist_ok=True)
+        store.remove_stale_temporaries()
+        free = free_bytes(store.folder)
+        if missing_bytes > free:
+            raise DataError(
+                f"teacher.cache: {format_bytes(missing_bytes)} of logits do not fit into the {format_bytes(free)} that are "
+                f"free in {cache}: set teacher.cache_top_k or teacher.cache_epochs, or name a folder with more room"
+            )
+        write_json(store.folder / "key.json", parts)
+    except OSError as error:
+        raise DataError(f"teacher.cache: {cache} cannot be written ({error.strerror or error}): name another folder") from None

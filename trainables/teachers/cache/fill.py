@@ -14,7 +14,6 @@ from trainables.distributed.group import Group, gather_objects
 from trainables.errors import DataError
 from trainables.metrics.heartbeat import Heartbeat
 from trainables.metrics.metrics_file import Report
-from trainables.teachers.build import cached_teacher
 from trainables.teachers.cache.cached_teacher import CachedTeacher
 from trainables.teachers.interface import TeacherRequest
 
@@ -36,7 +35,7 @@ def fill(
     """Write the logits that are missing. Returns `images` (for which the teacher ran), `missing` (unreadable) and `rows`.
 
     `config` is of `sequential`, and `loader` reads its training split: each worker its part of a batch, and an epoch begins at
-    the first image that is missing. Raises DistillError: see `open_store`; unreadable data; a disk that cannot be written.
+    the first image that is missing. Raises DistillError: see `CachedTeacher`; unreadable data; a disk that cannot be written.
     """
     heartbeat = heartbeat or Heartbeat()
     num_steps, num_epochs = loader.steps_per_epoch, config.num_cached_epochs
@@ -45,7 +44,7 @@ def fill(
     num_images, num_missing = 0, 0
     prepare, precision = build_train_inputs(config, group.device), autocast(config.precision, group.device)
     heartbeat.enter("fill")
-    with contextlib.closing(cached_teacher(config, group, classes, loader, ["cache"])) as teacher:
+    with contextlib.closing(CachedTeacher(config, group, classes, loader, ["cache"])) as teacher:
         for epoch in range(num_epochs):
             missing_N = gather_objects(teacher.store.open(epoch).missing_N if group.is_main else None, group)[0]
             if missing_N.any():  # rank 0 decides: a shared file system may show a block to one node later than to another
@@ -70,7 +69,8 @@ def fill(
 
 def _check_written(teacher: CachedTeacher, group: Group) -> None:
     """End on every rank where the disk of one failed. Raises DataError."""
-    for reason in filter(None, gather_objects(teacher.write_error(), group)):
+    error = teacher.writer.error if teacher.writer is not None else None
+    for reason in filter(None, gather_objects(error and (error.strerror or str(error)), group)):
         raise DataError(
             f"teacher.cache: {teacher.store.folder} cannot be written ({reason}): free room or name another folder, and run it "
             "again: what is written stays"

@@ -8,15 +8,14 @@ import hashlib
 import json
 import socket
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from trainables.config import TrainConfig
 from trainables.data.loader.loader import Loader
-from trainables.distributed.group import Group, gather_objects, result_or_error
-from trainables.errors import DataError, DistillError, ExperimentError
+from trainables.distributed.group import Group, from_each, from_rank
+from trainables.errors import DataError, ExperimentError
 from trainables.models.weights import teacher_sha256
-
-T = TypeVar("T")
+from trainables.teachers.network import fit
 
 FORMAT = 2
 """Raised whenever the same key would mean other numbers: pixels, augmentation, format of the logits."""
@@ -33,6 +32,15 @@ class ImageSet(NamedTuple):
     decoder: str
 
 
+def shared_key_parts(
+    config: TrainConfig, group: Group, loader: Loader, classes: Sequence[str], top_k: int | None = None
+) -> dict[str, Any]:
+    """The parts of a job's key, on every rank; every rank calls it. Raises DistillError: see `check_same_data`, `key_parts`."""
+    assert config.teacher is not None
+    images = check_same_data(config.data.path, loader, group, str(config.teacher.logits_only))
+    return from_rank(lambda: key_parts(config, images, classes, top_k), group)
+
+
 def check_same_data(path: str, loader: Loader, group: Group, key: str) -> ImageSet:
     """What the loaders of all ranks read from `path`, where it is the same: a sample has one row of logits. Every rank calls it.
 
@@ -42,13 +50,13 @@ def check_same_data(path: str, loader: Loader, group: Group, key: str) -> ImageS
         DataError: the data cannot be read, or differs between nodes; on every rank.
         ExperimentError: the workers decode by different libraries; on every rank.
     """
-    local = result_or_error(lambda: (len(loader.source), loader.source.fingerprint())) if group.local_rank == 0 else None
-    ranks = gather_objects((socket.gethostname(), loader.decoder, local), group)
-    nodes = [(rank, host, images) for rank, (host, _, images) in enumerate(ranks) if images is not None]
-    for _, _, images in nodes:
-        if isinstance(images, DistillError):
-            raise images
-    (_, first_host, first), *others = nodes
+
+    def read() -> tuple[str, str, tuple[int, str] | None]:
+        images = (len(loader.source), loader.source.fingerprint()) if group.local_rank == 0 else None
+        return socket.gethostname(), loader.decoder, images
+
+    ranks = from_each(read, group)
+    (_, first_host, first), *others = [(rank, host, images) for rank, (host, _, images) in enumerate(ranks) if images is not None]
     for rank, host, images in others:
         if images != first:
             raise DataError(
@@ -72,16 +80,7 @@ def key_parts(config: TrainConfig, images: ImageSet, classes: Sequence[str], top
     """
     data, teacher = config.data, config.teacher
     assert teacher is not None
-    assert teacher.weights is not None
-    weights = teacher_sha256(
-        teacher.model,
-        teacher.weights,
-        num_classes=len(classes),
-        image_size=data.image_size,
-        classes=classes,
-        seed=config.seed,
-        weights_key=teacher.weights_key,
-    )
+    weights = teacher_sha256(**fit(teacher, config, classes))
     pixels = data.model_dump(mode="json", include=_PIXEL_KEYS)
     return {
         "format": FORMAT,

@@ -1,8 +1,8 @@
-"""Rows about images on disk: FOLDER/EPOCH/ROWS-SHA256.npy, blocks that one worker each writes, named by their content.
+"""Rows on disk: FOLDER/EPOCH/ROWS-SHA256.npy, blocks that one worker each writes, named by their content.
 
-A row is what the store's owner declares: named numbers of a type and shape, for one image in one epoch's augmentation. A block
-is a numpy file of such rows and their images' indices, written whole under a temporary name and renamed. It counts where its
-checksum is the one in its name. So any number of jobs fill a folder at once: equal blocks are one file, and overlaps are equal.
+A block is a numpy file of rows (`trainables.teachers.rows`) in one epoch's augmentation, written whole under a temporary name and
+renamed. It counts where its checksum is the one in its name. So any number of jobs fill a folder at once: equal blocks are one
+file, and overlaps are equal.
 
 Shapes: N samples of the training split, B samples that are read, R rows of a block.
 """
@@ -13,78 +13,67 @@ import io
 import logging
 import re
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from trainables.disk_writer import DiskWriter
 from trainables.rundir import write_atomic
+from trainables.teachers.rows import Rows
 
 log = logging.getLogger("raydistill")
 
-Columns = Mapping[str, tuple[str, tuple[int, ...]]]
-"""What is stored of an image: name → dtype and shape."""
-Rows = dict[str, NDArray[Any]]
-"""Columns of several images: name → (R, ...)."""
-_ROW_BITS = 32
 _STALE_S = 3600.0
-_EPOCH_NAME = re.compile(r"epoch-(\d+)")
-_BLOCK_NAME = re.compile(r"(\d+)-([0-9a-f]{64})\.npy")
+_BLOCK = re.compile(r"epoch-(\d+)/(\d+)-[0-9a-f]{64}\.npy")
+BLOCK_BYTES = 32 << 20
+BLOCK_AGE_S = 60.0
+"""A block is written at this size or age: a kill loses at most that."""
 
 
 class EpochRows:
-    """The rows of one epoch: its blocks, memory-mapped, and an index of 8 bytes a sample."""
+    """The rows of one epoch: its blocks, memory-mapped, and an index of 9 bytes a sample."""
 
-    def __init__(self, blocks: list[NDArray[Any]], num_samples: int) -> None:
-        self._blocks = blocks
-        self._positions_N = np.full(num_samples, -1, dtype=np.int64)
-        """Block and row of each sample; -1 where it is missing."""
+    def __init__(self, blocks: list[Rows], row: np.dtype[Any], num_samples: int) -> None:
+        self._blocks, self._row = blocks, row
+        self._block_N, self._row_N = np.full(num_samples, -1, dtype=np.int32), np.zeros(num_samples, dtype=np.int32)
         for number, block in enumerate(blocks):
-            self._positions_N[block["sample"]] = (number << _ROW_BITS) + np.arange(len(block))
+            self._block_N[block["sample"]] = number
+            self._row_N[block["sample"]] = np.arange(len(block))
+        self.missing_N = self._block_N < 0
 
-    @property
-    def missing_N(self) -> NDArray[np.bool_]:
-        return np.asarray(self._positions_N < 0)
-
-    def missing(self, indices_B: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Whether each of these samples is missing (B,)."""
-        return np.asarray(self._positions_N[indices_B] < 0)
-
-    def gather(self, indices_B: NDArray[np.int64], out: Rows) -> None:
-        """Copy columns of samples that are there to `out`."""
-        positions_B = self._positions_N[indices_B]
-        blocks_B, rows_B = positions_B >> _ROW_BITS, positions_B & ((1 << _ROW_BITS) - 1)
+    def read(self, indices_B: NDArray[np.int64]) -> Rows:
+        """The rows (B,) of samples that are there."""
+        rows_B, blocks_B = np.empty(len(indices_B), self._row), self._block_N[indices_B]
         for number in np.unique(blocks_B).tolist():
             selected = np.flatnonzero(blocks_B == number)
-            rows = self._blocks[number][rows_B[selected]]
-            for name, values in out.items():
-                values[selected] = rows[name]
+            rows_B[selected] = self._blocks[number][self._row_N[indices_B[selected]]]
+        return rows_B
 
 
 class RowStore:
     """The blocks of one key."""
 
-    def __init__(self, folder: Path, columns: Columns, num_samples: int) -> None:
-        self.folder, self.num_samples = folder, num_samples
-        self.row = np.dtype([("sample", "int32", ()), *((name, *kind) for name, kind in columns.items())])
+    def __init__(self, folder: Path, row: np.dtype[Any], num_samples: int) -> None:
+        self.folder, self.row, self.num_samples = folder, row, num_samples
         self._verified: set[Path] = set()
 
     def write(self, epoch: int, rows: Rows) -> None:
-        """Add a block to an epoch: `sample` and the store's columns. Raises OSError, as where the disk is full."""
-        block = np.empty(len(rows["sample"]), self.row)
-        for name in self.row.names or ():
-            block[name] = rows[name]
+        """Add a block to an epoch. Raises OSError, as where the disk is full."""
         file = io.BytesIO()
-        np.save(file, block)
+        np.save(file, rows)
         digest = hashlib.sha256(file.getbuffer()).hexdigest()
-        write_atomic(self._epoch_folder(epoch) / f"{len(block)}-{digest}.npy", file.getvalue())
+        write_atomic(self._epoch_folder(epoch) / f"{len(rows)}-{digest}.npy", file.getvalue())
 
     def open(self, epoch: int) -> EpochRows:
         """The rows of an epoch that are there now. A damaged block is named in the log and left out."""
-        blocks = [self._map(path) for path in sorted(_blocks(self._epoch_folder(epoch)))]
-        return EpochRows([block for block in blocks if block is not None], self.num_samples)
+        paths = sorted(self._epoch_folder(epoch).glob("*.npy"))
+        blocks = [self._map(path) for path in paths if _BLOCK.fullmatch(f"{path.parent.name}/{path.name}")]
+        return EpochRows([block for block in blocks if block is not None], self.row, self.num_samples)
 
     def remove_stale_temporaries(self) -> None:
         """Remove temporary files that killed jobs left an hour ago or more."""
@@ -98,16 +87,18 @@ class RowStore:
 
         Of an epoch that several jobs filled at once, each with blocks of its own, there may be fewer rows than that.
         """
-        names = [_EPOCH_NAME.fullmatch(folder.name) for folder in self.folder.glob("epoch-*")]
-        epochs = [_blocks(self.folder / name[0]) for name in names if name and int(name[1]) < num_epochs]
-        num_rows = (sum(int(path.name.partition("-")[0]) for path in paths) for paths in epochs)
-        num_bytes = sum(path.stat().st_size for paths in epochs for path in paths)
-        return sum(min(count, self.num_samples) for count in num_rows), num_bytes
+        num_rows, num_bytes = Counter[int](), 0
+        for path in self.folder.glob("epoch-*/*.npy"):
+            block = _BLOCK.fullmatch(f"{path.parent.name}/{path.name}")
+            if block is not None and int(block[1]) < num_epochs:
+                num_rows[int(block[1])] += int(block[2])
+                num_bytes += path.stat().st_size
+        return sum(min(rows, self.num_samples) for rows in num_rows.values()), num_bytes
 
     def _epoch_folder(self, epoch: int) -> Path:
         return self.folder / f"epoch-{epoch:05}"
 
-    def _map(self, path: Path) -> NDArray[Any] | None:
+    def _map(self, path: Path) -> Rows | None:
         """A block, memory-mapped; None where it is damaged."""
         try:
             if path not in self._verified:
@@ -115,7 +106,7 @@ class RowStore:
                     digest = hashlib.file_digest(file, "sha256").hexdigest()
                 if digest not in path.name:
                     raise ValueError("its checksum is not the one in its name")
-            block: NDArray[Any] = np.load(path, mmap_mode="r")
+            block: Rows = np.load(path, mmap_mode="r")
             if block.dtype != self.row:
                 raise ValueError("it has other columns")
             if not 0 <= block["sample"].min() <= block["sample"].max() < self.num_samples:
@@ -127,8 +118,62 @@ class RowStore:
         return block
 
 
-def _blocks(folder: Path) -> list[Path]:
-    try:
-        return [path for path in folder.iterdir() if _BLOCK_NAME.fullmatch(path.name)]
-    except FileNotFoundError:
-        return []
+class CacheWriter:
+    """Adds a running teacher's rows to a store, in a thread of its own: the step waits neither for the device nor for the disk.
+
+    A disk that fails ends the writing, not the training.
+    """
+
+    def __init__(self, store: RowStore) -> None:
+        self.error: OSError | None = None
+        """Why nothing is written any more."""
+        self._store, self._disk = store, DiskWriter()
+        self._batches: list[tuple[Callable[[], Rows], NDArray[np.bool_]]] = []
+        self._num_rows, self._epoch, self._oldest_s = 0, 0, 0.0
+
+    def add(self, epoch: int, rows: Callable[[], Rows], missing_B: NDArray[np.bool_]) -> None:
+        """Write the `missing_B` of rows; the thread gets them, see `RowFormat.to_host`.
+
+        Where the disk is slower than the teacher, a block waits for the one before it.
+        """
+        is_full = self._num_rows * self._store.row.itemsize >= BLOCK_BYTES
+        if is_full or epoch != self._epoch or time.monotonic() > self._oldest_s + BLOCK_AGE_S:
+            self._put_block()
+        if not self._batches:
+            self._oldest_s = time.monotonic()
+        self._batches.append((rows, missing_B))
+        self._num_rows += len(missing_B)
+        self._epoch = epoch
+
+    def flush(self) -> None:
+        """Wait until all of it is on disk, or the disk has failed. Raises what else went wrong in the thread."""
+        self._put_block()
+        self._wait()
+
+    def close(self) -> None:
+        """Write the rest and end the thread."""
+        try:
+            self.flush()
+        finally:
+            self._disk.close()
+
+    def _put_block(self) -> None:
+        self._wait()
+        batches, self._batches, self._num_rows = self._batches, [], 0
+        if batches and self.error is None:
+            self._disk.put(partial(self._write, self._epoch, batches))
+
+    def _wait(self) -> None:
+        try:
+            self._disk.wait()
+        except OSError as error:
+            if self.error is None:
+                log.warning(
+                    "teacher.cache: %s cannot be written (%s): this worker writes no more logits, and its training goes on",
+                    self._store.folder,
+                    error.strerror or error,
+                )
+            self.error = error
+
+    def _write(self, epoch: int, batches: list[tuple[Callable[[], Rows], NDArray[np.bool_]]]) -> None:
+        self._store.write(epoch, np.concatenate([rows()[missing_B] for rows, missing_B in batches]))

@@ -1,74 +1,86 @@
-"""The worker's client of a teacher service: the logits of a batch are requested while it waits for its step.
+"""The worker's client of a teacher service: the rows of a batch are requested while it waits for its step.
 
-Shapes: B samples of this rank, b of them that one actor serves, C channels, H=W pixels, K classes.
+Shapes: B samples of this rank, b of them that one actor serves, C channels, H=W pixels.
 """
 
+import asyncio
 import contextlib
+import copy
 import logging
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Generator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Self
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainables.data.loader.loader import Batch
+from trainables.config import TrainConfig
+from trainables.data.loader.loader import Batch, Loader
+from trainables.device.model_input import tensor_format
+from trainables.distributed.group import Group
 from trainables.errors import ClusterError, TeacherServiceLostError
 from trainables.methods.contract import ModelOutputs
-from trainables.teachers.interface import TeacherInterface, TeacherRequest
-from trainables.teachers.service.protocol import NO_ROWS, LogitsRequest, LogitsResponse, TeacherConnection
+from trainables.teachers.cache.key import cache_key, shared_key_parts
+from trainables.teachers.interface import TeacherRequest
+from trainables.teachers.rows import Columns, Rows, RowTeacher
+from trainables.teachers.service.protocol import RowsRequest, ServedModel, TeacherConnection
+from trainables.teachers.service.served_network import served_rows
 
 log = logging.getLogger("raydistill")
 
 PREFETCH_BATCHES = 4
-"""Batches whose logits are requested before their step."""
+"""Batches whose rows are requested before their step."""
 RESPONSE_TIMEOUT_S = 600.0
 """Without a response for so long, whatever was restarted meanwhile, the training ends."""
-_POLL_S, _RETRY_S = 1.0, 0.5
+_RETRY_S = 0.5
 
 
 @dataclass
 class _PendingBatch:
-    """A batch whose logits were requested."""
+    """A batch whose rows were requested."""
 
     indices_B: NDArray[np.int64]
-    responses: list[tuple[NDArray[np.intp], Future[LogitsResponse]]]
-    """Rows of the batch, and the response for them; one for each connection."""
+    response: Future[tuple[Rows, int]]
+    """The rows, and for how many of them the network ran."""
     num_used: int = 0
     """Rows that steps have used, from the first on."""
-    logits_BK: Tensor | None = None
-    """On the device, once a step has waited for the responses."""
+    columns: Columns | None = None
+    """On the device, once a step has waited for the response."""
 
 
-class ServiceTeacher(TeacherInterface):
-    """Logits that a teacher service computes. A sample is always requested from the same connection."""
+class ServiceTeacher(RowTeacher):
+    """Rows that a teacher service computes. A sample is always requested from the same connection."""
 
     def __init__(
         self,
+        config: TrainConfig,
+        group: Group,
+        classes: tuple[str, ...],
+        loader: Loader,
         connections: Sequence[TeacherConnection],
-        *,
-        template: LogitsRequest,
         methods: Sequence[str],
-        device: torch.device,
-        dtype: torch.dtype,
-        timeout_s: float = RESPONSE_TIMEOUT_S,
     ) -> None:
-        """`template`: what all requests have in common. `methods`: their keys."""
+        """Every rank calls it. A timing run shares no logits with other jobs, since it measures what its own teacher costs.
+
+        Raises DistillError: the teacher or the data cannot be read, or the workers read different images.
+        """
+        super().__init__(served_rows(config, classes), methods, group.device, tensor_format(config)[0])
         if not connections:
             raise ValueError("a client of the teacher service without a connection to it")
-        self._connections, self._template, self._timeout_s = tuple(connections), template, timeout_s
-        self._methods, self._device, self._dtype = tuple(methods), device, dtype
+        self._connections = tuple(connections)
+        parts = shared_key_parts(config, group, loader, classes)
+        suffix = "" if config.train.max_steps is None else f"-{config.labels.get('trial', config.stage)}"
+        settings = config.model_copy(update={"teacher_sha256": parts["teacher"]["sha256"]}).model_dump(mode="json")
+        self._model = ServedModel(cache_key(parts) + suffix, settings, classes)
         self._pending: deque[_PendingBatch] = deque()
-        self._pool = ThreadPoolExecutor((PREFETCH_BATCHES + 1) * len(connections), thread_name_prefix="teacher")
-        self._closed = threading.Event()
-        self._num_computed = 0
+        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self._loop, self._closed = self._runner.get_loop(), asyncio.Event()
+        self._thread = threading.Thread(target=self._runner.run, args=(self._closed.wait(),), name="teacher", daemon=True)
+        self._thread.start()
 
     def prefetch(self, batches: Generator[Batch, None, None], epoch: int) -> Generator[Batch, None, None]:
         """See `TeacherInterface`. One batch more with each step, so that the first step does not wait until all are loaded."""
@@ -76,7 +88,10 @@ class ServiceTeacher(TeacherInterface):
         waiting, num_yielded = deque[Batch](), 0
         with contextlib.closing(batches):
             for batch in batches:
-                self._pending.append(self._request(batch, epoch))
+                indices_B = batch.indices_B.numpy().copy()
+                images_BHWC = batch.images_BCHW.permute(0, 2, 3, 1).numpy()
+                response = asyncio.run_coroutine_threadsafe(self._request(indices_B, images_BHWC, epoch), self._loop)
+                self._pending.append(_PendingBatch(indices_B, response))
                 waiting.append(batch)
                 if len(waiting) > min(PREFETCH_BATCHES, num_yielded + 1):
                     yield waiting.popleft()
@@ -85,109 +100,71 @@ class ServiceTeacher(TeacherInterface):
                 yield waiting.popleft()
 
     def __call__(self, images_BCHW: Tensor, num_rows: int, request: TeacherRequest | None = None) -> dict[str, ModelOutputs]:
-        """See `TeacherInterface`. Waits for the responses where they are not there yet, but not for the device."""
+        """See `TeacherInterface`. Waits for the response where it is not there yet, but not for the device."""
         if request is None:
-            return self._outputs(torch.zeros((num_rows, len(self._template.classes)), device=self._device, dtype=self._dtype))
+            return self._dummy_outputs(num_rows)
         pending = self._pending[0]
         rows = slice(pending.num_used, pending.num_used + num_rows)
         if not np.array_equal(pending.indices_B[rows], request.indices_B.numpy()):
             raise RuntimeError("teacher.service: a step has other samples than those whose logits were requested for it")
-        if pending.logits_BK is None:
-            pending.logits_BK = self._collect(pending)
+        if pending.columns is None:
+            rows_B, num_computed = pending.response.result()
+            self._num_computed += num_computed
+            pending.columns = self.row_format.to_device(rows_B, self._device)
         pending.num_used += num_rows
         if pending.num_used == len(pending.indices_B):
             self._pending.popleft()
-        return self._outputs(pending.logits_BK[rows])
+        return self._outputs({name: column[rows] for name, column in pending.columns.items()})
 
-    def for_validation(self) -> "ServiceTeacher":
-        """A client of the same network for the validation images."""
-        template = self._template._replace(key=f"{self._template.key}-val")
-        options: dict[str, Any] = {"methods": self._methods, "device": self._device, "dtype": self._dtype}
-        return ServiceTeacher(self._connections, template=template, timeout_s=self._timeout_s, **options)
-
-    def end_epoch(self) -> int:
-        """See `TeacherInterface`: images that this worker was the first to request."""
-        num_computed, self._num_computed = self._num_computed, 0
-        return num_computed
+    def for_validation(self) -> Self:
+        """A client of the same network for the validation images. It is closed with this one."""
+        client = copy.copy(self)
+        client._model = self._model._replace(key=f"{self._model.key}-val")
+        client._pending = deque()
+        return client
 
     def close(self) -> None:
         """Send no more requests."""
-        self._closed.set()
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._loop.call_soon_threadsafe(self._closed.set)
+        self._thread.join()
+        self._runner.close()
 
-    def _outputs(self, logits_BK: Tensor) -> dict[str, ModelOutputs]:
-        return {method: ModelOutputs(logits_BK) for method in self._methods}
+    async def _request(self, indices_B: NDArray[np.int64], images_BHWC: NDArray[np.uint8], epoch: int) -> tuple[Rows, int]:
+        """The rows of a batch, each from the actor that serves its sample, and how many of them were computed for it."""
+        rows_B, actors_B = np.empty(len(indices_B), self.row_format.row), indices_B % len(self._connections)
+        parts = [np.flatnonzero(actors_B == number) for number in range(len(self._connections))]
 
-    def _request(self, batch: Batch, epoch: int) -> _PendingBatch:
-        """Send the requests of a batch, each to the actor that serves its samples."""
-        indices_B = batch.indices_B.numpy().copy()
-        images_BHWC = batch.images_BCHW.permute(0, 2, 3, 1).numpy()
-        actors_B = indices_B % len(self._connections)
-        responses = []
-        for number, connection in enumerate(self._connections):
-            rows_b = np.flatnonzero(actors_B == number)
-            if len(rows_b):
-                exchange = partial(self._exchange, connection, indices_B[rows_b], images_BHWC, rows_b, epoch)
-                responses.append((rows_b, self._pool.submit(exchange)))
-        return _PendingBatch(indices_B, responses)
+        async def fetch(connection: TeacherConnection, rows_b: NDArray[np.intp]) -> int:
+            part = images_BHWC if len(rows_b) == len(indices_B) else images_BHWC[rows_b]
+            rows_B[rows_b], num_computed = await self._exchange(connection, indices_B[rows_b], part, epoch)
+            return num_computed
 
-    def _collect(self, pending: _PendingBatch) -> Tensor:
-        """Wait for the logits (B, K) of a batch; returns them on the device, on a GPU with their copy under way."""
-        shape = len(pending.indices_B), len(self._template.classes)
-        logits_BK = torch.empty(shape, dtype=self._dtype, pin_memory=self._device.type == "cuda")
-        for rows_b, future in pending.responses:
-            response = future.result()
-            logits_BK.numpy()[rows_b] = response.logits_BK
-            self._num_computed += response.num_computed
-        return logits_BK.to(self._device, non_blocking=True)
+        pairs = zip(self._connections, parts, strict=True)
+        return rows_B, sum(await asyncio.gather(*(fetch(connection, rows_b) for connection, rows_b in pairs if len(rows_b))))
 
-    def _exchange(
-        self,
-        connection: TeacherConnection,
-        indices_b: NDArray[np.int64],
-        images_BHWC: NDArray[np.uint8],
-        rows_b: NDArray[np.intp],
-        epoch: int,
-    ) -> LogitsResponse:
-        """The logits of some samples of a batch: requested without images first, then with those that the service lacks.
+    async def _exchange(
+        self, connection: TeacherConnection, indices_b: NDArray[np.int64], images_bHWC: NDArray[np.uint8], epoch: int
+    ) -> tuple[Rows, int]:
+        """The response of an actor, which may be restarted meanwhile.
 
         Raises:
             ClusterError: there was no response for too long.
             DistillError: the service cannot load the teacher.
         """
-        deadline_s, num_computed, lost = time.monotonic() + self._timeout_s, 0, False
-        sent = NO_ROWS
-        while True:
-            images_RHWC = images_BHWC[rows_b[sent]] if len(sent) else None
-            request = self._template._replace(epoch=epoch, indices_B=indices_b, rows_R=sent, images_RHWC=images_RHWC)
-            try:
-                response = self._wait(connection("logits", request), deadline_s)
-            except TeacherServiceLostError as error:
-                if self._closed.is_set():
-                    raise
-                if time.monotonic() >= deadline_s:
-                    raise ClusterError(self._timeout_message()) from error
-                if not lost:
-                    log.warning("teacher.service: an actor is gone (%s): repeating the request until it is back", error)
-                lost = True
-                self._closed.wait(_RETRY_S)
-                continue
-            num_computed += response.num_computed
-            if response.missing is None:
-                return response._replace(num_computed=num_computed)
-            sent = np.union1d(sent, response.missing)
-
-    def _wait(self, result: Callable[[float], LogitsResponse], deadline_s: float) -> LogitsResponse:
-        while not self._closed.is_set():
-            try:
-                return result(_POLL_S)
-            except TimeoutError as error:
-                if time.monotonic() >= deadline_s:
-                    raise ClusterError(self._timeout_message()) from error
-        raise TeacherServiceLostError("the training is over")
-
-    def _timeout_message(self) -> str:
-        return (
-            f"teacher.service: no response for {self._timeout_s:g} s: check that the cluster runs its {len(self._connections)} "
-            "actors, then `distill resume`; or set teacher.service to null"
-        )
+        lost = False
+        try:
+            async with asyncio.timeout(RESPONSE_TIMEOUT_S):
+                while True:
+                    images = connection.put(images_bHWC)
+                    try:
+                        return await connection(RowsRequest(self._model, epoch, indices_b, images))
+                    except TeacherServiceLostError as error:
+                        if not lost:
+                            log.warning("teacher.service: an actor is gone (%s): repeating the request until it is back", error)
+                        lost = True
+                        await asyncio.sleep(_RETRY_S)
+        except TimeoutError as error:
+            raise ClusterError(
+                f"teacher.service: no response for {RESPONSE_TIMEOUT_S:g} s: check that the cluster runs its "
+                f"{len(self._connections)} actors, then `distill resume`; or set teacher.service to null"
+            ) from error

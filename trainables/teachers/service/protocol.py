@@ -1,53 +1,55 @@
 """The messages between a worker and an actor of the teacher service. Knows neither Ray nor torch.
 
-Shapes: B samples of a request, R of them sent with their images, H=W pixels, C=3 channels, K classes.
+Shapes: B samples of a request, H=W pixels, C=3 channels.
 """
 
-from collections.abc import Callable
+from collections.abc import Awaitable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-NO_ROWS = np.empty(0, dtype=np.int64)
 
-
-class LogitsRequest(NamedTuple):
-    """Asks for the teacher's logits of samples in one epoch's augmentation."""
+class ServedModel(NamedTuple):
+    """The network that an actor runs for a job."""
 
     key: str
-    """See `trainables.teachers.cache.key`: which network, data and augmentation; runs with another suffix after a `-` share the
-    network, and no logits."""
+    """See `trainables.teachers.cache.key`: which network, data and augmentation; jobs with another suffix after a `-` share the
+    network, and no rows."""
     settings: dict[str, Any]
     """The worker's `TrainConfig`, and the classes: what the network is built from."""
     classes: tuple[str, ...]
-    epoch: int = 0
+
+
+class RowsRequest(NamedTuple):
+    """Asks for the teacher's rows of samples in one epoch's augmentation."""
+
+    model: ServedModel
+    epoch: int
     """The epoch by which the images are augmented."""
-    indices_B: NDArray[np.int64] = NO_ROWS
+    indices_B: NDArray[np.int64]
     """Dataset-wide sample indices."""
-    rows_R: NDArray[np.int64] = NO_ROWS
-    """Rows of the B whose images are sent: those that the service said are missing."""
-    images_RHWC: NDArray[np.uint8] | None = None
-    """As a loader yields them, before the device's augmentation; None: no images."""
+    images_BHWC: Awaitable[NDArray[np.uint8]]
+    """As a loader yields them, before the device's augmentation. They stay with the worker until the actor awaits them."""
 
 
-class LogitsResponse(NamedTuple):
-    """The logits of a request; where `logits_BK` is None, what the client has to send."""
+class RowsResponse(NamedTuple):
+    """The rows of a request."""
 
-    logits_BK: NDArray[Any] | None = None
-    """In float32 or wider."""
-    missing: NDArray[np.int64] | None = None
-    """Rows whose images the client has to send with the next request."""
-    num_computed: int = 0
-    """Number of images of this request that the network runs for."""
+    rows_B: NDArray[Any]
+    """See `trainables.teachers.rows`."""
+    num_computed: int
+    """Number of images of this request that the network ran for."""
 
 
 class TeacherConnection(Protocol):
-    """Calls the methods of one `TeacherActor`."""
+    """Leads to one `TeacherActor`."""
 
-    def __call__(self, method: str, *arguments: Any) -> Callable[[float], Any]:
-        """Begin a call of a method and return at once. The result is a function that waits so many seconds for the return value.
+    def put(self, images_BHWC: NDArray[np.uint8]) -> Awaitable[NDArray[np.uint8]]:
+        """Images as a request has them; the worker keeps the result until it has the response."""
 
-        The function raises TimeoutError where there is no value yet (call it again), TeacherServiceLostError, or what the method
-        raised.
+    async def __call__(self, request: RowsRequest) -> RowsResponse:
+        """What `TeacherActor.rows` returns or raises.
+
+        Raises TeacherServiceLostError: the actor has gone without a response; sending the request again is safe.
         """

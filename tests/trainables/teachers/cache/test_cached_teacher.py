@@ -33,7 +33,7 @@ from trainables.engine.train import build, run_job
 from trainables.errors import CheckpointError, DataError, DistillError, ExperimentError
 from trainables.models.registry import build_model
 from trainables.rundir import StageDir
-from trainables.teachers.cache import key, open_store
+from trainables.teachers.cache import cached_teacher, key
 from trainables.teachers.cache.cached_teacher import CachedTeacher
 from trainables.teachers.cache.store import RowStore
 from trainables.teachers.interface import TeacherRequest
@@ -329,7 +329,7 @@ def test_a_full_cache_on_a_disk_that_cannot_be_written_is_read(filled: Path, mon
     def refuse(path: Path, *_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(open_store, "write_json", refuse)
+    monkeypatch.setattr(cached_teacher, "write_json", refuse)
     monkeypatch.setattr(RowStore, "write", refuse)
     assert ran_for(train(Group(), settings(filled, "second", epochs=1))) == [0]
     with pytest.raises(DataError, match=r"teacher.cache: .* cannot be written \(Permission denied\): name another folder"):
@@ -341,7 +341,6 @@ def test_a_cache_of_an_older_format_is_named_and_computed_again(
 ) -> None:
     (older,) = keys(filled)
     monkeypatch.setattr(key, "FORMAT", key.FORMAT + 1)
-    monkeypatch.setattr(open_store, "FORMAT", key.FORMAT)
     with caplog.at_level(logging.INFO, "raydistill"):
         assert ran_for(train(Group(), settings(filled, "second", epochs=1))) == [1442]
     assert f"teacher.cache: {filled / 'cache' / older} is of an older format and is not read: delete it" in caplog.messages

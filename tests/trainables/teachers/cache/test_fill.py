@@ -17,7 +17,8 @@ from trainables.distributed.rank_pool import RankPool
 from trainables.engine.job_parts import open_loaders
 from trainables.errors import DataError
 from trainables.teachers.cache.fill import fill, sequential
-from trainables.teachers.cache.store import Rows, RowStore
+from trainables.teachers.cache.store import RowStore
+from trainables.teachers.rows import Rows
 
 
 def fill_alone(group: Group, config: TrainConfig) -> tuple[dict[str, float], list[tuple[str, int]]]:

@@ -13,18 +13,26 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from tests.trainables.teachers.service.local_service import LocalConnection, local_services
+from tests.trainables.teachers.service.local_service import LocalConnection, LocalImages, local_services
 from tests.trainables.teachers.service.test_client import settings
 from tests.waiting import wait_until
-from trainables.errors import CheckpointError
+from trainables.errors import CheckpointError, TeacherServiceLostError
+from trainables.teachers.rows import Rows
 from trainables.teachers.service.actor import TeacherActor
-from trainables.teachers.service.protocol import LogitsRequest, LogitsResponse
+from trainables.teachers.service.protocol import RowsRequest, RowsResponse, ServedModel
 
-K, ROW_BYTES = 3, 3 * 8 + 300  # with a row's entry
+ROW = np.dtype([("sample", "int32"), ("pixel", "uint8"), ("epoch", "int32")])
+ROW_BYTES = ROW.itemsize + 350  # with a row's entry
+
+
+def expected(samples: NDArray[np.int64], epoch: int = 0) -> Rows:
+    rows = np.empty(len(samples), ROW)
+    rows["sample"], rows["pixel"], rows["epoch"] = samples, samples % 251, epoch
+    return rows
 
 
 class Numbered:
-    """A network whose logits of an image are its only pixel, its sample and the epoch; counts what it runs for."""
+    """A network whose row of an image is its sample, its only pixel and the epoch; counts what it runs for."""
 
     def __init__(self) -> None:
         self.ran: list[tuple[int, int]] = []
@@ -33,15 +41,18 @@ class Numbered:
         self.may_run = threading.Event()
         self.may_run.set()
 
-    def launch(self, images: Sequence[NDArray[np.uint8]], samples_n: NDArray[np.int64], epoch: int) -> Callable[[], NDArray[Any]]:
+    def __call__(
+        self, images: Sequence[NDArray[np.uint8]], samples_n: NDArray[np.int64], epoch: int
+    ) -> Callable[[], NDArray[Any]]:
         pixels_n = np.concatenate(images)[:, 0, 0, 0]
         self.may_run.wait()
         if self.fails:
             raise ArithmeticError("the teacher cannot")
         self.ran += [(epoch, int(sample)) for sample in samples_n]
         self.calls.append(len(samples_n))
-        logits_nK = np.stack([pixels_n.astype(float), samples_n.astype(float), np.full(len(samples_n), float(epoch))], axis=1)
-        return lambda: logits_nK
+        rows_n = expected(samples_n, epoch)
+        rows_n["pixel"] = pixels_n
+        return lambda: rows_n
 
 
 class Served:
@@ -50,44 +61,30 @@ class Served:
     def __init__(self, connection: LocalConnection, network: Numbered) -> None:
         self.connection, self.network = connection, network
 
-    def request(
-        self, samples: NDArray[np.int64], *, epoch: int = 0, key: str = "key", sends: NDArray[np.int64] | None = None
-    ) -> "Future[LogitsResponse]":
-        """Begin a request; `sends`: the rows that are sent with their images."""
-        rows = np.empty(0, dtype=np.int64) if sends is None else sends
-        images = (samples[rows] % 251).astype(np.uint8)[:, None, None, None].repeat(3, axis=3) if len(rows) else None
-        return self.connection.begin("logits", LogitsRequest(key, {"of": key}, (), epoch, samples, rows, images))
+    def request(self, samples: NDArray[np.int64], epoch: int = 0, key: str = "key") -> "tuple[Future[RowsResponse], LocalImages]":
+        """Begin a request."""
+        images = LocalImages((samples % 251).astype(np.uint8)[:, None, None, None].repeat(3, axis=3))
+        return self.begin(samples, images, epoch, key), images
 
-    def fetch(
-        self, samples: NDArray[np.int64], epoch: int = 0, key: str = "key", sent: list[int] | None = None
-    ) -> LogitsResponse:
-        """As a worker does: first without images, then with those that are missing; `sent` gets their numbers."""
-        rows, computed = np.empty(0, dtype=np.int64), 0
-        while True:
-            if sent is not None:
-                sent.append(len(rows))
-            response = self.request(samples, epoch=epoch, key=key, sends=rows).result(5)
-            computed += response.num_computed
-            if response.missing is None:
-                return response._replace(num_computed=computed)
-            rows = np.union1d(rows, response.missing)
+    def begin(self, samples: NDArray[np.int64], images: LocalImages, epoch: int = 0, key: str = "key") -> "Future[RowsResponse]":
+        return self.connection.begin("rows", RowsRequest(ServedModel(key, {"of": key}, ()), epoch, samples, images))
+
+    def fetch(self, samples: NDArray[np.int64], epoch: int = 0, key: str = "key") -> RowsResponse:
+        return self.request(samples, epoch, key)[0].result(5)
 
 
 @pytest.fixture
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
     network = Numbered()
-    options = {"upload_timeout_s": 60.0, **getattr(request, "param", {})}
-    with local_services(build=lambda settings, classes: network, **options) as (connection,):
+    with local_services(build=lambda settings, classes: network, **getattr(request, "param", {})) as (connection,):
         yield Served(connection, network)
 
 
-def is_right(response: LogitsResponse, samples: NDArray[np.int64], epoch: int = 0) -> bool:
-    assert response.logits_BK is not None
-    return np.array_equal(response.logits_BK, np.stack([samples % 251, samples, np.full(len(samples), epoch)], axis=1))
+def is_right(response: RowsResponse, samples: NDArray[np.int64], epoch: int = 0) -> bool:
+    return np.array_equal(response.rows_B, expected(samples, epoch))
 
 
 def test_many_clients_that_request_the_same_at_once_cause_one_computation(served: Served) -> None:
-    sent = list[int]()
     order = np.random.default_rng(0).permutation(1000)
 
     def student(number: int) -> int:
@@ -95,7 +92,7 @@ def test_many_clients_that_request_the_same_at_once_cause_one_computation(served
         for epoch in range(2):
             for part in np.array_split(order, 20):
                 samples = np.random.default_rng(number).permutation(part)
-                response = served.fetch(samples, epoch, sent=sent)
+                response = served.fetch(samples, epoch)
                 assert is_right(response, samples, epoch)
                 computed += response.num_computed
         return computed
@@ -103,70 +100,62 @@ def test_many_clients_that_request_the_same_at_once_cause_one_computation(served
     with ThreadPoolExecutor(8) as students:
         computed = sum(students.map(student, range(8)))
     assert sorted(served.network.ran) == [(epoch, sample) for epoch in range(2) for sample in range(1000)]
-    assert computed == sum(sent) == 2000
+    assert computed == 2000
     assert served.connection.begin("counts").result(5) == {"computed": 2000, "returned": 16000}
 
 
-def test_batches_that_overlap_send_each_image_once(served: Served) -> None:
-    sent = list[int]()
-
+def test_batches_that_overlap_compute_each_image_once(served: Served) -> None:
     def student(size: int) -> None:
         for start in range(0, 1000, size):
             samples = np.arange(start, min(start + size, 1000))
-            assert is_right(served.fetch(samples, sent=sent), samples)
+            assert is_right(served.fetch(samples), samples)
 
     with ThreadPoolExecutor(4) as students:
         list(students.map(student, (30, 41, 64, 100)))
     assert sorted(served.network.ran) == [(0, sample) for sample in range(1000)]
-    assert sum(sent) == 1000
 
 
-@pytest.mark.parametrize("served", [{"upload_timeout_s": 0.2}], indirect=True)
-def test_images_that_one_client_does_not_send_are_requested_from_another(served: Served) -> None:
-    lost = served.request(np.arange(10)).result(5)
-    assert lost.missing is not None
-    assert lost.missing.tolist() == list(range(10))
-    waiting = served.request(np.arange(5, 10))
-    assert not waiting.done()
-    again = waiting.result(5)
-    assert again.missing is not None
-    assert again.missing.tolist() == list(range(5))
-    assert is_right(served.fetch(np.arange(10)), np.arange(10))
-    assert len(served.network.ran) == 10
-
-
-def test_images_are_requested_for_what_is_neither_computed_nor_under_way(served: Served) -> None:
-    served.fetch(np.arange(10))
+def test_images_are_fetched_only_where_a_row_is_neither_computed_nor_under_way(served: Served) -> None:
     served.network.may_run.clear()
-    under_way = served.request(np.arange(10, 20), sends=np.arange(10))
-    requested = served.request(np.arange(25)).result(5)
-    assert requested.missing is not None
-    assert requested.missing.tolist() == [20, 21, 22, 23, 24]
-    waits = served.request(np.arange(20))
-    assert not waits.done()
+    requests = [served.request(samples) for samples in (np.arange(10), np.arange(10)[::-1], np.arange(5, 15))]
+    assert served.connection.begin("counts").result(5)["computed"] == 0  # by now all of them wait
     served.network.may_run.set()
-    assert is_right(waits.result(5), np.arange(20))
-    assert is_right(under_way.result(5), np.arange(10, 20))
+    assert [future.result(5).num_computed for future, _ in requests] == [10, 0, 5]
+    again = served.request(np.arange(15))
+    assert again[0].result(5).num_computed == 0
+    assert [images.num_fetches for _, images in (*requests, again)] == [1, 0, 1, 0]
+
+
+def test_where_a_client_dies_with_its_images_those_of_another_are_computed(served: Served) -> None:
+    lost, images = LocalImages(np.zeros((10, 1, 1, 3), np.uint8)), np.arange(10)
+    lost.may_arrive.clear()
+    dying, other = served.begin(images, lost), served.request(np.arange(5, 12))[0]
+    assert served.connection.begin("counts").result(5)["computed"] == 0
+    lost.are_lost = True
+    lost.may_arrive.set()
+    assert is_right(other.result(5), np.arange(5, 12))
+    with pytest.raises(TeacherServiceLostError, match="its images are lost: ConnectionError"):
+        dying.result(5)
+    assert is_right(served.fetch(np.arange(12)), np.arange(12))
 
 
 def test_a_request_that_is_cancelled_harms_no_other_that_waits_for_the_same_rows(served: Served) -> None:
     served.fetch(np.array([99]))
     served.network.may_run.clear()
-    sender = served.request(np.arange(10), sends=np.arange(10))
-    cancelled, other = served.request(np.arange(5)), served.request(np.arange(10))
+    requests = [served.request(np.arange(size))[0] for size in (10, 5, 10)]
     assert served.connection.begin("counts").result(5)["computed"] == 1  # by now all of them wait
-    cancelled.cancel()
-    sender.cancel()
+    for cancelled in requests[:2]:
+        cancelled.cancel()
     served.network.may_run.set()
-    assert is_right(other.result(5), np.arange(10))
+    assert is_right(requests[2].result(5), np.arange(10))
 
 
 def test_what_waits_is_computed_together_up_to_a_workers_largest_batch(served: Served) -> None:
     served.fetch(np.arange(64))
     served.network.may_run.clear()
-    first = served.request(np.arange(100, 110), sends=np.arange(10))
+    first = served.request(np.arange(100, 110))[0]
     parts = [np.arange(start, start + 20) for start in range(200, 300, 20)]
-    waiting = [served.request(part, sends=np.arange(20)) for part in parts]
+    waiting = [served.request(part)[0] for part in parts]
     served.network.may_run.set()
     assert is_right(first.result(5), np.arange(100, 110))
     assert all(is_right(response.result(5), part) for response, part in zip(waiting, parts, strict=True))
@@ -198,7 +187,7 @@ def test_a_network_that_fails_fails_all_requests_that_wait_and_is_tried_again(se
     served.network.fails = True
     served.network.may_run.clear()
     samples = np.arange(8)
-    waiting = [served.request(samples, sends=np.arange(8)), served.request(samples[::-1].copy())]
+    waiting = [served.request(each)[0] for each in (samples, samples[::-1].copy())]
     assert served.connection.begin("counts").result(5)["returned"] == 0
     served.network.may_run.set()
     for future in waiting:
@@ -256,5 +245,6 @@ def test_it_has_full_products_also_where_its_container_allows_tf32() -> None:
 def test_a_teacher_that_does_not_exist_is_named(tmp_path: Path) -> None:
     plain = settings(tmp_path, "ours").model_dump(mode="json")
     (tmp_path / "teacher.safetensors").unlink()
+    images, model = LocalImages(np.zeros((3, 8, 8, 3), np.uint8)), ServedModel("key", plain, ("0", "1"))
     with local_services() as (connection,), pytest.raises(CheckpointError, match=r"teacher.safetensors"):
-        connection.begin("logits", LogitsRequest("key", plain, ("0", "1"), 0, np.arange(3))).result(30)
+        connection.begin("rows", RowsRequest(model, 0, np.arange(3), images)).result(30)

@@ -1,5 +1,6 @@
 """Trainings with a teacher service: the losses of a network on the worker, whatever dies, and no image computed twice."""
 
+import asyncio
 import contextlib
 import re
 import threading
@@ -23,8 +24,9 @@ from trainables.distributed.rank_pool import RankPool
 from trainables.engine.train import build, run_job
 from trainables.errors import CheckpointError, ClusterError, ExperimentError
 from trainables.teachers.interface import TeacherRequest
+from trainables.teachers.service import client as client_module
 from trainables.teachers.service.client import PREFETCH_BATCHES, ServiceTeacher
-from trainables.teachers.service.protocol import LogitsRequest, TeacherConnection
+from trainables.teachers.service.protocol import RowsRequest, RowsResponse, TeacherConnection
 
 ROWS = 1442
 ALONE = Group()
@@ -143,24 +145,15 @@ def test_a_service_that_dies_and_comes_back_changes_nothing(tmp_path: Path) -> N
     assert losses_of(disturbed) == pytest.approx(losses_of(undisturbed), abs=1e-12)
 
 
-def test_a_service_that_stays_away_ends_the_training_in_one_line(tmp_path: Path) -> None:
+def test_a_service_that_stays_away_ends_the_training_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "RESPONSE_TIMEOUT_S", 0.3)
     with (
         local_services() as connections,
         contextlib.closing(build(settings(tmp_path, "ours"), Group(), Recorded(), no_telemetry, connections=connections)) as job,
     ):
         connections[0].kill()
-        client = ServiceTeacher(
-            connections,
-            template=LogitsRequest("key", {}, ("a", "b")),
-            methods=["kd"],
-            device=torch.device("cpu"),
-            dtype=torch.float64,
-            timeout_s=0.3,
-        )
-        with contextlib.closing(client):
-            batch = next(client.prefetch(job.train_loader.epoch(0), 0))
-            with pytest.raises(ClusterError, match=r"teacher.service: no response for 0.3 s: check .* `distill resume`") as error:
-                client(batch.images_BCHW, len(batch.labels_B), TeacherRequest(batch.indices_B, 0))
+        with pytest.raises(ClusterError, match=r"teacher.service: no response for 0.3 s: check .* `distill resume`") as error:
+            run_job(job)
     assert "\n" not in str(error.value)
 
 
@@ -209,17 +202,9 @@ def test_ranks_that_read_other_images_are_refused_in_one_line(tmp_path: Path, ra
 
 
 def test_no_more_batches_are_requested_than_may_be_under_way(tmp_path: Path) -> None:
-    calls = list[int]()
-
-    class Silent:
-        def __call__(self, method: str, *arguments: Any) -> Any:
-            calls.append(1)
-
-            def never(timeout_s: float) -> Any:
-                time.sleep(0.01)
-                raise TimeoutError
-
-            return never
+    class Silent(LocalConnection):
+        async def __call__(self, request: RowsRequest) -> RowsResponse:
+            return await asyncio.get_running_loop().create_future()
 
     with contextlib.closing(build(settings(tmp_path, "ours"), Group(), Recorded(), no_telemetry, connections=[Silent()])) as job:
         batches = job.train_state.teacher.prefetch(job.train_loader.epoch(0), 0)
@@ -278,7 +263,7 @@ def test_on_a_gpu_a_step_takes_its_logits_without_waiting_for_the_device(tmp_pat
         assert isinstance(teacher, ServiceTeacher)
         batch = next(teacher.prefetch(job.train_loader.epoch(0), 0))
         until_s = time.monotonic() + 60
-        while not all(response.done() for _, response in teacher._pending[0].responses) and time.monotonic() < until_s:
+        while not teacher._pending[0].response.done() and time.monotonic() < until_s:
             time.sleep(0.01)
         torch.cuda.set_sync_debug_mode("error")
         try:

@@ -1,4 +1,4 @@
-"""Logits as they are stored: how far the loss from them may be off, in float64 from the definitions.
+"""Rows hold what they declare; logits in half precision: how far the loss from them may be off, in float64 from the definitions.
 
 How far T²·KL(teacher ‖ student) may be off: let r be the largest difference of two logits of the student, p =
 softmax(z/T), d_j = max z - z_j, and h(x) = -x·log x - (1 - x)·log(1 - x).
@@ -15,11 +15,13 @@ Shapes: B samples, K classes, k stored ones.
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from trainables.teachers.cache.logits_format import LogitsFormat
+from trainables.methods.contract import ModelOutputs
+from trainables.teachers.rows import ExactLogits, HalfLogits
 
 ROUNDING = 2.0**-11
 """The relative error of a number in half precision."""
@@ -35,8 +37,8 @@ def loss(student_BK: Tensor, teacher_BK: Tensor, temperature: float) -> Tensor:
     return temperature**2 * (p_BK.softmax(1) * (p_BK.log_softmax(1) - q_BK.log_softmax(1))).sum(1)
 
 
-def round_trip(stored: LogitsFormat, teacher_BK: Tensor) -> Tensor:
-    return stored.decode(stored.encode(teacher_BK), torch.float64)
+def round_trip(stored: HalfLogits, teacher_BK: Tensor) -> Tensor:
+    return stored.decode(stored.encode(ModelOutputs(teacher_BK)), torch.float64).logits_BK
 
 
 def rounding_bound(student_BK: Tensor, teacher_BK: Tensor, temperature: float) -> Tensor:
@@ -47,15 +49,15 @@ def rounding_bound(student_BK: Tensor, teacher_BK: Tensor, temperature: float) -
     return temperature * ROUNDING * (p_BK * below_BK * (gap_BK - (p_BK * gap_BK).sum(1, keepdim=True)).abs()).sum(1)
 
 
-def tail_bound(stored: LogitsFormat, student_BK: Tensor, teacher_BK: Tensor, temperature: float) -> Tensor:
+def tail_bound(stored: HalfLogits, student_BK: Tensor, teacher_BK: Tensor, temperature: float) -> Tensor:
     """The module docstring's second item, (B,)."""
-    classes = stored.num_classes
-    largest_Bk, classes_Bk = teacher_BK.topk(stored.num_stored, dim=1)
+    classes, num_stored = stored.num_classes, stored.top_k or stored.num_classes
+    largest_Bk, classes_Bk = teacher_BK.topk(num_stored, dim=1)
     others_BK = teacher_BK.scatter(1, classes_Bk, -math.inf)
     total_B, smallest_B = others_BK.logsumexp(1), largest_Bk[:, -1]
     if temperature >= 1:
-        even_B = (total_B - math.log(classes - stored.num_stored)) / temperature
-        rest_B = even_B.exp() * (classes - stored.num_stored)
+        even_B = (total_B - math.log(classes - num_stored)) / temperature
+        rest_B = even_B.exp() * (classes - num_stored)
     else:
         rest_B = (smallest_B * (1 / temperature - 1) + total_B).exp()
     share_B = (rest_B / (rest_B + (largest_Bk / temperature).exp().sum(1))).clamp(max=1 - 1 / classes)
@@ -69,7 +71,7 @@ def tail_bound(stored: LogitsFormat, student_BK: Tensor, teacher_BK: Tensor, tem
 @pytest.mark.parametrize("classes", [2, 10, 1000])
 def test_all_logits_give_the_loss_within_a_rounding(classes: int, scale: float, temperature: float) -> None:
     student, teacher = logits(1, 64, classes, scale), logits(2, 64, classes, scale)
-    off = (loss(student, round_trip(LogitsFormat(classes), teacher), temperature) - loss(student, teacher, temperature)).abs()
+    off = (loss(student, round_trip(HalfLogits(classes), teacher), temperature) - loss(student, teacher, temperature)).abs()
     assert (off <= 1.05 * rounding_bound(student, teacher, temperature) + 1e-6).all()
 
 
@@ -78,7 +80,7 @@ def test_all_logits_give_the_loss_within_a_rounding(classes: int, scale: float, 
 @pytest.mark.parametrize(("classes", "top_k"), [(3, 1), (10, 9), (10, 4), (1000, 20), (1000, 1)])
 def test_the_largest_logits_give_the_loss_within_the_bound(classes: int, top_k: int, scale: float, temperature: float) -> None:
     student, teacher = logits(1, 64, classes, scale), logits(2, 64, classes, scale)
-    stored = LogitsFormat(classes, top_k)
+    stored = HalfLogits(classes, top_k)
     off = (loss(student, round_trip(stored, teacher), temperature) - loss(student, teacher, temperature)).abs()
     allowed = tail_bound(stored, student, teacher, temperature) + rounding_bound(
         student, round_trip(stored, teacher), temperature
@@ -89,12 +91,12 @@ def test_the_largest_logits_give_the_loss_within_the_bound(classes: int, top_k: 
 def test_the_bound_of_a_sure_teacher_is_small() -> None:
     student, teacher = logits(1, 64, 1000, 2.0), logits(2, 64, 1000, 1.0)
     teacher[torch.arange(64), torch.arange(64)] += 20
-    assert (tail_bound(LogitsFormat(1000, 10), student, teacher, 1.0) < 1e-3).all()
+    assert (tail_bound(HalfLogits(1000, 10), student, teacher, 1.0) < 1e-3).all()
 
 
 def test_the_rest_has_its_probability_spread_evenly() -> None:
     teacher = logits(3, 8, 50, 2.0)
-    stored = LogitsFormat(50, 5)
+    stored = HalfLogits(50, 5)
     p, q = (x.softmax(1) for x in (teacher, round_trip(stored, teacher)))
     top_classes = teacher.topk(5, dim=1).indices
     assert torch.allclose(p.gather(1, top_classes), q.gather(1, top_classes), rtol=2e-3)
@@ -105,18 +107,27 @@ def test_the_rest_has_its_probability_spread_evenly() -> None:
 
 def test_the_largest_logit_is_stored_in_single_precision_and_huge_ones_stay_finite() -> None:
     teacher = torch.tensor([[123456.7, -1e6, 123450.0], [-math.inf, 2.0, 1.0]], dtype=torch.float64)
-    for stored in (LogitsFormat(3), LogitsFormat(3, 2)):
+    for stored in (HalfLogits(3), HalfLogits(3, 2)):
         found = round_trip(stored, teacher)
         assert found.isfinite().all()
         assert found.amax(1).tolist() == pytest.approx([123456.7, 2.0], rel=1e-7)
 
 
 def test_a_batch_without_samples_has_columns_without_rows() -> None:
-    for stored in (LogitsFormat(5), LogitsFormat(5, 2)):
+    for stored in (HalfLogits(5), HalfLogits(5, 2)):
         assert round_trip(stored, torch.zeros(0, 5)).shape == (0, 5)
 
 
-def test_columns_are_of_the_declared_types_and_shapes() -> None:
-    for stored in (LogitsFormat(100), LogitsFormat(1000, 20), LogitsFormat(40_000, 20)):
-        encoded = stored.encode(logits(1, 7, stored.num_classes, 1.0))
-        assert {name: (str(each.numpy().dtype), each.shape[1:]) for name, each in encoded.items()} == stored.columns
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("rows", [7, 1, 0])
+@pytest.mark.parametrize(
+    "row_format", [HalfLogits(101), HalfLogits(1000, 21), HalfLogits(40_000, 21), ExactLogits(7, "float64")], ids=str
+)
+def test_rows_hold_the_declared_columns_to_the_bit(row_format: HalfLogits | ExactLogits, rows: int, device: str) -> None:
+    columns = row_format.encode(ModelOutputs(logits(1, rows, row_format.num_classes, 1.0).to(device)))
+    found = {name: (str(each.cpu().numpy().dtype), each.shape[1:]) for name, each in columns.items()}
+    assert found == row_format.columns
+    rows_B = row_format.to_host(np.arange(rows), columns)()
+    assert rows_B["sample"].tolist() == list(range(rows))
+    back = row_format.to_device(rows_B, torch.device(device))
+    assert all(torch.equal(back[name], columns[name]) for name in columns)
