@@ -12,7 +12,7 @@ from trainables.metrics.phases import BUBBLE, PHASES, RECEIVE
 from trainables.stacks import write_stacks_on_signal
 
 T = TypeVar("T")
-BETWEEN_STEPS = "log"
+BETWEEN_STEPS = "between steps"
 """From a step's last phase to the next step's first."""
 _FOLLOWING = dict(zip(PHASES, (*PHASES[1:], BETWEEN_STEPS), strict=True)) | {RECEIVE: PHASES[1], BUBBLE: "student"}
 _ORDER = ("start", "fill", BETWEEN_STEPS, "other", "eval", "checkpoint", *PHASES, "timing")
@@ -24,7 +24,7 @@ class Position(NamedTuple):
     """Where a rank is in its job."""
 
     part: str = "start"
-    """A phase of a step, `log` between two, another part of `wall_clock`, `start` before the loop, or `fill` of a cache."""
+    """A phase of a step, `between steps`, another part of `wall_clock`, `start` before the loop, or `fill` of a cache."""
     step: int = 0
     """Steps that are complete."""
     micro_batch: int = 0
@@ -43,6 +43,8 @@ class Position(NamedTuple):
     def __str__(self) -> str:
         if self.part == "start":
             return "start"
+        if self.part == BETWEEN_STEPS:
+            return f"between steps {self.step} and {self.step + 1}"
         return f"{self.part} of step {self.step + 1}" if self.part in PHASES else f"{self.part} after step {self.step}"
 
     @property

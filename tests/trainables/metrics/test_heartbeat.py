@@ -37,7 +37,7 @@ def test_a_job_says_where_it_is_from_its_start_to_its_end(tmp_path: Path) -> Non
     assert names[0] == "start"
     first_step = [name for name in names if name.endswith(" of step 1")]
     assert list(dict.fromkeys(first_step)) == [f"{phase} of step 1" for phase in PHASES]
-    assert names[names.index(first_step[-1]) + 1] == "log after step 0"
+    assert names[names.index(first_step[-1]) + 1] == "between steps 0 and 1"
     assert f"eval after step {steps}" in names
     assert f"checkpoint after step {2 * steps}" in names
     orders = [each.order for each in heartbeat.visited if each.part in (*PHASES, "eval")]
@@ -78,7 +78,16 @@ def test_a_phase_costs_less_than_two_microseconds() -> None:
 
 
 def test_what_is_behind_comes_first_whatever_it_is_doing() -> None:
-    parts = [("start", 0), ("log", 5), ("eval", 5), ("checkpoint", 5), ("data", 5), ("backward", 5), ("data", 6), ("timing", 6)]
+    parts = [
+        ("start", 0),
+        ("between steps", 5),
+        ("eval", 5),
+        ("checkpoint", 5),
+        ("data", 5),
+        ("backward", 5),
+        ("data", 6),
+        ("timing", 6),
+    ]
     in_order = [Position(part, step) for part, step in parts]
     assert sorted(set(in_order), key=lambda each: each.order) == in_order
 

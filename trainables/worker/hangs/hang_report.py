@@ -136,22 +136,24 @@ def hang_error(ranks: Sequence[Rank]) -> EndedError:
     """The failure of a job no rank of which goes on, with the stacks of all ranks."""
     first, *alike = stragglers(ranks)
     others = [rank for rank in ranks if rank is not first and rank not in alike]
-    text = f"no progress for {quiet_s(ranks):.0f} s: rank {first.rank} of {len(ranks)} {_describe(first)}"
-    if alike:
+    all_hang = bool(alike) and not others and not first.problem
+    who = f"all {len(ranks)} ranks" if all_hang else f"rank {first.rank} of {len(ranks)}"
+    text = f"no progress for {quiet_s(ranks):.0f} s: {who} {_describe(first, 'hang' if all_hang else 'hangs')}"
+    if alike and not all_hang:
         text += f", and so {'does' if len(alike) == 1 else 'do'} {format_ranks(rank.rank for rank in alike)}"
     if others:
         waits = "waits" if len(others) == 1 else "wait"
         text += f"; {format_ranks(rank.rank for rank in others)} {waits} for it in {_waits_in(others)}"
     stacks = (f"{rank}\n{rank.process.stacks if rank.process is not None else ''}" for rank in ranks)
-    failure = Failure("hang", text, rank=first.rank, position=str(first.position or "start"))
+    failure = Failure("hang", text, rank=None if all_hang else first.rank, position=str(first.position or "start"))
     return EndedError(failure, "\n\n".join([text, *stacks]))
 
 
-def _describe(rank: Rank) -> str:
+def _describe(rank: Rank, verb: str) -> str:
     where = f"in {rank.position}" if rank.position is not None else "before its job"
     if rank.problem:
         return f"on {rank.host} does not answer ({rank.problem}), and last answered {where}"
-    return f"hangs {where}" + (f" ({rank.frame})" if rank.frame else "")
+    return f"{verb} {where}" + (f" ({rank.frame})" if rank.frame else "")
 
 
 def _waits_in(ranks: Sequence[Rank]) -> str:

@@ -164,7 +164,8 @@ def answers(requests: dict[Any, Any], wait_s: float) -> dict[Any, Any]:
 def last_collective() -> tuple[int, str] | None:
     """In a worker: the number and the name of the last collective that it has begun in the group of all ranks.
 
-    From torch's flight recorder, which is on by default; None where it has nothing.
+    With NCCL its device has: the host has launched more, on every rank alike. From torch's flight recorder, which is on by
+    default; None where it has nothing.
     """
     from torch import distributed as dist  # here, as the controller needs no torch
     from torch._C import _distributed_c10d as c10d
@@ -173,4 +174,5 @@ def last_collective() -> tuple[int, str] | None:
     dump = c10d._dump_nccl_trace_json if nccl else c10d._dump_fr_trace_json  # type: ignore[attr-defined]
     entries = json.loads(dump(True, False)).get("entries", [])
     of_all = [entry for entry in entries if entry["process_group"][1] == "default_pg" and not entry["is_p2p"]]
+    of_all = [entry for entry in of_all if not nccl or entry["state"] != "scheduled"]
     return max(((entry["collective_seq_id"], entry["profiling_name"]) for entry in of_all), default=None)
