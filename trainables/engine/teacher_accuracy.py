@@ -29,7 +29,7 @@ from trainables.stage_result import TeacherAccuracy
 from trainables.teachers.cache.key import cache_key
 from trainables.teachers.ensemble import TeacherEnsemble
 from trainables.teachers.interface import TeacherRequest
-from trainables.teachers.network import TeacherNetwork, fit, load_network, on_device
+from trainables.teachers.network import TeacherNetwork, fit, load_network, move
 from trainables.teachers.service.client import ServiceTeacher
 
 log = logging.getLogger("raydistill")
@@ -136,7 +136,7 @@ def _network(job: Job, number: int) -> nn.Module:
     """A teacher, by its number; where its logits are cached, a network of its own to measure."""
     teacher = job.train_state.teacher
     if not isinstance(teacher, TeacherNetwork):
-        return on_device(load_network(job.config, job.checkpoint_state.about["classes"]), job.config, job.group.device)
+        return move(load_network(job.config, job.checkpoint_state.about["classes"]), job.config, job.group.device)
     return teacher.model.models[number] if isinstance(teacher.model, TeacherEnsemble) else teacher.model
 
 

@@ -13,7 +13,7 @@ from trainables.engine.modules import methods_with_teacher
 from trainables.engine.optim import parameter_copies
 from trainables.methods.select import SelectedMethod, needs_whole_teacher
 from trainables.teachers.frozen import fold_batch_norms, round_weights
-from trainables.teachers.network import TeacherNetwork, on_device
+from trainables.teachers.network import TeacherNetwork, move
 
 log = logging.getLogger("raydistill")
 
@@ -46,7 +46,7 @@ def place(teacher: TeacherNetwork, config: TrainConfig, group: Group, *, sharded
         may_change = not any(map(_uses_teacher_itself, methods_with_teacher(config)))
         if may_change and folds_batch_norms(config):
             fold_batch_norms(teacher.model, teacher.tapped_modules)
-        on_device(teacher.model, config, group.device)
+        move(teacher.model, config, group.device)
         if may_change and config.precision in AUTOCAST:
             round_weights(teacher.model, AUTOCAST[config.precision])
         return

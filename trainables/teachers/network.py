@@ -92,7 +92,7 @@ def teacher_reader(teacher: TeacherConfig, model: nn.Module, methods: Sequence[S
     return EnsembleReader(model, teacher.shares, [method.key for method in methods])
 
 
-def on_device(network: nn.Module, config: TrainConfig, device: torch.device) -> nn.Module:
+def move(network: nn.Module, config: TrainConfig, device: torch.device) -> nn.Module:
     """A network that is not trained, moved to a device in the job's tensor format; compiled where `train.compile` says so."""
     dtype, layout = tensor_format(config)
     network.to(device, dtype).to(memory_format=layout)  # type: ignore[call-overload]  # torch declares no memory_format alone
@@ -106,6 +106,6 @@ def logits_network(config: TrainConfig, device: torch.device, classes: Sequence[
     Raises CheckpointError, ModelError: see `load_network`.
     """
     assert config.teacher is not None
-    network = on_device(load_network(config, classes), config, device)
+    network = move(load_network(config, classes), config, device)
     taps = dict.fromkeys(methods, ())
     return TeacherNetwork(network, TapReader(network, taps, name=config.teacher.model, image_size=config.data.image_size))
