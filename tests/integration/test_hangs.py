@@ -40,7 +40,7 @@ class Hangs(Method):
         self.calls += 1
         if {condition}:
             {action}
-        return {{"none": 0 * student.logits_BK.sum()}}
+        return {{"none": 0 * student.logits_BK.sum(1)}}
 """
 HANG_AFTER_S = 6
 TWO = ("--set", "scale.num_workers=2")

@@ -110,5 +110,5 @@ def test_the_wait_is_the_one_that_ddp_times_itself(ranks: RankPool) -> None:
     for rank, (ours_ms, of_ddp_ms, differences) in enumerate(ranks.run(2, wait_twice)):
         assert len(ours_ms) == 8
         assert median(abs(ours - theirs) for ours, theirs in zip(ours_ms, of_ddp_ms, strict=True)) < 2
-        assert min(ours_ms[1 - rank :: 2]) > 15  # the steps in which the other rank slept
+        assert median(ours_ms[1 - rank :: 2]) > 15  # the steps in which the other rank slept
         assert max(differences) == 0
