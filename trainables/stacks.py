@@ -38,9 +38,9 @@ def write_stacks_on_signal() -> None:
 
 def report_processes(pids: Iterable[int]) -> dict[int, ProcessReport]:
     """The state and the stacks of processes of this node, by their number."""
-    asked = {pid: _ask(pid) for pid in pids}
+    signalled = {pid: _signal(pid) for pid in pids}
     time.sleep(_WRITE_S)
-    return {pid: ProcessReport(status, "".join(_read(*each) for each in family)) for pid, (status, family) in asked.items()}
+    return {pid: ProcessReport(status, "".join(_read(*each) for each in family)) for pid, (status, family) in signalled.items()}
 
 
 def kill(pids: Iterable[int]) -> None:
@@ -50,7 +50,7 @@ def kill(pids: Iterable[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def _ask(pid: int) -> tuple[str, list[tuple[int, Path, int]]]:
+def _signal(pid: int) -> tuple[str, list[tuple[int, Path, int]]]:
     """The state of a process; of it and its children those that write stacks: number, where to, and from which byte on.
 
     The signal ends a process that does not handle it: only one that has such memory is sent it.

@@ -39,10 +39,10 @@ class ScaleConfig(Section):
         description="seconds without progress after which workers hang and are restarted: ten times as many at the start, in a "
         "first step and while a model is compiled, five times in a checkpoint; auto: thirty times a step, at least 120; 0: never",
     )
-    collective_timeout_s: Count | None = Field(
-        None,
-        description="seconds after which torch gives up a collective, without a word on who was late; absent: a day, and 1800 "
-        "where hang_after_s is 0",
+    collective_timeout_s: Count = Field(
+        1800,
+        description="seconds after which torch gives up a collective, without a word on who was late: keep it above what "
+        "hang_after_s allows a first step",
     )
 
     max_failures: Natural = Field(

@@ -193,9 +193,8 @@ class _Batch:
         found: dict[str, Tensor | None] = {names[p]: None for p in (self._module.init_parameters if self.is_init else names)}
         weighted = self._loss.weighted.keys() - ({"task"} if self.is_init or not of_task else set())
         for optimizer in self._optimizers:
-            keys = (
-                weighted if len(self._optimizers) == 1 else weighted & optimizer.losses
-            )  # of one also terms that are not declared
+            # One alone takes terms that are not declared, too.
+            keys = weighted if len(self._optimizers) == 1 else weighted & optimizer.losses
             if keys:
                 total = self._loss.total(torch.ones((), dtype=torch.float64), frozenset(keys))
                 gradients = torch.autograd.grad(total, optimizer.parameters, allow_unused=True, retain_graph=True)

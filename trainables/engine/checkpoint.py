@@ -110,7 +110,7 @@ class CheckpointState:
     """What it is trained on; None: of a timing run, which has no checkpoints."""
     metrics: dict[str, Any] = field(default_factory=dict)
     """The `JobMetrics.state` that goes into a checkpoint, or came out of it; empty before the first."""
-    stages: Group = field(default_factory=Group)
+    pipeline_stages: Group = field(default_factory=Group)
     """The pipeline stages of this rank's replica, for the threads that write checkpoints; one alone has the whole state."""
 
     @property
@@ -175,8 +175,8 @@ def join_shards(path: Path) -> None:
         tensors, meta = read(path)
         del meta["shards"]
         write_tensors(path, tensors, meta)
-        remove_shards(path, besides=[])
         log.info("%s: joined from the files of %d pipeline stages", path, len(names) + 1)
+    remove_shards(path, besides=[])  # also those of a join that was killed before this
 
 
 def remove_shards(path: Path, besides: Sequence[str]) -> None:

@@ -14,6 +14,7 @@ from trainables.disk_writer import DiskWriter
 from trainables.distributed.group import Group, from_each, gather_objects
 from trainables.engine.checkpoint import FORMAT, CheckpointState, remove_shards
 from trainables.engine.tensor_file import HostBuffer, PackedTensors, write_packed
+from trainables.errors import CheckpointError
 
 
 class CheckpointWriter:
@@ -36,7 +37,7 @@ class CheckpointWriter:
         """
         if self._written is not None:
             self._written.result()
-        stages = state.stages
+        stages = state.pipeline_stages
         gathered = gather_objects((rng_state(group.device), secrets.token_hex(4)), group)
         optimizers = state.describe_optimizers(group)
         if group.rank >= stages.world_size:  # of another replica
@@ -87,11 +88,15 @@ def rng_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def _collect(state: CheckpointState) -> dict[str, Tensor]:
-    """The tensors of this rank's state."""
+    """The tensors of this rank's state. Raises CheckpointError: an optimizer's state is no tensor."""
     tensors = {f"model.{name}": tensor for name, tensor in state.student.state_dict().items()}
     tensors |= {f"method.{name}": tensor for name, tensor in state.methods.state_dict().items()}
     names = state.parameter_names
     for number, optimizer in enumerate(state.optimizers):
         for parameter, slots in optimizer.state.items():
+            if plain := [slot for slot, value in slots.items() if not isinstance(value, Tensor)]:
+                raise CheckpointError(
+                    f"{type(optimizer).__name__} keeps {plain[0]} as a number, and checkpoints hold tensors alone"
+                )
             tensors |= {f"optim.{number}.{names[parameter]}.{slot}": tensor for slot, tensor in slots.items()}
     return tensors

@@ -1,7 +1,7 @@
 """Whether a log line or a checkpoint is due inside an epoch, and whether the stage ends there: on all ranks at the same step.
 
 Clocks and notices differ by rank, so ranks exchange them at steps that all of them know, a few seconds apart. Nothing else is
-exchanged. With NCCL an exchange waits for the GPU, as a log step does; between exchanges nothing waits.
+exchanged. With NCCL an exchange waits for the GPU; nothing else in the loop does, but a log line for the one before it.
 """
 
 import time

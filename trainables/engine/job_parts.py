@@ -127,9 +127,9 @@ def build_checkpoint_state(
         optimizers=[each.optimizer for each in optimizers],
         scaler=torch.amp.GradScaler(layout.replicas.device.type, enabled=config.precision == "fp16"),
         progress=Progress(),
-        about=checkpoint_about(config, models.name, classes),
+        about=describe_model(config, models.name, classes),
         data=data,
-        stages=layout.writers,
+        pipeline_stages=layout.writers,
     )
 
 
@@ -147,7 +147,7 @@ def restore(state: CheckpointState, config: TrainConfig, stage: StageDir, group:
         log.warning("%s: other data from epoch %d on: %s", config.stage, state.progress.epoch + 1, changes)
 
 
-def checkpoint_about(config: TrainConfig, name: str, classes: Sequence[str]) -> dict[str, Any]:
+def describe_model(config: TrainConfig, name: str, classes: Sequence[str]) -> dict[str, Any]:
     about = {"stage": config.stage, "model": name, "num_classes": len(classes), "classes": list(classes), "seed": config.seed}
     about |= config.data.model_dump(mode="json", include={"image_size", "val_resize", "mean", "std"})
     about["pipeline"] = config.scale.model_dump(mode="json", include={"pipeline_stages", "cut"})

@@ -30,7 +30,7 @@ _MAX_PASS_S = 0.5
 _MAX_FACTOR = 64
 _WORTH_IT = 0.97
 """A batch twice as large makes an image cheaper where it brings its time below this part of the least so far."""
-_MOST_WORSE = 2
+_MAX_WORSE = 2
 """After so many in a row that do not, no larger one is timed."""
 
 
@@ -77,7 +77,7 @@ def pass_latency(train_state: TrainState, image_size: int, shape: TrainingShape)
                 break
             least_s[num_images] = now_s
             num_worse = num_worse + 1 if now_s / num_images > _WORTH_IT * image_s else 0
-            if num_worse == _MOST_WORSE:
+            if num_worse == _MAX_WORSE:
                 break
             num_images, took_s, image_s = 2 * num_images, 2 * now_s, min(image_s, now_s / num_images)
         until_s = time.perf_counter() + _MAX_S

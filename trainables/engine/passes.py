@@ -49,10 +49,10 @@ class TrainState:
     autocast: Callable[[], contextlib.AbstractContextManager[None]]
     compilation: Compilation
     epochs: Epochs
-    num_blank_images: int = 2
+    num_blank_images: int
     """Images that a rank without samples runs instead."""
-    accumulate: int = 1
-    cpu_group: dist.ProcessGroup | None = None
+    accumulate: int
+    cpu_group: dist.ProcessGroup | None
     """See `trainables.distributed.gather.cpu_process_group`."""
     sums: StepSums
     """Since the last log line."""

@@ -52,12 +52,17 @@ def epoch_seconds(job: Job) -> dict[str, float]:
     return {f"epoch/{name}": seconds for name, seconds in job.metrics.clock.end_epoch().items()}
 
 
-def start_numbers(job: Job) -> dict[str, float]:
-    """The length of a job; the log says what is asked for and not measured."""
+def log_what_is_not_measured(job: Job) -> None:
+    """The log says why the noise scale is not measured where it is wanted."""
     config, update = job.config, job.train_state.update
     if config.train.max_steps is None and config.measures_noise and update.noise is None and job.group.is_main:
         reason = update.noise_obstacle or "one worker compares micro-batches, and optim.accumulate is 1"
         log.info("%s: no noise_scale: %s", config.stage, reason)
+
+
+def start_numbers(job: Job) -> dict[str, float]:
+    """The length of a job."""
+    config = job.config
     numbers: dict[str, float] = {
         "steps_per_epoch": job.epochs.steps_per_epoch,
         "samples_per_epoch": job.train_loader.samples_per_epoch,
@@ -71,12 +76,18 @@ def start_numbers(job: Job) -> dict[str, float]:
 
 
 def epoch_numbers(
-    job: Job, *, val: dict[str, float], trained: dict[str, float], telemetry: dict[str, float], num_skipped: int
+    job: Job,
+    *,
+    val: dict[str, float],
+    trained: dict[str, float],
+    telemetry: dict[str, float],
+    num_skipped: int,
+    seconds: dict[str, float],
 ) -> tuple[dict[str, float], dict[str, float]]:
     """What an epoch has shown: of its row of the history, which its checkpoint holds, and of its record alone."""
     learned = {f"val/{name}": value for name, value in val.items()}
     learned |= {f"epoch/train/{name}": value for name, value in trained.items()}
-    learned |= {"epoch/skipped_images": float(num_skipped), **epoch_seconds(job)}
+    learned |= {"epoch/skipped_images": float(num_skipped), **seconds}
     measured = throughput(job) | job.progress.reached | telemetry
     return learned, {f"epoch/{name}": value for name, value in measured.items()}
 

@@ -35,7 +35,16 @@ from trainables.engine.loss_optimizers import LossOptimizer
 from trainables.engine.modules import differentiating_method, selected_methods
 from trainables.engine.passes import TrainState, micro_batches, run_student, run_teacher, sum_names
 from trainables.engine.pipeline.build import with_saved_cut
-from trainables.engine.records import epoch_numbers, epoch_seconds, log_epoch, means, start_numbers, summarize, teacher_images
+from trainables.engine.records import (
+    epoch_numbers,
+    epoch_seconds,
+    log_epoch,
+    log_what_is_not_measured,
+    means,
+    start_numbers,
+    summarize,
+    teacher_images,
+)
 from trainables.engine.step_sums import StepSums
 from trainables.engine.teacher_accuracy import measure_teachers
 from trainables.engine.updates import ParameterUpdate, UpdateSettings, build_update
@@ -184,6 +193,7 @@ def run_job(job: Job) -> dict[str, float]:
     """
     config, progress = job.config, job.progress
     job.metrics.clock.begin()
+    log_what_is_not_measured(job)
     job.report("start", progress.step, progress.epoch, start_numbers(job))
     if progress.epoch_record:  # its checkpoint is complete: a death may have come before its record was written
         job.report("epoch", **progress.epoch_record)
@@ -341,7 +351,10 @@ def finish_epoch(job: Job) -> None:
         val = evaluate_epoch(job)
         num_skipped += len(check_skipped(job, job.val_loader, {}))
         best = job.progress.take_accuracy(val["top1_pct"], job.config.train.until_top1_pct, job.metrics.clock.train_s)
-    job.progress.record_epoch(*epoch_numbers(job, val=val, trained=trained, telemetry=telemetry, num_skipped=num_skipped))
+    numbers = epoch_numbers(
+        job, val=val, trained=trained, telemetry=telemetry, num_skipped=num_skipped, seconds=epoch_seconds(job)
+    )
+    job.progress.record_epoch(*numbers)
     with job.metrics.clock.part("checkpoint"):
         save(job, [job.stage.best, job.stage.last] if best else [job.stage.last])
     if job.group.is_main:

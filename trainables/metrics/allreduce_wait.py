@@ -1,8 +1,9 @@
-"""How long a rank waits in its backward pass once its own gradients are ready: for the network, and for slower ranks."""
+"""How long a rank waits for others in the backward phase: for the network, and for late ranks."""
 
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ class AllreduceWait:
         self._clock, self._warmup_left = clock_of(device), warmup_steps
         self._began: Any = None
         self._intervals: list[tuple[Any, Any]] = []
-        self._num_steps, self._num_timed, self._sum_ms = 0, 0, 0.0
+        self._num_steps = 0
         self._pending: deque[tuple[int, list[tuple[Any, Any]]]] = deque()
         self.by_step: dict[int, float] = {}
         """Milliseconds, by the number of the step; past the warm-up, the latest 1,000."""
@@ -38,8 +39,8 @@ class AllreduceWait:
     def begin_after(self, total: Tensor) -> None:
         """A wait begins once the backward pass of a loss (scalar) has this rank's gradients, while DDP averages them.
 
-        Autograd's engine calls back in the order in which it was asked: this asks when the pass begins, DDP when its last bucket
-        is on its way, to wait there for all of them.
+        Autograd's engine runs callbacks in the order in which they were queued: this one when the pass begins, DDP's, which waits
+        for all buckets, when the last bucket is on its way.
         """
         engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
         total.register_hook(lambda _: engine.queue_callback(self.begin))  # type: ignore[no-untyped-call]
@@ -63,21 +64,21 @@ class AllreduceWait:
             wait_ms = sum(self._clock.ms_between(*interval) for interval in intervals)
             for interval in intervals:
                 self._clock.reuse(interval)
-            self._num_timed, self._sum_ms = self._num_timed + 1, self._sum_ms + wait_ms
             self.by_step[step] = wait_ms
             if len(self.by_step) > _MAX_STEPS:
                 self.by_step.pop(next(iter(self.by_step)))
 
     def summary(self) -> dict[str, float]:
-        """`phase/allreduce_wait_ms`, a part of `phase/backward_ms`: the mean over the steps past the warm-up. With two steps or
-        more `phase/allreduce_wait_error_ms` too, the mean's standard error. {} where DDP averaged in none of them.
+        """`phase/allreduce_wait_ms`, a part of `phase/backward_ms`: the mean over the latest 1,000 steps past the warm-up. With
+        two or more `phase/allreduce_wait_error_ms` too, the mean's standard error. {} where DDP averaged in none of them.
         """
         self.collect()
         if not self.by_step:
             return {}
-        found = {"phase/allreduce_wait_ms": self._sum_ms / self._num_timed}
-        if len(self.by_step) > 1:
-            found["phase/allreduce_wait_error_ms"] = standard_error(list(self.by_step.values()))
+        waits_ms = list(self.by_step.values())
+        found = {"phase/allreduce_wait_ms": fmean(waits_ms)}
+        if len(waits_ms) > 1:
+            found["phase/allreduce_wait_error_ms"] = standard_error(waits_ms)
         return found
 
 

@@ -19,7 +19,7 @@ def worker_resources(scale: ScaleConfig, loader_workers: int, *, use_gpu: bool) 
 class NamedReservation(WorkerGroupCallback):  # type: ignore[misc]
     """Has Ray Train reserve a worker group's resources under a name, since it gives them none.
 
-    Where a controller dies before all workers have started, nobody gives the resources back as long as the driver lives, and its
+    Where a controller dies before all workers have started, the resources are not given back as long as the driver lives, and its
     next workers wait for them.
     """
 

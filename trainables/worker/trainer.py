@@ -9,7 +9,7 @@ import ray
 import ray.train
 import ray.train.torch
 
-from trainables.config import EvaluateConfig, FillConfig, ScaleConfig, TrainConfig
+from trainables.config import EvaluateConfig, FillConfig, TrainConfig
 from trainables.data.loader.malloc import REUSE_FREED_MEMORY
 from trainables.errors import ClusterError, DeviceError, DistillError
 from trainables.failures import EndedError, WorkersFailedError
@@ -87,7 +87,7 @@ def fit(
     trainer = ray.train.torch.TorchTrainer(
         _entry_point(config, reused),
         train_loop_config=settings if reused is None else {"config": settings, "reused": reused},
-        torch_config=ProcessGroup(backend="nccl" if use_gpu else "gloo", timeout_s=collective_timeout_s(config.scale)),
+        torch_config=ProcessGroup(backend="nccl" if use_gpu else "gloo", timeout_s=config.scale.collective_timeout_s),
         scaling_config=ray.train.ScalingConfig(
             num_workers=config.scale.num_workers, use_gpu=use_gpu, resources_per_worker=resources
         ),
@@ -118,11 +118,6 @@ def fit(
             release(f"{name}-workers")  # left where the controller died while the workers started
             if isinstance(config, TrainConfig) and config.next_num_workers is not None:
                 release(name)
-
-
-def collective_timeout_s(scale: ScaleConfig) -> int:
-    """After how many seconds torch gives up a collective: late, since the watch over hangs says which rank was waited for."""
-    return scale.collective_timeout_s or (86_400 if scale.hang_after_s else 1800)
 
 
 def runtime_env(use_gpu: bool) -> dict[str, Any]:

@@ -119,7 +119,8 @@ class RowStore:
 
 
 class CacheWriter:
-    """Adds a running teacher's rows to a store, in a thread of its own: the step waits neither for the device nor for the disk.
+    """Adds a running teacher's rows to a store, in a thread of its own: the step does not wait for the device,
+    and for the disk where the block before is still being written.
 
     A disk that fails ends the writing, not the training.
     """

@@ -137,9 +137,11 @@ class TeacherActor:
         self._queue.append(_Task(launch, request.epoch, images_nHWC, keys, rows))
         if self._num_computing < _CONCURRENT:
             self._num_computing += 1
-            while self._queue:
-                await self._compute_next()
-            self._num_computing -= 1
+            try:
+                while self._queue:
+                    await self._compute_next()
+            finally:
+                self._num_computing -= 1
 
     async def _compute_next(self) -> None:
         """Compute the oldest task, and with it those behind it of its network and epoch that fit.
@@ -171,6 +173,7 @@ class TeacherActor:
     def _fail(self, keys: list[RowKey], rows: list[asyncio.Future[Any]], error: Exception) -> None:
         for key, row in zip(keys, rows, strict=True):
             row.set_exception(error)
+            row.exception()  # so that asyncio does not log each one that nobody awaits
             if self._rows.get(key) is row:
                 del self._rows[key]
 

@@ -88,10 +88,11 @@ class ServiceTeacher(RowTeacher):
         waiting, num_yielded = deque[Batch](), 0
         with contextlib.closing(batches):
             for batch in batches:
-                indices_B = batch.indices_B.numpy().copy()
-                images_BHWC = batch.images_BCHW.permute(0, 2, 3, 1).numpy()
-                response = asyncio.run_coroutine_threadsafe(self._request(indices_B, images_BHWC, epoch), self._loop)
-                self._pending.append(_PendingBatch(indices_B, response))
+                if len(batch.labels_B):
+                    indices_B = batch.indices_B.numpy().copy()
+                    images_BHWC = batch.images_BCHW.permute(0, 2, 3, 1).numpy()
+                    response = asyncio.run_coroutine_threadsafe(self._request(indices_B, images_BHWC, epoch), self._loop)
+                    self._pending.append(_PendingBatch(indices_B, response))
                 waiting.append(batch)
                 if len(waiting) > min(PREFETCH_BATCHES, num_yielded + 1):
                     yield waiting.popleft()
@@ -101,7 +102,7 @@ class ServiceTeacher(RowTeacher):
 
     def __call__(self, images_BCHW: Tensor, num_rows: int, request: TeacherRequest | None = None) -> dict[str, ModelOutputs]:
         """See `TeacherInterface`. Waits for the response where it is not there yet, but not for the device."""
-        if request is None:
+        if request is None or not num_rows:
             return self._dummy_outputs(num_rows)
         pending = self._pending[0]
         rows = slice(pending.num_used, pending.num_used + num_rows)

@@ -49,7 +49,7 @@ class Rank:
     """See `last_collective`; None also where the rank did not answer."""
 
     @property
-    def place(self) -> str:
+    def where(self) -> str:
         return str(self.position or "no job")
 
     @property
@@ -87,7 +87,7 @@ class Rank:
 
     def __str__(self) -> str:
         last = "last collective {1} {0}".format(*self.collective) if self.collective else ""
-        parts = [f"rank {self.rank} ({self.host}): {self.place}", self.frame, self.problem, last]
+        parts = [f"rank {self.rank} ({self.host}): {self.where}", self.frame, self.problem, last]
         return ", ".join(filter(None, parts))
 
 
@@ -145,7 +145,9 @@ def hang_error(ranks: Sequence[Rank]) -> EndedError:
         waits = "waits" if len(others) == 1 else "wait"
         text += f"; {format_ranks(rank.rank for rank in others)} {waits} for it in {_waits_in(others)}"
     stacks = (f"{rank}\n{rank.process.stacks if rank.process is not None else ''}" for rank in ranks)
-    failure = Failure("hang", text, rank=None if all_hang else first.rank, position=str(first.position or "start"))
+    failure = Failure(
+        "hang", text, rank=None if all_hang else first.rank, position=None if all_hang else str(first.position or "start")
+    )
     return EndedError(failure, "\n\n".join([text, *stacks]))
 
 

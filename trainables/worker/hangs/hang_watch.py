@@ -114,7 +114,7 @@ class HangWatch(WorkerGroupCallback):  # type: ignore[misc]
         """Write where each rank is for `distill report`, in a thread of its own: the disk may be what hangs."""
         while self._is_watched(ranks, FILE_S):
             if folder := max((rank.position.folder for rank in ranks if rank.position is not None), default=""):
-                lines = [{"rank": rank.rank, "at": rank.place, "age_s": round(rank.quiet_s, 1)} for rank in ranks]
+                lines = [{"rank": rank.rank, "at": rank.where, "age_s": round(rank.quiet_s, 1)} for rank in ranks]
                 path = StageDir(Path(folder)).heartbeats
                 try:
                     write_json(path, {"version": 1, "time_ms": time.time_ns() // 1_000_000, "ranks": lines})
@@ -123,7 +123,7 @@ class HangWatch(WorkerGroupCallback):  # type: ignore[misc]
 
 
 def poll(ranks: Sequence[Rank], workers: Sequence[Any], requests: dict[int, Any], passed_s: float) -> None:
-    """Take the answers of the workers that have arrived since the last time, `passed_s` ago, and ask those workers again.
+    """Take the answers of the workers that have arrived since the last time, `passed_s` ago, and request the next of them.
 
     `requests`: a worker's request that is on its way, by its rank: never more than one.
     """
@@ -156,7 +156,7 @@ def answers(requests: dict[Any, Any], wait_s: float) -> dict[Any, Any]:
     for key in [key for key, reference in requests.items() if reference in arrived]:
         try:
             found[key] = ray.get(requests.pop(key))
-        except ray.exceptions.RayError as error:  # it is asked again; Ray Train sees to a worker that has died
+        except ray.exceptions.RayError as error:  # it is requested again; Ray Train sees to a worker that has died
             log.debug("a request to %s failed: %s", key, error)
     return found
 
@@ -164,8 +164,8 @@ def answers(requests: dict[Any, Any], wait_s: float) -> dict[Any, Any]:
 def last_collective() -> tuple[int, str] | None:
     """In a worker: the number and the name of the last collective that it has begun in the group of all ranks.
 
-    With NCCL its device has: the host has launched more, on every rank alike. From torch's flight recorder, which is on by
-    default; None where it has nothing.
+    From torch's flight recorder, which is on by default; None where it has nothing, and with pipeline stages, whose ranks mostly
+    wait in smaller groups.
     """
     from torch import distributed as dist  # here, as the controller needs no torch
     from torch._C import _distributed_c10d as c10d
@@ -174,5 +174,6 @@ def last_collective() -> tuple[int, str] | None:
     dump = c10d._dump_nccl_trace_json if nccl else c10d._dump_fr_trace_json  # type: ignore[attr-defined]
     entries = json.loads(dump(True, False)).get("entries", [])
     of_all = [entry for entry in entries if entry["process_group"][1] == "default_pg" and not entry["is_p2p"]]
-    of_all = [entry for entry in of_all if not nccl or entry["state"] != "scheduled"]
+    if any(entry["process_group"][1].startswith("mesh") for entry in entries):
+        return None
     return max(((entry["collective_seq_id"], entry["profiling_name"]) for entry in of_all), default=None)

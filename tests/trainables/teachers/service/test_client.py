@@ -252,6 +252,26 @@ def test_the_same_training_twice_computes_nothing_new_and_ends_equal(tmp_path: P
     assert equal(first["state"], second["state"])
 
 
+def test_a_batch_without_images_requests_nothing_and_the_next_one_has_its_own_rows(tmp_path: Path) -> None:
+    """The evaluation leaves such a batch out; a step runs on it."""
+    with (
+        local_services() as connections,
+        contextlib.closing(build(settings(tmp_path, "ours"), Group(), Recorded(), no_telemetry, connections=connections)) as job,
+    ):
+        teacher = job.train_state.teacher
+        whole, *_ = job.train_loader.epoch(0)
+        whole = whole._replace(
+            images_BCHW=whole.images_BCHW.clone(), labels_B=whole.labels_B.clone(), indices_B=whole.indices_B.clone()
+        )
+        empty = whole._replace(images_BCHW=whole.images_BCHW[:0], labels_B=whole.labels_B[:0], indices_B=whole.indices_B[:0])
+        batches = teacher.prefetch((batch for batch in (empty, whole)), 0)
+        assert len(next(batches).labels_B) == 0
+        assert len(teacher(empty.images_BCHW, 0, TeacherRequest(empty.indices_B, 0))["kd"].logits_BK) == 0
+        batch = next(batches)
+        taught = teacher(batch.images_BCHW, len(batch.labels_B), TeacherRequest(batch.indices_B, 0))["kd"].logits_BK
+        assert taught.shape == (len(whole.labels_B), 10)
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_a_step_takes_its_logits_without_waiting_for_the_device(tmp_path: Path) -> None:
     group = Group(device=torch.device("cuda"))

@@ -152,6 +152,8 @@ def test_a_thread_that_waits_for_another_is_named_by_the_line_that_waits() -> No
 def test_where_all_ranks_are_alike_none_is_named_the_cause() -> None:
     same = rank(0, at("backward"), text=WAITS), rank(1, at("backward"))
     assert message(*same).endswith("all 2 ranks hang in backward of step 13 (graph.py:9 in _engine_run_backward)")
+    failure = hang_error(same).failure
+    assert (failure.rank, failure.position) == (None, None)  # a network may fail twice in the same step
 
 
 def test_a_model_that_is_being_compiled_does_not_hang_nor_does_what_waits_for_another_jobs_lock() -> None:
