@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -16,12 +16,9 @@ from torch import nn
 from trainables.data.loader.core_wait import CoreWait
 from trainables.device.device_batches import DeviceBatch
 from trainables.distributed.batch_norm import GlobalBatchNorm
-from trainables.distributed.gather import Gather
 from trainables.distributed.group import Group
-from trainables.engine.losses import compute_losses
-from trainables.engine.passes import TrainState
+from trainables.engine.passes import TrainState, run_student
 from trainables.failures import kind_of
-from trainables.methods.contract import MethodBatch
 
 log = logging.getLogger("raydistill")
 _MAX_S, _ROUNDS = 1.0, 3
@@ -171,15 +168,13 @@ def passes(train_state: TrainState, image_size: int, num_images: int) -> Callabl
     labels_B = torch.zeros(num_images, dtype=torch.int64, device=device)
     batch = DeviceBatch(images_BCHW, labels_B, labels_B, labels_B.cpu(), 0)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    gather = Gather(num_images, Group(device=device))
-    weights = model.weights(0.0)
+    alone = replace(train_state, group=Group(device=device), cpu_group=None)
 
     def run() -> None:
-        inputs = train_state.prepare(batch)
-        method_batch = MethodBatch(inputs.images_BCHW, labels_B, labels_B, 0.0, gather)
-        with train_state.autocast():
-            outputs = model(inputs.images_BCHW, method_batch, train_state.teacher(inputs.images_BCHW, num_images))
-        loss = compute_losses(outputs, labels_B, inputs.mix, weights)
-        torch.autograd.grad(loss.total(1.0), trained, allow_unused=True)
+        inputs = alone.prepare(batch)
+        with alone.autocast():
+            teacher_outputs = alone.teacher(inputs.images_BCHW, num_images)
+        _, losses = run_student(alone, inputs.images_BCHW, inputs, teacher_outputs, 0.0, module=model)
+        torch.autograd.grad(losses.total(1.0), trained, allow_unused=True)
 
     return run

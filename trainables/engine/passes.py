@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainables.device.compilation import Compilation
 from trainables.device.device_batches import DeviceBatch
@@ -91,13 +91,17 @@ def run_student(
     part: DeviceBatch,
     teacher_outputs: TeacherOutputs,
     epochs_passed: float,
+    *,
+    module: nn.Module | None = None,
 ) -> tuple[DistillationOutputs, Losses]:
-    """The outputs and the losses of a micro-batch. `inputs`: of the update's module, where it is a part of the student."""
+    """The outputs and the losses of a micro-batch. `inputs`: of the update's module, where it is a part of the student; `module`:
+    in place of that one.
+    """
     rows = len(part.labels_B)
     gather = Gather(rows, train_state.group, train_state.cpu_group)
     method_batch = MethodBatch(part.images_BCHW[:rows], part.labels_B, part.indices_B, epochs_passed, gather)
     with train_state.autocast():
-        outputs: DistillationOutputs = train_state.update.module(inputs, method_batch, teacher_outputs)
-    module = train_state.distillation_module
-    module.check_terms(outputs.terms)
-    return outputs, compute_losses(outputs, part.labels_B, part.mix, module.weights(epochs_passed))
+        outputs: DistillationOutputs = (module or train_state.update.module)(inputs, method_batch, teacher_outputs)
+    bare = train_state.distillation_module
+    bare.check_terms(outputs.terms)
+    return outputs, compute_losses(outputs, part.labels_B, part.mix, bare.weights(epochs_passed))
