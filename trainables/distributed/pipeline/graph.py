@@ -58,8 +58,11 @@ def trace(model: nn.Module, expand: Collection[str] | None = None) -> fx.Graph:
 
 
 def cannot_be_cut(model: nn.Module, error: Exception) -> ModelError:
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return ModelError(f"{type(model).__name__} cannot be cut into pipeline stages: {reason}")
+    reason = str(error).strip().splitlines()[0].partition(". ")[0] if str(error).strip() else type(error).__name__
+    return ModelError(
+        f"{type(model).__name__} cannot be cut into pipeline stages ({reason}): take another model, or write"
+        " scale.pipeline_stages 1"
+    )
 
 
 def module_paths(node: fx.Node) -> tuple[str, ...]:
