@@ -78,12 +78,12 @@ WORDS: dict[str, Kind] = {
 NO_HANDLE = re.compile("CU(DNN|BLAS|SOLVER)_STATUS_NOT_INITIALIZED")
 """The first call of a CUDA library creates its handle: that fails where its memory finds no room, and on a GPU that is broken."""
 PLENTY_FREE = 0.05
-"""Of a GPU's memory: handles need less."""
+"""The share of a GPU's memory that handles need at most."""
 CUDA_MEMORY_ALLOCATION, CUDA_ASSERT = 2, 710
 """cudaErrorMemoryAllocation; cudaErrorAssert, a failed check inside a kernel such as an index out of range: the data or the code
 is wrong, not the device."""
 SINGLE_VALUE = "Expected more than 1 value per channel when training"
-"""Of torch's batch norm, for one image whose maps have one pixel."""
+"""The message of torch's batch norm for one image whose maps have one pixel."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Failure:
     """The exception's class, where the message alone does not say what is wrong."""
     rank: int | None = None
     position: str | None = None
-    """Of a hang: in which phase and step; None where nobody knows."""
+    """The phase and the step of a hang; None where it is unknown."""
     time_ms: int = field(default=0, compare=False)
     """When it was written; 0: it was not."""
 

@@ -285,10 +285,10 @@ METHOD_RULES: tuple[Callable[[str, MethodRequirements, JobSettings], Problem], .
 
 
 def first_problem(settings: JobSettings) -> Problem:
-    """Of the first of `RULES` that `settings` do not keep."""
+    """The problem of the first of `RULES` that `settings` do not keep."""
     return next((problem for rule in RULES if (problem := rule(settings)) is not None), None)
 
 
 def first_problem_of_method(name: str, requirements: MethodRequirements, settings: JobSettings) -> Problem:
-    """Of the first of `METHOD_RULES` that `settings` do not keep for the method of this name."""
+    """The problem of the first of `METHOD_RULES` that `settings` do not keep for the method of this name."""
     return next((problem for rule in METHOD_RULES if (problem := rule(name, requirements, settings)) is not None), None)

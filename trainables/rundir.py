@@ -215,7 +215,7 @@ class StageDir:
 
     @property
     def init(self) -> StageDir:
-        """Of its methods' init stage, where they have one."""
+        """The folder of its methods' init stage, where they have one."""
         return StageDir(Path(f"{self.root}-init"))
 
     def error_of(self, rank: int) -> Path:

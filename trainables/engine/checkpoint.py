@@ -115,7 +115,7 @@ class CheckpointState:
 
     @property
     def parameter_names(self) -> dict[Tensor, str]:
-        """Of the student's and the methods' parameters, in a checkpoint; of a tied one's names the last, with stages too."""
+        """The names of the student's and the methods' parameters in a checkpoint; a tied one has its last, with stages too."""
         named = {f"model.{name}": p for name, p in self.student.named_parameters(remove_duplicate=False)}
         named |= {f"method.{name}": p for name, p in self.methods.named_parameters(remove_duplicate=False)}
         return {named[name]: name for name in sorted(named)}

@@ -58,7 +58,7 @@ class Job:
     telemetry: Snapshot
     interruptions: Interruptions
     stop_early: Callable[[Sequence[float]], bool] | None = None
-    """Of a timing run: whether the seconds of its steps past the warm-up are enough to end it. None: it runs all its steps."""
+    """Whether the seconds of its steps past the warm-up are enough to end a timing run. None: it runs all its steps."""
     resources: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     """Ends the threads and processes of loaders, teacher and disk."""
     teachers: list[TeacherAccuracy] = field(default_factory=list)

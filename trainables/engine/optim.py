@@ -55,7 +55,7 @@ class OptimizerSpec(NamedTuple):
     """An optimizer that `optim.name` may name."""
 
     build: Callable[[list[dict[str, Any]], OptimConfig, bool | None], torch.optim.Optimizer]
-    """Of torch's parameter groups; the last argument is torch's `fused`."""
+    """An optimizer of torch's parameter groups; the last argument is torch's `fused`."""
     num_states: Callable[[OptimConfig], int]
     """Tensors of a parameter's size in its state."""
 

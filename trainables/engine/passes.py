@@ -24,7 +24,7 @@ from trainables.methods.distillation_module import DistillationModule, Distillat
 from trainables.teachers.interface import TeacherInterface, TeacherRequest
 
 TeacherOutputs = Mapping[str, ModelOutputs]
-"""Of a micro-batch, by method."""
+"""The outputs of a micro-batch, by method."""
 
 
 class NoTeacher(TeacherInterface):

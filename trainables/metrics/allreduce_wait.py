@@ -98,7 +98,7 @@ def split_waits(by_rank: Sequence[Mapping[int, float]]) -> tuple[float | None, l
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Of the mean of values that came one after the other, at least two: by the means of consecutive batches of them.
+    """The standard error of the mean of consecutive values, at least two, by the means of consecutive batches of them.
 
     A disturbed machine delays a rank for many steps on end, so that steps are no independent samples; batches nearly are
     (Law and Kelton, "Simulation Modeling and Analysis", on the method of batch means).

@@ -28,7 +28,7 @@ class Position(NamedTuple):
     step: int = 0
     """Steps that are complete."""
     micro_batch: int = 0
-    """Of the step that is under way, from 1 on."""
+    """The one of the step that is under way, from 1 on."""
     quiet_s: float = 0.0
     """Since the last sign of progress."""
     batch_s: float | None = None
@@ -36,7 +36,7 @@ class Position(NamedTuple):
     age_s: float = 0.0
     """Since the job began on this rank."""
     thread_id: int = 0
-    """Of the training thread, as `faulthandler` names it."""
+    """The training thread's, as `faulthandler` names it."""
     folder: str = ""
     """The stage's; empty where there is none."""
 

@@ -46,7 +46,7 @@ class GradientNoise:
         self._group = group
         self._indices = {p: index for index, p in enumerate(module.parameters()) if p.requires_grad}
         self._norms: dict[int, Tensor] = {}
-        """Of this part's gradients, by the index of their parameter."""
+        """The norms of this part's gradients, by the index of their parameter."""
         self._num_images = 0
         self._small: Tensor | None = None
         self._pending: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []

@@ -33,7 +33,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Statistics:
-    """Of a time in ms over steps."""
+    """What the times of steps come to, in ms."""
 
     mean: float
     min: float
@@ -43,7 +43,7 @@ class Statistics:
 
     @classmethod
     def of_ranks(cls, ranks: Sequence["Statistics"]) -> "Statistics":
-        """Of all ranks' steps: the least and the most of any; the other numbers are means over ranks."""
+        """The numbers of all ranks' steps: the least and the most of any; the other numbers are means over ranks."""
         return cls(
             mean=fmean(rank.mean for rank in ranks),
             min=min(rank.min for rank in ranks),
@@ -96,7 +96,7 @@ class StepTimes:
         return [float(row_T[_STEP]) / 1e3 for row_T in self._latest]
 
     def statistics(self) -> StepStatistics:
-        """Of each phase and of the whole step; {} without steps. A phase that not every job has is left out where it took 0."""
+        """The statistics of each phase and of the whole step; {} without steps. A phase that not every job has is left out where it took 0."""
         if not self._num_steps:
             return {}
         p50_T, p95_T = np.quantile(np.stack(self._latest), (0.5, 0.95), axis=0)

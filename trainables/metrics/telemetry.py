@@ -54,7 +54,7 @@ GPU_FIELDS: dict[str, Callable[[Handle], float]] = {
 _WITHOUT_MAX = ("throttled_pct", "sm_clock_limit_mhz", "cpu_cores")
 """Fields whose maximum is no use."""
 _UNIT = re.compile("(_mib_per_s|_pct|_mib|_c|_w|_mhz|)$")
-"""Of a field's name; it stays last: `gpu0/util_pct` → `gpu0/util_max_pct`."""
+"""The unit in a field's name; it stays last: `gpu0/util_pct` → `gpu0/util_max_pct`."""
 
 
 def decode_throttle(bitmask: int) -> list[str]:

@@ -74,7 +74,7 @@ def module_paths(node: fx.Node) -> tuple[str, ...]:
 
 
 def tensor_ids(member: nn.Module | Tensor | None) -> set[int]:
-    """Of a module's parameters and buffers, or of one of these."""
+    """The ids of a module's parameters and buffers, or of one of these."""
     if isinstance(member, nn.Module):
         return {id(tensor) for tensor in (*member.parameters(), *member.buffers())}
     return {id(member)} if isinstance(member, Tensor) else set()

@@ -79,7 +79,7 @@ class Rank:
         return "{}:{} in {}".format(*found) if found else ""
 
     def _frames(self) -> list[tuple[str, str, str]]:
-        """Of its training thread, the innermost first: path, line and function."""
+        """The frames of its training thread, the innermost first: path, line and function."""
         if self.position is None or self.process is None:
             return []
         _, _, after = self.process.stacks.partition(f"hread 0x{self.position.thread_id:016x}")
