@@ -18,7 +18,7 @@ from trainables.teachers.network import TeacherNetwork, move
 log = logging.getLogger("raydistill")
 
 MAX_REPLICATED_FRACTION = 0.5
-"""The share of a device's memory for a whole teacher, the student's parameters, gradients and optimizer state; activations need more."""
+"""The share of a device's memory for a whole teacher and the student's parameters, gradients and optimizer state."""
 
 
 def is_sharded(config: TrainConfig, num_replicas: int, device: torch.device, student: nn.Module, teacher: nn.Module) -> bool:

@@ -96,7 +96,7 @@ class StepTimes:
         return [float(row_T[_STEP]) / 1e3 for row_T in self._latest]
 
     def statistics(self) -> StepStatistics:
-        """The statistics of each phase and of the whole step; {} without steps. A phase that not every job has is left out where it took 0."""
+        """Each phase and the whole step; {} without steps. A phase that not every job has is left out where it took 0."""
         if not self._num_steps:
             return {}
         p50_T, p95_T = np.quantile(np.stack(self._latest), (0.5, 0.95), axis=0)
