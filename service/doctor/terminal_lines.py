@@ -75,7 +75,7 @@ def remarks(e: Evidence) -> list[str]:
         if share > LEAST_PCT:
             lines.append(f"evaluations take {share:.0f}% of the time")
     waits_ms = {number: rank.waits_for_ranks_ms for number, rank in enumerate(e.ranks) if rank.waits_for_ranks_ms is not None}
-    if waits_ms and max(waits_ms.values()) > LEAST_PCT / 100 * step.step_ms:
+    if waits_ms and max(waits_ms.values()) - min(waits_ms.values()) > LEAST_PCT / 100 * step.step_ms:
         late, early = (pick(waits_ms, key=waits_ms.__getitem__) for pick in (min, max))
         lines.append(
             f"ranks wait for each other: rank {early} longest, {waits_ms[early]:.1f} ms of a step (it is early), "

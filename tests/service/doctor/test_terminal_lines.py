@@ -15,7 +15,7 @@ from service.doctor.terminal_lines import case_lines
 from service.runs.run_directory import begin_run
 from tests.faults.hot_gpu import hot_gpu
 from tests.service.commands import run
-from tests.service.doctor.runs import HEALTHY, RANK, loader, longer, run_of
+from tests.service.doctor.runs import HEALTHY, RANK, loader, longer, run_of, waiting, waits
 from trainables.metrics.phases import PHASES
 from trainables.rundir import RunDir, append_line, write_json
 
@@ -58,6 +58,17 @@ def test_a_trial_whose_typical_step_is_no_slower_than_the_best_ones_is_not_given
     assert shown[-1] == "1 other trial with a typical step no slower than the best one's (trial 1)"
 
 
+def test_who_is_early_and_who_is_late_is_said_where_ranks_wait_unlike() -> None:
+    late = waits(longer(RANK, student=60), 1.0)
+    assert case_lines([Recording("the student", run_of(waiting(RANK, 60, 1), late))])[-1] == (
+        "ranks wait for each other: rank 0 longest, 60.0 ms of a step (it is early), rank 1 least, 0.0 ms (others wait for it)"
+    )
+    in_turn = [waits(longer(RANK, backward=30), 30.0)] * 2
+    assert not [
+        line for line in case_lines([Recording("the student", run_of(*in_turn, exposed_ms=1.0))]) if "it is early" in line
+    ]
+
+
 def test_every_number_of_the_records_arrives_in_the_evidence() -> None:
     metrics = step_of(
         one_image_ms=3.0,
@@ -70,6 +81,7 @@ def test_every_number_of_the_records_arrives_in_the_evidence() -> None:
         metrics |= {f"rank{rank}/cpu_ms": 60.0 + rank, f"rank{rank}/core_wait_ms": 7.0 + rank}
         waits_ms = {"": 5.0, "_error": 0.5}
         metrics |= {f"rank{rank}/allreduce_wait{name}_ms": ms + rank for name, ms in waits_ms.items()}
+        metrics |= {f"rank{rank}/waits_for_ranks_ms": 1.0 + rank}
         metrics |= {f"rank{rank}/loader_batch_ms": 30.0 + rank, f"rank{rank}/loader_wait_ms": 0.5 + rank}
     loader = {"image_ms": 2.0, "read_ms": 1.0, "read_wait_ms": 0.8, "cpu_ms": 0.5, "core_wait_ms": 0.3, "threads": 3.0}
     metrics |= {f"loader/{name}": value for name, value in loader.items()}
@@ -86,7 +98,7 @@ def test_every_number_of_the_records_arrives_in_the_evidence() -> None:
     lines = [{"kind": "step", **ended}, {"kind": "epoch", **ended}]
     e = evidence_of(experiment("scale.num_workers=2", "optim.accumulate=2", "precision=bf16"), metrics, lines, loader_workers=3)
     assert [(rank.data_ms, rank.step_ms, rank.allreduce_wait_ms) for rank in e.ranks] == [(1.0, 100.0, 5.0), (2.0, 101.0, 6.0)]
-    assert [rank.allreduce_wait_error_ms for rank in e.ranks] == [0.5, 1.5]
+    assert [(rank.allreduce_wait_error_ms, rank.waits_for_ranks_ms) for rank in e.ranks] == [(0.5, 1.0), (1.5, 2.0)]
     assert (e.exposed_ms, e.rank_batch, e.accumulate, e.precision, e.loader_workers) == (4.0, 32.0, 2, "bf16", 3)
     assert evidence_of(experiment("precision=auto"), metrics, precision="fp32").precision == "fp32"
     assert e.loader is not None
