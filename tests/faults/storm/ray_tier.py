@@ -217,6 +217,7 @@ class RayTier:
         if TRACEBACK in command.output:
             yield f"{kind}: a stack trace in the output"
         _, left = psutil.wait_procs([process for process in self._others if "Agent" not in title(process)], timeout=GONE_S)
+        left = [process for process in left if "Agent" not in title(process)]  # one that had just started had no title yet
         if left:
             yield f"{kind}: {len(left)} processes still run, such as {title(left[0])[:80]}"
             kill(left)
