@@ -132,9 +132,7 @@ class PhaseTimer:
         self._timestamps: list[Any] = []
         self._columns: list[int] = []
         self._pending: deque[tuple[list[Any], list[int], StepTimes]] = deque()
-        self.past_warmup = StepTimes()
-        """All steps past the warm-up that are read."""
-        self._window = StepTimes()
+        self._past_warmup, self._window = StepTimes(), StepTimes()
 
     def start(self) -> None:
         """Open a step; `data` runs from here."""
@@ -159,6 +157,12 @@ class PhaseTimer:
         if len(self._pending) >= _MAX_PENDING:
             self.collect()
 
+    @property
+    def past_warmup(self) -> StepTimes:
+        """All steps past the warm-up that the device has finished."""
+        self.collect()
+        return self._past_warmup
+
     def end_window(self) -> StepTimes:
         """The steps since the last call, whose times are in it once `collect` has read them."""
         window, self._window = self._window, StepTimes()
@@ -177,7 +181,7 @@ class PhaseTimer:
             if self._warmup_left > 0:
                 self._warmup_left -= 1
             else:
-                self.past_warmup.add(row_T)
+                self._past_warmup.add(row_T)
             self._clock.reuse(timestamps)
 
 
