@@ -46,8 +46,10 @@ def worker(main: str) -> Iterator[int]:
     with subprocess.Popen([sys.executable, "-c", WORKER.format(main=main)], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        yield process.pid
-        process.kill()
+        try:
+            yield process.pid
+        finally:
+            process.kill()
 
 
 def report(pid: int) -> ProcessReport:
@@ -58,7 +60,7 @@ def test_a_process_that_does_not_let_go_of_the_interpreter_writes_all_its_stacks
     with worker("waiting_with_the_interpreter") as pid:
         for _ in range(2):  # the second ones are not those of before
             found = wait_until(lambda: "in waiting_with_the_interpreter" in (each := report(pid)).stacks and each)
-            assert found.status == psutil.STATUS_SLEEPING
+            assert found.status in (psutil.STATUS_SLEEPING, psutil.STATUS_RUNNING)  # as it just begins to wait, or has
             assert found.stacks.count("in waiting_with_the_interpreter") == 1
             assert found.stacks.count("in sleeping_in_python") == 1
         kill([pid])
