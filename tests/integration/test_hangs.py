@@ -78,7 +78,7 @@ def test_a_rank_that_sleeps_in_a_method_is_named_with_its_line_and_with_what_the
     assert seconds is not None
     assert HANG_AFTER_S <= int(seconds[1]) <= HANG_AFTER_S + 15
     stacks = stage_of(run).stacks.read_text()
-    assert stacks.count("in train_batches") >= 2  # both ranks' training threads
+    assert stacks.count("in train_epoch") >= 2  # both ranks' training threads
     assert "in forward" in stacks
     assert re.search(expected, RunDir(run).report.read_text())
 

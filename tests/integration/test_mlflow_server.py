@@ -4,6 +4,7 @@ import contextlib
 import html
 import json
 import os
+import random
 import re
 import select
 import shutil
@@ -49,8 +50,11 @@ def answers(url: str) -> bool:
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
+    """Below those that the system gives to whoever connects: none of them takes it before the server does."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 class Server:
@@ -88,7 +92,10 @@ class Server:
             )
 
     def ready(self) -> None:
-        wait_until(lambda: answers(f"{self.uri}/health"))
+        process = self._process
+        assert process is not None
+        wait_until(lambda: answers(f"{self.uri}/health") or process.poll() is not None)
+        assert process.poll() is None, (self.root / "server.log").read_text()
 
     def kill(self) -> None:
         if self._process is not None:
