@@ -18,7 +18,7 @@ class RankTimes:
     optimizer_ms: float
     step_ms: float
     allreduce_wait_ms: float | None = None
-    """Of the backward: from this rank's last gradient to the end of the last all-reduce, and for the number of samples."""
+    """The part of the backward from this rank's last gradient to the end of the last all-reduce, and for the number of samples."""
     waits_for_ranks_ms: float | None = None
     """Of that: what it waits longer than the rank that waits least in the same step."""
     allreduce_wait_error_ms: float | None = None

@@ -57,7 +57,7 @@ HARDWARE = {
     "gpu/memory_mib": ("memory_usage_megabytes", MIB_IN_MB),
     "gpu/power_w": ("power_usage_watts", 1.0),
 }
-"""Of a node and of each GPU: our name → MLflow's, and its unit in ours."""
+"""The metrics of a node and of each GPU: our name → MLflow's, and its unit in ours."""
 
 
 def of_epoch(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:

@@ -53,7 +53,7 @@ def numbers(times: StepTimes) -> dict[str, float]:
 
 
 def window_of(timer: PhaseTimer) -> dict[str, float]:
-    """Of the steps since the last window that the device has finished."""
+    """The steps since the last window that the device has finished, as a record has them."""
     window = timer.end_window()
     timer.collect()
     return numbers(window)
