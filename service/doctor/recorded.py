@@ -18,9 +18,9 @@ class RankTimes:
     optimizer_ms: float
     step_ms: float
     allreduce_wait_ms: float | None = None
-    """The part of the backward from this rank's last gradient to the end of the last all-reduce, and for the number of samples."""
+    """What the backward waits from this rank's last gradient to the end of the last all-reduce, and for the number of samples."""
     waits_for_ranks_ms: float | None = None
-    """Of that: what it waits longer than the rank that waits least in the same step."""
+    """The part of that which it waits longer than the rank that waits least in the same step."""
     allreduce_wait_error_ms: float | None = None
     """Standard error of the mean."""
     loader_batch_ms: float | None = None
