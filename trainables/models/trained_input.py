@@ -28,6 +28,8 @@ class TrainedInput(NamedTuple):
     std: tuple[float, ...]
     num_classes: int
     val_resize: int | None = None
+    interpolation: str = "bilinear"
+    """PyTorch's name of the filter with which they were resized: bilinear, bicubic, nearest …."""
     categories: tuple[str, ...] = ()
     """Published names of the classes in label order; () where there are none."""
 
@@ -64,14 +66,18 @@ def _torchvision(found: ModelName, weights: str) -> TrainedInput:
     check_known(found.name, weights, list(known))
     images, categories = known[weights].transforms(), tuple(known[weights].meta["categories"] or ())
     (size,), (resize,) = images.crop_size, images.resize_size
-    return TrainedInput(size, tuple(images.mean), tuple(images.std), len(categories), resize, categories)
+    return TrainedInput(
+        size, tuple(images.mean), tuple(images.std), len(categories), resize, images.interpolation.value, categories
+    )
 
 
 def _timm(found: ModelName, weights: str) -> TrainedInput:
     record = timm_record(timm_name(found, weights))
     size, num_classes = record["input_size"][-1], record["num_classes"]
     resize, categories = math.floor(size / record["crop_pct"]), _imagenet() if num_classes == 1000 else ()
-    return TrainedInput(size, tuple(record["mean"]), tuple(record["std"]), num_classes, resize, categories)
+    return TrainedInput(
+        size, tuple(record["mean"]), tuple(record["std"]), num_classes, resize, record["interpolation"], categories
+    )
 
 
 def check_trained_input(name: str, weights: str, data: DataConfig, classes: Sequence[str]) -> None:

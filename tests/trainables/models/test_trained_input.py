@@ -54,6 +54,17 @@ def test_a_checkpoint_of_ours_of_another_normalisation_is_refused(tmp_path: Path
     check_trained_input("mlp_small", str(trained), close, list("0123456789"))
 
 
+def test_a_record_says_how_images_were_resized(tmp_path: Path) -> None:
+    pytest.importorskip("timm")
+    records = [
+        trained_input("vit_b_16", "IMAGENET1K_SWAG_E2E_V1"),
+        trained_input("resnet50", "IMAGENET1K_V2"),
+        trained_input("timm/vit_base_patch16_224", "DEFAULT"),
+        trained_input("mlp_small", str(write(tmp_path / "cifar.safetensors", **CIFAR))),
+    ]
+    assert [record and record.interpolation for record in records] == ["bicubic", "bilinear", "bicubic", "bilinear"]
+
+
 def test_weights_without_a_record_have_nothing_to_compare(tmp_path: Path) -> None:
     assert trained_input("mlp_small", str(write(tmp_path / "old.safetensors"))) is None
     (tmp_path / "plain.pth").write_bytes(json.dumps({}).encode())
