@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from trainables.config.section import Count, Positive, Section
+from trainables.config.section import Count, ImageSize, Mean, Positive, Section, Std
 
 FOLDER_SCHEME = "local-dir:"
 HUB_SCHEMES = ("hf-hub:", "hf_hub:")
@@ -23,6 +23,16 @@ class ModelConfig(Section):
 
 class WeightedConfig(ModelConfig):
     """A model whose weights may be in a file, or come with its name, as `hf-hub:OWNER/NAME` and `local-dir:FOLDER` do."""
+
+    image_size: ImageSize | None = Field(
+        None,
+        description="height and width of what it sees, to which crops are resized; absent: theirs, or what its weights record "
+        "where it takes no other",
+    )
+    mean: Mean | None = Field(
+        None, description="per-channel mean by which its images are normalised; absent: what its weights record, else data.mean"
+    )
+    std: Std | None = Field(None, description="per-channel deviation by which its images are normalised; absent: as mean")
 
     weights_key: str | None = Field(
         None,
@@ -92,9 +102,10 @@ class TeacherConfig(WeightedConfig):
         return cache
 
     @model_validator(mode="after")
-    def _check_weights_key(self) -> Self:
-        if self.weights_key is not None and self.weights is None:
-            raise ValueError("weights_key chooses a part of a file of weights: write weights: FILE, or leave it out")
+    def _check_keys_of_weights(self) -> Self:
+        for name in ("weights_key", "image_size", "mean", "std"):
+            if self.weights is None and getattr(self, name) is not None:
+                raise ValueError(f"{name} belongs to given weights: write weights: FILE, or leave it out")
         return self
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""How a batch of uint8 images becomes a model's input, and in which precision the model runs."""
+"""How a batch of uint8 images becomes pixels, and in which precision models run on them."""
 
 import contextlib
 from collections.abc import Callable
@@ -18,20 +18,9 @@ def autocast(precision: str, device: torch.device) -> Callable[[], contextlib.Ab
     return lambda: torch.autocast(device.type, AUTOCAST[precision])
 
 
-def normalizer(
-    mean: tuple[float, ...], std: tuple[float, ...], device: torch.device, dtype: torch.dtype, layout: torch.memory_format
-) -> Callable[[Tensor], Tensor]:
-    """A function from images_BCHW on `device` with values 0 … 255 to (x/255 − mean)/std, one multiply and one add."""
-    mean_C11 = torch.tensor(mean, dtype=torch.float64).view(-1, 1, 1)
-    std_C11 = torch.tensor(std, dtype=torch.float64).view(-1, 1, 1)
-    scale = (1 / (255 * std_C11)).to(device, dtype)
-    shift = (-mean_C11 / std_C11).to(device, dtype)
-    return lambda images: torch.addcmul(shift, images.to(dtype, memory_format=layout), scale)
-
-
-def image_normalizer(config: TrainConfig, device: torch.device) -> Callable[[Tensor], Tensor]:
-    """From uint8 images_BCHW on the device to the models' input, for evaluation; see `build_train_inputs` for training."""
-    return normalizer(config.data.mean, config.data.std, device, *tensor_format(config))
+def to_pixels(images_BCHW: Tensor, dtype: torch.dtype, layout: torch.memory_format = torch.contiguous_format) -> Tensor:
+    """Pixels in [0, 1] of uint8 images."""
+    return images_BCHW.to(dtype, memory_format=layout).div_(255)
 
 
 def tensor_format(config: TrainConfig) -> tuple[torch.dtype, torch.memory_format]:

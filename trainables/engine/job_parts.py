@@ -29,6 +29,7 @@ from trainables.engine.pipeline.pipeline_loader import PipelineLoader
 from trainables.engine.teacher_placement import is_sharded, place
 from trainables.errors import ExperimentError
 from trainables.methods.distillation_module import DistillationModule
+from trainables.models.model_input import student_input, take_pixels, teacher_input
 from trainables.rundir import StageDir
 from trainables.teachers.interface import TeacherInterface
 from trainables.teachers.network import TeacherNetwork
@@ -96,6 +97,13 @@ def build_models(
     )
     if in_pipeline:
         config = cut_student(config, layout, module, network, teacher_is_sharded=sharded)
+    if layout.is_first:
+        take_pixels(student, student_input(config.data))
+    if layout.job.is_main:
+        log.info("%s: student %s sees %s", config.stage, name, student_input(config.data))
+        if not isinstance(teacher, NoTeacher) and config.teacher is not None:
+            for each in config.teacher.with_others:
+                log.info("%s: teacher %s sees %s", config.stage, each.model, teacher_input(each, config.data))
     if isinstance(teacher, TeacherNetwork):
         place(teacher, config, layout.replicas, sharded=sharded)
     dtype, memory_format = tensor_format(config)

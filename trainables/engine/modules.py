@@ -27,6 +27,7 @@ from trainables.methods.select import (
     task_weight,
 )
 from trainables.methods.tap_reader import TapReader
+from trainables.models.model_input import student_input
 from trainables.models.registry import build_model
 from trainables.models.reused_classifier import ReusedClassifier
 from trainables.rules import first_problem_of_method, splits_no_batch
@@ -70,7 +71,6 @@ def build_modules(
         return module, ServiceTeacher(config, group, classes, loader, connections, keys)
     assert network is not None
     assert reader is not None
-    network.to(tensor_format(config)[0])
     gradient = any(method.method_class.requires.teacher_gradient for method in methods)
     return module, TeacherNetwork(network, reader, gradient=gradient)
 
@@ -127,7 +127,7 @@ def build_distillation_module(
             teacher=teacher_taps.spec(method.key) if teacher_taps is not None and method in with_teacher else None,
             num_classes=num_classes,
             labels_M=labels_M,
-            image_size=size,
+            input=student_input(config.data),
             global_batch_size=config.data.global_batch_size,
             seed=config.seed,
             epochs=config.optim.epochs,

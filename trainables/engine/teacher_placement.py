@@ -45,7 +45,8 @@ def place(teacher: TeacherNetwork, config: TrainConfig, group: Group, *, sharded
     if not sharded:
         may_change = not any(map(_uses_teacher_itself, methods_with_teacher(config)))
         if may_change and folds_batch_norms(config):
-            fold_batch_norms(teacher.model, teacher.tapped_modules)
+            for network in teacher.networks:
+                fold_batch_norms(network, teacher.tapped_modules)
         move(teacher.model, config, group.device)
         if may_change and config.precision in AUTOCAST:
             round_weights(teacher.model, AUTOCAST[config.precision])

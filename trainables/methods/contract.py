@@ -21,6 +21,7 @@ from trainables.config import LossOptimConfig, MethodOptions
 from trainables.distributed.batch_norm import GlobalBatchNorm
 from trainables.distributed.gather import Gather
 from trainables.distributed.group import Group
+from trainables.models.model_input import ModelInput
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class MethodBatch:
     """The batch that both models ran on."""
 
     images_BCHW: Tensor
-    """The models' input: augmented and normalised."""
+    """Augmented pixels in [0, 1]: each model that `takes_pixels` resizes and normalises them itself."""
     labels_B: Tensor
     indices_B: Tensor
     """Dataset-wide, int64: the same image has the same index in every epoch and on any number of workers."""
@@ -122,13 +123,19 @@ class BuildContext:
     num_classes: int
     labels_M: Tensor
     """The label of each training sample, by its index: int64 on the CPU."""
-    image_size: int
+    input: ModelInput
+    """What the student takes; models get pixels, see `trainables.models.model_input`."""
     global_batch_size: int
     """Samples of a step over all ranks; the last step of an epoch may have fewer."""
     seed: int
     epochs: int
     """The length of the stage."""
     group: Group
+
+    @property
+    def image_size(self) -> int:
+        """Height and width of the pixels that a step has."""
+        return self.input.image_size
 
 
 class Method(nn.Module):

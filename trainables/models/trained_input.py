@@ -5,17 +5,13 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from trainables.config import DataConfig
 from trainables.config.models import HUB_SCHEMES
 from trainables.errors import CheckpointError
 from trainables.models.checkpoint_header import is_safetensors, locate_checkpoint, read_checkpoint_header
 from trainables.models.names import ModelName, check_model_name
 from trainables.models.published import check_known, timm_name, timm_record
 from trainables.models.registry import timm_folder_of
-from trainables.notices import notice
 
-TOLERANCE = 1e-3
-"""Largest difference of a mean or standard deviation: they are published with three digits."""
 _WORDNET_ID = re.compile(r"n\d{8}")
 _NUMBERED = re.compile(r"\D*(\d+)")
 
@@ -80,26 +76,11 @@ def _timm(found: ModelName, weights: str) -> TrainedInput:
     )
 
 
-def check_trained_input(name: str, weights: str, data: DataConfig, classes: Sequence[str]) -> None:
-    """Refuse data that is normalised, or whose classes are ordered, otherwise than a teacher's; notice another image size.
-
-    Raises CheckpointError: with what to write; and as `trained_input`.
-    """
+def check_trained_classes(name: str, weights: str, classes: Sequence[str]) -> None:
+    """Refuse data whose classes are ordered otherwise than a teacher's. Raises CheckpointError; and as `trained_input`."""
     trained = trained_input(name, weights)
-    if trained is None or trained.num_classes != len(classes):  # which is refused where they are loaded
-        return
-    check_class_order(name, weights, trained.categories, classes)
-    expected, given = (*trained.mean, *trained.std), (*data.mean, *data.std)
-    if not all(math.isclose(a, b, abs_tol=TOLERANCE) for a, b in zip(expected, given, strict=True)):
-        raise CheckpointError(
-            f"{weights} of {name} was trained on images of mean {_listed(trained.mean)} and standard deviation "
-            f"{_listed(trained.std)}, and data.mean is {_listed(data.mean)}, data.std {_listed(data.std)}: "
-            f"set data.mean: {_listed(trained.mean)} and data.std: {_listed(trained.std)}"
-        )
-    if trained.image_size != data.image_size:
-        notice(
-            f"teacher {name}: {weights} is for images of {trained.image_size} pixels, and data.image_size is {data.image_size}"
-        )
+    if trained is not None and trained.num_classes == len(classes):  # else it is refused where they are loaded
+        check_class_order(name, weights, trained.categories, classes)
 
 
 def check_class_order(name: str, weights: str, categories: Sequence[str], classes: Sequence[str]) -> None:
@@ -133,7 +114,3 @@ def _imagenet() -> tuple[str, ...]:
     from torchvision.models import ResNet18_Weights
 
     return tuple(ResNet18_Weights.DEFAULT.meta["categories"])
-
-
-def _listed(values: Sequence[float]) -> str:
-    return f"[{', '.join(f'{value:g}' for value in values)}]"

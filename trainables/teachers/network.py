@@ -3,7 +3,7 @@
 Shapes: B samples of this rank, C channels, H W pixels, K classes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from trainables.methods.contract import ModelOutputs
 from trainables.methods.select import SelectedMethod, check_ensemble
 from trainables.methods.tap_reader import TapReader
 from trainables.models.forward import logits_and_aux
+from trainables.models.model_input import ModelInput, student_input, take_pixels, teacher_input
+from trainables.models.registry import construct
 from trainables.models.weights import load_teacher
 from trainables.teachers.ensemble import EnsembleReader, TeacherEnsemble
 from trainables.teachers.interface import TeacherInterface, TeacherRequest
@@ -30,6 +32,11 @@ class TeacherNetwork(TeacherInterface):
         self.model = model
         self._reader, self._gradient = reader, gradient
         self._batch_norms = [module for module in model.modules() if isinstance(module, GlobalBatchNorm)]
+
+    @property
+    def networks(self) -> list[nn.Module]:
+        """The models of an ensemble, else the one that there is."""
+        return list(self.model.models) if isinstance(self.model, TeacherEnsemble) else [self.model]
 
     @property
     def tapped_modules(self) -> frozenset[str]:
@@ -61,7 +68,7 @@ def fit(teacher: TeacherConfig | OtherTeacherConfig, config: TrainConfig, classe
         "name": teacher.model,
         "weights": str(teacher.weights),
         "num_classes": len(classes),
-        "image_size": config.data.image_size,
+        "image_size": teacher_input(teacher, config.data).image_size,
         "classes": classes,
         "seed": config.seed,
         "weights_key": teacher.weights_key,
@@ -74,8 +81,34 @@ def load_network(config: TrainConfig, classes: Sequence[str]) -> nn.Module:
     Raises CheckpointError, ModelError: see `load_teacher`; or the file is not the teacher of `config.teacher_sha256`.
     """
     assert config.teacher is not None
-    models = [load_teacher(**fit(each, config, classes), sha256=config.teacher_sha256) for each in config.teacher.with_others]
-    return TeacherEnsemble(models).eval().requires_grad_(False) if len(models) > 1 else models[0]
+    return _frozen(config, lambda each: load_teacher(**fit(each, config, classes), sha256=config.teacher_sha256))
+
+
+def untrained_network(config: TrainConfig, num_classes: int) -> nn.Module:
+    """What `load_network` returns, without weights. Raises ModelError: a model does not take such images."""
+    assert config.teacher is not None
+
+    def build(each: TeacherConfig | OtherTeacherConfig) -> nn.Module:
+        size = _input(each, config).image_size
+        return construct(each.model, num_classes=num_classes, image_size=size, seed=config.seed)
+
+    return _frozen(config, build)
+
+
+def _frozen(config: TrainConfig, build: Callable[[TeacherConfig | OtherTeacherConfig], nn.Module]) -> nn.Module:
+    """The teacher or an ensemble, each model in the job's dtype, and taking pixels."""
+    assert config.teacher is not None
+    models = []
+    for each in config.teacher.with_others:
+        model = build(each).to(tensor_format(config)[0])
+        take_pixels(model, _input(each, config))
+        models.append(model)
+    return (TeacherEnsemble(models) if len(models) > 1 else models[0]).eval().requires_grad_(False)
+
+
+def _input(teacher: TeacherConfig | OtherTeacherConfig, config: TrainConfig) -> ModelInput:
+    """Of one that is still to be trained, the input of the images that it will be trained on."""
+    return student_input(config.data) if teacher.weights is None else teacher_input(teacher, config.data)
 
 
 def teacher_reader(teacher: TeacherConfig, model: nn.Module, methods: Sequence[SelectedMethod], image_size: int) -> TapReader:

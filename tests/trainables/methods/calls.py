@@ -10,6 +10,7 @@ from trainables.distributed.group import Group
 from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, ModelSpec
 from trainables.methods.registry import load_method
 from trainables.models.forward import seeded
+from trainables.models.model_input import ModelInput
 
 
 def make(
@@ -35,7 +36,7 @@ def make(
         *sides,
         num_classes=num_classes,
         labels_M=labels_M,
-        image_size=8,
+        input=ModelInput(8, (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)),
         global_batch_size=global_batch_size,
         seed=seed,
         epochs=epochs,

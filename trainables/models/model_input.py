@@ -1,0 +1,119 @@
+"""What a model takes: square images of a size, a normalisation and an interpolation of its own, which it makes of pixels itself.
+
+Pixels are what the device pipeline ends with: float images (B, 3, H, W) in [0, 1]. A model that `takes_pixels` resizes and
+normalises them when it is called, so that student and teacher see the same crop, each as it was trained to.
+
+Shapes: B batch, C=3 channels, H W pixels of the crop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import interpolate
+
+from trainables.config import DataConfig, OtherTeacherConfig, TeacherConfig
+from trainables.models.names import check_model_name
+from trainables.models.registry import library_options
+from trainables.models.trained_input import TrainedInput, trained_input
+
+ANTIALIASED = ("bilinear", "bicubic")
+
+
+@dataclass(frozen=True)
+class ModelInput:
+    """Images (B, 3, image_size, image_size), of which (pixels - mean) / std is the model's input."""
+
+    image_size: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    interpolation: str = "bilinear"
+    """torch's name of how crops of another size are resized, antialiased."""
+
+    def __str__(self) -> str:
+        return f"{self.image_size} px, mean {_listed(self.mean)}, std {_listed(self.std)}"
+
+
+def student_input(data: DataConfig) -> ModelInput:
+    """The input of a model that is trained on these images from scratch."""
+    return ModelInput(data.image_size, data.mean, data.std)
+
+
+def teacher_input(teacher: TeacherConfig | OtherTeacherConfig, data: DataConfig) -> ModelInput:
+    """The input of a teacher with weights: what the experiment says, else what its weights record, else that of the data.
+
+    Where neither says a size, a model that takes any size gets the crops as they are. Raises as `trained_input` does.
+    """
+    record = trained_input(teacher.model, str(teacher.weights))
+    recorded = record or TrainedInput(data.image_size, data.mean, data.std, num_classes=0)
+    size = data.image_size if takes_any_size(teacher.model, data.image_size) else recorded.image_size
+    return ModelInput(
+        teacher.image_size or size,
+        teacher.mean or recorded.mean,
+        teacher.std or recorded.std,
+        recorded.interpolation if recorded.interpolation in ANTIALIASED else "bicubic",
+    )
+
+
+def takes_any_size(name: str, image_size: int) -> bool:
+    """Whether the model's parameters are the same for images of another size, such as `image_size`."""
+    found = check_model_name(name)
+    return not library_options(found, image_size) and not found.name.startswith("mlp_")
+
+
+def doubtful_input(teacher: TeacherConfig | OtherTeacherConfig, data: DataConfig) -> list[str]:
+    """What a user may not expect of a teacher's input, a line each."""
+    seen, record = teacher_input(teacher, data), trained_input(teacher.model, str(teacher.weights))
+    name, lines = f"teacher {teacher.model}", []
+    if record is None and teacher.mean is None:
+        lines.append(
+            f"{name}: {teacher.weights} does not say how its images were normalised: it gets mean {_listed(seen.mean)} and std "
+            f"{_listed(seen.std)}; if that is wrong, set teacher.mean and teacher.std"
+        )
+    if seen.image_size > data.image_size:
+        lines.append(
+            f"{name} sees crops of {data.image_size} px enlarged to {seen.image_size}: a larger data.image_size has more to see"
+        )
+    if record is not None and record.image_size != seen.image_size:
+        lines.append(
+            f"{name} was trained on images of {record.image_size} px and sees {seen.image_size}: set teacher.image_size to "
+            f"{record.image_size} to resize them"
+        )
+    return lines
+
+
+def take_pixels(model: nn.Module, model_input: ModelInput) -> None:
+    """From here on `model` takes pixels of any size, and prepares them itself whenever it is called.
+
+    Call it once the model has its dtype. Its state dict stays as it is.
+    """
+    like = next(model.parameters())
+    std_C11 = torch.tensor(model_input.std, dtype=torch.float64).view(-1, 1, 1)
+    mean_C11 = torch.tensor(model_input.mean, dtype=torch.float64).view(-1, 1, 1)
+    model.register_buffer("_input_scale_C11", (1 / std_C11).to(like.device, like.dtype), persistent=False)
+    model.register_buffer("_input_shift_C11", (-mean_C11 / std_C11).to(like.device, like.dtype), persistent=False)
+    model.register_forward_pre_hook(_Preparation(model_input.image_size, model_input.interpolation))
+
+
+@dataclass(frozen=True)
+class _Preparation:
+    """A forward pre-hook: from pixels to the model's input, at most two operations."""
+
+    image_size: int
+    interpolation: str
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
+        (pixels_BCHW,) = args
+        if pixels_BCHW.shape[-1] != self.image_size:
+            size = (self.image_size, self.image_size)
+            pixels_BCHW = interpolate(pixels_BCHW, size, mode=self.interpolation, align_corners=False, antialias=True)
+        scale_C11, shift_C11 = model.get_buffer("_input_scale_C11"), model.get_buffer("_input_shift_C11")
+        return (torch.addcmul(shift_C11, pixels_BCHW, scale_C11),)
+
+
+def _listed(values: tuple[float, ...]) -> str:
+    """One number where all are equal."""
+    return f"{values[0]:g}" if len({*values}) == 1 else f"[{', '.join(f'{value:g}' for value in values)}]"
