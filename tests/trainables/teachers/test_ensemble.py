@@ -19,6 +19,7 @@ from trainables.distributed.rank_pool import RankPool
 from trainables.errors import CheckpointError, ExperimentError
 from trainables.methods.contract import Method, Requirements
 from trainables.methods.select import SelectedMethod, check_ensemble, select_methods
+from trainables.models.model_input import ModelInput, take_pixels
 from trainables.models.weights import load_teacher
 from trainables.teachers.ensemble import EnsembleReader, mean_logits
 from trainables.teachers.network import TeacherNetwork, load_network, teacher_reader
@@ -138,12 +139,13 @@ def test_the_teachers_are_loaded_and_frozen_and_answer_together(tmp_path: Path) 
     network = load_network(config(tmp_path / "job", teacher=teachers.model_dump()), CLASSES)
     assert not network.training
     assert not any(parameter.requires_grad for parameter in network.parameters())
-    images_BCHW = draw(5, 3, 8, 8).float()
+    images_BCHW = draw(5, 3, 8, 8)
     answer_BK = TeacherNetwork(network, teacher_reader(teachers, network, chosen, 8))(images_BCHW, 4)["kd"].logits_at(4.0)
-    expected = torch.zeros(4, 10)
+    expected = torch.zeros(4, 10, dtype=torch.float64)
     for each, share in zip((teachers, *teachers.others), (0.25, 0.5, 0.25), strict=True):
         assert each.weights is not None
         alone = load_teacher(each.model, each.weights, num_classes=10, image_size=8, classes=CLASSES, seed=0)
+        take_pixels(alone.double(), ModelInput(8, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
         expected += share * (alone(images_BCHW[:4]) / 4).softmax(1)
     torch.testing.assert_close((answer_BK / 4).softmax(1), expected)
 

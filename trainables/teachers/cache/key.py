@@ -84,6 +84,7 @@ def key_parts(config: TrainConfig, images: ImageSet, classes: Sequence[str], top
     assert teacher is not None
     weights = teacher_sha256(**fit(teacher, config, classes))
     pixels = data.model_dump(mode="json", include=_PIXEL_KEYS)
+    pixels["erased_to"] = data.mean if data.device_augment.random_erasing else None
     return {
         "format": FORMAT,
         "teacher": {"model": teacher.model, "sha256": weights, "num_classes": len(classes), "precision": config.precision},

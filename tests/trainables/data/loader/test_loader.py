@@ -33,7 +33,7 @@ from trainables.data.order import Split, sample_at
 from trainables.data.source import open_source
 from trainables.data.sources.synthetic import open_synthetic
 from trainables.device.device_batches import on_device
-from trainables.device.model_input import normalizer
+from trainables.device.model_input import to_pixels
 from trainables.errors import DataError
 
 WORLD_SIZES = (1, 2, 3, 5, 8)
@@ -386,10 +386,9 @@ def test_a_batch_stays_as_it_is_while_anything_refers_to_one_of_its_tensors(work
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_models_input_shares_no_memory_with_a_batch(dtype: torch.dtype) -> None:
-    prepare = normalizer((0.5, 0.5, 0.5), (0.2, 0.2, 0.2), torch.device("cpu"), dtype, torch.channels_last)
+def test_pixels_share_no_memory_with_a_batch(dtype: torch.dtype) -> None:
     (batch,) = _loader(_tiny(8), _data(8)).epoch(0)
-    images_BCHW = prepare(batch.images_BCHW)
+    images_BCHW = to_pixels(batch.images_BCHW, dtype, torch.channels_last)
     before = images_BCHW.clone()
     batch.images_BCHW.zero_()
     assert torch.equal(images_BCHW, before)
