@@ -1,5 +1,6 @@
 """The whole way from bytes to the models' input, and that it depends on nothing but (seed, epoch, sample)."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,10 @@ import torch
 from service.config.experiment import load
 from tests.trainables.device.pictures import pictures
 from tests.trainables.jobs import config, equal, relative_difference, train, write_teacher
-from trainables.config import DataConfig, DeviceAugmentConfig
+from trainables.config import DeviceAugmentConfig
 from trainables.device.augment import TrainInputs
 from trainables.device.device_batches import DeviceBatch
-from trainables.device.model_input import normalizer
+from trainables.device.model_input import to_pixels
 from trainables.distributed.rank_pool import RankPool
 from trainables.errors import ExperimentError
 
@@ -28,18 +29,15 @@ IMAGES = pictures(8, 16)
 
 def inputs(rows: list[int], epoch: int = 0, seed: int = 0, **sections: Any) -> DeviceBatch:
     """What the models see of these rows of IMAGES, as one batch; their labels and dataset-wide indices are the rows."""
-    device, data = torch.device("cpu"), DataConfig()
-    normalize = normalizer(data.mean, data.std, device, torch.float64, torch.contiguous_format)
+    device, normalize = torch.device("cpu"), partial(to_pixels, dtype=torch.float64)
     prepare = TrainInputs(DeviceAugmentConfig.model_validate(sections), normalize, seed=seed, image_size=16, device=device)
     rows_B = torch.tensor(rows, dtype=torch.int64)
     return prepare(DeviceBatch(IMAGES[rows_B], rows_B, rows_B, rows_B, epoch, len(rows)))
 
 
-def test_without_augmentation_the_input_is_the_normalised_image() -> None:
-    data = DataConfig()
+def test_without_augmentation_the_pixels_are_the_images() -> None:
     inputs_3 = inputs([3, 1])
-    expected = (IMAGES[[3, 1]].double() / 255 - torch.tensor(data.mean)[:, None, None]) / torch.tensor(data.std)[:, None, None]
-    assert torch.allclose(inputs_3.images_BCHW, expected.double(), atol=1e-6)
+    assert torch.equal(inputs_3.images_BCHW, IMAGES[[3, 1]].double() / 255)
     assert inputs_3.labels_B.tolist() == [3, 1]
     assert inputs_3.mix is None
 
