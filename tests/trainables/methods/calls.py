@@ -36,7 +36,7 @@ def make(
         *sides,
         num_classes=num_classes,
         labels_M=labels_M,
-        input=ModelInput(8, (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)),
+        input=ModelInput(8, (0.0,) * 3, (1.0,) * 3),
         global_batch_size=global_batch_size,
         seed=seed,
         epochs=epochs,

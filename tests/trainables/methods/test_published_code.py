@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torchvision.transforms.v2.functional import normalize
 
 from tests.trainables.jobs import Recorded, config, no_telemetry, relative_difference, train, write_teacher
-from trainables.config import TrainConfig
+from trainables.config import DataConfig, TrainConfig
 from trainables.device.device_batches import on_device
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
@@ -50,6 +51,12 @@ def init_job(folder: Path, student: str, teacher: str, method: str, **options: A
     return contextlib.closing(build(settings, Group(), Recorded(), no_telemetry))
 
 
+def normalized(pixels_BCHW: Tensor) -> Tensor:
+    """As every model of these jobs does it itself."""
+    data = DataConfig()
+    return normalize(pixels_BCHW, list(data.mean), list(data.std))
+
+
 def wrn_preacts(model: Any, images_BCHW: Tensor) -> list[Tensor]:
     """As RepDistiller's models/wrn.py with preact=True."""
     one = model.layer1(model.conv1(images_BCHW))
@@ -76,7 +83,7 @@ def test_ab_leaves_a_wrns_last_norm_out_of_its_init_stage_as_repdistiller_does(t
         with contextlib.closing(on_device(job.train_loader.epoch(0), torch.device("cpu"))) as batches:
             for step in range(3):
                 batch = next(batches)
-                images = train_state.prepare(batch).images_BCHW
+                images = normalized(train_state.prepare(batch).images_BCHW)
                 with torch.no_grad():
                     taught = wrn_preacts(train_state.teacher.model, images)  # type: ignore[union-attr]
                 loss = boundary_loss(wrn_preacts(student, images), taught)
@@ -156,7 +163,7 @@ def test_fsp_trains_the_student_in_training_mode_without_its_classifier_as_repdi
         sgd = torch.optim.SGD(trained.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
         with contextlib.closing(on_device(job.train_loader.epoch(0), torch.device("cpu"))) as batches:
             for batch in batches:
-                images = train_state.prepare(batch).images_BCHW
+                images = normalized(train_state.prepare(batch).images_BCHW)
                 with torch.no_grad():
                     taught = flows(train_state.teacher.model, images)
                 loss = sum((s - t).square().mean() for s, t in zip(flows(student, images), taught, strict=True))
@@ -212,7 +219,7 @@ def test_a_teacher_normalises_by_the_batch_where_its_code_leaves_it_in_training_
     with contextlib.closing(build(settings, Group(), Recorded(), no_telemetry)) as job, torch.no_grad():
         teacher: Any = job.train_state.teacher
         found = teacher(drawn(16), 16, TeacherRequest(torch.arange(16), 0))[method]
-        expected = [*wrn_preacts(plain, drawn(16)), plain(drawn(16))]
+        expected = [*wrn_preacts(plain, normalized(drawn(16))), plain(normalized(drawn(16)))]
         for ours, theirs in zip([*found.features[:3], found.logits_BK], expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
         assert not any(mean.any() for name, mean in teacher.model.state_dict().items() if name.endswith("running_mean"))
