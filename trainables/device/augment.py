@@ -4,7 +4,6 @@ Shapes: B samples of this rank's part of a global batch, C=3 channels, H=W=data.
 """
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from trainables.device.color import ColorJitter
 from trainables.device.device_batches import DeviceBatch
 from trainables.device.erasing import RandomErasing
 from trainables.device.mixing import Mixing
-from trainables.device.model_input import tensor_format, to_pixels
+from trainables.device.model_input import pixels_of
 from trainables.device.randaugment import RandAugment
 from trainables.device.random_numbers import Draws
 
@@ -69,6 +68,5 @@ class TrainInputs:
 
 def build_train_inputs(config: TrainConfig, device: torch.device) -> TrainInputs:
     """Builds the preprocessing of training batches; the teacher's cache and service use the same."""
-    data, (dtype, layout) = config.data, tensor_format(config)
-    normalize = partial(to_pixels, dtype=dtype, layout=layout)
-    return TrainInputs(data.device_augment, normalize, seed=config.seed, image_size=data.image_size, device=device)
+    data = config.data
+    return TrainInputs(data.device_augment, pixels_of(config), seed=config.seed, image_size=data.image_size, device=device)

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,6 +22,12 @@ def autocast(precision: str, device: torch.device) -> Callable[[], contextlib.Ab
 def to_pixels(images_BCHW: Tensor, dtype: torch.dtype, layout: torch.memory_format = torch.contiguous_format) -> Tensor:
     """Pixels in [0, 1] of uint8 images."""
     return images_BCHW.to(dtype, memory_format=layout).div_(255)
+
+
+def pixels_of(config: TrainConfig) -> Callable[[Tensor], Tensor]:
+    """`to_pixels` in the job's tensor format."""
+    dtype, layout = tensor_format(config)
+    return partial(to_pixels, dtype=dtype, layout=layout)
 
 
 def tensor_format(config: TrainConfig) -> tuple[torch.dtype, torch.memory_format]:

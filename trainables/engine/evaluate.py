@@ -5,6 +5,7 @@ Shapes: B batch, C channels, H W pixels, K classes.
 
 import contextlib
 from collections.abc import Callable, Generator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,17 +84,16 @@ def evaluate(
 
 def logits_of(
     model: nn.Module,
-    dtype: torch.dtype,
-    layout: torch.memory_format,
+    pixels: Callable[[Tensor], Tensor],
     autocast: Callable[[], contextlib.AbstractContextManager[None]],
     compilation: Compilation,
 ) -> Callable[[DeviceBatch], Tensor]:
-    """A function from a batch of uint8 images to the logits of a whole model that takes pixels."""
+    """A function from a batch of uint8 images to the logits of a model that takes what `pixels` makes of them."""
 
     def logits(batch: DeviceBatch) -> Tensor:
         compilation.begin_step()
         with autocast(), compilation.batch(len(batch.images_BCHW)):
-            return logits_and_aux(model(to_pixels(batch.images_BCHW, dtype, layout)))[0]
+            return logits_and_aux(model(pixels(batch.images_BCHW)))[0]
 
     return logits
 
@@ -132,9 +132,8 @@ def evaluate_checkpoint(config: EvaluateConfig, group: Group, heartbeat: Heartbe
         process=loader_process(config.data, world_size=group.world_size, device=group.device),
     )
     take_pixels(model, student_input(config.data))
-    layout = torch.contiguous_format
     try:
-        logits = logits_of(model, dtype, layout, autocast(config.precision, group.device), Compilation())
+        logits = logits_of(model, partial(to_pixels, dtype=dtype), autocast(config.precision, group.device), Compilation())
         heartbeat.enter("eval")
         result = evaluate(model, heartbeat.over(loader.epoch(0)), logits, group, group)
     finally:

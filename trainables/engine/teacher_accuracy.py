@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from trainables.config import OtherTeacherConfig, TeacherConfig
 from trainables.device.device_batches import DeviceBatch
-from trainables.device.model_input import tensor_format
+from trainables.device.model_input import pixels_of
 from trainables.distributed.group import all_reduce_sum, from_rank
 from trainables.engine.evaluate import evaluate, logits_of
 from trainables.engine.job import Job
@@ -112,7 +112,7 @@ def _measure(job: Job, number: int) -> tuple[float, int, float]:
         batches = client.prefetch(batches, 0)
     else:
         network = _network(job, number)
-        forward = logits_of(network, *tensor_format(config), job.train_state.autocast, job.train_state.compilation)
+        forward = logits_of(network, pixels_of(config), job.train_state.autocast, job.train_state.compilation)
 
     def logits(batch: DeviceBatch) -> Tensor:
         if isinstance(teacher, ServiceTeacher):

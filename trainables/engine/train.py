@@ -13,7 +13,7 @@ from trainables.config import TrainConfig
 from trainables.device.augment import build_train_inputs
 from trainables.device.compilation import Compilation
 from trainables.device.device_batches import DeviceBatch, on_device
-from trainables.device.model_input import autocast, tensor_format
+from trainables.device.model_input import autocast, pixels_of
 from trainables.device.precision import with_precision
 from trainables.disk_writer import DiskWriter
 from trainables.distributed.batch_norm import accepts_empty_batches
@@ -179,7 +179,7 @@ def build_steps(
     )
     if layout.has_stages:
         return train_state, *pipeline.pipeline_functions(config, layout, train_state)
-    logits = logits_of(module.student, *tensor_format(config), train_state.autocast, train_state.compilation)
+    logits = logits_of(module.student, pixels_of(config), train_state.autocast, train_state.compilation)
     return train_state, partial(train_step, train_state), logits
 
 

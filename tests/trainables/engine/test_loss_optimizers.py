@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchvision.transforms.v2.functional import normalize
 
 from tests.trainables.jobs import Recorded, config, equal, no_telemetry, relative_difference, train, write_teacher
 from tests.trainables.methods import own_methods
@@ -66,7 +67,8 @@ def by_hand(settings: TrainConfig, optimizers: dict[str, Heavy]) -> dict[str, Te
         prepare, step = job.train_state.prepare, 0
         for epoch in range(settings.optim.epochs):
             for batch in job.train_loader.epoch(epoch):
-                images = prepare(batch).images_BCHW.clone()  # type: ignore[arg-type]
+                pixels = prepare(batch).images_BCHW  # type: ignore[arg-type]
+                images = normalize(pixels, list(settings.data.mean), list(settings.data.std))
                 labels = batch.labels_B.clone()
                 changes = []
                 for key, optimizer in optimizers.items():
