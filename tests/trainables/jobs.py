@@ -19,7 +19,8 @@ from trainables.engine.checkpoint import CheckpointState
 from trainables.engine.checkpoint_writer import CheckpointWriter
 from trainables.engine.train import build, run_job
 from trainables.metrics.metrics_file import MetricsFile, Report
-from trainables.models.model_input import student_input, take_pixels
+from trainables.models.model_input import student_input
+from trainables.models.pixels import take_pixels
 from trainables.models.registry import build_model
 from trainables.rundir import StageDir
 

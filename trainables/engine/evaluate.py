@@ -26,7 +26,8 @@ from trainables.engine import checkpoint
 from trainables.errors import DataError
 from trainables.metrics.heartbeat import Heartbeat
 from trainables.models.forward import logits_and_aux
-from trainables.models.model_input import student_input, take_pixels
+from trainables.models.model_input import student_input
+from trainables.models.pixels import take_pixels
 from trainables.models.weights import load_teacher
 
 

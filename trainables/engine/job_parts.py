@@ -29,7 +29,8 @@ from trainables.engine.pipeline.pipeline_loader import PipelineLoader
 from trainables.engine.teacher_placement import is_sharded, place
 from trainables.errors import ExperimentError
 from trainables.methods.distillation_module import DistillationModule
-from trainables.models.model_input import student_input, take_pixels, teacher_input
+from trainables.models.model_input import student_input, teacher_input
+from trainables.models.pixels import take_pixels
 from trainables.rundir import StageDir
 from trainables.teachers.interface import TeacherInterface
 from trainables.teachers.network import TeacherNetwork

@@ -21,7 +21,7 @@ from trainables.errors import ExperimentError, ModelError
 from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Requirements
 from trainables.methods.kd import soft_loss
 from trainables.models.forward import logits_and_aux
-from trainables.models.model_input import take_pixels
+from trainables.models.pixels import take_pixels
 from trainables.models.registry import build_model
 
 

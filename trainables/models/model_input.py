@@ -1,19 +1,11 @@
-"""What a model takes: square images of a size, a normalisation and an interpolation of its own, which it makes of pixels itself.
+"""What a model takes: square images of a size, a normalization and an interpolation of its own.
 
-Pixels are what the device pipeline ends with: float images (B, 3, H, W) in [0, 1]. A model that `takes_pixels` resizes and
-normalises them when it is called, so that student and teacher see the same crop, each as it was trained to.
-
-Shapes: B batch, C=3 channels, H W pixels of the crop.
+It imports no torch; `trainables.models.pixels` makes a model prepare its input.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import Tensor, nn
-from torch.nn.functional import interpolate
 
 from trainables.config import DataConfig, OtherTeacherConfig, TeacherConfig
 from trainables.models.names import check_model_name
@@ -83,35 +75,6 @@ def doubtful_input(teacher: TeacherConfig | OtherTeacherConfig, data: DataConfig
             f"{record.image_size} to resize them"
         )
     return lines
-
-
-def take_pixels(model: nn.Module, model_input: ModelInput) -> None:
-    """From here on `model` takes pixels of any size, and prepares them itself whenever it is called.
-
-    Call it once the model has its dtype. Its state dict stays as it is.
-    """
-    like = next(model.parameters())
-    std_C11 = torch.tensor(model_input.std, dtype=torch.float64).view(-1, 1, 1)
-    mean_C11 = torch.tensor(model_input.mean, dtype=torch.float64).view(-1, 1, 1)
-    model.register_buffer("_input_scale_C11", (1 / std_C11).to(like.device, like.dtype), persistent=False)
-    model.register_buffer("_input_shift_C11", (-mean_C11 / std_C11).to(like.device, like.dtype), persistent=False)
-    model.register_forward_pre_hook(_Preparation(model_input.image_size, model_input.interpolation))
-
-
-@dataclass(frozen=True)
-class _Preparation:
-    """A forward pre-hook: from pixels to the model's input, at most two operations."""
-
-    image_size: int
-    interpolation: str
-
-    def __call__(self, model: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
-        (pixels_BCHW,) = args
-        if pixels_BCHW.shape[-1] != self.image_size:
-            size = (self.image_size, self.image_size)
-            pixels_BCHW = interpolate(pixels_BCHW, size, mode=self.interpolation, align_corners=False, antialias=True)
-        scale_C11, shift_C11 = model.get_buffer("_input_scale_C11"), model.get_buffer("_input_shift_C11")
-        return (torch.addcmul(shift_C11, pixels_BCHW, scale_C11),)
 
 
 def _listed(values: tuple[float, ...]) -> str:

@@ -17,7 +17,8 @@ from trainables.methods.contract import ModelOutputs
 from trainables.methods.select import SelectedMethod, check_ensemble
 from trainables.methods.tap_reader import TapReader
 from trainables.models.forward import logits_and_aux
-from trainables.models.model_input import ModelInput, student_input, take_pixels, teacher_input
+from trainables.models.model_input import ModelInput, student_input, teacher_input
+from trainables.models.pixels import take_pixels
 from trainables.models.registry import construct
 from trainables.models.weights import load_teacher
 from trainables.teachers.ensemble import EnsembleReader, TeacherEnsemble

@@ -16,7 +16,8 @@ from trainables.engine import checkpoint
 from trainables.engine.train import build, finish_epoch, train_epoch
 from trainables.errors import CheckpointError
 from trainables.methods.init_stage import with_init_stage
-from trainables.models.model_input import student_input, take_pixels
+from trainables.models.model_input import student_input
+from trainables.models.pixels import take_pixels
 from trainables.models.registry import build_model
 
 LR, MOMENTUM, DECAY = 0.02, 0.9, 1e-3

@@ -13,7 +13,8 @@ from trainables.config import DataConfig, TeacherConfig
 from trainables.distributed.group import Group
 from trainables.engine import checkpoint
 from trainables.engine.train import build, run_job
-from trainables.models.model_input import ModelInput, doubtful_input, take_pixels, teacher_input
+from trainables.models.model_input import ModelInput, doubtful_input, teacher_input
+from trainables.models.pixels import take_pixels
 from trainables.models.registry import build_model
 
 IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}

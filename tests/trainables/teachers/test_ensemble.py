@@ -19,7 +19,8 @@ from trainables.distributed.rank_pool import RankPool
 from trainables.errors import CheckpointError, ExperimentError
 from trainables.methods.contract import Method, Requirements
 from trainables.methods.select import SelectedMethod, check_ensemble, select_methods
-from trainables.models.model_input import ModelInput, take_pixels
+from trainables.models.model_input import ModelInput
+from trainables.models.pixels import take_pixels
 from trainables.models.weights import load_teacher
 from trainables.teachers.ensemble import EnsembleReader, mean_logits
 from trainables.teachers.network import TeacherNetwork, load_network, teacher_reader
