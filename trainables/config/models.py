@@ -30,9 +30,9 @@ class WeightedConfig(ModelConfig):
         "where it takes no other",
     )
     mean: Mean | None = Field(
-        None, description="per-channel mean by which its images are normalised; absent: what its weights record, else data.mean"
+        None, description="per-channel mean by which its images are normalized; absent: what its weights record, else data.mean"
     )
-    std: Std | None = Field(None, description="per-channel deviation by which its images are normalised; absent: as mean")
+    std: Std | None = Field(None, description="per-channel deviation by which its images are normalized; absent: as mean")
 
     weights_key: str | None = Field(
         None,
