@@ -429,8 +429,8 @@ def test_the_parser_agrees_with_protobufs_own() -> None:
 def test_mutated_messages_give_features_or_an_error_and_nothing_else() -> None:
     noise = np.random.default_rng(0)
     whole = imagenet_example(3, JPEGS[0][:200])
-    assert example_features(memoryview(whole))["image/class/label"] == [3]
-    assert example_features(memoryview(example({"n": -1})))["n"] == [-1]
+    assert example_features(memoryview(whole))["image/class/label"] == 3
+    assert example_features(memoryview(example({"n": -1})))["n"] == -1
     for _ in range(3000):
         mutated = bytearray(whole[: noise.integers(1, len(whole) + 1)])
         for position in noise.integers(0, len(mutated), 3):
