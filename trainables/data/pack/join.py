@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from trainables.data.index import INDEX, UNFINISHED, UNREADABLE, File, Index, SplitIndex
-from trainables.data.pack.shard import Unreadable, write_rows
+from trainables.data.pack.shard import Unreadable, shard_rows, write_rows
 from trainables.data.pack.shard_plan import PackPlan
 from trainables.errors import DataError, printable
 from trainables.rundir import write_atomic, write_json
@@ -32,7 +32,7 @@ def write_set(plan: PackPlan, dest: Path, version: str, *, strict: bool) -> Inde
         files[job.split].append(finished[0])
         unreadable += finished[1]
         num_tiled += finished[2]
-        rows[job.split].append(np.load(job.rows, allow_pickle=False))
+        rows[job.split].append(shard_rows(dest / job.file))
     report = dest / UNREADABLE
     write_atomic(report, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in unreadable).encode())
     if unreadable and strict:

@@ -22,7 +22,7 @@ from trainables.data.order import Split
 from trainables.data.pack.layout_reader import SplitListing
 from trainables.data.pack.modes import Mode, Packed
 from trainables.data.pack.readers import READERS
-from trainables.data.sources.arrow import to_arrow
+from trainables.data.sources.arrow import to_arrow, to_numpy
 from trainables.errors import DataError, printable
 from trainables.rundir import replacing, write_json
 
@@ -54,16 +54,12 @@ class ShardJob:
         """Marks the shard as finished, and describes it."""
         return self.dest / UNFINISHED / f"{self.split}-{self.number:05}.json"
 
-    @property
-    def rows(self) -> Path:
-        return self.done.with_suffix(".npy")
-
     def finished(self) -> tuple[File, list[Unreadable], int] | None:
         """What an earlier process has written of this shard, and how many images are tiled; None where it is not finished."""
         try:
             stored = json.loads(self.done.read_bytes())
             file = File.model_validate(stored["file"])
-            whole = (self.dest / file.file).stat().st_size == file.bytes and self.rows.exists()
+            whole = (self.dest / file.file).stat().st_size == file.bytes
             return (file, stored["unreadable"], stored["num_tiled"]) if whole else None
         except (OSError, ValueError, KeyError):
             return None
@@ -98,11 +94,9 @@ def write_shard(job: ShardJob) -> int:
         widths.append(packed.width)
         heights.append(packed.height)
         num_tiled += packed.is_tiled
-    sizes = np.array([widths, heights], dtype=np.int32)
-    file = _write(job.dest / job.file, data, ends, labels, names, sizes)
-    starts = np.array(ends[:-1], dtype=np.int64) + _image_offset(job.dest / job.file)
-    with replacing(job.rows) as temporary, open(temporary, "wb") as rows:
-        np.save(rows, np.stack([np.array(labels, dtype=np.int64), starts, np.diff(ends), *sizes.astype(np.int64)]))
+    file = _write(
+        job.dest / job.file, data, ends, names, [np.array(labels, dtype=np.int64), *np.array([widths, heights], np.int32)]
+    )
     write_json(job.done, {"file": file.model_dump(), "unreadable": unreadable, "num_tiled": num_tiled})
     return len(job.split_listing.locations)
 
@@ -115,19 +109,35 @@ def _packed(job: ShardJob, sample: Any) -> Packed:
     return job.mode.apply(sample, job.pixels, check=job.check)
 
 
-def _write(path: Path, data: bytearray, ends: list[int], labels: list[int], names: list[str], sizes: NDArray[np.int32]) -> File:
+def _write(path: Path, data: bytearray, ends: list[int], names: list[str], numbers: list[NDArray[Any]]) -> File:
     """An Arrow file of one record batch, uncompressed, so that every image's bytes lie in it as they are."""
     encoded = [name.encode() for name in names]
     name_ends = np.cumsum([0, *map(len, encoded)], dtype=np.int32)
-    count = len(names)
+    images = [None, pa.py_buffer(np.array(ends, dtype=np.int64)), pa.py_buffer(data)]
+    texts = [None, pa.py_buffer(name_ends), pa.py_buffer(b"".join(encoded))]
+    labels, *sizes = map(to_arrow, numbers)
     columns = [
-        pa.Array.from_buffers(pa.large_binary(), count, [None, pa.py_buffer(np.array(ends, dtype=np.int64)), pa.py_buffer(data)]),
-        to_arrow(np.array(labels, dtype=np.int64)),
-        pa.Array.from_buffers(pa.string(), count, [None, pa.py_buffer(name_ends), pa.py_buffer(b"".join(encoded))]),
-        *map(to_arrow, sizes),
+        pa.Array.from_buffers(pa.large_binary(), len(names), images),
+        labels,
+        pa.Array.from_buffers(pa.string(), len(names), texts),
+        *sizes,
     ]
     batch = pa.record_batch(columns, names=list(SHARD_COLUMNS))
     return write_batch(path, batch.replace_schema_metadata({"format": f"{FORMAT} {VERSION}"}))
+
+
+def shard_rows(path: Path) -> NDArray[np.int64]:
+    """ROW_COLUMNS of a shard (5, n): the label of each image, where its bytes lie in the file, and its size in pixels."""
+    with pa.memory_map(os.fsencode(path)) as mapped:
+        whole = mapped.read_buffer()
+        batch = pa.ipc.open_file(whole).get_batch(0)
+        if not len(batch):
+            return np.zeros((len(ROW_COLUMNS), 0), dtype=np.int64)
+        _, ends, data = batch.column("image").buffers()
+        ends_n = np.frombuffer(ends, dtype=np.int64)[: len(batch) + 1]
+        numbers = [to_numpy(batch.column(name), str(batch.column(name).type)) for name in ("label", "width", "height")]
+        label_n, *sizes = (np.array(column, dtype=np.int64) for column in numbers)
+        return np.stack([label_n, ends_n[:-1] + data.address - whole.address, np.diff(ends_n), *sizes])
 
 
 def write_rows(path: Path, rows: list[NDArray[np.int64]]) -> File:
@@ -161,11 +171,3 @@ class _Hashed:
 
     def flush(self) -> None:
         self._file.flush()
-
-
-def _image_offset(path: Path) -> int:
-    """Where in a shard the bytes of its first image begin."""
-    with pa.memory_map(os.fsencode(path)) as mapped:
-        whole = mapped.read_buffer()
-        data = pa.ipc.open_file(whole).get_batch(0).column("image").buffers()[2]
-        return int(data.address - whole.address) if data is not None else 0

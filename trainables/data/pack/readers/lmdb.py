@@ -66,7 +66,7 @@ class LmdbReader(LayoutReader):
             datum = parse_datum(value)
         except WireError as error:
             raise DataError(f"{path}: {key!r} is of no known layout ({error}); give {_LAYOUTS}") from None
-        self.pixels = not datum.encoded
+        self.pixels |= not datum.encoded  # of both kinds, all are stored as pixels
         return datum.label
 
     def read(self, locations: Sequence[tuple[str, str]]) -> Iterator[tuple[str, Sample | UnreadableImageError]]:
