@@ -20,7 +20,7 @@ from trainables.data.decode import UnreadableImageError, decode_image
 from trainables.data.index import FORMAT, ROW_COLUMNS, SHARD_COLUMNS, UNFINISHED, VERSION, File
 from trainables.data.order import Split
 from trainables.data.pack.layout_reader import SplitListing
-from trainables.data.pack.modes import Mode, Packed
+from trainables.data.pack.modes import Mode
 from trainables.data.pack.readers import READERS
 from trainables.data.sources.arrow import to_arrow, to_numpy
 from trainables.errors import DataError, printable
@@ -73,57 +73,47 @@ class ShardJob:
 def write_shard(job: ShardJob) -> int:
     """Write one shard, then the file that marks it as finished. Returns the number of samples that it was to have.
 
+    The Arrow file has one record batch, uncompressed, so that every image's bytes lie in it as they are.
+
     Raises DataError where this machine does not see the source; OSError where the disk is full, or fails.
     """
     if not job.source.exists():
         raise DataError(f"{job.source} is not visible to {socket.gethostname()}: give a source that all nodes share")
-    data, ends, labels, names, widths, heights = bytearray(), [0], [], [], [], []
+    data, ends, names, numbers = bytearray(), [0], list[bytes](), list[tuple[int, int, int]]()
     unreadable: list[Unreadable] = []
     num_tiled = 0
     samples = READERS[job.kind](job.source).read(job.split_listing.locations)
     for label, (name, sample) in zip(job.split_listing.labels_N.tolist(), samples, strict=True):
         try:
-            packed = _packed(job, sample)
+            if isinstance(sample, UnreadableImageError):
+                raise sample
+            if job.check:
+                decode_image(sample, reduced=job.mode.shrinks)
+            content, width, height, is_tiled = job.mode.apply(sample, job.pixels, check=job.check)
         except UnreadableImageError as error:
             unreadable.append({"split": job.split, "name": printable(name), "reason": str(error)})
             continue
-        data += packed.content
+        data += content
         ends.append(len(data))
-        labels.append(label)
-        names.append(printable(name))
-        widths.append(packed.width)
-        heights.append(packed.height)
-        num_tiled += packed.is_tiled
-    file = _write(
-        job.dest / job.file, data, ends, names, [np.array(labels, dtype=np.int64), *np.array([widths, heights], np.int32)]
-    )
+        names.append(printable(name).encode())
+        numbers.append((label, width, height))
+        num_tiled += is_tiled
+    label_n, *sizes = np.array(numbers, dtype=np.int64).reshape(-1, 3).T
+    name_ends = np.cumsum([0, *map(len, names)], dtype=np.int32)
+    columns = [
+        _texts(pa.large_binary(), np.array(ends, dtype=np.int64), data),
+        to_arrow(label_n),
+        _texts(pa.string(), name_ends, b"".join(names)),
+        *(to_arrow(size_n.astype(np.int32)) for size_n in sizes),
+    ]
+    batch = pa.record_batch(columns, names=list(SHARD_COLUMNS))
+    file = write_batch(job.dest / job.file, batch.replace_schema_metadata({"format": f"{FORMAT} {VERSION}"}))
     write_json(job.done, {"file": file.model_dump(), "unreadable": unreadable, "num_tiled": num_tiled})
     return len(job.split_listing.locations)
 
 
-def _packed(job: ShardJob, sample: Any) -> Packed:
-    if isinstance(sample, UnreadableImageError):
-        raise sample
-    if job.check:
-        decode_image(sample, reduced=job.mode.shrinks)
-    return job.mode.apply(sample, job.pixels, check=job.check)
-
-
-def _write(path: Path, data: bytearray, ends: list[int], names: list[str], numbers: list[NDArray[Any]]) -> File:
-    """An Arrow file of one record batch, uncompressed, so that every image's bytes lie in it as they are."""
-    encoded = [name.encode() for name in names]
-    name_ends = np.cumsum([0, *map(len, encoded)], dtype=np.int32)
-    images = [None, pa.py_buffer(np.array(ends, dtype=np.int64)), pa.py_buffer(data)]
-    texts = [None, pa.py_buffer(name_ends), pa.py_buffer(b"".join(encoded))]
-    labels, *sizes = map(to_arrow, numbers)
-    columns = [
-        pa.Array.from_buffers(pa.large_binary(), len(names), images),
-        labels,
-        pa.Array.from_buffers(pa.string(), len(names), texts),
-        *sizes,
-    ]
-    batch = pa.record_batch(columns, names=list(SHARD_COLUMNS))
-    return write_batch(path, batch.replace_schema_metadata({"format": f"{FORMAT} {VERSION}"}))
+def _texts(kind: Any, ends: NDArray[Any], joined: bytes | bytearray) -> Any:
+    return pa.Array.from_buffers(kind, len(ends) - 1, [None, pa.py_buffer(ends), pa.py_buffer(joined)])
 
 
 def shard_rows(path: Path) -> NDArray[np.int64]:
@@ -135,8 +125,7 @@ def shard_rows(path: Path) -> NDArray[np.int64]:
             return np.zeros((len(ROW_COLUMNS), 0), dtype=np.int64)
         _, ends, data = batch.column("image").buffers()
         ends_n = np.frombuffer(ends, dtype=np.int64)[: len(batch) + 1]
-        numbers = [to_numpy(batch.column(name), str(batch.column(name).type)) for name in ("label", "width", "height")]
-        label_n, *sizes = (np.array(column, dtype=np.int64) for column in numbers)
+        label_n, *sizes = (to_numpy(batch.column(name), ROW_COLUMNS[name]) for name in ("label", "width", "height"))
         return np.stack([label_n, ends_n[:-1] + data.address - whole.address, np.diff(ends_n), *sizes])
 
 
@@ -163,11 +152,8 @@ class _Hashed:
     closed = False
 
     def __init__(self, file: IO[bytes]) -> None:
-        self._file, self.hash = file, hashlib.sha256()
+        self._file, self.flush, self.hash = file, file.flush, hashlib.sha256()
 
     def write(self, content: Any) -> int:
         self.hash.update(content)
         return self._file.write(content)
-
-    def flush(self) -> None:
-        self._file.flush()
