@@ -180,12 +180,6 @@ def test_a_file_whose_map_would_be_too_long_for_its_segment_has_fewer_tiles(own_
     assert has_pixels_of(content, data)
 
 
-def test_codes_stay_as_they_are_where_their_tables_will_do() -> None:
-    for kind, same in (("its own tables", True), ("4:2:0", True), ("progressive", False), ("tables that lack codes", False)):
-        codes = JPEGS[kind][-2000:]
-        assert _tiled(kind).endswith(codes) == same, kind
-
-
 def test_a_tiled_file_can_be_tiled_again() -> None:
     once = _tiled("4:2:0")
     assert tiled(once) == once
