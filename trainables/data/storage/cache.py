@@ -12,6 +12,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from trainables.user_folder import user_folder
 SIZE = "size"
 GRACE_S = 60.0
 """How long an unused set stays: the next stage of a run, or the next trial of a sweep, takes it over."""
+_GRANT = 8 << 20
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _log = logging.getLogger("raydistill")
 
@@ -65,17 +67,18 @@ class Cache:
         os.utime(self._set / USERS)
         if not is_locked(self._set / CLEANER):
             _start_cleaner(self._set, grace_s)
-        self.folder, self._size = self._set / "data", self._set / SIZE
+        self.folder, self._size, self._room = self._set / "data", self._set / SIZE, str(self._root / ROOM)
         self.folder.mkdir(mode=0o700, exist_ok=True)
         self._size.touch()
+        self._granting, self._granted_bytes = threading.Lock(), 0
         self._in_flight: dict[str, int] = {}  # bytes of files that this process writes
         for part in self._set.glob("*.part"):  # of processes that were killed
             if lock := try_lock(part, wait_s=0):
                 part.unlink()
                 lock.release()
         for other in self._others():
-            if not is_locked(other / CLEANER):  # of a machine that died
-                remove_unused(str(other))
+            if not is_locked(os.path.join(other, CLEANER)):  # of a machine that died
+                remove_unused(other)
         self.total_bytes = self._used_bytes() + free_bytes(self._root)
         self.limit_bytes = limit_mib << 20 if limit_mib else int(share * self.total_bytes)
 
@@ -92,7 +95,7 @@ class Cache:
 
     def room_bytes(self) -> int:
         """What the files of this set may take, those that are here included: the budget but for other sets in use."""
-        return self.limit_bytes - sum(_size_of(other) for other in self._others() if cleaner.is_used(str(other)))
+        return self.limit_bytes - sum(_size_of(other) for other in self._others() if cleaner.is_used(other))
 
     def bring(
         self,
@@ -114,13 +117,13 @@ class Cache:
         with locked(part, check_stopped):  # a lock that others get where its owner is killed
             try:
                 while not (is_moved or self.has(name, num_bytes)):
-                    with locked(self._root / ROOM):
+                    with locked(self._room):
                         if not (self._make_room(num_bytes, removable) or required):
                             return False
                         self._in_flight[name] = num_bytes
                     try:
                         write(part)
-                        with locked(self._root / ROOM):
+                        with locked(self._room):
                             os.replace(part, self.folder / name)
                             is_moved = True
                             self._add(self._in_flight.pop(name))
@@ -136,24 +139,33 @@ class Cache:
 
     def put(self, name: str, content: bytes | memoryview) -> bool:
         """Store a small file in memory, of which others may store a copy meanwhile; False where it finds no room."""
+        with self._granting:
+            if self._granted_bytes < len(content) and not self._grant(len(content)):
+                return False
+            self._granted_bytes -= len(content)
         try:
-            file = os.open(self.folder, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600)  # it ends with whoever is killed
-            try:
-                if os.write(file, content) < len(content):
-                    return False
-                with locked(self._root / ROOM):
-                    if not self._make_room(len(content)):
-                        return False
-                    with contextlib.suppress(FileExistsError):
-                        os.link(f"/proc/self/fd/{file}", self.folder / name, src_dir_fd=file, follow_symlinks=True)
-                        self._add(len(content))
-            finally:
-                os.close(file)
+            # Without a name so far, it ends with whoever is killed.
+            with open(os.open(self.folder, os.O_TMPFILE | os.O_WRONLY, 0o600), "wb", buffering=0) as file:
+                is_whole = file.write(content) == len(content)
+                with contextlib.suppress(FileExistsError):
+                    if is_whole:
+                        link, handle = f"/proc/self/fd/{file.fileno()}", file.fileno()
+                        os.link(link, f"{self.folder}/{name}", src_dir_fd=handle, follow_symlinks=True)
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
             return False
-        return True
+        return is_whole
+
+    def _grant(self, num_bytes: int) -> bool:
+        """Count at least so many bytes as this set's, for small files to come: one of them would not be worth a lock."""
+        with locked(self._room):
+            for size in (max(num_bytes, _GRANT), num_bytes):
+                if self._make_room(size):
+                    self._add(size)
+                    self._granted_bytes += size
+                    return True
+        return False
 
     def _make_room(self, num_bytes: int, removable: Collection[str] = ()) -> bool:
         """Remove what is not needed until so many bytes fit; nothing of this set where they cannot. Callers lock ROOM."""
@@ -161,23 +173,18 @@ class Cache:
         if self._used_bytes() + needed_bytes <= self.limit_bytes:
             return True
         for other in self._others():
-            remove_unused(str(other))
+            remove_unused(other)
         over_bytes = self._used_bytes() + needed_bytes - self.limit_bytes
-        files = [(stat.st_mtime_ns, stat.st_size, path) for path, stat in self._files() if path.name in removable]
-        if over_bytes > sum(size for _, size, _ in files):
+        files = [(path, path.stat()) for name in removable if (path := self.folder / name).exists()]
+        if over_bytes > sum(stat.st_size for _, stat in files):
             return False
-        for _, size, path in sorted(files):
+        for path, stat in sorted(files, key=lambda each: each[1].st_mtime_ns):
             if over_bytes <= 0:
                 break
-            path.unlink(missing_ok=True)
-            self._add(-size)
-            over_bytes -= size
+            path.unlink()
+            self._add(-stat.st_size)
+            over_bytes -= stat.st_size
         return True
-
-    def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
-        for entry in os.scandir(self.folder):
-            with contextlib.suppress(FileNotFoundError):
-                yield Path(entry.path), entry.stat()
 
     def _add(self, num_bytes: int) -> None:
         """Count bytes as this set's. The count is the size of an empty file: no kill leaves half of it. Callers lock ROOM."""
@@ -185,17 +192,17 @@ class Cache:
 
     def _used_bytes(self) -> int:
         """What all sets take."""
-        return _size_of(self._set) + sum(map(_size_of, self._others()))
+        return sum(_size_of(f"{self._root}/{name}") for name in os.listdir(self._root))
 
-    def _others(self) -> list[Path]:
-        return [path.parent for path in self._root.glob(f"*/{SIZE}") if path.parent != self._set]
+    def _others(self) -> list[str]:
+        return [str(path.parent) for path in self._root.glob(f"*/{SIZE}") if path.parent != self._set]
 
 
-def _size_of(folder: Path) -> int:
-    """The bytes of a set, as its processes count them."""
+def _size_of(folder: str | Path) -> int:
+    """The bytes of a set, as its processes count them; 0 where it is no set."""
     try:
-        return os.stat(folder / SIZE).st_size
-    except FileNotFoundError:  # others remove it, or make it
+        return os.stat(f"{folder}/{SIZE}").st_size
+    except (FileNotFoundError, NotADirectoryError):
         return 0
 
 

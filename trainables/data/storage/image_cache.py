@@ -31,7 +31,7 @@ class CachedSource(Source):
         self.classes, self.labels_N = source.classes, source.labels_N
         self._opened_with = data, split, source, identity
         self._source, self.cache = source, cache
-        self._filling = threading.Lock()
+        self._warning = threading.Lock()
         self._is_full = False
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -56,22 +56,15 @@ class CachedSource(Source):
             return read_file(f"{self.cache.folder}/{index}")
         except UnreadableImageError:  # it is not here
             content = self._source.read(index)
-        if not self._is_full and not isinstance(content, np.ndarray) and not self.cache.put(str(index), content):
-            self._warn_once()
+        if isinstance(content, np.ndarray) or self._is_full or self.cache.put(str(index), content):
+            return content
+        with self._warning:  # of several threads that find it full at the same time
+            if not self._is_full:
+                self._is_full = True
+                limit, (data, split, *_) = format_bytes(self.cache.limit_bytes), self._opened_with
+                what = "data.cache: its %s are full: further %s images are read from %s every time"
+                _log.warning(what, limit, split, data.path)
         return content
-
-    def _warn_once(self) -> None:
-        with self._filling:  # of several threads that find it full at the same time
-            if self._is_full:
-                return
-            self._is_full = True
-        data, split, *_ = self._opened_with
-        _log.warning(
-            "data.cache: its %s are full: further %s images are read from %s every time",
-            format_bytes(self.cache.limit_bytes),
-            split,
-            data.path,
-        )
 
 
 def cached(data: DataConfig, split: Split, source: Source, identity: str | None = None, grace_s: float = GRACE_S) -> CachedSource:

@@ -19,6 +19,7 @@ from trainables.data.storage.free_space import RAM, format_bytes
 from trainables.data.storage.origin import Origin, StoppedError
 from trainables.errors import DataError
 from trainables.locks import locked
+from trainables.paced import Paced
 from trainables.rundir import expand_home
 
 _COPIES = 4  # at a time: what a disk across a network needs to be busy; locally one would do
@@ -63,10 +64,15 @@ def stage_set(path: str, to: str, *, grace_s: float = GRACE_S) -> tuple[Cache, I
     """
     root, base = expand_home(path), base_folder(to)
     index = read_index(root)
+    total = format_bytes(sum(file.bytes for file in index.files()))
     with reported_as("data.stage", base, "give another folder"):
         cache = Cache(base, set_identity(index), grace_s=grace_s)
+
+        def log_progress() -> None:
+            _log.info("staging %s in %s: %s of %s", path, base, format_bytes(cache.num_bytes()), total)
+
+        progress = Paced(log_progress, pause_s=_PROGRESS_S)
         try:
-            progress = Progress(f"staging {path} in {base}", cache, index)
             with locked(cache.folder.parent / "copying", progress):
                 if missing := [file for file in index.files() if not cache.has(file.file, file.bytes)]:
                     _copy(root, missing, cache, progress)
@@ -78,22 +84,6 @@ def stage_set(path: str, to: str, *, grace_s: float = GRACE_S) -> tuple[Cache, I
             cache.close()
             raise
     return cache, index
-
-
-class Progress:
-    """Logs every few seconds that it is called how much of a set is here, in processes that copy and that wait."""
-
-    def __init__(self, what: str, cache: Cache, index: Index) -> None:
-        self._what, self._cache, self._files = what, cache, index.files()
-        self._logged_s = time.monotonic()
-
-    def __call__(self) -> None:
-        if time.monotonic() - self._logged_s < _PROGRESS_S:
-            return
-        self._logged_s = time.monotonic()
-        done_bytes = sum(file.bytes for file in self._files if self._cache.has(file.file, file.bytes))
-        total_bytes = sum(file.bytes for file in self._files)
-        _log.info("%s: %s of %s", self._what, format_bytes(done_bytes), format_bytes(total_bytes))
 
 
 def _copy(root: Path, missing: list[File], cache: Cache, progress: Callable[[], None]) -> None:
@@ -123,6 +113,5 @@ def _copy(root: Path, missing: list[File], cache: Cache, progress: Callable[[], 
         finally:
             stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
-    took_s = time.monotonic() - began_s
-    bytes_per_s = num_bytes / max(took_s, 1e-3)
-    _log.info("staged %s in %s in %.1f s (%s/s)", what, cache.folder, took_s, format_bytes(bytes_per_s))
+    took_s = max(time.monotonic() - began_s, 1e-3)
+    _log.info("staged %s in %s in %.1f s (%s/s)", what, cache.folder, took_s, format_bytes(num_bytes / took_s))
