@@ -87,7 +87,7 @@ class DataConfig(Section):
     )
     cache: Literal["none", "memory"] = Field("none", description="memory: a node keeps image files that it has read in memory")
     cache_mib: Count | None = Field(
-        None, description="most that `cache: memory` or the shards of a remote set take on a node; absent: by what is free"
+        None, description="most that a node stores with `cache: memory` or of a remote set, in all; absent: by what is free"
     )
     mean: Mean = Field((0.485, 0.456, 0.406), description="per-channel mean of pixels in [0, 1], for the student")
     std: Std = Field((0.229, 0.224, 0.225), description="per-channel deviation of pixels in [0, 1], for the student")

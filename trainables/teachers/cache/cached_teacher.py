@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trainables.config import TrainConfig
 from trainables.data.loader.loader import Loader
-from trainables.data.storage.shared_folder import format_bytes, free_bytes
+from trainables.data.storage.free_space import format_bytes, free_bytes
 from trainables.device.model_input import tensor_format
 from trainables.distributed.group import Group, from_rank
 from trainables.errors import DataError

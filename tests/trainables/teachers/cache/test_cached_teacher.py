@@ -26,7 +26,7 @@ from tests.waiting import wait_until
 from trainables.config import TrainConfig
 from trainables.data import image_view
 from trainables.data.decoders import DECODERS
-from trainables.data.storage.shared_folder import format_bytes
+from trainables.data.storage.free_space import format_bytes
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
 from trainables.engine.train import build, run_job
