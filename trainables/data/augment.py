@@ -4,6 +4,7 @@ Every random number is a hash of (seed, epoch, sample, which one), so no batch, 
 Shapes: B samples, U random numbers a sample.
 """
 
+import hashlib
 import math
 
 import cv2
@@ -31,16 +32,25 @@ AUGMENTS = {"none": 0, "crop_flip": 3 + 2 * _TRIES, "pad_crop_flip": 3}
 cv2.setNumThreads(0)
 
 
-def uniforms(seed: int, epoch: int, indices_B: NDArray[np.int64], count: int) -> NDArray[np.float64]:
-    """Random numbers (B, `count`) in [0, 1), row b a pure function of (seed, epoch, indices_B[b]).
+def uniforms(seed: int, epoch: int, indices_B: NDArray[np.int64], count: int, name: str = "") -> NDArray[np.float64]:
+    """Random numbers (B, `count`) in [0, 1), row b a pure function of (seed, epoch, indices_B[b], `name`).
 
     Each row is a SplitMix64 stream (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014;
     finalizer constants of Stafford's mix 13) whose start is itself hashed from seed, epoch and index; 53 bits a number.
     """
-    epoch_start = mix64(mix64(np.array([seed], dtype=np.uint64)) + np.uint64(epoch))
-    starts_B = mix64(epoch_start + indices_B.astype(np.uint64))
-    steps_U = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GOLDEN)
+    starts_B = mix64(np.uint64(epoch_start(seed, epoch)) + indices_B.astype(np.uint64))
+    steps_U = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GOLDEN) + np.uint64(stream_start(name))
     return (mix64(starts_B[:, None] + steps_U) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def epoch_start(seed: int, epoch: int) -> int:
+    """A hash of both, to which a sample's index is added."""
+    return int(mix64(mix64(np.array([seed], dtype=np.uint64)) + np.uint64(epoch))[0])
+
+
+def stream_start(name: str) -> int:
+    """Where the random numbers of `name` begin in a sample's stream of 2^64; those without a name, which crop and flip, at 0."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) if name else 0
 
 
 def default_val_resize(image_size: int) -> int:

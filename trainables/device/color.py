@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from trainables.config import ColorJitterConfig
-from trainables.device.random_numbers import Draws
 
 WHITE = 255.0
 _GRAY = (0.2989, 0.587, 0.114)
@@ -64,9 +63,9 @@ class ColorJitter:
     def __init__(self, config: ColorJitterConfig) -> None:
         self._config = config
 
-    def __call__(self, pixels_BCHW: Tensor, draws: Draws, first: int) -> Tensor:
-        """Jitter the colours by the random numbers in the columns from `first` on."""
-        order_B4, at_B4 = draws.columns(first, self.num_uniforms).tensor_split(2, dim=1)
+    def __call__(self, pixels_BCHW: Tensor, uniforms_BU: Tensor) -> Tensor:
+        """See Augmentation."""
+        order_B4, at_B4 = uniforms_BU.tensor_split(2, dim=1)
         config = self._config
         ranges = [(max(0.0, 1 - width), 1 + width) for width in (config.brightness, config.contrast, config.saturation)]
         ranges.append((-config.hue, config.hue))

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from trainables.config import RandAugmentConfig
 from trainables.device.color import WHITE, blend, column, gray, mean_level
-from trainables.device.random_numbers import Draws
 
 OPERATIONS = (
     "identity",
@@ -66,10 +65,9 @@ class RandAugment:
         blends = ("contrast", "color", "sharpness")
         self._factors_K3 = table([[1 + amount if name == own else 1.0 for own in blends] for name, amount in kinds])
 
-    def __call__(self, pixels_BCHW: Tensor, draws: Draws, first: int) -> Tensor:
-        """Change the images by the random numbers in the columns from `first` on: an operation and a sign for each."""
-        for at in range(first, first + self.num_uniforms, 2):
-            operation_B, sign_B = draws.columns(at, 2).unbind(1)
+    def __call__(self, pixels_BCHW: Tensor, uniforms_BU: Tensor) -> Tensor:
+        """See Augmentation; two random numbers choose an operation and its sign."""
+        for operation_B, sign_B in uniforms_BU.T.split(2):
             kinds_B = 2 * (operation_B * len(OPERATIONS)).long() + (sign_B < 0.5)
             pixels_BCHW = self.apply(pixels_BCHW, kinds_B)
         return pixels_BCHW
