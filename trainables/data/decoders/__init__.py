@@ -1,6 +1,13 @@
-"""JPEG on the CPU: libjpeg-turbo 3 where it is installed, else PIL, which also decides on each file that the other refuses.
+"""JPEG on the CPU: libjpeg-turbo 3 where it is installed, else PIL, which also judges each file that the other refuses.
 
-Microseconds of CPU for a RandomResizedCrop(224) of JPEG files, resize included, `fidelity: fast`; TABLE
+Milliseconds of CPU for a RandomResizedCrop(224), resize included, with `data.fidelity: fast`, of JPEG files of
+
+| decoder   | regions | 500 × 375 | the same, tiled | 2000 × 1500 | 32 × 32, to 32 |
+|-----------|---------|-----------|-----------------|-------------|----------------|
+| turbojpeg | yes     | 0.81      | 0.68            | 6.5         | 0.04           |
+| pil       | no      | 1.36      | 1.06            | 9.1         | 0.14           |
+
+simplejpeg, which has wheels for more machines but no regions, took 0.95, 0.72, 7.8 and 0.03.
 """
 
 import functools

@@ -81,7 +81,7 @@ def _library() -> CDLL:
             (library.tj3Transform, c_int, (c_void_p, c_void_p, c_size_t, c_int, c_void_p, c_void_p, c_void_p)),
         )
     except (OSError, AttributeError):
-        raise DataError("--tiles needs libjpeg-turbo 3, which is not installed: pip install 'raydistill[turbojpeg]'") from None
+        raise DataError("--tiles needs libjpeg-turbo 3, which is not installed: pip install turbojpeg") from None
     for function, result, arguments in signatures:
         function.restype, function.argtypes = result, arguments
     return library

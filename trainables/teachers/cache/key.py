@@ -17,7 +17,7 @@ from trainables.errors import DataError, ExperimentError
 from trainables.models.weights import teacher_sha256
 from trainables.teachers.network import fit
 
-FORMAT = 2
+FORMAT = 3
 """Raised whenever the same key would mean other numbers: pixels, augmentation, format of the logits."""
 _PIXEL_KEYS = {"image_size", "augment", "device_augment", "fidelity", "val_resize", "mean", "std"}
 """Keys of `data` that decide pixels, also those that are not used here: a key too many costs a teacher's run, one too few is
