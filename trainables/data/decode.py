@@ -35,14 +35,14 @@ class UnreadableImageError(Exception):
     """A file that holds no whole image; its text is the reason in one phrase."""
 
 
-_ITS_OWN = frozenset(
+_FILE_ERRNOS = frozenset(
     (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO)
 )
 """What is wrong with a file itself. Others, EIO or ESTALE or ENOMEM, tell of a disk, a network or a machine, and may pass."""
 
 MAX_PIXELS = 2 * 89_478_485
 """PIL refuses an image of more, which would take seconds and gigabytes."""
-_MAX_PIXELS_A_BYTE = 1024
+_MAX_PIXELS_PER_BYTE = 1024
 """Of a JPEG file, where 8 × 8 pixels take a bit or more, so that it has half as many at the most. What claims more would be
 decoded as grey for the most part."""
 _MAX_PIXELS_SCANNED = 2_000_000_000
@@ -192,7 +192,7 @@ def too_costly(width: int, height: int, encoded: bytes | memoryview, progressive
         return _BOMB
     if max(width, height) > _LONGEST_SIDE:
         return "longer or wider than PIL can decode"
-    if encoded[:2] == _JPEG and width * height > _MAX_PIXELS_A_BYTE * len(encoded):
+    if encoded[:2] == _JPEG and width * height > _MAX_PIXELS_PER_BYTE * len(encoded):
         return "truncated or damaged: too few bytes for its size"
     if progressive and width * height * bytes(encoded).count(_SCAN) > _MAX_PIXELS_SCANNED:
         return "too many progressive scans for its size"
@@ -215,7 +215,7 @@ def read_file(path: str) -> bytes:
         finally:
             os.close(file)
     except OSError as error:
-        if error.errno not in _ITS_OWN:
+        if error.errno not in _FILE_ERRNOS:
             error.filename = path
             raise
         raise UnreadableImageError(f"cannot be read: {error.strerror}") from None

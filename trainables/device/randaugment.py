@@ -19,24 +19,9 @@ from torch import Tensor
 from trainables.config import RandAugmentConfig
 from trainables.device.color import WHITE, blend, column, gray, mean_level
 
-OPERATIONS = (
-    "identity",
-    "shear_x",
-    "shear_y",
-    "translate_x",
-    "translate_y",
-    "rotate",
-    "brightness",
-    "color",
-    "contrast",
-    "sharpness",
-    "posterize",
-    "solarize",
-    "autocontrast",
-    "equalize",
-)
 _BINS = 31
-_MOST = {
+_MAX_MAGNITUDE = {
+    "identity": 0.0,
     "shear_x": 0.3,
     "shear_y": 0.3,
     "translate_x": 150 / 331,
@@ -46,8 +31,13 @@ _MOST = {
     "color": 0.9,
     "contrast": 0.9,
     "sharpness": 0.9,
+    "posterize": 0.0,
+    "solarize": 0.0,
+    "autocontrast": 0.0,
+    "equalize": 0.0,
 }
-"""The magnitude of the last bin, of those that can have either sign; translations as a part of the image."""
+"""The magnitude of the last bin, of those that can have either sign, else 0; translations as a part of the image."""
+OPERATIONS = tuple(_MAX_MAGNITUDE)
 
 
 class RandAugment:
@@ -85,8 +75,8 @@ class RandAugment:
 
 def signed(name: str, sign: int, magnitude: int, image_size: int) -> float:
     """An operation's magnitude in its own unit; 0 for those that have none. torchvision's are float32."""
-    most = _MOST.get(name, 0.0) * (image_size if name.startswith("translate") else 1)
-    return sign * float(torch.linspace(0.0, most, _BINS)[magnitude])
+    last = _MAX_MAGNITUDE[name] * (image_size if name.startswith("translate") else 1)
+    return sign * float(torch.linspace(0.0, last, _BINS)[magnitude])
 
 
 def warp(name: str, amount: float, image_size: int) -> list[float]:

@@ -155,7 +155,7 @@ class Reader:
         augment.finish(uniforms_RU, out_RHWC)
         took_s, cpu_s = time.perf_counter() - began_s, time.thread_time() - began_cpu_s
         times = ThreadTimes(took_s, read_s, max(0.0, read_s - read_cpu_s), cpu_s, self._core_wait.seconds() - began_wait_s)
-        return ReadResult(bad, encoded_rows, times)
+        return ReadResult(sorted(bad), encoded_rows, times)
 
 
 def _named(error: Exception, sample: str) -> Exception:
