@@ -17,7 +17,7 @@ _OTHER_FRAMES = frozenset(range(0xC3, 0xD0)) - {0xC4, 0xC8, 0xCC}  # lossless, h
 _WITHOUT_LENGTH = frozenset((0x01, *range(0xD0, 0xD8)))
 _SCAN, _END_MARKER = 0xDA, 0xD9
 _ADOBE = 0xEE
-_BYTE_SIZED, _MOST_SAMPLES = 8, 4
+_BYTE_SIZED, _MAX_SAMPLES = 8, 4
 
 
 class JpegHeader(NamedTuple):
@@ -97,7 +97,7 @@ def _read_frame(data: bytes | memoryview, at: int, adobe: int, progressive: bool
     if bits != _BYTE_SIZED or not width or not height or not components or at + 6 + 3 * components > len(data):
         return None
     widest = max(data[at + 7 + 3 * component] >> 4 for component in range(components))
-    if not 1 <= widest <= _MOST_SAMPLES:
+    if not 1 <= widest <= _MAX_SAMPLES:
         return None
     # Adobe's marker ends with the transform, 0 for none; without it, the components may be called R, G, B
     rgb = components == 3 and ((adobe and not data[adobe + 11]) or bytes(data[at + 6 : at + 15 : 3]) == b"RGB")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from trainables.config import DataConfig
-from trainables.data.image_view import View
+from trainables.data.augment import Augment
 from trainables.data.interface import Source
 from trainables.data.loader.sample_reader import Reader, ReadResult, result_of
 from trainables.data.order import Order, Split, rank_part
@@ -51,7 +51,7 @@ class BatchReader:
         self, source: Source, data: DataConfig, *, split: Split, seed: int, rank: int, world_size: int, threads: int
     ) -> None:
         self.source, self._rank, self._world_size = source, rank, world_size
-        self.samples = Reader(source, View(data, split), seed)
+        self.samples = Reader(source, Augment(data, split), seed)
         self._order = Order(split, data.shuffle, seed=seed, num_samples=len(source), shard_sizes=source.shard_sizes)
         self._threads = threads
         self._pools = [_pool(threads)] if threads else []  # the last one works, the others end

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from trainables.config import DataConfig
+from trainables.data.augment import Augment
 from trainables.data.encoded_rows import EncodedRows
-from trainables.data.image_view import View
 from trainables.data.interface import Source
 from trainables.data.loader.auto_workers import AutoWorkers
 from trainables.data.loader.batch_layout import BatchLayout
@@ -105,7 +105,7 @@ class Loader:
         self._is_complete = self.max_bad == 0 or source.size is not None  # an image that cannot be read ends the job
         self.source, self._data = source, data
         self._rank, self._world_size = rank, world_size
-        self.decoder = View(data, split).decoder
+        self.decoder = Augment(data, split).decoder
         """Which library decodes JPEG, see DECODERS and REGION_DECODERS."""
         self._num_augmentation_epochs = num_augmentation_epochs
         self._auto_workers, self._most_threads = auto, max(1, loader_workers)

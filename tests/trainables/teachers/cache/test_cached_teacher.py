@@ -24,7 +24,7 @@ from tests.trainables.jobs import Recorded, config, equal, no_telemetry, relativ
 from tests.trainables.teachers.cache.test_key import folder
 from tests.waiting import wait_until
 from trainables.config import TrainConfig
-from trainables.data import image_view
+from trainables.data import augment
 from trainables.data.decoders import DECODERS
 from trainables.data.storage.free_space import format_bytes
 from trainables.distributed.group import Group
@@ -99,7 +99,7 @@ def refusal(group: Group, each: Sequence[TrainConfig], connections: Sequence[Tea
 
 def refusal_by_decoder(group: Group, each: Sequence[TrainConfig], decoders: Sequence[str]) -> str | None:
     """The same on nodes where different decoders are installed."""
-    with patch.object(image_view, "open_decoder", DECODERS[decoders[group.rank]]):
+    with patch.object(augment, "open_decoder", DECODERS[decoders[group.rank]]):
         return refusal(group, each)
 
 
@@ -183,7 +183,7 @@ def test_what_decides_the_logits_is_part_of_the_key(filled: Path, change: dict[s
 
 
 def test_the_decoder_in_use_is_part_of_the_key(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(image_view, "open_decoder", DECODERS["pil"])
+    monkeypatch.setattr(augment, "open_decoder", DECODERS["pil"])
     assert ran_for(train(Group(), settings(filled, "second", epochs=1))) == [1442]
     assert len(keys(filled)) == 2
 
@@ -236,8 +236,8 @@ def test_ranks_that_read_other_images_are_refused_in_one_line(tmp_path: Path, ra
     for line in ranks.run(2, refusal, each):
         assert re.fullmatch(r"teacher.cache: \S+ has images of other .* \(rank 1\) than on \S+ \(rank 0\): copy .*", line)
     each = [of_photos(tmp_path, "job", tmp_path / "one")] * 2
-    for line in ranks.run(2, refusal_by_decoder, each, ("pil", "simplejpeg")):
-        assert line.startswith("teacher.cache: the workers decode JPEG by pil and simplejpeg, which differ in a rounding: ")
+    for line in ranks.run(2, refusal_by_decoder, each, ("pil", "turbojpeg")):
+        assert line.startswith("teacher.cache: the workers decode JPEG by pil and turbojpeg, which differ in a rounding: ")
 
 
 def test_batch_size_workers_and_optimizer_are_not_part_of_the_key(tmp_path: Path, ranks: RankPool) -> None:
