@@ -13,8 +13,8 @@ from service.config import strict_yaml
 from service.config.experiment import Resolved, load, read_resolved
 from service.config.files import recipes
 from service.config.messages import known_keys, nearest
-from service.config.method_rules import needs_teacher
 from service.config.other_names import OTHER_NAMES
+from service.config.rules import needs_teacher
 from service.config.schema import Experiment
 from service.config.sweep import SweepConfig
 from trainables.config import DistillConfig, MethodOptions, Section

@@ -23,7 +23,6 @@ CASES = [
     Case("cc", **ROWS),
     Case("cc", {"variant": "repdistiller", "embedding": 3}, **ROWS),
     Case("rkd", **ROWS),
-    Case("rkd", {"variant": "paper"}, **ROWS),
     Case("pkt", **ROWS),
     Case("pkt", {"variant": "paper"}, **ROWS),
     Case("irg", **GRAPH),
