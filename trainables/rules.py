@@ -60,8 +60,8 @@ class Requirements:
     """Its forward uses the teacher's network or a part of it: not one of which each worker has a part, nor one elsewhere."""
 
 
-class SelectedMethod(Protocol):
-    """A method with its options, see `trainables.methods.select`."""
+class MethodNeeds(Protocol):
+    """What a method with its options needs, see `trainables.methods.select`."""
 
     @property
     def key(self) -> str: ...
@@ -82,7 +82,7 @@ class SelectedMethod(Protocol):
 Settings = TypeVar("Settings")
 Rule = tuple[Callable[[Settings], object], str]
 """What is broken, the message."""
-MethodRule = tuple[Callable[[Settings, int], object], Callable[[SelectedMethod, Any], object], str]
+MethodRule = tuple[Callable[[Settings, int], object], Callable[[MethodNeeds, Any], object], str]
 """When the settings restrict methods, given the number of classes (0: not known), and what of a method that breaks; the message.
 A method is loaded only where its settings restrict one."""
 
@@ -324,14 +324,14 @@ RULES: tuple[Rule[JobSettings], ...] = (
 """What every job must keep."""
 
 
-def _idle_schedule(method: SelectedMethod) -> str | None:
+def _idle_schedule(method: MethodNeeds) -> str | None:
     """An option that changes a weight in time, of a method whose weight counts in its init stage alone."""
     defaults = MethodOptions()
     names = () if method.terms else ("warmup_epochs", "warmup_by", "decay")
     return next((name for name in names if getattr(method.options, name) != getattr(defaults, name)), None)
 
 
-def _missing_loss(method: SelectedMethod, losses: Any) -> tuple[str, str] | None:
+def _missing_loss(method: MethodNeeds, losses: Any) -> tuple[str, str] | None:
     """A key of `optim.losses` that is no loss of its method, or has no term left; and those that could be."""
     terms = {f"{method.key}/{term}" for term in method.terms}
     rest = [method.key] if terms - losses.keys() else []
@@ -423,7 +423,7 @@ def first_problem(settings: Settings, rules: Iterable[Rule[Settings]]) -> Proble
 
 
 def first_problem_of_methods(
-    methods: Callable[[], Iterable[SelectedMethod]],
+    methods: Callable[[], Iterable[MethodNeeds]],
     settings: Settings,
     classes: int,
     rules: Iterable[MethodRule[Settings]],

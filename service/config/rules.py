@@ -5,7 +5,7 @@ Importing this costs no torch. A method is loaded, and torch with it, only where
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import ValidationError
 
@@ -16,10 +16,7 @@ from trainables.config import DistillConfig
 from trainables.errors import ExperimentError
 from trainables.methods.method_file import file_of, option_key
 from trainables.methods.registry import METHODS, check_name, load_method
-from trainables.rules import METHOD_RULES, RULES, MethodRule, Rule, first_problem, first_problem_of_methods
-
-if TYPE_CHECKING:
-    from trainables.methods.select import SelectedMethod
+from trainables.rules import METHOD_RULES, RULES, MethodNeeds, MethodRule, Rule, first_problem, first_problem_of_methods
 
 MethodFiles = Literal["run", "run if present", "ignore"]
 """What a check does with methods that are files (`FILE.py:CLASS`), whose code runs when they are loaded."""
@@ -73,7 +70,7 @@ def check_rules(experiment: Experiment, files: MethodFiles = "run") -> None:
     if paths and (files == "ignore" or (files == "run if present" and not all(path.is_file() for path in paths))):
         return
 
-    def methods() -> Sequence[SelectedMethod]:
+    def methods() -> Sequence[MethodNeeds]:
         distill = experiment.distillation
         if distill is None or (distill.method == ("kd",) and not distill.options.get("kd")):  # which goes with everything
             return ()

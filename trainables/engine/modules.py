@@ -96,10 +96,10 @@ def build_distillation_module(
     """
     selected, of_stage = selected_methods(config), stage_methods(config)
     weight = task_weight(config.distill, selected) if config.distill is not None else 1.0
-    if not of_stage:
-        return DistillationModule(student, task_weight=weight), None
     if problem := first_problem_of_methods(lambda: selected, config, num_classes, METHOD_RULES):
         raise ExperimentError(problem)
+    if not of_stage:
+        return DistillationModule(student, task_weight=weight), None
     if num_classes == 2:
         _notice_idle_terms(of_stage)
     size, with_teacher = config.data.image_size, methods_with_teacher(config)
