@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainables.config import InitStageOptions, MethodOptions, Natural
+from trainables.distributed.batch_norm import GlobalBatchNorm1d
 from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Requirements
 
 
@@ -184,6 +185,16 @@ class ReadsAfterAll(Method):
         return {"apart": (student.logits_BK - teacher.logits_BK).square().mean(1)}
 
 
+class UndeclaredNorm(Method):
+    """A batch norm of the global batch without `Requirements.whole_batch`."""
+
+    terms = ("apart",)
+
+    def __init__(self, options: MethodOptions, context: BuildContext) -> None:
+        super().__init__(options, context)
+        self.norm = GlobalBatchNorm1d(context.num_classes, context.group)
+
+
 class UndeclaredGather(GlobalGram):
     """Gathers without `Requirements.whole_batch`."""
 
@@ -213,13 +224,3 @@ class HalfTrained(InitStage):
     def init_loss(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         difference_BK = student.logits_BK.detach() - teacher.logits_BK
         return {"reconstruction": (self.encoder.weight.square().sum() * difference_BK.square().sum(1)).sqrt()}
-
-
-class EndlessInitStage(Method):
-    """Declares an init stage without a length."""
-
-    terms = ("apart",)
-    init_terms = ("reconstruction",)
-
-    def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
-        return {"apart": (student.logits_BK - teacher.logits_BK).square().mean(1)}

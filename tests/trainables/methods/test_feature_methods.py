@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.trainables.methods.calls import make, samples
+from trainables.config import init_epochs
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
 from trainables.errors import ExperimentError
@@ -153,8 +154,8 @@ def test_features_that_are_not_finite_raise_nothing_in_kdsvd() -> None:
 
 @pytest.mark.parametrize("name", ["ab", "fsp", "ft"])
 def test_the_stage_before_training_is_as_long_as_the_options_say(name: str) -> None:
-    assert built(name).init_epochs == 30
-    assert built(name, init_epochs=7).init_epochs == 7
+    assert init_epochs(built(name).options) == 30
+    assert init_epochs(built(name, init_epochs=7).options) == 7
 
 
 def test_the_stage_before_training_moves_what_its_loss_reaches() -> None:
