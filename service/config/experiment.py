@@ -18,9 +18,8 @@ from service.config import strict_yaml
 from service.config.dotted import flatten, put
 from service.config.files import read_experiment_file
 from service.config.messages import SETTABLE, ConfigProblems, known_keys, nearest, problems_of
-from service.config.method_rules import MethodFiles, check_methods
 from service.config.paths import absolute_paths
-from service.config.rules import RULES
+from service.config.rules import MethodFiles, check_rules
 from service.config.schema import MAX_NAME, Experiment
 from service.config.space import SpaceError, check_space
 from service.config.sweep import SweepConfig
@@ -150,10 +149,7 @@ def _checked(tree: Mapping[str, Any], method_files: MethodFiles) -> Experiment:
         experiment = Experiment.model_validate(tree)
     except ValidationError as error:
         raise problems_of(error, Experiment, missing=SETTABLE) from error
-    for rule in RULES:
-        if problem := rule(experiment):
-            raise ConfigProblems([("", problem)])
-    check_methods(experiment, method_files)
+    check_rules(experiment, method_files)
     _check_models(experiment)
     if experiment.tracking.enabled and experiment.tracking.uri is not None:
         try:

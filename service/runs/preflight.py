@@ -10,7 +10,7 @@ from typing import Any, Literal
 from service.cluster.connect import check_ray_address
 from service.cluster.resources import is_local, local_capacity
 from service.config.experiment import Resolved, read_resolved
-from service.config.method_rules import method_names
+from service.config.rules import method_names
 from service.config.schema import Experiment
 from service.runs.dry_run import check_fits, check_parts
 from service.runs.plan import Plan

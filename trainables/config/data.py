@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from trainables.config.section import Count, ImageSize, Mean, Natural, NonNegative, Probability, Section, Std
 
@@ -103,15 +103,6 @@ class DataConfig(Section):
     def decodes_on_device(self) -> bool:
         """Whether training's crops are decoded on the device."""
         return self.decoder in ON_DEVICE
-
-    @model_validator(mode="after")
-    def _check_device_decoder(self) -> Self:
-        if self.decodes_on_device and self.augment != "crop_flip":
-            raise ValueError(
-                f"decoder {self.decoder} decodes what augment crop_flip cuts out, and augment is {self.augment}: "
-                "write decoder auto"
-            )
-        return self
 
     @field_validator("shuffle")
     @classmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -100,31 +100,6 @@ class TeacherConfig(WeightedConfig):
         if cache is not None and "\0" in cache:
             raise ValueError("must be a folder, and no path has the character NUL in it")
         return cache
-
-    @model_validator(mode="after")
-    def _check_keys_of_weights(self) -> Self:
-        for name in ("weights_key", "image_size", "mean", "std"):
-            if self.weights is None and getattr(self, name) is not None:
-                raise ValueError(f"{name} belongs to given weights: write weights: FILE, or leave it out")
-        return self
-
-    @model_validator(mode="after")
-    def _check_cache_keys(self) -> Self:
-        for name in ("cache_top_k", "cache_epochs"):
-            if self.cache is None and getattr(self, name) is not None:
-                raise ValueError(f"{name} is for a teacher whose logits are cached: write cache: FOLDER, or leave it out")
-        if self.cache is not None and self.others:
-            raise ValueError("cache stores the logits of one teacher: leave out cache, or others")
-        if self.service is not None and self.others:
-            raise ValueError("service computes the logits of one teacher: leave out service, or others")
-        if self.placement == "sharded" and self.logits_only is not None:
-            raise ValueError(
-                f"placement sharded is for a network that runs in every step, and {self.logits_only} is set: leave out one of"
-                " the two"
-            )
-        if self.service is not None and self.cache is not None:
-            raise ValueError("cache stores what service would compute: leave out one of the two")
-        return self
 
     @property
     def logits_only(self) -> str | None:

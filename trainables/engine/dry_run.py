@@ -8,7 +8,6 @@ from torch import nn
 
 from trainables.config import TrainConfig
 from trainables.distributed.group import Group
-from trainables.engine.loss_groups import group_losses
 from trainables.engine.modules import build_distillation_module, build_student, methods_with_teacher
 from trainables.engine.pipeline.build import possible_cuts
 from trainables.failures import is_single_value
@@ -27,8 +26,6 @@ def check_fit(config: TrainConfig, num_classes: int) -> None:
     """
     for each in with_init_stage(config):
         module, _ = untrained_modules(each, num_classes)
-        if not each.init_stage:
-            group_losses(module.student, module.methods_by_name, each.optim)
         if config.scale.pipeline_stages > 1:
             possible_cuts(each, module)
 

@@ -50,7 +50,7 @@ class CRD(Method):
     options: CRDOptions
     terms = ("student", "teacher")
     taps = ("pooled",)
-    requires = Requirements(hard_labels=True, whole_batch=True, same_images=True)
+    requires = Requirements(logits=False, hard_labels=True, whole_batch=True, same_images=True)
     memory_student: Tensor
     memory_teacher: Tensor
     normalizers_2: Tensor

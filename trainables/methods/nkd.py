@@ -33,6 +33,7 @@ class NKD(Method):
     options: NKDOptions
     terms = ("target", "others")
     requires = Requirements(hard_labels=True)
+    idle_with_two_classes = "others is 0"
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`target` and `others` of each sample, (B,), with γλ² in the second."""

@@ -55,7 +55,7 @@ class ReviewKD(Method):
 
     Options = ReviewKDOptions
     terms = ("review",)
-    requires = Requirements(whole_batch=True)
+    requires = Requirements(logits=False, whole_batch=True)
 
     def __init__(self, options: ReviewKDOptions, context: BuildContext) -> None:
         """Raises ExperimentError where student and teacher have different numbers of levels."""

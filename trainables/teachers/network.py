@@ -14,9 +14,8 @@ from trainables.device.compilation import compile_model
 from trainables.device.model_input import tensor_format
 from trainables.distributed.batch_norm import GlobalBatchNorm
 from trainables.methods.contract import ModelOutputs
-from trainables.methods.select import SelectedMethod, check_ensemble
+from trainables.methods.select import SelectedMethod
 from trainables.methods.tap_reader import TapReader
-from trainables.models.forward import logits_and_aux
 from trainables.models.model_input import ModelInput, student_input, teacher_input
 from trainables.models.pixels import take_pixels
 from trainables.models.registry import construct
@@ -28,10 +27,9 @@ from trainables.teachers.interface import TeacherInterface, TeacherRequest
 class TeacherNetwork(TeacherInterface):
     """A frozen model in eval mode, but for batch norms that use the statistics of the batch."""
 
-    def __init__(self, model: nn.Module, reader: TapReader, *, gradient: bool = False):
-        """`gradient`: the outputs keep their graph, for a method that differentiates the teacher."""
+    def __init__(self, model: nn.Module, reader: TapReader):
         self.model = model
-        self._reader, self._gradient = reader, gradient
+        self._reader = reader
         self._batch_norms = [module for module in model.modules() if isinstance(module, GlobalBatchNorm)]
 
     @property
@@ -55,12 +53,9 @@ class TeacherNetwork(TeacherInterface):
             norm.train(request is not None)
         if self._batch_norms:  # the dummy image of a rank without samples is no part of the batch
             images_BCHW = images_BCHW[:num_rows]
-        if self._gradient:  # the parameters are frozen: the graph starts at the images
-            images_BCHW = images_BCHW.detach().requires_grad_()
         # Not inference mode: a method's backward cannot use its tensors.
-        with torch.set_grad_enabled(self._gradient), self._reader.capture():
-            logits_BK = logits_and_aux(self.model(images_BCHW))[0]
-            return self._reader.pop(logits_BK, num_rows)
+        with torch.no_grad(), self._reader.capture():
+            return self._reader.pop(self.model(images_BCHW), num_rows)
 
 
 def fit(teacher: TeacherConfig | OtherTeacherConfig, config: TrainConfig, classes: Sequence[str]) -> dict[str, Any]:
@@ -113,16 +108,11 @@ def _input(teacher: TeacherConfig | OtherTeacherConfig, config: TrainConfig) -> 
 
 
 def teacher_reader(teacher: TeacherConfig, model: nn.Module, methods: Sequence[SelectedMethod], image_size: int) -> TapReader:
-    """The reader of what each method needs of `load_network`'s model.
-
-    Raises:
-        ExperimentError: see `check_ensemble`.
-        ModelError: the model has no such taps.
-    """
+    """The reader of what each method needs of `load_network`'s model. Raises ModelError: the model has no such taps."""
     if not teacher.others:
         taps = {method.key: method.teacher_taps for method in methods}
-        return TapReader(model, taps, name=teacher.model, image_size=image_size)
-    check_ensemble(methods, teacher)
+        without_logits = [method.key for method in methods if not method.requires.logits]
+        return TapReader(model, taps, name=teacher.model, image_size=image_size, without_logits=without_logits)
     return EnsembleReader(model, teacher.shares, [method.key for method in methods])
 
 

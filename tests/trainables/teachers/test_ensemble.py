@@ -14,14 +14,15 @@ from tests.trainables.methods.calls import make, terms
 from tests.trainables.methods.references import logits as reference
 from tests.trainables.methods.references.basic import Array, softmax
 from tests.trainables.methods.references.training import several_teachers
-from trainables.config import DistillConfig, MethodOptions, TeacherConfig, TrainConfig
+from trainables.config import DataConfig, DistillConfig, MethodOptions, TeacherConfig, TrainConfig
 from trainables.distributed.rank_pool import RankPool
-from trainables.errors import CheckpointError, ExperimentError
+from trainables.errors import CheckpointError
 from trainables.methods.contract import Method, Requirements
-from trainables.methods.select import SelectedMethod, check_ensemble, select_methods
+from trainables.methods.select import SelectedMethod, select_methods
 from trainables.models.model_input import ModelInput
 from trainables.models.pixels import take_pixels
 from trainables.models.weights import load_teacher
+from trainables.rules import METHOD_RULES, first_problem_of_methods
 from trainables.teachers.ensemble import EnsembleReader, mean_logits
 from trainables.teachers.network import TeacherNetwork, load_network, teacher_reader
 
@@ -160,16 +161,19 @@ def test_one_teacher_of_other_classes_is_refused(tmp_path: Path) -> None:
         load_network(wrong, CLASSES)
 
 
+def first_problem_with(teachers: TeacherConfig, *methods: SelectedMethod) -> str | None:
+    settings = TrainConfig(output_dir="/", data=DataConfig(), model="resnet8", teacher=teachers)
+    return first_problem_of_methods(lambda: methods, settings, 10, METHOD_RULES)
+
+
 def test_a_method_that_reads_features_is_refused_in_one_line(tmp_path: Path) -> None:
     teachers = given(tmp_path, 1.0, 1.0)
     reads = select_methods(DistillConfig.model_validate({"options": {"kd": {"teacher_taps": ["pooled"]}}}))
-    with pytest.raises(ExperimentError) as caught:
-        check_ensemble(reads, teachers)
-    assert str(caught.value) == (
+    assert first_problem_with(teachers, *reads) == (
         "distill.method: kd reads the features (pooled) of a teacher, and of 2 teachers there is only a mean of probabilities:"
         " leave out teacher.others, or take a method on logits, such as kd"
     )
-    check_ensemble(reads, teachers.model_copy(update={"others": ()}))
+    assert first_problem_with(teachers.model_copy(update={"others": ()}), *reads) is None
 
 
 def test_a_method_that_uses_the_teachers_network_is_refused(tmp_path: Path) -> None:
@@ -177,8 +181,8 @@ def test_a_method_that_uses_the_teachers_network_is_refused(tmp_path: Path) -> N
         terms = ("own",)
         requires = Requirements(teacher_model=True)
 
-    with pytest.raises(ExperimentError, match="own reads the network of a teacher, and of 2 teachers there is only a mean"):
-        check_ensemble([SelectedMethod("own", Inspects, MethodOptions())], given(tmp_path, 1.0, 1.0))
+    problem = first_problem_with(given(tmp_path, 1.0, 1.0), SelectedMethod("own", Inspects, MethodOptions()))
+    assert str(problem).startswith("distill.method: own reads the network of a teacher, and of 2 teachers there is only a mean")
 
 
 def job(folder: Path, name: str) -> TrainConfig:
