@@ -602,6 +602,14 @@ def test_caffes_planes_of_blue_green_red_become_pixels(tmp_path: Path) -> None:
     assert "4 × 10 × 20 pixels are no image" in (tmp_path / "caffe-packed" / "unreadable.jsonl").read_text()
 
 
+def test_datums_of_pixels_and_of_files_in_one_set_all_become_pixels(tmp_path: Path) -> None:
+    pixels_HWC = np.asarray(photo(1, 20, 10))
+    bgr = np.ascontiguousarray(pixels_HWC[..., ::-1].transpose(2, 0, 1)).tobytes()
+    items = {b"0": datum(0, bgr, 3, 10, 20), b"1": datum(1, encoded(photo(1, 20, 10), "PNG"))}
+    train, _ = packed(write_lmdb(tmp_path / "caffe", items, items))
+    assert all((train.read(index) == pixels_HWC).all() for index in range(2))
+
+
 def test_image_files_under_their_class_or_with_their_label(tmp_path: Path) -> None:
     by_class = {b"zebra/1.jpg": JPEGS[0], b"ant/2.jpg": JPEGS[1], b"__len__": b"2"}
     train, _ = packed(write_lmdb(tmp_path / "classes", by_class, by_class))
