@@ -126,16 +126,11 @@ def teacher_sha256(
     """A hash of all tensors of a teacher, their names, types and shapes, independent of the file; rescaling and a selection of
     classes are parts of it.
 
-    No values are computed for a model that is read from a file. Raises as `load_teacher` does, except for a file that does not
-    fit the model, which has a hash too.
+    Raises as `load_teacher` does.
     """
     source = _find(name, weights, num_classes, classes, weights_key)
-    if source.path is None or is_npz(source.path):
-        _, state, rescales = _load(source, image_size, seed)
-        return source.digest(state, rescales=rescales)
-    model = _skeleton(source.built_name(), source.num_classes, image_size, seed)
-    state = _file_state(model, source, source.path, image_size, must_fit=False)
-    return source.digest(state, rescales=source.rescales)
+    _, state, rescales = _load(source, image_size, seed)
+    return source.digest(state, rescales=rescales)
 
 
 def _find(name: str, weights: str, num_classes: int, classes: Sequence[str], weights_key: str | None) -> _Weights:
@@ -179,15 +174,6 @@ def _load(source: _Weights, image_size: int, seed: int) -> tuple[nn.Module, Mapp
     return model, state, source.rescales
 
 
-def _skeleton(name: str, num_classes: int, image_size: int, seed: int) -> nn.Module:
-    """The model without values, where its library can build one."""
-    try:
-        with torch.device("meta"):
-            return construct(name, num_classes=num_classes, image_size=image_size, seed=seed)
-    except (ModelError, NotImplementedError):  # some models compute with values when they are built
-        return construct(name, num_classes=num_classes, image_size=image_size, seed=seed)
-
-
 def _refuse_key(source: _Weights, reason: str) -> None:
     if source.key is not None:
         raise CheckpointError(
@@ -195,8 +181,8 @@ def _refuse_key(source: _Weights, reason: str) -> None:
         )
 
 
-def _file_state(model: nn.Module, source: _Weights, path: Path, image_size: int, *, must_fit: bool = True) -> dict[str, Tensor]:
-    """The tensors of a file by their names in the model, each of the model's shape if they `must_fit`."""
+def _file_state(model: nn.Module, source: _Weights, path: Path, image_size: int) -> dict[str, Tensor]:
+    """The tensors of a file by their names in the model, each of the model's shape."""
     own: dict[str, Tensor] = {}
     name, header = source.name, source.header
     if header is not None:
@@ -214,10 +200,9 @@ def _file_state(model: nn.Module, source: _Weights, path: Path, image_size: int,
     state = match.state
     if any(match.rank):
         conversion, how = converted(model, match, image_size)
-        if must_fit and not how:
+        if not how:
             raise mismatch(match, model, path, name, source.num_classes)
-        if how:
-            state, taken = conversion, f"{taken or f'teacher weights {path}'}: {how}"
+        state, taken = conversion, f"{taken or f'teacher weights {path}'}: {how}"
     if len(matches) > 1:
         addresses = [each.address or "the file itself" for each in matches]
         raise CheckpointError(
