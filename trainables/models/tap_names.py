@@ -76,20 +76,19 @@ class TapNames:
 
     def _named_paths(self, model: nn.Module) -> dict[str, str]:
         stages = self._declared.stages
-        paths = {f"stage{number}": path for number, path in enumerate(stages, start=1)}
+        paths = {"stem": self._declared.stem} if self._declared.stem is not None else {}
+        paths |= {f"stage{number}": path for number, path in enumerate(stages, start=1)}
         for number, path in enumerate(stages):
             preact = self._declared.preacts[number] if self._declared.preacts else self._preact(path)
             if preact is not None:
                 paths[f"stage{number + 1}.preact"] = preact
-        if self._declared.stem is not None:
-            paths["stem"] = self._declared.stem
         with contextlib.suppress(ModelError):
             last = classifier(model)
             pooled = next(f"{path}:in" for path, module in self._modules.items() if module is last)
-            if (call := self._last_call(pooled)) is not None and len(call.shape) == 2:
+            if (call := self.last_call(pooled)) is not None and len(call.shape) == 2:
                 paths["pooled"] = pooled
             if "pooled" in paths and (unpooled := self._declared.unpooled) is not None:
-                call = self._last_call(unpooled)
+                call = self.last_call(unpooled)
                 if call is not None and len(call.shape) == 4 and self._sample_shape(call)[0] == last.in_features:
                     paths["unpooled"] = unpooled
         return paths
@@ -118,7 +117,7 @@ class TapNames:
 
         Raises ModelError: no such tap (with the nearest names), it is not called, or no tensor with a row for each sample.
         """
-        call = self._last_call(self._path(tap))
+        call = self.last_call(self._path(tap))
         where = f"model {self.name}: {tap}"
         if call is None:
             raise ModelError(f"{where} is not called in eval mode; {self._known()}")
@@ -181,7 +180,7 @@ class TapNames:
         nearest = f"the nearest are {' or '.join(similar)}" if similar else known
         raise ModelError(f"model {name} has no tap {tap!r}: {nearest}; `distill taps {name} --all` lists them")
 
-    def _last_call(self, tap: str) -> Call | None:
+    def last_call(self, tap: str) -> Call | None:
         path, _, direction = tap.partition(":")
         return last_call(self.calls, path, "in" if direction else "out")
 
@@ -203,8 +202,8 @@ def list_taps(model: nn.Module, image_size: int, *, every: bool = False) -> list
     outputs = {call.path: call for call in names.calls if call.direction == "out" and call.path}
     outputs = {path: call for path, call in outputs.items() if call.has_rows and not call.overwritten}
     groups: list[tuple[Call, list[str]]] = []
-    for name in sorted(names.paths, key="stem".__eq__):
-        call = names._last_call(names.paths[name])
+    for name, path in names.paths.items():
+        call = names.last_call(path)
         if call is not None and call.has_rows and not call.overwritten:
             same = next((known for other, known in groups if other.is_same(call)), None)
             if same is None:
@@ -212,7 +211,8 @@ def list_taps(model: nn.Module, image_size: int, *, every: bool = False) -> list
             else:
                 same.append(name)
     found = []
-    for call, (first, *others) in groups:
+    for call, group in groups:
+        first, *others = sorted(group, key="stem".__eq__)
         modules = [
             path for path, other in outputs.items() if other.is_same(call) and not other.passed_on and not STAGE.fullmatch(path)
         ]

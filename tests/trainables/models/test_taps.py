@@ -290,7 +290,7 @@ def test_of_a_module_that_is_called_several_times_the_last_call_counts() -> None
         ("resnet", "fc:out", "has no tap 'fc:out'"),
         ("resnet", "", "has no tap ''"),
         ("resnet", "layer1.0.bn2", "layer1.0.bn2 is overwritten in place after it is read"),
-        ("densenet", "stage4.preact", "has no stage4.preact: how its stages end is not declared; there are stage1"),
+        ("densenet", "stage4.preact", "has no stage4.preact: how its stages end is not declared; there are stem"),
         ("densenet", "features.denseblock1.denselayer2:in", "denselayer2:in is a list, not a tensor"),
         ("vit", "stages", "has no stages: no stages of it are declared; there are pooled"),
         ("vit", "stage1.preact", "has no stage1.preact: no stages of it are declared"),
