@@ -4,7 +4,6 @@ import contextlib
 import json
 import shutil
 import time
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -92,7 +91,7 @@ def with_published_images(model: str, weights: str, weights_key: str | None, tre
     data = config.data
     resize = f"val_resize {data.val_resize}, " if data.val_resize else ""
     notice(f"images {source}: data.image_size {data.image_size}, {resize}mean {list(data.mean)}, std {list(data.std)}")
-    return with_fitting_classes(config, model, weights_key, record.categories if record else ())
+    return with_fitting_classes(config, model, weights_key)
 
 
 def with_trained_images(checkpoint: Path, tree: dict[str, Any]) -> EvaluateConfig:
@@ -109,20 +108,16 @@ def with_trained_images(checkpoint: Path, tree: dict[str, Any]) -> EvaluateConfi
     return with_fitting_classes(checked(tree), about["model"])
 
 
-def with_fitting_classes(
-    config: EvaluateConfig, model: str, weights_key: str | None = None, categories: Sequence[str] = ()
-) -> EvaluateConfig:
-    """The evaluation, whose model was loaded for the classes of its data; `categories`: those that its weights record.
+def with_fitting_classes(config: EvaluateConfig, model: str, weights_key: str | None = None) -> EvaluateConfig:
+    """The evaluation, whose model was loaded for the classes of its data.
 
     Raises DistillError: see `resolve`.
     """
-    from trainables.models.trained_input import check_class_order
     from trainables.models.weights import load_teacher
 
     if problem := resize_covers_crop(config.data):
         raise ExperimentError(problem)
     classes = check_source(config.data, "val").classes
-    check_class_order(model, config.checkpoint, categories, classes)
     fit: dict[str, Any] = {"num_classes": len(classes), "image_size": config.data.image_size, "classes": classes, "seed": 0}
     load_teacher(model, config.checkpoint, **fit, weights_key=weights_key)
     return config

@@ -139,7 +139,6 @@ def check_models(experiment: Experiment, classes: tuple[str, ...]) -> None:
     from trainables.methods.select import select_methods
     from trainables.models.model_input import doubtful_input, teacher_input
     from trainables.models.registry import build_model
-    from trainables.models.trained_input import check_trained_classes
     from trainables.models.weights import load_teacher
 
     teacher, distill = experiment.teacher, experiment.distill
@@ -151,7 +150,6 @@ def check_models(experiment: Experiment, classes: tuple[str, ...]) -> None:
         for each in teacher.with_others:
             if each.weights is not None:
                 if experiment.data.path != "synthetic":
-                    check_trained_classes(each.model, each.weights, classes)
                     for line in doubtful_input(each, experiment.data):
                         notice(line)
                 size = teacher_input(each, experiment.data).image_size

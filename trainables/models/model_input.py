@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainables.config import DataConfig, OtherTeacherConfig, TeacherConfig
+from trainables.models.libraries import LIBRARIES
 from trainables.models.names import check_model_name
-from trainables.models.registry import library_options
 from trainables.models.trained_input import TrainedInput, trained_input
 
 ANTIALIASED = ("bilinear", "bicubic")
@@ -41,19 +41,14 @@ def teacher_input(teacher: TeacherConfig | OtherTeacherConfig, data: DataConfig)
     """
     record = trained_input(teacher.model, str(teacher.weights))
     recorded = record or TrainedInput(data.image_size, data.mean, data.std, num_classes=0)
-    size = data.image_size if takes_any_size(teacher.model, data.image_size) else recorded.image_size
+    found = check_model_name(teacher.model)
+    size = recorded.image_size if LIBRARIES[found.library].has_fixed_size(found.name) else data.image_size
     return ModelInput(
         teacher.image_size or size,
         teacher.mean or recorded.mean,
         teacher.std or recorded.std,
         recorded.interpolation if recorded.interpolation in ANTIALIASED else "bicubic",
     )
-
-
-def takes_any_size(name: str, image_size: int) -> bool:
-    """Whether the model's parameters are the same for images of another size, such as `image_size`."""
-    found = check_model_name(name)
-    return not library_options(found, image_size) and not found.name.startswith("mlp_")
 
 
 def doubtful_input(teacher: TeacherConfig | OtherTeacherConfig, data: DataConfig) -> list[str]:

@@ -15,6 +15,8 @@ from torch.nn import functional
 
 from trainables.errors import ModelError
 from trainables.models.forward import dry_forward, seeded
+from trainables.models.libraries import declared_taps
+from trainables.models.libraries.interface import DeclaredTaps
 from trainables.models.names import REUSE_SEPARATOR
 from trainables.models.tap_names import classifier, modules_before
 from trainables.models.taps import Taps
@@ -50,6 +52,13 @@ class ReusedClassifier(nn.Module):
         self.trunk = trunk
         self.projector = projector(self._taps.shapes[0][0], self._teacher_CHW[0])
         self.classifier = nn.Linear(last.in_features, last.out_features, bias=last.bias is not None).requires_grad_(False)
+
+    def declared_taps(self) -> DeclaredTaps:
+        """The trunk's stages."""
+        trunk = declared_taps(self.trunk)
+        stages, preacts = ([f"trunk.{path}" for path in paths] for paths in (trunk.stages, trunk.preacts))
+        unpooled = None if trunk.channels_last else "projector"
+        return trunk._replace(stem=trunk.stem and f"trunk.{trunk.stem}", stages=stages, preacts=preacts, unpooled=unpooled)
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
         """Logits (B, K)."""

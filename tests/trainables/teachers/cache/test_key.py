@@ -139,7 +139,7 @@ def parts(
     images: ImageSet = IMAGES,
     classes: Sequence[str] = TEN,
     top_k: int | None = None,
-    model: str = "mlp_large",
+    model: str = "convnet_large",
     teacher: dict[str, Any] | None = None,
     **changes: Any,
 ) -> dict[str, Any]:
@@ -163,13 +163,12 @@ def leaves(parts_of_key: dict[str, Any]) -> dict[str, Any]:
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Weights that say neither of which model they are nor of which classes."""
     path = tmp_path_factory.mktemp("weights") / "plain.safetensors"
-    save_file(build_model("mlp_large", num_classes=10, image_size=8, seed=11).state_dict(), path)
+    save_file(build_model("convnet_large", num_classes=10, image_size=8, seed=11).state_dict(), path)
     return path
 
 
 ALONE: dict[str, dict[str, Any]] = {
-    "teacher.model": {"model": "mlp_small"},
-    "teacher.num_classes": {"classes": (*TEN, "10")},
+    "teacher.model": {"model": "convnet-large"},
     "teacher.precision": {"precision": "fp32"},
     "data.samples": {"images": IMAGES._replace(num_samples=7)},
     "data.fingerprint": {"images": IMAGES._replace(fingerprint="others")},
@@ -197,10 +196,17 @@ def test_each_part_of_a_key_changes_it_alone(plain: Path, part: str) -> None:
 
 def test_a_key_has_no_other_parts(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = parts(plain)
-    assert leaves(first).keys() == {*ALONE, "teacher.sha256", "input.interpolation", "images.erased_to", "format"}
+    assert leaves(first).keys() == {
+        *ALONE,
+        "teacher.sha256",
+        "teacher.num_classes",
+        "input.interpolation",
+        "images.erased_to",
+        "format",
+    }
     erased = {"device_augment": {"random_erasing": 0.5}, "teacher": {"mean": (0.5,) * 3}}
     assert cache_key(parts(plain, **erased)) != cache_key(parts(plain, mean=(0.5, 0.456, 0.406), **erased))
-    save_file(build_model("mlp_large", num_classes=10, image_size=8, seed=12).state_dict(), tmp_path / "other.safetensors")
+    save_file(build_model("convnet_large", num_classes=10, image_size=8, seed=12).state_dict(), tmp_path / "other.safetensors")
     assert parts(tmp_path / "other.safetensors")["teacher"]["sha256"] != first["teacher"]["sha256"]
     monkeypatch.setattr(key, "FORMAT", key.FORMAT + 1)
     assert cache_key(parts(plain)) != cache_key(first)
