@@ -25,7 +25,9 @@ from service.config.space import SpaceError, check_space
 from service.config.sweep import SweepConfig
 from service.config.unknown_keys import validate_known_keys
 from service.config.uris import checked_uri, secret_refusal
+from trainables.data.source import SOURCES
 from trainables.errors import ExperimentError, ModelError
+from trainables.models.libraries import LIBRARIES
 from trainables.models.names import check_model_name
 from trainables.redact import redact_values
 
@@ -73,11 +75,24 @@ def load(recipe_or_file: str, overrides: Sequence[str] = (), *, method_files: Me
         put(tree, key, value, f"--set {text}")
         sources = {name: source for name, source in sources.items() if not name.startswith(f"{key}.")} | {key: "--set"}
     try:
-        return Resolved(_with_absolute_paths(_checked(tree, method_files)), sources)
+        experiment = _checked(tree, method_files)
+        if (size := _own_image_size(experiment, sources)) is not None:
+            put(tree, "data.image_size", size, written.where)
+            sources = {**sources, "data.image_size": f"{experiment.student.model}'s own"}
+            experiment = _checked(tree, method_files)
+        return Resolved(_with_absolute_paths(experiment), sources)
     except ConfigProblems as problems:
         if overrides and _is_valid(written.tree, method_files):  # then the overrides are what is wrong
             raise ExperimentError(problems.text("--set")) from problems
         raise ExperimentError(problems.text(written.where, sources)) from problems
+
+
+def _own_image_size(experiment: Experiment, sources: Mapping[str, str]) -> int | None:
+    """The size that the student is made for, where none is written; None for images that are no files, which have their own."""
+    if "data.image_size" in sources or experiment.data.path in SOURCES:
+        return None
+    student = check_model_name(experiment.student.model)
+    return LIBRARIES[student.library].default_size(student.name)
 
 
 def _with_absolute_paths(experiment: Experiment) -> Experiment:

@@ -61,7 +61,11 @@ class DataConfig(Section):
         description="where they live: threads of the training process, or a process of its own, which does not share its GIL; "
         "auto: a process where a GPU trains",
     )
-    image_size: ImageSize = Field(8, description="height and width of the crops, which the student sees as they are, in pixels")
+    image_size: ImageSize = Field(
+        8,
+        description="height and width of the crops, which the student sees as they are, in pixels; absent for image files: what "
+        "the student's library made it for",
+    )
     augment: Literal["none", "crop_flip", "pad_crop_flip"] = Field(
         "none", description="crop_flip: RandomResizedCrop + flip; pad_crop_flip: pad by 4, crop, flip, as for CIFAR"
     )

@@ -872,3 +872,14 @@ def test_paths_of_an_experiment_are_absolute_wherever_they_stand(tmp_path: Path,
     teacher = load("digits", ["teacher.weights=t.pth", others]).experiment.teacher
     assert teacher is not None
     assert [other.weights for other in teacher.others] == [f"{tmp_path}/t.pth", "DEFAULT"]
+
+
+@pytest.mark.parametrize(("student", "size"), [("resnet18", 224), ("inception_v3", 299), ("resnet20", 32), ("convnet_small", 8)])
+def test_crops_of_image_files_have_the_size_that_the_student_is_made_for(tmp_path: Path, student: str, size: int) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"data: {{path: {tmp_path}}}\nstudent: {{model: {student}}}\n")
+    resolved = load(str(file))
+    assert resolved.experiment.data.image_size == size
+    assert resolved.sources.get("data.image_size") == (None if student == "convnet_small" else f"{student}'s own")
+    assert load(str(file), ["data.image_size=64"]).experiment.data.image_size == 64
+    assert load("digits").experiment.data.image_size == 8
