@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
+from service.config.experiment import load
 from tests.trainables.data.photos import MakeFolder, encoded, photo
 from tests.trainables.data.test_decoders import JPEGS, _boxes, _damaged
 from trainables.config import DataConfig
@@ -24,7 +25,7 @@ from trainables.device import decode as device_decode
 from trainables.device.decode import check_decoder, decode_regions
 from trainables.device.decoders import REGION_DECODERS, RegionDecoder
 from trainables.device.device_batches import DeviceBatch, on_device
-from trainables.errors import DataError
+from trainables.errors import DataError, ExperimentError
 from trainables.failures import kind_of
 
 CPU = torch.device("cpu")
@@ -328,8 +329,8 @@ def test_a_devices_decoder_without_a_gpu_or_without_crops_is_refused_in_one_line
     with pytest.raises(DataError, match=rf"^data\.decoder: {name} needs a worker with a GPU, .*; write data\.decoder=auto$"):
         check_decoder(DataConfig(decoder=name, augment="crop_flip"), CPU, 1)  # type: ignore[arg-type]
     check_decoder(DataConfig(), CPU, 1)
-    with pytest.raises(ValueError, match=f"decoder {name} decodes .* augment is pad_crop_flip: write decoder auto"):
-        DataConfig(decoder=name, augment="pad_crop_flip")  # type: ignore[arg-type]
+    with pytest.raises(ExperimentError, match=rf"data\.decoder {name} decodes .* augment is pad_crop_flip: write decoder"):
+        load("digits", [f"data.decoder={name}", "data.augment=pad_crop_flip"])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this node could")

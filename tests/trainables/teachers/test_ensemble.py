@@ -157,7 +157,7 @@ def test_one_teacher_of_other_classes_is_refused(tmp_path: Path) -> None:
     fewer = write_teacher(tmp_path / "fewer.safetensors", model="resnet8", num_classes=7)
     other = {"model": "resnet8", "weights": fewer}
     wrong = config(tmp_path / "job", teacher={**teachers.model_dump(), "others": [other]})
-    with pytest.raises(CheckpointError, match="was trained on 7 classes and the data has 10"):
+    with pytest.raises(CheckpointError, match="has 7 classes, none of them '7', and the data has 10"):
         load_network(wrong, CLASSES)
 
 
