@@ -79,7 +79,7 @@ def write_shard(job: ShardJob) -> int:
     """
     if not job.source.exists():
         raise DataError(f"{job.source} is not visible to {socket.gethostname()}: give a source that all nodes share")
-    data, ends, names, numbers = bytearray(), [0], list[bytes](), list[tuple[int, int, int]]()
+    data, ends, names, numbers = bytearray(), [0], list[bytes](), list[int]()
     unreadable: list[Unreadable] = []
     num_tiled = 0
     samples = READERS[job.kind](job.source).read(job.split_listing.locations)
@@ -96,7 +96,7 @@ def write_shard(job: ShardJob) -> int:
         data += content
         ends.append(len(data))
         names.append(printable(name).encode())
-        numbers.append((label, width, height))
+        numbers += (label, width, height)
         num_tiled += is_tiled
     label_n, *sizes = np.array(numbers, dtype=np.int64).reshape(-1, 3).T
     name_ends = np.cumsum([0, *map(len, names)], dtype=np.int32)
