@@ -53,7 +53,7 @@ class BatchMemory:
 
     def lend(self, number: int) -> Arrays:
         """Those of a block for whoever uses the batch. The block is freed when nothing shares their memory any more."""
-        lent = np.frombuffer(memoryview(self._block(number)), dtype=np.uint8)  # the base of all arrays and tensors on it
+        lent = np.frombuffer(self._block(number).data, dtype=np.uint8)  # the base of all arrays and tensors on it
         weakref.finalize(lent, self.free, number).atexit = False
         return self._split(lent)
 

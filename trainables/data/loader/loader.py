@@ -133,8 +133,7 @@ class Loader:
     def batches_mib(self) -> float:
         """Memory of the batches in MiB: `data.prefetch_batches`, the one that is returned next and the one in use.
 
-        Loaders with a process have it in common. Whoever uses more than one batch at a time takes more; so do copies to a GPU,
-        whose memory is free a little later.
+        Loaders with a process share it. Whoever uses more than one batch at a time takes more.
         """
         return (self._prefetch_batches + 2) * self._reader.memory.block_bytes / 2**20
 
@@ -180,8 +179,10 @@ class Loader:
                 ready = self._finish(pending[0], result)
                 pending.popleft()
                 num_images = ready.labels_B.shape[0]  # `len` of a tensor is a function of torch in Python
-                if self._auto_workers and last_ready_s is not None:
-                    self._adapt(self._auto_workers, num_images, result.times.image_s, wait_s, now_s - last_ready_s)
+                auto = self._auto_workers
+                if auto and last_ready_s and (line := auto.add(num_images, result.times.image_s, wait_s, now_s - last_ready_s)):
+                    log.info("%s", line)
+                    self.resize(auto.threads)
                 self.costs.add(num_images, [result], wait_s)
                 last_ready_s = now_s
                 yield ready
@@ -226,11 +227,6 @@ class Loader:
         """Count the rows of a batch that hold no whole image, row → reason. Raises DataError where an epoch has too many."""
         self.skipped |= {indices_B[row]: f"{self.source.name(indices_B[row])} ({reason})" for row, reason in bad.items()}
         self.refuse_too_many(self.skipped)
-
-    def _adapt(self, auto: AutoWorkers, images: int, decode_s: float, wait_s: float, wall_s: float) -> None:
-        if line := auto.add(images, decode_s, wait_s, wall_s):
-            log.info("%s", line)
-            self.resize(auto.threads)
 
     def refuse_too_many(self, skipped: Mapping[int, str]) -> None:
         """Raises DataError where an epoch's unreadable images of this split (see `skipped`) are more than `max_bad`."""

@@ -13,7 +13,6 @@ import threading
 import traceback
 from collections.abc import Iterator
 from concurrent.futures import Future
-from logging.handlers import QueueHandler
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
@@ -40,12 +39,29 @@ def main() -> None:
     os._exit(0)  # threads may wait for a disk
 
 
+class _ToWorker(logging.Handler):
+    """Sends messages of any thread, among them what this process would log: the worker logs it."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__()
+        self._connection, self._sending = connection, threading.Lock()
+
+    def send(self, message: ReadResult | Exception | logging.LogRecord) -> None:
+        with self._sending, contextlib.suppress(ConnectionError):  # the worker is gone, and soon so is this process
+            self._connection.send(message)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()  # the arguments may be of a kind that cannot be sent
+        self.send(logging.LogRecord(record.name, record.levelno, record.pathname, record.lineno, message, None, None))
+
+
 def _serve(connection: Connection, worker: int, memory: BatchMemory) -> None:
-    responses = SimpleQueue[Reads | logging.LogRecord]()
-    threading.Thread(target=_send, args=(connection, responses), name="responses", daemon=True).start()
+    to_worker = _ToWorker(connection)
     log = logging.getLogger("raydistill")
-    log.addHandler(QueueHandler(responses))  # the worker logs what this process would log
+    log.addHandler(to_worker)
     log.propagate = False
+    begun = SimpleQueue[Reads]()
+    threading.Thread(target=_respond, args=(begun, to_worker), name="responses", daemon=True).start()
     pickled, readers = dict[int, bytes](), dict[int, BatchReader]()
 
     def begin(number: int, request: Request, block: int) -> Reads:
@@ -63,7 +79,7 @@ def _serve(connection: Connection, worker: int, memory: BatchMemory) -> None:
         if method == "open":
             (pickled[number],) = arguments
         elif method == "begin":
-            responses.put(begin(number, *arguments))
+            begun.put(begin(number, *arguments))
         elif number in readers:
             getattr(readers[number], method)(*arguments)
         if method == "close":
@@ -82,11 +98,9 @@ def _messages(connection: Connection, worker: int) -> Iterator[Any]:
             return
 
 
-def _send(connection: Connection, responses: SimpleQueue[Reads | logging.LogRecord]) -> None:
-    with contextlib.suppress(ConnectionError):  # the worker is gone, and soon so is this process
-        while True:
-            response = responses.get()
-            connection.send(_response(response) if isinstance(response, list) else response)
+def _respond(begun: SimpleQueue[Reads], to_worker: _ToWorker) -> None:
+    while True:
+        to_worker.send(_response(begun.get()))
 
 
 def _response(reads: Reads) -> ReadResult | Exception:

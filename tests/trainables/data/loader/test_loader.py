@@ -427,6 +427,8 @@ def test_all_epochs_read_into_the_same_memory(where: Any) -> None:
     loader = _loader(open_synthetic("train", 320, 3, 16), data, workers=1)
     locations = [{batch.images_BCHW.data_ptr() for batch in loader.epoch(epoch)} for epoch in range(3)]
     assert len(set.union(*locations)) == len(locations[0]) == 4
+    first_of_closed = {next(loader.epoch(epoch)).images_BCHW.data_ptr() for epoch in range(20)}
+    assert first_of_closed <= locations[0]  # what a closed epoch had read ahead is free again
     loader.close()
 
 
