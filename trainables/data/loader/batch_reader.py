@@ -20,9 +20,6 @@ from trainables.data.order import Order, Split, rank_part
 
 CHUNKS_PER_THREAD = 4  # of a batch: few enough to cost nothing, enough that no thread waits long for the slowest
 
-Reads = list[Future[ReadResult]]
-"""A batch that is being read, in parts. Raise what `Reader.fill` raises, and CancelledError where the iteration was stopped."""
-
 
 class Request(NamedTuple):
     """A global batch to be read: the positions [begin, end) of an epoch."""
@@ -32,6 +29,24 @@ class Request(NamedTuple):
     augmentation_epoch: int
     begin: int
     end: int
+
+
+class Reads(list[Future[ReadResult]]):
+    """A batch that is being read, in parts."""
+
+    def done(self) -> bool:
+        return all(part.done() for part in self)
+
+    def result(self) -> ReadResult:
+        """What was read, as one part, once all is. Raises what `Reader.fill` raises: CancelledError where it was stopped."""
+        parts = [result_of(part) for part in self]
+        bad = [entry for part in parts for entry in part.bad]
+        encoded_rows = [region for part in parts for region in part.encoded_rows]
+        return ReadResult(bad, encoded_rows, ThreadTimes(*map(sum, zip(*(part.times for part in parts), strict=True))))
+
+    def settle(self) -> None:
+        """Wait until nothing writes to the batch's memory any more; what has not begun never does."""
+        wait([part for part in self if not part.cancel()])
 
 
 class BatchReader:
@@ -57,7 +72,7 @@ class BatchReader:
         self._stopped = 0  # this iteration and those before it
 
     def begin(self, request: Request, block: int) -> Reads:
-        """Set the threads to work on a batch. The block is in use until `settle` or its result."""
+        """Set the threads to work on a batch. Its block is in use until `result` or `settle` returns."""
         self._source.follow(self._order, request.epoch, request.begin)
         positions_B = np.arange(*rank_part(request.begin, request.end, self._rank, self._world_size))
         samples_B = self._order.at(request.epoch, positions_B)
@@ -65,7 +80,7 @@ class BatchReader:
         labels_B[:], indices_B[:] = self._source.labels_N[samples_B], samples_B
         uniforms_BU = self._samples.uniforms(request.augmentation_epoch, samples_B)
         rows = max(1, math.ceil(len(samples_B) / max(1, self._threads * CHUNKS_PER_THREAD)))
-        reads = []
+        reads = Reads()
         for row in range(0, len(samples_B), rows):
             part = slice(row, row + rows)
             fill = partial(self._samples.fill, row, samples_B[part], uniforms_BU[part], [images_BHWC[part]])
@@ -97,19 +112,6 @@ class BatchReader:
         done: Future[ReadResult] = Future()
         done.set_result(work())
         return done
-
-
-def result_of_batch(reads: Reads) -> ReadResult:
-    """What was read for a batch as one part of it, once all is. Raises what the first part that failed raises."""
-    parts = [result_of(read) for read in reads]
-    bad = [entry for part in parts for entry in part.bad]
-    encoded_rows = [region for part in parts for region in part.encoded_rows]
-    return ReadResult(bad, encoded_rows, ThreadTimes(*map(sum, zip(*(part.times for part in parts), strict=True))))
-
-
-def settle(reads: Reads) -> None:
-    """Wait until nothing writes to a batch's memory any more; what has not begun never does."""
-    wait([read for read in reads if not read.cancel()])
 
 
 def _pool(threads: int) -> ThreadPoolExecutor:

@@ -21,8 +21,8 @@ from trainables.data.image_view import View
 from trainables.data.interface import Source
 from trainables.data.loader.auto_workers import AutoWorkers
 from trainables.data.loader.batch_memory import BatchMemory
-from trainables.data.loader.batch_reader import BatchReader, Reads, Request, result_of_batch, settle
-from trainables.data.loader.loader_process import LoaderProcess, ProcessReader
+from trainables.data.loader.batch_reader import BatchReader, Reads, Request
+from trainables.data.loader.loader_process import LoaderProcess, ProcessReader, ProcessReads
 from trainables.data.loader.sample_reader import Costs, ReadResult
 from trainables.data.order import Split, rank_part
 from trainables.errors import DataError
@@ -53,7 +53,7 @@ class _Pending(NamedTuple):
 
     request: Request
     block: int
-    reads: Reads
+    reads: Reads | ProcessReads
 
 
 class Loader:
@@ -172,8 +172,8 @@ class Loader:
                     pending.append(self._begin(Request(iteration, epoch, self.augmentation_epoch(epoch), begin, end)))
                 if not pending:
                     return
-                waits, wait_began_s = not all(read.done() for read in pending[0].reads), time.perf_counter()
-                result = result_of_batch(pending[0].reads)
+                waits, wait_began_s = not pending[0].reads.done(), time.perf_counter()
+                result = pending[0].reads.result()
                 now_s = time.perf_counter()
                 wait_s = now_s - wait_began_s if waits else 0.0
                 ready = self._finish(pending[0], result)
@@ -190,7 +190,7 @@ class Loader:
         finally:
             self._reader.stop(iteration)
             for unfinished in pending:
-                settle(unfinished.reads)
+                unfinished.reads.settle()
                 self._reader.memory.free(unfinished.block)
 
     def _begin(self, request: Request) -> _Pending:

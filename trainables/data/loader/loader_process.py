@@ -7,13 +7,13 @@ import contextlib
 import logging
 import os
 import pickle
+import select
 import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections import deque
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 from trainables.config import DataConfig
 from trainables.data.interface import Source
 from trainables.data.loader.batch_memory import BatchMemory
-from trainables.data.loader.batch_reader import Reads, Request
+from trainables.data.loader.batch_reader import Request
 from trainables.data.loader.malloc import REUSE_FREED_MEMORY
 from trainables.data.loader.sample_reader import ReadResult
 from trainables.errors import DataError, LoaderDiedError
@@ -59,8 +59,7 @@ class LoaderProcess:
     def __init__(self, rows: int, image_size: int, *, pinned: bool) -> None:
         self._rows, self._image_size, self._pinned = rows, image_size, pinned
         self._num_opened, self._open = 0, set[int]()
-        self._pending = deque[Future[ReadResult]]()  # responses come in the order of the requests
-        self._ended: Exception | None = None
+        self._pending = deque[ProcessReads]()  # responses come in the order of the requests
 
     def open(self, source: Source, data: DataConfig, **options: Any) -> "ProcessReader":
         """A reader there, see `BatchReader`. What fails as it opens the source again is raised where the first batch is taken."""
@@ -76,34 +75,49 @@ class LoaderProcess:
         """Call a method of a reader. Where the process has died, those who wait for a batch raise that."""
         if reader in self._open:
             with contextlib.suppress(ConnectionError):
-                self._connection.send((reader, method, arguments))
+                self._connection.send_bytes(pickle.dumps((reader, method, arguments)))
 
-    def begin(self, reader: int, request: Request, block: int) -> Reads:
+    def begin(self, reader: int, request: Request, block: int) -> "ProcessReads":
         """See `BatchReader.begin`."""
-        read: Future[ReadResult] = Future()
-        read.set_running_or_notify_cancel()  # it cannot be cancelled: whoever uses the block again waits for the response
-        self._pending.append(read)
-        self.send(reader, "begin", request, block)
-        if self._ended:
-            self._fail_pending(self._ended)
-        return [read]
+        reads = ProcessReads(self)
+        if reader in self._open:
+            self._pending.append(reads)
+            self.send(reader, "begin", request, block)
+        else:
+            reads.response = CancelledError()
+        return reads
+
+    def receive(self, reads: "ProcessReads", *, wait: bool) -> bool:
+        """Take responses up to that for `reads`; without `wait` those that are there. Raises LoaderDiedError."""
+        while reads.response is None:
+            try:
+                if not wait and not self._readable.poll(0):
+                    return False
+                message = self._connection.recv()
+            except (EOFError, ConnectionError):
+                raise _death(self._process.wait()) from None
+            if isinstance(message, logging.LogRecord):
+                log.handle(message)
+            else:
+                self._pending.popleft().response = message
+        return True
 
     def close(self, reader: int) -> None:
         """Close a reader, and with the last one the process."""
         if reader not in self._open:
             return
-        if len(self._open) == 1:
-            self._ended = CancelledError()
         self.send(reader, "close", False)
         self._open.discard(reader)
         if self._open:
             return
+        self._connection.close()  # the process ends
         try:
             self._process.wait(_SHUTDOWN_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
-        self._receiver.join()
-        self._connection.close()
+            self._process.wait()
+        while self._pending:
+            self._pending.popleft().response = CancelledError()
         self.memory.close()
 
     def _start(self) -> None:
@@ -126,28 +140,31 @@ class LoaderProcess:
                 raise DataError(
                     f"data.loader: the loader process cannot be started: {error.strerror}; write data.loader=threads"
                 ) from error
-        self._ended = None
         self._connection = Connection(ours.detach())
-        self._receiver = threading.Thread(target=self._receive, name="loader responses", daemon=True)
-        self._receiver.start()
+        self._readable = select.poll()  # the connection's own `poll` takes as long as all else that a batch takes here
+        self._readable.register(self._connection.fileno(), select.POLLIN)
 
-    def _receive(self) -> None:
-        with contextlib.suppress(EOFError, ConnectionError):
-            while True:
-                message = self._connection.recv()
-                if isinstance(message, logging.LogRecord):
-                    log.handle(message)
-                elif isinstance(message, Exception):
-                    self._pending.popleft().set_exception(message)
-                else:
-                    self._pending.popleft().set_result(message)
-        self._ended = self._ended or _death(self._process.wait())
-        self._fail_pending(self._ended)
 
-    def _fail_pending(self, error: Exception) -> None:
-        with contextlib.suppress(IndexError):
-            while True:
-                self._pending.popleft().set_exception(error)
+class ProcessReads:
+    """A batch that a loader process reads; see `Reads`."""
+
+    def __init__(self, process: LoaderProcess) -> None:
+        self._process = process
+        self.response: ReadResult | Exception | None = None
+
+    def done(self) -> bool:
+        return self._process.receive(self, wait=False)
+
+    def result(self) -> ReadResult:
+        self._process.receive(self, wait=True)
+        if isinstance(self.response, Exception):
+            raise self.response
+        assert self.response is not None
+        return self.response
+
+    def settle(self) -> None:
+        with contextlib.suppress(LoaderDiedError):  # then nothing is written any more
+            self._process.receive(self, wait=True)
 
 
 class ProcessReader:
@@ -156,7 +173,7 @@ class ProcessReader:
     def __init__(self, process: LoaderProcess, number: int) -> None:
         self._process, self._number, self.memory = process, number, process.memory
 
-    def begin(self, request: Request, block: int) -> Reads:
+    def begin(self, request: Request, block: int) -> ProcessReads:
         return self._process.begin(self._number, request, block)
 
     def stop(self, iteration: int) -> None:

@@ -18,7 +18,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from trainables.data.loader.batch_memory import BatchMemory
-from trainables.data.loader.batch_reader import BatchReader, Reads, Request, result_of_batch, settle
+from trainables.data.loader.batch_reader import BatchReader, Reads, Request
 from trainables.data.loader.sample_reader import ReadResult
 from trainables.stacks import write_stacks_on_signal
 
@@ -26,7 +26,7 @@ _POLL_INTERVAL_S = 1.0
 
 
 def main() -> None:
-    """Serve until the worker has closed its readers or is gone."""
+    """Serve until the worker closes the connection or is gone."""
     worker, socket, *memory = map(int, sys.argv[1:])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     write_stacks_on_signal()  # a hang is explained by what its threads do
@@ -73,7 +73,7 @@ def _serve(connection: Connection, worker: int, memory: BatchMemory) -> None:
         except Exception as error:
             failed: Future[ReadResult] = Future()
             failed.set_exception(error)
-            return [failed]
+            return Reads([failed])
 
     for number, method, arguments in _messages(connection, worker):
         if method == "open":
@@ -84,9 +84,6 @@ def _serve(connection: Connection, worker: int, memory: BatchMemory) -> None:
             getattr(readers[number], method)(*arguments)
         if method == "close":
             readers.pop(number, None)
-            del pickled[number]
-            if not pickled:
-                return
 
 
 def _messages(connection: Connection, worker: int) -> Iterator[Any]:
@@ -106,10 +103,10 @@ def _respond(begun: SimpleQueue[Reads], to_worker: _ToWorker) -> None:
 def _response(reads: Reads) -> ReadResult | Exception:
     """What the threads have read for a batch, or the error that the worker is to raise."""
     try:
-        bad, regions, times = result_of_batch(reads)
+        bad, regions, times = reads.result()
         return ReadResult(bad, [region._replace(data=bytes(region.data)) for region in regions], times)
     except Exception as error:
-        settle(reads)  # the worker uses the memory again
+        reads.settle()  # the worker uses the memory again
         try:
             copied: Exception = pickle.loads(pickle.dumps(error))
         except Exception:  # it cannot be sent
