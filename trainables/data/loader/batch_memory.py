@@ -1,6 +1,6 @@
 """The memory of a loader's batches, in blocks: one holds the pixels, labels and indices of a batch, one behind the other.
 
-A loader process imports this, and no torch. Shapes: B samples of a batch, at most `rows`; C=3 channels, H=W=`image_size` pixels.
+A loader process imports this, and no torch. Shapes: B samples of a batch, C=3 channels, H=W=`image_size` pixels.
 """
 
 import logging
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 log = logging.getLogger("raydistill")
 
 Arrays = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
-"""images_BHWC (uint8), labels_B and indices_B (int64) of all rows of a block."""
+"""images_BHWC (uint8), labels_B and indices_B (int64) of a block's first rows."""
 
 
 class BatchMemory:
@@ -29,13 +29,12 @@ class BatchMemory:
     """
 
     def __init__(self, rows: int, image_size: int, handle: int = -1, *, pinned: bool = False) -> None:
-        self.rows, self.image_size, self.handle, self._pinned = rows, image_size, handle, pinned
-        self._images_shape = rows, image_size, image_size, 3
-        self._labels_at = -(-math.prod(self._images_shape) // 8) * 8  # int64 is aligned
+        self.handle, self._rows, self._image_shape, self._pinned = handle, rows, (image_size, image_size, 3), pinned
+        self._labels_at = -(-rows * math.prod(self._image_shape) // 8) * 8  # int64 is aligned
         num_bytes = self._labels_at + 16 * rows
         self.block_bytes = -(-num_bytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         self._blocks: dict[int, NDArray[np.uint8]] = {}
-        self._free = deque[int]()
+        self._free, self._lent = deque[int](), dict[int, weakref.ref[memoryview]]()
 
     def allocate(self) -> int:
         """A block whose values are undefined."""
@@ -47,15 +46,15 @@ class BatchMemory:
         """Give back a block that nothing writes to or reads from."""
         self._free.append(number)
 
-    def arrays(self, number: int) -> Arrays:
-        """Those of a block for whoever fills it; they do not keep it from being freed."""
-        return self._split(self._block(number))
+    def arrays(self, number: int, rows: int) -> Arrays:
+        """Those of a block's first rows for whoever fills it; they do not keep it from being freed."""
+        return self._split(self._block(number).data, rows)
 
-    def lend(self, number: int) -> Arrays:
-        """Those of a block for whoever uses the batch. The block is freed when nothing shares their memory any more."""
-        lent = np.frombuffer(self._block(number).data, dtype=np.uint8)  # the base of all arrays and tensors on it
-        weakref.finalize(lent, self.free, number).atexit = False
-        return self._split(lent)
+    def lend(self, number: int, rows: int) -> Arrays:
+        """Those of a block's first rows for whoever uses the batch. When nothing shares their memory any more it is freed."""
+        lent = self._block(number).data  # a new memoryview: the base of all arrays and tensors on it
+        self._lent[number] = weakref.ref(lent, lambda gone: self.free(number))
+        return self._split(lent, rows)
 
     def close(self) -> None:
         """Unmap the blocks, lent ones when they are freed. Nothing is allocated any more."""
@@ -86,7 +85,7 @@ class BatchMemory:
         else:
             weakref.finalize(block, cuda.cudaHostUnregister, block.ctypes.data)  # runs before the block is unmapped
 
-    def _split(self, block: NDArray[np.uint8]) -> Arrays:
-        images_BHWC = block[: math.prod(self._images_shape)].reshape(self._images_shape)
-        labels_B, indices_B = block[self._labels_at : self._labels_at + 16 * self.rows].view(np.int64).reshape(2, self.rows)
-        return images_BHWC, labels_B, indices_B
+    def _split(self, block: memoryview, rows: int) -> Arrays:
+        images_BHWC = np.ndarray((rows, *self._image_shape), np.uint8, block)
+        labels_B = np.ndarray(rows, np.int64, block, self._labels_at)
+        return images_BHWC, labels_B, np.ndarray(rows, np.int64, block, self._labels_at + 8 * self._rows)

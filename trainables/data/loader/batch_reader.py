@@ -76,7 +76,7 @@ class BatchReader:
         self._source.follow(self._order, request.epoch, request.begin)
         positions_B = np.arange(*rank_part(request.begin, request.end, self._rank, self._world_size))
         samples_B = self._order.at(request.epoch, positions_B)
-        images_BHWC, labels_B, indices_B = (values[: len(samples_B)] for values in self.memory.arrays(block))
+        images_BHWC, labels_B, indices_B = self.memory.arrays(block, len(samples_B))
         labels_B[:], indices_B[:] = self._source.labels_N[samples_B], samples_B
         uniforms_BU = self._samples.uniforms(request.augmentation_epoch, samples_B)
         rows = max(1, math.ceil(len(samples_B) / max(1, self._threads * CHUNKS_PER_THREAD)))

@@ -204,7 +204,7 @@ class Loader:
         begin, end = rank_part(request.begin, request.end, self._rank, self._world_size)
         rows = end - begin
         if result.bad:
-            bad, values = dict(result.bad), self._reader.memory.arrays(pending.block)
+            bad, values = dict(result.bad), self._reader.memory.arrays(pending.block, rows)
             self._skip(values[2].tolist(), bad)
             good = [row for row in range(rows) if row not in bad]
             for values_B in values:
@@ -219,7 +219,7 @@ class Loader:
 
     def _lend(self, block: int, rows: int, position: int, num_samples: int | None) -> Batch:
         """The batch of so many rows that is in a block."""
-        images_BHWC, labels_B, indices_B = (values[:rows] for values in self._reader.memory.lend(block))
+        images_BHWC, labels_B, indices_B = self._reader.memory.lend(block, rows)
         images_BCHW = torch.from_numpy(images_BHWC.transpose(0, 3, 1, 2))
         return Batch(images_BCHW, torch.from_numpy(labels_B), torch.from_numpy(indices_B), position, num_samples)
 

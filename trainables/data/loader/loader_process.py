@@ -24,7 +24,7 @@ from trainables.data.interface import Source
 from trainables.data.loader.batch_memory import BatchMemory
 from trainables.data.loader.batch_reader import Request
 from trainables.data.loader.malloc import REUSE_FREED_MEMORY
-from trainables.data.loader.sample_reader import ReadResult
+from trainables.data.loader.sample_reader import ReadResult, ThreadTimes
 from trainables.errors import DataError, LoaderDiedError
 
 log = logging.getLogger("raydistill")
@@ -82,7 +82,7 @@ class LoaderProcess:
         reads = ProcessReads(self)
         if reader in self._open:
             self._pending.append(reads)
-            self.send(reader, "begin", request, block)
+            self.send(reader, "begin", tuple(request), block)
         else:
             reads.response = CancelledError()
         return reads
@@ -98,8 +98,11 @@ class LoaderProcess:
                 raise _death(self._process.wait()) from None
             if isinstance(message, logging.LogRecord):
                 log.handle(message)
-            else:
+            elif isinstance(message, Exception):
                 self._pending.popleft().response = message
+            else:  # the types of a batch are plain: one that is looked up by its name takes as long as all else
+                bad, encoded_rows, times = message
+                self._pending.popleft().response = ReadResult(bad, encoded_rows, ThreadTimes(*times))
         return True
 
     def close(self, reader: int) -> None:

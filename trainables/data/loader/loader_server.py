@@ -46,7 +46,7 @@ class _ToWorker(logging.Handler):
         super().__init__()
         self._connection, self._sending = connection, threading.Lock()
 
-    def send(self, message: ReadResult | Exception | logging.LogRecord) -> None:
+    def send(self, message: tuple[Any, ...] | Exception | logging.LogRecord) -> None:
         with self._sending, contextlib.suppress(ConnectionError):  # the worker is gone, and soon so is this process
             self._connection.send(message)
 
@@ -64,12 +64,12 @@ def _serve(connection: Connection, worker: int, memory: BatchMemory) -> None:
     threading.Thread(target=_respond, args=(begun, to_worker), name="responses", daemon=True).start()
     pickled, readers = dict[int, bytes](), dict[int, BatchReader]()
 
-    def begin(number: int, request: Request, block: int) -> Reads:
+    def begin(number: int, request: tuple[int, ...], block: int) -> Reads:
         try:
             if number not in readers:
                 source, data, options = pickle.loads(pickled[number])
                 readers[number] = BatchReader(memory, source, data, **options)
-            return readers[number].begin(request, block)
+            return readers[number].begin(Request(*request), block)
         except Exception as error:
             failed: Future[ReadResult] = Future()
             failed.set_exception(error)
@@ -100,11 +100,11 @@ def _respond(begun: SimpleQueue[Reads], to_worker: _ToWorker) -> None:
         to_worker.send(_response(begun.get()))
 
 
-def _response(reads: Reads) -> ReadResult | Exception:
+def _response(reads: Reads) -> tuple[Any, ...] | Exception:
     """What the threads have read for a batch, or the error that the worker is to raise."""
     try:
         bad, regions, times = reads.result()
-        return ReadResult(bad, [region._replace(data=bytes(region.data)) for region in regions], times)
+        return bad, [region._replace(data=bytes(region.data)) for region in regions], tuple(times)
     except Exception as error:
         reads.settle()  # the worker uses the memory again
         try:

@@ -218,7 +218,7 @@ def test_blocks_that_a_gpu_copies_from_are_page_locked_for_as_long_as_they_are_m
     monkeypatch.setattr(torch.cuda, "cudart", Cuda)
     monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
     memory = BatchMemory(64, 224, os.memfd_create("loader batches") if shared else -1, pinned=True)
-    lent = [memory.lend(memory.allocate()) for _ in range(3)]
+    lent = [memory.lend(memory.allocate(), 64) for _ in range(3)]
     assert list(locked.values()) == 3 * [memory.block_bytes]
     memory.close()
     image_HWC = torch.from_numpy(lent.pop()[0])[-1]
