@@ -34,7 +34,7 @@ class BatchMemory:
         num_bytes = self._labels_at + 16 * rows
         self.block_bytes = -(-num_bytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         self._blocks: dict[int, NDArray[np.uint8]] = {}
-        self._free, self._lent = deque[int](), dict[int, weakref.ref[memoryview]]()
+        self._free, self._lent = deque[int](), dict[int, weakref.ref[NDArray[np.uint8]]]()
 
     def allocate(self) -> int:
         """A block whose values are undefined."""
@@ -48,11 +48,11 @@ class BatchMemory:
 
     def arrays(self, number: int, rows: int) -> Arrays:
         """Those of a block's first rows for whoever fills it; they do not keep it from being freed."""
-        return self._split(self._block(number).data, rows)
+        return self._split(self._block(number), rows)
 
     def lend(self, number: int, rows: int) -> Arrays:
         """Those of a block's first rows for whoever uses the batch. When nothing shares their memory any more it is freed."""
-        lent = self._block(number).data  # a new memoryview: the base of all arrays and tensors on it
+        lent = np.frombuffer(self._block(number).data, np.uint8)  # NumPy makes it the base of all arrays and tensors on it
         self._lent[number] = weakref.ref(lent, lambda gone: self.free(number))
         return self._split(lent, rows)
 
@@ -85,7 +85,7 @@ class BatchMemory:
         else:
             weakref.finalize(block, cuda.cudaHostUnregister, block.ctypes.data)  # runs before the block is unmapped
 
-    def _split(self, block: memoryview, rows: int) -> Arrays:
+    def _split(self, block: NDArray[np.uint8], rows: int) -> Arrays:
         images_BHWC = np.ndarray((rows, *self._image_shape), np.uint8, block)
         labels_B = np.ndarray(rows, np.int64, block, self._labels_at)
         return images_BHWC, labels_B, np.ndarray(rows, np.int64, block, self._labels_at + 8 * self._rows)
