@@ -27,8 +27,7 @@ from service.config.unknown_keys import validate_known_keys
 from service.config.uris import checked_uri, secret_refusal
 from trainables.data.source import SOURCES
 from trainables.errors import ExperimentError, ModelError
-from trainables.models.libraries import LIBRARIES
-from trainables.models.names import check_model_name
+from trainables.models.names import check_model_name, library_of
 from trainables.redact import redact_values
 
 
@@ -76,7 +75,7 @@ def load(recipe_or_file: str, overrides: Sequence[str] = (), *, method_files: Me
         sources = {name: source for name, source in sources.items() if not name.startswith(f"{key}.")} | {key: "--set"}
     try:
         experiment = _checked(tree, method_files)
-        if (size := _own_image_size(experiment, sources)) is not None:
+        if (size := _own_image_size(experiment, tree)) is not None:
             put(tree, "data.image_size", size, written.where)
             sources = {**sources, "data.image_size": f"{experiment.student.model}'s own"}
             experiment = _checked(tree, method_files)
@@ -87,12 +86,15 @@ def load(recipe_or_file: str, overrides: Sequence[str] = (), *, method_files: Me
         raise ExperimentError(problems.text(written.where, sources)) from problems
 
 
-def _own_image_size(experiment: Experiment, sources: Mapping[str, str]) -> int | None:
+def _own_image_size(experiment: Experiment, tree: Mapping[str, Any]) -> int | None:
     """The size that the student is made for, where none is written; None for images that are no files, which have their own."""
-    if "data.image_size" in sources or experiment.data.path in SOURCES:
+    if "image_size" in tree.get("data", {}) or experiment.data.path in SOURCES or "data.image_size" in experiment.sweep.axes:
         return None
-    student = check_model_name(experiment.student.model)
-    return LIBRARIES[student.library].default_size(student.name)
+    if "student.model" in experiment.sweep.axes:
+        problem = "data.image_size: the students of a sweep see the same crops: write their size"
+        raise ConfigProblems([("data.image_size", problem)])
+    library, name = library_of(experiment.student.model)
+    return library.default_size(name)
 
 
 def _with_absolute_paths(experiment: Experiment) -> Experiment:

@@ -72,8 +72,8 @@ def check_rules(experiment: Experiment, files: MethodFiles = "run") -> None:
 
     def methods() -> Sequence[MethodNeeds]:
         distill = experiment.distillation
-        if distill is None or (distill.method == ("kd",) and not distill.options.get("kd")):  # which goes with everything
-            return ()
+        if distill is None or (distill.method == ("kd",) and not distill.options.get("kd") and not experiment.optim.losses):
+            return ()  # plain kd goes with everything, and is not loaded
         from trainables.methods.select import select_methods
 
         return select_methods(distill)

@@ -24,7 +24,7 @@ from trainables.config import EvaluateConfig
 from trainables.errors import CheckpointError, ClusterError, DistillError, ExperimentError, StorageError
 from trainables.failures import OUT_OF_MEMORY_KINDS, RETRYABLE, WorkersFailedError, first_cause
 from trainables.models.checkpoint_header import FILE_SUFFIXES, is_safetensors, locate_checkpoint, read_checkpoint_header
-from trainables.models.names import check_model_name
+from trainables.models.names import check_model_name, library_of
 from trainables.notices import notice
 from trainables.object_store.store import OPENING_S, ObjectStore, is_uri
 from trainables.rules import resize_covers_crop
@@ -84,6 +84,9 @@ def with_published_images(model: str, weights: str, weights_key: str | None, tre
 
     record = trained_input(model, weights if path is None else str(path))
     recorded = {name: getattr(record, name) for name in ("image_size", "val_resize", "mean", "std")} if record else {}
+    library, name_there = library_of(model)
+    if not record and (size := library.default_size(name_there)):
+        tree = {**tree, "data": {"image_size": size, **tree["data"]}}
     tree = {**tree, "checkpoint": str(path.absolute()) if path else weights, "model": model, "weights_key": weights_key}
     tree["data"] = {**recorded, **tree["data"]}
     config = checked(tree)

@@ -137,7 +137,7 @@ def check_models(experiment: Experiment, classes: tuple[str, ...]) -> None:
         CheckpointError: a file of weights cannot be read, or is of another model or other classes.
     """
     from trainables.methods.select import select_methods
-    from trainables.models.model_input import doubtful_input, teacher_input
+    from trainables.models.model_input import input_warnings, teacher_input
     from trainables.models.registry import build_model
     from trainables.models.weights import load_teacher
 
@@ -150,10 +150,10 @@ def check_models(experiment: Experiment, classes: tuple[str, ...]) -> None:
         for each in teacher.with_others:
             if each.weights is not None:
                 if experiment.data.path != "synthetic":
-                    for line in doubtful_input(each, experiment.data):
+                    for line in input_warnings(each, experiment.data):
                         notice(line)
-                size = teacher_input(each, experiment.data).image_size
-                load_teacher(each.model, each.weights, **fit, image_size=size, weights_key=each.weights_key)
+                own_size = teacher_input(each, experiment.data).image_size
+                load_teacher(each.model, each.weights, **fit, image_size=own_size, weights_key=each.weights_key)
 
 
 def check_data_of_run(

@@ -14,9 +14,9 @@ from trainables.device.color import ColorJitter
 from trainables.device.device_batches import DeviceBatch
 from trainables.device.erasing import RandomErasing
 from trainables.device.mixing import Mixing
-from trainables.device.model_input import pixels_of
 from trainables.device.randaugment import RandAugment
 from trainables.device.random_numbers import Draws
+from trainables.device.tensor_format import pixels_of
 
 
 class Augmentation(Protocol):

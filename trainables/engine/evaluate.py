@@ -19,8 +19,8 @@ from trainables.data.loader.loader_process import loader_process
 from trainables.data.source import open_on_node
 from trainables.device.compilation import Compilation
 from trainables.device.device_batches import DeviceBatch, on_device
-from trainables.device.model_input import autocast, to_pixels
 from trainables.device.precision import with_precision
+from trainables.device.tensor_format import autocast, to_pixels
 from trainables.distributed.group import Group, all_reduce_sum, broadcast_buffers, gather_objects
 from trainables.engine import checkpoint
 from trainables.errors import DataError

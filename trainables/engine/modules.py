@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from trainables.config import TrainConfig, init_epochs
 from trainables.data.loader.loader import Loader
-from trainables.device.model_input import tensor_format
+from trainables.device.tensor_format import tensor_format
 from trainables.distributed.batch_norm import convert, use_batch_statistics
 from trainables.distributed.group import Group
 from trainables.errors import ExperimentError

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from trainables.config import OtherTeacherConfig, TeacherConfig
 from trainables.device.device_batches import DeviceBatch
-from trainables.device.model_input import pixels_of
+from trainables.device.tensor_format import pixels_of
 from trainables.distributed.group import all_reduce_sum, from_rank
 from trainables.engine.evaluate import evaluate, logits_of
 from trainables.engine.job import Job

@@ -7,7 +7,7 @@ from torch import nn
 
 from trainables.config import TrainConfig
 from trainables.device.memory import memory_bytes, parameter_bytes
-from trainables.device.model_input import AUTOCAST
+from trainables.device.tensor_format import AUTOCAST
 from trainables.distributed.group import Group
 from trainables.engine.modules import methods_with_teacher
 from trainables.engine.optim import parameter_copies

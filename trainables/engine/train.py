@@ -13,8 +13,8 @@ from trainables.config import TrainConfig
 from trainables.device.augment import build_train_inputs
 from trainables.device.compilation import Compilation
 from trainables.device.device_batches import DeviceBatch, on_device
-from trainables.device.model_input import autocast, pixels_of
 from trainables.device.precision import with_precision
+from trainables.device.tensor_format import autocast, pixels_of
 from trainables.disk_writer import DiskWriter
 from trainables.distributed.batch_norm import accepts_empty_batches
 from trainables.distributed.gather import cpu_process_group

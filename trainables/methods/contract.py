@@ -58,7 +58,8 @@ class MethodBatch:
     """The batch that both models ran on."""
 
     images_BCHW: Tensor
-    """Augmented pixels in [0, 1]: each model that `takes_pixels` resizes and normalises them itself."""
+    """Augmented pixels in [0, 1]: a network of the method's own gets
+    them through `trainables.models.pixels.take_pixels`."""
     labels_B: Tensor
     indices_B: Tensor
     """Dataset-wide, int64: the same image has the same index in every epoch and on any number of workers."""

@@ -9,12 +9,11 @@ import re
 from collections.abc import Sequence
 
 from trainables.errors import CheckpointError
-from trainables.models.libraries.interface import TrainedInput, installed
+from trainables.models.libraries.interface import WORDNET_ID, TrainedInput, installed
 from trainables.notices import notice
 
-_WORDNET_ID = re.compile(r"n\d{8}")
 _NUMBERED = re.compile(r"\D*(\d+)")
-_REMEDY = "set teacher.weights to null, so that the teacher is trained first, or give a checkpoint trained on this data"
+_REMEDY = "give weights trained on these classes; a teacher without weights is trained on them first"
 
 
 def class_rows(record: TrainedInput, classes: Sequence[str], what: str, *, ours: bool) -> tuple[int, ...] | None:
@@ -28,24 +27,26 @@ def class_rows(record: TrainedInput, classes: Sequence[str], what: str, *, ours:
     count, is_exact = record.num_classes, ours
     if ours:
         labels = _labels(classes, record.categories)
-    elif all(map(_WORDNET_ID.fullmatch, classes)) and (record.wordnet_ids or not installed("timm")):
+    elif all(map(WORDNET_ID.fullmatch, classes)) and (record.wordnet_ids or not installed("timm")):
         if not record.wordnet_ids and count != len(classes):
             ids = f"{len(classes)} of WordNet ids, which are looked up in timm: `pip install raydistill[timm]`"
             raise CheckpointError(f"{what} has {count} classes and the data {ids}")
         # ImageNet's labels are in the order of their ids.
         labels, is_exact = _labels(classes, record.wordnet_ids or sorted(classes)), True
-    elif all(map(_NUMBERED.fullmatch, classes)):
-        labels = [[] for _ in classes]
-        if count == len(classes):
-            _check_numbers(classes, what)
     else:
         names = [_plain(name) for names in record.categories for name in (names, *names.split(", "))]
         labels_of = [label for label, names in enumerate(record.categories) for _ in (names, *names.split(", "))]
         labels = [sorted({labels_of[at] for at in found}) for found in _labels(list(map(_plain, classes)), names)]
+        if count == len(classes) and not any(labels) and all(map(_NUMBERED.fullmatch, classes)):
+            _check_numbers(classes, what)
     num_found = sum(map(bool, labels))
     if count == len(classes):
         in_place = all(label in found or not found for label, found in enumerate(labels))
-        if in_place if num_found == count or not is_exact else num_found < count / 2 and not is_exact:
+        if not is_exact and num_found < count / 2:  # other names
+            if record.categories:
+                notice(f"weights {what}: its {count} classes have other names than the data's, and are taken in their order")
+            return None
+        if in_place and (num_found == count or not is_exact):
             return None
     for name, found in zip(classes, labels, strict=True):
         if not found:
@@ -58,9 +59,11 @@ def class_rows(record: TrainedInput, classes: Sequence[str], what: str, *, ours:
     first = {row: name for name, row in zip(reversed(classes), reversed(rows), strict=True)}
     for name, row in zip(classes, rows, strict=True):
         if first[row] != name:
-            raise CheckpointError(f"{what}: {first[row]!r} and {name!r} of the data are one class of it, {row}: join them")
+            raise CheckpointError(
+                f"{what}: {first[row]!r} and {name!r} of the data are one class of it, {row}: merge the two folders"
+            )
     by = "by WordNet id" if is_exact and not ours else "by name"
-    notice(f"teacher {what}: {len(rows)} of its {count} classes are used, {by}, in the order of the data's")
+    notice(f"weights {what}: {len(rows)} of its {count} classes are used, {by}, in the order of the data's")
     return rows
 
 

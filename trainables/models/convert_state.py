@@ -25,7 +25,7 @@ def converted(model: nn.Module, match: Match, image_size: int) -> tuple[dict[str
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the library's own resampling
-            library = next(library for library in LIBRARIES.values() if library.owns(model))
+            library = next((library for library in LIBRARIES.values() if library.owns(model)), LIBRARIES["ours"])
             state = dict(library.convert(model, dict(match.state), image_size))
     except Exception:  # a library's own code on tensors of any name and shape: the mismatch says more
         return {}, ""
@@ -80,7 +80,7 @@ def mismatch(match: Match, model: nn.Module, path: Path, name: str, num_classes:
         )
     if named and (size := _fitting_size(name, state, num_classes)):
         return CheckpointError(
-            f"{path} fits {name} for images of {size}×{size}, by its {misshapen[0]}: set data.image_size to {size}"
+            f"{path} fits {name} for images of {size}×{size}, by its {misshapen[0]}: set teacher.image_size to {size}"
         )
     if not named and (foreign := foreign_names(match.unexpected)):
         return CheckpointError(f"{path} does not fit {name}: it is {foreign}")

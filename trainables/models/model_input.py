@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainables.config import DataConfig, OtherTeacherConfig, TeacherConfig
-from trainables.models.libraries import LIBRARIES
-from trainables.models.names import check_model_name
+from trainables.models.names import library_of
 from trainables.models.trained_input import TrainedInput, trained_input
 
 ANTIALIASED = ("bilinear", "bicubic")
@@ -26,7 +25,7 @@ class ModelInput:
     """torch's name of how crops of another size are resized, antialiased."""
 
     def __str__(self) -> str:
-        return f"{self.image_size} px, mean {_listed(self.mean)}, std {_listed(self.std)}"
+        return f"{self.image_size} px, mean {_listed(self.mean)}, std {_listed(self.std)}, {self.interpolation}"
 
 
 def student_input(data: DataConfig) -> ModelInput:
@@ -41,23 +40,23 @@ def teacher_input(teacher: TeacherConfig | OtherTeacherConfig, data: DataConfig)
     """
     record = trained_input(teacher.model, str(teacher.weights))
     recorded = record or TrainedInput(data.image_size, data.mean, data.std, num_classes=0)
-    found = check_model_name(teacher.model)
-    size = recorded.image_size if LIBRARIES[found.library].has_fixed_size(found.name) else data.image_size
+    library, name = library_of(teacher.model)
+    size = recorded.image_size if library.has_fixed_size(name) else data.image_size
     return ModelInput(
         teacher.image_size or size,
-        teacher.mean or recorded.mean,
-        teacher.std or recorded.std,
+        teacher.mean or recorded.mean or data.mean,
+        teacher.std or recorded.std or data.std,
         recorded.interpolation if recorded.interpolation in ANTIALIASED else "bicubic",
     )
 
 
-def doubtful_input(teacher: TeacherConfig | OtherTeacherConfig, data: DataConfig) -> list[str]:
+def input_warnings(teacher: TeacherConfig | OtherTeacherConfig, data: DataConfig) -> list[str]:
     """What a user may not expect of a teacher's input, a line each."""
     seen, record = teacher_input(teacher, data), trained_input(teacher.model, str(teacher.weights))
     name, lines = f"teacher {teacher.model}", []
-    if record is None and teacher.mean is None:
+    if teacher.mean is None and not (record and record.mean):
         lines.append(
-            f"{name}: {teacher.weights} does not say how its images were normalised: it gets mean {_listed(seen.mean)} and std "
+            f"{name}: {teacher.weights} does not say how its images were normalized: it gets mean {_listed(seen.mean)} and std "
             f"{_listed(seen.std)}; if that is wrong, set teacher.mean and teacher.std"
         )
     if seen.image_size > data.image_size:

@@ -4,10 +4,10 @@ from typing import NamedTuple
 
 from trainables.errors import ModelError, closest_matches
 from trainables.models.libraries import LIBRARIES
-from trainables.models.libraries.interface import installed
+from trainables.models.libraries.interface import Library, installed
 from trainables.models.libraries.ours import MODELS
 
-__all__ = ["MODELS", "REUSE_SEPARATOR", "ModelName", "check_model_name"]
+__all__ = ["MODELS", "REUSE_SEPARATOR", "ModelName", "check_model_name", "library_of"]
 
 REUSE_SEPARATOR = "+"
 """STUDENT+TEACHER is a student that predicts with the teacher's classifier, see `trainables.models.reused_classifier`."""
@@ -18,6 +18,12 @@ class ModelName(NamedTuple):
 
     library: str
     name: str
+
+
+def library_of(name: str) -> tuple[Library, str]:
+    """The library of a model and its name there; of `A+B` those of A. Raises ModelError: see `check_model_name`."""
+    found = check_model_name(name.partition(REUSE_SEPARATOR)[0])
+    return LIBRARIES[found.library], found.name
 
 
 def check_model_name(name: str) -> ModelName:

@@ -20,18 +20,18 @@ from trainables.models.model_input import ModelInput
 def take_pixels(model: nn.Module, model_input: ModelInput) -> None:
     """From here on `model` takes pixels of any size, and prepares them itself whenever it is called.
 
-    Call it once the model has its dtype. Its state dict stays as it is.
+    Its state dict stays as it is: what this adds moves with the model, and has its dtype once the model is cast.
     """
-    like = next(model.parameters())
+    device = next(model.parameters()).device
     std_C11 = torch.tensor(model_input.std, dtype=torch.float64).view(-1, 1, 1)
     mean_C11 = torch.tensor(model_input.mean, dtype=torch.float64).view(-1, 1, 1)
-    model.register_buffer("_input_scale_C11", (1 / std_C11).to(like.device, like.dtype), persistent=False)
-    model.register_buffer("_input_shift_C11", (-mean_C11 / std_C11).to(like.device, like.dtype), persistent=False)
-    model.register_forward_pre_hook(_Preparation(model_input.image_size, model_input.interpolation))
+    model.register_buffer("_input_scale_C11", (1 / std_C11).to(device), persistent=False)
+    model.register_buffer("_input_shift_C11", (-mean_C11 / std_C11).to(device), persistent=False)
+    model.register_forward_pre_hook(_InputTransform(model_input.image_size, model_input.interpolation))
 
 
 @dataclass(frozen=True)
-class _Preparation:
+class _InputTransform:
     """A forward pre-hook: from pixels to the model's input, at most two operations."""
 
     image_size: int
@@ -43,4 +43,5 @@ class _Preparation:
             size = (self.image_size, self.image_size)
             pixels_BCHW = interpolate(pixels_BCHW, size, mode=self.interpolation, align_corners=False, antialias=True)
         scale_C11, shift_C11 = model.get_buffer("_input_scale_C11"), model.get_buffer("_input_shift_C11")
-        return (torch.addcmul(shift_C11, pixels_BCHW, scale_C11),)
+        dtype = pixels_BCHW.dtype
+        return (torch.addcmul(shift_C11.to(dtype), pixels_BCHW, scale_C11.to(dtype)),)

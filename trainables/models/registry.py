@@ -48,7 +48,8 @@ def construct(name: str, *, num_classes: int, image_size: int, seed: int) -> nn.
             return LIBRARIES[found.library].create(found.name, num_classes, image_size)
         except (AssertionError, RuntimeError, TypeError, ValueError) as error:
             message = f"model {name} cannot be built for images of {image_size}×{image_size} ({first_line(error)})"
-            raise ModelError(f"{message}: set data.image_size to what it takes, often 224, or choose another model") from error
+            instead = "set data.image_size, or the teacher's image_size, to what it takes, often 224, or choose another model"
+            raise ModelError(f"{message}: {instead}") from error
 
 
 def check_forward(model: nn.Module, image_size: int, num_classes: int, *, name: str = "", training: bool = False) -> None:
@@ -68,7 +69,8 @@ def check_forward(model: nn.Module, image_size: int, num_classes: int, *, name: 
             does = "cannot be trained on" if mode else "does not take"
             sizes = sorted(USUAL_SIZES, key=lambda size: (abs(size - image_size), size))
             fits = next((size for size in sizes if size != image_size and _takes(model, size, modes)), None)
-            instead = f"set data.image_size to {fits}, or choose another model" if fits else "choose another model"
+            key = "data.image_size" if training else "data.image_size, or the teacher's image_size,"
+            instead = f"set {key} to {fits}, or choose another model" if fits else "choose another model"
             raise ModelError(f"{named} {does} images of {image_size}×{image_size} ({first_line(error)}): {instead}") from error
         if shape != (2, num_classes):
             returns = f"returns shape {shape} for a batch of 2, not (2, {num_classes})"

@@ -75,13 +75,18 @@ class ReusedClassifier(nn.Module):
     def reuse(self, teacher: nn.Module, image_size: int) -> None:
         """Copy the classifier of `teacher`, a model of the name that this one was built for.
 
-        Raises ModelError: its classifier does not read the mean of its last map.
+        Raises ModelError: its classifier does not read the mean of its last map, or it has another image size than the student.
         """
         taps = Taps(teacher, ("unpooled", "pooled"), name=type(teacher).__name__, image_size=image_size)
         with taps.capture():
             dry_forward(teacher, image_size, training=False)
             map_BDHW, pooled_BD = taps.pop()
         taps.remove()
+        if map_BDHW.shape[1:] != self._teacher_CHW:
+            raise ModelError(
+                f"the teacher's last map is {tuple(map_BDHW.shape[1:])}, and {self._teacher_CHW} at the student's image size: "
+                f"set teacher.image_size to {image_size}, or choose another method than simkd"
+            )
         mean_BD = map_BDHW.mean((2, 3))
         if not mean_BD.is_meta and not torch.allclose(mean_BD, pooled_BD, rtol=1e-3, atol=1e-4):
             raise ModelError(

@@ -1,4 +1,4 @@
-"""Whether images are those that a teacher was trained with, as far as its weights come with a record of them."""
+"""How images were prepared, and which classes there were, when weights were trained: what comes with them says so."""
 
 from trainables.config.models import HUB_SCHEMES
 from trainables.models.checkpoint_header import CheckpointHeader, is_safetensors, locate_checkpoint, read_checkpoint_header
@@ -6,7 +6,7 @@ from trainables.models.libraries import LIBRARIES
 from trainables.models.libraries.interface import TrainedInput
 from trainables.models.names import check_model_name
 
-__all__ = ["TrainedInput", "record_of", "trained_input"]
+__all__ = ["TrainedInput", "header_record", "trained_input"]
 
 
 def trained_input(name: str, weights: str) -> TrainedInput | None:
@@ -21,13 +21,13 @@ def trained_input(name: str, weights: str) -> TrainedInput | None:
     found, path = check_model_name(name), locate_checkpoint(weights)
     header = read_checkpoint_header(path) if path is not None and is_safetensors(path) else None
     if header is not None:
-        return record_of(header) if header.mean and check_model_name(header.model) == found else None
+        return header_record(header) if check_model_name(header.model) == found else None
     library = LIBRARIES[found.library]
     if weights.startswith(HUB_SCHEMES) and not library.has_hub:  # which is refused where they are loaded
         return None
     return library.input(found.name, weights if path is None else str(path))
 
 
-def record_of(header: CheckpointHeader) -> TrainedInput:
+def header_record(header: CheckpointHeader) -> TrainedInput:
     """The record of a checkpoint of ours; mean and deviation are () in older ones."""
     return TrainedInput(header.image_size, header.mean, header.std, header.num_classes, categories=header.classes)

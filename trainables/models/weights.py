@@ -27,7 +27,7 @@ from trainables.models.names import ModelName, check_model_name
 from trainables.models.registry import check_forward, construct
 from trainables.models.state_match import describe, find_matches, is_read
 from trainables.models.tap_names import last_layer
-from trainables.models.trained_input import record_of, trained_input
+from trainables.models.trained_input import header_record, trained_input
 from trainables.models.weight_files import Candidate, check_values, read_candidates, read_safetensors
 from trainables.notices import notice
 
@@ -61,7 +61,7 @@ class _Weights(NamedTuple):
 
     def built_name(self) -> str:
         """The model's name, or its folder's if that says how it is built. Raises ModelError: another model is there."""
-        beside = self.library.name_beside(self.found.name, self.path) if self.path is not None else self.found.name
+        beside = self.library.name_for_file(self.found.name, self.path) if self.path is not None else self.found.name
         return self.name if beside == self.found.name else beside
 
     def digest(self, state: Mapping[str, Tensor], *, rescales: bool) -> str:
@@ -143,7 +143,7 @@ def _find(name: str, weights: str, num_classes: int, classes: Sequence[str], wei
         raise CheckpointError(
             f"{path} is a {header.model}, not a {name}: write {header.model} as the model, or give another checkpoint"
         )
-    record = record_of(header) if header is not None else trained_input(name, weights)
+    record = header_record(header) if header is not None else trained_input(name, weights)
     what = f"{weights} of {name}" if path is None else str(path)
     if record is None:
         return _Weights(name, found, weights, path, header, num_classes, None, weights_key)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trainables.config import OtherTeacherConfig, TeacherConfig, TrainConfig
 from trainables.device.compilation import compile_model
-from trainables.device.model_input import tensor_format
+from trainables.device.tensor_format import tensor_format
 from trainables.distributed.batch_norm import GlobalBatchNorm
 from trainables.methods.contract import ModelOutputs
 from trainables.methods.select import SelectedMethod
@@ -96,9 +96,9 @@ def _frozen(config: TrainConfig, build: Callable[[TeacherConfig | OtherTeacherCo
     assert config.teacher is not None
     models = []
     for each in config.teacher.with_others:
-        model = build(each).to(tensor_format(config)[0])
+        model = build(each)
         take_pixels(model, _input(each, config))
-        models.append(model)
+        models.append(model.to(tensor_format(config)[0]))
     return (TeacherEnsemble(models) if len(models) > 1 else models[0]).eval().requires_grad_(False)
 
 

@@ -14,7 +14,7 @@ from tests.trainables.jobs import config, equal, relative_difference, train, wri
 from trainables.config import DataConfig, DeviceAugmentConfig
 from trainables.device.augment import TrainInputs
 from trainables.device.device_batches import DeviceBatch
-from trainables.device.model_input import to_pixels
+from trainables.device.tensor_format import to_pixels
 from trainables.distributed.rank_pool import RankPool
 from trainables.errors import ExperimentError
 

@@ -1,7 +1,9 @@
 """Which of a teacher's classes are the data's."""
 
+import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -85,3 +87,34 @@ def test_without_timm_wordnet_ids_are_in_their_order_or_refused(monkeypatch: pyt
     assert rows(ids, record) is None
     assert rows([ids[1], ids[0], *ids[2:]], record) == (1, 0, *range(2, 1000))
     assert "which are looked up in timm: `pip install raydistill[timm]`" in refusal(ids[:3], record)
+
+
+@pytest.mark.parametrize("as_dict", [False, True])
+def test_the_class_names_that_timm_saves_in_a_folder_are_read(tmp_path: Path, as_dict: bool) -> None:
+    timm = pytest.importorskip("timm")
+    from timm.models import save_for_hf
+
+    model = timm.create_model("resnet10t", num_classes=3)
+    save_for_hf(model, tmp_path, model_config={"label_names": ["cat", "dog", "bird"]}, safe_serialization=True)
+    if as_dict:
+        config = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**config, "label_names": {"2": "bird", "0": "cat", "1": "dog"}}))
+    record = trained_input("timm/resnet10t", str(tmp_path))
+    assert record is not None
+    assert record.categories == ("cat", "dog", "bird")
+    assert class_rows(record, ("bird", "cat"), "it", ours=False) == (2, 0)
+
+
+def test_names_that_are_ids_or_end_in_digits_are_compared() -> None:
+    ids = tuple(f"n{number:08d}" for number in range(4))
+    record = TrainedInput(32, (), (), 4, categories=tuple(reversed(ids)), wordnet_ids=tuple(reversed(ids)))
+    assert class_rows(record, ids, "it", ours=False) == (3, 2, 1, 0)
+    numbered = TrainedInput(32, (), (), 2, categories=("class2", "class1"))
+    assert class_rows(numbered, ("class1", "class2"), "it", ours=False) == (1, 0)
+
+
+def test_other_names_are_taken_in_their_order_and_that_is_a_note() -> None:
+    record, lines = TrainedInput(32, (), (), 3, categories=("cat", "dog", "bird")), list[str]()
+    with notices_to(lines.append):
+        assert class_rows(record, ("chat", "chien", "oiseau"), "it", ours=False) is None
+    assert lines == ["weights it: its 3 classes have other names than the data's, and are taken in their order"]

@@ -13,7 +13,7 @@ from trainables.config import DataConfig, TeacherConfig
 from trainables.distributed.group import Group
 from trainables.engine import checkpoint
 from trainables.engine.train import build, run_job
-from trainables.models.model_input import ModelInput, doubtful_input, teacher_input
+from trainables.models.model_input import ModelInput, input_warnings, teacher_input
 from trainables.models.pixels import take_pixels
 from trainables.models.registry import build_model
 
@@ -69,10 +69,10 @@ def test_timm_models_see_what_their_own_transforms_make(name: str) -> None:
 def test_a_teacher_sees_what_its_weights_record_whatever_the_students_data(tmp_path: Path) -> None:
     pytest.importorskip("timm")
     vit = input_of("timm/vit_base_patch16_224", "augreg2_in21k_ft_in1k")
-    assert str(vit) == "224 px, mean 0.5, std 0.5"
+    assert str(vit) == "224 px, mean 0.5, std 0.5, bicubic"
     assert input_of("resnet34", "IMAGENET1K_V1", **HALF).mean == (0.485, 0.456, 0.406)
     ours = trained_on(tmp_path / "ours.safetensors", **HALF)
-    assert str(input_of("convnet_large", ours)) == "300 px, mean 0.5, std 0.5"
+    assert str(input_of("convnet_large", ours)) == "300 px, mean 0.5, std 0.5, bicubic"
     silent = write_teacher(tmp_path / "silent.safetensors", "convnet_large")
     assert input_of("convnet_large", silent, **HALF).mean == (0.5, 0.5, 0.5)
     written = TeacherConfig(model="convnet_large", weights=ours, image_size=64, mean=(0.1, 0.2, 0.3))
@@ -81,14 +81,14 @@ def test_a_teacher_sees_what_its_weights_record_whatever_the_students_data(tmp_p
 
 def test_what_a_user_may_not_expect_is_said(tmp_path: Path) -> None:
     silent = write_teacher(tmp_path / "silent.safetensors", "convnet_large")
-    (line,) = doubtful_input(TeacherConfig(model="convnet_large", weights=silent), DataConfig(image_size=32))
-    assert "does not say how its images were normalised" in line
+    (line,) = input_warnings(TeacherConfig(model="convnet_large", weights=silent), DataConfig(image_size=32))
+    assert "does not say how its images were normalized" in line
     ours = trained_on(tmp_path / "ours.safetensors", **HALF)
-    assert doubtful_input(TeacherConfig(model="convnet_large", weights=ours, image_size=8), DataConfig(image_size=32)) == []
-    (other_size,) = doubtful_input(TeacherConfig(model="convnet_large", weights=ours), DataConfig(image_size=32))
+    assert input_warnings(TeacherConfig(model="convnet_large", weights=ours, image_size=8), DataConfig(image_size=32)) == []
+    (other_size,) = input_warnings(TeacherConfig(model="convnet_large", weights=ours), DataConfig(image_size=32))
     assert "set teacher.image_size to 8" in other_size
     larger = TeacherConfig(model="convnet_large", weights=ours, image_size=64)
-    assert "enlarged to 64" in doubtful_input(larger, DataConfig(image_size=32))[0]
+    assert "enlarged to 64" in input_warnings(larger, DataConfig(image_size=32))[0]
 
 
 def trained_on(path: Path, image_size: int = 8, **normalization: Any) -> str:

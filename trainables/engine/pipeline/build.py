@@ -9,7 +9,7 @@ from torch import nn
 
 from trainables.config import TrainConfig
 from trainables.device.memory import memory_bytes
-from trainables.device.model_input import autocast, tensor_format
+from trainables.device.tensor_format import autocast, tensor_format
 from trainables.distributed.group import from_rank
 from trainables.distributed.pipeline.block_costs import Block, measure_blocks
 from trainables.distributed.pipeline.choose_cut import StageCosts, choose_cut
@@ -68,11 +68,7 @@ def stage_costs(
     images_BCHW = torch.rand(num_samples, 3, size, size, device=device, dtype=dtype).to(memory_format=layout)
     in_precision, of_teacher = autocast(config.precision, device), list[Block]()
     if teacher is not None:
-        try:
-            cuts = cut_points(teacher, size)
-        except ModelError:
-            cuts = []  # it is timed as a whole
-        of_teacher = measure_blocks(teacher, cuts, images_BCHW, in_precision, training=False)
+        of_teacher = measure_blocks(teacher, [], images_BCHW, in_precision, training=False)  # as a whole, with its own input
     return StageCosts(
         measure_blocks(module.student, points, images_BCHW, in_precision),
         config.scale.pipeline_stages,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trainables.config import TrainConfig
 from trainables.device.device_batches import DeviceBatch
-from trainables.device.model_input import pixels_of, tensor_format
+from trainables.device.tensor_format import pixels_of, tensor_format
 from trainables.distributed.group import GlobalCount, Group, all_reduce_sum
 from trainables.distributed.pipeline.layout import Layout
 from trainables.distributed.pipeline.runner import Forward, PipelineRunner

@@ -17,5 +17,6 @@ LIBRARIES: dict[str, Library] = {library.name: library for library in (Ours(), T
 
 def declared_taps(model: nn.Module) -> DeclaredTaps:
     """Where a model is read, as the library of its class declares it; a class of none of them may do so itself."""
-    declared: DeclaredTaps = getattr(model, "declared_taps", DeclaredTaps)()
-    return next((library.taps(model) for library in LIBRARIES.values() if library.owns(model)), declared)
+    owner = next((library for library in LIBRARIES.values() if library.owns(model)), None)
+    declared: DeclaredTaps = owner.taps(model) if owner else getattr(model, "declared_taps", DeclaredTaps)()
+    return declared

@@ -22,6 +22,9 @@ _REGISTERED = re.compile(r"^@register_model\b.*\n(?:(?!def ).*\n)*?def (\w+)\(",
 """The line with which torchvision and timm register a model."""
 
 
+WORDNET_ID = re.compile(r"n\d{8}")
+
+
 class TrainedInput(NamedTuple):
     """The record that weights come with: how images were prepared, as keys of `data`, and the classes."""
 
@@ -116,7 +119,7 @@ class Library(ABC):
         """Weights with other names, or for another image size, as the library converts them; empty: it does not."""
         return {}
 
-    def name_beside(self, name: str, path: Path) -> str:
+    def name_for_file(self, name: str, path: Path) -> str:
         """The model's name, or one that says how the file of weights `path` is to be built. Raises ModelError."""
         return name
 

@@ -90,7 +90,7 @@ class Ours(Library):
         return name.startswith("mlp_")
 
     def default_size(self, name: str) -> int | None:
-        return 32 if name in MODELS and MODELS[name].path.startswith("cifar.") else None
+        return 32 if MODELS[name].path.startswith("cifar.") else None
 
     def owns(self, model: nn.Module) -> bool:
         return hasattr(model, "STAGES")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from trainables.config.models import FOLDER_SCHEME, HUB_SCHEMES
 from trainables.errors import ModelError, closest_matches, first_line
 from trainables.models.libraries.interface import (
+    WORDNET_ID,
     BlockEnd,
     DeclaredTaps,
     Library,
@@ -91,7 +92,7 @@ class Timm(Library):
         import timm
 
         full_name = name_with_weights(name, weights)
-        config, options, shown = record_of(full_name), _size_options(name, image_size), f"{PREFIX}{name}"
+        config, options, shown = pretrained_config(full_name), _size_options(name, image_size), f"{PREFIX}{name}"
         if "img_size" in options and (size := config["input_size"][-1]) != image_size:
             notice(
                 f"teacher weights {weights} of {shown}: timm resamples its tables from images of {size}×{size} to {image_size}"
@@ -110,12 +111,14 @@ class Timm(Library):
         source = _folder_of(Path(weights)) if Path(weights).is_file() else weights
         if source is None:
             return None
-        record = record_of(name_with_weights(name, source))
+        record = pretrained_config(name_with_weights(name, source))
         size, num_classes = record["input_size"][-1], record["num_classes"]
         names: tuple[str, ...] = ()
         ids = wordnet_ids(num_classes)
-        if record["label_names"]:
-            names, ids = tuple(map(str, record["label_names"])), ()
+        if labels := record["label_names"]:
+            in_order = [labels[key] for key in sorted(labels, key=int)] if isinstance(labels, dict) else labels
+            names = tuple(map(str, in_order))
+            ids = names if all(map(WORDNET_ID.fullmatch, names)) else ()
         elif num_classes == 1000:
             from torchvision.models import ResNet18_Weights
 
@@ -158,7 +161,7 @@ class Timm(Library):
         converted: Mapping[str, Tensor] = convert(state, model) if convert is not None else {}
         return converted
 
-    def name_beside(self, name: str, path: Path) -> str:
+    def name_for_file(self, name: str, path: Path) -> str:
         """The folder where timm saved there how the model is built."""
         folder = _folder_of(path)
         return name_with_weights(name, folder) if folder else name
@@ -192,14 +195,14 @@ def name_with_weights(name: str, weights: str) -> str:
     return name if weights == "DEFAULT" else f"{name}.{weights}"
 
 
-def record_of(full_name: str) -> dict[str, Any]:
+def pretrained_config(full_name: str) -> dict[str, Any]:
     """timm's record of the weights of `name_with_weights`: num_classes, input_size, mean, std, crop_pct …."""
     import timm
 
     if full_name.startswith((FOLDER_SCHEME, *HUB_SCHEMES)):
         config = _source_config(full_name)
         record = {**config.get("pretrained_cfg", config)}
-        record["num_classes"] = config.get("num_classes", record.get("num_classes"))
+        record |= {key: config[key] for key in ("num_classes", "label_names") if key in config}
     else:
         record = timm.get_pretrained_cfg(full_name).to_dict()
     return {**timm.models.PretrainedCfg().to_dict(), "label_names": None, **record}

@@ -85,7 +85,7 @@ class Torchvision(Library):
         except ValueError as error:
             raise ModelError(
                 f"weights {weights} of {name} do not take images of {image_size}×{image_size} ({first_line(error)}):"
-                f" set data.image_size to {published.meta['min_size'][0]}"
+                f" set teacher.image_size to {published.meta['min_size'][0]}"
             ) from None
         except Exception as error:  # any way in which the network, a proxy or the disk can fail
             raise ModelError(

@@ -33,7 +33,7 @@ from trainables.data.order import Split, sample_at
 from trainables.data.source import open_source
 from trainables.data.sources.synthetic import open_synthetic
 from trainables.device.device_batches import on_device
-from trainables.device.model_input import to_pixels
+from trainables.device.tensor_format import to_pixels
 from trainables.errors import DataError
 
 WORLD_SIZES = (1, 2, 3, 5, 8)
