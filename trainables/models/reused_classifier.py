@@ -82,16 +82,16 @@ class ReusedClassifier(nn.Module):
             dry_forward(teacher, image_size, training=False)
             map_BDHW, pooled_BD = taps.pop()
         taps.remove()
-        if map_BDHW.shape[1:] != self._teacher_CHW:
-            raise ModelError(
-                f"the teacher's last map is {tuple(map_BDHW.shape[1:])}, and {self._teacher_CHW} at the student's image size: "
-                f"set teacher.image_size to {image_size}, or choose another method than simkd"
-            )
         mean_BD = map_BDHW.mean((2, 3))
         if not mean_BD.is_meta and not torch.allclose(mean_BD, pooled_BD, rtol=1e-3, atol=1e-4):
             raise ModelError(
                 f"the teacher, a {type(teacher).__name__}, classifies something else than the mean of its last map, so that its "
                 "classifier cannot be reused: choose another teacher, or another method than simkd"
+            )
+        if map_BDHW.shape[1:] != self._teacher_CHW:
+            raise ModelError(
+                f"the teacher's last map is {tuple(map_BDHW.shape[1:])}, and {self._teacher_CHW} at the student's image size: "
+                f"set teacher.image_size to {image_size}, or choose another method than simkd"
             )
         self.classifier.load_state_dict(classifier(teacher).state_dict())
 

@@ -39,7 +39,7 @@ def test_a_part_of_imagenet_is_found_by_wordnet_id_in_whatever_order() -> None:
     with notices_to(lines.append):
         assert rows([ids[7], ids[3]]) == (7, 3)
         assert rows([ids[1], ids[0], *ids[2:]]) == (1, 0, *range(2, 1000))
-    assert lines[0] == "teacher DEFAULT of resnet18: 2 of its 1000 classes are used, by WordNet id, in the order of the data's"
+    assert lines[0] == "weights DEFAULT of resnet18: 2 of its 1000 classes are used, by WordNet id, in the order of the data's"
     assert rows(ids) is None
     assert "none of them 'n00000001'" in refusal([ids[7], "n00000001"])
     assert "none of them 'n00000000'" in refusal([f"n{number:08d}" for number in range(1000)])

@@ -72,7 +72,7 @@ def test_a_teacher_sees_what_its_weights_record_whatever_the_students_data(tmp_p
     assert str(vit) == "224 px, mean 0.5, std 0.5, bicubic"
     assert input_of("resnet34", "IMAGENET1K_V1", **HALF).mean == (0.485, 0.456, 0.406)
     ours = trained_on(tmp_path / "ours.safetensors", **HALF)
-    assert str(input_of("convnet_large", ours)) == "300 px, mean 0.5, std 0.5, bicubic"
+    assert str(input_of("convnet_large", ours)) == "300 px, mean 0.5, std 0.5, bilinear"
     silent = write_teacher(tmp_path / "silent.safetensors", "convnet_large")
     assert input_of("convnet_large", silent, **HALF).mean == (0.5, 0.5, 0.5)
     written = TeacherConfig(model="convnet_large", weights=ours, image_size=64, mean=(0.1, 0.2, 0.3))
@@ -81,7 +81,7 @@ def test_a_teacher_sees_what_its_weights_record_whatever_the_students_data(tmp_p
 
 def test_what_a_user_may_not_expect_is_said(tmp_path: Path) -> None:
     silent = write_teacher(tmp_path / "silent.safetensors", "convnet_large")
-    (line,) = input_warnings(TeacherConfig(model="convnet_large", weights=silent), DataConfig(image_size=32))
+    (line,) = input_warnings(TeacherConfig(model="convnet_large", weights=silent), DataConfig(image_size=8))
     assert "does not say how its images were normalized" in line
     ours = trained_on(tmp_path / "ours.safetensors", **HALF)
     assert input_warnings(TeacherConfig(model="convnet_large", weights=ours, image_size=8), DataConfig(image_size=32)) == []

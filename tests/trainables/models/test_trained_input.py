@@ -38,7 +38,9 @@ def test_a_record_says_how_images_were_resized(tmp_path: Path) -> None:
 
 
 def test_weights_without_a_record_have_none(tmp_path: Path) -> None:
-    assert trained_input("mlp_small", str(write(tmp_path / "old.safetensors"))) is None
+    old = trained_input("mlp_small", str(write(tmp_path / "old.safetensors")))
+    assert old is not None
+    assert (old.image_size, old.mean) == (8, ())
     (tmp_path / "plain.pth").write_bytes(json.dumps({}).encode())
     assert trained_input("mlp_small", str(tmp_path / "plain.pth")) is None
     assert trained_input("mlp_small", "no_such_weights") is None

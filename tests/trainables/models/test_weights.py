@@ -88,7 +88,7 @@ def test_loading_moves_nobody_elses_randomness(tmp_path: Path) -> None:
         (
             {"classes": (*CLASSES[1:], "gnu")},
             {},
-            "has 4 classes, none of them 'cat', and the data has 4: set teacher.weights",
+            "has 4 classes, none of them 'cat', and the data has 4: give weights trained on these",
         ),
         ({"num_classes": 3, "classes": CLASSES[:3]}, {}, "has 3 classes, none of them 'fox', and the data has 4"),
         ({"num_classes": "many"}, {}, "does not describe its model"),
@@ -106,7 +106,7 @@ def test_a_checkpoint_of_more_classes_teaches_the_datas_with_their_logits(tmp_pa
     some = {"num_classes": 2, "classes": ("fox", "dog")}
     with notices_to(lines.append):
         teacher = load(path, **some)
-    assert lines == [f"teacher {path}: 2 of its 4 classes are used, by name, in the order of the data's"]
+    assert lines == [f"weights {path}: 2 of its 4 classes are used, by name, in the order of the data's"]
     images = torch.randn(3, 3, 8, 8)
     torch.testing.assert_close(teacher(images), load(path)(images)[:, [3, 1]])
     assert classifier(teacher).out_features == 2
@@ -240,7 +240,7 @@ def test_published_weights_that_do_not_exist_or_do_not_fit_are_refused() -> None
     assert "has 1000 classes, none of them 'cat', and the data has 4" in refusal("DEFAULT", "resnet18")
     assert "IMAGENET1K_FEATURES of vgg16 has no classifier" in refusal("IMAGENET1K_FEATURES", "vgg16")
     assert "there are no published weights 'DEFAULT' of convnet_small" in refusal("DEFAULT")
-    assert "set data.image_size to 224" in refusal("IMAGENET1K_V1", "vit_b_32", **THOUSAND, image_size=64)
+    assert "set teacher.image_size to 224" in refusal("IMAGENET1K_V1", "vit_b_32", **THOUSAND, image_size=64)
 
 
 def test_published_weights_that_were_fetched_before_need_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
