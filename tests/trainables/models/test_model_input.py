@@ -76,7 +76,7 @@ def test_a_teacher_sees_what_its_weights_record_whatever_the_students_data(tmp_p
     silent = write_teacher(tmp_path / "silent.safetensors", "convnet_large")
     assert input_of("convnet_large", silent, **HALF).mean == (0.5, 0.5, 0.5)
     written = TeacherConfig(model="convnet_large", weights=ours, image_size=64, mean=(0.1, 0.2, 0.3))
-    assert str(teacher_input(written, DataConfig(image_size=32))) == "64 px, mean [0.1, 0.2, 0.3], std 0.5"
+    assert str(teacher_input(written, DataConfig(image_size=32))) == "64 px, mean [0.1, 0.2, 0.3], std 0.5, bilinear"
 
 
 def test_what_a_user_may_not_expect_is_said(tmp_path: Path) -> None:
