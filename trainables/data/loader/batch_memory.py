@@ -65,9 +65,11 @@ class BatchMemory:
 
     def _block(self, number: int) -> NDArray[np.uint8]:
         if number not in self._blocks:
-            if self.handle >= 0:
+            if self.handle < 0:
+                mapped = mmap.mmap(-1, self.block_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            else:
                 os.posix_fallocate(self.handle, number * self.block_bytes, self.block_bytes)
-            mapped = mmap.mmap(self.handle, self.block_bytes, offset=number * self.block_bytes)
+                mapped = mmap.mmap(self.handle, self.block_bytes, offset=number * self.block_bytes)
             self._blocks[number] = np.frombuffer(mapped, dtype=np.uint8)
             if self._pinned:
                 self._page_lock(self._blocks[number])
@@ -86,6 +88,8 @@ class BatchMemory:
             weakref.finalize(block, cuda.cudaHostUnregister, block.ctypes.data)  # runs before the block is unmapped
 
     def _split(self, block: NDArray[np.uint8], rows: int) -> Arrays:
+        if rows > self._rows:
+            raise ValueError(f"{rows} rows in a block of {self._rows}: their pixels would overlap the labels")
         images_BHWC = np.ndarray((rows, *self._image_shape), np.uint8, block)
         labels_B = np.ndarray(rows, np.int64, block, self._labels_at)
         return images_BHWC, labels_B, np.ndarray(rows, np.int64, block, self._labels_at + 8 * self._rows)

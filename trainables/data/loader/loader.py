@@ -196,7 +196,11 @@ class Loader:
     def _begin(self, request: Request) -> _Pending:
         """Begin to read this rank's part of a global batch."""
         block = self._reader.memory.allocate()
-        return _Pending(request, block, self._reader.begin(request, block))
+        try:
+            return _Pending(request, block, self._reader.begin(request, block))
+        except BaseException:  # without threads this reads
+            self._reader.memory.free(block)
+            raise
 
     def _finish(self, pending: _Pending, result: ReadResult) -> Batch:
         """The batch whose pixels are read, without the unreadable images."""

@@ -96,8 +96,12 @@ def _messages(connection: Connection, worker: int) -> Iterator[Any]:
 
 
 def _respond(begun: SimpleQueue[Reads], to_worker: _ToWorker) -> None:
-    while True:
-        to_worker.send(_response(begun.get()))
+    try:
+        while True:
+            to_worker.send(_response(begun.get()))
+    except BaseException:  # without this thread the worker would wait for ever: it reports a process that died
+        traceback.print_exc()
+        os._exit(1)
 
 
 def _response(reads: Reads) -> tuple[Any, ...] | Exception:

@@ -77,5 +77,5 @@ def _library() -> CDLL:
         library.tj3Init.restype = c_void_p
         library.tj3Transform  # noqa: B018  which older versions lack
     except (OSError, AttributeError):
-        raise DataError("--tiles needs libjpeg-turbo 3, which is not installed: pip install turbojpeg") from None
+        raise DataError("--tiles needs libjpeg-turbo 3: pip install turbojpeg, or install it by the system's packages") from None
     return library

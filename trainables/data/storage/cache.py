@@ -9,6 +9,7 @@ import contextlib
 import errno
 import fcntl
 import logging
+import mmap
 import os
 import subprocess
 import sys
@@ -38,6 +39,17 @@ class NoRoomError(NotRetriedError):
 
 
 @contextlib.contextmanager
+def no_room_if_full() -> Iterator[None]:
+    """Make of an OSError of a full disk a NoRoomError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in NO_ROOM:
+            raise NoRoomError from None
+        raise
+
+
+@contextlib.contextmanager
 def reported_as(setting: str, base: str, instead: str) -> Iterator[None]:
     """Make of an OSError the DataError of the `setting` by which `base` is used; `instead`: what to write."""
     try:
@@ -56,22 +68,23 @@ class Cache:
 
         Raises OSError where `base` cannot be used.
         """
-        users = None
-        while users is None:
+        while True:
             self._root = user_folder(base)
             self._set = self._root / identity
+            self.folder, self._size, self._room = self._set / "data", self._set / SIZE, str(self._root / ROOM)
             with contextlib.suppress(FileNotFoundError):  # others have removed the set or its root in this moment
                 self._set.mkdir(mode=0o700, exist_ok=True)
-                users = try_lock(self._set / USERS, operation=fcntl.LOCK_SH)
-        self._users, self.close = users, users.release
-        os.utime(self._set / USERS)
+                if alone := try_lock(self._set / USERS, wait_s=0):
+                    self._recount()
+                    alone.release()
+                if users := try_lock(self._set / USERS, operation=fcntl.LOCK_SH):
+                    os.utime(self._set / USERS)
+                    self.folder.mkdir(mode=0o700, exist_ok=True)
+                    break
+        self._users = users
         if not is_locked(self._set / CLEANER):
             _start_cleaner(self._set, grace_s)
-        self.folder, self._size, self._room = self._set / "data", self._set / SIZE, str(self._root / ROOM)
-        self.folder.mkdir(mode=0o700, exist_ok=True)
-        self._size.touch()
         self._granting, self._granted_bytes = threading.Lock(), 0
-        self._in_flight: dict[str, int] = {}  # bytes of files that this process writes
         for part in self._set.glob("*.part"):  # of processes that were killed
             if lock := try_lock(part, wait_s=0):
                 part.unlink()
@@ -81,6 +94,13 @@ class Cache:
                 remove_unused(other)
         self.total_bytes = self._used_bytes() + free_bytes(self._root)
         self.limit_bytes = limit_mib << 20 if limit_mib else int(share * self.total_bytes)
+
+    def close(self) -> None:
+        """This process uses the set no more."""
+        with contextlib.suppress(OSError), self._granting, locked(self._room):
+            self._add(-self._granted_bytes)
+            self._granted_bytes = 0
+        self._users.release()
 
     def has(self, name: str, num_bytes: int) -> bool:
         """Whether a file is here: it was verified before it got its name, and is still all there."""
@@ -113,25 +133,25 @@ class Cache:
 
         Raises OSError, and what `write` and `check_stopped` raise, but for NoRoomError.
         """
-        part, is_moved = self._set / f"{name}.part", False
+        part, is_moved, limit_bytes = self._set / f"{name}.part", False, self.limit_bytes
         with locked(part, check_stopped):  # a lock that others get where its owner is killed
             try:
                 while not (is_moved or self.has(name, num_bytes)):
                     with locked(self._room):
-                        if not (self._make_room(num_bytes, removable) or required):
+                        if not (self._make_room(num_bytes, limit_bytes, removable) or required):
                             return False
-                        self._in_flight[name] = num_bytes
+                        self._add(num_bytes)  # before it is there: all processes write at the same time
                     try:
                         write(part)
-                        with locked(self._room):
-                            os.replace(part, self.folder / name)
-                            is_moved = True
-                            self._add(self._in_flight.pop(name))
-                        fsync_directory(self.folder)
+                        os.replace(part, self.folder / name)
+                        is_moved = True
                     except NoRoomError:  # others have filled the disk
-                        required, self.limit_bytes = False, self._used_bytes()
+                        required, limit_bytes = False, self._used_bytes() - num_bytes
                     finally:
-                        self._in_flight.pop(name, None)
+                        if not is_moved:
+                            with locked(self._room):
+                                self._add(-num_bytes)
+                    fsync_directory(self.folder)
                 return True
             finally:
                 if not is_moved:  # else it may be another process's that has waited
@@ -139,42 +159,47 @@ class Cache:
 
     def put(self, name: str, content: bytes | memoryview) -> bool:
         """Store a small file in memory, of which others may store a copy meanwhile; False where it finds no room."""
+        num_bytes = _in_pages(len(content))
         with self._granting:
-            if self._granted_bytes < len(content) and not self._grant(len(content)):
+            if self._granted_bytes < num_bytes and not self._grant(num_bytes):
                 return False
-            self._granted_bytes -= len(content)
+            self._granted_bytes -= num_bytes
+        partial = self.folder / f".{name}-{threading.get_native_id()}"
         try:
-            # Without a name so far, it ends with whoever is killed.
-            with open(os.open(self.folder, os.O_TMPFILE | os.O_WRONLY, 0o600), "wb", buffering=0) as file:
+            with open(partial, "wb", buffering=0) as file:
                 is_whole = file.write(content) == len(content)
-                with contextlib.suppress(FileExistsError):
-                    if is_whole:
-                        link, handle = f"/proc/self/fd/{file.fileno()}", file.fileno()
-                        os.link(link, f"{self.folder}/{name}", src_dir_fd=handle, follow_symlinks=True)
+            if is_whole:
+                os.link(partial, self.folder / name)
+                num_bytes = 0
+        except FileExistsError:
+            pass
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
-            return False
+            is_whole = False
+        finally:
+            partial.unlink(missing_ok=True)
+            with self._granting:
+                self._granted_bytes += num_bytes
         return is_whole
 
     def _grant(self, num_bytes: int) -> bool:
         """Count at least so many bytes as this set's, for small files to come: one of them would not be worth a lock."""
         with locked(self._room):
             for size in (max(num_bytes, _GRANT), num_bytes):
-                if self._make_room(size):
+                if self._make_room(size, self.limit_bytes):
                     self._add(size)
                     self._granted_bytes += size
                     return True
         return False
 
-    def _make_room(self, num_bytes: int, removable: Collection[str] = ()) -> bool:
+    def _make_room(self, num_bytes: int, limit_bytes: int, removable: Collection[str] = ()) -> bool:
         """Remove what is not needed until so many bytes fit; nothing of this set where they cannot. Callers lock ROOM."""
-        needed_bytes = num_bytes + sum(self._in_flight.values())
-        if self._used_bytes() + needed_bytes <= self.limit_bytes:
+        if self._used_bytes() + num_bytes <= limit_bytes:
             return True
         for other in self._others():
             remove_unused(other)
-        over_bytes = self._used_bytes() + needed_bytes - self.limit_bytes
+        over_bytes = self._used_bytes() + num_bytes - limit_bytes
         files = [(path, path.stat()) for name in removable if (path := self.folder / name).exists()]
         if over_bytes > sum(stat.st_size for _, stat in files):
             return False
@@ -187,23 +212,47 @@ class Cache:
         return True
 
     def _add(self, num_bytes: int) -> None:
-        """Count bytes as this set's. The count is the size of an empty file: no kill leaves half of it. Callers lock ROOM."""
-        os.truncate(self._size, max(0, _size_of(self._set) + num_bytes))
+        """Count bytes as this set's. Callers lock ROOM."""
+        _write_size(self._size, max(0, _size_of(self._set) + num_bytes))
+
+    def _recount(self) -> None:
+        """Count what is here, and remove what a killed process left half written. Callers use the set alone."""
+        files = list(os.scandir(self.folder)) if self.folder.exists() else []
+        for file in files:
+            if file.name.startswith("."):
+                os.unlink(file)
+        with locked(self._room):
+            _write_size(self._size, sum(_in_pages(file.stat().st_size) for file in files if not file.name.startswith(".")))
 
     def _used_bytes(self) -> int:
         """What all sets take."""
         return sum(_size_of(f"{self._root}/{name}") for name in os.listdir(self._root))
 
     def _others(self) -> list[str]:
-        return [str(path.parent) for path in self._root.glob(f"*/{SIZE}") if path.parent != self._set]
+        return [str(path.parent) for path in self._root.glob(f"*/{USERS}") if path.parent != self._set]
 
 
 def _size_of(folder: str | Path) -> int:
     """The bytes of a set, as its processes count them; 0 where it is no set."""
     try:
-        return os.stat(f"{folder}/{SIZE}").st_size
+        with open(f"{folder}/{SIZE}", "rb") as file:
+            return int.from_bytes(file.read(8), "little")
     except (FileNotFoundError, NotADirectoryError):
         return 0
+
+
+def _write_size(path: Path, num_bytes: int) -> None:
+    """In one write, of which no kill leaves half."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.pwrite(descriptor, num_bytes.to_bytes(8, "little"), 0)
+    finally:
+        os.close(descriptor)
+
+
+def _in_pages(num_bytes: int) -> int:
+    """What a file of this length takes."""
+    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _start_cleaner(folder: Path, grace_s: float) -> None:

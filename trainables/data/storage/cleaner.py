@@ -24,7 +24,7 @@ _POLL_S = 0.5
 def is_used(folder: str) -> bool:
     """Whether a process uses the set in `folder`."""
     users = os.path.join(folder, USERS)
-    return os.path.exists(users) and try_lock(users) is None
+    return os.path.isfile(users) and try_lock(users) is None
 
 
 def remove_unused(folder: str, idle_s: float = 0.0) -> bool:
@@ -48,7 +48,8 @@ def remove_unused(folder: str, idle_s: float = 0.0) -> bool:
 
 def _remove(folder: str) -> None:
     """Remove a set: last the file for whose lock a new user waits. A kill leaves a part of it that serves again."""
-    shutil.rmtree(os.path.join(folder, "data"))
+    if os.path.isdir(data := os.path.join(folder, "data")):
+        shutil.rmtree(data)
     for name in sorted(os.listdir(folder), key=USERS.__eq__):
         os.unlink(os.path.join(folder, name))
     os.rmdir(folder)

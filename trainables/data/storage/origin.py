@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from trainables.data.index import File
-from trainables.data.storage.cache import NO_ROOM, NoRoomError
+from trainables.data.storage.cache import no_room_if_full
 from trainables.errors import DataError, DataUnavailableError, StorageError, StorageUnavailableError
 from trainables.object_store.retries import NotRetriedError, with_retries
 from trainables.object_store.store import file_system, is_uri
@@ -79,7 +79,7 @@ class Origin:
             StoppedError: of `check_stopped`.
         """
         wrong = list[str]()
-        with open(target, "wb", buffering=0) as part:
+        with no_room_if_full(), open(target, "wb", buffering=0) as part:
             while problem := self._download(file, part, check_stopped, wrong):
                 if wrong[-1] in wrong[:-1] or len(wrong) == _MAX_FETCHES:
                     raise DataError(f"data.path: {self.full_path(file.file)} {problem}; restore the file, or pack it again")
@@ -129,11 +129,10 @@ class Origin:
 def _write(target: BinaryIO, chunk: bytes) -> None:
     view = memoryview(chunk)
     try:
-        while view:
-            view = view[target.write(view) :]
+        with no_room_if_full():
+            while view:
+                view = view[target.write(view) :]
     except OSError as error:
-        if error.errno in NO_ROOM:
-            raise NoRoomError from None
         raise DataError(
             f"data.stage: {target.name} cannot be written: {error.strerror}; write data.stage=none, or another folder"
         ) from None

@@ -101,9 +101,9 @@ class RemoteShards:
             try:
                 with open(path, "rb", buffering=0) as file:
                     content = os.pread(file.fileno(), size, offset)
-                if time.monotonic() - self._touched_at[shard] > _TOUCH_EVERY_S:
-                    self._touched_at[shard] = time.monotonic()
-                    os.utime(path)
+                    if time.monotonic() - self._touched_at[shard] > _TOUCH_EVERY_S:
+                        self._touched_at[shard] = time.monotonic()
+                        os.utime(file.fileno())
             except FileNotFoundError:
                 self._bring(shard)
                 continue
@@ -156,8 +156,8 @@ class RemoteShards:
                 except DataUnavailableError as error:  # the server may be back before the shard is needed
                     _log.warning("a shard was not fetched ahead, and will be tried again: %s", error)
                     pause_s = _RETRY_AHEAD_S
-                except DataError:  # see `_bring`
-                    pass
+                except DataError:  # whoever reads the shard gets it
+                    pause_s = _LOOK_AGAIN_S
                 with self._changed:
                     if pause_s:
                         self._changed.wait(pause_s)
@@ -180,19 +180,19 @@ class RemoteShards:
         def fetch(part: Path) -> None:
             if shard in self._failed:
                 raise self._failed[shard]
-            self.origin.fetch(file, part, self._check_stopped)
+            try:
+                self.origin.fetch(file, part, self._check_stopped)
+            except DataError as error:
+                # Who reads a shard whose server did not answer while it was fetched ahead tries for itself.
+                if not (ahead and isinstance(error, DataUnavailableError)):
+                    self._failed[shard] = error
+                raise
 
-        try:
-            with reported_as("data.stage", str(self.cache.folder), "write another folder"):
-                # A process that waited for room that others take could wait for ever, since they may wait for its gradients.
-                is_here = self.cache.bring(
-                    file.file, file.bytes, fetch, removable=removable, required=not ahead, check_stopped=self._check_stopped
-                )
-        except DataError as error:
-            # Who reads a shard whose server did not answer while it was fetched ahead tries for itself.
-            if not (ahead and isinstance(error, DataUnavailableError)):
-                self._failed[shard] = error
-            raise
+        with reported_as("data.stage", str(self.cache.folder), "write another folder"):
+            # A process that waited for room that others take could wait for ever, since they may wait for its gradients.
+            is_here = self.cache.bring(
+                file.file, file.bytes, fetch, removable=removable, required=not ahead, check_stopped=self._check_stopped
+            )
         if not is_here and not ahead:
             raise DataError(
                 f"data.stage: {self.cache.folder} is full, and {format_bytes(file.bytes)} of {self.origin.full_path(file.file)} "
