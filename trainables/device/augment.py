@@ -61,7 +61,8 @@ class TrainInputs:
             if self._mixing:
                 uniforms_BU = draws.uniforms("mixing", self._mixing.num_uniforms)
                 images_BCHW, mix = self._mixing(images_BCHW, batch.labels_B, uniforms_BU)
-        return batch._replace(images_BCHW=self._pixels(images_BCHW), mix=mix)
+        batch = batch._replace(images_BCHW=self._pixels(images_BCHW))
+        return batch._replace(mix=mix) if mix else batch
 
 
 def build_train_inputs(config: TrainConfig, device: torch.device) -> TrainInputs:

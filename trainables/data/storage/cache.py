@@ -229,7 +229,9 @@ class Cache:
         return sum(_size_of(f"{self._root}/{name}") for name in os.listdir(self._root))
 
     def _others(self) -> list[str]:
-        return [str(path.parent) for path in self._root.glob(f"*/{USERS}") if path.parent != self._set]
+        """The other sets. Others have their folders here too."""
+        found = {path.parent for name in (USERS, SIZE) for path in self._root.glob(f"*/{name}")}
+        return [str(folder) for folder in found - {self._set}]
 
 
 def _size_of(folder: str | Path) -> int:
