@@ -46,7 +46,7 @@ class Upcoming:
         self._found = lru_cache(_MAX_SPANS)(self._find)
 
     def shards(self, max_bytes: int) -> list[int]:
-        """In the order of their first use, up to about `max_bytes` in all, of the positions of one epoch at most."""
+        """In the order of their first use, as many as `max_bytes` take together, at least one; of one epoch at most."""
         epoch, position = self.at
         size = self.order.num_samples
         found = dict.fromkeys(self._find(epoch, position))  # of what is left of the present span
@@ -58,7 +58,8 @@ class Upcoming:
                 if len(found) == len(self._bytes_S) or sum(self._bytes_S[shard] for shard in found) >= max_bytes:
                     break
                 found |= dict.fromkeys(self._found(each, begin))
-        return list(found)
+        total_bytes_S = np.cumsum([self._bytes_S[shard] for shard in found])
+        return list(found)[: max(1, int(np.searchsorted(total_bytes_S, max_bytes, side="right")))]
 
     def _find(self, epoch: int, begin: int) -> list[int]:
         """The shards of a span's positions from `begin` on."""
