@@ -459,7 +459,7 @@ def enough_images(data: DataConfig, num_images: int) -> Problem:
 
 
 def parts_have_several_images(settings: JobSettings, num_images: int) -> Problem:
-    """For models that cannot normalise a single image. `num_images`: of the training split."""
+    """For models that cannot normalize a single image. `num_images`: of the training split."""
     batch, replicas, splits = settings.data.global_batch_size, settings.scale.num_replicas, num_micro_batches(settings)
     smallest = 2 * replicas * splits
     if num_images >= batch and batch < smallest:

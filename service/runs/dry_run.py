@@ -38,7 +38,7 @@ def check_parts(experiment: Experiment, num_images: int, num_classes: int, stage
     for name in stages:
         config = experiment.stage(name, Path("/"), {})
         if not normalizes_single_images(config, num_classes):
-            raise ExperimentError(f"{problem}; the batch norm of {config.model} cannot normalise one image")
+            raise ExperimentError(f"{problem}; the batch norm of {config.model} cannot normalize one image")
 
 
 @cache

@@ -98,7 +98,7 @@ def with_published_images(model: str, weights: str, weights_key: str | None, tre
 
 
 def with_trained_images(checkpoint: Path, tree: dict[str, Any]) -> EvaluateConfig:
-    """The evaluation with the image size and normalisation that the checkpoint was trained with; see `resolve`.
+    """The evaluation with the image size and normalization that the checkpoint was trained with; see `resolve`.
 
     Raises CheckpointError: its model does not fit the data.
     """

@@ -21,12 +21,12 @@ class RandAugmentConfig(Section):
 
 
 class ColorJitterConfig(Section):
-    """How far colours may be changed: factors from 1 - value to 1 + value, hue by a part of the colour circle."""
+    """How far colors may be changed: factors from 1 - value to 1 + value, hue by a part of the color circle."""
 
     brightness: NonNegative = Field(0.0, description="factors from 1 - value to 1 + value")
     contrast: NonNegative = Field(0.0, description="factors from 1 - value to 1 + value")
     saturation: NonNegative = Field(0.0, description="factors from 1 - value to 1 + value")
-    hue: Annotated[float, Field(ge=0, le=0.5)] = Field(0.0, description="part of the colour circle, to either side")
+    hue: Annotated[float, Field(ge=0, le=0.5)] = Field(0.0, description="part of the color circle, to either side")
 
 
 class DeviceAugmentConfig(Section):
@@ -34,7 +34,7 @@ class DeviceAugmentConfig(Section):
 
     randaugment: RandAugmentConfig | None = None
     color_jitter: ColorJitterConfig | None = None
-    random_erasing: Probability = Field(0.0, description="probability that a rectangle of an image becomes the mean colour")
+    random_erasing: Probability = Field(0.0, description="probability that a rectangle of an image becomes the mean color")
     mixup: NonNegative = Field(0.0, description="α of the shares of two mixed images, from Beta(α, α)")
     cutmix: NonNegative = Field(0.0, description="α of the shares of two pasted images; with mixup, each image draws which")
 

@@ -116,7 +116,7 @@ class StoredImage:
 def decode_image(sample: Sample, *, reduced: bool = False, shrink: int = 1) -> Image.Image:
     """The sample as an RGB image, pixels as by PIL's `convert("RGB")`.
 
-    So alpha is dropped, palettes are looked up, CMYK is converted without a colour profile, and EXIF rotation is not applied, as
+    So alpha is dropped, palettes are looked up, CMYK is converted without a color profile, and EXIF rotation is not applied, as
     torchvision's ImageFolder does. Not so gray of 16 bits, which PIL clips at 255: 0 … 65535 become 0 … 255.
 
     shrink: a JPEG file comes 1, 2, 4 or 8 times smaller; reduced: one of more than MAX_PIXELS does, as little as it takes.

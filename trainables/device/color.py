@@ -37,7 +37,7 @@ def blend(pixels: Tensor, other: Tensor, factor: Tensor) -> Tensor:
 
 
 def shift_hue(pixels_BCHW: Tensor, hue_shift_B: Tensor) -> Tensor:
-    """Turn every colour by a part of the colour circle, -0.5 to 0.5: to HSV (as PIL defines it) and back."""
+    """Turn every color by a part of the color circle, -0.5 to 0.5: to HSV (as PIL defines it) and back."""
     red, green, blue = (pixels_BCHW * (1 / WHITE)).unbind(1)
     least, most = torch.aminmax(torch.stack((red, green, blue)), dim=0)
     spread = most - least

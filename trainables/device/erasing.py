@@ -16,7 +16,7 @@ _LOG_RATIO = (math.log(0.3), math.log(3.3))
 
 
 class RandomErasing:
-    """Gives a random rectangle of some of the images the mean colour (`mean` is of pixels in [0, 1])."""
+    """Gives a random rectangle of some of the images the mean color (`mean` is of pixels in [0, 1])."""
 
     num_uniforms = 3 + 2 * _TRIES
 

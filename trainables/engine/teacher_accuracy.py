@@ -1,6 +1,6 @@
 """How accurate the teachers with given weights are, measured before the first step that learns from them.
 
-The loss of a teacher whose classes are in another order, or whose images were normalised otherwise, falls like a good one's.
+The loss of a teacher whose classes are in another order, or whose images were normalized otherwise, falls like a good one's.
 
 Shapes: B batch, K classes.
 """

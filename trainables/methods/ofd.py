@@ -11,7 +11,7 @@ m = β − |γ|·φ(β/γ)/Φ(−β/|γ|), or −3|γ| where less than 0.001 of 
 min(β, 0). After a residual sum β and γ are those of the last batch norm of the block, not of its shortcut, as in their code.
 
 The student's map passes a 1×1 convolution and a batch norm. Stage i of n counts 2^(i − n), the last one 1. The teacher's map is
-averaged to the student's size. The authors' code never puts the teacher into eval mode, so that it normalises by each batch; here
+averaged to the student's size. The authors' code never puts the teacher into eval mode, so that it normalizes by each batch; here
 it has its running statistics, as for any other method.
 
 Shapes: B batch, C channels, H W positions.

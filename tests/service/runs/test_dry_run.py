@@ -117,12 +117,12 @@ def test_a_sweep_of_which_no_point_fits_is_refused() -> None:
         (
             ["data.global_batch_size=2", "scale.num_workers=2"],
             "data.global_batch_size 2 gives a worker or micro-batch a single image: write at least 4;"
-            " the batch norm of resnet18 cannot normalise one image",
+            " the batch norm of resnet18 cannot normalize one image",
         ),
         (
             ["data.global_batch_size=11", "data.last_batch=short"],
             "data.last_batch short gives a worker or micro-batch a single image of the last batch, which has 1 of 1442: "
-            "write drop, or another data.global_batch_size; the batch norm of resnet18 cannot normalise one image",
+            "write drop, or another data.global_batch_size; the batch norm of resnet18 cannot normalize one image",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Colours of a batch, each image with its own factors, against torchvision's functions on one image after the other."""
+"""Colors of a batch, each image with its own factors, against torchvision's functions on one image after the other."""
 
 import itertools
 

@@ -36,7 +36,7 @@ def test_the_rectangles_are_torchvisions(height: int, width: int) -> None:
         assert (top, left, bottom - top, right - left) == expected if expected else (bottom, right) == (top, left)
 
 
-def test_what_is_inside_has_the_mean_colour_and_the_rest_stays() -> None:
+def test_what_is_inside_has_the_mean_color_and_the_rest_stays() -> None:
     images = pictures(64, 24).float()
     uniforms = Draws(1, 1, torch.arange(64)).uniforms("random_erasing", RandomErasing.num_uniforms)
     erasing = RandomErasing(0.5, MEAN, CPU)

@@ -209,7 +209,7 @@ def drawn(rows: int) -> Tensor:
 
 
 @pytest.mark.parametrize("norm", ["running", "batch"])
-def test_a_teacher_normalises_by_the_batch_where_its_code_leaves_it_in_training_mode(tmp_path: Path, norm: str) -> None:
+def test_a_teacher_normalizes_by_the_batch_where_its_code_leaves_it_in_training_mode(tmp_path: Path, norm: str) -> None:
     settings = job_config(tmp_path, "wrn_16_1", "wrn_16_2", "reviewkd", teacher_norm=norm)
     plain: Any = build_model("wrn_16_2", num_classes=10, image_size=8, seed=11).double().train(norm == "batch")
     with contextlib.closing(build(settings, Group(), Recorded(), no_telemetry)) as job, torch.no_grad():
@@ -240,7 +240,7 @@ def answered(group: Group, settings: TrainConfig) -> Tensor:
         return pooled
 
 
-def test_several_workers_normalise_the_teacher_by_the_whole_batch_and_by_no_blank_image(ranks: RankPool, tmp_path: Path) -> None:
+def test_several_workers_normalize_the_teacher_by_the_whole_batch_and_by_no_blank_image(ranks: RankPool, tmp_path: Path) -> None:
     settings = job_config(tmp_path, "convnet_small", "wrn_16_1", "reviewkd", teacher_norm="batch")
     ((alone,), (first, second)) = ranks.run(1, answered, settings), ranks.run(2, answered, settings)
     torch.testing.assert_close(first, alone, rtol=1e-10, atol=1e-12)
@@ -248,6 +248,6 @@ def test_several_workers_normalise_the_teacher_by_the_whole_batch_and_by_no_blan
 
 
 @pytest.mark.slow
-def test_with_a_teacher_that_normalises_by_the_batch_2_and_3_workers_train_what_one_trains(ranks: RankPool) -> None:
+def test_with_a_teacher_that_normalizes_by_the_batch_2_and_3_workers_train_what_one_trains(ranks: RankPool) -> None:
     findings = {each.title: each.problem for each in check(Case("reviewkd", {"teacher_norm": "batch"}), ranks.run)}
     assert {title: problem for title, problem in findings.items() if problem} == {}

@@ -156,7 +156,7 @@ def test_crds_losses_and_memory_are_those_of_the_reference_over_three_steps(nega
 
 
 def test_crds_gradients_are_those_of_the_reference() -> None:
-    """In the second step: in the first one the normaliser is made, which has no gradient."""
+    """In the second step: in the first one the normalizer is made, which has no gradient."""
     case = contrasted(6)
     method = cast(CRD, case.make())
     remembering = Remembering(method)

@@ -79,7 +79,7 @@ def test_models_that_cannot_be_joined_are_refused_in_one_line(name: str, says: s
 
 
 class Normed(nn.Module):
-    """Classifies its normalised pooled map."""
+    """Classifies its normalized pooled map."""
 
     STAGES, UNPOOLED = ("body",), "body"
 

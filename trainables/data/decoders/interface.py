@@ -63,7 +63,7 @@ class Decoder(Protocol):
 
 
 def read_header(data: bytes | memoryview, channels: Container[int] = (1, 3)) -> JpegHeader | None:
-    """The header of an ordinary JPEG file: Huffman-coded, 8 bits, grayscale or of three colours. None for all others.
+    """The header of an ordinary JPEG file: Huffman-coded, 8 bits, grayscale or of three colors. None for all others.
 
     So CMYK (of 4 `channels`), lossless and 12-bit JPEG, other formats and damaged headers are left to PIL, and so is a file that
     does not end as a JPEG file does: decoders that stop below a crop would not see that it is truncated. Markers: ITU-T T.81,

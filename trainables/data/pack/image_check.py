@@ -21,7 +21,7 @@ class HeaderCheck(NamedTuple):
     width: int
     height: int
     is_usual_jpeg: bool
-    """Gray or of three colours."""
+    """Gray or of three colors."""
 
 
 def check_header(content: bytes) -> HeaderCheck | None:

@@ -29,7 +29,7 @@ _TILE_BYTES = 350
 With 350, 500 and 700 files of ImageNet grow by 7, 5 and 3%, and a crop of one takes 1.25, 1.21 and 1.16 times less.
 """
 _MIN_BYTES = 12_000  # of the scan: of less, decoding it all takes no longer than cutting
-_MAX_GROWTH = 1.3  # where a progressive file, or one of a flat colour, grows by more, it is not worth it
+_MAX_GROWTH = 1.3  # where a progressive file, or one of a flat color, grows by more, it is not worth it
 _MAX_PIXELS = 2**24  # whose coefficients take half a gigabyte here
 _MAX_POINTS = 1900  # which take up to 34 bytes each in a segment of 64 KiB: more than most files need
 _Code = tuple[int, int]
