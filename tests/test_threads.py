@@ -18,7 +18,7 @@ THREADS = {
     "service/tracking/ui_app.py": NOTHING,
     "trainables/data/loader/batch_reader.py": NOTHING,  # it fills memory that the training thread has pinned
     "trainables/data/loader/loader_server.py": NOTHING,  # of a process that never imports CUDA
-    "trainables/data/storage/shard_fetcher.py": NOTHING,
+    "trainables/data/storage/remote_shards.py": NOTHING,
     "trainables/data/storage/staging.py": NOTHING,
     "trainables/device/device_batches.py": BOUND,  # decodes, records an event
     "trainables/distributed/rank_pool.py": NOTHING,  # waits for its parent's end

@@ -1,24 +1,31 @@
-"""Rules between the keys of a configuration. Each stands here once, and is checked twice with the same message.
+"""The table of what does not go together: rules between the keys of a configuration, and between those and a method's needs.
 
-The driver checks them when it reads an experiment (`service.config.rules`), the worker when it builds its job. A rule returns
-what is wrong and what to write instead, in one line; None: nothing is wrong.
+The driver checks it when it reads an experiment, with rules of its own (`service.config.rules`); the worker when it builds a job,
+with the same messages. A row's condition gives what is broken, for the message, or nothing; the first row that is broken counts,
+so that a row may rely on those above it. A message begins with the key that it is about, and is formatted with `s`, the settings,
+and `found`, what the condition gave; that of a method with `m`, the method, and `when` too.
 """
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
-from trainables.config import DataConfig, OptimConfig, ScaleConfig, TeacherConfig, TrainingConfig
+from trainables.config import DataConfig, DistillConfig, MethodOptions, OptimConfig, ScaleConfig, TeacherConfig, TrainingConfig
 
 Problem = str | None
 
 
 class JobSettings(Protocol):
-    """The sections that an experiment and a training job have alike."""
+    """What an experiment and a training job have alike."""
 
     @property
     def data(self) -> DataConfig: ...
     @property
+    def model(self) -> str: ...
+    @property
     def teacher(self) -> TeacherConfig | None: ...
+    @property
+    def distillation(self) -> DistillConfig | None: ...
     @property
     def optim(self) -> OptimConfig: ...
     @property
@@ -29,17 +36,55 @@ class JobSettings(Protocol):
     def precision(self) -> str: ...
 
 
-class MethodRequirements(Protocol):
-    """What a method requires of the configuration, see `trainables.methods.contract.Requirements`."""
+@dataclass(frozen=True)
+class Requirements:
+    """What a method requires of the training, besides its taps. What cannot be met is refused before the training starts."""
+
+    teacher: bool = True
+    """There is a teacher."""
+    hard_labels: bool = False
+    """`labels_B` is the one class of each image."""
+    whole_batch: bool = False
+    """It compares samples with each other, or has batch norms of its own, so that parts of a batch would give other values."""
+    all_gather: bool = False
+    """It gathers the rows of all workers without comparing them: a worker may have fewer micro-batches than another."""
+    reuses_classifier: bool = False
+    """The student predicts with the teacher's classifier: it becomes STUDENT+TEACHER, see `models.reused_classifier`."""
+    logits: bool = True
+    """It reads logits. False: it reads features alone, and gets no logits of either model."""
+    all_logits: bool = True
+    """It reads the teacher's logit of every class. False: the largest and the total of the others are enough."""
+    same_images: bool = False
+    """Its buffers have a row for each training image: refused where a run is to go on with other data."""
+    teacher_model: bool = False
+    """Its forward uses the teacher's network or a part of it: not one of which each worker has a part, nor one elsewhere."""
+
+
+class MethodNeeds(Protocol):
+    """What a method with its options needs, see `trainables.methods.select`."""
 
     @property
-    def teacher(self) -> bool: ...
+    def key(self) -> str: ...
     @property
-    def hard_labels(self) -> bool: ...
+    def requires(self) -> Requirements: ...
     @property
-    def whole_batch(self) -> bool: ...
+    def options(self) -> MethodOptions: ...
     @property
-    def all_gather(self) -> bool: ...
+    def terms(self) -> tuple[str, ...]: ...
+    @property
+    def beyond_logits(self) -> str | None: ...
+    @property
+    def standardizes(self) -> bool: ...
+    @property
+    def whole_student(self) -> str | None: ...
+
+
+Settings = TypeVar("Settings")
+Rule = tuple[Callable[[Settings], object], str]
+"""What is broken, the message."""
+MethodRule = tuple[Callable[[Settings, int], object], Callable[[MethodNeeds, Any], object], str]
+"""When the settings restrict methods, given the number of classes (0: not known), and what of a method that breaks; the message.
+A method is loaded only where its settings restrict one."""
 
 
 def replica_batch(settings: JobSettings) -> int:
@@ -47,21 +92,352 @@ def replica_batch(settings: JobSettings) -> int:
     return settings.data.global_batch_size // settings.scale.num_replicas
 
 
-def batch_is_divisible(settings: JobSettings) -> Problem:
-    batch, replicas = settings.data.global_batch_size, settings.scale.num_replicas
-    if batch % replicas == 0:
-        return None
-    lower, stages = max(batch // replicas, 1) * replicas, settings.scale.pipeline_stages
+def num_micro_batches(settings: JobSettings) -> int:
+    """Parts of a replica's batch that are computed one after the other."""
+    return settings.optim.accumulate * pipeline_micro_batches(settings)
+
+
+def pipeline_micro_batches(settings: JobSettings) -> int:
+    """Parts that flow through the pipeline stages at once, of a replica's batch or of each part by `optim.accumulate`."""
+    scale, samples = settings.scale, replica_batch(settings) // settings.optim.accumulate
+    if scale.pipeline_stages == 1:
+        return 1
+    return scale.micro_batches or max(1, min(4 * scale.pipeline_stages, samples))
+
+
+def _splits(settings: JobSettings) -> tuple[str, int] | None:
+    """The key that splits a replica's batch into parts, and their number."""
+    parts = {"optim.accumulate": settings.optim.accumulate, "scale.micro_batches": pipeline_micro_batches(settings)}
+    return next(((key, number) for key, number in parts.items() if number > 1), None)
+
+
+def _batch_divisor(settings: JobSettings) -> str | None:
+    batch, replicas, stages = settings.data.global_batch_size, settings.scale.num_replicas, settings.scale.pipeline_stages
+    lower = max(batch // replicas, 1) * replicas
     divisor = f"scale.num_workers {replicas}" if stages == 1 else f"{replicas} replicas of {stages} scale.pipeline_stages"
-    return f"data.global_batch_size {batch} is not divisible by {divisor}: write {lower} or {lower + replicas}"
+    return f"{divisor}: write {lower} or {lower + replicas}" if batch % replicas else None
 
 
-def fewest_workers_divide_batch(settings: JobSettings) -> Problem:
-    batch, fewest, stages = settings.data.global_batch_size, settings.scale.min_workers, settings.scale.pipeline_stages
-    if fewest is None or (fewest % stages == 0 and batch % (fewest // stages) == 0):
+def _fitting_workers(settings: JobSettings) -> list[int] | None:
+    """What `scale.min_workers` could be, where it does not share the batch evenly."""
+    batch, scale, stages = settings.data.global_batch_size, settings.scale, settings.scale.pipeline_stages
+    fitting = [workers for workers in range(stages, scale.num_workers + 1, stages) if batch % (workers // stages) == 0]
+    return fitting if scale.min_workers is not None and scale.min_workers not in fitting else None
+
+
+def _stage_multiples(scale: ScaleConfig) -> str | None:
+    workers, stages = scale.num_workers, scale.pipeline_stages
+    lower = workers // stages * stages
+    return (f"{lower} or {lower + stages}" if lower else f"{stages}") if workers % stages else None
+
+
+def _optimizers(optim: OptimConfig) -> dict[str, OptimConfig]:
+    """The section, and what it is for each loss with an optimizer of its own."""
+    return {"optim": optim, **{f"optim.losses.{key}": optim.for_loss(key) for key in optim.losses}}
+
+
+def _first_set(teacher: TeacherConfig, *keys: str) -> str | None:
+    return next((key for key in keys if getattr(teacher, key) is not None), None)
+
+
+def _logits_only(settings: JobSettings) -> str | None:
+    return settings.teacher.logits_only if settings.teacher else None
+
+
+def _is_sharded(settings: JobSettings) -> bool:
+    return settings.teacher is not None and settings.teacher.placement == "sharded"
+
+
+def _unstaged(settings: JobSettings) -> str | None:
+    """What a model that is cut into pipeline stages cannot be trained with."""
+    optim, teacher = settings.optim, settings.teacher
+    instead = {
+        "precision fp16: its scaler would see one stage's gradients; write bf16, or fp32": settings.precision == "fp16",
+        "scale.sync_batch_norm: write false": settings.scale.sync_batch_norm,
+        "train.compile: write false": settings.train.compile,
+        f"data.decoder {settings.data.decoder}: write auto": settings.data.decodes_on_device,
+        "optim.name dot: write sgd": optim.name == "dot",
+        "optim.losses, optimizers of single losses: leave them out": optim.losses,
+        "teacher.service: leave it out": teacher is not None and teacher.service is not None,
+    }
+    return next((text for text, applies in instead.items() if applies), None)
+
+
+def _unknown_loss(settings: JobSettings) -> tuple[str, str] | None:
+    """A key of `optim.losses` that is of no method, and those that could be."""
+    if (distill := settings.distillation) is None:
         return None
-    fitting = [workers for workers in range(stages, settings.scale.num_workers + 1, stages) if batch % (workers // stages) == 0]
-    return f"scale.min_workers {fewest} cannot share data.global_batch_size {batch} evenly: write one of {fitting}"
+    unknown = sorted(key for key in settings.optim.losses if key != "task" and key.partition("/")[0] not in distill.keys)
+    return (unknown[0], ", ".join(sorted(["task", *distill.keys]))) if unknown else None
+
+
+RULES: tuple[Rule[JobSettings], ...] = (
+    # Workers and their parts of a batch.
+    (
+        lambda s: s.scale.min_workers is not None and s.scale.min_workers > s.scale.num_workers,
+        "scale.min_workers {s.scale.min_workers} is more than scale.num_workers {s.scale.num_workers}: write at most"
+        " {s.scale.num_workers}",
+    ),
+    (
+        lambda s: _stage_multiples(s.scale),
+        "scale.num_workers {s.scale.num_workers} is not divisible by scale.pipeline_stages {s.scale.pipeline_stages}: write"
+        " {found}",
+    ),
+    (
+        lambda s: (
+            s.scale.cut is not None
+            and len(s.scale.cut) != s.scale.pipeline_stages - 1
+            and (len(s.scale.cut), s.scale.pipeline_stages - 1)
+        ),
+        "scale.cut names {found[0]} modules, and {s.scale.pipeline_stages} pipeline_stages begin with {found[1]} besides the"
+        " images: name as many, or leave cut out",
+    ),
+    (_batch_divisor, "data.global_batch_size {s.data.global_batch_size} is not divisible by {found}"),
+    (
+        _fitting_workers,
+        "scale.min_workers {s.scale.min_workers} cannot share data.global_batch_size {s.data.global_batch_size} evenly: write"
+        " one of {found}",
+    ),
+    (
+        lambda s: s.scale.pipeline_stages == 1 and s.optim.accumulate > replica_batch(s) and replica_batch(s),
+        "optim.accumulate {s.optim.accumulate} exceeds the {found} samples of one worker's batch",
+    ),
+    (
+        lambda s: num_micro_batches(s) > replica_batch(s) and (pipeline_micro_batches(s), replica_batch(s)),
+        "scale.micro_batches {found[0]} × optim.accumulate {s.optim.accumulate} exceed the {found[1]} samples of one replica's"
+        " batch",
+    ),
+    (
+        lambda s: s.scale.pipeline_stages > 1 and _unstaged(s),
+        "scale.pipeline_stages {s.scale.pipeline_stages} does not go with {found}, or scale.pipeline_stages 1",
+    ),
+    (
+        lambda s: s.scale.sync_batch_norm and _splits(s),
+        "scale.sync_batch_norm looks at all samples of a batch, which {found[0]} {found[1]} splits: set {found[0]} to 1, or"
+        " scale.sync_batch_norm to false",
+    ),
+    # Images.
+    (lambda s: resize_covers_crop(s.data), "{found}"),
+    (
+        lambda s: (
+            s.data.device_augment.mixes
+            and replica_batch(s) % 2
+            and (replica_batch(s), s.data.global_batch_size + s.scale.num_replicas)
+        ),
+        "data.device_augment: mixup and cutmix mix pairs, but each of {s.scale.num_replicas} workers has {found[0]} of"
+        " data.global_batch_size {s.data.global_batch_size}: write {found[1]}, or set both to 0",
+    ),
+    (
+        lambda s: s.data.device_augment.mixes and s.data.last_batch == "short",
+        "data.device_augment: mixup and cutmix mix pairs, which a short last batch may part: set data.last_batch to drop, or both"
+        " to 0",
+    ),
+    (
+        lambda s: s.data.device_augment.mixes and _logits_only(s),
+        "{found}: it gives the logits of each image, which mixup and cutmix mix with another: set data.device_augment.mixup and"
+        " data.device_augment.cutmix to 0, or leave {found} out",
+    ),
+    (
+        lambda s: s.data.decodes_on_device and s.data.augment != "crop_flip",
+        "data.decoder {s.data.decoder} decodes what augment crop_flip cuts out, and augment is {s.data.augment}: write decoder"
+        " auto",
+    ),
+    (
+        lambda s: s.data.decodes_on_device and s.scale.use_gpu is False,
+        "data.decoder {s.data.decoder} works on GPUs only: set scale.use_gpu, or data.decoder to auto",
+    ),
+    (
+        lambda s: s.data.decodes_on_device and s.teacher is not None and s.teacher.service is not None,
+        "teacher.service: it is sent images that the host has decoded, and data.decoder {s.data.decoder} decodes on each worker's"
+        " GPU: set data.decoder to auto, or leave teacher.service out",
+    ),
+    # The teacher.
+    (
+        lambda s: s.teacher and s.teacher.weights is None and _first_set(s.teacher, "weights_key", "image_size", "mean", "std"),
+        "teacher.{found} belongs to given weights: write teacher.weights: FILE, or leave it out",
+    ),
+    (
+        lambda s: s.teacher and s.teacher.cache is None and _first_set(s.teacher, "cache_top_k", "cache_epochs"),
+        "teacher.{found} is for a teacher whose logits are cached: write teacher.cache: FOLDER, or leave it out",
+    ),
+    (
+        lambda s: s.teacher and s.teacher.others and _logits_only(s),
+        "{found} has the logits of one teacher: leave out {found}, or teacher.others",
+    ),
+    (
+        lambda s: s.teacher and s.teacher.cache is not None and s.teacher.service is not None,
+        "teacher.cache stores what teacher.service would compute: leave out one of the two",
+    ),
+    (
+        lambda s: _is_sharded(s) and _logits_only(s),
+        "teacher.placement sharded is for a network that runs in every step, and {found} is set: leave out one of the two",
+    ),
+    (
+        lambda s: _is_sharded(s) and s.train.compile,
+        "teacher.placement sharded does not go with train.compile: set train.compile to false, or teacher.placement to whole",
+    ),
+    (
+        lambda s: (
+            _is_sharded(s)
+            and s.scale.min_workers
+            and s.scale.min_workers < 2 * s.scale.pipeline_stages
+            and 2 * s.scale.pipeline_stages
+        ),
+        "teacher.placement sharded needs 2 workers or more, and scale.min_workers is {s.scale.min_workers}: write at least"
+        " {found}",
+    ),
+    (
+        lambda s: "+" in s.model and _logits_only(s),  # STUDENT+TEACHER, see `trainables.models.names.REUSE_SEPARATOR`
+        "{found}: it answers with logits, and {s.model} takes in the teacher's classifier: leave it out",
+    ),
+    # Optimizers, losses and the loop.
+    (
+        lambda s: s.optim.name == "dot" and (s.optim.nesterov or s.optim.losses),
+        "optim.name dot has two momenta of its own: set optim.nesterov to false, and leave out optim.losses",
+    ),
+    (
+        lambda s: s.optim.name == "dot" and not s.optim.delta <= s.optim.momentum < 1 - s.optim.delta,
+        "optim.name dot: momentum {s.optim.momentum:g} ± delta {s.optim.delta:g} must lie in 0 … 1: write a smaller delta",
+    ),
+    (
+        lambda s: next(((key, o) for key, o in _optimizers(s.optim).items() if o.warmup_epochs >= o.epochs), None),
+        "{found[0]}.warmup_epochs {found[1].warmup_epochs:g} leaves no epoch of optim.epochs {s.optim.epochs}",
+    ),
+    (
+        lambda s: next((key for key, o in _optimizers(s.optim).items() if o.nesterov and not o.momentum), None),
+        "{found}.nesterov needs {found}.momentum above 0: set it, or set {found}.nesterov to false",
+    ),
+    (_unknown_loss, "optim.losses: there is no loss {found[0]!r} here: write one of {found[1]}"),
+    (
+        lambda s: s.distillation and s.distillation.task_weight == 0 and not s.distillation.weighted,
+        "distill.task_weight: it and the weights of all methods are 0: nothing would be learned; set one above 0",
+    ),
+    (
+        lambda s: s.train.deterministic and s.train.compile == "max-autotune",
+        "train.deterministic does not go with train.compile max-autotune, which chooses kernels by timing: write true",
+    ),
+    (
+        lambda s: s.train.max_steps and (s.train.until_top1_pct or s.train.until_s),
+        "train.max_steps is for timing runs, which are not evaluated: leave out train.until_top1_pct and train.until_s",
+    ),
+)
+"""What every job must keep."""
+
+
+def _idle_schedule(method: MethodNeeds) -> str | None:
+    """An option that changes a weight in time, of a method whose weight counts in its init stage alone."""
+    defaults = MethodOptions()
+    names = () if method.terms else ("warmup_epochs", "warmup_by", "decay")
+    return next((name for name in names if getattr(method.options, name) != getattr(defaults, name)), None)
+
+
+def _missing_loss(method: MethodNeeds, losses: Any) -> tuple[str, str] | None:
+    """A key of `optim.losses` that is no loss of its method, or has no term left; and those that could be."""
+    terms = {f"{method.key}/{term}" for term in method.terms}
+    rest = [method.key] if terms - losses.keys() else []
+    unknown = [key for key in losses if key.partition("/")[0] == method.key and key not in (*terms, *rest)]
+    return (unknown[0], ", ".join(sorted(["task", *terms, *rest]))) if unknown else None
+
+
+METHOD_RULES: tuple[MethodRule[JobSettings], ...] = (
+    (
+        lambda s, _: s.teacher is None,
+        lambda m, _: m.requires.teacher,
+        "distill.method: {m.key} needs a teacher: write teacher.model",
+    ),
+    (
+        lambda s, _: s.data.device_augment.mixes,
+        lambda m, _: m.requires.hard_labels,
+        "distill.method: {m.key} needs images of one class each: set data.device_augment.mixup and data.device_augment.cutmix"
+        " to 0, or set distill.method to kd",
+    ),
+    (
+        lambda s, _: _splits(s),
+        lambda m, _: m.requires.whole_batch,
+        "distill.method: {m.key} looks at all samples of a batch, which {when[0]} {when[1]} splits: set {when[0]} to 1",
+    ),
+    (
+        lambda s, _: s.scale.num_replicas > 1 and _splits(s),
+        lambda m, _: m.requires.all_gather,
+        "distill.method: {m.key} gathers the outputs of all workers, and one of them may have fewer micro-batches of a short"
+        " batch: set {when[0]} to 1, or scale.num_workers to {s.scale.pipeline_stages}",
+    ),
+    (
+        lambda s, _: s.scale.pipeline_stages > 1,
+        lambda m, _: m.whole_student,
+        "distill.method: {m.key} has {found}, which scale.pipeline_stages {s.scale.pipeline_stages} does not go with: take"
+        " another method, or write scale.pipeline_stages 1",
+    ),
+    (
+        lambda s, _: _is_sharded(s),
+        lambda m, _: m.requires.teacher_model,
+        "teacher.placement: {m.key} reads the teacher's parameters, and sharded has a part of them on each worker: write whole",
+    ),
+    (
+        lambda s, _: _logits_only(s),
+        lambda m, _: m.beyond_logits,
+        "{when}: it gives a teacher's logits, and {m.key} needs its {found}: set {when} to null, or distill.method to methods on"
+        " logits, such as kd",
+    ),
+    (
+        lambda s, _: s.teacher and s.teacher.others and len(s.teacher.with_others),
+        lambda m, _: m.beyond_logits,
+        "distill.method: {m.key} reads the {found} of a teacher, and of {when} teachers there is only a mean of probabilities:"
+        " leave out teacher.others, or take a method on logits, such as kd",
+    ),
+    (
+        lambda s, classes: s.teacher and s.teacher.cache_top_k and s.teacher.cache_top_k < classes and classes,
+        lambda m, _: (
+            m.requires.teacher
+            and ((m.standardizes and f"distill.options.{m.key}.standardize") or (m.requires.all_logits and m.key))
+        ),
+        "teacher.cache_top_k: it keeps {s.teacher.cache_top_k} of {when} classes apart, and {found} looks at each: leave it"
+        " out, or set distill.method to kd, without standardize",
+    ),
+    (
+        lambda _, classes: classes == 2,
+        lambda m, _: m.standardizes,
+        "distill.options.{m.key}.standardize: the standardised logits of two classes are always 0.71 and -0.71, which teaches"
+        " nothing: write false",
+    ),
+    (
+        lambda s, _: s.distillation and s.distillation.options,
+        lambda m, _: _idle_schedule(m),
+        "distill.options.{m.key}.{found}: {m.key} works in its init stage only, in which its weight is constant: leave {found}"
+        " out",
+    ),
+    (
+        lambda s, _: s.distillation and s.distillation.options,
+        lambda m, _: m.options.warmup_by != "step" and not m.options.warmup_epochs,
+        "distill.options.{m.key}.warmup_by: without warmup_epochs the weight does not rise: set warmup_epochs too, or leave"
+        " warmup_by out",
+    ),
+    (lambda s, _: s.optim.losses, _missing_loss, "optim.losses: there is no loss {found[0]!r} here: write one of {found[1]}"),
+)
+"""What a method requires of the other sections."""
+
+
+def first_problem(settings: Settings, rules: Iterable[Rule[Settings]]) -> Problem:
+    """The message of the first of `rules` that `settings` break; None: they keep them all."""
+    return next((text.format(s=settings, found=found) for rule, text in rules if (found := rule(settings))), None)
+
+
+def first_problem_of_methods(
+    methods: Callable[[], Iterable[MethodNeeds]],
+    settings: Settings,
+    classes: int,
+    rules: Iterable[MethodRule[Settings]],
+) -> Problem:
+    """The message of the first of `rules` that one of the `methods`, which are asked for where that matters, breaks.
+
+    `classes`: how many there are; 0: it is not known.
+    """
+    for condition, breaks, text in rules:
+        if when := condition(settings, classes):
+            for method in methods():
+                if found := breaks(method, when):
+                    return text.format(s=settings, m=method, when=when, found=found)
+    return None
 
 
 def resize_covers_crop(data: DataConfig) -> Problem:
@@ -82,33 +458,8 @@ def enough_images(data: DataConfig, num_images: int) -> Problem:
     )
 
 
-def accumulate_fits_batch(settings: JobSettings) -> Problem:
-    accumulate, batch = settings.optim.accumulate, replica_batch(settings)
-    if num_micro_batches(settings) <= batch:
-        return None
-    if settings.scale.pipeline_stages == 1:
-        return f"optim.accumulate {accumulate} exceeds the {batch} samples of one worker's batch"
-    return (
-        f"scale.micro_batches {pipeline_micro_batches(settings)} × optim.accumulate {accumulate} exceed the {batch} samples of"
-        " one replica's batch"
-    )
-
-
-def num_micro_batches(settings: JobSettings) -> int:
-    """Parts of a replica's batch that are computed one after the other."""
-    return settings.optim.accumulate * pipeline_micro_batches(settings)
-
-
-def pipeline_micro_batches(settings: JobSettings) -> int:
-    """Parts that flow through the pipeline stages at once, of a replica's batch or of each part by `optim.accumulate`."""
-    scale, samples = settings.scale, replica_batch(settings) // settings.optim.accumulate
-    if scale.pipeline_stages == 1:
-        return 1
-    return scale.micro_batches or max(1, min(4 * scale.pipeline_stages, samples))
-
-
 def parts_have_several_images(settings: JobSettings, num_images: int) -> Problem:
-    """For models that cannot normalise a single image. `num_images`: of the training split."""
+    """For models that cannot normalize a single image. `num_images`: of the training split."""
     batch, replicas, splits = settings.data.global_batch_size, settings.scale.num_replicas, num_micro_batches(settings)
     smallest = 2 * replicas * splits
     if num_images >= batch and batch < smallest:
@@ -122,173 +473,3 @@ def parts_have_several_images(settings: JobSettings, num_images: int) -> Problem
         f"data.last_batch short gives a worker or micro-batch a single image of the last batch, which has {last} of "
         f"{num_images}: write drop, or another data.global_batch_size"
     )
-
-
-def mixing_has_pairs(settings: JobSettings) -> Problem:
-    data, workers, batch = settings.data, settings.scale.num_replicas, replica_batch(settings)
-    if not data.device_augment.mixes:
-        return None
-    if batch % 2:
-        return (
-            f"data.device_augment: mixup and cutmix mix pairs, but each of {workers} workers has {batch} of "
-            f"data.global_batch_size {data.global_batch_size}: write {data.global_batch_size + workers}, or set both to 0"
-        )
-    if data.last_batch == "short":
-        return (
-            "data.device_augment: mixup and cutmix mix pairs, which a short last batch may part: "
-            "set data.last_batch to drop, or both to 0"
-        )
-    return None
-
-
-def mixing_has_a_network(settings: JobSettings) -> Problem:
-    key = settings.teacher.logits_only if settings.teacher is not None else None
-    if key is None or not settings.data.device_augment.mixes:
-        return None
-    return (
-        f"{key}: it gives the logits of each image, which mixup and cutmix mix with another: "
-        f"set data.device_augment.mixup and data.device_augment.cutmix to 0, or leave {key} out"
-    )
-
-
-def teacher_service_gets_images(settings: JobSettings) -> Problem:
-    if settings.teacher is None or settings.teacher.service is None or not settings.data.decodes_on_device:
-        return None
-    return (
-        f"teacher.service: it is sent images that the host has decoded, and data.decoder {settings.data.decoder} decodes on "
-        "each worker's GPU: set data.decoder to auto, or leave teacher.service out"
-    )
-
-
-def sharded_teacher_is_not_compiled(settings: JobSettings) -> Problem:
-    if settings.teacher is None or settings.teacher.placement != "sharded" or not settings.train.compile:
-        return None
-    return "teacher.placement sharded does not go with train.compile: set train.compile to false, or teacher.placement to whole"
-
-
-def deterministic_kernels_are_not_timed(settings: JobSettings) -> Problem:
-    if not settings.train.deterministic or settings.train.compile != "max-autotune":
-        return None
-    return "train.deterministic does not go with train.compile max-autotune, which chooses kernels by timing: write true"
-
-
-def sharded_teacher_has_several_replicas(settings: JobSettings) -> Problem:
-    fewest, stages = settings.scale.min_workers, settings.scale.pipeline_stages
-    if settings.teacher is None or settings.teacher.placement != "sharded" or fewest is None or fewest // stages > 1:
-        return None
-    return f"teacher.placement sharded needs 2 workers or more, and scale.min_workers is {fewest}: write at least {2 * stages}"
-
-
-def gpu_decoder_has_gpus(settings: JobSettings) -> Problem:
-    if not settings.data.decodes_on_device or settings.scale.use_gpu is not False:
-        return None
-    return f"data.decoder {settings.data.decoder} works on GPUs only: set scale.use_gpu, or data.decoder to auto"
-
-
-def warmup_leaves_an_epoch(optim: OptimConfig, epochs: int, key: str = "optim.epochs", section: str = "optim.") -> Problem:
-    """`key` names the `epochs`; `section` is what stands before the name of a key of `optim`."""
-    if optim.warmup_epochs < epochs:
-        return None
-    return f"{section}warmup_epochs {optim.warmup_epochs:g} leaves no epoch of {key} {epochs}"
-
-
-def nesterov_has_momentum(optim: OptimConfig, section: str = "optim.") -> Problem:
-    """`section` is what stands before the name of a key of `optim`."""
-    if not optim.nesterov or optim.momentum:
-        return None
-    return f"{section}nesterov needs {section}momentum above 0: set it, or set {section}nesterov to false"
-
-
-def pipeline_stages_support(settings: JobSettings) -> Problem:
-    """What a model that is cut into pipeline stages cannot be trained with."""
-    teacher, optim = settings.teacher, settings.optim
-    instead = {
-        "precision fp16: its scaler would see one stage's gradients; write bf16, or fp32": settings.precision == "fp16",
-        "scale.sync_batch_norm: write false": settings.scale.sync_batch_norm,
-        "train.compile: write false": settings.train.compile,
-        f"data.decoder {settings.data.decoder}: write auto": settings.data.decodes_on_device,
-        "optim.name dot: write sgd": optim.name == "dot",
-        "optim.losses, optimizers of single losses: leave them out": bool(optim.losses),
-        "teacher.service: leave it out": teacher is not None and teacher.service is not None,
-    }
-    problem = next((text for text, applies in instead.items() if applies), None)
-    if settings.scale.pipeline_stages == 1 or problem is None:
-        return None
-    return f"scale.pipeline_stages {settings.scale.pipeline_stages} does not go with {problem}, or scale.pipeline_stages 1"
-
-
-RULES: tuple[Callable[[JobSettings], Problem], ...] = (
-    batch_is_divisible,
-    fewest_workers_divide_batch,
-    lambda settings: resize_covers_crop(settings.data),
-    accumulate_fits_batch,
-    mixing_has_pairs,
-    mixing_has_a_network,
-    teacher_service_gets_images,
-    sharded_teacher_is_not_compiled,
-    sharded_teacher_has_several_replicas,
-    deterministic_kernels_are_not_timed,
-    lambda settings: warmup_leaves_an_epoch(settings.optim, settings.optim.epochs),
-    lambda settings: nesterov_has_momentum(settings.optim),
-    gpu_decoder_has_gpus,
-    pipeline_stages_support,
-)
-"""What every job must keep."""
-
-
-def splits_no_batch(what: str, settings: JobSettings) -> Problem:
-    """`what` looks at all samples of a batch."""
-    if num_micro_batches(settings) == 1:
-        return None
-    accumulate, micro_batches = settings.optim.accumulate, pipeline_micro_batches(settings)
-    key, number = ("optim.accumulate", accumulate) if accumulate > 1 else ("scale.micro_batches", micro_batches)
-    return f"{what} looks at all samples of a batch, which {key} {number} splits: set {key} to 1"
-
-
-def method_has_a_teacher(name: str, requirements: MethodRequirements, settings: JobSettings) -> Problem:
-    if settings.teacher is not None or not requirements.teacher:
-        return None
-    return f"distill.method: {name} needs a teacher: write teacher.model"
-
-
-def method_has_one_label(name: str, requirements: MethodRequirements, settings: JobSettings) -> Problem:
-    if not requirements.hard_labels or not settings.data.device_augment.mixes:
-        return None
-    return (
-        f"distill.method: {name} needs images of one class each: set data.device_augment.mixup and "
-        "data.device_augment.cutmix to 0, or set distill.method to kd"
-    )
-
-
-def method_has_whole_batches(name: str, requirements: MethodRequirements, settings: JobSettings) -> Problem:
-    return splits_no_batch(f"distill.method: {name}", settings) if requirements.whole_batch else None
-
-
-def method_has_all_workers(name: str, requirements: MethodRequirements, settings: JobSettings) -> Problem:
-    scale = settings.scale
-    if not requirements.all_gather or num_micro_batches(settings) == 1 or scale.num_replicas == 1:
-        return None
-    key = "optim.accumulate" if settings.optim.accumulate > 1 else "scale.micro_batches"
-    return (
-        f"distill.method: {name} gathers the outputs of all workers, and one of them may have fewer micro-batches of a "
-        f"short batch: set {key} to 1, or scale.num_workers to {scale.pipeline_stages}"
-    )
-
-
-METHOD_RULES: tuple[Callable[[str, MethodRequirements, JobSettings], Problem], ...] = (
-    method_has_a_teacher,
-    method_has_one_label,
-    method_has_whole_batches,
-    method_has_all_workers,
-)
-"""What each method of a job requires of the other sections."""
-
-
-def first_problem(settings: JobSettings) -> Problem:
-    """The problem of the first of `RULES` that `settings` do not keep."""
-    return next((problem for rule in RULES if (problem := rule(settings)) is not None), None)
-
-
-def first_problem_of_method(name: str, requirements: MethodRequirements, settings: JobSettings) -> Problem:
-    """The problem of the first of `METHOD_RULES` that `settings` do not keep for the method of this name."""
-    return next((problem for rule in METHOD_RULES if (problem := rule(name, requirements, settings)) is not None), None)

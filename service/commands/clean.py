@@ -36,7 +36,7 @@ def clean(age: str, dry_run: bool, unfinished: bool, checkpoints_only: bool, roo
         raise click.UsageError("--unfinished and --checkpoints: give one of them, as --checkpoints is for complete runs alone")
     from service.runs.clean import Cleaner
     from service.runs.clean import clean as run_clean
-    from trainables.data.storage.shared_folder import format_bytes
+    from trainables.data.storage.free_space import format_bytes
 
     cleaner = Cleaner(time.time() - float(age[:-1]) * UNITS_S[age[-1]], dry_run, click.echo)
     run_clean(root, cleaner, unfinished=unfinished, checkpoints_only=checkpoints_only)

@@ -23,7 +23,7 @@ from trainables.rundir import expand_home
 @click.option("--max-side", type=click.IntRange(min=1), help="Make larger images smaller: JPEGs of so many pixels a side.")
 @click.option("--quality", type=click.IntRange(1, 100), default=90, show_default=True, help="Of the JPEGs that --max-side makes.")
 @click.option("--raw", type=click.IntRange(min=1), help="Store pixels, the shorter side at most so many.")
-@click.option("--tiles", is_flag=True, help="Store JPEGs so that a crop is decoded from the bytes it needs; needs turbojpeg.")
+@click.option("--tiles", is_flag=True, help="Store JPEGs so that a crop is decoded from the bytes it needs (libjpeg-turbo 3).")
 @click.option("--check", is_flag=True, help="Decode every image: also finds damage that neither header nor end show.")
 @click.option("--strict", is_flag=True, help="Unreadable images are an error; otherwise they are left out and listed.")
 @PROCESSES

@@ -14,8 +14,10 @@ from service.config.experiment import load
 from service.config.files import recipes
 from service.config.messages import source_of_key
 from service.config.reference import keys_below
+from service.config.schema import Experiment
 from service.runs.display import output
 from service.runs.stored.stored_runs import display_name
+from trainables.errors import DistillError
 
 
 @click.command("recipes")
@@ -68,3 +70,19 @@ def print_values(recipe_or_file: str, overrides: Sequence[str]) -> None:
     middle = min(60, middle, max(10, output().width - left - right - 4))
     for key, text in texts.items():
         click.echo(f"{key:{left}}  {text:{middle}}  {comments[key]}")
+    for line in model_inputs(resolved.experiment):
+        click.echo(f"# {line}")
+
+
+def model_inputs(experiment: Experiment) -> list[str]:
+    """What the student and each teacher with given weights see, a line each; of one whose weights cannot be read, why."""
+    from trainables.models.model_input import student_input, teacher_input  # a library's record imports the library
+
+    lines = [f"student {experiment.student.model} sees {student_input(experiment.data)}"]
+    for each in experiment.teacher.with_others if experiment.teacher is not None else ():
+        if each.weights is not None:
+            try:
+                lines.append(f"teacher {each.model} sees {teacher_input(each, experiment.data)}")
+            except DistillError as error:
+                lines.append(f"teacher {each.model}: {error}")
+    return lines

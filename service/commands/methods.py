@@ -10,7 +10,7 @@ from service.commands.options import print_all
 from service.commands.path_types import MethodName
 from service.config.experiment import parse_override
 from service.config.messages import ConfigProblems
-from service.config.method_rules import check_options
+from service.config.rules import check_options
 from service.report.method_table import method_parts, method_table
 from service.report.tap_list import points_table
 from service.runs.display import output

@@ -18,16 +18,16 @@ from service.config import strict_yaml
 from service.config.dotted import flatten, put
 from service.config.files import read_experiment_file
 from service.config.messages import SETTABLE, ConfigProblems, known_keys, nearest, problems_of
-from service.config.method_rules import MethodFiles, check_methods
 from service.config.paths import absolute_paths
-from service.config.rules import RULES
+from service.config.rules import MethodFiles, check_rules
 from service.config.schema import MAX_NAME, Experiment
 from service.config.space import SpaceError, check_space
 from service.config.sweep import SweepConfig
 from service.config.unknown_keys import validate_known_keys
 from service.config.uris import checked_uri, secret_refusal
+from trainables.data.source import SOURCES
 from trainables.errors import ExperimentError, ModelError
-from trainables.models.names import check_model_name
+from trainables.models.names import check_model_name, library_of
 from trainables.redact import redact_values
 
 
@@ -74,11 +74,27 @@ def load(recipe_or_file: str, overrides: Sequence[str] = (), *, method_files: Me
         put(tree, key, value, f"--set {text}")
         sources = {name: source for name, source in sources.items() if not name.startswith(f"{key}.")} | {key: "--set"}
     try:
-        return Resolved(_with_absolute_paths(_checked(tree, method_files)), sources)
+        experiment = _checked(tree, method_files)
+        if (size := _own_image_size(experiment, tree)) is not None:
+            put(tree, "data.image_size", size, written.where)
+            sources = {**sources, "data.image_size": f"{experiment.student.model}'s own"}
+            experiment = _checked(tree, method_files)
+        return Resolved(_with_absolute_paths(experiment), sources)
     except ConfigProblems as problems:
         if overrides and _is_valid(written.tree, method_files):  # then the overrides are what is wrong
             raise ExperimentError(problems.text("--set")) from problems
         raise ExperimentError(problems.text(written.where, sources)) from problems
+
+
+def _own_image_size(experiment: Experiment, tree: Mapping[str, Any]) -> int | None:
+    """The size that the student is made for, where none is written; None for images that are no files, which have their own."""
+    if "image_size" in tree.get("data", {}) or experiment.data.path in SOURCES or "data.image_size" in experiment.sweep.axes:
+        return None
+    if "student.model" in experiment.sweep.axes:
+        problem = "data.image_size: the students of a sweep see the same crops: write their size"
+        raise ConfigProblems([("data.image_size", problem)])
+    library, name = library_of(experiment.student.model)
+    return library.default_size(name)
 
 
 def _with_absolute_paths(experiment: Experiment) -> Experiment:
@@ -150,10 +166,7 @@ def _checked(tree: Mapping[str, Any], method_files: MethodFiles) -> Experiment:
         experiment = Experiment.model_validate(tree)
     except ValidationError as error:
         raise problems_of(error, Experiment, missing=SETTABLE) from error
-    for rule in RULES:
-        if problem := rule(experiment):
-            raise ConfigProblems([("", problem)])
-    check_methods(experiment, method_files)
+    check_rules(experiment, method_files)
     _check_models(experiment)
     if experiment.tracking.enabled and experiment.tracking.uri is not None:
         try:

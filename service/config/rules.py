@@ -1,42 +1,135 @@
-"""Rules between the keys of an experiment: those that every job must keep (`trainables.rules`), and those of the driver alone.
+"""Rules about an experiment: those that every job must keep (`trainables.rules`), those of the driver alone, and that its methods
+exist and have the options that are written.
 
-A rule returns what is wrong and what to write instead, in one line; None: nothing is wrong. Rules about methods, which may have
-to load one, are in `service.config.method_rules`.
+Importing this costs no torch. A method is loaded, and torch with it, only where its options or its needs decide.
 """
 
-from collections.abc import Callable
+from collections.abc import Collection, Mapping, Sequence
+from typing import Literal
 
+from pydantic import ValidationError
+
+from service.config.messages import SETTABLE, ConfigProblems, problems_of
 from service.config.schema import Experiment
-from trainables.rules import Problem, first_problem, warmup_leaves_an_epoch
+from service.config.sweep import SweepConfig
+from trainables.config import DistillConfig
+from trainables.errors import ExperimentError
+from trainables.methods.method_file import file_of, option_key
+from trainables.methods.registry import METHODS, check_name, load_method
+from trainables.rules import METHOD_RULES, RULES, MethodNeeds, MethodRule, Rule, first_problem, first_problem_of_methods
+
+MethodFiles = Literal["run", "run if present", "ignore"]
+"""What a check does with methods that are files (`FILE.py:CLASS`), whose code runs when they are loaded."""
 
 
-def assistants_have_a_teacher(experiment: Experiment) -> Problem:
-    if experiment.teacher is not None or not experiment.assistants:
-        return None
-    return "assistants: there is no teacher whom they could assist: write teacher.model"
-
-
-def warmup_leaves_an_epoch_of_each_stage(experiment: Experiment) -> Problem:
+def _stage_without_epoch(experiment: Experiment) -> str | None:
+    """A stage before the student's whose epochs are all warm-up."""
     lengths = {"teacher.epochs": experiment.teacher.epochs if experiment.teacher else None}
     lengths |= {f"assistants[{n}].epochs": assistant.epochs for n, assistant in enumerate(experiment.assistants)}
-    known = {key: epochs for key, epochs in lengths.items() if epochs is not None}
-    problems = (warmup_leaves_an_epoch(experiment.optim, epochs, key) for key, epochs in known.items())
-    return next((problem for problem in problems if problem is not None), None)
+    warmup = experiment.optim.warmup_epochs
+    return next((f"{key} {epochs}" for key, epochs in lengths.items() if epochs is not None and warmup >= epochs), None)
 
 
-def asha_compares_evaluated_epochs(experiment: Experiment) -> Problem:
+def _next_evaluated(experiment: Experiment) -> int | None:
+    """The first epoch with an accuracy after asha's first comparison, which has none."""
     grace, every = experiment.sweep.grace_epochs, experiment.train.evaluate_every
-    if experiment.sweep.policy != "asha" or grace % every == 0:
-        return None
-    return (
-        f"sweep.grace_epochs {grace}: asha compares trials after so many epochs first, and train.evaluate_every {every} "
-        f"leaves that one without an accuracy: write {-(-grace // every) * every}, or train.evaluate_every 1"
-    )
+    return -(-grace // every) * every if experiment.sweep.policy == "asha" and grace % every else None
 
 
-RULES: tuple[Callable[[Experiment], Problem], ...] = (
-    first_problem,
-    assistants_have_a_teacher,
-    warmup_leaves_an_epoch_of_each_stage,
-    asha_compares_evaluated_epochs,
+_RULES: tuple[Rule[Experiment], ...] = (
+    (
+        lambda s: s.teacher is None and s.assistants,
+        "assistants: there is no teacher whom they could assist: write teacher.model",
+    ),
+    (_stage_without_epoch, "optim.warmup_epochs {s.optim.warmup_epochs:g} leaves no epoch of {found}"),
+    (
+        _next_evaluated,
+        "sweep.grace_epochs {s.sweep.grace_epochs}: asha compares trials after so many epochs first, and train.evaluate_every"
+        " {s.train.evaluate_every} leaves that one without an accuracy: write {found}, or train.evaluate_every 1",
+    ),
+    (
+        lambda s: s.optim.name == "dot" and not (_searched_methods(s.sweep) or (s.distillation and s.distillation.weighted)),
+        "optim.name: dot has a momentum for the labels and one for methods, and there is none: write sgd",
+    ),
 )
+_METHOD_RULES: tuple[MethodRule[Experiment], ...] = (
+    (
+        lambda s, _: s.assistants,
+        lambda m, _: m.requires.reuses_classifier,
+        "distill.method: {m.key} gives each model the classifier of its teacher, and an assistant would have one that is not its"
+        " own: leave out assistants",
+    ),
+)
+
+
+def check_rules(experiment: Experiment, files: MethodFiles = "run") -> None:
+    """Refuse what does not go together, methods that do not exist, and options that they do not have. Raises ConfigProblems."""
+    if problem := first_problem(experiment, RULES) or first_problem(experiment, _RULES):
+        raise ConfigProblems([("", problem)])
+    paths = [path for name in method_names(experiment) if (path := file_of(name)) is not None]
+    if paths and (files == "ignore" or (files == "run if present" and not all(path.is_file() for path in paths))):
+        return
+
+    def methods() -> Sequence[MethodNeeds]:
+        distill = experiment.distillation
+        if distill is None or (distill.method == ("kd",) and not distill.options.get("kd") and not experiment.optim.losses):
+            return ()  # plain kd goes with everything, and is not loaded
+        from trainables.methods.select import select_methods
+
+        return select_methods(distill)
+
+    try:
+        _check_options_of_all(experiment)
+        if problem := first_problem_of_methods(methods, experiment, 0, (*METHOD_RULES, *_METHOD_RULES)):
+            raise ConfigProblems([(problem.partition(":")[0], problem)])
+    except ExperimentError as error:
+        raise ConfigProblems([(error.key, str(error))]) from error
+
+
+def needs_teacher(distill: DistillConfig, searched: Collection[str]) -> bool:
+    """Whether one of the methods, or one that a sweep over the `searched` keys may choose, reads a teacher."""
+    if distill.method == ("kd",) or any(key.startswith("distill.method") for key in searched):
+        return True
+    return any(load_method(name).requires.teacher for name in distill.method)
+
+
+def method_names(experiment: Experiment) -> list[str]:
+    """The methods of an experiment and those that its sweep may choose, each once."""
+    return list(dict.fromkeys([*experiment.distill.method, *_searched_methods(experiment.sweep)]))
+
+
+def _check_options_of_all(experiment: Experiment) -> None:
+    distill, searched = experiment.distill, _searched_methods(experiment.sweep)
+    for name in distill.method:
+        check_name(name)
+    for key, options in distill.options.items():
+        named = [name for name in (*distill.method, *searched) if option_key(name) == key]
+        for name in dict.fromkeys(named or [key]):
+            if name not in distill.method:
+                check_name(name, searched.get(name, f"distill.options.{key}"))
+            check_options(name, options)
+    for name in distill.method:  # one of ours works without options, and is not loaded to find that out
+        if name not in METHODS and option_key(name) not in distill.options:
+            check_options(name, {})
+
+
+def check_options(name: str, options: Mapping[str, object], missing: str = SETTABLE) -> None:
+    """Refuse options that the method does not have or that it lacks, or invalid values. `missing`: see `problems_of`.
+
+    Raises:
+        ConfigProblems: one line for each.
+        ExperimentError: the method cannot be loaded.
+    """
+    section = load_method(name).Options
+    try:
+        section.model_validate(options)
+    except ValidationError as error:
+        raise problems_of(error, section, prefix=f"distill.options.{option_key(name)}.", missing=missing) from error
+
+
+def _searched_methods(sweep: SweepConfig) -> dict[str, str]:
+    """The methods that a sweep may choose → the key that names them. A malformed space is refused elsewhere."""
+    values = sweep.axes.get("distill.method")
+    key = f"sweep.{'points' if sweep.points else 'space'}.distill.method"
+    several = [value if isinstance(value, list) else [value] for value in (values if isinstance(values, list) else [])]
+    return {name: key for names in several for name in names if isinstance(name, str) and name != "none"}

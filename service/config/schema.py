@@ -1,6 +1,6 @@
 """The schema of an experiment: everything that a user may write. Rules between sections are in `service.config.rules`."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,7 +20,6 @@ from trainables.config import (
     TrainConfig,
     TrainingConfig,
 )
-from trainables.methods.method_file import option_key
 from trainables.rundir import expand_home
 
 MAX_NAME = 150
@@ -68,6 +67,16 @@ class Experiment(Section):
         return bool(method) and (self.teacher is not None or method != ("kd",))
 
     @property
+    def distillation(self) -> DistillConfig | None:
+        """How the student learns from more than labels, if it does."""
+        return self.distill if self.distills else None
+
+    @property
+    def model(self) -> str:
+        """The student's."""
+        return self.student.model
+
+    @property
     def preparation(self) -> dict[str, TeacherConfig | AssistantConfig]:
         """The stages before the student's, in order, each with the model that it trains: the teacher, then the assistants."""
         assistants = {f"assistant{n}": assistant for n, assistant in enumerate(self.assistants, start=1)}
@@ -109,7 +118,7 @@ class Experiment(Section):
         teacher = distill = None
         if name != "teacher":
             teacher = self._teacher_of(name, weights)
-            distill = self.distill if self.distills else None
+            distill = self.distillation
         return TrainConfig(
             stage=name,
             output_dir=str(output_dir),
@@ -142,16 +151,6 @@ class Experiment(Section):
 
 def own_optimizers(optim: OptimConfig, distill: DistillConfig | None) -> OptimConfig:
     """The section with optimizers for losses that there are: no method's without `distill`, and none of a method of weight 0."""
-    methods = weighted_methods(distill) if distill is not None else []
-    losses = {key: own for key, own in optim.losses.items() if is_loss(key, methods)}
+    methods = distill.weighted if distill is not None else []
+    losses = {key: own for key, own in optim.losses.items() if key == "task" or key.partition("/")[0] in methods}
     return optim.model_copy(update={"losses": losses})
-
-
-def weighted_methods(distill: DistillConfig) -> list[str]:
-    """The keys of the methods whose weight is not 0."""
-    return [key for key in map(option_key, distill.method) if distill.options.get(key, {}).get("weight") != 0]
-
-
-def is_loss(key: str, methods: Collection[str]) -> bool:
-    """Whether a key of `optim.losses` names the labels' loss, or that of one of these methods or a term of it."""
-    return key == "task" or key.partition("/")[0] in methods

@@ -98,7 +98,7 @@ def decode_bound(e: Evidence) -> Cause | None:
         return None
     cores_ms = e.loader.core_wait_ms
     waits = f", {cores_ms:.2f} of it waiting for a free core" if cores_ms > 0.1 * e.loader.image_ms else ""
-    cheaper = "cheaper images (distill pack --max-side or --raw; pip install raydistill[turbojpeg])"
+    cheaper = "cheaper images (distill pack --max-side or --raw)"
     most = int(e.cores / e.num_workers) if e.cores else MOST_THREADS  # threads that compute need a core each
     crowded = cores_busy_pct(e) >= BUSY_PCT or cores_ms > e.loader.cpu_ms or most <= e.loader_workers
     change = f"{cheaper}: cores are busy {cores_busy_pct(e):.0f}%" if crowded else f"{more_threads(e, most)}, or {cheaper}"

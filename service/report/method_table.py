@@ -72,7 +72,9 @@ def method_parts(name: str) -> Iterator[str | Table]:
 
 def in_stages(kind: type[Method]) -> str:
     """Whether a student in pipeline stages can be trained with a method."""
-    if kind.stages_conflict(kind.Options.model_construct()):
+    from trainables.methods.select import SelectedMethod
+
+    if SelectedMethod("", kind, kind.Options.model_construct()).whole_student:
         return "no"
     return "one micro-batch" if kind.requires.whole_batch else "yes"
 

@@ -1,7 +1,7 @@
 """What figures are made of: plain mappings in the form that plotly.js draws, each with its words and its numbers.
 
-Colours are Okabe and Ito's (2008), distinct for readers with any colour vision and on light and dark ground; series differ in
-their marks and dashes too. Text of the ground's own colour (axes, grids, legends) is left to the page, which knows the ground.
+Colors are Okabe and Ito's (2008), distinct for readers with any color vision and on light and dark ground; series differ in
+their marks and dashes too. Text of the ground's own color (axes, grids, legends) is left to the page, which knows the ground.
 """
 
 import html
@@ -47,9 +47,9 @@ def hover(*parts: object) -> str:
     return "<br>".join(unformatted(part) for part in parts if part)
 
 
-def band(colour: str, xs: Sequence[Any], low: Sequence[float], high: Sequence[float], group: str = "") -> Trace:
+def band(color: str, xs: Sequence[Any], low: Sequence[float], high: Sequence[float], group: str = "") -> Trace:
     """An area between two lines, without a name of its own."""
-    red, green, blue = (int(colour[index : index + 2], 16) for index in (1, 3, 5))
+    red, green, blue = (int(color[index : index + 2], 16) for index in (1, 3, 5))
     return {
         "type": "scatter",
         "mode": "lines",
@@ -65,13 +65,13 @@ def band(colour: str, xs: Sequence[Any], low: Sequence[float], high: Sequence[fl
 
 
 def line(name: str, index: int, xs: Sequence[Any], ys: Sequence[Any], **more: Any) -> Trace:
-    """A series of lines; `index` chooses its colour and dash."""
+    """A series of lines; `index` chooses its color and dash."""
     style = {"color": PALETTE[index % MOST_SERIES], "dash": DASHES[index % MOST_SERIES], "width": 2}
     return {"type": "scatter", "mode": "lines", "name": unformatted(name), "x": list(xs), "y": list(ys), "line": style, **more}
 
 
 def dots(name: str, index: int, xs: Sequence[Any], ys: Sequence[Any], texts: Sequence[str], **more: Any) -> Trace:
-    """A series of marks with a tooltip each; `index` chooses their colour and shape."""
+    """A series of marks with a tooltip each; `index` chooses their color and shape."""
     mark = {"color": PALETTE[index % MOST_SERIES], "symbol": SYMBOLS[index % MOST_SERIES], "size": 9}
     return {
         "type": "scatter",
@@ -95,24 +95,24 @@ def faint(name: str, xs: Sequence[Any], ys: Sequence[Any], texts: Sequence[str])
     return dots(name, 0, xs, ys, texts) | {"marker": {"color": GREY, "symbol": "circle-open", "size": 6}, "opacity": 0.6}
 
 
-def bars(name: str, colour: str, labels: Sequence[Any], lengths: Sequence[float], texts: Sequence[str]) -> Trace:
+def bars(name: str, color: str, labels: Sequence[Any], lengths: Sequence[float], texts: Sequence[str]) -> Trace:
     """A part of stacked bars, with a tooltip each."""
     trace = {"type": "bar", "name": name, "x": list(labels), "y": list(lengths), "hovertext": list(texts), "hoverinfo": "text"}
-    return trace | {"marker": {"color": colour}}
+    return trace | {"marker": {"color": color}}
 
 
-def flat_bars(wholes: Sequence[tuple[str, float, Mapping[str, float]]], colours: Mapping[str, str], unit: str) -> list[Trace]:
+def flat_bars(wholes: Sequence[tuple[str, float, Mapping[str, float]]], colors: Mapping[str, str], unit: str) -> list[Trace]:
     """A horizontal bar for each label, whole and its parts, stacked; a part that is nothing in all of them is left out."""
     traces = []
     labels = [unformatted(label) for label, _, _ in wholes]
-    for part, colour in colours.items():
+    for part, color in colors.items():
         lengths = [parts.get(part, 0.0) for _, _, parts in wholes]
         if any(length >= 0.001 for length in lengths):
             texts = [
                 hover(label, f"{part}: {short(length)} {unit}, {length / whole:.0%}")
                 for (label, whole, _), length in zip(wholes, lengths, strict=True)
             ]
-            trace = bars(part, colour, labels, lengths, texts)
+            trace = bars(part, color, labels, lengths, texts)
             traces.append(trace | {"orientation": "h", "x": trace["y"], "y": trace["x"]})
     return traces
 
@@ -121,12 +121,12 @@ def flat_bars_layout(title: str) -> dict[str, Any]:
     return {"xaxis": {"title": {"text": title}}, "yaxis": {"type": "category", "autorange": "reversed"}, "barmode": "stack"}
 
 
-def whiskers(colour: str, up: Sequence[float | None], down: Sequence[float | None] | None = None) -> dict[str, Any]:
+def whiskers(color: str, up: Sequence[float | None], down: Sequence[float | None] | None = None) -> dict[str, Any]:
     """Error bars of a series; None: no bar."""
     bars = {
         "type": "data",
         "array": [value or 0.0 for value in up],
-        "color": colour,
+        "color": color,
         "thickness": 1.5,
         "width": 4,
         "visible": True,

@@ -118,7 +118,7 @@ def companion(keys: Sequence[str], key: str) -> str | None:
 def series_values(measured: Sequence[Row], best: Row, second: str | None) -> list[tuple[int, Any]]:
     """The values of the second axis that may be series, those around the winner's where there are too many.
 
-    Each with its index among them, which is the same in all figures with this second axis: it gives the value its colour.
+    Each with its index among them, which is the same in all figures with this second axis: it gives the value its color.
     """
     if second is None:
         return [(0, None)]

@@ -10,7 +10,7 @@ from service.config.schema import Experiment
 from service.report.text_table import text_table
 from service.runs.dry_run import num_classes_of
 from trainables.config import TrainConfig
-from trainables.device.model_input import tensor_format
+from trainables.device.tensor_format import tensor_format
 from trainables.distributed.pipeline.block_costs import Block
 from trainables.distributed.pipeline.choose_cut import choose_cut
 from trainables.engine.dry_run import untrained_modules

@@ -30,15 +30,15 @@ def since(history: History, record: Mapping[str, Any]) -> float:
     return float((record["time_ms"] - history.start_ms) / 1e3)
 
 
-def in_colour(histories: Sequence[History], chosen: Sequence[str]) -> tuple[list[tuple[int | None, History]], str]:
+def in_color(histories: Sequence[History], chosen: Sequence[str]) -> tuple[list[tuple[int | None, History]], str]:
     """What a figure draws, the faint ones first, each with its index among the `chosen` labels; and words for its caption.
 
-    The index counts all that were chosen, in this figure or not: it gives a label the same colour in every figure.
+    The index counts all that were chosen, in this figure or not: it gives a label the same color in every figure.
     """
     indices = {label: index for index, label in enumerate(chosen[:MOST_SERIES])}
     first = sorted((h for h in histories if h.label in indices), key=lambda h: indices[h.label])
     rest = [h for h in histories if h.label not in indices]
-    caption = f" In colour: the best and the most accurate; {len(rest[:MOST_FAINT])} others faint" if rest else ""
+    caption = f" In color: the best and the most accurate; {len(rest[:MOST_FAINT])} others faint" if rest else ""
     caption += f", {len(rest) - MOST_FAINT} more in the numbers alone" if len(rest) > MOST_FAINT else ""
     drawn = [*((None, h) for h in rest[:MOST_FAINT]), *((indices[h.label], h) for h in first)]
     return drawn, f"{caption}." if caption else ""
@@ -54,7 +54,7 @@ def trial_of(history: History) -> str:
 
 
 def history_line(index: int | None, label: str, xs: Sequence[float], ys: Sequence[float], tips: Sequence[str]) -> Trace:
-    """One history's line, in the colour of its index or, without one, in the background."""
+    """One history's line, in the color of its index or, without one, in the background."""
     if index is None:
         return line(label, 0, xs, ys, hovertext=tips, hoverinfo="text", opacity=0.5, showlegend=False) | {
             "line": {"color": GREY, "width": 1}
@@ -63,7 +63,7 @@ def history_line(index: int | None, label: str, xs: Sequence[float], ys: Sequenc
 
 
 def accuracy(histories: Sequence[History], chosen: Sequence[str], rows: Sequence[Row] = ()) -> Figure | None:
-    """Validation accuracy against wall time: those `chosen` by their label in colour, others in the background.
+    """Validation accuracy against wall time: those `chosen` by their label in color, others in the background.
 
     `rows`: of a sweep, all its trials.
     """
@@ -72,7 +72,7 @@ def accuracy(histories: Sequence[History], chosen: Sequence[str], rows: Sequence
     if not evaluated:
         return None
     unit, factor = clock(max(since(h, one) for h in evaluated for one in h.of("epoch")))
-    drawn, colours = in_colour(evaluated, chosen)
+    drawn, colors = in_color(evaluated, chosen)
     times = {h.label: [since(h, one) / factor for one in epochs[h.label]] for h in evaluated}
     top1 = {h.label: [one["metrics"]["val/top1_pct"] for one in epochs[h.label]] for h in evaluated}
     traces: list[Trace] = []
@@ -88,7 +88,7 @@ def accuracy(histories: Sequence[History], chosen: Sequence[str], rows: Sequence
         last, ys = epochs[h.label][-1], top1[h.label]
         took = f"{times[h.label][-1]:.3g} {unit}"
         table.append([h.label, f"{last['epoch']:g}", names.number(max(ys)), names.number(ys[-1]), took])
-    caption = "Validation top-1 at each epoch's end, by the time since the stage began." + colours
+    caption = "Validation top-1 at each epoch's end, by the time since the stage began." + colors
     caption += names.left_out(rows, {trial_of(h) for h in evaluated}, "an evaluated epoch")
     return Figure(
         "accuracy",
@@ -112,7 +112,7 @@ def drift(histories: Sequence[History], chosen: Sequence[str], rows: Sequence[Ro
     timed = by_rank([h for h in histories if h.label in times], chosen)
     if not timed:
         return None
-    drawn, colours = in_colour(timed, chosen)
+    drawn, colors = in_color(timed, chosen)
     traces, table, words = [], [], []
     for index, h in drawn:
         xs, ys = [epoch for epoch, _ in times[h.label]], [seconds for _, seconds in times[h.label]]
@@ -127,7 +127,7 @@ def drift(histories: Sequence[History], chosen: Sequence[str], rows: Sequence[Ro
     return Figure(
         "drift",
         "Steps of each epoch",
-        f"Seconds of training, without evaluation and checkpoints. From the second to the last: {'; '.join(words[:3])}.{colours}"
+        f"Seconds of training, without evaluation and checkpoints. From the second to the last: {'; '.join(words[:3])}.{colors}"
         + names.left_out(rows, {trial_of(h) for h in timed}, f"{FEWEST_EPOCHS} whole epochs"),
         traces,
         {"xaxis": {"title": {"text": "epoch"}}, "yaxis": y_axis("s", zero=False)},

@@ -35,23 +35,24 @@ def measure_teacher(experiment: Experiment, run_dir: RunDir, root: Path) -> Teac
     from service.runs.evaluate import evaluate
     from trainables.data.source import open_source
     from trainables.engine.checkpoint import write_tensors
+    from trainables.models.model_input import teacher_input
     from trainables.models.weights import load_teacher, teacher_sha256
 
     teacher, data = experiment.teacher, experiment.data
     assert teacher is not None
     assert teacher.weights is not None
-    classes, size = open_source(data, "val").classes, data.image_size
-    fit: dict[str, Any] = {"num_classes": len(classes), "image_size": size, "classes": classes, "seed": 0}
+    classes, given = open_source(data, "val").classes, teacher_input(teacher, data)
+    fit: dict[str, Any] = {"num_classes": len(classes), "image_size": given.image_size, "classes": classes, "seed": 0}
     fit["weights_key"] = teacher.weights_key
     model = load_teacher(teacher.model, teacher.weights, **fit)
     header = {
         "model": teacher.model,
         "num_classes": len(classes),
         "classes": list(classes),
-        "image_size": size,
+        "image_size": given.image_size,
         "val_resize": data.val_resize,
-        "mean": list(data.mean),
-        "std": list(data.std),
+        "mean": list(given.mean),
+        "std": list(given.std),
         "transform_input": bool(getattr(model, "transform_input", False)),
     }
     checkpoint = run_dir.root / "given-teacher.safetensors"

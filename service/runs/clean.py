@@ -22,8 +22,8 @@ from service.runs.run_directory import has_begun
 from service.runs.stored.stored_objects import StoredObjects, needed_copy_reason, stored_run_folders
 from service.runs.stored.stored_runs import COPIES, copies_base, display_name, uri_of
 from service.tracking.spool import Spool
-from trainables.data.storage import folder_cleaner
-from trainables.data.storage.shared_folder import RAM, format_bytes
+from trainables.data.storage import cleaner as data_cleaner
+from trainables.data.storage.free_space import RAM, format_bytes
 from trainables.errors import DistillError, ExperimentError
 from trainables.locks import is_locked, try_lock
 from trainables.rundir import RunDir
@@ -118,8 +118,8 @@ def clean_machine(cleaner: Cleaner) -> None:
     """This user's unused copies of data and runs, and sessions of Ray, on this machine."""
     for base in dict.fromkeys((RAM, tempfile.gettempdir())):
         for folder in _own_folders(base):
-            if folder.name not in ("ray", COPIES) and not folder_cleaner.is_used(str(folder)) and cleaner.is_old(folder):
-                cleaner.remove(folder, "copy of data", by=lambda path: folder_cleaner.remove_unused(str(path)))
+            if folder.name not in ("ray", COPIES) and not data_cleaner.is_used(str(folder)) and cleaner.is_old(folder):
+                cleaner.remove(folder, "copy of data", by=lambda path: data_cleaner.remove_unused(str(path)))
     roots = [root for folder in _own_folders(copies_base()) if folder.name == COPIES for root in _subfolders(folder)]
     for copy in (copy for root in roots for copy in _subfolders(root)):
         if cleaner.is_old(copy, read=True):

@@ -14,9 +14,6 @@ from trainables.errors import DistillError, ExperimentError
 from trainables.failures import kind_of
 from trainables.rules import parts_have_several_images
 
-_UNTRAINED = "-"
-"""Stands for the weights of a teacher, which are not read."""
-
 
 def check_fits(experiment: Experiment, num_classes: int, stages: Iterable[str]) -> None:
     """Refuse stages, `assistant1` … or `student`, whose models, methods and options do not fit together.
@@ -39,9 +36,9 @@ def check_parts(experiment: Experiment, num_images: int, num_classes: int, stage
     from trainables.engine.dry_run import normalizes_single_images
 
     for name in stages:
-        config = experiment.stage(name, Path("/"), {}, _UNTRAINED)
+        config = experiment.stage(name, Path("/"), {})
         if not normalizes_single_images(config, num_classes):
-            raise ExperimentError(f"{problem}; the batch norm of {config.model} cannot normalise one image")
+            raise ExperimentError(f"{problem}; the batch norm of {config.model} cannot normalize one image")
 
 
 @cache
@@ -52,7 +49,7 @@ def num_classes_of(path: str, synthetic_classes: int) -> int:
 
 def _deciding_config(experiment: Experiment, stage: str) -> str:
     """What decides whether a stage fits, as JSON: the same for points that differ elsewhere, as in learning rate or seed."""
-    config = experiment.stage(stage, Path("/"), {}, _UNTRAINED)
+    config = experiment.stage(stage, Path("/"), {})
     scale = config.scale
     deciding = {"name", "momentum", "nesterov", "warmup_epochs"}
     optim = config.optim.model_dump(include={*deciding, "delta", "accumulate", "epochs"})

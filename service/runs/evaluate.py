@@ -4,7 +4,6 @@ import contextlib
 import json
 import shutil
 import time
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from trainables.config import EvaluateConfig
 from trainables.errors import CheckpointError, ClusterError, DistillError, ExperimentError, StorageError
 from trainables.failures import OUT_OF_MEMORY_KINDS, RETRYABLE, WorkersFailedError, first_cause
 from trainables.models.checkpoint_header import FILE_SUFFIXES, is_safetensors, locate_checkpoint, read_checkpoint_header
-from trainables.models.names import check_model_name
+from trainables.models.names import check_model_name, library_of
 from trainables.notices import notice
 from trainables.object_store.store import OPENING_S, ObjectStore, is_uri
 from trainables.rules import resize_covers_crop
@@ -85,6 +84,9 @@ def with_published_images(model: str, weights: str, weights_key: str | None, tre
 
     record = trained_input(model, weights if path is None else str(path))
     recorded = {name: getattr(record, name) for name in ("image_size", "val_resize", "mean", "std")} if record else {}
+    library, name_there = library_of(model)
+    if not record and (size := library.default_size(name_there)):
+        tree = {**tree, "data": {"image_size": size, **tree["data"]}}
     tree = {**tree, "checkpoint": str(path.absolute()) if path else weights, "model": model, "weights_key": weights_key}
     tree["data"] = {**recorded, **tree["data"]}
     config = checked(tree)
@@ -92,11 +94,11 @@ def with_published_images(model: str, weights: str, weights_key: str | None, tre
     data = config.data
     resize = f"val_resize {data.val_resize}, " if data.val_resize else ""
     notice(f"images {source}: data.image_size {data.image_size}, {resize}mean {list(data.mean)}, std {list(data.std)}")
-    return with_fitting_classes(config, model, weights_key, record.categories if record else ())
+    return with_fitting_classes(config, model, weights_key)
 
 
 def with_trained_images(checkpoint: Path, tree: dict[str, Any]) -> EvaluateConfig:
-    """The evaluation with the image size and normalisation that the checkpoint was trained with; see `resolve`.
+    """The evaluation with the image size and normalization that the checkpoint was trained with; see `resolve`.
 
     Raises CheckpointError: its model does not fit the data.
     """
@@ -109,20 +111,16 @@ def with_trained_images(checkpoint: Path, tree: dict[str, Any]) -> EvaluateConfi
     return with_fitting_classes(checked(tree), about["model"])
 
 
-def with_fitting_classes(
-    config: EvaluateConfig, model: str, weights_key: str | None = None, categories: Sequence[str] = ()
-) -> EvaluateConfig:
-    """The evaluation, whose model was loaded for the classes of its data; `categories`: those that its weights record.
+def with_fitting_classes(config: EvaluateConfig, model: str, weights_key: str | None = None) -> EvaluateConfig:
+    """The evaluation, whose model was loaded for the classes of its data.
 
     Raises DistillError: see `resolve`.
     """
-    from trainables.models.trained_input import check_class_order
     from trainables.models.weights import load_teacher
 
     if problem := resize_covers_crop(config.data):
         raise ExperimentError(problem)
     classes = check_source(config.data, "val").classes
-    check_class_order(model, config.checkpoint, categories, classes)
     fit: dict[str, Any] = {"num_classes": len(classes), "image_size": config.data.image_size, "classes": classes, "seed": 0}
     load_teacher(model, config.checkpoint, **fit, weights_key=weights_key)
     return config

@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from service.config.messages import problems_of
-from service.config.method_rules import method_names
+from service.config.rules import method_names
 from service.config.schema import Experiment
 from trainables.errors import ExperimentError
 from trainables.methods.method_file import read_source, use_copies

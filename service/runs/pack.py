@@ -15,10 +15,9 @@ from pathlib import Path
 
 from service.cluster.parallel_map import bar, parallel_map
 from trainables.data.index import INDEX, UNFINISHED, UNREADABLE, Index, check_file, read_index
-from trainables.data.pack.join import write_set
 from trainables.data.pack.modes import Mode
 from trainables.data.pack.shard import write_shard
-from trainables.data.pack.shard_plan import SHARD_BYTES, PackPlan, plan_pack
+from trainables.data.pack.shard_plan import SHARD_BYTES, PackPlan, plan_pack, write_set
 from trainables.data.source import refuse_single_class
 from trainables.errors import DataError, printable
 from trainables.locks import locked_or_raise

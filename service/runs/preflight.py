@@ -10,7 +10,7 @@ from typing import Any, Literal
 from service.cluster.connect import check_ray_address
 from service.cluster.resources import is_local, local_capacity
 from service.config.experiment import Resolved, read_resolved
-from service.config.method_rules import method_names
+from service.config.rules import method_names
 from service.config.schema import Experiment
 from service.runs.dry_run import check_fits, check_parts
 from service.runs.plan import Plan
@@ -134,11 +134,11 @@ def check_models(experiment: Experiment, classes: tuple[str, ...]) -> None:
 
     Raises:
         ModelError: a model does not take these images or classes, or its published weights do not.
-        CheckpointError: a file of weights cannot be read, or is of another model, other classes or another normalisation.
+        CheckpointError: a file of weights cannot be read, or is of another model or other classes.
     """
     from trainables.methods.select import select_methods
+    from trainables.models.model_input import input_warnings, teacher_input
     from trainables.models.registry import build_model
-    from trainables.models.trained_input import check_trained_input
     from trainables.models.weights import load_teacher
 
     teacher, distill = experiment.teacher, experiment.distill
@@ -146,12 +146,14 @@ def check_models(experiment: Experiment, classes: tuple[str, ...]) -> None:
     if teacher is not None and teacher.weights is None:
         build_model(teacher.model, num_classes=len(classes), image_size=size, seed=seed)
     if teacher is not None and select_methods(distill):
-        fit: dict[str, Any] = {"num_classes": len(classes), "image_size": size, "classes": classes, "seed": seed}
+        fit: dict[str, Any] = {"num_classes": len(classes), "classes": classes, "seed": seed}
         for each in teacher.with_others:
             if each.weights is not None:
                 if experiment.data.path != "synthetic":
-                    check_trained_input(each.model, each.weights, experiment.data, classes)
-                load_teacher(each.model, each.weights, **fit, weights_key=each.weights_key)
+                    for line in input_warnings(each, experiment.data):
+                        notice(line)
+                own_size = teacher_input(each, experiment.data).image_size
+                load_teacher(each.model, each.weights, **fit, image_size=own_size, weights_key=each.weights_key)
 
 
 def check_data_of_run(

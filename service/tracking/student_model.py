@@ -23,6 +23,8 @@ class StudentModel(PythonModel):  # type: ignore[misc]
         import torch
         from safetensors import safe_open
 
+        from trainables.models.model_input import ModelInput
+        from trainables.models.pixels import take_pixels
         from trainables.models.registry import build_model
 
         with safe_open(context.artifacts["checkpoint"], framework="pt") as file:
@@ -32,9 +34,8 @@ class StudentModel(PythonModel):  # type: ignore[misc]
         model = build_model(metadata["model"], num_classes=metadata["num_classes"], image_size=metadata["image_size"], seed=0)
         model.load_state_dict(parameters)
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        take_pixels(model, ModelInput(metadata["image_size"], tuple(metadata["mean"]), tuple(metadata["std"])))
         self._model = model.to(device=self._device, dtype=torch.float32).eval()
-        self._mean = torch.tensor(metadata["mean"], device=self._device).view(-1, 1, 1)
-        self._std = torch.tensor(metadata["std"], device=self._device).view(-1, 1, 1)
 
     def predict(self, context: PythonModelContext, model_input: np.ndarray, params: dict[str, Any] | None = None) -> np.ndarray:
         """Class probabilities_BK (float32) of uint8 images_BCHW."""
@@ -45,7 +46,7 @@ class StudentModel(PythonModel):  # type: ignore[misc]
         with torch.inference_mode():
             for part_BCHW in torch.split(images_BCHW, IMAGES_PER_FORWARD):
                 pixels_BCHW = part_BCHW.to(self._device, torch.float32) / 255
-                logits_BK = self._model((pixels_BCHW - self._mean) / self._std)
+                logits_BK = self._model(pixels_BCHW)
                 parts.append(logits_BK.softmax(dim=1).cpu().numpy())
         return np.concatenate(parts)
 

@@ -22,8 +22,8 @@ import numpy as np
 
 from tests.benchmarks.peers.window import BATCH, SIZE, THREADS
 from trainables.config import DataConfig
+from trainables.data.augment import Augment
 from trainables.data.decoders.turbojpeg import TurboJpeg
-from trainables.data.image_view import View
 from trainables.data.loader.batch_reader import CHUNKS_PER_THREAD
 from trainables.data.loader.sample_reader import Reader
 from trainables.data.source import open_source
@@ -63,11 +63,11 @@ def _overhead_s() -> float:
 
 
 @contextlib.contextmanager
-def _library_timed(clock: Clock, view: View, *, warm: bool) -> Iterator[None]:
+def _library_timed(clock: Clock, augment: Augment, *, warm: bool) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for module, name in _LIBRARY_CALLS:
             stack.enter_context(patch.object(module, name, clock.timed(getattr(module, name))))
-        decoder = view._decoder
+        decoder = augment._decoder
         assert isinstance(decoder, TurboJpeg)
         library = decoder._library
         decompress = (lambda *arguments: 0) if warm else decoder._decompress
@@ -82,11 +82,11 @@ def _library_timed(clock: Clock, view: View, *, warm: bool) -> Iterator[None]:
 def measure(folder: Path, seconds: float, *, warm: bool) -> dict[str, float]:
     """Microseconds an image: medians over batches, and of the batch that was disturbed least."""
     data = DataConfig.model_validate({"path": str(folder), "image_size": SIZE, "augment": "crop_flip"})
-    source, view, clock, overhead_s = open_source(data, "train"), View(data, "train"), Clock(), _overhead_s()
-    reader, rows = Reader(source, view, 0), BATCH // (THREADS * CHUNKS_PER_THREAD)
+    source, augment, clock, overhead_s = open_source(data, "train"), Augment(data, "train"), Clock(), _overhead_s()
+    reader, rows = Reader(source, augment, 0), BATCH // (THREADS * CHUNKS_PER_THREAD)
     out_BHWC = np.zeros((BATCH, SIZE, SIZE, 3), dtype=np.uint8)
     images_s, python_s = list[float](), list[float]()
-    with _library_timed(clock, view, warm=warm):
+    with _library_timed(clock, augment, warm=warm):
         until_s = time.perf_counter() + seconds
         for number in count():
             indices_B = np.arange(number * BATCH, (number + 1) * BATCH) % len(source)

@@ -25,9 +25,8 @@ from tests.benchmarks.process import ROOT, answer_of, environment
 from tests.benchmarks.rounds import Bar, Comparison, Sides
 from tests.trainables.data.photos import encoded, photo
 from trainables.config import DataConfig
-from trainables.data.augment import random_resized_crop_box, uniforms
+from trainables.data.augment import Augment, random_resized_crop_box, uniforms
 from trainables.data.decode import decode_image
-from trainables.data.image_view import View
 
 SECONDS, LEAST_FILES = 4.0, 2000
 MAX_SIDE, QUALITY = 400, 90
@@ -157,13 +156,13 @@ def _packed(folder: Path, dest: Path, how: list[str]) -> Path:
 
 def _fidelity_db(files: list[Path], fidelity: str) -> tuple[float, float]:
     """Mean and 5th percentile over one crop of each file, 20·log10(255/RMS of the difference) in dB."""
-    view = View(DataConfig.model_validate({"image_size": SIZE, "augment": "crop_flip", "fidelity": fidelity}), "train")
+    augment = Augment(DataConfig.model_validate({"image_size": SIZE, "augment": "crop_flip", "fidelity": fidelity}), "train")
     figures = []
-    for file, row in zip(files, uniforms(0, 0, np.arange(len(files)), view.num_uniforms), strict=True):
+    for file, row in zip(files, uniforms(0, 0, np.arange(len(files)), augment.num_uniforms), strict=True):
         ours_HWC = np.empty((SIZE, SIZE, 3), dtype=np.uint8)
         data = file.read_bytes()
-        view.show(view.plan(data, row), ours_HWC)
-        view.finish(row[None], ours_HWC[None])
+        augment.render(data, row, ours_HWC)
+        augment.finish(row[None], ours_HWC[None])
         image = decode_image(data)
         left, top, right, bottom = random_resized_crop_box(row[1:], *image.size)
         crop = tv.resized_crop(image, top, left, bottom - top, right - left, [SIZE, SIZE])

@@ -7,6 +7,7 @@ threads in the training process, once in a process of their own. The loader is h
 import argparse
 import contextlib
 import json
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -117,11 +118,11 @@ class _Socket:
         self._connection.send_bytes(content)
         self.cpu_s += time.thread_time() - began_s
 
-    def recv_bytes(self) -> bytes:
+    def recv(self) -> Any:
         began_s = time.thread_time()
         content: bytes = self._connection.recv_bytes()
         self.cpu_s += time.thread_time() - began_s
-        return content
+        return pickle.loads(content)
 
     def close(self) -> None:
         self._connection.close()

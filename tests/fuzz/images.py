@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from unittest.mock import patch
 
 import numpy as np
 
@@ -10,11 +9,9 @@ from tests.fuzz.mutations import mutate
 from tests.fuzz.originals import largest, originals, sizes, with_size
 from tests.fuzz.subject import Input
 from trainables.config import DataConfig
-from trainables.data import image_view
-from trainables.data.augment import uniforms
+from trainables.data.augment import Augment, uniforms
 from trainables.data.decoders import DECODERS
 from trainables.data.decoders.interface import read_header
-from trainables.data.image_view import View
 
 _SIZE = 64
 _FILE = "image"
@@ -26,7 +23,7 @@ class Images:
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._originals = originals()
-        self._views = {name: views for name in DECODERS if (views := _views(name))}
+        self._augments = {name: augments for name in DECODERS if (augments := _augments(name))}
         self._out_HWC = np.empty((_SIZE, _SIZE, 3), dtype=np.uint8)
 
     def make(self, index: int) -> Input:
@@ -47,13 +44,13 @@ class Images:
         assert data is not None
         (crop,) = uniforms(self._seed, 0, np.array([len(data)]), 23)
         # what is no ordinary JPEG is PIL's, whichever the decoder
-        names = list(self._views) if read_header(data) else ["pil"]
+        names = list(self._augments) if read_header(data) else ["pil"]
         for name in names:
-            for view in self._views[name]:
-                yield partial(self._see, view, data, crop)
+            for augment in self._augments[name]:
+                yield partial(self._see, augment, data, crop)
 
-    def _see(self, view: View, data: bytes, crop: np.ndarray) -> list[str]:
-        view.show(view.plan(data, crop[: view.num_uniforms]), self._out_HWC)
+    def _see(self, augment: Augment, data: bytes, crop: np.ndarray) -> list[str]:
+        augment.render(data, crop[: augment.num_uniforms], self._out_HWC)
         return [""]
 
 
@@ -65,13 +62,12 @@ class Largest(Images):
         return Input((kind, ""), {_FILE: make()})
 
 
-def _views(decoder: str) -> list[View]:
+def _augments(name: str) -> list[Augment]:
     """Training's two and validation's; none where the decoder is not installed."""
     try:
-        DECODERS[decoder]()
+        decoder = DECODERS[name]()
     except ImportError:
         return []
     data = DataConfig(image_size=_SIZE, augment="crop_flip")
     exact = data.model_copy(update={"fidelity": "exact"})
-    with patch.object(image_view, "open_decoder", DECODERS[decoder]):
-        return [View(data, "train"), View(exact, "train"), View(data, "val")]
+    return [Augment(data, "train", decoder), Augment(exact, "train", decoder), Augment(data, "val", decoder)]

@@ -14,7 +14,7 @@ from trainables.data.decode import MAX_PIXELS
 BOMB = 30_000, 30_000
 _LARGE = 2**16 - 1  # the longest side of a JPEG image that its header can say
 _STRIP = 65_500  # that libjpeg writes
-_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # of a PNG colour type
+_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # of a PNG color type
 _BLOCK = 1 << 20
 
 
@@ -42,7 +42,7 @@ def originals() -> dict[str, bytes]:
         "png palette": encoded(image.quantize(16), "PNG", transparency=3),
         "png alpha": encoded(alpha, "PNG"),
         "png 16 bit": encoded(deep, "PNG"),
-        "png interlaced": flat_png(61, 47, depth=16, colour=6, interlaced=True),
+        "png interlaced": flat_png(61, 47, depth=16, color=6, interlaced=True),
         "webp": encoded(image, "WEBP"),
         "webp wide": encoded(wide, "WEBP"),
         "webp lossless": encoded(image, "WEBP", lossless=True),
@@ -79,7 +79,7 @@ def sizes(noise: np.random.Generator) -> tuple[int, int]:
     return width, height
 
 
-def flat_png(width: int, height: int, *, depth: int = 8, colour: int = 2, row_filter: int = 0, interlaced: bool = False) -> bytes:
+def flat_png(width: int, height: int, *, depth: int = 8, color: int = 2, row_filter: int = 0, interlaced: bool = False) -> bytes:
     """A black PNG image, however large, in milliseconds: its stream is one compressed block, again and again."""
     parts = [(width, height)]
     if interlaced:  # seven smaller images
@@ -87,7 +87,7 @@ def flat_png(width: int, height: int, *, depth: int = 8, colour: int = 2, row_fi
         parts = [(-(-(width - x) // dx), -(-(height - y) // dy)) for x, y, dx, dy in steps]
     stream, checksum = [b"\x78\x01"], 1
     for columns, rows in parts:
-        row = bytes([row_filter]) + bytes((columns * depth * _CHANNELS[colour] + 7) // 8)
+        row = bytes([row_filter]) + bytes((columns * depth * _CHANNELS[color] + 7) // 8)
         rows_a_block = max(1, _BLOCK // len(row))
         for count in (rows_a_block, rows % rows_a_block):
             packer = zlib.compressobj(9, zlib.DEFLATED, -15)
@@ -96,7 +96,7 @@ def flat_png(width: int, height: int, *, depth: int = 8, colour: int = 2, row_fi
             for _ in range(times):
                 checksum = zlib.adler32(block, checksum)
     stream.append(zlib.compressobj(9, zlib.DEFLATED, -15).flush() + struct.pack(">I", checksum))
-    header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, interlaced)
+    header = struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, interlaced)
     whole = (b"IHDR", header), (b"IDAT", b"".join(stream)), (b"IEND", b"")
     return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(*part) for part in whole)
 
@@ -123,13 +123,13 @@ def largest() -> dict[str, Callable[[], bytes]]:
         "jpeg bomb": lambda: with_size(encoded(solid(), "JPEG"), *BOMB),
         "png largest": lambda: flat_png(side, side),
         "png largest strip": lambda: flat_png(MAX_PIXELS, 1),
-        "png largest alpha": lambda: flat_png(side, side, colour=6, row_filter=4),
-        "png largest one bit": lambda: flat_png(side, side, depth=1, colour=0),
+        "png largest alpha": lambda: flat_png(side, side, color=6, row_filter=4),
+        "png largest one bit": lambda: flat_png(side, side, depth=1, color=0),
         "png largest 16 bit": lambda: flat_png(side, side, depth=16, row_filter=4),
-        "png largest 16 bit alpha": lambda: flat_png(side, side, depth=16, colour=6, row_filter=4),
-        "png largest interlaced": lambda: flat_png(side, side, depth=16, colour=6, row_filter=4, interlaced=True),
+        "png largest 16 bit alpha": lambda: flat_png(side, side, depth=16, color=6, row_filter=4),
+        "png largest interlaced": lambda: flat_png(side, side, depth=16, color=6, row_filter=4, interlaced=True),
         "png bomb": lambda: flat_png(*BOMB),
-        "png bomb one bit": lambda: flat_png(*BOMB, depth=1, colour=0),
+        "png bomb one bit": lambda: flat_png(*BOMB, depth=1, color=0),
         "webp largest": lambda: encoded(solid(), "WEBP", method=0),
         "webp largest lossless": lambda: encoded(solid(), "WEBP", lossless=True, quality=0, method=0),
         "webp largest alpha": lambda: encoded(solid("RGBA"), "WEBP", method=0),

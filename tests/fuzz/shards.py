@@ -15,9 +15,8 @@ from tests.fuzz.subject import Input
 from tests.trainables.data.packed import pack_here
 from tests.trainables.data.photos import photo
 from trainables.config import DataConfig
-from trainables.data.augment import uniforms
+from trainables.data.augment import Augment, uniforms
 from trainables.data.decode import UnreadableImageError
-from trainables.data.image_view import View
 from trainables.data.index import INDEX
 from trainables.data.order import Split
 from trainables.data.pack.modes import Mode
@@ -59,8 +58,8 @@ class Shards:
         self._seed, self._root = seed, folder / "set"
         self._sets = [_pack(folder, Mode()), _pack(folder, Mode(raw=20))]
         self._root.mkdir()
-        view = DataConfig.model_validate({"image_size": _SIZE, "augment": "crop_flip"})
-        self._views: dict[Split, View] = {"train": View(view, "train"), "val": View(view, "val")}
+        data = DataConfig.model_validate({"image_size": _SIZE, "augment": "crop_flip"})
+        self._augments: dict[Split, Augment] = {"train": Augment(data, "train"), "val": Augment(data, "val")}
         self._out_HWC = np.empty((_SIZE, _SIZE, 3), dtype=np.uint8)
 
     def make(self, index: int) -> Input:
@@ -77,7 +76,7 @@ class Shards:
         late = given.kind[1].endswith("under a reader")
         begin = self._sets[("file", "pixels").index(given.kind[0])] if late else given.files
         self._write(begin)
-        for split in self._views:
+        for split in self._augments:
             yield partial(self._read, split, given.files if late else None)
 
     def _write(self, files: dict[str, bytes | None] | dict[str, bytes]) -> None:
@@ -95,11 +94,11 @@ class Shards:
         return [self._see(source, split, index) for index in range(min(len(source), 100))]
 
     def _see(self, source: RecordsSource, split: Split, index: int) -> str:
-        view = self._views[split]
-        (crop,) = uniforms(0, 0, np.array([index]), view.num_uniforms)
+        augment = self._augments[split]
+        (crop,) = uniforms(0, 0, np.array([index]), augment.num_uniforms)
         try:
             source.prefetch(np.array([index]))
-            view.show(view.plan(source.read(index), crop), self._out_HWC)
+            augment.render(source.read(index), crop, self._out_HWC)
             assert source.name(index)
             return ""
         except UnreadableImageError as error:

@@ -37,7 +37,7 @@ def verdict_of(run: Callable[[], object]) -> tuple[str, str] | None:
 
 
 def huge_batch(pair: Pair, size: int, device: torch.device) -> DeviceBatch:
-    """A batch of the size itself; on a CPU one that has so many rows without memory for them, until it is normalised."""
+    """A batch of the size itself; on a CPU one that has so many rows without memory for them, until it is normalized."""
     if device.type == "cuda":
         return device_batch(pair, size, device)
     one = device_batch(pair, 1, device)

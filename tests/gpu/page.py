@@ -55,10 +55,10 @@ def page(folder: Folder, checks: Sequence[Check]) -> str:
 def _check(folder: Folder, check: Check) -> str:
     lines = []
     for row in folder.rows([check]):
-        colour = COLOURS.get(row.verdict, "inherit")
+        color = COLOURS.get(row.verdict, "inherit")
         cells = (row.piece, row.expected, row.measured)
         lines.append(
-            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + f'<td style="color:{colour}">'
+            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + f'<td style="color:{color}">'
             f"{html.escape(row.verdict)}</td></tr>"
         )
     head = "<tr><th>piece</th><th>expected</th><th>measured</th><th>verdict</th></tr>"

@@ -465,7 +465,7 @@ def test_the_taps_of_a_model_are_a_table_of_names_and_shapes(capsys: pytest.Capt
     assert rows["stem"][-1] == "16×32×32"
     assert "layer3" in rows["stage3"][0].split(", ")
     assert rows["stage3"][1] == "64×8×8"
-    assert rows["pooled"] == ["fc:in", "64"]
+    assert rows["pooled"] == ["flatten", "64"]
     assert "fc" not in rows
     assert exit_code("taps", "convnet_small", "--image-size", "8", "--num-classes", "7", "--all") == 0
     rows = table_rows(capsys.readouterr().out)
@@ -504,7 +504,7 @@ def test_weights_that_are_missing_damaged_or_of_another_model_are_refused(refuse
     other = write_teacher(tmp_path / "other.safetensors", model="convnet_large")
     assert f"{other} is a convnet_large, not a mlp_large: write convnet_large as the model" in shown(other)
     fewer = write_teacher(tmp_path / "fewer.safetensors", num_classes=7)
-    assert "was trained on 7 classes and the data has 10" in shown(fewer)
+    assert "has 7 classes, none of them '7', and the data has 10" in shown(fewer)
     for length in (0, 5, 100, whole.stat().st_size - 1):
         cut = tmp_path / "cut.safetensors"
         cut.write_bytes(whole.read_bytes()[:length])
@@ -521,7 +521,7 @@ def test_an_evaluation_that_cannot_be_carried_out_is_refused(refuse: Refuse, tmp
     assert "there is no file" in refuse("evaluate", tmp_path / "none.safetensors", "--data", "digits")
     assert "does not exist" in refuse("evaluate", whole, "--data", tmp_path / "none")
     photos = write_photos(tmp_path / "photos", train={"cat": [GOOD], "dog": [GOOD]}, val={"cat": [GOOD], "dog": [GOOD]})
-    assert "was trained on 10 classes and the data has 2" in refuse("evaluate", whole, "--data", photos)
+    assert "has 10 classes, none of them 'cat', and the data has 2" in refuse("evaluate", whole, "--data", photos)
     names = write_photos(tmp_path / "names", train={f"c{i}": [GOOD] for i in range(10)}, val={f"c{i}": [GOOD] for i in range(10)})
     assert "its class 0 is '0', the data's is 'c0'" in refuse("evaluate", whole, "--data", names)
     cut = tmp_path / "cut.safetensors"

@@ -189,7 +189,7 @@ OWN = "/cluster/own.py:Own"
     "overrides",
     [
         (f"distill.method={OWN}", "optim.lr=0.1"),
-        (f"distill.method={OWN}", "optim.losses.critic.lr=0.1"),
+        (f"distill.method={OWN}", "optim.losses.Own/judge.lr=0.1"),
         (f'distill={{"method": "{OWN}"}}', "distill.options.Own.weight=2"),
         ("teacher.cache=/tmp/x", "distill.method=kd"),
         ("teacher=null", "distill.method=none"),

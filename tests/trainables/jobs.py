@@ -12,7 +12,6 @@ from torch import Tensor
 
 from trainables.config import DataConfig, TrainConfig
 from trainables.data.source import open_source
-from trainables.device.model_input import normalizer
 from trainables.disk_writer import DiskWriter
 from trainables.distributed.group import Group
 from trainables.engine import checkpoint, pass_latency
@@ -20,6 +19,8 @@ from trainables.engine.checkpoint import CheckpointState
 from trainables.engine.checkpoint_writer import CheckpointWriter
 from trainables.engine.train import build, run_job
 from trainables.metrics.metrics_file import MetricsFile, Report
+from trainables.models.model_input import student_input
+from trainables.models.pixels import take_pixels
 from trainables.models.registry import build_model
 from trainables.rundir import StageDir
 
@@ -64,10 +65,9 @@ def write_able_teacher(path: Path, order: Sequence[int] = range(10), seed: int =
     data = DataConfig(image_size=8)
     source = open_source(data, "train")
     pixels = np.stack([np.asarray(source.read(index)) for index in range(len(source))])
-    images = normalizer(data.mean, data.std, torch.device("cpu"), torch.float32, torch.contiguous_format)(
-        torch.from_numpy(pixels).permute(0, 3, 1, 2)
-    )
+    images = torch.from_numpy(pixels).permute(0, 3, 1, 2) / 255
     model = build_model("mlp_large", num_classes=10, image_size=8, seed=seed)
+    take_pixels(model, student_input(data))
     model.head = torch.nn.Identity()
     features = torch.nn.functional.pad(model(images).detach().double(), (0, 1), value=1.0)
     labels = torch.nn.functional.one_hot(torch.from_numpy(np.array(source.labels_N)).long(), 10).double()

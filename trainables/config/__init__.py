@@ -4,7 +4,7 @@
 """
 
 from trainables.config.data import ON_DEVICE, ColorJitterConfig, DataConfig, DeviceAugmentConfig, RandAugmentConfig
-from trainables.config.distill import DistillConfig, MethodOptions
+from trainables.config.distill import DistillConfig, InitStageOptions, MethodOptions, init_epochs
 from trainables.config.job import (
     DataIdentity,
     EvaluateConfig,
@@ -31,6 +31,7 @@ __all__ = [
     "DistillConfig",
     "EvaluateConfig",
     "FillConfig",
+    "InitStageOptions",
     "LossOptimConfig",
     "MethodOptions",
     "ModelConfig",
@@ -49,4 +50,5 @@ __all__ = [
     "TeacherConfig",
     "TrainConfig",
     "TrainingConfig",
+    "init_epochs",
 ]

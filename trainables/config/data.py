@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, field_validator
 
-from trainables.config.section import Count, Natural, NonNegative, Probability, Section
+from trainables.config.section import Count, ImageSize, Mean, Natural, NonNegative, Probability, Section, Std
 
 ON_DEVICE = ("gpu", "dali")
 """What `data.decoder` may be that decodes on the device, see `trainables.device.decoders`."""
-
-Deviation = Annotated[float, Field(gt=0, le=1)]
 
 
 class RandAugmentConfig(Section):
@@ -23,12 +21,12 @@ class RandAugmentConfig(Section):
 
 
 class ColorJitterConfig(Section):
-    """How far colours may be changed: factors from 1 - value to 1 + value, hue by a part of the colour circle."""
+    """How far colors may be changed: factors from 1 - value to 1 + value, hue by a part of the color circle."""
 
     brightness: NonNegative = Field(0.0, description="factors from 1 - value to 1 + value")
     contrast: NonNegative = Field(0.0, description="factors from 1 - value to 1 + value")
     saturation: NonNegative = Field(0.0, description="factors from 1 - value to 1 + value")
-    hue: Annotated[float, Field(ge=0, le=0.5)] = Field(0.0, description="part of the colour circle, to either side")
+    hue: Annotated[float, Field(ge=0, le=0.5)] = Field(0.0, description="part of the color circle, to either side")
 
 
 class DeviceAugmentConfig(Section):
@@ -36,7 +34,7 @@ class DeviceAugmentConfig(Section):
 
     randaugment: RandAugmentConfig | None = None
     color_jitter: ColorJitterConfig | None = None
-    random_erasing: Probability = Field(0.0, description="probability that a rectangle of an image becomes the mean colour")
+    random_erasing: Probability = Field(0.0, description="probability that a rectangle of an image becomes the mean color")
     mixup: NonNegative = Field(0.0, description="α of the shares of two mixed images, from Beta(α, α)")
     cutmix: NonNegative = Field(0.0, description="α of the shares of two pasted images; with mixup, each image draws which")
 
@@ -63,8 +61,10 @@ class DataConfig(Section):
         description="where they live: threads of the training process, or a process of its own, which does not share its GIL; "
         "auto: a process where a GPU trains",
     )
-    image_size: Annotated[Count, Field(le=4096)] = Field(
-        8, description="height and width of the images that the models see, in pixels"
+    image_size: ImageSize = Field(
+        8,
+        description="height and width of the crops, which the student sees as they are, in pixels; absent for image files: what "
+        "the student's library made it for",
     )
     augment: Literal["none", "crop_flip", "pad_crop_flip"] = Field(
         "none", description="crop_flip: RandomResizedCrop + flip; pad_crop_flip: pad by 4, crop, flip, as for CIFAR"
@@ -91,14 +91,10 @@ class DataConfig(Section):
     )
     cache: Literal["none", "memory"] = Field("none", description="memory: a node keeps image files that it has read in memory")
     cache_mib: Count | None = Field(
-        None, description="most that `cache: memory` or the shards of a remote set take on a node; absent: by what is free"
+        None, description="most that a node stores with `cache: memory` or of a remote set, in all; absent: by what is free"
     )
-    mean: tuple[Probability, Probability, Probability] = Field(
-        (0.485, 0.456, 0.406), description="per-channel mean of pixels in [0, 1]"
-    )
-    std: tuple[Deviation, Deviation, Deviation] = Field(
-        (0.229, 0.224, 0.225), description="per-channel deviation of pixels in [0, 1]"
-    )
+    mean: Mean = Field((0.485, 0.456, 0.406), description="per-channel mean of pixels in [0, 1], for the student")
+    std: Std = Field((0.229, 0.224, 0.225), description="per-channel deviation of pixels in [0, 1], for the student")
     synthetic_images: Count = Field(2048, description="training images of the `synthetic` source")
     synthetic_classes: Count = Field(10, description="classes of the `synthetic` source")
 
@@ -111,31 +107,6 @@ class DataConfig(Section):
     def decodes_on_device(self) -> bool:
         """Whether training's crops are decoded on the device."""
         return self.decoder in ON_DEVICE
-
-    @model_validator(mode="after")
-    def _check_device_decoder(self) -> Self:
-        if self.decodes_on_device and self.augment != "crop_flip":
-            raise ValueError(
-                f"decoder {self.decoder} decodes what augment crop_flip cuts out, and augment is {self.augment}: "
-                "write decoder auto"
-            )
-        return self
-
-    @field_validator("mean", "std", mode="before")
-    @classmethod
-    def _check_normalization(cls, written: Any, info: ValidationInfo) -> Any:
-        """Refuse what is of pixels in [0, 255] or of one channel, with what to write; the types refuse the rest."""
-        values = list(written) if isinstance(written, list | tuple) else [written]
-        if len(values) not in (1, 3) or not all(type(value) in (int, float) and 0 <= value <= 255 for value in values):
-            return written
-        if info.field_name == "std" and 0 in values:
-            return written
-        of_bytes = max(values) > 1
-        if not of_bytes and len(values) == 3:
-            return written
-        three = [float(f"{value / 255:.4g}") if of_bytes else value for value in values] * (3 // len(values))
-        scale = "pixels are in [0, 1], not [0, 255]: divide mean and std by 255" if of_bytes else "images have three channels"
-        raise ValueError(f"{scale}: write {info.field_name}: {three}")
 
     @field_validator("shuffle")
     @classmethod

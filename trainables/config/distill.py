@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_serializer, field_validator
 
-from trainables.config.section import NonNegative, Section
+from trainables.config.section import Natural, NonNegative, Positive, Section
 
 
 class MethodOptions(Section):
@@ -31,6 +31,18 @@ class MethodOptions(Section):
         return self.weight * max(risen, 0.0) * left
 
 
+class InitStageOptions(MethodOptions):
+    """The options of a method that has an init stage."""
+
+    init_epochs: Natural = Field(30, description="epochs before training in which the method's `init_terms` are trained; 0: none")
+    init_lr: Positive | None = Field(None, description="learning rate of these epochs; absent: the peak of optim")
+
+
+def init_epochs(options: MethodOptions) -> int:
+    """The length of a method's part of the init stage; 0: it has none."""
+    return options.init_epochs if isinstance(options, InitStageOptions) else 0
+
+
 class DistillConfig(Section):
     """How the student learns: task_weight·CE + Σ over methods of weight·(its terms)."""
 
@@ -43,6 +55,16 @@ class DistillConfig(Section):
     options: dict[str, dict[str, Any]] = Field(
         {}, description="method → its options, such as `weight`; those of a method that is not used wait until it is"
     )
+
+    @property
+    def keys(self) -> dict[str, str]:
+        """The key of each method in `options` and in the records → its name: the class of FILE.py:CLASS → that."""
+        return {name.rpartition(":")[2]: name for name in self.method}
+
+    @property
+    def weighted(self) -> list[str]:
+        """The keys of the methods whose weight is not 0."""
+        return [key for key in self.keys if self.options.get(key, {}).get("weight") != 0]
 
     @field_serializer("method")
     def _serialize_method(self, method: tuple[str, ...]) -> tuple[str, ...] | str:

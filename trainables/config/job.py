@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from trainables.config.data import DataConfig
 from trainables.config.distill import DistillConfig
@@ -51,12 +51,6 @@ class TrainingConfig(Section):
         False, description="measure the gradient noise scale; until_top1_pct and a sweep by time_to_accuracy do in any case"
     )
     telemetry_every_s: Positive = Field(1.0, description="seconds between two readings of GPU and CPU telemetry")
-
-    @model_validator(mode="after")
-    def _check_timing_run(self) -> Self:
-        if self.max_steps is not None and (self.until_top1_pct is not None or self.until_s is not None):
-            raise ValueError("max_steps is for timing runs, which are not evaluated: leave out until_top1_pct and until_s")
-        return self
 
 
 class RunStore(Section):
@@ -117,6 +111,10 @@ class TrainConfig(Section):
     )
     report_each_epoch: bool = Field(False, description="a scheduler may stop the job after each epoch: the loop waits for Ray")
     labels: dict[str, str] = Field(default_factory=dict, description="tags of exported Ray metrics, such as the trial's name")
+
+    @property
+    def distillation(self) -> DistillConfig | None:
+        return self.distill
 
     @property
     def measures_noise(self) -> bool:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from trainables.config.section import Count, Positive, Section
+from trainables.config.section import Count, ImageSize, Mean, Positive, Section, Std
 
 FOLDER_SCHEME = "local-dir:"
 HUB_SCHEMES = ("hf-hub:", "hf_hub:")
@@ -23,6 +23,16 @@ class ModelConfig(Section):
 
 class WeightedConfig(ModelConfig):
     """A model whose weights may be in a file, or come with its name, as `hf-hub:OWNER/NAME` and `local-dir:FOLDER` do."""
+
+    image_size: ImageSize | None = Field(
+        None,
+        description="height and width of what it sees, to which crops are resized; absent: theirs, or what its weights record "
+        "where it takes no other",
+    )
+    mean: Mean | None = Field(
+        None, description="per-channel mean by which its images are normalized; absent: what its weights record, else data.mean"
+    )
+    std: Std | None = Field(None, description="per-channel deviation by which its images are normalized; absent: as mean")
 
     weights_key: str | None = Field(
         None,
@@ -90,30 +100,6 @@ class TeacherConfig(WeightedConfig):
         if cache is not None and "\0" in cache:
             raise ValueError("must be a folder, and no path has the character NUL in it")
         return cache
-
-    @model_validator(mode="after")
-    def _check_weights_key(self) -> Self:
-        if self.weights_key is not None and self.weights is None:
-            raise ValueError("weights_key chooses a part of a file of weights: write weights: FILE, or leave it out")
-        return self
-
-    @model_validator(mode="after")
-    def _check_cache_keys(self) -> Self:
-        for name in ("cache_top_k", "cache_epochs"):
-            if self.cache is None and getattr(self, name) is not None:
-                raise ValueError(f"{name} is for a teacher whose logits are cached: write cache: FOLDER, or leave it out")
-        if self.cache is not None and self.others:
-            raise ValueError("cache stores the logits of one teacher: leave out cache, or others")
-        if self.service is not None and self.others:
-            raise ValueError("service computes the logits of one teacher: leave out service, or others")
-        if self.placement == "sharded" and self.logits_only is not None:
-            raise ValueError(
-                f"placement sharded is for a network that runs in every step, and {self.logits_only} is set: leave out one of"
-                " the two"
-            )
-        if self.service is not None and self.cache is not None:
-            raise ValueError("cache stores what service would compute: leave out one of the two")
-        return self
 
     @property
     def logits_only(self) -> str | None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from trainables.config.section import Count, NonNegative, Positive, Section
 
@@ -59,19 +59,7 @@ class OptimConfig(Section):
         description="largest L2 norm of the gradients of a step, of each optimizer where there are several; absent: no clipping",
     )
 
-    @model_validator(mode="after")
-    def _check_dot(self) -> Self:
-        if self.name == "dot":
-            if self.nesterov or self.losses:
-                raise ValueError("name dot has two momenta of its own: set nesterov to false, and leave out losses")
-            if self.momentum + self.delta >= 1 or self.momentum < self.delta:
-                raise ValueError(
-                    f"name dot: momentum {self.momentum:g} ± delta {self.delta:g} must lie in 0 … 1: write a smaller delta"
-                )
-        return self
-
-    def for_loss(self, key: str, declared: LossOptimConfig | None = None) -> OptimConfig:
-        """The section as it is for one loss; what a method has `declared` for it counts where `losses` says nothing."""
-        layers = (layer.model_dump(exclude_none=True) for layer in (declared, self.losses.get(key)) if layer is not None)
-        own = {name: value for layer in layers for name, value in layer.items()}
+    def for_loss(self, key: str) -> OptimConfig:
+        """The section as it is for one loss."""
+        own = self.losses[key].model_dump(exclude_none=True)
         return OptimConfig.model_validate({**self.model_dump(), **own, "losses": {}})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -73,19 +73,3 @@ class ScaleConfig(Section):
     def num_replicas(self) -> int:
         """Copies of the model, each of which trains on its part of the global batch."""
         return self.num_workers // self.pipeline_stages
-
-    @model_validator(mode="after")
-    def _check_stages(self) -> Self:
-        stages, workers = self.pipeline_stages, self.num_workers
-        if self.min_workers is not None and self.min_workers > workers:
-            raise ValueError(f"min_workers {self.min_workers} is more than num_workers {workers}: write at most {workers}")
-        if workers % stages:
-            lower = max(workers // stages, 1) * stages
-            instead = f"write {lower} or {lower + stages}" if workers > stages else f"write {stages}"
-            raise ValueError(f"num_workers {workers} is not divisible by pipeline_stages {stages}: {instead}")
-        if self.cut is not None and len(self.cut) != stages - 1:
-            raise ValueError(
-                f"cut names {len(self.cut)} modules, and {stages} pipeline_stages begin with {stages - 1} besides the images: "
-                "name as many, or leave cut out"
-            )
-        return self

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated, Any, cast
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, ValidationInfo
 from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
 Count = Annotated[int, Field(ge=1, lt=2**31)]
@@ -13,6 +13,27 @@ Natural = Annotated[int, Field(ge=0, lt=2**31)]
 NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 Probability = Annotated[float, Field(ge=0, le=1)]
+ImageSize = Annotated[int, Field(ge=1, le=4096)]
+
+
+def _per_channel(written: Any, info: ValidationInfo) -> Any:
+    """Refuse what is of pixels in [0, 255] or of one channel, with what to write; the types refuse the rest."""
+    values = list(written) if isinstance(written, list | tuple) else [written]
+    if len(values) not in (1, 3) or not all(type(value) in (int, float) and 0 <= value <= 255 for value in values):
+        return written
+    if info.field_name == "std" and 0 in values:
+        return written
+    of_bytes = max(values) > 1
+    if not of_bytes and len(values) == 3:
+        return written
+    three = [float(f"{value / 255:.4g}") if of_bytes else value for value in values] * (3 // len(values))
+    scale = "pixels are in [0, 1], not [0, 255]: divide mean and std by 255" if of_bytes else "images have three channels"
+    raise ValueError(f"{scale}: write {info.field_name}: {three}")
+
+
+Mean = Annotated[tuple[Probability, Probability, Probability], BeforeValidator(_per_channel)]
+_Deviation = Annotated[float, Field(gt=0, le=1)]
+Std = Annotated[tuple[_Deviation, _Deviation, _Deviation], BeforeValidator(_per_channel)]
 
 
 def _refuse_booleans(schema: Any) -> Any:

@@ -4,39 +4,53 @@ Every random number is a hash of (seed, epoch, sample, which one), so no batch, 
 Shapes: B samples, U random numbers a sample.
 """
 
+import hashlib
 import math
-from collections.abc import Callable
-from typing import NamedTuple
 
 import cv2
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from trainables.data.decode import DecodePlan, StoredImage, with_shorter_side
-from trainables.data.decoders.interface import Box, Decoded
-from trainables.data.order import GOLDEN, mix64
+from trainables.config import DataConfig
+from trainables.data.decode import Sample, StoredImage, with_shorter_side
+from trainables.data.decoders import open_decoder
+from trainables.data.decoders.interface import Box, Decoded, Decoder, read_header
+from trainables.data.encoded_rows import Region
+from trainables.data.order import GOLDEN, Split, mix64
 
 _TRIES = 10
 _AREA = (0.08, 1.0)
 _LOG_RATIO = (math.log(3 / 4), math.log(4 / 3))
 _PAD = 4
 _LINEAR_BELOW = 2.0
+_MAX_DEVICE_PIXELS = 2**24  # of an image that the device decodes: a larger one would take too much of its memory
+AUGMENTS = {"none": 0, "crop_flip": 3 + 2 * _TRIES, "pad_crop_flip": 3}
+"""The values of `data.augment`, each with the random numbers U that it takes a sample."""
 
 # a loader's threads share the cores between them; OpenCV would start threads of its own in each call
 cv2.setNumThreads(0)
 
 
-def uniforms(seed: int, epoch: int, indices_B: NDArray[np.int64], count: int) -> NDArray[np.float64]:
-    """Random numbers (B, `count`) in [0, 1), row b a pure function of (seed, epoch, indices_B[b]).
+def uniforms(seed: int, epoch: int, indices_B: NDArray[np.int64], count: int, name: str = "") -> NDArray[np.float64]:
+    """Random numbers (B, `count`) in [0, 1), row b a pure function of (seed, epoch, indices_B[b], `name`).
 
     Each row is a SplitMix64 stream (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014;
     finalizer constants of Stafford's mix 13) whose start is itself hashed from seed, epoch and index; 53 bits a number.
     """
-    epoch_start = mix64(mix64(np.array([seed], dtype=np.uint64)) + np.uint64(epoch))
-    starts_B = mix64(epoch_start + indices_B.astype(np.uint64))
-    steps_U = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GOLDEN)
+    starts_B = mix64(np.uint64(epoch_start(seed, epoch)) + indices_B.astype(np.uint64))
+    steps_U = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GOLDEN) + np.uint64(stream_start(name))
     return (mix64(starts_B[:, None] + steps_U) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def epoch_start(seed: int, epoch: int) -> int:
+    """A hash of both, to which a sample's index is added."""
+    return int(mix64(mix64(np.array([seed], dtype=np.uint64)) + np.uint64(epoch))[0])
+
+
+def stream_start(name: str) -> int:
+    """Where the random numbers of `name` begin in a sample's stream of 2^64; those without a name, which crop and flip, at 0."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) if name else 0
 
 
 def default_val_resize(image_size: int) -> int:
@@ -44,7 +58,7 @@ def default_val_resize(image_size: int) -> int:
     return round(image_size * 256 / 224)
 
 
-def validation_view(image: Image.Image, image_size: int, val_resize: int | None) -> Image.Image:
+def validation_view(rgb_HWC: NDArray[np.uint8], image_size: int, val_resize: int | None) -> NDArray[np.uint8]:
     """Shorter side to `val_resize` (bilinear, antialiased), then the central square of `image_size` pixels.
 
     The same pixels as torchvision's Resize and CenterCrop on a PIL image. An image that already has the size that the
@@ -52,12 +66,12 @@ def validation_view(image: Image.Image, image_size: int, val_resize: int | None)
 
     Raises UnreadableImageError as `with_shorter_side` does.
     """
-    if val_resize is None and image.size == (image_size, image_size):
-        return image
+    if val_resize is None and rgb_HWC.shape[:2] == (image_size, image_size):
+        return rgb_HWC
+    image = Image.fromarray(rgb_HWC)
     resized = with_shorter_side(image, default_val_resize(image_size) if val_resize is None else val_resize)
-    left = round((resized.width - image_size) / 2)
-    top = round((resized.height - image_size) / 2)
-    return resized.crop((left, top, left + image_size, top + image_size))
+    left, top = round((resized.width - image_size) / 2), round((resized.height - image_size) / 2)
+    return np.asarray(resized.crop((left, top, left + image_size, top + image_size)))
 
 
 def random_resized_crop_box(uniforms_U: NDArray[np.float64], width: int, height: int) -> Box:
@@ -88,106 +102,104 @@ def _between(limits: tuple[float, float], at: float) -> float:
     return limits[0] + (limits[1] - limits[0]) * at
 
 
-class ResizeOptions(NamedTuple):
-    """How an augmentation resizes. The size of the pixels that it fills is the size that the models see."""
+class Augment:
+    """Renders one split's stored samples as the pixels that the models see. Safe from several threads at once.
 
-    val_resize: int | None
-    exact: bool
+    With `data.decoder: gpu` or `dali` the crop alone is chosen here, for training's JPEG files; the device does the rest.
+    """
 
+    def __init__(self, data: DataConfig, split: Split, decoder: Decoder | None = None) -> None:
+        training = split == "train"
+        self._name = data.augment if training else "none"
+        self._image_size, self._val_resize = data.image_size, data.val_resize
+        # what validation says is compared with published figures
+        self._exact = not training or data.fidelity == "exact"
+        self._decoder = decoder or open_decoder()
+        self.on_device = training and data.decodes_on_device
+        """Whether `region` may find something to leave to the device."""
+        self.decoder = data.decoder if self.on_device else self._decoder.name
+        """The decoder in use, by its name in DECODERS or REGION_DECODERS."""
+        self.num_uniforms = AUGMENTS[self._name]
 
-class Planned(NamedTuple):
-    """What is to be shown of a stored image, and all that can be known before it is decoded."""
+    def shows_unchanged(self, size: int | None) -> bool:
+        """Whether `render` copies images of this height and width as they are stored. None: they differ."""
+        return self._name != "crop_flip" and self._val_resize is None and self._image_size == size
 
-    decode_plan: DecodePlan
-    box: Box
-    flip: bool
+    def region(self, row: int, sample: Sample, uniforms_U: NDArray[np.float64]) -> Region | None:
+        """What the device is to show in `row` of a batch. None: for `render`, no ordinary JPEG file or too large."""
+        header = None if isinstance(sample, np.ndarray) else read_header(sample)
+        if (
+            header is None
+            or isinstance(sample, np.ndarray)
+            or not header.ycbcr
+            or header.width * header.height > _MAX_DEVICE_PIXELS
+        ):
+            return None
+        return Region(row, sample, header, *crop_and_flip(uniforms_U, header.width, header.height))
 
+    def render(self, sample: Sample, uniforms_U: NDArray[np.float64], out_HWC: NDArray[np.uint8]) -> None:
+        """Decode what these random numbers in [0, 1) choose of `sample` into `out_HWC` (contiguous); `finish` comes next.
 
-def _plan_whole(stored: StoredImage, uniforms_U: NDArray[np.float64], size: int, options: ResizeOptions) -> Planned:
-    box = 0, 0, stored.width, stored.height
-    return Planned(stored.plan(box), box, flip=False)
+        Raises UnreadableImageError where the sample holds no whole image; `out_HWC` is then undefined.
+        """
+        stored = StoredImage(sample, self._decoder)
+        if self._name == "crop_flip":
+            render_crop(stored, *crop_and_flip(uniforms_U, stored.width, stored.height), out_HWC, exact=self._exact)
+        else:
+            out_HWC[:] = validation_view(stored.whole(), self._image_size, self._val_resize)
 
-
-def _show_whole(planned: Planned, out_HWC: NDArray[np.uint8], options: ResizeOptions) -> None:
-    """Validation's view."""
-    size = len(out_HWC)
-    rgb_HWC = planned.decode_plan.decode().part(planned.box)
-    if options.val_resize is None and rgb_HWC.shape == out_HWC.shape:
-        out_HWC[:] = rgb_HWC
-    else:
-        out_HWC[:] = np.asarray(validation_view(Image.fromarray(rgb_HWC), size, options.val_resize))
-
-
-def _plan_crop(stored: StoredImage, uniforms_U: NDArray[np.float64], size: int, options: ResizeOptions) -> Planned:
-    """RandomResizedCrop (bilinear, antialiased) and a horizontal flip of every second image, as for ImageNet."""
-    box, flip = crop_and_flip(uniforms_U, stored.width, stored.height)
-    return Planned(stored.plan(box, 1 if options.exact else _shrink(box, size)), box, flip)
+    def finish(self, uniforms_BU: NDArray[np.float64], images_BHWC: NDArray[np.uint8]) -> None:
+        """What is left to do to a batch that `render` has filled, in place and with the same random numbers."""
+        if self._name == "pad_crop_flip":
+            _pad_crop_flip(uniforms_BU, images_BHWC)
 
 
 def crop_and_flip(uniforms_U: NDArray[np.float64], width: int, height: int) -> tuple[Box, bool]:
-    """What `crop_flip` shows of an image of this size: which part, and whether mirrored."""
+    """What `crop_flip` shows of an image of this size: which part, and whether mirrored (every second image)."""
     return random_resized_crop_box(uniforms_U[1:], width, height), bool(uniforms_U[0] < 0.5)
 
 
-def show_crop(planned: Planned, out_HWC: NDArray[np.uint8], options: ResizeOptions) -> None:
-    """Fill `out_HWC` (contiguous) with the pixels of a box, resized and perhaps mirrored.
+def render_crop(stored: StoredImage, box: Box, flip: bool, out_HWC: NDArray[np.uint8], *, exact: bool) -> None:
+    """Fill `out_HWC` (contiguous) with the pixels of a box, resized (bilinear) and perhaps mirrored.
 
-    Raises UnreadableImageError as the stored image does.
+    exact: antialiased as torch does it. Else with less work where that is hardly visible: the image is decoded 2, 4 or 8 times
+    smaller where a pixel is left for each that is shown, and what is then shrunk by less than 2 is not antialiased. docs/data.md
+    has what other limits cost and gain. Raises UnreadableImageError as the stored image does.
     """
-    plan, box, flip = planned
     target_HWC = np.empty_like(out_HWC) if flip else out_HWC
-    if options.exact:
-        resize_exact(plan.decode().part(box), target_HWC)
+    size = len(out_HWC)
+    scale = math.sqrt((box[2] - box[0]) * (box[3] - box[1])) / size  # pixels of the box for each that is shown, in one direction
+    shrink = 1
+    while not exact and shrink < 8 and scale >= 2 * shrink:
+        shrink *= 2
+    decoded = stored.decode(box, shrink)
+    # a decoder may not be able to shrink, or not that far
+    antialiased = exact or scale >= _LINEAR_BELOW * decoded.shrink
+    if decoded.shrink > 1:
+        _resize_shrunk(decoded, box, target_HWC, antialiased=antialiased)
+    elif antialiased:
+        resize_exact(decoded.part(box), target_HWC)
     else:
-        _resize_fast(plan.decode(), box, target_HWC)
+        cv2.resize(decoded.part(box), (size, size), dst=target_HWC, interpolation=cv2.INTER_LINEAR)
     if flip:
         cv2.flip(target_HWC, 1, dst=out_HWC)
 
 
-def _scale(box: Box, size: int) -> float:
-    """How many pixels of the box there are for each that is shown, in one direction."""
-    return math.sqrt((box[2] - box[0]) * (box[3] - box[1])) / size
-
-
-def _shrink(box: Box, size: int) -> int:
-    """How much smaller `fast` decodes an image: by 2, 4 or 8 where a pixel is left for each that is shown."""
-    scale, shrink = _scale(box, size), 1
-    while shrink < 8 and scale >= 2 * shrink:
-        shrink *= 2
-    return shrink
-
-
-def _resize_fast(decoded: Decoded, box: Box, out_HWC: NDArray[np.uint8]) -> None:
-    """Fill `out_HWC` with the box, with less work than `resize_exact` where that is hardly visible.
-
-    What is shrunk by less than 2 is interpolated without antialiasing. docs/data.md has what other limits cost and gain.
-    """
-    size = len(out_HWC)
-    # a decoder may not be able to shrink, or not that far
-    antialiased = _scale(box, size) >= _LINEAR_BELOW * decoded.shrink
-    if decoded.shrink > 1:
-        height, width = decoded.rgb_HWC.shape[:2]
-        left, right = (edge / decoded.shrink - decoded.left for edge in box[::2])
-        top, bottom = (edge / decoded.shrink - decoded.top for edge in box[1::2])
-        edges = left, top, min(right, width), min(bottom, height)  # between pixels
-        if antialiased:
-            out_HWC[:] = np.asarray(Image.fromarray(decoded.rgb_HWC).resize((size, size), Image.Resampling.BILINEAR, edges))
-        else:
-            _resize_linear(decoded.rgb_HWC, edges, out_HWC)
-    elif antialiased:
-        resize_exact(decoded.part(box), out_HWC)
-    else:
-        cv2.resize(decoded.part(box), (size, size), dst=out_HWC, interpolation=cv2.INTER_LINEAR)
-
-
-def _resize_linear(rgb_HWC: NDArray[np.uint8], edges: tuple[float, float, float, float], out_HWC: NDArray[np.uint8]) -> None:
-    """Fill `out_HWC` with what lies between (left, top, right, bottom), not antialiased; `cv2.resize` knows whole pixels only."""
-    size, (left, top, right, bottom) = len(out_HWC), edges
+def _resize_shrunk(decoded: Decoded, box: Box, out_HWC: NDArray[np.uint8], *, antialiased: bool) -> None:
+    """Fill `out_HWC` with a box, given in pixels of the whole image, whose edges lie between those that were decoded."""
+    size, (height, width) = len(out_HWC), decoded.rgb_HWC.shape[:2]
+    left, right = (edge / decoded.shrink - decoded.left for edge in box[::2])
+    top, bottom = (edge / decoded.shrink - decoded.top for edge in box[1::2])
+    right, bottom = min(right, width), min(bottom, height)
+    if antialiased:
+        edges = left, top, right, bottom
+        out_HWC[:] = np.asarray(Image.fromarray(decoded.rgb_HWC).resize((size, size), Image.Resampling.BILINEAR, edges))
+        return
     across, down = (right - left) / size, (bottom - top) / size
-    # OpenCV's coordinates are those of the pixels' centres
+    # `cv2.resize` knows whole pixels only; OpenCV's coordinates are those of the pixels' centres
     back = np.array([[across, 0, left + (across - 1) / 2], [0, down, top + (down - 1) / 2]])
     how = cv2.INTER_LINEAR | cv2.WARP_INVERSE_MAP
-    cv2.warpAffine(rgb_HWC, back, (size, size), dst=out_HWC, flags=how, borderMode=cv2.BORDER_REPLICATE)
+    cv2.warpAffine(decoded.rgb_HWC, back, (size, size), dst=out_HWC, flags=how, borderMode=cv2.BORDER_REPLICATE)
 
 
 def resize_exact(rgb_HWC: NDArray[np.uint8], out_HWC: NDArray[np.uint8]) -> None:
@@ -214,23 +226,3 @@ def _pad_crop_flip(uniforms_BU: NDArray[np.float64], images_BHWC: NDArray[np.uin
             cv2.flip(part_HWC, 1, dst=image_HWC)
         else:
             image_HWC[:] = part_HWC
-
-
-class Augment(NamedTuple):
-    """How many random numbers U it takes a sample, and what is done with them.
-
-    plan(stored, uniforms_U, size, options) chooses what of an image is shown on size × size pixels; show(planned, out_HWC,
-    options) decodes that and fills `out_HWC`; in_place(uniforms_BU, images_BHWC), where there is one, then changes a whole batch.
-    """
-
-    num_uniforms: int
-    plan: Callable[[StoredImage, NDArray[np.float64], int, ResizeOptions], Planned]
-    show: Callable[[Planned, NDArray[np.uint8], ResizeOptions], None]
-    in_place: Callable[[NDArray[np.float64], NDArray[np.uint8]], None] | None = None
-
-
-AUGMENTS: dict[str, Augment] = {
-    "none": Augment(0, _plan_whole, _show_whole),
-    "crop_flip": Augment(3 + 2 * _TRIES, _plan_crop, show_crop),
-    "pad_crop_flip": Augment(3, _plan_whole, _show_whole, _pad_crop_flip),
-}

@@ -8,7 +8,6 @@ import functools
 import io
 import os
 import warnings
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +16,9 @@ from PIL.ImageFile import ImageFile
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
+from trainables.data.decoders import Pil
 from trainables.data.decoders.interface import Box, Decoded, Decoder, JpegHeader, read_header
-from trainables.data.tiles import Cut, open_tiles
+from trainables.data.tiles import Tiles, open_tiles
 
 # PIL loads its plugins on first need, and threads that meet their first WebP at once could find the list half filled and
 # call a good file unidentified. The common formats come first, since PIL tries its plugins in the order of their loading.
@@ -35,14 +35,14 @@ class UnreadableImageError(Exception):
     """A file that holds no whole image; its text is the reason in one phrase."""
 
 
-_ITS_OWN = frozenset(
+_FILE_ERRNOS = frozenset(
     (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO)
 )
 """What is wrong with a file itself. Others, EIO or ESTALE or ENOMEM, tell of a disk, a network or a machine, and may pass."""
 
 MAX_PIXELS = 2 * 89_478_485
 """PIL refuses an image of more, which would take seconds and gigabytes."""
-_MAX_PIXELS_A_BYTE = 1024
+_MAX_PIXELS_PER_BYTE = 1024
 """Of a JPEG file, where 8 × 8 pixels take a bit or more, so that it has half as many at the most. What claims more would be
 decoded as grey for the most part."""
 _MAX_PIXELS_SCANNED = 2_000_000_000
@@ -66,19 +66,23 @@ class StoredImage:
     """
 
     def __init__(self, sample: Sample, decoder: Decoder) -> None:
-        self._sample, self._decoder = sample, decoder
-        self._header = None if isinstance(sample, np.ndarray) else read_header(sample)
-        try:
-            self._tiles = None if isinstance(sample, np.ndarray) else open_tiles(sample, self._header)
-        except ValueError as error:
-            raise UnreadableImageError(f"truncated or damaged: its map of tiles: {error}") from None
-        if self._header and not isinstance(sample, np.ndarray):
-            self.width, self.height = self._header.width, self._header.height
-            if reason := too_costly(self.width, self.height, sample, self._header.progressive):  # before any memory is taken
-                raise UnreadableImageError(reason)
-        else:
-            self._pixels_HWC = sample if isinstance(sample, np.ndarray) else np.asarray(decode_image(sample))
-            self.height, self.width = self._pixels_HWC.shape[:2]
+        self._decoder = decoder
+        self._file: tuple[bytes | memoryview, JpegHeader, Tiles | None] | None = None
+        if not isinstance(sample, np.ndarray):
+            header = read_header(sample)
+            try:
+                tiles = open_tiles(sample, header)
+            except ValueError as error:
+                raise UnreadableImageError(f"truncated or damaged: its map of tiles: {error}") from None
+            if header is not None:
+                self.width, self.height = header.width, header.height
+                if reason := too_costly(self.width, self.height, sample, header.progressive):  # before any memory is taken
+                    raise UnreadableImageError(reason)
+                self._file = sample, header, tiles
+                return
+            sample = np.asarray(decode_image(sample))
+        self._pixels_HWC = sample
+        self.height, self.width = sample.shape[:2]
 
     def whole(self) -> NDArray[np.uint8]:
         """All pixels (H, W, 3). May be read-only memory."""
@@ -90,55 +94,34 @@ class StoredImage:
 
     def decode(self, box: Box, shrink: int = 1) -> Decoded:
         """At least the pixels in `box`, of an image `shrink` times smaller where the decoder can do that; see Decoder."""
-        return self.plan(box, shrink).decode()
+        if self._file is None:
+            return Decoded(self._pixels_HWC, 0, 0, 1)
+        data, header, tiles = self._file
+        if tiles is None:
+            return self._decode(data, header, box, shrink)
+        cut = tiles.cut(box, shrink)
+        return cut.in_whole(self._decode(cut.data, cut.header, cut.box(box), shrink))
 
-    def plan(self, box: Box, shrink: int = 1) -> "DecodePlan":
-        """All of `decode` but the decoding."""
-        if not self._header or isinstance(self._sample, np.ndarray):
-            return DecodePlan(self._decoder, b"", None, box, 1, None, Decoded(self._pixels_HWC, 0, 0, 1))
-        if not self._tiles:
-            return DecodePlan(self._decoder, self._sample, self._header, box, shrink, None, None)
-        cut = self._tiles.cut(box, shrink)
-        return DecodePlan(self._decoder, cut.data, cut.header, cut.box(box), shrink, cut, None)
-
-
-class DecodePlan(NamedTuple):
-    """A part of a stored image that is to be decoded."""
-
-    decoder: Decoder
-    data: bytes | memoryview
-    header: JpegHeader | None
-    box: Box
-    shrink: int
-    cut: Cut | None
-    """Of a tiled file, whose `data` and `box` are those of the cut."""
-    decoded: Decoded | None
-    """Of a sample that is decoded already."""
-
-    def decode(self) -> Decoded:
-        """See `StoredImage.decode`."""
-        decoder, data, header, box, shrink, cut, decoded = self
-        if header is not None:
-            decoded = decoder.decode(data, header, box, shrink) or _decode_by_pil(data, header)
-        assert decoded is not None
-        return cut.in_whole(decoded) if cut else decoded
-
-
-def _decode_by_pil(data: bytes | memoryview, header: JpegHeader) -> Decoded:
-    pixels_HWC = np.asarray(decode_image(data))
-    if pixels_HWC.shape[:2] != (header.height, header.width):
+    def _decode(self, data: bytes | memoryview, header: JpegHeader, box: Box, shrink: int) -> Decoded:
+        if decoded := self._decoder.decode(data, header, box, shrink):
+            return decoded
+        shrink = shrink if isinstance(self._decoder, Pil) else 1  # what another refuses is PIL's to judge, all of it
+        pixels_HWC = np.asarray(decode_image(data, shrink=shrink))
+        for shrunk in {shrink, 1}:  # PIL does not shrink a strip that is narrower than `shrink`
+            if pixels_HWC.shape[:2] == (-(-header.height // shrunk), -(-header.width // shrunk)):
+                return Decoded(pixels_HWC, 0, 0, shrunk)
         raise UnreadableImageError("truncated or damaged: two sizes")
-    return Decoded(pixels_HWC, 0, 0, 1)
 
 
-def decode_image(sample: Sample, *, reduced: bool = False) -> Image.Image:
+def decode_image(sample: Sample, *, reduced: bool = False, shrink: int = 1) -> Image.Image:
     """The sample as an RGB image, pixels as by PIL's `convert("RGB")`.
 
-    So alpha is dropped, palettes are looked up, CMYK is converted without a colour profile, and EXIF rotation is not applied, as
+    So alpha is dropped, palettes are looked up, CMYK is converted without a color profile, and EXIF rotation is not applied, as
     torchvision's ImageFolder does. Not so gray of 16 bits, which PIL clips at 255: 0 … 65535 become 0 … 255.
 
-    reduced: a JPEG file of more than MAX_PIXELS comes at a half, a quarter or an eighth of its size. Raises UnreadableImageError
-    where the bytes are no image, are truncated or damaged, hold more than MAX_PIXELS, or numbers whose range is unknown.
+    shrink: a JPEG file comes 1, 2, 4 or 8 times smaller; reduced: one of more than MAX_PIXELS does, as little as it takes.
+    Raises UnreadableImageError where the bytes are no image, are truncated or damaged, hold more than MAX_PIXELS, or numbers
+    whose range is unknown.
     """
     if isinstance(sample, np.ndarray):
         return Image.fromarray(sample)
@@ -146,13 +129,12 @@ def decode_image(sample: Sample, *, reduced: bool = False) -> Image.Image:
         raise UnreadableImageError("empty file")
     try:
         with _open(sample, reduced) as image:
-            shrink = 1
             if reduced and isinstance(image, JpegImageFile):
                 shrink = next((by for by in (1, 2, 4) if image.width * image.height <= MAX_PIXELS * by**2), 8)
             if reason := too_costly(*image.size, sample, "progressive" in image.info, shrink):
                 raise UnreadableImageError(reason)
             if shrink > 1:
-                image.draft(None, (image.width // shrink, image.height // shrink))
+                image.draft(None, (max(1, image.width // shrink), max(1, image.height // shrink)))
             return _to_rgb(image)
     except (MemoryError, UnreadableImageError):
         raise
@@ -210,7 +192,7 @@ def too_costly(width: int, height: int, encoded: bytes | memoryview, progressive
         return _BOMB
     if max(width, height) > _LONGEST_SIDE:
         return "longer or wider than PIL can decode"
-    if encoded[:2] == _JPEG and width * height > _MAX_PIXELS_A_BYTE * len(encoded):
+    if encoded[:2] == _JPEG and width * height > _MAX_PIXELS_PER_BYTE * len(encoded):
         return "truncated or damaged: too few bytes for its size"
     if progressive and width * height * bytes(encoded).count(_SCAN) > _MAX_PIXELS_SCANNED:
         return "too many progressive scans for its size"
@@ -233,7 +215,7 @@ def read_file(path: str) -> bytes:
         finally:
             os.close(file)
     except OSError as error:
-        if error.errno not in _ITS_OWN:
+        if error.errno not in _FILE_ERRNOS:
             error.filename = path
             raise
         raise UnreadableImageError(f"cannot be read: {error.strerror}") from None

@@ -20,9 +20,6 @@ VERSION: Final = 1
 SHARD_COLUMNS = ("image", "label", "name", "width", "height")
 ROW_COLUMNS = {"label": "int64", "offset": "int64", "size": "int64", "width": "int32", "height": "int32"}
 
-_NO_VERSION = 10**6
-_LONGEST_REASON = 200  # characters
-
 _Count = Annotated[int, Field(ge=0, lt=2**62)]
 
 
@@ -89,10 +86,9 @@ def parse_index(content: bytes, path: str) -> Index:
     except ValidationError as error:
         first = error.errors()[0]
         where, value = ".".join(map(str, first["loc"])), first["input"]
-        if where == "version" and isinstance(value, int) and VERSION < value < _NO_VERSION:
+        if where == "version" and isinstance(value, int) and value > VERSION:
             raise DataError(f"data.path: {path} is of version {value}, and this raydistill reads {VERSION}: update it") from None
-        reason = f"{where}: {first['msg']}" if where else str(first["msg"]).splitlines()[0]
-        reason = " ".join(reason.split())[:_LONGEST_REASON]  # keys are whatever the file says
+        reason = " ".join(f"{where}: {first['msg']}".removeprefix(": ").split())
         raise DataError(f"data.path: {path} is not the index of a packed set ({reason}); pack it again") from None
     if missing := {"train", "val"} - set(index.splits):
         raise DataError(f"data.path: {path} has no split {missing.pop()}; pack it again")

@@ -13,7 +13,7 @@ from trainables.data.sources.folder import FolderSource
 from trainables.data.sources.layout import LayoutSource
 from trainables.data.sources.records import open_records
 from trainables.data.sources.synthetic import open_synthetic
-from trainables.data.storage.memory_cache import cached
+from trainables.data.storage.image_cache import cached
 from trainables.data.storage.remote import open_remote
 from trainables.data.storage.staging import open_staged
 from trainables.errors import DataError

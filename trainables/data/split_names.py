@@ -1,6 +1,6 @@
 """What data sets call their splits, and which names in them are never data."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TypeVar
 
 from trainables.data.order import Split
@@ -14,8 +14,8 @@ SPLIT_NAMES: dict[Split, tuple[tuple[str, ...], ...]] = {
     "val": (("val", "valid", "validation", "dev"), ("test", "testing", "eval")),
 }
 """The names of each split in the order of their preference; those of one group mean the same. Compared without case."""
+SPLIT_OF: dict[str, Split] = {name: split for split, groups in SPLIT_NAMES.items() for group in groups for name in group}
 PURPOSES: dict[Split, str] = {"train": "training", "val": "validation"}
-SPLIT_WORDS = frozenset(name for groups in SPLIT_NAMES.values() for group in groups for name in group)
 _NOT_DATA = frozenset(
     ("__macosx", "@eadir", "lost+found", "thumbs.db", "desktop.ini", "$recycle.bin", "system volume information")
 )
@@ -35,29 +35,23 @@ def choose_splits(found: Mapping[str, T], where: str) -> dict[Split, T]:
     """
     chosen: dict[Split, T] = {}
     for split, groups in SPLIT_NAMES.items():
-        for number, group in enumerate(groups):
-            names = _named(found, group)
-            if len(names) > 1:
-                raise DataError(
-                    f"{where} has {' and '.join(names)}, which both mean the {PURPOSES[split]} set: rename or remove one of them"
-                )
-            if not names:
-                continue
-            chosen[split] = found[names[0]]
-            others = [name for later in groups[number + 1 :] for name in _named(found, later)]
-            if others:
-                notice(f"{where}: {names[0]} is the {PURPOSES[split]} set; {' and '.join(others)} is not used")
-            elif number:
-                notice(f"{where}: {names[0]} is the {PURPOSES[split]} set, since there is no {' or '.join(groups[0])}")
-            break
+        named = [[name for word in group for name in found if name.lower() == word] for group in groups]
+        number = next((number for number, names in enumerate(named) if names), None)
+        if number is None:
+            continue
+        (first, *more), purpose = named[number], PURPOSES[split]
+        if more:
+            raise DataError(
+                f"{where} has {' and '.join(named[number])}, which both mean the {purpose} set: rename or remove one of them"
+            )
+        chosen[split] = found[first]
+        if unused := [name for names in named[number + 1 :] for name in names]:
+            notice(f"{where}: {first} is the {purpose} set; {' and '.join(unused)} is not used")
+        elif number:
+            notice(f"{where}: {first} is the {purpose} set, since there is no {' or '.join(groups[0])}")
     return chosen
-
-
-def _named(found: Iterable[str], group: tuple[str, ...]) -> list[str]:
-    """The names in `found` that are those of a group but for their case, in the group's order."""
-    return [name for word in group for name in found if name.lower() == word]
 
 
 def known_split_names(split: Split) -> str:
     """The names that a split may have, for a message."""
-    return ", ".join(name for group in SPLIT_NAMES[split] for name in group)
+    return ", ".join(name for name, its_split in SPLIT_OF.items() if its_split == split)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from trainables.config import ColorJitterConfig
-from trainables.device.random_numbers import Draws
 
 WHITE = 255.0
 _GRAY = (0.2989, 0.587, 0.114)
@@ -37,8 +36,8 @@ def blend(pixels: Tensor, other: Tensor, factor: Tensor) -> Tensor:
     return scaled.addcmul_(other, (1 - factor).to(pixels.dtype)).clamp_(0, WHITE).floor_()
 
 
-def shift_hue(pixels_BCHW: Tensor, turns_B: Tensor) -> Tensor:
-    """Turn every colour by a part of the colour circle, -0.5 to 0.5: to HSV (as PIL defines it) and back."""
+def shift_hue(pixels_BCHW: Tensor, hue_shift_B: Tensor) -> Tensor:
+    """Turn every color by a part of the color circle, -0.5 to 0.5: to HSV (as PIL defines it) and back."""
     red, green, blue = (pixels_BCHW * (1 / WHITE)).unbind(1)
     least, most = torch.aminmax(torch.stack((red, green, blue)), dim=0)
     spread = most - least
@@ -47,7 +46,7 @@ def shift_hue(pixels_BCHW: Tensor, turns_B: Tensor) -> Tensor:
     saturation = spread / most.masked_fill(flat, 1)
     of_red, of_green, of_blue = ((most - part) / divisor for part in (red, green, blue))
     sixths = torch.where(most == red, of_blue - of_green, torch.where(most == green, 2 + of_red - of_blue, 4 + of_green - of_red))
-    hue = ((sixths / 6 + 1).fmod(1) + turns_B.to(sixths.dtype)[:, None, None]).remainder(1)
+    hue = ((sixths / 6 + 1).fmod(1) + hue_shift_B.to(sixths.dtype)[:, None, None]).remainder(1)
     parts = []
     for channel_offset in (5, 3, 1):  # red, green and blue lie a third of the circle apart
         distance = (hue * 6 + channel_offset).remainder(6)
@@ -64,9 +63,9 @@ class ColorJitter:
     def __init__(self, config: ColorJitterConfig) -> None:
         self._config = config
 
-    def __call__(self, pixels_BCHW: Tensor, draws: Draws, first: int) -> Tensor:
-        """Jitter the colours by the random numbers in the columns from `first` on."""
-        order_B4, at_B4 = draws.columns(first, self.num_uniforms).tensor_split(2, dim=1)
+    def __call__(self, pixels_BCHW: Tensor, uniforms_BU: Tensor) -> Tensor:
+        """See Augmentation."""
+        order_B4, at_B4 = uniforms_BU.tensor_split(2, dim=1)
         config = self._config
         ranges = [(max(0.0, 1 - width), 1 + width) for width in (config.brightness, config.contrast, config.saturation)]
         ranges.append((-config.hue, config.hue))

@@ -14,17 +14,16 @@ from PIL import Image
 from torch import Tensor
 
 from trainables.config import DataConfig
-from trainables.data.augment import Planned, ResizeOptions, show_crop
+from trainables.data.augment import render_crop
 from trainables.data.decode import StoredImage, UnreadableImageError
 from trainables.data.decoders import open_decoder
-from trainables.data.decoders.interface import Decoder, read_header
+from trainables.data.decoders.interface import read_header
 from trainables.data.encoded_rows import Region
 from trainables.device.decoders import PACKAGES, REGION_DECODERS, RegionDecoder
 from trainables.errors import DataError, first_line
 from trainables.failures import kind_of
 
-_EXACT = ResizeOptions(val_resize=None, exact=True)
-_MOST_PIXELS = 2**26  # that are decoded at once, 3 bytes each; a batch of photos has less
+_MAX_PIXELS = 2**26  # that are decoded at once, 3 bytes each; a batch of photos has less
 
 
 def decode_regions(decoder: RegionDecoder, regions: list[Region], out_BCHW: Tensor) -> dict[int, str]:
@@ -60,21 +59,12 @@ def decode_regions(decoder: RegionDecoder, regions: list[Region], out_BCHW: Tens
     return bad
 
 
-@functools.cache
-def _cpu_decoder() -> Decoder:
-    """One for all batches: to open a decoder may look for libraries on the disk."""
-    return open_decoder()
-
-
 def _fill_on_cpu(regions: list[Region], out_BCHW: Tensor) -> dict[int, str]:
-    if not regions:
-        return {}
-    bad, decoder = {}, _cpu_decoder()
+    bad = {}
     out_HWC = np.empty((*out_BCHW.shape[-2:], 3), dtype=np.uint8)
     for region in regions:
         try:
-            planned = Planned(StoredImage(region.data, decoder).plan(region.box), region.box, region.flip)
-            show_crop(planned, out_HWC, _EXACT)
+            render_crop(StoredImage(region.data, open_decoder()), region.box, region.flip, out_HWC, exact=True)
         except UnreadableImageError as error:
             bad[region.row] = str(error)
         else:
@@ -88,12 +78,12 @@ def _finish(device: torch.device) -> None:
 
 
 def _parts(regions: list[Region]) -> Iterator[list[Region]]:
-    """`regions` in order, in parts of no more than `_MOST_PIXELS`, or of a single one."""
+    """`regions` in order, in parts of no more than `_MAX_PIXELS`, or of a single one."""
     part, pixels = list[Region](), 0
     for region in regions:
         left, top, right, bottom = region.box
         more = (right - left) * (bottom - top)
-        if part and pixels + more > _MOST_PIXELS:
+        if part and pixels + more > _MAX_PIXELS:
             yield part
             part, pixels = [], 0
         part.append(region)

@@ -8,8 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from trainables.device.color import column
-from trainables.device.random_numbers import Draws
+from trainables.device.color import WHITE, column
 
 _TRIES = 10
 _AREA = (0.02, 0.33)
@@ -17,18 +16,18 @@ _LOG_RATIO = (math.log(0.3), math.log(3.3))
 
 
 class RandomErasing:
-    """Sets a random rectangle of some of the images to 0, which in normalised images is the mean colour."""
+    """Gives a random rectangle of some of the images the mean color (`mean` is of pixels in [0, 1])."""
 
     num_uniforms = 3 + 2 * _TRIES
 
-    def __init__(self, probability: float) -> None:
+    def __init__(self, probability: float, mean: tuple[float, float, float], device: torch.device) -> None:
         self._probability = probability
+        self._fill_C11 = (torch.tensor(mean, dtype=torch.float64) * WHITE).to(device, torch.float32)[:, None, None]
 
-    def __call__(self, images_BCHW: Tensor, draws: Draws, first: int) -> Tensor:
-        """Erase by the random numbers in the columns from `first` on."""
-        height, width = images_BCHW.shape[2:]
-        boxes_B4 = self.boxes(draws.columns(first, self.num_uniforms), height, width)
-        return images_BCHW.masked_fill(inside(boxes_B4, height, width), 0)
+    def __call__(self, pixels_BCHW: Tensor, uniforms_BU: Tensor) -> Tensor:
+        """See Augmentation."""
+        height, width = pixels_BCHW.shape[2:]
+        return torch.where(inside(self.boxes(uniforms_BU, height, width), height, width), self._fill_C11, pixels_BCHW)
 
     def boxes(self, uniforms_BU: Tensor, height: int, width: int) -> Tensor:
         """(top, left, bottom, right) of what is erased, (B, 4), whole numbers; empty where nothing is.

@@ -6,7 +6,6 @@ import math
 import torch
 from torch import nn
 
-from trainables.data.loader.batch_memory import free_pinned
 from trainables.device.decode import region_decoder
 
 
@@ -21,13 +20,13 @@ def parameter_bytes(network: nn.Module) -> int:
 
 
 def release_device(device: torch.device) -> None:
-    """Free decoders, pinned batches and cached blocks that nothing refers to any more, and reset the memory's peaks.
+    """Free decoders, pinned and cached blocks that nothing refers to any more, and reset the memory's peaks.
 
     Before the next job of the same process.
     """
     region_decoder.cache_clear()
     if device.type == "cuda":
         gc.collect()  # a job that failed stands in its exception's frames, which refer to each other
-        free_pinned()
+        torch._C._host_emptyCache()  # its public name, in torch.accelerator.memory, is newer than our oldest torch
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)

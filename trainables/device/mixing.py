@@ -16,7 +16,6 @@ from torch import Tensor
 
 from trainables.device.color import column
 from trainables.device.erasing import inside
-from trainables.device.random_numbers import Draws
 
 
 class Mix(NamedTuple):
@@ -34,10 +33,9 @@ class Mixing:
     def __init__(self, mixup_alpha: float, cutmix_alpha: float) -> None:
         self._mixup_alpha, self._cutmix_alpha = mixup_alpha, cutmix_alpha
 
-    def __call__(self, images_BCHW: Tensor, labels_B: Tensor, draws: Draws, first: int) -> tuple[Tensor, Mix]:
-        """Mix the images of each pair with each other, by the random numbers in the columns from `first` on."""
+    def __call__(self, images_BCHW: Tensor, labels_B: Tensor, uniforms_BU: Tensor) -> tuple[Tensor, Mix]:
+        """Mix the images of each pair with each other, by `num_uniforms` random numbers a sample."""
         partners_B = partners(len(labels_B), images_BCHW.device)
-        uniforms_BU = draws.columns(first, self.num_uniforms)
         which_B, share_at_B2, position_B2 = uniforms_BU[:, 0], uniforms_BU[:, 1:3], uniforms_BU[:, 3:]
         mixup_part = 0.5 if self._mixup_alpha and self._cutmix_alpha else float(bool(self._mixup_alpha))
         mixup_B = which_B < mixup_part

@@ -24,29 +24,22 @@ class PrecisionChoice(NamedTuple):
     reason: str
 
 
-def choose_precision(image_size: int, *, without_bf16: str | None, in_float32: str | None = None) -> PrecisionChoice:
+def choose_precision(image_size: int, *, without_bf16: str | None) -> PrecisionChoice:
     """bf16 for large images, where all devices have it; else fp32, whose convolutions a GPU computes in TF32.
 
-    Args:
-        without_bf16: a device of the job without bf16, in words.
-        in_float32: the method that needs float32, in words.
+    `without_bf16`: a device of the job without bf16, in words.
     """
     if without_bf16 is not None:
         return PrecisionChoice("fp32", f"{without_bf16} has no bf16")
-    if in_float32 is not None:
-        return PrecisionChoice("fp32", f"{in_float32} needs it")
     if image_size < LEAST_IMAGE_SIZE:
         return PrecisionChoice("fp32", f"launches bound the steps on images of {image_size} px, below {LEAST_IMAGE_SIZE}")
     return PrecisionChoice("bf16", f"images of {image_size} px, on GPUs that have it")
 
 
-def with_precision(config: Config, group: Group, *, in_float32: str | None = None) -> Config:
+def with_precision(config: Config, group: Group) -> Config:
     """The configuration with the precision and the memory format that `auto` is; the log says which. Every rank calls it, and
-    gets the same.
-
-    `in_float32`: see `choose_precision`.
-    """
-    return _with_memory_format(_with_precision(config, group, in_float32), group)
+    gets the same."""
+    return _with_memory_format(_with_precision(config, group), group)
 
 
 def _with_memory_format(config: Config, group: Group) -> Config:
@@ -58,11 +51,11 @@ def _with_memory_format(config: Config, group: Group) -> Config:
     return cast(Config, config.model_copy(update={"train": train}))
 
 
-def _with_precision(config: Config, group: Group, in_float32: str | None) -> Config:
+def _with_precision(config: Config, group: Group) -> Config:
     if config.precision != "auto":
         return config
     without_bf16 = next(filter(None, gather_objects(name_without_bf16(group.device), group)), None)
-    choice = choose_precision(config.data.image_size, without_bf16=without_bf16, in_float32=in_float32)
+    choice = choose_precision(config.data.image_size, without_bf16=without_bf16)
     if group.is_main:
         stage = config.stage if isinstance(config, TrainConfig) else "evaluation"
         log.info("%s: precision auto: %s: %s", stage, choice.precision, choice.reason)

@@ -18,26 +18,10 @@ from torch import Tensor
 
 from trainables.config import RandAugmentConfig
 from trainables.device.color import WHITE, blend, column, gray, mean_level
-from trainables.device.random_numbers import Draws
 
-OPERATIONS = (
-    "identity",
-    "shear_x",
-    "shear_y",
-    "translate_x",
-    "translate_y",
-    "rotate",
-    "brightness",
-    "color",
-    "contrast",
-    "sharpness",
-    "posterize",
-    "solarize",
-    "autocontrast",
-    "equalize",
-)
 _BINS = 31
-_MOST = {
+_MAX_MAGNITUDE = {
+    "identity": 0.0,
     "shear_x": 0.3,
     "shear_y": 0.3,
     "translate_x": 150 / 331,
@@ -47,8 +31,13 @@ _MOST = {
     "color": 0.9,
     "contrast": 0.9,
     "sharpness": 0.9,
+    "posterize": 0.0,
+    "solarize": 0.0,
+    "autocontrast": 0.0,
+    "equalize": 0.0,
 }
-"""The magnitude of the last bin, of those that can have either sign; translations as a part of the image."""
+"""The magnitude of the last bin, of those that can have either sign, else 0; translations as a part of the image."""
+OPERATIONS = tuple(_MAX_MAGNITUDE)
 
 
 class RandAugment:
@@ -66,10 +55,9 @@ class RandAugment:
         blends = ("contrast", "color", "sharpness")
         self._factors_K3 = table([[1 + amount if name == own else 1.0 for own in blends] for name, amount in kinds])
 
-    def __call__(self, pixels_BCHW: Tensor, draws: Draws, first: int) -> Tensor:
-        """Change the images by the random numbers in the columns from `first` on: an operation and a sign for each."""
-        for at in range(first, first + self.num_uniforms, 2):
-            operation_B, sign_B = draws.columns(at, 2).unbind(1)
+    def __call__(self, pixels_BCHW: Tensor, uniforms_BU: Tensor) -> Tensor:
+        """See Augmentation; two random numbers choose an operation and its sign."""
+        for operation_B, sign_B in uniforms_BU.T.split(2):
             kinds_B = 2 * (operation_B * len(OPERATIONS)).long() + (sign_B < 0.5)
             pixels_BCHW = self.apply(pixels_BCHW, kinds_B)
         return pixels_BCHW
@@ -87,8 +75,8 @@ class RandAugment:
 
 def signed(name: str, sign: int, magnitude: int, image_size: int) -> float:
     """An operation's magnitude in its own unit; 0 for those that have none. torchvision's are float32."""
-    most = _MOST.get(name, 0.0) * (image_size if name.startswith("translate") else 1)
-    return sign * float(torch.linspace(0.0, most, _BINS)[magnitude])
+    last = _MAX_MAGNITUDE[name] * (image_size if name.startswith("translate") else 1)
+    return sign * float(torch.linspace(0.0, last, _BINS)[magnitude])
 
 
 def warp(name: str, amount: float, image_size: int) -> list[float]:

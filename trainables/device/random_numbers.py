@@ -3,30 +3,22 @@
 Shapes: B samples, U random numbers a sample. 64-bit words are int64, which adds and multiplies modulo 2^64.
 """
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from trainables.data.order import GOLDEN, mix64
-
-DEVICE_STREAM = 2**32
-"""Added to the seed; an experiment's seeds are smaller."""
+from trainables.data.augment import epoch_start, stream_start
+from trainables.data.order import GOLDEN
 
 
 class Draws:
-    """The random numbers of a batch: any column of a sample's stream, without those before it.
-
-    A sample's stream is a function of (seed, epoch, index), and another one than the loader's, which cuts and flips.
-    """
+    """The random numbers of a batch, a pure function of (seed, epoch, index, name): no name changes what another one draws."""
 
     def __init__(self, seed: int, epoch: int, indices_B: Tensor) -> None:
-        seed_start = mix64(np.array([seed + DEVICE_STREAM], dtype=np.uint64))
-        epoch_start = int(mix64(seed_start + np.uint64(epoch))[0])
-        self._starts_B = _mix(indices_B + _signed(epoch_start))
+        self._starts_B = _mix(indices_B + _signed(epoch_start(seed, epoch)))
 
-    def columns(self, first: int, count: int) -> Tensor:
-        """Columns [first, first + count) of the batch's random numbers: (B, count) in [0, 1), float64."""
-        steps_U = torch.arange(first + 1, first + count + 1, device=self._starts_B.device) * _signed(GOLDEN)
+    def uniforms(self, name: str, count: int) -> Tensor:
+        """The first `count` numbers of `name` for each sample: (B, count) in [0, 1), float64."""
+        steps_U = torch.arange(1, count + 1, device=self._starts_B.device) * _signed(GOLDEN) + _signed(stream_start(name))
         return _right(_mix(self._starts_B[:, None] + steps_U), 11).double() * 2.0**-53
 
 

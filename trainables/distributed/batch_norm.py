@@ -1,4 +1,4 @@
-"""Batch normalisation by the statistics of the global batch, for any number of workers, on CPU and GPU.
+"""Batch normalization by the statistics of the global batch, for any number of workers, on CPU and GPU.
 
 torch's SyncBatchNorm is for GPUs, and waits for the device in every layer. This one runs on its kernels, which take and give half
 precision, and does not wait; on a CPU, which has no such kernels, on plain operations. A rank may have no rows.
@@ -63,7 +63,7 @@ class _NormalizeOnGpu(torch.autograd.Function):
     def forward(
         ctx: Any, input: Tensor, weight_C: Tensor, bias_C: Tensor, eps: float, group: Group
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(B, C, …) normalised, in its own dtype, and the `Statistics`."""
+        """(B, C, …) normalized, in its own dtype, and the `Statistics`."""
         input = input.contiguous(memory_format=_kernel_format(input))
         num_channels, has_rows = input.shape[1], input.numel() > 0
         local = torch.zeros(2 * num_channels + 1, dtype=weight_C.dtype, device=input.device)
@@ -118,7 +118,7 @@ class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
         self._group = group
 
     def forward(self, input: Tensor) -> Tensor:
-        """(B, C, …) normalised; every rank calls it the same number of times. Running statistics move in training mode."""
+        """(B, C, …) normalized; every rank calls it the same number of times. Running statistics move in training mode."""
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         is_alone = self._group.world_size == 1 and input.numel() > input.shape[1]  # torch's refuses a single value
         if not self.training or is_alone:
@@ -200,7 +200,7 @@ def convert(model: nn.Module, group: Group, key: str = "scale.sync_batch_norm", 
 
 
 def use_batch_statistics(frozen: nn.Module, group: Group, key: str) -> None:
-    """Let the batch norms of a `frozen` model normalise by the batch of all ranks while they are in training mode.
+    """Let the batch norms of a `frozen` model normalize by the batch of all ranks while they are in training mode.
 
     Its running statistics stay as they are. `key` is the option that requires it. Raises ModelError: see `convert`.
     """

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trainables.config import TrainConfig
+from trainables.config import InitStageOptions, TrainConfig
 from trainables.device.device_batches import on_device
 from trainables.distributed.gather import Gather
 from trainables.distributed.group import Group
@@ -85,7 +85,7 @@ def job_config(case: Case, output: Path, *, precision: str = "fp64", same: bool 
     about = {"model": teacher, "num_classes": NUM_CLASSES, "image_size": case.image_size, "classes": classes}
     checkpoint.write_tensors(weights, {f"model.{key}": tensor for key, tensor in model.state_dict().items()}, about)
     options = dict(case.options)
-    if "init_epochs" in load_method(case.name).Options.model_fields:
+    if issubclass(load_method(case.name).Options, InitStageOptions):
         options.setdefault("init_epochs", 1)
     return TrainConfig.model_validate(
         {
@@ -173,7 +173,7 @@ class _Batch:
 
     def __init__(self, job: Job, student_in_eval_mode: bool) -> None:
         state, self.is_init = job.train_state, job.config.init_stage
-        self._module, self._optimizers = state.distillation_module, state.optimizers
+        self._module = state.distillation_module
         self._module.begin_epoch(0)
         self._module.student.train(not student_in_eval_mode)
         with contextlib.closing(on_device(job.train_loader.epoch(0), job.group.device)) as batches:
@@ -185,30 +185,24 @@ class _Batch:
         self._loss = compute_losses(outputs, batch.labels_B, None, self._module.weights(1.0))
 
     def gradients(self, *, of_task: bool = True) -> dict[str, Tensor | None]:
-        """The gradient of each trained parameter, by the optimizers that change it; None: no loss reaches it.
+        """The gradient of each trained parameter; None: no loss reaches it.
 
         Without `of_task`: of the method's terms alone.
         """
-        names = {parameter: name for name, parameter in self._module.named_parameters() if parameter.requires_grad}
-        found: dict[str, Tensor | None] = {names[p]: None for p in (self._module.init_parameters if self.is_init else names)}
-        weighted = self._loss.weighted.keys() - ({"task"} if self.is_init or not of_task else set())
-        for optimizer in self._optimizers:
-            # One alone takes terms that are not declared, too.
-            keys = weighted if len(self._optimizers) == 1 else weighted & optimizer.losses
-            if keys:
-                total = self._loss.total(torch.ones((), dtype=torch.float64), frozenset(keys))
-                gradients = torch.autograd.grad(total, optimizer.parameters, allow_unused=True, retain_graph=True)
-                for parameter, gradient in zip(optimizer.parameters, gradients, strict=True):
-                    if gradient is not None:
-                        earlier = found[names[parameter]]
-                        found[names[parameter]] = gradient if earlier is None else earlier + gradient
-        return found
+        named = {name: parameter for name, parameter in self._module.named_parameters() if parameter.requires_grad}
+        if self.is_init:
+            trained = set(self._module.init_parameters)
+            named = {name: parameter for name, parameter in named.items() if parameter in trained}
+        keys = self._loss.weighted.keys() - ({"task"} if self.is_init or not of_task else set())
+        if not keys:
+            return dict.fromkeys(named)
+        total = self._loss.total(torch.ones((), dtype=torch.float64), frozenset(keys))
+        gradients = torch.autograd.grad(total, list(named.values()), allow_unused=True, retain_graph=True)
+        return dict(zip(named, gradients, strict=True))
 
 
 def _terms(method: type[Method], batch: _Batch) -> str | None:
     declared = method.init_terms if batch.is_init else method.terms
-    if method.init_terms and "init_epochs" not in method.Options.model_fields:
-        return "it declares init_terms, and its Options have no init_epochs: its init stage has no length"
     if set(batch.terms) != set(declared):
         return f"it {describe_terms(batch.terms, declared)}"
     if batch.gather.used and not (method.requires.whole_batch or method.requires.all_gather):
@@ -256,8 +250,6 @@ def _resumed(jobs: _Jobs) -> str | None:
 
 
 def _finite(jobs: _Jobs) -> str | None:
-    if jobs.method.requires.teacher_gradient:
-        return None  # such jobs are refused in half precision
     (state,) = jobs.train(1, "bf16")  # it stops at a loss that is not finite
     broken = [name for name, tensor in state.items() if not tensor.isfinite().all()]
     return f"not finite: {', '.join(broken)}" if broken else None

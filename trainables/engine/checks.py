@@ -1,4 +1,4 @@
-"""The training's checks of itself: losses and parameters that are not finite, batches that cannot be normalised, bad images."""
+"""The training's checks of itself: losses and parameters that are not finite, batches that cannot be normalized, bad images."""
 
 import contextlib
 import logging
@@ -19,7 +19,7 @@ log = logging.getLogger("raydistill")
 
 @contextlib.contextmanager
 def single_image_errors(job: Job) -> Iterator[None]:
-    """Batch norm normalises over a channel's values: with one image and 1×1 maps there is one value, which torch refuses.
+    """Batch norm normalizes over a channel's values: with one image and 1×1 maps there is one value, which torch refuses.
 
     Raises TrainingError: in place of torch's error.
     """
@@ -30,7 +30,7 @@ def single_image_errors(job: Job) -> Iterator[None]:
             raise
         raise TrainingError(
             f"{job.config.stage}: a worker's part of a batch came down to one image, which the batch norm of "
-            f"{job.config.model} cannot normalise: set data.last_batch=drop, another data.global_batch_size or optim.accumulate"
+            f"{job.config.model} cannot normalize: set data.last_batch=drop, another data.global_batch_size or optim.accumulate"
         ) from error
 
 

@@ -8,15 +8,13 @@ from torch import nn
 
 from trainables.config import TrainConfig
 from trainables.distributed.group import Group
-from trainables.engine.loss_groups import group_losses
 from trainables.engine.modules import build_distillation_module, build_student, methods_with_teacher
 from trainables.engine.pipeline.build import possible_cuts
 from trainables.failures import is_single_value
 from trainables.methods.distillation_module import DistillationModule
 from trainables.methods.init_stage import with_init_stage
 from trainables.models.forward import dry_forward
-from trainables.models.registry import construct
-from trainables.teachers.ensemble import TeacherEnsemble
+from trainables.teachers.network import untrained_network
 
 
 def check_fit(config: TrainConfig, num_classes: int) -> None:
@@ -28,8 +26,6 @@ def check_fit(config: TrainConfig, num_classes: int) -> None:
     """
     for each in with_init_stage(config):
         module, _ = untrained_modules(each, num_classes)
-        if not each.init_stage:
-            group_losses(module.student, module.methods_by_name, each.optim)
         if config.scale.pipeline_stages > 1:
             possible_cuts(each, module)
 
@@ -56,9 +52,6 @@ def untrained_modules(config: TrainConfig, num_classes: int) -> tuple[Distillati
     _, student = build_student(config, Group(), num_classes)
     network, teacher = None, config.teacher
     if teacher is not None and teacher.logits_only is None and methods_with_teacher(config):
-        names = (teacher.model, *(other.model for other in teacher.others))
-        size = config.data.image_size
-        models = [construct(model, num_classes=num_classes, image_size=size, seed=config.seed) for model in names]
-        network = (TeacherEnsemble(models) if teacher.others else models[0]).eval().requires_grad_(False)
+        network = untrained_network(config, num_classes)
     labels_M = torch.arange(num_classes)  # a small training split, so that buffers with a row a sample are small
     return build_distillation_module(config, Group(), student, network, num_classes, labels_M)[0], network

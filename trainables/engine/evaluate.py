@@ -5,6 +5,7 @@ Shapes: B batch, C channels, H W pixels, K classes.
 
 import contextlib
 from collections.abc import Callable, Generator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,15 @@ from trainables.data.loader.loader_process import loader_process
 from trainables.data.source import open_on_node
 from trainables.device.compilation import Compilation
 from trainables.device.device_batches import DeviceBatch, on_device
-from trainables.device.model_input import autocast, normalizer
 from trainables.device.precision import with_precision
+from trainables.device.tensor_format import autocast, to_pixels
 from trainables.distributed.group import Group, all_reduce_sum, broadcast_buffers, gather_objects
 from trainables.engine import checkpoint
 from trainables.errors import DataError
 from trainables.metrics.heartbeat import Heartbeat
 from trainables.models.forward import logits_and_aux
+from trainables.models.model_input import student_input
+from trainables.models.pixels import take_pixels
 from trainables.models.weights import load_teacher
 
 
@@ -82,16 +85,16 @@ def evaluate(
 
 def logits_of(
     model: nn.Module,
-    normalize: Callable[[Tensor], Tensor],
+    pixels: Callable[[Tensor], Tensor],
     autocast: Callable[[], contextlib.AbstractContextManager[None]],
     compilation: Compilation,
 ) -> Callable[[DeviceBatch], Tensor]:
-    """A function from a batch to the logits of a whole model. `normalize`: from uint8 images_BCHW to the model's input."""
+    """A function from a batch of uint8 images to the logits of a model that takes what `pixels` makes of them."""
 
     def logits(batch: DeviceBatch) -> Tensor:
         compilation.begin_step()
         with autocast(), compilation.batch(len(batch.images_BCHW)):
-            return logits_and_aux(model(normalize(batch.images_BCHW)))[0]
+            return logits_and_aux(model(pixels(batch.images_BCHW)))[0]
 
     return logits
 
@@ -129,9 +132,9 @@ def evaluate_checkpoint(config: EvaluateConfig, group: Group, heartbeat: Heartbe
         device=group.device,
         process=loader_process(config.data, world_size=group.world_size, device=group.device),
     )
-    normalize = normalizer(config.data.mean, config.data.std, group.device, dtype, torch.contiguous_format)
+    take_pixels(model, student_input(config.data))
     try:
-        logits = logits_of(model, normalize, autocast(config.precision, group.device), Compilation())
+        logits = logits_of(model, partial(to_pixels, dtype=dtype), autocast(config.precision, group.device), Compilation())
         heartbeat.enter("eval")
         result = evaluate(model, heartbeat.over(loader.epoch(0)), logits, group, group)
     finally:

@@ -16,19 +16,21 @@ from trainables.data.order import Split
 from trainables.data.source import open_on_node
 from trainables.device.compilation import compile_model
 from trainables.device.decode import check_decoder
-from trainables.device.model_input import tensor_format
+from trainables.device.tensor_format import tensor_format
 from trainables.distributed.group import Group, from_rank, gather_objects
 from trainables.distributed.pipeline.layout import Layout
 from trainables.engine import checkpoint
 from trainables.engine.checkpoint import CheckpointState, Progress
 from trainables.engine.loss_optimizers import LossOptimizer, build_optimizers, init_optimizer
-from trainables.engine.modules import build_modules, build_student
+from trainables.engine.modules import build_modules, build_student, methods_with_teacher
 from trainables.engine.passes import NoTeacher
 from trainables.engine.pipeline.build import cut_student
 from trainables.engine.pipeline.pipeline_loader import PipelineLoader
 from trainables.engine.teacher_placement import is_sharded, place
 from trainables.errors import ExperimentError
 from trainables.methods.distillation_module import DistillationModule
+from trainables.models.model_input import student_input, teacher_input
+from trainables.models.pixels import take_pixels
 from trainables.rundir import StageDir
 from trainables.teachers.interface import TeacherInterface
 from trainables.teachers.network import TeacherNetwork
@@ -96,6 +98,14 @@ def build_models(
     )
     if in_pipeline:
         config = cut_student(config, layout, module, network, teacher_is_sharded=sharded)
+    if layout.is_first:
+        take_pixels(student, student_input(config.data))
+        student.to(tensor_format(config)[0])
+    if layout.job.is_main:
+        log.info("%s: student %s sees %s", config.stage, name, student_input(config.data))
+        if methods_with_teacher(config) and config.teacher is not None:
+            for each in config.teacher.with_others:
+                log.info("%s: teacher %s sees %s", config.stage, each.model, teacher_input(each, config.data))
     if isinstance(teacher, TeacherNetwork):
         place(teacher, config, layout.replicas, sharded=sharded)
     dtype, memory_format = tensor_format(config)

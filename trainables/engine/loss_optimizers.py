@@ -8,10 +8,12 @@ import torch
 from torch import nn
 
 from trainables.config import OptimConfig
-from trainables.engine.loss_groups import LossKeys, group_losses
 from trainables.engine.optim import build_optimizer, init_momentum_buffers, learning_rate, parameter_groups, peak_learning_rate
 from trainables.methods.contract import Method
 from trainables.methods.distillation_module import DistillationModule
+
+LossKeys = frozenset[str]
+"""`task`, and `method/term` of terms of methods."""
 
 
 @dataclass(frozen=True)
@@ -68,25 +70,47 @@ class DotSGD(torch.optim.SGD):
         super().step()
 
 
+def group_losses(methods: Mapping[str, Method], optim: OptimConfig) -> list[tuple[LossKeys, OptimConfig]]:
+    """Every loss of a job in one group: those that share an optimizer, and its settings.
+
+    `optim.losses` names losses with one of their own: `task`, a term, or what is left of a method's terms. dot has one for the
+    task and one for all others.
+    """
+    terms = {key: frozenset(f"{key}/{term}" for term in method.terms) for key, method in methods.items()}
+    rest = frozenset({"task"}).union(*terms.values())
+    groups = [(terms.get(key, frozenset({key})) - (optim.losses.keys() - {key}), optim.for_loss(key)) for key in optim.losses]
+    if optim.name == "dot":
+        optim = optim.model_copy(update={"name": "sgd"})
+        groups = [(frozenset({"task"}), optim)]
+    rest = rest.difference(*(losses for losses, _ in groups))
+    return [*groups, (rest, optim)] if rest else groups
+
+
+def _parameters_of(losses: LossKeys, student: nn.Module, methods: Mapping[str, Method]) -> list[nn.Parameter]:
+    """What these losses train, in the same order on all ranks: the student, and its own modules where a loss is a method's."""
+    own = [method for key, method in methods.items() if any(loss.partition("/")[0] == key for loss in losses)]
+    return list(dict.fromkeys(parameter for module in (student, *own) for parameter in module.parameters()))
+
+
 def build_optimizers(student: nn.Module, methods: Mapping[str, Method], optim: OptimConfig) -> tuple[LossOptimizer, ...]:
-    """One optimizer for everything, or several as the methods, `optim.losses` or `optim.name: dot` say.
+    """One optimizer for everything, or several as `optim.losses` or `optim.name: dot` say.
 
     DOT (Zhao, Cui, Li and Liang 2023, ICCV, "DOT: A Distillation-Oriented Trainer", algorithm 1): with momentum μ, the task's
-    gradient has the momentum μ − Δ and the methods' μ + Δ, see `DotSGD`. Raises ExperimentError: see `group_losses`.
+    gradient has the momentum μ − Δ and the methods' μ + Δ, see `DotSGD`.
     """
-    groups = group_losses(student, methods, optim)
+    groups = [(losses, own, _parameters_of(losses, student, methods)) for losses, own in group_losses(methods, optim)]
     optimizers: list[torch.optim.Optimizer]
     if optim.name == "dot" and len(groups) == 2:
-        task, distilled = (parameter_groups(group.parameters, group.optim) for group in groups)
+        task, distilled = (parameter_groups(parameters, own) for _, own, parameters in groups)
         optimizers = [
             DotSGD(task, optim, {"momentum": optim.momentum - optim.delta}),
             DotSGD(distilled, optim, {"momentum": optim.momentum + optim.delta, "weight_decay": 0.0}),
         ]
     else:
-        optimizers = [build_optimizer(group.parameters, group.optim) for group in groups]
+        optimizers = [build_optimizer(parameters, own) for _, own, parameters in groups]
     return tuple(
-        LossOptimizer(group.losses, optimizer, group.optim, [p for each in optimizer.param_groups for p in each["params"]])
-        for group, optimizer in zip(groups, optimizers, strict=True)
+        LossOptimizer(losses, optimizer, own, [p for each in optimizer.param_groups for p in each["params"]])
+        for (losses, own, _), optimizer in zip(groups, optimizers, strict=True)
     )
 
 

@@ -7,29 +7,22 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from trainables.config import TrainConfig
+from trainables.config import TrainConfig, init_epochs
 from trainables.data.loader.loader import Loader
-from trainables.device.model_input import AUTOCAST, tensor_format
-from trainables.distributed.batch_norm import convert, has_global_batch_norm, use_batch_statistics
+from trainables.device.tensor_format import tensor_format
+from trainables.distributed.batch_norm import convert, use_batch_statistics
 from trainables.distributed.group import Group
 from trainables.errors import ExperimentError
 from trainables.methods.contract import BuildContext
 from trainables.methods.distillation_module import DistillationModule
 from trainables.methods.features import TeacherNormOptions
-from trainables.methods.select import (
-    SelectedMethod,
-    check_cache_top_k,
-    check_logits_only,
-    check_sharded,
-    check_two_classes,
-    select_methods,
-    student_name,
-    task_weight,
-)
+from trainables.methods.select import SelectedMethod, select_methods, student_name, task_weight
 from trainables.methods.tap_reader import TapReader
+from trainables.models.model_input import student_input
 from trainables.models.registry import build_model
 from trainables.models.reused_classifier import ReusedClassifier
-from trainables.rules import first_problem_of_method, splits_no_batch
+from trainables.notices import notice
+from trainables.rules import METHOD_RULES, first_problem_of_methods
 from trainables.teachers.cache.cached_teacher import CachedTeacher
 from trainables.teachers.interface import TeacherInterface
 from trainables.teachers.network import TeacherNetwork, load_network, teacher_reader
@@ -70,9 +63,7 @@ def build_modules(
         return module, ServiceTeacher(config, group, classes, loader, connections, keys)
     assert network is not None
     assert reader is not None
-    network.to(tensor_format(config)[0])
-    gradient = any(method.method_class.requires.teacher_gradient for method in methods)
-    return module, TeacherNetwork(network, reader, gradient=gradient)
+    return module, TeacherNetwork(network, reader)
 
 
 def selected_methods(config: TrainConfig) -> tuple[SelectedMethod, ...]:
@@ -83,18 +74,12 @@ def selected_methods(config: TrainConfig) -> tuple[SelectedMethod, ...]:
 def stage_methods(config: TrainConfig) -> tuple[SelectedMethod, ...]:
     """Those that have a loss in this job."""
     methods = selected_methods(config)
-    return tuple(method for method in methods if (method.init_epochs if config.init_stage else method.method_class.terms))
+    return tuple(method for method in methods if (init_epochs(method.options) if config.init_stage else method.terms))
 
 
 def methods_with_teacher(config: TrainConfig) -> tuple[SelectedMethod, ...]:
     """Those of `stage_methods` that read a teacher."""
-    return tuple(method for method in stage_methods(config) if method.method_class.requires.teacher)
-
-
-def differentiating_method(config: TrainConfig) -> str | None:
-    """The method of a job that differentiates the teacher, which autocast would cut from its features."""
-    methods = selected_methods(config)
-    return next((method.key for method in methods if method.method_class.requires.teacher_gradient), None)
+    return tuple(method for method in stage_methods(config) if method.requires.teacher)
 
 
 def build_distillation_module(
@@ -111,15 +96,24 @@ def build_distillation_module(
     """
     selected, of_stage = selected_methods(config), stage_methods(config)
     weight = task_weight(config.distill, selected) if config.distill is not None else 1.0
+    if problem := first_problem_of_methods(lambda: selected, config, num_classes, METHOD_RULES):
+        raise ExperimentError(problem)
     if not of_stage:
         return DistillationModule(student, task_weight=weight), None
-    _check_methods(config, student, selected, num_classes)
+    if num_classes == 2:
+        _notice_idle_terms(of_stage)
     size, with_teacher = config.data.image_size, methods_with_teacher(config)
     teacher_taps = None
     if teacher is not None and config.teacher is not None:
         _prepare_teacher(teacher, student, group, selected, size)
         teacher_taps = teacher_reader(config.teacher, teacher, with_teacher, size)
-    student_taps = TapReader(student, {each.key: each.student_taps for each in of_stage}, name=config.model, image_size=size)
+    student_taps = TapReader(
+        student,
+        {each.key: each.student_taps for each in of_stage},
+        name=config.model,
+        image_size=size,
+        without_logits=[each.key for each in of_stage if not each.requires.logits],
+    )
     methods = {}
     for method in of_stage:
         context = BuildContext(
@@ -127,11 +121,12 @@ def build_distillation_module(
             teacher=teacher_taps.spec(method.key) if teacher_taps is not None and method in with_teacher else None,
             num_classes=num_classes,
             labels_M=labels_M,
-            image_size=size,
+            input=student_input(config.data),
             global_batch_size=config.data.global_batch_size,
             seed=config.seed,
             epochs=config.optim.epochs,
             group=group,
+            init_stage=config.init_stage,
         )
         methods[method.key] = method.build(context)
     module = DistillationModule(
@@ -142,35 +137,13 @@ def build_distillation_module(
         epochs=config.optim.epochs,
         init_stage=config.init_stage,
     )
-    _check_module(config, module)
     return module, teacher_taps
 
 
-def _check_methods(config: TrainConfig, student: nn.Module, selected: Sequence[SelectedMethod], num_classes: int) -> None:
-    """Check methods against the configuration before any is built. Raises ExperimentError."""
-    for method in selected:
-        problem = first_problem_of_method(method.key, method.method_class.requires, config)
-        if problem is not None:
-            raise ExperimentError(problem)
-    if num_classes == 2:
-        check_two_classes(selected)
-    teacher, with_teacher = config.teacher, methods_with_teacher(config)
-    if teacher is not None and teacher.placement == "sharded":
-        check_sharded(with_teacher)
-    if with_teacher and teacher is not None and teacher.logits_only is not None:
-        check_logits_only(selected, teacher)
-        check_cache_top_k(selected, teacher, num_classes)
-        if isinstance(student, ReusedClassifier):
-            raise ExperimentError(
-                f"{teacher.logits_only}: it answers with logits, and {config.model} takes in the teacher's classifier: leave it"
-                " out"
-            )
-    differentiating = differentiating_method(config)
-    if differentiating is not None and config.precision in AUTOCAST:
-        raise ExperimentError(
-            f"precision: {differentiating} differentiates the teacher, which {config.precision} cuts from its features: "
-            "write fp32"
-        )
+def _notice_idle_terms(methods: Sequence[SelectedMethod]) -> None:
+    for method in methods:
+        if idle := method.method_class.idle_with_two_classes:
+            notice(f"distill.method: {method.key} with two classes: {idle}, and its other term alone teaches the student")
 
 
 def _prepare_teacher(
@@ -183,17 +156,6 @@ def _prepare_teacher(
         if isinstance(method.options, TeacherNormOptions) and method.options.teacher_norm == "batch":
             use_batch_statistics(teacher, group, f"distill.options.{method.key}.teacher_norm")
             return
-
-
-def _check_module(config: TrainConfig, module: DistillationModule) -> None:
-    """Check the methods as they are built against `optim.accumulate`. Raises ExperimentError."""
-    assert config.distill is not None
-    if module.requires_whole_batch or has_global_batch_norm(module.student):
-        names = ", ".join(config.distill.method)
-        key = f"distill.method: {names}" if module.requires_whole_batch else "scale.sync_batch_norm"
-        problem = splits_no_batch(key, config)
-        if problem is not None:
-            raise ExperimentError(problem)
 
 
 def build_student(config: TrainConfig, group: Group, num_classes: int) -> tuple[str, nn.Module]:

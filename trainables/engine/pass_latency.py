@@ -101,8 +101,8 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def normalised_by_batch(model: nn.Module, num_images: int) -> Iterator[None]:
-    """Batch norms normalise by a batch of several images, as in training, and leave their statistics. Those over all ranks stay
+def normalized_by_batch(model: nn.Module, num_images: int) -> Iterator[None]:
+    """Batch norms normalize by a batch of several images, as in training, and leave their statistics. Those over all ranks stay
     as they are."""
     if num_images == 1:
         yield
@@ -142,7 +142,7 @@ def _fitting_s(train_state: TrainState, image_size: int, num_images: int) -> flo
 
 
 def passes_s(train_state: TrainState, image_size: int, num_images: int) -> float:
-    """Seconds of the passes on so many images, normalised by the batch where they are several.
+    """Seconds of the passes on so many images, normalized by the batch where they are several.
 
     On a CPU without waits for a free core: the doctor knows them from the training.
     """
@@ -152,7 +152,7 @@ def passes_s(train_state: TrainState, image_size: int, num_images: int) -> float
     def now_s() -> float:
         return time.perf_counter() - (core_wait.seconds() if core_wait else 0.0)
 
-    with normalised_by_batch(train_state.distillation_module, num_images):
+    with normalized_by_batch(train_state.distillation_module, num_images):
         start_s = now_s()
         run()
         if device.type == "cuda":
@@ -161,7 +161,7 @@ def passes_s(train_state: TrainState, image_size: int, num_images: int) -> float
 
 
 def passes(train_state: TrainState, image_size: int, num_images: int) -> Callable[[], None]:
-    """What launches the passes on so many images once; call it within `unchanged` and `normalised_by_batch`."""
+    """What launches the passes on so many images once; call it within `unchanged` and `normalized_by_batch`."""
     model, device = train_state.distillation_module, train_state.group.device
     images_BCHW = torch.zeros((num_images, 3, image_size, image_size), device=device, dtype=torch.uint8)
     images_BCHW = images_BCHW.contiguous(memory_format=torch.channels_last)

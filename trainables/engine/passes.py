@@ -67,7 +67,7 @@ def sum_names(module: DistillationModule) -> tuple[str, ...]:
 def micro_batches(batch: DeviceBatch, accumulate: int, num_blank_images: int = 2) -> list[DeviceBatch]:
     """A prepared batch in at most `accumulate` parts. Where the rank has no samples, blank images without labels.
 
-    A rank without samples still has to take part in DDP's all-reduce. Where its batch norm refuses to normalise nothing, or a
+    A rank without samples still has to take part in DDP's all-reduce. Where its batch norm refuses to normalize nothing, or a
     single image, it runs two blank ones without labels; its statistics are overwritten by rank 0's, whose part of the batch is
     the larger one, unless none of its images could be read.
     """

@@ -1,12 +1,13 @@
 """How accurate the teachers with given weights are, measured before the first step that learns from them.
 
-The loss of a teacher whose classes are in another order, or whose images were normalised otherwise, falls like a good one's.
+The loss of a teacher whose classes are in another order, or whose images were normalized otherwise, falls like a good one's.
 
 Shapes: B batch, K classes.
 """
 
 import logging
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -16,18 +17,18 @@ from torch import Tensor, nn
 
 from trainables.config import OtherTeacherConfig, TeacherConfig
 from trainables.device.device_batches import DeviceBatch
-from trainables.device.model_input import image_normalizer
+from trainables.device.tensor_format import pixels_of
 from trainables.distributed.group import all_reduce_sum, from_rank
 from trainables.engine.evaluate import evaluate, logits_of
 from trainables.engine.job import Job
 from trainables.engine.modules import methods_with_teacher
 from trainables.errors import DataError, TrainingError
+from trainables.models.model_input import teacher_input
 from trainables.models.weights import teacher_sha256
 from trainables.object_store.store import ObjectStore, is_uri
 from trainables.rundir import write_atomic
 from trainables.stage_result import TeacherAccuracy
 from trainables.teachers.cache.key import cache_key
-from trainables.teachers.ensemble import TeacherEnsemble
 from trainables.teachers.interface import TeacherRequest
 from trainables.teachers.network import TeacherNetwork, fit, load_network, move
 from trainables.teachers.service.client import ServiceTeacher
@@ -70,8 +71,8 @@ def check_above_chance(accuracy: TeacherAccuracy) -> None:
     if num_images >= MIN_IMAGES and p_value > MAX_P_VALUE:
         raise TrainingError(
             f"{accuracy}: it is not above chance: its classes may be in another order than the "
-            f"data's, or its images of another normalisation (data.mean, data.std) or size (data.image_size); correct that, or "
-            f"give other weights than {accuracy.weights}"
+            f"data's, or its images of another normalization (teacher.mean, teacher.std) or size (teacher.image_size); correct "
+            f"that, or give other weights than {accuracy.weights}"
         )
 
 
@@ -111,9 +112,7 @@ def _measure(job: Job, number: int) -> tuple[float, int, float]:
         batches = client.prefetch(batches, 0)
     else:
         network = _network(job, number)
-        forward = logits_of(
-            network, image_normalizer(config, group.device), job.train_state.autocast, job.train_state.compilation
-        )
+        forward = logits_of(network, pixels_of(config), job.train_state.autocast, job.train_state.compilation)
 
     def logits(batch: DeviceBatch) -> Tensor:
         if isinstance(teacher, ServiceTeacher):
@@ -137,7 +136,7 @@ def _network(job: Job, number: int) -> nn.Module:
     teacher = job.train_state.teacher
     if not isinstance(teacher, TeacherNetwork):
         return move(load_network(job.config, job.checkpoint_state.about["classes"]), job.config, job.group.device)
-    return teacher.model.models[number] if isinstance(teacher.model, TeacherEnsemble) else teacher.model
+    return teacher.networks[number]
 
 
 def _key(job: Job, teacher: TeacherConfig | OtherTeacherConfig) -> str:
@@ -147,6 +146,7 @@ def _key(job: Job, teacher: TeacherConfig | OtherTeacherConfig) -> str:
     parts = {
         "teacher": [teacher.model, teacher_sha256(**fit(teacher, job.config, images.classes))],
         "images": images.val.model_dump(),
-        "input": data.model_dump(mode="json", include={"image_size", "val_resize", "fidelity", "mean", "std"}),
+        "crops": data.model_dump(mode="json", include={"image_size", "val_resize", "fidelity"}),
+        "input": asdict(teacher_input(teacher, data)),
     }
     return cache_key(parts)

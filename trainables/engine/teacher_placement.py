@@ -7,11 +7,10 @@ from torch import nn
 
 from trainables.config import TrainConfig
 from trainables.device.memory import memory_bytes, parameter_bytes
-from trainables.device.model_input import AUTOCAST
+from trainables.device.tensor_format import AUTOCAST
 from trainables.distributed.group import Group
 from trainables.engine.modules import methods_with_teacher
 from trainables.engine.optim import parameter_copies
-from trainables.methods.select import SelectedMethod, needs_whole_teacher
 from trainables.teachers.frozen import fold_batch_norms, round_weights
 from trainables.teachers.network import TeacherNetwork, move
 
@@ -31,7 +30,7 @@ def is_sharded(config: TrainConfig, num_replicas: int, device: torch.device, stu
         return False
     if config.teacher.placement == "sharded":
         return True
-    if config.train.compile or any(map(needs_whole_teacher, methods_with_teacher(config))):
+    if config.train.compile or any(method.requires.teacher_model for method in methods_with_teacher(config)):
         return False
     student_bytes = parameter_copies(config.optim) * parameter_bytes(student) / config.scale.pipeline_stages
     return parameter_bytes(teacher) + student_bytes > MAX_REPLICATED_FRACTION * memory_bytes(device)
@@ -43,9 +42,11 @@ def place(teacher: TeacherNetwork, config: TrainConfig, group: Group, *, sharded
     A whole one becomes what it can be, since it is never trained, see `teachers.frozen`.
     """
     if not sharded:
-        may_change = not any(map(_uses_teacher_itself, methods_with_teacher(config)))
+        requires = [method.requires for method in methods_with_teacher(config)]
+        may_change = not any(each.teacher_model or each.reuses_classifier for each in requires)  # which have modules of it
         if may_change and folds_batch_norms(config):
-            fold_batch_norms(teacher.model, teacher.tapped_modules)
+            for network in teacher.networks:
+                fold_batch_norms(network, teacher.tapped_modules)
         move(teacher.model, config, group.device)
         if may_change and config.precision in AUTOCAST:
             round_weights(teacher.model, AUTOCAST[config.precision])
@@ -63,9 +64,3 @@ def folds_batch_norms(config: TrainConfig) -> bool:
     assert config.teacher is not None
     folds = config.teacher.fold_batch_norms
     return config.precision in AUTOCAST if folds is None else folds
-
-
-def _uses_teacher_itself(method: SelectedMethod) -> bool:
-    """Whether a method has modules of the teacher, or its gradients."""
-    requires = method.method_class.requires
-    return requires.teacher_model or requires.reuses_classifier or requires.teacher_gradient

@@ -13,8 +13,8 @@ from trainables.config import TrainConfig
 from trainables.device.augment import build_train_inputs
 from trainables.device.compilation import Compilation
 from trainables.device.device_batches import DeviceBatch, on_device
-from trainables.device.model_input import autocast, image_normalizer
 from trainables.device.precision import with_precision
+from trainables.device.tensor_format import autocast, pixels_of
 from trainables.disk_writer import DiskWriter
 from trainables.distributed.batch_norm import accepts_empty_batches
 from trainables.distributed.gather import cpu_process_group
@@ -32,7 +32,7 @@ from trainables.engine.job_metrics import JobMetrics, build_metrics
 from trainables.engine.job_parts import Models, build_checkpoint_state, build_job_optimizers, build_models, open_loaders, restore
 from trainables.engine.log_lines import log_step, write_log_line
 from trainables.engine.loss_optimizers import LossOptimizer
-from trainables.engine.modules import differentiating_method, selected_methods
+from trainables.engine.modules import selected_methods
 from trainables.engine.passes import TrainState, micro_batches, run_student, run_teacher, sum_names
 from trainables.engine.pipeline.build import with_saved_cut
 from trainables.engine.records import (
@@ -49,11 +49,11 @@ from trainables.engine.step_sums import StepSums
 from trainables.engine.teacher_accuracy import measure_teachers
 from trainables.engine.updates import ParameterUpdate, UpdateSettings, build_update
 from trainables.errors import DataError, ExperimentError, Interruption, StageInterruptedError
-from trainables.methods.init_stage import init_epochs
+from trainables.methods.init_stage import longest_init_stage
 from trainables.metrics.heartbeat import Heartbeat
 from trainables.metrics.metrics_file import Report
 from trainables.metrics.phase_timer import PhaseTimer
-from trainables.rules import first_problem
+from trainables.rules import RULES, first_problem
 from trainables.rundir import StageDir
 from trainables.teachers.service.protocol import TeacherConnection
 
@@ -83,10 +83,10 @@ def build(
         CheckpointError: a file of weights, or the checkpoint, is damaged or of something else.
         ExperimentError: keys or methods do not fit together.
     """
-    if problem := first_problem(config):
+    if problem := first_problem(config, RULES):
         raise ExperimentError(problem)
     disk = disk or DiskWriter()
-    config = with_precision(config, group, in_float32=differentiating_method(config))
+    config = with_precision(config, group)
     stage = StageDir(Path(config.output_dir))
     # Rank 0 decides for all: a shared file system may show a file to one node later than to another.
     resumes = gather_objects(stage.last.exists(), group)[0]
@@ -111,7 +111,7 @@ def build(
         epochs = Epochs(
             config.optim.epochs,
             train_loader.steps_per_epoch,
-            order_offset=init_epochs(selected_methods(config)) if config.init_checkpoint is not None else 0,
+            order_offset=longest_init_stage(selected_methods(config)) if config.init_checkpoint is not None else 0,
             step_offset=state.progress.step_offset,
         )
         metrics = build_metrics(config, group, epochs, heartbeat or Heartbeat(), state)
@@ -179,7 +179,7 @@ def build_steps(
     )
     if layout.has_stages:
         return train_state, *pipeline.pipeline_functions(config, layout, train_state)
-    logits = logits_of(module.student, image_normalizer(config, device), train_state.autocast, train_state.compilation)
+    logits = logits_of(module.student, pixels_of(config), train_state.autocast, train_state.compilation)
     return train_state, partial(train_step, train_state), logits
 
 

@@ -19,13 +19,13 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from trainables.config import Count, MethodOptions, Positive
+from trainables.config import Count, InitStageOptions, Positive
 from trainables.errors import ExperimentError, did_you_mean
-from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Requirements
 from trainables.methods.features import ConvReg, body_parameters, paired_maps
 
 
-class ABOptions(MethodOptions):
+class ABOptions(InitStageOptions):
     """RepDistiller's defaults for CIFAR-100: 30 epochs, margin 1, before each stage's last ReLU."""
 
     init_epochs: Count = Field(30, description="epochs before training in which only this loss changes the student")
@@ -46,6 +46,7 @@ class AB(Method):
     terms = ()
     init_terms = ("boundary",)
     taps = ("stages.preact",)
+    requires = Requirements(logits=False)
 
     def __init__(self, options: ABOptions, context: BuildContext) -> None:
         """Raises ExperimentError where `init_frozen` names what the student does not have, or all of it."""
@@ -60,7 +61,7 @@ class AB(Method):
 
     def init_loss(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`boundary` of each sample, (B,): a sum over values, so thousands at first."""
-        total_B = student.logits_BK.new_zeros(len(batch.labels_B))
+        total_B = student.features[0].new_zeros(len(batch.labels_B))
         weights = self._weights()
         for weight, connector, s_BCHW, t_BCHW in zip(weights, self.connectors, student.features, teacher.features, strict=True):
             crossed_BCHW = beyond_the_boundary(connector(s_BCHW), t_BCHW, self.options.margin)
@@ -68,11 +69,9 @@ class AB(Method):
         return {"boundary": total_B}
 
     def init_stage_parameters(self, student: nn.Module) -> list[nn.Parameter]:
-        """The student's without its classifier's, and the connectors'."""
-        return body_parameters(student) + list(self.parameters())
-
-    def init_stage_frozen(self, student: nn.Module) -> list[nn.Module]:
-        return [student.get_submodule(name) for name in self.options.init_frozen]
+        """The connectors', and the student's without its classifier's and what `init_frozen` names."""
+        frozen = {p for name in self.options.init_frozen for p in student.get_submodule(name).parameters()}
+        return [p for p in (*body_parameters(student), *self.parameters()) if p not in frozen]
 
     def _weights(self) -> list[float]:
         if self.options.variant == "paper":

@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor
 
 from trainables.config import MethodOptions, NonNegative
-from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Requirements
 from trainables.methods.features import paired_maps, pooled_alike, unit
 
 
@@ -35,6 +35,7 @@ class AT(Method):
     options: ATOptions
     terms = ("attention",)
     taps = ("stages",)
+    requires = Requirements(logits=False)
 
     def __init__(self, options: ATOptions, context: BuildContext) -> None:
         super().__init__(options, context)
@@ -42,7 +43,7 @@ class AT(Method):
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`attention` of each sample, (B,)."""
-        total_B = student.logits_BK.new_zeros(len(batch.labels_B))
+        total_B = student.features[0].new_zeros(len(batch.labels_B))
         for pair in zip(student.features, teacher.features, strict=True):
             student_BP, teacher_BP = (attention(map_BCHW, self.options.power) for map_BCHW in pooled_alike(*pair))
             difference_BP = student_BP - teacher_BP

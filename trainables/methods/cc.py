@@ -49,7 +49,7 @@ class CC(Method):
     options: CCOptions
     terms = ("correlation",)
     taps = ("pooled",)
-    requires = Requirements(whole_batch=True)
+    requires = Requirements(logits=False, whole_batch=True)
 
     def __init__(self, options: CCOptions, context: BuildContext) -> None:
         super().__init__(options, context)

@@ -11,40 +11,46 @@ Shapes: B samples of this rank (maybe none), N samples of the global batch in th
 K classes, M training samples.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 from torch import Tensor, nn
 
-from trainables.config import LossOptimConfig, MethodOptions
-from trainables.distributed.batch_norm import GlobalBatchNorm
+from trainables.config import MethodOptions
 from trainables.distributed.gather import Gather
 from trainables.distributed.group import Group
+from trainables.errors import ExperimentError
+from trainables.models.model_input import ModelInput
+from trainables.rules import Requirements as Requirements  # what a method declares, next to the rules that read it
 
 
 @dataclass(frozen=True)
 class ModelOutputs:
     """The outputs of one model for a batch, in float32 or wider."""
 
-    logits_BK: Tensor
+    logits: Tensor | None
+    """(B, K); None for a method that declares `Requirements.logits` False."""
     features: tuple[Tensor, ...] = ()
     """The activations at the method's taps, in the order of the taps, each (B, …). The student's have gradients, the teacher's
     none."""
+
+    @property
+    def logits_BK(self) -> Tensor:
+        """The logits. Raises ExperimentError: the method declares that it reads none."""
+        if self.logits is None:
+            raise ExperimentError("distill.method: it reads logits and declares Requirements(logits=False): leave that out")
+        return self.logits
 
     def logits_at(self, temperature: float) -> Tensor:
         """The logits (B, K) to divide by `temperature`: `logits_BK`, but for an ensemble, whose softmax there is the mean of its
         models'."""
         return self.logits_BK
 
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """All of them, the logits first."""
-        return (self.logits_BK, *self.features)
-
-    def with_tensors(self, tensors: Sequence[Tensor]) -> Self:
-        """These outputs with others for `tensors`, in that order."""
-        return replace(self, logits_BK=tensors[0], features=tuple(tensors[1:]))
+    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """These outputs with each tensor replaced by what `function` makes of it."""
+        logits = None if self.logits is None else function(self.logits)
+        return replace(self, logits=logits, features=tuple(map(function, self.features)))
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,8 @@ class MethodBatch:
     """The batch that both models ran on."""
 
     images_BCHW: Tensor
-    """The models' input: augmented and normalised."""
+    """Augmented pixels in [0, 1]: a network of the method's own gets
+    them through `trainables.models.pixels.take_pixels`."""
     labels_B: Tensor
     indices_B: Tensor
     """Dataset-wide, int64: the same image has the same index in every epoch and on any number of workers."""
@@ -68,36 +75,6 @@ class MethodBatch:
     def all_gather_many(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """`all_gather` of several tensors in one collective call: ranks wait for each other once."""
         return self.gather.all_gather_many(*tensors)
-
-
-@dataclass(frozen=True)
-class Requirements:
-    """What a method requires of the training, besides its taps. What cannot be met is refused before the training starts."""
-
-    teacher: bool = True
-    """There is a teacher."""
-    hard_labels: bool = False
-    """`labels_B` is the one class of each image: refused with MixUp and CutMix."""
-    whole_batch: bool = False
-    """It compares samples with each other, or has batch norms of its own: refused with `optim.accumulate`, and more than one of
-    `scale.micro_batches`, which run the parts of a batch separately."""
-    all_gather: bool = False
-    """It gathers the rows of all workers without comparing them: refused with `optim.accumulate` on several workers, one of which
-    may have fewer micro-batches than another."""
-    reuses_classifier: bool = False
-    """The student predicts with the teacher's classifier: it becomes STUDENT+TEACHER, see `models.reused_classifier`."""
-    teacher_gradient: bool = False
-    """The teacher runs with an autograd graph from its features to its logits; its parameters stay frozen. Refused in half
-    precision, where the features are float32 copies that are not part of that graph."""
-    all_logits: bool = True
-    """It reads the teacher's logit of every class: refused with `teacher.cache_top_k` below the number of classes. False: the
-    largest logits and the total of the others are enough."""
-    same_images: bool = False
-    """Its buffers have a row for each training image: refused where a run is to go on with other data."""
-    teacher_model: bool = False
-    """Its forward uses the teacher's network or a part of it: refused where each worker has a part of the parameters
-    (`teacher.placement: sharded`), and where only logits are available (`teacher.cache`, `teacher.service`, `teacher.others`).
-    The second is so with `teacher_gradient`, `reuses_classifier` and taps too."""
 
 
 @dataclass(frozen=True)
@@ -122,13 +99,21 @@ class BuildContext:
     num_classes: int
     labels_M: Tensor
     """The label of each training sample, by its index: int64 on the CPU."""
-    image_size: int
+    input: ModelInput
+    """What the student takes; models get pixels, see `trainables.models.model_input`."""
     global_batch_size: int
     """Samples of a step over all ranks; the last step of an epoch may have fewer."""
     seed: int
     epochs: int
     """The length of the stage."""
     group: Group
+    init_stage: bool = False
+    """Whether it is built for its init stage, which trains `init_terms`."""
+
+    @property
+    def image_size(self) -> int:
+        """Height and width of the pixels that a step has."""
+        return self.input.image_size
 
 
 class Method(nn.Module):
@@ -147,22 +132,13 @@ class Method(nn.Module):
     """Where student and teacher are read, unless the options `student_taps` or `teacher_taps` say otherwise; see
     `trainables.models.taps`."""
     init_terms: ClassVar[tuple[str, ...]] = ()
-    """The names of the terms that `init_loss` returns; empty: the method has no init stage."""
-    optimizers: ClassVar[Mapping[str, LossOptimConfig]] = {}
-    """Terms that have an optimizer of their own, each with the settings that differ from `optim`. Users change them in
-    `optim.losses` under METHOD/TERM. An init stage has one optimizer."""
+    """The names of the terms that `init_loss` returns; empty: the method has no init stage. Else its `Options` are
+    `InitStageOptions`."""
     requires: ClassVar[Requirements] = Requirements()
     task_weight: ClassVar[float] = 1.0
     """The weight of the labels' cross-entropy, where the user sets none."""
-
-    @classmethod
-    def stages_conflict(cls, options: MethodOptions) -> str | None:
-        """What of it does not go with pipeline stages, where no rank has the whole student; None: nothing."""
-        if getattr(options, "init_epochs", 0):
-            return "an init stage"
-        if cls.optimizers:
-            return "optimizers of its own"
-        return "its teacher's classifier in the student" if cls.requires.reuses_classifier else None
+    idle_with_two_classes: ClassVar[str] = ""
+    """Which of its terms teaches nothing of two classes, for the note that says so."""
 
     def __init__(self, options: MethodOptions, context: BuildContext) -> None:
         """Build the method's modules, on the CPU in float32. torch's generator is seeded for the method.
@@ -172,9 +148,6 @@ class Method(nn.Module):
         super().__init__()
         self.options = options
         """The user's options. A subclass whose `Options` are its own declares their type: `options: MyOptions`."""
-        self.init_epochs = int(getattr(options, "init_epochs", 0))
-        """The length of its part of the init stage, whose last epochs these are. An option of methods that have one, as is
-        `init_lr`, the learning rate there (absent: the peak of `optim`)."""
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """The terms by name, each (B,) or a scalar, without the method's `weight`.
@@ -193,32 +166,9 @@ class Method(nn.Module):
         raise NotImplementedError
 
     def init_stage_parameters(self, student: nn.Module) -> list[nn.Parameter]:
-        """The parameters that the init stage trains: by default the method's own. `student` is the bare student."""
+        """The parameters that the init stage trains: by default the method's own. `student` is the bare student, of which what
+        is not trained runs in eval mode."""
         return list(self.parameters())
-
-    def init_stage_frozen(self, student: nn.Module) -> list[nn.Module]:
-        """Modules of the bare `student` that the init stage does not train after all: by default none.
-
-        It runs in eval mode what of the student it does not train.
-        """
-        return []
-
-    def init_only_parameters(self) -> list[nn.Parameter]:
-        """The method's parameters that are trained in the init stage only: by default none."""
-        return []
-
-    def term_parameters(self, term: str, student: nn.Module) -> list[nn.Parameter]:
-        """The parameters that the gradient of a term changes: by default all of the student's and the method's.
-
-        A method whose terms are adversaries returns one side for each. One optimizer has one gradient, so a term that changes
-        fewer parameters than the other losses of its optimizer needs one of its own, see `optimizers`.
-        """
-        return [*student.parameters(), *self.parameters()]
-
-    @property
-    def requires_whole_batch(self) -> bool:
-        """Whether the parts of an accumulated batch would give other values than the whole batch."""
-        return self.requires.whole_batch or any(isinstance(module, GlobalBatchNorm) for module in self.modules())
 
 
 def mean_per_sample(values: Tensor) -> Tensor:

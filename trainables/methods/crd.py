@@ -31,8 +31,6 @@ from trainables.methods.features import unit
 from trainables.methods.relations import check_one_tap, with_gradient
 
 _EPSILON = 1e-7
-_STREAM = 2**33
-"""Added to the seed, so that negatives and what augments on the device draw different numbers."""
 
 
 class CRDOptions(MethodOptions):
@@ -52,7 +50,7 @@ class CRD(Method):
     options: CRDOptions
     terms = ("student", "teacher")
     taps = ("pooled",)
-    requires = Requirements(hard_labels=True, whole_batch=True, same_images=True)
+    requires = Requirements(logits=False, hard_labels=True, whole_batch=True, same_images=True)
     memory_student: Tensor
     memory_teacher: Tensor
     normalizers_2: Tensor
@@ -116,7 +114,7 @@ class CRD(Method):
         Without repeats where other classes have K samples or more; else each comes equally often, or once more than another.
         """
         negatives = self.options.negatives
-        random_BX = Draws(self._seed + _STREAM, epoch, indices_B).columns(0, negatives + 1)
+        random_BX = Draws(self._seed, epoch, indices_B).uniforms("crd", negatives + 1)
         counts_B1 = self._counts_C[labels_B][:, None]
         others_B1 = len(self._order_M) - counts_B1
         edges_BX = torch.arange(negatives + 1, device=indices_B.device) * others_B1 // negatives

@@ -34,6 +34,7 @@ class DIST(Method):
     options: DISTOptions
     terms = ("inter", "intra")
     requires = Requirements(whole_batch=True)
+    idle_with_two_classes = "inter has hardly a gradient"
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`inter` of each sample, (B,), and `intra`, a scalar, with their weights and τ² in them."""

@@ -10,6 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from trainables.config import init_epochs
 from trainables.errors import ExperimentError
 from trainables.methods.contract import Method, MethodBatch, ModelOutputs
 from trainables.methods.tap_reader import TapReader, at_least_float32
@@ -52,10 +53,6 @@ class DistillationModule(nn.Module):
         self._reader, self._epochs = reader, epochs
         self._init_stage = init_stage
         self._started = self.methods_by_name
-        if not init_stage:  # before the optimizer takes what is trained, and DDP looks which gradients there will be
-            for method in self.methods_by_name.values():
-                for parameter in method.init_only_parameters():
-                    parameter.requires_grad_(False)
 
     def forward(
         self, images_BCHW: Tensor, batch: MethodBatch | None = None, teacher: Mapping[str, ModelOutputs] | None = None
@@ -75,7 +72,7 @@ class DistillationModule(nn.Module):
             with torch.autocast(images_BCHW.device.type, enabled=False):
                 for key, method in self._started.items():
                     loss = method.init_loss if self._init_stage else method
-                    reference = teacher[key] if teacher and key in teacher else _detached(student[key])
+                    reference = teacher[key] if teacher and key in teacher else student[key].map(Tensor.detach)
                     terms[key] = loss(student[key], reference, batch)
         aux = tuple((weight, at_least_float32(aux_BK[:num_rows])) for weight, aux_BK in aux)
         return DistillationOutputs(at_least_float32(logits_BK[:num_rows]), aux, terms)
@@ -97,25 +94,19 @@ class DistillationModule(nn.Module):
         self.train()
         if not self._init_stage:
             return
-        longest = max(method.init_epochs for method in self.methods_by_name.values())
-        self._started = {key: m for key, m in self.methods_by_name.items() if epoch >= longest - m.init_epochs}
+        lengths = {key: init_epochs(method.options) for key, method in self.methods_by_name.items()}
+        begun = max(lengths.values()) - epoch
+        self._started = {key: method for key, method in self.methods_by_name.items() if lengths[key] >= begun}
         trained = frozenset(self.init_parameters)
         for module in self.student.modules():
             if (own := list(module.parameters())) and trained.isdisjoint(own):
                 module.eval()
-        for module in self._init_frozen:
-            module.eval()
 
     @property
     def init_parameters(self) -> list[nn.Parameter]:
         """What the methods train in an init stage whose part of it has begun."""
-        frozen = {parameter for module in self._init_frozen for parameter in module.parameters()}
         parameters = [p for method in self._started.values() for p in method.init_stage_parameters(self.student)]
-        return [parameter for parameter in dict.fromkeys(parameters) if parameter not in frozen]
-
-    @property
-    def _init_frozen(self) -> list[nn.Module]:
-        return [module for method in self.methods_by_name.values() for module in method.init_stage_frozen(self.student)]
+        return list(dict.fromkeys(parameters))
 
     def weights(self, epoch: float) -> dict[str, float]:
         """The weight of the task (`task`) and of each method. For those of an init stage see `Method.init_loss`."""
@@ -139,7 +130,7 @@ class DistillationModule(nn.Module):
                     f" give what {function} returns the names in {names}"
                 )
             scalars = [name for name, term in returned.items() if not term.ndim]
-            if scalars and not self.methods_by_name[key].requires_whole_batch:
+            if scalars and not self.methods_by_name[key].requires.whole_batch:
                 raise ExperimentError(
                     f"distill.method: {key} returns {scalars[0]} as a scalar, a loss of the global batch: declare requires ="
                     " Requirements(whole_batch=True), or return one loss per image"
@@ -160,16 +151,7 @@ class DistillationModule(nn.Module):
         """Those of `term_names` whose methods have not begun."""
         return frozenset(f"{key}/{term}" for key in self.methods if key not in self._started for term in self._declared(key))
 
-    @property
-    def requires_whole_batch(self) -> bool:
-        """Whether a method compares samples, or normalises over them."""
-        return any(method.requires_whole_batch for method in self.methods_by_name.values())
-
 
 def describe_terms(returned: Collection[str], declared: Collection[str]) -> str:
     """The terms that a method returns and those that it declares, as a part of a message."""
     return f"returns {', '.join(returned) or 'none'} and declares {', '.join(declared) or 'none'}"
-
-
-def _detached(outputs: ModelOutputs) -> ModelOutputs:
-    return outputs.with_tensors([tensor.detach() for tensor in outputs.tensors])

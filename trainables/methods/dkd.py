@@ -32,6 +32,7 @@ class DKD(Method):
     options: DKDOptions
     terms = ("tckd", "nckd")
     requires = Requirements(hard_labels=True)
+    idle_with_two_classes = "nckd is 0"
 
     def __init__(self, options: DKDOptions, context: BuildContext) -> None:
         """Raises ExperimentError where there is one class, so that a sample has no other."""

@@ -21,6 +21,7 @@ from trainables.errors import ExperimentError, ModelError
 from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Requirements
 from trainables.methods.kd import soft_loss
 from trainables.models.forward import logits_and_aux
+from trainables.models.pixels import take_pixels
 from trainables.models.registry import build_model
 
 
@@ -48,6 +49,7 @@ class DML(Method):
             peer = build_model(name, num_classes=context.num_classes, image_size=size, seed=context.seed + 1)
         except ModelError as error:
             raise ExperimentError(f"distill.options.dml.peer: {error}") from error
+        take_pixels(peer, context.input)
         self.peer = convert(peer, context.group) if has_global_batch_norm(context.student.model) else peer
         # A batch norm of this rank's samples needs some: two blank images, which count for nothing.
         self._blanks = 0 if accepts_empty_batches(self.peer) else 2

@@ -1,15 +1,12 @@
 """FitNets: Romero, Ballas, Kahou, Chassang, Gatta and Bengio 2015 (ICLR), "FitNets: Hints for Thin Deep Nets", equation 3.
 
 A regressor r turns the student's guided layer into the shape of the teacher's hint layer; the squared distance of the two is
-the loss. The paper trains the student up to that layer with it first and distils logits afterwards; RepDistiller and mdistiller
-add it to the labels' loss from the start, and so does this, in either variant.
+the loss: its mean over a map's values, where the paper has half the sum. The paper trains the student up to that layer with it
+first and distils logits afterwards; RepDistiller and mdistiller add it to the labels' loss from the start, and so does this.
 
 Shapes: B batch, C channels, H W positions.
 """
 
-from typing import Literal
-
-from pydantic import Field
 from torch import Tensor, nn
 
 from trainables.config import MethodOptions, NonNegative
@@ -21,19 +18,15 @@ class FitNetOptions(MethodOptions):
     """RepDistiller's and mdistiller's defaults for CIFAR-100: weight 100, the second stage."""
 
     weight: NonNegative = 100.0
-    variant: Literal["repdistiller", "paper"] = Field(
-        "repdistiller", description="repdistiller: mean over a map's values; paper: half the sum over them"
-    )
 
 
 class FitNet(Method):
-    """mean(F_t − r(F_s))², or as in the paper ½·‖F_t − r(F_s)‖²; of several pairs of taps the sum."""
+    """mean(F_t − r(F_s))²; of several pairs of taps the sum."""
 
     Options = FitNetOptions
-    options: FitNetOptions
     terms = ("hint",)
     taps = ("stage2",)
-    requires = Requirements(whole_batch=True)
+    requires = Requirements(logits=False, whole_batch=True)
 
     def __init__(self, options: FitNetOptions, context: BuildContext) -> None:
         super().__init__(options, context)
@@ -41,9 +34,7 @@ class FitNet(Method):
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`hint` of each sample, (B,)."""
-        total_B = student.logits_BK.new_zeros(len(batch.labels_B))
+        total_B = student.features[0].new_zeros(len(batch.labels_B))
         for regressor, s_BCHW, t_BCHW in zip(self.regressors, student.features, teacher.features, strict=True):
-            squares_BCHW = (t_BCHW - regressor(s_BCHW)).square()
-            paper = self.options.variant == "paper"
-            total_B = total_B + (0.5 * squares_BCHW.flatten(1).sum(1) if paper else mean_per_sample(squares_BCHW))
+            total_B = total_B + mean_per_sample((t_BCHW - regressor(s_BCHW)).square())
         return {"hint": total_B}

@@ -18,12 +18,12 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trainables.config import Count, MethodOptions
-from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs
+from trainables.config import Count, InitStageOptions
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Requirements
 from trainables.methods.features import body_parameters, equal_channels, paired_maps, pooled_alike
 
 
-class FSPOptions(MethodOptions):
+class FSPOptions(InitStageOptions):
     """RepDistiller's defaults for CIFAR-100: 30 epochs, from the stem and each stage to the next."""
 
     init_epochs: Count = Field(30, description="epochs before training in which only this loss changes the student")
@@ -40,6 +40,7 @@ class FSP(Method):
     terms = ()
     init_terms = ("flow",)
     taps = ("stem", "stages")
+    requires = Requirements(logits=False)
 
     def __init__(self, options: FSPOptions, context: BuildContext) -> None:
         super().__init__(options, context)
@@ -47,7 +48,7 @@ class FSP(Method):
 
     def init_loss(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`flow` of each sample, (B,)."""
-        total_B = student.logits_BK.new_zeros(len(batch.labels_B))
+        total_B = student.features[0].new_zeros(len(batch.labels_B))
         paper = self.options.variant == "paper"
         for student_pair, teacher_pair in zip(pairwise(student.features), pairwise(teacher.features), strict=True):
             squares_BIJ = (flow(*student_pair, maximum=paper) - flow(*teacher_pair, maximum=paper)).square()

@@ -18,7 +18,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from trainables.config import MethodOptions, Natural, NonNegative, Positive
+from trainables.config import InitStageOptions, NonNegative
 from trainables.distributed.batch_norm import GlobalBatchNorm2d
 from trainables.distributed.group import Group
 from trainables.methods.at import attention
@@ -26,17 +26,13 @@ from trainables.methods.contract import BuildContext, Method, MethodBatch, Model
 from trainables.methods.features import paired_maps, pooled_alike, unit
 
 
-class FTOptions(MethodOptions):
+class FTOptions(InitStageOptions):
     """RepDistiller's defaults for CIFAR-100: weight 200, 30 epochs for the paraphraser, half the teacher's channels."""
 
     weight: NonNegative = 200.0
-    init_epochs: Natural = Field(30, description="epochs before training in which the paraphraser learns; 0: it stays as drawn")
-    init_lr: Positive | None = Field(
-        None, description="learning rate of these epochs; absent: the peak of optim; RepDistiller, for ResNets and WRNs: 0.01"
-    )
     rate: Annotated[float, Field(gt=0, le=1)] = Field(0.5, description="a factor's channels by the teacher's")
-    variant: Literal["repdistiller", "official", "paper"] = Field(
-        "repdistiller", description="repdistiller: factors' attention; official: mean over their values; paper: sum over them"
+    variant: Literal["repdistiller", "paper"] = Field(
+        "repdistiller", description="repdistiller: the mean of factors' attention; paper: the sum over their values"
     )
 
 
@@ -48,7 +44,7 @@ class FT(Method):
     terms = ("factor",)
     init_terms = ("reconstruction",)
     taps = ("stage-1",)
-    requires = Requirements(whole_batch=True)
+    requires = Requirements(logits=False, whole_batch=True)
 
     def __init__(self, options: FTOptions, context: BuildContext) -> None:
         super().__init__(options, context)
@@ -59,10 +55,13 @@ class FT(Method):
             self.paraphrasers.append(_stack(nn.Conv2d, channels, channels, factor, factor))
             self.builders.append(_stack(nn.ConvTranspose2d, factor, factor, channels, channels))
             self.translators.append(_stack(nn.Conv2d, inputs, inputs, factor, factor, group=group))
+        if not context.init_stage:  # where the translator alone learns, with the student
+            for parameter in self.init_stage_parameters(context.student.model):
+                parameter.requires_grad_(False)
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`factor` of each sample, (B,)."""
-        total_B = student.logits_BK.new_zeros(len(batch.labels_B))
+        total_B = student.features[0].new_zeros(len(batch.labels_B))
         modules = zip(self.paraphrasers, self.translators, student.features, teacher.features, strict=True)
         for paraphraser, translator, s_BCHW, t_BCHW in modules:
             with torch.no_grad():
@@ -75,17 +74,13 @@ class FT(Method):
 
     def init_loss(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`reconstruction` of each sample, (B,). The student has no part in it."""
-        total_B = teacher.logits_BK.new_zeros(len(batch.labels_B))
+        total_B = teacher.features[0].new_zeros(len(batch.labels_B))
         for paraphraser, builder, t_BCHW in zip(self.paraphrasers, self.builders, teacher.features, strict=True):
             total_B = total_B + mean_per_sample((builder(paraphraser(t_BCHW)) - t_BCHW).square())
         return {"reconstruction": total_B}
 
     def init_stage_parameters(self, student: nn.Module) -> list[nn.Parameter]:
         """The paraphraser's, and of what rebuilds the map from its factor."""
-        return [*self.paraphrasers.parameters(), *self.builders.parameters()]
-
-    def init_only_parameters(self) -> list[nn.Parameter]:
-        """The same: in training only the translator learns, with the student."""
         return [*self.paraphrasers.parameters(), *self.builders.parameters()]
 
     def _normed(self, factor_BCHW: Tensor) -> Tensor:

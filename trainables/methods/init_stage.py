@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from trainables.config import TrainConfig
+from trainables.config import InitStageOptions, TrainConfig, init_epochs
 from trainables.errors import ExperimentError
 from trainables.methods.select import SelectedMethod, select_methods
 from trainables.rundir import StageDir
@@ -17,7 +17,7 @@ def with_init_stage(config: TrainConfig) -> list[TrainConfig]:
     Raises ExperimentError: two methods have different learning rates for it.
     """
     methods = select_methods(config.distill) if config.distill is not None and config.train.max_steps is None else ()
-    epochs = init_epochs(methods)
+    epochs = longest_init_stage(methods)
     if not epochs:
         return [config]
     stage, lr = StageDir(Path(config.output_dir)).init, _init_lr(methods)
@@ -37,21 +37,18 @@ def with_init_stage(config: TrainConfig) -> list[TrainConfig]:
     return [init, config.model_copy(update={"init_checkpoint": str(stage.last)})]
 
 
-def init_epochs(methods: Iterable[SelectedMethod]) -> int:
-    """The length of the longest init stage; 0: there is none."""
-    return max((method.init_epochs for method in methods), default=0)
+def longest_init_stage(methods: Iterable[SelectedMethod]) -> int:
+    """The length of the init stage of all `methods`; 0: there is none."""
+    return max((init_epochs(method.options) for method in methods), default=0)
 
 
 def _init_lr(methods: Iterable[SelectedMethod]) -> float | None:
     """The learning rate of the init stage, which all methods share; None: the peak of `optim`."""
-    rates = {method.key: getattr(method.options, "init_lr", None) for method in methods if method.init_epochs}
-    first = next((key for key, rate in rates.items() if rate is not None), None)
-    if first is None:
-        return None
-    for other, rate in rates.items():
-        if rate != rates[first]:
-            raise ExperimentError(
-                f"distill.options.{first}.init_lr: {other} has an init stage too, at another rate, and there is one for both:"
-                f" leave init_lr out, or {other}"
-            )
-    return rates[first]
+    options = {method.key: method.options for method in methods if init_epochs(method.options)}
+    rates = {key: own.init_lr for key, own in options.items() if isinstance(own, InitStageOptions)}
+    if len(set(rates.values())) > 1:
+        raise ExperimentError(
+            f"distill.options: {' and '.join(rates)} share one init stage, and have the init_lr"
+            f" {' and '.join(f'{rate}' for rate in rates.values())}: write the same for each"
+        )
+    return next(iter(rates.values()), None)

@@ -5,7 +5,7 @@ A map, as a matrix of positions by channels, is represented by its first k right
 is paired with the most parallel one of the student's first k + 3, with the sign that makes their product positive; both are
 weighted by the teacher's singular values. The relation of a map's vectors a to the next map's b is exp(−(b_i − a_j)²/8) for each
 pair of channels i, j; the loss is the squared distance of the student's relations from the teacher's. The authors' TensorFlow
-code takes ½·√k of it.
+code takes ½·√k of it, as `weight` can.
 
 Differences: where a map of the teacher has fewer than k vectors, k is what all of its maps have (the authors' code lowers it from
 that map on; RepDistiller's fails). A singular vector's sign is arbitrary, but the loss depends on it: here the largest component
@@ -17,7 +17,7 @@ singular values, which are bounded away from 0. mdistiller decomposes another ma
 Shapes: B batch, C channels, H W positions, P = H·W, k singular vectors.
 """
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from trainables.config import Count, MethodOptions
-from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Requirements
 from trainables.methods.features import equal_channels, paired_maps, unit
 
 
@@ -35,9 +35,6 @@ class KDSVDOptions(MethodOptions):
     vectors: Count = Field(
         1, description="k, singular vectors of a map that are compared; as many as every map of the teacher has, if that is less"
     )
-    variant: Literal["repdistiller", "paper"] = Field(
-        "repdistiller", description="paper: ½·√k of the loss, as the authors take it"
-    )
 
 
 class KDSVD(Method):
@@ -46,23 +43,23 @@ class KDSVD(Method):
     Options = KDSVDOptions
     terms = ("relation",)
     taps = ("stages",)
+    requires = Requirements(logits=False)
 
     def __init__(self, options: KDSVDOptions, context: BuildContext) -> None:
         super().__init__(options, context)
         pairs = paired_maps("kdsvd", context, at_least=2)
         equal_channels("kdsvd", pairs)
         self._vectors = min(options.vectors, *(min(shape[0], shape[1] * shape[2]) for _, shape in pairs))
-        self._scale = 0.5 * self._vectors**0.5 if options.variant == "paper" else 1.0
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`relation` of each sample, (B,)."""
-        total_B = student.logits_BK.new_zeros(len(batch.labels_B))
+        total_B = student.features[0].new_zeros(len(batch.labels_B))
         before: tuple[Tensor, Tensor] | None = None
         for s_BCHW, t_BCHW in zip(student.features, teacher.features, strict=True):
             now = self._aligned(s_BCHW, t_BCHW)
             if before is not None:
                 difference_BCCk = _relation(before[0], now[0]) - _relation(before[1], now[1])
-                total_B = total_B + self._scale * difference_BCCk.square().flatten(1).sum(1)
+                total_B = total_B + difference_BCCk.square().flatten(1).sum(1)
             before = now
         return {"relation": total_B}
 

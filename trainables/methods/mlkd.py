@@ -46,8 +46,7 @@ class MLKD(Method):
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`instance` of each sample, (B,); `batch` and `class`, scalars."""
-        student_NK, *gathered = batch.all_gather_many(student.logits_BK, *teacher.tensors)
-        teacher_N = teacher.with_tensors(gathered)
+        student_NK, teacher_N = batch.all_gather(student.logits_BK), teacher.map(batch.all_gather)
         options, temperatures = self.options, self.options.temperatures
         levels = [relations((student_NK / t).softmax(1), (teacher_N.logits_at(t) / t).softmax(1)) for t in temperatures]
         return {

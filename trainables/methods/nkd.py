@@ -1,7 +1,7 @@
 """Normalized knowledge distillation, NKD: Yang, Zeng, Li, Zhang, Yuan and Li 2023 (ICCV), section 3.
 
 "From Knowledge Distillation to Self-Knowledge Distillation: A Unified Approach with Normalized Loss and Customized Soft Labels".
-KD's cross-entropy in two parts, the target's and that of the other classes, whose probabilities are normalised to sum to 1, so
+KD's cross-entropy in two parts, the target's and that of the other classes, whose probabilities are normalized to sum to 1, so
 that they can be equal: L = −T_t·log S_t − γλ²·Σ_{k≠t} N(T_k)·log N(S_k). T_t and S_t are the target's probabilities at
 temperature 1, N the softmax over the other classes at temperature λ. A cross-entropy, so not 0 where student and teacher agree.
 
@@ -33,6 +33,7 @@ class NKD(Method):
     options: NKDOptions
     terms = ("target", "others")
     requires = Requirements(hard_labels=True)
+    idle_with_two_classes = "others is 0"
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`target` and `others` of each sample, (B,), with γλ² in the second."""

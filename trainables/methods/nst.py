@@ -15,7 +15,7 @@ Shapes: B batch, C channels (S of the student, T of the teacher), H W positions,
 from torch import Tensor
 
 from trainables.config import MethodOptions, NonNegative
-from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Requirements
 from trainables.methods.features import paired_maps, pooled_alike, unit
 
 
@@ -31,6 +31,7 @@ class NST(Method):
     Options = NSTOptions
     terms = ("mmd",)
     taps = ("stages",)
+    requires = Requirements(logits=False)
 
     def __init__(self, options: NSTOptions, context: BuildContext) -> None:
         super().__init__(options, context)
@@ -38,7 +39,7 @@ class NST(Method):
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`mmd` of each sample, (B,)."""
-        total_B = student.logits_BK.new_zeros(len(batch.labels_B))
+        total_B = student.features[0].new_zeros(len(batch.labels_B))
         for pair in zip(student.features, teacher.features, strict=True):
             student_BSP, teacher_BTP = (unit(map_BCHW.flatten(2)) for map_BCHW in pooled_alike(*pair))
             total_B = total_B + squared_mmd(student_BSP, teacher_BTP)

@@ -11,8 +11,8 @@ m = β − |γ|·φ(β/γ)/Φ(−β/|γ|), or −3|γ| where less than 0.001 of 
 min(β, 0). After a residual sum β and γ are those of the last batch norm of the block, not of its shortcut, as in their code.
 
 The student's map passes a 1×1 convolution and a batch norm. Stage i of n counts 2^(i − n), the last one 1. The teacher's map is
-averaged to the student's size. The authors' code never puts the teacher into eval mode, so that it normalises by each batch:
-`teacher_norm: batch`. The default is its running statistics, as for any other method.
+averaged to the student's size. The authors' code never puts the teacher into eval mode, so that it normalizes by each batch; here
+it has its running statistics, as for any other method.
 
 Shapes: B batch, C channels, H W positions.
 """
@@ -22,14 +22,14 @@ import math
 import torch
 from torch import Tensor, nn
 
-from trainables.config import NonNegative
+from trainables.config import MethodOptions, NonNegative
 from trainables.errors import ExperimentError
 from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Requirements
-from trainables.methods.features import TeacherNormOptions, average_pooled, connector, paired_maps
+from trainables.methods.features import average_pooled, connector, paired_maps
 from trainables.models.tap_names import norms_before
 
 
-class OFDOptions(TeacherNormOptions):
+class OFDOptions(MethodOptions):
     """The authors' weight for CIFAR; for ImageNet they take 1e-4."""
 
     weight: NonNegative = 1e-3
@@ -41,7 +41,7 @@ class OFD(Method):
     Options = OFDOptions
     terms = ("partial",)
     taps = ("stages.preact",)
-    requires = Requirements(whole_batch=True)
+    requires = Requirements(logits=False, whole_batch=True)
 
     def __init__(self, options: OFDOptions, context: BuildContext) -> None:
         """Raises ExperimentError where a batch norm before a teacher's tap is not found, or the maps cannot be paired."""

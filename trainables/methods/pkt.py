@@ -37,7 +37,7 @@ class PKT(Method):
     options: PKTOptions
     terms = ("kl",)
     taps = ("pooled",)
-    requires = Requirements(whole_batch=True)
+    requires = Requirements(logits=False, whole_batch=True)
 
     def __init__(self, options: PKTOptions, context: BuildContext) -> None:
         super().__init__(options, context)

@@ -6,7 +6,7 @@ import importlib.metadata
 import inspect
 import pkgutil
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from trainables.errors import ExperimentError, did_you_mean
 from trainables.methods.method_file import file_of, module_of, option_key
@@ -101,19 +101,18 @@ def load_method(name: str) -> type[Method]:
 
 def _checked(name: str, method_class: Any) -> type[Method]:
     """The class, where it is a method with its declarations."""
-    from trainables.config import MethodOptions
+    from trainables.config import InitStageOptions, MethodOptions
     from trainables.methods.contract import Method
 
+    options, problem = getattr(method_class, "Options", None), None
     if not (inspect.isclass(method_class) and issubclass(method_class, Method)):
-        raise ExperimentError.of_key(
-            "distill.method", f"{name} is no method: write a class that inherits from trainables.methods.contract.Method"
-        )
-    if not (inspect.isclass(method_class.Options) and issubclass(method_class.Options, MethodOptions)):
-        raise ExperimentError.of_key(
-            "distill.method", f"{name} has Options that do not inherit from trainables.config.MethodOptions"
-        )
-    if not isinstance(getattr(method_class, "terms", None), tuple):
-        raise ExperimentError.of_key(
-            "distill.method", f"{name} has no tuple `terms`: write one with the names of what forward returns"
-        )
-    return method_class
+        problem = "is no method: write a class that inherits from trainables.methods.contract.Method"
+    elif not (inspect.isclass(options) and issubclass(options, MethodOptions)):
+        problem = "has Options that do not inherit from trainables.config.MethodOptions"
+    elif not isinstance(getattr(method_class, "terms", None), tuple):
+        problem = "has no tuple `terms`: write one with the names of what forward returns"
+    elif method_class.init_terms and not issubclass(options, InitStageOptions):
+        problem = "has init_terms, and Options without their epochs: inherit them from trainables.config.InitStageOptions"
+    if problem is not None:
+        raise ExperimentError.of_key("distill.method", f"{name} {problem}")
+    return cast("type[Method]", method_class)

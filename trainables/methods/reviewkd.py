@@ -16,7 +16,7 @@ authors' code for ImageNet an activation in place overwrites what it read before
 
 The weight rises with every step from 0. The authors' CIFAR-100/train.py has min(1, epoch / 20) with epochs counted from 0, so
 none through the first (`warmup_by: epoch_from_0`); mdistiller counts from 1 (`epoch_from_1`). That train.py never puts the
-teacher into eval mode either, so it normalises by each batch (`teacher_norm: batch`); ImageNet/imagenet_amp.py and mdistiller do.
+teacher into eval mode either, so it normalizes by each batch (`teacher_norm: batch`); ImageNet/imagenet_amp.py and mdistiller do.
 
 Shapes: B batch, C channels, H W positions, M channels of the residual.
 """
@@ -55,7 +55,7 @@ class ReviewKD(Method):
 
     Options = ReviewKDOptions
     terms = ("review",)
-    requires = Requirements(whole_batch=True)
+    requires = Requirements(logits=False, whole_batch=True)
 
     def __init__(self, options: ReviewKDOptions, context: BuildContext) -> None:
         """Raises ExperimentError where student and teacher have different numbers of levels."""

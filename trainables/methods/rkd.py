@@ -3,16 +3,14 @@
 - distance: huber(‖s_i − s_j‖/μ_s, ‖t_i − t_j‖/μ_t) over pairs, μ the mean distance of the batch's pairs;
 - angle: huber(cos∠s_i s_j s_k, cos∠t_i t_j t_k) over triples, the angle at one sample between two others.
 
-huber is ½x² up to |x| = 1 and |x| − ½ beyond. `repdistiller`, which is the authors' code too, and mdistiller: the means are
-over all N² and N³ entries, those of a sample with itself, which are 0, included. `paper`: over distinct samples only. Means of
-nothing are 0. Squared distances are at least 1e-12, as in the codes.
+huber is ½x² up to |x| = 1 and |x| − ½ beyond. As in the authors' code, RepDistiller's and mdistiller's the means are over all N²
+and N³ entries, those of a sample with itself, which are 0, included; the paper's, over distinct samples, are larger by N/(N − 1)
+and N²/((N − 1)(N − 2)). Means of nothing are 0. Squared distances are at least 1e-12, as in the codes.
 
 The N³ angles are computed in parts, by the samples at their vertices, each part with its gradient: memory is that of one part.
 
 Shapes: B samples of this rank, N of the global batch, D features, A samples at which angles lie.
 """
-
-from typing import Literal
 
 import torch
 from pydantic import Field
@@ -31,9 +29,6 @@ _PART = 2**24
 class RKDOptions(MethodOptions):
     """The weights of the authors and of RepDistiller."""
 
-    variant: Literal["paper", "repdistiller"] = Field(
-        "repdistiller", description="over which pairs and triples the means are, see trainables.methods.rkd"
-    )
     distance: NonNegative = Field(25.0, description="weight of the distances")
     angle: NonNegative = Field(50.0, description="weight of the angles")
 
@@ -45,7 +40,7 @@ class RKD(Method):
     options: RKDOptions
     terms = ("distance", "angle")
     taps = ("pooled",)
-    requires = Requirements(whole_batch=True)
+    requires = Requirements(logits=False, whole_batch=True)
 
     def __init__(self, options: RKDOptions, context: BuildContext) -> None:
         super().__init__(options, context)
@@ -55,13 +50,10 @@ class RKD(Method):
         """`distance` and `angle`, scalars, with their weights in them."""
         student_ND, teacher_ND = all_rows(student, teacher, batch)
         rows = len(student_ND)
-        pairs, triples, distinct = rows**2, rows**3, self.options.variant == "paper"
-        if distinct:
-            pairs, triples = rows * (rows - 1), rows * (rows - 1) * (rows - 2)
         distances = functional.smooth_l1_loss(distances_by_mean(student_ND), distances_by_mean(teacher_ND), reduction="sum")
         return {
-            "distance": self.options.distance * distances / max(pairs, 1),
-            "angle": self.options.angle * angle_differences(student_ND, teacher_ND, distinct=distinct) / max(triples, 1),
+            "distance": self.options.distance * distances / max(rows**2, 1),
+            "angle": self.options.angle * angle_differences(student_ND, teacher_ND) / max(rows**3, 1),
         }
 
 
@@ -75,31 +67,28 @@ def distances_by_mean(rows_ND: Tensor) -> Tensor:
     return distances_NN / mean.clamp(min=1e-6)
 
 
-def angle_differences(student_ND: Tensor, teacher_ND: Tensor, *, distinct: bool = False, part: int = _PART) -> Tensor:
-    """Σ over triples (`distinct`: of three samples) of huber(cosine of the student's angle, the teacher's), a scalar.
+def angle_differences(student_ND: Tensor, teacher_ND: Tensor, *, part: int = _PART) -> Tensor:
+    """Σ over triples of huber(cosine of the student's angle, the teacher's), a scalar.
 
     `part`: how many numbers are in memory at once.
     """
     rows, widest = len(student_ND), max(student_ND.shape[1], teacher_ND.shape[1])
     size = max(part // max(rows * (rows + widest), 1), 1)
     if rows <= size:
-        return _angle_differences(student_ND, teacher_ND, student_ND, teacher_ND, distinct)
+        return _angle_differences(student_ND, teacher_ND, student_ND, teacher_ND)
     leaf_ND = student_ND.detach().requires_grad_()
     total, gradient_ND = student_ND.new_zeros(()), torch.zeros_like(student_ND)
     with torch.enable_grad():
         for first in range(0, rows, size):
             at = slice(first, first + size)
-            difference = _angle_differences(leaf_ND[at], teacher_ND[at], leaf_ND, teacher_ND, distinct)
+            difference = _angle_differences(leaf_ND[at], teacher_ND[at], leaf_ND, teacher_ND)
             gradient_ND += torch.autograd.grad(difference, leaf_ND)[0]
             total += difference.detach()
     return with_gradient(total, gradient_ND, student_ND)
 
 
-def _angle_differences(student_AD: Tensor, teacher_AD: Tensor, student_ND: Tensor, teacher_ND: Tensor, distinct: bool) -> Tensor:
-    student_ANN, teacher_ANN = _cosines(student_AD, student_ND), _cosines(teacher_AD, teacher_ND)
-    if distinct:
-        student_ANN, teacher_ANN = student_ANN * off_diagonal(student_ND), teacher_ANN * off_diagonal(student_ND)
-    return functional.smooth_l1_loss(student_ANN, teacher_ANN, reduction="sum")
+def _angle_differences(student_AD: Tensor, teacher_AD: Tensor, student_ND: Tensor, teacher_ND: Tensor) -> Tensor:
+    return functional.smooth_l1_loss(_cosines(student_AD, student_ND), _cosines(teacher_AD, teacher_ND), reduction="sum")
 
 
 def _cosines(at_AD: Tensor, rows_ND: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ class SemCKD(Method):
     options: SemCKDOptions
     terms = ("calibrated",)
     taps = ("stages",)
-    requires = Requirements(whole_batch=True)
+    requires = Requirements(logits=False, whole_batch=True)
 
     def __init__(self, options: SemCKDOptions, context: BuildContext) -> None:
         """Raises ExperimentError where a tap is no map."""

@@ -34,7 +34,7 @@ class SimKD(Method):
 
     Options = SimKDOptions
     terms = ("feature",)
-    requires = Requirements(reuses_classifier=True)
+    requires = Requirements(logits=False, reuses_classifier=True)
     task_weight = 0.0
 
     def __init__(self, options: SimKDOptions, context: BuildContext) -> None:

@@ -26,7 +26,7 @@ class SP(Method):
     Options = SPOptions
     terms = ("similarity",)
     taps = ("stage-1",)
-    requires = Requirements(whole_batch=True)
+    requires = Requirements(logits=False, whole_batch=True)
 
     def __init__(self, options: SPOptions, context: BuildContext) -> None:
         super().__init__(options, context)

@@ -4,21 +4,34 @@ Shapes: B samples of this rank, K classes.
 """
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainables.methods.contract import ModelOutputs, ModelSpec
+from trainables.models.forward import logits_and_aux
 from trainables.models.taps import Taps
 
 
 class TapReader:
     """The taps of several methods on one model."""
 
-    def __init__(self, model: nn.Module, taps: Mapping[str, Sequence[str]], *, name: str, image_size: int):
-        """`taps`: method → its taps on this model. `name`: the model's. Raises ModelError: the model has no such tap."""
-        self._model, self._name = model, name
+    def __init__(
+        self,
+        model: nn.Module,
+        taps: Mapping[str, Sequence[str]],
+        *,
+        name: str,
+        image_size: int,
+        without_logits: Collection[str] = (),
+    ):
+        """`taps`: method → its taps on this model, and `without_logits` those that read no logits. `name`: the model's.
+
+        Raises ModelError: the model has no such tap.
+        """
+        self._model, self._name, self._without_logits = model, name, frozenset(without_logits)
         self._taps = {key: Taps(model, names, name=name, image_size=image_size) for key, names in taps.items() if names}
         self._keys = tuple(taps)
 
@@ -37,14 +50,14 @@ class TapReader:
             stack.enter_context(taps.capture())
         return stack
 
-    def pop(self, logits_BK: Tensor, num_rows: int) -> dict[str, ModelOutputs]:
+    def pop(self, output: Any, num_rows: int) -> dict[str, ModelOutputs]:
         """Method → the first `num_rows` rows of the logits and of its captured features, in float32 or wider.
 
-        The reader keeps no reference to them.
+        `output`: of the model, whose logits may be anything where no method reads them. The reader keeps no reference to it.
         """
-        logits_BK = _first_rows(logits_BK, num_rows)
+        logits = None if self._without_logits.issuperset(self._keys) else _first_rows(logits_and_aux(output)[0], num_rows)
         features = {key: tuple(_first_rows(tensor, num_rows) for tensor in taps.pop()) for key, taps in self._taps.items()}
-        return {key: ModelOutputs(logits_BK, features.get(key, ())) for key in self._keys}
+        return {key: ModelOutputs(None if key in self._without_logits else logits, features.get(key, ())) for key in self._keys}
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:

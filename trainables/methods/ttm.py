@@ -2,7 +2,7 @@
 algorithm 1.
 
 "Knowledge Distillation Based on Transformed Teacher Matching". The teacher's probabilities are raised to the power γ = 1/T and
-normalised, which is its softmax at temperature T; the student keeps temperature 1, and there is no T²:
+normalized, which is its softmax at temperature T; the student keeps temperature 1, and there is no T²:
 L = KL(softmax(z_t/T) ‖ softmax(z_s)). WTTM weighs each sample by U = Σ_k p_t(k)^γ, which is large where the teacher is in doubt.
 
 Shapes: B batch, K classes.

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trainables.config import MethodOptions
-from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, mean_per_sample
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Requirements, mean_per_sample
 from trainables.methods.features import Shape, paired_maps, pooled_alike
 
 _LEAST_VARIANCE = 1e-5
@@ -42,6 +42,7 @@ class VID(Method):
     options: VIDOptions
     terms = ("information",)
     taps = ("stages",)
+    requires = Requirements(logits=False)
 
     def __init__(self, options: VIDOptions, context: BuildContext) -> None:
         super().__init__(options, context)
@@ -49,7 +50,7 @@ class VID(Method):
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`information` of each sample, (B,): the information about the teacher that the student lacks."""
-        total_B = student.logits_BK.new_zeros(len(batch.labels_B))
+        total_B = student.features[0].new_zeros(len(batch.labels_B))
         for normal, *pair in zip(self.normals, student.features, teacher.features, strict=True):
             values_BCHW = normal(*pooled_alike(*pair))
             paper = self.options.variant == "paper"

@@ -2,7 +2,7 @@
 
 On a GPU the marks are CUDA events in the stream of the step, read after the GPU has passed them. `data` is then the time
 for which the stream waited for the loader: 0 where a batch was ready, however long the Python thread waited. `h2d` is the
-wait for the copy that follows, and `augment` is augmentation and normalisation on the device.
+wait for the copy that follows, and `augment` is augmentation and normalization on the device.
 
 Shapes: S steps, T timed columns (the phases, then the whole step).
 """

@@ -33,7 +33,7 @@ class CheckpointHeader:
     """In label order."""
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
-    """With `mean`, how its images were normalised, by channel; () in older checkpoints."""
+    """With `mean`, how its images were normalized, by channel; () in older checkpoints."""
     shards: tuple[str, ...] = ()
     """The names of the files next to it that have its tensors, where it was written by pipeline stages."""
     transform_input: bool = False

@@ -5,7 +5,6 @@ the papers' authors published, and reads their .npz files.
 """
 
 import math
-import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from trainables.errors import CheckpointError, ModelError, first_line, first_three
 from trainables.models.foreign_files import CONVERT, foreign_names
+from trainables.models.libraries import LIBRARIES
 from trainables.models.registry import USUAL_SIZES, construct
 from trainables.models.state_match import Match, compare, expected_tensors, is_read
 from trainables.notices import notice
@@ -25,7 +25,8 @@ def converted(model: nn.Module, match: Match, image_size: int) -> tuple[dict[str
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the library's own resampling
-            state = dict(_by_library(model, dict(match.state), image_size))
+            library = next((library for library in LIBRARIES.values() if library.owns(model)), LIBRARIES["ours"])
+            state = dict(library.convert(model, dict(match.state), image_size))
     except Exception:  # a library's own code on tensors of any name and shape: the mismatch says more
         return {}, ""
     state = {name: tensor for name, tensor in state.items() if is_read(name)}
@@ -37,10 +38,9 @@ def converted(model: nn.Module, match: Match, image_size: int) -> tuple[dict[str
         if name in match.state and match.state[name].shape != state[name].shape
     ]
     renamed, dropped = len(set(state) - set(match.state)), len(set(match.state) - set(state))
-    library = type(model).__module__.partition(".")[0]
     changes = [f"resampled {first_three(resampled)}"] if resampled else []
     changes += [f"{'renamed' if renamed else 'left out'} {dropped} tensors"] if dropped else []
-    return state, f"{library} {', '.join(changes) or 'reshaped tensors'}, for images of {image_size}×{image_size}"
+    return state, f"{library.name} {', '.join(changes) or 'reshaped tensors'}, for images of {image_size}×{image_size}"
 
 
 def load_npz(model: nn.Module, path: Path, name: str, num_classes: int) -> None:
@@ -80,7 +80,7 @@ def mismatch(match: Match, model: nn.Module, path: Path, name: str, num_classes:
         )
     if named and (size := _fitting_size(name, state, num_classes)):
         return CheckpointError(
-            f"{path} fits {name} for images of {size}×{size}, by its {misshapen[0]}: set data.image_size to {size}"
+            f"{path} fits {name} for images of {size}×{size}, by its {misshapen[0]}: set teacher.image_size to {size}"
         )
     if not named and (foreign := foreign_names(match.unexpected)):
         return CheckpointError(f"{path} does not fit {name}: it is {foreign}")
@@ -98,21 +98,6 @@ def mismatch(match: Match, model: nn.Module, path: Path, name: str, num_classes:
     return CheckpointError(
         f"{path} does not fit {name}: it{where} {differences}; write the model that it was saved from, or give another file"
     )
-
-
-def _by_library(model: nn.Module, state: dict[str, Tensor], image_size: int) -> Mapping[str, Tensor]:
-    module = type(model).__module__
-    if module == "torchvision.models.vision_transformer":
-        from torchvision.models.vision_transformer import interpolate_embeddings
-
-        resampled: Mapping[str, Tensor] = interpolate_embeddings(image_size, model.patch_size, state)
-        return resampled
-    if module.startswith("timm."):
-        convert = getattr(sys.modules[module], "checkpoint_filter_fn", None)
-        if convert is not None:
-            filtered: Mapping[str, Tensor] = convert(state, model)
-            return filtered
-    return {}
 
 
 def _fitting_size(name: str, state: Mapping[str, Tensor], num_classes: int) -> int | None:

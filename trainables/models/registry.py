@@ -7,29 +7,19 @@ Shapes: B batch, C channels, H W pixels, K classes.
 
 from __future__ import annotations
 
-import json
-import pkgutil
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from trainables.config.models import FOLDER_SCHEME, HUB_SCHEMES
 from trainables.errors import ModelError, first_line
 from trainables.models.forward import dry_forward, logits_and_aux, seeded
-from trainables.models.names import (
-    MODELS,
-    TIMM_CONFIG,
-    ModelName,
-    architecture,
-    check_model_name,
-    read_folder_config,
-)
+from trainables.models.libraries import LIBRARIES
+from trainables.models.names import MODELS, REUSE_SEPARATOR, check_model_name
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["MODELS", "build_model", "check_forward", "check_model_name", "construct", "library_options"]
+__all__ = ["MODELS", "build_model", "check_forward", "check_model_name", "construct"]
 
 USUAL_SIZES = (8, 16, 32, 64, 75, 96, 128, 160, 192, 224, 256, 299, 384, 448, 512)
 
@@ -48,84 +38,18 @@ def build_model(name: str, *, num_classes: int, image_size: int, seed: int) -> n
 def construct(name: str, *, num_classes: int, image_size: int, seed: int) -> nn.Module:
     """`build_model` without its forward checks."""
     found = check_model_name(name)
-    if found.library == "joined":
+    if REUSE_SEPARATOR in found.name:
         from trainables.models.reused_classifier import build_reused
 
         part = partial(construct, num_classes=num_classes, image_size=image_size, seed=seed)
         return build_reused(name, part, image_size=image_size, seed=seed)
     with seeded(f"{found.library}/{found.name}:{num_classes}:{seed}"):
         try:
-            model = _construct(found, num_classes, image_size)
+            return LIBRARIES[found.library].create(found.name, num_classes, image_size)
         except (AssertionError, RuntimeError, TypeError, ValueError) as error:
             message = f"model {name} cannot be built for images of {image_size}×{image_size} ({first_line(error)})"
-            raise ModelError(f"{message}: set data.image_size to what it takes, often 224, or choose another model") from error
-    return model
-
-
-def _construct(found: ModelName, num_classes: int, image_size: int) -> nn.Module:
-    model: nn.Module
-    if found.library == "ours":
-        builder = MODELS[found.name]
-        model = pkgutil.resolve_name(f"trainables.models.{builder.path}")(num_classes, image_size, **builder.options)
-    elif found.library == "torchvision":
-        import torchvision
-
-        options = library_options(found, image_size)
-        if found.name in ("googlenet", "inception_v3"):
-            options["init_weights"] = True
-        model = torchvision.models.get_model(found.name, weights=None, num_classes=num_classes, **options)
-    else:
-        import timm
-
-        model = timm.create_model(found.name, num_classes=num_classes, **library_options(found, image_size))
-    return model
-
-
-def library_options(found: ModelName, image_size: int) -> dict[str, Any]:
-    """The constructor arguments of a library's model that depend on the image size: models with a position table have some."""
-    if found.library == "torchvision":
-        if found.name.startswith("vit_"):
-            return {"image_size": image_size}
-        return {"input_size": (image_size, image_size)} if found.name.startswith("maxvit_") else {}
-    if found.library == "timm":
-        import timm
-
-        published = timm.get_pretrained_cfg(timm_architecture(found.name))
-        own_size = published.input_size[-1] if published is not None and ":" not in found.name else None
-        if published is not None and published.fixed_input_size and own_size != image_size:
-            return {"img_size": image_size}
-    return {}
-
-
-def timm_architecture(name: str) -> str:
-    """timm's name of an architecture, also of a folder or a repository (`source_config`). Raises ModelError."""
-    return architecture(source_config(name), name) if name.startswith((FOLDER_SCHEME, *HUB_SCHEMES)) else name
-
-
-def timm_folder_of(path: Path) -> str | None:
-    """`local-dir:` with the folder of a file of weights; None where timm has not saved it: many programs write a config.json."""
-    folder = f"{FOLDER_SCHEME}{path.parent}"
-    try:
-        timm_architecture(folder)
-    except ModelError:
-        return None
-    return folder
-
-
-def source_config(name: str) -> Any:
-    """The config.json of a folder or a repository, which is downloaded once. Raises ModelError: it is not there."""
-    if name.startswith(FOLDER_SCHEME):
-        return read_folder_config(Path(name.removeprefix(FOLDER_SCHEME)))
-    repository, _, revision = name.partition(":")[2].partition("@")
-    try:
-        from huggingface_hub import hf_hub_download
-
-        return json.loads(Path(hf_hub_download(repository, TIMM_CONFIG, revision=revision or None)).read_text(encoding="utf-8"))
-    except Exception as error:  # any way in which the network, the hub's client or the disk can fail
-        raise ModelError(
-            f"{name}: its {TIMM_CONFIG} could not be loaded from the Hugging Face Hub ({first_line(error)}): fetch the "
-            f"repository where there is a network, and write {FOLDER_SCHEME}FOLDER"
-        ) from None
+            instead = "set data.image_size, or the teacher's image_size, to what it takes, often 224, or choose another model"
+            raise ModelError(f"{message}: {instead}") from error
 
 
 def check_forward(model: nn.Module, image_size: int, num_classes: int, *, name: str = "", training: bool = False) -> None:
@@ -145,7 +69,8 @@ def check_forward(model: nn.Module, image_size: int, num_classes: int, *, name: 
             does = "cannot be trained on" if mode else "does not take"
             sizes = sorted(USUAL_SIZES, key=lambda size: (abs(size - image_size), size))
             fits = next((size for size in sizes if size != image_size and _takes(model, size, modes)), None)
-            instead = f"set data.image_size to {fits}, or choose another model" if fits else "choose another model"
+            key = "data.image_size" if training else "data.image_size, or the teacher's image_size,"
+            instead = f"set {key} to {fits}, or choose another model" if fits else "choose another model"
             raise ModelError(f"{named} {does} images of {image_size}×{image_size} ({first_line(error)}): {instead}") from error
         if shape != (2, num_classes):
             returns = f"returns shape {shape} for a batch of 2, not (2, {num_classes})"

@@ -15,6 +15,8 @@ from torch.nn import functional
 
 from trainables.errors import ModelError
 from trainables.models.forward import dry_forward, seeded
+from trainables.models.libraries import declared_taps
+from trainables.models.libraries.interface import DeclaredTaps
 from trainables.models.names import REUSE_SEPARATOR
 from trainables.models.tap_names import classifier, modules_before
 from trainables.models.taps import Taps
@@ -51,6 +53,13 @@ class ReusedClassifier(nn.Module):
         self.projector = projector(self._taps.shapes[0][0], self._teacher_CHW[0])
         self.classifier = nn.Linear(last.in_features, last.out_features, bias=last.bias is not None).requires_grad_(False)
 
+    def declared_taps(self) -> DeclaredTaps:
+        """The trunk's stages."""
+        trunk = declared_taps(self.trunk)
+        stages, preacts = ([f"trunk.{path}" for path in paths] for paths in (trunk.stages, trunk.preacts))
+        unpooled = None if trunk.channels_last else "projector"
+        return trunk._replace(stem=trunk.stem and f"trunk.{trunk.stem}", stages=stages, preacts=preacts, unpooled=unpooled)
+
     def forward(self, images_BCHW: Tensor) -> Tensor:
         """Logits (B, K)."""
         with self._taps.capture():
@@ -66,7 +75,7 @@ class ReusedClassifier(nn.Module):
     def reuse(self, teacher: nn.Module, image_size: int) -> None:
         """Copy the classifier of `teacher`, a model of the name that this one was built for.
 
-        Raises ModelError: its classifier does not read the mean of its last map.
+        Raises ModelError: its classifier does not read the mean of its last map, or it has another image size than the student.
         """
         taps = Taps(teacher, ("unpooled", "pooled"), name=type(teacher).__name__, image_size=image_size)
         with taps.capture():
@@ -78,6 +87,11 @@ class ReusedClassifier(nn.Module):
             raise ModelError(
                 f"the teacher, a {type(teacher).__name__}, classifies something else than the mean of its last map, so that its "
                 "classifier cannot be reused: choose another teacher, or another method than simkd"
+            )
+        if map_BDHW.shape[1:] != self._teacher_CHW:
+            raise ModelError(
+                f"the teacher's last map is {tuple(map_BDHW.shape[1:])}, and {self._teacher_CHW} at the student's image size: "
+                f"set teacher.image_size to {image_size}, or choose another method than simkd"
             )
         self.classifier.load_state_dict(classifier(teacher).state_dict())
 

@@ -5,6 +5,7 @@ Shapes: B batch, C channels, H W pixels, K classes.
 
 import math
 from itertools import pairwise
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -18,9 +19,13 @@ class ConvNet(nn.Sequential):
     The averaged map makes it fit any image of at least 2^(stages - 1) pixels a side.
     """
 
+    STAGES: tuple[str, ...]
+    UNPOOLED: ClassVar[str] = "pool:in"
+
     def __init__(self, num_classes: int, image_size: int = 8, *, widths: tuple[int, ...], convs_per_stage: int) -> None:
         super().__init__()
         layers: list[nn.Module] = []
+        ends: list[int] = []
         channels = 3
         for stage, width in enumerate(widths):
             if stage > 0:
@@ -28,7 +33,9 @@ class ConvNet(nn.Sequential):
             for _ in range(convs_per_stage):
                 layers += [nn.Conv2d(channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
                 channels = width
+            ends.append(len(layers) - 1)
         self.features = nn.Sequential(*layers)
+        self.STAGES = tuple(f"features.{index}" for index in (2, *ends))
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.flatten = nn.Flatten()
         self.head = nn.Linear(channels, num_classes)

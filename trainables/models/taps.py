@@ -7,7 +7,7 @@ says which names there are.
 Shapes: B batch, C channels, H W pixels, D features.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from trainables.errors import ModelError
-from trainables.models.forward_trace import Trace, TraceEvent, trace_forward
-from trainables.models.tap_names import TapSurvey
+from trainables.models.module_calls import Call, last_call, record_calls
+from trainables.models.tap_names import TapNames, disable_inplace
 
 
 @dataclass
@@ -54,9 +54,7 @@ class Taps:
     """The paths of the modules that are read, in the same order."""
 
     def __init__(self, model: nn.Module, names: Sequence[str], *, name: str, image_size: int) -> None:
-        """`name` is the model's, for messages. An in-place activation that follows a tap is switched to work out of place.
-
-        It stays switched: another tap may depend on it, and the results have the same bits.
+        """`name` is the model's, for messages. Modules with an `inplace` flag work out of place from now on.
 
         Raises ModelError: no such tap, with the nearest that exist; it is no tensor of samples, or overwritten after it is read.
         """
@@ -67,17 +65,17 @@ class Taps:
         self.names, self.shapes, self.modules = (), (), ()
         if not names:
             return
-        survey = TapSurvey(model, image_size, name=name)
-        self.names = tuple(chain.from_iterable(map(survey.expand, names)))
-        found = [survey.find(tap) for tap in self.names]
-        self.shapes = tuple(hook_point.shape for hook_point in found)
-        self.modules = tuple(hook_point.events[0].path for hook_point in found)
-        events = {tap: hook_point.events[0] for tap, hook_point in zip(self.names, found, strict=True)}
-        _protect(model, image_size, events, name)
-        for hook_point in found:
-            slot, event = _Slot(hook_point.channels_last), hook_point.events[0]
-            module = model.get_submodule(event.path)
-            if event.direction == "out":
+        disable_inplace(model)
+        found = TapNames(model, image_size, name=name)
+        self.names = tuple(chain.from_iterable(map(found.expand, names)))
+        calls = {tap: found.find(tap) for tap in self.names}
+        self.shapes = tuple(map(found.shape, self.names))
+        self.modules = tuple(calls[tap].path for tap in self.names)
+        _check_overwritten(name, calls)
+        _check_overwritten(name, _calls_in_training(model, image_size, name, calls))
+        for tap in self.names:
+            slot, module = _Slot(found.is_channels_last(tap)), model.get_submodule(calls[tap].path)
+            if calls[tap].direction == "out":
                 self._handles.append(module.register_forward_hook(slot.store_output))
             else:
                 self._handles.append(module.register_forward_pre_hook(slot.store_input))
@@ -119,47 +117,25 @@ class Taps:
         self.names, self.shapes, self.modules = (), (), ()
 
 
-def _protect(model: nn.Module, image_size: int, taps: dict[str, TraceEvent], name: str) -> None:
-    """Switch modules that would overwrite a tapped tensor, in training or eval mode, to work out of place.
-
-    Raises ModelError: a tensor is overwritten by something else than a module with an `inplace` flag.
-    """
-    modules = dict(model.named_modules())
-    switched = True
-    while switched:
-        switched = False
-        for training in (False, True):
-            try:
-                trace = trace_forward(model, image_size, training=training)
-            except (AssertionError, IndexError, RuntimeError, TypeError, ValueError):
-                if not training:
-                    raise
-                continue  # a teacher may be one that cannot be trained at this size
-            for tap, event in taps.items():
-                overwriting = _overwriting(trace, modules, tap, event, name)
-                for module in overwriting:
-                    module.inplace = False  # type: ignore[assignment]
-                switched = switched or bool(overwriting)
+def _calls_in_training(model: nn.Module, image_size: int, name: str, taps: Mapping[str, Call]) -> dict[str, Call]:
+    """The same calls in training mode; none for a model that cannot be trained at this size, as a teacher may be."""
+    try:
+        calls = record_calls(model, image_size, training=True)
+    except (AssertionError, IndexError, RuntimeError, TypeError, ValueError):
+        return {}
+    found = {}
+    for tap, call in taps.items():
+        in_training = last_call(calls, call.path, call.direction)
+        if in_training is None or not in_training.shape:
+            raise ModelError(f"model {name}: {tap} is not called in training; choose another")
+        found[tap] = in_training
+    return found
 
 
-def _overwriting(trace: Trace, modules: dict[str, nn.Module], tap: str, tapped: TraceEvent, name: str) -> list[nn.Module]:
-    """The in-place modules that may overwrite the value of a tap after it is read; empty: it is not overwritten."""
-    read = trace.last(tapped.path, tapped.direction)
-    if read is None or not read.shape:
-        raise ModelError(f"model {name}: {tap} is not called in training; choose another")
-    if not read.overwritten:
-        return []
-    storage = read.value.untyped_storage()._cdata
-    begin = next(index for index, event in enumerate(trace.events) if event is read)
-    readers = [
-        modules[event.path]
-        for event in trace.events[begin:]
-        if event.direction == "in" and event.shape and event.value.untyped_storage()._cdata == storage
-    ]
-    inplace = [module for module in readers if getattr(module, "inplace", None) is True]
-    if not inplace:
-        raise ModelError(
-            f"model {name}: {tap} is overwritten in place after it is read; choose the module that comes next,"
-            " or one outside of it"
-        )
-    return inplace
+def _check_overwritten(name: str, taps: Mapping[str, Call]) -> None:
+    for tap, call in taps.items():
+        if call.overwritten:
+            raise ModelError(
+                f"model {name}: {tap} is overwritten in place after it is read; choose the module that comes next,"
+                " or one outside of it"
+            )

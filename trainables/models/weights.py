@@ -1,31 +1,78 @@
-"""Teachers with weights: from a checkpoint of ours, published by torchvision or timm, or from a file of weights.
+"""Teachers with weights: from a checkpoint of ours, published by a library, or from a file of weights.
 
 A file is read as candidates (`weight_files`), of which one is the state of the model (`state_match`), as it is or after the
-library's own conversion (`convert_state`).
+library's own conversion (`convert_state`). Where weights have more classes than the data, or another order, and a record of
+their names, the classifier's rows of the data's classes are taken (`classes`).
 """
 
 import hashlib
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from trainables.data.index import file_sha256
+from trainables.config.models import HUB_SCHEMES
 from trainables.errors import CheckpointError, ModelError
 from trainables.models.checkpoint_header import CheckpointHeader, is_safetensors, locate_checkpoint, read_checkpoint_header
+from trainables.models.classes import class_rows
 from trainables.models.convert_state import converted, load_npz, mismatch
 from trainables.models.foreign_files import is_npz
+from trainables.models.libraries import LIBRARIES
+from trainables.models.libraries.interface import Library
+from trainables.models.libraries.timm import architecture
 from trainables.models.names import ModelName, check_model_name
-from trainables.models.published import published_model, timm_name
-from trainables.models.registry import check_forward, construct, timm_folder_of
+from trainables.models.registry import check_forward, construct
 from trainables.models.state_match import describe, find_matches, is_read
+from trainables.models.tap_names import last_layer
+from trainables.models.trained_input import header_record, trained_input
 from trainables.models.weight_files import Candidate, check_values, read_candidates, read_safetensors
 from trainables.notices import notice
 
-RESCALING = ("googlenet", "inception_v3")
-"""torchvision models that rescale their input with the published weights, and with no others; no tensor shows it."""
+
+class _Weights(NamedTuple):
+    """What `weights` of a model are, before a tensor is read."""
+
+    name: str
+    found: ModelName
+    weights: str
+    path: Path | None
+    """None: published."""
+    header: CheckpointHeader | None
+    """Of a checkpoint of ours."""
+    num_classes: int
+    """Theirs."""
+    rows: tuple[int, ...] | None
+    """Which of their classes are the data's; None: all, in this order."""
+    key: str | None
+
+    @property
+    def library(self) -> Library:
+        return LIBRARIES[self.found.library]
+
+    @property
+    def rescales(self) -> bool:
+        """Whether the model rescales its input with this file."""
+        if self.header is not None:
+            return self.header.transform_input
+        return self.path is not None and self.library.rescales_input(self.found.name, self.path)
+
+    def built_name(self) -> str:
+        """The model's name, or its folder's if that says how it is built. Raises ModelError: another model is there."""
+        beside = self.library.name_for_file(self.found.name, self.path) if self.path is not None else self.found.name
+        return self.name if beside == self.found.name else beside
+
+    def digest(self, state: Mapping[str, Tensor], *, rescales: bool) -> str:
+        digest = hashlib.sha256(b"transform_input\0" if rescales else b"")
+        if self.rows is not None:
+            digest.update(f"rows {self.rows}\0".encode())
+        for key in sorted(key for key in state if is_read(key)):
+            tensor = state[key].detach().contiguous()
+            digest.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
+            digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        return digest.hexdigest()
 
 
 def load_teacher(
@@ -45,41 +92,23 @@ def load_teacher(
     dict in it, of safetensors, or numpy's .npz where timm converts it; a folder of timm or Hugging Face with such a file; a name
     of torchvision weights (`IMAGENET1K_V1`, `DEFAULT`), a timm pretrained tag, or `hf-hub:` with a repository of timm's.
     `weights_key` chooses an entry of a file, or a prefix of its names. What was taken, renamed, resampled or left out is one
-    notice. `classes` are the data's, in label order; a checkpoint of ours must have been trained on the same. Only published
-    weights are downloaded. `sha256`: the expected `teacher_sha256`; None: any.
+    notice. `classes` are the data's, in label order: weights with a record of their classes may have others besides them, and
+    another order. Only published weights are downloaded. `sha256`: the expected `teacher_sha256`; None: any.
 
     Raises:
-        CheckpointError: the file is missing, damaged, of another model or of other classes, or has another hash; or several of
-            its entries fit and `weights_key` chooses none.
-        ModelError: no such model or weights, weights for another number of classes, a failed download, or images of a wrong size.
+        CheckpointError: the file is missing, damaged, of another model or without some of the classes, or has another hash; or
+            several of its entries fit and `weights_key` chooses none.
+        ModelError: no such model or weights, a failed download, or images of a wrong size.
     """
-    found = check_model_name(name)
-    path = locate_checkpoint(weights)
-    rescales = False
-    if path is None:
-        _refuse_key(weights, weights_key, "published weights have one model")
-        with torch.random.fork_rng(devices=[]):  # a library initialises parameters before it overwrites them
-            model = published_model(found, weights, num_classes, image_size)
-        state: Mapping[str, Tensor] = model.state_dict()
-        rescales = bool(getattr(model, "transform_input", False))
-    else:
-        built = _name_to_build(found, name, path)
-        model = construct(built, num_classes=num_classes, image_size=image_size, seed=seed)
-        if is_npz(path):
-            _refuse_key(weights, weights_key, "an .npz file has one model")
-            load_npz(model, path, name, num_classes)
-            state = model.state_dict()
-        else:
-            state = _file_state(model, path, name, num_classes, image_size, classes, weights_key, weights)
-            model.load_state_dict(state, strict=False)
-        rescales = _rescales(found, path)
-        if rescales:
-            model.transform_input = True  # type: ignore[assignment]
-    if sha256 is not None and _digest(state, rescales=rescales) != sha256:  # of the tensors in memory: the file is read once
+    source = _find(name, weights, num_classes, classes, weights_key)
+    model, state, rescales = _load(source, image_size, seed)
+    if sha256 is not None and source.digest(state, rescales=rescales) != sha256:  # of tensors in memory: a file is read once
         raise CheckpointError(
-            f"{path or weights}: on {socket.gethostname()} it is not the {name} with which this job began: it was replaced "
-            "since, or differs by node: put the same one on all nodes, then give the command again or resume it"
+            f"{source.path or weights}: on {socket.gethostname()} it is not the {name} with which this job began: it was "
+            "replaced since, or differs by node: put the same one on all nodes, then give the command again or resume it"
         )
+    if source.rows is not None:
+        _select_rows(model, source)
     check_forward(model, image_size, num_classes, name=name)
     return model.eval().requires_grad_(False)
 
@@ -94,99 +123,86 @@ def teacher_sha256(
     seed: int,
     weights_key: str | None = None,
 ) -> str:
-    """A hash of all tensors of a teacher, their names, types and shapes, independent of the file; rescaling is a part of it.
+    """A hash of all tensors of a teacher, their names, types and shapes, independent of the file; rescaling and a selection of
+    classes are parts of it.
 
-    No values are computed for a model that is read from a file. Raises as `load_teacher` does, except for a file that does not
-    fit the model, which has a hash too.
+    Raises as `load_teacher` does.
     """
-    path = locate_checkpoint(weights)
-    fit = {"num_classes": num_classes, "image_size": image_size, "classes": classes}
-    if path is None or is_npz(path):
-        model = load_teacher(name, weights, **fit, seed=seed, weights_key=weights_key)  # type: ignore[arg-type]
-        return _digest(model.state_dict(), rescales=bool(getattr(model, "transform_input", False)))
-    found = check_model_name(name)
-    model = _skeleton(_name_to_build(found, name, path), num_classes, image_size, seed)
-    state = _file_state(model, path, name, num_classes, image_size, classes, weights_key, weights, must_fit=False)
-    return _digest(state, rescales=_rescales(found, path))
+    source = _find(name, weights, num_classes, classes, weights_key)
+    _, state, rescales = _load(source, image_size, seed)
+    return source.digest(state, rescales=rescales)
 
 
-def _skeleton(name: str, num_classes: int, image_size: int, seed: int) -> nn.Module:
-    """The model without values, where its library can build one."""
-    try:
-        with torch.device("meta"):
-            return construct(name, num_classes=num_classes, image_size=image_size, seed=seed)
-    except (ModelError, NotImplementedError):  # some models compute with values when they are built
-        return construct(name, num_classes=num_classes, image_size=image_size, seed=seed)
+def _find(name: str, weights: str, num_classes: int, classes: Sequence[str], weights_key: str | None) -> _Weights:
+    """Raises CheckpointError or ModelError: there are no such weights, or they are of another model or other classes."""
+    found, path = check_model_name(name), locate_checkpoint(weights)
+    if path is None and weights.startswith(HUB_SCHEMES) and not LIBRARIES[found.library].has_hub:
+        raise ModelError(f"{weights} is a model of timm's: write timm/{architecture(weights)} as the model")
+    header = read_checkpoint_header(path) if path is not None and is_safetensors(path) else None
+    if header is not None and check_model_name(header.model) != found:
+        raise CheckpointError(
+            f"{path} is a {header.model}, not a {name}: write {header.model} as the model, or give another checkpoint"
+        )
+    record = header_record(header) if header is not None else trained_input(name, weights)
+    what = f"{weights} of {name}" if path is None else str(path)
+    if record is None:
+        return _Weights(name, found, weights, path, header, num_classes, None, weights_key)
+    if not record.num_classes:
+        raise ModelError(f"{what} has no classifier: give weights that were trained with one on this data")
+    rows = class_rows(record, classes, what, ours=header is not None)
+    return _Weights(name, found, weights, path, header, record.num_classes, rows, weights_key)
 
 
-def _digest(state: Mapping[str, Tensor], *, rescales: bool) -> str:
-    digest = hashlib.sha256(b"transform_input\0" if rescales else b"")
-    for key in sorted(key for key in state if is_read(key)):
-        tensor = state[key].detach().contiguous()
-        digest.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+def _load(source: _Weights, image_size: int, seed: int) -> tuple[nn.Module, Mapping[str, Tensor], bool]:
+    """The model with all classes of its weights, its tensors as they are in the file, and whether it rescales its input."""
+    path, name = source.path, source.name
+    if path is None:
+        _refuse_key(source, "published weights have one model")
+        with torch.random.fork_rng(devices=[]):  # a library initialises parameters before it overwrites them
+            model = source.library.published(source.found.name, source.weights, image_size)
+        return model, model.state_dict(), bool(getattr(model, "transform_input", False))
+    model = construct(source.built_name(), num_classes=source.num_classes, image_size=image_size, seed=seed)
+    if is_npz(path):
+        _refuse_key(source, "an .npz file has one model")
+        load_npz(model, path, name, source.num_classes)
+        state: Mapping[str, Tensor] = model.state_dict()
+    else:
+        state = _file_state(model, source, path, image_size)
+        model.load_state_dict(state, strict=False)
+    if source.rescales:
+        model.transform_input = True  # type: ignore[assignment]
+    return model, state, source.rescales
 
 
-def _rescales(found: ModelName, path: Path) -> bool:
-    """Whether the model rescales with this file, as our header says, or the SHA-256 in the URL of torchvision's weights."""
-    if found.library != "torchvision" or found.name not in RESCALING:
-        return False
-    if is_safetensors(path):
-        header = read_checkpoint_header(path)
-        return header is not None and header.transform_input
-    import torchvision
-
-    published = torchvision.models.get_model_weights(found.name)
-    return any(weights.url.endswith(f"-{file_sha256(path)[:8]}.pth") for weights in published)
+def _refuse_key(source: _Weights, reason: str) -> None:
+    if source.key is not None:
+        raise CheckpointError(
+            f"{source.weights}: weights_key {source.key!r} chooses an entry of a file, and {reason}: leave it out"
+        )
 
 
-def _refuse_key(weights: str, weights_key: str | None, reason: str) -> None:
-    if weights_key is not None:
-        raise CheckpointError(f"{weights}: weights_key {weights_key!r} chooses an entry of a file, and {reason}: leave it out")
-
-
-def _name_to_build(found: ModelName, name: str, path: Path) -> str:
-    """The model's name, or its folder's where timm saved there how it is built. Raises ModelError: another model is there."""
-    folder = timm_folder_of(path) if found.library == "timm" else None
-    return timm_name(found, folder) if folder else name
-
-
-def _file_state(
-    model: nn.Module,
-    path: Path,
-    name: str,
-    num_classes: int,
-    image_size: int,
-    classes: Sequence[str],
-    weights_key: str | None,
-    weights: str,
-    *,
-    must_fit: bool = True,
-) -> dict[str, Tensor]:
-    """The tensors of the file `path` of `weights` by their names in the model, each of the model's shape if they `must_fit`."""
-    header = read_checkpoint_header(path) if is_safetensors(path) else None
+def _file_state(model: nn.Module, source: _Weights, path: Path, image_size: int) -> dict[str, Tensor]:
+    """The tensors of a file by their names in the model, each of the model's shape."""
+    own: dict[str, Tensor] = {}
+    name, header = source.name, source.header
     if header is not None:
-        _refuse_key(str(path), weights_key, "a checkpoint of ours has one model")
-        _check_header(header, path, name, num_classes, classes)
-        tensors = {
-            key: value for file in (path, *map(path.with_name, header.shards)) for key, value in read_safetensors(file).items()
-        }
-        own = {key.removeprefix("model."): value for key, value in tensors.items() if key.startswith("model.")}
+        _refuse_key(source, "a checkpoint of ours has one model")
+        for file in (path, *map(path.with_name, header.shards)):
+            own |= {
+                key.removeprefix("model."): tensor for key, tensor in read_safetensors(file).items() if key.startswith("model.")
+            }
         candidates = [Candidate("", own, ())]
     else:
-        own = {}
         candidates = read_candidates(path)
-    matches = find_matches(candidates, model, weights_key, path)
+    matches = find_matches(candidates, model, source.key, path)
     match = matches[0]
     taken = describe(match, path)
     state = match.state
     if any(match.rank):
         conversion, how = converted(model, match, image_size)
-        if must_fit and not how:
-            raise mismatch(match, model, path, name, num_classes)
-        if how:
-            state, taken = conversion, f"{taken or f'teacher weights {path}'}: {how}"
+        if not how:
+            raise mismatch(match, model, path, name, source.num_classes)
+        state, taken = conversion, f"{taken or f'teacher weights {path}'}: {how}"
     if len(matches) > 1:
         addresses = [each.address or "the file itself" for each in matches]
         raise CheckpointError(
@@ -195,25 +211,21 @@ def _file_state(
         )
     for key, value in state.items():
         check_values(key, value, path)
-    if not taken and header is None and path.name != Path(weights).name:
-        taken = f"teacher weights {weights}: {path.name} in it"
+    if not taken and header is None and path.name != Path(source.weights).name:
+        taken = f"teacher weights {source.weights}: {path.name} in it"
     if taken:
         notice(taken)
     return {**own, **state}  # with the counts of its batch norms: a checkpoint of ours is its model bit for bit
 
 
-def _check_header(header: CheckpointHeader, path: Path, name: str, num_classes: int, classes: Sequence[str]) -> None:
-    if check_model_name(header.model) != check_model_name(name):
+def _select_rows(model: nn.Module, source: _Weights) -> None:
+    """Leave of the final layer what the data's classes are computed with, in their order."""
+    last = last_layer(model)
+    if not isinstance(last, nn.Linear | nn.Conv2d) or len(last.weight) != source.num_classes:
         raise CheckpointError(
-            f"{path} is a {header.model}, not a {name}: write {header.model} as the model, or give another checkpoint"
+            f"{source.weights} of {source.name}: its last layer, a {type(last).__name__}, has not one row for each of its "
+            f"{source.num_classes} classes, of which the data's cannot be selected: give a checkpoint trained on this data"
         )
-    if header.num_classes != num_classes:
-        raise CheckpointError(
-            f"{path} was trained on {header.num_classes} classes and the data has {num_classes}: give another checkpoint"
-        )
-    for label, (trained, expected) in enumerate(zip(header.classes, classes, strict=False)):
-        if trained != expected:
-            raise CheckpointError(
-                f"{path} was trained on other classes: its class {label} is {trained!r}, the data's is {expected!r};"
-                " give a checkpoint trained on these classes"
-            )
+    for parameter in last.parameters(recurse=False):
+        parameter.data = parameter.data[list(source.rows or ())]
+    setattr(last, "out_features" if isinstance(last, nn.Linear) else "out_channels", len(source.rows or ()))

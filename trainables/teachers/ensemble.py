@@ -9,7 +9,7 @@ Shapes: B samples of this rank, C channels, H W pixels, E teachers, K classes.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -41,9 +41,9 @@ class EnsembleReader(TapReader):
         super().__init__(model, dict.fromkeys(methods, ()), name="teachers", image_size=1)
         self._shares = tuple(shares)
 
-    def pop(self, logits_BK: Tensor, num_rows: int) -> dict[str, ModelOutputs]:
+    def pop(self, output: Tensor, num_rows: int) -> dict[str, ModelOutputs]:
         """Method key → the mean, from the teachers' logits (B, E, K)."""
-        logits_BEK = at_least_float32(logits_BK[:num_rows])
+        logits_BEK = at_least_float32(output[:num_rows])
         mean_BK = mean_logits(logits_BEK, self._shares, 1.0)
         return dict.fromkeys(self._keys, EnsembleOutputs(mean_BK, models_BEK=logits_BEK, shares=self._shares))
 
@@ -59,13 +59,8 @@ class EnsembleOutputs(ModelOutputs):
     def logits_at(self, temperature: float) -> Tensor:
         return mean_logits(self.models_BEK, self.shares, temperature)
 
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (*super().tensors, self.models_BEK)
-
-    def with_tensors(self, tensors: Sequence[Tensor]) -> Self:
-        *others, models_BEK = tensors
-        return replace(super().with_tensors(others), models_BEK=models_BEK)
+    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        return replace(super().map(function), models_BEK=function(self.models_BEK))
 
 
 def mean_logits(logits_BEK: Tensor, shares: Sequence[float], temperature: float) -> Tensor:

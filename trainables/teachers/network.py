@@ -3,7 +3,7 @@
 Shapes: B samples of this rank, C channels, H W pixels, K classes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,12 +11,14 @@ from torch import Tensor, nn
 
 from trainables.config import OtherTeacherConfig, TeacherConfig, TrainConfig
 from trainables.device.compilation import compile_model
-from trainables.device.model_input import tensor_format
+from trainables.device.tensor_format import tensor_format
 from trainables.distributed.batch_norm import GlobalBatchNorm
 from trainables.methods.contract import ModelOutputs
-from trainables.methods.select import SelectedMethod, check_ensemble
+from trainables.methods.select import SelectedMethod
 from trainables.methods.tap_reader import TapReader
-from trainables.models.forward import logits_and_aux
+from trainables.models.model_input import ModelInput, student_input, teacher_input
+from trainables.models.pixels import take_pixels
+from trainables.models.registry import construct
 from trainables.models.weights import load_teacher
 from trainables.teachers.ensemble import EnsembleReader, TeacherEnsemble
 from trainables.teachers.interface import TeacherInterface, TeacherRequest
@@ -25,11 +27,15 @@ from trainables.teachers.interface import TeacherInterface, TeacherRequest
 class TeacherNetwork(TeacherInterface):
     """A frozen model in eval mode, but for batch norms that use the statistics of the batch."""
 
-    def __init__(self, model: nn.Module, reader: TapReader, *, gradient: bool = False):
-        """`gradient`: the outputs keep their graph, for a method that differentiates the teacher."""
+    def __init__(self, model: nn.Module, reader: TapReader):
         self.model = model
-        self._reader, self._gradient = reader, gradient
+        self._reader = reader
         self._batch_norms = [module for module in model.modules() if isinstance(module, GlobalBatchNorm)]
+
+    @property
+    def networks(self) -> list[nn.Module]:
+        """The models of an ensemble, else the one that there is."""
+        return list(self.model.models) if isinstance(self.model, TeacherEnsemble) else [self.model]
 
     @property
     def tapped_modules(self) -> frozenset[str]:
@@ -47,12 +53,9 @@ class TeacherNetwork(TeacherInterface):
             norm.train(request is not None)
         if self._batch_norms:  # the dummy image of a rank without samples is no part of the batch
             images_BCHW = images_BCHW[:num_rows]
-        if self._gradient:  # the parameters are frozen: the graph starts at the images
-            images_BCHW = images_BCHW.detach().requires_grad_()
         # Not inference mode: a method's backward cannot use its tensors.
-        with torch.set_grad_enabled(self._gradient), self._reader.capture():
-            logits_BK = logits_and_aux(self.model(images_BCHW))[0]
-            return self._reader.pop(logits_BK, num_rows)
+        with torch.no_grad(), self._reader.capture():
+            return self._reader.pop(self.model(images_BCHW), num_rows)
 
 
 def fit(teacher: TeacherConfig | OtherTeacherConfig, config: TrainConfig, classes: Sequence[str]) -> dict[str, Any]:
@@ -61,7 +64,7 @@ def fit(teacher: TeacherConfig | OtherTeacherConfig, config: TrainConfig, classe
         "name": teacher.model,
         "weights": str(teacher.weights),
         "num_classes": len(classes),
-        "image_size": config.data.image_size,
+        "image_size": teacher_input(teacher, config.data).image_size,
         "classes": classes,
         "seed": config.seed,
         "weights_key": teacher.weights_key,
@@ -74,21 +77,42 @@ def load_network(config: TrainConfig, classes: Sequence[str]) -> nn.Module:
     Raises CheckpointError, ModelError: see `load_teacher`; or the file is not the teacher of `config.teacher_sha256`.
     """
     assert config.teacher is not None
-    models = [load_teacher(**fit(each, config, classes), sha256=config.teacher_sha256) for each in config.teacher.with_others]
-    return TeacherEnsemble(models).eval().requires_grad_(False) if len(models) > 1 else models[0]
+    return _frozen(config, lambda each: load_teacher(**fit(each, config, classes), sha256=config.teacher_sha256))
+
+
+def untrained_network(config: TrainConfig, num_classes: int) -> nn.Module:
+    """What `load_network` returns, without weights. Raises ModelError: a model does not take such images."""
+    assert config.teacher is not None
+
+    def build(each: TeacherConfig | OtherTeacherConfig) -> nn.Module:
+        size = _input(each, config).image_size
+        return construct(each.model, num_classes=num_classes, image_size=size, seed=config.seed)
+
+    return _frozen(config, build)
+
+
+def _frozen(config: TrainConfig, build: Callable[[TeacherConfig | OtherTeacherConfig], nn.Module]) -> nn.Module:
+    """The teacher or an ensemble, each model in the job's dtype, and taking pixels."""
+    assert config.teacher is not None
+    models = []
+    for each in config.teacher.with_others:
+        model = build(each)
+        take_pixels(model, _input(each, config))
+        models.append(model.to(tensor_format(config)[0]))
+    return (TeacherEnsemble(models) if len(models) > 1 else models[0]).eval().requires_grad_(False)
+
+
+def _input(teacher: TeacherConfig | OtherTeacherConfig, config: TrainConfig) -> ModelInput:
+    """Of one that is still to be trained, the input of the images that it will be trained on."""
+    return student_input(config.data) if teacher.weights is None else teacher_input(teacher, config.data)
 
 
 def teacher_reader(teacher: TeacherConfig, model: nn.Module, methods: Sequence[SelectedMethod], image_size: int) -> TapReader:
-    """The reader of what each method needs of `load_network`'s model.
-
-    Raises:
-        ExperimentError: see `check_ensemble`.
-        ModelError: the model has no such taps.
-    """
+    """The reader of what each method needs of `load_network`'s model. Raises ModelError: the model has no such taps."""
     if not teacher.others:
         taps = {method.key: method.teacher_taps for method in methods}
-        return TapReader(model, taps, name=teacher.model, image_size=image_size)
-    check_ensemble(methods, teacher)
+        without_logits = [method.key for method in methods if not method.requires.logits]
+        return TapReader(model, taps, name=teacher.model, image_size=image_size, without_logits=without_logits)
     return EnsembleReader(model, teacher.shares, [method.key for method in methods])
 
 

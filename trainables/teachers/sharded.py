@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from trainables.device.memory import parameter_bytes
 from trainables.distributed.group import Group
-from trainables.models.forward_trace import trace_forward
+from trainables.models.module_calls import record_calls
 
 LARGEST, SMALLEST = 1 / 64, 1 / 512
 """Parts of a network: a module with more parameters is taken apart, and one with fewer is left to the module around it."""
@@ -47,7 +47,7 @@ def shard(network: nn.Module, group: Group, image_size: int) -> None:
 def block_paths(network: nn.Module, image_size: int) -> list[str]:
     """The modules whose parameters are gathered together, in the order in which they begin to run; the first is the network."""
     total_bytes = parameter_bytes(network)
-    called = dict.fromkeys(event.path for event in trace_forward(network, image_size, training=False).events)
+    called = dict.fromkeys(call.path for call in record_calls(network, image_size, training=False))
     chosen = {""}
 
     def choose(path: str, module: nn.Module) -> int:

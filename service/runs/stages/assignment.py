@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from service.cluster.resources import Reservation
-from service.config.method_rules import needs_teacher
+from service.config.rules import needs_teacher
 from trainables.config import TrainConfig
 from trainables.rundir import StageDir
 

@@ -14,7 +14,7 @@ from service.cluster.resources import living_nodes
 from service.runs.stages.assignment import Assignment
 from service.runs.stages.stage_log import append_to_log
 from trainables.config import TrainConfig
-from trainables.rules import first_problem
+from trainables.rules import RULES, first_problem
 
 SETTLING_S = 10.0
 """What workers that have just ended had reserved is not free at once."""
@@ -33,7 +33,7 @@ def world_sizes(config: TrainConfig) -> list[int]:
         return [scale.num_workers]
     numbers = range(scale.min_workers, scale.num_workers + 1)
     divisible = [number for number in numbers if number % scale.pipeline_stages == 0]
-    return [number for number in divisible if first_problem(with_num_workers(config, number)) is None]
+    return [number for number in divisible if first_problem(with_num_workers(config, number), RULES) is None]
 
 
 def with_free_workers(assignment: Assignment) -> Assignment:

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from service.config.method_rules import needs_teacher
+from service.config.rules import needs_teacher
 from service.runs.outcome import Outcome
 from service.runs.plan import Plan
 from service.runs.result import StageRow

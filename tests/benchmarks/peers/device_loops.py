@@ -98,7 +98,7 @@ class Meter:
         self.total, self.count = self.total + value * n, self.count + n
 
 
-def normalised(images_BCHW: Tensor) -> Tensor:
+def normalized(images_BCHW: Tensor) -> Tensor:
     """As the loaders of these scripts give images."""
     device = images_BCHW.device
     return ((images_BCHW.float() / 255 - MEAN.to(device)) / STD.to(device)).contiguous()
@@ -107,13 +107,13 @@ def normalised(images_BCHW: Tensor) -> Tensor:
 def torchvision_step(
     teacher: nn.Module, student: nn.Module, images_BCHW: Tensor, labels_B: Tensor, precision: str
 ) -> Callable[[], None]:
-    """A step as torchvision's classification reference trains, with a teacher added as its users add one: the images normalised
+    """A step as torchvision's classification reference trains, with a teacher added as its users add one: the images normalized
     by the loader, torch's default SGD and memory format, with `--amp` float16 and a scaler, loss and accuracies read each step.
     """
     device = images_BCHW.device
     amp = precision != "fp32"
     scaler = torch.amp.GradScaler(device.type, enabled=amp)
-    images = normalised(images_BCHW)
+    images = normalized(images_BCHW)
     optimizer = torch.optim.SGD(student.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
     meters = [Meter() for _ in range(3)]
 
@@ -138,7 +138,7 @@ def repdistiller_step(teacher: nn.Module, student: nn.Module, images_BCHW: Tenso
     """A step as RepDistiller's `train_distill` takes it for KD (Tian, Krishnan and Isola 2020): float32, the loss read in each
     step, accuracies added up on the device. Its models return features too, which costs no time and is left out.
     """
-    images = normalised(images_BCHW)
+    images = normalized(images_BCHW)
     optimizer = torch.optim.SGD(student.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
     losses, top1, top5 = (Meter() for _ in range(3))
 
@@ -162,7 +162,7 @@ def torchdistill_step(teacher: nn.Module, student: nn.Module, images_BCHW: Tenso
     """A step as torchdistill's image classification script takes it for KD (Matsubara 2021): float32, hooks bring both models'
     outputs to the loss, which is read in each step and checked to be finite.
     """
-    images = normalised(images_BCHW)
+    images = normalized(images_BCHW)
     optimizer = torch.optim.SGD(student.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
     outputs: dict[str, Tensor] = {}
     student.register_forward_hook(lambda _, __, output: outputs.update(student=output))

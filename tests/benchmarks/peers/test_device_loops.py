@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.benchmarks.peers.device_loops import normalised, repdistiller_step, torchdistill_step, torchvision_step
+from tests.benchmarks.peers.device_loops import normalized, repdistiller_step, torchdistill_step, torchvision_step
 from tests.benchmarks.plain import kd_loss
 from trainables.models.registry import build_model
 
@@ -31,7 +31,7 @@ def test_a_peers_three_steps_are_those_of_plain_distillation(peer: Step, lr: flo
     teacher.eval().requires_grad_(False)
     step = peer(teacher, student.train(), images_BCHW, labels_B)
     optimizer = torch.optim.SGD(expected.train().parameters(), lr=lr, momentum=0.9, weight_decay=weight_decay)
-    images = normalised(images_BCHW)
+    images = normalized(images_BCHW)
     for _ in range(3):
         step()
         optimizer.zero_grad()

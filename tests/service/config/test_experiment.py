@@ -13,8 +13,8 @@ from service.config import strict_yaml
 from service.config.experiment import Resolved, load, read_resolved
 from service.config.files import recipes
 from service.config.messages import known_keys, nearest
-from service.config.method_rules import needs_teacher
 from service.config.other_names import OTHER_NAMES
+from service.config.rules import needs_teacher
 from service.config.schema import Experiment
 from service.config.sweep import SweepConfig
 from trainables.config import DistillConfig, MethodOptions, Section
@@ -481,7 +481,7 @@ def test_a_workers_batch_is_cut_into_as_many_micro_batches_as_it_has_samples(num
     ("text", "overrides", "words"),
     [
         ("scale: {num_workers: 2}", ["data.global_batch_size=63"], "--set: data.global_batch_size 63 is not divisible"),
-        ("data: {image_size: 32}", ["data.decoder=gpu"], "--set: data: decoder gpu decodes"),
+        ("data: {image_size: 32}", ["data.decoder=gpu"], "--set: data.decoder gpu decodes"),
         ("sweep: {space: {optim.lr: [1]}}", ["sweep.space.optim.lr=3"], "--set: sweep.space: optim.lr: write a list"),
         ("sweep: {space: {optim.lr: [1]}}", ["sweep.space.optim.rl=[3]"], "--set: sweep.space: optim.rl: no such key"),
         (
@@ -792,8 +792,13 @@ def test_what_a_cache_cannot_hold_is_refused_in_one_line() -> None:
     mixed = refusal(CACHE, "data.device_augment.mixup=0.2", "data.global_batch_size=64")
     assert "teacher.cache: it gives the logits of each image" in mixed
     features = refusal(CACHE, "distill.method=fitnet")
-    assert "teacher.cache: it gives a teacher's logits, and fitnet needs its features: set teacher.cache to null" in features
-    assert "cache_top_k is for a teacher whose logits are cached: write cache: FOLDER" in refusal("teacher.cache_top_k=5")
+    assert (
+        "teacher.cache: it gives a teacher's logits, and fitnet needs its features (stage2): set teacher.cache to null"
+        in features
+    )
+    assert "teacher.cache_top_k is for a teacher whose logits are cached: write teacher.cache: FOLDER" in refusal(
+        "teacher.cache_top_k=5"
+    )
     assert all("\n" not in text for text in (mixed, features))
 
 
@@ -808,9 +813,9 @@ def test_what_a_service_cannot_answer_is_refused_in_one_line() -> None:
     served = "teacher.service=1"
     problem = {
         refusal(served, "data.device_augment.mixup=0.2", "data.global_batch_size=64"): "which mixup and cutmix mix with another",
-        refusal(served, "distill.method=fitnet"): "it gives a teacher's logits, and fitnet needs its features: set",
-        refusal(served, CACHE): "cache stores what service would compute: leave out one of the two",
-        refusal(served, "teacher.others=[{model: convnet_small, weights: x}]"): "leave out service, or others",
+        refusal(served, "distill.method=fitnet"): "it gives a teacher's logits, and fitnet needs its features (stage2): set",
+        refusal(served, CACHE): "cache stores what teacher.service would compute: leave out one of the two",
+        refusal(served, "teacher.others=[{model: convnet_small, weights: x}]"): "leave out teacher.service, or teacher.others",
         refusal(served, "data.decoder=gpu", "data.augment=crop_flip"): "and data.decoder gpu decodes on each worker's GPU",
         refusal("teacher.service=0"): "teacher.service",
         refusal("teacher.service_devices=2"): "no such key; an actor has one GPU: leave it out, or, where",
@@ -867,3 +872,14 @@ def test_paths_of_an_experiment_are_absolute_wherever_they_stand(tmp_path: Path,
     teacher = load("digits", ["teacher.weights=t.pth", others]).experiment.teacher
     assert teacher is not None
     assert [other.weights for other in teacher.others] == [f"{tmp_path}/t.pth", "DEFAULT"]
+
+
+@pytest.mark.parametrize(("student", "size"), [("resnet18", 224), ("inception_v3", 299), ("resnet20", 32), ("convnet_small", 8)])
+def test_crops_of_image_files_have_the_size_that_the_student_is_made_for(tmp_path: Path, student: str, size: int) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"data: {{path: {tmp_path}}}\nstudent: {{model: {student}}}\n")
+    resolved = load(str(file))
+    assert resolved.experiment.data.image_size == size
+    assert resolved.sources.get("data.image_size") == (None if student == "convnet_small" else f"{student}'s own")
+    assert load(str(file), ["data.image_size=64"]).experiment.data.image_size == 64
+    assert load("digits").experiment.data.image_size == 8

@@ -8,15 +8,18 @@ import pytest
 from service.config.dotted import put
 from service.config.experiment import load, parse_override
 from tests.trainables.jobs import Recorded, no_telemetry
-from trainables.config import DataConfig, TrainConfig
+from trainables.config import DataConfig, DistillConfig, TrainConfig
 from trainables.distributed.group import Group
 from trainables.engine.train import build
 from trainables.errors import ExperimentError
-from trainables.methods.registry import METHODS, load_method
-from trainables.rules import METHOD_RULES, RULES, enough_images, first_problem_of_method
+from trainables.methods.registry import METHODS
+from trainables.methods.select import SelectedMethod, select_methods
+from trainables.rules import METHOD_RULES, RULES, enough_images, first_problem, first_problem_of_methods
 
 STAGES = ("scale.num_workers=4", "scale.pipeline_stages=2")
 GPU = ("data.augment=crop_flip", "data.decoder=gpu")
+DOT = ("optim.name=dot", "optim.nesterov=false")
+OTHERS = "teacher.others=[{model: resnet8, weights: x}]"
 
 
 def refused_by_the_driver(overrides: tuple[str, ...]) -> str:
@@ -84,6 +87,40 @@ def refused_by_a_worker(overrides: tuple[str, ...], folder: Path) -> str:
         ((*STAGES, "optim.losses={task: {lr: 0.1}}"), "does not go with optim.losses"),
         ((*STAGES, "teacher.service=1"), "does not go with teacher.service: leave it out"),
         ((*STAGES, *GPU), "does not go with data.decoder gpu: write auto"),
+        (("scale.min_workers=2",), "scale.min_workers 2 is more than scale.num_workers 1: write at most 1"),
+        (
+            ("scale.sync_batch_norm=true", "optim.accumulate=2"),
+            "scale.sync_batch_norm looks at all samples of a batch, which opt",
+        ),
+        (("teacher.mean=[0.5, 0.5, 0.5]",), "teacher.mean belongs to given weights: write teacher.weights: FILE"),
+        (
+            ("teacher.cache_epochs=2",),
+            "teacher.cache_epochs is for a teacher whose logits are cached: write teacher.cache: FOLDER",
+        ),
+        (("teacher.cache=/c", OTHERS), "teacher.cache has the logits of one teacher: leave out teacher.cache, or teacher.others"),
+        (("teacher.cache=/c", "teacher.service=1"), "teacher.cache stores what teacher.service would compute: leave out one"),
+        (("teacher.cache=/c", "teacher.placement=sharded"), "and teacher.cache is set: leave out one of the two"),
+        (("teacher.cache=/c", "distill.method=[srrl]"), "and srrl needs its features (pooled): set teacher.cache to null"),
+        ((OTHERS, "distill.method=[sp]"), "sp reads the features (stage-1) of a teacher, and of 2 teachers there is only a mean"),
+        (("teacher.placement=sharded", "distill.method=[srrl]"), "teacher.placement: srrl reads the teacher's parameters"),
+        (("optim.name=dot",), "optim.name dot has two momenta of its own: set optim.nesterov to false"),
+        ((*DOT, "optim.momentum=0.95"), "optim.name dot: momentum 0.95 ± delta 0.075 must lie in 0 … 1: write a smaller delta"),
+        (("optim.losses={task: {momentum: 0}}",), "optim.losses.task.nesterov needs optim.losses.task.momentum above 0"),
+        (("optim.losses={kd: {warmup_epochs: 100}}",), "optim.losses.kd.warmup_epochs 100 leaves no epoch of optim.epochs 12"),
+        (("optim.losses={at: {}}",), "optim.losses: there is no loss 'at' here: write one of kd, task"),
+        (
+            ("distill.method=[dkd]", "optim.losses={dkd: {}, dkd/tckd: {}, dkd/nckd: {}}"),
+            "optim.losses: there is no loss 'dkd' here: write one of dkd/nckd, dkd/tckd, task",
+        ),
+        (("distill.method=[ab]", "optim.losses={ab: {}}"), "optim.losses: there is no loss 'ab' here: write one of task"),
+        (
+            ("distill.task_weight=0", "distill.options.kd.weight=0"),
+            "distill.task_weight: it and the weights of all methods are 0",
+        ),
+        (("train.max_steps=9", "train.until_s=1"), "train.max_steps is for timing runs, which are not evaluated"),
+        (("data.decoder=gpu",), "data.decoder gpu decodes what augment crop_flip cuts out, and augment is none"),
+        (("distill.options.kd.warmup_by=epoch_from_1",), "distill.options.kd.warmup_by: without warmup_epochs the weight does"),
+        (("distill.method=[ab]", "distill.options.ab.decay=linear"), "distill.options.ab.decay: ab works in its init stage only"),
     ],
 )
 def test_a_rule_is_checked_on_the_driver_and_again_by_the_worker(
@@ -105,8 +142,15 @@ def test_a_rule_is_checked_on_the_driver_and_again_by_the_worker(
             (*STAGES, "distill.method=[pskd]"),
             "short batch: set scale.micro_batches to 1, or scale.num_workers to 2",
         ),
-        (("scale.num_workers=3", "scale.pipeline_stages=2"), "num_workers 3 is not divisible by pipeline_stages 2: write 2 or 4"),
-        (("scale.pipeline_stages=2",), "num_workers 1 is not divisible by pipeline_stages 2: write 2"),
+        (
+            ("scale.num_workers=3", "scale.pipeline_stages=2"),
+            "num_workers 3 is not divisible by scale.pipeline_stages 2: write 2 or 4",
+        ),
+        (
+            (*STAGES, "distill.method=[ab]"),
+            "distill.method: ab has an init stage, which scale.pipeline_stages 2 does not go with",
+        ),
+        (("scale.pipeline_stages=2",), "num_workers 1 is not divisible by scale.pipeline_stages 2: write 2"),
         ((*STAGES, "scale.cut=[layer2, layer3]"), "cut names 2 modules, and 2 pipeline_stages begin with 1 besides the images"),
     ],
 )
@@ -148,8 +192,7 @@ def test_what_is_just_within_a_rule_is_taken(overrides: tuple[str, ...]) -> None
 
 
 def test_rows_of_all_workers_are_gathered_where_batches_are_whole() -> None:
-    experiment = load("digits", ["scale.num_workers=2"]).experiment
-    assert first_problem_of_method("pskd", load_method("pskd").requires, experiment) is None
+    load("digits", ["scale.num_workers=2", "distill.method=pskd"])
 
 
 def test_asha_needs_an_accuracy_after_its_grace_epochs() -> None:
@@ -168,6 +211,13 @@ def test_a_batch_is_as_large_as_the_training_split_at_most() -> None:
 
 def test_the_recipe_keeps_every_rule() -> None:
     experiment = load("digits").experiment
-    assert [rule(experiment) for rule in RULES] == [None] * len(RULES)
-    assert len(METHOD_RULES) == 4
-    assert {first_problem_of_method(name, load_method(name).requires, experiment) for name in METHODS} == {None}
+    assert first_problem(experiment, RULES) is None
+    methods = select_methods(DistillConfig(method=tuple(METHODS)))
+    assert first_problem_of_methods(lambda: methods, experiment, 10, METHOD_RULES) is None
+
+
+def test_no_method_is_loaded_where_the_settings_restrict_none() -> None:
+    def load_them() -> tuple[SelectedMethod, ...]:
+        raise AssertionError
+
+    assert first_problem_of_methods(load_them, load("digits").experiment, 0, METHOD_RULES) is None

@@ -23,7 +23,7 @@ def test_phases_are_stacked_per_trial_the_fastest_first(records: Records) -> Non
     assert height == pytest.approx(1000 / ranked[0].metrics["images_per_s"], rel=0.01)
 
 
-def test_each_phase_has_a_colour_of_its_own() -> None:
+def test_each_phase_has_a_color_of_its_own() -> None:
     assert tuple(PHASE_COLOURS) == ALL_PHASES
     assert len(set(PHASE_COLOURS.values())) == len(ALL_PHASES)
 

@@ -81,14 +81,14 @@ def test_nine_trials_have_every_figure_of_a_sweep_with_accuracies(tmp_path: Path
     ]
 
 
-def test_the_winner_is_in_colour_in_the_figures_over_time(tmp_path: Path) -> None:
+def test_the_winner_is_in_color_in_the_figures_over_time(tmp_path: Path) -> None:
     run_dir = sweep_dir(tmp_path / "s", {W: [1, 2, 4], B: [64, 128, 256, 512]}, epochs=4)
     least_accurate = min(written(run_dir)["trials"], key=lambda row: float(row["metrics"]["top1_pct"]))
     parsed = Parsed(write_page(run_dir, typed({**written(run_dir), "best": least_accurate})).read_text())
     for name in ("accuracy", "drift"):
         (figure,) = [figure for figure in parsed.figures if figure["id"] == name]
-        in_colour = [trace["name"] for trace in figure["traces"] if trace.get("showlegend", True)]
-        assert in_colour[0] == f"trial {least_accurate['id']}"
+        in_color = [trace["name"] for trace in figure["traces"] if trace.get("showlegend", True)]
+        assert in_color[0] == f"trial {least_accurate['id']}"
 
 
 def test_a_timing_sweeps_wall_time_is_shown_of_its_fastest_trials(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_many_values_of_the_second_axis_are_those_around_the_winner(tmp_path: Pa
     assert f"{records.best.scale.num_workers} GPUs" in named
 
 
-def test_a_value_of_the_second_axis_has_one_colour_in_all_figures_and_no_other_value_has_it(tmp_path: Path) -> None:
+def test_a_value_of_the_second_axis_has_one_color_in_all_figures_and_no_other_value_has_it(tmp_path: Path) -> None:
     space = {NUM_WORKERS: list(range(1, 13)), GLOBAL_BATCH: [120, 240], LOADER_WORKERS: [1, 2, 3]}
     # Of the best batch and the best loader workers only some numbers of GPUs have run.
     records = records_of_run(sweep_dir(tmp_path / "s", space).root)
@@ -80,13 +80,13 @@ def test_a_value_of_the_second_axis_has_one_colour_in_all_figures_and_no_other_v
     count = best.scale.num_workers
     loaders = best.scale.loader_workers
     rows = [row for row in records.rows if row.scale.loader_workers != loaders or row.scale.num_workers in (1, 7, count)]
-    colours: dict[str, set[str]] = {}
+    colors: dict[str, set[str]] = {}
     for key in (GLOBAL_BATCH, LOADER_WORKERS):
         drawn = {trace["name"]: trace["marker"]["color"] for trace in marks(shown(over_axis(rows, best, key, None, "GPU")))}
         assert len(set(drawn.values())) == len(drawn)
-        for name, colour in drawn.items():
-            colours.setdefault(name, set()).add(colour)
-    assert all(len(found) == 1 for found in colours.values())
+        for name, color in drawn.items():
+            colors.setdefault(name, set()).add(color)
+    assert all(len(found) == 1 for found in colors.values())
 
 
 def test_every_trial_with_a_speed_is_a_mark_and_the_caption_counts_the_others(tmp_path: Path) -> None:

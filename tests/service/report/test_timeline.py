@@ -48,7 +48,7 @@ def test_accuracy_is_over_wall_time_in_a_unit_that_suits() -> None:
     assert accuracy([History("trial 000", [record("start", 0, 0, 0.0)])], []) is None
 
 
-def test_a_trial_has_one_colour_in_both_figures_and_those_that_were_not_chosen_are_faint() -> None:
+def test_a_trial_has_one_color_in_both_figures_and_those_that_were_not_chosen_are_faint() -> None:
     histories = [trained(f"trial {number:03d}", [10.0] * 4) for number in range(9)]
     chosen = [f"trial {number:03d}" for number in (8, 2, 5, 0, 1, 3, 4)]
     drawn = [
@@ -59,10 +59,10 @@ def test_a_trial_has_one_colour_in_both_figures_and_those_that_were_not_chosen_a
     assert list(drawn[0]) == chosen[:6]
     for figure in (accuracy(histories, chosen), drift(histories, chosen)):
         assert len(shown(figure).traces) == len(shown(figure).numbers) == 9
-        assert "In colour: the best and the most accurate; 3 others faint." in shown(figure).caption
+        assert "In color: the best and the most accurate; 3 others faint." in shown(figure).caption
 
 
-def test_a_trial_keeps_its_colour_where_a_better_one_is_not_in_the_figure() -> None:
+def test_a_trial_keeps_its_color_where_a_better_one_is_not_in_the_figure() -> None:
     histories = [trained("trial 000", [10.0] * 2), trained("trial 001", [10.0] * 4)]
     chosen = ["trial 000", "trial 001"]
     assert shown(drift(histories, chosen)).traces[0]["line"] == shown(accuracy(histories, chosen)).traces[1]["line"]

@@ -1,5 +1,6 @@
 """What `distill clean` removes, and what it leaves because something needs it. Each run here is 40 days old."""
 
+import fcntl
 import json
 import os
 import shutil
@@ -277,11 +278,10 @@ def test_copies_of_data_that_a_job_uses_stay(root: Path, run_clean: Clean) -> No
 
     base = root.parent / "tmp" / f"raydistill-{os.getuid()}"
     for name in ("used", "unused"):
-        (base / name / "users").mkdir(parents=True)
-        (base / name / "registry").touch()
-        (base / name / "users" / "a").touch()
+        (base / name / "data").mkdir(parents=True)
+        (base / name / "users").touch()
         aged(base / name)
-    lock = try_lock(base / "used" / "users" / "a")
+    lock = try_lock(base / "used" / "users", operation=fcntl.LOCK_SH)
     run_clean()
     assert [path.name for path in base.iterdir()] == ["used"]
     assert lock is not None

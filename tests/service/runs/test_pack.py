@@ -212,10 +212,10 @@ def test_a_disk_that_fails_drops_no_image(images: Path, tmp_path: Path, processe
 
 
 def packing_where_each_image(does: str, source: Path, dest: Path) -> list[str]:
-    """`distill pack` by two processes, in which the packing of an image is this expression instead."""
+    """`distill pack` by two processes, in which an image's name is this expression, evaluated in the process that packs it."""
     script = (
         "import os, signal, sys, time; from service import cli; from trainables.data.pack import shard;"
-        f"shard._packed = lambda *_: {does};"
+        f"shard.printable = lambda _: {does};"
         "import trainables.data.pack.shard_plan as plan; plan.SHARD_ROWS = 5;"
         "cli.main(sys.argv[1:])"
     )

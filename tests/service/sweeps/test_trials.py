@@ -28,7 +28,7 @@ def test_workers_that_no_stages_divide_are_infeasible_before_anything_starts_and
         "data.global_batch_size 63 is not divisible by scale.num_workers 2: write 62 or 64",
         None,  # one replica of two stages
         None,
-        "scale: num_workers 3 is not divisible by pipeline_stages 2: write 2 or 4",
+        "scale.num_workers 3 is not divisible by scale.pipeline_stages 2: write 2 or 4",
     ]
 
 

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from trainables.data.index import Index
-from trainables.data.pack.join import write_set
 from trainables.data.pack.modes import Mode
 from trainables.data.pack.shard import write_shard
-from trainables.data.pack.shard_plan import SHARD_BYTES, plan_pack
+from trainables.data.pack.shard_plan import SHARD_BYTES, plan_pack, write_set
 from trainables.data.sources.records import RecordsSource, open_records
 from trainables.errors import DataError
 from trainables.notices import notices_to

@@ -1,4 +1,7 @@
+import hashlib
+import io
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -7,30 +10,43 @@ from PIL import Image
 from torchvision.transforms import RandomResizedCrop, v2
 from torchvision.transforms import functional as tv
 
-from tests.trainables.data.photos import photo
+from tests.trainables.data.photos import encoded, photo
+from trainables.config import DataConfig
 from trainables.data.augment import (
     AUGMENTS,
-    ResizeOptions,
+    Augment,
     default_val_resize,
     random_resized_crop_box,
     uniforms,
     validation_view,
 )
-from trainables.data.decode import StoredImage, UnreadableImageError
+from trainables.data.decode import UnreadableImageError
 from trainables.data.decoders import DECODERS
+from trainables.data.decoders.interface import Decoder
+from trainables.data.order import Split
 
 
 def _correlation(left: np.ndarray, right: np.ndarray) -> float:
     return abs(float(np.corrcoef(left.ravel(), right.ravel())[0, 1]))
 
 
-def _shown(name: str, image: Image.Image, uniforms_U: np.ndarray, size: int, val_resize: int | None = None) -> np.ndarray:
+@pytest.fixture(params=DECODERS)
+def decoder(request: pytest.FixtureRequest) -> Decoder:
+    """Each decoder that is installed."""
+    try:
+        return DECODERS[request.param]()
+    except ImportError as error:
+        pytest.skip(f"{request.param} is not installed: {error}")
+
+
+def _augment(split: Split = "train", image_size: int = 64, decoder: Decoder | None = None, **options: object) -> Augment:
+    return Augment(DataConfig.model_validate({"image_size": image_size, **options}), split, decoder)
+
+
+def _shown(augment: Augment, sample: bytes | np.ndarray, uniforms_U: np.ndarray, size: int = 64) -> np.ndarray:
     out_HWC = np.full((size, size, 3), 77, dtype=np.uint8)
-    stored = StoredImage(np.asarray(image), DECODERS["pil"]())
-    options = ResizeOptions(val_resize, exact=True)
-    AUGMENTS[name].show(AUGMENTS[name].plan(stored, uniforms_U, size, options), out_HWC, options)
-    if in_place := AUGMENTS[name].in_place:
-        in_place(uniforms_U[None], out_HWC[None])
+    augment.render(sample, uniforms_U, out_HWC)
+    augment.finish(uniforms_U[None], out_HWC[None])
     return out_HWC
 
 
@@ -106,12 +122,13 @@ def test_an_image_that_no_try_fits_gives_torchvisions_central_box(width: int, he
 
 def test_exact_crop_flip_gives_the_pixels_that_torchvision_gives_for_the_same_box_within_a_rounding() -> None:
     image, flips = photo(1, 61, 47), 0
-    for uniforms_U in uniforms(0, 0, np.arange(20), AUGMENTS["crop_flip"].num_uniforms):
+    augment = _augment(image_size=24, augment="crop_flip", fidelity="exact")
+    for uniforms_U in uniforms(0, 0, np.arange(20), AUGMENTS["crop_flip"]):
         left, top, right, bottom = random_resized_crop_box(uniforms_U[1:], *image.size)
         expected = tv.resized_crop(image, top, left, bottom - top, right - left, [24, 24])
         if uniforms_U[0] < 0.5:
             expected, flips = tv.hflip(expected), flips + 1
-        difference = _shown("crop_flip", image, uniforms_U, 24).astype(int) - np.asarray(expected)
+        difference = _shown(augment, np.asarray(image), uniforms_U, 24).astype(int) - np.asarray(expected)
         assert abs(difference).max() <= 1
         assert (difference**2).mean() < 0.4  # 52 dB
     assert 0 < flips < 20
@@ -122,8 +139,9 @@ def test_pad_crop_flip_gives_the_pixels_of_a_padded_crop_at_every_place() -> Non
     padded = tv.pad(image, [4])
     wanted = {tv.crop(padded, top, left, 32, 32).tobytes(): False for top in range(9) for left in range(9)}
     wanted |= {tv.hflip(tv.crop(padded, top, left, 32, 32)).tobytes(): True for top in range(9) for left in range(9)}
-    rows = uniforms(0, 0, np.arange(3000), AUGMENTS["pad_crop_flip"].num_uniforms)
-    views = [_shown("pad_crop_flip", image, row, 32).tobytes() for row in rows]
+    rows = uniforms(0, 0, np.arange(3000), AUGMENTS["pad_crop_flip"])
+    augment = _augment(image_size=32, augment="pad_crop_flip")
+    views = [_shown(augment, np.asarray(image), row, 32).tobytes() for row in rows]
     assert set(views) == set(wanted)
     assert sum(wanted[view] for view in views) == pytest.approx(1500, abs=140)
 
@@ -137,10 +155,9 @@ def test_validation_gives_the_pixels_of_torchvisions_transforms(
     if val_resize is None and image.size == (image_size, image_size):
         return
     theirs = v2.Compose([v2.Resize(val_resize or default_val_resize(image_size)), v2.CenterCrop(image_size)])(image)
-    ours = validation_view(image, image_size, val_resize)
-    assert ours.size == (image_size, image_size)
-    assert (np.asarray(ours) == np.asarray(theirs)).all()
-    assert (_shown("none", image, np.empty(0), image_size, val_resize) == np.asarray(theirs)).all()
+    assert np.array_equal(validation_view(np.asarray(image), image_size, val_resize), np.asarray(theirs))
+    augment = _augment("val", image_size, val_resize=val_resize)
+    assert (_shown(augment, np.asarray(image), np.empty(0), image_size) == np.asarray(theirs)).all()
 
 
 def test_the_usual_resizes_are_those_of_the_published_recipes() -> None:
@@ -148,14 +165,14 @@ def test_the_usual_resizes_are_those_of_the_published_recipes() -> None:
 
 
 def test_an_image_of_the_models_size_is_left_untouched_unless_a_resize_is_set() -> None:
-    image = photo(5, 32, 32)
-    assert validation_view(image, 32, None) is image
-    assert np.asarray(validation_view(image, 32, 36)).tobytes() != image.tobytes()
+    rgb_HWC = np.asarray(photo(5, 32, 32))
+    assert validation_view(rgb_HWC, 32, None) is rgb_HWC
+    assert not np.array_equal(validation_view(rgb_HWC, 32, 36), rgb_HWC)
 
 
 def test_a_strip_that_would_become_enormous_is_unreadable_rather_than_out_of_memory() -> None:
     with pytest.raises(UnreadableImageError, match="strip of 1 by 20000"):
-        validation_view(Image.new("RGB", (1, 20_000)), 224, None)
+        validation_view(np.zeros((20_000, 1, 3), dtype=np.uint8), 224, None)
 
 
 def test_the_box_uses_areas_uniform_and_ratios_uniform_in_their_logarithm() -> None:
@@ -164,3 +181,116 @@ def test_the_box_uses_areas_uniform_and_ratios_uniform_in_their_logarithm() -> N
     side = math.sqrt(0.54 * 1000 * 1000)
     assert (right - left, bottom - top) == (round(side), round(side))
     assert (left, top) == (int((1001 - round(side)) / 2), int((1001 - round(side)) / 2))
+
+
+def _rows(count: int) -> np.ndarray:
+    return uniforms(0, 0, np.arange(count), AUGMENTS["crop_flip"])
+
+
+def _reference(data: bytes, uniforms_U: np.ndarray, size: int = 64) -> np.ndarray:
+    """What torchvision's transforms give for the same crop box."""
+    image = Image.open(io.BytesIO(data)).convert("RGB")
+    left, top, right, bottom = random_resized_crop_box(uniforms_U[1:], *image.size)
+    crop = tv.resized_crop(image, top, left, bottom - top, right - left, [size, size])
+    return np.asarray(tv.hflip(crop) if uniforms_U[0] < 0.5 else crop)
+
+
+def _psnr_db(left: np.ndarray, right: np.ndarray) -> float:
+    return float(10 * np.log10(255**2 / max(((left.astype(float) - right) ** 2).mean(), 1e-3)))
+
+
+def _smooth(width: int, height: int, seed: int = 1) -> Image.Image:
+    """A picture with the detail of a photograph: what is shown is several times smaller than its grain."""
+    return photo(seed, width // 6, height // 6).resize((width, height), Image.Resampling.BICUBIC)
+
+
+@pytest.mark.parametrize("subsampling", [0, 2])
+def test_an_exact_view_is_torchvisions_within_a_rounding(decoder: Decoder, subsampling: int) -> None:
+    data = encoded(photo(1, 190, 140), "JPEG", quality=92, subsampling=subsampling)
+    augment = _augment(augment="crop_flip", fidelity="exact", decoder=decoder)
+    assert augment.decoder == decoder.name
+    for row in _rows(30):
+        shown, expected = _shown(augment, data, row), _reference(data, row)
+        assert abs(shown.astype(int) - expected).max() <= 1
+        assert _psnr_db(shown, expected) > 50
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 70), (240, 180), (900, 700), (2400, 1800)])
+def test_a_fast_view_is_near_to_the_exact_one_at_every_scale(decoder: Decoder, width: int, height: int) -> None:
+    data = encoded(_smooth(width, height), "JPEG", quality=92)
+    augment = _augment(augment="crop_flip", decoder=decoder)
+    figures = [_psnr_db(_shown(augment, data, row), _reference(data, row)) for row in _rows(12)]
+    assert np.mean(figures) > 37
+    assert min(figures) > 32
+
+
+@pytest.mark.parametrize("fidelity", ["fast", "exact"])
+@pytest.mark.parametrize(("width", "height"), [(300, 225), (97, 310), (64, 64)])
+def test_validation_is_torchvisions_bit_for_bit_whatever_training_is(
+    decoder: Decoder, fidelity: str, width: int, height: int
+) -> None:
+    data = encoded(photo(2, width, height), "JPEG", quality=90)
+    augment = _augment("val", augment="crop_flip", fidelity=fidelity, decoder=decoder)
+    image = Image.open(io.BytesIO(data)).convert("RGB")
+    expected = image if image.size == (64, 64) else v2.Compose([v2.Resize(73), v2.CenterCrop(64)])(image)
+    assert augment.num_uniforms == 0
+    assert (_shown(augment, data, np.empty(0)) == np.asarray(expected)).all()
+
+
+@pytest.mark.parametrize("name", AUGMENTS)
+@pytest.mark.parametrize("fidelity", ["fast", "exact"])
+def test_stored_pixels_and_a_lossless_file_show_the_same(name: str, fidelity: str) -> None:
+    augment = _augment(augment=name, fidelity=fidelity)
+    image = photo(3, 120, 90)
+    pixels_HWC = np.asarray(image)
+    pixels_HWC.flags.writeable = False  # as memory-mapped records are
+    for row in _rows(8)[:, : augment.num_uniforms]:
+        assert (_shown(augment, encoded(image, "PNG"), row) == _shown(augment, pixels_HWC, row)).all()
+
+
+@pytest.mark.parametrize("name", AUGMENTS)
+def test_threads_show_what_one_thread_shows(name: str) -> None:
+    data = encoded(photo(4, 200, 150), "JPEG")
+    augment = _augment(augment=name)
+    rows = _rows(64)[:, : augment.num_uniforms]
+    alone = [_shown(augment, data, row) for row in rows]
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(lambda row: _shown(augment, data, row), rows))
+    assert all((one == other).all() for one, other in zip(alone, together, strict=True))
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_truncated_file_is_unreadable(split: Split) -> None:
+    data = encoded(photo(5, 200, 150), "JPEG")
+    augment = _augment(split, augment="crop_flip")
+    for row in _rows(5)[:, : augment.num_uniforms]:
+        with pytest.raises(UnreadableImageError, match="truncated"):
+            _shown(augment, data[: len(data) * 2 // 3], row)
+
+
+@pytest.mark.parametrize(("width", "height"), [(1, 1), (1, 40), (3000, 2), (8, 8), (1, 60_000)])
+def test_the_smallest_and_the_thinnest_images_are_shown(decoder: Decoder, width: int, height: int) -> None:
+    data = encoded(Image.new("RGB", (width, height), (200, 30, 90)), "JPEG", quality=100)
+    for fidelity in ("fast", "exact"):
+        augment = _augment(augment="crop_flip", fidelity=fidelity, decoder=decoder)
+        for row in _rows(6):
+            assert abs(_shown(augment, data, row).astype(int) - (200, 30, 90)).max() <= 4
+
+
+@pytest.mark.parametrize(
+    ("name", "fidelity", "expected"),
+    [
+        ("none", "fast", "8597c2d2891840b5"),
+        ("pad_crop_flip", "fast", "26cca66dfe5e08c4"),
+        ("crop_flip", "exact", "2a137b2f6a7aa2da"),
+        ("crop_flip", "fast", "24a27ee9f7f1a77b"),
+    ],
+)
+def test_stored_pixels_become_the_same_pixels_in_every_version(name: str, fidelity: str, expected: str) -> None:
+    """A change of these would change what a run that goes on is trained with, and what a teacher's cache was made of."""
+    y_H1, x_W = np.arange(240)[:, None], np.arange(320)
+    rgb_HWC = np.stack([x_W * y_H1 // 7 % 256, (x_W * x_W // 50 + y_H1) % 256, (3 * y_H1 + x_W) % 256], axis=2).astype(np.uint8)
+    augment = _augment(augment=name, fidelity=fidelity)
+    rows = uniforms(7, 2, np.arange(20), augment.num_uniforms)
+    shown = b"".join(_shown(augment, rgb_HWC, row).tobytes() for row in rows)
+    assert hashlib.sha256(shown).hexdigest()[:16] == expected

@@ -44,7 +44,7 @@ FILES = {
     "png interlaced gray": encoded(photo(2).convert("L"), "PNG"),
     "png one bit": encoded(photo(2).convert("1"), "PNG"),
     "png palette": encoded(photo(2).quantize(16), "PNG"),
-    "png palette with a transparent colour": encoded(photo(2).quantize(16), "PNG", transparency=3),
+    "png palette with a transparent color": encoded(photo(2).quantize(16), "PNG", transparency=3),
     "png alpha": encoded(_with_alpha(), "PNG"),
     "png gray alpha": encoded(_with_alpha().convert("LA"), "PNG"),
     "png 16 bit": encoded(_sixteen_bit(), "PNG"),
@@ -95,8 +95,8 @@ def test_values_of_unknown_range_are_unreadable(dtype: type) -> None:
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 def test_an_image_up_to_the_size_that_pil_refuses_is_read() -> None:
     with pytest.raises(UnreadableImageError, match="more than 178 million pixels, PIL's limit"):
-        decode_image(flat_png(17_000, 11_000, depth=1, colour=0))
-    assert decode_image(flat_png(9000, 11_000, depth=1, colour=0)).size == (9000, 11_000)
+        decode_image(flat_png(17_000, 11_000, depth=1, color=0))
+    assert decode_image(flat_png(9000, 11_000, depth=1, color=0)).size == (9000, 11_000)
 
 
 def test_a_jpeg_that_is_too_large_can_be_decoded_at_a_part_of_its_size() -> None:
@@ -111,7 +111,7 @@ def test_a_jpeg_that_is_too_large_can_be_decoded_at_a_part_of_its_size() -> None
 def test_no_warning_of_pil_reaches_the_terminal(tmp_path: Path) -> None:
     exif = b"Exif\0\0MM\0*\0\0\0\x08\0\x09\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0"  # nine tags, of which one is there
     (tmp_path / "exif").write_bytes(encoded(photo(1), "JPEG", exif=exif))
-    (tmp_path / "large").write_bytes(flat_png(9000, 11_000, depth=1, colour=0))
+    (tmp_path / "large").write_bytes(flat_png(9000, 11_000, depth=1, color=0))
     (tmp_path / "palette").write_bytes(encoded(photo(2).quantize(16), "PNG", transparency=b"\0\1\2"))
     script = (
         "import sys; from trainables.data.decode import decode_image, read_file\n"

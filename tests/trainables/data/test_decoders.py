@@ -15,7 +15,7 @@ from tests.trainables.data.photos import encoded, photo
 from trainables.config import ON_DEVICE, DataConfig
 from trainables.data import decode
 from trainables.data.decode import StoredImage, UnreadableImageError, decode_image
-from trainables.data.decoders import DECODERS, open_decoder
+from trainables.data.decoders import DECODERS, open_decoder, turbojpeg
 from trainables.data.decoders.interface import Box, Decoder, read_header
 from trainables.data.pack.image_check import check_header
 from trainables.device.decoders import REGION_DECODERS
@@ -231,14 +231,9 @@ def test_the_configuration_offers_auto_and_every_decoder_of_a_device() -> None:
     assert tuple(REGION_DECODERS) == ON_DEVICE
 
 
-def test_the_first_that_is_installed_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent() -> Decoder:
-        raise ImportError("No module named 'absent'")
-
-    monkeypatch.setitem(DECODERS, "turbojpeg", absent)
-    assert open_decoder().name == "simplejpeg"
-    monkeypatch.setitem(DECODERS, "simplejpeg", absent)
-    assert open_decoder().name == "pil"
+def test_without_libjpeg_turbo_3_pil_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turbojpeg, "find_library", lambda: "/nowhere/libturbojpeg.so")
+    assert open_decoder.__wrapped__().name == "pil"
 
 
 def test_pils_own_switch_for_truncated_files_is_off() -> None:

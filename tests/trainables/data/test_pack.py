@@ -90,7 +90,9 @@ def test_raw_pixels_are_those_of_pils_resize(every_kind: Path, tmp_path: Path) -
 def test_validation_sees_the_same_pixels_of_a_raw_record_as_of_its_original(every_kind: Path, tmp_path: Path) -> None:
     source = packed(every_kind, tmp_path / "packed", Mode(raw=256))
     for index, kind in enumerate(KINDS):
-        ours, original = (validation_view(decode_image(sample), 224, 256) for sample in (source.read(index), KINDS[kind]))
+        ours, original = (
+            validation_view(np.asarray(decode_image(sample)), 224, 256) for sample in (source.read(index), KINDS[kind])
+        )
         assert ours.tobytes() == original.tobytes(), kind
 
 

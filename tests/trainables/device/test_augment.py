@@ -1,10 +1,12 @@
 """The whole way from bytes to the models' input, and that it depends on nothing but (seed, epoch, sample)."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from service.config.experiment import load
 from tests.trainables.device.pictures import pictures
@@ -12,7 +14,7 @@ from tests.trainables.jobs import config, equal, relative_difference, train, wri
 from trainables.config import DataConfig, DeviceAugmentConfig
 from trainables.device.augment import TrainInputs
 from trainables.device.device_batches import DeviceBatch
-from trainables.device.model_input import normalizer
+from trainables.device.tensor_format import to_pixels
 from trainables.distributed.rank_pool import RankPool
 from trainables.errors import ExperimentError
 
@@ -28,18 +30,15 @@ IMAGES = pictures(8, 16)
 
 def inputs(rows: list[int], epoch: int = 0, seed: int = 0, **sections: Any) -> DeviceBatch:
     """What the models see of these rows of IMAGES, as one batch; their labels and dataset-wide indices are the rows."""
-    device, data = torch.device("cpu"), DataConfig()
-    normalize = normalizer(data.mean, data.std, device, torch.float64, torch.contiguous_format)
-    prepare = TrainInputs(DeviceAugmentConfig.model_validate(sections), normalize, seed=seed, image_size=16, device=device)
+    device, data = torch.device("cpu"), DataConfig.model_validate({"image_size": 16, "device_augment": sections})
+    prepare = TrainInputs(data, partial(to_pixels, dtype=torch.float64), seed=seed, device=device)
     rows_B = torch.tensor(rows, dtype=torch.int64)
     return prepare(DeviceBatch(IMAGES[rows_B], rows_B, rows_B, rows_B, epoch, len(rows)))
 
 
-def test_without_augmentation_the_input_is_the_normalised_image() -> None:
-    data = DataConfig()
+def test_without_augmentation_the_pixels_are_the_images() -> None:
     inputs_3 = inputs([3, 1])
-    expected = (IMAGES[[3, 1]].double() / 255 - torch.tensor(data.mean)[:, None, None]) / torch.tensor(data.std)[:, None, None]
-    assert torch.allclose(inputs_3.images_BCHW, expected.double(), atol=1e-6)
+    assert torch.equal(inputs_3.images_BCHW, IMAGES[[3, 1]].double() / 255)
     assert inputs_3.labels_B.tolist() == [3, 1]
     assert inputs_3.mix is None
 
@@ -69,9 +68,21 @@ def test_every_epoch_and_seed_shows_another_picture(name: str) -> None:
 
 
 def test_switching_one_augmentation_on_leaves_what_the_others_draw() -> None:
-    erased = inputs(list(range(8)), random_erasing=1.0).images_BCHW == 0
-    both = inputs(list(range(8)), random_erasing=1.0, randaugment={}, color_jitter={"hue": 0.5}).images_BCHW == 0
+    mean_C11 = torch.tensor(DataConfig().mean, dtype=torch.float64)[:, None, None]
+
+    def erased_by(**others: Any) -> Tensor:
+        return (inputs(list(range(8)), random_erasing=1.0, **others).images_BCHW - mean_C11).abs() < 1e-6
+
+    erased, both = erased_by(), erased_by(randaugment={}, color_jitter={"hue": 0.5})
+    assert bool(erased.any(dim=(1, 2, 3)).all())
     assert bool((both | ~erased).all())
+
+
+def test_a_mixed_input_is_the_mixture_of_the_images() -> None:
+    plain, mixed = inputs(list(range(8))).images_BCHW, inputs(list(range(8)), mixup=0.4)
+    assert mixed.mix is not None
+    share = mixed.mix.share_B[:, None, None, None]
+    assert torch.allclose(mixed.images_BCHW, share * plain + (1 - share) * plain[mixed.mix.labels_B], atol=1e-5)
 
 
 def test_a_rank_without_samples_augments_nothing() -> None:

@@ -1,4 +1,4 @@
-"""Colours of a batch, each image with its own factors, against torchvision's functions on one image after the other."""
+"""Colors of a batch, each image with its own factors, against torchvision's functions on one image after the other."""
 
 import itertools
 
@@ -55,12 +55,12 @@ def test_each_image_has_its_own_order_and_factors(hue: bool) -> None:
 
 
 def test_factors_fill_their_range_and_orders_are_equally_likely() -> None:
-    draws = Draws(0, 0, torch.arange(4000))
-    order, at = draws.columns(0, ColorJitter.num_uniforms).tensor_split(2, dim=1)
+    uniforms = Draws(0, 0, torch.arange(4000)).uniforms("color_jitter", ColorJitter.num_uniforms)
+    order, at = uniforms.tensor_split(2, dim=1)
     counts = torch.unique(order.argsort(dim=1), dim=0, return_counts=True)[1]
     assert len(counts) == 24
     assert int(counts.min()) > 110  # 167 are expected
-    ours = ColorJitter(ColorJitterConfig(brightness=0.4))(torch.full((4000, 3, 1, 1), 100.0), draws, 0)[:, 0, 0, 0]
+    ours = ColorJitter(ColorJitterConfig(brightness=0.4))(torch.full((4000, 3, 1, 1), 100.0), uniforms)[:, 0, 0, 0]
     below = 100 * (0.6 + 0.8 * at[:, 0]) - ours
     assert float(below.min()) > -1e-4
     assert float(below.max()) < 1
@@ -68,4 +68,5 @@ def test_factors_fill_their_range_and_orders_are_equally_likely() -> None:
 
 def test_nothing_to_change_changes_nothing() -> None:
     images = pictures(8, 9).float()
-    assert torch.equal(ColorJitter(ColorJitterConfig())(images, Draws(0, 0, torch.arange(8)), 0), images)
+    uniforms = Draws(0, 0, torch.arange(8)).uniforms("color_jitter", ColorJitter.num_uniforms)
+    assert torch.equal(ColorJitter(ColorJitterConfig())(images, uniforms), images)

@@ -10,22 +10,22 @@ import pytest
 import torch
 from PIL import Image
 
+from service.config.experiment import load
 from tests.trainables.data.photos import MakeFolder, encoded, photo
 from tests.trainables.data.test_decoders import JPEGS, _boxes, _damaged
 from trainables.config import DataConfig
-from trainables.data.augment import AUGMENTS, Planned, ResizeOptions, show_crop, uniforms
+from trainables.data.augment import AUGMENTS, Augment, render_crop, uniforms
 from trainables.data.decode import StoredImage, UnreadableImageError
 from trainables.data.decoders import DECODERS, open_decoder
 from trainables.data.decoders.interface import Box, read_header
 from trainables.data.encoded_rows import Region
-from trainables.data.image_view import View
 from trainables.data.loader.loader import Loader
 from trainables.data.source import open_source
 from trainables.device import decode as device_decode
 from trainables.device.decode import check_decoder, decode_regions
 from trainables.device.decoders import REGION_DECODERS, RegionDecoder
 from trainables.device.device_batches import DeviceBatch, on_device
-from trainables.errors import DataError
+from trainables.errors import DataError, ExperimentError
 from trainables.failures import kind_of
 
 CPU = torch.device("cpu")
@@ -46,6 +46,13 @@ def decoder(name: str) -> RegionDecoder:
     return REGION_DECODERS[name](CPU, 1)
 
 
+class Nothing:
+    """A decoder that decodes nothing."""
+
+    def decode(self, regions: list[Region]) -> list[torch.Tensor | None]:
+        return [None] * len(regions)
+
+
 def _region(row: int, data: bytes, box: Box, flip: bool = False) -> Region:
     header = read_header(data)
     assert header is not None
@@ -57,10 +64,9 @@ def _room(rows: int, device: torch.device = CPU) -> torch.Tensor:
 
 
 def _exact(data: bytes, box: Box, flip: bool = False, decoder: str = "pil") -> np.ndarray:
-    """The crop as `fidelity: exact` shows it, which test_view.py holds against torchvision."""
+    """The crop as `fidelity: exact` shows it, which test_augment.py holds against torchvision."""
     out_HWC = np.empty((SIZE, SIZE, 3), dtype=np.uint8)
-    planned = Planned(StoredImage(data, DECODERS[decoder]()).plan(box), box, flip)
-    show_crop(planned, out_HWC, ResizeOptions(None, exact=True))
+    render_crop(StoredImage(data, DECODERS[decoder]()), box, flip, out_HWC, exact=True)
     return out_HWC
 
 
@@ -158,7 +164,7 @@ def test_a_batch_that_is_decoded_in_parts_is_the_same(decoder: RegionDecoder, mo
     regions = [_region(row, JPEGS["4:4:4"], box) for row, box in enumerate(_boxes(149, 115, 30))]
     whole_BCHW, parts_BCHW = _room(len(regions)), _room(len(regions))
     decode_regions(decoder, regions, whole_BCHW)
-    monkeypatch.setattr(device_decode, "_MOST_PIXELS", 5_000)
+    monkeypatch.setattr(device_decode, "_MAX_PIXELS", 5_000)
     assert 3 < len(list(device_decode._parts(regions))) < len(regions)
     decode_regions(decoder, regions, parts_BCHW)
     assert torch.equal(whole_BCHW, parts_BCHW)
@@ -182,6 +188,17 @@ def test_what_the_decoder_fails_at_is_decoded_as_elsewhere_or_named(decoder: Reg
         else:
             assert (shown_HWC == _exact(data, box, decoder=open_decoder().name)).all()
     assert abs(_shown(images_BCHW)[-1].astype(int) - _exact(whole, box)).max() <= 1
+
+
+def test_what_no_device_decodes_is_cropped_on_the_cpu_or_named() -> None:
+    whole, box = JPEGS["4:2:0"], (10, 10, 120, 100)
+    images_BCHW = _room(3)
+    regions = [_region(0, whole, box, flip=True), _region(2, whole, box), _region(1, _without_pixels(whole), box)]
+    bad = decode_regions(Nothing(), regions, images_BCHW)
+    assert bad.keys() == {1}
+    assert "truncated" in bad[1]
+    for row, flip in ((0, True), (2, False)):
+        assert np.array_equal(_shown(images_BCHW)[row], _exact(whole, box, flip))
 
 
 def test_batches_of_any_size_are_decoded(decoder: RegionDecoder) -> None:
@@ -297,14 +314,14 @@ def test_validation_is_decoded_on_the_cpu(make_folder: MakeFolder, name: str) ->
 
 
 def test_a_very_large_image_is_left_to_the_cpu() -> None:
-    view = View(DataConfig(decoder="gpu", augment="crop_flip", image_size=SIZE), "train")
-    row_U = uniforms(0, 0, np.arange(1), AUGMENTS["crop_flip"].num_uniforms)[0]
+    augment = Augment(DataConfig(decoder="gpu", augment="crop_flip", image_size=SIZE), "train")
+    row_U = uniforms(0, 0, np.arange(1), AUGMENTS["crop_flip"])[0]
     data = JPEGS["4:4:4"]
     at = data.index(b"\xff\xc0")
     large = data[: at + 5] + (5000).to_bytes(2, "big") * 2 + data[at + 9 :]
-    assert view.region(0, data, row_U) is not None
-    assert view.region(0, large, row_U) is None
-    assert view.region(0, np.asarray(Image.open(io.BytesIO(data))), row_U) is None
+    assert augment.region(0, data, row_U) is not None
+    assert augment.region(0, large, row_U) is None
+    assert augment.region(0, np.asarray(Image.open(io.BytesIO(data))), row_U) is None
 
 
 @pytest.mark.parametrize("name", REGION_DECODERS)
@@ -312,8 +329,8 @@ def test_a_devices_decoder_without_a_gpu_or_without_crops_is_refused_in_one_line
     with pytest.raises(DataError, match=rf"^data\.decoder: {name} needs a worker with a GPU, .*; write data\.decoder=auto$"):
         check_decoder(DataConfig(decoder=name, augment="crop_flip"), CPU, 1)  # type: ignore[arg-type]
     check_decoder(DataConfig(), CPU, 1)
-    with pytest.raises(ValueError, match=f"decoder {name} decodes .* augment is pad_crop_flip: write decoder auto"):
-        DataConfig(decoder=name, augment="pad_crop_flip")  # type: ignore[arg-type]
+    with pytest.raises(ExperimentError, match=rf"data\.decoder {name} decodes .* augment is pad_crop_flip: write decoder"):
+        load("digits", [f"data.decoder={name}", "data.augment=pad_crop_flip"])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this node could")
@@ -336,10 +353,6 @@ def test_a_gpu_without_room_for_a_decoder_is_out_of_memory_and_no_missing_librar
 
 
 def test_a_decoder_that_decodes_is_distinguished_from_one_that_does_not(decoder: RegionDecoder) -> None:
-    class Nothing:
-        def decode(self, regions: list[Region]) -> list[torch.Tensor | None]:
-            return [None] * len(regions)
-
     assert device_decode._decodes(decoder)
     assert not device_decode._decodes(Nothing())
 

@@ -87,7 +87,7 @@ def test_every_step_sees_its_own_batch_however_far_the_thread_is_ahead(pin_memor
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_the_seconds_of_each_copy_are_reported_without_the_wait_for_the_step_before() -> None:
     seconds: list[float] = []
-    for batch in on_device(ThriftyLoader((256, 128, 128, 3), True).batches(), torch.device("cuda"), copied=seconds.append):
+    for batch in on_device(ThriftyLoader((256, 128, 128, 3), True).batches(), torch.device("cuda"), on_copied=seconds.append):
         batch.wait()
         torch.cuda._sleep(30_000_000)  # a step of more than 10 ms
     assert len(seconds) == NUM_BATCHES - 1  # the last one is waited for on the device alone

@@ -40,7 +40,7 @@ def test_nothing_refers_to_the_batches_of_a_job_that_is_closed(tmp_path: Path) -
     settings = config(tmp_path, teacher=None, train={"max_steps": 10})
     with contextlib.closing(build(settings, Group(), Recorded(), no_telemetry)) as job:
         run_job(job)
-    memories = [weakref.ref(loader._memory) for loader in (job.train_loader, job.val_loader)]
+    memories = [weakref.ref(loader._reader.memory) for loader in (job.train_loader, job.val_loader)]
     del job
     gc.collect()
     assert all(memory() is None for memory in memories)

@@ -17,12 +17,12 @@ from trainables.methods.distillation_module import DistillationOutputs
 
 COUNT = 64
 IMAGES, LABELS = pictures(COUNT, 12).double(), torch.arange(COUNT)
-DRAWS = Draws(3, 1, torch.arange(COUNT))
+UNIFORMS = Draws(3, 1, torch.arange(COUNT)).uniforms("mixing", Mixing.num_uniforms)
 
 
 @pytest.mark.parametrize("alpha", [0.2, 0.5, 1.0, 2.0, 8.0])
 def test_shares_are_of_the_beta_distribution(alpha: float) -> None:
-    shares = symmetric_beta(alpha, Draws(0, 0, torch.arange(20_000)).columns(0, 2))
+    shares = symmetric_beta(alpha, Draws(0, 0, torch.arange(20_000)).uniforms("mixing", 2))
     assert stats.kstest(shares.numpy(), stats.beta(alpha, alpha).cdf).pvalue > 0.01
 
 
@@ -40,7 +40,7 @@ def test_partners_are_pairs_and_an_odd_one_out_is_its_own() -> None:
 
 
 def test_mixup_shares_every_pixel_with_the_partner() -> None:
-    mixed, mix = Mixing(0.4, 0.0)(IMAGES, LABELS, DRAWS, 0)
+    mixed, mix = Mixing(0.4, 0.0)(IMAGES, LABELS, UNIFORMS)
     assert mix.labels_B.tolist() == (LABELS ^ 1).tolist()
     assert 0 < float(mix.share_B.min()) < float(mix.share_B.max()) < 1
     for row, share in enumerate(mix.share_B.tolist()):
@@ -55,12 +55,11 @@ def torchvisions_box(share: float, x_at: float, y_at: float, size: int) -> tuple
 
 
 def test_cutmix_pastes_a_part_of_the_partner_and_shares_by_area() -> None:
-    mixed, mix = Mixing(0.0, 1.0)(IMAGES, LABELS, DRAWS, 0)
-    uniforms = DRAWS.columns(0, Mixing.num_uniforms)
-    shares = symmetric_beta(1.0, uniforms[:, 1:3])
-    assert torch.equal(own_area(cut_boxes(shares, uniforms[:, 3:], 12, 12), 12, 12), mix.share_B)
+    mixed, mix = Mixing(0.0, 1.0)(IMAGES, LABELS, UNIFORMS)
+    shares = symmetric_beta(1.0, UNIFORMS[:, 1:3])
+    assert torch.equal(own_area(cut_boxes(shares, UNIFORMS[:, 3:], 12, 12), 12, 12), mix.share_B)
     for row in range(COUNT):
-        y_at, x_at = uniforms[row, 3:].tolist()
+        y_at, x_at = UNIFORMS[row, 3:].tolist()
         top, left, bottom, right = torchvisions_box(float(shares[row]), x_at, y_at, 12)
         expected = IMAGES[row].clone()
         expected[:, top:bottom, left:right] = IMAGES[row ^ 1][:, top:bottom, left:right]
@@ -70,7 +69,7 @@ def test_cutmix_pastes_a_part_of_the_partner_and_shares_by_area() -> None:
 
 def test_with_both_each_image_is_as_one_of_them_alone_would_make_it() -> None:
     (both, mix), (up, up_mix), (cut, cut_mix) = (
-        Mixing(*alphas)(IMAGES, LABELS, DRAWS, 0) for alphas in ((0.4, 1.0), (0.4, 0.0), (0.0, 1.0))
+        Mixing(*alphas)(IMAGES, LABELS, UNIFORMS) for alphas in ((0.4, 1.0), (0.4, 0.0), (0.0, 1.0))
     )
     is_up = [torch.equal(both[row], up[row]) and bool(mix.share_B[row] == up_mix.share_B[row]) for row in range(COUNT)]
     is_cut = [torch.equal(both[row], cut[row]) and bool(mix.share_B[row] == cut_mix.share_B[row]) for row in range(COUNT)]

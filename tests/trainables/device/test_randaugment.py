@@ -52,18 +52,18 @@ def test_each_image_gets_its_own_operation_as_torchvision_does_it(size: int, mag
 
 def test_as_many_operations_follow_each_other_as_configured() -> None:
     images = pictures(6, 16).float()
-    draws = Draws(1, 2, torch.arange(6))
+    uniforms = Draws(1, 2, torch.arange(6)).uniforms("randaugment", 6)
     three = RandAugment(RandAugmentConfig(num_ops=3), 16, CPU)
     one = RandAugment(RandAugmentConfig(num_ops=1), 16, CPU)
     assert three.num_uniforms == 6
-    assert torch.equal(three(images, draws, 10), one(one(one(images, draws, 10), draws, 12), draws, 14))
+    assert torch.equal(three(images, uniforms), one(one(one(images, uniforms[:, :2]), uniforms[:, 2:4]), uniforms[:, 4:]))
 
 
 def test_operations_and_signs_are_equally_likely() -> None:
     one = RandAugment(RandAugmentConfig(num_ops=1), 1, CPU)
     batches: list[Tensor] = []
     one.apply = lambda pixels, kinds: batches.append(kinds) or pixels  # type: ignore[method-assign, func-returns-value]
-    one(torch.zeros((14_000, 3, 1, 1)), Draws(0, 0, torch.arange(14_000)), 0)
+    one(torch.zeros((14_000, 3, 1, 1)), Draws(0, 0, torch.arange(14_000)).uniforms("randaugment", 2))
     counts = torch.bincount(batches[0], minlength=28)
     assert len(counts) == 28
     assert int((counts - 500).abs().max()) < 90  # 4 standard deviations

@@ -97,7 +97,7 @@ def wide(channels: Tensor) -> Tensor:
 
 
 def normalized(group: Group, rows: list[int], layout: torch.memory_format) -> dict[str, Any]:
-    """This rank's rows of a batch, normalised as on a GPU by `Kernels`, and their gradients."""
+    """This rank's rows of a batch, normalized as on a GPU by `Kernels`, and their gradients."""
     images = torch.randn(sum(rows), 3, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     local = images.split(rows)[group.rank].contiguous(memory_format=layout).requires_grad_()
     norm = GlobalBatchNorm2d(3, group).double()
@@ -116,7 +116,7 @@ def normalized(group: Group, rows: list[int], layout: torch.memory_format) -> di
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
 @pytest.mark.parametrize("rows", [[3, 2], [4, 0]], ids=str)
-def test_ranks_normalise_by_torchs_kernels_as_one_would(ranks: RankPool, rows: list[int], layout: torch.memory_format) -> None:
+def test_ranks_normalize_by_torchs_kernels_as_one_would(ranks: RankPool, rows: list[int], layout: torch.memory_format) -> None:
     found = ranks.run(2, normalized, rows, layout)
     images = torch.randn(sum(rows), 3, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
     weight = torch.tensor([1.0, 2.0, -1.0], dtype=torch.float64, requires_grad=True)

@@ -76,7 +76,7 @@ def test_whole_numbers_are_gathered_in_the_order_of_ranks(ranks: RankPool) -> No
     assert ranks.run(3, gathered_labels, (1, 7, 0)) == [list(range(8))] * 3
 
 
-def normalise(group: Group, sizes: tuple[int, ...]) -> list[Tensor]:
+def normalize(group: Group, sizes: tuple[int, ...]) -> list[Tensor]:
     """Output rows, running statistics, and the gradients of scale, shift and a weight before, as DDP would average them."""
     mine = rows(group, sizes)
     norm = GlobalBatchNorm2d(3, group).double()
@@ -94,8 +94,8 @@ def normalise(group: Group, sizes: tuple[int, ...]) -> list[Tensor]:
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_batch_norm_over_all_rows_and_its_gradients_are_those_of_one_rank(ranks: RankPool, sizes: tuple[int, ...]) -> None:
-    ((out, *rest),) = ranks.run(1, normalise, sizes)
-    theirs = ranks.run(len(sizes), normalise, sizes)
+    ((out, *rest),) = ranks.run(1, normalize, sizes)
+    theirs = ranks.run(len(sizes), normalize, sizes)
     torch.testing.assert_close(torch.cat([answer[0] for answer in theirs]), out, rtol=1e-11, atol=1e-12)
     for answer in theirs:
         for one, several in zip(rest, answer[1:], strict=True):
@@ -117,7 +117,7 @@ class NothingWaits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def normalise_without_waiting(group: Group) -> bool:
+def normalize_without_waiting(group: Group) -> bool:
     norm, maps = GlobalBatchNorm2d(3, group), torch.ones(4, 3, 5, 5).requires_grad_()
     with NothingWaits():
         norm(maps).square().sum().backward()
@@ -125,7 +125,7 @@ def normalise_without_waiting(group: Group) -> bool:
 
 
 def test_no_layer_waits_for_the_device_in_its_forward_or_backward_pass(ranks: RankPool) -> None:
-    assert ranks.run(2, normalise_without_waiting) == [True, True]
+    assert ranks.run(2, normalize_without_waiting) == [True, True]
     with pytest.raises(AssertionError, match="_local_scalar_dense"), NothingWaits():
         torch.ones(1).item()
 

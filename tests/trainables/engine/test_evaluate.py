@@ -18,7 +18,7 @@ from trainables.data.decode import Sample
 from trainables.data.interface import Source
 from trainables.data.loader.loader import Loader
 from trainables.data.source import open_source
-from trainables.data.storage import folder_cleaner
+from trainables.data.storage.cleaner import remove_unused
 from trainables.data.storage.staging import stage_set
 from trainables.device.compilation import Compilation
 from trainables.distributed.group import Group
@@ -115,18 +115,18 @@ def test_an_evaluation_reads_its_nodes_copy_and_gives_it_up(tmp_path: Path) -> N
         folder.mkdir(parents=True, exist_ok=True)
         photo(number).save(folder / f"{number}.jpg")
     pack_here(tmp_path / "images", packed)
-    _, held = stage_set(str(packed), str(node))
+    copy, _ = stage_set(str(packed), str(node))
     for shard in packed.glob("*.arrow"):
         shard.unlink()  # of the set; the copy is whole
-    held.close()
+    copy.close()
     config = EvaluateConfig(
         checkpoint=write_teacher(tmp_path / "model.safetensors", num_classes=2, image_size=8),
         output=str(tmp_path / "output.json"),
         data=DataConfig(path=str(packed), stage=str(node), image_size=8, global_batch_size=4, loader_workers=1),
     )
     assert evaluate_checkpoint(config, Group())["num_images"] == 6
-    (folder,) = node.glob("raydistill-*/*")
-    wait_until(lambda: folder_cleaner.remove_unused(str(folder)))  # for a moment the folder's cleaner has the lock
+    (folder,) = node.glob("raydistill-*/*/")
+    wait_until(lambda: remove_unused(str(folder)))  # for a moment its cleaner has the lock
 
 
 def test_fewer_than_five_classes_are_all_in_the_first_five() -> None:

@@ -12,7 +12,7 @@ from tests.trainables.data.packed import pack_here
 from tests.trainables.engine.first_steps import fuse_optimizers
 from tests.trainables.jobs import Recorded, config, no_telemetry, save, write_teacher
 from tests.waiting import wait_until
-from trainables.data.storage import folder_cleaner
+from trainables.data.storage.cleaner import remove_unused
 from trainables.distributed.group import Group
 from trainables.engine.train import build, run_job
 from trainables.errors import CheckpointError
@@ -41,14 +41,14 @@ def test_a_job_that_ends_or_dies_leaves_no_thread_no_process_and_no_hold(
     data |= {"loader": where, "loader_workers": 1}
     settings = config(tmp_path / "out", teacher=None, data=data, train={"log_every": 1})
     job = build(settings, Group(), Recorded(die_after), no_telemetry)
-    folders = list((tmp_path / "disk").glob("raydistill-*/*"))
+    folders = list((tmp_path / "disk").glob("raydistill-*/*/"))
     assert len(folders) == 1
     with (
         pytest.raises(InterruptedError) if die_after else contextlib.nullcontext(),  # whose traceback holds all that there was
         contextlib.closing(job),
     ):
         run_job(job)
-    wait_until(lambda: set(threading.enumerate()) <= before and folder_cleaner.remove_unused(str(folders[0])))
+    wait_until(lambda: set(threading.enumerate()) <= before and remove_unused(str(folders[0])))
     assert not folders[0].exists()
     assert not [child for child in psutil.Process().children() if "loader_server" in " ".join(child.cmdline())]
 

@@ -165,7 +165,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(ranks: RankP
     assert "\n" not in str(caught.value)
 
 
-def test_a_batch_that_batch_norm_cannot_normalise_is_said_in_one_line(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_batch_that_batch_norm_cannot_normalize_is_said_in_one_line(ranks: RankPool, tmp_path: Path) -> None:
     settings = config(tmp_path, model="resnet18", precision="fp32", teacher=None, data={"global_batch_size": 1})
     with pytest.raises(TrainingError, match=r"one image, which the batch norm of resnet18 cannot.*last_batch=drop") as caught:
         ranks.run(1, train, settings)

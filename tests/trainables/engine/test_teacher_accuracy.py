@@ -53,7 +53,7 @@ def test_what_chance_may_reach_on_enough_images_is_refused_in_one_line() -> None
     assert says.startswith(
         "teacher resnet34: 13.00% top-1 on 1,000 validation images, where chance is 10.00%: it is not above chance: "
     )
-    assert all(cause in says for cause in ("order", "data.mean, data.std", "data.image_size", "w.pth"))
+    assert all(cause in says for cause in ("order", "teacher.mean, teacher.std", "teacher.image_size", "w.pth"))
     check_above_chance(accuracy(0, 255))
     with pytest.raises(TrainingError):
         check_above_chance(accuracy(0, 256))

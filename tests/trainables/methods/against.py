@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tests.trainables.methods.calls import make, samples
+from tests.trainables.methods.calls import init_parameters, make, samples
 from tests.trainables.methods.references.basic import Array, Ints, derivative
 from trainables.methods.contract import Method, ModelOutputs
 from trainables.models.registry import build_model
@@ -198,15 +198,12 @@ def _means_and_gradients(found: dict[str, Tensor], leaves: list[Tensor], method:
 def assert_gradients_are_the_references(case: Comparison, directions: int = 3) -> None:
     """Of the student's answers and of what each stage trains, along random directions in each tensor, to 1e-5."""
     method, (student, teacher), labels_B = case.make(), case.answers(), LABELS[: case.rows]
-    inputs, settled = (
-        _inputs(method, student, teacher, labels_B),
-        {id(parameter) for parameter in (method.init_only_parameters() if method.terms else method.parameters())},
-    )
+    inputs, settled = _inputs(method, student, teacher, labels_B), init_parameters(method)
     numbers = np.random.default_rng(1)
     for names, warming in ((method.init_terms, True), (method.terms, False)):
         if not names:
             continue
-        trained = {name: parameter for name, parameter in method.named_parameters() if (id(parameter) in settled) == warming}
+        trained = {name: parameter for name, parameter in method.named_parameters() if (parameter in settled) == warming}
         leaves = [*(x.requires_grad_() for x in _tensors(student)), *trained.values()]
         found = all_terms(case, method, leaves[: len(student)], _tensors(teacher), labels_B)
         loss = torch.stack([found[name].mean() for name in names]).sum()

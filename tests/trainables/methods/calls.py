@@ -10,6 +10,7 @@ from trainables.distributed.group import Group
 from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, ModelSpec
 from trainables.methods.registry import load_method
 from trainables.models.forward import seeded
+from trainables.models.model_input import ModelInput
 
 
 def make(
@@ -25,9 +26,10 @@ def make(
     global_batch_size: int = 8,
     seed: int = 0,
     epochs: int = 10,
+    init_stage: bool = True,
     **options: Any,
 ) -> Method:
-    """The method in float64, in training mode. Without models it is built for an empty one on either side."""
+    """The method in float64, in training mode, nothing frozen. Without models it is built for an empty one on either side."""
     kind = load_method(name)
     labels_M = torch.arange(40) % num_classes if labels_M is None else labels_M
     sides = ModelSpec(student or nn.Identity(), student_shapes), ModelSpec(teacher or nn.Identity(), teacher_shapes)
@@ -35,14 +37,22 @@ def make(
         *sides,
         num_classes=num_classes,
         labels_M=labels_M,
-        image_size=8,
+        input=ModelInput(8, (0.0,) * 3, (1.0,) * 3),
         global_batch_size=global_batch_size,
         seed=seed,
         epochs=epochs,
         group=group or Group(),
+        init_stage=init_stage,
     )
     with seeded(f"test/{name}/{seed}"):
         return kind(kind.Options.model_validate(options), context).double().train()
+
+
+def init_parameters(method: Method) -> set[nn.Parameter]:
+    """What of the method's own is trained in its init stage alone."""
+    if not method.init_terms or not method.terms:
+        return set(method.parameters() if method.init_terms else ())
+    return set(method.init_stage_parameters(nn.Identity()))
 
 
 def samples(

@@ -1,13 +1,13 @@
 """Methods as a user writes them, in a file of their own: some correct, some with a usual mistake."""
 
 import math
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainables.config import LossOptimConfig, MethodOptions, Natural
+from trainables.config import InitStageOptions, MethodOptions, Natural
+from trainables.distributed.batch_norm import GlobalBatchNorm1d
 from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Requirements
 
 
@@ -27,23 +27,16 @@ class SecondHead(Method):
         return {"next": F.cross_entropy(logits_BK, (batch.labels_B + 1) % logits_BK.shape[1], reduction="none")}
 
 
-class Adversaries(Method):
-    """A head on a tapped feature learns to predict one class, and the student learns to have it predict another."""
+class TwoTerms(Method):
+    """A head on a tapped feature that learns to predict two classes at once, by one term each."""
 
-    terms = ("judge", "deceive")
+    terms = ("next", "second")
     taps = ("hidden.0",)
     requires = Requirements(teacher=False)
-    optimizers: ClassVar = {
-        "judge": LossOptimConfig(lr=0.2, momentum=0.5, weight_decay=0.01),
-        "deceive": LossOptimConfig(lr=0.02, momentum=0.3, schedule="constant"),
-    }
 
     def __init__(self, options: MethodOptions, context: BuildContext) -> None:
         super().__init__(options, context)
         self.head = nn.Linear(math.prod(context.student.shapes[0]), context.num_classes)
-
-    def term_parameters(self, term: str, student: nn.Module) -> list[nn.Parameter]:
-        return list(self.parameters() if term == "judge" else student.parameters())
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         logits_BK = self.head(student.features[0].flatten(1))
@@ -52,7 +45,7 @@ class Adversaries(Method):
         return {name: F.cross_entropy(logits_BK, target_B, reduction="none") for name, target_B in targets.items()}
 
 
-class PooledAdversaries(Adversaries):
+class PooledTwoTerms(TwoTerms):
     """The same for a network with maps."""
 
     taps = ("pooled",)
@@ -76,27 +69,26 @@ class GlobalGram(Method):
         return {"gram": (student_NK @ student_NK.T - teacher_NK @ teacher_NK.T).square().mean()}
 
 
-class InitStageOptions(MethodOptions):
+class CodeOptions(InitStageOptions):
     init_epochs: Natural = 2
 
 
 class InitStage(Method):
     """An init stage trains an autoencoder of the teacher's logits; then the student learns to predict their code."""
 
-    Options = InitStageOptions
+    Options = CodeOptions
     terms = ("code",)
     init_terms = ("reconstruction",)
 
-    def __init__(self, options: InitStageOptions, context: BuildContext) -> None:
+    def __init__(self, options: CodeOptions, context: BuildContext) -> None:
         super().__init__(options, context)
         self.encoder, self.decoder = nn.Linear(context.num_classes, 4), nn.Linear(4, context.num_classes)
         self.translator = nn.Linear(context.num_classes, 4)
-        self.options = options
+        if not context.init_stage:
+            self.encoder.requires_grad_(False)
+            self.decoder.requires_grad_(False)
 
     def init_stage_parameters(self, student: nn.Module) -> list[nn.Parameter]:
-        return self.init_only_parameters()
-
-    def init_only_parameters(self) -> list[nn.Parameter]:
         return [*self.encoder.parameters(), *self.decoder.parameters()]
 
     def init_loss(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
@@ -182,21 +174,25 @@ class Rooted(Method):
         return {"distance": (student.logits_BK - teacher.logits_BK).square().sum(1).sqrt()}
 
 
-class Slopes(Method):
-    """The teacher's logits should change with its last map as a learned multiple of the student's do."""
+class ReadsAfterAll(Method):
+    """Declares that it reads no logits, and reads them."""
 
-    terms = ("slope",)
-    taps = ("stage-1",)
-    requires = Requirements(teacher_gradient=True)
+    terms = ("apart",)
+    taps = ("pooled",)
+    requires = Requirements(logits=False)
+
+    def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
+        return {"apart": (student.logits_BK - teacher.logits_BK).square().mean(1)}
+
+
+class UndeclaredNorm(Method):
+    """A batch norm of the global batch without `Requirements.whole_batch`."""
+
+    terms = ("apart",)
 
     def __init__(self, options: MethodOptions, context: BuildContext) -> None:
         super().__init__(options, context)
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
-        (teacher_slope,) = torch.autograd.grad(teacher.logits_BK.square().sum(), teacher.features, retain_graph=True)
-        (student_slope,) = torch.autograd.grad(student.logits_BK.square().sum(), student.features, create_graph=True)
-        return {"slope": (self.scale * student_slope - teacher_slope.detach()).square().flatten(1).sum(1)}
+        self.norm = GlobalBatchNorm1d(context.num_classes, context.group)
 
 
 class UndeclaredGather(GlobalGram):
@@ -228,13 +224,3 @@ class HalfTrained(InitStage):
     def init_loss(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         difference_BK = student.logits_BK.detach() - teacher.logits_BK
         return {"reconstruction": (self.encoder.weight.square().sum() * difference_BK.square().sum(1)).sqrt()}
-
-
-class EndlessInitStage(Method):
-    """Declares an init stage without a length."""
-
-    terms = ("apart",)
-    init_terms = ("reconstruction",)
-
-    def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
-        return {"apart": (student.logits_BK - teacher.logits_BK).square().mean(1)}

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.trainables.methods.calls import make, samples
+from tests.trainables.methods.calls import init_parameters, make, samples
+from trainables.config import init_epochs
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
 from trainables.errors import ExperimentError
@@ -153,8 +154,8 @@ def test_features_that_are_not_finite_raise_nothing_in_kdsvd() -> None:
 
 @pytest.mark.parametrize("name", ["ab", "fsp", "ft"])
 def test_the_stage_before_training_is_as_long_as_the_options_say(name: str) -> None:
-    assert built(name).init_epochs == 30
-    assert built(name, init_epochs=7).init_epochs == 7
+    assert init_epochs(built(name).options) == 30
+    assert init_epochs(built(name, init_epochs=7).options) == 7
 
 
 def test_the_stage_before_training_moves_what_its_loss_reaches() -> None:
@@ -167,17 +168,20 @@ def test_the_stage_before_training_moves_what_its_loss_reaches() -> None:
         trained = [id(parameter) for parameter in method.init_stage_parameters(student)]
         assert trained == [id(p) for p in (*body_parameters(student), *method.parameters())]
     ft = built("ft")
-    settled = {id(parameter) for parameter in ft.init_only_parameters()}
-    assert settled == {id(parameter) for parameter in ft.init_stage_parameters(student)}
-    assert settled == {id(p) for name, p in ft.named_parameters() if not name.startswith("translators.")}
+    trained = {id(parameter) for parameter in ft.init_stage_parameters(student)}
+    assert trained == {id(p) for name, p in ft.named_parameters() if not name.startswith("translators.")}
+
+
+def test_after_its_init_stage_ft_trains_the_translator_alone() -> None:
+    ft = built("ft", init_stage=False)
+    assert {name.partition(".")[0] for name, p in ft.named_parameters() if p.requires_grad} == {"translators"}
 
 
 @pytest.mark.parametrize("name", TEACHER)
 def test_parameters_that_are_trained_together_all_get_a_gradient(name: str) -> None:
     """DDP waits for each of them."""
     method = built(name)
-    settled = {id(parameter) for parameter in method.init_only_parameters()}
-    wanted = [parameter for parameter in method.parameters() if id(parameter) not in settled]
+    wanted = [parameter for parameter in method.parameters() if parameter not in init_parameters(method)]
     if not method.terms or not wanted:
         return
     terms = method(

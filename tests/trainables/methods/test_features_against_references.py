@@ -36,11 +36,9 @@ def maps(inputs: Inputs) -> tuple[list[Array], list[Array]]:
     return inputs.student, inputs.teacher
 
 
-def fitnet(inputs: Inputs, variant: str = "repdistiller") -> Terms:
+def fitnet(inputs: Inputs) -> Terms:
     pairs = enumerate(zip(*maps(inputs), strict=True))
-    hints = [
-        reference.fitnet(s, t, layer(inputs, f"regressors.{at}.conv", f"regressors.{at}.norm"), variant) for at, (s, t) in pairs
-    ]
+    hints = [reference.fitnet(s, t, layer(inputs, f"regressors.{at}.conv", f"regressors.{at}.norm")) for at, (s, t) in pairs]
     return {"hint": np.sum(hints, axis=0)}
 
 
@@ -97,8 +95,8 @@ def vid(inputs: Inputs, variant: str = "repdistiller") -> Terms:
     return {"information": reference.vid(*maps(inputs), weights, raw, variant=variant)}  # type: ignore[arg-type]
 
 
-def kdsvd(inputs: Inputs, variant: str = "repdistiller", vectors: int = 1) -> Terms:
-    return {"relation": reference.kdsvd(*maps(inputs), vectors, variant)}
+def kdsvd(inputs: Inputs, vectors: int = 1) -> Terms:
+    return {"relation": reference.kdsvd(*maps(inputs), vectors)}
 
 
 def ofd(inputs: Inputs) -> Terms:
@@ -164,18 +162,18 @@ POOLED_BY_2 = ((2, 4, 4), (3, 2, 2), (4, 2, 2)), ((2, 2, 2), (3, 4, 4), (4, 2, 2
 OF_THE_MODEL = (8, 8, 8), (16, 4, 4), (32, 2, 2)
 
 METHODS = [
-    *(case("fitnet", fitnet, *REGRESSED, variant=variant) for variant in ("repdistiller", "paper")),
+    case("fitnet", fitnet, *REGRESSED),
     *(case("at", at, *ANY, variant=variant) for variant in ("repdistiller", "paper")),
     case("at", at, *ANY, power=3.0),
     *(case("ab", ab, *REGRESSED, variant=variant) for variant in ("repdistiller", "paper")),
     case("ab", ab, *REGRESSED, margin=0.5),
-    *(case("ft", ft, [(2, 4, 4)], [(4, 3, 3)], variant=variant) for variant in ("repdistiller", "official", "paper")),
+    *(case("ft", ft, [(2, 4, 4)], [(4, 3, 3)], variant=variant) for variant in ("repdistiller", "paper")),
     case("fsp", fsp, *SAME_CHANNELS),
     Comparison("fsp", fsp_paper, {"variant": "paper"}, *POOLED_BY_2, rows=3),
     case("nst", nst, *ANY),
     case("nst", nst, [(9, 2, 2)], [(2, 2, 2)]),
     *(case("vid", vid, *ANY, variant=variant) for variant in ("repdistiller", "paper")),
-    *(case("kdsvd", kdsvd, *SAME_CHANNELS, variant=variant, vectors=k) for variant, k in (("repdistiller", 1), ("paper", 3))),
+    *(case("kdsvd", kdsvd, *SAME_CHANNELS, vectors=k) for k in (1, 3)),
     case("ofd", ofd, [(2, 8, 8), (3, 4, 4), (2, 1, 1)], OF_THE_MODEL),
     case("reviewkd", reviewkd, [(2, 5, 5), (3, 3, 3), (4, 2, 2), (3,)], [(3, 6, 6), (2, 3, 3), (3, 1, 1), (5,)]),
     case("simkd", simkd, [(4, 3, 3)], [(4, 2, 2)]),

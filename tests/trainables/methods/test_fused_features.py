@@ -106,7 +106,8 @@ def test_the_partial_distance_requires_only_what_the_relu_lets_through_and_for_n
     [
         ("resnet18", ["layer1.1.bn2", "layer2.1.bn2", "layer3.1.bn2", "layer4.1.bn2"]),
         ("vgg11_bn", ["features.1", "features.5", "features.12", "features.19", "features.26"]),
-        ("shufflenet_v2_x0_5", [None, None, None]),
+        ("mobilenet_v2", [f"features.{block}.conv.{2 if block == 1 else 3}" for block in (1, 3, 6, 13, 17)]),
+        ("convnext", [None, None]),
     ],
 )
 def test_the_norm_before_a_stages_last_activation_is_the_main_branchs(model: str, paths: list[str | None]) -> None:

@@ -16,6 +16,8 @@ from trainables.engine import checkpoint
 from trainables.engine.train import build, finish_epoch, train_epoch
 from trainables.errors import CheckpointError
 from trainables.methods.init_stage import with_init_stage
+from trainables.models.model_input import student_input
+from trainables.models.pixels import take_pixels
 from trainables.models.registry import build_model
 
 LR, MOMENTUM, DECAY = 0.02, 0.9, 1e-3
@@ -40,6 +42,7 @@ def test_the_training_begins_with_the_trained_student_a_fresh_optimizer_and_the_
     left, found = train(Group(), init)["state"], train(Group(), settings)["state"]
     plain: Any = build_model("resnet8", num_classes=10, image_size=8, seed=0).double()
     plain.load_state_dict(left)
+    take_pixels(plain, student_input(settings.data))
     sgd = torch.optim.SGD(plain.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
     with contextlib.closing(build(settings, Group(), Recorded(), no_telemetry)) as job:
         for epoch in (2, 3):

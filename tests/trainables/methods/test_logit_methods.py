@@ -67,7 +67,7 @@ def test_a_student_that_answers_as_the_teacher_does_loses_nothing(name: str) -> 
 
 
 def test_methods_that_compare_samples_say_so() -> None:
-    assert {case.name for case in CASES if make(case.name).requires_whole_batch} == {"dist", "mlkd"}
+    assert {case.name for case in CASES if make(case.name).requires.whole_batch} == {"dist", "mlkd"}
 
 
 @pytest.mark.parametrize("case", [Case("dkd"), Case("dml", {"peer": "mlp_small"}), *CASES], ids=str)

@@ -109,6 +109,11 @@ def test_a_source_that_cannot_be_read_is_refused_in_one_line(tmp_path: Path) -> 
         (OWN_METHOD, "Missing", "cannot be loaded (AttributeError"),
         (OWN_METHOD + "\n\nMine.Options = dict", "Mine", "has Options that do not inherit from"),
         (OWN_METHOD + "\n\ndel Mine.terms", "Mine", "has no tuple `terms`: write one with the names of what forward returns"),
+        (
+            OWN_METHOD + '\n\nMine.init_terms = ("first",)',
+            "Mine",
+            "has init_terms, and Options without their epochs: inherit them",
+        ),
         ("import no_such_package", "Mine", "cannot be loaded (ModuleNotFoundError"),
         ("import sys; sys.exit(0)", "Mine", "cannot be loaded (SystemExit: 0)"),
         ("def (", "Mine", "cannot be loaded (SyntaxError"),

@@ -28,7 +28,7 @@ BY_DEFAULT = {
     "ab": Defaults(
         REPDISTILLER,
         ("stages.preact",),
-        {"init_epochs": 30, "init_frozen": (), "margin": 1.0, "variant": "repdistiller"},
+        {"init_epochs": 30, "init_lr": None, "init_frozen": (), "margin": 1.0, "variant": "repdistiller"},
     ),
     "at": Defaults(BOTH, ("stages",), {"weight": 1000.0, "power": 2.0, "variant": "repdistiller"}),
     "cc": Defaults(
@@ -46,8 +46,8 @@ BY_DEFAULT = {
         "what the authors publish as the default for CIFAR-100", (), {**LOGITS, "alpha": 1.0, "beta": 8.0, "warmup_epochs": 20.0}
     ),
     "dml": Defaults("The paper's: T = 1", (), {"peer": None, "temperature": 1.0}),
-    "fitnet": Defaults(BOTH, ("stage2",), {"weight": 100.0, "variant": "repdistiller"}),
-    "fsp": Defaults(REPDISTILLER, ("stem", "stages"), {"init_epochs": 30, "variant": "repdistiller"}),
+    "fitnet": Defaults(BOTH, ("stage2",), {"weight": 100.0}),
+    "fsp": Defaults(REPDISTILLER, ("stem", "stages"), {"init_epochs": 30, "init_lr": None, "variant": "repdistiller"}),
     "ft": Defaults(
         REPDISTILLER,
         ("stage-1",),
@@ -59,7 +59,7 @@ BY_DEFAULT = {
         {"vertex": 0.1, "edge": 5.0, "transformation": 5.0},
     ),
     "kd": Defaults(REPDISTILLER, (), {**LOGITS, "weight": 0.9}, task_weight=0.1),
-    "kdsvd": Defaults(REPDISTILLER, ("stages",), {"vectors": 1, "variant": "repdistiller"}),
+    "kdsvd": Defaults(REPDISTILLER, ("stages",), {"vectors": 1}),
     "mlkd": Defaults(
         "The authors' for CIFAR-100",
         (),
@@ -68,7 +68,7 @@ BY_DEFAULT = {
     ),
     "nkd": Defaults("The paper's: λ = 1 and γ = 1.5", (), {"standardize": False, "temperature": 1.0, "gamma": 1.5}),
     "nst": Defaults(BOTH, ("stages",), {"weight": 50.0}),
-    "ofd": Defaults("The authors' weight for CIFAR", ("stages.preact",), {"weight": 1e-3, "teacher_norm": "running"}),
+    "ofd": Defaults("The authors' weight for CIFAR", ("stages.preact",), {"weight": 1e-3}),
     "pkt": Defaults("RepDistiller's weight", ("pooled",), {"weight": 30000.0, "variant": "repdistiller"}),
     "pskd": Defaults("as in the paper", (), {"alpha": 0.8}, task_weight=0.0),
     "reviewkd": Defaults(
@@ -85,7 +85,7 @@ BY_DEFAULT = {
     "rkd": Defaults(
         "The weights of the authors and of RepDistiller",
         ("pooled",),
-        {"variant": "repdistiller", "distance": 25.0, "angle": 50.0},
+        {"distance": 25.0, "angle": 50.0},
     ),
     "semckd": Defaults("The authors' for CIFAR-100", ("stages",), {"weight": 400.0, "temperature": 1.0}),
     "simkd": Defaults(

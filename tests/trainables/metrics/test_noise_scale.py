@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torchvision.transforms.v2.functional import normalize
 
 from tests.trainables.jobs import (
     Recorded,
@@ -41,7 +42,9 @@ def steps_taken(group: Group, settings: TrainConfig) -> list[dict[str, Any]]:
             before = {name: tensor.clone() for name, tensor in job.student.state_dict().items()}
             numbers = {
                 "before": before,
-                "images": job.train_state.prepare(batch).images_BCHW.clone(),
+                "images": normalize(
+                    job.train_state.prepare(batch).images_BCHW, *map(list, (job.config.data.mean, job.config.data.std))
+                ),
                 "labels": batch.labels_B.clone(),
             }
             train_step(job.train_state, batch, step, job.metrics.timer)

@@ -52,7 +52,7 @@ def test_a_table_that_no_library_resamples_is_refused_with_the_size_that_fits(tm
     name = "timm/cait_xxs24_224"
     with NoDraws():
         torch.save(construct(name, num_classes=4, image_size=224, seed=1).state_dict(), tmp_path / "x.pth")
-    assert "set data.image_size to 224" in refusal(tmp_path / "x.pth", name, image_size=64)
+    assert "set teacher.image_size to 224" in refusal(tmp_path / "x.pth", name, image_size=64)
 
 
 def test_an_npz_file_is_converted_by_timm_or_refused(tmp_path: Path) -> None:

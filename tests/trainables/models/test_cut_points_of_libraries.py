@@ -7,7 +7,8 @@ import pytest
 from tests.trainables.models.test_libraries import built
 from trainables.errors import ModelError
 from trainables.models.cut_points import cut_points
-from trainables.models.names import MODELS, library_models
+from trainables.models.libraries.interface import registered
+from trainables.models.names import MODELS
 from trainables.models.registry import construct
 
 pytestmark = pytest.mark.slow
@@ -40,7 +41,7 @@ def _count(name: str, image_size: int) -> int:
         return 0
 
 
-@pytest.mark.parametrize("name", sorted(library_models("torchvision")))
+@pytest.mark.parametrize("name", registered("torchvision"))
 def test_every_classifier_of_torchvision_can_be_cut(name: str) -> None:
     assert _count(name, 299 if name == "inception_v3" else 224) >= LEAST
 

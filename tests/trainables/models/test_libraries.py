@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from trainables.errors import ModelError
-from trainables.models.names import library_models
+from trainables.models.libraries.interface import registered
 from trainables.models.registry import check_forward, construct
 from trainables.models.tap_names import list_taps
 from trainables.models.taps import Taps
@@ -31,14 +31,14 @@ def assert_usable(name: str, image_size: int) -> None:
     assert all(size > 0 for shape in taps.shapes for size in shape)
 
 
-@pytest.mark.parametrize("name", sorted(library_models("torchvision")))
+@pytest.mark.parametrize("name", registered("torchvision"))
 def test_every_classifier_of_torchvision_can_be_used(name: str) -> None:
     assert_usable(name, 299 if name == "inception_v3" else 224)
 
 
 def test_a_classifier_of_each_family_of_timm_can_be_used() -> None:
     timm = pytest.importorskip("timm")
-    known, broken = library_models("timm"), []
+    known, broken = registered("timm"), []
     for family in timm.list_modules():
         name = min((name for name in timm.list_models(module=family) if name in known), key=len, default=None)
         if name is None:

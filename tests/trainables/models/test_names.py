@@ -4,22 +4,23 @@ import sys
 import pytest
 
 from trainables.errors import ModelError
-from trainables.models.names import MODELS, ModelName, check_model_name, library_models
+from trainables.models.libraries.interface import registered
+from trainables.models.names import MODELS, ModelName, check_model_name
 
 
 def test_the_names_read_from_sources_are_those_that_torchvision_registers() -> None:
     import torchvision
 
-    assert library_models("torchvision") == set(torchvision.models.list_models(module=torchvision.models))
+    assert set(registered("torchvision")) == set(torchvision.models.list_models(module=torchvision.models))
 
 
 def test_the_names_read_from_sources_are_those_that_timm_registers() -> None:
     timm = pytest.importorskip("timm")
-    assert library_models("timm") == set(timm.list_models())
+    assert set(registered("timm")) == set(timm.list_models())
 
 
 def test_no_name_of_ours_is_torchvisions() -> None:
-    assert not set(MODELS) & library_models("torchvision")
+    assert not set(MODELS) & set(registered("torchvision"))
 
 
 def test_a_name_is_ours_before_torchvisions_before_timms() -> None:

@@ -66,7 +66,7 @@ def test_whatever_is_trained_has_a_gradient_and_the_classifier_has_none(name: st
     ("name", "says"),
     [
         ("mlp_small+convnet_large", "mlp_small has no stage-1"),
-        ("convnet_small+mlp_large", "mlp_large has no unpooled: what its linear layer reads was never a map"),
+        ("convnet_small+mlp_large", "mlp_large has no unpooled: its linear layer does not read the mean of a map"),
         ("convnet_small+convnet_larg", "did you mean convnet_large?"),
         ("convnet_small+", "there is no model ''"),
     ],
@@ -79,7 +79,9 @@ def test_models_that_cannot_be_joined_are_refused_in_one_line(name: str, says: s
 
 
 class Normed(nn.Module):
-    """Classifies its normalised pooled map."""
+    """Classifies its normalized pooled map."""
+
+    STAGES, UNPOOLED = ("body",), "body"
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,6 +99,8 @@ def test_a_teacher_that_classifies_something_else_than_the_mean_of_its_map_is_re
 
 class EndsWithNorm(nn.Module):
     """A student whose last map is what a batch norm gives."""
+
+    STAGES, UNPOOLED = ("stage1.0",), "stage1.1"
 
     def __init__(self) -> None:
         super().__init__()

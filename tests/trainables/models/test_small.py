@@ -59,6 +59,6 @@ def test_a_samples_gradient_in_an_mlp_does_not_depend_on_its_batch(name: str) ->
 
 
 @pytest.mark.parametrize("name", ["convnet_small", "convnet_large"])
-def test_convnets_normalise_by_batch(name: str) -> None:
+def test_convnets_normalize_by_batch(name: str) -> None:
     model = build_model(name, num_classes=4, image_size=8, seed=0)
     assert any(isinstance(module, nn.BatchNorm2d) for module in model.modules())

@@ -15,9 +15,12 @@ from tests.trainables.models.small_families import NoDraws
 from trainables.errors import CheckpointError, DistillError, ModelError
 from trainables.models.checkpoint_header import CheckpointHeader, locate_checkpoint, read_checkpoint_header
 from trainables.models.registry import build_model
+from trainables.models.tap_names import classifier
 from trainables.models.weights import load_teacher, teacher_sha256
+from trainables.notices import notices_to
 
 CLASSES = ("cat", "dog", "emu", "fox")
+THOUSAND: dict[str, Any] = {"num_classes": 1000, "classes": [str(label) for label in range(1000)]}
 
 
 def convnet(seed: int = 1, num_classes: int = 4) -> nn.Module:
@@ -82,9 +85,12 @@ def test_loading_moves_nobody_elses_randomness(tmp_path: Path) -> None:
     ("about", "options", "says"),
     [
         ({"model": "mlp_small"}, {}, "is a mlp_small, not a convnet_small"),
-        ({"num_classes": 5}, {}, "was trained on 5 classes and the data has 4"),
-        ({}, {"classes": ("cat", "dog", "eel", "fox")}, "its class 2 is 'emu', the data's is 'eel'"),
-        ({}, {"classes": ("dog", "cat", "emu", "fox")}, "its class 0 is 'cat', the data's is 'dog'"),
+        (
+            {"classes": (*CLASSES[1:], "gnu")},
+            {},
+            "has 4 classes, none of them 'cat', and the data has 4: give weights trained on these",
+        ),
+        ({"num_classes": 3, "classes": CLASSES[:3]}, {}, "has 3 classes, none of them 'fox', and the data has 4"),
         ({"num_classes": "many"}, {}, "does not describe its model"),
         ({"model": "resnet9000"}, {}, "there is no model 'resnet9000'"),
     ],
@@ -93,6 +99,39 @@ def test_a_checkpoint_of_something_else_is_refused(
     tmp_path: Path, about: dict[str, Any], options: dict[str, Any], says: str
 ) -> None:
     assert says in refusal(write_checkpoint(tmp_path / "best.safetensors", convnet(), **about), **options)
+
+
+def test_a_checkpoint_of_more_classes_teaches_the_datas_with_their_logits(tmp_path: Path) -> None:
+    path, lines = write_checkpoint(tmp_path / "best.safetensors", convnet()), list[str]()
+    some = {"num_classes": 2, "classes": ("fox", "dog")}
+    with notices_to(lines.append):
+        teacher = load(path, **some)
+    assert lines == [f"weights {path}: 2 of its 4 classes are used, by name, in the order of the data's"]
+    images = torch.randn(3, 3, 8, 8)
+    torch.testing.assert_close(teacher(images), load(path)(images)[:, [3, 1]])
+    assert classifier(teacher).out_features == 2
+    fit: dict[str, Any] = {"image_size": 8, "seed": 0}
+    hashes = [teacher_sha256("convnet_small", str(path), **fit, **each) for each in (some, some | {"classes": ("dog", "fox")})]
+    assert len({*hashes, teacher_sha256("convnet_small", str(path), **fit, num_classes=4, classes=CLASSES)}) == 3
+    assert_same(load(path, **some, sha256=hashes[0]), teacher)
+    assert "with which" in refusal(path, **some, sha256=hashes[1])
+
+
+def test_published_weights_teach_a_part_of_imagenet_by_wordnet_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("timm")
+    import torchvision
+
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    fetched = (
+        tmp_path / "hub" / "checkpoints" / torchvision.models.get_model_weights("squeezenet1_1").DEFAULT.url.rpartition("/")[2]
+    )
+    fetched.parent.mkdir(parents=True)
+    model = build_model("squeezenet1_1", num_classes=1000, image_size=64, seed=5).eval()
+    torch.save(model.state_dict(), fetched)
+    teacher = load("DEFAULT", "squeezenet1_1", num_classes=2, image_size=64, classes=("n01443537", "n01440764"))
+    images = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(teacher(images), model(images)[:, [1, 0]])
 
 
 def test_a_safetensors_file_cut_off_anywhere_is_refused(tmp_path: Path) -> None:
@@ -198,10 +237,10 @@ def test_a_missing_file_is_not_taken_for_the_name_of_weights(tmp_path: Path) -> 
 def test_published_weights_that_do_not_exist_or_do_not_fit_are_refused() -> None:
     assert "did you mean IMAGENET1K_V1?" in refusal("IMAGENET1K_V11", "resnet18")
     assert "there are: IMAGENET1K_V1, DEFAULT" in refusal("mine", "resnet18")
-    assert "have 1000 classes and the data has 4" in refusal("DEFAULT", "resnet18")
-    assert "IMAGENET1K_FEATURES of vgg16 have no classifier" in refusal("IMAGENET1K_FEATURES", "vgg16")
+    assert "has 1000 classes, none of them 'cat', and the data has 4" in refusal("DEFAULT", "resnet18")
+    assert "IMAGENET1K_FEATURES of vgg16 has no classifier" in refusal("IMAGENET1K_FEATURES", "vgg16")
     assert "there are no published weights 'DEFAULT' of convnet_small" in refusal("DEFAULT")
-    assert "set data.image_size to 224" in refusal("IMAGENET1K_V1", "vit_b_32", num_classes=1000, image_size=64)
+    assert "set teacher.image_size to 224" in refusal("IMAGENET1K_V1", "vit_b_32", **THOUSAND, image_size=64)
 
 
 def test_published_weights_that_were_fetched_before_need_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,15 +253,15 @@ def test_published_weights_that_were_fetched_before_need_no_network(tmp_path: Pa
     model = build_model("squeezenet1_1", num_classes=1000, image_size=64, seed=5)
     torch.save(model.state_dict(), fetched)
     for name in ("IMAGENET1K_V1", "DEFAULT"):
-        assert_same(load(name, "squeezenet1_1", num_classes=1000, image_size=64), model)
+        assert_same(load(name, "squeezenet1_1", **THOUSAND, image_size=64), model)
 
 
 def test_published_weights_are_one_teacher_by_name_and_by_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torchvision
 
-    options: dict[str, Any] = {"num_classes": 1000, "image_size": 64}
+    options: dict[str, Any] = {**THOUSAND, "image_size": 64}
     made = tmp_path / "made.pth"
-    torch.save(build_model("googlenet", seed=5, **options).state_dict(), made)
+    torch.save(build_model("googlenet", seed=5, num_classes=1000, image_size=64).state_dict(), made)
     digits = hashlib.sha256(made.read_bytes()).hexdigest()[:8]
     published = torchvision.models.get_model_weights("googlenet").DEFAULT
     monkeypatch.setattr(published.value, "url", f"https://example.org/googlenet-{digits}.pth")
@@ -238,7 +277,7 @@ def test_published_weights_are_one_teacher_by_name_and_by_file(tmp_path: Path, m
         named, by_file, anothers = (teacher(images) for teacher in teachers)
     assert torch.equal(named, by_file)
     assert not torch.equal(named, anothers)  # of somebody who trained without it, for all that can be known
-    expected = {**options, "classes": CLASSES, "seed": 0}
+    expected = {**options, "seed": 0}
     hashes = [teacher_sha256("googlenet", str(weights), **expected) for weights in ("IMAGENET1K_V1", made, again)]
     assert hashes[0] == hashes[1] != hashes[2]
     for weights, other in (("IMAGENET1K_V1", hashes[2]), (again, hashes[0])):  # they differ in nothing but the scale
@@ -259,8 +298,8 @@ def test_weights_that_are_not_those_whose_hash_is_given_are_refused(tmp_path: Pa
 def test_timms_weights_that_do_not_exist_or_do_not_fit_are_refused() -> None:
     pytest.importorskip("timm")
     assert "did you mean c3_in1k?" in refusal("c3_in1", "timm/resnet10t")
-    assert "have 1000 classes and the data has 4" in refusal("c3_in1k", "timm/resnet10t")
-    assert "have 1000 classes and the data has 4" in refusal("DEFAULT", "timm/resnet10t")
+    assert "has 1000 classes, none of them 'cat', and the data has 4" in refusal("c3_in1k", "timm/resnet10t")
+    assert "has 1000 classes, none of them 'cat', and the data has 4" in refusal("DEFAULT", "timm/resnet10t")
     assert "has no weights 'DEFAULT'; there are: none" in refusal("DEFAULT", "timm/botnet50ts_256")
 
 
@@ -277,9 +316,7 @@ def test_a_download_that_fails_is_one_line(name: str, weights: str, tmp_path: Pa
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     before = torch.get_rng_state()
-    assert "could not be loaded" in refusal(
-        weights, name, num_classes=1000, image_size=224, classes=[str(k) for k in range(1000)]
-    )
+    assert "could not be loaded" in refusal(weights, name, **THOUSAND, image_size=224)
     assert torch.equal(before, torch.get_rng_state())
 
 

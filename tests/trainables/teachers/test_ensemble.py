@@ -14,12 +14,15 @@ from tests.trainables.methods.calls import make, terms
 from tests.trainables.methods.references import logits as reference
 from tests.trainables.methods.references.basic import Array, softmax
 from tests.trainables.methods.references.training import several_teachers
-from trainables.config import DistillConfig, MethodOptions, TeacherConfig, TrainConfig
+from trainables.config import DataConfig, DistillConfig, MethodOptions, TeacherConfig, TrainConfig
 from trainables.distributed.rank_pool import RankPool
-from trainables.errors import CheckpointError, ExperimentError
+from trainables.errors import CheckpointError
 from trainables.methods.contract import Method, Requirements
-from trainables.methods.select import SelectedMethod, check_ensemble, select_methods
+from trainables.methods.select import SelectedMethod, select_methods
+from trainables.models.model_input import ModelInput
+from trainables.models.pixels import take_pixels
 from trainables.models.weights import load_teacher
+from trainables.rules import METHOD_RULES, first_problem_of_methods
 from trainables.teachers.ensemble import EnsembleReader, mean_logits
 from trainables.teachers.network import TeacherNetwork, load_network, teacher_reader
 
@@ -138,12 +141,13 @@ def test_the_teachers_are_loaded_and_frozen_and_answer_together(tmp_path: Path) 
     network = load_network(config(tmp_path / "job", teacher=teachers.model_dump()), CLASSES)
     assert not network.training
     assert not any(parameter.requires_grad for parameter in network.parameters())
-    images_BCHW = draw(5, 3, 8, 8).float()
+    images_BCHW = draw(5, 3, 8, 8)
     answer_BK = TeacherNetwork(network, teacher_reader(teachers, network, chosen, 8))(images_BCHW, 4)["kd"].logits_at(4.0)
-    expected = torch.zeros(4, 10)
+    expected = torch.zeros(4, 10, dtype=torch.float64)
     for each, share in zip((teachers, *teachers.others), (0.25, 0.5, 0.25), strict=True):
         assert each.weights is not None
         alone = load_teacher(each.model, each.weights, num_classes=10, image_size=8, classes=CLASSES, seed=0)
+        take_pixels(alone.double(), ModelInput(8, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
         expected += share * (alone(images_BCHW[:4]) / 4).softmax(1)
     torch.testing.assert_close((answer_BK / 4).softmax(1), expected)
 
@@ -153,20 +157,23 @@ def test_one_teacher_of_other_classes_is_refused(tmp_path: Path) -> None:
     fewer = write_teacher(tmp_path / "fewer.safetensors", model="resnet8", num_classes=7)
     other = {"model": "resnet8", "weights": fewer}
     wrong = config(tmp_path / "job", teacher={**teachers.model_dump(), "others": [other]})
-    with pytest.raises(CheckpointError, match="was trained on 7 classes and the data has 10"):
+    with pytest.raises(CheckpointError, match="has 7 classes, none of them '7', and the data has 10"):
         load_network(wrong, CLASSES)
+
+
+def first_problem_with(teachers: TeacherConfig, *methods: SelectedMethod) -> str | None:
+    settings = TrainConfig(output_dir="/", data=DataConfig(), model="resnet8", teacher=teachers)
+    return first_problem_of_methods(lambda: methods, settings, 10, METHOD_RULES)
 
 
 def test_a_method_that_reads_features_is_refused_in_one_line(tmp_path: Path) -> None:
     teachers = given(tmp_path, 1.0, 1.0)
     reads = select_methods(DistillConfig.model_validate({"options": {"kd": {"teacher_taps": ["pooled"]}}}))
-    with pytest.raises(ExperimentError) as caught:
-        check_ensemble(reads, teachers)
-    assert str(caught.value) == (
+    assert first_problem_with(teachers, *reads) == (
         "distill.method: kd reads the features (pooled) of a teacher, and of 2 teachers there is only a mean of probabilities:"
         " leave out teacher.others, or take a method on logits, such as kd"
     )
-    check_ensemble(reads, teachers.model_copy(update={"others": ()}))
+    assert first_problem_with(teachers.model_copy(update={"others": ()}), *reads) is None
 
 
 def test_a_method_that_uses_the_teachers_network_is_refused(tmp_path: Path) -> None:
@@ -174,8 +181,8 @@ def test_a_method_that_uses_the_teachers_network_is_refused(tmp_path: Path) -> N
         terms = ("own",)
         requires = Requirements(teacher_model=True)
 
-    with pytest.raises(ExperimentError, match="own reads the network of a teacher, and of 2 teachers there is only a mean"):
-        check_ensemble([SelectedMethod("own", Inspects, MethodOptions())], given(tmp_path, 1.0, 1.0))
+    problem = first_problem_with(given(tmp_path, 1.0, 1.0), SelectedMethod("own", Inspects, MethodOptions()))
+    assert str(problem).startswith("distill.method: own reads the network of a teacher, and of 2 teachers there is only a mean")
 
 
 def job(folder: Path, name: str) -> TrainConfig:

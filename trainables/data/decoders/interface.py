@@ -17,7 +17,7 @@ _OTHER_FRAMES = frozenset(range(0xC3, 0xD0)) - {0xC4, 0xC8, 0xCC}  # lossless, h
 _WITHOUT_LENGTH = frozenset((0x01, *range(0xD0, 0xD8)))
 _SCAN, _END_MARKER = 0xDA, 0xD9
 _ADOBE = 0xEE
-_BYTE_SIZED, _MOST_SAMPLES = 8, 4
+_BYTE_SIZED, _MAX_SAMPLES = 8, 4
 
 
 class JpegHeader(NamedTuple):
@@ -63,7 +63,7 @@ class Decoder(Protocol):
 
 
 def read_header(data: bytes | memoryview, channels: Container[int] = (1, 3)) -> JpegHeader | None:
-    """The header of an ordinary JPEG file: Huffman-coded, 8 bits, grayscale or of three colours. None for all others.
+    """The header of an ordinary JPEG file: Huffman-coded, 8 bits, grayscale or of three colors. None for all others.
 
     So CMYK (of 4 `channels`), lossless and 12-bit JPEG, other formats and damaged headers are left to PIL, and so is a file that
     does not end as a JPEG file does: decoders that stop below a crop would not see that it is truncated. Markers: ITU-T T.81,
@@ -97,7 +97,7 @@ def _read_frame(data: bytes | memoryview, at: int, adobe: int, progressive: bool
     if bits != _BYTE_SIZED or not width or not height or not components or at + 6 + 3 * components > len(data):
         return None
     widest = max(data[at + 7 + 3 * component] >> 4 for component in range(components))
-    if not 1 <= widest <= _MOST_SAMPLES:
+    if not 1 <= widest <= _MAX_SAMPLES:
         return None
     # Adobe's marker ends with the transform, 0 for none; without it, the components may be called R, G, B
     rgb = components == 3 and ((adobe and not data[adobe + 11]) or bytes(data[at + 6 : at + 15 : 3]) == b"RGB")

@@ -2,24 +2,24 @@
 
 import math
 
-_SPARE = 1.25  # times what the mean step takes: files differ in size, and other processes come and go
-_WAITS = 0.02  # of the step: more waiting than this is too much
+_HEADROOM = 1.25  # times what the mean step takes: files differ in size, and other processes come and go
+_MAX_WAIT_FRACTION = 0.02  # of the step: more waiting than this is too much
 _MIN_BATCHES = 4
 
 
 class AutoWorkers:
-    """Finds the least number of threads that keeps the step fed, at most `most` (what the worker has reserved).
+    """Finds the least number of threads that keeps the step fed, at most `max_threads` (what the worker has reserved).
 
-    It starts with `most`. In windows of `window_s` seconds it adds up what a thread decodes a second and what the step would
-    take if it never waited; two windows in a row that could do with fewer threads lower `threads` to 1.25 times the need. A
-    step that waits more than 2% of a window puts them all back at once, and so few are not tried again. The first window is
-    left out: caches are cold, and kernels are still being chosen.
+    It starts with all. In windows of `window_s` seconds it adds up what a thread decodes a second and what the step would take if
+    it never waited; two windows in a row that could do with fewer threads lower `threads` to 1.25 times the need. A step that
+    waits more than 2% of a window puts them all back at once, and so few are not tried again. The first window is left out:
+    caches are cold, and kernels are still being chosen.
     """
 
-    def __init__(self, most: int, window_s: float = 2.0) -> None:
-        self.threads = self._most = most
+    def __init__(self, max_threads: int, window_s: float = 2.0) -> None:
+        self.threads = self._max_threads = max_threads
         self._window_s = window_s
-        self._fewest, self._last, self._windows = 1, most, 0
+        self._fewest, self._last, self._windows = 1, max_threads, 0
         self._reported = False
         self._clear()
 
@@ -32,7 +32,7 @@ class AutoWorkers:
         self._wait_s += wait_s
         self._wall_s += wall_s
         self._batches += 1
-        if self.threads < self._most and self._wait_s > _WAITS * max(self._window_s, self._wall_s):
+        if self.threads < self._max_threads and self._wait_s > _MAX_WAIT_FRACTION * max(self._window_s, self._wall_s):
             return self._use_all()
         if self._wall_s < self._window_s or self._batches < _MIN_BATCHES:
             return None
@@ -47,7 +47,7 @@ class AutoWorkers:
         if not (self._images and busy_s > 0 and self._decode_s > 0):
             return None
         a_thread, needed = self._images / self._decode_s, self._images / busy_s
-        needed_threads = min(self._most, max(self._fewest, math.ceil(_SPARE * needed / a_thread)))
+        needed_threads = min(self._max_threads, max(self._fewest, math.ceil(_HEADROOM * needed / a_thread)))
         num_threads, self._last = max(needed_threads, self._last), needed_threads
         if self._windows < 2 or (self._reported and num_threads >= self.threads):
             return None
@@ -56,13 +56,13 @@ class AutoWorkers:
 
     def _use_all(self) -> str:
         few, share = self.threads, self._wait_s / self._wall_s
-        self.threads = self._last = self._most
+        self.threads = self._last = self._max_threads
         self._fewest = few + 1
         self._clear()
         return f"{self._count()}: with {few} the step waited {100 * share:.0f}% of its time"
 
     def _count(self) -> str:
-        return f"loader workers: {self.threads} of {self._most} (auto)"
+        return f"loader workers: {self.threads} of {self._max_threads} (auto)"
 
     def _clear(self) -> None:
         self._images, self._batches = 0, 0

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 from trainables.config import DataConfig
+from trainables.data.augment import Augment
 from trainables.data.encoded_rows import EncodedRows
-from trainables.data.image_view import View
 from trainables.data.interface import Source
 from trainables.data.loader.auto_workers import AutoWorkers
-from trainables.data.loader.batch_layout import BatchLayout
 from trainables.data.loader.batch_memory import BatchMemory
 from trainables.data.loader.batch_reader import BatchReader, Reads, Request
-from trainables.data.loader.loader_process import LoaderProcess
+from trainables.data.loader.loader_process import LoaderProcess, ProcessReader, ProcessReads
 from trainables.data.loader.sample_reader import Costs, ReadResult
 from trainables.data.order import Split, rank_part
 from trainables.errors import DataError
@@ -52,8 +51,9 @@ class Batch(NamedTuple):
 class _Pending(NamedTuple):
     """A batch whose pixels are being read."""
 
-    batch: Batch
-    reads: Reads
+    request: Request
+    block: int
+    reads: Reads | ProcessReads
 
 
 class Loader:
@@ -100,23 +100,24 @@ class Loader:
         self.steps_per_epoch = num_samples // batch if self._drop else math.ceil(num_samples / batch)
         self.samples_per_epoch = min(self.steps_per_epoch * batch, num_samples)
         self.skipped: dict[int, str] = {}
-        # 1e-9: what 0.29 · 100 lacks to 29. A small split has a bad image too: one stops a run only where none is allowed.
+        # 1e-9 guards against float rounding. A small split has a bad image too: one stops a run only where none is allowed.
         self.max_bad = max(math.floor(data.max_bad * num_samples + 1e-9), 1 if data.max_bad else 0)
         self._is_complete = self.max_bad == 0 or source.size is not None  # an image that cannot be read ends the job
         self.source, self._data = source, data
         self._rank, self._world_size = rank, world_size
-        self.decoder = View(data, split).decoder
+        self.decoder = Augment(data, split).decoder
         """Which library decodes JPEG, see DECODERS and REGION_DECODERS."""
         self._num_augmentation_epochs = num_augmentation_epochs
-        self._auto_workers, self._most_threads = auto, max(1, loader_workers)
-        self.costs = Costs(self._most_threads)
+        self._auto_workers, self._max_threads = auto, max(1, loader_workers)
+        self.costs = Costs(self._max_threads)
         self._prefetch_batches = data.prefetch_batches if loader_workers else 0
-        self.max_rows = math.ceil(min(batch, num_samples) / world_size)
-        """The most samples of one batch."""
-        open_reader = process.open if process and loader_workers else BatchReader
+        max_rows = math.ceil(min(batch, num_samples) / world_size)
+        open_reader: Callable[..., BatchReader | ProcessReader] = (
+            process.open
+            if process and loader_workers
+            else partial(BatchReader, BatchMemory(max_rows, data.image_size, pinned=device.type == "cuda"))
+        )
         self._reader = open_reader(source, data, split=split, seed=seed, rank=rank, world_size=world_size, threads=loader_workers)
-        layout, pinned = BatchLayout(self.max_rows, data.image_size), device.type == "cuda"
-        self._memory = process.memory if process and loader_workers else BatchMemory(layout, pinned=pinned)
         self._iteration = 0
 
     @property
@@ -132,10 +133,9 @@ class Loader:
     def batches_mib(self) -> float:
         """Memory of the batches in MiB: `data.prefetch_batches`, the one that is returned next and the one in use.
 
-        Loaders with a process have it in common. Whoever uses more than one batch at a time takes more; so do copies to a GPU,
-        whose memory is free a little later.
+        Loaders with a process share it. Whoever uses more than one batch at a time takes more.
         """
-        return (self._prefetch_batches + 2) * self._memory.block_bytes / 2**20
+        return (self._prefetch_batches + 2) * self._reader.memory.block_bytes / 2**20
 
     def epoch(self, epoch: int, start: int = 0) -> Generator[Batch, None, None]:
         """The batches of an epoch from position `start` (a batch's `position`) on; none where nothing is left.
@@ -173,60 +173,64 @@ class Loader:
                 if not pending:
                     return
                 waits, wait_began_s = not pending[0].reads.done(), time.perf_counter()
-                parts = pending[0].reads.results()
+                result = pending[0].reads.result()
                 now_s = time.perf_counter()
                 wait_s = now_s - wait_began_s if waits else 0.0
-                ready = self._finish(pending[0], parts)
-                num_images = ready.labels_B.shape[0]  # `len` of a tensor is a function of torch in Python
-                if self._auto_workers and last_ready_s is not None:
-                    decode_s = sum(part.times.image_s for part in parts)
-                    self._adapt(self._auto_workers, num_images, decode_s, wait_s, now_s - last_ready_s)
-                self.costs.add(num_images, parts, wait_s)
-                last_ready_s = now_s
+                ready = self._finish(pending[0], result)
                 pending.popleft()
+                num_images = ready.labels_B.shape[0]  # `len` of a tensor is a function of torch in Python
+                auto = self._auto_workers
+                if auto and last_ready_s and (line := auto.add(num_images, result.times.image_s, wait_s, now_s - last_ready_s)):
+                    log.info("%s", line)
+                    self.resize(auto.threads)
+                self.costs.add(num_images, [result], wait_s)
+                last_ready_s = now_s
                 yield ready
                 del ready  # its memory is free once the consumer has done with it
         finally:
             self._reader.stop(iteration)
             for unfinished in pending:
-                unfinished.reads.end()
+                unfinished.reads.settle()
+                self._reader.memory.free(unfinished.block)
 
     def _begin(self, request: Request) -> _Pending:
         """Begin to read this rank's part of a global batch."""
-        begin, end = rank_part(request.begin, request.end, self._rank, self._world_size)
-        block = self._memory.allocate(end - begin)
-        reads = self._reader.begin(request, block)
-        num_samples = request.end - request.begin if self._is_complete else None
-        return _Pending(Batch(block.images_BCHW, block.labels_B, block.indices_B, request.end, num_samples), reads)
+        block = self._reader.memory.allocate()
+        try:
+            return _Pending(request, block, self._reader.begin(request, block))
+        except BaseException:  # without threads this reads
+            self._reader.memory.free(block)
+            raise
 
-    def _finish(self, pending: _Pending, parts: list[ReadResult]) -> Batch:
+    def _finish(self, pending: _Pending, result: ReadResult) -> Batch:
         """The batch whose pixels are read, without the unreadable images."""
-        batch = pending.batch
-        bad = dict(entry for part in parts for entry in part.bad)
-        regions = [region for part in parts for region in part.encoded_rows]
-        if bad:
-            self._skip(batch.indices_B, bad)
-            good = [row for row in range(len(batch.labels_B)) if row not in bad]
+        request, regions = pending.request, result.encoded_rows
+        begin, end = rank_part(request.begin, request.end, self._rank, self._world_size)
+        rows = end - begin
+        if result.bad:
+            bad, values = dict(result.bad), self._reader.memory.arrays(pending.block, rows)
+            self._skip(values[2].tolist(), bad)
+            good = [row for row in range(rows) if row not in bad]
+            for values_B in values:
+                values_B[: len(good)] = values_B[good]
             new_rows = {row: new_row for new_row, row in enumerate(good)}
-            regions = [region._replace(row=new_rows[region.row]) for region in regions]
-            images_BCHW, labels_B, numbers_B = (_moved_up(tensor, good) for tensor in batch[:3])
-            batch = Batch(images_BCHW, labels_B, numbers_B, batch.position, batch.num_samples)
+            regions, rows = [region._replace(row=new_rows[region.row]) for region in regions], len(good)
+        batch = self._lend(pending.block, rows, request.end, request.end - request.begin if self._is_complete else None)
         if not regions:
             return batch
-        skip = partial(self._skip, batch.indices_B.clone())  # a clone: it must not keep the memory of the whole batch
-        return batch._replace(encoded_rows=EncodedRows(self.decoder, regions, self._most_threads, skip))
+        skip = partial(self._skip, batch.indices_B.tolist())
+        return batch._replace(encoded_rows=EncodedRows(self.decoder, regions, self._max_threads, skip))
 
-    def _skip(self, indices_B: Tensor, bad: Mapping[int, str]) -> None:
+    def _lend(self, block: int, rows: int, position: int, num_samples: int | None) -> Batch:
+        """The batch of so many rows that is in a block."""
+        images_BHWC, labels_B, indices_B = self._reader.memory.lend(block, rows)
+        images_BCHW = torch.from_numpy(images_BHWC.transpose(0, 3, 1, 2))
+        return Batch(images_BCHW, torch.from_numpy(labels_B), torch.from_numpy(indices_B), position, num_samples)
+
+    def _skip(self, indices_B: Sequence[int], bad: Mapping[int, str]) -> None:
         """Count the rows of a batch that hold no whole image, row → reason. Raises DataError where an epoch has too many."""
-        for row, reason in bad.items():
-            index = int(indices_B[row])
-            self.skipped[index] = f"{self.source.name(index)} ({reason})"
+        self.skipped |= {indices_B[row]: f"{self.source.name(indices_B[row])} ({reason})" for row, reason in bad.items()}
         self.refuse_too_many(self.skipped)
-
-    def _adapt(self, auto: AutoWorkers, images: int, decode_s: float, wait_s: float, wall_s: float) -> None:
-        if line := auto.add(images, decode_s, wait_s, wall_s):
-            log.info("%s", line)
-            self.resize(auto.threads)
 
     def refuse_too_many(self, skipped: Mapping[int, str]) -> None:
         """Raises DataError where an epoch's unreadable images of this split (see `skipped`) are more than `max_bad`."""
@@ -237,9 +241,3 @@ class Loader:
                 f"data.max_bad={self._data.max_bad:g} allows: {', '.join(first)}{', …' if len(skipped) > len(first) else ''}; "
                 "fix or remove them, or raise the limit"
             )
-
-
-def _moved_up(tensor: Tensor, rows: list[int]) -> Tensor:
-    """These rows alone, inside the same memory, which may be pinned."""
-    tensor[: len(rows)] = tensor[rows]
-    return tensor[: len(rows)]

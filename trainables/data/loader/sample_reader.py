@@ -4,24 +4,21 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, Future
 from operator import add
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trainables.data.augment import Planned, uniforms
+from trainables.data.augment import Augment, uniforms
 from trainables.data.decode import Sample, UnreadableImageError
 from trainables.data.encoded_rows import Region
-from trainables.data.image_view import View
 from trainables.data.interface import Source
 from trainables.data.loader.core_wait import CoreWait
 from trainables.errors import DataError, DistillError
 
-_AT_A_TIME = 8
-"""Samples that are read, then planned, then decoded: Python code is in the core's caches from one to the next, until the first is
-decoded, and the encoded images still are when they are decoded."""
-_In = TypeVar("_In")
-_Out = TypeVar("_Out")
+_CHUNK_SIZE = 8
+"""Samples that are read before the first of them is decoded: Python code is in the core's caches from one read to the next, and
+the encoded images still are when they are decoded."""
 
 
 class ThreadTimes(NamedTuple):
@@ -92,14 +89,14 @@ class Costs:
 class Reader:
     """Reads samples of one split for several threads at once."""
 
-    def __init__(self, source: Source, view: View, seed: int) -> None:
-        self._source, self._view, self._seed = source, view, seed
-        self._as_stored = view.shows_unchanged(source.size)
+    def __init__(self, source: Source, augment: Augment, seed: int) -> None:
+        self._source, self._augment, self._seed = source, augment, seed
+        self._as_stored = augment.shows_unchanged(source.size)
         self._core_wait = CoreWait()
 
     def uniforms(self, epoch: int, indices_B: NDArray[np.int64]) -> NDArray[np.float64]:
         """The random numbers (B, U) of a batch: for its parts apart they would take several times as long."""
-        return uniforms(self._seed, epoch, indices_B, self._view.num_uniforms)
+        return uniforms(self._seed, epoch, indices_B, self._augment.num_uniforms)
 
     def fill(
         self,
@@ -117,71 +114,48 @@ class Reader:
         names the sample, for whatever should not happen; errors of ours and MemoryError as they are.
         """
         began_s, began_cpu_s, began_wait_s = time.perf_counter(), time.thread_time(), self._core_wait.seconds()
-        source, part = self._source, _Part(self._source, self._view, first_row, indices_R, uniforms_RU, out.pop(), is_stopped)
+        source, augment, out_RHWC = self._source, self._augment, out.pop()
+        bad, encoded_rows, indices = list[tuple[int, str]](), list[Region](), indices_R.tolist()
         source.prefetch(indices_R)
         if self._as_stored:
-            source.read_batch(indices_R, part.out_RHWC)
+            source.read_batch(indices_R, out_RHWC)
         read_s, read_cpu_s = time.perf_counter() - began_s, time.thread_time() - began_cpu_s
-        rows = [] if self._as_stored else list(enumerate(indices_R.tolist()))
-        for first in range(0, len(rows), _AT_A_TIME):
+
+        def each(work: Callable[[int], None], rows: Iterable[int]) -> None:
+            for row in rows:
+                if is_stopped():
+                    raise CancelledError
+                try:
+                    work(row)
+                except UnreadableImageError as error:
+                    bad.append((first_row + row, str(error)))
+                except (DistillError, MemoryError):
+                    raise
+                except Exception as error:
+                    raise _named(error, source.name(indices[row])) from error
+
+        samples = dict[int, Sample]()
+
+        def read(row: int) -> None:
+            samples[row] = source.read(indices[row])
+
+        def render(row: int) -> None:
+            sample = samples.pop(row)
+            if augment.on_device and (region := augment.region(first_row + row, sample, uniforms_RU[row])):
+                encoded_rows.append(region)
+            else:
+                augment.render(sample, uniforms_RU[row], out_RHWC[row])
+
+        for first in range(0, 0 if self._as_stored else len(indices), _CHUNK_SIZE):
             before_s, before_cpu_s = time.perf_counter(), time.thread_time()
-            samples = part.each(part.read, rows[first : first + _AT_A_TIME])
+            each(read, range(first, min(first + _CHUNK_SIZE, len(indices))))
             read_s += time.perf_counter() - before_s
             read_cpu_s += time.thread_time() - before_cpu_s
-            part.each(part.show, part.each(part.plan, samples))
-        self._view.finish(uniforms_RU, part.out_RHWC)
+            each(render, list(samples))
+        augment.finish(uniforms_RU, out_RHWC)
         took_s, cpu_s = time.perf_counter() - began_s, time.thread_time() - began_cpu_s
         times = ThreadTimes(took_s, read_s, max(0.0, read_s - read_cpu_s), cpu_s, self._core_wait.seconds() - began_wait_s)
-        return ReadResult(sorted(part.bad), part.encoded_rows, times)
-
-
-class _Part:
-    """Some rows of a batch, R of them, and what is done with each in turn."""
-
-    def __init__(
-        self,
-        source: Source,
-        view: View,
-        first_row: int,
-        indices_R: NDArray[np.int64],
-        uniforms_RU: NDArray[np.float64],
-        out_RHWC: NDArray[np.uint8],
-        is_stopped: Callable[[], bool],
-    ) -> None:
-        self._source, self._view, self._first_row, self._is_stopped = source, view, first_row, is_stopped
-        self._indices_R, self._uniforms_RU, self.out_RHWC = indices_R, uniforms_RU, out_RHWC
-        self.bad, self.encoded_rows = list[tuple[int, str]](), list[Region]()
-
-    def each(self, work: Callable[[int, _In], _Out], rows: list[tuple[int, _In]]) -> list[tuple[int, _Out]]:
-        """The work for these rows, without those that turn out to be bad. Raises as `Reader.fill` does."""
-        done = []
-        for row, value in rows:
-            if self._is_stopped():
-                raise CancelledError
-            try:
-                done.append((row, work(row, value)))
-            except UnreadableImageError as error:
-                self.bad.append((self._first_row + row, str(error)))
-            except (DistillError, MemoryError):
-                raise
-            except Exception as error:
-                raise _named(error, self._source.name(self._indices_R.item(row))) from error
-        return done
-
-    def read(self, row: int, index: int) -> Sample:
-        return self._source.read(index)
-
-    def plan(self, row: int, sample: Sample) -> Planned | None:
-        """What to show; None where the device does."""
-        view, uniforms_U = self._view, self._uniforms_RU[row]
-        if view.on_device and (region := view.region(self._first_row + row, sample, uniforms_U)):
-            self.encoded_rows.append(region)
-            return None
-        return view.plan(sample, uniforms_U)
-
-    def show(self, row: int, planned: Planned | None) -> None:
-        if planned is not None:
-            self._view.show(planned, self.out_RHWC[row])
+        return ReadResult(sorted(bad), encoded_rows, times)
 
 
 def _named(error: Exception, sample: str) -> Exception:

@@ -69,40 +69,25 @@ class Mode:
         DataError where there is no library that makes tiles.
         """
         if pixels:
-            return _pixels(sample, self.raw)
+            image = decode_image(sample, reduced=self.raw is not None)
+            if self.raw is not None and min(image.size) > self.raw:
+                image = with_shorter_side(image, self.raw)
+            return Packed(image.tobytes(), *image.size)
         packed = self._file(sample)
         if self.tiles and (content := tiled(bytes(packed.content))) and (not check or has_pixels_of(content, packed.content)):
             return packed._replace(content=content, is_tiled=True)
         return packed
 
     def _file(self, sample: Sample) -> Packed:
-        if isinstance(sample, np.ndarray):
-            return _encoded(decode_image(sample), self.max_side, self.quality)
-        header = check_header(bytes(sample))
+        """The file of a sample, or a JPEG of it whose longer side has at most `max_side` pixels."""
+        header = None if isinstance(sample, np.ndarray) else check_header(bytes(sample))
+        if header and (self.max_side is None or (header.is_usual_jpeg and max(header[:2]) <= self.max_side)):
+            return Packed(bytes(sample), header.width, header.height)
+        image, buffer = decode_image(sample, reduced=self.max_side is not None), io.BytesIO()
         if self.max_side is None:
-            width, height = (header.width, header.height) if header else decode_image(sample).size
-            return Packed(sample, width, height)
-        if header and header.format == "JPEG" and header.channels != 4 and max(header.width, header.height) <= self.max_side:
-            return Packed(sample, header.width, header.height)
-        return _encoded(decode_image(sample, reduced=True), self.max_side, self.quality)
-
-
-def _encoded(image: Image.Image, max_side: int | None, quality: int) -> Packed:
-    """A JPEG whose longer side has at most `max_side` pixels; without that, a PNG, which loses nothing."""
-    buffer = io.BytesIO()
-    if max_side is None:
-        image.save(buffer, "PNG")
-    else:
-        if max(image.size) > max_side:
-            width, height = (max(1, round(side * max_side / max(image.size))) for side in image.size)
+            return Packed(bytes(sample), *image.size)
+        if max(image.size) > self.max_side:
+            width, height = (max(1, round(side * self.max_side / max(image.size))) for side in image.size)
             image = image.resize((width, height), Image.Resampling.BICUBIC)
-        image.save(buffer, "JPEG", quality=quality)
-    return Packed(buffer.getvalue(), *image.size)
-
-
-def _pixels(sample: Sample, shorter_side: int | None) -> Packed:
-    """RGB pixels, the shorter side at most `shorter_side`."""
-    image = decode_image(sample, reduced=shorter_side is not None)
-    if shorter_side is not None and min(image.size) > shorter_side:
-        image = with_shorter_side(image, shorter_side)
-    return Packed(image.tobytes(), *image.size)
+        image.save(buffer, "JPEG", quality=self.quality)
+        return Packed(buffer.getvalue(), *image.size)

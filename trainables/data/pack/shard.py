@@ -20,9 +20,9 @@ from trainables.data.decode import UnreadableImageError, decode_image
 from trainables.data.index import FORMAT, ROW_COLUMNS, SHARD_COLUMNS, UNFINISHED, VERSION, File
 from trainables.data.order import Split
 from trainables.data.pack.layout_reader import SplitListing
-from trainables.data.pack.modes import Mode, Packed
+from trainables.data.pack.modes import Mode
 from trainables.data.pack.readers import READERS
-from trainables.data.sources.arrow import to_arrow
+from trainables.data.sources.arrow import to_arrow, to_numpy
 from trainables.errors import DataError, printable
 from trainables.rundir import replacing, write_json
 
@@ -54,16 +54,12 @@ class ShardJob:
         """Marks the shard as finished, and describes it."""
         return self.dest / UNFINISHED / f"{self.split}-{self.number:05}.json"
 
-    @property
-    def rows(self) -> Path:
-        return self.done.with_suffix(".npy")
-
     def finished(self) -> tuple[File, list[Unreadable], int] | None:
         """What an earlier process has written of this shard, and how many images are tiled; None where it is not finished."""
         try:
             stored = json.loads(self.done.read_bytes())
             file = File.model_validate(stored["file"])
-            whole = (self.dest / file.file).stat().st_size == file.bytes and self.rows.exists()
+            whole = (self.dest / file.file).stat().st_size == file.bytes
             return (file, stored["unreadable"], stored["num_tiled"]) if whole else None
         except (OSError, ValueError, KeyError):
             return None
@@ -77,57 +73,60 @@ class ShardJob:
 def write_shard(job: ShardJob) -> int:
     """Write one shard, then the file that marks it as finished. Returns the number of samples that it was to have.
 
+    The Arrow file has one record batch, uncompressed, so that every image's bytes lie in it as they are.
+
     Raises DataError where this machine does not see the source; OSError where the disk is full, or fails.
     """
     if not job.source.exists():
         raise DataError(f"{job.source} is not visible to {socket.gethostname()}: give a source that all nodes share")
-    data, ends, labels, names, widths, heights = bytearray(), [0], [], [], [], []
+    data, ends, names, numbers = bytearray(), [0], list[bytes](), list[int]()
     unreadable: list[Unreadable] = []
     num_tiled = 0
     samples = READERS[job.kind](job.source).read(job.split_listing.locations)
     for label, (name, sample) in zip(job.split_listing.labels_N.tolist(), samples, strict=True):
         try:
-            packed = _packed(job, sample)
+            if isinstance(sample, UnreadableImageError):
+                raise sample
+            if job.check:
+                decode_image(sample, reduced=job.mode.shrinks)
+            content, width, height, is_tiled = job.mode.apply(sample, job.pixels, check=job.check)
         except UnreadableImageError as error:
             unreadable.append({"split": job.split, "name": printable(name), "reason": str(error)})
             continue
-        data += packed.content
+        data += content
         ends.append(len(data))
-        labels.append(label)
-        names.append(printable(name))
-        widths.append(packed.width)
-        heights.append(packed.height)
-        num_tiled += packed.is_tiled
-    sizes = np.array([widths, heights], dtype=np.int32)
-    file = _write(job.dest / job.file, data, ends, labels, names, sizes)
-    starts = np.array(ends[:-1], dtype=np.int64) + _image_offset(job.dest / job.file)
-    with replacing(job.rows) as temporary, open(temporary, "wb") as rows:
-        np.save(rows, np.stack([np.array(labels, dtype=np.int64), starts, np.diff(ends), *sizes.astype(np.int64)]))
+        names.append(printable(name).encode())
+        numbers += (label, width, height)
+        num_tiled += is_tiled
+    label_n, *sizes = np.array(numbers, dtype=np.int64).reshape(-1, 3).T
+    name_ends = np.cumsum([0, *map(len, names)], dtype=np.int32)
+    columns = [
+        _texts(pa.large_binary(), np.array(ends, dtype=np.int64), data),
+        to_arrow(label_n),
+        _texts(pa.string(), name_ends, b"".join(names)),
+        *(to_arrow(size_n.astype(np.int32)) for size_n in sizes),
+    ]
+    batch = pa.record_batch(columns, names=list(SHARD_COLUMNS))
+    file = write_batch(job.dest / job.file, batch.replace_schema_metadata({"format": f"{FORMAT} {VERSION}"}))
     write_json(job.done, {"file": file.model_dump(), "unreadable": unreadable, "num_tiled": num_tiled})
     return len(job.split_listing.locations)
 
 
-def _packed(job: ShardJob, sample: Any) -> Packed:
-    if isinstance(sample, UnreadableImageError):
-        raise sample
-    if job.check:
-        decode_image(sample, reduced=job.mode.shrinks)
-    return job.mode.apply(sample, job.pixels, check=job.check)
+def _texts(kind: Any, ends: NDArray[Any], joined: bytes | bytearray) -> Any:
+    return pa.Array.from_buffers(kind, len(ends) - 1, [None, pa.py_buffer(ends), pa.py_buffer(joined)])
 
 
-def _write(path: Path, data: bytearray, ends: list[int], labels: list[int], names: list[str], sizes: NDArray[np.int32]) -> File:
-    """An Arrow file of one record batch, uncompressed, so that every image's bytes lie in it as they are."""
-    encoded = [name.encode() for name in names]
-    name_ends = np.cumsum([0, *map(len, encoded)], dtype=np.int32)
-    count = len(names)
-    columns = [
-        pa.Array.from_buffers(pa.large_binary(), count, [None, pa.py_buffer(np.array(ends, dtype=np.int64)), pa.py_buffer(data)]),
-        to_arrow(np.array(labels, dtype=np.int64)),
-        pa.Array.from_buffers(pa.string(), count, [None, pa.py_buffer(name_ends), pa.py_buffer(b"".join(encoded))]),
-        *map(to_arrow, sizes),
-    ]
-    batch = pa.record_batch(columns, names=list(SHARD_COLUMNS))
-    return write_batch(path, batch.replace_schema_metadata({"format": f"{FORMAT} {VERSION}"}))
+def shard_rows(path: Path) -> NDArray[np.int64]:
+    """ROW_COLUMNS of a shard (5, n): the label of each image, where its bytes lie in the file, and its size in pixels."""
+    with pa.memory_map(os.fsencode(path)) as mapped:
+        whole = mapped.read_buffer()
+        batch = pa.ipc.open_file(whole).get_batch(0)
+        if not len(batch):
+            return np.zeros((len(ROW_COLUMNS), 0), dtype=np.int64)
+        _, ends, data = batch.column("image").buffers()
+        ends_n = np.frombuffer(ends, dtype=np.int64)[: len(batch) + 1]
+        label_n, *sizes = (to_numpy(batch.column(name), ROW_COLUMNS[name]) for name in ("label", "width", "height"))
+        return np.stack([label_n, ends_n[:-1] + data.address - whole.address, np.diff(ends_n), *sizes])
 
 
 def write_rows(path: Path, rows: list[NDArray[np.int64]]) -> File:
@@ -153,19 +152,8 @@ class _Hashed:
     closed = False
 
     def __init__(self, file: IO[bytes]) -> None:
-        self._file, self.hash = file, hashlib.sha256()
+        self._file, self.flush, self.hash = file, file.flush, hashlib.sha256()
 
     def write(self, content: Any) -> int:
         self.hash.update(content)
         return self._file.write(content)
-
-    def flush(self) -> None:
-        self._file.flush()
-
-
-def _image_offset(path: Path) -> int:
-    """Where in a shard the bytes of its first image begin."""
-    with pa.memory_map(os.fsencode(path)) as mapped:
-        whole = mapped.read_buffer()
-        data = pa.ipc.open_file(whole).get_batch(0).column("image").buffers()[2]
-        return int(data.address - whole.address) if data is not None else 0

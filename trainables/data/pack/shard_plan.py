@@ -1,19 +1,22 @@
-"""Which samples go into which shard: decided before the first is written, by the source and the mode alone."""
+"""Which samples go into which shard, by the source and the mode alone; and how finished shards become a set under one index."""
 
 import hashlib
 import json
 import math
+import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from trainables.data.decode import UnreadableImageError
+from trainables.data.index import INDEX, UNFINISHED, UNREADABLE, Index, SplitIndex
 from trainables.data.order import Split
-from trainables.data.pack.layout_reader import Listing, SplitListing
+from trainables.data.pack.layout_reader import LayoutReader, Location, SplitListing
 from trainables.data.pack.modes import Mode
 from trainables.data.pack.readers import READERS, find_reader
-from trainables.data.pack.shard import ShardJob
+from trainables.data.pack.shard import ShardJob, Unreadable, shard_rows, write_rows
 from trainables.errors import DataError, printable
+from trainables.rundir import write_atomic, write_json
 
 SHARD_BYTES = 256 * 2**20
 SHARD_ROWS = 8192
@@ -48,32 +51,36 @@ def plan_pack(source: Path, dest: Path, mode: Mode, check: bool, *, shard_bytes:
     Raises DataError where the source is of no known layout, or its labels do not agree.
     """
     kind = find_reader(source)
-    listing = READERS[kind](source).listing()
-    classes = tuple(map(printable, listing.classes))
+    reader = READERS[kind](source)
+    listing = reader.listing()
     pixels = mode.stores_pixels(listing.pixels)
+    sha = hashlib.sha256(json.dumps([kind, mode.described(), listing.classes, listing.pixels]).encode())
     jobs: list[ShardJob] = []
     expected = 0
-    for split in ("train", "val"):
-        split_listing = listing.splits[split]
-        if not len(split_listing.locations):
+    for split, whole in listing.splits.items():
+        locations, labels_N = whole.locations, whole.labels_N
+        if not len(locations):
             raise DataError(f"{source}: its {kind} holds no {split} images; give both splits")
-        mean = _mean_bytes(source, kind, mode, pixels, split_listing, split)
-        expected += round(mean * len(split_listing.locations))
-        num_shards = math.ceil(len(split_listing.locations) / max(1, min(SHARD_ROWS, round(shard_bytes / mean))))
-        rows = math.ceil(len(split_listing.locations) / num_shards)
-        for number, first in enumerate(range(0, len(split_listing.locations), rows)):
-            part = SplitListing(split_listing.locations[first : first + rows], split_listing.labels_N[first : first + rows])
-            jobs.append(ShardJob(dest, split, number, source, kind, mode, pixels, check, part))
-    fingerprint = _fingerprint(kind, mode, listing, jobs)
-    return PackPlan(source, kind, mode, classes, pixels, tuple(jobs), expected, fingerprint)
+        mean = _mean_bytes(reader, source, mode, pixels, locations, split)
+        expected += round(mean * len(locations))
+        num_shards = math.ceil(len(locations) / max(1, min(SHARD_ROWS, round(shard_bytes / mean))))
+        rows = math.ceil(len(locations) / num_shards)
+        for number, first in enumerate(range(0, len(locations), rows)):
+            part = SplitListing(locations[first : first + rows], labels_N[first : first + rows])
+            jobs.append(job := ShardJob(dest, split, number, source, kind, mode, pixels, check, part))
+            text = "\n".join(part.locations) if isinstance(part.locations[0], str) else json.dumps(part.locations)
+            sha.update(f"{job.file} {check} {len(part.locations)}\n{text}".encode(errors="surrogateescape"))
+            sha.update(part.labels_N.tobytes())
+    return PackPlan(source, kind, mode, tuple(map(printable, listing.classes)), pixels, tuple(jobs), expected, sha.hexdigest())
 
 
-def _mean_bytes(source: Path, kind: str, mode: Mode, pixels: bool, split_listing: SplitListing, split: Split) -> float:
+def _mean_bytes(
+    reader: LayoutReader, source: Path, mode: Mode, pixels: bool, locations: Sequence[Location], split: Split
+) -> float:
     """Mean bytes of a packed image, from a few that are spread over the split."""
-    probes = split_listing.locations[:: -(-len(split_listing.locations) // _PROBES)]
     sizes: list[int] = []
     reasons: list[str] = []
-    for name, sample in READERS[kind](source).read(probes):
+    for name, sample in reader.read(locations[:: -(-len(locations) // _PROBES)]):
         try:
             if isinstance(sample, UnreadableImageError):
                 raise sample
@@ -87,16 +94,44 @@ def _mean_bytes(source: Path, kind: str, mode: Mode, pixels: bool, split_listing
     return sum(sizes) / len(sizes)
 
 
-def _fingerprint(kind: str, mode: Mode, listing: Listing, jobs: list[ShardJob]) -> str:
-    """A hash over what the shards are made of."""
-    sha = hashlib.sha256(json.dumps([kind, mode.described(), listing.classes, listing.pixels]).encode())
-    for job in jobs:
-        sha.update(f"{job.file} {job.check} {len(job.split_listing.locations)}\n".encode())
-        sha.update(_locations_text(job.split_listing.locations))
-        sha.update(job.split_listing.labels_N.tobytes())
-    return sha.hexdigest()
+def write_set(plan: PackPlan, dest: Path, version: str, *, strict: bool) -> Index:
+    """Write rows, report and, last of all, the index; then forget how they came about.
 
+    The report, `unreadable.jsonl`, has a line {"split", "name", "reason"} for each image that was left out.
 
-def _locations_text(locations: Any) -> bytes:
-    text = "\n".join(locations) if isinstance(locations[0], str) else json.dumps(locations)
-    return text.encode(errors="surrogateescape")
+    Raises DataError where a split has no readable image; or, if `strict`, where one image is not readable.
+    """
+    shards = [(job, job.finished()) for job in plan.jobs]
+    unreadable: list[Unreadable] = []
+    for job, finished in shards:
+        if finished is None:
+            raise DataError(f"{dest / job.file} has vanished while it was packed; the same command once more writes it again")
+        unreadable += finished[1]
+    report = dest / UNREADABLE
+    write_atomic(report, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in unreadable).encode())
+    if unreadable and strict:
+        first = unreadable[0]
+        raise DataError(
+            f"{plan.source}: {len(unreadable)} unreadable images, such as {first['name']} ({first['reason']}), all in {report}; "
+            f"fix them or leave out --strict, and the same command goes on; if you remove them, remove {dest} too"
+        )
+    splits: dict[Split, SplitIndex] = {}
+    for split in ("train", "val"):
+        files = tuple(finished[0] for job, finished in shards if finished and job.split == split)
+        if not any(file.rows for file in files):
+            raise DataError(f"{plan.source}: not one {split} image can be read; their reasons are in {report}")
+        rows = write_rows(dest / f"{split}.rows.arrow", [shard_rows(dest / file.file) for file in files])
+        splits[split] = SplitIndex(rows=rows, shards=files)
+    num_tiled = sum(finished[2] for _, finished in shards if finished)
+    index = Index(
+        image="pixels" if plan.pixels else "file",
+        mode=plan.mode.described() | ({"tiles": num_tiled} if plan.mode.tiles else {}),
+        source={"kind": plan.kind, "name": printable(plan.source.name), "plan": plan.fingerprint},
+        raydistill=version,
+        num_unreadable=len(unreadable),
+        classes=plan.classes,
+        splits=splits,
+    )
+    write_json(dest / INDEX, index.model_dump(mode="json"))
+    shutil.rmtree(dest / UNFINISHED, ignore_errors=True)  # the set is complete; NFS keeps the lock's file while it is open
+    return index

@@ -1,4 +1,4 @@
-"""A JPEG file's quantised coefficients, and the file as libjpeg-turbo writes it anew from them: baseline, one scan, no metadata.
+"""A JPEG file's quantised coefficients, and the file as libjpeg-turbo re-encodes them: sequential, one scan, no metadata.
 
 By the TurboJPEG API's lossless transform and its custom filter. Functions and constants: turbojpeg.h of libjpeg-turbo 3.
 
@@ -38,7 +38,7 @@ class _Transform(Structure):
 
 
 def transcode(data: bytes, across: list[int]) -> tuple[bytes, list[Plane]] | None:
-    """The file written anew and its components' coefficients; None where the library cannot do that, or warns of damage.
+    """The re-encoded file and its components' coefficients; None where the library cannot do that, or warns of damage.
 
     across: blocks of each component in a row of an MCU. Raises DataError where the library is not installed.
     """
@@ -53,13 +53,13 @@ def transcode(data: bytes, across: list[int]) -> tuple[bytes, list[Plane]] | Non
         sizes[component] = plane.h // _BLOCK, width
         return 0
 
-    handle = library.tj3Init(_TRANSFORM)
+    handle = c_void_p(library.tj3Init(_TRANSFORM))
     if not handle:
         raise MemoryError("libjpeg-turbo has no memory for a transform")
     written, size = c_void_p(), c_size_t()
     try:
         transform = _Transform(options=_COPY_NONE, filter=_Filter(collect))
-        if library.tj3Transform(handle, data, len(data), 1, byref(written), byref(size), byref(transform)):
+        if library.tj3Transform(handle, data, c_size_t(len(data)), 1, byref(written), byref(size), byref(transform)):
             return None
         content = ctypes.string_at(written.value or 0, size.value)
     finally:
@@ -74,14 +74,8 @@ def transcode(data: bytes, across: list[int]) -> tuple[bytes, list[Plane]] | Non
 def _library() -> CDLL:
     try:
         library = CDLL(find_library() or "libturbojpeg")
-        signatures = (
-            (library.tj3Init, c_void_p, (c_int,)),
-            (library.tj3Destroy, None, (c_void_p,)),
-            (library.tj3Free, None, (c_void_p,)),
-            (library.tj3Transform, c_int, (c_void_p, c_void_p, c_size_t, c_int, c_void_p, c_void_p, c_void_p)),
-        )
+        library.tj3Init.restype = c_void_p
+        library.tj3Transform  # noqa: B018  which older versions lack
     except (OSError, AttributeError):
-        raise DataError("--tiles needs libjpeg-turbo 3, which is not installed: pip install 'raydistill[turbojpeg]'") from None
-    for function, result, arguments in signatures:
-        function.restype, function.argtypes = result, arguments
+        raise DataError("--tiles needs libjpeg-turbo 3: pip install turbojpeg, or install it by the system's packages") from None
     return library

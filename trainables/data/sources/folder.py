@@ -3,8 +3,6 @@
 Shapes: N samples of the split.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import unicodedata
@@ -17,7 +15,7 @@ import numpy as np
 from trainables.data.decode import UnreadableImageError, read_file
 from trainables.data.interface import Source, sha256_of_names
 from trainables.data.order import Split
-from trainables.data.split_names import SPLIT_NAMES, choose_splits, is_hidden
+from trainables.data.split_names import SPLIT_OF, choose_splits, is_hidden
 from trainables.errors import DataError, first_three, printable
 from trainables.notices import notice
 
@@ -28,7 +26,6 @@ SAMPLED = 256
 on a network disk takes minutes."""
 _NO_IMAGES = f"holds no images, files whose names end in {' '.join(EXTENSIONS)}"
 _ONE_CLASS = "folders whose names differ in their Unicode form alone (NFC and NFD) are one class"
-_LAYOUT = "a folder with train/CLASS/* and val/CLASS/*"
 _MAX_REASONS = 6
 
 
@@ -46,45 +43,41 @@ class FolderSource(Source):
         root = os.path.expanduser(path)
         if not os.path.isdir(root):
             what = "is a file" if os.path.exists(root) else "does not exist"
-            raise DataError(f"data.path: {path} {what}; write digits, synthetic, or {_LAYOUT}")
+            raise DataError(f"data.path: {path} {what}; write digits, synthetic, or a folder with train/CLASS/* and val/CLASS/*")
         found = _list(root)
         splits = choose_splits({name: os.path.join(root, name) for name in found.folders + found.dangling}, path)
         if "train" not in splits:
             parent, name = os.path.split(os.path.realpath(root))
-            is_train = any(name.lower() in group for group in SPLIT_NAMES["train"])
-            advice = (
-                f"write data.path: {parent}"
-                if is_train
-                else split_classes(root) or "images belong in train/CLASS/ and val/CLASS/"
-            )
+            advice = split_classes(root) or "images belong in train/CLASS/ and val/CLASS/"
+            if SPLIT_OF.get(name.lower()) == "train":
+                advice = f"write data.path: {parent}"
             raise DataError(f"data.path: {path} has no folder train; {advice}")
         if split not in splits:
             raise DataError(f"data.path: {path} has no validation folder; its images belong in val/CLASS/")
+        train, walk = splits["train"], _Walk(splits[split])
         self._root, self._folder = root, os.path.basename(splits[split])
-        classes = _class_folders(splits["train"])
+        classes = _class_folders(train)
         if not classes:
             raise DataError(
-                f"data.path: {splits['train']} has no class folders; images belong in train/CLASS/, or in a list train.csv of "
-                "path,label"
+                f"data.path: {train} has no class folders; images belong in train/CLASS/, or in a list train.csv of path,label"
             )
-        _refuse_deep(splits["train"], classes)
+        _refuse_deep(train, classes)
         self.classes = tuple(classes)
         if split == "val":
             classes = _validation_folders(splits["val"], classes)
         else:
             if twice := [name for name, folders in classes.items() if len(folders) > 1]:
-                notice(f"{splits['train']}: {_ONE_CLASS}: {first_three(twice)}")
+                notice(f"{train}: {_ONE_CLASS}: {first_three(twice)}")
             alike = Counter(map(_folded, classes))
             if similar := [name for name in classes if alike[_folded(name)] > 1]:
-                notice(f"{splits['train']}: classes whose names differ in case or blanks alone: {first_three(similar)}")
+                notice(f"{train}: classes whose names differ in case or blanks alone: {first_three(similar)}")
 
-        walk = _Walk(splits[split])
         self._files: list[str] = []  # relative to the split's folder, so that a million of them stay small
         counts = []
         for name, folders in classes.items():
             files = [file for folder in folders for file in walk.images(folder, name)]
             if not files and split == "train":
-                raise DataError(f"data.path: {os.path.join(splits['train'], folders[0])} {_NO_IMAGES}; add some or remove it")
+                raise DataError(f"data.path: {os.path.join(train, folders[0])} {_NO_IMAGES}; add some or remove it")
             self._files += files
             counts.append(len(files))
         if not self._files:
@@ -149,13 +142,8 @@ def sampled_sha256(source: Source) -> bytes:
 
 def has_train_folder(root: str) -> bool:
     """Whether a folder has a folder `train` with images, or with folders."""
-    return any(train.folders or train.images for train in map(_list, _trains(root)))
-
-
-def _trains(folder: str) -> list[str]:
-    """The paths of the folders in this one that are called train, or as much."""
-    names = (form for group in SPLIT_NAMES["train"] for name in group for form in (name, name.capitalize()))
-    return [path for name in names if os.path.isdir(path := os.path.join(folder, name))]
+    trains = (_list(os.path.join(root, name)) for name in _list(root).folders if SPLIT_OF.get(name.lower()) == "train")
+    return any(train.folders or train.images for train in trains)
 
 
 def split_classes(root: str) -> str:
@@ -199,18 +187,14 @@ def _list(path: str) -> _Listing:
     return found
 
 
-def _paths(folder: str) -> list[str]:
-    return [os.path.join(folder, name) for name in _list(folder).folders]
-
-
 def _class_folders(split_folder: str) -> dict[str, list[str]]:
     """The names of each class's folders, in the order of the first; the class's is in NFC, and printable whatever its bytes are.
 
     Raises DataError where one is a link to nothing.
     """
     found = _list(split_folder)
-    for name in found.dangling:
-        path = os.path.join(split_folder, name)
+    if found.dangling:
+        path = os.path.join(split_folder, found.dangling[0])
         raise DataError(
             f"data.path: {path} is a link to {os.readlink(path)}, which cannot be reached; mount it or remove the link"
         )
@@ -248,41 +232,19 @@ def _validation_folders(split_folder: str, train: Mapping[str, list[str]]) -> di
 
 def _refuse_deep(split_folder: str, classes: Mapping[str, list[str]]) -> None:
     """Raises DataError where the only folder holds folders, as when an archive was unpacked into a folder of its own name."""
-    paths = _paths(split_folder)
-    if len(classes) == 1 and (inner := _list(paths[0]).folders):
+    only = os.path.join(split_folder, *next(iter(classes.values()), [])[:1])
+    if len(classes) == 1 and (inner := _list(only).folders):
         raise DataError(
-            f"data.path: the only folder in {split_folder} is {os.path.basename(paths[0])}, which holds {first_three(inner)}; "
-            f"if these are the classes, move them up: mv {paths[0]}/* {split_folder}/"
+            f"data.path: the only folder in {split_folder} is {os.path.basename(only)}, which holds {first_three(inner)}; "
+            f"if these are the classes, move them up: mv {only}/* {split_folder}/"
         )
 
 
-class _Folder(NamedTuple):
-    """A folder on a walk that follows links."""
-
-    path: str
-    real: str
-    left: tuple[str, ...] = ()
-    """The real paths of the folders whose links were followed to it."""
-
-    def inside(self, name: str) -> _Folder:
-        """A folder in this one. Raises DataError where it is a link that leads back: what lies there would never end."""
-        path = os.path.join(self.path, name)
-        if not os.path.islink(path):
-            return _Folder(path, os.path.join(self.real, name), self.left)
-        target, left = os.path.realpath(path), (*self.left, self.real)
-        if any(os.path.commonpath((target, folder)) == target for folder in left):
-            raise DataError(
-                f"data.path: {path} is a link to {target}, in which it lies: its images would count again and again; "
-                "remove the link"
-            )
-        return _Folder(path, target, left)
-
-
 class _Walk:
-    """A walk through the class folders of one split, which counts what it leaves out."""
+    """A walk through the class folders of one split, which follows links and counts what it leaves out."""
 
     def __init__(self, split_folder: str) -> None:
-        self._split = _Folder(split_folder, os.path.realpath(split_folder))
+        self._path = split_folder
         self._left_out = Counter[str]()
         self._inner: list[str] = []
         """A folder of each class that has no images of its own, but several folders of them."""
@@ -294,44 +256,50 @@ class _Walk:
     def images(self, folder_name: str, class_name: str) -> list[str]:
         """Image files in one class folder, at any depth, relative to the split's folder: by folder, then by name, each sorted.
 
-        Raises DataError where a folder in it, which a link may lead to, is one of another class too.
+        Raises DataError where a folder in it, which a link may lead to, is one of another class too, or one that it lies in.
         """
-        waiting = [self._split.inside(folder_name)]
+        waiting = [(os.path.join(self._path, folder_name), [os.path.realpath(self._path)])]
         found: list[tuple[str, list[str]]] = []
         while waiting:
-            folder = waiting.pop()
-            self._visit(folder, class_name)
-            listing = _list(folder.path)
-            waiting += [folder.inside(name) for name in listing.folders]
-            found.append((folder.path, listing.images))
+            path, outer = waiting.pop()
+            real = os.path.realpath(path)
+            if any(os.path.commonpath((real, folder)) == real for folder in outer):
+                raise DataError(
+                    f"data.path: {path} is a link to {real}, in which it lies: its images would count again and again; "
+                    "remove the link"
+                )
+            self._visit(path, real, class_name)
+            listing = _list(path)
+            waiting += [(os.path.join(path, name), [*outer, real]) for name in listing.folders]
+            found.append((path, listing.images))
             self._left_out.update(os.path.splitext(name)[1].lower() or "without an extension" for name in listing.others)
             self._left_out["links that lead nowhere"] += len(listing.dangling)
-        skip = len(self._split.path) + 1
+        skip = len(self._path) + 1
         if len(deeper := [path for path, names in found if names]) > 1 and not found[0][1]:
             self._inner.append(min(deeper)[skip:])
         return [f"{path[skip:]}{os.sep}{name}" for path, names in sorted(found) for name in names]
 
-    def _visit(self, folder: _Folder, class_name: str) -> None:
-        earlier_class, earlier_path = self._visited.setdefault(folder.real, (class_name, folder.path))
+    def _visit(self, path: str, real: str, class_name: str) -> None:
+        earlier_class, earlier_path = self._visited.setdefault(real, (class_name, path))
         if earlier_class != class_name:
             raise DataError(
-                f"data.path: {folder.path} and {earlier_path} are one folder: its images would be of two classes; remove the link"
+                f"data.path: {path} and {earlier_path} are one folder: its images would be of two classes; remove the link"
             )
-        if earlier_path != folder.path:
-            notice(f"{folder.path} and {earlier_path} are one folder: its images count twice")
+        if earlier_path != path:
+            notice(f"{path} and {earlier_path} are one folder: its images count twice")
 
     def report(self) -> None:
         """One line for all that was left out, one for classes that may be groups of them."""
         if self._inner:
             notice(
-                f"{self._split.path}: {len(self._inner)} of the classes have their images in inner folders, such as "
+                f"{self._path}: {len(self._inner)} of the classes have their images in inner folders, such as "
                 f"{self._inner[0]}: the class is the outer folder"
             )
         if total := self._left_out.total():
             reasons = [f"{count} {reason}" for reason, count in self._left_out.most_common(_MAX_REASONS) if count]
             more = ", …" if len(self._left_out) > _MAX_REASONS else ""
             notice(
-                f"{self._split.path}: {total} file{'s' * (total > 1)} left out: {', '.join(reasons)}{more}; "
+                f"{self._path}: {total} file{'s' * (total > 1)} left out: {', '.join(reasons)}{more}; "
                 "rename images so that they end in .jpg"
             )
 

@@ -14,7 +14,7 @@ from typing import Any
 from trainables.data.decode import Sample
 from trainables.data.interface import Source
 from trainables.data.order import Split
-from trainables.data.pack.layout_reader import Listing, RandomAccessReader
+from trainables.data.pack.layout_reader import Listing
 from trainables.data.pack.readers import READERS
 from trainables.data.sources.folder import sampled_sha256
 from trainables.errors import DataError
@@ -32,7 +32,7 @@ class LayoutSource(Source):
 
     def __init__(self, path: str, root: Path, kind: str, split: Split) -> None:
         reader = READERS[kind](root)
-        if not isinstance(reader, RandomAccessReader):
+        if not reader.random_access:
             source, packed = shlex.quote(path), shlex.quote(f"{path.rstrip('/')}-packed")
             raise DataError(
                 f"data.path: {path} is {kind}, which cannot be read in random order: run `distill pack {source} {packed}` "

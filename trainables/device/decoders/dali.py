@@ -19,7 +19,7 @@ from trainables.data.encoded_rows import Region
 from trainables.device.decoders.nvimagecodec import code_stream
 from trainables.failures import kind_of
 
-_MOST_IMAGES = 128  # that are decoded at once: with one bad file among them, all of these are for the CPU
+_MAX_IMAGES = 128  # that are decoded at once: with one bad file among them, all of these are for the CPU
 
 
 class Dali:
@@ -34,8 +34,8 @@ class Dali:
         pixels: list[Tensor | None] = [None] * len(regions)
         # DALI 2.4 crashes in the run after one that met a header which its parser, nvImageCodec's, refuses
         positions = [position for position, region in enumerate(regions) if code_stream(region) is not None]
-        for start in range(0, len(positions), _MOST_IMAGES):
-            part = positions[start : start + _MOST_IMAGES]
+        for start in range(0, len(positions), _MAX_IMAGES):
+            part = positions[start : start + _MAX_IMAGES]
             for position, rgb_hwc in zip(part, self._run([regions[position] for position in part]), strict=False):
                 left, top, right, bottom = regions[position].box
                 if rgb_hwc.shape == (bottom - top, right - left, 3):
@@ -62,7 +62,7 @@ class Dali:
         on_gpu = self._device.type == "cuda"
         # the default executor: its outputs live as long as something refers to them, also over the next run
         pipeline = Pipeline(
-            batch_size=_MOST_IMAGES,
+            batch_size=_MAX_IMAGES,
             num_threads=self._threads,
             device_id=self._device.index if on_gpu else None,
             prefetch_queue_depth=1,

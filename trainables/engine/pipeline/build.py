@@ -9,7 +9,7 @@ from torch import nn
 
 from trainables.config import TrainConfig
 from trainables.device.memory import memory_bytes
-from trainables.device.model_input import autocast, tensor_format
+from trainables.device.tensor_format import autocast, tensor_format
 from trainables.distributed.group import from_rank
 from trainables.distributed.pipeline.block_costs import Block, measure_blocks
 from trainables.distributed.pipeline.choose_cut import StageCosts, choose_cut
@@ -17,7 +17,7 @@ from trainables.distributed.pipeline.layout import Layout
 from trainables.distributed.pipeline.stage_module import become_stage, split
 from trainables.engine import checkpoint
 from trainables.engine.optim import parameter_copies
-from trainables.errors import ExperimentError, ModelError
+from trainables.errors import ModelError
 from trainables.methods.distillation_module import DistillationModule
 from trainables.models.cut_points import cut_points
 from trainables.rules import num_micro_batches, pipeline_micro_batches, replica_batch
@@ -28,17 +28,9 @@ log = logging.getLogger("raydistill")
 def possible_cuts(config: TrainConfig, module: DistillationModule) -> list[str]:
     """Where the student may be cut: before all that its methods read. With `scale.cut` those cuts.
 
-    Raises:
-        ExperimentError: it has methods that cannot be trained in stages.
-        ModelError: it cannot be cut so.
+    Raises ModelError: it cannot be cut so.
     """
     stages, model, cuts = config.scale.pipeline_stages, config.model, config.scale.cut
-    for key, method in module.methods_by_name.items():
-        if what := method.stages_conflict(method.options):
-            raise ExperimentError(
-                f"distill.method: {key} has {what}, which scale.pipeline_stages {stages} does not go with: take another method,"
-                " or write scale.pipeline_stages 1"
-            )
     points = cut_points(module.student, config.data.image_size, module.tapped_modules)
     read = ", ".join(sorted(module.tapped_modules))
     if cuts is None:
@@ -68,7 +60,7 @@ def stage_costs(
     """Time the parts of `module`'s student and the teacher, a network that runs on the last stage or is sharded over those of all
     replicas, on this device.
 
-    Raises ExperimentError, ModelError: see `possible_cuts`, `measure_blocks`.
+    Raises ModelError: see `possible_cuts`, `measure_blocks`.
     """
     points = possible_cuts(config, module)
     size, (dtype, layout) = config.data.image_size, tensor_format(config)
@@ -76,11 +68,7 @@ def stage_costs(
     images_BCHW = torch.rand(num_samples, 3, size, size, device=device, dtype=dtype).to(memory_format=layout)
     in_precision, of_teacher = autocast(config.precision, device), list[Block]()
     if teacher is not None:
-        try:
-            cuts = cut_points(teacher, size)
-        except ModelError:
-            cuts = []  # it is timed as a whole
-        of_teacher = measure_blocks(teacher, cuts, images_BCHW, in_precision, training=False)
+        of_teacher = measure_blocks(teacher, [], images_BCHW, in_precision, training=False)  # as a whole, with its own input
     return StageCosts(
         measure_blocks(module.student, points, images_BCHW, in_precision),
         config.scale.pipeline_stages,
@@ -116,7 +104,7 @@ def cut_student(
     Every rank calls it; the last stage's have the methods and the teacher. Where the cut is open the last stage of the first
     replica finds it. The memory of other stages is freed.
 
-    Raises ExperimentError, ModelError: see `possible_cuts`, `choose_cut`; on every rank.
+    Raises ModelError: see `possible_cuts`, `choose_cut`; on every rank.
     """
     scale, device = config.scale, layout.pipeline.device
 

@@ -52,7 +52,7 @@ class PipelineLoader(Loader):
 
     def _received(self, labels: list[int], indices: list[int], position: int, num_samples: int | None) -> Batch:
         """A batch without its pixels."""
-        images_BCHW, labels_B, indices_B, _ = self._memory.allocate(len(labels))
-        labels_B.copy_(torch.tensor(labels))
-        indices_B.copy_(torch.tensor(indices))
-        return Batch(images_BCHW, labels_B, indices_B, position, num_samples)
+        batch = self._lend(self._reader.memory.allocate(), len(labels), position, num_samples)
+        batch.labels_B.copy_(torch.tensor(labels))
+        batch.indices_B.copy_(torch.tensor(indices))
+        return batch

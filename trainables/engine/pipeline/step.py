@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trainables.config import TrainConfig
 from trainables.device.device_batches import DeviceBatch
-from trainables.device.model_input import image_normalizer, tensor_format
+from trainables.device.tensor_format import pixels_of, tensor_format
 from trainables.distributed.group import GlobalCount, Group, all_reduce_sum
 from trainables.distributed.pipeline.layout import Layout
 from trainables.distributed.pipeline.runner import Forward, PipelineRunner
@@ -102,15 +102,14 @@ def pipeline_functions(config: TrainConfig, layout: Layout, train_state: TrainSt
         with train_state.autocast():
             return logits_and_aux(module.student(received))[0]
 
-    size, number = config.data.image_size, pipeline_micro_batches(config)
+    size, number, pixels = config.data.image_size, pipeline_micro_batches(config), pixels_of(config)
     images_BCHW = torch.empty(2, 3, size, size, dtype=tensor_format(config)[0], device="meta")
     module.eval()
     runner = PipelineRunner(forward, images_BCHW, layout.pipeline, config.scale.schedule)
     module.train()
-    normalize = image_normalizer(config, layout.replicas.device)
 
     def logits(batch: DeviceBatch) -> Tensor | None:
-        images_BCHW = normalize(batch.images_BCHW) if layout.is_first else batch.images_BCHW
+        images_BCHW = pixels(batch.images_BCHW) if layout.is_first else batch.images_BCHW
         return runner.run(images_BCHW, number, training=False)
 
     return partial(pipeline_step, train_state, runner, number), logits

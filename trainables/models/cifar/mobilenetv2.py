@@ -45,6 +45,8 @@ class InvertedResidual(nn.Module):
 class CifarMobileNetV2(nn.Sequential):
     """MobileNetV2 with `width` times the paper's channels, expansion 6; the last convolution keeps 1280."""
 
+    STAGES: ClassVar[tuple[str, ...]] = ("stem", "layer1", "layer2", "layer3", "layer4")
+    UNPOOLED: ClassVar[str] = "avgpool:in"
     PUBLISHED_NAMES: ClassVar[dict[str, str]] = {
         "conv1.": "stem.",
         "blocks.0.": "layer1.0.",

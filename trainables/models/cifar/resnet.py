@@ -15,6 +15,8 @@ Every activation is a module of its own and none is in place, so that what goes 
 Shapes: B batch, C channels, H W pixels, K classes.
 """
 
+from typing import ClassVar
+
 import torch
 from torch import nn
 
@@ -46,6 +48,9 @@ class BasicBlock(nn.Module):
 
 class CifarResNet(nn.Sequential):
     """`depth` weighted layers on the path; `widths`: channels of the stem and of the three stages."""
+
+    STAGES: ClassVar[tuple[str, ...]] = ("relu", "layer1", "layer2", "layer3")
+    UNPOOLED: ClassVar[str] = "avgpool:in"
 
     def __init__(
         self, num_classes: int, image_size: int = 32, *, depth: int, widths: tuple[int, int, int, int] = (16, 16, 32, 64)
@@ -96,6 +101,9 @@ class Bottleneck(nn.Module):
 
 class CifarResNet50(nn.Sequential):
     """Stem of 64 channels, stages of 3, 4, 6 and 3 bottlenecks with 256, 512, 1024 and 2048 channels."""
+
+    STAGES: ClassVar[tuple[str, ...]] = ("relu", "layer1", "layer2", "layer3", "layer4")
+    UNPOOLED: ClassVar[str] = "avgpool:in"
 
     def __init__(self, num_classes: int, image_size: int = 32) -> None:
         super().__init__()

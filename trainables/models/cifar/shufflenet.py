@@ -8,6 +8,8 @@ Every activation is a module of its own and none is in place; a stage's last act
 pre-activation. Shapes: B batch, C channels, H W pixels, K classes.
 """
 
+from typing import ClassVar
+
 import torch
 from torch import nn
 
@@ -115,6 +117,9 @@ class UnitV2(nn.Module):
 class CifarShuffleNetV1(nn.Sequential):
     """Stages of 4, 8 and 4 units with 240, 480 and 960 channels. Initial parameters are torch's own, as in RepDistiller."""
 
+    STAGES: ClassVar[tuple[str, ...]] = ("relu", "layer1", "layer2", "layer3")
+    UNPOOLED: ClassVar[str] = "avgpool:in"
+
     def __init__(self, num_classes: int, image_size: int = 32) -> None:
         super().__init__()
         self.conv1 = _pointwise(3, STEM)
@@ -130,6 +135,9 @@ class CifarShuffleNetV1(nn.Sequential):
 
 class CifarShuffleNetV2(nn.Sequential):
     """Stages of 4, 8 and 4 units with 116, 232 and 464 channels, and a 1×1 convolution to 1024."""
+
+    STAGES: ClassVar[tuple[str, ...]] = ("relu1", "layer1", "layer2", "layer3")
+    UNPOOLED: ClassVar[str] = "avgpool:in"
 
     def __init__(self, num_classes: int, image_size: int = 32) -> None:
         super().__init__()

@@ -23,7 +23,7 @@ class CifarVgg(nn.Sequential):
     """`depth`: a key of CONVOLUTIONS. Groups are layer0 to layer4, each with its last ReLU; RepDistiller taps the last four."""
 
     STAGES: ClassVar[tuple[str, ...]] = ("layer0", "layer1", "layer2", "layer3", "layer4")
-    """Stem and stages, see `trainables.models.feature_stages`."""
+    UNPOOLED: ClassVar[str] = "avgpool:in"
     PUBLISHED_NAMES: ClassVar[dict[str, str]] = {"block": "layer"}
     """Parts of parameter names: of RepDistiller and mdistiller → of this model."""
 

@@ -44,6 +44,9 @@ class PreActivationBlock(nn.Module):
 class CifarWideResNet(nn.Sequential):
     """`depth` layers, the shortcuts' not counted; stages `widen` times as wide as 16, 32 and 64."""
 
+    STAGES: ClassVar[tuple[str, ...]] = ("conv1", "layer1", "layer2", "layer3")
+    PREACTS: ClassVar[tuple[str, ...]] = ("layer2.0.bn1", "layer3.0.bn1", "bn1")
+    UNPOOLED: ClassVar[str] = "avgpool:in"
     PUBLISHED_NAMES: ClassVar[dict[str, str]] = {
         "block1.layer.": "layer1.",
         "block2.layer.": "layer2.",

@@ -14,13 +14,12 @@ from torch import Tensor
 
 from trainables.config import TrainConfig
 from trainables.data.loader.loader import Loader
-from trainables.data.storage.shared_folder import format_bytes, free_bytes
-from trainables.device.model_input import tensor_format
+from trainables.data.storage.free_space import format_bytes, free_bytes
+from trainables.device.tensor_format import tensor_format
 from trainables.distributed.group import Group, from_rank
 from trainables.errors import DataError
 from trainables.methods.contract import ModelOutputs
 from trainables.rundir import write_json
-from trainables.teachers.cache import key
 from trainables.teachers.cache.key import cache_key, shared_key_parts
 from trainables.teachers.cache.store import CacheWriter, EpochRows, RowStore
 from trainables.teachers.interface import TeacherRequest
@@ -89,10 +88,7 @@ class CachedTeacher(RowTeacher):
 def _prepare(store: RowStore, parts: dict[str, Any], num_epochs: int, writes: bool) -> None:
     """Log what is there of how much, and make sure that the folder exists and has room for the rest. Raises DataError."""
     cache = store.folder.parent
-    older = cache / cache_key({**parts, "format": key.FORMAT - 1})
     try:
-        if older.exists():
-            log.info("teacher.cache: %s is of an older format and is not read: delete it", older)
         num_rows, num_bytes = store.size(num_epochs)
         all_rows, row_bytes = store.num_samples * num_epochs, store.row.itemsize
         log.info(

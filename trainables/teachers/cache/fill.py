@@ -9,7 +9,7 @@ from trainables.config import FillConfig
 from trainables.data.loader.loader import Loader
 from trainables.device.augment import build_train_inputs
 from trainables.device.device_batches import on_device
-from trainables.device.model_input import autocast
+from trainables.device.tensor_format import autocast
 from trainables.distributed.group import Group, gather_objects
 from trainables.errors import DataError
 from trainables.metrics.heartbeat import Heartbeat

@@ -8,18 +8,20 @@ import hashlib
 import json
 import socket
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from trainables.config import TrainConfig
 from trainables.data.loader.loader import Loader
 from trainables.distributed.group import Group, from_each, from_rank
 from trainables.errors import DataError, ExperimentError
+from trainables.models.model_input import teacher_input
 from trainables.models.weights import teacher_sha256
 from trainables.teachers.network import fit
 
-FORMAT = 2
+FORMAT = 3
 """Raised whenever the same key would mean other numbers: pixels, augmentation, format of the logits."""
-_PIXEL_KEYS = {"image_size", "augment", "device_augment", "fidelity", "val_resize", "mean", "std"}
+_PIXEL_KEYS = {"image_size", "augment", "device_augment", "fidelity", "val_resize"}
 """Keys of `data` that decide pixels, also those that are not used here: a key too many costs a teacher's run, one too few is
 wrong."""
 
@@ -82,9 +84,11 @@ def key_parts(config: TrainConfig, images: ImageSet, classes: Sequence[str], top
     assert teacher is not None
     weights = teacher_sha256(**fit(teacher, config, classes))
     pixels = data.model_dump(mode="json", include=_PIXEL_KEYS)
+    pixels["erased_to"] = data.mean if data.device_augment.random_erasing else None
     return {
         "format": FORMAT,
         "teacher": {"model": teacher.model, "sha256": weights, "num_classes": len(classes), "precision": config.precision},
+        "input": asdict(teacher_input(teacher, data)),
         "data": {"samples": images.num_samples, "fingerprint": images.fingerprint},
         "images": {**pixels, "decoder": images.decoder, "seed": config.seed if data.augments_at_random else None},
         "top_k": top_k,

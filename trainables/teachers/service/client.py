@@ -20,7 +20,7 @@ from torch import Tensor
 
 from trainables.config import TrainConfig
 from trainables.data.loader.loader import Batch, Loader
-from trainables.device.model_input import tensor_format
+from trainables.device.tensor_format import tensor_format
 from trainables.distributed.group import Group
 from trainables.errors import ClusterError, TeacherServiceLostError
 from trainables.methods.contract import ModelOutputs

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from trainables.config import TrainConfig
 from trainables.device.augment import build_train_inputs
 from trainables.device.device_batches import DeviceBatch
-from trainables.device.model_input import autocast, tensor_format
 from trainables.device.precision import with_precision
+from trainables.device.tensor_format import autocast, tensor_format
 from trainables.distributed.group import Group
 from trainables.teachers.network import logits_network
 from trainables.teachers.rows import ExactLogits, Rows

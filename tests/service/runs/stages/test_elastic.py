@@ -9,6 +9,7 @@ from service.runs.stages import elastic
 from service.runs.stages.assignment import Assignment
 from service.runs.stages.elastic import with_free_workers, world_sizes
 from trainables.config import TrainConfig
+from trainables.rules import RULES, first_problem
 
 
 def config(folder: Path, **scale: object) -> TrainConfig:
@@ -50,8 +51,7 @@ def test_a_stage_of_fixed_size_is_left_as_it_is(tmp_path: Path) -> None:
 def test_a_range_of_workers_is_two_numbers(tmp_path: Path) -> None:
     scale = config(tmp_path, num_workers=[2, 8]).scale
     assert (scale.min_workers, scale.num_workers) == (2, 8)
-    with pytest.raises(ValueError, match=r"min_workers 8 is more than num_workers 2: write at most 2"):
-        config(tmp_path, num_workers=[8, 2])
+    assert "min_workers 8 is more than" in str(first_problem(config(tmp_path, num_workers=[8, 2]), RULES))
     for wrong in ([2], [2, 4, 8]):
         with pytest.raises(ValueError, match="num_workers"):
             config(tmp_path, num_workers=wrong)

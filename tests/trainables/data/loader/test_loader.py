@@ -1,6 +1,7 @@
 import contextlib
 import errno
 import logging
+import mmap
 import os
 import re
 import signal
@@ -26,18 +27,17 @@ from trainables.config import DataConfig
 from trainables.data.augment import AUGMENTS
 from trainables.data.interface import Source
 from trainables.data.loader.auto_workers import AutoWorkers
-from trainables.data.loader.batch_memory import free_pinned
 from trainables.data.loader.loader import Batch, Loader
 from trainables.data.loader.loader_process import loader_process
 from trainables.data.order import Split, sample_at
 from trainables.data.source import open_source
 from trainables.data.sources.synthetic import open_synthetic
 from trainables.device.device_batches import on_device
-from trainables.device.model_input import normalizer
+from trainables.device.tensor_format import to_pixels
 from trainables.errors import DataError
 
 WORLD_SIZES = (1, 2, 3, 5, 8)
-CPU = torch.device("cpu")
+CPU, PAGE_BYTES = torch.device("cpu"), mmap.ALLOCATIONGRANULARITY
 PROCESS = pytest.param("process", marks=pytest.mark.processes)
 in_both = pytest.mark.parametrize("where", ["threads", PROCESS])
 """Threads of the training process, or of a loader process: `data.loader`."""
@@ -386,10 +386,9 @@ def test_a_batch_stays_as_it_is_while_anything_refers_to_one_of_its_tensors(work
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_models_input_shares_no_memory_with_a_batch(dtype: torch.dtype) -> None:
-    prepare = normalizer((0.5, 0.5, 0.5), (0.2, 0.2, 0.2), torch.device("cpu"), dtype, torch.channels_last)
+def test_pixels_share_no_memory_with_a_batch(dtype: torch.dtype) -> None:
     (batch,) = _loader(_tiny(8), _data(8)).epoch(0)
-    images_BCHW = prepare(batch.images_BCHW)
+    images_BCHW = to_pixels(batch.images_BCHW, dtype, torch.channels_last)
     before = images_BCHW.clone()
     batch.images_BCHW.zero_()
     assert torch.equal(images_BCHW, before)
@@ -401,7 +400,7 @@ def test_thousands_of_batches_take_the_memory_of_a_few(where: Any) -> None:
     data = DataConfig(image_size=128, global_batch_size=2, prefetch_batches=3, loader=where)
     loader = _loader(source, data, workers=2)
     images_mib = 2 * 128 * 128 * 3 / 2**20
-    assert 5 * images_mib < loader.batches_mib < 5 * images_mib * (1.01 if where == "threads" else 1.05)  # whole pages
+    assert 5 * images_mib < loader.batches_mib < 5 * images_mib * 1.05  # whole pages
     locations, process, before = set(), psutil.Process(), 0
     for step, batch in enumerate(loader.epoch(0)):
         locations.add((batch.images_BCHW.data_ptr(), batch.labels_B.data_ptr(), batch.indices_B.data_ptr()))
@@ -416,16 +415,8 @@ def test_thousands_of_batches_take_the_memory_of_a_few(where: Any) -> None:
 def test_a_ranks_buffers_are_as_large_as_its_share(world: int) -> None:
     data = DataConfig(image_size=16, global_batch_size=64, prefetch_batches=2)
     loader = _loader(open_synthetic("train", 640, 3, 16), data, world=world, workers=1)
-    assert loader.batches_mib * 2**20 == 4 * -(-64 // world) * (16 * 16 * 3 + 16)
-    loader.close()
-
-
-def test_batches_that_a_gpu_copies_count_with_what_torchs_allocator_of_pinned_memory_rounds_up_to() -> None:
-    data = DataConfig(image_size=16, global_batch_size=64, prefetch_batches=2)
-    source, device = open_synthetic("train", 640, 3, 16), torch.device("cuda")
-    loader = Loader(source, data, split="train", seed=0, rank=0, world_size=1, loader_workers=1, device=device)
-    assert 2**15 < 64 * (16 * 16 * 3 + 16) < 2**16
-    assert loader.batches_mib * 2**20 == 4 * 2**16
+    num_bytes = -(-64 // world) * (16 * 16 * 3 + 16)
+    assert loader.batches_mib * 2**20 == 4 * -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
     loader.close()
 
 
@@ -435,6 +426,8 @@ def test_all_epochs_read_into_the_same_memory(where: Any) -> None:
     loader = _loader(open_synthetic("train", 320, 3, 16), data, workers=1)
     locations = [{batch.images_BCHW.data_ptr() for batch in loader.epoch(epoch)} for epoch in range(3)]
     assert len(set.union(*locations)) == len(locations[0]) == 4
+    first_of_closed = {next(loader.epoch(epoch)).images_BCHW.data_ptr() for epoch in range(20)}
+    assert first_of_closed <= locations[0]  # what a closed epoch had read ahead is free again
     loader.close()
 
 
@@ -593,22 +586,6 @@ def test_pinned_batches_stay_pinned_when_an_image_is_left_out(make_folder: MakeF
     assert batch.indices_B.is_pinned()
     assert batch.indices_B.tolist() == [0, 2, 3]
     loader.close()
-
-
-def test_torch_has_the_function_that_gives_pinned_memory_back() -> None:
-    free_pinned()  # without a GPU there is none, and nothing to do
-
-
-@pytest.mark.gpu
-@in_both
-def test_a_closed_loaders_pinned_memory_is_free_for_the_next_ones(where: Any) -> None:
-    free_pinned()
-    before = torch.cuda.host_memory_stats()["allocated_bytes.current"]
-    loader = _gpu_loader(open_synthetic("train", 320, 3, 64), DataConfig(image_size=64, global_batch_size=32, loader=where))
-    assert len(list(loader.epoch(0))) == 10
-    loader.close()
-    free_pinned()
-    assert torch.cuda.host_memory_stats()["allocated_bytes.current"] == before
 
 
 @pytest.mark.gpu

@@ -16,8 +16,7 @@ from tests.trainables.data.photos import MakeFolder
 from tests.waiting import wait_until
 from trainables.config import DataConfig
 from trainables.data.interface import Source
-from trainables.data.loader.batch_layout import BatchLayout
-from trainables.data.loader.batch_memory import SharedBatchMemory
+from trainables.data.loader.batch_memory import BatchMemory
 from trainables.data.loader.loader import Loader
 from trainables.data.loader.loader_process import LoaderProcess, loader_process
 from trainables.data.order import Split
@@ -142,6 +141,7 @@ def test_an_error_of_the_process_itself_is_in_its_log_and_ends_it(capfd: pytest.
     data = _data(8)
     process = _process(data)
     train, val = _loader(SlowSource(4000), data, process), _loader(BadToCloseThere(8), data, process, "val")
+    assert len(list(val.epoch(0))) == 1
     batches = train.epoch(0)
     next(batches)
     val.close()
@@ -192,12 +192,15 @@ def test_crops_for_the_device_to_decode_come_as_from_threads(make_folder: MakeFo
 
 
 def _is_mapped(address: int, num_bytes: int) -> bool:
-    lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if MEMORY in line]
+    lines = Path("/proc/self/maps").read_text().splitlines()
     ranges = [[int(end, 16) for end in line.split()[0].split("-")] for line in lines]
     return any(begin <= address and address + num_bytes <= end for begin, end in ranges)
 
 
-def test_blocks_that_a_gpu_copies_from_are_page_locked_for_as_long_as_they_are_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_blocks_that_a_gpu_copies_from_are_page_locked_for_as_long_as_they_are_mapped(
+    monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
     locked = dict[int, int]()
 
     class Cuda:
@@ -214,14 +217,14 @@ def test_blocks_that_a_gpu_copies_from_are_page_locked_for_as_long_as_they_are_m
 
     monkeypatch.setattr(torch.cuda, "cudart", Cuda)
     monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
-    memory = SharedBatchMemory(BatchLayout(64, 224), pinned=True)
-    blocks = [memory.allocate(64) for _ in range(3)]
+    memory = BatchMemory(64, 224, os.memfd_create("loader batches") if shared else -1, pinned=True)
+    lent = [memory.lend(memory.allocate(), 64) for _ in range(3)]
     assert list(locked.values()) == 3 * [memory.block_bytes]
     memory.close()
-    image_CHW = blocks.pop().images_BCHW[-1]
-    blocks.clear()
+    image_HWC = torch.from_numpy(lent.pop()[0])[-1]
+    lent.clear()
     assert list(locked.values()) == [memory.block_bytes]
-    del image_CHW
+    del image_HWC
     assert not locked
     assert os.getpid() not in _who_maps_batches()
 
@@ -240,9 +243,8 @@ def test_batches_that_cannot_be_page_locked_are_read_all_the_same(
 
     monkeypatch.setattr(torch.cuda, "cudart", Cuda)
     monkeypatch.setattr(torch.cuda, "check_error", check_error)
-    memory = SharedBatchMemory(BatchLayout(2, 8), pinned=True)
-    blocks = [memory.allocate(2) for _ in range(3)]
-    assert len({block.images_BCHW.data_ptr() for block in blocks}) == 3
+    memory = BatchMemory(2, 8, pinned=True)
+    assert len({memory.allocate() for _ in range(3)}) == 3
     assert [record.getMessage() for record in caplog.records] == [
         "the loader's batches are not page-locked: operation not supported (801)"
     ]

@@ -83,7 +83,7 @@ def test_samples_lie_in_several_shards_of_about_the_size_that_was_given(packed: 
     assert locations == [(number, row) for number, shard in enumerate(shards) for row in range(shard.rows)]
 
 
-def test_pixels_are_read_as_height_width_and_colour(images: Path, tmp_path: Path) -> None:
+def test_pixels_are_read_as_height_width_and_color(images: Path, tmp_path: Path) -> None:
     pack_here(images, tmp_path / "raw", Mode(raw=20))
     source = open_records(str(tmp_path / "raw"), "train")
     pixels_HWC = source.read(0)

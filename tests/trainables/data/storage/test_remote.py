@@ -29,12 +29,13 @@ from trainables.data.index import INDEX, read_index
 from trainables.data.loader.loader import Loader
 from trainables.data.order import Order
 from trainables.data.source import open_on_node, open_source
-from trainables.data.storage import folder_cleaner, shard_fetcher
-from trainables.data.storage import next_shards as looking
-from trainables.data.storage.next_shards import NextShards
-from trainables.data.storage.remote import RemoteRecords, Server, open_remote
-from trainables.data.storage.transfer import fetch
+from trainables.data.storage import remote_shards
+from trainables.data.storage.cleaner import remove_unused
+from trainables.data.storage.origin import Origin
+from trainables.data.storage.remote import RemoteRecords, open_remote
+from trainables.data.storage.remote_shards import Upcoming
 from trainables.errors import DataError
+from trainables.locks import locked
 
 ROWS, SHARDS, SIZE = 32, 32, 33_000  # a shard is 1.01 MiB
 
@@ -48,8 +49,8 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def node(tmp_path: Path) -> Iterator[Path]:
     """A folder for this node's shards; no cleaner of it outlives the test for long."""
     yield tmp_path / "node"
-    for folder in (tmp_path / "node").glob("raydistill-*/*"):
-        folder_cleaner.remove_unused(str(folder))
+    for folder in (tmp_path / "node").glob("raydistill-*/*/"):
+        remove_unused(str(folder))
 
 
 def _data(uri: str, node: Path, **more: Any) -> DataConfig:
@@ -191,7 +192,7 @@ def test_what_comes_next_is_fetched_before_it_is_read(packed: Path, node: Path) 
     assert there == [f"train-{shard:05}.arrow" for shard in range(7)]  # and the eighth would be over 8 MiB
 
 
-class Counting(Server):
+class Counting(Origin):
     """A server that notes which files were asked of it."""
 
     def __init__(self, uri: str, requests: list[str]) -> None:
@@ -206,7 +207,7 @@ class Counting(Server):
 def test_the_workers_of_a_node_fetch_a_shard_once(packed: Path, node: Path) -> None:
     sources, requests = [open_remote(_data(packed.as_uri(), node), "train") for _ in range(3)], list[str]()
     for source in sources:
-        source._shards.server = Counting(packed.as_uri(), requests)
+        source._shards.origin = Counting(packed.as_uri(), requests)
 
     def read_all(source: RemoteRecords) -> bool:
         source.follow(_order(source, "full"), 0, 0)
@@ -219,10 +220,12 @@ def test_the_workers_of_a_node_fetch_a_shard_once(packed: Path, node: Path) -> N
 
 def test_what_a_killed_worker_had_begun_to_fetch_takes_no_room(packed: Path, node: Path) -> None:
     source = open_remote(_data(packed.as_uri(), node, cache_mib=3), "train")
-    begun = source._shards.folder / ".train-00009.arrow.part"
+    begun = source._shards.cache.folder.parent / "train-00009.arrow.part"
     begun.write_bytes(b"x" * 500_000)
-    for shard in range(3):
-        source.read(shard * ROWS)
+    with locked(begun):
+        open_remote(_data(packed.as_uri(), node, cache_mib=3), "train")
+        assert begun.exists()
+    open_remote(_data(packed.as_uri(), node, cache_mib=3), "train")
     assert not begun.exists()
 
 
@@ -243,35 +246,34 @@ def test_shards_that_are_needed_are_known_across_the_end_of_an_epoch(packed: Pat
     expected: dict[int, None] = {}
     for epoch, begin in ((3, 960), (4, 0)):
         expected |= dict.fromkeys((order.at(epoch, np.arange(begin, ROWS * SHARDS)) // ROWS).tolist())
-    ahead = NextShards(shards, repeats=True)
-    ahead.advance(order, 3, 960)
-    first = ahead.upcoming(1)
+    ahead = Upcoming(shards, order, repeats=True)
+    ahead.at = 3, 960
+    first = ahead.shards(1)
     assert first == list(expected)[: len(first)]
-    assert ahead.upcoming(1 << 40) == list(expected)
-    ahead.advance(order, 4, 0)
-    assert sorted(ahead.upcoming(1 << 40)) == list(range(SHARDS))
+    assert ahead.shards(1 << 40) == list(expected)
+    ahead.at = 4, 0
+    assert sorted(ahead.shards(1 << 40)) == list(range(SHARDS))
 
 
 def test_a_shard_without_rows_is_never_needed(packed: Path) -> None:
     shards = read_index(packed).splits["train"].shards[:3]
     empty = shards[0].model_copy(update={"file": "empty.arrow", "rows": 0})
-    order = Order("train", "none", seed=1, num_samples=3 * ROWS)
-    ahead = NextShards([shards[0], empty, *shards[1:]], repeats=True)
+    ahead = Upcoming([shards[0], empty, *shards[1:]], Order("train", "none", seed=1, num_samples=3 * ROWS), repeats=True)
     for epoch in range(3):
-        ahead.advance(order, epoch, 40)
-        assert sorted(ahead.upcoming(1 << 40)) == [0, 2, 3]
+        ahead.at = epoch, 40
+        assert sorted(ahead.shards(1 << 40)) == [0, 2, 3]
 
 
 def test_validation_that_ends_fetches_nothing_for_the_next_one(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(looking, "_STRETCH", 128)
-    shards = read_index(packed).splits["train"].shards
-    order = Order("val", "none", seed=1, num_samples=ROWS * SHARDS)
-    ahead = NextShards(shards, repeats=False)
+    monkeypatch.setattr(remote_shards, "_SPAN", 128)
+    ahead = Upcoming(
+        read_index(packed).splits["train"].shards, Order("val", "none", seed=1, num_samples=ROWS * SHARDS), repeats=False
+    )
     for epoch in range(2):
-        ahead.advance(order, epoch, 0)
-        assert ahead.upcoming(1 << 40) == list(range(SHARDS))
-        ahead.advance(order, epoch, 992)
-        assert ahead.upcoming(1 << 40) == [28, 29, 30, 31]  # of the stretch that is being read
+        ahead.at = epoch, 0
+        assert ahead.shards(1 << 40) == list(range(SHARDS))
+        ahead.at = epoch, 992
+        assert ahead.shards(1 << 40) == [31]
 
 
 def test_an_order_that_the_cache_cannot_hold_is_refused_with_both_sizes_and_a_window_that_it_can(
@@ -308,7 +310,8 @@ def test_a_folder_for_temporary_files_that_cannot_be_used_is_not_called_the_stag
 
 def test_a_folder_that_is_taken_away_is_one_line_and_ends_no_thread(packed: Path, node: Path) -> None:
     source = open_remote(_data(packed.as_uri(), node, cache_mib=8), "train")
-    shutil.rmtree(source._shards.folder.parent)
+    wait_until((source._shards.cache.folder.parent / "cleaner").exists)  # which is a process that makes its file
+    shutil.rmtree(source._shards.cache.folder.parent)
     source.follow(_order(source, "none"), 0, 0)
     time.sleep(0.3)
     with pytest.raises(DataError, match=r"data.stage: \S+ cannot be used: No such file or directory; write another") as error:
@@ -343,7 +346,7 @@ def test_an_index_that_was_altered_on_its_way_is_read_again_also_where_it_can_st
 ) -> None:
     content, opened, whole = (
         (packed / INDEX).read_bytes(),
-        Server.open,
+        Origin.open,
         open_remote(_data(packed.as_uri(), node), "train").classes,
     )
     names, brace = content.index(b"classes") + len(b'classes": ["'), content.index(b"{")
@@ -355,13 +358,13 @@ def test_an_index_that_was_altered_on_its_way_is_read_again_also_where_it_can_st
     for place in (brace, names):  # what is no JSON any more, and a class of another name
         copies = iter([altered(place, 1)])
         monkeypatch.setattr(
-            Server,
+            Origin,
             "open",
             lambda server, name, copies=copies: io.BytesIO(next(copies, content)) if name == INDEX else opened(server, name),
         )
         assert open_remote(_data(packed.as_uri(), node), "train").classes == whole
     copies = iter([altered(names, serial) for serial in range(8)])
-    monkeypatch.setattr(Server, "open", lambda server, name: io.BytesIO(next(copies)))
+    monkeypatch.setattr(Origin, "open", lambda server, name: io.BytesIO(next(copies)))
     with pytest.raises(DataError, match=r"data.path: file:\S+index.json is another each of 6 times that it was read") as error:
         open_remote(_data(packed.as_uri(), node), "train")
     assert "\n" not in str(error.value)
@@ -426,7 +429,7 @@ def test_a_server_that_vanishes_stalls_the_epoch_and_does_not_end_it(s3: S3, nod
     restart.join()
 
 
-class Vanishing(Server):
+class Vanishing(Origin):
     """A server that refuses connections while it is down."""
 
     is_down = True
@@ -440,13 +443,13 @@ class Vanishing(Server):
 def test_an_outage_while_shards_are_fetched_ahead_is_over_when_it_is_over(
     packed: Path, node: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(shard_fetcher, "_RETRY_AHEAD_S", 0.1)
+    monkeypatch.setattr(remote_shards, "_RETRY_AHEAD_S", 0.1)
     source = open_remote(_data(packed.as_uri(), node, cache_mib=40), "train")
     server = Vanishing(packed.as_uri(), retry_s=0.1)
-    source._shards.server = server
+    source._shards.origin = server
     with caplog.at_level(logging.WARNING, "raydistill"):
         source.follow(_order(source, "none"), 0, 0)
-        wait_until(lambda: caplog.text.count("will be tried again: data.path") >= shard_fetcher._NUM_THREADS)
+        wait_until(lambda: caplog.text.count("will be tried again: data.path") >= remote_shards._NUM_THREADS)
     server.is_down = False
     assert source.read(0) == image_of("train", 0, SIZE)
     wait_until(lambda: len(list(node.glob("raydistill-*/*/data/train-*.arrow"))) == SHARDS)
@@ -455,7 +458,7 @@ def test_an_outage_while_shards_are_fetched_ahead_is_over_when_it_is_over(
 def test_a_shard_that_is_damaged_or_missing_is_fetched_ahead_once(
     packed: Path, node: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(shard_fetcher, "_RETRY_AHEAD_S", 0.1)
+    monkeypatch.setattr(remote_shards, "_RETRY_AHEAD_S", 0.1)
     copy = shutil.copytree(packed, tmp_path / "copy")
     content = (copy / "train-00002.arrow").read_bytes()
     (copy / "train-00002.arrow").write_bytes(content[:-9])
@@ -471,7 +474,7 @@ def test_a_shard_that_is_damaged_or_missing_is_fetched_ahead_once(
         assert error.value is source._shards._failed[shard]
 
 
-class Faltering(Server):
+class Faltering(Origin):
     """A server whose connections break after every 100 kB."""
 
     def open(self, name: str) -> BinaryIO:
@@ -500,12 +503,11 @@ class _Breaking:
 def test_patience_begins_anew_with_every_byte_that_comes(tmp_path: Path) -> None:
     root = make_records(tmp_path / "set", shards=1, rows=10, size=SIZE)
     (shard,) = read_index(root).splits["train"].shards
-    (tmp_path / "here").mkdir()
-    fetch(Faltering(root.as_uri(), retry_s=0.8), shard, tmp_path / "here")  # three failures, half a second each
-    assert (tmp_path / "here" / shard.file).read_bytes() == (root / shard.file).read_bytes()
+    Faltering(root.as_uri(), retry_s=0.8).fetch(shard, tmp_path / shard.file)  # three failures, half a second each
+    assert (tmp_path / shard.file).read_bytes() == (root / shard.file).read_bytes()
 
 
-class Altering(Server):
+class Altering(Origin):
     """A server of whose answers the first three have a wrong byte, each another one."""
 
     num_opened = 0
@@ -520,11 +522,10 @@ class Altering(Server):
 def test_bytes_that_arrive_wrong_in_another_way_each_time_are_fetched_until_they_are_right(tmp_path: Path) -> None:
     root = make_records(tmp_path / "set", shards=1, rows=10, size=SIZE)
     (shard,) = read_index(root).splits["train"].shards
-    (tmp_path / "here").mkdir()
-    store = Altering(root.as_uri(), retry_s=0.8)
-    fetch(store, shard, tmp_path / "here")
-    assert (tmp_path / "here" / shard.file).read_bytes() == (root / shard.file).read_bytes()
-    assert store.num_opened == 4
+    origin = Altering(root.as_uri(), retry_s=0.8)
+    origin.fetch(shard, tmp_path / shard.file)
+    assert (tmp_path / shard.file).read_bytes() == (root / shard.file).read_bytes()
+    assert origin.num_opened == 4
 
 
 def test_a_server_that_stays_away_is_one_line_after_the_patience(s3: S3, node: Path) -> None:

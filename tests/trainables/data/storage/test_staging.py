@@ -1,4 +1,3 @@
-import itertools
 import logging
 import os
 import re
@@ -6,7 +5,6 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,9 +18,9 @@ from tests.waiting import wait_until
 from trainables.config import DataConfig
 from trainables.data.index import INDEX, read_index
 from trainables.data.source import open_on_node
-from trainables.data.sources.records import open_records
-from trainables.data.storage import folder_cleaner, shared_folder, staging
-from trainables.data.storage.shared_folder import folder_bytes, lease_folder, remove_others
+from trainables.data.storage import free_space, staging
+from trainables.data.storage.cache import Cache
+from trainables.data.storage.cleaner import remove_unused
 from trainables.data.storage.staging import stage_set
 from trainables.errors import DataError
 from trainables.locks import locked
@@ -34,11 +32,11 @@ import logging, sys, time
 from trainables.data.storage.staging import stage_set
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
 try:
-    path, held = stage_set(sys.argv[1], sys.argv[2], grace_s={GRACE_S})
+    cache, _ = stage_set(sys.argv[1], sys.argv[2], grace_s={GRACE_S})
 except Exception as error:
     print(type(error).__name__, error, flush=True)
     raise SystemExit(2)
-print("ready", path, flush=True)
+print("ready", cache.folder, flush=True)
 time.sleep(1000)
 """
 
@@ -93,21 +91,21 @@ def _gone(path: Path) -> bool:
 
 def test_a_staged_set_is_the_set_itself(tmp_path: Path) -> None:
     root, to = make_records(tmp_path / "set"), tmp_path / "disk"
-    path, lease = stage_set(str(root), str(to), grace_s=GRACE_S)
-    assert Path(path).is_relative_to(to)
     for split in ("train", "val"):
-        source = open_records(path, split)
+        source = open_on_node(DataConfig(path=str(root), stage=str(to)), split)
         assert [source.read(index) for index in range(len(source))] == [image_of(split, index) for index in range(len(source))]
-    lease.close()
+        source.close()
+    (folder,) = _own(to).glob("*/data")
+    assert {file.name for file in folder.iterdir()} == {file.file for file in read_index(root).files()}
+    assert remove_unused(str(folder.parent))
 
 
 def test_a_staged_set_is_removed_a_while_after_its_last_user_and_not_before(tmp_path: Path) -> None:
     root, to = make_records(tmp_path / "set"), tmp_path / "disk"
-    _, first = stage_set(str(root), str(to), grace_s=GRACE_S)
-    path, second = stage_set(str(root), str(to), grace_s=GRACE_S)
+    first, second = (stage_set(str(root), str(to), grace_s=GRACE_S)[0] for _ in range(2))
     first.close()
     time.sleep(4 * GRACE_S)
-    assert Path(path).exists()
+    assert second.folder.exists()
     second.close()
     assert _gone(_own(to))
     assert root.exists()
@@ -115,14 +113,14 @@ def test_a_staged_set_is_removed_a_while_after_its_last_user_and_not_before(tmp_
 
 def test_who_comes_within_the_grace_takes_the_copy_over(tmp_path: Path) -> None:
     root, to = make_records(tmp_path / "set"), tmp_path / "disk"
-    path, lease = stage_set(str(root), str(to), grace_s=1.0)
-    inode = (Path(path) / "train-00000.arrow").stat().st_ino
+    cache, _ = stage_set(str(root), str(to), grace_s=1.0)
+    inode = (cache.folder / "train-00000.arrow").stat().st_ino
     for _ in range(3):
-        lease.close()
+        cache.close()
         time.sleep(0.6)
-        again, lease = stage_set(str(root), str(to), grace_s=1.0)
-        assert (Path(again) / "train-00000.arrow").stat().st_ino == inode
-    lease.close()
+        cache, _ = stage_set(str(root), str(to), grace_s=1.0)
+        assert (cache.folder / "train-00000.arrow").stat().st_ino == inode
+    cache.close()
     assert _gone(_own(to))
 
 
@@ -140,17 +138,17 @@ def test_the_copy_of_processes_that_were_all_killed_is_removed(tmp_path: Path, s
 
 def test_a_cleaner_is_no_child_of_the_worker_that_started_it_and_there_is_one(tmp_path: Path) -> None:
     root, to = make_records(tmp_path / "set"), tmp_path / "disk"
-    leases = [stage_set(str(root), str(to), grace_s=GRACE_S)[1] for _ in range(3)]
-    (folder,) = _own(to).iterdir()
-    found = [line for line in _processes() if str(folder) in line]
+    caches = [stage_set(str(root), str(to), grace_s=GRACE_S)[0] for _ in range(3)]
+    (folder,) = _own(to).glob("*/")
+    found = wait_until(lambda: [line for line in _processes() if str(folder) in line])
     assert len(found) == 1
     pid = int(found[0].split()[0])
     status = Path(f"/proc/{pid}/status").read_text()
     assert f"PPid:\t{os.getpid()}\n" not in status
     assert os.getsid(pid) != os.getsid(0)
     assert int(re.findall(r"VmRSS:\s+(\d+) kB", status)[0]) < 20_000
-    for lease in leases:
-        lease.close()
+    for cache in caches:
+        cache.close()
     assert _gone(_own(to))
 
 
@@ -182,22 +180,21 @@ def test_two_processes_copy_once(tmp_path: Path, start_user: Callable[[Path, Pat
 
 def test_an_interrupted_copy_goes_on_from_the_shards_that_are_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     root, to = make_records(tmp_path / "set"), tmp_path / "disk"
-    path, lease = stage_set(str(root), str(to), grace_s=30)
-    copy = Path(path)
+    cache, index = stage_set(str(root), str(to), grace_s=30)
+    copy = cache.folder
     inode_before = (copy / "train-00001.arrow").stat().st_ino
-    (copy / INDEX).unlink()
     (copy / "train-00002.arrow").unlink()
     (copy / "train-00003.arrow").write_bytes(b"short")
-    (copy / ".train-00002.arrow.part").write_bytes(b"half a shard")
+    (copy.parent / "train-00002.arrow.part").write_bytes(b"half a shard")
     with caplog.at_level(logging.INFO, "raydistill"):
-        _, again = stage_set(str(root), str(to))
+        again, _ = stage_set(str(root), str(to))
     assert "staged 52.7 KiB of" in caplog.text  # two shards of 25 kB
     assert (copy / "train-00001.arrow").stat().st_ino == inode_before
-    assert sorted(file.name for file in copy.iterdir()) == sorted(file.name for file in root.iterdir())
-    assert len({open_records(path, "train").read(index) for index in range(100)}) == 100
-    lease.close()
+    assert all((copy / file.file).read_bytes() == (root / file.file).read_bytes() for file in index.files())
+    assert not list(copy.parent.glob("*.part"))
+    cache.close()
     again.close()
-    folder_cleaner.remove_unused(str(copy.parent))
+    assert remove_unused(str(copy.parent))
 
 
 def test_who_waits_for_a_copy_takes_it_up_where_the_copier_is_killed(
@@ -208,8 +205,7 @@ def test_who_waits_for_a_copy_takes_it_up_where_the_copier_is_killed(
     shard.rename(aside)
     os.mkfifo(shard)  # reading it waits for ever
     copier = start_user(root, to)
-    done = _own(to) / next(iter(_appears(_own(to)))) / "data" / "train-00000.arrow"
-    _appears(done.parent, done.name)
+    wait_until(lambda: list(_own(to).glob("*/data/train-00000.arrow")))
     waiting = start_user(root, to)
     with pytest.raises(subprocess.TimeoutExpired):
         waiting.process.wait(timeout=1)
@@ -219,27 +215,22 @@ def test_who_waits_for_a_copy_takes_it_up_where_the_copier_is_killed(
     assert (path / shard.name).read_bytes() == shard.read_bytes()
 
 
-def _appears(folder: Path, name: str = "") -> list[str]:
-    """What is in `folder` once `name`, or anything, is there."""
-    return wait_until(lambda: [path.name for path in folder.glob(f"{name}*")])
-
-
 def test_whoever_copies_or_waits_says_how_far_it_is(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staging, "_PROGRESS_S", 0.0)
     root, to = make_records(tmp_path / "set"), tmp_path / "disk"
     with caplog.at_level(logging.INFO, "raydistill"):
-        _, lease = stage_set(str(root), str(to), grace_s=GRACE_S)
+        cache, _ = stage_set(str(root), str(to), grace_s=GRACE_S)
     assert re.search(rf"staging {root} in {to}: \d+ KiB of 122 KiB", caplog.text)
     caplog.clear()
     with caplog.at_level(logging.INFO, "raydistill"), ThreadPoolExecutor(1) as pool:
-        with locked(lease.folder / "copying"):
+        with locked(cache.folder.parent / "copying"):
             waiting = pool.submit(stage_set, str(root), str(to), grace_s=GRACE_S)
             wait_until(lambda: caplog.messages)
             assert re.match(rf"staging {root} in {to}: 12\d KiB of 122 KiB", caplog.messages[0])
-        waiting.result()[1].close()
-    lease.close()
+        waiting.result()[0].close()
+    cache.close()
 
 
 def _group(folder: Path, version: int, limit: str, used: int, reclaimable: int = 0) -> None:
@@ -262,7 +253,7 @@ def test_the_memory_that_is_free_is_that_of_the_processs_own_group_and_those_abo
 
     def free(path: str) -> float:
         own.write_text(memberships.format(path) + "\n")
-        return shared_folder._container_bytes(own, root)
+        return free_space._container_bytes(own, root)
 
     assert free("/job/step") == float("inf")
     _group(root / top / "job" / "step", version, "1000", 300, reclaimable=50)
@@ -276,56 +267,32 @@ def test_the_memory_that_is_free_is_that_of_the_processs_own_group_and_those_abo
     assert free("/docker/0123") == free("/../../x") == 100  # inside of a container, whose own group is the root
 
 
-def test_a_folder_is_measured_while_others_rename_and_remove_its_files(tmp_path: Path) -> None:
-    for number in range(50):
-        (tmp_path / f"{number}").write_bytes(b"x" * 10)
-    stop = threading.Event()
-
-    def rename_all() -> None:
-        for path in itertools.cycle([tmp_path / f"{number}" for number in range(50)]):
-            if stop.is_set():
-                return
-            path.rename(path.with_suffix(".part"))
-            path.with_suffix(".part").rename(path)
-
-    renaming = threading.Thread(target=rename_all)
-    renaming.start()
-    try:
-        measured = [folder_bytes(tmp_path) for _ in range(500)]
-    finally:
-        stop.set()
-        renaming.join()
-    assert min(measured) > 0
-    assert folder_bytes(tmp_path) == 500
-
-
-def test_a_cleaner_begins_its_work_although_others_look_whether_there_is_one(tmp_path: Path) -> None:
-    folder = tmp_path / "base" / "identity"
-    (folder / folder_cleaner.USERS).mkdir(parents=True)
-    with locked(folder / folder_cleaner.CLEANER):  # as `is_watched` does for a moment
-        watching = threading.Thread(target=folder_cleaner.wait_until_removed, args=(str(folder), 0.0))
-        watching.start()
-        time.sleep(0.03)
-    watching.join()
-    assert not folder.exists()
-
-
 def test_what_a_crash_left_is_removed_unless_it_is_in_use_or_this_very_set(tmp_path: Path) -> None:
     to, base = tmp_path / "disk", tmp_path / "disk" / f"raydistill-{os.getuid()}"
-    for name in ("crashed", "crashed.removed-1"):
-        (base / name).mkdir(parents=True)
-        (base / name / "shard").write_bytes(b"x" * 1000)
-    used = lease_folder(str(to), "used", grace_s=30)
-    own_lease = lease_folder(str(to), "own_lease", grace_s=30)
-    assert sorted(path.name for path in base.iterdir()) == ["own_lease", "used"]
+    (base / "crashed" / "data").mkdir(parents=True)
+    (base / "crashed" / "data" / "shard").write_bytes(b"x" * 1000)
+    (base / "crashed" / "size").touch()
+    used, own = (Cache(str(to), name, grace_s=30) for name in ("used", "own"))
+    assert sorted(path.name for path in base.glob("*/")) == ["own", "used"]
     used.close()
-    while used.folder.exists():  # for a moment its cleaner has the lock
-        remove_others(own_lease, within_grace=True)
-    assert [path.name for path in base.iterdir()] == ["own_lease"]
-    own_lease.close()
-    while own_lease.folder.exists():  # its cleaner too
-        folder_cleaner.remove_unused(str(own_lease.folder))
+    own.close()
+    assert all(remove_unused(str(base / name)) for name in ("used", "own"))
     assert not base.exists()
+
+
+def test_sets_that_nobody_uses_make_room_and_those_in_use_do_not(tmp_path: Path) -> None:
+    def bring(cache: Cache, name: str) -> bool:
+        return cache.bring(name, 600_000, lambda part: part.write_bytes(bytes(600_000)) and None)
+
+    first, second = (Cache(str(tmp_path), name, limit_mib=1, grace_s=30) for name in ("first", "second"))
+    assert bring(first, "a")
+    assert not bring(second, "b")
+    assert second.room_bytes() == (1 << 20) - 600_000
+    first.close()
+    assert bring(second, "b")
+    assert not first.folder.exists()
+    second.close()
+    assert remove_unused(str(second.folder.parent))
 
 
 def test_a_set_that_does_not_fit_is_refused_before_a_byte_is_copied(tmp_path: Path) -> None:
@@ -362,14 +329,12 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_copy_is_cleaned_and_an_error(
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, hard))  # a write beyond is refused as on a full disk
     try:
-        with pytest.raises(DataError, match=r"data.stage: \S+ was full before 3\.94 MiB of \S+ were copied there") as error:
+        with pytest.raises(DataError, match=r"data.stage: others filled the disk before 3\.94 MiB of \S+ were copied") as error:
             stage_set(str(root), str(to), grace_s=30)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "\n" not in str(error.value)
-    (folder,) = _own(to).iterdir()
-    assert not list((folder / "data").iterdir())
-    folder_cleaner.remove_unused(str(folder))
+    assert _gone(_own(to))
 
 
 def test_a_full_disk_under_two_processes_ends_both_with_the_error(
@@ -429,15 +394,15 @@ def test_a_worker_reads_the_copy_and_its_end_gives_it_up(tmp_path: Path) -> None
     for shard in root.glob("*.arrow"):
         shard.unlink()  # of the set; the copy is whole
     assert [source.read(3) for source in sources] == [image_of("train", 3), image_of("val", 3)]
-    (folder,) = _own(to).iterdir()
+    (folder,) = _own(to).glob("*/")
     while sources:
-        assert not folder_cleaner.remove_unused(str(folder))
+        assert not remove_unused(str(folder))
         sources.pop()
-    wait_until(lambda: folder_cleaner.remove_unused(str(folder)))  # for a moment the folder's cleaner has the lock
+    wait_until(lambda: remove_unused(str(folder)))  # for a moment its cleaner has the lock
 
 
 def test_memory_is_staged_where_the_system_shares_it(tmp_path: Path) -> None:
-    path, lease = stage_set(str(make_records(tmp_path / "set")), "ram", grace_s=GRACE_S)
-    assert path.startswith("/dev/shm/raydistill-")
-    lease.close()
-    assert _gone(Path(path))
+    cache, _ = stage_set(str(make_records(tmp_path / "set")), "ram", grace_s=GRACE_S)
+    assert cache.folder.is_relative_to("/dev/shm")
+    cache.close()
+    assert _gone(cache.folder)

@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 
 from tests.trainables.jobs import relative_difference, train
-from trainables.config import TrainConfig
+from trainables.config import DistillConfig, TrainConfig
 from trainables.distributed.rank_pool import RankPool
 from trainables.engine.check_method import Case, job_config
-from trainables.engine.dry_run import check_fit, untrained_modules
+from trainables.engine.dry_run import check_fit
 from trainables.errors import DistillError
-from trainables.methods.init_stage import with_init_stage
-from trainables.methods.registry import METHODS, load_method
+from trainables.methods.registry import METHODS
+from trainables.methods.select import select_methods
 
-REFUSED = [name for name in METHODS if (kind := load_method(name)).stages_conflict(kind.Options.model_construct())]
+REFUSED = [each.key for each in select_methods(DistillConfig(method=tuple(METHODS))) if each.whole_student]
 FAST = ("dkd", "fitnet", "sp")
 
 
@@ -28,13 +28,6 @@ def test_a_method_that_cannot_be_trained_in_stages_is_refused_in_one_line(name: 
     with pytest.raises(DistillError, match=r"pipeline_stages 2.*or write scale.pipeline_stages 1") as caught:
         check_fit(in_stages(name, tmp_path, 2), 4)
     assert "\n" not in str(caught.value)
-
-
-def test_a_method_whose_modules_see_a_whole_batch_says_so_before_it_is_built(tmp_path: Path) -> None:
-    for name in METHODS:
-        first, *_ = with_init_stage(in_stages(name, tmp_path / name, 1))
-        method = untrained_modules(first, 4)[0].methods_by_name[name]
-        assert method.requires.whole_batch is method.requires_whole_batch, name
 
 
 @pytest.mark.parametrize("cut", [["layer2", "layer1"], ["layer2", "layer2"]])

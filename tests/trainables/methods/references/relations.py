@@ -68,7 +68,7 @@ def _distances(features_ND: Array) -> Array:
 
 
 def rkd_distance(student_ND: Array, teacher_ND: Array, variant: str = "repdistiller") -> float:
-    """Huber of the normalised pairwise distances' difference. Park et al., CVPR 2019, L_RKD-D.
+    """Huber of the normalized pairwise distances' difference. Park et al., CVPR 2019, L_RKD-D.
 
     variant `repdistiller` (mdistiller and the authors' code alike): the mean over all N² entries, the diagonal's zeros
     included; `paper`: over the N(N − 1) pairs of two samples.

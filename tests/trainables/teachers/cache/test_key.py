@@ -139,13 +139,15 @@ def parts(
     images: ImageSet = IMAGES,
     classes: Sequence[str] = TEN,
     top_k: int | None = None,
-    model: str = "mlp_large",
+    model: str = "convnet_large",
+    teacher: dict[str, Any] | None = None,
     **changes: Any,
 ) -> dict[str, Any]:
     """The key's parts of a job; `changes` of its data, seed or precision."""
     sections = {name: changes.pop(name) for name in ("seed", "precision") if name in changes}
     data = {"augment": "pad_crop_flip", **changes}
-    job = config(weights.parent / "job", teacher={"model": model, "weights": str(weights)}, data=data, **sections)
+    about = {"model": model, "weights": str(weights), **(teacher or {})}
+    job = config(weights.parent / "job", teacher=about, data=data, **sections)
     return key_parts(job, images, classes, top_k)
 
 
@@ -161,25 +163,25 @@ def leaves(parts_of_key: dict[str, Any]) -> dict[str, Any]:
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Weights that say neither of which model they are nor of which classes."""
     path = tmp_path_factory.mktemp("weights") / "plain.safetensors"
-    save_file(build_model("mlp_large", num_classes=10, image_size=8, seed=11).state_dict(), path)
+    save_file(build_model("convnet_large", num_classes=10, image_size=8, seed=11).state_dict(), path)
     return path
 
 
 ALONE: dict[str, dict[str, Any]] = {
-    "teacher.model": {"model": "mlp_small"},
-    "teacher.num_classes": {"classes": (*TEN, "10")},
+    "teacher.model": {"model": "convnet-large"},
     "teacher.precision": {"precision": "fp32"},
     "data.samples": {"images": IMAGES._replace(num_samples=7)},
     "data.fingerprint": {"images": IMAGES._replace(fingerprint="others")},
     "images.decoder": {"images": IMAGES._replace(decoder="turbojpeg")},
     "images.seed": {"seed": 4},
-    "images.image_size": {"image_size": 9},
+    "images.image_size": {"image_size": 9, "teacher": {"image_size": 8}},
     "images.augment": {"augment": "crop_flip"},
-    "images.device_augment": {"device_augment": {"random_erasing": 0.25}},
+    "images.device_augment": {"device_augment": {"mixup": 0.25}},
     "images.fidelity": {"fidelity": "exact"},
     "images.val_resize": {"val_resize": 10},
-    "images.mean": {"mean": (0.5, 0.456, 0.406)},
-    "images.std": {"std": (0.229, 0.224, 0.5)},
+    "input.image_size": {"teacher": {"image_size": 9}},
+    "input.mean": {"mean": (0.5, 0.456, 0.406)},
+    "input.std": {"teacher": {"std": (0.229, 0.224, 0.5)}},
     "top_k": {"top_k": 3},
 }
 
@@ -194,8 +196,17 @@ def test_each_part_of_a_key_changes_it_alone(plain: Path, part: str) -> None:
 
 def test_a_key_has_no_other_parts(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = parts(plain)
-    assert leaves(first).keys() == {*ALONE, "teacher.sha256", "format"}
-    save_file(build_model("mlp_large", num_classes=10, image_size=8, seed=12).state_dict(), tmp_path / "other.safetensors")
+    assert leaves(first).keys() == {
+        *ALONE,
+        "teacher.sha256",
+        "teacher.num_classes",
+        "input.interpolation",
+        "images.erased_to",
+        "format",
+    }
+    erased = {"device_augment": {"random_erasing": 0.5}, "teacher": {"mean": (0.5,) * 3}}
+    assert cache_key(parts(plain, **erased)) != cache_key(parts(plain, mean=(0.5, 0.456, 0.406), **erased))
+    save_file(build_model("convnet_large", num_classes=10, image_size=8, seed=12).state_dict(), tmp_path / "other.safetensors")
     assert parts(tmp_path / "other.safetensors")["teacher"]["sha256"] != first["teacher"]["sha256"]
     monkeypatch.setattr(key, "FORMAT", key.FORMAT + 1)
     assert cache_key(parts(plain)) != cache_key(first)

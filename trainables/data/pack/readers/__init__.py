@@ -32,19 +32,19 @@ READERS: dict[str, type[LayoutReader]] = {
 
 def matching_reader(root: Path) -> str | None:
     """The layout of a source; None where it has none that is known."""
-    if is_image_folder(root) and not ImagenetReader.matches(root):  # whatever else lies there, such as what it was unpacked from
+    if is_image_folder(root) and not ImagenetReader.files(root):  # whatever else lies there, such as what it was unpacked from
         return IMAGE_FOLDER
-    return next((name for name, reader in READERS.items() if reader.matches(root)), None)
+    return next((name for name, reader in READERS.items() if reader.files(root)), None)
 
 
 def nearby_layout_error(root: Path) -> DataError | None:
     """The refusal of a path without a layout, where a folder in it or an archive has one; else None."""
-    for folder in sorted(path for path in root.iterdir() if path.is_dir() and not is_hidden(path.name)) if root.is_dir() else ():
+    folders = sorted(path for path in root.iterdir() if path.is_dir() and not is_hidden(path.name)) if root.is_dir() else []
+    for folder in folders:
         if name := matching_reader(folder):
             return DataError(f"{root} is of no known layout, but its folder {folder} is ({name}): give that one")
-    is_archive = root.is_file() and re.fullmatch(ARCHIVE, root.name)
-    archive = root if is_archive else next(iter(files_below(root, ARCHIVE)), None)
-    return archive_error(archive) if archive else None
+    archives = [root] if root.is_file() and re.fullmatch(ARCHIVE, root.name) else files_below(root, ARCHIVE)
+    return archive_error(archives[0]) if archives else None
 
 
 def find_reader(root: Path) -> str:

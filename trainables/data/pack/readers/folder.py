@@ -1,20 +1,24 @@
 """An image folder: ROOT/train/CLASS/* and ROOT/val/CLASS/*, as training reads it."""
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from trainables.data.pack.layout_reader import Listing, RandomAccessReader, SplitListing
+from trainables.data.order import Split
+from trainables.data.pack.layout_reader import Label, LayoutReader
 from trainables.data.sources.folder import FolderSource, has_train_folder
 
 
-class FolderReader(RandomAccessReader):
+class FolderReader(LayoutReader):
     """A location is a file's path below the root. Training opens its `FolderSource`."""
 
-    @staticmethod
-    def matches(root: Path) -> bool:
-        return root.is_dir() and has_train_folder(str(root))
+    @classmethod
+    def files(cls, root: Path) -> list[Path]:
+        return [root] if root.is_dir() and has_train_folder(str(root)) else []
 
-    def listing(self) -> Listing:
-        train, val = FolderSource(str(self._root), "train"), FolderSource(str(self._root), "val")
-        return Listing(
-            train.classes, {"train": SplitListing(train.files(), train.labels_N), "val": SplitListing(val.files(), val.labels_N)}
-        )
+    def splits(self) -> Mapping[Split, list[Split]]:
+        return {"train": ["train"], "val": ["val"]}
+
+    def samples(self, part: Split) -> Iterable[tuple[str, Label]]:
+        source = FolderSource(str(self.root), part)
+        self.classes = source.classes
+        return zip(source.files(), source.labels_N.tolist(), strict=True)

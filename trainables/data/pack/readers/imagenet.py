@@ -6,20 +6,12 @@ Tiny ImageNet has its validation images so too. Classes are WordNet IDs, sorted,
 import io
 import re
 import tarfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from trainables.data.order import Split
 from trainables.data.pack.file_kind import not_readable
-from trainables.data.pack.layout_reader import (
-    Label,
-    Listing,
-    Location,
-    RandomAccessReader,
-    has_folders,
-    is_image_folder,
-    locate,
-    numbered,
-)
+from trainables.data.pack.layout_reader import Label, LayoutReader, Location, has_folders, is_image_folder
 from trainables.data.pack.readers.tar_file import tar_files
 from trainables.data.sources.folder import EXTENSIONS, FolderSource
 from trainables.data.split_names import is_hidden
@@ -28,78 +20,77 @@ from trainables.errors import DataError
 _TRAIN_TAR, _VAL_TAR = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
 _TRUTH, _META = "ILSVRC2012_validation_ground_truth.txt", "meta.mat"
 _TINY_LABELS = "val/val_annotations.txt"
-_KIT = "ILSVRC2012_devkit*"
 _NUMBER = re.compile(r".*_(\d+)\.JPEG", re.IGNORECASE)
 
 
-class ImagenetReader(RandomAccessReader):
+class ImagenetReader(LayoutReader):
     """A location is the path of an image, or its Piece of a tar."""
 
-    @staticmethod
-    def matches(root: Path) -> bool:
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self._train_tar, self._val_tar = root / _TRAIN_TAR, root / _VAL_TAR
+
+    @classmethod
+    def files(cls, root: Path) -> list[Path]:
+        """What shows the layout, whichever files it has."""
+        tars = [root / name for name in (_TRAIN_TAR, _VAL_TAR) if (root / name).is_file()]
+        has_train = has_folders(root / "train")
         if (root / _TINY_LABELS).is_file():
-            return has_folders(root / "train")
-        if is_image_folder(root):
-            return False
-        has_train = (root / _TRAIN_TAR).is_file() or has_folders(root / "train")
-        has_tar = any((root / name).is_file() for name in (_TRAIN_TAR, _VAL_TAR))
-        return has_train and (has_tar or ((root / "val").is_dir() and bool(_label_files(root))))
+            return [root / _TINY_LABELS] * has_train
+        if is_image_folder(root) or not (has_train or root / _TRAIN_TAR in tars):
+            return []
+        return tars or [root / name for name in _label_files(root) if (root / "val").is_dir()]
 
-    def listing(self) -> Listing:
-        train_tar, val_tar = self._root / _TRAIN_TAR, self._root / _VAL_TAR
-        if not val_tar.is_file() and not (self._root / "val").is_dir():
-            raise DataError(f"{train_tar} holds tars of a class each, and {_VAL_TAR} is not with it; add it, or unpack both")
-        label_of = self._val_labels()
-        train = self._tar_samples if train_tar.is_file() else self._folder_samples
+    def splits(self) -> Mapping[Split, list[Path]]:
+        if not self._val_tar.is_file() and not (self.root / "val").is_dir():
+            raise DataError(f"{self._train_tar} holds a tar per class, and {_VAL_TAR} is not with it; add it, or unpack both")
+        self._label_of = self._val_labels()
+        return {"train": [self._train_tar], "val": [self._val_tar]}
 
-        def samples(path: Path) -> Iterator[tuple[Location, Label]]:
-            return train() if path == train_tar else self._val_samples(label_of)
-
-        return numbered(self._root, locate(self._root, {"train": [train_tar], "val": [val_tar]}, samples))
+    def samples(self, part: Path) -> Iterable[tuple[Location, Label]]:
+        if part == self._val_tar:
+            return self._val_samples()
+        if part.is_file():
+            return self._tar_samples()
+        source = FolderSource(str(self.root), "train")
+        return zip(source.files(), (source.classes[label] for label in source.labels_N.tolist()), strict=True)
 
     def _tar_samples(self) -> Iterator[tuple[Location, Label]]:
-        path = self._root / _TRAIN_TAR
+        path = self._train_tar
         with open(path, "rb") as raw:
-            for class_tar in sorted(tar_files(self._root, path, raw), key=lambda piece: piece.name):
+            for class_tar in sorted(tar_files(self.root, path, raw), key=lambda piece: piece.name):
                 name, _, extension = class_tar.name.rpartition(".")
                 if extension != "tar":
                     raise DataError(f"{path} holds {class_tar.name}, and not a tar per class; give the tar of image-net.org")
-                for piece in tar_files(self._root, path, raw, class_tar):
+                for piece in tar_files(self.root, path, raw, class_tar):
                     yield piece, name
 
-    def _folder_samples(self) -> Iterator[tuple[Location, Label]]:
-        source = FolderSource(str(self._root), "train")
-        return zip(source.files(), (source.classes[label] for label in source.labels_N.tolist()), strict=True)
-
-    def _val_samples(self, label_of: Mapping[str, str]) -> Iterator[tuple[Location, Label]]:
-        path = self._root / _VAL_TAR
-        if path.is_file():
-            with open(path, "rb") as raw:
-                images: list[tuple[Location, str]] = [(piece, piece.name) for piece in tar_files(self._root, path, raw)]
+    def _val_samples(self) -> Iterator[tuple[Location, Label]]:
+        if self._val_tar.is_file():
+            with open(self._val_tar, "rb") as raw:
+                images: dict[str, Location] = {piece.name: piece for piece in tar_files(self.root, self._val_tar, raw)}
         else:
-            folder = self._root / ("val/images" if (self._root / _TINY_LABELS).is_file() else "val")
-            names = [
-                entry.name for entry in folder.iterdir() if entry.name.lower().endswith(EXTENSIONS) and not is_hidden(entry.name)
-            ]
-            images = [(f"{folder.relative_to(self._root)}/{name}", name) for name in names]
-        for location, name in sorted(images, key=lambda image: image[1]):
+            folder = "val/images" if (self.root / _TINY_LABELS).is_file() else "val"
+            names = (entry.name for entry in (self.root / folder).iterdir() if not is_hidden(entry.name))
+            images = {name: f"{folder}/{name}" for name in names if name.lower().endswith(EXTENSIONS)}
+        for name, location in sorted(images.items()):
             number = _NUMBER.fullmatch(name)
-            label = label_of.get(name) or (label_of.get(str(int(number[1]))) if number else None)
+            label = self._label_of.get(name) or (self._label_of.get(str(int(number[1]))) if number else None)
             if label is None:
                 raise DataError(
-                    f"{self._root}: the validation image {name} has no label; give the images and labels of one data set"
+                    f"{self.root}: the validation image {name} has no label; give the images and labels of one data set"
                 )
             yield location, label
 
     def _val_labels(self) -> dict[str, str]:
         """The class of each validation image by its file's name or by its number."""
-        tiny = self._root / _TINY_LABELS
+        tiny = self.root / _TINY_LABELS
         if tiny.is_file():
             return dict(line.split("\t")[:2] for line in tiny.read_text(encoding="utf-8").splitlines() if "\t" in line)
-        found = _label_files(self._root)
+        found = _label_files(self.root)
         if _TRUTH not in found or _META not in found:
             raise DataError(
-                f"{self._root}: the classes of its validation images need {_TRUTH} and {_META}, which says what its numbers "
+                f"{self.root}: the classes of its validation images need {_TRUTH} and {_META}, which says what its numbers "
                 "mean: put image-net.org's development kit for tasks 1 & 2 there, or unpack into train/CLASS/ and val/CLASS/"
             )
         from scipy.io import loadmat
@@ -110,14 +101,14 @@ class ImagenetReader(RandomAccessReader):
             return {str(line): wnids[int(number)] for line, number in enumerate(found[_TRUTH].split(), 1)}
         except Exception as error:  # a damaged file makes scipy's parser raise almost anything
             raise DataError(
-                f"{self._root}: {_META} or {_TRUTH} is damaged ({type(error).__name__}: {error}); give the files of one kit"
+                f"{self.root}: {_META} or {_TRUTH} is damaged ({type(error).__name__}: {error}); give the files of one kit"
             ) from None
 
 
 def _label_files(root: Path) -> dict[str, bytes]:
     """What there is of _TRUTH and _META: in `root`, in its folder val, or in a development kit, a folder or an archive."""
     found: dict[str, bytes] = {}
-    kits = sorted(root.glob(_KIT))
+    kits = sorted(root.glob("ILSVRC2012_devkit*"))
     for folder in (root, root / "val", *kits, *(kit / "data" for kit in kits)):
         found |= {name: (folder / name).read_bytes() for name in (_TRUTH, _META) if (folder / name).is_file()}
     for archive in (kit for kit in kits if kit.is_file() and len(found) < 2):

@@ -14,21 +14,12 @@ from numpy.typing import NDArray
 
 from trainables.data.decode import Sample, UnreadableImageError
 from trainables.data.pack.file_kind import not_readable
-from trainables.data.pack.layout_reader import (
-    Label,
-    LayoutReader,
-    Listing,
-    Location,
-    files_below,
-    locate,
-    numbered,
-    split_files,
-)
+from trainables.data.pack.layout_reader import Label, LayoutReader, files_below
 from trainables.data.pack.readers.protobuf import WireError, parse_datum
 from trainables.errors import DataError
 
 _FILE = "data.mdb"
-_IMAGE_KEY, _LABEL_KEY = "image-", "label-"
+_IMAGE_KEY, _LABEL_KEY = b"image-", b"label-"
 _MAGIC = (b"\xff\xd8\xff", b"\x89PNG", b"RIFF", b"BM", b"GIF8", b"II*\0", b"MM\0*", b"P5", b"P6")
 _NO_IMAGE = re.compile(rb"label-\d+|num-samples|__\w+__")
 """Other keys than images: labels, their number, and those of PyTorch users' tools, such as __len__ and __keys__."""
@@ -38,38 +29,54 @@ _LAYOUTS = "Datum values, image files under keys CLASS/NAME, or image files unde
 class LmdbReader(LayoutReader):
     """A location is an environment below the root, a folder or a single file, and a key, its bytes as Latin-1."""
 
-    @staticmethod
-    def matches(root: Path) -> bool:
-        return bool(_environments(root))
+    what = "LMDB environments"
+    random_access = False
 
-    def listing(self) -> Listing:
-        pixels = False
+    @classmethod
+    def files(cls, root: Path) -> list[Path]:
+        """Folders with data.mdb in them, and environments of a single file (LMDB's subdir=False)."""
+        files = files_below(root, rf"{re.escape(_FILE)}|(?!lock\.).+\.(mdb|lmdb)")
+        return [path.parent if path.name == _FILE else path for path in files]
 
-        def samples(environment: Path) -> Iterator[tuple[Location, Label]]:
-            nonlocal pixels
-            name = str(environment.relative_to(self._root))
-            for key, label, is_pixels in _samples(environment):
-                pixels = is_pixels
-                yield (name, key.decode("latin-1")), label
+    def samples(self, part: Path) -> Iterator[tuple[tuple[str, str], Label]]:
+        name = str(part.relative_to(self.root))
+        with _reading(part) as transaction:
+            for key_view, value in transaction.cursor():
+                key = bytes(key_view)
+                if not _NO_IMAGE.fullmatch(key):
+                    yield (name, key.decode("latin-1")), self._label(part, transaction, key, value)
 
-        located = locate(self._root, split_files(self._root, _environments(self._root), "LMDB environments"), samples)
-        is_index = any(key.startswith(_IMAGE_KEY) for _, key in located.locations["train"][:1])
-        return numbered(self._root, located, text_is_index=is_index, pixels=pixels)
+    def _label(self, path: Path, transaction: Any, key: bytes, value: memoryview) -> Label:
+        """The label of the image under a key. Raises DataError for a layout that is not known."""
+        if bytes(value[:4]).startswith(_MAGIC):
+            label = transaction.get(key.replace(_IMAGE_KEY, _LABEL_KEY, 1)) if key.startswith(_IMAGE_KEY) else None
+            if label is not None:
+                self.text_is_index = True
+                return bytes(label).decode(errors="replace").strip()
+            name, slash, _ = key.decode(errors="replace").lstrip("/").partition("/")
+            if not slash:
+                raise DataError(f"{path}: the label of {key!r} is not to be found; give {_LAYOUTS}")
+            return name
+        if len(value) > 2 and value[0] == 0x80 and value[1] in range(2, 6) and value[-1] == ord("."):
+            raise DataError(
+                f"{path}: its values are Python pickles, and reading a pickle runs whatever code it names; "
+                f"write it again as {_LAYOUTS}, or pack the images that it was made from"
+            )
+        try:
+            datum = parse_datum(value)
+        except WireError as error:
+            raise DataError(f"{path}: {key!r} is of no known layout ({error}); give {_LAYOUTS}") from None
+        self.pixels |= not datum.encoded  # of both kinds, all are stored as pixels
+        return datum.label
 
     def read(self, locations: Sequence[tuple[str, str]]) -> Iterator[tuple[str, Sample | UnreadableImageError]]:
         with contextlib.ExitStack() as opened:
             open_now: dict[str, Any] = {}
             for name, key in locations:
                 if name not in open_now:
-                    open_now[name] = opened.enter_context(_reading(self._root / name))
+                    open_now[name] = opened.enter_context(_reading(self.root / name))
                 value = open_now[name].get(key.encode("latin-1"))
                 yield f"{name}/{key}", UnreadableImageError("no such key") if value is None else _sample(value)
-
-
-def _environments(root: Path) -> list[Path]:
-    """Folders with data.mdb in them, and environments of a single file (LMDB's subdir=False)."""
-    files = files_below(root, rf"{re.escape(_FILE)}|(?!lock\.).+\.(mdb|lmdb)")
-    return [path.parent if path.name == _FILE else path for path in files]
 
 
 @contextlib.contextmanager
@@ -88,40 +95,6 @@ def _reading(path: Path) -> Iterator[Any]:
             yield transaction
     except lmdb.Error as error:
         raise not_readable(path / _FILE if path.is_dir() else path, "an LMDB environment", str(error)) from None
-
-
-def _samples(folder: Path) -> Iterator[tuple[bytes, int | str, bool]]:
-    """Each image's key, its label, and whether it is pixels. Raises DataError for a layout that is not known."""
-    with _reading(folder) as transaction:
-        for key_view, value in transaction.cursor():
-            key = bytes(key_view)
-            if _NO_IMAGE.fullmatch(key):
-                continue
-            if bytes(value[:4]).startswith(_MAGIC):
-                yield key, _label_of(folder, transaction, key), False
-            elif len(value) > 2 and value[0] == 0x80 and value[1] in range(2, 6) and value[-1] == ord("."):
-                raise DataError(
-                    f"{folder}: its values are Python pickles, and reading a pickle runs whatever code it names; "
-                    f"write it again as {_LAYOUTS}, or pack the images that it was made from"
-                )
-            else:
-                try:
-                    datum = parse_datum(value)
-                except WireError as error:
-                    raise DataError(f"{folder}: {key!r} is of no known layout ({error}); give {_LAYOUTS}") from None
-                yield key, datum.label, not datum.encoded
-
-
-def _label_of(folder: Path, transaction: Any, key: bytes) -> str:
-    """The label of an image file: the value of label-N for image-N, or the first part of the key CLASS/NAME."""
-    if key.startswith(_IMAGE_KEY.encode()):
-        value = transaction.get(key.replace(_IMAGE_KEY.encode(), _LABEL_KEY.encode(), 1))
-        if value is not None:
-            return bytes(value).decode(errors="replace").strip()
-    name, slash, _ = key.decode(errors="replace").lstrip("/").partition("/")
-    if not slash:
-        raise DataError(f"{folder}: the label of {key!r} is not to be found; give {_LAYOUTS}")
-    return name
 
 
 def _sample(value: memoryview) -> Sample | UnreadableImageError:

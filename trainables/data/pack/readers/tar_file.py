@@ -10,8 +10,6 @@ from trainables.data.pack.layout_reader import Piece
 from trainables.data.split_names import is_hidden
 from trainables.errors import DataError
 
-_BLOCK = 512
-
 
 def tar_files(root: Path, path: Path, raw: IO[bytes], inner: Piece | None = None) -> Iterator[Piece]:
     """The files of the tar `path`, which is open as `raw`, or of the tar in it at `inner`; hidden ones are left out.
@@ -33,11 +31,11 @@ def tar_files(root: Path, path: Path, raw: IO[bytes], inner: Piece | None = None
                     raise DataError(f"{path}: {name} is a link or no plain file; write the tar with `tar --hard-dereference -h`")
                 yield Piece(file, member.offset_data, member.size, name)
             raw.seek(tar.offset)
-            block = raw.read(_BLOCK)
-            if tar.offset < end and block.strip(b"\0"):  # tarfile takes a damaged header for the end
-                raise not_readable(path, "a tar", f"at byte {tar.offset}", cut_off=len(block) < _BLOCK)
+            block = raw.read(tarfile.BLOCKSIZE)
             if tar.offset > end:
                 raise not_readable(path, "a tar", "its last file is not whole", cut_off=True)
+            if tar.offset < end and block.strip(b"\0"):  # tarfile takes a damaged header for the end
+                raise not_readable(path, "a tar", f"at byte {tar.offset}", cut_off=len(block) < tarfile.BLOCKSIZE)
     except (tarfile.TarError, OSError) as error:
         is_cut_off = any(words in str(error) for words in ("end of data", "truncated", "empty header"))
         raise not_readable(path, "a tar", str(error), cut_off=is_cut_off) from None

@@ -10,52 +10,36 @@ from pathlib import Path
 
 from trainables.data.decode import UnreadableImageError
 from trainables.data.pack.file_kind import not_readable
-from trainables.data.pack.layout_reader import (
-    Label,
-    Listing,
-    Piece,
-    RandomAccessReader,
-    files_below,
-    locate,
-    numbered,
-    split_files,
-)
-from trainables.data.pack.readers.protobuf import WireError, example_features
+from trainables.data.pack.layout_reader import Label, LayoutReader, Piece, files_below
+from trainables.data.pack.readers.protobuf import Value, WireError, example_features
 from trainables.errors import DataError
 
-_FILES = r".+\.tfrecords?(-\d+-of-\d+)?(\.gz)?|(train|val|validation|test)-\d+-of-\d+(\.gz)?"
 _CHECKSUM_BYTES = 4
 _IMAGE = ("image/encoded", "image")
 _LABEL = ("image/class/label", "label")
 _CLASS_NAME = ("image/class/synset", "image/class/text")
 _FILE_NAME = ("image/filename", "file_name")
 
-_Features = dict[str, list[memoryview] | list[int]]
 
-
-class TfrecordReader(RandomAccessReader):
+class TfrecordReader(LayoutReader):
     """A location is the Piece of a record's content and its checksum; its name, where it has none of its own, is its offset."""
 
-    @staticmethod
-    def matches(root: Path) -> bool:
-        return bool(files_below(root, _FILES))
+    what = "TFRecord files"
 
-    def listing(self) -> Listing:
-        names: dict[Label, str] = {}
+    @classmethod
+    def files(cls, root: Path) -> list[Path]:
+        return files_below(root, r".+\.tfrecords?(-\d+-of-\d+)?(\.gz)?|(train|val|validation|test)-\d+-of-\d+(\.gz)?")
 
-        def samples(path: Path) -> Iterator[tuple[Piece, Label]]:
-            file = str(path.relative_to(self._root))
-            for offset, size, features in _records(path):
-                label = _first(features, _LABEL)
-                if not isinstance(label, int):
-                    raise DataError(f"{path}: the record at byte {offset} has no {' or '.join(_LABEL)}; give labelled images")
-                if label not in names and (class_name := _first(features, _CLASS_NAME)):
-                    names[label] = _text(class_name)
-                name = _first(features, _FILE_NAME)
-                yield Piece(file, offset, size + _CHECKSUM_BYTES, _text(name) if name else str(offset)), label
-
-        files = split_files(self._root, files_below(self._root, _FILES), "TFRecord files")
-        return numbered(self._root, locate(self._root, files, samples), names)
+    def samples(self, part: Path) -> Iterator[tuple[Piece, Label]]:
+        file = str(part.relative_to(self.root))
+        for offset, size, features in _records(part):
+            label = _first(features, _LABEL)
+            if not isinstance(label, int):
+                raise DataError(f"{part}: the record at byte {offset} has no {' or '.join(_LABEL)}; give labelled images")
+            if label not in self.names and (class_name := _first(features, _CLASS_NAME)):
+                self.names[label] = _text(class_name)
+            name = _text(_first(features, _FILE_NAME) or offset)
+            yield Piece(file, offset, size + _CHECKSUM_BYTES, name), label
 
     def decode(self, content: bytes) -> bytes:
         record, checksum = content[:-_CHECKSUM_BYTES], content[-_CHECKSUM_BYTES:]
@@ -78,7 +62,7 @@ def masked_crc32c(content: bytes) -> int:
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
-def _records(path: Path) -> Iterator[tuple[int, int, _Features]]:
+def _records(path: Path) -> Iterator[tuple[int, int, dict[str, Value]]]:
     """Offset and size of each record's content and its features; of the mapped file only lengths and labels are touched."""
     if not path.stat().st_size:
         return
@@ -99,9 +83,9 @@ def _records(path: Path) -> Iterator[tuple[int, int, _Features]]:
             raise DataError(f"{path}: the record at byte {offset} is no tf.Example ({error}); give labelled images") from None
 
 
-def _first(features: _Features, keys: tuple[str, ...]) -> int | memoryview | None:
-    return next((features[key][0] for key in keys if features.get(key)), None)
+def _first(features: dict[str, Value], keys: tuple[str, ...]) -> Value | None:
+    return next((features[key] for key in keys if key in features), None)
 
 
-def _text(value: int | memoryview) -> str:
+def _text(value: Value) -> str:
     return str(value) if isinstance(value, int) else bytes(value).decode(errors="replace")

@@ -11,18 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trainables.data.pack.file_kind import ARCHIVE
-from trainables.data.pack.layout_reader import (
-    LABEL_FIELDS,
-    Label,
-    Listing,
-    Piece,
-    RandomAccessReader,
-    files_below,
-    locate,
-    numbered,
-    split_files,
-    split_name,
-)
+from trainables.data.pack.layout_reader import LABEL_FIELDS, Label, LayoutReader, Listing, Piece, files_below, split_name
 from trainables.data.pack.readers.tar_file import tar_files
 from trainables.data.sources.folder import EXTENSIONS
 from trainables.errors import DataError, first_three
@@ -36,68 +25,67 @@ _MEMBER = re.compile(
 _WANTED = "give tars with KEY.jpg and KEY.cls"
 
 
-class WebdatasetReader(RandomAccessReader):
+class WebdatasetReader(LayoutReader):
     """A location is the image's Piece of a tar."""
 
-    @staticmethod
-    def matches(root: Path) -> bool:
-        return any(path.suffix.lower() == ".tar" or split_name(root, path) for path in _tars(root))
+    what = "tars"
+    text_is_index = True
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self._extra: list[str] = []
+        """Further images of samples."""
+
+    @classmethod
+    def files(cls, root: Path) -> list[Path]:
+        """The tars of a source, and compressed ones, which are refused where they are read."""
+        tars = [path for path in files_below(root, ARCHIVE) if path.suffix.lower() != ".zip"]
+        return tars if any(path.suffix.lower() == ".tar" or split_name(root, path) for path in tars) else []
 
     def listing(self) -> Listing:
-        extra: list[str] = []
-        files = split_files(self._root, _tars(self._root), "tars")
-        located = locate(self._root, files, lambda path: _samples(self._root, path, extra))
-        if extra:
-            notice(f"{self._root}: not used, since a sample has one image: {first_three(extra)}")
-        return numbered(self._root, located, text_is_index=True)
+        listing = super().listing()
+        if self._extra:
+            notice(f"{self.root}: not used, since a sample has one image: {first_three(self._extra)}")
+        return listing
 
+    def samples(self, part: Path) -> Iterator[tuple[Piece, Label]]:
+        """Each sample's image and label, in the order of the images.
 
-def _tars(root: Path) -> list[Path]:
-    """The tars of a source, and compressed ones, which are refused where they are read."""
-    return [path for path in files_below(root, ARCHIVE) if path.suffix.lower() != ".zip"]
-
-
-def _samples(root: Path, path: Path, extra: list[str]) -> Iterator[tuple[Piece, Label]]:
-    """Each sample's image and label, in the order of the images; further images of a sample go to `extra`.
-
-    Raises DataError where one half of a sample is missing, or two samples have one key.
-    """
-    found: dict[str, dict[str, Piece]] = {"image": {}, "cls": {}, "json": {}}
-    with open(path, "rb") as raw:
-        for piece in tar_files(root, path, raw):
-            if not (member := _MEMBER.fullmatch(piece.name)):
-                continue
-            stem, kind = member["stem"], str(member.lastgroup)
-            if kind == "tar":
-                raise DataError(
-                    f"{path} holds tars, such as {piece.name}: unpack them into train/CLASS/ and val/CLASS/, or {_WANTED}"
-                )
-            if (other := found[kind].setdefault(stem, piece)) is not piece:
-                raise DataError(f"{path}: the sample {stem} is there twice ({other.name}, {piece.name}); {_WANTED}")
-        images, labels = found["image"], {**found["json"], **found["cls"]}
-        unused = dict.fromkeys(found["cls"])
-        owners: dict[str, Piece] = {}
-        for stem, piece in images.items():
-            key = stem if stem in labels else _format_key(stem)
-            if key != stem and key in images:
-                extra.append(f"{path.name}/{piece.name}")
-                continue
-            label = (
-                _label(os.pread(raw.fileno(), labels[key].size, labels[key].offset), labels[key].name) if key in labels else None
-            )
-            if label is None and not labels and "/" in stem:
-                raise DataError(
-                    f"{path}: its images lie in folders ({piece.name}) without a .cls or .json: if these are the classes, "
-                    f"unpack it into {root}/{split_name(root, path)}/CLASS; or {_WANTED}"
-                )
-            if label is None:
-                raise DataError(f"{path}: the sample {stem} has no .cls with its class, and no .json that names it; {_WANTED}")
-            if owners.setdefault(key, piece) is not piece:
-                raise DataError(f"{path}: the sample {key} has two images ({owners[key].name}, {piece.name}); {_WANTED}")
-            unused.pop(key, None)
-            yield piece, label
-    if unused:
-        raise DataError(f"{path}: the sample {next(iter(unused))} has no image ({' '.join(_IMAGES)}); {_WANTED}")
+        Raises DataError where one half of a sample is missing, or two samples have one key.
+        """
+        found: dict[str, dict[str, Piece]] = {"image": {}, "cls": {}, "json": {}}
+        with open(part, "rb") as raw:
+            for piece in tar_files(self.root, part, raw):
+                if not (member := _MEMBER.fullmatch(piece.name)):
+                    continue
+                stem, kind = member["stem"], str(member.lastgroup)
+                if kind == "tar":
+                    raise DataError(
+                        f"{part} holds tars, such as {piece.name}: unpack them into train/CLASS/ and val/CLASS/, or {_WANTED}"
+                    )
+                if (other := found[kind].setdefault(stem, piece)) is not piece:
+                    raise DataError(f"{part}: the sample {stem} is there twice ({other.name}, {piece.name}); {_WANTED}")
+            images, labels = found["image"], found["json"] | found["cls"]
+            owners: dict[str, Piece] = {}
+            for stem, piece in images.items():
+                key = stem if stem in labels else _format_key(stem)
+                if key != stem and key in images:
+                    self._extra.append(f"{part.name}/{piece.name}")
+                    continue
+                own = labels.get(key)
+                label = _label(os.pread(raw.fileno(), own.size, own.offset), own.name) if own else None
+                if label is None and not labels and "/" in stem:
+                    raise DataError(
+                        f"{part}: its images lie in folders ({piece.name}) without a .cls or .json: if these are the classes, "
+                        f"unpack it into {self.root}/{split_name(self.root, part)}/CLASS; or {_WANTED}"
+                    )
+                if label is None:
+                    raise DataError(f"{part}: the sample {stem} has no .cls with its class and no .json of it; {_WANTED}")
+                if owners.setdefault(key, piece) is not piece:
+                    raise DataError(f"{part}: the sample {key} has two images ({owners[key].name}, {piece.name}); {_WANTED}")
+                yield piece, label
+        if unused := [key for key in found["cls"] if key not in owners]:
+            raise DataError(f"{part}: the sample {unused[0]} has no image ({' '.join(_IMAGES)}); {_WANTED}")
 
 
 def _format_key(stem: str) -> str:

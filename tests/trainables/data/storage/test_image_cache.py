@@ -6,29 +6,29 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.trainables.data.photos import MakeFolder
 from tests.trainables.data.storage.small import file_system
 from tests.waiting import wait_until
 from trainables.config import DataConfig
-from trainables.data.decode import Sample, UnreadableImageError
+from trainables.data.decode import UnreadableImageError
 from trainables.data.interface import Source
 from trainables.data.source import open_on_node, open_source
-from trainables.data.storage import folder_cleaner
-from trainables.data.storage import memory_cache as cache
-from trainables.data.storage.memory_cache import CachedSource, SharedSamples, cached
+from trainables.data.storage import image_cache
+from trainables.data.storage.cache import Cache
+from trainables.data.storage.cleaner import remove_unused
+from trainables.data.storage.image_cache import CachedSource, cached
 from trainables.errors import DataError
 
 
 @pytest.fixture
 def folder(make_folder: MakeFolder) -> Iterator[Path]:
     """An image folder whose caches are removed at the end."""
-    before = set(Path("/dev/shm").glob("raydistill-*/cache-*"))
+    before = set(Path("/dev/shm").glob("raydistill-*/images-*"))
     yield make_folder(train={"a": 20, "b": 20}, val={"a": 4})
-    for path in set(Path("/dev/shm").glob("raydistill-*/cache-*")) - before:
-        folder_cleaner.remove_unused(str(path))
+    for path in set(Path("/dev/shm").glob("raydistill-*/images-*")) - before:
+        remove_unused(str(path))
 
 
 def _config(folder: Path, cache_mib: int | None = 4) -> DataConfig:
@@ -116,38 +116,17 @@ def small_memory(tmp_path: Path) -> Iterator[Path]:
     """A file system in memory, of 1 MiB."""
     with file_system(tmp_path / "small", 1) as small:
         yield small
-        for path in small.glob("raydistill-*/*"):
-            folder_cleaner.remove_unused(str(path))
+        for path in small.glob("raydistill-*/*/"):
+            remove_unused(str(path))
 
 
 def test_memory_that_runs_out_is_no_error(small_memory: Path) -> None:
-    """As where somebody else fills /dev/shm: what could not be kept is read again."""
-    samples, content = SharedSamples(small_memory, 50_000, limit_bytes=8 << 20), os.urandom(50_000)
-    indices = range(0, 50_000, 2_500)  # their places lie in 20 of 98 pages
-    stored = [samples.put(index, content) for index in indices]
-    assert 5 < sum(stored) < 14
-    assert [samples.get(index) == content for index in indices] == stored
-
-
-def test_memory_without_room_for_the_places_is_one_line(small_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "RAM", str(small_memory))
-    with pytest.raises(DataError, match=r"data.cache: \S+small cannot be used: No space left on device; leave data.cache out"):
-        cached(DataConfig(path="many", cache="memory"), "train", Many())
-
-
-class Many(Source):
-    """A source whose places take 1.5 MiB."""
-
-    classes, labels_N = ("a",), np.zeros(200_000, dtype=np.int64)
-
-    def fingerprint(self) -> str:
-        return ""
-
-    def name(self, index: int) -> str:
-        return str(index)
-
-    def read(self, index: int) -> Sample:
-        return b""
+    """As where somebody else fills /dev/shm: what was not stored is read again."""
+    cache, content = Cache(str(small_memory), "images", limit_mib=8), os.urandom(50_000)
+    stored = [cache.put(str(index), content) for index in range(40)]
+    assert 10 < sum(stored) < 21
+    assert [(cache.folder / str(index)).exists() for index in range(40)] == stored
+    assert {(path.stat().st_size) for path in cache.folder.iterdir()} == {50_000}
 
 
 def test_a_cache_that_is_larger_than_the_memory_is_refused_with_both_sizes(folder: Path) -> None:
@@ -156,9 +135,21 @@ def test_a_cache_that_is_larger_than_the_memory_is_refused_with_both_sizes(folde
 
 
 def test_memory_that_cannot_be_allocated_is_reported_with_the_caches_key(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "RAM", "/proc/nowhere")
+    monkeypatch.setattr(image_cache, "RAM", "/proc/nowhere")
     with pytest.raises(DataError, match=r"^data.cache: /proc/nowhere cannot be used: .*; leave data.cache out"):
         open_on_node(_config(folder), "train")
+
+
+def test_both_splits_share_one_budget(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for split in ("train", "val"):
+        (tmp_path / split / "a").mkdir(parents=True)
+        for number in range(9):
+            (tmp_path / split / "a" / f"{number}.jpg").write_bytes(os.urandom(100_000))
+    train, val = (open_on_node(_config(tmp_path, cache_mib=1), split) for split in ("train", "val"))
+    assert len(_contents(train)) == len(_contents(val)) == 9
+    assert len(list(train.cache.folder.iterdir())) == 9
+    assert len(list(val.cache.folder.iterdir())) == 1
+    assert "further val images" in caplog.text
 
 
 def test_a_folder_with_other_files_has_a_cache_of_its_own(folder: Path, make_folder: Callable[..., Path]) -> None:
@@ -169,12 +160,9 @@ def test_a_folder_with_other_files_has_a_cache_of_its_own(folder: Path, make_fol
     assert _contents(second) == _contents(open_source(_config(folder), "train"))
 
 
-def test_the_cache_is_removed_a_while_after_its_last_user(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lease_folder = cache.lease_folder
-    monkeypatch.setattr(cache, "lease_folder", lambda base, identity: lease_folder(base, identity, grace_s=0.3))
-    source = open_on_node(_config(folder), "train")
-    assert isinstance(source, CachedSource)
-    root = source.folder
+def test_the_cache_is_removed_a_while_after_its_last_user(folder: Path) -> None:
+    source = cached(_config(folder), "train", open_source(_config(folder), "train"), grace_s=0.3)
+    root = source.cache.folder
     _contents(source)
     assert root.exists()
     del source

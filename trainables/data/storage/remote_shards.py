@@ -1,0 +1,202 @@
+"""Shards of a distant packed set in a node's cache: fetched ahead of their use, the ones that were read longest ago make room.
+
+A file is opened for every read, so that one that was removed costs no disk: who still needs it fetches it again.
+
+Shapes: B positions, S shards of the split.
+"""
+
+import contextlib
+import copy
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from trainables.data.index import File, Index
+from trainables.data.order import Order, Split
+from trainables.data.storage.cache import Cache, reported_as
+from trainables.data.storage.free_space import format_bytes
+from trainables.data.storage.origin import Origin, StoppedError
+from trainables.errors import DataError, DataUnavailableError
+
+_NUM_THREADS = 4  # shards fetched at a time
+_TOUCH_EVERY_S = 1.0
+_LOOK_AGAIN_S = 1.0
+_RETRY_AHEAD_S = 10.0  # until a shard is fetched ahead again whose server did not answer
+_SPAN = 4096  # positions: their shards are found in milliseconds, and a shard holds about as many samples
+_MAX_SPANS = 1024  # that are remembered
+_log = logging.getLogger("raydistill")
+
+
+class Upcoming:
+    """The shards that an order needs from `at`, an epoch and a position, on. Callers lock."""
+
+    def __init__(self, shards: Sequence[File], order: Order, *, repeats: bool) -> None:
+        """`repeats`: an epoch follows on another at once, as in training; validation comes again a while later."""
+        self.order, self.at = order, (0, 0)
+        self._ahead = copy.copy(order)  # an order remembers its last epoch: this one goes ahead of it
+        self._repeats = repeats
+        self._bytes_S = [shard.bytes for shard in shards]
+        self._ends_S = np.cumsum([shard.rows for shard in shards], dtype=np.int64)
+        self._found = lru_cache(_MAX_SPANS)(self._find)
+
+    def shards(self, max_bytes: int) -> list[int]:
+        """In the order of their first use, as many as `max_bytes` take together, at least one; of one epoch at most."""
+        epoch, position = self.at
+        size = self.order.num_samples
+        found = dict.fromkeys(self._find(epoch, position))  # of what is left of the present span
+        later = {epoch: range((position // _SPAN + 1) * _SPAN, size, _SPAN)}
+        if self._repeats:
+            later[epoch + 1] = range(0, position, _SPAN)
+        for each, begins in later.items():
+            for begin in begins:
+                if len(found) == len(self._bytes_S) or sum(self._bytes_S[shard] for shard in found) >= max_bytes:
+                    break
+                found |= dict.fromkeys(self._found(each, begin))
+        total_bytes_S = np.cumsum([self._bytes_S[shard] for shard in found])
+        return list(found)[: max(1, int(np.searchsorted(total_bytes_S, max_bytes, side="right")))]
+
+    def _find(self, epoch: int, begin: int) -> list[int]:
+        """The shards of a span's positions from `begin` on."""
+        positions_B = np.arange(begin, min((begin // _SPAN + 1) * _SPAN, self.order.num_samples))
+        shards_B = np.searchsorted(self._ends_S, self._ahead.at(epoch, positions_B), side="right")
+        shards, first_use = np.unique(shards_B, return_index=True)
+        return shards[np.argsort(first_use)].tolist()  # type: ignore[no-any-return]
+
+
+class RemoteShards:
+    """One split's shards, which all processes of the node share.
+
+    A shard that is not there is fetched by whoever reads it. Once `follow` was called, threads fetch ahead.
+    """
+
+    def __init__(self, origin: Origin, cache: Cache, index: Index, split: Split) -> None:
+        self.origin, self.cache, self.shards = origin, cache, index.splits[split].shards
+        self.largest_val_bytes = max((shard.bytes for shard in index.splits["val"].shards), default=0)
+        self._files = {file.file for part in index.splits.values() for file in part.shards}
+        self._touched_at = [0.0] * len(self.shards)
+        self._upcoming: Upcoming | None = None
+        self._repeats = split == "train"
+        self._changed = threading.Condition()
+        self._fetched_now: set[int] = set()
+        self._failed: dict[int, DataError] = {}  # whoever reads one gets its error
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+
+    def path(self, shard: int) -> Path:
+        """Where the shard's file lies, while it is here."""
+        return self.cache.folder / self.shards[shard].file
+
+    def read(self, shard: int, offset: int, size: int) -> bytes:
+        """`size` bytes of a shard from `offset` on; waits until the shard is there.
+
+        Raises DataError where it cannot be fetched, is not the one of the index, or finds no room.
+        """
+        path = self.path(shard)
+        while True:
+            try:
+                with open(path, "rb", buffering=0) as file:
+                    content = os.pread(file.fileno(), size, offset)
+                    if time.monotonic() - self._touched_at[shard] > _TOUCH_EVERY_S:
+                        self._touched_at[shard] = time.monotonic()
+                        os.utime(file.fileno())
+            except FileNotFoundError:
+                self._bring(shard)
+                continue
+            except OSError as error:
+                raise DataError(f"data.path: {path} cannot be read: {error.strerror}") from None
+            if len(content) < size:
+                raise DataError(f"data.path: {path} was cut off while it was in use: remove {self.cache.folder.parent}")
+            return content
+
+    def prefetch(self, shard: int, offset: int, size: int) -> None:
+        """Does nothing: fetched shards are in the page cache, and `follow` fetches the later ones."""
+
+    def follow(self, order: Order, epoch: int, position: int) -> None:
+        """Fetch ahead what `order` needs from this position on; called as reading goes on."""
+        with self._changed:
+            if self._upcoming is None or self._upcoming.order is not order:
+                self._upcoming = Upcoming(self.shards, order, repeats=self._repeats)
+            at, self._upcoming.at = self._upcoming.at, (epoch, position)
+            if (epoch, position // _SPAN) != (at[0], at[1] // _SPAN):
+                self._changed.notify_all()
+            while len(self._threads) < min(_NUM_THREADS, len(self.shards)):
+                self._threads.append(threading.Thread(target=self._fetch_ahead, name="fetch", daemon=True))
+                self._threads[-1].start()
+
+    def close(self) -> None:
+        """End the threads, and the reads that wait for a shard; the files are needed no more."""
+        self._closed = True
+        self.cache.close()
+
+    def _check_stopped(self) -> None:
+        if self._closed or not threading.main_thread().is_alive():
+            raise StoppedError
+
+    def _fetch_ahead(self) -> None:
+        """A thread's work until `close`: to fetch the first shard that is needed and not here, again and again."""
+        with contextlib.suppress(StoppedError):
+            while True:
+                self._check_stopped()
+                with self._changed:
+                    upcoming = self._upcoming.shards(self.cache.limit_bytes) if self._upcoming else []
+                    shard = next(filter(self._is_missing, upcoming), None)
+                    if shard is None:
+                        self._changed.wait(_LOOK_AGAIN_S)
+                        continue
+                    self._fetched_now.add(shard)
+                pause_s = 0.0
+                try:
+                    if not self._bring(shard, upcoming[: upcoming.index(shard)]):
+                        pause_s = _LOOK_AGAIN_S
+                except DataUnavailableError as error:  # the server may be back before the shard is needed
+                    _log.warning("a shard was not fetched ahead, and will be tried again: %s", error)
+                    pause_s = _RETRY_AHEAD_S
+                except DataError:  # whoever reads the shard gets it
+                    pause_s = _LOOK_AGAIN_S
+                with self._changed:
+                    if pause_s:
+                        self._changed.wait(pause_s)
+                    self._fetched_now.discard(shard)
+
+    def _is_missing(self, shard: int) -> bool:
+        file = self.shards[shard]
+        return not (shard in self._fetched_now or shard in self._failed or self.cache.has(file.file, file.bytes))
+
+    def _bring(self, shard: int, needed_before: list[int] | None = None) -> bool:
+        """Fetch a shard unless it is here; whether it is. Ahead of its use only at the cost of files not `needed_before`.
+
+        Raises:
+            DataError: it cannot be fetched, or the folder cannot be used.
+            StoppedError: the source was closed.
+        """
+        file, ahead = self.shards[shard], needed_before is not None
+        removable = self._files - {self.shards[before].file for before in needed_before or ()}
+
+        def fetch(part: Path) -> None:
+            if shard in self._failed:
+                raise self._failed[shard]
+            try:
+                self.origin.fetch(file, part, self._check_stopped)
+            except DataError as error:
+                # Who reads a shard whose server did not answer while it was fetched ahead tries for itself.
+                if not (ahead and isinstance(error, DataUnavailableError)):
+                    self._failed[shard] = error
+                raise
+
+        with reported_as("data.stage", str(self.cache.folder), "write another folder"):
+            # A process that waited for room that others take could wait for ever, since they may wait for its gradients.
+            is_here = self.cache.bring(
+                file.file, file.bytes, fetch, removable=removable, required=not ahead, check_stopped=self._check_stopped
+            )
+        if not is_here and not ahead:
+            raise DataError(
+                f"data.stage: {self.cache.folder} is full, and {format_bytes(file.bytes)} of {self.origin.full_path(file.file)} "
+                "find no room; free some, lower data.cache_mib, or give another folder"
+            )
+        return is_here

@@ -1,0 +1,91 @@
+"""Which of a teacher's classes are the data's, by WordNet id or by name, and its classifier's rows in the data's order.
+
+Importing this costs no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from trainables.errors import CheckpointError
+from trainables.models.libraries.interface import WORDNET_ID, TrainedInput, installed
+from trainables.notices import notice
+
+_NUMBERED = re.compile(r"\D*(\d+)")
+_REMEDY = "give weights trained on these classes; a teacher without weights is trained on them first"
+
+
+def class_rows(record: TrainedInput, classes: Sequence[str], what: str, *, ours: bool) -> tuple[int, ...] | None:
+    """For each class of the data its label in the weights `what`; None where labels are the same, or names cannot be compared.
+
+    Names of a checkpoint of `ours` must be the same. Published ones are compared without case and underscores, and not with
+    numbers; as many classes of other names are taken to be the data's. What is selected is a notice.
+
+    Raises CheckpointError: a class is missing or has several labels, numbers were sorted as text, or the counts differ.
+    """
+    count, is_exact = record.num_classes, ours
+    if ours:
+        labels = _labels(classes, record.categories)
+    elif all(map(WORDNET_ID.fullmatch, classes)) and (record.wordnet_ids or not installed("timm")):
+        if not record.wordnet_ids and count != len(classes):
+            ids = f"{len(classes)} of WordNet ids, which are looked up in timm: `pip install raydistill[timm]`"
+            raise CheckpointError(f"{what} has {count} classes and the data {ids}")
+        # ImageNet's labels are in the order of their ids.
+        labels, is_exact = _labels(classes, record.wordnet_ids or sorted(classes)), True
+    else:
+        names = [_plain(name) for names in record.categories for name in (names, *names.split(", "))]
+        labels_of = [label for label, names in enumerate(record.categories) for _ in (names, *names.split(", "))]
+        labels = [sorted({labels_of[at] for at in found}) for found in _labels(list(map(_plain, classes)), names)]
+        if count == len(classes) and not any(labels) and all(map(_NUMBERED.fullmatch, classes)):
+            _check_numbers(classes, what)
+    num_found = sum(map(bool, labels))
+    if count == len(classes):
+        in_place = all(label in found or not found for label, found in enumerate(labels))
+        if not is_exact and num_found < count / 2:  # other names
+            if record.categories:
+                notice(f"weights {what}: its {count} classes have other names than the data's, and are taken in their order")
+            return None
+        if in_place and (num_found == count or not is_exact):
+            return None
+    for name, found in zip(classes, labels, strict=True):
+        if not found:
+            raise CheckpointError(
+                f"{what} has {count} classes, none of them {name!r}, and the data has {len(classes)}: {_REMEDY}"
+            )
+        if len(found) > 1:
+            raise CheckpointError(f"{what} has several classes {name!r}: name the data's by WordNet ids (n01440764, …)")
+    rows = tuple(found[0] for found in labels)
+    first = {row: name for name, row in zip(reversed(classes), reversed(rows), strict=True)}
+    for name, row in zip(classes, rows, strict=True):
+        if first[row] != name:
+            raise CheckpointError(
+                f"{what}: {first[row]!r} and {name!r} of the data are one class of it, {row}: merge the two folders"
+            )
+    by = "by WordNet id" if is_exact and not ours else "by name"
+    notice(f"weights {what}: {len(rows)} of its {count} classes are used, {by}, in the order of the data's")
+    return rows
+
+
+def _labels(classes: Sequence[str], published: Sequence[str]) -> list[list[int]]:
+    """For each class where its name is."""
+    found: dict[str, list[int]] = {}
+    for label, name in enumerate(published):
+        found.setdefault(name, []).append(label)
+    return [found.get(name, []) for name in classes]
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("_", " ")
+
+
+def _check_numbers(classes: Sequence[str], what: str) -> None:
+    """Refuse the numbers of all labels in another order, which were sorted as text: 10 before 2."""
+    numbers = [int(re.sub(r"\D", "", name)) for name in classes]
+    expected = sorted(numbers)
+    if expected == list(range(expected[0], expected[0] + len(numbers))) and numbers != expected:
+        label = next(label for label, number in enumerate(numbers) if number != expected[label])
+        raise CheckpointError(
+            f"{what} has its classes in another order: class {label} is number {expected[label]}, the data's is "
+            f"{classes[label]!r}; name them by numbers of one length (0002, …) or by WordNet ids (n01440764, …)"
+        )

@@ -1,0 +1,22 @@
+"""The libraries of models, in the order in which a name is looked up. Importing this costs no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainables.models.libraries.interface import DeclaredTaps, Library
+from trainables.models.libraries.ours import Ours
+from trainables.models.libraries.timm import Timm
+from trainables.models.libraries.torchvision import Torchvision
+
+if TYPE_CHECKING:
+    from torch import nn
+
+LIBRARIES: dict[str, Library] = {library.name: library for library in (Ours(), Torchvision(), Timm())}
+
+
+def declared_taps(model: nn.Module) -> DeclaredTaps:
+    """Where a model is read, as the library of its class declares it; a class of none of them may do so itself."""
+    owner = next((library for library in LIBRARIES.values() if library.owns(model)), None)
+    declared: DeclaredTaps = owner.taps(model) if owner else getattr(model, "declared_taps", DeclaredTaps)()
+    return declared

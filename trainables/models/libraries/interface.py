@@ -1,0 +1,153 @@
+"""What a library of models is for this project: its names, its models, its published weights and where its models are read.
+
+Importing this costs no torch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+from trainables.errors import ModelError, did_you_mean
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+_REGISTERED = re.compile(r"^@register_model\b.*\n(?:(?!def ).*\n)*?def (\w+)\(", re.MULTILINE)
+"""The line with which torchvision and timm register a model."""
+
+
+WORDNET_ID = re.compile(r"n\d{8}")
+
+
+class TrainedInput(NamedTuple):
+    """The record that weights come with: how images were prepared, as keys of `data`, and the classes."""
+
+    image_size: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    num_classes: int
+    """0: the weights have no classifier."""
+    val_resize: int | None = None
+    interpolation: str = "bilinear"
+    """PyTorch's name of the filter with which they were resized: bilinear, bicubic, nearest …."""
+    categories: tuple[str, ...] = ()
+    """Published names of the classes in label order, synonyms separated by ", "; () where there are none."""
+    wordnet_ids: tuple[str, ...] = ()
+    """Of ImageNet's classes, in label order; () where they are not known."""
+
+
+class BlockEnd(NamedTuple):
+    """Where a block ends, as paths inside it."""
+
+    preact: str
+    """What its last activation reads, as `relu:in`; empty: the block ends without an activation, and its output is meant."""
+    norm: str | None = None
+    """The last norm on the main branch, or what ends with it; None: there is none."""
+
+
+class DeclaredTaps(NamedTuple):
+    """Where a model is read: paths of modules, for their outputs, with `:in` for their inputs."""
+
+    stem: str | None = None
+    stages: Sequence[str] = ()
+    unpooled: str | None = None
+    """The map that is pooled."""
+    channels_last: bool = False
+    """Maps are (B, H, W, C)."""
+    preacts: Sequence[str] = ()
+    """For each stage the value before its last activation; empty: as `blocks` says."""
+    blocks: Mapping[str, BlockEnd] = {}
+    """Class, with its module → how a block ends. Others end with an activation in a Sequential, or are not known."""
+
+
+class Library(ABC):
+    """Models by name. Nothing heavy is imported before a model or a record is asked for."""
+
+    name: ClassVar[str]
+    has_hub: ClassVar[bool] = False
+    """Whether it reads repositories of the Hugging Face Hub."""
+
+    @abstractmethod
+    def names(self) -> Collection[str]:
+        """Its classifiers, in the order in which a message lists them; empty where it is not installed."""
+
+    def find(self, name: str) -> str | None:
+        """Its own name of the model that a user calls `name`; None: it has none. Raises ModelError: it is meant, and has none."""
+        return name if name in self.names() else None
+
+    @abstractmethod
+    def create(self, name: str, num_classes: int, image_size: int) -> nn.Module:
+        """A model with random parameters, from torch's generator. Raises what the library does for an image size it refuses."""
+
+    @abstractmethod
+    def published(self, name: str, weights: str, image_size: int) -> nn.Module:
+        """A model with its published weights and all of their classes, from the library's cache or downloaded.
+
+        Raises ModelError: no such weights, a failed download, or images of a wrong size.
+        """
+
+    @abstractmethod
+    def input(self, name: str, weights: str) -> TrainedInput | None:
+        """The record of published weights, or of the folder that a file of weights is in; None where there is none.
+
+        Raises ModelError: no such weights.
+        """
+
+    @abstractmethod
+    def has_fixed_size(self, name: str) -> bool:
+        """Whether a model has other parameters for images of another size."""
+
+    def default_size(self, name: str) -> int | None:
+        """Height and width of the images that a model is made for; None: the library does not say."""
+        return record.image_size if (record := self.input(name, "DEFAULT")) else None
+
+    @abstractmethod
+    def owns(self, model: nn.Module) -> bool:
+        """Whether the model's class is of this library."""
+
+    @abstractmethod
+    def taps(self, model: nn.Module) -> DeclaredTaps:
+        """Where a model that it owns is read."""
+
+    def convert(self, model: nn.Module, state: dict[str, Tensor], image_size: int) -> Mapping[str, Tensor]:
+        """Weights with other names, or for another image size, as the library converts them; empty: it does not."""
+        return {}
+
+    def name_for_file(self, name: str, path: Path) -> str:
+        """The model's name, or one that says how the file of weights `path` is to be built. Raises ModelError."""
+        return name
+
+    def rescales_input(self, name: str, path: Path) -> bool:
+        """Whether the model rescales its input with the weights of this file, which is not one of ours."""
+        return False
+
+
+def check_known(name: str, weights: str, known: Sequence[str], *others: str) -> None:
+    """Refuse weights that are neither `known`, which a message may list, nor one of the `others`."""
+    if weights not in (*known, *others):
+        there_are = f"there are: {', '.join(known) if known else 'none'}; or give a file's path"
+        raise ModelError(f"{name} has no weights {weights!r}; {did_you_mean(weights, known, there_are)}")
+
+
+def installed(package: str) -> bool:
+    """Whether `package` can be imported, without importing it."""
+    return importlib.util.find_spec(package) is not None
+
+
+def registered(package: str) -> tuple[str, ...]:
+    """Sorted names of the installed package's classifiers; empty where it is not installed."""
+    spec = importlib.util.find_spec(package)
+    return _registered(spec.origin) if spec is not None and spec.origin else ()
+
+
+@cache
+def _registered(package_file: str) -> tuple[str, ...]:
+    """Read from the sources, in milliseconds: importing torchvision takes seconds. Its subfolders hold detectors and the like."""
+    sources = (Path(package_file).parent / "models").glob("*.py")
+    return tuple(sorted({name for source in sources for name in _REGISTERED.findall(source.read_text(encoding="utf-8"))}))

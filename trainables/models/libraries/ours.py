@@ -1,0 +1,101 @@
+"""The models of this project."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from trainables.errors import ModelError
+from trainables.models.libraries.interface import BlockEnd, DeclaredTaps, Library, TrainedInput
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class Builder(NamedTuple):
+    """How a model of ours is built: by a callable (num_classes, image_size, **options) → nn.Module."""
+
+    path: str
+    """`module:name` in `trainables.models`."""
+    options: Mapping[str, Any] = {}
+
+
+MODELS: dict[str, Builder] = {
+    "convnet_small": Builder("small:ConvNet", {"widths": (8, 16, 32), "convs_per_stage": 1}),
+    "convnet_large": Builder("small:ConvNet", {"widths": (32, 64, 128), "convs_per_stage": 2}),
+    "mlp_small": Builder("small:MLP", {"hidden": (32,)}),
+    "mlp_large": Builder("small:MLP", {"hidden": (256, 256)}),
+    "resnet8": Builder("cifar.resnet:CifarResNet", {"depth": 8}),
+    "resnet14": Builder("cifar.resnet:CifarResNet", {"depth": 14}),
+    "resnet20": Builder("cifar.resnet:CifarResNet", {"depth": 20}),
+    "resnet32": Builder("cifar.resnet:CifarResNet", {"depth": 32}),
+    "resnet44": Builder("cifar.resnet:CifarResNet", {"depth": 44}),
+    "resnet56": Builder("cifar.resnet:CifarResNet", {"depth": 56}),
+    "resnet110": Builder("cifar.resnet:CifarResNet", {"depth": 110}),
+    "resnet8x4": Builder("cifar.resnet:CifarResNet", {"depth": 8, "widths": (32, 64, 128, 256)}),
+    "resnet32x4": Builder("cifar.resnet:CifarResNet", {"depth": 32, "widths": (32, 64, 128, 256)}),
+    "wrn_16_1": Builder("cifar.wrn:CifarWideResNet", {"depth": 16, "widen": 1}),
+    "wrn_16_2": Builder("cifar.wrn:CifarWideResNet", {"depth": 16, "widen": 2}),
+    "wrn_40_1": Builder("cifar.wrn:CifarWideResNet", {"depth": 40, "widen": 1}),
+    "wrn_40_2": Builder("cifar.wrn:CifarWideResNet", {"depth": 40, "widen": 2}),
+    # Papers on distillation call these vgg8, vgg13, ResNet50, MobileNetV2…: in torchvision and timm, such names mean models for
+    # images of 224 pixels. Those keep their names; `_cifar` says which ones are meant.
+    "resnet50_cifar": Builder("cifar.resnet:CifarResNet50"),
+    "vgg8_cifar": Builder("cifar.vgg:CifarVgg", {"depth": 8}),
+    "vgg11_cifar": Builder("cifar.vgg:CifarVgg", {"depth": 11}),
+    "vgg13_cifar": Builder("cifar.vgg:CifarVgg", {"depth": 13}),
+    "vgg16_cifar": Builder("cifar.vgg:CifarVgg", {"depth": 16}),
+    "vgg19_cifar": Builder("cifar.vgg:CifarVgg", {"depth": 19}),
+    "mobilenetv2_half_cifar": Builder("cifar.mobilenetv2:CifarMobileNetV2", {"width": 0.5}),
+    "shufflenetv1_cifar": Builder("cifar.shufflenet:CifarShuffleNetV1"),
+    "shufflenetv2_cifar": Builder("cifar.shufflenet:CifarShuffleNetV2"),
+}
+"""A hyphen may stand for an underscore."""
+
+BLOCKS = {
+    "trainables.models.cifar.resnet.BasicBlock": BlockEnd("relu2:in", "bn2"),
+    "trainables.models.cifar.resnet.Bottleneck": BlockEnd("relu3:in", "bn3"),
+    "trainables.models.cifar.mobilenetv2.InvertedResidual": BlockEnd("", "conv"),
+    "trainables.models.cifar.shufflenet.UnitV1": BlockEnd("relu3:in", "bn3"),
+    "trainables.models.cifar.shufflenet.UnitV2": BlockEnd("relu:in"),  # half of what it reads is of no norm
+}
+
+
+class Ours(Library):
+    """Each model says itself where it is read: `STAGES` (stem and stages), `UNPOOLED`, and `PREACTS` where no block ends so."""
+
+    name = "ours"
+
+    def names(self) -> Collection[str]:
+        return MODELS
+
+    def find(self, name: str) -> str | None:
+        return super().find(name.replace("-", "_"))
+
+    def create(self, name: str, num_classes: int, image_size: int) -> nn.Module:
+        builder = MODELS[name]
+        model: nn.Module = pkgutil.resolve_name(f"trainables.models.{builder.path}")(num_classes, image_size, **builder.options)
+        return model
+
+    def published(self, name: str, weights: str, image_size: int) -> nn.Module:
+        raise ModelError(
+            f"there are no published weights {weights!r} of {name}, a model of ours: give the path of a checkpoint of it"
+        )
+
+    def input(self, name: str, weights: str) -> TrainedInput | None:
+        return None
+
+    def has_fixed_size(self, name: str) -> bool:
+        return name.startswith("mlp_")
+
+    def default_size(self, name: str) -> int | None:
+        return 32 if MODELS[name].path.startswith("cifar.") else None
+
+    def owns(self, model: nn.Module) -> bool:
+        return hasattr(model, "STAGES")
+
+    def taps(self, model: nn.Module) -> DeclaredTaps:
+        declared: Any = model
+        stem, *stages = declared.STAGES
+        return DeclaredTaps(stem, stages, declared.UNPOOLED, preacts=getattr(model, "PREACTS", ()), blocks=BLOCKS)

@@ -1,0 +1,158 @@
+"""torchvision's classifiers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainables.errors import ModelError, first_line
+from trainables.models.libraries.interface import BlockEnd, DeclaredTaps, Library, TrainedInput, check_known, registered
+from trainables.models.libraries.timm import wordnet_ids
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+RESCALING = ("googlenet", "inception_v3")
+"""Models that rescale their input with the published weights, and with no others; no tensor shows it."""
+LAYERS = tuple(f"layer{number}" for number in (1, 2, 3, 4))
+FAMILIES: dict[str, DeclaredTaps] = {
+    "ResNet": DeclaredTaps("maxpool", LAYERS, "avgpool:in"),
+    "DenseNet": DeclaredTaps("features.pool0", [f"features.denseblock{number}" for number in (1, 2, 3, 4)]),
+    "ShuffleNetV2": DeclaredTaps("maxpool", ["stage2", "stage3", "stage4"], "conv5"),
+    "GoogLeNet": DeclaredTaps("maxpool2", ["inception3b", "inception4e", "inception5b"], "avgpool:in"),
+    "Inception3": DeclaredTaps("maxpool2", ["Mixed_5d", "Mixed_6e", "Mixed_7c"], "avgpool:in"),
+    "RegNet": DeclaredTaps("stem", [f"trunk_output.block{number}" for number in (1, 2, 3, 4)], "avgpool:in"),
+    "SwinTransformer": DeclaredTaps("features.0", [f"features.{index}" for index in (1, 3, 5, 7)], "norm", channels_last=True),
+    "MaxVit": DeclaredTaps("stem", [f"blocks.{index}" for index in (0, 1, 2, 3)], "classifier.0:in"),
+}
+"""Class → where it is read."""
+CHAINS: dict[str, tuple[str, int, int | None, str, str]] = {
+    "AlexNet": ("features", 0, -1, "features.1", "avgpool:in"),
+    "SqueezeNet": ("features", 3, None, "features.2", "features"),
+    "MobileNetV2": ("features", 1, -1, "features.0", "features"),
+    "MobileNetV3": ("features", 1, -1, "features.0", "avgpool:in"),
+    "EfficientNet": ("features", 1, -1, "features.0", "avgpool:in"),
+    "ConvNeXt": ("features", 1, None, "features.0", "avgpool:in"),
+    "MNASNet": ("layers", 8, -3, "layers.7", "layers"),
+    "VGG": ("features", 0, -1, "", "avgpool:in"),
+}
+"""Class → a Sequential, the first and the last index in it that belong to stages, the stem and the map that is pooled.
+
+A stage ends before what halves the map. VGG's stem is its first activation.
+"""
+BLOCKS = {
+    "torchvision.models.resnet.BasicBlock": BlockEnd("relu:in", "bn2"),
+    "torchvision.models.resnet.Bottleneck": BlockEnd("relu:in", "bn3"),
+    "torchvision.models.regnet.ResBottleneckBlock": BlockEnd("activation:in", "f"),
+    "torchvision.models.mobilenetv2.InvertedResidual": BlockEnd("", "conv"),
+    "torchvision.models.mobilenetv3.InvertedResidual": BlockEnd("", "block"),
+    "torchvision.models.efficientnet.MBConv": BlockEnd("", "block"),
+    "torchvision.models.efficientnet.FusedMBConv": BlockEnd("", "block"),
+    "torchvision.models.mnasnet._InvertedResidual": BlockEnd("", "layers"),
+    "torchvision.models.convnext.CNBlock": BlockEnd(""),
+    "torchvision.models.swin_transformer.SwinTransformerBlock": BlockEnd(""),
+    "torchvision.models.swin_transformer.SwinTransformerBlockV2": BlockEnd(""),
+    "torchvision.models.maxvit.MaxVitBlock": BlockEnd(""),
+}
+
+
+class Torchvision(Library):
+    name = "torchvision"
+
+    def names(self) -> Collection[str]:
+        return registered("torchvision")
+
+    def create(self, name: str, num_classes: int, image_size: int) -> nn.Module:
+        import torchvision
+
+        options = _size_options(name, image_size) | ({"init_weights": True} if name in RESCALING else {})
+        model: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=num_classes, **options)
+        return model
+
+    def published(self, name: str, weights: str, image_size: int) -> nn.Module:
+        import torch
+        import torchvision
+
+        known = torchvision.models.get_model_weights(name).__members__
+        check_known(name, weights, list(known))
+        published = known[weights]
+        # torchvision builds it, since some of its models rename old parameters or scale their input for these weights.
+        try:
+            model: nn.Module = torchvision.models.get_model(
+                name, weights=published, progress=False, **_size_options(name, image_size)
+            )
+        except ValueError as error:
+            raise ModelError(
+                f"weights {weights} of {name} do not take images of {image_size}×{image_size} ({first_line(error)}):"
+                f" set teacher.image_size to {published.meta['min_size'][0]}"
+            ) from None
+        except Exception as error:  # any way in which the network, a proxy or the disk can fail
+            raise ModelError(
+                f"weights {weights} of {name} could not be loaded from {published.url} ({first_line(error)}):"
+                f" put that file into {Path(torch.hub.get_dir()) / 'checkpoints'}"
+            ) from None
+        return model
+
+    def input(self, name: str, weights: str) -> TrainedInput | None:
+        from torchvision.models import get_model_weights
+
+        if Path(weights).is_file():
+            return None
+        known = get_model_weights(name).__members__
+        check_known(name, weights, list(known))
+        images, names = known[weights].transforms(), tuple(known[weights].meta["categories"] or ())
+        (size,), (resize,) = images.crop_size, images.resize_size
+        shape = (size, tuple(images.mean), tuple(images.std), len(names), resize, images.interpolation.value)
+        return TrainedInput(*shape, names, wordnet_ids(len(names)))
+
+    def has_fixed_size(self, name: str) -> bool:
+        return bool(_size_options(name, 0))
+
+    def owns(self, model: nn.Module) -> bool:
+        return type(model).__module__.startswith("torchvision.")
+
+    def taps(self, model: nn.Module) -> DeclaredTaps:
+        from torch import nn
+
+        family = type(model).__name__
+        if family in FAMILIES:
+            return FAMILIES[family]._replace(blocks=BLOCKS)
+        if family not in CHAINS:
+            return DeclaredTaps()
+        path, first, stop, stem, unpooled = CHAINS[family]
+        chain = list(model.get_submodule(path).children())
+        indices = range(len(chain))[first:stop]
+        stages = [f"{path}.{index}" for index in indices if index == indices[-1] or _halves(chain[index + 1])]
+        stem = stem or f"{path}.{next(index for index, each in enumerate(chain) if isinstance(each, nn.ReLU))}"
+        return DeclaredTaps(stem, stages, unpooled, blocks=BLOCKS)
+
+    def convert(self, model: nn.Module, state: dict[str, Tensor], image_size: int) -> Mapping[str, Tensor]:
+        from torchvision.models.vision_transformer import VisionTransformer, interpolate_embeddings
+
+        if not isinstance(model, VisionTransformer):
+            return {}
+        resampled: Mapping[str, Tensor] = interpolate_embeddings(image_size, model.patch_size, state)
+        return resampled
+
+    def rescales_input(self, name: str, path: Path) -> bool:
+        """By the SHA-256 in the URL of the published weights."""
+        if name not in RESCALING:
+            return False
+        import torchvision
+
+        from trainables.data.index import file_sha256
+
+        published = torchvision.models.get_model_weights(name)
+        return any(weights.url.endswith(f"-{file_sha256(path)[:8]}.pth") for weights in published)
+
+
+def _halves(module: nn.Module) -> bool:
+    return any(getattr(part, "stride", 1) in (2, (2, 2)) for part in module.modules())
+
+
+def _size_options(name: str, image_size: int) -> dict[str, Any]:
+    """The constructor arguments that depend on the image size, of models with a position table."""
+    if name.startswith("vit_"):
+        return {"image_size": image_size}
+    return {"input_size": (image_size, image_size)} if name.startswith("maxvit_") else {}

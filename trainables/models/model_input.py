@@ -1,0 +1,76 @@
+"""What a model takes: square images of a size, a normalization and an interpolation of its own.
+
+It imports no torch; `trainables.models.pixels` makes a model prepare its input.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainables.config import DataConfig, OtherTeacherConfig, TeacherConfig
+from trainables.models.names import library_of
+from trainables.models.trained_input import TrainedInput, trained_input
+
+ANTIALIASED = ("bilinear", "bicubic")
+
+
+@dataclass(frozen=True)
+class ModelInput:
+    """Images (B, 3, image_size, image_size), of which (pixels - mean) / std is the model's input."""
+
+    image_size: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    interpolation: str = "bilinear"
+    """torch's name of how crops of another size are resized, antialiased."""
+
+    def __str__(self) -> str:
+        return f"{self.image_size} px, mean {_listed(self.mean)}, std {_listed(self.std)}, {self.interpolation}"
+
+
+def student_input(data: DataConfig) -> ModelInput:
+    """The input of a model that is trained on these images from scratch."""
+    return ModelInput(data.image_size, data.mean, data.std)
+
+
+def teacher_input(teacher: TeacherConfig | OtherTeacherConfig, data: DataConfig) -> ModelInput:
+    """The input of a teacher with weights: what the experiment says, else what its weights record, else that of the data.
+
+    Where neither says a size, a model that takes any size gets the crops as they are. Raises as `trained_input` does.
+    """
+    record = trained_input(teacher.model, str(teacher.weights))
+    recorded = record or TrainedInput(data.image_size, data.mean, data.std, num_classes=0)
+    library, name = library_of(teacher.model)
+    size = recorded.image_size if library.has_fixed_size(name) else data.image_size
+    return ModelInput(
+        teacher.image_size or size,
+        teacher.mean or recorded.mean or data.mean,
+        teacher.std or recorded.std or data.std,
+        recorded.interpolation if recorded.interpolation in ANTIALIASED else "bicubic",
+    )
+
+
+def input_warnings(teacher: TeacherConfig | OtherTeacherConfig, data: DataConfig) -> list[str]:
+    """What a user may not expect of a teacher's input, a line each."""
+    seen, record = teacher_input(teacher, data), trained_input(teacher.model, str(teacher.weights))
+    name, lines = f"teacher {teacher.model}", []
+    if teacher.mean is None and not (record and record.mean):
+        lines.append(
+            f"{name}: {teacher.weights} does not say how its images were normalized: it gets mean {_listed(seen.mean)} and std "
+            f"{_listed(seen.std)}; if that is wrong, set teacher.mean and teacher.std"
+        )
+    if seen.image_size > data.image_size:
+        lines.append(
+            f"{name} sees crops of {data.image_size} px enlarged to {seen.image_size}: a larger data.image_size has more to see"
+        )
+    if record is not None and record.image_size != seen.image_size:
+        lines.append(
+            f"{name} was trained on images of {record.image_size} px and sees {seen.image_size}: set teacher.image_size to "
+            f"{record.image_size} to resize them"
+        )
+    return lines
+
+
+def _listed(values: tuple[float, ...]) -> str:
+    """One number where all are equal."""
+    return f"{values[0]:g}" if len({*values}) == 1 else f"[{', '.join(f'{value:g}' for value in values)}]"

@@ -1,0 +1,47 @@
+"""How a model prepares its own input: from pixels, with which the device pipeline ends, to what it was trained on.
+
+Student and teacher get the same crops (B, 3, H, W) as floats in [0, 1]; each resizes and normalizes them when it is called.
+
+Shapes: B batch, C=3 channels, H W pixels of a crop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import interpolate
+
+from trainables.models.model_input import ModelInput
+
+
+def take_pixels(model: nn.Module, model_input: ModelInput) -> None:
+    """From here on `model` takes pixels of any size, and prepares them itself whenever it is called.
+
+    Its state dict stays as it is: what this adds moves with the model, and has its dtype once the model is cast.
+    """
+    device = next(model.parameters()).device
+    std_C11 = torch.tensor(model_input.std, dtype=torch.float64).view(-1, 1, 1)
+    mean_C11 = torch.tensor(model_input.mean, dtype=torch.float64).view(-1, 1, 1)
+    model.register_buffer("_input_scale_C11", (1 / std_C11).to(device), persistent=False)
+    model.register_buffer("_input_shift_C11", (-mean_C11 / std_C11).to(device), persistent=False)
+    model.register_forward_pre_hook(_InputTransform(model_input.image_size, model_input.interpolation))
+
+
+@dataclass(frozen=True)
+class _InputTransform:
+    """A forward pre-hook: from pixels to the model's input, at most two operations."""
+
+    image_size: int
+    interpolation: str
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
+        (pixels_BCHW,) = args
+        if pixels_BCHW.shape[-1] != self.image_size:
+            size = (self.image_size, self.image_size)
+            pixels_BCHW = interpolate(pixels_BCHW, size, mode=self.interpolation, align_corners=False, antialias=True)
+        scale_C11, shift_C11 = model.get_buffer("_input_scale_C11"), model.get_buffer("_input_shift_C11")
+        dtype = pixels_BCHW.dtype
+        return (torch.addcmul(shift_C11.to(dtype), pixels_BCHW, scale_C11.to(dtype)),)
