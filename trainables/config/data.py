@@ -72,12 +72,12 @@ class DataConfig(Section):
     device_augment: DeviceAugmentConfig = Field(DeviceAugmentConfig(), description="further augmentation, on the device")
     decoder: Literal["auto", "gpu", "dali"] = Field(
         "auto",
-        description="what decodes JPEG; auto: the CPU, by the fastest library there is; gpu, dali: the GPU, for crop_flip alone",
+        description="what decodes JPEG; auto: the CPU, by libjpeg-turbo 3 where it is installed, else PIL; gpu, dali: the GPU, for crop_flip alone",
     )
     fidelity: Literal["fast", "exact"] = Field(
         "fast", description="crop_flip in training: torchvision's pixels within a rounding (exact), or nearly so (fast)"
     )
-    val_resize: Count | None = Field(None, description="shorter side before the centre crop; absent: image_size·256/224")
+    val_resize: Count | None = Field(None, description="shorter side before the center crop; absent: image_size·256/224")
     shuffle: str = Field(
         "full", description="training order: `full`; `none`: as stored; `window(n)`: shards at random, shuffled within n samples"
     )

@@ -3,6 +3,7 @@
 A loader process imports this, and no torch. Shapes: B samples of a batch, C=3 channels, H=W=`image_size` pixels.
 """
 
+import contextlib
 import logging
 import math
 import mmap
@@ -84,6 +85,8 @@ class BatchMemory:
         except torch.cuda.CudaError as error:  # copies from it are as right, and slower
             log.warning("the loader's batches are not page-locked: %s", error)
             self._pinned = False
+            with contextlib.suppress(Exception):  # the CUDA runtime reports the failed call again at the next kernel
+                torch.ones(1, device="cuda").add_(1)
         else:
             weakref.finalize(block, cuda.cudaHostUnregister, block.ctypes.data)  # runs before the block is unmapped
 
