@@ -32,7 +32,10 @@ class WeightedConfig(ModelConfig):
     mean: Mean | None = Field(
         None, description="per-channel mean by which its images are normalized; absent: what its weights record, else data.mean"
     )
-    std: Std | None = Field(None, description="per-channel deviation by which its images are normalized; absent: what its weights record, else data.std")
+    std: Std | None = Field(
+        None,
+        description="per-channel deviation by which its images are normalized; absent: what its weights record, else data.std",
+    )
 
     weights_key: str | None = Field(
         None,
