@@ -72,8 +72,8 @@ class DataConfig(Section):
     device_augment: DeviceAugmentConfig = Field(DeviceAugmentConfig(), description="further augmentation, on the device")
     decoder: Literal["auto", "gpu", "dali"] = Field(
         "auto",
-        description="what decodes JPEG; auto: the CPU, by libjpeg-turbo 3 where it is installed, else PIL; gpu, dali: the GPU, for "
-        "crop_flip alone",
+        description="what decodes JPEG; auto: the CPU, by libjpeg-turbo 3 where it is installed, else PIL; gpu, dali: the GPU, "
+        "for crop_flip alone",
     )
     fidelity: Literal["fast", "exact"] = Field(
         "fast", description="crop_flip in training: torchvision's pixels within a rounding (exact), or nearly so (fast)"
