@@ -130,7 +130,7 @@ class TapNames:
         return call
 
     def shape(self, tap: str) -> tuple[int, ...]:
-        """Of one sample, as a tap returns it. Raises ModelError as `find` does."""
+        """The shape of one sample, as a tap returns it. Raises ModelError as `find` does."""
         call = self.find(tap)
         return self._sample_shape(call) if self.is_channels_last(tap) else call.shape[1:]
 

@@ -41,7 +41,7 @@ class _Weights(NamedTuple):
     path: Path | None
     """None: published."""
     header: CheckpointHeader | None
-    """Of a checkpoint of ours."""
+    """What a checkpoint of ours says of itself."""
     num_classes: int
     """Theirs."""
     rows: tuple[int, ...] | None

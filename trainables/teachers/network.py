@@ -103,7 +103,7 @@ def _frozen(config: TrainConfig, build: Callable[[TeacherConfig | OtherTeacherCo
 
 
 def _input(teacher: TeacherConfig | OtherTeacherConfig, config: TrainConfig) -> ModelInput:
-    """Of one that is still to be trained, the input of the images that it will be trained on."""
+    """The input of a teacher; of one that is still to be trained, that of the images that it will be trained on."""
     return student_input(config.data) if teacher.weights is None else teacher_input(teacher, config.data)
 
 

@@ -79,7 +79,7 @@ def test_a_teacher_sees_what_its_weights_record_whatever_the_students_data(tmp_p
     assert str(teacher_input(written, DataConfig(image_size=32))) == "64 px, mean [0.1, 0.2, 0.3], std 0.5, bilinear"
 
 
-def test_what_a_user_may_not_expect_is_said(tmp_path: Path) -> None:
+def test_surprising_teacher_inputs_are_warned_about(tmp_path: Path) -> None:
     silent = write_teacher(tmp_path / "silent.safetensors", "convnet_large")
     (line,) = input_warnings(TeacherConfig(model="convnet_large", weights=silent), DataConfig(image_size=8))
     assert "does not say how its images were normalized" in line

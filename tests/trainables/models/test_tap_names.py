@@ -15,7 +15,7 @@ IDS = [row[0] for row in TABLE]
 
 @cache
 def named(name: str, image_size: int) -> dict[str, tuple[tuple[str, ...], tuple[int, ...]]]:
-    """Of each point of a model: all of its names, and its shape."""
+    """Each point of a model: all of its names, and its shape."""
     found = list_taps(unchanged(name, image_size), image_size)
     return {each: ((point.name, *point.aliases), point.shape) for point in found for each in (point.name, *point.aliases)}
 

@@ -39,7 +39,7 @@ class TrainedInput(NamedTuple):
     categories: tuple[str, ...] = ()
     """Published names of the classes in label order, synonyms separated by ", "; () where there are none."""
     wordnet_ids: tuple[str, ...] = ()
-    """Of ImageNet's classes, in label order; () where they are not known."""
+    """The ids of ImageNet's classes, in label order; () where they are not known."""
 
 
 class BlockEnd(NamedTuple):

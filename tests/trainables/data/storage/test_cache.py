@@ -35,7 +35,7 @@ def test_processes_that_come_and_go_take_only_what_they_store(tmp_path: Path) ->
     again.close()
 
 
-def test_what_killed_processes_left_is_counted_anew_by_the_next_one(tmp_path: Path) -> None:
+def test_opening_a_cache_recounts_files_left_by_killed_processes(tmp_path: Path) -> None:
     killed = open_cache(tmp_path)
     assert killed.bring("shard", MIB, write(MIB))  # type: ignore[arg-type]
     (killed.folder / ".7-123").write_bytes(b"half")

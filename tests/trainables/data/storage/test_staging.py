@@ -280,7 +280,7 @@ def test_what_a_crash_left_is_removed_unless_it_is_in_use_or_this_very_set(tmp_p
     assert not base.exists()
 
 
-def test_sets_that_nobody_uses_make_room_and_those_in_use_do_not(tmp_path: Path) -> None:
+def test_unused_sets_are_evicted_and_sets_in_use_are_kept(tmp_path: Path) -> None:
     def bring(cache: Cache, name: str) -> bool:
         return cache.bring(name, 600_000, lambda part: part.write_bytes(bytes(600_000)) and None)
 
