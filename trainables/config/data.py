@@ -27,6 +27,7 @@ class ColorJitterConfig(Section):
     contrast: NonNegative = Field(0.0, description="factors from 1 - value to 1 + value")
     saturation: NonNegative = Field(0.0, description="factors from 1 - value to 1 + value")
     hue: Annotated[float, Field(ge=0, le=0.5)] = Field(0.0, description="part of the color circle, to either side")
+    probability: Probability = Field(1.0, description="share of the images that are changed")
 
 
 class DeviceAugmentConfig(Section):
@@ -34,6 +35,7 @@ class DeviceAugmentConfig(Section):
 
     randaugment: RandAugmentConfig | None = None
     color_jitter: ColorJitterConfig | None = None
+    grayscale: Probability = Field(0.0, description="probability that an image loses its colors")
     random_erasing: Probability = Field(0.0, description="probability that a rectangle of an image becomes the mean color")
     mixup: NonNegative = Field(0.0, description="α of the shares of two mixed images, from Beta(α, α)")
     cutmix: NonNegative = Field(0.0, description="α of the shares of two pasted images; with mixup, each image draws which")
@@ -68,6 +70,9 @@ class DataConfig(Section):
     )
     augment: Literal["none", "crop_flip", "pad_crop_flip"] = Field(
         "none", description="crop_flip: RandomResizedCrop + flip; pad_crop_flip: pad by 4, crop, flip, as for CIFAR"
+    )
+    min_crop_area: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.08, description="crop_flip: the smallest part of an image's area that a crop shows"
     )
     device_augment: DeviceAugmentConfig = Field(DeviceAugmentConfig(), description="further augmentation, on the device")
     decoder: Literal["auto", "gpu", "dali"] = Field(

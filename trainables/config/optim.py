@@ -37,10 +37,10 @@ class OptimConfig(Section):
     )
     epochs: Count = Field(10, description="epochs of training")
     lr: Positive = Field(0.1, description="peak learning rate")
-    lr_scaling: Literal["none", "linear"] = Field(
-        "none", description="linear: lr is multiplied by global_batch_size / lr_base_batch"
+    lr_scaling: Literal["none", "linear", "sqrt"] = Field(
+        "none", description="linear: lr is multiplied by global_batch_size / lr_base_batch; sqrt: by the root of that"
     )
-    lr_base_batch: Count = Field(256, description="lr_scaling linear: the global batch size for which lr is meant")
+    lr_base_batch: Count = Field(256, description="lr_scaling: the global batch size for which lr is meant")
     schedule: Literal["constant", "step", "cosine"] = Field(
         "cosine", description="how the learning rate falls after the warm-up; cosine: to 0 at the end"
     )

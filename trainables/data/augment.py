@@ -20,7 +20,6 @@ from trainables.data.encoded_rows import Region
 from trainables.data.order import GOLDEN, Split, mix64
 
 _TRIES = 10
-_AREA = (0.08, 1.0)
 _LOG_RATIO = (math.log(3 / 4), math.log(4 / 3))
 _PAD = 4
 _LINEAR_BELOW = 2.0
@@ -74,15 +73,15 @@ def validation_view(rgb_HWC: NDArray[np.uint8], image_size: int, val_resize: int
     return np.asarray(resized.crop((left, top, left + image_size, top + image_size)))
 
 
-def random_resized_crop_box(uniforms_U: NDArray[np.float64], width: int, height: int) -> Box:
-    """(left, top, right, bottom) of a random part of an image: area 0.08 to 1 of it, aspect ratio 3/4 to 4/3.
+def random_resized_crop_box(uniforms_U: NDArray[np.float64], width: int, height: int, min_area: float = 0.08) -> Box:
+    """(left, top, right, bottom) of a random part of an image: area `min_area` to 1 of it, aspect ratio 3/4 to 4/3.
 
     torchvision's RandomResizedCrop.get_params: ten tries, then the largest central part of an allowed ratio. Takes 22
     random numbers: the position in the image, then area and ratio of each try.
     """
     x_at, y_at, *tries = uniforms_U.tolist()
     for area_at, ratio_at in zip(tries[0::2], tries[1::2], strict=True):
-        area = width * height * _between(_AREA, area_at)
+        area = width * height * _between((min_area, 1.0), area_at)
         ratio = math.exp(_between(_LOG_RATIO, ratio_at))
         crop_width, crop_height = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
         if 0 < crop_width <= width and 0 < crop_height <= height:
@@ -111,7 +110,7 @@ class Augment:
     def __init__(self, data: DataConfig, split: Split, decoder: Decoder | None = None) -> None:
         training = split == "train"
         self._name = data.augment if training else "none"
-        self._image_size, self._val_resize = data.image_size, data.val_resize
+        self._image_size, self._val_resize, self._min_area = data.image_size, data.val_resize, data.min_crop_area
         # what validation says is compared with published figures
         self._exact = not training or data.fidelity == "exact"
         self._decoder = decoder or open_decoder()
@@ -135,7 +134,7 @@ class Augment:
             or header.width * header.height > _MAX_DEVICE_PIXELS
         ):
             return None
-        return Region(row, sample, header, *crop_and_flip(uniforms_U, header.width, header.height))
+        return Region(row, sample, header, *crop_and_flip(uniforms_U, header.width, header.height, self._min_area))
 
     def render(self, sample: Sample, uniforms_U: NDArray[np.float64], out_HWC: NDArray[np.uint8]) -> None:
         """Decode what these random numbers in [0, 1) choose of `sample` into `out_HWC` (contiguous); `finish` comes next.
@@ -144,7 +143,8 @@ class Augment:
         """
         stored = StoredImage(sample, self._decoder)
         if self._name == "crop_flip":
-            render_crop(stored, *crop_and_flip(uniforms_U, stored.width, stored.height), out_HWC, exact=self._exact)
+            crop = crop_and_flip(uniforms_U, stored.width, stored.height, self._min_area)
+            render_crop(stored, *crop, out_HWC, exact=self._exact)
         else:
             out_HWC[:] = validation_view(stored.whole(), self._image_size, self._val_resize)
 
@@ -154,9 +154,9 @@ class Augment:
             _pad_crop_flip(uniforms_BU, images_BHWC)
 
 
-def crop_and_flip(uniforms_U: NDArray[np.float64], width: int, height: int) -> tuple[Box, bool]:
+def crop_and_flip(uniforms_U: NDArray[np.float64], width: int, height: int, min_area: float) -> tuple[Box, bool]:
     """What `crop_flip` shows of an image of this size: which part, and whether mirrored (every second image)."""
-    return random_resized_crop_box(uniforms_U[1:], width, height), bool(uniforms_U[0] < 0.5)
+    return random_resized_crop_box(uniforms_U[1:], width, height, min_area), bool(uniforms_U[0] < 0.5)
 
 
 def render_crop(stored: StoredImage, box: Box, flip: bool, out_HWC: NDArray[np.uint8], *, exact: bool) -> None:

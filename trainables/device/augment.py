@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trainables.config import DataConfig, TrainConfig
-from trainables.device.color import ColorJitter
+from trainables.device.color import ColorJitter, Grayscale
 from trainables.device.device_batches import DeviceBatch
 from trainables.device.erasing import RandomErasing
 from trainables.device.mixing import Mixing
@@ -30,6 +30,7 @@ class Augmentation(Protocol):
 AUGMENTATIONS: dict[str, Callable[[Any, DataConfig, torch.device], Augmentation]] = {
     "randaugment": lambda config, data, device: RandAugment(config, data.image_size, device),
     "color_jitter": lambda config, data, device: ColorJitter(config),
+    "grayscale": lambda probability, data, device: Grayscale(probability),
     "random_erasing": lambda probability, data, device: RandomErasing(probability, data.mean, device),
 }
 """In torchvision's order; each is made of its value in `data.device_augment`, and draws the random numbers of its name."""

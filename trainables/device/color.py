@@ -58,19 +58,35 @@ def shift_hue(pixels_BCHW: Tensor, hue_shift_B: Tensor) -> Tensor:
 class ColorJitter:
     """torchvision's ColorJitter: brightness, contrast, saturation and hue in an order that each image draws for itself."""
 
-    num_uniforms = 8
+    num_uniforms = 9
 
     def __init__(self, config: ColorJitterConfig) -> None:
         self._config = config
 
     def __call__(self, pixels_BCHW: Tensor, uniforms_BU: Tensor) -> Tensor:
         """See Augmentation."""
-        order_B4, at_B4 = uniforms_BU.tensor_split(2, dim=1)
+        order_B4, at_B4, changed_B1 = uniforms_BU.tensor_split((4, 8), dim=1)
         config = self._config
         ranges = [(max(0.0, 1 - width), 1 + width) for width in (config.brightness, config.contrast, config.saturation)]
         ranges.append((-config.hue, config.hue))
         factors_B4 = torch.stack([low + (high - low) * at_B4[:, factor] for factor, (low, high) in enumerate(ranges)], dim=1)
-        return jitter(pixels_BCHW, factors_B4, order_B4, hue=config.hue > 0)
+        changed_BCHW = jitter(pixels_BCHW, factors_B4, order_B4, hue=config.hue > 0)
+        if config.probability == 1:
+            return changed_BCHW
+        return torch.where(column(changed_B1[:, 0] < config.probability), changed_BCHW, pixels_BCHW)
+
+
+class Grayscale:
+    """torchvision's RandomGrayscale: an image has the luminance in all channels with a probability."""
+
+    num_uniforms = 1
+
+    def __init__(self, probability: float) -> None:
+        self._probability = probability
+
+    def __call__(self, pixels_BCHW: Tensor, uniforms_BU: Tensor) -> Tensor:
+        """See Augmentation."""
+        return torch.where(column(uniforms_BU[:, 0] < self._probability), gray(pixels_BCHW), pixels_BCHW)
 
 
 def jitter(pixels_BCHW: Tensor, factors_B4: Tensor, order_B4: Tensor, hue: bool) -> Tensor:

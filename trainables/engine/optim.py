@@ -80,8 +80,9 @@ def init_momentum_buffers(sgd: torch.optim.Optimizer, *_: object) -> None:
 
 
 def peak_learning_rate(optim: OptimConfig, global_batch_size: int) -> float:
-    """`lr`, or under linear scaling lr·batch/lr_base_batch (Goyal et al. 2017)."""
-    return optim.lr * global_batch_size / optim.lr_base_batch if optim.lr_scaling == "linear" else optim.lr
+    """`lr`, times batch/lr_base_batch under linear scaling (Goyal et al. 2017), or times its root."""
+    exponent = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[optim.lr_scaling]
+    return float(optim.lr * (global_batch_size / optim.lr_base_batch) ** exponent)
 
 
 def learning_rate(step: int, steps_per_epoch: int, optim: OptimConfig, peak: float) -> float:

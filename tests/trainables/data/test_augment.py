@@ -93,19 +93,21 @@ def test_crop_boxes_lie_inside_the_image(width: int, height: int) -> None:
         assert 0 <= top < bottom <= height
 
 
-def test_crop_boxes_are_distributed_as_torchvisions() -> None:
+@pytest.mark.parametrize("min_area", [0.08, 0.5])
+def test_crop_boxes_are_distributed_as_torchvisions(min_area: float) -> None:
     width, height, draws = 500, 375, 4000
     image = Image.new("L", (width, height))
     torch.manual_seed(0)
-    theirs = np.array([RandomResizedCrop.get_params(image, [0.08, 1.0], [3 / 4, 4 / 3]) for _ in range(draws)], dtype=float)
-    boxes = np.array([random_resized_crop_box(row, width, height) for row in uniforms(0, 0, np.arange(draws), 22)], dtype=float)
+    theirs = np.array([RandomResizedCrop.get_params(image, [min_area, 1.0], [3 / 4, 4 / 3]) for _ in range(draws)], dtype=float)
+    rows = uniforms(0, 0, np.arange(draws), 22)
+    boxes = np.array([random_resized_crop_box(row, width, height, min_area) for row in rows], dtype=float)
     ours = np.stack([boxes[:, 1], boxes[:, 0], boxes[:, 3] - boxes[:, 1], boxes[:, 2] - boxes[:, 0]], axis=1)
     for column, other in zip(ours.T, theirs.T, strict=True):
         for level in (5, 25, 50, 75, 95):
             assert np.percentile(column, level) == pytest.approx(np.percentile(other, level), abs=14)
     area = ours[:, 2] * ours[:, 3] / (width * height)
     ratio = ours[:, 3] / ours[:, 2]
-    assert area.min() > 0.079
+    assert area.min() > min_area - 0.001
     assert area.max() <= 1
     assert ratio.min() > 0.74
     assert ratio.max() < 1.35

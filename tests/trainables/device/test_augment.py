@@ -20,7 +20,8 @@ from trainables.errors import ExperimentError
 
 ALL: dict[str, Any] = {
     "randaugment": {"num_ops": 2, "magnitude": 9},
-    "color_jitter": {"brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "hue": 0.1},
+    "color_jitter": {"brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "hue": 0.1, "probability": 0.8},
+    "grayscale": 0.5,
     "random_erasing": 0.25,
     "mixup": 0.2,
     "cutmix": 1.0,

@@ -8,7 +8,7 @@ from torchvision.transforms.v2 import functional as TF
 
 from tests.trainables.device.pictures import levels_apart, pictures
 from trainables.config import ColorJitterConfig
-from trainables.device.color import ColorJitter, blend, column, gray, jitter, mean_level, shift_hue
+from trainables.device.color import ColorJitter, Grayscale, blend, column, gray, jitter, mean_level, shift_hue
 from trainables.device.random_numbers import Draws
 
 THEIRS = (TF.adjust_brightness, TF.adjust_contrast, TF.adjust_saturation, TF.adjust_hue)
@@ -56,7 +56,7 @@ def test_each_image_has_its_own_order_and_factors(hue: bool) -> None:
 
 def test_factors_fill_their_range_and_orders_are_equally_likely() -> None:
     uniforms = Draws(0, 0, torch.arange(4000)).uniforms("color_jitter", ColorJitter.num_uniforms)
-    order, at = uniforms.tensor_split(2, dim=1)
+    order, at, _ = uniforms.tensor_split((4, 8), dim=1)
     counts = torch.unique(order.argsort(dim=1), dim=0, return_counts=True)[1]
     assert len(counts) == 24
     assert int(counts.min()) > 110  # 167 are expected
@@ -70,3 +70,16 @@ def test_nothing_to_change_changes_nothing() -> None:
     images = pictures(8, 9).float()
     uniforms = Draws(0, 0, torch.arange(8)).uniforms("color_jitter", ColorJitter.num_uniforms)
     assert torch.equal(ColorJitter(ColorJitterConfig())(images, uniforms), images)
+
+
+def test_a_part_of_the_images_is_jittered_or_loses_its_colors_and_the_others_stay() -> None:
+    images, rows = pictures(8, 9).float().repeat(250, 1, 1, 1), torch.arange(2000)
+    draws = Draws(0, 0, rows)
+    uniforms = draws.uniforms("color_jitter", ColorJitter.num_uniforms)
+    all_of_them = ColorJitter(ColorJitterConfig(brightness=0.4, hue=0.1))(images, uniforms)
+    some = ColorJitter(ColorJitterConfig(brightness=0.4, hue=0.1, probability=0.8))(images, uniforms)
+    gray_some = Grayscale(0.2)(images, draws.uniforms("grayscale", 1))
+    for ours, changed, share in ((some, all_of_them, 0.8), (gray_some, TF.rgb_to_grayscale(images, 3).floor(), 0.2)):
+        is_changed = (ours != images).flatten(1).any(1)
+        assert torch.equal(ours, torch.where(column(is_changed), changed, images))
+        assert is_changed.float().mean().item() == pytest.approx(share, abs=0.04)

@@ -61,8 +61,9 @@ def test_warm_up_rises_linearly_and_meets_the_schedule_at_the_peak() -> None:
     assert len(differences) == 1
 
 
-def test_linear_scaling_multiplies_by_the_batch_over_the_base_batch() -> None:
+def test_scaling_multiplies_by_the_batch_over_the_base_batch_or_its_root() -> None:
     assert peak_learning_rate(OptimConfig(lr=0.1, lr_scaling="linear", lr_base_batch=256), 1024) == pytest.approx(0.4)
+    assert peak_learning_rate(OptimConfig(lr=0.1, lr_scaling="sqrt", lr_base_batch=256), 1024) == pytest.approx(0.2)
     assert peak_learning_rate(OptimConfig(lr=0.1), 1024) == 0.1
 
 

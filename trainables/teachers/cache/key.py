@@ -21,7 +21,7 @@ from trainables.teachers.network import fit
 
 FORMAT = 3
 """Raised whenever the same key would mean other numbers: pixels, augmentation, format of the logits."""
-_PIXEL_KEYS = {"image_size", "augment", "device_augment", "fidelity", "val_resize"}
+_PIXEL_KEYS = {"image_size", "augment", "min_crop_area", "device_augment", "fidelity", "val_resize"}
 """Keys of `data` that decide pixels, also those that are not used here: a key too many costs a teacher's run, one too few is
 wrong."""
 
