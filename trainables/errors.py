@@ -107,6 +107,21 @@ class CheckpointError(DistillError):
     """A checkpoint that is missing, damaged, of another model, or that cannot be written."""
 
 
+class OtherClassesError(CheckpointError):
+    """Weights whose classes are not the data's, or that have no classifier."""
+
+    fact = ""
+    """The message without what to write instead."""
+    num_classes = 0
+    """Theirs; 0: they have no classifier."""
+
+    @classmethod
+    def of(cls, fact: str, remedy: str, num_classes: int) -> Self:
+        error = cls(f"{fact}: {remedy}")
+        error.fact, error.num_classes = fact, num_classes
+        return error
+
+
 class ClusterError(DistillError):
     """Ray, its resources or its storage are not enough for the request, or cannot be used."""
 

@@ -23,6 +23,8 @@ class JobSettings(Protocol):
     @property
     def model(self) -> str: ...
     @property
+    def weights(self) -> str | None: ...
+    @property
     def teacher(self) -> TeacherConfig | None: ...
     @property
     def distillation(self) -> DistillConfig | None: ...
@@ -361,6 +363,11 @@ METHOD_RULES: tuple[MethodRule[JobSettings], ...] = (
         lambda m, _: m.requires.all_gather,
         "distill.method: {m.key} gathers the outputs of all workers, and one of them may have fewer micro-batches of a short"
         " batch: set {when[0]} to 1, or scale.num_workers to {s.scale.pipeline_stages}",
+    ),
+    (
+        lambda s, _: s.weights is not None,
+        lambda m, _: m.requires.reuses_classifier,
+        "student.weights: {m.key} changes the student's end: leave student.weights out, or take another method",
     ),
     (
         lambda s, _: s.scale.pipeline_stages > 1,

@@ -25,9 +25,11 @@ from service.config.space import SpaceError, check_space
 from service.config.sweep import SweepConfig
 from service.config.unknown_keys import validate_known_keys
 from service.config.uris import checked_uri, secret_refusal
+from trainables.config.models import ModelConfig
 from trainables.data.source import SOURCES
 from trainables.errors import ExperimentError, ModelError
 from trainables.models.names import check_model_name, library_of
+from trainables.models.trained_input import trained_input
 from trainables.redact import redact_values
 
 
@@ -75,9 +77,11 @@ def load(recipe_or_file: str, overrides: Sequence[str] = (), *, method_files: Me
         sources = {name: source for name, source in sources.items() if not name.startswith(f"{key}.")} | {key: "--set"}
     try:
         experiment = _checked(tree, method_files)
-        if (size := _own_image_size(experiment, tree)) is not None:
-            put(tree, "data.image_size", size, written.where)
-            sources = {**sources, "data.image_size": f"{experiment.student.model}'s own"}
+        if own := _own_input(experiment, tree):
+            for key, value in own.items():
+                put(tree, key, value, written.where)
+            name, weights = experiment.student.model, experiment.student.weights
+            sources = {**sources, **dict.fromkeys(own, f"{name}'s own" if weights is None else f"{weights} of {name}")}
             experiment = _checked(tree, method_files)
         return Resolved(_with_absolute_paths(experiment), sources)
     except ConfigProblems as problems:
@@ -86,15 +90,26 @@ def load(recipe_or_file: str, overrides: Sequence[str] = (), *, method_files: Me
         raise ExperimentError(problems.text(written.where, sources)) from problems
 
 
-def _own_image_size(experiment: Experiment, tree: Mapping[str, Any]) -> int | None:
-    """The size that the student is made for, where none is written; None for images that are no files, which have their own."""
-    if "image_size" in tree.get("data", {}) or experiment.data.path in SOURCES or "data.image_size" in experiment.sweep.axes:
-        return None
-    if "student.model" in experiment.sweep.axes:
-        problem = "data.image_size: the students of a sweep see the same crops: write their size"
-        raise ConfigProblems([("data.image_size", problem)])
-    library, name = library_of(experiment.student.model)
-    return library.default_size(name)
+def _own_input(experiment: Experiment, tree: Mapping[str, Any]) -> dict[str, Any]:
+    """What the student's input is made for, by keys of `data` that are not written: the size, and of weights the normalization.
+
+    Images that are no files have a size of their own.
+    """
+    student, own = experiment.student, dict[str, Any]()
+    if (record := trained_input(student.model, student.weights) if student.weights is not None else None) is not None:
+        own = {"data.image_size": record.image_size}
+        own |= {"data.mean": list(record.mean), "data.std": list(record.std)} if record.mean else {}
+    else:
+        library, name = library_of(student.model)
+        own = {"data.image_size": library.default_size(name)}
+    written = {f"data.{key}" for key in tree.get("data", {})} | experiment.sweep.axes.keys()
+    own = {key: value for key, value in own.items() if value is not None and key not in written}
+    if experiment.data.path in SOURCES:
+        own.pop("data.image_size", None)
+    if "student.model" in experiment.sweep.axes and own:
+        problem = f"{min(own)}: the students of a sweep see the same crops: write it"
+        raise ConfigProblems([(min(own), problem)])
+    return own
 
 
 def _with_absolute_paths(experiment: Experiment) -> Experiment:
@@ -181,7 +196,7 @@ def _checked(tree: Mapping[str, Any], method_files: MethodFiles) -> Experiment:
 def _check_models(experiment: Experiment) -> None:
     """Refuse models that do not exist; imports no torch."""
     teacher = experiment.teacher
-    sections = {"teacher.model": teacher, "student.model": experiment.student}
+    sections: dict[str, ModelConfig | None] = {"teacher.model": teacher, "student.model": experiment.student}
     sections |= {f"teacher.others[{n}].model": other for n, other in enumerate(teacher.others if teacher else ())}
     sections |= {f"assistants[{n}].model": assistant for n, assistant in enumerate(experiment.assistants)}
     for key, section in sections.items():

@@ -1,10 +1,7 @@
 """Names that other projects have for what an experiment calls otherwise, or does not have."""
 
 OTHER_NAMES: dict[str, str] = {
-    **dict.fromkeys(
-        ("student.weights", "student.pretrained", "student.checkpoint"),
-        "a student starts from random weights, and trained ones are loaded for a teacher alone (teacher.weights): leave it out",
-    ),
+    **dict.fromkeys(("student.pretrained", "student.checkpoint"), "student.weights"),
     "assistants.pretrained": "an assistant is trained here: leave it out",
     "teacher.others.pretrained": "teacher.others.weights",
     **dict.fromkeys(("pretrained", "teacher_weights", "teacher.checkpoint"), "teacher.weights"),

@@ -53,6 +53,7 @@ PATHS: dict[str, Callable[[str], str]] = {
     "data.path": absolute,
     "data.stage": absolute_stage,
     "teacher.weights": absolute,
+    "student.weights": absolute,
     "teacher.cache": absolute_or_new,
     "teacher.others": absolute,
     "distill.method": with_absolute_file,

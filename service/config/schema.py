@@ -11,11 +11,11 @@ from trainables.config import (
     AssistantConfig,
     DataConfig,
     DistillConfig,
-    ModelConfig,
     OptimConfig,
     Precision,
     ScaleConfig,
     Section,
+    StudentConfig,
     TeacherConfig,
     TrainConfig,
     TrainingConfig,
@@ -46,7 +46,7 @@ class Experiment(Section):
     assistants: tuple[AssistantConfig, ...] = Field(
         (), description="models between teacher and student: each learns from the one before it, the student from the last"
     )
-    student: ModelConfig
+    student: StudentConfig
     distill: DistillConfig = DistillConfig()
     optim: OptimConfig = OptimConfig()
     scale: ScaleConfig = ScaleConfig()
@@ -75,6 +75,11 @@ class Experiment(Section):
     def model(self) -> str:
         """The student's."""
         return self.student.model
+
+    @property
+    def weights(self) -> str | None:
+        """What the student begins with."""
+        return self.student.weights
 
     @property
     def preparation(self) -> dict[str, TeacherConfig | AssistantConfig]:
@@ -124,6 +129,8 @@ class Experiment(Section):
             output_dir=str(output_dir),
             data=self.data,
             model=model,
+            weights=None if name in before else self.student.weights,
+            weights_key=None if name in before else self.student.weights_key,
             teacher=teacher,
             distill=distill,
             optim=own_optimizers(optim, distill),

@@ -42,7 +42,7 @@ def measure_teacher(experiment: Experiment, run_dir: RunDir, root: Path) -> Teac
     assert teacher is not None
     assert teacher.weights is not None
     classes, given = open_source(data, "val").classes, teacher_input(teacher, data)
-    fit: dict[str, Any] = {"num_classes": len(classes), "image_size": given.image_size, "classes": classes, "seed": 0}
+    fit: dict[str, Any] = {"image_size": given.image_size, "classes": classes, "seed": 0}
     fit["weights_key"] = teacher.weights_key
     model = load_teacher(teacher.model, teacher.weights, **fit)
     header = {
@@ -82,6 +82,6 @@ def trained_teacher(run_dir: RunDir) -> TeacherAccuracy | None:
         return None
     from trainables.models.weights import teacher_sha256
 
-    fit: dict[str, Any] = {"num_classes": header.num_classes, "image_size": header.image_size, "classes": header.classes}
+    fit: dict[str, Any] = {"image_size": header.image_size, "classes": header.classes}
     sha256 = teacher_sha256(header.model, str(stage.best), **fit, seed=0)
     return TeacherAccuracy(summary.metrics["best_top1_pct"], sha256, str(stage.best))

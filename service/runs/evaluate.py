@@ -121,7 +121,7 @@ def with_fitting_classes(config: EvaluateConfig, model: str, weights_key: str | 
     if problem := resize_covers_crop(config.data):
         raise ExperimentError(problem)
     classes = check_source(config.data, "val").classes
-    fit: dict[str, Any] = {"num_classes": len(classes), "image_size": config.data.image_size, "classes": classes, "seed": 0}
+    fit: dict[str, Any] = {"image_size": config.data.image_size, "classes": classes, "seed": 0}
     load_teacher(model, config.checkpoint, **fit, weights_key=weights_key)
     return config
 

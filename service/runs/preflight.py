@@ -136,17 +136,21 @@ def check_models(experiment: Experiment, classes: tuple[str, ...]) -> None:
         ModelError: a model does not take these images or classes, or its published weights do not.
         CheckpointError: a file of weights cannot be read, or is of another model or other classes.
     """
-    from trainables.methods.select import select_methods
+    from trainables.methods.select import reads_classes, select_methods
     from trainables.models.model_input import input_warnings, teacher_input
     from trainables.models.registry import build_model
-    from trainables.models.weights import load_teacher
+    from trainables.models.weights import begin_with, load_teacher
 
-    teacher, distill = experiment.teacher, experiment.distill
+    teacher, distill, student = experiment.teacher, experiment.distill, experiment.student
     size, seed = experiment.data.image_size, experiment.seed
+    if student.weights is not None:
+        model = build_model(student.model, num_classes=len(classes), image_size=size, seed=seed)
+        start: dict[str, Any] = {"image_size": size, "classes": classes, "seed": seed, "weights_key": student.weights_key}
+        begin_with(model, student.model, student.weights, **start)
     if teacher is not None and teacher.weights is None:
         build_model(teacher.model, num_classes=len(classes), image_size=size, seed=seed)
-    if teacher is not None and select_methods(distill):
-        fit: dict[str, Any] = {"num_classes": len(classes), "classes": classes, "seed": seed}
+    if teacher is not None and (methods := select_methods(distill)):
+        fit: dict[str, Any] = {"classes": classes, "seed": seed, "logits": reads_classes(methods)}
         for each in teacher.with_others:
             if each.weights is not None:
                 if experiment.data.path != "synthetic":

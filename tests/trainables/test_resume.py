@@ -176,7 +176,7 @@ def test_a_checkpoint_names_no_wrapper_holds_no_pickle_and_loads_as_a_teacher_wi
     assert {name for name in tensors if name.startswith("method.")} == {f"method.dml.peer.{name}" for name in peer}
     assert {name.partition(".")[0] for name in tensors} == {"model", "method", "optim", "rng"}
     classes = [str(label) for label in range(10)]
-    teacher = load_teacher("mlp_small", str(last), num_classes=10, image_size=8, classes=classes, seed=0)
+    teacher = load_teacher("mlp_small", str(last), image_size=8, classes=classes, seed=0)
     assert equal(teacher.state_dict(), {name: tensor.float() for name, tensor in result["state"].items()})
     assert {path.suffix for path in (tmp_path / "checkpoints").iterdir()} == {".safetensors"}
 
@@ -217,7 +217,7 @@ def test_weights_that_an_older_version_trained_are_a_teacher_and_can_be_evaluate
     header = read_checkpoint_header(best)
     assert header is not None
     assert header.model == "mlp_small"
-    teacher = load_teacher("mlp_small", str(best), num_classes=10, image_size=8, classes=classes, seed=0)
+    teacher = load_teacher("mlp_small", str(best), image_size=8, classes=classes, seed=0)
     tensors, _ = checkpoint.read(best)
     assert equal(
         teacher.state_dict(), {name[6:]: tensor.float() for name, tensor in tensors.items() if name.startswith("model.")}

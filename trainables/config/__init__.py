@@ -15,7 +15,7 @@ from trainables.config.job import (
     TrainConfig,
     TrainingConfig,
 )
-from trainables.config.models import AssistantConfig, ModelConfig, OtherTeacherConfig, TeacherConfig
+from trainables.config.models import AssistantConfig, OtherTeacherConfig, StudentConfig, TeacherConfig
 from trainables.config.optim import LossOptimConfig, OptimConfig
 from trainables.config.scale import ScaleConfig
 from trainables.config.section import Count, Natural, NonNegative, Positive, Probability, Section
@@ -34,7 +34,6 @@ __all__ = [
     "InitStageOptions",
     "LossOptimConfig",
     "MethodOptions",
-    "ModelConfig",
     "Natural",
     "NonNegative",
     "OptimConfig",
@@ -47,6 +46,7 @@ __all__ = [
     "ScaleConfig",
     "Section",
     "SplitIdentity",
+    "StudentConfig",
     "TeacherConfig",
     "TrainConfig",
     "TrainingConfig",

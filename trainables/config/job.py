@@ -92,6 +92,8 @@ class TrainConfig(Section):
     )
     loader_auto: bool = Field(False, description="data.loader_workers was `auto`: it is the most threads, fewer may be enough")
     model: str
+    weights: str | None = Field(None, description="as student.weights")
+    weights_key: str | None = Field(None, description="as student.weights_key")
     teacher: TeacherConfig | None = None
     teachers: tuple[str, ...] = Field((), description="names of the actors of `teacher.service`")
     teacher_records: str | None = Field(

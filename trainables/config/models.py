@@ -21,6 +21,18 @@ class ModelConfig(Section):
     model: str = Field(min_length=1, description="one of ours, torchvision's or timm's (`timm/NAME`)")
 
 
+class StudentConfig(ModelConfig):
+    """The model that is trained."""
+
+    weights: str | None = Field(
+        None,
+        min_length=1,
+        description="what it begins with, as teacher.weights; its classifier too where their classes are the data's; absent: "
+        "random weights",
+    )
+    weights_key: str | None = Field(None, min_length=1, description="as teacher.weights_key")
+
+
 class WeightedConfig(ModelConfig):
     """A model whose weights may be in a file, or come with its name, as `hf-hub:OWNER/NAME` and `local-dir:FOLDER` do."""
 

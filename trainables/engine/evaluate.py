@@ -114,7 +114,6 @@ def evaluate_checkpoint(config: EvaluateConfig, group: Group, heartbeat: Heartbe
     model = load_teacher(
         config.model or checkpoint.read_about(Path(config.checkpoint))["model"],
         config.checkpoint,
-        num_classes=len(source.classes),
         image_size=config.data.image_size,
         classes=source.classes,
         seed=0,

@@ -31,6 +31,7 @@ from trainables.errors import ExperimentError
 from trainables.methods.distillation_module import DistillationModule
 from trainables.models.model_input import student_input, teacher_input
 from trainables.models.pixels import take_pixels
+from trainables.models.weights import begin_with
 from trainables.rundir import StageDir
 from trainables.teachers.interface import TeacherInterface
 from trainables.teachers.network import TeacherNetwork
@@ -87,6 +88,9 @@ def build_models(
     """The student with its methods, on its device, and the teacher that they read. Every rank calls it."""
     in_pipeline, device = layout.pipeline.world_size > 1, layout.replicas.device
     name, student = build_student(config, Group() if in_pipeline else layout.replicas, len(classes))
+    if config.weights is not None:
+        fit: dict[str, Any] = {"image_size": config.data.image_size, "classes": classes, "seed": config.seed}
+        begin_with(student, config.model, config.weights, **fit, weights_key=config.weights_key)
     module = DistillationModule(student)
     teacher: TeacherInterface = NoTeacher()
     if layout.is_last:

@@ -95,15 +95,16 @@ def _learning_rate(train_state: TrainState) -> float:
 def _write(job: Job, line: PendingLine, now: Mapping[str, float], reported: Mapping[str, float]) -> None:
     """`now`: means since the last line; `reported`: the step's record."""
     in_epoch = means(job.train_state, job.progress.partial)
+    shown = {"loss": "Loss %.4f (%.4f)", "top1_pct": "Acc@1 %.2f (%.2f)", "top5_pct": "Acc@5 %.2f (%.2f)"}
+    learned = "  ".join(text % (now[name], in_epoch[name]) for name, text in shown.items() if name in now)
     log.info(
-        "Epoch: [%d][%d/%d]  Time %.3f  Data %.3f  Loss %.4f (%.4f)  Acc@1 %.2f (%.2f)  Acc@5 %.2f (%.2f)  lr %.4g"
-        "  %.1f images/s",
+        "Epoch: [%d][%d/%d]  Time %.3f  Data %.3f  %s  lr %.4g  %.1f images/s",
         job.progress.epoch + 1,
         line.step_in_epoch,
         job.epochs.steps_per_epoch,
         reported.get("phase/step_ms", math.nan) / 1e3,
         reported.get("phase/data_ms", math.nan) / 1e3,
-        *(values[name] for name in ("loss", "top1_pct", "top5_pct") for values in (now, in_epoch)),
+        learned,
         line.lr,
         reported["images_per_s"],
     )

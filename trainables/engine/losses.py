@@ -42,8 +42,10 @@ def _sum(terms: Sequence[Tensor]) -> Tensor:
     return reduce(torch.add, terms)
 
 
-def compute_losses(outputs: DistillationOutputs, labels_B: Tensor, mix: Mix | None, weights: Mapping[str, float]) -> Losses:
-    """task_weight·CE + Σ over methods of weight·Σ terms.
+def compute_losses(
+    outputs: DistillationOutputs, labels_B: Tensor | None, mix: Mix | None, weights: Mapping[str, float]
+) -> Losses:
+    """task_weight·CE + Σ over methods of weight·Σ terms; without labels (None) there is no task, and the CE is 0.
 
     The CE of mixed images is share·CE(own label) + (1 - share)·CE(the other's); the methods see the image as it is. The CE of
     auxiliary heads (Inception) belongs to the task. Every term is in the graph, whatever its weight: DDP waits for each gradient.
@@ -58,9 +60,12 @@ def compute_losses(outputs: DistillationOutputs, labels_B: Tensor, mix: Mix | No
                     f"distill.method: {key}'s {name} has the shape {tuple(term.shape)} for {rows} images: return one loss per"
                     f" image, ({rows},), or a scalar of the global batch"
                 )
-    task_B = cross_entropy(outputs.logits_BK, labels_B, mix)
-    for weight, aux_BK in outputs.aux:
-        task_B = task_B + weight * cross_entropy(aux_BK, labels_B, mix)
+    if labels_B is None:
+        task_B = 0 * outputs.logits_BK.sum(1)
+    else:
+        task_B = cross_entropy(outputs.logits_BK, labels_B, mix)
+        for weight, aux_BK in outputs.aux:
+            task_B = task_B + weight * cross_entropy(aux_BK, labels_B, mix)
     named = {f"{key}/{name}": term for key, terms in outputs.terms.items() for name, term in terms.items()}
     distilled = {f"{key}/{name}": weights[key] * term for key, terms in outputs.terms.items() for name, term in terms.items()}
     weighted = {"task": weights["task"] * task_B, **distilled}

@@ -61,7 +61,7 @@ class TrainState:
 def sum_names(module: DistillationModule) -> tuple[str, ...]:
     """What the steps of a module add up over images."""
     distilled = ("distill_loss", *module.term_names) if module.methods else ()
-    return ("images", "top1", "top5", "loss", "task_loss", *distilled)
+    return ("images", *(("top1", "top5", "loss", "task_loss") if module.classifies else ("loss",)), *distilled)
 
 
 def micro_batches(batch: DeviceBatch, accumulate: int, num_blank_images: int = 2) -> list[DeviceBatch]:
@@ -104,4 +104,5 @@ def run_student(
         outputs: DistillationOutputs = (module or train_state.update.module)(inputs, method_batch, teacher_outputs)
     bare = train_state.distillation_module
     bare.check_terms(outputs.terms)
-    return outputs, compute_losses(outputs, part.labels_B, part.mix, bare.weights(epochs_passed))
+    labels_B = part.labels_B if bare.classifies else None
+    return outputs, compute_losses(outputs, labels_B, part.mix, bare.weights(epochs_passed))

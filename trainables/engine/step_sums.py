@@ -19,7 +19,7 @@ class StepSums:
     """Sums since the last `clear`. What is not read yet is kept by step, so that a step itself compares nothing."""
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
-        """`names`: `images`, `top1` and `top5`, then those of losses, `loss` among them."""
+        """`names`: `images`, `top1` and `top5` of a classifier, then those of losses, `loss` among them."""
         self.names = tuple(names)
         self._loss = self.names.index("loss")
         self._pending_PN = torch.zeros((_MAX_PENDING, len(names)), dtype=torch.float64, device=device)
@@ -31,10 +31,12 @@ class StepSums:
     def add(self, step: int, student_BK: Tensor, labels_B: Tensor, losses: Mapping[str, Tensor]) -> None:
         """Add a micro-batch of this step. A loss that is a scalar, of the global batch, counts for each image."""
         sums_N, is_new = self._begin(step, len(labels_B))
-        hits_B5 = hits(student_BK, labels_B).to(losses["loss"].dtype)
-        values = {"top1": hits_B5[:, 0], "top5": hits_B5.sum(1), **losses}
+        values = dict(losses)
+        if "top1" in self.names:
+            hits_B5 = hits(student_BK, labels_B).to(losses["loss"].dtype)
+            values |= {"top1": hits_B5[:, 0], "top5": hits_B5.sum(1)}
         absent = [name for name in self.names[1:] if name not in values]
-        values |= dict.fromkeys(absent, hits_B5.new_zeros(())) if absent else {}
+        values |= dict.fromkeys(absent, losses["loss"].new_zeros(())) if absent else {}
         all_NB = torch.stack([values[name].expand(len(labels_B)) for name in self.names[1:]])
         if is_new:
             torch.sum(all_NB, 1, dtype=torch.float64, out=sums_N)

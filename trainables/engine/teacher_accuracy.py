@@ -23,6 +23,7 @@ from trainables.engine.evaluate import evaluate, logits_of
 from trainables.engine.job import Job
 from trainables.engine.modules import methods_with_teacher
 from trainables.errors import DataError, TrainingError
+from trainables.models.forward import has_classifier
 from trainables.models.model_input import teacher_input
 from trainables.models.weights import teacher_sha256
 from trainables.object_store.store import ObjectStore, is_uri
@@ -56,6 +57,8 @@ def measure_teachers(job: Job) -> list[TeacherAccuracy]:
         reason = "with pipeline stages, the rank that runs it gets no validation images"
     elif job.train_state.teacher.is_collective:
         reason = "it is sharded, and its workers may have different numbers of validation batches"
+    elif isinstance(teacher := job.train_state.teacher, TeacherNetwork) and not has_classifier(teacher.networks[0]):
+        reason = "its classes are not the data's, and its features alone are read"
     if reason is None:
         return [_measure_once(job, number, each) for number, each in enumerate(config.teacher.with_others)]
     if job.group.is_main:

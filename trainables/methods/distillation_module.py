@@ -14,7 +14,7 @@ from trainables.config import init_epochs
 from trainables.errors import ExperimentError
 from trainables.methods.contract import Method, MethodBatch, ModelOutputs
 from trainables.methods.tap_reader import TapReader, at_least_float32
-from trainables.models.forward import logits_and_aux
+from trainables.models.forward import has_classifier, logits_and_aux
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class DistillationOutputs:
     """The student's logits for a batch, and the loss terms of its methods."""
 
     logits_BK: Tensor
-    """In float32 or wider."""
+    """In float32 or wider; of a student without a classifier its pooled features."""
     aux: tuple[tuple[float, Tensor], ...]
     """Weight and logits (B, K) of each auxiliary head."""
     terms: dict[str, dict[str, Tensor]]
@@ -76,6 +76,11 @@ class DistillationModule(nn.Module):
                     terms[key] = loss(student[key], reference, batch)
         aux = tuple((weight, at_least_float32(aux_BK[:num_rows])) for weight, aux_BK in aux)
         return DistillationOutputs(at_least_float32(logits_BK[:num_rows]), aux, terms)
+
+    @property
+    def classifies(self) -> bool:
+        """Whether the student has a classifier, and learns labels."""
+        return has_classifier(self.student)
 
     @property
     def tapped_modules(self) -> frozenset[str]:

@@ -95,6 +95,14 @@ def select_methods(distill: DistillConfig) -> tuple[SelectedMethod, ...]:
     return tuple(method for method in found if method.options.weight)
 
 
+def reads_classes(selected: Sequence[SelectedMethod]) -> bool:
+    """Whether one of these methods reads a teacher's classes, and not features alone."""
+    return any(
+        each.requires.teacher and (each.requires.logits or each.requires.teacher_model or each.requires.reuses_classifier)
+        for each in selected
+    )
+
+
 def task_weight(distill: DistillConfig, selected: Sequence[SelectedMethod]) -> float:
     """The weight of the labels' cross-entropy: the user's, otherwise the largest default of the methods."""
     if distill.task_weight is not None:

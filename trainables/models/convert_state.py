@@ -7,17 +7,20 @@ the papers' authors published, and reads their .npz files.
 import math
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from trainables.errors import CheckpointError, ModelError, first_line, first_three
+from trainables.errors import CheckpointError, ModelError, OtherClassesError, first_line, first_three
 from trainables.models.foreign_files import CONVERT, foreign_names
 from trainables.models.libraries import LIBRARIES
 from trainables.models.registry import USUAL_SIZES, construct
 from trainables.models.state_match import Match, compare, expected_tensors, is_read
 from trainables.notices import notice
+
+TRAINED_WITH_CLASSES = "give weights that were trained with a classifier on this data"
 
 
 def converted(model: nn.Module, match: Match, image_size: int) -> tuple[dict[str, Tensor], str]:
@@ -63,21 +66,22 @@ def load_npz(model: nn.Module, path: Path, name: str, num_classes: int) -> None:
         ) from None
     left = [key for key, tensor in model.state_dict().items() if tensor.is_floating_point() and not tensor.isfinite().all()]
     if left:
-        raise CheckpointError(
-            f"{path} has no values of these shapes for {first_three(left)} of {name}, or none for {num_classes} classes: give "
-            "weights trained on this data"
-        )
-    notice(f"teacher weights {path}: converted by timm for {name}")
+        fact = f"{path} has no values of these shapes for {first_three(left)} of {name}, or none for {num_classes} classes"
+        raise OtherClassesError.of(fact, TRAINED_WITH_CLASSES, 0)
+    notice(f"weights {path}: converted by timm for {name}")
 
 
-def mismatch(match: Match, model: nn.Module, path: Path, name: str, num_classes: int) -> CheckpointError:
+def mismatch(match: Match, model: nn.Module, path: Path, name: str, num_classes: int, image_size: int) -> CheckpointError:
     """The one line that says what does not fit, and what to write."""
+    if (count := _other_num_classes(match, model, name, image_size)) is not None:
+        if count:
+            fact = f"{path} has {count} classes and the data has {num_classes}"
+        else:
+            beside = f"; the file has {first_three(match.outside)} too" if match.outside else ""
+            fact = f"{path} has {name} without its classifier{_where(match)}: it misses {first_three(match.missing)}{beside}"
+        return OtherClassesError.of(fact, TRAINED_WITH_CLASSES, count)
     expected, state, misshapen = expected_tensors(model), match.state, match.misshapen
     named = not match.missing and not match.unexpected
-    if named and all(_is_head(expected[key], state[key], num_classes) for key in misshapen):
-        return CheckpointError(
-            f"{path} has {len(state[misshapen[0]])} classes and the data has {num_classes}: give weights trained on this data"
-        )
     if named and (size := _fitting_size(name, state, num_classes)):
         return CheckpointError(
             f"{path} fits {name} for images of {size}×{size}, by its {misshapen[0]}: set teacher.image_size to {size}"
@@ -87,16 +91,8 @@ def mismatch(match: Match, model: nn.Module, path: Path, name: str, num_classes:
     shapes = [f"{key} {tuple(state[key].shape)} for {tuple(expected[key].shape)}" for key in misshapen]
     parts = (("misses", match.missing), ("has unknown", match.unexpected), ("has another shape of", shapes))
     differences = "; ".join(f"{verb} {first_three(keys)}" for verb, keys in parts if keys)
-    where = f" under {match.prefix!r}" * bool(match.prefix) + f" in {match.candidate.path}" * bool(match.candidate.path)
-    headless = not match.unexpected and not misshapen and all(len(expected[key]) == num_classes for key in match.missing)
-    if headless:
-        beside = f"; the file has {first_three(match.outside)} too" if match.outside else ""
-        return CheckpointError(
-            f"{path} has {name} without its classifier{where}: it {differences}{beside}; give weights that were trained with a "
-            "classifier on this data"
-        )
     return CheckpointError(
-        f"{path} does not fit {name}: it{where} {differences}; write the model that it was saved from, or give another file"
+        f"{path} does not fit {name}: it{_where(match)} {differences}; write the model that it was saved from, or another file"
     )
 
 
@@ -113,5 +109,19 @@ def _fitting_size(name: str, state: Mapping[str, Tensor], num_classes: int) -> i
     return None
 
 
-def _is_head(expected: Tensor, loaded: Tensor, num_classes: int) -> bool:
-    return expected.shape[:1] == (num_classes,) and expected.shape[1:] == loaded.shape[1:]
+def _where(match: Match) -> str:
+    """The match's place in its file, as a part of a message."""
+    return f" under {match.prefix!r}" * bool(match.prefix) + f" in {match.candidate.path}" * bool(match.candidate.path)
+
+
+def _other_num_classes(match: Match, model: nn.Module, name: str, image_size: int) -> int | None:
+    """The number of classes in a file that fits but for its classifier, 0 where it has none; None: it does not."""
+    try:
+        bare = construct(name, num_classes=0, image_size=image_size, seed=0)
+    except ModelError:
+        return None
+    heads = expected_tensors(model).keys() - expected_tensors(bare).keys()
+    body = {key: tensor for key, tensor in match.state.items() if key not in heads}
+    if any(compare(body, expected_tensors(bare))) and not converted(bare, replace(match, state=body), image_size)[1]:
+        return None
+    return max((len(match.state[key]) for key in heads & match.state.keys()), default=0)

@@ -53,6 +53,11 @@ def dry_forward(
             module.training = mode
 
 
+def has_classifier(model: nn.Module) -> bool:
+    """Whether its output is logits. Otherwise it is pooled features (B, D), as timm's are with `num_classes` 0."""
+    return getattr(model, "num_classes", None) != 0
+
+
 def logits_and_aux(output: Any) -> tuple[Tensor, tuple[tuple[float, Tensor], ...]]:
     """Logits (B, K), and (weight, logits) of each auxiliary head, whose weighted cross-entropy joins the task's in training.
 

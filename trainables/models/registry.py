@@ -53,8 +53,8 @@ def construct(name: str, *, num_classes: int, image_size: int, seed: int) -> nn.
 
 
 def check_forward(model: nn.Module, image_size: int, num_classes: int, *, name: str = "", training: bool = False) -> None:
-    """Refuse a model that does not turn (2, 3, image_size, image_size) into (2, num_classes), and where `training` can not be
-    trained on it either.
+    """Refuse a model that does not turn (2, 3, image_size, image_size) into (2, num_classes), or for 0 classes into (2, D), and
+    where `training` can not be trained on it either.
 
     Takes a fraction of a second for any model. Parameters, batch statistics and generators stay as they are.
 
@@ -72,9 +72,9 @@ def check_forward(model: nn.Module, image_size: int, num_classes: int, *, name: 
             key = "data.image_size" if training else "data.image_size, or the teacher's image_size,"
             instead = f"set {key} to {fits}, or choose another model" if fits else "choose another model"
             raise ModelError(f"{named} {does} images of {image_size}×{image_size} ({first_line(error)}): {instead}") from error
-        if shape != (2, num_classes):
-            returns = f"returns shape {shape} for a batch of 2, not (2, {num_classes})"
-            raise ModelError(f"{named} {returns}: it is no classifier; choose another model")
+        if shape != (2, num_classes or shape[-1]):
+            returns = f"returns shape {shape} for a batch of 2, not (2, {num_classes or 'features'})"
+            raise ModelError(f"{named} {returns}; choose another model")
 
 
 def _output_shape(model: nn.Module, image_size: int, training: bool) -> tuple[int, ...]:

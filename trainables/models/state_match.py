@@ -159,4 +159,4 @@ def describe(match: Match, path: object) -> str:
     groups = [*match.candidate.others, *(f"{name.partition('.')[0]}.…" if "." in name else name for name in match.outside)]
     ignored = f"other entries ignored: {first_three(list(dict.fromkeys(groups)))}" if groups else ""
     text = "; ".join(part for part in (", ".join(parts), ignored) if part)
-    return f"teacher weights {path}: {text}" if text else ""
+    return f"weights {path}: {text}" if text else ""

@@ -2,7 +2,8 @@
 
 A file is read as candidates (`weight_files`), of which one is the state of the model (`state_match`), as it is or after the
 library's own conversion (`convert_state`). Where weights have more classes than the data, or another order, and a record of
-their names, the classifier's rows of the data's classes are taken (`classes`).
+their names, the classifier's rows of the data's classes are taken (`classes`). Where no method reads logits, a model of other
+classes comes without its classifier, and gives its pooled features.
 """
 
 import hashlib
@@ -15,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from trainables.config.models import HUB_SCHEMES
-from trainables.errors import CheckpointError, ModelError
+from trainables.errors import CheckpointError, ModelError, OtherClassesError
 from trainables.models.checkpoint_header import CheckpointHeader, is_safetensors, locate_checkpoint, read_checkpoint_header
 from trainables.models.classes import class_rows
-from trainables.models.convert_state import converted, load_npz, mismatch
+from trainables.models.convert_state import TRAINED_WITH_CLASSES, converted, load_npz, mismatch
 from trainables.models.foreign_files import is_npz
 from trainables.models.libraries import LIBRARIES
 from trainables.models.libraries.interface import Library
@@ -27,7 +28,7 @@ from trainables.models.names import ModelName, check_model_name
 from trainables.models.registry import check_forward, construct
 from trainables.models.state_match import describe, find_matches, is_read
 from trainables.models.tap_names import last_layer
-from trainables.models.trained_input import header_record, trained_input
+from trainables.models.trained_input import TrainedInput, header_record, trained_input
 from trainables.models.weight_files import Candidate, check_values, read_candidates, read_safetensors
 from trainables.notices import notice
 
@@ -42,11 +43,14 @@ class _Weights(NamedTuple):
     """None: published."""
     header: CheckpointHeader | None
     """What a checkpoint of ours says of itself."""
+    record: TrainedInput | None
     num_classes: int
-    """Theirs."""
+    """Theirs; 0: they have no classifier."""
     rows: tuple[int, ...] | None
     """Which of their classes are the data's; None: all, in this order."""
     key: str | None
+    other_classes: bool = False
+    """They are not the data's."""
 
     @property
     def library(self) -> Library:
@@ -79,10 +83,10 @@ def load_teacher(
     name: str,
     weights: str,
     *,
-    num_classes: int,
     image_size: int,
     classes: Sequence[str],
     seed: int,
+    logits: bool = True,
     sha256: str | None = None,
     weights_key: str | None = None,
 ) -> nn.Module:
@@ -95,13 +99,15 @@ def load_teacher(
     notice. `classes` are the data's, in label order: weights with a record of their classes may have others besides them, and
     another order. Only published weights are downloaded. `sha256`: the expected `teacher_sha256`; None: any.
 
+    `logits`: whether its logits are read. Otherwise a model of other classes, or of none, is one without a classifier, see
+    `has_classifier`; that is a notice too.
+
     Raises:
         CheckpointError: the file is missing, damaged, of another model or without some of the classes, or has another hash; or
             several of its entries fit and `weights_key` chooses none.
         ModelError: no such model or weights, a failed download, or images of a wrong size.
     """
-    source = _find(name, weights, num_classes, classes, weights_key)
-    model, state, rescales = _load(source, image_size, seed)
+    source, model, state, rescales = _find_and_load(name, weights, classes, weights_key, image_size, seed, logits=logits)
     if sha256 is not None and source.digest(state, rescales=rescales) != sha256:  # of tensors in memory: a file is read once
         raise CheckpointError(
             f"{source.path or weights}: on {socket.gethostname()} it is not the {name} with which this job began: it was "
@@ -109,18 +115,33 @@ def load_teacher(
         )
     if source.rows is not None:
         _select_rows(model, source)
-    check_forward(model, image_size, num_classes, name=name)
+    if source.other_classes and source.num_classes:
+        model = _without_classifier(model, source, image_size, seed)
+    check_forward(model, image_size, 0 if source.other_classes else len(classes), name=name)
     return model.eval().requires_grad_(False)
+
+
+def begin_with(
+    model: nn.Module, name: str, weights: str, *, image_size: int, classes: Sequence[str], seed: int, weights_key: str | None
+) -> None:
+    """Give `model`, of this name, the values of `weights`: but its classifier, where their classes are not the data's.
+
+    Raises as `load_teacher` does; ModelError: the weights are of a model that rescales its input.
+    """
+    loaded = load_teacher(name, weights, image_size=image_size, classes=classes, seed=seed, logits=False, weights_key=weights_key)
+    if getattr(loaded, "transform_input", False):
+        raise ModelError(f"student.weights: {weights} are of a {name} that rescales its input: give other weights")
+    model.load_state_dict(loaded.state_dict(), strict=False)
 
 
 def teacher_sha256(
     name: str,
     weights: str,
     *,
-    num_classes: int,
     image_size: int,
     classes: Sequence[str],
     seed: int,
+    logits: bool = True,
     weights_key: str | None = None,
 ) -> str:
     """A hash of all tensors of a teacher, their names, types and shapes, independent of the file; rescaling and a selection of
@@ -128,13 +149,31 @@ def teacher_sha256(
 
     Raises as `load_teacher` does.
     """
-    source = _find(name, weights, num_classes, classes, weights_key)
-    _, state, rescales = _load(source, image_size, seed)
+    source, _, state, rescales = _find_and_load(name, weights, classes, weights_key, image_size, seed, logits=logits)
     return source.digest(state, rescales=rescales)
 
 
-def _find(name: str, weights: str, num_classes: int, classes: Sequence[str], weights_key: str | None) -> _Weights:
-    """Raises CheckpointError or ModelError: there are no such weights, or they are of another model or other classes."""
+def _find_and_load(
+    name: str, weights: str, classes: Sequence[str], key: str | None, image_size: int, seed: int, *, logits: bool
+) -> tuple[_Weights, nn.Module, Mapping[str, Tensor], bool]:
+    """The weights, and what `_load` returns of them; those of other classes are refused where `logits` are read."""
+    source = _find(name, weights, len(classes) or 1, key)
+    try:
+        source = source._replace(rows=_rows(source, classes), other_classes=not classes)
+        return source, *_load(source, image_size, seed)
+    except OtherClassesError as error:
+        if logits:
+            raise
+        notice(f"weights {error.fact}: it is used without its classifier")
+        source = source._replace(num_classes=error.num_classes, other_classes=True)
+    return source, *_load(source, image_size, seed)
+
+
+def _find(name: str, weights: str, num_classes: int, key: str | None) -> _Weights:
+    """Weights without a record of their classes are taken to have `num_classes`, until they are read.
+
+    Raises CheckpointError or ModelError: there are no such weights, or they are of another model.
+    """
     found, path = check_model_name(name), locate_checkpoint(weights)
     if path is None and weights.startswith(HUB_SCHEMES) and not LIBRARIES[found.library].has_hub:
         raise ModelError(f"{weights} is a model of timm's: write timm/{architecture(weights)} as the model")
@@ -144,13 +183,18 @@ def _find(name: str, weights: str, num_classes: int, classes: Sequence[str], wei
             f"{path} is a {header.model}, not a {name}: write {header.model} as the model, or give another checkpoint"
         )
     record = header_record(header) if header is not None else trained_input(name, weights)
-    what = f"{weights} of {name}" if path is None else str(path)
-    if record is None:
-        return _Weights(name, found, weights, path, header, num_classes, None, weights_key)
-    if not record.num_classes:
-        raise ModelError(f"{what} has no classifier: give weights that were trained with one on this data")
-    rows = class_rows(record, classes, what, ours=header is not None)
-    return _Weights(name, found, weights, path, header, record.num_classes, rows, weights_key)
+    return _Weights(name, found, weights, path, header, record, record.num_classes if record else num_classes, None, key)
+
+
+def _rows(source: _Weights, classes: Sequence[str]) -> tuple[int, ...] | None:
+    """Which of the weights' classes are the data's, see `class_rows`. Raises OtherClassesError."""
+    what = f"{source.weights} of {source.name}" if source.path is None else str(source.path)
+    if source.record is None:
+        return None
+    if not source.num_classes or not classes:
+        has = f"{source.num_classes} classes and the data has none" if source.num_classes else "no classifier"
+        raise OtherClassesError.of(f"{what} has {has}", TRAINED_WITH_CLASSES, source.num_classes)
+    return class_rows(source.record, classes, what, ours=source.header is not None)
 
 
 def _load(source: _Weights, image_size: int, seed: int) -> tuple[nn.Module, Mapping[str, Tensor], bool]:
@@ -172,6 +216,16 @@ def _load(source: _Weights, image_size: int, seed: int) -> tuple[nn.Module, Mapp
     if source.rescales:
         model.transform_input = True  # type: ignore[assignment]
     return model, state, source.rescales
+
+
+def _without_classifier(model: nn.Module, source: _Weights, image_size: int, seed: int) -> nn.Module:
+    """The same model, whose output is its pooled features."""
+    bare = construct(source.built_name(), num_classes=0, image_size=image_size, seed=seed)
+    state = model.state_dict()
+    bare.load_state_dict({name: state[name] for name in bare.state_dict()})
+    if getattr(model, "transform_input", False):
+        bare.transform_input = True  # type: ignore[assignment]
+    return bare
 
 
 def _refuse_key(source: _Weights, reason: str) -> None:
@@ -201,8 +255,8 @@ def _file_state(model: nn.Module, source: _Weights, path: Path, image_size: int)
     if any(match.rank):
         conversion, how = converted(model, match, image_size)
         if not how:
-            raise mismatch(match, model, path, name, source.num_classes)
-        state, taken = conversion, f"{taken or f'teacher weights {path}'}: {how}"
+            raise mismatch(match, model, path, name, source.num_classes, image_size)
+        state, taken = conversion, f"{taken or f'weights {path}'}: {how}"
     if len(matches) > 1:
         addresses = [each.address or "the file itself" for each in matches]
         raise CheckpointError(
@@ -212,7 +266,7 @@ def _file_state(model: nn.Module, source: _Weights, path: Path, image_size: int)
     for key, value in state.items():
         check_values(key, value, path)
     if not taken and header is None and path.name != Path(source.weights).name:
-        taken = f"teacher weights {source.weights}: {path.name} in it"
+        taken = f"weights {source.weights}: {path.name} in it"
     if taken:
         notice(taken)
     return {**own, **state}  # with the counts of its batch norms: a checkpoint of ours is its model bit for bit

@@ -342,9 +342,8 @@ def test_every_name_of_another_project_leads_to_a_key_that_exists_or_to_a_senten
             "--set: batch_size: no such key; did you mean data.global_batch_size, of all workers together?",
         ),
         (
-            "student.weights=IMAGENET1K_V1",
-            "--set: student.weights: no such key; a student starts from random weights, and trained ones are loaded for a teacher"
-            " alone (teacher.weights): leave it out",
+            "student.pretrained=IMAGENET1K_V1",
+            "--set: student.pretrained: no such key; did you mean student.weights?",
         ),
         (
             "teacher.others=[{model: resnet18, weights: x, pretrained: true}]",

@@ -109,7 +109,7 @@ def test_a_published_state_dict_loads_and_gives_the_published_logits_and_taps(na
         logits = PUBLISHED[name](published, images())
     path = tmp_path / "ckpt_epoch_240.pth"
     torch.save({"model": published.state, "epoch": 240, "best_acc": torch.tensor([70.0])}, path)
-    model = load_teacher(name, str(path), num_classes=100, image_size=32, classes=CLASSES, seed=0).double()
+    model = load_teacher(name, str(path), image_size=32, classes=CLASSES, seed=0).double()
     path.unlink()  # up to 95 MB
     outputs: list[Tensor] = []
     inputs: list[Tensor] = []

@@ -68,7 +68,7 @@ def test_as_many_classes_of_other_names_are_taken_to_be_the_datas() -> None:
 @pytest.mark.parametrize("form", ["{}", "class_{}"])
 def test_numbers_that_were_sorted_as_text_are_not_imagenets_labels(form: str) -> None:
     numbers = [form.format(number) for number in range(1000)]
-    assert f"class 2 is number 2, the data's is {numbers[10]!r}; name them by numbers of one length" in refusal(sorted(numbers))
+    assert f"class 2 is number 2, the data's is {numbers[10]!r}: name them by numbers of one length" in refusal(sorted(numbers))
     assert "has 1000 classes, none of them" in refusal(numbers[:2])
 
 

@@ -155,7 +155,7 @@ def test_simkd_trains_it_and_keeps_a_checkpoint_that_is_the_whole_model(ranks: R
     header = read_checkpoint_header(best)
     assert header is not None
     assert header.model == JOINED
-    loaded = load_teacher(JOINED, str(best), num_classes=10, image_size=8, classes=header.classes, seed=7)
+    loaded = load_teacher(JOINED, str(best), image_size=8, classes=header.classes, seed=7)
     assert equal(loaded.state_dict(), state)
     assert not any("head" in name for name in state)
     (epoch,) = [metrics for kind, _, metrics in results[0]["calls"] if kind == "epoch"]

@@ -33,7 +33,7 @@ def loaded(content: Any, path: Path, **options: Any) -> tuple[nn.Module, list[st
     lines: list[str] = []
     with notices_to(lines.append):
         teacher = load(saved(path, content), **options)
-    return teacher, [line.removeprefix(f"teacher weights {path}: ") for line in lines]
+    return teacher, [line.removeprefix(f"weights {path}: ") for line in lines]
 
 
 AVERAGED = {"state_dict": under("model.", OTHER), "n_averaged": torch.tensor(5)}
@@ -113,9 +113,7 @@ def test_weights_key_chooses_what_an_average_would_be_taken_before(tmp_path: Pat
 def test_the_hash_of_a_teacher_does_not_depend_on_the_wrapping_of_its_file(tmp_path: Path) -> None:
     contents: list[Any] = [STATE, under("module."), {"model_ema": under("module."), "model": OTHER, "epoch": 1}]
     hashes = {
-        teacher_sha256(
-            "convnet_small", str(saved(tmp_path / "x.pth", content)), num_classes=4, image_size=8, classes=CLASSES, seed=0
-        )
+        teacher_sha256("convnet_small", str(saved(tmp_path / "x.pth", content)), image_size=8, classes=CLASSES, seed=0)
         for content in contents
     }
     assert len(hashes) == 1

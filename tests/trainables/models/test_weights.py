@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from tests.trainables.models.small_families import NoDraws
 from trainables.errors import CheckpointError, DistillError, ModelError
 from trainables.models.checkpoint_header import CheckpointHeader, locate_checkpoint, read_checkpoint_header
+from trainables.models.forward import has_classifier
 from trainables.models.registry import build_model
 from trainables.models.tap_names import classifier
-from trainables.models.weights import load_teacher, teacher_sha256
+from trainables.models.weights import begin_with, load_teacher, teacher_sha256
 from trainables.notices import notices_to
 
 CLASSES = ("cat", "dog", "emu", "fox")
-THOUSAND: dict[str, Any] = {"num_classes": 1000, "classes": [str(label) for label in range(1000)]}
+THOUSAND: dict[str, Any] = {"classes": [str(label) for label in range(1000)]}
 
 
 def convnet(seed: int = 1, num_classes: int = 4) -> nn.Module:
@@ -38,7 +39,7 @@ def write_checkpoint(path: Path, weights: nn.Module, /, **changes: Any) -> Path:
 
 
 def load(weights: Path | str, name: str = "convnet_small", **changes: Any) -> nn.Module:
-    options: dict[str, Any] = {"num_classes": 4, "image_size": 8, "classes": CLASSES, "seed": 0}
+    options: dict[str, Any] = {"image_size": 8, "classes": CLASSES, "seed": 0}
     with NoDraws():  # all values come from the file
         return load_teacher(name, str(weights), **(options | changes))
 
@@ -103,7 +104,7 @@ def test_a_checkpoint_of_something_else_is_refused(
 
 def test_a_checkpoint_of_more_classes_teaches_the_datas_with_their_logits(tmp_path: Path) -> None:
     path, lines = write_checkpoint(tmp_path / "best.safetensors", convnet()), list[str]()
-    some = {"num_classes": 2, "classes": ("fox", "dog")}
+    some = {"classes": ("fox", "dog")}
     with notices_to(lines.append):
         teacher = load(path, **some)
     assert lines == [f"weights {path}: 2 of its 4 classes are used, by name, in the order of the data's"]
@@ -112,7 +113,7 @@ def test_a_checkpoint_of_more_classes_teaches_the_datas_with_their_logits(tmp_pa
     assert classifier(teacher).out_features == 2
     fit: dict[str, Any] = {"image_size": 8, "seed": 0}
     hashes = [teacher_sha256("convnet_small", str(path), **fit, **each) for each in (some, some | {"classes": ("dog", "fox")})]
-    assert len({*hashes, teacher_sha256("convnet_small", str(path), **fit, num_classes=4, classes=CLASSES)}) == 3
+    assert len({*hashes, teacher_sha256("convnet_small", str(path), **fit, classes=CLASSES)}) == 3
     assert_same(load(path, **some, sha256=hashes[0]), teacher)
     assert "with which" in refusal(path, **some, sha256=hashes[1])
 
@@ -128,7 +129,7 @@ def test_published_weights_teach_a_part_of_imagenet_by_wordnet_id(tmp_path: Path
     fetched.parent.mkdir(parents=True)
     model = build_model("squeezenet1_1", num_classes=1000, image_size=64, seed=5).eval()
     torch.save(model.state_dict(), fetched)
-    teacher = load("DEFAULT", "squeezenet1_1", num_classes=2, image_size=64, classes=("n01443537", "n01440764"))
+    teacher = load("DEFAULT", "squeezenet1_1", image_size=64, classes=("n01443537", "n01440764"))
     images = torch.randn(2, 3, 64, 64)
     with torch.no_grad():
         torch.testing.assert_close(teacher(images), model(images)[:, [1, 0]])
@@ -286,12 +287,12 @@ def test_published_weights_are_one_teacher_by_name_and_by_file(tmp_path: Path, m
 
 def test_weights_that_are_not_those_whose_hash_is_given_are_refused(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "best.safetensors", convnet())
-    sha256 = teacher_sha256("convnet_small", str(path), num_classes=4, image_size=8, classes=CLASSES, seed=0)
+    sha256 = teacher_sha256("convnet_small", str(path), image_size=8, classes=CLASSES, seed=0)
     assert_same(load(path, sha256=sha256), convnet())
     write_checkpoint(path, convnet(seed=2))
     assert refusal(path, sha256=sha256).startswith(f"{path}: ")
     torch.save({f"module.{name}": tensor.half() for name, tensor in convnet().state_dict().items()}, tmp_path / "half.pt")
-    halved = teacher_sha256("convnet_small", str(tmp_path / "half.pt"), num_classes=4, image_size=8, classes=CLASSES, seed=0)
+    halved = teacher_sha256("convnet_small", str(tmp_path / "half.pt"), image_size=8, classes=CLASSES, seed=0)
     load(tmp_path / "half.pt", sha256=halved)  # as it lies in its file, though the model holds it in float32
 
 
@@ -334,3 +335,43 @@ def test_a_tensor_that_no_teacher_can_have_is_refused(spoil: Callable[[Tensor], 
     state["head.weight"] = spoil(state["head.weight"])
     torch.save(state, tmp_path / "teacher.pth")
     assert says in refusal(tmp_path / "teacher.pth")
+
+
+def features_of(weights: Path, **changes: Any) -> tuple[nn.Module, list[str]]:
+    """What a teacher gives whose logits no method reads, and what is said of it."""
+    lines: list[str] = []
+    with notices_to(lines.append):
+        return load(weights, logits=False, **changes), lines
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "state dict", "headless"])
+def test_a_model_of_other_classes_gives_its_features_where_no_method_reads_logits(tmp_path: Path, kind: str) -> None:
+    model, path = convnet(num_classes=7).eval(), tmp_path / "x.safetensors"
+    if kind == "checkpoint":
+        write_checkpoint(path, model, num_classes=7, classes=list("abcdefg"))
+    else:
+        state = {name: tensor for name, tensor in model.state_dict().items() if kind != "headless" or "head" not in name}
+        save_file(state, path)
+    teacher, lines = features_of(path)
+    assert not has_classifier(teacher)
+    assert len(lines) == 1
+    assert lines[0].endswith(": it is used without its classifier")
+    images = torch.randn(2, 3, 8, 8)
+    model.set_submodule("head", nn.Identity())
+    torch.testing.assert_close(teacher(images), model(images), rtol=0, atol=0)
+    assert ": give weights" in refusal(path)
+    own, lines = features_of(path, classes=tuple("abcdefg"))  # the data's are those of the checkpoint
+    assert has_classifier(own) == (kind != "headless")
+    assert bool(lines) == (kind == "headless")
+    assert not has_classifier(features_of(path, classes=())[0])
+
+
+def test_a_student_begins_with_weights_and_a_classifier_of_its_own_where_its_classes_are_others(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "x.safetensors", convnet(num_classes=4))
+    fit: dict[str, Any] = {"image_size": 8, "seed": 0, "weights_key": None}
+    same, student = convnet(seed=9), convnet(seed=9)
+    begin_with(same, "convnet_small", str(path), classes=CLASSES, **fit)
+    assert_same(same, convnet())
+    begin_with(student, "convnet_small", str(path), classes=("x", "y", "z", "w"), **fit)
+    torch.testing.assert_close(student.get_parameter("features.0.weight"), convnet().get_parameter("features.0.weight"))
+    assert_same(classifier(student), classifier(convnet(seed=9)))

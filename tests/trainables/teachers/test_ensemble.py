@@ -146,7 +146,7 @@ def test_the_teachers_are_loaded_and_frozen_and_answer_together(tmp_path: Path) 
     expected = torch.zeros(4, 10, dtype=torch.float64)
     for each, share in zip((teachers, *teachers.others), (0.25, 0.5, 0.25), strict=True):
         assert each.weights is not None
-        alone = load_teacher(each.model, each.weights, num_classes=10, image_size=8, classes=CLASSES, seed=0)
+        alone = load_teacher(each.model, each.weights, image_size=8, classes=CLASSES, seed=0)
         take_pixels(alone.double(), ModelInput(8, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
         expected += share * (alone(images_BCHW[:4]) / 4).softmax(1)
     torch.testing.assert_close((answer_BK / 4).softmax(1), expected)

@@ -94,9 +94,7 @@ class Timm(Library):
         full_name = name_with_weights(name, weights)
         config, options, shown = pretrained_config(full_name), _size_options(name, image_size), f"{PREFIX}{name}"
         if "img_size" in options and (size := config["input_size"][-1]) != image_size:
-            notice(
-                f"teacher weights {weights} of {shown}: timm resamples its tables from images of {size}×{size} to {image_size}"
-            )
+            notice(f"weights {weights} of {shown}: timm resamples its tables from images of {size}×{size} to {image_size}")
         try:
             model: nn.Module = timm.create_model(full_name, pretrained=True, num_classes=config["num_classes"], **options)
         except Exception as error:  # any way in which the network, the hub's client or the disk can fail

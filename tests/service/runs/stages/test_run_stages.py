@@ -79,6 +79,6 @@ def test_a_timing_run_trains_no_teacher_and_times_an_untrained_one(
     with open_session(timed, run_dir, end_of_run) as session:
         weights = prepare_teacher(session, Plan.on(timed.experiment, local_capacity()))
     assert weights is not None
-    load_teacher(model, weights, num_classes=10, image_size=8, classes=[str(digit) for digit in range(10)], seed=0)
+    load_teacher(model, weights, image_size=8, classes=[str(digit) for digit in range(10)], seed=0)
     assert not session.result.stages
     assert f"steps are timed: the teacher {model} runs with untrained weights" in capsys.readouterr().out

@@ -201,7 +201,7 @@ def best_while_training(group: Group, settings: TrainConfig) -> tuple[list[str],
         path = running.stage.best
         tensors, about = checkpoint.read(path)
         weights = {name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")}
-        model = load_teacher("mlp_large", str(path), num_classes=10, image_size=8, classes=about["classes"], seed=1)
+        model = load_teacher("mlp_large", str(path), image_size=8, classes=about["classes"], seed=1)
         return about["shards"], relative_difference(model.state_dict(), {name: value.float() for name, value in weights.items()})
 
 

@@ -113,7 +113,7 @@ def test_sources_in_memory_are_their_pixels_and_their_number() -> None:
 def test_a_teacher_is_its_tensors_whatever_file_they_come_from(tmp_path: Path) -> None:
     def digest(path: Path) -> str:
         classes = [str(i) for i in range(10)]
-        return teacher_sha256("mlp_large", str(path), num_classes=10, image_size=8, classes=classes, seed=0)
+        return teacher_sha256("mlp_large", str(path), image_size=8, classes=classes, seed=0)
 
     ours = Path(write_teacher(tmp_path / "ours.safetensors"))
     state = build_model("mlp_large", num_classes=10, image_size=8, seed=11).state_dict()
@@ -176,6 +176,7 @@ ALONE: dict[str, dict[str, Any]] = {
     "images.seed": {"seed": 4},
     "images.image_size": {"image_size": 9, "teacher": {"image_size": 8}},
     "images.augment": {"augment": "crop_flip"},
+    "images.min_crop_area": {"min_crop_area": 0.14},
     "images.device_augment": {"device_augment": {"mixup": 0.25}},
     "images.fidelity": {"fidelity": "exact"},
     "images.val_resize": {"val_resize": 10},
