@@ -66,6 +66,7 @@ LAYERS = {
         "models",
         "methods",
         "metrics",
+        "probes",
         "teachers",
         "engine",
         "worker",

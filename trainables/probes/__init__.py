@@ -1,0 +1,1 @@
+"""What frozen features are worth: k-NN, a linear probe, and how alike two models' features are."""

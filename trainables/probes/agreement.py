@@ -1,0 +1,54 @@
+"""How alike two models' features of the same images are: linear CKA, and the mean cosine of features of one width.
+
+Both are sums over images, in float64: the same for any batches and ranks but for rounding. Shapes: B batch, D and E features.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainables.distributed.group import Group, all_reduce_sum
+
+
+class LinearCKA:
+    """Linear centered kernel alignment (Kornblith et al. 2019, https://arxiv.org/abs/1905.00414), between 0 and 1.
+
+    ‖XᵀY‖² / (‖XᵀX‖ ‖YᵀY‖) of centered features X (N, D) and Y (N, E). It takes (1 + D + E)² numbers of memory.
+    """
+
+    def __init__(self, num_x: int, num_y: int, device: torch.device) -> None:
+        self._num_x = num_x
+        self._sums = torch.zeros(1 + num_x + num_y, 1 + num_x + num_y, dtype=torch.float64, device=device)
+
+    @torch.no_grad()
+    def add(self, x_BD: Tensor, y_BE: Tensor) -> None:
+        """Count a batch of this rank."""
+        rows = torch.cat([torch.ones_like(x_BD[:, :1], dtype=torch.float64), x_BD.double(), y_BE.double()], dim=1)
+        self._sums.addmm_(rows.T, rows)  # of all products: with 1 the images and the sums that center the others
+
+    def result(self, group: Group) -> float:
+        """Over the images of all ranks; nan where there are none, or one side's features are all equal. Every rank calls it."""
+        sums = all_reduce_sum(self._sums.clone(), group)
+        products = sums[1:, 1:] - torch.outer(sums[0, 1:], sums[0, 1:]) / sums[0, 0]
+        n = self._num_x
+        norms = (products[:n, n:].norm() ** 2, products[:n, :n].norm(), products[n:, n:].norm())
+        xy, xx, yy = torch.stack(norms).tolist()
+        return xy / (xx * yy) if xx * yy > 0 else float("nan")
+
+
+class CosineAgreement:
+    """The mean over images of the cosine between two features of equal width, as a student head's output and a teacher's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._sums = torch.zeros(2, dtype=torch.float64, device=device)
+
+    @torch.no_grad()
+    def add(self, x_BD: Tensor, y_BD: Tensor) -> None:
+        """Count a batch of this rank."""
+        cosines_B = F.cosine_similarity(x_BD.double(), y_BD.double(), dim=1)
+        self._sums += torch.stack([cosines_B.sum(), torch.ones_like(cosines_B).sum()])
+
+    def result(self, group: Group) -> float:
+        """Over the images of all ranks; nan where there are none. Every rank calls it."""
+        total, count = all_reduce_sum(self._sums.clone(), group).tolist()
+        return float(total / count) if count else float("nan")
