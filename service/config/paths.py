@@ -52,6 +52,7 @@ def absolute_store(uri: str) -> str:
 PATHS: dict[str, Callable[[str], str]] = {
     "data.path": absolute,
     "data.stage": absolute_stage,
+    "eval.path": absolute,
     "teacher.weights": absolute,
     "student.weights": absolute,
     "teacher.cache": absolute_or_new,

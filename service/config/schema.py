@@ -11,6 +11,7 @@ from trainables.config import (
     AssistantConfig,
     DataConfig,
     DistillConfig,
+    EvalConfig,
     OptimConfig,
     Precision,
     ScaleConfig,
@@ -51,6 +52,7 @@ class Experiment(Section):
     optim: OptimConfig = OptimConfig()
     scale: ScaleConfig = ScaleConfig()
     train: TrainingConfig = TrainingConfig()
+    eval: EvalConfig = EvalConfig()
     precision: Precision = Field(
         "fp32",
         description="bf16, fp16: autocast, with a gradient scaler for fp16; fp64: all of it, for exact comparisons; auto: bf16"
@@ -136,6 +138,7 @@ class Experiment(Section):
             optim=own_optimizers(optim, distill),
             scale=scale,
             train=train,
+            eval=self.eval,
             precision=self.precision,
             seed=self.seed,
             labels=dict(labels),

@@ -5,6 +5,7 @@
 
 from trainables.config.data import ON_DEVICE, ColorJitterConfig, DataConfig, DeviceAugmentConfig, RandAugmentConfig
 from trainables.config.distill import DistillConfig, InitStageOptions, MethodOptions, init_epochs
+from trainables.config.evaluation import EvalConfig
 from trainables.config.job import (
     DataIdentity,
     EvaluateConfig,
@@ -29,6 +30,7 @@ __all__ = [
     "DataIdentity",
     "DeviceAugmentConfig",
     "DistillConfig",
+    "EvalConfig",
     "EvaluateConfig",
     "FillConfig",
     "InitStageOptions",

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from trainables.config.data import DataConfig
 from trainables.config.distill import DistillConfig
+from trainables.config.evaluation import EvalConfig
 from trainables.config.models import TeacherConfig
 from trainables.config.optim import OptimConfig
 from trainables.config.scale import ScaleConfig
@@ -104,6 +105,7 @@ class TrainConfig(Section):
     optim: OptimConfig = OptimConfig()
     scale: ScaleConfig = ScaleConfig()
     train: TrainingConfig = TrainingConfig()
+    eval: EvalConfig = EvalConfig()
     precision: Precision = "fp32"
     precision_reason: str = Field("", description="why it is this one, where precision was `auto`")
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0

@@ -30,7 +30,7 @@ from trainables.rundir import OLD_FILE_S
 
 log = logging.getLogger("raydistill")
 
-FORMAT = 4
+FORMAT = 5
 """Version of the state that a training continues from; the weights of a file are the same in every format."""
 
 
@@ -41,7 +41,8 @@ class Progress:
     epoch: int = 0
     position: int = 0
     step: int = 0
-    best_top1_pct: float = -1.0
+    best_score: float = -1.0
+    """Top-1 accuracy in percent, or another number of a student without a classifier."""
     best_epoch: int = -1
     history: list[dict[str, float]] = field(default_factory=list)
     epoch_record: dict[str, Any] = field(default_factory=dict)
@@ -59,13 +60,13 @@ class Progress:
         """The steps of an epoch are over."""
         self.epoch, self.position, self.partial, self.skipped = self.epoch + 1, 0, [], {}
 
-    def take_accuracy(self, top1_pct: float, target_pct: float | None, train_s: float) -> bool:
-        """The last epoch's accuracy, after `train_s` of training. Whether it is the best so far."""
-        if target_pct is not None and top1_pct >= target_pct:
+    def take_score(self, score: float, target_pct: float | None, train_s: float) -> bool:
+        """The last epoch's score, after `train_s` of training. Whether it is the best so far."""
+        if target_pct is not None and score >= target_pct:
             self.reached = {"time_to_accuracy_s": train_s, "steps_to_accuracy": float(self.step)}
-        best = top1_pct > self.best_top1_pct
+        best = score > self.best_score
         if best:
-            self.best_top1_pct, self.best_epoch = top1_pct, self.epoch
+            self.best_score, self.best_epoch = score, self.epoch
         return best
 
     def record_epoch(self, learned: dict[str, float], measured: dict[str, float]) -> None:
@@ -91,7 +92,7 @@ class Progress:
         self.position, self.partial, self.skipped = 0, [], {}
         self.step_offset = self.step - self.epoch * steps_per_epoch
         if forget_best:
-            self.best_top1_pct, self.best_epoch = -1.0, -1
+            self.best_score, self.best_epoch = -1.0, -1
 
 
 @dataclass

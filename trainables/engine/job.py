@@ -12,6 +12,7 @@ from trainables.data.loader.loader import Loader
 from trainables.device.device_batches import DeviceBatch
 from trainables.disk_writer import DiskWriter
 from trainables.distributed.group import Group
+from trainables.engine.backbone_evaluation import BackboneEvaluation
 from trainables.engine.checkpoint import CheckpointState, Progress
 from trainables.engine.checkpoint_writer import CheckpointWriter
 from trainables.engine.epochs import Epochs
@@ -57,6 +58,8 @@ class Job:
     checkpoints: CheckpointWriter
     telemetry: Snapshot
     interruptions: Interruptions
+    backbone_evaluation: BackboneEvaluation | None = None
+    """Of a student without a classifier."""
     stop_early: Callable[[Sequence[float]], bool] | None = None
     """Whether the seconds of its steps past the warm-up are enough to end a timing run. None: it runs all its steps."""
     resources: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)

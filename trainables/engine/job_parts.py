@@ -29,6 +29,7 @@ from trainables.engine.pipeline.pipeline_loader import PipelineLoader
 from trainables.engine.teacher_placement import is_sharded, place
 from trainables.errors import ExperimentError
 from trainables.methods.distillation_module import DistillationModule
+from trainables.methods.tap_reader import TapReader
 from trainables.models.model_input import student_input, teacher_input
 from trainables.models.pixels import take_pixels
 from trainables.models.weights import begin_with
@@ -80,6 +81,8 @@ class Models(NamedTuple):
     module: DistillationModule
     """The student, or a pipeline stage of it, and its methods, which the last stage has."""
     teacher: TeacherInterface
+    embedding: TapReader | None
+    """Of a student without a classifier."""
 
 
 def build_models(
@@ -112,13 +115,17 @@ def build_models(
                 log.info("%s: teacher %s sees %s", config.stage, each.model, teacher_input(each, config.data))
     if isinstance(teacher, TeacherNetwork):
         place(teacher, config, layout.replicas, sharded=sharded)
+    embedding = None
+    if not module.classifies:
+        taps = {"embedding": ("embedding",)}
+        embedding = TapReader(student, taps, name=name, image_size=config.data.image_size, without_logits=taps)
     dtype, memory_format = tensor_format(config)
     module.methods.to(device, dtype)
     for parameter in module.methods.parameters():
         if parameter.dim() == 4:  # its gradient comes in the images' format, and DDP copies one of another format than its own
             parameter.data = parameter.data.to(dtype, memory_format=memory_format)
     compile_model(student, config.train.compile)
-    return Models(config, name, module, teacher)
+    return Models(config, name, module, teacher, embedding)
 
 
 def build_job_optimizers(config: TrainConfig, module: DistillationModule) -> tuple[LossOptimizer, ...]:

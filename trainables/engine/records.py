@@ -29,6 +29,14 @@ _OF_A_RANK = {
     "loader/wait_ms": "loader_wait_ms",
 }
 """The means that are recorded of each rank too, and their short names there."""
+_SHOWN = {
+    "top1_pct": "Acc@1 {:.2f}",
+    "top5_pct": "Acc@5 {:.2f}",
+    "linear_top1_pct": "linear probe {:.2f}",
+    "cka": "CKA {:.4f}",
+    "loss": "loss {:.4f}",
+}
+"""The numbers of an evaluation in the log."""
 T = TypeVar("T")
 
 
@@ -96,10 +104,8 @@ def log_epoch(job: Job, val: dict[str, float], best: bool) -> None:
     progress, config = job.progress, job.config
     result = "not evaluated"
     if val:
-        result = (
-            f"val Acc@1 {val['top1_pct']:.2f}  Acc@5 {val['top5_pct']:.2f}  loss {val['loss']:.4f}  "
-            f"({val['num_images']:.0f} images, {progress.history[-1]['epoch/eval_s']:.1f} s)"
-        )
+        numbers = "  ".join(text.format(val[name]) for name, text in _SHOWN.items() if name in val)
+        result = f"val {numbers}  ({val['num_images']:.0f} images, {progress.history[-1]['epoch/eval_s']:.1f} s)"
     log.info("%s epoch %d/%d: %s%s", config.stage, progress.epoch, job.epochs.num, result, "  best" if best else "")
     if progress.reached:
         log.info(
@@ -206,10 +212,11 @@ def summarize(job: Job, skipped_images: int = 0) -> dict[str, float]:
         shape = training_shape(job, summary.get("phase/step_ms", math.inf))
         with metrics.clock.part("timing"):
             summary |= _passes(job, shape)
-    evaluated = [row for row in progress.history if "val/top1_pct" in row]
+    evaluated = [row for row in progress.history if "val/num_images" in row]
     if evaluated:
         summary |= headline(evaluated[-1])
-        summary |= {"best_top1_pct": progress.best_top1_pct, "best_epoch": float(progress.best_epoch), **progress.reached}
+        summary |= {"best_top1_pct": progress.best_score} if "val/top1_pct" in evaluated[-1] else {}
+        summary |= {"best_epoch": float(progress.best_epoch), **progress.reached}
     for number, measured in enumerate(job.teachers, start=1):
         summary[f"teacher{number if number > 1 else ''}_top1_pct"] = measured.top1_pct
     summary |= metrics.clock.total()

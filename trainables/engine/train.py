@@ -21,6 +21,7 @@ from trainables.distributed.gather import cpu_process_group
 from trainables.distributed.group import GlobalCount, Group, from_rank, gather_objects, seed_rank
 from trainables.distributed.pipeline.layout import Layout, build_layout
 from trainables.engine import checkpoint
+from trainables.engine.backbone_evaluation import BackboneEvaluation, open_labeled
 from trainables.engine.checkpoint import CheckpointState
 from trainables.engine.checkpoint_writer import CheckpointWriter
 from trainables.engine.checks import check_finite, check_skipped, single_image_errors
@@ -101,6 +102,11 @@ def build(
         models = build_models(config, layout, classes, train_loader, connections)
         config = models.config
         resources.callback(models.teacher.close)
+        backbone_evaluation = None
+        if models.embedding is not None:
+            if (labeled := open_labeled(config, layout.replicas)) is not None:
+                resources.callback(labeled.close)
+            backbone_evaluation = BackboneEvaluation(config, models.embedding, labeled)
         optimizers = build_job_optimizers(config, models.module)
         state = build_checkpoint_state(models, optimizers, layout, classes, (train_loader, val_loader))
         seed_rank(config.seed, group.rank)
@@ -131,6 +137,7 @@ def build(
             disk=disk,
             checkpoints=CheckpointWriter(disk, group.device, publish),
             telemetry=telemetry,
+            backbone_evaluation=backbone_evaluation,
             interruptions=Interruptions(group, config.train.checkpoint_every_s, interruption_request),
             stop_early=stop_early,
             writes_log_late=group.device.type == "cuda",
@@ -350,7 +357,9 @@ def finish_epoch(job: Job) -> None:
     if is_evaluated(job, job.progress.epoch):
         val = evaluate_epoch(job)
         num_skipped += len(check_skipped(job, job.val_loader, {}))
-        best = job.progress.take_accuracy(val["top1_pct"], job.config.train.until_top1_pct, job.metrics.clock.train_s)
+        # A backbone without labels to measure it by: the one most like the teacher, else the last one.
+        score = val.get("top1_pct", val.get("cka", float(job.progress.epoch)))
+        best = job.progress.take_score(score, job.config.train.until_top1_pct, job.metrics.clock.train_s)
     numbers = epoch_numbers(
         job, val=val, trained=trained, telemetry=telemetry, num_skipped=num_skipped, seconds=epoch_seconds(job)
     )
@@ -391,10 +400,15 @@ def is_evaluated(job: Job, num_epochs: int) -> bool:
 
 
 def evaluate_epoch(job: Job) -> dict[str, float]:
-    """See `evaluate`. Raises DataError: not one validation image could be read."""
+    """See `evaluate`, or `BackboneEvaluation`. Raises DataError: not one validation image could be read."""
+    state, heartbeat, epoch = job.train_state, job.metrics.heartbeat, job.progress.epoch
     with job.metrics.clock.part("eval"):
-        batches = job.metrics.heartbeat.over(job.val_loader.epoch(0))
-        val = evaluate(job.student, batches, job.logits, job.group, job.train_state.group)
+        if job.backbone_evaluation is not None:
+            is_last = epoch == job.epochs.num or is_time_up(job)
+            val = job.backbone_evaluation(state, job.val_loader, job.group, heartbeat, epoch=epoch, is_last=is_last)
+        else:
+            batches = heartbeat.over(job.val_loader.epoch(0))
+            val = evaluate(job.student, batches, job.logits, job.group, state.group)
     if not val["num_images"]:
         raise DataError(f"{job.config.data.path}: not one validation image could be read")
     return val

@@ -17,7 +17,7 @@ class LinearCKA:
     """
 
     def __init__(self, num_x: int, num_y: int, device: torch.device) -> None:
-        self._num_x = num_x
+        self.widths = num_x, num_y
         self._sums = torch.zeros(1 + num_x + num_y, 1 + num_x + num_y, dtype=torch.float64, device=device)
 
     @torch.no_grad()
@@ -30,7 +30,7 @@ class LinearCKA:
         """Over the images of all ranks; nan where there are none, or one side's features are all equal. Every rank calls it."""
         sums = all_reduce_sum(self._sums.clone(), group)
         products = sums[1:, 1:] - torch.outer(sums[0, 1:], sums[0, 1:]) / sums[0, 0]
-        n = self._num_x
+        n = self.widths[0]
         norms = (products[:n, n:].norm() ** 2, products[:n, :n].norm(), products[n:, n:].norm())
         xy, xx, yy = torch.stack(norms).tolist()
         return xy / (xx * yy) if xx * yy > 0 else float("nan")

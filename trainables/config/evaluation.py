@@ -1,0 +1,19 @@
+"""How a student without a classifier is measured while it is trained."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from trainables.config.section import Count, Section
+
+
+class EvalConfig(Section):
+    """What the features of a student without a classifier are worth, at each evaluation."""
+
+    path: str | None = Field(
+        None,
+        min_length=1,
+        description="images with labels, as data.path: a validation image's nearest training images vote for its class (k-NN), "
+        "and the best checkpoint has most of them right; absent: the best one is most like the teacher (linear CKA)",
+    )
+    num_neighbors: Count = Field(20, description="k of k-NN")
