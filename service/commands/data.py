@@ -26,6 +26,12 @@ from trainables.rundir import expand_home
 @click.option("--tiles", is_flag=True, help="Store JPEGs so that a crop is decoded from the bytes it needs (libjpeg-turbo 3).")
 @click.option("--check", is_flag=True, help="Decode every image: also finds damage that neither header nor end show.")
 @click.option("--strict", is_flag=True, help="Unreadable images are an error; otherwise they are left out and listed.")
+@click.option("--labels/--no-labels", default=True, help="Whether there are labels; without, any folder of images will do.")
+@click.option(
+    "--val-share",
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    help="Share held out where there is no validation split, by a hash of the names; 0.1 without labels.",
+)
 @PROCESSES
 def pack(
     source: Path,
@@ -36,6 +42,8 @@ def pack(
     tiles: bool,
     check: bool,
     strict: bool,
+    labels: bool,
+    val_share: float | None,
     processes: int | None,
 ) -> None:
     """Put a data set into a few large files, for data.path: an image folder or list, LMDB, tars, TFRecords, Parquet, CIFAR.
@@ -50,7 +58,16 @@ def pack(
         raise click.UsageError("--quality: is of the JPEGs that --max-side makes: give --max-side too, or leave it out")
     mode = Mode(max_side, quality, raw, tiles)
     try:
-        packing = run_pack(source, dest, mode, check=check, strict=strict, processes=processes or usable_cores())
+        packing = run_pack(
+            source,
+            dest,
+            mode,
+            check=check,
+            strict=strict,
+            processes=processes or usable_cores(),
+            labels=labels,
+            val_share=val_share,
+        )
     except KeyboardInterrupt:
         click.echo("interrupted; the same command goes on where it was", err=True)
         raise

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from service.report.text_table import text_table
 from trainables.data.decode import UnreadableImageError, decode_image
-from trainables.data.index import Index
+from trainables.data.index import Index, read_index
 from trainables.data.order import Split
 from trainables.data.pack.modes import described
 from trainables.data.sources.records import RecordsSource, open_records
@@ -28,14 +28,17 @@ def describe(root: Path, index: Index) -> Iterator[str | Table]:
     yield f"{root}: {index.source.get('kind')} {index.source.get('name')}, {mode}, by raydistill {index.raydistill}"
     yield (
         f"images as {'RGB pixels' if index.image == 'pixels' else 'files'}; {index.num_unreadable} unreadable left out; "
-        f"{len(index.classes)} classes"
+        f"{f'{len(index.classes)} classes' if index.classes else 'without labels'}"
     )
     if "tiles" in index.mode:
         num_images = sum(split.rows.rows for split in index.splits.values())
         yield f"{index.mode['tiles']:,} of {num_images:,} images are tiled; the others could not be, or would not gain"
-    sources: dict[Split, RecordsSource] = {split: open_records(str(root), split) for split in ("train", "val")}
+    sources: dict[Split, RecordsSource] = {
+        split: open_records(str(root), split, labels=bool(index.classes)) for split in ("train", "val")
+    }
     yield _splits(index, sources)
-    yield _classes(index.classes, sources)
+    if index.classes:
+        yield _classes(index.classes, sources)
     train = sources["train"]
     yield _histogram("bytes of a train image", train.sizes_N, "{:,.0f}")
     yield _histogram("shorter side of a train image in pixels", np.minimum(train.widths_N, train.heights_N), "{:,.0f}")
@@ -43,16 +46,18 @@ def describe(root: Path, index: Index) -> Iterator[str | Table]:
 
 
 def _splits(index: Index, sources: dict[Split, RecordsSource]) -> Table:
-    columns = ["split", "images", "classes", "per class: least", "median", "most", "shards", "MiB"]
+    of_classes = ["classes", "per class: least", "median", "most"] if index.classes else []
+    columns = ["split", "images", *of_classes, "shards", "MiB"]
     table = text_table("splits", columns, left=("split",), optional=("median", "shards"), min_width=_TITLE)
     for split, source in sources.items():
-        counts_K = np.bincount(source.labels_N, minlength=len(index.classes))
+        counts_K = np.bincount(source.labels_N[source.labels_N >= 0], minlength=len(index.classes))
         part = index.splits[split]
+        per_class = (np.min(counts_K), np.median(counts_K), np.max(counts_K)) if index.classes else ()
         table.add_row(
             split,
             f"{len(source):,}",
-            f"{(counts_K > 0).sum():,}",
-            *(f"{count:,.0f}" for count in (np.min(counts_K), np.median(counts_K), np.max(counts_K))),
+            *([f"{(counts_K > 0).sum():,}"] if index.classes else []),
+            *(f"{count:,.0f}" for count in per_class),
             str(len(part.shards)),
             f"{sum(shard.bytes for shard in part.shards) / 2**20:,.1f}",
         )
@@ -93,7 +98,7 @@ def write_sheet(root: Path, path: Path) -> int:
         DataError: the set is damaged.
         OSError: `path` cannot be written.
     """
-    source = open_records(str(root), "train")
+    source = open_records(str(root), "train", labels=bool(read_index(root).classes))
     count = min(len(source), _PER_ROW * _ROWS)
     indices = np.linspace(0, len(source) - 1, count).round().astype(int).tolist()
     rows = -(-count // _PER_ROW)
@@ -112,7 +117,8 @@ def write_sheet(root: Path, path: Path) -> int:
             resized = image.resize((width, height), Image.Resampling.BICUBIC if scale < 1 else Image.Resampling.NEAREST)
             sheet.paste(resized, (x + (_TILE - width) // 2, y + (_TILE - height) // 2))
             shown += 1
-        draw.text((x + 4, y + _TILE), source.classes[source.labels_N[index]][:20], "black")
+        if source.classes:
+            draw.text((x + 4, y + _TILE), source.classes[source.labels_N[index]][:20], "black")
     with replacing(path) as temporary:
         sheet.save(temporary, "PNG")
     return shown

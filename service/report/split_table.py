@@ -43,7 +43,7 @@ def split_parts(config: TrainConfig) -> Iterator[Table | str]:
     scale, dtype = config.scale, tensor_format(config)[0]
     if device.type == "cpu":
         torch.set_num_threads(scale.cpus_per_worker)  # as a worker has them
-    module, network = untrained_modules(config, num_classes_of(config.data.path, config.data.synthetic_classes))
+    module, network = untrained_modules(config, num_classes_of(config.data))
     module.to(dtype)
     sharded = network is not None and is_sharded(config, scale.num_replicas, device, module.student, network.to(dtype))
     costs = stage_costs(config, module, network, device, teacher_is_sharded=sharded)

@@ -41,10 +41,15 @@ def check_parts(experiment: Experiment, num_images: int, num_classes: int, stage
             raise ExperimentError(f"{problem}; the batch norm of {config.model} cannot normalize one image")
 
 
+def num_classes_of(data: DataConfig) -> int:
+    """How many classes a data set has. Raises DataError: it cannot be opened."""
+    return _num_classes(data.path, data.synthetic_classes, data.val_share) if data.labels else 0
+
+
 @cache
-def num_classes_of(path: str, synthetic_classes: int) -> int:
-    """How many classes a data set has; batch sizes and the like do not change that. Raises DataError: it cannot be opened."""
-    return len(open_source(DataConfig(path=path, synthetic_classes=synthetic_classes), "val").classes)
+def _num_classes(path: str, synthetic_classes: int, val_share: float | None) -> int:
+    """Batch sizes and the like do not change that."""
+    return len(open_source(DataConfig(path=path, synthetic_classes=synthetic_classes, val_share=val_share), "val").classes)
 
 
 def _deciding_config(experiment: Experiment, stage: str) -> str:

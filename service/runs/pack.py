@@ -37,7 +37,16 @@ class Packing:
 
 
 def pack(
-    source: Path, dest: Path, mode: Mode, *, check: bool, strict: bool, processes: int, shard_bytes: int = SHARD_BYTES
+    source: Path,
+    dest: Path,
+    mode: Mode,
+    *,
+    check: bool,
+    strict: bool,
+    processes: int,
+    shard_bytes: int = SHARD_BYTES,
+    labels: bool = True,
+    val_share: float | None = None,
 ) -> Packing:
     """Pack `source` into the folder `dest`, or go on with it. The result does not depend on `processes`.
 
@@ -50,7 +59,7 @@ def pack(
     source, dest = expand_home(source).resolve(), expand_home(dest).resolve()
     _refuse_foreign(dest)
     with errors_as_data_error(source, dest):
-        plan = plan_pack(source, dest, mode, check, shard_bytes=shard_bytes)
+        plan = plan_pack(source, dest, mode, check, shard_bytes=shard_bytes, labels=labels, val_share=val_share)
         refuse_single_class(plan.classes, str(source))
         if (dest / INDEX).exists():
             index = read_index(dest)
@@ -152,7 +161,8 @@ def summary_line(dest: Path, packing: Packing) -> str:
         reasons = Counter(re.split("[:;]", json.loads(line)["reason"])[0] for line in lines).most_common(_MAX_REASONS)
         listed = ", ".join(f"{count} {reason}" for reason, count in reasons)
         left_out = f"; {index.num_unreadable} unreadable images left out ({listed}), listed in {where}/{UNREADABLE}"
+    of_classes = f"of {len(index.classes)} classes" if index.classes else "without labels"
     return (
-        f"{where}: {counts} images of {len(index.classes)} classes in {shards} shards ({packing.num_written} written now), "
+        f"{where}: {counts} images {of_classes} in {shards} shards ({packing.num_written} written now), "
         f"{mib:,.0f} MiB, verified, {packing.seconds:.1f} s{left_out}"
     )

@@ -70,7 +70,7 @@ def mark_unbuildable(trials: Iterable[Trial]) -> None:
         if trial.outcome is None and trial.resolved is not None:
             experiment = trial.resolved.experiment
             try:
-                check_fits(experiment, num_classes_of(experiment.data.path, experiment.data.synthetic_classes), ["student"])
+                check_fits(experiment, num_classes_of(experiment.data), ["student"])
             except DataError:
                 continue  # a search over data.path: the trial itself says what is wrong with it
             except ExperimentError as error:

@@ -54,6 +54,14 @@ class DataConfig(Section):
         min_length=1,
         description="`digits`, `synthetic`, a packed set, a folder with train/CLASS/* and val/CLASS/*, or another layout",
     )
+    labels: bool = Field(
+        True, description="false: images without labels, from a folder of any depth or any other source, whose labels are ignored"
+    )
+    val_share: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        None,
+        description="share of the images that is held out for validation, by a hash of their paths, where a source has no "
+        "validation split; absent: 0.1 without labels, and none with labels",
+    )
     global_batch_size: Count = Field(128, description="samples per optimizer step over all workers")
     loader_workers: Natural | Literal["auto"] = Field(
         "auto", description="decode threads that feed one worker; auto: as many as are needed; 0 decodes in the training thread"

@@ -10,16 +10,18 @@ from numpy.typing import NDArray
 from trainables.data.decode import Sample
 from trainables.data.order import Order
 
+NO_LABELS = "for images without labels write data.labels: false (distill pack: --no-labels)"
+HOLD_OUT = "to hold out some of the training images write data.val_share (distill pack: --val-share)"
 _NAMES_AT_ONCE = 1 << 16
 
 
 class Source(ABC):
-    """One split of a labelled set of images. Reading is safe from several threads at once."""
+    """One split of a set of images. Reading is safe from several threads at once."""
 
     classes: tuple[str, ...]
-    """Class names; a label is an index into them. The same for both splits."""
+    """Class names; a label is an index into them. The same for both splits; empty: images without labels."""
     labels_N: NDArray[np.int64]
-    """The label of every sample."""
+    """The label of every sample; -1 without labels."""
     shard_sizes: Sequence[int] | None = None
     """Of a source whose samples lie in shards, one after the other: the samples of each; their sum is the source's length."""
     size: int | None = None

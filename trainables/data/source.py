@@ -3,13 +3,15 @@
 import os
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from trainables.config import DataConfig
 from trainables.data.index import is_records
 from trainables.data.interface import Source
 from trainables.data.order import Split
 from trainables.data.pack.readers import IMAGE_FOLDER, matching_reader, nearby_layout_error
 from trainables.data.sources.digits import open_digits
-from trainables.data.sources.folder import FolderSource
+from trainables.data.sources.folder import NO_IMAGES, FolderSource
 from trainables.data.sources.layout import LayoutSource
 from trainables.data.sources.records import open_records
 from trainables.data.sources.synthetic import open_synthetic
@@ -29,35 +31,48 @@ SOURCES: dict[str, Callable[[DataConfig, Split], Source]] = {
 
 def open_source(data: DataConfig, split: Split) -> Source:
     """One split of what `data.path` names. Raises DataError where it is missing, empty or inconsistent."""
+    if data.val_share is not None and (data.path in SOURCES or _is_packed(data)):
+        raise DataError(f"data.val_share: {data.path} has a validation split of its own: leave data.val_share out")
     if named := SOURCES.get(data.path):
         if os.path.isdir(data.path):
             notice(f"data.path: {data.path} is the data set of that name, not the folder here: for that write ./{data.path}")
-        return named(data, split)
+        source = named(data, split)
+        if not data.labels:
+            notice(f"data.labels: false: the labels of {data.path} are not used")
+            source.classes, source.labels_N = (), np.full(len(source), -1, dtype=np.int64)
+        return source
     if is_uri(data.path):
         return open_remote(data, split)
     if is_records(data.path):
-        return open_records(data.path, split)
+        return open_records(data.path, split, data.labels)
     root = expand_home(data.path)
     try:
-        kind = matching_reader(root)
+        kind = matching_reader(root, data.labels)
         if kind is None and (refusal := nearby_layout_error(root)):
             raise DataError(f"data.path: {refusal}")
-        if kind in (None, IMAGE_FOLDER):  # without a layout, an image folder is what its refusal describes
+        if kind is None and not data.labels and root.is_dir():
+            raise DataError(f"data.path: {data.path} {NO_IMAGES}; add some, or give another folder")
+        # without a layout, an image folder is what its refusal describes
+        if kind is None or (kind == IMAGE_FOLDER and data.labels and data.val_share is None):
             return FolderSource(data.path, split)
-        return LayoutSource(data.path, root, kind, split)
+        return LayoutSource(data, root, kind, split)
     except OSError as error:
         raise DataError(f"data.path: {error.filename or root} cannot be read: {error.strerror}") from None
 
 
 def refuse_single_class(classes: Sequence[str], where: str) -> None:
     """Raises DataError where there is nothing to tell apart: the cross-entropy of one class is 0."""
-    if len(classes) < 2:
+    if len(classes) == 1:
         raise DataError(f"{where} has one class only, {', '.join(classes)}; a classifier needs images of two or more")
+
+
+def _is_packed(data: DataConfig) -> bool:
+    return is_uri(data.path) or (data.path not in SOURCES and is_records(data.path))
 
 
 def check_placement(data: DataConfig) -> None:
     """Refuse a `data.stage` or `data.cache` that does not fit the source. Raises DataError."""
-    packed = is_uri(data.path) or (data.path not in SOURCES and is_records(data.path))
+    packed = _is_packed(data)
     if data.stage != "none" and not packed:
         raise DataError(f"data.stage: {data.path} is not a packed set; pack it with `distill pack`, or leave data.stage out")
     if data.cache == "memory" and (packed or data.path in SOURCES):

@@ -3,6 +3,8 @@
 Shapes: N samples of a split.
 """
 
+import hashlib
+import itertools
 import os
 import re
 from abc import ABC, abstractmethod
@@ -15,12 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainables.data.decode import Sample, UnreadableImageError, read_file
+from trainables.data.interface import HOLD_OUT
 from trainables.data.order import Split
 from trainables.data.split_names import PURPOSES, SPLIT_NAMES, SPLIT_OF, choose_splits, is_hidden, known_split_names
 from trainables.errors import DataError, first_three, printable
 from trainables.notices import notice
 
 _WORD = re.compile(r"[a-z]+")
+_VAL_SHARE = 0.1
 _MAX_DEPTH = 2
 """Folders between a source and its files, such as Hugging Face's CONFIG/SPLIT/0000.parquet."""
 LABEL_FIELDS = ("label", "labels", "fine_label", "class", "cls", "target", "category", "class_name", "coarse_label")
@@ -41,7 +45,8 @@ class SplitListing:
 
 @dataclass(frozen=True)
 class Listing:
-    """A whole source. Labels are indices into `classes`; `pixels`: samples come as pixels, not as image files."""
+    """A whole source. Labels are indices into `classes`, or -1 where there are none; `pixels`: samples come as pixels, not as
+    image files."""
 
     classes: tuple[str, ...]
     splits: Mapping[Split, SplitListing]
@@ -58,7 +63,10 @@ class Piece(NamedTuple):
 
 
 class LayoutReader(ABC):
-    """One layout of labelled images on disk, in the folder `root`: its files, and the samples of each. Making one reads nothing.
+    """One layout of images on disk, in the folder `root`: its files, and the samples of each. Making one reads nothing.
+
+    labels: False ignores the labels, and needs none. val_share: the share of a source without a validation split that is held
+    out, see `is_held_out`; None: 0.1 without labels, and with labels such a source is refused.
 
     A location is a file's path below the root, or a Piece: training reads them by `read_one`, from several threads at once. A
     layout with other locations is not `random_access`, and overrides `read`.
@@ -73,8 +81,9 @@ class LayoutReader(ABC):
     classes: Sequence[str] | None = None
     """The names of the labels 0 … K−1, of a source that declares them."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: Path, labels: bool = True, val_share: float | None = None) -> None:
+        self.root, self.labels, self.val_share = root, labels, val_share
+        self.holds_out = not labels or val_share is not None
         self.names: dict[Label, str] = {}
         """Names of some labels, of a source without `classes`."""
 
@@ -84,31 +93,42 @@ class LayoutReader(ABC):
         """What the layout has in `root`, by names or a few bytes; nothing where `root` is of another layout."""
 
     def splits(self) -> Mapping[Split, Sequence[Any]]:
-        """The files of each split, or other parts of a source. Raises DataError where a split has none."""
-        return split_files(self.root, self.files(self.root), self.what)
+        """The files of each split, or other parts of a source.
+
+        Raises DataError where a split has none; where `holds_out`, that may be the validation split.
+        """
+        return split_files(self.root, self.files(self.root), self.what, self.holds_out)
 
     @abstractmethod
-    def samples(self, part: Any) -> Iterable[tuple[Location, Label]]:
-        """Each sample in one of the `splits`' files, and its label as the source has it. Raises DataError."""
+    def samples(self, part: Any) -> Iterable[tuple[Location, Label | None]]:
+        """Each sample in one of the `splits`' files, and its label as the source has it. Raises DataError.
+
+        Without `labels`, None is a sample that has none, and anything else one that has.
+        """
 
     def listing(self) -> Listing:
-        """Every sample of both splits, those of the label -1 left out with a notice.
+        """Every sample of both splits; where there are labels, those of the label -1 are left out with a notice.
 
-        Raises DataError where there is none, or labels do not agree.
+        Raises DataError where there is none, labels do not agree, or `val_share` does not fit.
         """
         locations: dict[Split, list[Location]] = {"train": [], "val": []}
-        labels: dict[Split, list[Label]] = {"train": [], "val": []}
-        for split, parts in self.splits().items():
+        labels: dict[Split, list[Any]] = {"train": [], "val": []}
+        parts_of = self.splits()
+        if self.val_share is not None and "val" in parts_of:
+            raise DataError(f"{self.root} has a validation split of its own: leave out val_share, or move that split elsewhere")
+        for split, parts in parts_of.items():
             num_unlabelled = 0
             for part in parts:
                 first = len(labels[split])
                 for location, label in self.samples(part):
-                    if label in (-1, "-1"):
+                    if self.labels and label in (-1, "-1"):
                         num_unlabelled += 1
                         continue
                     locations[split].append(location)
                     labels[split].append(label)
-                if self.classes is not None and (unnamed := {*labels[split][first:]} - {*range(len(self.classes))}):
+                if not self.labels or self.classes is None:
+                    continue
+                if unnamed := {*labels[split][first:]} - {*range(len(self.classes))}:
                     shown = first_three(sorted(map(str, unnamed)))
                     raise DataError(
                         f"{part}: there are labels without a class's name: {shown}; give labelled images of one data set"
@@ -119,14 +139,37 @@ class LayoutReader(ABC):
                     raise DataError(f"{self.root}: all {lines}; give a labelled split")
                 notice(f"{self.root}: {lines}: they are left out")
         classes, labels_N = self._numbered(labels)
-        return Listing(classes, {split: SplitListing(locations[split], labels_N[split]) for split in labels}, self.pixels)
+        splits = {split: SplitListing(locations[split], labels_N[split]) for split in labels}
+        return Listing(classes, splits if "val" in parts_of else self._held_out(splits["train"], classes), self.pixels)
 
-    def _numbered(self, labels: Mapping[Split, list[Label]]) -> tuple[tuple[str, ...], dict[Split, NDArray[np.int64]]]:
+    def _held_out(self, every: SplitListing, classes: Sequence[str]) -> dict[Split, SplitListing]:
+        """Both splits of a source that has one. Raises DataError where one of them, or a class, would have no images."""
+        share = self.val_share or _VAL_SHARE
+        held_out_N = np.array([is_held_out(self.name(location), share) for location in every.locations], dtype=bool)
+        num_val, total = int(held_out_N.sum()), len(held_out_N)
+        whole = f"{self.root}: at a val_share of {share}, {num_val:,} of its {total:,} images are held out for validation"
+        if total and num_val in (0, total):
+            raise DataError(f"{whole}; write another val_share, or put images into train/ and val/")
+        if gone := sorted({*range(len(classes))} - {*every.labels_N[~held_out_N].tolist()}):
+            raise DataError(f"{whole}, all of {first_three([classes[label] for label in gone])} among them; write a smaller one")
+        notice(f"data.val_share: {num_val:,} of {total:,} images are held out for validation, by a hash of their paths")
+        chosen: dict[Split, NDArray[np.bool_]] = {"train": ~held_out_N, "val": held_out_N}
+        return {
+            split: SplitListing(list(itertools.compress(every.locations, of_split_N)), every.labels_N[of_split_N])
+            for split, of_split_N in chosen.items()
+        }
+
+    def _numbered(self, labels: Mapping[Split, list[Any]]) -> tuple[tuple[str, ...], dict[Split, NDArray[np.int64]]]:
         """The classes, and labels 0 … K−1 from whatever a source calls its labels: the sorted values that train has.
 
-        Numbers are sorted as numbers, text as text, as ImageFolder sorts its folders. Raises DataError for a value that only
-        validation has.
+        Without `labels` no classes, and -1. Numbers are sorted as numbers, text as text, as ImageFolder sorts its folders.
+
+        Raises DataError for a value that only validation has.
         """
+        if not self.labels:
+            if any(label is not None for of_split in labels.values() for label in of_split):
+                notice(f"{self.root}: its labels are not used")
+            return (), {split: np.full(len(of_split), -1, dtype=np.int64) for split, of_split in labels.items()}
         if self.classes is not None:
             return tuple(self.classes), {split: np.array(of_split, dtype=np.int64) for split, of_split in labels.items()}
         every = {*labels["train"], *labels["val"]}
@@ -181,6 +224,11 @@ class LayoutReader(ABC):
                 yield self.name(location), error
 
 
+def is_held_out(name: str, share: float) -> bool:
+    """Whether the sample of this name validates, where `share` of all do: whatever other samples there are."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) < share * 2**64
+
+
 def split_name(root: Path, path: Path) -> str | None:
     """The last word of a path below `root` that names a split, in lower case.
 
@@ -189,22 +237,29 @@ def split_name(root: Path, path: Path) -> str | None:
     return next((word for word in _WORD.findall(str(path.relative_to(root)).lower())[::-1] if word in SPLIT_OF), None)
 
 
-def split_files(root: Path, files: Sequence[Path], what: str) -> dict[Split, list[Path]]:
+def split_files(root: Path, files: Sequence[Path], what: str, holds_out: bool = False) -> dict[Split, list[Path]]:
     """Files by the split that their paths below `root` name (see `choose_splits`), sorted; those that name none are a notice.
+
+    holds_out: there may be no validation files, and where no file names a split, all are for training.
 
     Raises DataError where a split has no files, or two names.
     """
     found: dict[str, list[Path]] = {}
     for path in sorted(files):
         found.setdefault(split_name(root, path) or "", []).append(path)
-    if unnamed := found.pop("", []):
+    unnamed = found.pop("", [])
+    if holds_out and not found:
+        return {"train": unnamed}
+    if unnamed:
         shown = first_three([str(path.relative_to(root)) for path in unnamed])
         notice(f"{root}: {what} whose paths name no split are not used: {shown}")
     chosen = choose_splits(found, str(root))
     for split in SPLIT_NAMES:
-        if split not in chosen:
+        if split not in chosen and not (holds_out and split == "val"):
+            advice = f"; {HOLD_OUT}" if split == "val" else ""
             raise DataError(
-                f"{root}: no {what} for {PURPOSES[split]}; put one of these words into their paths: {known_split_names(split)}"
+                f"{root}: no {what} for {PURPOSES[split]}; put one of these words into their paths: "
+                f"{known_split_names(split)}{advice}"
             )
     return chosen
 

@@ -43,15 +43,25 @@ class PackPlan:
         return sum(len(job.split_listing.locations) for job in self.jobs)
 
 
-def plan_pack(source: Path, dest: Path, mode: Mode, check: bool, *, shard_bytes: int = SHARD_BYTES) -> PackPlan:
+def plan_pack(
+    source: Path,
+    dest: Path,
+    mode: Mode,
+    check: bool,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    labels: bool = True,
+    val_share: float | None = None,
+) -> PackPlan:
     """List the source and cut it into shards of about `shard_bytes`, with the same number of samples but a split's last.
 
+    labels, val_share: see LayoutReader.
     Sizes are estimated from a few samples spread over each split: to ask a million files for theirs takes minutes on a network.
 
     Raises DataError where the source is of no known layout, or its labels do not agree.
     """
-    kind = find_reader(source)
-    reader = READERS[kind](source)
+    kind = find_reader(source, labels)
+    reader = READERS[kind](source, labels, val_share)
     listing = reader.listing()
     pixels = mode.stores_pixels(listing.pixels)
     sha = hashlib.sha256(json.dumps([kind, mode.described(), listing.classes, listing.pixels]).encode())

@@ -13,7 +13,7 @@ from typing import NamedTuple, NoReturn
 import numpy as np
 
 from trainables.data.decode import UnreadableImageError, read_file
-from trainables.data.interface import Source, sha256_of_names
+from trainables.data.interface import HOLD_OUT, NO_LABELS, Source, sha256_of_names
 from trainables.data.order import Split
 from trainables.data.split_names import SPLIT_OF, choose_splits, is_hidden
 from trainables.errors import DataError, first_three, printable
@@ -24,7 +24,7 @@ EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", 
 SAMPLED = 256
 """Files whose contents a fingerprint reads. Of images preprocessed anew nearly all change, so that a few tell; to open a million
 on a network disk takes minutes."""
-_NO_IMAGES = f"holds no images, files whose names end in {' '.join(EXTENSIONS)}"
+NO_IMAGES = f"holds no images, files whose names end in {' '.join(EXTENSIONS)}"
 _ONE_CLASS = "folders whose names differ in their Unicode form alone (NFC and NFD) are one class"
 _MAX_REASONS = 6
 
@@ -42,24 +42,24 @@ class FolderSource(Source):
     def __init__(self, path: str, split: Split) -> None:
         root = os.path.expanduser(path)
         if not os.path.isdir(root):
-            what = "is a file" if os.path.exists(root) else "does not exist"
+            what = "is a file, and no list of images" if os.path.exists(root) else "does not exist"
             raise DataError(f"data.path: {path} {what}; write digits, synthetic, or a folder with train/CLASS/* and val/CLASS/*")
-        found = _list(root)
-        splits = choose_splits({name: os.path.join(root, name) for name in found.folders + found.dangling}, path)
+        splits = {its_split: os.path.join(root, name) for its_split, name in split_folders(root, path).items()}
         if "train" not in splits:
             parent, name = os.path.split(os.path.realpath(root))
-            advice = split_classes(root) or "images belong in train/CLASS/ and val/CLASS/"
+            advice = f"{split_classes(root) or 'images belong in train/CLASS/ and val/CLASS/'}; {NO_LABELS}"
             if SPLIT_OF.get(name.lower()) == "train":
                 advice = f"write data.path: {parent}"
             raise DataError(f"data.path: {path} has no folder train; {advice}")
         if split not in splits:
-            raise DataError(f"data.path: {path} has no validation folder; its images belong in val/CLASS/")
+            raise DataError(f"data.path: {path} has no validation folder; its images belong in val/CLASS/; {HOLD_OUT}")
         train, walk = splits["train"], _Walk(splits[split])
         self._root, self._folder = root, os.path.basename(splits[split])
         classes = _class_folders(train)
         if not classes:
             raise DataError(
-                f"data.path: {train} has no class folders; images belong in train/CLASS/, or in a list train.csv of path,label"
+                f"data.path: {train} has no class folders; images belong in train/CLASS/, or in a list train.csv of path,label; "
+                f"{NO_LABELS}"
             )
         _refuse_deep(train, classes)
         self.classes = tuple(classes)
@@ -77,11 +77,11 @@ class FolderSource(Source):
         for name, folders in classes.items():
             files = [file for folder in folders for file in walk.images(folder, name)]
             if not files and split == "train":
-                raise DataError(f"data.path: {os.path.join(train, folders[0])} {_NO_IMAGES}; add some or remove it")
+                raise DataError(f"data.path: {os.path.join(train, folders[0])} {NO_IMAGES}; add some or remove it")
             self._files += files
             counts.append(len(files))
         if not self._files:
-            raise DataError(f"data.path: {splits[split]} {_NO_IMAGES}")
+            raise DataError(f"data.path: {splits[split]} {NO_IMAGES}")
         if empty := [name for name, count in zip(classes, counts, strict=True) if not count]:
             notice(f"{splits[split]}: no images of {len(empty)} of {len(classes)} classes: {first_three(empty)}")
         walk.report()
@@ -144,6 +144,56 @@ def has_train_folder(root: str) -> bool:
     """Whether a folder has a folder `train` with images, or with folders."""
     trains = (_list(os.path.join(root, name)) for name in _list(root).folders if SPLIT_OF.get(name.lower()) == "train")
     return any(train.folders or train.images for train in trains)
+
+
+def has_images(root: str) -> bool:
+    """Whether there are images in a folder, at any depth, or perhaps behind a link. Raises DataError: it cannot be read."""
+    waiting = [root]
+    while waiting:
+        path = waiting.pop()
+        listing = _list(path)
+        if listing.images or os.path.islink(path):
+            return True
+        waiting += [os.path.join(path, name) for name in listing.folders]
+    return False
+
+
+def images_below(root: str, folder: str) -> list[str]:
+    """The images in `folder` of `root` (empty: in all of it), at any depth, as paths below `root`; see `_Walk.images`."""
+    walk = _Walk(root)
+    found = walk.images(folder)
+    walk.report()
+    return found
+
+
+def split_folders(root: str, where: str) -> dict[Split, str]:
+    """The name of each split's folder in `root`, which messages call `where`; a split without one is left out."""
+    found = _list(root)
+    return choose_splits({name: name for name in found.folders + found.dangling}, where)
+
+
+def unlabelled_splits(root: str) -> dict[Split, str]:
+    """The folder of each split of a folder of images without labels; of one without such folders, all of it for training.
+
+    A notice names what else it has. Raises DataError where it is not clear which images are meant: there is a folder for
+    validation and none for training, or none for validation, and other images.
+    """
+    splits = split_folders(root, root)
+    if not splits:
+        return {"train": ""}
+    found = _list(root)
+    others = [name for name in found.folders if name.lower() not in SPLIT_OF and has_images(os.path.join(root, name))]
+    others += found.images
+    if "train" not in splits:
+        raise DataError(f"{root} has a folder {splits['val']} and no folder train: rename it, or move the other images to train/")
+    if others and "val" not in splits:
+        raise DataError(
+            f"{root} has a folder {splits['train']}, and other images ({first_three(others)}): give "
+            f"{os.path.join(root, splits['train'])} to use that folder alone, or rename it to use all"
+        )
+    if others:
+        notice(f"{root}: not used, since {splits['train']} and {splits['val']} are the splits: {first_three(others)}")
+    return splits
 
 
 def split_classes(root: str) -> str:
@@ -253,12 +303,16 @@ class _Walk:
         if unsorted := len(found.images) + len(found.others):
             self._left_out["in no class folder"] = unsorted
 
-    def images(self, folder_name: str, class_name: str) -> list[str]:
+    def images(self, folder_name: str, class_name: str = "") -> list[str]:
         """Image files in one class folder, at any depth, relative to the split's folder: by folder, then by name, each sorted.
+
+        Without a name it is the split's folder itself; without a class's name inner folders mean nothing.
 
         Raises DataError where a folder in it, which a link may lead to, is one of another class too, or one that it lies in.
         """
-        waiting = [(os.path.join(self._path, folder_name), [os.path.realpath(self._path)])]
+        waiting: list[tuple[str, list[str]]] = [(self._path, [])]
+        if folder_name:
+            waiting = [(os.path.join(self._path, folder_name), [os.path.realpath(self._path)])]
         found: list[tuple[str, list[str]]] = []
         while waiting:
             path, outer = waiting.pop()
@@ -275,9 +329,9 @@ class _Walk:
             self._left_out.update(os.path.splitext(name)[1].lower() or "without an extension" for name in listing.others)
             self._left_out["links that lead nowhere"] += len(listing.dangling)
         skip = len(self._path) + 1
-        if len(deeper := [path for path, names in found if names]) > 1 and not found[0][1]:
+        if class_name and len(deeper := [path for path, names in found if names]) > 1 and not found[0][1]:
             self._inner.append(min(deeper)[skip:])
-        return [f"{path[skip:]}{os.sep}{name}" for path, names in sorted(found) for name in names]
+        return [f"{path}{os.sep}{name}"[skip:] for path, names in sorted(found) for name in names]
 
     def _visit(self, path: str, real: str, class_name: str) -> None:
         earlier_class, earlier_path = self._visited.setdefault(real, (class_name, path))

@@ -11,6 +11,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+from trainables.config import DataConfig
 from trainables.data.decode import Sample
 from trainables.data.interface import Source
 from trainables.data.order import Split
@@ -19,7 +20,7 @@ from trainables.data.pack.readers import READERS
 from trainables.data.sources.folder import sampled_sha256
 from trainables.errors import DataError
 
-_listings: weakref.WeakValueDictionary[str, Listing] = weakref.WeakValueDictionary()
+_listings: weakref.WeakValueDictionary[tuple[Path, bool, float | None], Listing] = weakref.WeakValueDictionary()
 """Listings of the sources that are open in this process: to list millions of samples takes minutes, and lists both splits."""
 
 
@@ -30,20 +31,22 @@ class LayoutSource(Source):
     reader raises about its files; OSError where disk or network fail.
     """
 
-    def __init__(self, path: str, root: Path, kind: str, split: Split) -> None:
-        reader = READERS[kind](root)
+    def __init__(self, data: DataConfig, root: Path, kind: str, split: Split) -> None:
+        path, key = data.path, (root, data.labels, data.val_share)
+        reader = READERS[kind](*key)
         if not reader.random_access:
-            source, packed = shlex.quote(path), shlex.quote(f"{path.rstrip('/')}-packed")
+            packed = shlex.quote(f"{path.rstrip('/')}-packed")
+            arguments = f"{shlex.quote(path)} {packed}" + ("" if data.labels else " --no-labels")
             raise DataError(
-                f"data.path: {path} is {kind}, which cannot be read in random order: run `distill pack {source} {packed}` "
+                f"data.path: {path} is {kind}, which cannot be read in random order: run `distill pack {arguments}` "
                 f"and write data.path: {packed}; or give a folder with train/CLASS/* and val/CLASS/*"
             )
         self._reader, self._root = reader, root
         try:
-            self._listing = _listings.get(str(root)) or reader.listing()
+            self._listing = _listings.get(key) or reader.listing()
         except DataError as error:
             raise DataError(f"data.path: {error}") from None
-        _listings[str(root)] = self._listing
+        _listings[key] = self._listing
         self.classes = self._listing.classes
         self._locations, self.labels_N = self._listing.splits[split].locations, self._listing.splits[split].labels_N
         if not len(self):

@@ -18,21 +18,27 @@ from numpy.typing import NDArray
 
 from trainables.data.decode import Sample, UnreadableImageError
 from trainables.data.index import ROW_COLUMNS, SHARD_COLUMNS, File, Index, SplitIndex, read_index
-from trainables.data.interface import Source
+from trainables.data.interface import NO_LABELS, Source
 from trainables.data.order import Split
 from trainables.data.sources.shards import LocalShards, ShardReader, unreadable
 from trainables.errors import DataError
+from trainables.notices import notice
 from trainables.rundir import expand_home
 
 
 class RecordsSource(Source):
-    """One split of a packed set; see `open_records`. In memory are 32 bytes a sample and nothing else."""
+    """One split of a packed set; see `open_records`. In memory are 32 bytes a sample and nothing else.
+
+    `labels`: False ignores those of the set. Raises DataError: there are none, the rows are damaged or not those of the index.
+    """
 
     shard_sizes: list[int]
     has_checksums = True
 
-    def __init__(self, root: Path, index: Index, split: Split, shards: ShardReader) -> None:
-        self._opened_with = root, index, split, shards
+    def __init__(self, root: Path, index: Index, split: Split, shards: ShardReader, labels: bool = True) -> None:
+        self._opened_with = root, index, split, shards, labels
+        if labels and not index.classes:
+            raise DataError(f"data.path: the packed set has no labels: {NO_LABELS}")
         part = index.splits[split]
         table = _read_rows(root / part.rows.file, part.rows)
         self.classes = index.classes
@@ -41,6 +47,9 @@ class RecordsSource(Source):
         self._ends_S = list(itertools.accumulate(self.shard_sizes))
         self._shards, self._pixels, self._part = shards, index.image == "pixels", part
         self._check(root / part.rows.file, part)
+        if not labels and self.classes:
+            notice("data.labels: false: the labels of the packed set are not used")
+            self.classes, self.labels_N = (), np.full(len(self), -1, dtype=np.int64)
         side = int(self.widths_N[0])
         one_size = self._pixels and side > 0 and bool((self.widths_N == side).all() and (self.heights_N == side).all())
         self.size = side if one_size else None
@@ -112,7 +121,7 @@ class RecordsSource(Source):
         if whole:
             bytes_N = np.repeat([shard.bytes for shard in part.shards], self.shard_sizes).astype(np.int64)
             whole = (
-                (self.labels_N >= 0)
+                (self.labels_N >= (0 if self.classes else -1))
                 & (self.labels_N < len(self.classes))
                 & (self.widths_N >= 0)
                 & (self.heights_N >= 0)
@@ -129,14 +138,15 @@ class RecordsSource(Source):
             raise DataError(f"data.path: {path} holds no images; pack it again")
 
 
-def open_records(path: str, split: Split) -> RecordsSource:
+def open_records(path: str, split: Split, labels: bool = True) -> RecordsSource:
     """One split of the packed set in the folder `path`.
 
-    Raises DataError where it is unfinished, a file is missing, has another size than the index says, or is damaged.
+    Raises DataError where it is unfinished, a file is missing, has another size than the index says, or is damaged; see also
+    RecordsSource.
     """
     root = expand_home(path)
     index = read_index(root)
-    return RecordsSource(root, index, split, LocalShards(root, index.splits[split].shards))
+    return RecordsSource(root, index, split, LocalShards(root, index.splits[split].shards), labels)
 
 
 def _read_rows(path: Path, file: File) -> dict[str, NDArray[Any]]:

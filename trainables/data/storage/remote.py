@@ -87,7 +87,7 @@ def open_remote(data: DataConfig, split: Split, retry_s: float = RETRY_S) -> Rem
             raise
     origin.retry_s = retry_s
     shards = RemoteShards(origin, cache, index, split)
-    source = RemoteRecords(cache.folder, index, split, shards)
+    source = RemoteRecords(cache.folder, index, split, shards, data.labels)
     source.opened_with = data, split, retry_s
     weakref.finalize(source, shards.close)
     return source

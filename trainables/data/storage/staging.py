@@ -40,8 +40,8 @@ def set_identity(index: Index) -> str:
 class StagedRecords(RecordsSource):
     """One split of a packed set as this node's copy has it; see `open_staged`."""
 
-    def __init__(self, cache: Cache, index: Index, split: Split) -> None:
-        super().__init__(cache.folder, index, split, LocalShards(cache.folder, index.splits[split].shards))
+    def __init__(self, cache: Cache, index: Index, split: Split, labels: bool) -> None:
+        super().__init__(cache.folder, index, split, LocalShards(cache.folder, index.splits[split].shards), labels)
         self._cache = cache
 
     def close(self) -> None:
@@ -52,7 +52,7 @@ class StagedRecords(RecordsSource):
 def open_staged(data: DataConfig, split: Split) -> StagedRecords:
     """One split of the packed set in the folder `data.path`, copied to `data.stage` once per node. Raises as `stage_set` does."""
     cache, index = stage_set(data.path, data.stage)
-    return StagedRecords(cache, index, split)
+    return StagedRecords(cache, index, split, data.labels)
 
 
 def stage_set(path: str, to: str, *, grace_s: float = GRACE_S) -> tuple[Cache, Index]:

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from trainables.data.interface import NO_LABELS
 from trainables.data.pack.file_kind import ARCHIVE, archive_error
 from trainables.data.pack.layout_reader import LayoutReader, files_below, is_image_folder
 from trainables.data.pack.readers.cifar import CifarReader
@@ -10,10 +11,10 @@ from trainables.data.pack.readers.folder import FolderReader
 from trainables.data.pack.readers.image_list import ImageListReader
 from trainables.data.pack.readers.imagenet import ImagenetReader
 from trainables.data.pack.readers.lmdb import LmdbReader
-from trainables.data.pack.readers.parquet import ParquetReader
+from trainables.data.pack.readers.parquet import ParquetReader, describes_images
 from trainables.data.pack.readers.tfrecord import TfrecordReader
 from trainables.data.pack.readers.webdataset import WebdatasetReader
-from trainables.data.sources.folder import split_classes
+from trainables.data.sources.folder import NO_IMAGES, has_images, split_classes
 from trainables.data.split_names import is_hidden
 from trainables.errors import DataError
 
@@ -30,11 +31,17 @@ READERS: dict[str, type[LayoutReader]] = {
 }
 
 
-def matching_reader(root: Path) -> str | None:
-    """The layout of a source; None where it has none that is known."""
+def matching_reader(root: Path, labels: bool = True) -> str | None:
+    """The layout of a source; None where it has none that is known. Without `labels`, any folder with images has one."""
     if is_image_folder(root) and not ImagenetReader.files(root):  # whatever else lies there, such as what it was unpacked from
         return IMAGE_FOLDER
-    return next((name for name, reader in READERS.items() if reader.files(root)), None)
+    matching = (name for name, reader in READERS.items() if reader.files(root))
+    name = next(matching, None)
+    if name == "Parquet" and describes_images(ParquetReader.files(root)[0]):
+        name = next(matching, name if labels else None)
+    if name is None and not labels and root.is_dir() and has_images(str(root)):
+        return IMAGE_FOLDER
+    return name
 
 
 def nearby_layout_error(root: Path) -> DataError | None:
@@ -47,17 +54,20 @@ def nearby_layout_error(root: Path) -> DataError | None:
     return archive_error(archives[0]) if archives else None
 
 
-def find_reader(root: Path) -> str:
+def find_reader(root: Path, labels: bool = True) -> str:
     """The layout of a source. Raises DataError where it has none that is known."""
     layouts = ", ".join(READERS)
     if not root.exists():
         raise DataError(f"{root} does not exist; give one of these layouts: {layouts}")
-    if name := matching_reader(root):
+    if name := matching_reader(root, labels):
         return name
     if refusal := nearby_layout_error(root):
         raise refusal
     if root.is_file():
         raise DataError(f"{root} is a single file; give the folder with the files of both splits, or a list of images")
+    if not labels:
+        raise DataError(f"{root} {NO_IMAGES}, and is of no other layout that can be packed: {layouts}")
     raise DataError(
-        f"{root} is of no layout that can be packed: {layouts}; {split_classes(str(root)) or 'docs/records.md shows each'}"
+        f"{root} is of no layout that can be packed: {layouts}; {split_classes(str(root)) or 'docs/records.md shows each'}; "
+        f"{NO_LABELS}"
     )

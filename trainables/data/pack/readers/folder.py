@@ -1,24 +1,41 @@
-"""An image folder: ROOT/train/CLASS/* and ROOT/val/CLASS/*, as training reads it."""
+"""An image folder: ROOT/train/CLASS/* and ROOT/val/CLASS/*, as training reads it; without labels, images at any depth."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from trainables.data.order import Split
-from trainables.data.pack.layout_reader import Label, LayoutReader
-from trainables.data.sources.folder import FolderSource, has_train_folder
+from trainables.data.pack.layout_reader import Label, LayoutReader, is_image_folder
+from trainables.data.sources.folder import (
+    NO_IMAGES,
+    FolderSource,
+    has_train_folder,
+    images_below,
+    split_folders,
+    unlabelled_splits,
+)
+from trainables.data.split_names import SPLIT_NAMES
+from trainables.errors import DataError
 
 
 class FolderReader(LayoutReader):
-    """A location is a file's path below the root. Training opens its `FolderSource`."""
+    """A location is a file's path below the root. Training opens its `FolderSource` where there are labels in both splits."""
 
     @classmethod
     def files(cls, root: Path) -> list[Path]:
         return [root] if root.is_dir() and has_train_folder(str(root)) else []
 
-    def splits(self) -> Mapping[Split, list[Split]]:
-        return {"train": ["train"], "val": ["val"]}
+    def splits(self) -> Mapping[Split, list[str]]:
+        if not self.labels:
+            return {split: [folder] for split, folder in unlabelled_splits(str(self.root)).items()}
+        return {split: [split] for split in (split_folders(str(self.root), str(self.root)) if self.holds_out else SPLIT_NAMES)}
 
-    def samples(self, part: Split) -> Iterable[tuple[str, Label]]:
+    def samples(self, part: Any) -> Iterable[tuple[str, Label | None]]:
+        if not self.labels:
+            label = part if is_image_folder(self.root) else None
+            if not (paths := images_below(str(self.root), part)):
+                raise DataError(f"{self.root / part} {NO_IMAGES}; add some or remove it")
+            return ((path, label) for path in paths)
         source = FolderSource(str(self.root), part)
         self.classes = source.classes
         return zip(source.files(), source.labels_N.tolist(), strict=True)

@@ -26,8 +26,8 @@ _NUMBER = re.compile(r".*_(\d+)\.JPEG", re.IGNORECASE)
 class ImagenetReader(LayoutReader):
     """A location is the path of an image, or its Piece of a tar."""
 
-    def __init__(self, root: Path) -> None:
-        super().__init__(root)
+    def __init__(self, root: Path, labels: bool = True, val_share: float | None = None) -> None:
+        super().__init__(root, labels, val_share)
         self._train_tar, self._val_tar = root / _TRAIN_TAR, root / _VAL_TAR
 
     @classmethod
@@ -43,11 +43,13 @@ class ImagenetReader(LayoutReader):
 
     def splits(self) -> Mapping[Split, list[Path]]:
         if not self._val_tar.is_file() and not (self.root / "val").is_dir():
+            if self.holds_out:
+                return {"train": [self._train_tar]}
             raise DataError(f"{self._train_tar} holds a tar per class, and {_VAL_TAR} is not with it; add it, or unpack both")
-        self._label_of = self._val_labels()
+        self._label_of = self._val_labels() if self.labels else {}
         return {"train": [self._train_tar], "val": [self._val_tar]}
 
-    def samples(self, part: Path) -> Iterable[tuple[Location, Label]]:
+    def samples(self, part: Path) -> Iterable[tuple[Location, Label | None]]:
         if part == self._val_tar:
             return self._val_samples()
         if part.is_file():
@@ -65,7 +67,7 @@ class ImagenetReader(LayoutReader):
                 for piece in tar_files(self.root, path, raw, class_tar):
                     yield piece, name
 
-    def _val_samples(self) -> Iterator[tuple[Location, Label]]:
+    def _val_samples(self) -> Iterator[tuple[Location, Label | None]]:
         if self._val_tar.is_file():
             with open(self._val_tar, "rb") as raw:
                 images: dict[str, Location] = {piece.name: piece for piece in tar_files(self.root, self._val_tar, raw)}
@@ -76,7 +78,7 @@ class ImagenetReader(LayoutReader):
         for name, location in sorted(images.items()):
             number = _NUMBER.fullmatch(name)
             label = self._label_of.get(name) or (self._label_of.get(str(int(number[1]))) if number else None)
-            if label is None:
+            if label is None and self.labels:
                 raise DataError(
                     f"{self.root}: the validation image {name} has no label; give the images and labels of one data set"
                 )

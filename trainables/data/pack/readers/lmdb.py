@@ -13,10 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainables.data.decode import Sample, UnreadableImageError
+from trainables.data.interface import NO_LABELS
 from trainables.data.pack.file_kind import not_readable
 from trainables.data.pack.layout_reader import Label, LayoutReader, files_below
 from trainables.data.pack.readers.protobuf import WireError, parse_datum
-from trainables.errors import DataError
+from trainables.errors import DataError, printable
 
 _FILE = "data.mdb"
 _IMAGE_KEY, _LABEL_KEY = b"image-", b"label-"
@@ -38,7 +39,7 @@ class LmdbReader(LayoutReader):
         files = files_below(root, rf"{re.escape(_FILE)}|(?!lock\.).+\.(mdb|lmdb)")
         return [path.parent if path.name == _FILE else path for path in files]
 
-    def samples(self, part: Path) -> Iterator[tuple[tuple[str, str], Label]]:
+    def samples(self, part: Path) -> Iterator[tuple[tuple[str, str], Label | None]]:
         name = str(part.relative_to(self.root))
         with _reading(part) as transaction:
             for key_view, value in transaction.cursor():
@@ -46,7 +47,10 @@ class LmdbReader(LayoutReader):
                 if not _NO_IMAGE.fullmatch(key):
                     yield (name, key.decode("latin-1")), self._label(part, transaction, key, value)
 
-    def _label(self, path: Path, transaction: Any, key: bytes, value: memoryview) -> Label:
+    def name(self, location: tuple[str, str]) -> str:
+        return printable("/".join(location))
+
+    def _label(self, path: Path, transaction: Any, key: bytes, value: memoryview) -> Label | None:
         """The label of the image under a key. Raises DataError for a layout that is not known."""
         if bytes(value[:4]).startswith(_MAGIC):
             label = transaction.get(key.replace(_IMAGE_KEY, _LABEL_KEY, 1)) if key.startswith(_IMAGE_KEY) else None
@@ -54,9 +58,9 @@ class LmdbReader(LayoutReader):
                 self.text_is_index = True
                 return bytes(label).decode(errors="replace").strip()
             name, slash, _ = key.decode(errors="replace").lstrip("/").partition("/")
-            if not slash:
-                raise DataError(f"{path}: the label of {key!r} is not to be found; give {_LAYOUTS}")
-            return name
+            if not slash and self.labels:
+                raise DataError(f"{path}: the label of {key!r} is not to be found; give {_LAYOUTS}; {NO_LABELS}")
+            return name if slash else None
         if len(value) > 2 and value[0] == 0x80 and value[1] in range(2, 6) and value[-1] == ord("."):
             raise DataError(
                 f"{path}: its values are Python pickles, and reading a pickle runs whatever code it names; "
@@ -76,7 +80,7 @@ class LmdbReader(LayoutReader):
                 if name not in open_now:
                     open_now[name] = opened.enter_context(_reading(self.root / name))
                 value = open_now[name].get(key.encode("latin-1"))
-                yield f"{name}/{key}", UnreadableImageError("no such key") if value is None else _sample(value)
+                yield self.name((name, key)), UnreadableImageError("no such key") if value is None else _sample(value)
 
 
 @contextlib.contextmanager

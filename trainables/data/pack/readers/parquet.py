@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from trainables.data.decode import UnreadableImageError
+from trainables.data.interface import NO_LABELS
 from trainables.data.pack.file_kind import not_readable
 from trainables.data.pack.layout_reader import LABEL_FIELDS, Label, LayoutReader, files_below
-from trainables.errors import DataError, first_line
+from trainables.errors import DataError, first_line, printable
 from trainables.notices import notice
 
 _TEXT = ("string", "large_string", "string_view")
@@ -30,11 +31,18 @@ class ParquetReader(LayoutReader):
     def files(cls, root: Path) -> list[Path]:
         return files_below(root, r".+\.parquet")
 
-    def samples(self, part: Path) -> Iterator[tuple[tuple[str, int], Label]]:
+    def name(self, location: tuple[str, int]) -> str:
+        file, row = location
+        return printable(f"{file}[{row}]")
+
+    def samples(self, part: Path) -> Iterator[tuple[tuple[str, int], Label | None]]:
         import pyarrow as pa
 
-        file = _open(part)
-        _, column, names = _columns(part, file.schema_arrow)
+        file, name = _open(part), str(part.relative_to(self.root))
+        _, column, names = _columns(part, file.schema_arrow, self.labels)
+        if not self.labels:
+            yield from (((name, row), column or None) for row in range(file.metadata.num_rows))
+            return
         first, classes = self._first = self._first or (part, names)
         if names != classes:
             raise DataError(f"{part} has other class names than {first}; give the files of one data set")
@@ -50,13 +58,20 @@ class ParquetReader(LayoutReader):
             )
         if labels.null_count:
             raise DataError(f"{part}: the column {column} is empty in {labels.null_count} rows; give labelled images")
-        name = str(part.relative_to(self.root))
         for row, label in enumerate(labels.to_pylist()):
             yield (name, row), str(label) if isinstance(label, bool) else label
 
     def read(self, locations: Sequence[tuple[str, int]]) -> Iterator[tuple[str, bytes | UnreadableImageError]]:
         for file, group in groupby(locations, key=lambda location: location[0]):
             yield from _images(self.root / file, file, [row for _, row in group])
+
+
+def describes_images(path: Path) -> bool:
+    """Whether a file is whole and none of its columns has bytes, as that of a table next to tars or files of images."""
+    try:
+        return not any(_holds_bytes(field.type) for field in _open(path).schema_arrow)
+    except DataError:
+        return False
 
 
 def _open(path: Path) -> Any:
@@ -71,10 +86,10 @@ def _open(path: Path) -> Any:
         raise not_readable(path, "a Parquet file", first_line(error), cut_off=is_begin) from None
 
 
-def _columns(path: Path, schema: Any) -> tuple[str, str, tuple[str, ...]]:
+def _columns(path: Path, schema: Any, labels: bool) -> tuple[str, str, tuple[str, ...]]:
     """The columns of the image and of the class, and the classes' names: by Hugging Face's metadata, or usual types and names.
 
-    Raises DataError where there is no such column.
+    Raises DataError where there is no such column; without `labels`, that of the class may be missing, and is empty then.
     """
     try:
         declared = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
@@ -82,24 +97,29 @@ def _columns(path: Path, schema: Any) -> tuple[str, str, tuple[str, ...]]:
     except (KeyError, TypeError, AttributeError, ValueError):
         features = {}
 
-    def chosen(what: str, kind: str, usual: list[str], advice: str) -> str:
+    def chosen(what: str, kind: str, usual: list[str], advice: str, *, required: bool) -> str:
         declared = [name for name in schema.names if features.get(name, {}).get("_type") == kind]
         first, *others = [name for name in declared if kind == "ClassLabel" or name in usual] or usual or [""]
-        if not first:
+        if required and not first:
             raise DataError(f"{path} has no {advice}")
-        if others:
+        if required and others:
             notice(f"Parquet: the column {first} is the {what}; not used: {', '.join(others)}")
         return first
 
     names = f"{', '.join(LABEL_FIELDS[:-1])} or {LABEL_FIELDS[-1]}"
     label = chosen(
-        "class", "ClassLabel", [name for name in LABEL_FIELDS if name in schema.names], f"class column: name it {names}"
+        "class",
+        "ClassLabel",
+        [name for name in LABEL_FIELDS if name in schema.names],
+        f"class column: name it {names}; {NO_LABELS}",
+        required=labels,
     )
     image = chosen(
         "image",
         "Image",
         [field.name for field in schema if _holds_bytes(field.type)],
         "column of images: struct<bytes: binary, path: string>, as Hugging Face's datasets write it",
+        required=True,
     )
     return image, label, tuple(map(str, features.get(label, {}).get("names") or ()))
 
@@ -115,7 +135,7 @@ def _images(path: Path, file: str, rows: list[int]) -> Iterator[tuple[str, bytes
     import pyarrow as pa
 
     parquet = _open(path)
-    column, _, _ = _columns(path, parquet.schema_arrow)
+    column, _, _ = _columns(path, parquet.schema_arrow, labels=False)
     starts = np.cumsum([0, *(parquet.metadata.row_group(number).num_rows for number in range(parquet.num_row_groups))])
     for number, group in groupby(rows, key=lambda row: int(np.searchsorted(starts, row, side="right")) - 1):
         try:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trainables.data.decode import UnreadableImageError
+from trainables.data.interface import NO_LABELS
 from trainables.data.pack.file_kind import not_readable
 from trainables.data.pack.layout_reader import Label, LayoutReader, Piece, files_below
 from trainables.data.pack.readers.protobuf import Value, WireError, example_features
@@ -30,13 +31,14 @@ class TfrecordReader(LayoutReader):
     def files(cls, root: Path) -> list[Path]:
         return files_below(root, r".+\.tfrecords?(-\d+-of-\d+)?(\.gz)?|(train|val|validation|test)-\d+-of-\d+(\.gz)?")
 
-    def samples(self, part: Path) -> Iterator[tuple[Piece, Label]]:
+    def samples(self, part: Path) -> Iterator[tuple[Piece, Label | None]]:
         file = str(part.relative_to(self.root))
         for offset, size, features in _records(part):
-            label = _first(features, _LABEL)
-            if not isinstance(label, int):
-                raise DataError(f"{part}: the record at byte {offset} has no {' or '.join(_LABEL)}; give labelled images")
-            if label not in self.names and (class_name := _first(features, _CLASS_NAME)):
+            found = _first(features, _LABEL)
+            label = found if isinstance(found, int) else None
+            if label is None and self.labels:
+                raise DataError(f"{part}: the record at byte {offset} has no {' or '.join(_LABEL)}; {NO_LABELS}")
+            if label is not None and label not in self.names and (class_name := _first(features, _CLASS_NAME)):
                 self.names[label] = _text(class_name)
             name = _text(_first(features, _FILE_NAME) or offset)
             yield Piece(file, offset, size + _CHECKSUM_BYTES, name), label

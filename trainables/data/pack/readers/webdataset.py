@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from trainables.data.interface import NO_LABELS
 from trainables.data.pack.file_kind import ARCHIVE
 from trainables.data.pack.layout_reader import LABEL_FIELDS, Label, LayoutReader, Listing, Piece, files_below, split_name
 from trainables.data.pack.readers.tar_file import tar_files
@@ -31,8 +32,8 @@ class WebdatasetReader(LayoutReader):
     what = "tars"
     text_is_index = True
 
-    def __init__(self, root: Path) -> None:
-        super().__init__(root)
+    def __init__(self, root: Path, labels: bool = True, val_share: float | None = None) -> None:
+        super().__init__(root, labels, val_share)
         self._extra: list[str] = []
         """Further images of samples."""
 
@@ -48,10 +49,10 @@ class WebdatasetReader(LayoutReader):
             notice(f"{self.root}: not used, since a sample has one image: {first_three(self._extra)}")
         return listing
 
-    def samples(self, part: Path) -> Iterator[tuple[Piece, Label]]:
+    def samples(self, part: Path) -> Iterator[tuple[Piece, Label | None]]:
         """Each sample's image and label, in the order of the images.
 
-        Raises DataError where one half of a sample is missing, or two samples have one key.
+        Raises DataError where one half of a sample is missing, or two samples have one key. Without labels, a sample is an image.
         """
         found: dict[str, dict[str, Piece]] = {"image": {}, "cls": {}, "json": {}}
         with open(part, "rb") as raw:
@@ -73,18 +74,24 @@ class WebdatasetReader(LayoutReader):
                     self._extra.append(f"{part.name}/{piece.name}")
                     continue
                 own = labels.get(key)
-                label = _label(os.pread(raw.fileno(), own.size, own.offset), own.name) if own else None
-                if label is None and not labels and "/" in stem:
+                if not self.labels:
+                    label: Label | None = key if key in found["cls"] else None
+                else:
+                    label = _label(os.pread(raw.fileno(), own.size, own.offset), own.name) if own else None
+                if label is None and self.labels and not labels and "/" in stem:
                     raise DataError(
                         f"{part}: its images lie in folders ({piece.name}) without a .cls or .json: if these are the classes, "
                         f"unpack it into {self.root}/{split_name(self.root, part)}/CLASS; or {_WANTED}"
                     )
-                if label is None:
-                    raise DataError(f"{part}: the sample {stem} has no .cls with its class and no .json of it; {_WANTED}")
+                if label is None and self.labels:
+                    raise DataError(
+                        f"{part}: the sample {stem} has no .cls with its class and no .json of it; {_WANTED}; {NO_LABELS}"
+                    )
                 if owners.setdefault(key, piece) is not piece:
                     raise DataError(f"{part}: the sample {key} has two images ({owners[key].name}, {piece.name}); {_WANTED}")
                 yield piece, label
-        if unused := [key for key in found["cls"] if key not in owners]:
+        unused = [key for key in found["cls"] if key not in owners]
+        if unused and self.labels:
             raise DataError(f"{part}: the sample {unused[0]} has no image ({' '.join(_IMAGES)}); {_WANTED}")
 
 
