@@ -22,6 +22,11 @@ class MethodOptions(Section):
     student_taps: tuple[str, ...] | None = Field(None, description="where the student is read; absent: the method's own points")
     teacher_taps: tuple[str, ...] | None = Field(None, description="where the teacher is read; absent: the method's own points")
 
+    @property
+    def calibration_images(self) -> int:
+        """Training images whose teacher's outputs the method's `calibrate` gets before the first step; 0: none."""
+        return 0
+
     def weight_at(self, epoch: float, epochs: int) -> float:
         """The weight when `epoch` epochs of `epochs` have passed."""
         counted = {"step": epoch, "epoch_from_0": math.floor(epoch), "epoch_from_1": math.floor(epoch) + 1}[self.warmup_by]

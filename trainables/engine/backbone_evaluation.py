@@ -45,16 +45,24 @@ def open_labeled(config: TrainConfig, group: Group) -> LabeledImages | None:
     """None: there is no `eval.path`. Raises DataError: its images cannot be read, or have no labels."""
     if config.eval.path is None:
         return None
-    data = config.data.model_copy(update={"path": config.eval.path, "labels": True, "stage": "none", "cache": "none"})
+    own = {"path": config.eval.path, "labels": True, "val_share": None, "stage": "none", "cache": "none"}
+    data = config.data.model_copy(update=own)
     process = loader_process(data, world_size=group.world_size, device=group.device)
 
     def loader(split: Split) -> Loader:
         assert isinstance(data.loader_workers, int)
-        source, ranks = open_on_node(data, split), {"rank": group.rank, "world_size": group.world_size}
+        source = open_on_node(data, split)
         refuse_single_class(source.classes, f"eval.path: {data.path}")
-        shown: Split = "val"  # without augmentation
         return Loader(
-            source, data, split=shown, seed=0, **ranks, loader_workers=data.loader_workers, device=group.device, process=process
+            source,
+            data,
+            split="val",  # without augmentation
+            seed=0,
+            rank=group.rank,
+            world_size=group.world_size,
+            loader_workers=data.loader_workers,
+            device=group.device,
+            process=process,
         )
 
     return LabeledImages(loader("train"), loader("val"))

@@ -22,6 +22,7 @@ from trainables.distributed.group import GlobalCount, Group, from_rank, gather_o
 from trainables.distributed.pipeline.layout import Layout, build_layout
 from trainables.engine import checkpoint
 from trainables.engine.backbone_evaluation import BackboneEvaluation, open_labeled
+from trainables.engine.calibrate import calibrate
 from trainables.engine.checkpoint import CheckpointState
 from trainables.engine.checkpoint_writer import CheckpointWriter
 from trainables.engine.checks import check_finite, check_skipped, single_image_errors
@@ -207,6 +208,7 @@ def run_job(job: Job) -> dict[str, float]:
     if config.train.max_steps is not None:
         return run_timing(job)
     job.teachers = measure_teachers(job)
+    calibrate(job)
     while progress.epoch < job.epochs.num and not progress.reached and not is_time_up(job):
         if interruption := job.interruptions.exchange(progress.step).interruption:
             end_interrupted(job, interruption)  # at the last checkpoint, which is that of the epoch before

@@ -156,6 +156,15 @@ class Method(nn.Module):
         """
         raise NotImplementedError
 
+    def calibrate(self, teacher: ModelOutputs) -> None:
+        """Take statistics of the teacher's outputs for images of this rank (maybe none), before the first step and without
+        gradients: for a method whose `Options.calibration_images` are above 0. A timing run has no such images."""
+        raise NotImplementedError
+
+    def end_calibration(self) -> None:
+        """Turn the statistics of all ranks into buffers; rank 0's are then copied to the others."""
+        raise NotImplementedError
+
     def init_loss(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """The terms of the init stage, under the names of `init_terms`; otherwise as `forward`.
 

@@ -1,0 +1,134 @@
+"""Imitation of features, as AM-RADIO does it: Ranzinger, Heinrich, Kautz and Molchanov 2024 (CVPR), "AM-RADIO: Agglomerative
+Vision Foundation Model", equations 2 and 3.
+
+A head takes the student's embedding of an image to the teacher's width, another one each position of its map. With cos the cosine
+of two vectors and smooth L1 the mean over their numbers, the losses are
+
+- `radio`: 1 − cos of the embeddings, 0.9·(1 − cos) + 0.1·(smooth L1) of the positions, whose mean counts;
+- `unic`: ½·(1 − cos) + ½·(smooth L1) of both: Sariyildiz, Weinzaepfel, Lucas, Larlus and Kalantidis 2024 (ECCV), "UNIC";
+- `mse`: the mean of the squared differences; `cosine`: 1 − cos; `normalized_mse`: ‖s/‖s‖ − t/‖t‖‖², as BYOL has it.
+
+A head has `layers` linear layers with layer norm and GELU between them. It belongs to the method: the exported student has none.
+Maps of two sizes are compared at the smaller one. The teacher's features may be standardized first (`standardize_features`), by a
+mean and covariance that are computed before the first step; `layer_norm` needs none.
+
+Shapes: B batch, D features, H W positions.
+"""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Literal
+
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional
+
+from trainables.config import Count
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Requirements, mean_per_sample
+from trainables.methods.features import unit
+from trainables.methods.imitation import DIMENSIONS, ImitationOptions, channels_last, imitated_shapes, resizes
+from trainables.methods.standardize_features import FeatureStandardizer
+
+
+def _cosine(student: Tensor, teacher: Tensor) -> Tensor:
+    return 1 - (unit(student) * unit(teacher)).sum(-1)
+
+
+def _smooth_l1(student: Tensor, teacher: Tensor) -> Tensor:
+    return functional.smooth_l1_loss(student, teacher, reduction="none").mean(-1)
+
+
+def _mixed(cosine: float) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda student, teacher: cosine * _cosine(student, teacher) + (1 - cosine) * _smooth_l1(student, teacher)
+
+
+LOSSES: dict[str, dict[str, Callable[[Tensor, Tensor], Tensor]]] = {
+    "radio": {"embedding": _cosine, "map": _mixed(0.9)},
+    "unic": dict.fromkeys(DIMENSIONS, _mixed(0.5)),
+    "mse": dict.fromkeys(DIMENSIONS, lambda student, teacher: (student - teacher).square().mean(-1)),
+    "cosine": dict.fromkeys(DIMENSIONS, _cosine),
+    "normalized_mse": dict.fromkeys(DIMENSIONS, lambda student, teacher: (unit(student) - unit(teacher)).square().sum(-1)),
+}
+"""`loss` → the term → (…, D) of student and teacher to (…)."""
+
+
+class EmbedOptions(ImitationOptions):
+    """AM-RADIO's losses and heads."""
+
+    loss: Literal["radio", "unic", "mse", "cosine", "normalized_mse"] = Field("radio", description="of two features, see above")
+    layers: Count = Field(2, description="linear layers of a head; 1: it is linear")
+    hidden: Count | None = Field(None, description="width between a head's layers; absent: the teacher's")
+    resize: Literal["larger", "student", "teacher"] = Field(
+        "larger", description="whose map is interpolated to the size of the other's, where they differ"
+    )
+    standardize: Literal["none", "layer_norm", "per_channel", "phi_s"] = Field(
+        "none", description="the teacher's features: over the channels of each vector, or by statistics of the training images"
+    )
+    standardize_images: Count = Field(10_000, description="training images for these statistics, an epoch at most")
+
+    @property
+    def calibration_images(self) -> int:
+        return self.standardize_images if self.standardize in ("per_channel", "phi_s") else 0
+
+
+class Embed(Method):
+    """embedding·L(head(student's), teacher's) + map·(the mean of L over positions), L of AM-RADIO or as `loss` says."""
+
+    Options = EmbedOptions
+    options: EmbedOptions
+    terms = ("embedding", "map")
+    taps = ("embedding", "map")
+    requires = Requirements(logits=False)
+    task_weight = 0.0
+
+    def __init__(self, options: EmbedOptions, context: BuildContext) -> None:
+        """Raises ExperimentError: the taps are no embedding and no map."""
+        super().__init__(options, context)
+        self._group = context.group
+        shapes = imitated_shapes("embed", options, context)
+        self.heads, self.standardizers = nn.ModuleDict(), nn.ModuleDict()
+        for name, ((inputs, *_), (outputs, *_)) in shapes.items():
+            self.heads[name] = head(inputs, outputs, options.layers, options.hidden or outputs)
+            if options.standardize in ("per_channel", "phi_s"):
+                self.standardizers[name] = FeatureStandardizer(
+                    options.standardize, outputs, seed=context.seed, where=f"distill.options.embed.standardize: {name}"
+                )
+        if "map" in shapes:
+            self.resize_student, self.resize_teacher = resizes("embed", shapes["map"], options.resize)
+
+    def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
+        """`embedding` and `map` of each sample, (B,), with their weights in them; zeros where the weight is 0."""
+        found = dict.fromkeys(self.terms, student.features[0].new_zeros(len(batch.labels_B)))
+        for (name, project), s, t in zip(self.heads.items(), student.features, teacher.features, strict=True):
+            source, target = project(channels_last(s)), self._standardized(name, channels_last(t))
+            if name == "map":
+                source, target = self.resize_student(source), self.resize_teacher(target)
+            loss = mean_per_sample(LOSSES[self.options.loss][name](source, target))
+            found[name] = getattr(self.options, name) * loss
+        return found
+
+    def calibrate(self, teacher: ModelOutputs) -> None:
+        for standardizer, feature in zip(self._standardizers, teacher.features, strict=True):
+            standardizer.add(channels_last(feature).flatten(0, -2))
+
+    def end_calibration(self) -> None:
+        for standardizer in self._standardizers:
+            standardizer.finish(self._group)
+
+    @property
+    def _standardizers(self) -> list[FeatureStandardizer]:
+        return [each for each in self.standardizers.values() if isinstance(each, FeatureStandardizer)]
+
+    def _standardized(self, name: str, target: Tensor) -> Tensor:
+        if self.options.standardize == "layer_norm":
+            return functional.layer_norm(target, target.shape[-1:])
+        return self.standardizers[name](target) if name in self.standardizers else target
+
+
+def head(inputs: int, outputs: int, layers: int, hidden: int) -> nn.Sequential:
+    """`layers` linear layers on the last dimension, with layer norm and GELU between them."""
+    widths = [inputs, *[hidden] * (layers - 1), outputs]
+    modules: list[nn.Module] = [nn.Linear(widths[0], widths[1])]
+    for size, following in pairwise(widths[1:]):
+        modules += [nn.LayerNorm(size), nn.GELU(), nn.Linear(size, following)]
+    return nn.Sequential(*modules)

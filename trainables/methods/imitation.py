@@ -1,0 +1,102 @@
+"""Parts of methods that imitate a teacher's embedding of an image and its map: their options, shapes, and maps of one size.
+
+Shapes: B batch, D features, H W positions of a map before it is resized, P Q after.
+"""
+
+from typing import Any, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+from torch.nn import functional
+
+from trainables.config import MethodOptions, NonNegative
+from trainables.errors import ExperimentError
+from trainables.methods.contract import BuildContext
+from trainables.methods.features import Shape
+from trainables.notices import notice
+
+DIMENSIONS = {"embedding": 1, "map": 3}
+"""What is imitated, which is the name of the term and of the tap → how many dimensions it has for an image."""
+
+
+class ImitationOptions(MethodOptions):
+    """A weight for each term; one of weight 0 is not read, and has no module."""
+
+    embedding: NonNegative = Field(1.0, description="weight of the images' embeddings; 0: they are not read")
+    map: NonNegative = Field(1.0, description="weight of the maps; 0: they are not read")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tap_what_counts(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        read = [name for name in DIMENSIONS if values.get(name, 1.0) != 0]
+        if not read:
+            raise ValueError("embedding and map are both 0, which teaches nothing: set one above 0")
+        taps = {side: values.get(side) or read for side in ("student_taps", "teacher_taps")}
+        return values if len(read) == len(DIMENSIONS) else {**values, **taps}
+
+    @property
+    def imitated(self) -> list[str]:
+        """The names of the terms whose weight is not 0."""
+        return [name for name in DIMENSIONS if getattr(self, name)]
+
+
+def imitated_shapes(method: str, options: ImitationOptions, context: BuildContext) -> dict[str, tuple[Shape, Shape]]:
+    """Term → the shapes of the student's and the teacher's feature, (D,) or (D, H, W), in the order of the features.
+
+    Raises ExperimentError: the taps are others than the terms.
+    """
+    assert context.teacher is not None
+    wanted = [DIMENSIONS[name] for name in options.imitated]
+    for side, shapes in (("student", context.student.shapes), ("teacher", context.teacher.shapes)):
+        if [len(shape) for shape in shapes] != wanted:
+            raise ExperimentError(
+                f"distill.options.{method}.{side}_taps: {method} reads {' and '.join(options.imitated)}, an embedding is (D,) and"
+                f" a map (D, H, W), and the {side}'s taps are {', '.join(map(str, shapes)) or 'none'}: name such taps, or set the"
+                f" weight of the other to 0"
+            )
+    return dict(zip(options.imitated, zip(context.student.shapes, context.teacher.shapes, strict=True), strict=True))
+
+
+def channels_last(feature: Tensor) -> Tensor:
+    """(B, D) as it is, (B, D, H, W) as (B, H, W, D)."""
+    return feature.movedim(1, -1)
+
+
+class Resize(nn.Module):
+    """Bilinear interpolation of maps, as products of matrices: its gradient on a GPU is the same in every run."""
+
+    rows_PH: Tensor
+    columns_QW: Tensor
+
+    def __init__(self, source: Shape, target: Shape) -> None:
+        super().__init__()
+        for name, size, new in (("rows_PH", source[1], target[1]), ("columns_QW", source[2], target[2])):
+            one_hot = torch.eye(size, dtype=torch.float64)[None]
+            weights = functional.interpolate(one_hot, new, mode="linear", align_corners=False)[0].T
+            self.register_buffer(name, weights, persistent=False)
+
+    def forward(self, map_BHWD: Tensor) -> Tensor:
+        """(B, P, Q, D)."""
+        map_BPWD = torch.einsum("ph,bhwd->bpwd", self.rows_PH, map_BHWD)
+        return torch.einsum("qw,bpwd->bpqd", self.columns_QW, map_BPWD)
+
+
+def resizes(
+    method: str, shapes: tuple[Shape, Shape], resize: Literal["larger", "student", "teacher"]
+) -> tuple[nn.Module, nn.Module]:
+    """What brings the maps of student and teacher to one size, of `shapes`: one of the two is resized to the other's, or none."""
+    (_, *student), (_, *teacher) = shapes
+    if student == teacher:
+        return nn.Identity(), nn.Identity()
+    larger = "student" if student[0] * student[1] > teacher[0] * teacher[1] else "teacher"
+    resized = larger if resize == "larger" else resize
+    notice(
+        f"distill.method: {method} compares a map of {student[0]}×{student[1]} positions of the student with one of"
+        f" {teacher[0]}×{teacher[1]} of the teacher: it resizes the {resized}'s"
+    )
+    if resized == "student":
+        return Resize(*shapes), nn.Identity()
+    return nn.Identity(), Resize(shapes[1], shapes[0])
