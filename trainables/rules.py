@@ -10,7 +10,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from trainables.config import DataConfig, DistillConfig, MethodOptions, OptimConfig, ScaleConfig, TeacherConfig, TrainingConfig
+from trainables.config import (
+    DataConfig,
+    DistillConfig,
+    EvalConfig,
+    MethodOptions,
+    OptimConfig,
+    ScaleConfig,
+    TeacherConfig,
+    TrainingConfig,
+)
 
 Problem = str | None
 
@@ -34,6 +43,8 @@ class JobSettings(Protocol):
     def scale(self) -> ScaleConfig: ...
     @property
     def train(self) -> TrainingConfig: ...
+    @property
+    def eval(self) -> EvalConfig: ...
     @property
     def precision(self) -> str: ...
 
@@ -75,6 +86,8 @@ class MethodNeeds(Protocol):
     def terms(self) -> tuple[str, ...]: ...
     @property
     def beyond_logits(self) -> str | None: ...
+    @property
+    def reads_classes(self) -> bool: ...
     @property
     def standardizes(self) -> bool: ...
     @property
@@ -253,6 +266,31 @@ RULES: tuple[Rule[JobSettings], ...] = (
         "teacher.service: it is sent images that the host has decoded, and data.decoder {s.data.decoder} decodes on each worker's"
         " GPU: set data.decoder to auto, or leave teacher.service out",
     ),
+    # Images without labels.
+    (
+        lambda s: not s.data.labels and s.distillation is None,
+        "data.labels: false leaves nothing to learn without a teacher: write teacher.model and teacher.weights",
+    ),
+    (
+        lambda s: not s.data.labels and s.teacher is not None and s.teacher.weights is None,
+        "teacher.weights: a teacher is not trained without labels, and data.labels is false: write its weights",
+    ),
+    (
+        lambda s: not s.data.labels and s.distillation and s.distillation.task_weight,
+        "distill.task_weight: there are no labels, and data.labels is false: leave it out",
+    ),
+    (
+        lambda s: not s.data.labels and s.scale.pipeline_stages > 1,
+        "scale.pipeline_stages: a student without a classifier is trained whole, and data.labels is false: write 1",
+    ),
+    (
+        lambda s: not s.data.labels and s.train.until_top1_pct and s.eval.path is None,
+        "train.until_top1_pct: without labels there is no accuracy: write eval.path, or leave it out",
+    ),
+    (
+        lambda s: s.data.labels and s.eval.path is not None,
+        "eval.path measures the features of a student that learns no labels: write data.labels: false, or leave eval.path out",
+    ),
     # The teacher.
     (
         lambda s: s.teacher and s.teacher.weights is None and _first_set(s.teacher, "weights_key", "image_size", "mean", "std"),
@@ -346,6 +384,11 @@ METHOD_RULES: tuple[MethodRule[JobSettings], ...] = (
         lambda s, _: s.teacher is None,
         lambda m, _: m.requires.teacher,
         "distill.method: {m.key} needs a teacher: write teacher.model",
+    ),
+    (
+        lambda s, _: not s.data.labels,
+        lambda m, _: m.reads_classes or m.requires.hard_labels,
+        "distill.method: {m.key} reads classes, and data.labels is false: write embed, or another method on features alone",
     ),
     (
         lambda s, _: s.data.device_augment.mixes,

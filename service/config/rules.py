@@ -41,6 +41,10 @@ _RULES: tuple[Rule[Experiment], ...] = (
         lambda s: s.teacher is None and s.assistants,
         "assistants: there is no teacher whom they could assist: write teacher.model",
     ),
+    (
+        lambda s: not s.data.labels and s.assistants,
+        "assistants: they learn labels too, and data.labels is false: leave them out",
+    ),
     (_stage_without_epoch, "optim.warmup_epochs {s.optim.warmup_epochs:g} leaves no epoch of {found}"),
     (
         _next_evaluated,
@@ -72,8 +76,9 @@ def check_rules(experiment: Experiment, files: MethodFiles = "run") -> None:
 
     def methods() -> Sequence[MethodNeeds]:
         distill = experiment.distillation
-        if distill is None or (distill.method == ("kd",) and not distill.options.get("kd") and not experiment.optim.losses):
-            return ()  # plain kd goes with everything, and is not loaded
+        is_plain = distill is not None and distill.method == ("kd",) and not distill.options.get("kd")
+        if distill is None or (is_plain and not experiment.optim.losses and experiment.data.labels):
+            return ()  # plain kd goes with everything that has labels, and is not loaded
         from trainables.methods.select import select_methods
 
         return select_methods(distill)

@@ -136,7 +136,7 @@ def check_models(experiment: Experiment, classes: tuple[str, ...]) -> None:
         ModelError: a model does not take these images or classes, or its published weights do not.
         CheckpointError: a file of weights cannot be read, or is of another model or other classes.
     """
-    from trainables.methods.select import reads_classes, select_methods
+    from trainables.methods.select import select_methods
     from trainables.models.model_input import input_warnings, teacher_input
     from trainables.models.registry import build_model
     from trainables.models.weights import begin_with, load_teacher
@@ -150,7 +150,11 @@ def check_models(experiment: Experiment, classes: tuple[str, ...]) -> None:
     if teacher is not None and teacher.weights is None:
         build_model(teacher.model, num_classes=len(classes), image_size=size, seed=seed)
     if teacher is not None and (methods := select_methods(distill)):
-        fit: dict[str, Any] = {"classes": classes, "seed": seed, "logits": reads_classes(methods)}
+        fit: dict[str, Any] = {
+            "classes": classes,
+            "seed": seed,
+            "logits": any(m.requires.teacher and m.reads_classes for m in methods),
+        }
         for each in teacher.with_others:
             if each.weights is not None:
                 if experiment.data.path != "synthetic":

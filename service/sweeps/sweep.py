@@ -5,6 +5,7 @@ from dataclasses import replace
 from service.cluster.connect import connect
 from service.cluster.resources import HEAD, Cluster, is_local, local_capacity
 from service.config.experiment import Resolved
+from service.runs.backbone import write_backbone
 from service.runs.plan import Plan, most_local_cpus
 from service.runs.result import ClusterHardware, RunResult
 from service.runs.session import ResultReporter, Session, open_session, record_student
@@ -160,7 +161,10 @@ def finish(session: Session, records: TrialRecords, trials: list[Trial]) -> None
         records.mark_winner(best.id if best else None, verdict)
     if best is None:
         raise TrainingError(f"no trial of {len(trials)} gave {session.experiment.sweep.metric}: see the reasons in the table")
-    record_student(session, session.key, session.run_dir.trial(best.id).stage("student"), best.metrics, followed=False)
+    stage = session.run_dir.trial(best.id).stage("student")
+    record_student(session, session.key, stage, best.metrics, followed=False)
+    for line in write_backbone(session.run_dir, stage):
+        session.display.print(line)
 
 
 def record_missing(session: Session, records: TrialRecords, trials: list[Trial]) -> None:

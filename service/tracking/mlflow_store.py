@@ -274,7 +274,7 @@ def save_model(folder: Path, weights: Path, metadata: dict[str, Any], model: Mod
         mlflow_model=model,
         signature=ModelSignature(
             inputs=Schema([TensorSpec(np.dtype("uint8"), (-1, 3, size, size))]),
-            outputs=Schema([TensorSpec(np.dtype("float32"), (-1, metadata["num_classes"]))]),
+            outputs=Schema([TensorSpec(np.dtype("float32"), (-1, metadata["num_classes"] or -1))]),  # or features
         ),
         input_example=np.zeros((1, 3, size, size), np.uint8),
         pip_requirements=requirements(metadata["model"]),

@@ -15,7 +15,10 @@ IMAGES_PER_FORWARD = 256
 
 
 class StudentModel(PythonModel):  # type: ignore[misc]
-    """uint8 images_BCHW of the training size in, float32 class probabilities_BK out; the model's metadata names the classes."""
+    """uint8 images_BCHW of the training size in, float32 class probabilities_BK out; the model's metadata names the classes.
+
+    Without classes it is pooled features_BD that come out.
+    """
 
     def load_context(self, context: PythonModelContext) -> None:
         """Build the network that the checkpoint describes and fill it; on the GPU where there is one."""
@@ -35,10 +38,11 @@ class StudentModel(PythonModel):  # type: ignore[misc]
         model.load_state_dict(parameters)
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         take_pixels(model, ModelInput(metadata["image_size"], tuple(metadata["mean"]), tuple(metadata["std"])))
+        self._has_classes = metadata["num_classes"] > 0
         self._model = model.to(device=self._device, dtype=torch.float32).eval()
 
     def predict(self, context: PythonModelContext, model_input: np.ndarray, params: dict[str, Any] | None = None) -> np.ndarray:
-        """Class probabilities_BK (float32) of uint8 images_BCHW."""
+        """Class probabilities_BK or features_BD (float32) of uint8 images_BCHW."""
         import torch
 
         images_BCHW = torch.from_numpy(np.ascontiguousarray(model_input, dtype=np.uint8))
@@ -46,8 +50,8 @@ class StudentModel(PythonModel):  # type: ignore[misc]
         with torch.inference_mode():
             for part_BCHW in torch.split(images_BCHW, IMAGES_PER_FORWARD):
                 pixels_BCHW = part_BCHW.to(self._device, torch.float32) / 255
-                logits_BK = self._model(pixels_BCHW)
-                parts.append(logits_BK.softmax(dim=1).cpu().numpy())
+                output = self._model(pixels_BCHW)
+                parts.append((output.softmax(dim=1) if self._has_classes else output).cpu().numpy())
         return np.concatenate(parts)
 
 

@@ -95,7 +95,7 @@ def build_distillation_module(
         ModelError: a model has not the taps that a method reads.
     """
     selected, of_stage = selected_methods(config), stage_methods(config)
-    weight = task_weight(config.distill, selected) if config.distill is not None else 1.0
+    weight = 0.0 if not num_classes else task_weight(config.distill, selected) if config.distill is not None else 1.0
     if problem := first_problem_of_methods(lambda: selected, config, num_classes, METHOD_RULES):
         raise ExperimentError(problem)
     if not of_stage:

@@ -47,6 +47,11 @@ class SelectedMethod(NamedTuple):
         return "network" if self.requires.teacher_model or self.requires.reuses_classifier else None
 
     @property
+    def reads_classes(self) -> bool:
+        """Whether it reads logits, or a part of the teacher that makes them, and not features alone."""
+        return self.requires.logits or self.requires.teacher_model or self.requires.reuses_classifier
+
+    @property
     def standardizes(self) -> bool:
         """Whether it reads logits less their mean, by their deviation."""
         return isinstance(self.options, StandardizeOptions) and self.options.standardize
@@ -93,14 +98,6 @@ def select_methods(distill: DistillConfig) -> tuple[SelectedMethod, ...]:
         method_class = load_method(name)
         found.append(SelectedMethod(key, method_class, method_class.Options.model_validate(distill.options.get(key, {}))))
     return tuple(method for method in found if method.options.weight)
-
-
-def reads_classes(selected: Sequence[SelectedMethod]) -> bool:
-    """Whether one of these methods reads a teacher's classes, and not features alone."""
-    return any(
-        each.requires.teacher and (each.requires.logits or each.requires.teacher_model or each.requires.reuses_classifier)
-        for each in selected
-    )
 
 
 def task_weight(distill: DistillConfig, selected: Sequence[SelectedMethod]) -> float:

@@ -14,7 +14,7 @@ from trainables.device.compilation import compile_model
 from trainables.device.tensor_format import tensor_format
 from trainables.distributed.batch_norm import GlobalBatchNorm
 from trainables.methods.contract import ModelOutputs
-from trainables.methods.select import SelectedMethod, reads_classes, select_methods
+from trainables.methods.select import SelectedMethod, select_methods
 from trainables.methods.tap_reader import TapReader
 from trainables.models.model_input import ModelInput, student_input, teacher_input
 from trainables.models.pixels import take_pixels
@@ -66,7 +66,8 @@ def fit(teacher: TeacherConfig | OtherTeacherConfig, config: TrainConfig, classe
         "image_size": teacher_input(teacher, config.data).image_size,
         "classes": classes,
         "seed": config.seed,
-        "logits": reads_classes(select_methods(config.distill)) if config.distill is not None else True,
+        "logits": config.distill is None
+        or any(each.requires.teacher and each.reads_classes for each in select_methods(config.distill)),
         "weights_key": teacher.weights_key,
     }
 

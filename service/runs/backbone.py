@@ -1,0 +1,42 @@
+"""A student without a classifier as its library reads it: `backbone.safetensors` in the run's folder, and how it is loaded."""
+
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from service.runs.stored.stored_runs import display_name, put
+from trainables.models.checkpoint_header import read_checkpoint_header
+from trainables.models.model_input import ModelInput
+from trainables.models.names import check_model_name
+from trainables.rundir import RunDir, StageDir, replacing
+
+FILE = "backbone.safetensors"
+LOADED = {
+    "timm": "timm.create_model({name!r}, num_classes=0).load_state_dict(safetensors.torch.load_file({path!r}))",
+    "torchvision": "torchvision.models.get_model({name!r}).load_state_dict(safetensors.torch.load_file({path!r}), strict=False)",
+}
+"""Library → how the file is loaded; a torchvision model's classifier is not in it."""
+
+
+def write_backbone(run_dir: RunDir, stage: StageDir) -> list[str]:
+    """Write the best checkpoint of a stage under the names of the student's library, and say in lines how it is used.
+
+    [] for a student with a classifier, and where none was trained. Raises CheckpointError: the checkpoint is damaged.
+    """
+    header = read_checkpoint_header(stage.best) if stage.best.exists() else None
+    if header is None or header.num_classes:
+        return []
+    path = run_dir.root / FILE
+    with safe_open(stage.best, framework="np") as file:
+        names = [name for name in file.keys() if name.startswith("model.")]  # noqa: SIM118 - it is no mapping
+        tensors = {name.removeprefix("model."): file.get_tensor(name) for name in names}
+    with replacing(path) as temporary:
+        save_file(tensors, temporary)
+    put(path)
+    shown, found = display_name(path), check_model_name(header.model)
+    load = LOADED.get(found.library, "write student.weights: {path}, or teacher.weights: {path}")
+    return [
+        f"{shown}: {header.model} without a classifier, under its library's names",
+        f"  load it: {load.format(name=found.name, path=shown)}",
+        f"  it takes pixels in [0, 1] at {ModelInput(header.image_size, header.mean, header.std)}",
+        f"  measure it: distill evaluate {display_name(run_dir.root)} --probe knn --data path=FOLDER",
+    ]

@@ -1,0 +1,96 @@
+"""A student without a classifier is trained on features alone, and measured by what its own are worth."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.trainables.jobs import config, equal, relative_difference, train, write_teacher
+from trainables.config import DataConfig, TrainConfig
+from trainables.data.source import open_source
+from trainables.distributed.group import Group
+from trainables.distributed.rank_pool import RankPool
+from trainables.models.checkpoint_header import read_checkpoint_header
+from trainables.models.model_input import student_input
+from trainables.models.pixels import take_pixels
+from trainables.models.registry import construct
+from trainables.models.taps import Taps
+from trainables.rundir import StageDir
+
+DISTILL: dict[str, Any] = {"method": ["embed"], "task_weight": None, "options": {}}
+
+
+def backbone(folder: Path, **sections: Any) -> TrainConfig:
+    """The student of a teacher of other classes, without labels."""
+    teacher = {"model": "convnet_large", "weights": write_teacher(folder / "teacher.safetensors", "convnet_large", 7)}
+    data = {"labels": False, **sections.pop("data", {})}
+    defaults = {"model": "convnet_small", "distill": DISTILL, "scale": {"sync_batch_norm": True}, "optim": {"lr": 0.01}}
+    return config(folder / "out", teacher=teacher, data=data, **{**defaults, **sections})
+
+
+def epochs_of(calls: list[tuple[str, int, dict[str, float]]]) -> list[dict[str, float]]:
+    return [metrics for kind, _, metrics in calls if kind == "epoch"]
+
+
+def embeddings(settings: TrainConfig, state: dict[str, Tensor], split: Any) -> tuple[Tensor, Tensor]:
+    """Of a student of these parameters, image after image, with their labels."""
+    model = construct(settings.model, num_classes=0, image_size=8, seed=0).double()
+    model.load_state_dict(state)
+    taps = Taps(model, ["embedding"], name=settings.model, image_size=8)
+    take_pixels(model, student_input(settings.data))
+    model.eval()
+    source = open_source(DataConfig(image_size=8), split)
+    pixels = torch.stack([torch.from_numpy(source.read(index).copy()) for index in range(len(source))])
+    with torch.no_grad(), taps.capture():
+        model(pixels.permute(0, 3, 1, 2).double() / 255)
+        return taps.pop()[0], torch.from_numpy(source.labels_N)
+
+
+def test_a_student_without_labels_is_the_same_on_any_number_of_workers(ranks: RankPool, tmp_path: Path) -> None:
+    settings = backbone(tmp_path, eval={"path": "digits"}, optim={"epochs": 2, "lr": 0.01})
+    one, two = (ranks.run(n, train, settings.model_copy(update={"output_dir": str(tmp_path / str(n))}))[0] for n in (1, 2))
+    assert relative_difference(one["state"], two["state"]) < 1e-9
+    for alone, shared in zip(epochs_of(one["calls"]), epochs_of(two["calls"]), strict=True):
+        names = [name for name in alone if name.startswith("val/")]
+        assert {"val/cka", "val/loss", "val/top1_pct", "val/top5_pct", "val/num_images"} <= {*names}
+        assert [alone[name] for name in names] == pytest.approx([shared[name] for name in names], rel=1e-9)
+    assert "val/linear_top1_pct" not in epochs_of(one["calls"])[0]
+    summary = one["calls"][-1][2]
+    assert summary["linear_top1_pct"] > 50
+    assert summary["best_top1_pct"] >= summary["top1_pct"] > 50
+    assert not [name for name in summary if name.startswith("teacher")]
+    header = read_checkpoint_header(StageDir(tmp_path / "1").best)
+    assert header is not None
+    assert header.num_classes == 0
+
+
+def test_the_nearest_neighbors_of_the_students_embeddings_give_its_accuracy(tmp_path: Path) -> None:
+    settings = backbone(tmp_path, eval={"path": "digits", "num_neighbors": 1})
+    found = train(Group(), settings)
+    (train_ND, labels_N), (val_MD, labels_M) = (embeddings(settings, found["state"], split) for split in ("train", "val"))
+    nearest_M = (torch.nn.functional.normalize(val_MD) @ torch.nn.functional.normalize(train_ND).T).argmax(1)
+    expected = 100 * (labels_N[nearest_M] == labels_M).double().mean().item()
+    assert epochs_of(found["calls"])[-1]["val/top1_pct"] == pytest.approx(expected)
+
+
+def test_without_labels_to_measure_by_the_best_student_is_the_one_most_like_its_teacher(tmp_path: Path) -> None:
+    settings = backbone(tmp_path, optim={"epochs": 3, "lr": 0.01})
+    found = train(Group(), settings)
+    ckas = [metrics["val/cka"] for metrics in epochs_of(found["calls"])]
+    assert all(0 < cka < 1 for cka in ckas)
+    summary = found["calls"][-1][2]
+    assert summary["best_epoch"] == 1 + ckas.index(max(ckas))
+    assert summary["cka"] == ckas[-1]
+    assert "top1_pct" not in summary
+
+
+def test_a_student_without_labels_resumes_bit_for_bit(tmp_path: Path) -> None:
+    sections: dict[str, Any] = {"optim": {"epochs": 2, "lr": 0.01}, "train": {"log_every": 4, "checkpoint_every": 6}}
+    whole = train(Group(), backbone(tmp_path / "whole", **sections))
+    settings = backbone(tmp_path / "parts", **sections)
+    assert train(Group(), settings, die_after=6)["died"]
+    resumed = train(Group(), settings)
+    assert equal(whole["state"], resumed["state"])
+    assert whole["progress"].best_score == resumed["progress"].best_score
