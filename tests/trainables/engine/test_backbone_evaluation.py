@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ def embeddings(settings: TrainConfig, state: dict[str, Tensor], split: Any) -> t
     take_pixels(model, student_input(settings.data))
     model.eval()
     source = open_source(DataConfig(image_size=8), split)
-    pixels = torch.stack([torch.from_numpy(source.read(index).copy()) for index in range(len(source))])
+    pixels = torch.stack([torch.from_numpy(np.array(source.read(index))) for index in range(len(source))])
     with torch.no_grad(), taps.capture():
         model(pixels.permute(0, 3, 1, 2).double() / 255)
         return taps.pop()[0], torch.from_numpy(source.labels_N)
