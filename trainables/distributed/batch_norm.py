@@ -174,18 +174,18 @@ def _move_hooks(module: nn.Module, replaced: nn.Module) -> None:
 
 
 def convert(model: nn.Module, group: Group, key: str = "scale.sync_batch_norm", off: str = "false") -> nn.Module:
-    """`model` with every batch norm of torch's replaced by one over all ranks; parameters, statistics and hooks stay as they are.
+    """`model` with every batch norm of torch's, or with timm's activation in it, replaced by one over all ranks; parameters,
+    statistics and hooks stay as they are.
 
     `key` is the option that requires it, and `off` its value that does not.
 
     Raises ModelError: it has a batch norm of another kind.
     """
-    kinds: dict[type[nn.Module], type[GlobalBatchNorm]] = {nn.BatchNorm1d: GlobalBatchNorm1d, nn.BatchNorm2d: GlobalBatchNorm2d}
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if not isinstance(child, nn.modules.batchnorm._BatchNorm) or isinstance(child, GlobalBatchNorm):
                 continue
-            kind = kinds.get(type(child))
+            kind = KINDS.get(f"{type(child).__module__}.{type(child).__name__}")
             if kind is None or child.momentum is None or not child.affine or not child.track_running_stats:
                 raise ModelError(
                     f"{key}: {type(model).__name__} has a batch norm of its own kind, {type(child).__name__}: "
@@ -194,6 +194,8 @@ def convert(model: nn.Module, group: Group, key: str = "scale.sync_batch_norm", 
             norm = kind(child.num_features, group, child.eps, child.momentum).to(child.weight.device, child.weight.dtype)
             norm.load_state_dict(child.state_dict())
             norm.weight, norm.bias = child.weight, child.bias
+            for part, module in child.named_children():
+                setattr(norm, part, module)
             _move_hooks(norm, child)
             setattr(parent, name, norm.train(child.training))
     return model
@@ -239,3 +241,22 @@ class GlobalBatchNorm2d(GlobalBatchNorm):
 
     def _check_input_dim(self, input: Tensor) -> None:
         assert input.ndim == 4, tuple(input.shape)
+
+
+class GlobalBatchNormAct2d(GlobalBatchNorm2d):
+    """timm's `BatchNormAct2d`, which has a dropout and an activation behind its batch norm."""
+
+    drop: nn.Module
+    act: nn.Module
+
+    def forward(self, input: Tensor) -> Tensor:
+        output: Tensor = self.act(self.drop(super().forward(input)))
+        return output
+
+
+KINDS: dict[str, type[GlobalBatchNorm]] = {
+    "torch.nn.modules.batchnorm.BatchNorm1d": GlobalBatchNorm1d,
+    "torch.nn.modules.batchnorm.BatchNorm2d": GlobalBatchNorm2d,
+    "timm.layers.norm_act.BatchNormAct2d": GlobalBatchNormAct2d,
+}
+"""The class of a batch norm → the one over all ranks."""

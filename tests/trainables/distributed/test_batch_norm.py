@@ -131,3 +131,15 @@ def test_ranks_normalize_by_torchs_kernels_as_one_would(ranks: RankPool, rows: l
         assert torch.allclose(found[0][name] + found[1][name], parameter.grad, rtol=1e-10, atol=1e-12)
     assert torch.allclose(found[0]["state"]["running_mean"], mean, rtol=1e-10)
     assert torch.allclose(found[1]["state"]["running_var"], var, rtol=1e-10)
+
+
+def test_timms_batch_norm_with_an_activation_in_it_keeps_that() -> None:
+    layers = pytest.importorskip("timm.layers")
+    plain, replaced = (nn.Sequential(layers.BatchNormAct2d(2, act_layer=nn.SiLU)).double() for _ in range(2))
+    convert(replaced, Group())
+    assert isinstance(replaced.get_submodule("0.act"), nn.SiLU)
+    images = torch.randn(3, 2, 4, 4, dtype=torch.float64)
+    for training in (True, False):
+        expected, found = (model.train(training)(images.clone()) for model in (plain, replaced))
+        torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(replaced.state_dict(), plain.state_dict())
