@@ -103,11 +103,13 @@ def hadamard(rows: int) -> Tensor | None:
     if rows % 2 == 0 and (half := hadamard(rows // 2)) is not None:
         return torch.kron(pair, half) / 2**0.5
     if rows % 4 == 0 and _is_prime(rows - 1):
-        return (_conference(rows - 1, below=-1) + torch.eye(rows)) / rows**0.5
-    if rows % 8 == 4 and _is_prime(rows // 2 - 1):
-        diagonal = torch.kron(torch.eye(rows // 2), torch.tensor([[1, -1], [-1, -1]]))
-        return (torch.kron(_conference(rows // 2 - 1, below=1), pair) + diagonal) / rows**0.5
-    return None
+        signs_RR = _conference(rows - 1, below=-1) + torch.eye(rows)
+    elif rows % 8 == 4 and _is_prime(rows // 2 - 1):
+        diagonal_RR = torch.kron(torch.eye(rows // 2), torch.tensor([[1, -1], [-1, -1]]))
+        signs_RR = torch.kron(_conference(rows // 2 - 1, below=1), pair) + diagonal_RR
+    else:
+        return None
+    return signs_RR / rows**0.5
 
 
 def _conference(q: int, *, below: int) -> Tensor:
