@@ -15,6 +15,7 @@ q mod 4 = 3, and 2·(q + 1) where q mod 4 = 1.
 Shapes: N features, of D numbers each; R rows of a matrix.
 """
 
+import math
 from typing import Literal
 
 import torch
@@ -101,7 +102,7 @@ def hadamard(rows: int) -> Tensor | None:
         return torch.ones(1, 1, dtype=torch.float64)
     pair = torch.tensor([[1, 1], [1, -1]], dtype=torch.float64)
     if rows % 2 == 0 and (half := hadamard(rows // 2)) is not None:
-        return torch.kron(pair, half) / 2**0.5
+        return torch.kron(pair, half) / math.sqrt(2)
     if rows % 4 == 0 and _is_prime(rows - 1):
         signs_RR = _conference(rows - 1, below=-1) + torch.eye(rows)
     elif rows % 8 == 4 and _is_prime(rows // 2 - 1):
@@ -109,7 +110,7 @@ def hadamard(rows: int) -> Tensor | None:
         signs_RR = torch.kron(_conference(rows // 2 - 1, below=1), pair) + diagonal_RR
     else:
         return None
-    return signs_RR / rows**0.5
+    return signs_RR / math.sqrt(rows)
 
 
 def _conference(q: int, *, below: int) -> Tensor:
