@@ -23,8 +23,8 @@ from trainables.methods.contract import BuildContext, Method, MethodBatch, Model
 from trainables.methods.features import unit
 from trainables.methods.imitation import ImitationOptions, channels_last, imitated_shapes, resizes
 
-SMALLEST, LARGEST = 16, 8192
-"""Rows of a queue whose size is not set."""
+MIN_BITS, MAX_BITS = 4, 13
+"""A queue whose size is not set has from 16 to 8192 rows."""
 
 
 class QueueOptions(ImitationOptions):
@@ -33,7 +33,7 @@ class QueueOptions(ImitationOptions):
     temperature: Positive = Field(0.07, description="τ of the embeddings' products")
     map_temperature: Positive = Field(0.07, description="τ of the products of positions")
     queue_size: Count | None = Field(
-        None, description=f"rows of the queue; absent: the largest power of 2 up to half the images, {SMALLEST} to {LARGEST}"
+        None, description="rows of the queue; absent: the largest power of 2 up to half the images, from 16 to 8192"
     )
 
 
@@ -60,7 +60,7 @@ class Queue(Method):
         for head in self.heads.values():
             nn.init.trunc_normal_(head.weight, std=0.02)  # type: ignore[arg-type]
         if "embedding" in shapes:
-            rows = options.queue_size or min(max(_power_of_two(len(context.labels_M) // 2), SMALLEST), LARGEST)
+            rows = options.queue_size or 2 ** min(max((len(context.labels_M) // 2).bit_length() - 1, MIN_BITS), MAX_BITS)
             self.register_buffer("queue_QD", torch.zeros(rows, shapes["embedding"][1][0]))
             self.register_buffer("num_entered", torch.zeros((), dtype=torch.int64))
         if "map" in shapes:
@@ -103,8 +103,3 @@ def _kl(teacher: Tensor, student: Tensor) -> Tensor:
     """KL(softmax(teacher) ‖ softmax(student)) over the last dimension."""
     log_p, log_q = teacher.log_softmax(-1), student.log_softmax(-1)
     return (log_p.exp() * (log_p - log_q)).sum(-1)
-
-
-def _power_of_two(number: int) -> int:
-    """The largest one up to `number`, or 1 where there is none."""
-    return 1 << max(number.bit_length() - 1, 0)

@@ -15,6 +15,7 @@ q mod 4 = 3, and 2·(q + 1) where q mod 4 = 1.
 Shapes: N features, of D numbers each; R rows of a matrix.
 """
 
+import math
 from typing import Literal
 
 import torch
@@ -97,22 +98,19 @@ def eigenvectors(covariance_DD: Tensor) -> Tensor:
 
 def hadamard(rows: int) -> Tensor | None:
     """A Hadamard matrix divided by the root of its rows, (R, R) in float64; None: no construction here gives so many rows."""
-    signs_RR = _signs(rows)
-    return None if signs_RR is None else signs_RR / rows**0.5
-
-
-def _signs(rows: int) -> Tensor | None:
     if rows == 1:
         return torch.ones(1, 1, dtype=torch.float64)
     pair = torch.tensor([[1, 1], [1, -1]], dtype=torch.float64)
-    if rows % 2 == 0 and (half := _signs(rows // 2)) is not None:
-        return torch.kron(pair, half)
+    if rows % 2 == 0 and (half := hadamard(rows // 2)) is not None:
+        return torch.kron(pair, half) / math.sqrt(2)
     if rows % 4 == 0 and _is_prime(rows - 1):
-        return _conference(rows - 1, below=-1) + torch.eye(rows, dtype=torch.float64)
-    if rows % 8 == 4 and _is_prime(rows // 2 - 1):
-        one = torch.eye(rows // 2, dtype=torch.float64)
-        return torch.kron(_conference(rows // 2 - 1, below=1), pair) + torch.kron(one, torch.tensor([[1, -1], [-1, -1]]))
-    return None
+        signs_RR = _conference(rows - 1, below=-1) + torch.eye(rows)
+    elif rows % 8 == 4 and _is_prime(rows // 2 - 1):
+        diagonal_RR = torch.kron(torch.eye(rows // 2), torch.tensor([[1, -1], [-1, -1]]))
+        signs_RR = torch.kron(_conference(rows // 2 - 1, below=1), pair) + diagonal_RR
+    else:
+        return None
+    return signs_RR / math.sqrt(rows)
 
 
 def _conference(q: int, *, below: int) -> Tensor:

@@ -46,6 +46,21 @@ BY_DEFAULT = {
         "what the authors publish as the default for CIFAR-100", (), {**LOGITS, "alpha": 1.0, "beta": 8.0, "warmup_epochs": 20.0}
     ),
     "dml": Defaults("The paper's: T = 1", (), {"peer": None, "temperature": 1.0}),
+    "embed": Defaults(
+        "AM-RADIO's losses and heads",
+        ("embedding", "map"),
+        {
+            "embedding": 1.0,
+            "map": 1.0,
+            "loss": "radio",
+            "layers": 2,
+            "hidden": None,
+            "resize": "larger",
+            "standardize": "none",
+            "standardize_images": 10_000,
+        },
+        task_weight=0.0,
+    ),
     "fitnet": Defaults(BOTH, ("stage2",), {"weight": 100.0}),
     "fsp": Defaults(REPDISTILLER, ("stem", "stages"), {"init_epochs": 30, "init_lr": None, "variant": "repdistiller"}),
     "ft": Defaults(
@@ -71,6 +86,12 @@ BY_DEFAULT = {
     "ofd": Defaults("The authors' weight for CIFAR", ("stages.preact",), {"weight": 1e-3}),
     "pkt": Defaults("RepDistiller's weight", ("pooled",), {"weight": 30000.0, "variant": "repdistiller"}),
     "pskd": Defaults("as in the paper", (), {"alpha": 0.8}, task_weight=0.0),
+    "queue": Defaults(
+        "LightlyTrain's: τ = 0.07, both weights 1",
+        ("embedding", "map"),
+        {"embedding": 1.0, "map": 1.0, "temperature": 0.07, "map_temperature": 0.07, "queue_size": None},
+        task_weight=0.0,
+    ),
     "reviewkd": Defaults(
         "The authors' weight for resnet32x4→resnet8x4 and WRN pairs on CIFAR-100",
         (),
