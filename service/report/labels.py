@@ -27,6 +27,8 @@ METRICS = {
     "top1_pct": MetricLabel("% top-1", 2),
     "best_top1_pct": MetricLabel("% best top-1", 2),
     "top5_pct": MetricLabel("% top-5", 2),
+    "linear_top1_pct": MetricLabel("% top-1 of a linear probe", 2),
+    "cka": MetricLabel("CKA with the teacher", 4),
     "val_loss": MetricLabel("validation loss", 4),
     "time_to_accuracy_s": MetricLabel("s of training to the accuracy", 1, "speed"),
     "data_pct": MetricLabel("% of a step waiting for data", 1),

@@ -30,6 +30,8 @@ FACTS = {
     "data_pct": ("% of it waiting for data", 1),
     "top1_pct": ("top-1 %", 2),
     "best_top1_pct": ("best top-1 %", 2),
+    "linear_top1_pct": ("linear probe's top-1 %", 2),
+    "cka": ("CKA with the teacher", 4),
     "peak_memory_mib": ("MiB of GPU memory, peak", 0),
 }
 """Metric → what it is, and its digits."""
@@ -130,6 +132,9 @@ def reached(stage: StageRow) -> str:
     if not m:
         return f"{stage.status}: {stage.reason}"
     parts = [f"reached top-1 {names.number(m['top1_pct'])}%"] if "top1_pct" in m else ["ran"]
+    if "cka" in m:
+        by = "by k-NN and CKA" if "top1_pct" in m else "and came to CKA"
+        parts.append(f"{by} {names.number(m['cka'], 4)} with its teacher")
     if "best_top1_pct" in m and m["best_top1_pct"] != m.get("top1_pct"):
         parts.append(f"(best {names.number(m['best_top1_pct'])}%)")
     parts.append(f"in {names.number(m.get('steps'), 0)} steps")

@@ -132,11 +132,14 @@ def measured(metrics: Mapping[str, float], who: str) -> list[Table]:
 
 def stage_table(result: RunResult) -> Table:
     """One row a stage of a `train` run."""
-    columns = ["stage", "model", "top-1 %", "top-5 %", "best top-1 %", "images/s", "s/epoch", "steps"]
+    learned = {"top-1 %": ("top1_pct", 2), "top-5 %": ("top5_pct", 2), "best top-1 %": ("best_top1_pct", 2)}
+    if any("cka" in stage.metrics for stage in result.stages):
+        learned |= {"linear probe %": ("linear_top1_pct", 2), "CKA": ("cka", 4)}
+    columns = ["stage", "model", *learned, "images/s", "s/epoch", "steps"]
     rows = []
     for stage in result.stages:
         m = stage.metrics
-        accuracies = (number(m.get(name)) for name in ("top1_pct", "top5_pct", "best_top1_pct"))
+        accuracies = (number(m.get(name), digits) for name, digits in learned.values())
         speed, steps = number(m.get("images_per_s"), 1), number(m.get("steps"), 0)
         rows.append([stage.stage, stage.model, *accuracies, speed, epoch_seconds_text(m), steps])
     return text_table(result.name, columns, rows, left=("stage", "model"), optional=("steps", "top-5 %", "s/epoch"))

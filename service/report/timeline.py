@@ -63,40 +63,43 @@ def history_line(index: int | None, label: str, xs: Sequence[float], ys: Sequenc
 
 
 def accuracy(histories: Sequence[History], chosen: Sequence[str], rows: Sequence[Row] = ()) -> Figure | None:
-    """Validation accuracy against wall time: those `chosen` by their label in color, others in the background.
+    """Validation accuracy, or without any the agreement with the teacher, against wall time: those `chosen` by their label in color, others in the background.
 
     `rows`: of a sweep, all its trials.
     """
-    epochs = {h.label: [one for one in h.of("epoch") if "val/top1_pct" in one["metrics"]] for h in histories}
+    name, title, text = "val/top1_pct", "Accuracy against wall time", "top-1 %"
+    if not any(name in one["metrics"] for h in histories for one in h.of("epoch")):
+        name, title, text = "val/cka", "Agreement with the teacher against wall time", "CKA"
+    epochs = {h.label: [one for one in h.of("epoch") if name in one["metrics"]] for h in histories}
     evaluated = by_rank([h for h in histories if epochs[h.label]], chosen)
     if not evaluated:
         return None
     unit, factor = clock(max(since(h, one) for h in evaluated for one in h.of("epoch")))
     drawn, colors = in_color(evaluated, chosen)
     times = {h.label: [since(h, one) / factor for one in epochs[h.label]] for h in evaluated}
-    top1 = {h.label: [one["metrics"]["val/top1_pct"] for one in epochs[h.label]] for h in evaluated}
+    values = {h.label: [one["metrics"][name] for one in epochs[h.label]] for h in evaluated}
     traces: list[Trace] = []
     for index, h in drawn:
-        xs, ys = times[h.label], top1[h.label]
+        xs, ys = times[h.label], values[h.label]
         tips = [
-            hover(h.label, f"epoch {one['epoch']:g}", f"top-1 {y:.2f}%", f"after {x:.3g} {unit}")
+            hover(h.label, f"epoch {one['epoch']:g}", f"{text} {y:.4g}", f"after {x:.3g} {unit}")
             for one, x, y in zip(epochs[h.label], xs, ys, strict=True)
         ]
         traces.append(history_line(index, h.label, xs, ys, tips))
     table = []
     for h in evaluated:
-        last, ys = epochs[h.label][-1], top1[h.label]
+        last, ys = epochs[h.label][-1], values[h.label]
         took = f"{times[h.label][-1]:.3g} {unit}"
         table.append([h.label, f"{last['epoch']:g}", names.number(max(ys)), names.number(ys[-1]), took])
-    caption = "Validation top-1 at each epoch's end, by the time since the stage began." + colors
+    caption = f"Validation {text.removesuffix(' %')} at each epoch's end, by the time since the stage began." + colors
     caption += names.left_out(rows, {trial_of(h) for h in evaluated}, "an evaluated epoch")
     return Figure(
         "accuracy",
-        "Accuracy against wall time",
+        title,
         caption,
         traces,
-        {"xaxis": {"title": {"text": unit}, "rangemode": "tozero"}, "yaxis": y_axis("top-1 %", zero=False)},
-        ["what", "epochs", "best top-1 %", "last top-1 %", "time"],
+        {"xaxis": {"title": {"text": unit}, "rangemode": "tozero"}, "yaxis": y_axis(text, zero=False)},
+        ["what", "epochs", f"best {text}", f"last {text}", "time"],
         table,
     )
 

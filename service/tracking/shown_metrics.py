@@ -25,6 +25,8 @@ SHOWN = {
     "epoch_s": Shown(3),
     "data_pct": Shown(1),
     "top5_pct": Shown(2, each_epoch=True),
+    "cka": Shown(4, each_epoch=True),
+    "linear_top1_pct": Shown(2),
     "val_loss": Shown(4, each_epoch=True),
     "train/loss": Shown(4, each_epoch=True, each_stage=True),
     "train/task_loss": Shown(4, each_epoch=True),
