@@ -63,7 +63,9 @@ def history_line(index: int | None, label: str, xs: Sequence[float], ys: Sequenc
 
 
 def accuracy(histories: Sequence[History], chosen: Sequence[str], rows: Sequence[Row] = ()) -> Figure | None:
-    """Validation accuracy, or without any the agreement with the teacher, against wall time: those `chosen` by their label in color, others in the background.
+    """Validation accuracy against wall time, or without any the agreement with the teacher.
+
+    Those `chosen` by their label are in color, others in the background.
 
     `rows`: of a sweep, all its trials.
     """
