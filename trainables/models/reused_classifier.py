@@ -57,8 +57,8 @@ class ReusedClassifier(nn.Module):
         """The trunk's stages."""
         trunk = declared_taps(self.trunk)
         stages, preacts = ([f"trunk.{path}" for path in paths] for paths in (trunk.stages, trunk.preacts))
-        unpooled = None if trunk.channels_last else "projector"
-        return trunk._replace(stem=trunk.stem and f"trunk.{trunk.stem}", stages=stages, preacts=preacts, unpooled=unpooled)
+        last_map = None if trunk.layout.channels_last else "projector"
+        return DeclaredTaps(trunk.stem and f"trunk.{trunk.stem}", stages, last_map, trunk.layout, None, preacts, trunk.blocks)
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
         """Logits (B, K)."""

@@ -1,24 +1,27 @@
 """The names of taps, and where a model's values of these names are read.
 
 Names: `stem`; `stage1`, `stage2`, …, `stage-1` for the last; `stages` for all of them; `stage1.preact`, …, `stages.preact`, what
-a stage's last activation reads; `pooled`, the input of the final linear layer, (B, D); `unpooled`, the map of D channels that
-is pooled; or a module's dotted path for its output, with `:in` for its input. Where a model has its stages is declared by its
-library (`libraries`). A stage's name comes before an equal one of a module (torchvision's ShuffleNetV2 has a module `stage2`).
+a stage's last activation reads; `map`, the last map, a transformer's patch tokens after the final norm, (B, C, H, W);
+`embedding`, the features of an image, (B, D): the output of attention pooling or of a norm behind the pooling, the class token
+after the final norm, or the mean of `map`; `pooled`, the input of the final linear layer or the output of a model without one;
+`unpooled`, `map` where its mean is as wide as `pooled`; or a module's dotted path for its output, with `:in` for its input.
+Where a model has these is declared by its library (`libraries`). A stage's name comes before an equal one of a module
+(torchvision's ShuffleNetV2 has a module `stage2`).
 
-Shapes: B batch, D features.
+Shapes: B batch, C channels, D features, H W positions.
 """
 
-import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainables.errors import ModelError, closest_matches
 from trainables.models.libraries import declared_taps
+from trainables.models.libraries.interface import Tap, as_is
 from trainables.models.module_calls import BATCH, Call, last_call, record_calls
 
 STAGE = re.compile(r"stage(-?\d+)(\.preact)?")
@@ -43,7 +46,9 @@ def last_layer(model: nn.Module) -> object:
 
 
 def classifier(model: nn.Module) -> nn.Linear:
-    """The final linear layer. Raises ModelError: the model ends with something else."""
+    """The final linear layer. Raises ModelError: the model has no classifier, or one that is something else."""
+    if getattr(model, "num_classes", None) == 0:
+        raise ModelError(f"{type(model).__name__} has no classifier: give it classes, or choose a method that needs none")
     last = last_layer(model)
     if isinstance(last, nn.Linear):
         return last
@@ -51,6 +56,20 @@ def classifier(model: nn.Module) -> nn.Linear:
         f"{type(model).__name__} ends with {type(last).__name__}, not with a linear layer: choose a model that does, "
         "or a method that needs none"
     )
+
+
+def without_classifier(model: nn.Module) -> nn.Module:
+    """The same model: from here on its output are the pooled features (B, D), and its `num_classes` is 0.
+
+    Raises ModelError: it does not end with a linear layer.
+    """
+    if callable(reset_classifier := getattr(model, "reset_classifier", None)):  # timm's
+        reset_classifier(0)
+        return model
+    last = classifier(model)
+    model.set_submodule(next(path for path, module in model.named_modules() if module is last), nn.Identity())
+    model.num_classes = 0  # type: ignore[assignment]
+    return model
 
 
 class TapNames:
@@ -71,27 +90,36 @@ class TapNames:
             if end is not None:
                 self._preacts[path] = f"{path}.{end.preact}" if end.preact else path
                 self._norms[self._preacts[path]] = f"{path}.{end.norm}" if end.norm else None
-        self.paths = self._named_paths(model)
-        """The taps with other names than a module's path → that, with `:in` for its input."""
+        self.taps = self._named_taps(model)
+        """Those with other names than a module's path."""
 
-    def _named_paths(self, model: nn.Module) -> dict[str, str]:
-        stages = self._declared.stages
-        paths = {"stem": self._declared.stem} if self._declared.stem is not None else {}
-        paths |= {f"stage{number}": path for number, path in enumerate(stages, start=1)}
-        for number, path in enumerate(stages):
-            preact = self._declared.preacts[number] if self._declared.preacts else self._preact(path)
+    def _named_taps(self, model: nn.Module) -> dict[str, Tap]:
+        declared = self._declared
+        as_map = declared.layout.map
+        paths = {"stem": declared.stem} if declared.stem is not None else {}
+        paths |= {f"stage{number}": path for number, path in enumerate(declared.stages, start=1)}
+        for number, path in enumerate(declared.stages):
+            preact = declared.preacts[number] if declared.preacts else self._preact(path)
             if preact is not None:
                 paths[f"stage{number + 1}.preact"] = preact
-        with contextlib.suppress(ModelError):
-            last = classifier(model)
-            pooled = next(f"{path}:in" for path, module in self._modules.items() if module is last)
-            if (call := self.last_call(pooled)) is not None and len(call.shape) == 2:
-                paths["pooled"] = pooled
-            if "pooled" in paths and (unpooled := self._declared.unpooled) is not None:
-                call = self.last_call(unpooled)
-                if call is not None and len(call.shape) == 4 and self._sample_shape(call)[0] == last.in_features:
-                    paths["unpooled"] = unpooled
-        return paths
+        taps, pooled = {name: Tap(path, as_map) for name, path in paths.items()}, self._pooled(model)
+        if declared.map is not None and len(self._shape(Tap(declared.map, as_map))) == 3:
+            mean = Tap(declared.map, declared.layout.mean, "mean")
+            taps |= {"map": Tap(declared.map, as_map), "embedding": declared.embedding or mean}
+            if declared.embedding is None and pooled is not None and self._shape(pooled) == self._shape(mean):
+                taps["unpooled"] = taps["map"]
+        return taps if pooled is None else {**taps, "embedding": taps.get("embedding", pooled), "pooled": pooled}
+
+    def _pooled(self, model: nn.Module) -> Tap | None:
+        """None: the model ends with something else than a linear layer on vectors."""
+        found = Tap("")
+        if getattr(model, "num_classes", None) != 0:
+            try:
+                last = classifier(model)
+            except ModelError:
+                return None
+            found = Tap(next(f"{path}:in" for path, module in self._modules.items() if module is last))
+        return found if len(self._shape(found)) == 1 else None
 
     def expand(self, tap: str) -> list[str]:
         """`stages`, `stages.preact` and `stage-1` as numbered stages; any other name unchanged.
@@ -131,12 +159,11 @@ class TapNames:
 
     def shape(self, tap: str) -> tuple[int, ...]:
         """The shape of one sample, as a tap returns it. Raises ModelError as `find` does."""
-        call = self.find(tap)
-        return self._sample_shape(call) if self.is_channels_last(tap) else call.shape[1:]
+        return tuple(self.read(tap)(self.find(tap).value).shape[1:])
 
-    def is_channels_last(self, tap: str) -> bool:
-        """Whether the value is a map (B, H, W, C), which a tap returns as (B, C, H, W); a module's path is read as it is."""
-        return self._declared.channels_last and tap in self.paths and tap != "pooled"
+    def read(self, tap: str) -> Callable[[Tensor], Tensor]:
+        """From the value of the call to the tap's; a module's path is read as it is."""
+        return self.taps[tap].read if tap in self.taps else as_is
 
     def norm(self, tap: str) -> _BatchNorm | None:
         """The batch norm whose output a tap reads, alone or as the main branch of a sum; None: none with scale and shift."""
@@ -164,19 +191,21 @@ class TapNames:
         return self._last(f"{path}.{next(reversed(dict(module.named_children())))}")
 
     def _path(self, tap: str) -> str:
-        if tap in self.paths:
-            return self.paths[tap]
+        if tap in self.taps:
+            return self.taps[tap].path
         name, known = self.name, self._known()
-        if tap.endswith(".preact") and tap.removesuffix(".preact") in self.paths:
+        if tap.endswith(".preact") and tap.removesuffix(".preact") in self.taps:
             raise ModelError(f"model {name} has no {tap}: how its stages end is not declared; {known}")
-        if tap == "unpooled" and "pooled" in self.paths:
+        if tap == "unpooled" and "pooled" in self.taps:
             raise ModelError(f"model {name} has no unpooled: its linear layer does not read the mean of a map; {known}")
         if tap in ("pooled", "unpooled"):
             raise ModelError(f"model {name} has no {tap}: it does not end with a linear layer on (B, D); {known}")
         path, _, direction = tap.partition(":")
         if path and path in self._modules and direction in ("", "in"):
             return tap
-        similar = closest_matches(tap, [*self.paths, *self._modules], count=3)
+        if tap in ("map", "embedding"):
+            raise ModelError(f"model {name} has no {tap}: where its last map is, is not declared; {known}")
+        similar = closest_matches(tap, [*self.taps, *self._modules], count=3)
         nearest = f"the nearest are {' or '.join(similar)}" if similar else known
         raise ModelError(f"model {name} has no tap {tap!r}: {nearest}; `distill taps {name} --all` lists them")
 
@@ -184,12 +213,13 @@ class TapNames:
         path, _, direction = tap.partition(":")
         return last_call(self.calls, path, "in" if direction else "out")
 
-    def _sample_shape(self, call: Call) -> tuple[int, ...]:
-        shape = call.shape[1:]
-        return (shape[2], *shape[:2]) if self._declared.channels_last and len(shape) == 3 else shape
+    def _shape(self, tap: Tap) -> tuple[int, ...]:
+        """Of one sample; empty where the value is none of samples."""
+        call = self.last_call(tap.path)
+        return tuple(tap.read(call.value).shape[1:]) if call is not None and call.has_rows else ()
 
     def _known(self) -> str:
-        return f"there are {', '.join(self.paths)}" if self.paths else "there are only modules"
+        return f"there are {', '.join(self.taps)}" if self.taps else "there are only modules"
 
 
 def list_taps(model: nn.Module, image_size: int, *, every: bool = False) -> list[TapInfo]:
@@ -201,23 +231,24 @@ def list_taps(model: nn.Module, image_size: int, *, every: bool = False) -> list
     names = TapNames(model, image_size, name=type(model).__name__)
     outputs = {call.path: call for call in names.calls if call.direction == "out" and call.path}
     outputs = {path: call for path, call in outputs.items() if call.has_rows and not call.overwritten}
-    groups: list[tuple[Call, list[str]]] = []
-    for name, path in names.paths.items():
-        call = names.last_call(path)
+    groups: list[tuple[Call, Tap, list[str]]] = []
+    for name, tap in names.taps.items():
+        call = names.last_call(tap.path)
         if call is not None and call.has_rows and not call.overwritten:
-            same = next((known for other, known in groups if other.is_same(call)), None)
+            same = next((known for other, (_, _, what), known in groups if other.is_same(call) and what == tap.what), None)
             if same is None:
-                groups.append((call, [name]))
+                groups.append((call, tap, [name]))
             else:
                 same.append(name)
     found = []
-    for call, group in groups:
+    for call, tap, group in groups:
         first, *others = sorted(group, key="stem".__eq__)
         modules = [
             path for path, other in outputs.items() if other.is_same(call) and not other.passed_on and not STAGE.fullmatch(path)
         ]
         modules.sort(key=lambda path: path.count("."))
-        found.append(TapInfo(first, (*others, *(modules or [names.paths[first]])), names.shape(first)))
+        modules = modules or [tap.path]
+        found.append(TapInfo(first, (*others, *([f"{tap.what} of {modules[0]}"] if tap.what else modules)), names.shape(first)))
     return found + ([TapInfo(path, (), call.shape[1:]) for path, call in outputs.items()] if every else [])
 
 

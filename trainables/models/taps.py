@@ -7,7 +7,7 @@ says which names there are.
 Shapes: B batch, C channels, H W pixels, D features.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -24,7 +24,7 @@ from trainables.models.tap_names import TapNames, disable_inplace
 class _Slot:
     """The value that one hook has captured."""
 
-    channels_last: bool
+    read: Callable[[Tensor], Tensor]
     capturing: bool = False
     tensor: Tensor | None = None
 
@@ -74,7 +74,7 @@ class Taps:
         _check_overwritten(name, calls)
         _check_overwritten(name, _calls_in_training(model, image_size, name, calls))
         for tap in self.names:
-            slot, module = _Slot(found.is_channels_last(tap)), model.get_submodule(calls[tap].path)
+            slot, module = _Slot(found.read(tap)), model.get_submodule(calls[tap].path)
             if calls[tap].direction == "out":
                 self._handles.append(module.register_forward_hook(slot.store_output))
             else:
@@ -103,11 +103,7 @@ class Taps:
             raise RuntimeError(f"taps {', '.join(missing)} captured no forward pass since capture() or the last pop()")
         for slot in self._slots:
             slot.tensor = None
-        return tuple(
-            tensor.permute(0, 3, 1, 2) if slot.channels_last else tensor
-            for slot, tensor in zip(self._slots, tensors, strict=True)
-            if tensor is not None
-        )
+        return tuple(slot.read(tensor) for slot, tensor in zip(self._slots, tensors, strict=True) if tensor is not None)
 
     def remove(self) -> None:
         for handle in self._handles:

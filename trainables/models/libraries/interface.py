@@ -1,14 +1,18 @@
 """What a library of models is for this project: its names, its models, its published weights and where its models are read.
 
 Importing this costs no torch.
+
+Shapes: B batch, C channels, D features, H W positions, N tokens.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
@@ -51,15 +55,56 @@ class BlockEnd(NamedTuple):
     """The last norm on the main branch, or what ends with it; None: there is none."""
 
 
+def as_is(value: Tensor) -> Tensor:
+    return value
+
+
+def first_token(tokens_BND: Tensor) -> Tensor:
+    return tokens_BND[:, 0]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model holds its maps."""
+
+    channels_last: bool = False
+    """As (B, H, W, C)."""
+    num_prefix_tokens: int = 0
+    """Class and register tokens before those of the positions, where it holds tokens (B, N, C)."""
+
+    def map(self, value: Tensor) -> Tensor:
+        """(B, C, H, W); what is neither a map nor the tokens of a square is returned as it is."""
+        if value.ndim == 3:
+            patches_BNC = value[:, self.num_prefix_tokens :]
+            side = math.isqrt(patches_BNC.shape[1])
+            return patches_BNC.transpose(1, 2).unflatten(2, (side, side)) if side**2 == patches_BNC.shape[1] > 0 else value
+        return value.permute(0, 3, 1, 2) if self.channels_last and value.ndim == 4 else value
+
+    def mean(self, value: Tensor) -> Tensor:
+        """The mean of a map, (B, C)."""
+        return self.map(value).mean((2, 3))
+
+
+class Tap(NamedTuple):
+    path: str
+    """The path of a module, for its output, with `:in` for its input; empty: the model's output."""
+    read: Callable[[Tensor], Tensor] = as_is
+    """From the value there to the tap's."""
+    what: str = ""
+    """What of the value there it is, in a list of taps; empty: all of it."""
+
+
 class DeclaredTaps(NamedTuple):
-    """Where a model is read: paths of modules, for their outputs, with `:in` for their inputs."""
+    """Where a model is read: paths as in `Tap`."""
 
     stem: str | None = None
     stages: Sequence[str] = ()
-    unpooled: str | None = None
-    """The map that is pooled."""
-    channels_last: bool = False
-    """Maps are (B, H, W, C)."""
+    map: str | None = None
+    """The last map, or its tokens after the final norm."""
+    layout: Layout = Layout()
+    """Of stem, stages and map."""
+    embedding: Tap | None = None
+    """The features of an image, (B, D); None: the mean of the map."""
     preacts: Sequence[str] = ()
     """For each stage the value before its last activation; empty: as `blocks` says."""
     blocks: Mapping[str, BlockEnd] = {}
@@ -83,7 +128,13 @@ class Library(ABC):
 
     @abstractmethod
     def create(self, name: str, num_classes: int, image_size: int) -> nn.Module:
-        """A model with random parameters, from torch's generator. Raises what the library does for an image size it refuses."""
+        """A model with random parameters, from torch's generator.
+
+        With 0 classes it has no classifier, its output is the pooled features (B, D), and its `num_classes` is 0.
+
+        Raises ModelError: 0 classes for a model that ends with something else than a linear layer. Raises what the library does
+        for an image size it refuses.
+        """
 
     @abstractmethod
     def published(self, name: str, weights: str, image_size: int) -> nn.Module:

@@ -74,9 +74,12 @@ class Ours(Library):
         return super().find(name.replace("-", "_"))
 
     def create(self, name: str, num_classes: int, image_size: int) -> nn.Module:
+        from trainables.models.tap_names import without_classifier
+
         builder = MODELS[name]
-        model: nn.Module = pkgutil.resolve_name(f"trainables.models.{builder.path}")(num_classes, image_size, **builder.options)
-        return model
+        build = pkgutil.resolve_name(f"trainables.models.{builder.path}")
+        model: nn.Module = build(num_classes or 1, image_size, **builder.options)
+        return model if num_classes else without_classifier(model)
 
     def published(self, name: str, weights: str, image_size: int) -> nn.Module:
         raise ModelError(

@@ -16,9 +16,12 @@ from trainables.models.libraries.interface import (
     WORDNET_ID,
     BlockEnd,
     DeclaredTaps,
+    Layout,
     Library,
+    Tap,
     TrainedInput,
     check_known,
+    first_token,
     installed,
     registered,
 )
@@ -32,6 +35,19 @@ PREFIX = "timm/"
 CONFIG = "config.json"
 STEMS = ("act1", "bn1", "stem", "stem.conv", "conv_stem", "features.norm0", "patch_embed")
 """What of a model's `feature_info` is its stem; where nothing is, the first of these that it has."""
+MAPS = ("global_pool:in", "head.global_pool:in", "encoder", "norm", "final_conv", "stages")
+"""The last map, or its tokens, is the first of these that a model has, unless its class is in `OTHER_MAPS`."""
+OTHER_MAPS = {
+    "VGG": "features",
+    "CPUBone": "stages",
+    "EfficientVit": "stages",
+    "EfficientVitLarge": "stages",
+    "LowFormer": "stages",
+    "Hiera": "head:in",
+    "HieraDet": "head:in",
+}
+POOLS = ("attn_pool", "fc_norm")
+"""What makes one vector of a transformer's tokens, or normalizes it; a class token is read where there is neither."""
 BLOCKS = {
     "timm.models.resnet.BasicBlock": BlockEnd("act2:in", "bn2"),
     "timm.models.resnet.Bottleneck": BlockEnd("act3:in", "bn3"),
@@ -150,9 +166,18 @@ class Timm(Library):
             info = []
         points = [each["module"] + (":in" if each.get("hook_type") == "forward_pre" else "") for each in info]
         stem = next((path for path in (*points[:1], *STEMS) if path in STEMS and path in modules), None) if points else None
-        unpooled = next((f"{path}:in" for path in ("global_pool", "head.global_pool") if path in modules), None)
-        channels_last = getattr(model, "output_fmt", None) == "NHWC"
-        return DeclaredTaps(stem, [path for path in points if path != stem], unpooled, channels_last, blocks=BLOCKS)
+        stages = [path for path in points if path != stem]
+        last_map = OTHER_MAPS.get(type(model).__name__) or next(
+            (path for path in MAPS if path.removesuffix(":in") in modules), None
+        )
+        layout = Layout(getattr(model, "output_fmt", None) == "NHWC", getattr(model, "num_prefix_tokens", 0))
+        pools = (path for path in POOLS if not isinstance(modules.get(path), nn.Identity | None))
+        embedding = next(map(Tap, pools), None)
+        if getattr(model, "cls_token", None) is not None and last_map is not None:
+            if not layout.num_prefix_tokens:  # where its class token is, the model does not say
+                return DeclaredTaps(stem, stages, blocks=BLOCKS)
+            embedding = embedding or Tap(last_map, first_token, "class token")
+        return DeclaredTaps(stem, stages, last_map, layout, embedding, blocks=BLOCKS)
 
     def convert(self, model: nn.Module, state: dict[str, Tensor], image_size: int) -> Mapping[str, Tensor]:
         convert = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)

@@ -7,7 +7,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainables.errors import ModelError, first_line
-from trainables.models.libraries.interface import BlockEnd, DeclaredTaps, Library, TrainedInput, check_known, registered
+from trainables.models.libraries.interface import (
+    BlockEnd,
+    DeclaredTaps,
+    Layout,
+    Library,
+    Tap,
+    TrainedInput,
+    check_known,
+    first_token,
+    registered,
+)
 from trainables.models.libraries.timm import wordnet_ids
 
 if TYPE_CHECKING:
@@ -23,8 +33,13 @@ FAMILIES: dict[str, DeclaredTaps] = {
     "GoogLeNet": DeclaredTaps("maxpool2", ["inception3b", "inception4e", "inception5b"], "avgpool:in"),
     "Inception3": DeclaredTaps("maxpool2", ["Mixed_5d", "Mixed_6e", "Mixed_7c"], "avgpool:in"),
     "RegNet": DeclaredTaps("stem", [f"trunk_output.block{number}" for number in (1, 2, 3, 4)], "avgpool:in"),
-    "SwinTransformer": DeclaredTaps("features.0", [f"features.{index}" for index in (1, 3, 5, 7)], "norm", channels_last=True),
+    "SwinTransformer": DeclaredTaps(
+        "features.0", [f"features.{index}" for index in (1, 3, 5, 7)], "norm", Layout(channels_last=True)
+    ),
     "MaxVit": DeclaredTaps("stem", [f"blocks.{index}" for index in (0, 1, 2, 3)], "classifier.0:in"),
+    "VisionTransformer": DeclaredTaps(
+        map="encoder.ln", layout=Layout(num_prefix_tokens=1), embedding=Tap("encoder.ln", first_token, "class token")
+    ),
 }
 """Class → where it is read."""
 CHAINS: dict[str, tuple[str, int, int | None, str, str]] = {
@@ -37,7 +52,7 @@ CHAINS: dict[str, tuple[str, int, int | None, str, str]] = {
     "MNASNet": ("layers", 8, -3, "layers.7", "layers"),
     "VGG": ("features", 0, -1, "", "avgpool:in"),
 }
-"""Class → a Sequential, the first and the last index in it that belong to stages, the stem and the map that is pooled.
+"""Class → a Sequential, the first and the last index in it that belong to stages, the stem and the last map.
 
 A stage ends before what halves the map. VGG's stem is its first activation.
 """
@@ -66,9 +81,13 @@ class Torchvision(Library):
     def create(self, name: str, num_classes: int, image_size: int) -> nn.Module:
         import torchvision
 
-        options = _size_options(name, image_size) | ({"init_weights": True} if name in RESCALING else {})
-        model: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=num_classes, **options)
-        return model
+        from trainables.models.tap_names import without_classifier
+
+        options = _size_options(name, image_size)
+        if name in RESCALING:
+            options |= {"init_weights": True, "aux_logits": num_classes > 0}
+        model: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=num_classes or 1, **options)
+        return model if num_classes else without_classifier(model)
 
     def published(self, name: str, weights: str, image_size: int) -> nn.Module:
         import torch
@@ -120,12 +139,12 @@ class Torchvision(Library):
             return FAMILIES[family]._replace(blocks=BLOCKS)
         if family not in CHAINS:
             return DeclaredTaps()
-        path, first, stop, stem, unpooled = CHAINS[family]
+        path, first, stop, stem, last_map = CHAINS[family]
         chain = list(model.get_submodule(path).children())
         indices = range(len(chain))[first:stop]
         stages = [f"{path}.{index}" for index in indices if index == indices[-1] or _halves(chain[index + 1])]
         stem = stem or f"{path}.{next(index for index, each in enumerate(chain) if isinstance(each, nn.ReLU))}"
-        return DeclaredTaps(stem, stages, unpooled, blocks=BLOCKS)
+        return DeclaredTaps(stem, stages, last_map, blocks=BLOCKS)
 
     def convert(self, model: nn.Module, state: dict[str, Tensor], image_size: int) -> Mapping[str, Tensor]:
         from torchvision.models.vision_transformer import VisionTransformer, interpolate_embeddings
