@@ -44,6 +44,8 @@ OTHER_NAMES: dict[str, str] = {
     **dict.fromkeys(("aa", "auto_augment"), "data.device_augment.randaugment"),
     **dict.fromkeys(("reprob", "random_erase"), "data.device_augment.random_erasing"),
     **dict.fromkeys(("data_path", "data.root", "data.dir", "data.train", "dataset"), "data.path"),
+    **dict.fromkeys(("val_split", "validation_split", "val_ratio", "val_fraction", "val_size"), "data.val_share"),
+    **dict.fromkeys(("unlabeled", "unlabelled", "data.unsupervised"), "write data.labels: false"),
     **dict.fromkeys(("train_dataloader", "val_dataloader"), "write the section data: path, global_batch_size, loader_workers"),
     **dict.fromkeys(("amp", "amp_dtype", "fp16", "bf16", "mixed_precision"), "precision, which is fp32, bf16, fp16 or auto"),
     **dict.fromkeys(("devices", "gpus", "num_gpus", "nproc_per_node", "world_size"), "scale.num_workers"),

@@ -11,7 +11,7 @@ from trainables.data.decode import Sample
 from trainables.data.order import Order
 
 NO_LABELS = "for images without labels write data.labels: false (distill pack: --no-labels)"
-HOLD_OUT = "to hold out some of the training images write data.val_share (distill pack: --val-share)"
+HOLD_OUT = "to hold out some of the training images write data.val_share: 0.1 (distill pack: --val-share 0.1)"
 _NAMES_AT_ONCE = 1 << 16
 
 

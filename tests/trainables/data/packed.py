@@ -23,9 +23,11 @@ def pack_here(
     check: bool = False,
     strict: bool = False,
     shard_bytes: int = SHARD_BYTES,
+    labels: bool = True,
+    val_share: float | None = None,
 ) -> Index:
     """What `distill pack` does, in this process."""
-    plan = plan_pack(source, dest, mode or Mode(), check, shard_bytes=shard_bytes)
+    plan = plan_pack(source, dest, mode or Mode(), check, shard_bytes=shard_bytes, labels=labels, val_share=val_share)
     for job in plan.jobs:
         write_shard(job)
     return write_set(plan, dest, "0", strict=strict)

@@ -256,7 +256,7 @@ def split_files(root: Path, files: Sequence[Path], what: str, holds_out: bool = 
     chosen = choose_splits(found, str(root))
     for split in SPLIT_NAMES:
         if split not in chosen and not (holds_out and split == "val"):
-            advice = f"; {HOLD_OUT}" if split == "val" else ""
+            advice = f"; {HOLD_OUT}" if split == "val" or not found else ""
             raise DataError(
                 f"{root}: no {what} for {PURPOSES[split]}; put one of these words into their paths: "
                 f"{known_split_names(split)}{advice}"

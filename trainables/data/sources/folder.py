@@ -42,7 +42,7 @@ class FolderSource(Source):
     def __init__(self, path: str, split: Split) -> None:
         root = os.path.expanduser(path)
         if not os.path.isdir(root):
-            what = "is a file, and no list of images" if os.path.exists(root) else "does not exist"
+            what = "is a file, and no list of images, whose first row names one" if os.path.exists(root) else "does not exist"
             raise DataError(f"data.path: {path} {what}; write digits, synthetic, or a folder with train/CLASS/* and val/CLASS/*")
         splits = {its_split: os.path.join(root, name) for its_split, name in split_folders(root, path).items()}
         if "train" not in splits:
@@ -160,7 +160,7 @@ def has_images(root: str) -> bool:
 
 def images_below(root: str, folder: str) -> list[str]:
     """The images in `folder` of `root` (empty: in all of it), at any depth, as paths below `root`; see `_Walk.images`."""
-    walk = _Walk(root)
+    walk = _Walk(root, by_class=False)
     found = walk.images(folder)
     walk.report()
     return found
@@ -291,22 +291,26 @@ def _refuse_deep(split_folder: str, classes: Mapping[str, list[str]]) -> None:
 
 
 class _Walk:
-    """A walk through the class folders of one split, which follows links and counts what it leaves out."""
+    """A walk through the class folders of one split, which follows links and counts what it leaves out.
 
-    def __init__(self, split_folder: str) -> None:
-        self._path = split_folder
+    `by_class`: False is a walk through a folder without labels, whose inner folders mean nothing.
+    """
+
+    def __init__(self, split_folder: str, *, by_class: bool = True) -> None:
+        self._path, self._by_class = split_folder, by_class
         self._left_out = Counter[str]()
         self._inner: list[str] = []
         """A folder of each class that has no images of its own, but several folders of them."""
         self._visited: dict[str, tuple[str, str]] = {}  # by its real path a folder's class and path
+        self._twice: list[str] = []
         found = _list(split_folder)
-        if unsorted := len(found.images) + len(found.others):
+        if by_class and (unsorted := len(found.images) + len(found.others)):
             self._left_out["in no class folder"] = unsorted
 
     def images(self, folder_name: str, class_name: str = "") -> list[str]:
         """Image files in one class folder, at any depth, relative to the split's folder: by folder, then by name, each sorted.
 
-        Without a name it is the split's folder itself; without a class's name inner folders mean nothing.
+        Without a name it is the split's folder itself.
 
         Raises DataError where a folder in it, which a link may lead to, is one of another class too, or one that it lies in.
         """
@@ -329,7 +333,7 @@ class _Walk:
             self._left_out.update(os.path.splitext(name)[1].lower() or "without an extension" for name in listing.others)
             self._left_out["links that lead nowhere"] += len(listing.dangling)
         skip = len(self._path) + 1
-        if class_name and len(deeper := [path for path, names in found if names]) > 1 and not found[0][1]:
+        if self._by_class and len(deeper := [path for path, names in found if names]) > 1 and not found[0][1]:
             self._inner.append(min(deeper)[skip:])
         return [f"{path}{os.sep}{name}"[skip:] for path, names in sorted(found) for name in names]
 
@@ -340,10 +344,13 @@ class _Walk:
                 f"data.path: {path} and {earlier_path} are one folder: its images would be of two classes; remove the link"
             )
         if earlier_path != path:
-            notice(f"{path} and {earlier_path} are one folder: its images count twice")
+            self._twice.append(f"{path} and {earlier_path}")
 
     def report(self) -> None:
-        """One line for all that was left out, one for classes that may be groups of them."""
+        """One line for all that was left out, one for what counts twice, one for classes that may be groups of them."""
+        if self._twice:
+            more = f", and those of {len(self._twice) - 1} more folders" if len(self._twice) > 1 else ""
+            notice(f"{self._twice[0]} are one folder: its images count twice{more}")
         if self._inner:
             notice(
                 f"{self._path}: {len(self._inner)} of the classes have their images in inner folders, such as "

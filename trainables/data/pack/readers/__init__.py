@@ -18,7 +18,7 @@ from trainables.data.sources.folder import NO_IMAGES, has_images, split_classes
 from trainables.data.split_names import is_hidden
 from trainables.errors import DataError
 
-IMAGE_FOLDER = "image folder"
+IMAGE_FOLDER, LISTS = "image folder", "list of images"
 READERS: dict[str, type[LayoutReader]] = {
     "CIFAR": CifarReader,
     "ImageNet as downloaded": ImagenetReader,
@@ -26,7 +26,7 @@ READERS: dict[str, type[LayoutReader]] = {
     "Parquet": ParquetReader,
     "TFRecord": TfrecordReader,
     "WebDataset": WebdatasetReader,
-    "list of images": ImageListReader,
+    LISTS: ImageListReader,
     IMAGE_FOLDER: FolderReader,
 }
 
@@ -39,6 +39,8 @@ def matching_reader(root: Path, labels: bool = True) -> str | None:
     name = next(matching, None)
     if name == "Parquet" and describes_images(ParquetReader.files(root)[0]):
         name = next(matching, name if labels else None)
+    if name == LISTS and not labels and not ImageListReader.has_splits(root):  # notes about images look like a list too
+        name = IMAGE_FOLDER if root.is_dir() and has_images(str(root)) else name
     if name is None and not labels and root.is_dir() and has_images(str(root)):
         return IMAGE_FOLDER
     return name

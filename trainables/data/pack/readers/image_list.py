@@ -62,6 +62,13 @@ class ImageListReader(LayoutReader):
         near = [path for path in paths if len(path.relative_to(root).parts) <= 2]
         return [path for path in near if _columns(path)] if len(near) <= _MAX_LISTS else []
 
+    @classmethod
+    def has_splits(cls, root: Path) -> bool:
+        """Whether the lists in a folder have both splits, by their names or by a column."""
+        lists = cls.files(root)
+        named = {SPLIT_OF.get(split_name(root, path) or "") for path in lists}
+        return {"train", "val"} <= named or (len(lists) == 1 and "split" in (_columns(lists[0]) or {}))
+
     def splits(self) -> Mapping[Split, list[tuple[Path, list[_Row]]]]:
         lists = self.files(self._given)
         is_all = self.holds_out and self._given.is_file()  # whatever its name
