@@ -6,9 +6,11 @@
 from trainables.config.data import ON_DEVICE, ColorJitterConfig, DataConfig, DeviceAugmentConfig, RandAugmentConfig
 from trainables.config.distill import DistillConfig, InitStageOptions, MethodOptions, init_epochs
 from trainables.config.job import (
+    FEATURES_TAP,
     DataIdentity,
     EvaluateConfig,
     FillConfig,
+    Measure,
     Precision,
     RunStore,
     SplitIdentity,
@@ -21,6 +23,7 @@ from trainables.config.scale import ScaleConfig
 from trainables.config.section import Count, Natural, NonNegative, Positive, Probability, Section
 
 __all__ = [
+    "FEATURES_TAP",
     "ON_DEVICE",
     "AssistantConfig",
     "ColorJitterConfig",
@@ -33,6 +36,7 @@ __all__ = [
     "FillConfig",
     "InitStageOptions",
     "LossOptimConfig",
+    "Measure",
     "MethodOptions",
     "ModelConfig",
     "Natural",

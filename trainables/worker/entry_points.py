@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from ray.util.placement_group import placement_group
 
-from trainables.config import EvaluateConfig, FillConfig, TrainConfig
+from trainables.config import EvaluateConfig, FillConfig, Measure, TrainConfig
 from trainables.device.memory import release_device
 from trainables.device.numa import run_near
 from trainables.device.precision import set_matmul_precision, with_precision
@@ -24,6 +24,7 @@ from trainables.disk_writer import DiskWriter
 from trainables.distributed.group import Group, gather_objects
 from trainables.distributed.pipeline.layout import build_layout
 from trainables.engine.evaluate import evaluate_checkpoint
+from trainables.engine.features import embed_checkpoint, probe_checkpoint
 from trainables.engine.job import Job
 from trainables.engine.job_parts import open_loaders
 from trainables.engine.train import build, run_job
@@ -44,6 +45,13 @@ from trainables.worker.reporter import Reporter
 from trainables.worker.reservation import worker_resources
 
 log = logging.getLogger("raydistill")
+
+MEASURES: dict[Measure, Callable[[EvaluateConfig, Group, Heartbeat], dict[str, Any]]] = {
+    "accuracy": evaluate_checkpoint,
+    "knn": probe_checkpoint,
+    "linear": probe_checkpoint,
+    "embed": embed_checkpoint,
+}
 
 
 def train_loop_per_worker(settings: dict[str, Any]) -> None:
@@ -214,7 +222,7 @@ def fill_loop_per_worker(settings: dict[str, Any]) -> None:
 
 
 def evaluate_loop_per_worker(settings: dict[str, Any]) -> None:
-    """Evaluate a checkpoint on the validation split; rank 0 writes the result to `output`.
+    """Evaluate a checkpoint, or write its features; rank 0 writes the result to `output`.
 
     `settings` is an `EvaluateConfig` as plain data. Raises DistillError.
     """
@@ -223,7 +231,7 @@ def evaluate_loop_per_worker(settings: dict[str, Any]) -> None:
     set_up_cpus(config, group)
     set_matmul_precision()
     with watched() as heartbeat:
-        result = evaluate_checkpoint(config, group, heartbeat)
+        result = MEASURES[config.measure](config, group, heartbeat)
     if group.is_main and is_uri(config.output):
         store, name = object_at(config.output)
         store.put(name, json.dumps(result).encode())
