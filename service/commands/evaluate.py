@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from service.commands.options import DATA_PATH, RUNS_OR_URI, SET
+from service.commands.options import DATA_PATH, RUNS_OR_URI, SET, is_given
 from service.commands.path_types import DataPath, FileOrUri, PathType
 from service.runs.embed import embed as run_embed
 from service.runs.evaluate import evaluate as run_evaluate
@@ -45,7 +45,12 @@ def evaluate(
     overrides: tuple[str, ...],
     root: Path,
 ) -> None:
-    """Exact accuracy of a checkpoint, or of any teacher's weights, on a validation split, distributed."""
+    """Exact accuracy of a checkpoint, of any teacher's weights, or of a probe of its features.
+
+    On the validation split, distributed. With --probe the model may have other classes than the data, or none.
+    """
+    if probe is None and is_given("tap"):
+        raise click.UsageError("--tap: is of the features that --probe reads: give --probe too, or leave it out")
     result = run_evaluate(
         checkpoint,
         data_path,
@@ -78,11 +83,13 @@ def embed(
     overrides: tuple[str, ...],
     root: Path,
 ) -> None:
-    """Write a model's features of every image, of both splits, to a file.
+    """A model's features of every image of a data set, in one file.
 
-    A .parquet file has the columns path, split, label, class and embedding; a .npy file (N, D) of float32, its images' paths in
+    Of both splits. A .parquet file has the columns path, split, label, class and embedding; a .npy file (N, D) of float32, its images' paths in
     a .txt file next to it.
     """
+    if weights_key is not None and weights is None:
+        raise click.UsageError("--weights-key: is of --weights: give --weights too, or leave it out")
     result = run_embed(model, data_path, to, list(overrides), root, weights=weights, weights_key=weights_key, tap=tap)
     sizes = (
         f"{result['num_images']:.0f} images × {result['num_features']:.0f} features, {result['skipped_images']:.0f} unreadable"

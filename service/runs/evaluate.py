@@ -29,7 +29,7 @@ from trainables.models.names import check_model_name, library_of
 from trainables.notices import notice
 from trainables.object_store.store import OPENING_S, ObjectStore, is_uri
 from trainables.rules import resize_covers_crop
-from trainables.rundir import RunDir, create_private
+from trainables.rundir import RunDir, StageDir, create_private
 
 CHANGEABLE = ("data", "scale", "precision")
 
@@ -192,6 +192,8 @@ def carry_out(config: EvaluateConfig, checkpoint: str, root: Path, take: Callabl
         doing = "embedding with" if take else "evaluating"
         display.print(f"{doing} {checkpoint} on {config.data.path} with {config.scale.num_workers} workers")
         output = storage.root / f"{Path(config.checkpoint).stem}-{time.time_ns():x}.json"
+        if config.measure != "accuracy":
+            display.follow("images", StageDir(output.with_suffix("")))
         data = config.data.model_copy(update={"loader_workers": workers})
         job = config.model_copy(update={"data": data, "output": display_name(output)})
         gpu, name = bool(reservation.gpus), output.stem
@@ -217,7 +219,8 @@ def carry_out(config: EvaluateConfig, checkpoint: str, root: Path, take: Callabl
             if is_copy:  # Ray's own files, which no cleaning would remove
                 with contextlib.suppress(StorageError):  # they are small, and how the evaluation ended matters more
                     ObjectStore(f"{ray_storage(storage)}/{name}", OPENING_S).delete_all()
-            shutil.rmtree(storage.tune / name, ignore_errors=True)
+            for folder in (storage.tune / name, output.with_suffix("")):
+                shutil.rmtree(folder, ignore_errors=True)
             for folder in (storage.tune, storage.root):
                 with contextlib.suppress(OSError):  # another evaluation is under way
                     folder.rmdir()

@@ -27,6 +27,7 @@ from trainables.distributed.group import Group, gather_objects
 from trainables.engine import checkpoint
 from trainables.errors import DataError, ModelError
 from trainables.metrics.heartbeat import Heartbeat
+from trainables.metrics.metrics_file import Report
 from trainables.models.model_input import student_input
 from trainables.models.pixels import take_pixels
 from trainables.models.taps import Taps
@@ -44,15 +45,18 @@ _NUMBERS_A_GROUP = 2**24
 """Of features in a row group of a Parquet file: 64 MiB."""
 
 
-def probe_checkpoint(config: EvaluateConfig, group: Group, heartbeat: Heartbeat | None = None) -> dict[str, Any]:
+def probe_checkpoint(config: EvaluateConfig, group: Group, heartbeat: Heartbeat, report: Report) -> dict[str, Any]:
     """The accuracy of the probe `config.measure` on features of the validation images, on every rank; see `evaluate_checkpoint`.
+
+    `report` is called for each split and batch, a `step` being an image.
 
     Raises DistillError: the weights or the data cannot be read, or have no such tap.
     """
-    heartbeat, config = heartbeat or Heartbeat(), with_precision(config, group)
-    embed, skipped, found = embedder(config, group), list[str](), list[Features]()
+    config = with_precision(config, group)
+    embed, skipped, found = embedder(config, group, report), list[str](), list[Features]()
+    heartbeat.enter("eval")
     for split in SPLITS:
-        with split_loader(config, split, group) as loader:
+        with split_loader(config, split, group, report) as loader:
             found.append(gather_features(embed, loader, group, heartbeat))
             skipped += all_skipped(loader, group)
         if not len(found[-1].labels_N):
@@ -65,18 +69,19 @@ def probe_checkpoint(config: EvaluateConfig, group: Group, heartbeat: Heartbeat 
     }
 
 
-def embed_checkpoint(config: EvaluateConfig, group: Group, heartbeat: Heartbeat | None = None) -> dict[str, Any]:
+def embed_checkpoint(config: EvaluateConfig, group: Group, heartbeat: Heartbeat, report: Report) -> dict[str, Any]:
     """Write the features of every image of both splits to `config.features_file`; see `probe_checkpoint`.
 
     Its columns: `path`, the image's name; `split`; `label` and `class`, null where there are none; `embedding`, D of float32.
     """
-    heartbeat, config = heartbeat or Heartbeat(), with_precision(config, group)
-    embed, skipped, num_images, num_features = embedder(config, group), list[str](), 0, 0
+    config = with_precision(config, group)
+    embed, skipped, num_images, num_features = embedder(config, group, report), list[str](), 0, 0
+    heartbeat.enter("eval")
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(_stored(config.features_file)) if group.is_main else None
         writer: pq.ParquetWriter | None = None
         for split in SPLITS:
-            with split_loader(config, split, group) as loader:
+            with split_loader(config, split, group, report) as loader:
                 features = gather_features(embed, loader, group, heartbeat, main_only=True)
                 skipped += all_skipped(loader, group)
                 for table in tables(features, split, loader.source):
@@ -85,6 +90,7 @@ def embed_checkpoint(config: EvaluateConfig, group: Group, heartbeat: Heartbeat 
                     heartbeat.beat()
             num_images += len(features.labels_N)
             num_features = features.features_ND.shape[1] or num_features
+        heartbeat.enter("checkpoint")  # a large file takes its time to a store
         if group.is_main and not num_images:
             raise DataError(f"{config.data.path}: not one image could be read")
     return {**_summary(config, features, skipped), "num_images": float(num_images), "num_features": float(num_features)}
@@ -119,7 +125,7 @@ def load_tapped(config: EvaluateConfig) -> tuple[nn.Module, Taps]:
     return model, taps
 
 
-def embedder(config: EvaluateConfig, group: Group) -> Callable[[DeviceBatch], Tensor]:
+def embedder(config: EvaluateConfig, group: Group, report: Report) -> Callable[[DeviceBatch], Tensor]:
     """A function from a batch of uint8 images to the tapped features (B, D) of a checkpoint. Raises as `load_tapped` does."""
     model, taps = load_tapped(config)
     dtype = float64 if config.precision == "fp64" else float32
@@ -131,13 +137,14 @@ def embedder(config: EvaluateConfig, group: Group) -> Callable[[DeviceBatch], Te
         with precision(), taps.capture():
             model(to_pixels(batch.images_BCHW, dtype))
             (features_BD,) = taps.pop()
+        report("step", batch.position, 0.0, {})
         return features_BD
 
     return embed
 
 
 @contextlib.contextmanager
-def split_loader(config: EvaluateConfig, split: Split, group: Group) -> Iterator[Loader]:
+def split_loader(config: EvaluateConfig, split: Split, group: Group, report: Report) -> Iterator[Loader]:
     """The images of a split as those of a validation: as they are stored, without augmentation. Closes it."""
     data = config.data.model_copy(update={"shuffle": "none"})
     assert isinstance(data.loader_workers, int)
@@ -152,6 +159,7 @@ def split_loader(config: EvaluateConfig, split: Split, group: Group) -> Iterator
         device=group.device,
         process=loader_process(data, world_size=group.world_size, device=group.device),
     )
+    report("start", 0, 0.0, {"max_steps": float(len(loader.source))})
     with contextlib.closing(loader):
         yield loader
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from ray.util.placement_group import placement_group
 
-from trainables.config import EvaluateConfig, FillConfig, Measure, TrainConfig
+from trainables.config import EvaluateConfig, FillConfig, TrainConfig
 from trainables.device.memory import release_device
 from trainables.device.numa import run_near
 from trainables.device.precision import set_matmul_precision, with_precision
@@ -29,11 +29,12 @@ from trainables.engine.job import Job
 from trainables.engine.job_parts import open_loaders
 from trainables.engine.train import build, run_job
 from trainables.metrics.heartbeat import Heartbeat, watched
+from trainables.metrics.metrics_file import Report
 from trainables.object_store.run_copy import RunCopy
 from trainables.object_store.stage_copy import fetch_inputs, stored_stage
 from trainables.object_store.store import is_uri, object_at
 from trainables.redact import redact_record
-from trainables.rundir import StageDir, write_json
+from trainables.rundir import StageDir, append_line, write_json
 from trainables.stage_result import StageResult, write_stage_result
 from trainables.teachers.cache.fill import fill, sequential
 from trainables.worker.actor_connection import ActorConnection
@@ -45,13 +46,6 @@ from trainables.worker.reporter import Reporter
 from trainables.worker.reservation import worker_resources
 
 log = logging.getLogger("raydistill")
-
-MEASURES: dict[Measure, Callable[[EvaluateConfig, Group, Heartbeat], dict[str, Any]]] = {
-    "accuracy": evaluate_checkpoint,
-    "knn": probe_checkpoint,
-    "linear": probe_checkpoint,
-    "embed": embed_checkpoint,
-}
 
 
 def train_loop_per_worker(settings: dict[str, Any]) -> None:
@@ -231,12 +225,31 @@ def evaluate_loop_per_worker(settings: dict[str, Any]) -> None:
     set_up_cpus(config, group)
     set_matmul_precision()
     with watched() as heartbeat:
-        result = MEASURES[config.measure](config, group, heartbeat)
+        if config.measure == "accuracy":
+            result = evaluate_checkpoint(config, group, heartbeat)
+        else:
+            of_features = embed_checkpoint if config.measure == "embed" else probe_checkpoint
+            result = of_features(config, group, heartbeat, progress(config, group))
     if group.is_main and is_uri(config.output):
         store, name = object_at(config.output)
         store.put(name, json.dumps(result).encode())
     elif group.is_main:
         write_json(Path(config.output), result)
+
+
+def progress(config: EvaluateConfig, group: Group) -> Report:
+    """A `report` of how many images are done to where the driver's display looks, once a second; in an object store nowhere."""
+    if is_uri(config.output) or not group.is_main:
+        return lambda kind, step, epoch, metrics: None
+    file, last_s = StageDir(Path(config.output).with_suffix("")).metrics, 0.0
+
+    def report(kind: str, step: int, epoch: float, metrics: dict[str, float]) -> None:
+        nonlocal last_s
+        if kind == "start" or time.monotonic() > last_s + 1:
+            append_line(file, {"kind": kind, "step": step, "metrics": metrics})
+            last_s = time.monotonic()
+
+    return report
 
 
 def start_logging(stage: StageDir, group: Group) -> None:
