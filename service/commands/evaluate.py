@@ -18,7 +18,7 @@ TAP = click.option(
 )
 
 
-MEASURED = {"loss": "loss {:.5f}", "num_neighbors": "k-NN of {:.0f} neighbors", "l2": "linear probe, l2 {:g}"}
+MEASURED = {"loss": "loss {:.5f}", "num_neighbors": "k-NN of {:.0f} neighbors on {tap}", "l2": "linear probe on {tap}, l2 {:g}"}
 """What is printed behind an accuracy of what comes with it."""
 
 
@@ -85,8 +85,8 @@ def embed(
 ) -> None:
     """A model's features of every image of a data set, in one file.
 
-    Of both splits. A .parquet file has the columns path, split, label, class and embedding; a .npy file (N, D) of float32, its images' paths in
-    a .txt file next to it.
+    Of both splits. A .parquet file has the columns path, split, label, class and embedding; a .npy file (N, D) of float32, its
+    images' paths in a .txt file next to it.
     """
     if weights_key is not None and weights is None:
         raise click.UsageError("--weights-key: is of --weights: give --weights too, or leave it out")
@@ -99,7 +99,7 @@ def embed(
 
 def formatted(result: Mapping[str, Any]) -> list[str]:
     """The lines that are printed of what `evaluate_checkpoint` or `probe_checkpoint` returns."""
-    measured = next(text.format(result[name]) for name, text in MEASURED.items() if name in result)
+    measured = next(text.format(result[name], tap=result.get("tap")) for name, text in MEASURED.items() if name in result)
     trained = f"{result['num_train_images']:.0f} for training, " if "num_train_images" in result else ""
     counts = f"{result['num_images']:.0f} images, {trained}{result['skipped_images']:.0f} unreadable"
     return [f"Acc@1 {result['top1_pct']:.3f}  Acc@5 {result['top5_pct']:.3f}  {measured}  ({counts})", *details(result)]

@@ -18,10 +18,11 @@ from service.config.experiment import parse_override
 from service.config.messages import problems_of
 from service.config.paths import absolute
 from service.runs.display import Display, wait_for
-from service.runs.preflight import check_source
+from service.runs.preflight import check_source, note_equal_splits
 from service.runs.run_directory import check_writable
 from service.runs.stored.stored_runs import delete, display_name, fetch, fetch_checkpoint, ray_storage, run_store, uri_of
 from trainables.config import FEATURES_TAP, EvaluateConfig, Measure
+from trainables.data.identity import data_identity
 from trainables.errors import CheckpointError, ClusterError, DistillError, ExperimentError, StorageError
 from trainables.failures import OUT_OF_MEMORY_KINDS, RETRYABLE, WorkersFailedError, first_cause
 from trainables.models.checkpoint_header import FILE_SUFFIXES, is_safetensors, locate_checkpoint, read_checkpoint_header
@@ -136,8 +137,9 @@ def with_fitting_classes(config: EvaluateConfig, model: str, weights_key: str | 
     if config.measure != "accuracy":
         from trainables.engine.features import SPLITS, load_tapped
 
-        for split in SPLITS:
-            check_source(config.data, split)
+        train, val = (check_source(config.data, split) for split in SPLITS)
+        if config.measure != "embed":
+            note_equal_splits(config.data, data_identity(train, val))
         load_tapped(config)
         return config
     classes = check_source(config.data, "val").classes

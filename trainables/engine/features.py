@@ -98,6 +98,7 @@ def embed_checkpoint(config: EvaluateConfig, group: Group, heartbeat: Heartbeat,
 
 def _summary(config: EvaluateConfig, val: Features, skipped: list[str]) -> dict[str, Any]:
     return {
+        "tap": config.tap,
         "num_images": float(len(val.labels_N)),
         "skipped_images": float(len(skipped)),
         "skipped": skipped,

@@ -1,5 +1,6 @@
 """Where features are written, and what is refused before anything heavy is done."""
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +10,10 @@ import pytest
 
 from service.runs.embed import embed, write_npy
 from service.runs.evaluate import resolve
+from tests.trainables.data.photos import encoded, photo
 from tests.trainables.jobs import write_teacher
 from trainables.errors import CheckpointError, ExperimentError
+from trainables.notices import notices_to
 
 
 def test_an_npy_file_has_the_embeddings_and_a_text_file_the_paths(tmp_path: Path) -> None:
@@ -40,4 +43,19 @@ def test_a_probe_takes_a_checkpoint_of_other_classes_than_the_data_has(tmp_path:
     checkpoint = write_teacher(tmp_path / "m.safetensors", num_classes=3)
     with pytest.raises(CheckpointError, match="has 3 classes, none of them"):
         resolve(checkpoint, "digits", [])
-    assert resolve(checkpoint, "digits", [], measure="knn").measure == "knn"
+    lines = list[str]()
+    with notices_to(lines.append):
+        assert resolve(checkpoint, "digits", [], measure="knn").measure == "knn"
+    assert not lines
+
+
+def test_a_probe_says_where_its_validation_images_are_the_training_images(tmp_path: Path) -> None:
+    for split, label in itertools.product(("train", "val"), "ab"):
+        (folder := tmp_path / "images" / split / label).mkdir(parents=True)
+        (folder / "0.png").write_bytes(encoded(photo(0, 8, 8), "PNG"))
+    lines = list[str]()
+    with notices_to(lines.append):
+        resolve(write_teacher(tmp_path / "m.safetensors", num_classes=3), str(tmp_path / "images"), [], measure="linear")
+    assert [line.partition(": ")[2] for line in lines] == [
+        f"{tmp_path}/images: the validation images are the training images: accuracy on them says little"
+    ]
