@@ -1,9 +1,10 @@
-"""`distill evaluate`: exact accuracy of a checkpoint, on `scale.num_workers` workers."""
+"""`distill evaluate` and `embed`: accuracy of a checkpoint or of a probe, or features, on `scale.num_workers` workers."""
 
 import contextlib
 import json
 import shutil
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,11 @@ from service.config.experiment import parse_override
 from service.config.messages import problems_of
 from service.config.paths import absolute
 from service.runs.display import Display, wait_for
-from service.runs.preflight import check_source
+from service.runs.preflight import check_source, note_equal_splits
 from service.runs.run_directory import check_writable
 from service.runs.stored.stored_runs import delete, display_name, fetch, fetch_checkpoint, ray_storage, run_store, uri_of
-from trainables.config import EvaluateConfig
+from trainables.config import FEATURES_TAP, EvaluateConfig, Measure
+from trainables.data.identity import data_identity
 from trainables.errors import CheckpointError, ClusterError, DistillError, ExperimentError, StorageError
 from trainables.failures import OUT_OF_MEMORY_KINDS, RETRYABLE, WorkersFailedError, first_cause
 from trainables.models.checkpoint_header import FILE_SUFFIXES, is_safetensors, locate_checkpoint, read_checkpoint_header
@@ -28,17 +30,24 @@ from trainables.models.names import check_model_name, library_of
 from trainables.notices import notice
 from trainables.object_store.store import OPENING_S, ObjectStore, is_uri
 from trainables.rules import resize_covers_crop
-from trainables.rundir import RunDir, create_private
+from trainables.rundir import RunDir, StageDir, create_private
 
 CHANGEABLE = ("data", "scale", "precision")
 
 
 def resolve(
-    checkpoint: str, data_path: str, overrides: list[str], model: str | None = None, weights_key: str | None = None
+    checkpoint: str,
+    data_path: str,
+    overrides: list[str],
+    model: str | None = None,
+    weights_key: str | None = None,
+    *,
+    measure: Measure = "accuracy",
+    tap: str = FEATURES_TAP,
 ) -> EvaluateConfig:
     """The evaluation of `checkpoint` as it was trained, on other data; `--set` changes data.*, scale.* and precision.
 
-    With a `model`, `checkpoint` is as `teacher.weights`.
+    With a `model`, `checkpoint` is as `teacher.weights`. A probe and features take weights of any classes, or of none.
 
     Raises:
         CheckpointError: no such checkpoint, a damaged one, or one of other classes than the data's.
@@ -48,6 +57,8 @@ def resolve(
     tree: dict[str, Any] = {
         "checkpoint": "unset",
         "output": "unset",
+        "measure": measure,
+        "tap": tap,
         "data": {"path": absolute(data_path), "global_batch_size": 256},
     }
     for text in overrides:
@@ -61,10 +72,13 @@ def resolve(
     if model is not None:
         return with_published_images(model, checkpoint, weights_key, tree)
     path = fetch_checkpoint(checkpoint) if is_uri(checkpoint) else locate_checkpoint(checkpoint) or Path(checkpoint)
+    embeds = measure == "embed"
     if not path.is_file():
-        raise CheckpointError(f"no checkpoint at {path}: give a .safetensors file that `distill train` wrote")
+        or_model = ", or a model with --weights DEFAULT" if embeds else ""
+        raise CheckpointError(f"no checkpoint at {path}: give a .safetensors file that `distill train` wrote{or_model}")
     if path.suffix in FILE_SUFFIXES[1:] or read_checkpoint_header(path) is None:
-        raise CheckpointError(f"{path} does not name its model: add --model NAME, as in --model resnet18")
+        instead = f"write `distill embed MODEL --weights {path}`" if embeds else "add --model NAME, as in --model resnet18"
+        raise CheckpointError(f"{path} does not name its model: {instead}")
     return with_trained_images(path, tree)
 
 
@@ -112,7 +126,7 @@ def with_trained_images(checkpoint: Path, tree: dict[str, Any]) -> EvaluateConfi
 
 
 def with_fitting_classes(config: EvaluateConfig, model: str, weights_key: str | None = None) -> EvaluateConfig:
-    """The evaluation, whose model was loaded for the classes of its data.
+    """The evaluation, whose model was loaded for the classes of its data, or for its features.
 
     Raises DistillError: see `resolve`.
     """
@@ -120,6 +134,14 @@ def with_fitting_classes(config: EvaluateConfig, model: str, weights_key: str | 
 
     if problem := resize_covers_crop(config.data):
         raise ExperimentError(problem)
+    if config.measure != "accuracy":
+        from trainables.engine.features import SPLITS, load_tapped
+
+        train, val = (check_source(config.data, split) for split in SPLITS)
+        if config.measure != "embed":
+            note_equal_splits(config.data, data_identity(train, val))
+        load_tapped(config)
+        return config
     classes = check_source(config.data, "val").classes
     fit: dict[str, Any] = {"image_size": config.data.image_size, "classes": classes, "seed": 0}
     load_teacher(model, config.checkpoint, **fit, weights_key=weights_key)
@@ -142,13 +164,23 @@ def evaluate(
     *,
     model: str | None = None,
     weights_key: str | None = None,
+    measure: Measure = "accuracy",
+    tap: str = FEATURES_TAP,
 ) -> dict[str, Any]:
-    """Top-1, top-5, loss, the number of images, and the names of the unreadable ones, each with its reason.
+    """Top-1, top-5, the number of images, and the names of the unreadable ones, each with its reason; the loss, or what the
+    probe has chosen.
 
     Raises DistillError.
     """
     check_writable(root, None)
-    config = resolve(checkpoint, data_path, overrides, model, weights_key)
+    return carry_out(resolve(checkpoint, data_path, overrides, model, weights_key, measure=measure, tap=tap), checkpoint, root)
+
+
+def carry_out(config: EvaluateConfig, checkpoint: str, root: Path, take: Callable[[Path], None] | None = None) -> dict[str, Any]:
+    """What the workers of an evaluation return. `take` is called with the file of features, which is then removed.
+
+    Raises DistillError.
+    """
     check_ray_address()
     cpus = reserve(config, local_capacity())[1].total_cpus if is_local() else 0
     storage = RunDir(root.absolute() / ".evaluate")
@@ -159,8 +191,11 @@ def evaluate(
         from trainables.worker import trainer
 
         workers, reservation = reserve(config, cluster)
-        display.print(f"evaluating {checkpoint} on {config.data.path} with {config.scale.num_workers} workers")
+        doing = "embedding with" if take else "evaluating"
+        display.print(f"{doing} {checkpoint} on {config.data.path} with {config.scale.num_workers} workers")
         output = storage.root / f"{Path(config.checkpoint).stem}-{time.time_ns():x}.json"
+        if config.measure != "accuracy":
+            display.follow("images", StageDir(output.with_suffix("")))
         data = config.data.model_copy(update={"loader_workers": workers})
         job = config.model_copy(update={"data": data, "output": display_name(output)})
         gpu, name = bool(reservation.gpus), output.stem
@@ -170,6 +205,13 @@ def evaluate(
             fetch(output)
             result = dict(json.loads(output.read_text()))
             delete(output)
+            if take:
+                features = output.with_suffix(".parquet")
+                try:
+                    fetch(features)
+                    take(features)
+                finally:
+                    delete(features)
             return result
         except trainer.ClusterFullError as error:
             raise ClusterError(f"evaluation failed: {error}; wait for their end") from error
@@ -179,7 +221,8 @@ def evaluate(
             if is_copy:  # Ray's own files, which no cleaning would remove
                 with contextlib.suppress(StorageError):  # they are small, and how the evaluation ended matters more
                     ObjectStore(f"{ray_storage(storage)}/{name}", OPENING_S).delete_all()
-            shutil.rmtree(storage.tune / name, ignore_errors=True)
+            for folder in (storage.tune / name, output.with_suffix("")):
+                shutil.rmtree(folder, ignore_errors=True)
             for folder in (storage.tune, storage.root):
                 with contextlib.suppress(OSError):  # another evaluation is under way
                     folder.rmdir()

@@ -69,11 +69,9 @@ def check_data(experiment: Experiment, searched: Collection[str] = (), *, trains
         check_placement(experiment.data)
     train, val = (check_source(experiment.data, split) for split in ("train", "val"))
     data = data_identity(train, val)
-    where = f"data.path: {experiment.data.path}"
-    if (data.train.labels, data.train.contents) == (data.val.labels, data.val.contents):
-        notice(f"{where}: the validation images are the training images: accuracy on them says little")
-    elif len(val) > len(train):
-        notice(f"{where} has {len(train)} training and {len(val)} validation images: are they swapped?")
+    note_equal_splits(experiment.data, data)
+    if len(val) > len(train):
+        notice(f"data.path: {experiment.data.path} has {len(train)} training and {len(val)} validation images: are they swapped?")
     if trains_base and (problem := enough_images(experiment.data, len(train))):
         raise DataError(problem)
     if "data.image_size" not in searched:
@@ -82,6 +80,13 @@ def check_data(experiment: Experiment, searched: Collection[str] = (), *, trains
         check_fits(experiment, len(val.classes), [name for name in experiment.preparation if cut or name != "teacher"])
         check_parts(experiment, len(train), len(val.classes), trained_stages(experiment, searched))
     return data
+
+
+def note_equal_splits(data: DataConfig, identity: DataIdentity) -> None:
+    """Say where an accuracy would be one on the training images."""
+    train, val = identity.train, identity.val
+    if (train.labels, train.contents) == (val.labels, val.contents):
+        notice(f"data.path: {data.path}: the validation images are the training images: accuracy on them says little")
 
 
 def trained_stages(experiment: Experiment, searched: Collection[str]) -> list[str]:

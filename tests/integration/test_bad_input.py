@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
@@ -126,6 +127,12 @@ def test_corrupt_images_are_named_counted_and_left_out_up_to_a_limit_that_is_an_
     assert evaluated.code == 0, evaluated.err
     assert "(7 images, 1 unreadable)" in evaluated.out
     assert "skipped val/dog/02.jpg (truncated or damaged: image file is truncated" in evaluated.out
+    embedded = Command(
+        tmp_path, "embed", stage.best, "--data", root, "--to", tmp_path / "x.npy", overrides=["data.max_bad=0.1"]
+    ).end()
+    assert embedded.code == 0, embedded.err
+    assert "skipped train/cat/03.jpg (truncated or damaged: image file is truncated" in embedded.out
+    assert len(np.load(tmp_path / "x.npy")) == len((tmp_path / "x.txt").read_text().splitlines()) == 29
     assert not list(tmp_path.rglob(".evaluate"))
 
     strict = tmp_path / "strict"

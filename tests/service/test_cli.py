@@ -205,6 +205,8 @@ def test_code_that_ends_the_process_later_is_an_error_too(refuse: Refuse, monkey
         (["resume"], "Missing argument 'DIRECTORY'"),
         (["ui", "--port", "many"], "'many' is not a valid integer"),
         # No option is ignored without a word.
+        (["evaluate", "x", "--data", "digits", "--tap", "pooled"], "--tap: is of the features that --probe reads"),
+        (["embed", "x", "--data", "digits", "--to", "x.npy", "--weights-key", "a"], "--weights-key: is of --weights"),
         (["pack", "here", "there", "--quality", "90"], "--quality: is of the JPEGs that --max-side makes"),
         (["clean", "--older-than", "1d", "--unfinished", "--checkpoints"], "--unfinished and --checkpoints: give one of them"),
         (["data", "here", "--processes", "2"], "--processes: is for --verify"),

@@ -91,6 +91,8 @@ def test_every_other_command_can_be_submitted(tmp_path: Path, monkeypatch: pytes
         "doctor swept": f"doctor {tmp_path}/swept",
         "doctor digits --set seed=1": "doctor digits --set seed=1",
         "evaluate swept/best.safetensors --data swept": f"evaluate {tmp_path}/swept/best.safetensors --data {tmp_path}/swept",
+        "embed swept --data swept --to x.npy": f"embed {tmp_path}/swept --data {tmp_path}/swept --to {tmp_path}/x.npy",
+        "embed vgg11 --data digits --to /x.npy --weights DEFAULT": "embed vgg11 --data digits --to /x.npy --weights DEFAULT",
         "reproduce cifar100 --dry-run --teachers swept": f"reproduce cifar100 --teachers {tmp_path}/swept --dry-run",
         "ui --port 5001": "ui --port 5001",
     }

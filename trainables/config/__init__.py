@@ -7,9 +7,11 @@ from trainables.config.data import ON_DEVICE, ColorJitterConfig, DataConfig, Dev
 from trainables.config.distill import DistillConfig, InitStageOptions, MethodOptions, init_epochs
 from trainables.config.evaluation import EvalConfig
 from trainables.config.job import (
+    FEATURES_TAP,
     DataIdentity,
     EvaluateConfig,
     FillConfig,
+    Measure,
     Precision,
     RunStore,
     SplitIdentity,
@@ -22,6 +24,7 @@ from trainables.config.scale import ScaleConfig
 from trainables.config.section import Count, Natural, NonNegative, Positive, Probability, Section
 
 __all__ = [
+    "FEATURES_TAP",
     "ON_DEVICE",
     "AssistantConfig",
     "ColorJitterConfig",
@@ -35,6 +38,7 @@ __all__ = [
     "FillConfig",
     "InitStageOptions",
     "LossOptimConfig",
+    "Measure",
     "MethodOptions",
     "Natural",
     "NonNegative",

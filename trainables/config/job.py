@@ -16,6 +16,10 @@ from trainables.config.section import Count, Natural, Positive, Section
 
 Precision = Literal["fp32", "bf16", "fp16", "fp64", "auto"]
 """`auto`: see `trainables.device.precision`."""
+FEATURES_TAP = "pooled"
+"""The tap that is a model's features of an image, where none is named."""
+Measure = Literal["accuracy", "knn", "linear", "embed"]
+"""Of the model's own classes, or of a probe of its features; or its features, written to a file."""
 
 
 class TrainingConfig(Section):
@@ -143,14 +147,21 @@ class FillConfig(TrainConfig):
 
 
 class EvaluateConfig(Section):
-    """What one worker needs to evaluate a checkpoint."""
+    """What one worker needs to evaluate a checkpoint, or to write its features."""
 
     checkpoint: str = Field(description="a file; with a model, as teacher.weights")
     model: str | None = Field(None, description="of weights that do not name it; None: the checkpoint is one of ours")
     weights_key: str | None = Field(None, description="as teacher.weights_key")
+    measure: Measure = "accuracy"
+    tap: str = Field(FEATURES_TAP, description="the point of the model whose values are its features")
     run_store: RunStore | None = Field(None, description="where the checkpoint's run is, of which each node has a copy")
     output: str = Field(description="absolute path, or URI in an object store, of the JSON file that the result is written to")
     data: DataConfig
     scale: ScaleConfig = ScaleConfig()
     precision: Precision = "fp32"
     precision_reason: str = Field("", description="why it is this one, where precision was `auto`")
+
+    @property
+    def features_file(self) -> str:
+        """Next to `output`, the Parquet file of features that `embed` writes."""
+        return f"{self.output.removesuffix('.json')}.parquet"

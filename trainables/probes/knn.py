@@ -13,7 +13,7 @@ from trainables.distributed.group import Group, all_reduce_sum
 from trainables.probes.features import Features
 
 _MAX_SIMILARITIES = 2**25
-"""That are in memory at a time: 128 MiB of float32."""
+"""That are in memory at a time, of images or of neighbors with each other: 128 MiB of float32."""
 
 
 @torch.no_grad()
@@ -34,7 +34,8 @@ def knn(
     """
     train_ND = F.normalize(train.features_ND.to(group.device), dim=1)
     labels_N = train.labels_N.to(group.device)
-    num_neighbors, block = min(num_neighbors, len(labels_N)), max(1, _MAX_SIMILARITIES // len(labels_N))
+    num_neighbors = min(num_neighbors, len(labels_N))
+    block = max(1, _MAX_SIMILARITIES // max(len(labels_N), num_neighbors**2))
     hits = torch.zeros(2, dtype=torch.float64, device=group.device)
     for begin in range(group.rank * block, len(val.labels_N), group.world_size * block):
         beat()

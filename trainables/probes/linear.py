@@ -83,7 +83,7 @@ def standardized(features_ND: Tensor, labels_N: Tensor, num_classes: int, beat: 
     return replace(rows, std_D=torch.where(std_D > 0, std_D, 1))
 
 
-def fit(rows: Rows, l2: float, *, start: Tensor | None = None, max_gradient: float = 1e-6, max_iterations: int = 500) -> Tensor:
+def fit(rows: Rows, l2: float, *, start: Tensor | None = None, max_gradient: float = 1e-5, max_iterations: int = 500) -> Tensor:
     """The weights of least mean cross-entropy + l2/2·‖weights without the bias‖², by L-BFGS over all images at once.
 
     scikit-learn's `C` is 1 / (l2·N).

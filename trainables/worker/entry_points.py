@@ -24,15 +24,17 @@ from trainables.disk_writer import DiskWriter
 from trainables.distributed.group import Group, gather_objects
 from trainables.distributed.pipeline.layout import build_layout
 from trainables.engine.evaluate import evaluate_checkpoint
+from trainables.engine.features import embed_checkpoint, probe_checkpoint
 from trainables.engine.job import Job
 from trainables.engine.job_parts import open_loaders
 from trainables.engine.train import build, run_job
 from trainables.metrics.heartbeat import Heartbeat, watched
+from trainables.metrics.metrics_file import Report
 from trainables.object_store.run_copy import RunCopy
 from trainables.object_store.stage_copy import fetch_inputs, stored_stage
 from trainables.object_store.store import is_uri, object_at
 from trainables.redact import redact_record
-from trainables.rundir import StageDir, write_json
+from trainables.rundir import StageDir, append_line, write_json
 from trainables.stage_result import StageResult, write_stage_result
 from trainables.teachers.cache.fill import fill, sequential
 from trainables.worker.actor_connection import ActorConnection
@@ -214,7 +216,7 @@ def fill_loop_per_worker(settings: dict[str, Any]) -> None:
 
 
 def evaluate_loop_per_worker(settings: dict[str, Any]) -> None:
-    """Evaluate a checkpoint on the validation split; rank 0 writes the result to `output`.
+    """Evaluate a checkpoint, or write its features; rank 0 writes the result to `output`.
 
     `settings` is an `EvaluateConfig` as plain data. Raises DistillError.
     """
@@ -223,12 +225,31 @@ def evaluate_loop_per_worker(settings: dict[str, Any]) -> None:
     set_up_cpus(config, group)
     set_matmul_precision()
     with watched() as heartbeat:
-        result = evaluate_checkpoint(config, group, heartbeat)
+        if config.measure == "accuracy":
+            result = evaluate_checkpoint(config, group, heartbeat)
+        else:
+            of_features = embed_checkpoint if config.measure == "embed" else probe_checkpoint
+            result = of_features(config, group, heartbeat, progress(config, group))
     if group.is_main and is_uri(config.output):
         store, name = object_at(config.output)
         store.put(name, json.dumps(result).encode())
     elif group.is_main:
         write_json(Path(config.output), result)
+
+
+def progress(config: EvaluateConfig, group: Group) -> Report:
+    """A `report` of how many images are done to where the driver's display looks, once a second; in an object store nowhere."""
+    if is_uri(config.output) or not group.is_main:
+        return lambda kind, step, epoch, metrics: None
+    file, last_s = StageDir(Path(config.output).with_suffix("")).metrics, 0.0
+
+    def report(kind: str, step: int, epoch: float, metrics: dict[str, float]) -> None:
+        nonlocal last_s
+        if kind == "start" or time.monotonic() > last_s + 1:
+            append_line(file, {"kind": kind, "step": step, "metrics": metrics})
+            last_s = time.monotonic()
+
+    return report
 
 
 def start_logging(stage: StageDir, group: Group) -> None:

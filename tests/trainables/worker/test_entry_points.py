@@ -2,16 +2,19 @@
 
 import json
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 
 from service.commands.evaluate import formatted
 from tests.trainables.jobs import write_teacher
 from tests.trainables.teachers.cache.test_cached_teacher import settings
-from trainables.config import DataConfig, EvaluateConfig
+from trainables.config import DataConfig, EvaluateConfig, Measure
 from trainables.distributed.group import Group
 from trainables.rundir import StageDir
 from trainables.worker import entry_points
@@ -36,27 +39,42 @@ def alone_where_tf32_is_allowed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     torch.backends.cudnn.benchmark = benchmark
 
 
-def evaluated(tmp_path: Path, precision: str) -> list[str]:
-    """The lines that `distill evaluate` prints."""
+def evaluated(tmp_path: Path, precision: str, measure: Measure = "accuracy") -> dict[str, Any]:
+    """The result that rank 0 writes."""
     config = EvaluateConfig(
         checkpoint=write_teacher(tmp_path / "model.safetensors"),
         output=str(tmp_path / "output.json"),
         data=DataConfig(path="digits", image_size=8, loader_workers=1),
         precision=precision,
+        measure=measure,
     )
     entry_points.evaluate_loop_per_worker(config.model_dump(mode="json"))
-    return formatted(json.loads((tmp_path / "output.json").read_text()))
+    return dict(json.loads((tmp_path / "output.json").read_text()))
 
 
 def test_an_evaluation_has_full_products_and_prints_which_precision_auto_was(tmp_path: Path) -> None:
-    accuracy, precision = evaluated(tmp_path, "auto")
+    accuracy, precision = formatted(evaluated(tmp_path, "auto"))
     assert accuracy.startswith("Acc@1 ")
     assert precision == f"precision auto: fp32: {ON_A_CPU}"
     assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_an_evaluation_in_the_precision_that_is_written_prints_none(tmp_path: Path) -> None:
-    assert len(evaluated(tmp_path, "fp64")) == 1
+    assert len(formatted(evaluated(tmp_path, "fp64"))) == 1
+
+
+def test_a_probe_prints_its_accuracy_and_shows_how_many_images_are_done(tmp_path: Path) -> None:
+    (line,) = formatted(evaluated(tmp_path, "fp32", "knn"))
+    assert line.endswith("  k-NN of 20 neighbors on pooled  (355 images, 1442 for training, 0 unreadable)")
+    shown = [json.loads(line) for line in StageDir(tmp_path / "output").metrics.read_text().splitlines()]
+    assert [line["metrics"]["max_steps"] for line in shown if line["kind"] == "start"] == [1442, 355]
+    (line,) = formatted(evaluated(tmp_path, "fp32", "linear"))
+    assert re.search(r"^Acc@1 [\d.]+  Acc@5 [\d.]+  linear probe on pooled, l2 \S+  \(355 images, ", line)
+
+
+def test_features_are_written_next_to_the_result(tmp_path: Path) -> None:
+    assert evaluated(tmp_path, "fp32", "embed")["num_images"] == 1797
+    assert pq.read_metadata(tmp_path / "output.parquet").num_rows == 1797
 
 
 def test_filling_a_cache_has_full_products_and_writes_which_precision_auto_was(tmp_path: Path) -> None:

@@ -1,0 +1,61 @@
+"""Where features are written, and what is refused before anything heavy is done."""
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from service.runs.embed import embed, write_npy
+from service.runs.evaluate import resolve
+from tests.trainables.data.photos import encoded, photo
+from tests.trainables.jobs import write_teacher
+from trainables.errors import CheckpointError, ExperimentError
+from trainables.notices import notices_to
+
+
+def test_an_npy_file_has_the_embeddings_and_a_text_file_the_paths(tmp_path: Path) -> None:
+    values_ND = np.arange(30, dtype=np.float32).reshape(10, 3)
+    embedding = pa.FixedSizeListArray.from_arrays(pa.array(values_ND.ravel()), 3)
+    table = pa.table({"path": [f"val/a/{number}.jpg" for number in range(10)], "embedding": embedding})
+    pq.write_table(table, tmp_path / "x.parquet", row_group_size=4)
+    write_npy(tmp_path / "x.parquet", tmp_path / "x.npy")
+    assert np.array_equal(np.load(tmp_path / "x.npy"), values_ND)
+    assert (tmp_path / "x.txt").read_text().splitlines() == table["path"].to_pylist()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.npy", "x.parquet", "x.txt"]
+
+
+def test_what_cannot_be_embedded_is_refused_with_what_to_write(tmp_path: Path) -> None:
+    root, file = tmp_path / "runs", tmp_path / "x.pth"
+    with pytest.raises(ExperimentError, match=r"--to x.csv: write a file of the name FILE.parquet or FILE.npy"):
+        embed("m.safetensors", "digits", Path("x.csv"), [], root)
+    with pytest.raises(CheckpointError, match=r"no checkpoint at resnet18: .* or a model with --weights DEFAULT"):
+        embed("resnet18", "digits", tmp_path / "x.npy", [], root)
+    file.write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"x.pth does not name its model: write `distill embed MODEL --weights .*x.pth`"):
+        embed(str(file), "digits", tmp_path / "x.npy", [], root)
+    assert not root.exists()
+
+
+def test_a_probe_takes_a_checkpoint_of_other_classes_than_the_data_has(tmp_path: Path) -> None:
+    checkpoint = write_teacher(tmp_path / "m.safetensors", num_classes=3)
+    with pytest.raises(CheckpointError, match="has 3 classes, none of them"):
+        resolve(checkpoint, "digits", [])
+    lines = list[str]()
+    with notices_to(lines.append):
+        assert resolve(checkpoint, "digits", [], measure="knn").measure == "knn"
+    assert not lines
+
+
+def test_a_probe_says_where_its_validation_images_are_the_training_images(tmp_path: Path) -> None:
+    for split, label in itertools.product(("train", "val"), "ab"):
+        (folder := tmp_path / "images" / split / label).mkdir(parents=True)
+        (folder / "0.png").write_bytes(encoded(photo(0, 8, 8), "PNG"))
+    lines = list[str]()
+    with notices_to(lines.append):
+        resolve(write_teacher(tmp_path / "m.safetensors", num_classes=3), str(tmp_path / "images"), [], measure="linear")
+    assert [line.partition(": ")[2] for line in lines] == [
+        f"{tmp_path}/images: the validation images are the training images: accuracy on them says little"
+    ]

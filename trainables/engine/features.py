@@ -1,0 +1,203 @@
+"""`distill evaluate --probe` and `distill embed`: the features that a frozen model has of a labeled set, or of any.
+
+Shapes: B batch, N images, D features.
+"""
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from torch import Tensor, float32, float64, nn
+
+from trainables.config import EvaluateConfig
+from trainables.data.interface import Source
+from trainables.data.loader.loader import Loader
+from trainables.data.loader.loader_process import loader_process
+from trainables.data.order import Split
+from trainables.data.source import open_on_node
+from trainables.device.device_batches import DeviceBatch
+from trainables.device.precision import with_precision
+from trainables.device.tensor_format import autocast, to_pixels
+from trainables.distributed.group import Group, gather_objects
+from trainables.engine import checkpoint
+from trainables.errors import DataError, ModelError
+from trainables.metrics.heartbeat import Heartbeat
+from trainables.metrics.metrics_file import Report
+from trainables.models.model_input import student_input
+from trainables.models.pixels import take_pixels
+from trainables.models.taps import Taps
+from trainables.models.trained_input import trained_input
+from trainables.models.weights import load_teacher
+from trainables.object_store.store import is_uri, object_at
+from trainables.probes.features import Features, gather_features
+from trainables.probes.knn import knn
+from trainables.probes.linear import linear_probe
+from trainables.rundir import replacing
+
+SPLITS: tuple[Split, ...] = ("train", "val")
+PROBES: dict[str, Callable[..., dict[str, float]]] = {"knn": knn, "linear": linear_probe}
+_NUMBERS_A_GROUP = 2**24
+"""Of features in a row group of a Parquet file: 64 MiB."""
+
+
+def probe_checkpoint(config: EvaluateConfig, group: Group, heartbeat: Heartbeat, report: Report) -> dict[str, Any]:
+    """The accuracy of the probe `config.measure` on features of the validation images, on every rank; see `evaluate_checkpoint`.
+
+    `report` is called for each split and batch, a `step` being an image.
+
+    Raises DistillError: the weights or the data cannot be read, or have no such tap.
+    """
+    config = with_precision(config, group)
+    embed, skipped, found = embedder(config, group, report), list[str](), list[Features]()
+    heartbeat.enter("eval")
+    for split in SPLITS:
+        with split_loader(config, split, group, report) as loader:
+            found.append(gather_features(embed, loader, group, heartbeat))
+            skipped += all_skipped(loader, group)
+        if not len(found[-1].labels_N):
+            raise DataError(f"{config.data.path}: not one image of the split {split} could be read")
+    train, val = found
+    return {
+        **PROBES[config.measure](train, val, group, beat=heartbeat.beat),
+        "num_train_images": float(len(train.labels_N)),
+        **_summary(config, val, skipped),
+    }
+
+
+def embed_checkpoint(config: EvaluateConfig, group: Group, heartbeat: Heartbeat, report: Report) -> dict[str, Any]:
+    """Write the features of every image of both splits to `config.features_file`; see `probe_checkpoint`.
+
+    Its columns: `path`, the image's name; `split`; `label` and `class`, null where there are none; `embedding`, D of float32.
+    """
+    config = with_precision(config, group)
+    embed, skipped, num_images, num_features = embedder(config, group, report), list[str](), 0, 0
+    heartbeat.enter("eval")
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(_stored(config.features_file)) if group.is_main else None
+        writer: pq.ParquetWriter | None = None
+        for split in SPLITS:
+            with split_loader(config, split, group, report) as loader:
+                features = gather_features(embed, loader, group, heartbeat, main_only=True)
+                skipped += all_skipped(loader, group)
+                for table in tables(features, split, loader.source):
+                    writer = writer or stack.enter_context(pq.ParquetWriter(file, table.schema))
+                    writer.write_table(table)
+                    heartbeat.beat()
+            num_images += len(features.labels_N)
+            num_features = features.features_ND.shape[1] or num_features
+        heartbeat.enter("checkpoint")  # a large file takes its time to a store
+        if group.is_main and not num_images:
+            raise DataError(f"{config.data.path}: not one image could be read")
+    return {**_summary(config, features, skipped), "num_images": float(num_images), "num_features": float(num_features)}
+
+
+def _summary(config: EvaluateConfig, val: Features, skipped: list[str]) -> dict[str, Any]:
+    return {
+        "tap": config.tap,
+        "num_images": float(len(val.labels_N)),
+        "skipped_images": float(len(skipped)),
+        "skipped": skipped,
+        "precision": config.precision,
+        "precision_reason": config.precision_reason,
+    }
+
+
+def load_tapped(config: EvaluateConfig) -> tuple[nn.Module, Taps]:
+    """A checkpoint's model with the classes that it was trained on, and the tap that `config.tap` names, on the CPU.
+
+    Raises:
+        CheckpointError, ModelError: see `load_teacher`; the model has no such tap, or it is no vector for each image.
+    """
+    name = config.model or checkpoint.read_about(Path(config.checkpoint))["model"]
+    record = trained_input(name, config.checkpoint)
+    num_classes = record.num_classes if record else 0
+    classes = (record.categories if record else ()) or tuple(map(str, range(num_classes)))
+    fit: dict[str, Any] = {"num_classes": num_classes, "image_size": config.data.image_size, "classes": classes, "seed": 0}
+    model = load_teacher(name, config.checkpoint, **fit, weights_key=config.weights_key)
+    taps = Taps(model, [config.tap], name=name, image_size=config.data.image_size)
+    if [len(shape) for shape in taps.shapes] != [1]:
+        shapes = " and ".join(str(shape) for shape in taps.shapes)
+        raise ModelError(f"model {name}: the tap {config.tap} is {shapes} for an image, not a vector: use pooled")
+    return model, taps
+
+
+def embedder(config: EvaluateConfig, group: Group, report: Report) -> Callable[[DeviceBatch], Tensor]:
+    """A function from a batch of uint8 images to the tapped features (B, D) of a checkpoint. Raises as `load_tapped` does."""
+    model, taps = load_tapped(config)
+    dtype = float64 if config.precision == "fp64" else float32
+    model.to(group.device, dtype)
+    take_pixels(model, student_input(config.data))
+    precision = autocast(config.precision, group.device)
+
+    def embed(batch: DeviceBatch) -> Tensor:
+        with precision(), taps.capture():
+            model(to_pixels(batch.images_BCHW, dtype))
+            (features_BD,) = taps.pop()
+        report("step", batch.position, 0.0, {})
+        return features_BD
+
+    return embed
+
+
+@contextlib.contextmanager
+def split_loader(config: EvaluateConfig, split: Split, group: Group, report: Report) -> Iterator[Loader]:
+    """The images of a split as those of a validation: as they are stored, without augmentation. Closes it."""
+    data = config.data.model_copy(update={"shuffle": "none"})
+    assert isinstance(data.loader_workers, int)
+    loader = Loader(
+        open_on_node(data, split),
+        data,
+        split="val",
+        seed=0,
+        rank=group.rank,
+        world_size=group.world_size,
+        loader_workers=data.loader_workers,
+        device=group.device,
+        process=loader_process(data, world_size=group.world_size, device=group.device),
+    )
+    report("start", 0, 0.0, {"max_steps": float(len(loader.source))})
+    with contextlib.closing(loader):
+        yield loader
+
+
+def all_skipped(loader: Loader, group: Group) -> list[str]:
+    """The images of an epoch that no rank could read, and why. Raises DataError: more than `data.max_bad` allows."""
+    skipped = {index: image for part in gather_objects(loader.skipped, group) for index, image in part.items()}
+    loader.refuse_too_many(skipped)
+    return list(skipped.values())
+
+
+def tables(features: Features, split: Split, source: Source) -> Iterator[pa.Table]:
+    """See `embed_checkpoint`."""
+    num_images, num_features = features.features_ND.shape
+    size = max(1, _NUMBERS_A_GROUP // max(1, num_features))
+    for rows in (slice(begin, begin + size) for begin in range(0, num_images, size)):
+        labels = [label if label >= 0 else None for label in features.labels_N[rows].tolist()]
+        values = pa.array(features.features_ND[rows].numpy().astype(np.float32, copy=False).ravel())
+        yield pa.table(
+            {
+                "path": [source.name(index) for index in features.indices_N[rows].tolist()],
+                "split": [split] * len(labels),
+                "label": pa.array(labels, pa.int64()),
+                "class": pa.array([None if label is None else source.classes[label] for label in labels], pa.string()),
+                "embedding": pa.FixedSizeListArray.from_arrays(values, num_features),
+            }
+        )
+
+
+@contextlib.contextmanager
+def _stored(path: str) -> Iterator[Path]:
+    """A path to write to, which is `path` at the end, also in an object store."""
+    if not is_uri(path):
+        with replacing(Path(path)) as temporary:
+            yield temporary
+        return
+    store, name = object_at(path)
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder, name)
+        store.put(name, Path(folder, name))
