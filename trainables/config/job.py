@@ -16,7 +16,7 @@ from trainables.config.section import Count, Natural, Positive, Section
 
 Precision = Literal["fp32", "bf16", "fp16", "fp64", "auto"]
 """`auto`: see `trainables.device.precision`."""
-FEATURES_TAP = "pooled"
+FEATURES_TAP = "embedding"
 """The tap that is a model's features of an image, where none is named."""
 Measure = Literal["accuracy", "knn", "linear", "embed"]
 """Of the model's own classes, or of a probe of its features; or its features, written to a file."""

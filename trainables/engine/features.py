@@ -31,7 +31,6 @@ from trainables.metrics.metrics_file import Report
 from trainables.models.model_input import student_input
 from trainables.models.pixels import take_pixels
 from trainables.models.taps import Taps
-from trainables.models.trained_input import trained_input
 from trainables.models.weights import load_teacher
 from trainables.object_store.store import is_uri, object_at
 from trainables.probes.features import Features, gather_features
@@ -108,17 +107,14 @@ def _summary(config: EvaluateConfig, val: Features, skipped: list[str]) -> dict[
 
 
 def load_tapped(config: EvaluateConfig) -> tuple[nn.Module, Taps]:
-    """A checkpoint's model with the classes that it was trained on, and the tap that `config.tap` names, on the CPU.
+    """A checkpoint's model without its classifier, and the tap that `config.tap` names, on the CPU.
 
     Raises:
         CheckpointError, ModelError: see `load_teacher`; the model has no such tap, or it is no vector for each image.
     """
     name = config.model or checkpoint.read_about(Path(config.checkpoint))["model"]
-    record = trained_input(name, config.checkpoint)
-    num_classes = record.num_classes if record else 0
-    classes = (record.categories if record else ()) or tuple(map(str, range(num_classes)))
-    fit: dict[str, Any] = {"num_classes": num_classes, "image_size": config.data.image_size, "classes": classes, "seed": 0}
-    model = load_teacher(name, config.checkpoint, **fit, weights_key=config.weights_key)
+    fit: dict[str, Any] = {"image_size": config.data.image_size, "classes": (), "seed": 0, "weights_key": config.weights_key}
+    model = load_teacher(name, config.checkpoint, **fit, logits=False)
     taps = Taps(model, [config.tap], name=name, image_size=config.data.image_size)
     if [len(shape) for shape in taps.shapes] != [1]:
         shapes = " and ".join(str(shape) for shape in taps.shapes)
