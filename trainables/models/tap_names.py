@@ -105,9 +105,10 @@ class TapNames:
         taps, pooled = {name: Tap(path, as_map) for name, path in paths.items()}, self._pooled(model)
         if declared.map is not None and len(self._shape(Tap(declared.map, as_map))) == 3:
             mean = Tap(declared.map, declared.layout.mean, "mean")
-            taps |= {"map": Tap(declared.map, as_map), "embedding": declared.embedding or mean}
+            last_map = Tap(declared.map, as_map, "patch tokens" if declared.layout.num_prefix_tokens else "")
+            taps |= {"map": last_map, "embedding": declared.embedding or mean}
             if declared.embedding is None and pooled is not None and self._shape(pooled) == self._shape(mean):
-                taps["unpooled"] = taps["map"]
+                taps["unpooled"] = last_map
         return taps if pooled is None else {**taps, "embedding": taps.get("embedding", pooled), "pooled": pooled}
 
     def _pooled(self, model: nn.Module) -> Tap | None:

@@ -6,6 +6,8 @@ from tests.trainables.models.small_families import NoDraws
 from trainables.errors import ModelError
 from trainables.models.forward import logits_and_aux
 from trainables.models.registry import MODELS, build_model, check_forward, construct
+from trainables.models.tap_names import classifier, without_classifier
+from trainables.models.taps import Taps
 
 
 def equal(one: nn.Module, other: nn.Module) -> bool:
@@ -85,6 +87,44 @@ def test_timms_models_get_a_head_of_the_right_size() -> None:
     assert not equal(model, build_model("timm/resnet10t", num_classes=13, image_size=32, seed=1))
     vit = build_model("vit_tiny_patch16_224", num_classes=3, image_size=32, seed=0)
     assert vit.get_parameter("pos_embed").shape[1] == 1 + 4
+
+
+@pytest.mark.parametrize(
+    ("name", "image_size"),
+    [
+        *((name, 32) for name in ("convnet_small", "mlp_small", "wrn_16_1", "vgg8_cifar", "mobilenetv2_half_cifar")),
+        *((name, 64) for name in ("resnet18", "mobilenet_v3_small", "shufflenet_v2_x0_5", "googlenet")),
+        *((name, 64) for name in ("timm/resnet10t", "timm/convnext_atto", "timm/mobilenetv4_conv_small")),
+    ],
+)
+def test_a_model_of_0_classes_returns_the_pooled_features_that_its_classifier_would_read(name: str, image_size: int) -> None:
+    if name.startswith("timm/"):
+        pytest.importorskip("timm")
+    model = construct(name, num_classes=0, image_size=image_size, seed=3)
+    assert model.num_classes == 0
+    assert equal(model, construct(name, num_classes=0, image_size=image_size, seed=3))
+    images = torch.randn(2, 3, image_size, image_size)
+    for training in (True, False):
+        features_BD = model.train(training)(images)
+        assert tuple(features_BD.shape[:1]) == (2,)
+        assert features_BD.ndim == 2
+    taps = Taps(model, ["pooled"], name=name, image_size=image_size)
+    with taps.capture():
+        features_BD = model(images)
+        assert torch.equal(taps.pop()[0], features_BD)
+    with NoDraws():
+        complete = construct(name, num_classes=5, image_size=image_size, seed=3)
+    assert features_BD.shape[1] == classifier(complete).in_features
+    complete.load_state_dict(model.state_dict(), strict=False)
+    assert torch.equal(without_classifier(complete).eval()(images), features_BD)
+
+
+def test_a_model_that_cannot_lose_its_classifier_or_has_none_is_refused_in_one_line() -> None:
+    with NoDraws():
+        with pytest.raises(ModelError, match="SqueezeNet ends with Conv2d, not with a linear layer: choose a model that does"):
+            construct("squeezenet1_1", num_classes=0, image_size=64, seed=0)
+        with pytest.raises(ModelError, match="MobileNetV3 has no classifier: give it classes"):
+            classifier(construct("mobilenet_v3_small", num_classes=0, image_size=64, seed=0))
 
 
 @pytest.mark.parametrize(

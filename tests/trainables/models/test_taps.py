@@ -12,7 +12,9 @@ from tests.trainables.models.small_families import SMALL, small, unchanged
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
 from trainables.errors import ModelError
-from trainables.models.forward import logits_and_aux
+from trainables.models.forward import logits_and_aux, seeded
+from trainables.models.model_input import ModelInput
+from trainables.models.pixels import take_pixels
 from trainables.models.registry import construct
 from trainables.models.tap_names import classifier, list_taps
 from trainables.models.taps import Taps
@@ -292,7 +294,8 @@ def test_of_a_module_that_is_called_several_times_the_last_call_counts() -> None
         ("resnet", "layer1.0.bn2", "layer1.0.bn2 is overwritten in place after it is read"),
         ("densenet", "stage4.preact", "has no stage4.preact: how its stages end is not declared; there are stem"),
         ("densenet", "features.denseblock1.denselayer2:in", "denselayer2:in is a list, not a tensor"),
-        ("vit", "stages", "has no stages: no stages of it are declared; there are pooled"),
+        ("vit", "stages", "has no stages: no stages of it are declared; there are map, embedding, pooled"),
+        ("mlp_small", "map", "has no map: where its last map is, is not declared; there are embedding, pooled"),
         ("vit", "stage1.preact", "has no stage1.preact: no stages of it are declared"),
         ("vit", "encoder.layers.encoder_layer_0.self_attention", "is a tuple, not a tensor"),
         ("googlenet", "aux1", "aux1 is not called in eval mode"),
@@ -388,18 +391,115 @@ def test_a_model_that_ends_otherwise_has_no_classifier() -> None:
         classifier(unchanged("squeezenet1_1", 64))
 
 
+# The last map, and the features of an image
+
+TINY = {"embed_dim": 32, "depth": 2, "num_heads": 2}
+"""A vision transformer of timm's in small."""
+READ_AS = {
+    "vit_small_patch14_dinov2": (28, TINY, "class token"),
+    "vit_small_patch14_reg4_dinov2": (28, TINY, "class token"),
+    "vit_small_patch16_dinov3": (32, TINY, "class token"),
+    "deit_tiny_distilled_patch16_224": (32, TINY, "class token"),
+    "vit_base_patch16_clip_224": (32, TINY, "class token"),
+    "vit_base_patch16_siglip_224": (32, TINY, "attn_pool"),
+    "vit_pe_core_base_patch16_224": (32, TINY | {"attn_pool_num_heads": 2, "ref_feat_shape": (2, 2)}, "attn_pool"),
+    "beit_base_patch16_224": (32, TINY, "fc_norm"),
+    "convnext_atto": (64, {}, "mean"),
+    "resnet18": (64, {}, "mean"),
+    "efficientnet_lite0": (64, {}, "mean"),
+    "mobilenetv4_conv_small": (64, {}, "mean"),
+    "swin_tiny_patch4_window7_224": (64, {"embed_dim": 24, "depths": (1, 1, 1, 1)}, "mean"),
+    "levit_128s": (64, {}, "mean"),
+}
+"""timm's name → image size, options, and what of its last values is `embedding`."""
+
+
+def popped(model: nn.Module, taps: list[str], image_size: int) -> list[Tensor]:
+    tapped = Taps(model, taps, name=type(model).__name__, image_size=image_size)
+    with tapped.capture():
+        model(images(image_size))
+        found = tapped.pop()
+    assert tuple(tuple(tensor.shape[1:]) for tensor in found) == tapped.shapes
+    tapped.remove()
+    return list(found)
+
+
+@pytest.mark.parametrize("name", READ_AS)
+def test_map_and_embedding_are_the_last_features_as_timm_itself_returns_them(name: str) -> None:
+    timm = pytest.importorskip("timm")
+    image_size, options, what = READ_AS[name]
+    sized = {"img_size": image_size} if what != "mean" or name.startswith(("swin", "levit")) else {}
+    with seeded(name):
+        model = timm.create_model(name, num_classes=0, **sized, **options).eval()
+    model.requires_grad_(False)
+    map_BCHW, embedding_BD, pooled_BD = popped(model, ["map", "embedding", "pooled"], image_size)
+    last = model.forward_features(images(image_size))
+    if last.ndim == 4:  # of a CNN, whose intermediates may end before its last convolution
+        expected = last.movedim(-1, 1) if name.startswith("swin") else last
+    else:
+        expected = model.forward_intermediates(images(image_size), norm=True, output_fmt="NCHW", intermediates_only=True)[-1]
+    torch.testing.assert_close(map_BCHW, expected, rtol=1e-5, atol=1e-5)
+    by_hand = {
+        "class token": lambda: last[:, 0],
+        "attn_pool": lambda: model.attn_pool(last),
+        "fc_norm": lambda: model.fc_norm(last[:, 1:].mean(1)),
+        "mean": lambda: expected.mean((2, 3)),
+    }
+    torch.testing.assert_close(embedding_BD, by_hand[what](), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(pooled_BD, model(images(image_size)))
+
+
+@pytest.mark.parametrize(
+    ("name", "image_size", "last"),
+    [("resnet", 64, "layer4"), ("swin", 64, "norm"), ("mobilenet_v3_small", 64, "features"), ("vit", 64, "encoder")],
+)
+def test_map_and_embedding_of_torchvisions_models_are_those_of_their_own_modules(name: str, image_size: int, last: str) -> None:
+    model = build(name, image_size).eval()
+    map_BCHW, embedding_BD, value = popped(model, ["map", "embedding", last], image_size)
+    if name == "vit":
+        assert torch.equal(embedding_BD, value[:, 0])
+        assert torch.equal(map_BCHW, value[:, 1:].transpose(1, 2).reshape(4, -1, 2, 2))
+    else:
+        assert torch.equal(map_BCHW, value.movedim(-1, 1) if name == "swin" else value)
+        torch.testing.assert_close(embedding_BD, map_BCHW.mean((2, 3)))
+
+
+def test_a_list_of_taps_says_what_the_embedding_is() -> None:
+    found = {name: {point.name: point for point in list_taps(unchanged(name, 64), 64)} for name in ("vit", "resnet", "mlp_small")}
+    assert found["vit"]["embedding"].aliases == ("class token of encoder",)
+    assert found["vit"]["map"].shape == (32 // 2, 2, 2)
+    assert found["resnet"]["embedding"].aliases == ("mean of layer4",)
+    assert "map" in found["resnet"]["stage4"].aliases
+    assert found["mlp_small"]["embedding"].aliases[0] == "pooled"
+
+
+def test_gradients_of_map_and_embedding_reach_a_student_that_takes_pixels_of_any_size() -> None:
+    for name in ("vit", "swin", "convnet_small"):
+        model = build(name, 64)
+        take_pixels(model, ModelInput(64, (0.5, 0.5, 0.5), (0.25, 0.25, 0.25), "bilinear"))
+        taps = Taps(model, ["map", "embedding"], name=name, image_size=64)
+        with taps.capture():
+            model(images(80))
+            map_BCHW, embedding_BD = taps.pop()
+        assert tuple(map_BCHW.shape[1:]) == taps.shapes[0]
+        (map_BCHW.square().sum() + embedding_BD.square().sum()).backward()
+        first = next(parameter for parameter in model.parameters())
+        assert first.grad is not None
+        assert first.grad.abs().sum() > 0
+
+
 # Around the model
 
 
 def sum_of_taps_gradients(group: Group, num_images: int) -> list[Tensor]:
     model = build("convnet_small", 8, dtype=torch.float64).eval()  # no statistics of a part of the batch
-    taps = Taps(model, ["stage1.preact", "pooled"], name="convnet_small", image_size=8)
+    taps = Taps(model, ["stage1.preact", "embedding", "map"], name="convnet_small", image_size=8)
     wrapped = DistributedDataParallel(model) if group.world_size > 1 else model
     part = images(8, num=num_images, dtype=torch.float64).tensor_split(group.world_size)[group.rank]
     with taps.capture():
         logits_BK = wrapped(part)
-        before, pooled_BD = taps.pop()
-    loss = logits_BK.square().sum() + before.pow(3).sum() + pooled_BD.square().sum()
+        before, embedding_BD, map_BCHW = taps.pop()
+    loss = logits_BK.square().sum() + before.pow(3).sum() + embedding_BD.square().sum() + map_BCHW.pow(3).sum()
     (loss * group.world_size).backward()
     return [p.grad for p in model.parameters() if p.grad is not None]
 

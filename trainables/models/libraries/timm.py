@@ -156,13 +156,13 @@ class Timm(Library):
         return type(model).__module__.startswith("timm.")
 
     def taps(self, model: nn.Module) -> DeclaredTaps:
-        """By its `feature_info`; a ViT's has blocks of one resolution, which are no stages."""
+        """By its `feature_info`; a ViT's blocks of one resolution are no stages, and Hiera's tokens are in the order of windows."""
         from torch import nn
 
         modules = dict(model.named_modules())
         info = getattr(model, "feature_info", None) or []
         info = [each for each in getattr(info, "info", info) if not isinstance(modules.get(each["module"]), nn.MaxPool2d)]
-        if len({each["reduction"] for each in info}) < 2:
+        if len({each["reduction"] for each in info}) < 2 or type(model).__name__ == "Hiera":
             info = []
         points = [each["module"] + (":in" if each.get("hook_type") == "forward_pre" else "") for each in info]
         stem = next((path for path in (*points[:1], *STEMS) if path in STEMS and path in modules), None) if points else None
