@@ -114,3 +114,18 @@ def test_a_folder_that_is_no_packed_set_is_refused(tmp_path: Path, capsys: pytes
     code, out, err = run(capsys, "data", tmp_path)
     assert (code, out) == (2, "")
     assert "index.json cannot be read: No such file or directory; give a folder that `distill pack` made" in err
+
+
+def test_a_set_without_labels_is_shown_without_classes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "photos").mkdir()
+    for number in range(40):
+        photo(number).save(tmp_path / "photos" / f"{number:02}.jpg")
+    code, out, err = run(capsys, "pack", tmp_path / "photos", tmp_path / "packed", "--no-labels", "--val-share", 0.25)
+    assert (code, "30 train, 10 val images without labels in 2 shards" in out) == (0, True), out
+    assert "note: data.val_share: 10 of 40 images are held out for validation, by a hash of their paths" in err
+    code, out, err = run(capsys, "data", tmp_path / "packed", "--sheet", tmp_path / "sheet.png")
+    assert (code, err) == (0, "")
+    assert "images as files; 0 unreadable left out; without labels" in out
+    assert cells(out, "train")[1:3] == ["30", "1"]
+    assert "class" not in out
+    assert "30 pictures" in out

@@ -9,7 +9,7 @@ from tests.trainables.data.image_folder import write_images
 from trainables.notices import notices_to
 
 
-def noticed(folder: Path) -> list[str]:
+def noticed(folder: Path, *more: str) -> list[str]:
     lines: list[str] = []
     overrides = [
         f"data.path={folder}",
@@ -17,10 +17,11 @@ def noticed(folder: Path) -> list[str]:
         "data.global_batch_size=2",
         "student.model=mlp_small",
         "teacher=null",
+        *more,
     ]
     with notices_to(lines.append):
         check_data(load("digits", overrides).experiment)
-    return [line for line in lines if line.startswith("data.path")]
+    return [line for line in lines if line.startswith(("data.path", "data.val_share", str(folder)))]
 
 
 def test_validation_images_that_are_the_training_images_are_named(tmp_path: Path) -> None:
@@ -35,3 +36,11 @@ def test_validation_images_that_are_the_training_images_are_named(tmp_path: Path
 def test_more_validation_than_training_images_may_be_swapped_splits(tmp_path: Path) -> None:
     folder = write_images(tmp_path / "images", num_train=1)
     assert noticed(folder) == [f"data.path: {folder} has 2 training and 4 validation images: are they swapped?"]
+
+
+def test_what_is_held_out_of_images_without_labels_is_a_line(tmp_path: Path) -> None:
+    folder = write_images(tmp_path / "images", num_train=20) / "train"
+    assert noticed(folder, "data.labels=false", "data.val_share=0.2") == [
+        "data.val_share: 6 of 40 images are held out for validation, by a hash of their paths"
+    ]
+    assert noticed(folder.parent, "data.labels=false") == [f"{folder.parent}: its labels are not used"]

@@ -183,7 +183,7 @@ def test_a_list_has_a_path_a_line_perhaps_with_a_label(tmp_path: Path, file: str
     _with(tmp_path / file, "".join(f"{path}{label}\r\n" for path in absolute).encode())
     found = [name for source in opened(tmp_path / file) for name in names(source)]
     assert sorted(found) == sorted(f"photos/{path}" for path in paths)
-    assert (f"{tmp_path}: its labels are not used" in noticed(tmp_path / file)) == bool(label)
+    assert (f"{tmp_path / file}: its labels are not used" in noticed(tmp_path / file)) == bool(label)
 
 
 def test_paths_with_commas_and_spaces_are_paths(tmp_path: Path) -> None:

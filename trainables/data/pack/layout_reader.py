@@ -82,7 +82,8 @@ class LayoutReader(ABC):
     """The names of the labels 0 … K−1, of a source that declares them."""
 
     def __init__(self, root: Path, labels: bool = True, val_share: float | None = None) -> None:
-        self.root, self.labels, self.val_share = root, labels, val_share
+        self.root = self.given = root
+        self.labels, self.val_share = labels, val_share
         self.holds_out = not labels or val_share is not None
         self.names: dict[Label, str] = {}
         """Names of some labels, of a source without `classes`."""
@@ -115,7 +116,7 @@ class LayoutReader(ABC):
         labels: dict[Split, list[Any]] = {"train": [], "val": []}
         parts_of = self.splits()
         if self.val_share is not None and "val" in parts_of:
-            raise DataError(f"{self.root} has a validation split of its own: leave out val_share, or move that split elsewhere")
+            raise DataError(f"{self.given} has a validation split of its own: leave out val_share, or move that split elsewhere")
         for split, parts in parts_of.items():
             num_unlabelled = 0
             for part in parts:
@@ -147,7 +148,7 @@ class LayoutReader(ABC):
         share = self.val_share or _VAL_SHARE
         held_out_N = np.array([is_held_out(self.name(location), share) for location in every.locations], dtype=bool)
         num_val, total = int(held_out_N.sum()), len(held_out_N)
-        whole = f"{self.root}: at a val_share of {share}, {num_val:,} of its {total:,} images are held out for validation"
+        whole = f"{self.given}: at a val_share of {share}, {num_val:,} of its {total:,} images are held out for validation"
         if total and num_val in (0, total):
             raise DataError(f"{whole}; write another val_share, or put images into train/ and val/")
         if gone := sorted({*range(len(classes))} - {*every.labels_N[~held_out_N].tolist()}):
@@ -168,7 +169,7 @@ class LayoutReader(ABC):
         """
         if not self.labels:
             if any(label is not None for of_split in labels.values() for label in of_split):
-                notice(f"{self.root}: its labels are not used")
+                notice(f"{self.given}: its labels are not used")
             return (), {split: np.full(len(of_split), -1, dtype=np.int64) for split, of_split in labels.items()}
         if self.classes is not None:
             return tuple(self.classes), {split: np.array(of_split, dtype=np.int64) for split, of_split in labels.items()}

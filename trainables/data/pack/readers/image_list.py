@@ -52,8 +52,9 @@ class ImageListReader(LayoutReader):
     text_is_index = True
 
     def __init__(self, root: Path, labels: bool = True, val_share: float | None = None) -> None:
-        super().__init__(root.parent if root.is_file() else root, labels, val_share)
-        self._given = root
+        super().__init__(root, labels, val_share)
+        if root.is_file():
+            self.root = root.parent
 
     @classmethod
     def files(cls, root: Path) -> list[Path]:
@@ -70,8 +71,8 @@ class ImageListReader(LayoutReader):
         return {"train", "val"} <= named or (len(lists) == 1 and "split" in (_columns(lists[0]) or {}))
 
     def splits(self) -> Mapping[Split, list[tuple[Path, list[_Row]]]]:
-        lists = self.files(self._given)
-        is_all = self.holds_out and self._given.is_file()  # whatever its name
+        lists = self.files(self.given)
+        is_all = self.holds_out and self.given.is_file()  # whatever its name
         if len(lists) > 1 or (split_name(self.root, lists[0]) and not is_all):
             files = split_files(self.root, lists, self.what, self.holds_out)
             return {split: [(path, list(_rows(path, self.labels))) for path in paths] for split, paths in files.items()}
