@@ -57,7 +57,7 @@ def test_published_weights_are_evaluated_on_images_as_their_record_says() -> Non
         resolve("no_such", "digits", [], "timm/resnet10t")
     with pytest.raises(CheckpointError, match="1000 classes, none of them '0', and the data has 10"):
         resolve("DEFAULT", "digits", [], "resnet18")
-    with pytest.raises(ModelError, match="IMAGENET1K_FEATURES of vgg16 has no classifier"):
+    with pytest.raises(CheckpointError, match="IMAGENET1K_FEATURES of vgg16 has no classifier"):
         resolve("IMAGENET1K_FEATURES", "digits", [], "vgg16")
 
 
