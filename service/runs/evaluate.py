@@ -91,7 +91,7 @@ def with_published_images(model: str, weights: str, weights_key: str | None, tre
     path = fetch_checkpoint(weights) if is_uri(weights) else locate_checkpoint(weights)
     header = read_checkpoint_header(path) if path is not None and is_safetensors(path) else None
     if path is not None and header is not None:
-        if check_model_name(header.model) != found:
+        if not found.is_built_as(check_model_name(header.model)):
             raise CheckpointError(f"{path} is a {header.model}, not a {model}: leave out --model")
         return with_trained_images(path, tree)
     from trainables.models.trained_input import trained_input

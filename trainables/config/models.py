@@ -2,23 +2,56 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import os
+import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from trainables.config.section import Count, ImageSize, Mean, Positive, Section, Std
+from trainables.errors import ModelError
 
 FOLDER_SCHEME = "local-dir:"
 HUB_SCHEMES = ("hf-hub:", "hf_hub:")
 """timm's names of models with weights: a folder with a config.json, a repository of the Hugging Face Hub."""
 
 
+def with_arguments(name: str, arguments: Mapping[str, Any]) -> str:
+    """The name of a model that is built with these arguments, plain values, besides those in its name. Raises ModelError."""
+    written = re.fullmatch(r"(.+?)\((.*)\)", name)
+    base, known = (written[1], keywords_of(written[2])) if written else (name, {})
+    text = ", ".join(f"{key}={value!r}" for key, value in {**known, **arguments}.items())
+    return f"{base}({text})" if text else base
+
+
+def keywords_of(text: str) -> dict[str, Any]:
+    """`key=value, …` with plain values, as Python writes them. Raises ModelError: it is something else."""
+    try:
+        call = ast.parse(f"f({text})", mode="eval").body
+        if not isinstance(call, ast.Call) or call.args:
+            raise ValueError("only key=value")
+        return {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+    except (SyntaxError, ValueError) as error:
+        raise ModelError(f"arguments ({text}) of a model cannot be read: write NAME(key=value, …) with plain values") from error
+
+
 class ModelConfig(Section):
     """A model by name."""
 
     model: str = Field(min_length=1, description="one of ours, torchvision's or timm's (`timm/NAME`)")
+    args: dict[str, Any] = Field(
+        {}, description="what the library's constructor gets besides, plain values; `model` is then NAME(key=value)"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _write_args_in_name(cls, tree: Any) -> Any:
+        if isinstance(tree, dict) and isinstance(tree.get("model"), str) and isinstance(tree.get("args"), dict):
+            return {**tree, "model": with_arguments(tree["model"], tree["args"]), "args": {}}
+        return tree
 
 
 class StudentConfig(ModelConfig):

@@ -1,7 +1,9 @@
 """The names of all models, without importing torch: a wrong name is refused before anything heavy is loaded."""
 
-from typing import NamedTuple
+import re
+from typing import Any, NamedTuple
 
+from trainables.config.models import keywords_of
 from trainables.errors import ModelError, closest_matches
 from trainables.models.libraries import LIBRARIES
 from trainables.models.libraries.interface import Library, installed
@@ -18,6 +20,16 @@ class ModelName(NamedTuple):
 
     library: str
     name: str
+    arguments: str = ""
+    """What its constructor gets besides, as Python writes it: `drop_path_rate=0.1, depth=6`."""
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        return keywords_of(self.arguments)
+
+    def is_built_as(self, other: "ModelName") -> bool:
+        """Whether `other`, which weights are of, is this model; one that names no arguments may have any."""
+        return self[:2] == other[:2] and self.arguments in ("", other.arguments)
 
 
 def library_of(name: str) -> tuple[Library, str]:
@@ -29,8 +41,13 @@ def library_of(name: str) -> tuple[Library, str]:
 def check_model_name(name: str) -> ModelName:
     """The library of the model `name`, the first that has it: ours, torchvision, timm; `timm/NAME` is timm's; `A+B` two models.
 
-    Imports no torch. Raises ModelError: no such model (with the nearest name that exists), or timm is not installed.
+    A name may end in its constructor's arguments, `NAME(drop_path_rate=0.1)`. Imports no torch.
+
+    Raises ModelError: no such model (with the nearest name that exists), or timm is not installed.
     """
+    if with_arguments := re.fullmatch(r"([^+]+?)\((.*)\)", name):
+        keywords_of(with_arguments[2])
+        return check_model_name(with_arguments[1])._replace(arguments=with_arguments[2])
     if REUSE_SEPARATOR in name:
         for part in name.split(REUSE_SEPARATOR):
             check_model_name(part)

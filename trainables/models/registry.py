@@ -45,8 +45,11 @@ def construct(name: str, *, num_classes: int, image_size: int, seed: int) -> nn.
         return build_reused(name, part, image_size=image_size, seed=seed)
     with seeded(f"{found.library}/{found.name}:{num_classes}:{seed}"):
         try:
-            return LIBRARIES[found.library].create(found.name, num_classes, image_size)
+            return LIBRARIES[found.library].create(found.name, num_classes, image_size, found.kwargs)
         except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+            if isinstance(error, TypeError) and found.arguments:
+                problem = f"its constructor does not take these arguments ({first_line(error)})"
+                raise ModelError(f"model {name}: {problem}: correct student.args or teacher.args") from error
             message = f"model {name} cannot be built for images of {image_size}×{image_size} ({first_line(error)})"
             instead = "set data.image_size, or the teacher's image_size, to what it takes, often 224, or choose another model"
             raise ModelError(f"{message}: {instead}") from error

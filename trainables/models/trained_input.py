@@ -21,7 +21,7 @@ def trained_input(name: str, weights: str) -> TrainedInput | None:
     found, path = check_model_name(name), locate_checkpoint(weights)
     header = read_checkpoint_header(path) if path is not None and is_safetensors(path) else None
     if header is not None:
-        return header_record(header) if check_model_name(header.model) == found else None
+        return header_record(header) if found.is_built_as(check_model_name(header.model)) else None
     library = LIBRARIES[found.library]
     if weights.startswith(HUB_SCHEMES) and not library.has_hub:  # which is refused where they are loaded
         return None

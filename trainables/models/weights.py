@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trainables.config.models import HUB_SCHEMES
+from trainables.config.models import HUB_SCHEMES, with_arguments
 from trainables.errors import CheckpointError, ModelError, OtherClassesError
 from trainables.models.checkpoint_header import CheckpointHeader, is_safetensors, locate_checkpoint, read_checkpoint_header
 from trainables.models.classes import class_rows
@@ -66,7 +66,7 @@ class _Weights(NamedTuple):
     def built_name(self) -> str:
         """The model's name, or its folder's if that says how it is built. Raises ModelError: another model is there."""
         beside = self.library.name_for_file(self.found.name, self.path) if self.path is not None else self.found.name
-        return self.name if beside == self.found.name else beside
+        return with_arguments(self.name if beside == self.found.name else beside, self.found.kwargs)
 
     def digest(self, state: Mapping[str, Tensor], *, rescales: bool) -> str:
         digest = hashlib.sha256(b"transform_input\0" if rescales else b"")
@@ -178,10 +178,12 @@ def _find(name: str, weights: str, num_classes: int, key: str | None) -> _Weight
     if path is None and weights.startswith(HUB_SCHEMES) and not LIBRARIES[found.library].has_hub:
         raise ModelError(f"{weights} is a model of timm's: write timm/{architecture(weights)} as the model")
     header = read_checkpoint_header(path) if path is not None and is_safetensors(path) else None
-    if header is not None and check_model_name(header.model) != found:
+    if header is not None and not found.is_built_as(check_model_name(header.model)):
         raise CheckpointError(
             f"{path} is a {header.model}, not a {name}: write {header.model} as the model, or give another checkpoint"
         )
+    if header is not None:  # which says how the model was built
+        name, found = header.model, check_model_name(header.model)
     record = header_record(header) if header is not None else trained_input(name, weights)
     return _Weights(name, found, weights, path, header, record, record.num_classes if record else num_classes, None, key)
 
@@ -203,7 +205,7 @@ def _load(source: _Weights, image_size: int, seed: int) -> tuple[nn.Module, Mapp
     if path is None:
         _refuse_key(source, "published weights have one model")
         with torch.random.fork_rng(devices=[]):  # a library initialises parameters before it overwrites them
-            model = source.library.published(source.found.name, source.weights, image_size)
+            model = source.library.published(source.found.name, source.weights, image_size, source.found.kwargs)
         return model, model.state_dict(), bool(getattr(model, "transform_input", False))
     model = construct(source.built_name(), num_classes=source.num_classes, image_size=image_size, seed=seed)
     if is_npz(path):

@@ -51,7 +51,7 @@ def test_the_promised_recipes_ship_with_a_line_about_each() -> None:
 def test_every_recipe_loads_under_its_own_name(name: str) -> None:
     resolved = load(name)
     assert resolved.experiment.name == name
-    assert resolved.experiment.teacher is not None
+    assert resolved.experiment.teacher is not None or name == "finetune"
     assert resolved.experiment.sweep.space
 
 
@@ -593,7 +593,7 @@ def test_a_mistake_in_a_file_is_reported_with_the_files_name(tmp_path: Path) -> 
         ("base: digits\ndata: {1: 2}\n", "data.1: no such key"),
         ("base: 3\n", "base: give one recipe or file"),
         ("base: digitz\n", "digitz: neither a recipe nor a file; did you mean digits?"),
-        ("base: none.yaml\n", "none.yaml: neither a recipe nor a file; recipes: cifar10"),
+        ("base: none.yaml\n", "none.yaml: neither a recipe nor a file; recipes: backbone, cifar10"),
         ("base: digits\non: 2\n", "mine.yaml: on: no such key"),
         ("base: digits\noptim: {on: 2}\n", "mine.yaml: optim.on: no such key"),
         (f"base: digits\n{'k' * 1000}: 2\n", f"mine.yaml: {'k' * 20}"),
@@ -712,7 +712,9 @@ def test_bases_that_lead_back_to_themselves_are_refused_however_they_are_written
 def test_a_folder_or_a_wrong_name_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
     assert "is a folder: give a YAML file in it" in refusal(recipe=str(tmp_path))
     assert "did you mean digits?" in refusal(recipe="digit")
-    assert "neither a recipe nor a file; recipes: cifar10, cifar100, digits" in refusal(recipe=str(tmp_path / "nothing.yaml"))
+    assert "neither a recipe nor a file; recipes: backbone, cifar10, cifar100, digits, finetune" in refusal(
+        recipe=str(tmp_path / "nothing.yaml")
+    )
     assert "neither a recipe nor a file" in refusal(recipe="x" * 5000)
 
 

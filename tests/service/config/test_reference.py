@@ -52,7 +52,10 @@ def test_types_and_defaults_in_words(name: str, kind: str, default: str) -> None
 
 
 def test_keys_below_a_prefix(capsys: pytest.CaptureFixture[str]) -> None:
-    assert [key.name for key in keys_below("assistants")] == ["assistants", "assistants[N].model", "assistants[N].epochs"]
+    assert [key.name for key in keys_below("assistants")] == [
+        "assistants",
+        *(f"assistants[N].{key}" for key in ("model", "args", "epochs")),
+    ]
     assert keys_below("") == all_keys()
     with pytest.raises(ExperimentError, match=r"optin: no such key; did you mean optim\?"):
         keys_below("optin")

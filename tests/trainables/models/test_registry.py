@@ -3,6 +3,7 @@ import torch
 from torch import nn
 
 from tests.trainables.models.small_families import NoDraws
+from trainables.config import StudentConfig
 from trainables.errors import ModelError
 from trainables.models.forward import logits_and_aux
 from trainables.models.registry import MODELS, build_model, check_forward, construct
@@ -232,3 +233,27 @@ def test_a_model_that_answers_with_something_else_is_refused() -> None:
         check_forward(Pair(3, 3), 8, 10)
     with pytest.raises(ModelError, match=r"returns shape \(2, 9\) for a batch of 2, not \(2, 10\)"):
         check_forward(nn.Sequential(nn.Flatten(), nn.Linear(192, 9)), 8, 10)
+
+
+def test_arguments_of_a_constructor_are_a_part_of_the_models_name() -> None:
+    name = StudentConfig(model="convnet_small", args={"widths": [4, 8, 12]}).model
+    assert name == "convnet_small(widths=[4, 8, 12])"
+    model = build_model(name, num_classes=3, image_size=8, seed=0)
+    assert model.state_dict()["head.weight"].shape == (3, 12)
+    assert StudentConfig(model=name, args={"convs_per_stage": 2}).model == "convnet_small(widths=[4, 8, 12], convs_per_stage=2)"
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("resnet18(nope=1)", "unexpected keyword argument 'nope'): correct student.args or teacher.args"),
+        ("resnet18(3)", "write NAME(key=value, …) with plain values"),
+        ("resnet18(a=open('x'))", "write NAME(key=value, …) with plain values"),
+        ("resnet81(a=1)", "there is no model 'resnet81'"),
+    ],
+)
+def test_arguments_that_a_constructor_does_not_take_are_refused_in_one_line(name: str, says: str) -> None:
+    with pytest.raises(ModelError) as refused:
+        build_model(name, num_classes=3, image_size=32, seed=0)
+    assert says in str(refused.value)
+    assert "\n" not in str(refused.value)

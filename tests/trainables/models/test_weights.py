@@ -375,3 +375,14 @@ def test_a_student_begins_with_weights_and_a_classifier_of_its_own_where_its_cla
     begin_with(student, "convnet_small", str(path), classes=("x", "y", "z", "w"), **fit)
     torch.testing.assert_close(student.get_parameter("features.0.weight"), convnet().get_parameter("features.0.weight"))
     assert_same(classifier(student), classifier(convnet(seed=9)))
+
+
+def test_a_checkpoint_says_with_which_arguments_its_model_was_built(tmp_path: Path) -> None:
+    name = "convnet_small(widths=[4, 8, 12])"
+    model = build_model(name, num_classes=4, image_size=8, seed=1)
+    path = write_checkpoint(tmp_path / "x.safetensors", model, model=name)
+    assert_same(load(path), model)
+    assert_same(load(path, name), model)
+    assert "is a convnet_small(widths=[4, 8, 12]), not a convnet_small(widths=[4, 8, 9])" in refusal(
+        path, "convnet_small(widths=[4, 8, 9])"
+    )

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from trainables.errors import ModelError, did_you_mean
 
@@ -127,8 +127,8 @@ class Library(ABC):
         return name if name in self.names() else None
 
     @abstractmethod
-    def create(self, name: str, num_classes: int, image_size: int) -> nn.Module:
-        """A model with random parameters, from torch's generator.
+    def create(self, name: str, num_classes: int, image_size: int, kwargs: Mapping[str, Any]) -> nn.Module:
+        """A model with random parameters, from torch's generator. `kwargs`: what else its constructor gets.
 
         With 0 classes it has no classifier, its output is the pooled features (B, D), and its `num_classes` is 0.
 
@@ -137,7 +137,7 @@ class Library(ABC):
         """
 
     @abstractmethod
-    def published(self, name: str, weights: str, image_size: int) -> nn.Module:
+    def published(self, name: str, weights: str, image_size: int, kwargs: Mapping[str, Any]) -> nn.Module:
         """A model with its published weights and all of their classes, from the library's cache or downloaded.
 
         Raises ModelError: no such weights, a failed download, or images of a wrong size.

@@ -73,15 +73,15 @@ class Ours(Library):
     def find(self, name: str) -> str | None:
         return super().find(name.replace("-", "_"))
 
-    def create(self, name: str, num_classes: int, image_size: int) -> nn.Module:
+    def create(self, name: str, num_classes: int, image_size: int, kwargs: Mapping[str, Any]) -> nn.Module:
         from trainables.models.tap_names import without_classifier
 
         builder = MODELS[name]
         build = pkgutil.resolve_name(f"trainables.models.{builder.path}")
-        model: nn.Module = build(num_classes or 1, image_size, **builder.options)
+        model: nn.Module = build(num_classes or 1, image_size, **{**builder.options, **kwargs})
         return model if num_classes else without_classifier(model)
 
-    def published(self, name: str, weights: str, image_size: int) -> nn.Module:
+    def published(self, name: str, weights: str, image_size: int, kwargs: Mapping[str, Any]) -> nn.Module:
         raise ModelError(
             f"there are no published weights {weights!r} of {name}, a model of ours: give the path of a checkpoint of it"
         )

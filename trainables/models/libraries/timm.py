@@ -98,13 +98,13 @@ class Timm(Library):
             )
         return model
 
-    def create(self, name: str, num_classes: int, image_size: int) -> nn.Module:
+    def create(self, name: str, num_classes: int, image_size: int, kwargs: Mapping[str, Any]) -> nn.Module:
         import timm
 
-        model: nn.Module = timm.create_model(name, num_classes=num_classes, **_size_options(name, image_size))
+        model: nn.Module = timm.create_model(name, num_classes=num_classes, **_size_options(name, image_size), **kwargs)
         return model
 
-    def published(self, name: str, weights: str, image_size: int) -> nn.Module:
+    def published(self, name: str, weights: str, image_size: int, kwargs: Mapping[str, Any]) -> nn.Module:
         import timm
 
         full_name = name_with_weights(name, weights)
@@ -112,7 +112,9 @@ class Timm(Library):
         if "img_size" in options and (size := config["input_size"][-1]) != image_size:
             notice(f"weights {weights} of {shown}: timm resamples its tables from images of {size}×{size} to {image_size}")
         try:
-            model: nn.Module = timm.create_model(full_name, pretrained=True, num_classes=config["num_classes"], **options)
+            model: nn.Module = timm.create_model(
+                full_name, pretrained=True, num_classes=config["num_classes"], **options, **kwargs
+            )
         except Exception as error:  # any way in which the network, the hub's client or the disk can fail
             source = config.get("hf_hub_id") or config.get("url") or weights
             raise ModelError(

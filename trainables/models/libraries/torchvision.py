@@ -78,7 +78,7 @@ class Torchvision(Library):
     def names(self) -> Collection[str]:
         return registered("torchvision")
 
-    def create(self, name: str, num_classes: int, image_size: int) -> nn.Module:
+    def create(self, name: str, num_classes: int, image_size: int, kwargs: Mapping[str, Any]) -> nn.Module:
         import torchvision
 
         from trainables.models.tap_names import without_classifier
@@ -86,10 +86,10 @@ class Torchvision(Library):
         options = _size_options(name, image_size)
         if name in RESCALING:
             options |= {"init_weights": True, "aux_logits": num_classes > 0}
-        model: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=num_classes or 1, **options)
+        model: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=num_classes or 1, **options, **kwargs)
         return model if num_classes else without_classifier(model)
 
-    def published(self, name: str, weights: str, image_size: int) -> nn.Module:
+    def published(self, name: str, weights: str, image_size: int, kwargs: Mapping[str, Any]) -> nn.Module:
         import torch
         import torchvision
 
@@ -99,7 +99,7 @@ class Torchvision(Library):
         # torchvision builds it, since some of its models rename old parameters or scale their input for these weights.
         try:
             model: nn.Module = torchvision.models.get_model(
-                name, weights=published, progress=False, **_size_options(name, image_size)
+                name, weights=published, progress=False, **_size_options(name, image_size), **kwargs
             )
         except ValueError as error:
             raise ModelError(
