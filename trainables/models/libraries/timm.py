@@ -158,7 +158,7 @@ class Timm(Library):
         return type(model).__module__.startswith("timm.")
 
     def taps(self, model: nn.Module) -> DeclaredTaps:
-        """By its `feature_info`; a ViT's blocks of one resolution are no stages, and Hiera's tokens are in the order of windows."""
+        """By its `feature_info`; a ViT's blocks of one resolution are no stages; Hiera's tokens are in the order of windows."""
         from torch import nn
 
         modules = dict(model.named_modules())
