@@ -43,10 +43,7 @@ def test_a_probe_takes_a_checkpoint_of_other_classes_than_the_data_has(tmp_path:
     checkpoint = write_teacher(tmp_path / "m.safetensors", num_classes=3)
     with pytest.raises(CheckpointError, match="has 3 classes, none of them"):
         resolve(checkpoint, "digits", [])
-    lines = list[str]()
-    with notices_to(lines.append):
-        assert resolve(checkpoint, "digits", [], measure="knn").measure == "knn"
-    assert not lines
+    assert resolve(checkpoint, "digits", [], measure="knn").measure == "knn"
 
 
 def test_a_probe_says_where_its_validation_images_are_the_training_images(tmp_path: Path) -> None:
@@ -56,6 +53,5 @@ def test_a_probe_says_where_its_validation_images_are_the_training_images(tmp_pa
     lines = list[str]()
     with notices_to(lines.append):
         resolve(write_teacher(tmp_path / "m.safetensors", num_classes=3), str(tmp_path / "images"), [], measure="linear")
-    assert [line.partition(": ")[2] for line in lines] == [
-        f"{tmp_path}/images: the validation images are the training images: accuracy on them says little"
-    ]
+    same = f"data.path: {tmp_path}/images: the validation images are the training images: accuracy on them says little"
+    assert same in lines

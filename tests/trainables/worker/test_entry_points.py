@@ -14,7 +14,7 @@ import torch
 from service.commands.evaluate import formatted
 from tests.trainables.jobs import write_teacher
 from tests.trainables.teachers.cache.test_cached_teacher import settings
-from trainables.config import DataConfig, EvaluateConfig, Measure
+from trainables.config import FEATURES_TAP, DataConfig, EvaluateConfig, Measure
 from trainables.distributed.group import Group
 from trainables.rundir import StageDir
 from trainables.worker import entry_points
@@ -65,11 +65,11 @@ def test_an_evaluation_in_the_precision_that_is_written_prints_none(tmp_path: Pa
 
 def test_a_probe_prints_its_accuracy_and_shows_how_many_images_are_done(tmp_path: Path) -> None:
     (line,) = formatted(evaluated(tmp_path, "fp32", "knn"))
-    assert line.endswith("  k-NN of 20 neighbors on pooled  (355 images, 1442 for training, 0 unreadable)")
+    assert line.endswith(f"  k-NN of 20 neighbors on {FEATURES_TAP}  (355 images, 1442 for training, 0 unreadable)")
     shown = [json.loads(line) for line in StageDir(tmp_path / "output").metrics.read_text().splitlines()]
     assert [line["metrics"]["max_steps"] for line in shown if line["kind"] == "start"] == [1442, 355]
     (line,) = formatted(evaluated(tmp_path, "fp32", "linear"))
-    assert re.search(r"^Acc@1 [\d.]+  Acc@5 [\d.]+  linear probe on pooled, l2 \S+  \(355 images, ", line)
+    assert re.search(r"^Acc@1 [\d.]+  Acc@5 [\d.]+  linear probe on \w+, l2 \S+  \(355 images, ", line)
 
 
 def test_features_are_written_next_to_the_result(tmp_path: Path) -> None:
