@@ -27,7 +27,7 @@ from trainables.models.libraries.timm import architecture
 from trainables.models.names import ModelName, check_model_name
 from trainables.models.registry import check_forward, construct
 from trainables.models.state_match import describe, find_matches, is_read
-from trainables.models.tap_names import last_layer
+from trainables.models.tap_names import last_layer, without_classifier
 from trainables.models.trained_input import TrainedInput, header_record, trained_input
 from trainables.models.weight_files import Candidate, check_values, read_candidates, read_safetensors
 from trainables.notices import notice
@@ -116,7 +116,7 @@ def load_teacher(
     if source.rows is not None:
         _select_rows(model, source)
     if source.other_classes and source.num_classes:
-        model = _without_classifier(model, source, image_size, seed)
+        model = without_classifier(model)
     check_forward(model, image_size, 0 if source.other_classes else len(classes), name=name)
     return model.eval().requires_grad_(False)
 
@@ -218,16 +218,6 @@ def _load(source: _Weights, image_size: int, seed: int) -> tuple[nn.Module, Mapp
     if source.rescales:
         model.transform_input = True  # type: ignore[assignment]
     return model, state, source.rescales
-
-
-def _without_classifier(model: nn.Module, source: _Weights, image_size: int, seed: int) -> nn.Module:
-    """The same model, whose output is its pooled features."""
-    bare = construct(source.built_name(), num_classes=0, image_size=image_size, seed=seed)
-    state = model.state_dict()
-    bare.load_state_dict({name: state[name] for name in bare.state_dict()})
-    if getattr(model, "transform_input", False):
-        bare.transform_input = True  # type: ignore[assignment]
-    return bare
 
 
 def _refuse_key(source: _Weights, reason: str) -> None:
