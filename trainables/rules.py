@@ -34,6 +34,8 @@ class JobSettings(Protocol):
     @property
     def weights(self) -> str | None: ...
     @property
+    def freeze(self) -> bool: ...
+    @property
     def teacher(self) -> TeacherConfig | None: ...
     @property
     def distillation(self) -> DistillConfig | None: ...
@@ -290,6 +292,10 @@ RULES: tuple[Rule[JobSettings], ...] = (
     (
         lambda s: s.data.labels and s.eval.path is not None,
         "eval.path measures the features of a student that learns no labels: write data.labels: false, or leave eval.path out",
+    ),
+    (
+        lambda s: s.freeze and (s.weights is None or not s.data.labels or s.scale.pipeline_stages > 1),
+        "student.freeze trains the classifier alone: it needs student.weights, data.labels: true and scale.pipeline_stages: 1",
     ),
     # The teacher.
     (

@@ -84,6 +84,11 @@ class Experiment(Section):
         return self.student.weights
 
     @property
+    def freeze(self) -> bool:
+        """Whether its classifier alone is trained."""
+        return self.student.freeze
+
+    @property
     def preparation(self) -> dict[str, TeacherConfig | AssistantConfig]:
         """The stages before the student's, in order, each with the model that it trains: the teacher, then the assistants."""
         assistants = {f"assistant{n}": assistant for n, assistant in enumerate(self.assistants, start=1)}
@@ -133,6 +138,7 @@ class Experiment(Section):
             model=model,
             weights=None if name in before else self.student.weights,
             weights_key=None if name in before else self.student.weights_key,
+            freeze=name not in before and self.student.freeze,
             teacher=teacher,
             distill=distill,
             optim=own_optimizers(optim, distill),

@@ -99,6 +99,7 @@ class TrainConfig(Section):
     model: str
     weights: str | None = Field(None, description="as student.weights")
     weights_key: str | None = Field(None, description="as student.weights_key")
+    freeze: bool = Field(False, description="as student.freeze")
     teacher: TeacherConfig | None = None
     teachers: tuple[str, ...] = Field((), description="names of the actors of `teacher.service`")
     teacher_records: str | None = Field(

@@ -64,6 +64,7 @@ class StudentConfig(ModelConfig):
         "random weights",
     )
     weights_key: str | None = Field(None, min_length=1, description="as teacher.weights_key")
+    freeze: bool = Field(False, description="train its classifier alone, on weights that stay as they are")
 
 
 class WeightedConfig(ModelConfig):

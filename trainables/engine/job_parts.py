@@ -32,6 +32,7 @@ from trainables.methods.distillation_module import DistillationModule
 from trainables.methods.tap_reader import TapReader
 from trainables.models.model_input import student_input, teacher_input
 from trainables.models.pixels import take_pixels
+from trainables.models.tap_names import classifier
 from trainables.models.weights import begin_with
 from trainables.rundir import StageDir
 from trainables.teachers.interface import TeacherInterface
@@ -94,6 +95,9 @@ def build_models(
     if config.weights is not None:
         fit: dict[str, Any] = {"image_size": config.data.image_size, "classes": classes, "seed": config.seed}
         begin_with(student, config.model, config.weights, **fit, weights_key=config.weights_key)
+    if config.freeze:
+        student.requires_grad_(False)
+        classifier(student).requires_grad_(True)
     module = DistillationModule(student)
     teacher: TeacherInterface = NoTeacher()
     if layout.is_last:

@@ -94,15 +94,15 @@ class DistillationModule(nn.Module):
     def begin_epoch(self, epoch: int) -> None:
         """Set training mode, in an init stage with the methods whose part of it has begun, which come later where it is shorter.
 
-        What of the student these do not train runs in eval mode.
+        What of the student is not trained runs in eval mode.
         """
         self.train()
-        if not self._init_stage:
-            return
-        lengths = {key: init_epochs(method.options) for key, method in self.methods_by_name.items()}
-        begun = max(lengths.values()) - epoch
-        self._started = {key: method for key, method in self.methods_by_name.items() if lengths[key] >= begun}
-        trained = frozenset(self.init_parameters)
+        trained = frozenset(p for p in self.student.parameters() if p.requires_grad)
+        if self._init_stage:
+            lengths = {key: init_epochs(method.options) for key, method in self.methods_by_name.items()}
+            begun = max(lengths.values()) - epoch
+            self._started = {key: method for key, method in self.methods_by_name.items() if lengths[key] >= begun}
+            trained = frozenset(self.init_parameters)
         for module in self.student.modules():
             if (own := list(module.parameters())) and trained.isdisjoint(own):
                 module.eval()
