@@ -14,15 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainables.config import EvaluateConfig
-from trainables.data.loader.loader import Batch, Loader
-from trainables.data.loader.loader_process import loader_process
-from trainables.data.source import open_on_node
+from trainables.data.loader.loader import Batch
 from trainables.device.compilation import Compilation
 from trainables.device.device_batches import DeviceBatch, on_device
 from trainables.device.precision import with_precision
 from trainables.device.tensor_format import autocast, to_pixels
-from trainables.distributed.group import Group, all_reduce_sum, broadcast_buffers, gather_objects
+from trainables.distributed.group import Group, all_reduce_sum, broadcast_buffers
 from trainables.engine import checkpoint
+from trainables.engine.features import all_skipped, split_loader
 from trainables.errors import DataError
 from trainables.metrics.heartbeat import Heartbeat
 from trainables.models.forward import logits_and_aux
@@ -109,43 +108,27 @@ def evaluate_checkpoint(config: EvaluateConfig, group: Group, heartbeat: Heartbe
         DataError: the data cannot be read.
     """
     heartbeat, config = heartbeat or Heartbeat(), with_precision(config, group)
-    source = open_on_node(config.data, "val")
     dtype = torch.float64 if config.precision == "fp64" else torch.float32
-    model = load_teacher(
-        config.model or checkpoint.read_about(Path(config.checkpoint))["model"],
-        config.checkpoint,
-        image_size=config.data.image_size,
-        classes=source.classes,
-        seed=0,
-        weights_key=config.weights_key,
-    ).to(group.device, dtype)
-    assert isinstance(config.data.loader_workers, int)
-    loader = Loader(
-        source,
-        config.data,
-        split="val",
-        seed=0,
-        rank=group.rank,
-        world_size=group.world_size,
-        loader_workers=config.data.loader_workers,
-        device=group.device,
-        process=loader_process(config.data, world_size=group.world_size, device=group.device),
-    )
-    take_pixels(model, student_input(config.data))
-    try:
+    with split_loader(config, "val", group) as loader:
+        model = load_teacher(
+            config.model or checkpoint.read_about(Path(config.checkpoint))["model"],
+            config.checkpoint,
+            image_size=config.data.image_size,
+            classes=loader.source.classes,
+            seed=0,
+            weights_key=config.weights_key,
+        ).to(group.device, dtype)
+        take_pixels(model, student_input(config.data))
         logits = logits_of(model, partial(to_pixels, dtype=dtype), autocast(config.precision, group.device), Compilation())
         heartbeat.enter("eval")
         result = evaluate(model, heartbeat.over(loader.epoch(0)), logits, group, group)
-    finally:
-        loader.close()
     if not result["num_images"]:
         raise DataError(f"{config.data.path}: not one validation image could be read")
-    skipped = {index: image for part in gather_objects(loader.skipped, group) for index, image in part.items()}
-    loader.refuse_too_many(skipped)
+    skipped = all_skipped(loader, group)
     return {
         **result,
         "skipped_images": float(len(skipped)),
-        "skipped": list(skipped.values()),
+        "skipped": skipped,
         "precision": config.precision,
         "precision_reason": config.precision_reason,
     }

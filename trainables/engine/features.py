@@ -141,7 +141,9 @@ def embedder(config: EvaluateConfig, group: Group, report: Report) -> Callable[[
 
 
 @contextlib.contextmanager
-def split_loader(config: EvaluateConfig, split: Split, group: Group, report: Report) -> Iterator[Loader]:
+def split_loader(
+    config: EvaluateConfig, split: Split, group: Group, report: Report = lambda kind, step, epoch, metrics: None
+) -> Iterator[Loader]:
     """The images of a split as those of a validation: as they are stored, without augmentation. Closes it."""
     data = config.data.model_copy(update={"shuffle": "none"})
     assert isinstance(data.loader_workers, int)

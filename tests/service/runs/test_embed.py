@@ -12,7 +12,7 @@ from service.runs.embed import embed, write_npy
 from service.runs.evaluate import resolve
 from tests.trainables.data.photos import encoded, photo
 from tests.trainables.jobs import write_teacher
-from trainables.errors import CheckpointError, ExperimentError
+from trainables.errors import CheckpointError, DataError, ExperimentError
 from trainables.notices import notices_to
 
 
@@ -44,6 +44,13 @@ def test_a_probe_takes_a_checkpoint_of_other_classes_than_the_data_has(tmp_path:
     with pytest.raises(CheckpointError, match="has 3 classes, none of them"):
         resolve(checkpoint, "digits", [])
     assert resolve(checkpoint, "digits", [], measure="knn").measure == "knn"
+
+
+def test_a_probe_without_labels_is_refused_and_features_are_not(tmp_path: Path) -> None:
+    checkpoint, without = write_teacher(tmp_path / "m.safetensors"), ["data.labels=false"]
+    with pytest.raises(DataError, match=r"--probe needs labels: leave out data.labels=false, or `distill embed`"):
+        resolve(checkpoint, "digits", without, measure="knn")
+    assert resolve(checkpoint, "digits", without, measure="embed").data.labels is False
 
 
 def test_a_probe_says_where_its_validation_images_are_the_training_images(tmp_path: Path) -> None:
