@@ -194,7 +194,7 @@ def _rows(source: _Weights, classes: Sequence[str]) -> tuple[int, ...] | None:
     if source.record is None:
         return None
     if not source.num_classes or not classes:
-        has = f"{source.num_classes} classes and the data has none" if source.num_classes else "no classifier"
+        has = f"{source.num_classes} classes, of which none is needed" if source.num_classes else "no classifier"
         raise OtherClassesError.of(f"{what} has {has}", TRAINED_WITH_CLASSES, source.num_classes)
     return class_rows(source.record, classes, what, ours=source.header is not None)
 
