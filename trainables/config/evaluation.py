@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from trainables.config.section import Count, Section
@@ -13,7 +15,9 @@ class EvalConfig(Section):
     path: str | None = Field(
         None,
         min_length=1,
-        description="images with labels, as data.path: a validation image's nearest training images vote for its class (k-NN), "
-        "and the best checkpoint has most of them right; absent: the best one is most like the teacher (linear CKA)",
+        description="images with labels, as data.path: a validation image's nearest training images vote for its class (k-NN)",
+    )
+    best: Literal["top1_pct", "cka", "loss"] | None = Field(
+        None, description="which number the best checkpoint has the best of; absent: top1_pct where path is given, else cka"
     )
     num_neighbors: Count = Field(20, description="k of k-NN")

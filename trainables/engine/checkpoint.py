@@ -41,7 +41,7 @@ class Progress:
     epoch: int = 0
     position: int = 0
     step: int = 0
-    best_score: float = -1.0
+    best_score: float | None = None
     """Top-1 accuracy in percent, or another number of a student without a classifier."""
     best_epoch: int = -1
     history: list[dict[str, float]] = field(default_factory=list)
@@ -60,11 +60,11 @@ class Progress:
         """The steps of an epoch are over."""
         self.epoch, self.position, self.partial, self.skipped = self.epoch + 1, 0, [], {}
 
-    def take_score(self, score: float, target_pct: float | None, train_s: float) -> bool:
-        """The last epoch's score, after `train_s` of training. Whether it is the best so far."""
-        if target_pct is not None and score >= target_pct:
+    def take_score(self, score: float, top1_pct: float | None, target_pct: float | None, train_s: float) -> bool:
+        """The last epoch's score and accuracy, after `train_s` of training. Whether the score is the best so far."""
+        if top1_pct is not None and target_pct is not None and top1_pct >= target_pct:
             self.reached = {"time_to_accuracy_s": train_s, "steps_to_accuracy": float(self.step)}
-        best = score > self.best_score
+        best = self.best_score is None or score > self.best_score
         if best:
             self.best_score, self.best_epoch = score, self.epoch
         return best
@@ -92,7 +92,7 @@ class Progress:
         self.position, self.partial, self.skipped = 0, [], {}
         self.step_offset = self.step - self.epoch * steps_per_epoch
         if forget_best:
-            self.best_score, self.best_epoch = -1.0, -1
+            self.best_score, self.best_epoch = None, -1
 
 
 @dataclass

@@ -215,7 +215,8 @@ def summarize(job: Job, skipped_images: int = 0) -> dict[str, float]:
     evaluated = [row for row in progress.history if "val/num_images" in row]
     if evaluated:
         summary |= headline(evaluated[-1])
-        summary |= {"best_top1_pct": progress.best_score} if "val/top1_pct" in evaluated[-1] else {}
+        best = next(row for row in evaluated if row["epoch"] == progress.best_epoch)
+        summary |= {"best_top1_pct": best["val/top1_pct"]} if "val/top1_pct" in best else {}
         summary |= {"best_epoch": float(progress.best_epoch), **progress.reached}
     for number, measured in enumerate(job.teachers, start=1):
         summary[f"teacher{number if number > 1 else ''}_top1_pct"] = measured.top1_pct

@@ -4,6 +4,7 @@ Knows neither Ray nor MLflow: `report` is a callable. `Job` has what is built; i
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -359,9 +360,9 @@ def finish_epoch(job: Job) -> None:
     if is_evaluated(job, job.progress.epoch):
         val = evaluate_epoch(job)
         num_skipped += len(check_skipped(job, job.val_loader, {}))
-        # A backbone without labels to measure it by: the one most like the teacher, else the last one.
-        score = val.get("top1_pct", val.get("cka", float(job.progress.epoch)))
-        best = job.progress.take_score(score, job.config.train.until_top1_pct, job.metrics.clock.train_s)
+        best = job.progress.take_score(
+            score_of(job, val), val.get("top1_pct"), job.config.train.until_top1_pct, job.metrics.clock.train_s
+        )
     numbers = epoch_numbers(
         job, val=val, trained=trained, telemetry=telemetry, num_skipped=num_skipped, seconds=epoch_seconds(job)
     )
@@ -372,6 +373,15 @@ def finish_epoch(job: Job) -> None:
         log_epoch(job, val, best)
     job.progress.add_seconds(epoch_seconds(job))  # a checkpoint cannot hold how long it took itself
     job.report("epoch", **job.progress.epoch_record)
+
+
+def score_of(job: Job, val: dict[str, float]) -> float:
+    """What the best checkpoint has most of: top-1, or what `eval.best` names; without any of them the last one is the best."""
+    names = [job.config.eval.best] if job.config.eval.best else ["top1_pct", "cka"]
+    found = next((val[name] for name in names if math.isfinite(val.get(name, math.nan))), None)
+    if found is None:
+        return float(job.progress.epoch)
+    return -found if job.config.eval.best == "loss" else found
 
 
 def end_training(job: Job) -> tuple[dict[str, float], int]:
