@@ -7,7 +7,7 @@ OTHER_NAMES: dict[str, str] = {
     "teacher.others": "write teachers, a list of all, in place of teacher",
     **dict.fromkeys(
         [f"teachers.{key}" for key in ("cache", "cache_top_k", "cache_epochs", "service", "placement", "epochs")],
-        "one teacher alone has it: leave it out, or write teacher in place of teachers",
+        "one teacher alone has it: leave it out, or write teacher, not teachers",
     ),
     **dict.fromkeys(("pretrained", "teacher_weights", "teacher.checkpoint"), "teacher.weights"),
     "teacher.type": "teacher.model",

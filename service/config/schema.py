@@ -48,7 +48,7 @@ class Experiment(Section):
     teacher: TeacherConfig | None = None
     teachers: tuple[TeacherOfSeveralConfig, ...] = Field(
         (),
-        description="several in place of `teacher`: methods on logits learn from the mean of their probabilities, others from each",
+        description="several in place of `teacher`: methods on logits imitate the mean of their probabilities, others each one",
     )
     assistants: tuple[AssistantConfig, ...] = Field(
         (), description="models between teacher and student: each learns from the one before it, the student from the last"
