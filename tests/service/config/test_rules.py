@@ -162,7 +162,7 @@ def test_a_rule_is_checked_on_the_driver_and_again_by_the_worker(
         ((*DROPPING, "distill.method=[kd]"), "kd learns from the mean of the teachers' probabilities, of which none is left out"),
         (
             ("teacher=null", "teachers=[{model: resnet8, weights: x}]", "distill.method=[embed]", "distill.teacher_dropping=0.5"),
-            "distill.teacher_dropping: the student has one teacher: write several in teachers, without assistants, or leave it out",
+            "distill.teacher_dropping: the student has one teacher: write several in teachers, without assistants, or leave",
         ),
         ((*DROPPING, "assistants=[{model: resnet8}]"), "distill.teacher_dropping: the student has one teacher"),
         (("scale.pipeline_stages=2",), "num_workers 1 is not divisible by scale.pipeline_stages 2: write 2"),

@@ -16,7 +16,7 @@ SEVERAL = [{"model": "convnet_large", "weights": "w"}, {"model": "resnet8", "wei
     [
         {},
         {"teacher": None, "teachers": SEVERAL},
-        {"teacher": None, "teachers": SEVERAL, "distill": {"method": ["embed", "kd"], "options": {}}},
+        {"teacher": None, "teachers": SEVERAL, "distill": {"method": ["rkd", "kd"], "options": {}}},
         {"teacher": {"cache": "folder"}},
         {"teacher": {"service": 1}},
         {"teacher": None},
