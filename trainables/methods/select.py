@@ -105,6 +105,8 @@ def select_methods(distill: DistillConfig) -> tuple[SelectedMethod, ...]:
 def for_teachers(methods: Sequence[SelectedMethod], shares: Sequence[float]) -> tuple[SelectedMethod, ...]:
     """With several teachers, which have `shares` of 1, a method that reads more than logits becomes one for each teacher: `embed`
     becomes `embed1`, `embed2`, …, whose weights are the method's times the shares.
+
+    Raises ExperimentError: another method has such a key.
     """
     found = list[SelectedMethod]()
     for method in methods:
@@ -114,6 +116,9 @@ def for_teachers(methods: Sequence[SelectedMethod], shares: Sequence[float]) -> 
         for number, share in enumerate(shares):
             options = method.options.model_copy(update={"weight": share * method.options.weight})
             found.append(method._replace(key=f"{method.key}{number + 1}", options=options, teacher=number))
+    keys = [method.key for method in found]
+    if twice := next((key for key in keys if keys.count(key) > 1), None):
+        raise ExperimentError.of_key("distill.method", f"{twice} is a method's name, and another one with a teacher: rename it")
     return tuple(found)
 
 

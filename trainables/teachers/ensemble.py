@@ -24,10 +24,9 @@ def combine(teachers: Sequence[Mapping[str, ModelOutputs]], shares: Sequence[flo
     found = dict[str, ModelOutputs]()
     for key in dict.fromkeys(key for outputs in teachers for key in outputs):
         each = [outputs[key] for outputs in teachers if key in outputs]
-        logits_BEK = torch.stack([outputs.logits_BK for outputs in each], dim=1) if len(each) > 1 else None
-        if logits_BEK is None:
-            (found[key],) = each
-        else:
+        found[key] = each[0]
+        if len(each) > 1:
+            logits_BEK = torch.stack([outputs.logits_BK for outputs in each], dim=1)
             mean_BK = mean_logits(logits_BEK, shares, 1.0)
             found[key] = EnsembleOutputs(mean_BK, models_BEK=logits_BEK, shares=tuple(shares))
     return found

@@ -46,7 +46,7 @@ class TeacherNetwork(TeacherInterface):
         if self._batch_norms:  # the dummy image of a rank without samples is no part of the batch
             images_BCHW = images_BCHW[:num_rows]
         found = []
-        # Not inference mode: a method's backward cannot use its tensors.
+        # Not inference mode, which saves no time here: a method's backward cannot use its tensors.
         with torch.no_grad():
             for network, reader in zip(self.networks, self.readers, strict=True):
                 with reader.capture():

@@ -23,9 +23,9 @@ from trainables.engine.dry_run import check_fit
 from trainables.engine.modules import stage_methods
 from trainables.engine.passes import run_student, run_teacher
 from trainables.engine.train import build
-from trainables.errors import CheckpointError, ModelError
+from trainables.errors import CheckpointError, ExperimentError, ModelError
 from trainables.methods.contract import ModelOutputs
-from trainables.methods.select import select_methods
+from trainables.methods.select import for_teachers, select_methods
 from trainables.models.model_input import ModelInput
 from trainables.models.pixels import take_pixels
 from trainables.models.taps import Taps
@@ -188,6 +188,12 @@ def test_with_one_teacher_in_the_list_keys_and_share_are_those_of_one(tmp_path: 
     settings = job(tmp_path, "job", 1.0, 3.0, model="convnet_small", distill=DISTILL)
     methods = {each.key: each.options.weight for each in stage_methods(settings)}
     assert methods == {"kd": 1.0, "embed1": 0.5, "embed2": 1.5, "rkd1": 0.25, "rkd2": 0.75}
+
+
+def test_a_method_with_the_name_that_another_has_with_a_teacher_is_refused() -> None:
+    (rkd,), (kd,) = (select_methods(DistillConfig(method=(name,))) for name in ("rkd", "kd"))
+    with pytest.raises(ExperimentError, match=r"^distill.method: rkd1 is a method's name, and another one with a teacher"):
+        for_teachers([rkd, kd._replace(key="rkd1")], (0.5, 0.5))
 
 
 POOLED = {"student_taps": ["pooled"], "teacher_taps": ["pooled"]}
