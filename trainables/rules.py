@@ -18,7 +18,9 @@ from trainables.config import (
     OptimConfig,
     ScaleConfig,
     TeacherConfig,
+    TeacherOfSeveralConfig,
     TrainingConfig,
+    WeightedConfig,
 )
 
 Problem = str | None
@@ -37,6 +39,10 @@ class JobSettings(Protocol):
     def freeze(self) -> bool: ...
     @property
     def teacher(self) -> TeacherConfig | None: ...
+    @property
+    def teachers(self) -> tuple[TeacherOfSeveralConfig, ...]: ...
+    @property
+    def all_teachers(self) -> tuple[WeightedConfig, ...]: ...
     @property
     def distillation(self) -> DistillConfig | None: ...
     @property
@@ -307,8 +313,9 @@ RULES: tuple[Rule[JobSettings], ...] = (
         "teacher.{found} is for a teacher whose logits are cached: write teacher.cache: FOLDER, or leave it out",
     ),
     (
-        lambda s: s.teacher and s.teacher.others and _logits_only(s),
-        "{found} has the logits of one teacher: leave out {found}, or teacher.others",
+        lambda s: s.teacher and s.teachers,
+        "teachers: there is also a teacher, {s.teacher.model}: write teacher: null and all of them in teachers, or leave teachers"
+        " out",
     ),
     (
         lambda s: s.teacher and s.teacher.cache is not None and s.teacher.service is not None,
@@ -355,6 +362,11 @@ RULES: tuple[Rule[JobSettings], ...] = (
     ),
     (_unknown_loss, "optim.losses: there is no loss {found[0]!r} here: write one of {found[1]}"),
     (
+        lambda s: s.distillation and s.distillation.teacher_dropping and _splits(s),
+        "distill.teacher_dropping divides by a sum over all samples of a batch, which {found[0]} {found[1]} splits: set"
+        " {found[0]} to 1, or leave teacher_dropping out",
+    ),
+    (
         lambda s: s.distillation and s.distillation.task_weight == 0 and not s.distillation.weighted,
         "distill.task_weight: it and the weights of all methods are 0: nothing would be learned; set one above 0",
     ),
@@ -387,7 +399,7 @@ def _missing_loss(method: MethodNeeds, losses: Any) -> tuple[str, str] | None:
 
 METHOD_RULES: tuple[MethodRule[JobSettings], ...] = (
     (
-        lambda s, _: s.teacher is None,
+        lambda s, _: not s.all_teachers,
         lambda m, _: m.requires.teacher,
         "distill.method: {m.key} needs a teacher: write teacher.model",
     ),
@@ -436,10 +448,21 @@ METHOD_RULES: tuple[MethodRule[JobSettings], ...] = (
         " logits, such as kd",
     ),
     (
-        lambda s, _: s.teacher and s.teacher.others and len(s.teacher.with_others),
-        lambda m, _: m.beyond_logits,
-        "distill.method: {m.key} reads the {found} of a teacher, and of {when} teachers there is only a mean of probabilities:"
-        " leave out teacher.others, or take a method on logits, such as kd",
+        lambda s, _: len(s.all_teachers) > 1 and len(s.all_teachers),
+        lambda m, _: m.requires.reuses_classifier,
+        "distill.method: {m.key} gives the student its teacher's classifier, and there are {when} teachers: leave all but one"
+        " out, or take another method",
+    ),
+    (
+        lambda s, _: len(s.all_teachers) > 1 and s.optim.losses,
+        lambda m, losses: m.beyond_logits and next((key for key in losses if key.partition("/")[0] == m.key), None),
+        "optim.losses: {m.key} has a loss with each of several teachers, which share an optimizer: leave {found} out",
+    ),
+    (
+        lambda s, _: s.distillation and s.distillation.teacher_dropping,
+        lambda m, _: m.requires.teacher and not m.beyond_logits,
+        "distill.teacher_dropping: {m.key} learns from the mean of the teachers' probabilities, of which none is left out: take"
+        " methods on features, such as embed, or leave it out",
     ),
     (
         lambda s, classes: s.teacher and s.teacher.cache_top_k and s.teacher.cache_top_k < classes and classes,

@@ -79,7 +79,7 @@ def model_inputs(experiment: Experiment) -> list[str]:
     from trainables.models.model_input import student_input, teacher_input  # a library's record imports the library
 
     lines = [f"student {experiment.student.model} sees {student_input(experiment.data)}"]
-    for each in experiment.teacher.with_others if experiment.teacher is not None else ():
+    for each in experiment.all_teachers:
         if each.weights is not None:
             try:
                 lines.append(f"teacher {each.model} sees {teacher_input(each, experiment.data)}")

@@ -195,9 +195,8 @@ def _checked(tree: Mapping[str, Any], method_files: MethodFiles) -> Experiment:
 
 def _check_models(experiment: Experiment) -> None:
     """Refuse models that do not exist; imports no torch."""
-    teacher = experiment.teacher
-    sections: dict[str, ModelConfig | None] = {"teacher.model": teacher, "student.model": experiment.student}
-    sections |= {f"teacher.others[{n}].model": other for n, other in enumerate(teacher.others if teacher else ())}
+    sections: dict[str, ModelConfig | None] = {"teacher.model": experiment.teacher, "student.model": experiment.student}
+    sections |= {f"teachers[{n}].model": teacher for n, teacher in enumerate(experiment.teachers)}
     sections |= {f"assistants[{n}].model": assistant for n, assistant in enumerate(experiment.assistants)}
     for key, section in sections.items():
         try:

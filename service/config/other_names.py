@@ -3,7 +3,12 @@
 OTHER_NAMES: dict[str, str] = {
     **dict.fromkeys(("student.pretrained", "student.checkpoint"), "student.weights"),
     "assistants.pretrained": "an assistant is trained here: leave it out",
-    "teacher.others.pretrained": "teacher.others.weights",
+    "teachers.pretrained": "teachers.weights",
+    "teacher.others": "write teachers, a list of all, in place of teacher",
+    **dict.fromkeys(
+        [f"teachers.{key}" for key in ("cache", "cache_top_k", "cache_epochs", "service", "placement", "epochs")],
+        "one teacher alone has it: leave it out, or write teacher, not teachers",
+    ),
     **dict.fromkeys(("pretrained", "teacher_weights", "teacher.checkpoint"), "teacher.weights"),
     "teacher.type": "teacher.model",
     "student.type": "student.model",

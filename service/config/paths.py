@@ -56,7 +56,7 @@ PATHS: dict[str, Callable[[str], str]] = {
     "teacher.weights": absolute,
     "student.weights": absolute,
     "teacher.cache": absolute_or_new,
-    "teacher.others": absolute,
+    "teachers": absolute,
     "distill.method": with_absolute_file,
     "tracking.uri": absolute_store,
 }

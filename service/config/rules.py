@@ -38,8 +38,12 @@ def _next_evaluated(experiment: Experiment) -> int | None:
 
 _RULES: tuple[Rule[Experiment], ...] = (
     (
-        lambda s: s.teacher is None and s.assistants,
+        lambda s: not s.all_teachers and s.assistants,
         "assistants: there is no teacher whom they could assist: write teacher.model",
+    ),
+    (
+        lambda s: s.distill.teacher_dropping and (len(s.all_teachers) < 2 or s.assistants),
+        "distill.teacher_dropping: the student has one teacher: write several in teachers, without assistants, or leave it out",
     ),
     (
         lambda s: not s.data.labels and s.assistants,
@@ -77,6 +81,7 @@ def check_rules(experiment: Experiment, files: MethodFiles = "run") -> None:
     def methods() -> Sequence[MethodNeeds]:
         distill = experiment.distillation
         is_plain = distill is not None and distill.method == ("kd",) and not distill.options.get("kd")
+        is_plain = is_plain and not experiment.distill.teacher_dropping
         if distill is None or (is_plain and not experiment.optim.losses and experiment.data.labels):
             return ()  # plain kd goes with everything that has labels, and is not loaded
         from trainables.methods.select import select_methods

@@ -18,8 +18,10 @@ from trainables.config import (
     Section,
     StudentConfig,
     TeacherConfig,
+    TeacherOfSeveralConfig,
     TrainConfig,
     TrainingConfig,
+    WeightedConfig,
 )
 from trainables.rundir import expand_home
 
@@ -44,6 +46,10 @@ class Experiment(Section):
     )
     data: DataConfig = DataConfig()
     teacher: TeacherConfig | None = None
+    teachers: tuple[TeacherOfSeveralConfig, ...] = Field(
+        (),
+        description="several in place of `teacher`: methods on logits imitate the mean of their probabilities, others each one",
+    )
     assistants: tuple[AssistantConfig, ...] = Field(
         (), description="models between teacher and student: each learns from the one before it, the student from the last"
     )
@@ -63,10 +69,15 @@ class Experiment(Section):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(0, description="of initial weights, order of images and augmentation")
 
     @property
+    def all_teachers(self) -> tuple[WeightedConfig, ...]:
+        """The teacher, or each of several."""
+        return self.teachers or ((self.teacher,) if self.teacher is not None else ())
+
+    @property
     def distills(self) -> bool:
         """Whether the student has more than labels to learn from: a teacher, or a method that does without one."""
         method = self.distill.method
-        return bool(method) and (self.teacher is not None or method != ("kd",))
+        return bool(method) and (bool(self.all_teachers) or method != ("kd",))
 
     @property
     def distillation(self) -> DistillConfig | None:
@@ -110,7 +121,7 @@ class Experiment(Section):
 
     def measures_teacher(self, stage: str) -> bool:
         """Whether a stage's teacher is measured: its weights were given, and the stage is a training on real images."""
-        given = self.teacher is not None and self.teacher.weights is not None
+        given = any(each.weights is not None for each in self.all_teachers)
         first = "assistant1" if self.assistants else "student"
         return given and stage == first and self.train.max_steps is None and self.data.path != "synthetic"
 
@@ -127,9 +138,9 @@ class Experiment(Section):
             optim = optim.model_copy(update={"epochs": before[name].epochs or optim.epochs})
             measures_noise = train.noise_scale or self.sweep.metric == TIME
             train = train.model_copy(update={"until_top1_pct": None, "until_s": None, "noise_scale": measures_noise})
-        teacher = distill = None
+        teachers, distill = dict[str, Any](), None
         if name != "teacher":
-            teacher = self._teacher_of(name, weights)
+            teachers = self._teachers_of(name, weights)
             distill = self.distillation
         return TrainConfig(
             stage=name,
@@ -139,7 +150,7 @@ class Experiment(Section):
             weights=None if name in before else self.student.weights,
             weights_key=None if name in before else self.student.weights_key,
             freeze=name not in before and self.student.freeze,
-            teacher=teacher,
+            **teachers,
             distill=distill,
             optim=own_optimizers(optim, distill),
             scale=scale,
@@ -150,19 +161,20 @@ class Experiment(Section):
             labels=dict(labels),
         )
 
-    def _teacher_of(self, name: str, weights: str | None) -> TeacherConfig | None:
-        """The teacher of a stage after the teacher's, with `weights`: the experiment's, or the assistant before the stage."""
-        if self.teacher is None:
-            return None
-        names = [*self.preparation, name]
-        previous = names[names.index(name) - 1]
+    def _teachers_of(self, name: str, weights: str | None) -> dict[str, Any]:
+        """`teacher` with `weights`, or `teachers`, of a stage after the teacher's: those written, or the assistant before it."""
+        before = [*self.preparation, name]
+        before = before[: before.index(name)]
+        if not before:
+            return {"teachers": self.teachers}
         teacher = self.teacher
-        if previous != "teacher":
-            cache = self.teacher.model_dump(include={"cache", "cache_top_k", "cache_epochs", "placement"})
-            teacher = TeacherConfig(model=self.preparation[previous].model, **cache)
+        if before[-1] != "teacher":
+            cache = teacher.model_dump(include={"cache", "cache_top_k", "cache_epochs", "placement"}) if teacher else {}
+            teacher = TeacherConfig(model=self.preparation[before[-1]].model, **cache)
+        assert teacher is not None
         # The teacher service starts together with the students, after the assistants.
-        own: dict[str, Any] = {"service": self.teacher.service if name == "student" else None}
-        return teacher.model_copy(update=own if weights is None else {**own, "weights": weights})
+        own: dict[str, Any] = {"service": self.teacher.service if self.teacher and name == "student" else None}
+        return {"teacher": teacher.model_copy(update=own if weights is None else {**own, "weights": weights})}
 
 
 def own_optimizers(optim: OptimConfig, distill: DistillConfig | None) -> OptimConfig:

@@ -43,16 +43,17 @@ def split_parts(config: TrainConfig) -> Iterator[Table | str]:
     scale, dtype = config.scale, tensor_format(config)[0]
     if device.type == "cpu":
         torch.set_num_threads(scale.cpus_per_worker)  # as a worker has them
-    module, network = untrained_modules(config, num_classes_of(config.data))
+    module, networks = untrained_modules(config, num_classes_of(config.data))
+    networks = [each.to(dtype) for each in networks]
     module.to(dtype)
-    sharded = network is not None and is_sharded(config, scale.num_replicas, device, module.student, network.to(dtype))
-    costs = stage_costs(config, module, network, device, teacher_is_sharded=sharded)
+    sharded = bool(networks) and is_sharded(config, scale.num_replicas, device, module.student, networks)
+    costs = stage_costs(config, module, networks, device, teacher_is_sharded=sharded)
     starts, number = choose_cut(costs), pipeline_micro_batches(config)
     num_images = -(-replica_batch(config) // num_micro_batches(config))
     yield block_table(
         f"{config.model} in {len(starts)} stages, {number} micro-batches of {num_images} images, {device}", costs.blocks, starts
     )
-    if network is not None:
+    if networks:
         how = f"sharded over {scale.num_replicas} replicas" if sharded else "whole"
         yield f"teacher: {1e3 * costs.teacher_s:.2f} ms of a micro-batch, {how}, on the last stage's device"
     yield f"write scale.cut: [{', '.join(costs.blocks[start].begins_at for start in starts[1:])}]; schedule {scale.schedule}"

@@ -151,7 +151,7 @@ def command(root: Path, best: TrialRow) -> str:
     if trained := [name for name in preparation if is_trained(run_dir.stage(name), is_copy)]:
         name = trained[-1]
         if name != "teacher":
-            values |= {"teacher.model": preparation[name].model, "teacher.others": [], "assistants": []}
+            values |= {"teacher.model": preparation[name].model, "teachers": [], "assistants": []}
         weights = run_dir.stage(name).best
         values["teacher.weights"] = f"{name}.safetensors" if is_copy else str(weights)
         comment = f"  # {name}.safetensors: copy it from {display_name(weights)}" if is_copy else ""

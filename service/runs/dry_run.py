@@ -63,6 +63,7 @@ def _deciding_config(experiment: Experiment, stage: str) -> str:
         "output_dir": "/",
         "model": config.model,
         "teacher": config.teacher,
+        "teachers": config.teachers,
         "distill": config.distill,
         "optim": {**optim, "losses": losses},
         "data": config.data.model_dump(include={"image_size", "global_batch_size"}),

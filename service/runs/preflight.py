@@ -145,8 +145,9 @@ def check_models(experiment: Experiment, classes: tuple[str, ...]) -> None:
     from trainables.models.model_input import input_warnings, teacher_input
     from trainables.models.registry import build_model
     from trainables.models.weights import begin_with, load_teacher
+    from trainables.teachers.network import by_key, naming
 
-    teacher, distill, student = experiment.teacher, experiment.distill, experiment.student
+    teacher, teachers, student = experiment.teacher, experiment.all_teachers, experiment.student
     size, seed = experiment.data.image_size, experiment.seed
     if student.weights is not None:
         model = build_model(student.model, num_classes=len(classes), image_size=size, seed=seed)
@@ -154,19 +155,20 @@ def check_models(experiment: Experiment, classes: tuple[str, ...]) -> None:
         begin_with(model, student.model, student.weights, **start)
     if teacher is not None and teacher.weights is None:
         build_model(teacher.model, num_classes=len(classes), image_size=size, seed=seed)
-    if teacher is not None and (methods := select_methods(distill)):
+    if teachers and (methods := select_methods(experiment.distill)):
         fit: dict[str, Any] = {
             "classes": classes,
             "seed": seed,
             "logits": any(m.requires.teacher and m.reads_classes for m in methods),
         }
-        for each in teacher.with_others:
+        for key, each in by_key(teachers):
             if each.weights is not None:
-                if experiment.data.path != "synthetic":
-                    for line in input_warnings(each, experiment.data):
-                        notice(line)
-                own_size = teacher_input(each, experiment.data).image_size
-                load_teacher(each.model, each.weights, **fit, image_size=own_size, weights_key=each.weights_key)
+                with naming(key):
+                    if experiment.data.path != "synthetic":
+                        for line in input_warnings(each, experiment.data, key):
+                            notice(line)
+                    own_size = teacher_input(each, experiment.data).image_size
+                    load_teacher(each.model, each.weights, **fit, image_size=own_size, weights_key=each.weights_key)
 
 
 def check_data_of_run(

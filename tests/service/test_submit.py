@@ -133,13 +133,14 @@ def test_relative_paths_begin_in_the_users_directory_in_the_file_and_in_override
     assert load(str(there / "own.yaml")).experiment.data.path == f"{tmp_path}/others"
     assert packaged(["train", "digits"], there) == ["train", "digits"]
     assert packaged(["train", "digits", "--set", "data={path: images}"], there)[-1] == f'data.path="{tmp_path}/images"'
-    others = 'teacher.others=[{"model": "convnet_large", "weights": "teacher.safetensors"}]'
+    others = 'teachers=[{"model": "convnet_large", "weights": "teacher.safetensors"}]'
     full = others.replace("teacher.safe", f"{tmp_path}/teacher.safe")
     weights = "teacher.weights=teacher.safetensors"
-    assert packaged(["train", "digits", "--set", weights, "--set", others], there)[2:] == [
-        *("--set", weights, "--set", f'teacher.weights="{tmp_path}/teacher.safetensors"'),
-        *("--set", others, "--set", full),
+    assert packaged(["train", "digits", "--set", weights], there)[2:] == [
+        *("--set", weights, "--set", f'teacher.weights="{tmp_path}/teacher.safetensors"')
     ]
+    several = ["train", "digits", "--set", "teacher=null", "--set", others]
+    assert packaged(several, there) == [*several, "--set", full]
 
 
 def test_relative_paths_among_the_values_of_a_sweep_begin_in_the_users_directory(

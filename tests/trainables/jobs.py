@@ -40,7 +40,7 @@ def config(output_dir: Path | str, **sections: Any) -> TrainConfig:
     }
     for name, value in sections.items():
         tree[name] = {**tree[name], **value} if isinstance(value, dict) and isinstance(tree.get(name), dict) else value
-    if tree["teacher"] is None and "distill" not in sections:
+    if tree["teacher"] is None and not {"distill", "teachers"} & sections.keys():
         tree["distill"] = None
     return TrainConfig.model_validate(tree)
 

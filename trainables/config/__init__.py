@@ -18,7 +18,7 @@ from trainables.config.job import (
     TrainConfig,
     TrainingConfig,
 )
-from trainables.config.models import AssistantConfig, OtherTeacherConfig, StudentConfig, TeacherConfig
+from trainables.config.models import AssistantConfig, StudentConfig, TeacherConfig, TeacherOfSeveralConfig, WeightedConfig
 from trainables.config.optim import LossOptimConfig, OptimConfig
 from trainables.config.scale import ScaleConfig
 from trainables.config.section import Count, Natural, NonNegative, Positive, Probability, Section
@@ -43,7 +43,6 @@ __all__ = [
     "Natural",
     "NonNegative",
     "OptimConfig",
-    "OtherTeacherConfig",
     "Positive",
     "Precision",
     "Probability",
@@ -54,7 +53,9 @@ __all__ = [
     "SplitIdentity",
     "StudentConfig",
     "TeacherConfig",
+    "TeacherOfSeveralConfig",
     "TrainConfig",
     "TrainingConfig",
+    "WeightedConfig",
     "init_epochs",
 ]

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_serializer, field_validator
 
-from trainables.config.section import Natural, NonNegative, Positive, Section
+from trainables.config.section import Natural, NonNegative, Positive, Probability, Section
 
 
 class MethodOptions(Section):
@@ -56,6 +56,9 @@ class DistillConfig(Section):
     )
     task_weight: NonNegative | None = Field(
         None, description="weight of the labels' cross-entropy; absent: as the methods have it by default, the largest"
+    )
+    teacher_dropping: Probability = Field(
+        0.0, description="probability that of several teachers one whose loss is not an image's largest is left out for it"
     )
     options: dict[str, dict[str, Any]] = Field(
         {}, description="method → its options, such as `weight`; those of a method that is not used wait until it is"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -9,7 +10,7 @@ from pydantic import Field
 from trainables.config.data import DataConfig
 from trainables.config.distill import DistillConfig
 from trainables.config.evaluation import EvalConfig
-from trainables.config.models import TeacherConfig
+from trainables.config.models import TeacherConfig, TeacherOfSeveralConfig, WeightedConfig
 from trainables.config.optim import OptimConfig
 from trainables.config.scale import ScaleConfig
 from trainables.config.section import Count, Natural, Positive, Section
@@ -101,7 +102,8 @@ class TrainConfig(Section):
     weights_key: str | None = Field(None, description="as student.weights_key")
     freeze: bool = Field(False, description="as student.freeze")
     teacher: TeacherConfig | None = None
-    teachers: tuple[str, ...] = Field((), description="names of the actors of `teacher.service`")
+    teachers: tuple[TeacherOfSeveralConfig, ...] = ()
+    teacher_actors: tuple[str, ...] = Field((), description="names of the actors of `teacher.service`")
     teacher_records: str | None = Field(
         None, description="folder or URI of the accuracies of teachers that were given; None: the teacher's is not measured"
     )
@@ -124,6 +126,17 @@ class TrainConfig(Section):
     @property
     def distillation(self) -> DistillConfig | None:
         return self.distill
+
+    @property
+    def all_teachers(self) -> tuple[WeightedConfig, ...]:
+        """The teacher, or each of several."""
+        return self.teachers or ((self.teacher,) if self.teacher is not None else ())
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Those of `all_teachers`, as parts of 1."""
+        shares = [each.share for each in self.teachers] or [1.0]
+        return tuple(share / math.fsum(shares) for share in shares)
 
     @property
     def measures_noise(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import math
 import os
 import re
 from collections.abc import Mapping
@@ -82,12 +81,19 @@ class WeightedConfig(ModelConfig):
         None,
         description="per-channel deviation by which its images are normalized; absent: what its weights record, else data.std",
     )
-
     weights_key: str | None = Field(
         None,
         min_length=1,
         description="the entry of a file of weights, or the prefix of its names, that is the model, such as `state_dict` or "
         "`student`; absent: the one that fits, an average (EMA) before others",
+    )
+    weights: str | None = Field(
+        None,
+        description="a checkpoint of ours, a torchvision or timm weight name, a file or folder of weights, `hf-hub:OWNER/NAME`; "
+        "absent: trained first",
+    )
+    fold_batch_norms: bool | None = Field(
+        None, description="fold its batch norms into its convolutions, in each worker; absent: with precision bf16 and fp16"
     )
 
     @model_validator(mode="before")
@@ -101,21 +107,18 @@ class WeightedConfig(ModelConfig):
         return tree
 
 
-class OtherTeacherConfig(WeightedConfig):
-    """A further model that is imitated; it has been trained before."""
+class TeacherOfSeveralConfig(WeightedConfig):
+    """One of several models that are imitated; it has been trained before."""
 
     weights: str = Field(min_length=1, description="as teacher.weights")
-    share: Positive = Field(1.0, description="weight of its probabilities in the mean of all teachers'")
+    share: Positive = Field(
+        1.0, description="weight of its probabilities in the mean, or of the method's loss with it, divided by the sum of all"
+    )
 
 
 class TeacherConfig(WeightedConfig):
     """The model that is imitated."""
 
-    weights: str | None = Field(
-        None,
-        description="a checkpoint of ours, a torchvision or timm weight name, a file or folder of weights, `hf-hub:OWNER/NAME`; "
-        "absent: trained first",
-    )
     epochs: Count | None = Field(None, description="epochs of its training; absent: optim.epochs")
     cache: str | None = Field(
         None,
@@ -133,13 +136,6 @@ class TeacherConfig(WeightedConfig):
         "auto",
         description="its network: whole in each worker, or each has a part of its parameters; auto: whole where that fits a GPU",
     )
-    fold_batch_norms: bool | None = Field(
-        None, description="fold its batch norms into its convolutions, in each worker; absent: with precision bf16 and fp16"
-    )
-    share: Positive = Field(1.0, description="weight of its probabilities in the mean with `others`")
-    others: tuple[OtherTeacherConfig, ...] = Field(
-        (), description="further teachers: the mean of their probabilities is imitated, each counting by its `share`"
-    )
 
     @field_validator("cache")
     @classmethod
@@ -154,17 +150,6 @@ class TeacherConfig(WeightedConfig):
     def logits_only(self) -> str | None:
         """The key of what gives the teacher's logits, and no more of it, in place of a network in each worker; None: neither."""
         return "teacher.cache" if self.cache is not None else "teacher.service" if self.service is not None else None
-
-    @property
-    def with_others(self) -> tuple[TeacherConfig | OtherTeacherConfig, ...]:
-        """This teacher, then the others."""
-        return (self, *self.others)
-
-    @property
-    def shares(self) -> tuple[float, ...]:
-        """Those of this teacher and the others, as parts of 1."""
-        shares = [each.share for each in self.with_others]
-        return tuple(share / math.fsum(shares) for share in shares)
 
 
 class AssistantConfig(ModelConfig):

@@ -74,13 +74,15 @@ class BackboneEvaluation:
     def __init__(self, config: TrainConfig, embedding: TapReader, labeled: LabeledImages | None) -> None:
         """`embedding` reads the student's tap of this name."""
         self._eval, self._embedding, self._labeled, self._pixels = config.eval, embedding, labeled, pixels_of(config)
+        self._shares = config.shares
 
     @torch.inference_mode()
     def __call__(
         self, state: TrainState, val_loader: Loader, group: Group, heartbeat: Heartbeat, *, epoch: int, is_last: bool
     ) -> dict[str, float]:
-        """Of the validation images `num_images`, `cka` with the teacher's features and the methods' `loss`; of the images of
-        `eval.path` `top1_pct` and `top5_pct` by k-NN, and in the last evaluation `linear_top1_pct` by a linear probe.
+        """Of the validation images `num_images`, `cka` with the teacher's features and the methods' `loss`; with several teachers
+        `cka1`, …, of which `cka` is the mean by their shares. Of the images of `eval.path` `top1_pct` and `top5_pct` by k-NN, and
+        in the last evaluation `linear_top1_pct` by a linear probe.
 
         There is no `cka` without a teacher's network on this rank alone, and no `loss` where a method compares the images of a
         batch. Every rank calls it. Raises DataError: not one image of `eval.path` could be read.
@@ -109,7 +111,7 @@ class BackboneEvaluation:
             return self._read(output, len(batch.labels_B))
 
     def _agreement(self, state: TrainState, batches: Generator[Batch, None, None], group: Group, epoch: int) -> dict[str, float]:
-        module, cka = state.distillation_module, None
+        module, ckas = state.distillation_module, dict[int, LinearCKA]()
         measures_loss = not any(method.requires.whole_batch for method in module.methods_by_name.values())
         sums = torch.zeros(2, dtype=torch.float64, device=group.device)  # images, loss
         with contextlib.closing(on_device(batches, group.device)) as device_batches:
@@ -133,18 +135,21 @@ class BackboneEvaluation:
                             with state.autocast():
                                 output = module.student(part.images_BCHW)
                         student_BD = self._read(output, rows)
-                features = next((each.features for each in teacher.values() if each.features), ())
-                if features:
-                    teacher_BE = features[0].flatten(2).mean(2) if features[0].ndim > 2 else features[0]
-                    cka = cka or LinearCKA(student_BD.shape[1], teacher_BE.shape[1], group.device)
+                firsts = [(module.teachers.get(key, 0), each.features[0]) for key, each in teacher.items() if each.features]
+                for number, feature in dict(reversed(firsts)).items():
+                    teacher_BE = feature.flatten(2).mean(2) if feature.ndim > 2 else feature
+                    cka = ckas.setdefault(number, LinearCKA(student_BD.shape[1], teacher_BE.shape[1], group.device))
                     cka.add(student_BD, teacher_BE)
         images, loss = all_reduce_sum(sums, group).tolist()
         found = {"num_images": images}
         if measures_loss and not state.teacher.is_collective:
             found["loss"] = loss / (images or math.nan)
-        widths = next((widths for widths in gather_objects(cka and cka.widths, group) if widths), None)
-        if widths is not None:
-            found["cka"] = (cka or LinearCKA(widths[0], widths[1], group.device)).result(group)
+        of_ranks: list[dict[int, tuple[int, int]]] = gather_objects({n: cka.widths for n, cka in sorted(ckas.items())}, group)
+        widths = next((each for each in of_ranks if each), {})
+        values = {n: (ckas.get(n) or LinearCKA(x, y, group.device)).result(group) for n, (x, y) in widths.items()}
+        if values:
+            found["cka"] = sum(self._shares[n] * value for n, value in values.items()) if len(values) > 1 else values[0]
+            found |= {f"cka{n + 1}": value for n, value in values.items() if len(values) > 1}
         return found
 
     def _read(self, output: Tensor, num_rows: int) -> Tensor:

@@ -14,7 +14,7 @@ from trainables.failures import is_single_value
 from trainables.methods.distillation_module import DistillationModule
 from trainables.methods.init_stage import with_init_stage
 from trainables.models.forward import dry_forward
-from trainables.teachers.network import untrained_network
+from trainables.teachers.network import untrained_networks
 
 
 def check_fit(config: TrainConfig, num_classes: int) -> None:
@@ -42,16 +42,16 @@ def normalizes_single_images(config: TrainConfig, num_classes: int) -> bool:
     return True
 
 
-def untrained_modules(config: TrainConfig, num_classes: int) -> tuple[DistillationModule, nn.Module | None]:
-    """The distillation module of a job, and the teacher's network where one runs in its steps; no weights are read.
+def untrained_modules(config: TrainConfig, num_classes: int) -> tuple[DistillationModule, list[nn.Module]]:
+    """The distillation module of a job, and the teachers' networks that run in its steps; no weights are read.
 
     Raises:
         ExperimentError: methods and options do not fit together.
         ModelError: a model does not exist, or does not take these images.
     """
     _, student = build_student(config, Group(), num_classes)
-    network, teacher = None, config.teacher
-    if teacher is not None and teacher.logits_only is None and methods_with_teacher(config):
-        network = untrained_network(config, num_classes)
+    networks = []
+    if methods_with_teacher(config) and not (config.teacher and config.teacher.logits_only):
+        networks = untrained_networks(config, num_classes)
     labels_M = torch.arange(num_classes)  # a small training split, so that buffers with a row a sample are small
-    return build_distillation_module(config, Group(), student, network, num_classes, labels_M)[0], network
+    return build_distillation_module(config, Group(), student, networks, num_classes, labels_M)[0], networks

@@ -64,7 +64,7 @@ class Job:
     """Whether the seconds of its steps past the warm-up are enough to end a timing run. None: it runs all its steps."""
     resources: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     """Ends the threads and processes of loaders, teacher and disk."""
-    teachers: list[TeacherAccuracy] = field(default_factory=list)
+    teachers: list[TeacherAccuracy | None] = field(default_factory=list)
     """Those with given weights, once `run_job` has measured them."""
     writes_log_late: bool = False
     """Whether a log line is written with the next one, see `log_lines`."""

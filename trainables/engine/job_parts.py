@@ -103,19 +103,19 @@ def build_models(
     if layout.is_last:
         module, found = build_modules(config, layout.replicas, student, classes, loader, connections)
         teacher = found or teacher
-    network = teacher.model if isinstance(teacher, TeacherNetwork) else None
-    sharded = network is not None and any(
-        gather_objects(is_sharded(config, layout.replicas.world_size, device, student, network), layout.replicas)
+    networks = teacher.networks if isinstance(teacher, TeacherNetwork) else []
+    sharded = bool(networks) and any(
+        gather_objects(is_sharded(config, layout.replicas.world_size, device, student, networks), layout.replicas)
     )
     if in_pipeline:
-        config = cut_student(config, layout, module, network, teacher_is_sharded=sharded)
+        config = cut_student(config, layout, module, networks, teacher_is_sharded=sharded)
     if layout.is_first:
         take_pixels(student, student_input(config.data))
         student.to(tensor_format(config)[0])
     if layout.job.is_main:
         log.info("%s: student %s sees %s", config.stage, name, student_input(config.data))
-        if methods_with_teacher(config) and config.teacher is not None:
-            for each in config.teacher.with_others:
+        if methods_with_teacher(config):
+            for each in config.all_teachers:
                 log.info("%s: teacher %s sees %s", config.stage, each.model, teacher_input(each, config.data))
     if isinstance(teacher, TeacherNetwork):
         place(teacher, config, layout.replicas, sharded=sharded)

@@ -43,9 +43,10 @@ def _sum(terms: Sequence[Tensor]) -> Tensor:
 
 
 def compute_losses(
-    outputs: DistillationOutputs, labels_B: Tensor | None, mix: Mix | None, weights: Mapping[str, float]
+    outputs: DistillationOutputs, labels_B: Tensor | None, mix: Mix | None, weights: Mapping[str, float | Tensor]
 ) -> Losses:
-    """task_weight·CE + Σ over methods of weight·Σ terms; without labels (None) there is no task, and the CE is 0.
+    """task_weight·CE + Σ over methods of weight·Σ terms; without labels (None) there is no task, and the CE is 0. `weights`
+    are for all samples, or for each, (B,).
 
     The CE of mixed images is share·CE(own label) + (1 - share)·CE(the other's); the methods see the image as it is. The CE of
     auxiliary heads (Inception) belongs to the task. Every term is in the graph, whatever its weight: DDP waits for each gradient.

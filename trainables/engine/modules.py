@@ -16,8 +16,9 @@ from trainables.errors import ExperimentError
 from trainables.methods.contract import BuildContext
 from trainables.methods.distillation_module import DistillationModule
 from trainables.methods.features import TeacherNormOptions
-from trainables.methods.select import SelectedMethod, select_methods, student_name, task_weight
+from trainables.methods.select import SelectedMethod, for_teachers, select_methods, student_name, task_weight
 from trainables.methods.tap_reader import TapReader
+from trainables.methods.teacher_dropping import TeacherDropping
 from trainables.models.model_input import student_input
 from trainables.models.registry import build_model
 from trainables.models.reused_classifier import ReusedClassifier
@@ -25,7 +26,7 @@ from trainables.notices import notice
 from trainables.rules import METHOD_RULES, first_problem_of_methods
 from trainables.teachers.cache.cached_teacher import CachedTeacher
 from trainables.teachers.interface import TeacherInterface
-from trainables.teachers.network import TeacherNetwork, load_network, teacher_reader
+from trainables.teachers.network import TeacherNetwork, load_networks, teacher_readers
 from trainables.teachers.service.client import ServiceTeacher
 from trainables.teachers.service.protocol import TeacherConnection
 
@@ -49,21 +50,18 @@ def build_modules(
         CheckpointError: the teacher's file is damaged, or of another model or other classes.
     """
     methods = methods_with_teacher(config)
-    teacher = config.teacher if methods and config.teacher is not None and config.teacher.weights is not None else None
-    network = None
-    if teacher is not None and teacher.logits_only is None:
-        network = load_network(config, classes)
-    module, reader = build_distillation_module(config, group, student, network, len(classes), loader.labels_M)
-    if teacher is None:
+    has_teacher = bool(methods) and any(each.weights is not None for each in config.all_teachers)
+    logits_only = config.teacher.logits_only if config.teacher is not None else None
+    networks = load_networks(config, classes) if has_teacher and logits_only is None else []
+    module, readers = build_distillation_module(config, group, student, networks, len(classes), loader.labels_M)
+    if not has_teacher:
         return module, None
     keys = [method.key for method in methods]
-    if teacher.logits_only == "teacher.cache":
+    if logits_only == "teacher.cache":
         return module, CachedTeacher(config, group, classes, loader, keys)
-    if teacher.logits_only == "teacher.service":
+    if logits_only == "teacher.service":
         return module, ServiceTeacher(config, group, classes, loader, connections, keys)
-    assert network is not None
-    assert reader is not None
-    return module, TeacherNetwork(network, reader)
+    return module, TeacherNetwork(networks, readers, config.shares)
 
 
 def selected_methods(config: TrainConfig) -> tuple[SelectedMethod, ...]:
@@ -72,8 +70,8 @@ def selected_methods(config: TrainConfig) -> tuple[SelectedMethod, ...]:
 
 
 def stage_methods(config: TrainConfig) -> tuple[SelectedMethod, ...]:
-    """Those that have a loss in this job."""
-    methods = selected_methods(config)
+    """Those that have a loss in this job; with several teachers one for each where it reads more than logits."""
+    methods = for_teachers(selected_methods(config), config.shares)
     return tuple(method for method in methods if (init_epochs(method.options) if config.init_stage else method.terms))
 
 
@@ -83,11 +81,11 @@ def methods_with_teacher(config: TrainConfig) -> tuple[SelectedMethod, ...]:
 
 
 def build_distillation_module(
-    config: TrainConfig, group: Group, student: nn.Module, teacher: nn.Module | None, num_classes: int, labels_M: Tensor
-) -> tuple[DistillationModule, TapReader | None]:
-    """The student with the methods of a job, and the reader of the network `teacher` for them.
+    config: TrainConfig, group: Group, student: nn.Module, teachers: Sequence[nn.Module], num_classes: int, labels_M: Tensor
+) -> tuple[DistillationModule, list[TapReader]]:
+    """The student with the methods of a job, and the reader of each network of `teachers` for them.
 
-    `teacher` is None where no method reads one, or only its logits exist. Of its weights only those are read that the student
+    `teachers` are none where no method reads one, or only its logits exist. Of their weights only those are read that the student
     takes over: untrained models fit if the trained ones do.
 
     Raises:
@@ -99,14 +97,13 @@ def build_distillation_module(
     if problem := first_problem_of_methods(lambda: selected, config, num_classes, METHOD_RULES):
         raise ExperimentError(problem)
     if not of_stage:
-        return DistillationModule(student, task_weight=weight), None
+        return DistillationModule(student, task_weight=weight), []
     if num_classes == 2:
         _notice_idle_terms(of_stage)
     size, with_teacher = config.data.image_size, methods_with_teacher(config)
-    teacher_taps = None
-    if teacher is not None and config.teacher is not None:
+    for teacher in teachers:
         _prepare_teacher(teacher, student, group, selected, size)
-        teacher_taps = teacher_reader(config.teacher, teacher, with_teacher, size)
+    readers = teacher_readers(config, teachers, with_teacher) if teachers else []
     student_taps = TapReader(
         student,
         {each.key: each.student_taps for each in of_stage},
@@ -116,9 +113,10 @@ def build_distillation_module(
     )
     methods = {}
     for method in of_stage:
+        own = readers if method.teacher is None else readers[method.teacher : method.teacher + 1]
         context = BuildContext(
             student=student_taps.spec(method.key),
-            teacher=teacher_taps.spec(method.key) if teacher_taps is not None and method in with_teacher else None,
+            teacher=own[0].spec(method.key) if len(own) == 1 and method in with_teacher else None,
             num_classes=num_classes,
             labels_M=labels_M,
             input=student_input(config.data),
@@ -129,15 +127,20 @@ def build_distillation_module(
             init_stage=config.init_stage,
         )
         methods[method.key] = method.build(context)
+    numbers, dropping = {each.key: each.teacher for each in of_stage if each.teacher is not None}, None
+    if numbers and config.distill is not None and config.distill.teacher_dropping and not config.init_stage:
+        dropping = TeacherDropping(config.distill.teacher_dropping, config.seed, numbers, config.shares)
     module = DistillationModule(
         student,
         methods,
         reader=student_taps,
+        teachers=numbers,
+        dropping=dropping,
         task_weight=weight,
         epochs=config.optim.epochs,
         init_stage=config.init_stage,
     )
-    return module, teacher_taps
+    return module, readers
 
 
 def _notice_idle_terms(methods: Sequence[SelectedMethod]) -> None:

@@ -95,7 +95,7 @@ def run_student(
     module: nn.Module | None = None,
 ) -> tuple[DistillationOutputs, Losses]:
     """The outputs and the losses of a micro-batch. `inputs`: of the update's module, where it is a part of the student; `module`:
-    in place of that one.
+    in place of that one, outside of a step: no teacher is dropped.
     """
     rows = len(part.labels_B)
     gather = Gather(rows, train_state.group, train_state.cpu_group)
@@ -105,4 +105,7 @@ def run_student(
     bare = train_state.distillation_module
     bare.check_terms(outputs.terms)
     labels_B = part.labels_B if bare.classifies else None
-    return outputs, compute_losses(outputs, labels_B, part.mix, bare.weights(epochs_passed))
+    weights: dict[str, float | Tensor] = {**(plain := bare.weights(epochs_passed))}
+    if bare.dropping is not None and module is None:
+        weights |= bare.dropping.weights(outputs.terms, plain, part.epoch, part.indices_B, gather)
+    return outputs, compute_losses(outputs, labels_B, part.mix, weights)

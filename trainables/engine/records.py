@@ -219,7 +219,8 @@ def summarize(job: Job, skipped_images: int = 0) -> dict[str, float]:
         summary |= {"best_top1_pct": best["val/top1_pct"]} if "val/top1_pct" in best else {}
         summary |= {"best_epoch": float(progress.best_epoch), **progress.reached}
     for number, measured in enumerate(job.teachers, start=1):
-        summary[f"teacher{number if number > 1 else ''}_top1_pct"] = measured.top1_pct
+        if measured is not None:
+            summary[f"teacher{number if number > 1 else ''}_top1_pct"] = measured.top1_pct
     summary |= metrics.clock.total()
     walls_s = [row["epoch/wall_s"] for row in progress.history]
     if walls_s:  # caches and the first kernels are made in the first epoch

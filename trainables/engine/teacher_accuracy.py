@@ -15,7 +15,7 @@ import torch
 from scipy.special import bdtrc
 from torch import Tensor, nn
 
-from trainables.config import OtherTeacherConfig, TeacherConfig
+from trainables.config import WeightedConfig
 from trainables.device.device_batches import DeviceBatch
 from trainables.device.tensor_format import pixels_of
 from trainables.distributed.group import all_reduce_sum, from_rank
@@ -31,7 +31,7 @@ from trainables.rundir import write_atomic
 from trainables.stage_result import TeacherAccuracy
 from trainables.teachers.cache.key import cache_key
 from trainables.teachers.interface import TeacherRequest
-from trainables.teachers.network import TeacherNetwork, fit, load_network, move
+from trainables.teachers.network import TeacherNetwork, fit, load_networks, move
 from trainables.teachers.service.client import ServiceTeacher
 
 log = logging.getLogger("raydistill")
@@ -40,8 +40,8 @@ MIN_IMAGES, MAX_P_VALUE = 256, 1e-3
 """A teacher is refused whose accuracy on at least so many images is chance by a larger p-value."""
 
 
-def measure_teachers(job: Job) -> list[TeacherAccuracy]:
-    """The accuracy of each teacher with given weights, in the order of `TeacherConfig.shares`; [] where none is measured.
+def measure_teachers(job: Job) -> list[TeacherAccuracy | None]:
+    """The accuracy of each teacher with given weights, None of one that is not measured; [] where none is.
 
     Each is measured once for a run, or a sweep, and its images, and then read from `config.teacher_records`. Nothing of the
     training changes. Every rank calls it.
@@ -51,19 +51,21 @@ def measure_teachers(job: Job) -> list[TeacherAccuracy]:
         DataError: not one validation image could be read.
     """
     config, reason = job.config, None
-    if config.teacher_records is None or config.teacher is None or not methods_with_teacher(config):
+    if config.teacher_records is None or not config.all_teachers or not methods_with_teacher(config):
         return []
     if config.scale.pipeline_stages > 1:
         reason = "with pipeline stages, the rank that runs it gets no validation images"
     elif job.train_state.teacher.is_collective:
         reason = "it is sharded, and its workers may have different numbers of validation batches"
-    elif isinstance(teacher := job.train_state.teacher, TeacherNetwork) and not has_classifier(teacher.networks[0]):
-        reason = "its classes are not the data's, and its features alone are read"
-    if reason is None:
-        return [_measure_once(job, number, each) for number, each in enumerate(config.teacher.with_others)]
-    if job.group.is_main:
-        log.info("%s: the teacher's accuracy is not measured: %s", config.stage, reason)
-    return []
+    found = list[TeacherAccuracy | None]()
+    for number, each in enumerate(config.all_teachers):
+        teacher, why = job.train_state.teacher, reason
+        if reason is None and isinstance(teacher, TeacherNetwork) and not has_classifier(teacher.networks[number]):
+            why = "its classes are not the data's, and its features alone are read"
+        if why is not None and job.group.is_main:
+            log.info("%s: the accuracy of the teacher %s is not measured: %s", config.stage, each.model, why)
+        found.append(_measure_once(job, number, each) if why is None else None)
+    return found
 
 
 def check_above_chance(accuracy: TeacherAccuracy) -> None:
@@ -79,7 +81,7 @@ def check_above_chance(accuracy: TeacherAccuracy) -> None:
         )
 
 
-def _measure_once(job: Job, number: int, teacher: TeacherConfig | OtherTeacherConfig) -> TeacherAccuracy:
+def _measure_once(job: Job, number: int, teacher: WeightedConfig) -> TeacherAccuracy:
     folder, began_s = str(job.config.teacher_records), time.perf_counter()
     path, store = Path(folder), ObjectStore(folder) if is_uri(folder) else None
     name = from_rank(lambda: f"teacher-{_key(job, teacher)}.json", job.group)
@@ -138,11 +140,11 @@ def _network(job: Job, number: int) -> nn.Module:
     """A teacher, by its number; where its logits are cached, a network of its own to measure."""
     teacher = job.train_state.teacher
     if not isinstance(teacher, TeacherNetwork):
-        return move(load_network(job.config, job.checkpoint_state.about["classes"]), job.config, job.group.device)
+        return move(load_networks(job.config, job.checkpoint_state.about["classes"])[0], job.config, job.group.device)
     return teacher.networks[number]
 
 
-def _key(job: Job, teacher: TeacherConfig | OtherTeacherConfig) -> str:
+def _key(job: Job, teacher: WeightedConfig) -> str:
     """A hash of all that decides the accuracy: the teacher's tensors, the images, their preprocessing. Reads the weights."""
     images, data = job.checkpoint_state.data, job.config.data
     assert images is not None  # every job has it but a timing run, which measures no teacher

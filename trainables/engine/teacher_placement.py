@@ -1,11 +1,12 @@
 """Where a teacher's network is: whole on each rank that runs it, or sharded over them (`teacher.placement`)."""
 
 import logging
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
-from trainables.config import TrainConfig
+from trainables.config import TrainConfig, WeightedConfig
 from trainables.device.memory import memory_bytes, parameter_bytes
 from trainables.device.tensor_format import AUTOCAST
 from trainables.distributed.group import Group
@@ -20,20 +21,22 @@ MAX_REPLICATED_FRACTION = 0.5
 """The share of a device's memory for a whole teacher and the student's parameters, gradients and optimizer state."""
 
 
-def is_sharded(config: TrainConfig, num_replicas: int, device: torch.device, student: nn.Module, teacher: nn.Module) -> bool:
-    """What `teacher.placement` says or, by default, whether the teacher is too large for this device.
+def is_sharded(
+    config: TrainConfig, num_replicas: int, device: torch.device, student: nn.Module, teachers: Sequence[nn.Module]
+) -> bool:
+    """What `teacher.placement` says or, by default, whether the teachers are too large for this device.
 
     `student` is the whole one, also where the device has a stage of it.
     """
-    assert config.teacher is not None
-    if num_replicas == 1 or config.teacher.placement == "whole":
+    placement = config.teacher.placement if config.teacher is not None else "auto"
+    if num_replicas == 1 or placement == "whole":
         return False
-    if config.teacher.placement == "sharded":
+    if placement == "sharded":
         return True
     if config.train.compile or any(method.requires.teacher_model for method in methods_with_teacher(config)):
         return False
     student_bytes = parameter_copies(config.optim) * parameter_bytes(student) / config.scale.pipeline_stages
-    return parameter_bytes(teacher) + student_bytes > MAX_REPLICATED_FRACTION * memory_bytes(device)
+    return sum(map(parameter_bytes, teachers)) + student_bytes > MAX_REPLICATED_FRACTION * memory_bytes(device)
 
 
 def place(teacher: TeacherNetwork, config: TrainConfig, group: Group, *, sharded: bool) -> None:
@@ -44,23 +47,22 @@ def place(teacher: TeacherNetwork, config: TrainConfig, group: Group, *, sharded
     if not sharded:
         requires = [method.requires for method in methods_with_teacher(config)]
         may_change = not any(each.teacher_model or each.reuses_classifier for each in requires)  # which have modules of it
-        if may_change and folds_batch_norms(config):
-            for network in teacher.networks:
-                fold_batch_norms(network, teacher.tapped_modules)
-        move(teacher.model, config, group.device)
-        if may_change and config.precision in AUTOCAST:
-            round_weights(teacher.model, AUTOCAST[config.precision])
+        for each, network, reader in zip(config.all_teachers, teacher.networks, teacher.readers, strict=True):
+            if may_change and folds_batch_norms(each, config):
+                fold_batch_norms(network, reader.modules)
+            move(network, config, group.device)
+            if may_change and config.precision in AUTOCAST:
+                round_weights(network, AUTOCAST[config.precision])
         return
     from trainables.teachers.sharded import shard  # torch's FSDP takes a second
 
-    shard(teacher.model, group, config.data.image_size)
+    for network in teacher.networks:
+        shard(network, group, config.data.image_size)
     teacher.is_collective = True
     if config.scale.pipeline_stages == 1:
         log.info("%s: the teacher is sharded over %d workers", config.stage, group.world_size)
 
 
-def folds_batch_norms(config: TrainConfig) -> bool:
+def folds_batch_norms(teacher: WeightedConfig, config: TrainConfig) -> bool:
     """What `teacher.fold_batch_norms` says or, by default, whether rounding is that of half precision anyway."""
-    assert config.teacher is not None
-    folds = config.teacher.fold_batch_norms
-    return config.precision in AUTOCAST if folds is None else folds
+    return config.precision in AUTOCAST if teacher.fold_batch_norms is None else teacher.fold_batch_norms

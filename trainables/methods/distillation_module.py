@@ -14,6 +14,7 @@ from trainables.config import init_epochs
 from trainables.errors import ExperimentError
 from trainables.methods.contract import Method, MethodBatch, ModelOutputs
 from trainables.methods.tap_reader import TapReader, at_least_float32
+from trainables.methods.teacher_dropping import TeacherDropping
 from trainables.models.forward import has_classifier, logits_and_aux
 
 
@@ -42,6 +43,8 @@ class DistillationModule(nn.Module):
         methods: Mapping[str, Method] | None = None,
         *,
         reader: TapReader | None = None,
+        teachers: Mapping[str, int] | None = None,
+        dropping: TeacherDropping | None = None,
         task_weight: float = 1.0,
         epochs: int = 1,
         init_stage: bool = False,
@@ -49,7 +52,9 @@ class DistillationModule(nn.Module):
         super().__init__()
         self.student = student
         self.methods = nn.ModuleDict(dict(methods or {}))
-        self.task_weight = task_weight
+        self.task_weight, self.dropping = task_weight, dropping
+        self.teachers = teachers or {}
+        """Of several teachers the number of the one that a method has, by its key."""
         self._reader, self._epochs = reader, epochs
         self._init_stage = init_stage
         self._started = self.methods_by_name
@@ -139,6 +144,11 @@ class DistillationModule(nn.Module):
                 raise ExperimentError(
                     f"distill.method: {key} returns {scalars[0]} as a scalar, a loss of the global batch: declare requires ="
                     " Requirements(whole_batch=True), or return one loss per image"
+                )
+            if scalars and self.dropping is not None and key in self.dropping.teachers:
+                raise ExperimentError(
+                    f"distill.teacher_dropping: {key}/{scalars[0]} is one loss of the whole batch, and it drops losses of images:"
+                    " leave it out, or take another method, such as embed"
                 )
 
     def _declared(self, key: str) -> tuple[str, ...]:

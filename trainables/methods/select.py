@@ -20,6 +20,8 @@ class SelectedMethod(NamedTuple):
     """Its name in `distill.options` and in the records."""
     method_class: type[Method]
     options: MethodOptions
+    teacher: int | None = None
+    """The number of the one that it reads of several; None: it reads what there is."""
 
     @property
     def requires(self) -> Requirements:
@@ -98,6 +100,26 @@ def select_methods(distill: DistillConfig) -> tuple[SelectedMethod, ...]:
         method_class = load_method(name)
         found.append(SelectedMethod(key, method_class, method_class.Options.model_validate(distill.options.get(key, {}))))
     return tuple(method for method in found if method.options.weight)
+
+
+def for_teachers(methods: Sequence[SelectedMethod], shares: Sequence[float]) -> tuple[SelectedMethod, ...]:
+    """With several teachers, which have `shares` of 1, a method that reads more than logits becomes one for each teacher: `embed`
+    becomes `embed1`, `embed2`, …, whose weights are the method's times the shares.
+
+    Raises ExperimentError: another method has such a key.
+    """
+    found = list[SelectedMethod]()
+    for method in methods:
+        if len(shares) == 1 or method.beyond_logits is None:
+            found.append(method)
+            continue
+        for number, share in enumerate(shares):
+            options = method.options.model_copy(update={"weight": share * method.options.weight})
+            found.append(method._replace(key=f"{method.key}{number + 1}", options=options, teacher=number))
+    keys = [method.key for method in found]
+    if twice := next((key for key in keys if keys.count(key) > 1), None):
+        raise ExperimentError.of_key("distill.method", f"{twice} is a method's name, and another one with a teacher: rename it")
+    return tuple(found)
 
 
 def task_weight(distill: DistillConfig, selected: Sequence[SelectedMethod]) -> float:

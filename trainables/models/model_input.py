@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainables.config import DataConfig, OtherTeacherConfig, TeacherConfig
+from trainables.config import DataConfig, WeightedConfig
 from trainables.models.names import library_of
 from trainables.models.trained_input import TrainedInput, trained_input
 
@@ -33,7 +33,7 @@ def student_input(data: DataConfig) -> ModelInput:
     return ModelInput(data.image_size, data.mean, data.std)
 
 
-def teacher_input(teacher: TeacherConfig | OtherTeacherConfig, data: DataConfig) -> ModelInput:
+def teacher_input(teacher: WeightedConfig, data: DataConfig) -> ModelInput:
     """The input of a teacher with weights: what the experiment says, else what its weights record, else that of the data.
 
     Where neither says a size, a model that takes any size gets the crops as they are. Raises as `trained_input` does.
@@ -50,14 +50,14 @@ def teacher_input(teacher: TeacherConfig | OtherTeacherConfig, data: DataConfig)
     )
 
 
-def input_warnings(teacher: TeacherConfig | OtherTeacherConfig, data: DataConfig) -> list[str]:
-    """What a user may not expect of a teacher's input, a line each."""
+def input_warnings(teacher: WeightedConfig, data: DataConfig, key: str = "teacher") -> list[str]:
+    """What a user may not expect of a teacher's input, a line each. `key`: of its section."""
     seen, record = teacher_input(teacher, data), trained_input(teacher.model, str(teacher.weights))
     name, lines = f"teacher {teacher.model}", []
     if teacher.mean is None and not (record and record.mean):
         lines.append(
             f"{name}: {teacher.weights} does not say how its images were normalized: it gets mean {_listed(seen.mean)} and std "
-            f"{_listed(seen.std)}; if that is wrong, set teacher.mean and teacher.std"
+            f"{_listed(seen.std)}; if that is wrong, set {key}.mean and {key}.std"
         )
     if seen.image_size > data.image_size:
         lines.append(
@@ -65,7 +65,7 @@ def input_warnings(teacher: TeacherConfig | OtherTeacherConfig, data: DataConfig
         )
     if record is not None and record.image_size != seen.image_size:
         lines.append(
-            f"{name} was trained on images of {record.image_size} px and sees {seen.image_size}: set teacher.image_size to "
+            f"{name} was trained on images of {record.image_size} px and sees {seen.image_size}: set {key}.image_size to "
             f"{record.image_size} to resize them"
         )
     return lines

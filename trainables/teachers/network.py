@@ -1,18 +1,20 @@
-"""The frozen teacher network: from its weights to a device, and its forward pass.
+"""The frozen teacher networks: from their weights to a device, and their forward passes.
 
 Shapes: B samples of this rank, C channels, H W pixels, K classes.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trainables.config import OtherTeacherConfig, TeacherConfig, TrainConfig
+from trainables.config import TrainConfig, WeightedConfig
 from trainables.device.compilation import compile_model
 from trainables.device.tensor_format import tensor_format
 from trainables.distributed.batch_norm import GlobalBatchNorm
+from trainables.errors import DistillError
 from trainables.methods.contract import ModelOutputs
 from trainables.methods.select import SelectedMethod, select_methods
 from trainables.methods.tap_reader import TapReader
@@ -20,27 +22,17 @@ from trainables.models.model_input import ModelInput, student_input, teacher_inp
 from trainables.models.pixels import take_pixels
 from trainables.models.registry import construct
 from trainables.models.weights import load_teacher
-from trainables.teachers.ensemble import EnsembleReader, TeacherEnsemble
+from trainables.teachers.ensemble import combine
 from trainables.teachers.interface import TeacherInterface, TeacherRequest
 
 
 class TeacherNetwork(TeacherInterface):
-    """A frozen model in eval mode, but for batch norms that use the statistics of the batch."""
+    """Frozen models in eval mode, but for batch norms that use the statistics of the batch; they run in turn."""
 
-    def __init__(self, model: nn.Module, reader: TapReader):
-        self.model = model
-        self._reader = reader
-        self._batch_norms = [module for module in model.modules() if isinstance(module, GlobalBatchNorm)]
-
-    @property
-    def networks(self) -> list[nn.Module]:
-        """The models of an ensemble, else the one that there is."""
-        return list(self.model.models) if isinstance(self.model, TeacherEnsemble) else [self.model]
-
-    @property
-    def tapped_modules(self) -> frozenset[str]:
-        """The paths of the network's modules that methods read."""
-        return self._reader.modules
+    def __init__(self, networks: Sequence[nn.Module], readers: Sequence[TapReader], shares: Sequence[float] = (1.0,)):
+        """A network, its reader and its part of 1, for each teacher."""
+        self.networks, self.readers, self._shares = list(networks), list(readers), shares
+        self._batch_norms = [m for network in networks for m in network.modules() if isinstance(m, GlobalBatchNorm)]
 
     def skip(self, images_BCHW: Tensor, num_calls: int) -> None:
         """See `TeacherInterface`; a sharded network runs, so that other ranks get this rank's part of the parameters."""
@@ -53,12 +45,32 @@ class TeacherNetwork(TeacherInterface):
             norm.train(request is not None)
         if self._batch_norms:  # the dummy image of a rank without samples is no part of the batch
             images_BCHW = images_BCHW[:num_rows]
-        # Not inference mode: a method's backward cannot use its tensors.
-        with torch.no_grad(), self._reader.capture():
-            return self._reader.pop(self.model(images_BCHW), num_rows)
+        found = []
+        # Not inference mode, which saves no time here: a method's backward cannot use its tensors.
+        with torch.no_grad():
+            for network, reader in zip(self.networks, self.readers, strict=True):
+                with reader.capture():
+                    found.append(reader.pop(network(images_BCHW), num_rows))
+            return combine(found, self._shares)
 
 
-def fit(teacher: TeacherConfig | OtherTeacherConfig, config: TrainConfig, classes: Sequence[str]) -> dict[str, Any]:
+def by_key(teachers: Sequence[WeightedConfig]) -> Iterator[tuple[str, WeightedConfig]]:
+    """The key of each teacher's section, and the section."""
+    return ((f"teachers[{n}]" if len(teachers) > 1 else "teacher", each) for n, each in enumerate(teachers))
+
+
+@contextlib.contextmanager
+def naming(key: str) -> Iterator[None]:
+    """What is raised here says of which of several teachers it is."""
+    try:
+        yield
+    except DistillError as error:
+        if key != "teacher":
+            error.args = (f"{key}: {error}",)
+        raise
+
+
+def fit(teacher: WeightedConfig, config: TrainConfig, classes: Sequence[str]) -> dict[str, Any]:
     """The arguments of `load_teacher` and `teacher_sha256` for one of a job's teachers."""
     return {
         "name": teacher.model,
@@ -72,49 +84,49 @@ def fit(teacher: TeacherConfig | OtherTeacherConfig, config: TrainConfig, classe
     }
 
 
-def load_network(config: TrainConfig, classes: Sequence[str]) -> nn.Module:
-    """The teacher with its weights, or an ensemble of several; frozen, on the CPU.
+def load_networks(config: TrainConfig, classes: Sequence[str]) -> list[nn.Module]:
+    """The teachers with their weights; frozen, on the CPU.
 
     Raises CheckpointError, ModelError: see `load_teacher`; or the file is not the teacher of `config.teacher_sha256`.
     """
-    assert config.teacher is not None
     return _frozen(config, lambda each: load_teacher(**fit(each, config, classes), sha256=config.teacher_sha256))
 
 
-def untrained_network(config: TrainConfig, num_classes: int) -> nn.Module:
-    """What `load_network` returns, without weights. Raises ModelError: a model does not take such images."""
-    assert config.teacher is not None
+def untrained_networks(config: TrainConfig, num_classes: int) -> list[nn.Module]:
+    """What `load_networks` returns, without weights. Raises ModelError: a model does not take such images."""
 
-    def build(each: TeacherConfig | OtherTeacherConfig) -> nn.Module:
+    def build(each: WeightedConfig) -> nn.Module:
         size = _input(each, config).image_size
         return construct(each.model, num_classes=num_classes, image_size=size, seed=config.seed)
 
     return _frozen(config, build)
 
 
-def _frozen(config: TrainConfig, build: Callable[[TeacherConfig | OtherTeacherConfig], nn.Module]) -> nn.Module:
-    """The teacher or an ensemble, each model in the job's dtype, and taking pixels."""
-    assert config.teacher is not None
+def _frozen(config: TrainConfig, build: Callable[[WeightedConfig], nn.Module]) -> list[nn.Module]:
+    """The teachers, each in the job's dtype, and taking pixels."""
     models = []
-    for each in config.teacher.with_others:
-        model = build(each)
-        take_pixels(model, _input(each, config))
-        models.append(model.to(tensor_format(config)[0]))
-    return (TeacherEnsemble(models) if len(models) > 1 else models[0]).eval().requires_grad_(False)
+    for key, each in by_key(config.all_teachers):
+        with naming(key):
+            model = build(each)
+            take_pixels(model, _input(each, config))
+        models.append(model.to(tensor_format(config)[0]).eval().requires_grad_(False))
+    return models
 
 
-def _input(teacher: TeacherConfig | OtherTeacherConfig, config: TrainConfig) -> ModelInput:
+def _input(teacher: WeightedConfig, config: TrainConfig) -> ModelInput:
     """The input of a teacher; of one that is still to be trained, that of the images that it will be trained on."""
     return student_input(config.data) if teacher.weights is None else teacher_input(teacher, config.data)
 
 
-def teacher_reader(teacher: TeacherConfig, model: nn.Module, methods: Sequence[SelectedMethod], image_size: int) -> TapReader:
-    """The reader of what each method needs of `load_network`'s model. Raises ModelError: the model has no such taps."""
-    if not teacher.others:
-        taps = {method.key: method.teacher_taps for method in methods}
-        without_logits = [method.key for method in methods if not method.requires.logits]
-        return TapReader(model, taps, name=teacher.model, image_size=image_size, without_logits=without_logits)
-    return EnsembleReader(model, teacher.shares, [method.key for method in methods])
+def teacher_readers(config: TrainConfig, networks: Sequence[nn.Module], methods: Sequence[SelectedMethod]) -> list[TapReader]:
+    """The reader of what methods need of each of `load_networks`. Raises ModelError: a model has no such taps."""
+    without_logits, readers = [method.key for method in methods if not method.requires.logits], []
+    for number, ((key, teacher), network) in enumerate(zip(by_key(config.all_teachers), networks, strict=True)):
+        taps = {method.key: method.teacher_taps for method in methods if method.teacher in (None, number)}
+        size = config.data.image_size
+        with naming(key):
+            readers.append(TapReader(network, taps, name=teacher.model, image_size=size, without_logits=without_logits))
+    return readers
 
 
 def move(network: nn.Module, config: TrainConfig, device: torch.device) -> nn.Module:
@@ -128,9 +140,9 @@ def move(network: nn.Module, config: TrainConfig, device: torch.device) -> nn.Mo
 def logits_network(config: TrainConfig, device: torch.device, classes: Sequence[str], methods: Sequence[str]) -> TeacherNetwork:
     """The experiment's teacher as a network on a device, for methods (by key) that read its logits.
 
-    Raises CheckpointError, ModelError: see `load_network`.
+    Raises CheckpointError, ModelError: see `load_networks`.
     """
-    assert config.teacher is not None
-    network = move(load_network(config, classes), config, device)
-    taps = dict.fromkeys(methods, ())
-    return TeacherNetwork(network, TapReader(network, taps, name=config.teacher.model, image_size=config.data.image_size))
+    (network,) = load_networks(config, classes)
+    taps, size = dict.fromkeys(methods, ()), config.data.image_size
+    reader = TapReader(move(network, config, device), taps, name=config.all_teachers[0].model, image_size=size)
+    return TeacherNetwork([network], [reader])

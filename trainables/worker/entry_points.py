@@ -95,7 +95,7 @@ def train_stage(config: TrainConfig, group: Group, stop_early: Callable[[Sequenc
             precision_reason=job.config.precision_reason,
             metrics=summary,
             steps_s=job.metrics.timer.past_warmup.steps_s() if config.train.max_steps is not None else [],
-            teachers=job.teachers,
+            teachers=[each for each in job.teachers if each is not None],
         )
         if group.is_main:
             write_stage_result(stage, result)
@@ -132,7 +132,7 @@ def _train(
             reporter.report,
             telemetry,
             stop_early=stop_early,
-            connections=[ActorConnection(name) for name in config.teachers],
+            connections=[ActorConnection(name) for name in config.teacher_actors],
             disk=disk,
             heartbeat=heartbeat,
             interruption_request=interruption_requests(config, group),

@@ -83,7 +83,7 @@ def fit(
     """
     resources = worker_resources(config.scale, loader_workers, use_gpu=use_gpu)
     settings = config.model_dump(mode="json")
-    has_service = isinstance(config, TrainConfig) and bool(config.teachers)
+    has_service = isinstance(config, TrainConfig) and bool(config.teacher_actors)
     trainer = ray.train.torch.TorchTrainer(
         _entry_point(config, reused),
         train_loop_config=settings if reused is None else {"config": settings, "reused": reused},

@@ -30,9 +30,9 @@ def prepare_teacher(session: Session, plan: Plan) -> str | None:
     experiment = plan.experiment
     if experiment.train.max_steps is not None:
         return untrained_teacher(session)
-    if experiment.teacher is None or not needs_teacher(experiment.distill, experiment.sweep.axes):
+    if not experiment.all_teachers or not needs_teacher(experiment.distill, experiment.sweep.axes):
         return None
-    weights = experiment.teacher.weights
+    weights = experiment.teacher.weights if experiment.teacher is not None else None
     for name in experiment.preparation:
         if name == "teacher" and weights is not None:
             continue
@@ -48,12 +48,12 @@ def untrained_teacher(session: Session) -> str | None:
         DistillError: the data or the model cannot be opened.
     """
     experiment, stage = session.experiment, session.run_dir.stage("untrained-teacher")
-    teacher, data = experiment.teacher, experiment.data
-    if teacher is not None and teacher.weights and not experiment.assistants:
+    teacher, data, assistants = experiment.teacher, experiment.data, experiment.assistants
+    if teacher is not None and teacher.weights and not assistants:
         return teacher.weights
-    if teacher is None or not needs_teacher(experiment.distill, experiment.sweep.axes):
+    if not (teacher or assistants) or not needs_teacher(experiment.distill, experiment.sweep.axes):
         return None
-    name = experiment.assistants[-1].model if experiment.assistants else teacher.model
+    name = [each.model for each in (teacher, *assistants) if each is not None][-1]
     from trainables.data.source import open_source
     from trainables.engine import checkpoint
     from trainables.models.registry import build_model

@@ -75,8 +75,7 @@ def test_imagenet_is_the_published_recipe() -> None:
 
 
 def test_each_stage_of_a_chain_learns_from_the_one_before_it() -> None:
-    others = "teacher.others=[{model: mlp_large, weights: other.pt, share: 3}]"
-    experiment = load("digits", [others, "assistants=[{model: resnet14, epochs: 7}, {model: resnet8}]"]).experiment
+    experiment = load("digits", ["assistants=[{model: resnet14, epochs: 7}, {model: resnet8}]"]).experiment
     assert list(experiment.preparation) == ["teacher", "assistant1", "assistant2"]
     stage_config = [
         experiment.stage(name, Path("/run"), {}, "before.safetensors") for name in (*experiment.preparation, "student")
@@ -90,12 +89,27 @@ def test_each_stage_of_a_chain_learns_from_the_one_before_it() -> None:
     assert stage_config[0].teacher is None
     assert stage_config[0].distill is None
     teachers = [stage.teacher for stage in stage_config[1:] if stage.teacher is not None]
-    assert [(teacher.model, teacher.weights, len(teacher.others)) for teacher in teachers] == [
-        ("convnet_large", "before.safetensors", 1),
-        ("resnet14", "before.safetensors", 0),
-        ("resnet8", "before.safetensors", 0),
+    assert [(teacher.model, teacher.weights) for teacher in teachers] == [
+        ("convnet_large", "before.safetensors"),
+        ("resnet14", "before.safetensors"),
+        ("resnet8", "before.safetensors"),
     ]
     assert all(stage.distill == experiment.distill for stage in stage_config[1:])
+
+
+def test_the_first_stage_of_a_chain_learns_from_several_teachers_and_the_next_from_that() -> None:
+    teachers = "teachers=[{model: mlp_large, weights: one.pt}, {model: resnet20, weights: two.pt, share: 3}]"
+    experiment = load("digits", ["teacher=null", teachers, "assistants=[{model: resnet8}]"]).experiment
+    assert list(experiment.preparation) == ["assistant1"]
+    first = experiment.stage("assistant1", Path("/run"), {})
+    assert (first.teacher, [each.weights for each in first.all_teachers]) == (None, ["one.pt", "two.pt"])
+    assert first.shares == (0.25, 0.75)
+    student = experiment.stage("student", Path("/run"), {}, "before.safetensors")
+    assert [(each.model, each.weights) for each in student.all_teachers] == [("resnet8", "before.safetensors")]
+    assert student.shares == (1.0,)
+    alone = load("digits", ["teacher=null", teachers]).experiment
+    assert alone.stage("student", Path("/run"), {}).teachers == alone.teachers
+    assert alone.measures_teacher("student")
 
 
 def test_method_none_among_methods_of_a_sweep_is_the_labels_alone() -> None:
@@ -346,8 +360,16 @@ def test_every_name_of_another_project_leads_to_a_key_that_exists_or_to_a_senten
             "--set: student.pretrained: no such key; did you mean student.weights?",
         ),
         (
-            "teacher.others=[{model: resnet18, weights: x, pretrained: true}]",
-            "--set: teacher.others[0].pretrained: no such key; did you mean teacher.others[0].weights?",
+            "teachers=[{model: resnet18, weights: x, pretrained: true}]",
+            "--set: teachers[0].pretrained: no such key; did you mean teachers[0].weights?",
+        ),
+        (
+            "teacher.others=[{model: resnet18, weights: x}]",
+            "--set: teacher.others: no such key; write teachers, a list of all, in place of teacher",
+        ),
+        (
+            "teachers=[{model: resnet18, weights: x}, {model: resnet18, weights: x, cache: /c}]",
+            "--set: teachers[1].cache: no such key; one teacher alone has it: leave it out, or write teacher, not teachers",
         ),
         ("data.mean=[1, 2, 3, 4]", "--set: data.mean: must be a list of 3, not [1, 2, 3, 4]"),
         ("data.mean=[0.1, x, 0.3]", '--set: data.mean[1]: must be a number, not "x"'),
@@ -440,9 +462,8 @@ def test_a_wrong_value_gets_one_line(override: str, message: str) -> None:
         (["optim.name=dot", "optim.nesterov=false", "distill.method=none"], "one for methods, and there is none: write sgd"),
         (["optim.losses={at/maps: {lr: 0.1}}"], "optim.losses: there is no loss 'at/maps' here: write one of kd, task"),
         (["optim.losses={task/ce: {lr: 0.1}}"], "optim.losses: there is no loss 'task/ce' here: write one of kd, task"),
-        (["teacher.others=[{model: resnet8}]"], "teacher.others[0].weights: missing: write it in the list"),
-        (["teacher.others=[{model: resnet9, weights: x}]"], "teacher.others[0].model: there is no model 'resnet9'"),
-        (["teacher.others=[{model: resnet8, weights: x}]", "distill.method=sp"], "there is only a mean of probabilities"),
+        (["teachers=[{model: resnet8}]"], "teachers[0].weights: missing: write it in the list"),
+        (["teacher=null", "teachers=[{model: resnet9, weights: x}]"], "teachers[0].model: there is no model 'resnet9'"),
         (["sweep.metric=speed"], "trials have no 'speed'"),
         (["sweep.metric=top1"], "did you mean top1_pct?"),
         (["sweep.metric=top1_pct", "sweep.steps=5"], "leave out steps (--set sweep.steps=null)"),
@@ -816,7 +837,6 @@ def test_what_a_service_cannot_answer_is_refused_in_one_line() -> None:
         refusal(served, "data.device_augment.mixup=0.2", "data.global_batch_size=64"): "which mixup and cutmix mix with another",
         refusal(served, "distill.method=fitnet"): "it gives a teacher's logits, and fitnet needs its features (stage2): set",
         refusal(served, CACHE): "cache stores what teacher.service would compute: leave out one of the two",
-        refusal(served, "teacher.others=[{model: convnet_small, weights: x}]"): "leave out teacher.service, or teacher.others",
         refusal(served, "data.decoder=gpu", "data.augment=crop_flip"): "and data.decoder gpu decodes on each worker's GPU",
         refusal("teacher.service=0"): "teacher.service",
         refusal("teacher.service_devices=2"): "no such key; an actor has one GPU: leave it out, or, where",
@@ -869,10 +889,9 @@ def test_paths_of_an_experiment_are_absolute_wherever_they_stand(tmp_path: Path,
     assert experiment.distill.method == (f"{tmp_path}/own.py:Own",)
     assert experiment.tracking.uri == f"sqlite:///{tmp_path}/mlflow.db"
     assert experiment.sweep.space == {"data.path": [f"{tmp_path}/images", "digits", f"{tmp_path}/digits"]}
-    others = "teacher.others=[{model: mlp_small, weights: t.pth}, {model: mlp_small, weights: DEFAULT}]"
-    teacher = load("digits", ["teacher.weights=t.pth", others]).experiment.teacher
-    assert teacher is not None
-    assert [other.weights for other in teacher.others] == [f"{tmp_path}/t.pth", "DEFAULT"]
+    teachers = "teachers=[{model: mlp_small, weights: t.pth}, {model: mlp_small, weights: DEFAULT}]"
+    several = load("digits", ["teacher=null", teachers]).experiment.teachers
+    assert [each.weights for each in several] == [f"{tmp_path}/t.pth", "DEFAULT"]
 
 
 @pytest.mark.parametrize(("student", "size"), [("resnet18", 224), ("inception_v3", 299), ("resnet20", 32), ("convnet_small", 8)])

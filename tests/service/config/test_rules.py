@@ -19,7 +19,8 @@ from trainables.rules import METHOD_RULES, RULES, enough_images, first_problem, 
 STAGES = ("scale.num_workers=4", "scale.pipeline_stages=2")
 GPU = ("data.augment=crop_flip", "data.decoder=gpu")
 DOT = ("optim.name=dot", "optim.nesterov=false")
-OTHERS = "teacher.others=[{model: resnet8, weights: x}]"
+SEVERAL = ("teacher=null", "teachers=[{model: resnet8, weights: x}, {model: resnet20, weights: y}]")
+DROPPING = (*SEVERAL, "distill.method=[embed]", "distill.teacher_dropping=0.5")
 
 
 def refused_by_the_driver(overrides: tuple[str, ...]) -> str:
@@ -97,11 +98,11 @@ def refused_by_a_worker(overrides: tuple[str, ...], folder: Path) -> str:
             ("teacher.cache_epochs=2",),
             "teacher.cache_epochs is for a teacher whose logits are cached: write teacher.cache: FOLDER",
         ),
-        (("teacher.cache=/c", OTHERS), "teacher.cache has the logits of one teacher: leave out teacher.cache, or teacher.others"),
+        (SEVERAL[1:], "teachers: there is also a teacher, convnet_large: write teacher: null and all of them in teachers, or"),
         (("teacher.cache=/c", "teacher.service=1"), "teacher.cache stores what teacher.service would compute: leave out one"),
         (("teacher.cache=/c", "teacher.placement=sharded"), "and teacher.cache is set: leave out one of the two"),
         (("teacher.cache=/c", "distill.method=[srrl]"), "and srrl needs its features (pooled): set teacher.cache to null"),
-        ((OTHERS, "distill.method=[sp]"), "sp reads the features (stage-1) of a teacher, and of 2 teachers there is only a mean"),
+        ((*DROPPING, "optim.accumulate=2"), "all samples of a batch, which optim.accumulate 2 splits: set optim.accumulate to 1"),
         (("teacher.placement=sharded", "distill.method=[srrl]"), "teacher.placement: srrl reads the teacher's parameters"),
         (("optim.name=dot",), "optim.name dot has two momenta of its own: set optim.nesterov to false"),
         ((*DOT, "optim.momentum=0.95"), "optim.name dot: momentum 0.95 ± delta 0.075 must lie in 0 … 1: write a smaller delta"),
@@ -150,6 +151,20 @@ def test_a_rule_is_checked_on_the_driver_and_again_by_the_worker(
             (*STAGES, "distill.method=[ab]"),
             "distill.method: ab has an init stage, which scale.pipeline_stages 2 does not go with",
         ),
+        (
+            (*SEVERAL, "distill.method=[simkd]"),
+            "simkd gives the student its teacher's classifier, and there are 2 teachers: leave",
+        ),
+        (
+            (*SEVERAL, "distill.method=[at]", "optim.losses={at: {}}"),
+            "optim.losses: at has a loss with each of several teachers, which share an optimizer: leave at out",
+        ),
+        ((*DROPPING, "distill.method=[kd]"), "kd learns from the mean of the teachers' probabilities, of which none is left out"),
+        (
+            ("teacher=null", "teachers=[{model: resnet8, weights: x}]", "distill.method=[embed]", "distill.teacher_dropping=0.5"),
+            "distill.teacher_dropping: the student has one teacher: write several in teachers, without assistants, or leave",
+        ),
+        ((*DROPPING, "assistants=[{model: resnet8}]"), "distill.teacher_dropping: the student has one teacher"),
         (("scale.pipeline_stages=2",), "num_workers 1 is not divisible by scale.pipeline_stages 2: write 2"),
         ((*STAGES, "scale.cut=[layer2, layer3]"), "cut names 2 modules, and 2 pipeline_stages begin with 1 besides the images"),
     ],
@@ -176,6 +191,8 @@ def test_stages_that_workers_or_methods_do_not_fit_are_refused(overrides: tuple[
         ("optim.accumulate=2", "distill.method=pskd"),
         ("distill.method=pskd", "scale.num_workers=2"),
         ("distill.method=sp",),
+        (*SEVERAL, "distill.method=[kd, sp, srrl]"),
+        (*DROPPING, "optim.losses={task: {}}"),
         (*STAGES, "distill.method=sp", "scale.micro_batches=1"),
         (*STAGES, "precision=bf16", "scale.micro_batches=32"),
         ("scale.micro_batches=100", "precision=fp16"),

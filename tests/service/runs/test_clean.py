@@ -136,7 +136,7 @@ def test_a_run_whose_weights_a_younger_run_uses_stays_and_so_does_what_it_uses_i
         "weights: [../runs/second, ../runs/third]",
         "teacher: {weights: second, top1_pct: 80}",
         "teacher:\n  weights: second",
-        "teacher: {others: [{weights: second}]}",
+        "teachers: [{weights: second}]",
         "data: {path: runs/second/packed}",
         "distill: {method: second/mine.py:Mine}",
         "teacher: {weights: second",  # damaged

@@ -8,12 +8,15 @@ import pytest
 from tests.trainables.jobs import config
 from trainables.engine.dry_run import check_fit
 
+SEVERAL = [{"model": "convnet_large", "weights": "w"}, {"model": "resnet8", "weights": "w"}]
+
 
 @pytest.mark.parametrize(
     "sections",
     [
         {},
-        {"teacher": {"others": [{"model": "mlp_small", "weights": "w"}]}},
+        {"teacher": None, "teachers": SEVERAL},
+        {"teacher": None, "teachers": SEVERAL, "distill": {"method": ["rkd", "kd"], "options": {}}},
         {"teacher": {"cache": "folder"}},
         {"teacher": {"service": 1}},
         {"teacher": None},

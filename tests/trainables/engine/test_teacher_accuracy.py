@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.trainables.jobs import Recorded, config, equal, no_telemetry, train, write_able_teacher
+from tests.trainables.jobs import Recorded, config, equal, no_telemetry, train, write_able_teacher, write_teacher
 from tests.trainables.teachers.service.local_service import local_services
 from trainables.config import TrainConfig
 from trainables.distributed.group import Group
@@ -34,7 +34,15 @@ def settings(folder: Path, name: str, weights: str, **sections: Any) -> TrainCon
     return config(folder / name, teacher=teacher, teacher_records=str(folder / f"{name}-records"), **sections)
 
 
-def measured(settings: TrainConfig, connections: Sequence[TeacherConnection] = ()) -> list[TeacherAccuracy]:
+def with_another(settings: TrainConfig, model: str, weights: str, **own: Any) -> TrainConfig:
+    """The job with a second teacher."""
+    assert settings.teacher is not None
+    first = settings.teacher.model_dump(include={"model", "weights"})
+    several = {"teacher": None, "teachers": [first, {"model": model, "weights": weights, **own}]}
+    return TrainConfig.model_validate({**settings.model_dump(), **several})
+
+
+def measured(settings: TrainConfig, connections: Sequence[TeacherConnection] = ()) -> list[TeacherAccuracy | None]:
     with contextlib.closing(build(settings, Group(), Recorded(), no_telemetry, connections=connections)) as job:
         run_job(job)
         return job.teachers
@@ -94,10 +102,10 @@ def test_a_teacher_of_another_class_order_ends_the_job_before_its_first_step(tmp
 def test_each_of_several_teachers_and_one_behind_a_cache_or_a_service_has_its_accuracy(able: str, tmp_path: Path) -> None:
     (alone,) = measured(settings(tmp_path, "alone", able))
     other = write_able_teacher(tmp_path / "other.safetensors", seed=12)
-    several = measured(settings(tmp_path, "several", able, teacher={"others": [{"model": "mlp_large", "weights": other}]}))
-    assert [each.weights for each in several] == [able, other]
+    several = measured(with_another(settings(tmp_path, "several", able), "mlp_large", other))
+    assert [each and each.weights for each in several] == [able, other]
     assert several[0] == alone
-    assert several[1].top1_pct != alone.top1_pct
+    assert several[1] != alone
     assert measured(settings(tmp_path, "cached", able, teacher={"cache": str(tmp_path / "logits")})) == [alone]
     with local_services(2) as connections:
         assert measured(settings(tmp_path, "served", able, teacher={"service": 2}), connections) == [alone]
@@ -109,9 +117,24 @@ def test_the_entry_that_weights_key_chooses_is_the_one_that_is_measured(able: st
     file, teacher = str(tmp_path / "two.pth"), {"weights_key": "good"}
     torch.save({"good": tensors, "zeros": {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}}, file)
     (chosen,) = measured(settings(tmp_path, "two", file, teacher=teacher))
+    assert chosen
+    assert alone
     assert chosen.top1_pct == alone.top1_pct
-    several = settings(tmp_path, "several", able, teacher={"others": [{"model": "mlp_large", "weights": file, **teacher}]})
-    assert [each.top1_pct for each in measured(several)] == [alone.top1_pct] * 2
+    several = with_another(settings(tmp_path, "several", able), "mlp_large", file, **teacher)
+    assert [each and each.top1_pct for each in measured(several)] == [alone.top1_pct] * 2
+
+
+def test_of_unlike_teachers_those_with_the_classes_of_the_data_have_their_accuracy(able: str, tmp_path: Path) -> None:
+    (alone,) = measured(settings(tmp_path, "alone", able))
+    other = write_teacher(tmp_path / "other.safetensors", "convnet_large", num_classes=7)
+    distill = {"method": ["rkd"], "options": {"rkd": {"teacher_taps": ["pooled"], "student_taps": ["pooled"]}}}
+    several = with_another(
+        settings(tmp_path, "several", other, teacher={"model": "convnet_large"}, distill=distill), "mlp_large", able
+    )
+    summary = train(Group(), several)["calls"][-1][2]
+    assert alone
+    assert summary["teacher2_top1_pct"] == alone.top1_pct
+    assert "teacher_top1_pct" not in summary
 
 
 def on_rank(group: Group, settings: TrainConfig) -> float | None:
@@ -120,5 +143,6 @@ def on_rank(group: Group, settings: TrainConfig) -> float | None:
 
 def test_all_ranks_measure_one_accuracy_and_a_sharded_teacher_has_none(ranks: RankPool, able: str, tmp_path: Path) -> None:
     (alone,) = measured(settings(tmp_path, "alone", able))
+    assert alone
     assert ranks.run(2, on_rank, settings(tmp_path, "two", able)) == [alone.top1_pct] * 2
     assert ranks.run(2, on_rank, settings(tmp_path, "sharded", able, teacher={"placement": "sharded"})) == [None] * 2

@@ -86,9 +86,9 @@ def test_every_tap_reads_what_it_read_before() -> None:
     for name in [tap for tap in taps if "." not in tap or tap.startswith(("layer2.", "stage2."))]:
         model = copy.deepcopy(whole)
         reader = TapReader(model, {"one": [name]}, name="resnet8", image_size=16)
-        teacher = TeacherNetwork(model, reader)
+        teacher = TeacherNetwork([model], [reader])
         before = teacher(images(16), 2)["one"].features[0].clone()
-        assert fold_batch_norms(model, teacher.tapped_modules) >= 7
+        assert fold_batch_norms(model, reader.modules) >= 7
         after = teacher(images(16), 2)["one"].features[0]
         assert float((after - before).abs().max() / before.abs().max().clamp(min=1e-9)) < 1e-9, name
 
@@ -139,5 +139,5 @@ def test_a_job_folds_its_teacher_where_rounding_is_that_of_half_precision(
     job = build(config(tmp_path, **models, **sections), Group(), lambda *_: None, lambda whole=False: {})
     teacher = job.train_state.teacher
     assert isinstance(teacher, TeacherNetwork)
-    assert any(isinstance(module, nn.Identity) for module in teacher.model.modules()) == folds
+    assert any(isinstance(module, nn.Identity) for module in teacher.networks[0].modules()) == folds
     job.close()

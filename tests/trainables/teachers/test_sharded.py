@@ -19,7 +19,6 @@ from trainables.engine.teacher_placement import is_sharded
 from trainables.errors import ExperimentError
 from trainables.methods.tap_reader import TapReader
 from trainables.models.registry import construct
-from trainables.teachers.ensemble import TeacherEnsemble
 from trainables.teachers.network import TeacherNetwork
 from trainables.teachers.sharded import LARGEST, block_paths, shard
 
@@ -42,9 +41,8 @@ NETWORKS = {
     "resnet8": lambda: construct("resnet8", num_classes=5, image_size=SIZE, seed=0),
     "vit": vit,
     "tied": Tied,
-    "ensemble": lambda: TeacherEnsemble([vit(), construct("resnet8", num_classes=5, image_size=SIZE, seed=0)]),
 }
-TAPS = {"resnet8": ("layer1", "layer2", "pooled"), "vit": ("encoder.layers.encoder_layer_3",), "tied": ("2",), "ensemble": ()}
+TAPS = {"resnet8": ("layer1", "layer2", "pooled"), "vit": ("encoder.layers.encoder_layer_3",), "tied": ("2",)}
 
 
 def outputs(group: Group, name: str, dtype: torch.dtype, sharded: bool) -> tuple[list[Tensor], float]:
@@ -52,7 +50,7 @@ def outputs(group: Group, name: str, dtype: torch.dtype, sharded: bool) -> tuple
     torch.manual_seed(0)
     network = NETWORKS[name]().eval().requires_grad_(False).to(dtype)
     whole_bytes = parameter_bytes(network)
-    teacher = TeacherNetwork(network, TapReader(network, {"kd": TAPS[name]}, name=name, image_size=SIZE))
+    teacher = TeacherNetwork([network], [TapReader(network, {"kd": TAPS[name]}, name=name, image_size=SIZE)])
     if sharded:
         shard(network, group, SIZE)
     generator, found = torch.Generator().manual_seed(group.rank), []
@@ -117,7 +115,13 @@ def test_a_job_with_a_sharded_teacher_trains_the_bits_of_one_with_a_whole_one(
 def is_sharded_on(memory_bytes: float, monkeypatch: pytest.MonkeyPatch, folder: Path, **sections: Any) -> bool:
     monkeypatch.setattr("trainables.engine.teacher_placement.memory_bytes", lambda device: memory_bytes)
     settings = job(folder, "auto", **sections)
-    return is_sharded(settings, 2, torch.device("cpu"), nn.Linear(1, 1, bias=False), nn.Linear(25, 10, bias=False))
+    return is_sharded(
+        settings,
+        2,
+        torch.device("cpu"),
+        nn.Linear(1, 1, bias=False),
+        [nn.Linear(10, 10, bias=False), nn.Linear(15, 10, bias=False)],
+    )
 
 
 def test_by_default_a_teacher_is_sharded_where_it_fills_more_than_half_of_the_memory(
@@ -129,7 +133,7 @@ def test_by_default_a_teacher_is_sharded_where_it_fills_more_than_half_of_the_me
     assert is_sharded_on(2 * needed_bytes, monkeypatch, tmp_path / "adamw", optim={"name": "adamw", "nesterov": False})
     assert not is_sharded_on(1, monkeypatch, tmp_path / "compiled", train={"compile": True})
     assert not is_sharded_on(1, monkeypatch, tmp_path / "srrl", model="resnet8", distill={"method": ["srrl"], "options": {}})
-    assert not is_sharded(job(tmp_path / "one", "sharded"), 1, torch.device("cpu"), nn.Identity(), nn.Identity())
+    assert not is_sharded(job(tmp_path / "one", "sharded"), 1, torch.device("cpu"), nn.Identity(), [nn.Identity()])
 
 
 def test_a_method_that_reads_the_teachers_parameters_is_refused_in_one_line(tmp_path: Path) -> None:

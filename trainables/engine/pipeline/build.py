@@ -1,6 +1,7 @@
 """Cut a job's student into pipeline stages: where, and what of it and of its methods a rank has."""
 
 import logging
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -52,12 +53,12 @@ def possible_cuts(config: TrainConfig, module: DistillationModule) -> list[str]:
 def stage_costs(
     config: TrainConfig,
     module: DistillationModule,
-    teacher: nn.Module | None,
+    teachers: Sequence[nn.Module],
     device: torch.device,
     *,
     teacher_is_sharded: bool,
 ) -> StageCosts:
-    """Time the parts of `module`'s student and the teacher, a network that runs on the last stage or is sharded over those of all
+    """Time the parts of `module`'s student and the teachers, networks that run on the last stage or are sharded over those of all
     replicas, on this device.
 
     Raises ModelError: see `possible_cuts`, `measure_blocks`.
@@ -67,8 +68,8 @@ def stage_costs(
     num_samples = -(-replica_batch(config) // num_micro_batches(config))
     images_BCHW = torch.rand(num_samples, 3, size, size, device=device, dtype=dtype).to(memory_format=layout)
     in_precision, of_teacher = autocast(config.precision, device), list[Block]()
-    if teacher is not None:
-        of_teacher = measure_blocks(teacher, [], images_BCHW, in_precision, training=False)  # as a whole, with its own input
+    for teacher in teachers:
+        of_teacher += measure_blocks(teacher, [], images_BCHW, in_precision, training=False)  # as a whole, with its own input
     return StageCosts(
         measure_blocks(module.student, points, images_BCHW, in_precision),
         config.scale.pipeline_stages,
@@ -97,7 +98,7 @@ def _with_cut(config: TrainConfig, cut: list[str]) -> TrainConfig:
 
 
 def cut_student(
-    config: TrainConfig, layout: Layout, module: DistillationModule, teacher: nn.Module | None, *, teacher_is_sharded: bool
+    config: TrainConfig, layout: Layout, module: DistillationModule, teachers: Sequence[nn.Module], *, teacher_is_sharded: bool
 ) -> TrainConfig:
     """Make `module`'s student, which is on the CPU, this rank's stage of it on its device. Returns the job with its cut.
 
@@ -111,7 +112,7 @@ def cut_student(
     def find_cut() -> list[str]:
         if scale.cut is not None:
             return possible_cuts(config, module)
-        costs = stage_costs(config, module, teacher, device, teacher_is_sharded=teacher_is_sharded)
+        costs = stage_costs(config, module, teachers, device, teacher_is_sharded=teacher_is_sharded)
         return [costs.blocks[first].begins_at for first in choose_cut(costs)[1:]]
 
     cuts = from_rank(find_cut, layout.job, scale.pipeline_stages - 1)
