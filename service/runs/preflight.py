@@ -74,6 +74,12 @@ def check_data(experiment: Experiment, searched: Collection[str] = (), *, trains
         notice(f"data.path: {experiment.data.path} has {len(train)} training and {len(val)} validation images: are they swapped?")
     if trains_base and (problem := enough_images(experiment.data, len(train))):
         raise DataError(problem)
+    if (labeled := experiment.eval.labeled(experiment.data)) is not None:
+        try:
+            for split in ("train", "val"):
+                check_source(labeled, split)
+        except DataError as error:
+            raise DataError(f"eval.path: {str(error).removeprefix('data.path: ')}") from None
     if "data.image_size" not in searched:
         check_models(experiment, val.classes)
         cut = experiment.scale.pipeline_stages > 1 and experiment.teacher is not None and experiment.teacher.weights is None

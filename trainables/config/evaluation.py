@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from trainables.config.data import DataConfig
 from trainables.config.section import Count, Section
 
 
@@ -21,3 +22,8 @@ class EvalConfig(Section):
         None, description="which number the best checkpoint has the best of; absent: top1_pct where path is given, else cka"
     )
     num_neighbors: Count = Field(20, description="k of k-NN")
+
+    def labeled(self, data: DataConfig) -> DataConfig | None:
+        """How the images of `path` are read: prepared as those of `data`. None: there are none."""
+        own = {"path": self.path, "labels": True, "val_share": None, "stage": "none", "cache": "none"}
+        return data.model_copy(update=own) if self.path is not None else None

@@ -3,9 +3,13 @@
 import shutil
 from pathlib import Path
 
+import pytest
+
 from service.config.experiment import load
 from service.runs.preflight import check_data
 from tests.trainables.data.image_folder import write_images
+from tests.trainables.jobs import write_teacher
+from trainables.errors import DataError
 from trainables.notices import notices_to
 
 
@@ -40,7 +44,23 @@ def test_more_validation_than_training_images_may_be_swapped_splits(tmp_path: Pa
 
 def test_what_is_held_out_of_images_without_labels_is_a_line(tmp_path: Path) -> None:
     folder = write_images(tmp_path / "images", num_train=20) / "train"
-    assert noticed(folder, "data.labels=false", "data.val_share=0.2") == [
+    assert noticed(folder, *without_labels(tmp_path), "data.val_share=0.2") == [
         "data.val_share: 6 of 40 images are held out for validation, by a hash of their paths"
     ]
-    assert noticed(folder.parent, "data.labels=false") == [f"{folder.parent}: its labels are not used"]
+    assert noticed(folder.parent, *without_labels(tmp_path)) == [f"{folder.parent}: its labels are not used"]
+
+
+def test_images_to_measure_a_backbone_by_need_labels(tmp_path: Path) -> None:
+    folder = write_images(tmp_path / "images", num_train=20)
+    assert noticed(folder, *without_labels(tmp_path), f"eval.path={folder}")
+    with pytest.raises(DataError, match=f"^eval.path: {folder / 'train'} has no folder train"):
+        noticed(folder, *without_labels(tmp_path), f"eval.path={folder / 'train'}")
+
+
+def without_labels(folder: Path) -> list[str]:
+    teacher = write_teacher(folder / "teacher.safetensors")
+    return [
+        "data.labels=false",
+        f"teacher={{model: mlp_large, weights: {teacher}}}",
+        "distill={method: embed, options: {embed: {map: 0}}}",
+    ]
