@@ -5,6 +5,7 @@ read. The cheapest check comes first; only the last ones import torch.
 """
 
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any, Literal
 
 from service.cluster.connect import check_ray_address
@@ -16,6 +17,7 @@ from service.runs.dry_run import check_fits, check_parts
 from service.runs.plan import Plan
 from service.runs.result import Kind, RunResult
 from service.runs.run_directory import stages_with
+from service.runs.teacher_head import with_teacher_head
 from service.tracking.tracker import check_store
 from trainables.config import DataConfig, DataIdentity
 from trainables.data.decode import UnreadableImageError, decode_image
@@ -33,16 +35,19 @@ from trainables.rundir import RunDir, unwritable_reason
 PROBED_IMAGES = 8
 
 
-def check_train(resolved: Resolved) -> DataIdentity:
-    """Refuse a run that its workers would refuse later. Returns what its data is. Raises DistillError."""
+def check_train(resolved: Resolved) -> tuple[Resolved, DataIdentity]:
+    """Refuse a run that its workers would refuse later.
+
+    Returns the experiment with its `teacher.head`, and what its data is. Raises DistillError.
+    """
     experiment = resolved.experiment
     check_services(experiment, "train")
     if is_local():  # a cluster's size is known once we are connected
         capacity = local_capacity()
         Plan.on(experiment, capacity).check(capacity)
-    data = check_data(experiment)
-    check_fits(experiment, len(data.classes), ["student"])
-    return data
+    resolved, data = check_data(resolved)
+    check_fits(resolved.experiment, len(data.classes), ["student"])
+    return resolved, data
 
 
 def check_services(experiment: Experiment, kind: Kind) -> None:
@@ -58,13 +63,16 @@ def check_services(experiment: Experiment, kind: Kind) -> None:
     check_cache(experiment, kind)
 
 
-def check_data(experiment: Experiment, searched: Collection[str] = (), *, trains_base: bool = True) -> DataIdentity:
-    """Refuse data that cannot be read, and models that do not fit it. Returns what it is.
+def check_data(resolved: Resolved, searched: Collection[str] = ()) -> tuple[Resolved, DataIdentity]:
+    """Refuse data that cannot be read, and models that do not fit it.
 
-    `searched`: the keys of a sweep, whose values are not the experiment's; `trains_base`: its own batch size is trained with.
+    Returns the experiment with its `teacher.head`, see `with_teacher_head`, and what its data is.
+
+    `searched`: the keys of a sweep, whose values are not the experiment's.
 
     Raises DistillError.
     """
+    experiment = resolved.experiment
     if not {"data.stage", "data.cache"} & set(searched):
         check_placement(experiment.data)
     train, val = (check_source(experiment.data, split) for split in ("train", "val"))
@@ -74,21 +82,16 @@ def check_data(experiment: Experiment, searched: Collection[str] = (), *, trains
         notice(f"{where}: the validation images are the training images: accuracy on them says little")
     elif len(val) > len(train):
         notice(f"{where} has {len(train)} training and {len(val)} validation images: are they swapped?")
-    if trains_base and (problem := enough_images(experiment.data, len(train))):
+    resolved = with_teacher_head(resolved, val.classes)
+    experiment, preparation = resolved.experiment, resolved.experiment.trained_before
+    if (preparation or not searched) and (problem := enough_images(experiment.data, len(train))):
         raise DataError(problem)
     if "data.image_size" not in searched:
         check_models(experiment, val.classes)
-        cut = experiment.scale.pipeline_stages > 1 and experiment.teacher is not None and experiment.teacher.weights is None
-        check_fits(experiment, len(val.classes), [name for name in experiment.preparation if cut or name != "teacher"])
-        check_parts(experiment, len(train), len(val.classes), trained_stages(experiment, searched))
-    return data
-
-
-def trained_stages(experiment: Experiment, searched: Collection[str]) -> list[str]:
-    """The stages that train with the experiment's own batches, see `check_data`."""
-    weights = experiment.teacher.weights if experiment.teacher is not None else None
-    before = [name for name in experiment.preparation if name != "teacher" or weights is None]
-    return [*(before if experiment.train.max_steps is None else []), *([] if searched else ["student"])]
+        check_fits(experiment, len(val.classes), preparation)
+        trained = [*(preparation if experiment.train.max_steps is None else []), *([] if searched else ["student"])]
+        check_parts(experiment, len(train), len(val.classes), trained)
+    return resolved, data
 
 
 def check_cache(experiment: Experiment, kind: Kind) -> None:
@@ -101,7 +104,7 @@ def check_cache(experiment: Experiment, kind: Kind) -> None:
     cache = experiment.written_cache(kind)
     if cache is None:
         return
-    trained = experiment.teacher is not None and experiment.teacher.weights is not None and not experiment.assistants
+    trained = experiment.teacher is not None and not experiment.teacher.needs_training and not experiment.assistants
     if (reason := unwritable_reason(cache)) and not (trained and cache.is_dir()):
         raise ExperimentError(f"teacher.cache: {cache} cannot be written: {reason}; name another folder")
 
@@ -130,36 +133,38 @@ def check_source(data: DataConfig, split: Literal["train", "val"]) -> Source:
 
 
 def check_models(experiment: Experiment, classes: tuple[str, ...]) -> None:
-    """Build the teachers for these classes, or load their weights. Imports torch.
+    """Load the weights of the teachers for these classes, and those that a model begins with. Imports torch.
 
     Raises:
         ModelError: a model does not take these images or classes, or its published weights do not.
         CheckpointError: a file of weights cannot be read, or is of another model or other classes.
     """
     from trainables.methods.select import select_methods
-    from trainables.models.model_input import input_warnings, teacher_input
+    from trainables.models.model_input import input_warnings, teacher_input, trained_model_input
     from trainables.models.registry import build_model
     from trainables.models.weights import begin_with, load_teacher
 
-    teacher, distill, student = experiment.teacher, experiment.distill, experiment.student
-    size, seed = experiment.data.image_size, experiment.seed
-    if student.weights is not None:
-        model = build_model(student.model, num_classes=len(classes), image_size=size, seed=seed)
-        start: dict[str, Any] = {"image_size": size, "classes": classes, "seed": seed, "weights_key": student.weights_key}
-        begin_with(model, student.model, student.weights, **start)
-    if teacher is not None and teacher.weights is None:
-        build_model(teacher.model, num_classes=len(classes), image_size=size, seed=seed)
+    teacher, distill = experiment.teacher, experiment.distill
+    for stage in (*experiment.trained_before, "student"):
+        config = experiment.stage(stage, Path("/"), {})
+        if config.weights is not None:
+            size = trained_model_input(config).image_size
+            model = build_model(config.model, num_classes=len(classes), image_size=size, seed=config.seed)
+            start: dict[str, Any] = {"image_size": size, "classes": classes, "seed": config.seed}
+            begin_with(model, config.model, config.weights, **start, weights_key=config.weights_key)
     if teacher is not None and (methods := select_methods(distill)):
         fit: dict[str, Any] = {
             "classes": classes,
-            "seed": seed,
-            "logits": any(m.requires.teacher and m.reads_classes for m in methods),
+            "seed": experiment.seed,
+            "logits": any(m.requires.teacher and m.requires.reads_classes for m in methods),
         }
         for each in teacher.with_others:
             if each.weights is not None:
                 if experiment.data.path != "synthetic":
                     for line in input_warnings(each, experiment.data):
                         notice(line)
+                if each is teacher and teacher.needs_training:
+                    continue
                 own_size = teacher_input(each, experiment.data).image_size
                 load_teacher(each.model, each.weights, **fit, image_size=own_size, weights_key=each.weights_key)
 

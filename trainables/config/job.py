@@ -95,6 +95,7 @@ class TrainConfig(Section):
     model: str
     weights: str | None = Field(None, description="as student.weights")
     weights_key: str | None = Field(None, description="as student.weights_key")
+    finetuned: TeacherConfig | None = Field(None, description="the given teacher that the stage fine-tunes, on its own input")
     teacher: TeacherConfig | None = None
     teachers: tuple[str, ...] = Field((), description="names of the actors of `teacher.service`")
     teacher_records: str | None = Field(

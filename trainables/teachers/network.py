@@ -16,7 +16,7 @@ from trainables.distributed.batch_norm import GlobalBatchNorm
 from trainables.methods.contract import ModelOutputs
 from trainables.methods.select import SelectedMethod, select_methods
 from trainables.methods.tap_reader import TapReader
-from trainables.models.model_input import ModelInput, student_input, teacher_input
+from trainables.models.model_input import teacher_input
 from trainables.models.pixels import take_pixels
 from trainables.models.registry import construct
 from trainables.models.weights import load_teacher
@@ -67,7 +67,7 @@ def fit(teacher: TeacherConfig | OtherTeacherConfig, config: TrainConfig, classe
         "classes": classes,
         "seed": config.seed,
         "logits": config.distill is None
-        or any(each.requires.teacher and each.reads_classes for each in select_methods(config.distill)),
+        or any(each.requires.teacher and each.requires.reads_classes for each in select_methods(config.distill)),
         "weights_key": teacher.weights_key,
     }
 
@@ -86,7 +86,7 @@ def untrained_network(config: TrainConfig, num_classes: int) -> nn.Module:
     assert config.teacher is not None
 
     def build(each: TeacherConfig | OtherTeacherConfig) -> nn.Module:
-        size = _input(each, config).image_size
+        size = teacher_input(each, config.data).image_size
         return construct(each.model, num_classes=num_classes, image_size=size, seed=config.seed)
 
     return _frozen(config, build)
@@ -98,14 +98,9 @@ def _frozen(config: TrainConfig, build: Callable[[TeacherConfig | OtherTeacherCo
     models = []
     for each in config.teacher.with_others:
         model = build(each)
-        take_pixels(model, _input(each, config))
+        take_pixels(model, teacher_input(each, config.data))
         models.append(model.to(tensor_format(config)[0]))
     return (TeacherEnsemble(models) if len(models) > 1 else models[0]).eval().requires_grad_(False)
-
-
-def _input(teacher: TeacherConfig | OtherTeacherConfig, config: TrainConfig) -> ModelInput:
-    """The input of a teacher; of one that is still to be trained, that of the images that it will be trained on."""
-    return student_input(config.data) if teacher.weights is None else teacher_input(teacher, config.data)
 
 
 def teacher_reader(teacher: TeacherConfig, model: nn.Module, methods: Sequence[SelectedMethod], image_size: int) -> TapReader:

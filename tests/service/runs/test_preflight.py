@@ -19,7 +19,7 @@ def noticed(folder: Path) -> list[str]:
         "teacher=null",
     ]
     with notices_to(lines.append):
-        check_data(load("digits", overrides).experiment)
+        check_data(load("digits", overrides))
     return [line for line in lines if line.startswith("data.path")]
 
 

@@ -31,7 +31,7 @@ def test_the_memory_of_a_parameter_is_that_of_its_gradients_and_states(name: str
     num_optimizers = 2 if name == "dot" else 1
     num_tensors = 1
     for _ in range(num_optimizers):
-        optimizer = build_optimizer(model.parameters(), optim.model_copy(update={"name": "sgd"} if name == "dot" else {}))
+        optimizer = build_optimizer(model.parameters(), optim.model_copy(update={"name": "sgd"} if name == "dot" else {}), {})
         model(torch.ones(1, 50)).sum().backward()
         optimizer.step()
         states = [state for of_one in optimizer.state.values() for state in of_one.values()]
@@ -69,11 +69,11 @@ def test_scaling_multiplies_by_the_batch_over_the_base_batch_or_its_root() -> No
 
 def test_norms_and_biases_can_be_left_out_of_weight_decay() -> None:
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Flatten(), torch.nn.Linear(4, 2))
-    decayed, spared = parameter_groups(model.parameters(), OptimConfig(weight_decay=0.01, decay_norm_and_bias=False))
+    decayed, spared = parameter_groups(model.parameters(), OptimConfig(weight_decay=0.01, decay_norm_and_bias=False), {})
     assert (decayed["weight_decay"], spared["weight_decay"]) == (0.01, 0.0)
     assert {id(p) for p in decayed["params"]} == {id(model[0].weight), id(model[3].weight)}
     assert len(spared["params"]) == 4
-    (everything,) = parameter_groups(model.parameters(), OptimConfig(weight_decay=0.01))
+    (everything,) = parameter_groups(model.parameters(), OptimConfig(weight_decay=0.01), {})
     assert len(everything["params"]) == 6
 
 
@@ -81,7 +81,7 @@ def test_norms_and_biases_can_be_left_out_of_weight_decay() -> None:
 def test_a_first_step_that_overflows_leaves_nothing_behind(fused: bool) -> None:
     def trained(first: float | None) -> torch.Tensor:
         weight = nn.Parameter(torch.ones(8))
-        optimizer = build_optimizer([weight], OptimConfig(lr=0.1, momentum=0.9))
+        optimizer = build_optimizer([weight], OptimConfig(lr=0.1, momentum=0.9), {})
         optimizer.param_groups[0]["fused"] = fused
         optimizer._step_supports_amp_scaling = fused  # type: ignore[attr-defined]
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -98,7 +98,7 @@ def test_a_first_step_that_overflows_leaves_nothing_behind(fused: bool) -> None:
 
 def test_what_has_its_first_gradient_later_begins_then_on_a_gpu_too() -> None:
     early, late = (nn.Parameter(torch.ones(4)) for _ in range(2))
-    optimizer = build_optimizer([early, late], OptimConfig(lr=0.5, momentum=0.5, weight_decay=0.0))
+    optimizer = build_optimizer([early, late], OptimConfig(lr=0.5, momentum=0.5, weight_decay=0.0), {})
     optimizer.param_groups[0]["fused"] = True
     for reached in ([early], [early, late]):
         optimizer.zero_grad()
