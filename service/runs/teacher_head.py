@@ -20,7 +20,7 @@ def with_teacher_head(resolved: Resolved, classes: tuple[str, ...]) -> Resolved:
     from trainables.models.model_input import teacher_input
     from trainables.models.weights import other_classes
 
-    experiment, teacher, why = resolved.experiment, resolved.experiment.teacher, "teacher.head"
+    experiment, teacher, why = resolved.experiment, resolved.experiment.teacher, ""
     if teacher is None or teacher.weights is None:
         return resolved
     if teacher.head is None and classes and reads_teacher_classes(experiment):
@@ -33,14 +33,14 @@ def with_teacher_head(resolved: Resolved, classes: tuple[str, ...]) -> Resolved:
             weights_key=teacher.weights_key,
         )
         if error is not None:
-            why = f"its {error.num_classes} classes are not the data's" if error.num_classes else "it has no classifier"
+            why = f": its {error.num_classes} classes are not the data's" if error.num_classes else ": it has no classifier"
             resolved = resolved.override({"teacher.head": "finetune"}, OTHER_CLASSES)
             teacher = resolved.experiment.teacher
     assert teacher is not None
     if teacher.needs_training:
         optim = resolved.experiment.stage("teacher", Path("/"), {}).optim
         notice(
-            f"teacher {teacher.model}: {why}: it is fine-tuned on the data's {len(classes)} before it teaches, for "
+            f"teacher {teacher.model}{why}: it is fine-tuned on the data's {len(classes)} classes before it teaches, for "
             f"{optim.epochs} epochs with learning rate {optim.lr:g} (teacher.epochs, teacher.lr)"
         )
     elif idle := [key for key in ("lr", "lr_head", "layer_decay") if getattr(teacher, key) is not None]:

@@ -9,14 +9,19 @@ import torch
 from torch import nn
 
 from trainables.config import LossOptimConfig, OptimConfig
+from trainables.engine.loss_optimizers import build_optimizers
 from trainables.engine.optim import (
     OPTIMIZERS,
     build_optimizer,
     learning_rate,
+    learning_rate_scales,
     parameter_copies,
     parameter_groups,
     peak_learning_rate,
 )
+from trainables.errors import ModelError
+from trainables.models.registry import build_model
+from trainables.models.tap_names import classifier
 
 
 def test_the_names_of_the_configuration_are_those_of_the_table() -> None:
@@ -106,3 +111,25 @@ def test_what_has_its_first_gradient_later_begins_then_on_a_gpu_too() -> None:
         optimizer.step()
     assert early.tolist() == [1 - 0.5 - 0.75] * 4
     assert late.tolist() == [0.5] * 4
+
+
+def test_the_classifier_has_a_learning_rate_of_its_own() -> None:
+    model, optim = build_model("convnet_small", num_classes=3, image_size=8, seed=0), OptimConfig(lr=0.1, lr_head=1.0)
+    optimizer = build_optimizers(model, {}, optim)[0]
+    optimizer.set_learning_rate(0, steps_per_epoch=10, global_batch_size=8)
+    rates = {id(p): group["lr"] for group in optimizer.optimizer.param_groups for p in group["params"]}
+    assert {rates.pop(id(p)) for p in classifier(model).parameters()} == {1.0}
+    assert {*rates.values()} == {0.1}
+    assert sum(map(len, (group["params"] for group in optimizer.optimizer.param_groups))) == len(list(model.parameters()))
+
+
+def test_layer_decay_is_timms() -> None:
+    timm, of_optim = pytest.importorskip("timm"), pytest.importorskip("timm.optim")
+    model, optim = timm.create_model("test_vit", num_classes=3), OptimConfig(layer_decay=0.5, decay_norm_and_bias=False)
+    expected = {
+        id(p): group["lr_scale"] for group in of_optim.param_groups_layer_decay(model, layer_decay=0.5) for p in group["params"]
+    }
+    assert {id(p): scale for p, scale in learning_rate_scales(model, optim).items()} == expected
+    assert len({*expected.values()}) > 4
+    with pytest.raises(ModelError, match=r"layer_decay: \w+ does not say what its layers are"):
+        learning_rate_scales(build_model("convnet_small", num_classes=3, image_size=8, seed=0), optim)
