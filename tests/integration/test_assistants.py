@@ -37,7 +37,7 @@ def test_a_chain_that_is_killed_goes_on_at_the_very_stage_and_to_the_bits_of_a_w
 ) -> None:
     """The teacher is one of other classes, which is fine-tuned first."""
     run, alone = distill.runs / "chain", distill.runs / "alone"
-    given = f"teacher.weights={write_teacher(distill.runs / 'eleven.safetensors', num_classes=11)}"
+    given = f"teacher.weights={write_teacher(distill.runs / 'nine.safetensors', num_classes=9)}"
     command = distill.start("train", distill.experiment, "--out", run, *options(given, "teacher.lr_head=0.1", *INIT))
     wait_until(lambda: len(records(run, "step", "assistant1-init")) > 30, "step 30 of the first init stage", command)
     kill(command.family())
