@@ -158,7 +158,7 @@ def _first_set(teacher: TeacherConfig, *keys: str) -> str | None:
     return next((key for key in keys if getattr(teacher, key) is not None), None)
 
 
-_OF_WEIGHTS = ("weights_key", "image_size", "mean", "std", "head")
+_OF_WEIGHTS = ("weights_key", "image_size", "mean", "std", "finetune")
 """Keys of a teacher that belong to given weights."""
 
 
@@ -285,8 +285,8 @@ RULES: tuple[Rule[JobSettings], ...] = (
         "teacher.weights: a teacher is not trained without labels, and data.labels is false: write its weights",
     ),
     (
-        lambda s: not s.data.labels and s.teacher and s.teacher.head,
-        "teacher.head: a teacher is not fine-tuned without labels, and data.labels is false: leave it out",
+        lambda s: not s.data.labels and s.teacher and s.teacher.finetune,
+        "teacher.finetune: a teacher is not fine-tuned without labels, and data.labels is false: leave it out",
     ),
     (
         lambda s: not s.data.labels and s.optim.lr_head,

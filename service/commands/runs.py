@@ -140,7 +140,7 @@ def start_run(
 def check_inputs(kind: Kind, resolved: Resolved) -> tuple[Resolved, DataIdentity | None]:
     """Refuse what can be refused before Ray starts.
 
-    Returns the experiment with its `teacher.head`, and what the data is; None: a sweep searches over it.
+    Returns the experiment with its `teacher.finetune`, and what the data is; None: a sweep searches over it.
     """
     from service.runs.preflight import check_train
     from service.sweeps.preflight import check_sweep

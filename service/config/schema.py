@@ -170,7 +170,7 @@ class Experiment(Section):
         # The teacher service starts together with the students, after the assistants.
         own: dict[str, Any] = {"service": self.teacher.service if name == "student" else None}
         if weights is not None:
-            trained = {"head": None, "weights_key": None} if teacher.needs_training else {}
+            trained = {"finetune": None, "weights_key": None} if teacher.needs_training else {}
             own |= {"weights": weights, **trained}
         return teacher.model_copy(update=own)
 

@@ -14,10 +14,10 @@ from service.config.experiment import Resolved, read_resolved
 from service.config.rules import method_names
 from service.config.schema import Experiment
 from service.runs.dry_run import check_fits, check_parts
+from service.runs.finetuning import with_finetuning
 from service.runs.plan import Plan
 from service.runs.result import Kind, RunResult
 from service.runs.run_directory import stages_with
-from service.runs.teacher_head import with_teacher_head
 from service.tracking.tracker import check_store
 from trainables.config import DataConfig, DataIdentity
 from trainables.data.decode import UnreadableImageError, decode_image
@@ -38,7 +38,7 @@ PROBED_IMAGES = 8
 def check_train(resolved: Resolved) -> tuple[Resolved, DataIdentity]:
     """Refuse a run that its workers would refuse later.
 
-    Returns the experiment with its `teacher.head`, and what its data is. Raises DistillError.
+    Returns the experiment with its `teacher.finetune`, and what its data is. Raises DistillError.
     """
     experiment = resolved.experiment
     check_services(experiment, "train")
@@ -66,7 +66,7 @@ def check_services(experiment: Experiment, kind: Kind) -> None:
 def check_data(resolved: Resolved, searched: Collection[str] = ()) -> tuple[Resolved, DataIdentity]:
     """Refuse data that cannot be read, and models that do not fit it.
 
-    Returns the experiment with its `teacher.head`, see `with_teacher_head`, and what its data is.
+    Returns the experiment with its `teacher.finetune`, see `with_finetuning`, and what its data is.
 
     `searched`: the keys of a sweep, whose values are not the experiment's.
 
@@ -82,7 +82,7 @@ def check_data(resolved: Resolved, searched: Collection[str] = ()) -> tuple[Reso
         notice(f"{where}: the validation images are the training images: accuracy on them says little")
     elif len(val) > len(train):
         notice(f"{where} has {len(train)} training and {len(val)} validation images: are they swapped?")
-    resolved = with_teacher_head(resolved, val.classes)
+    resolved = with_finetuning(resolved, val.classes)
     experiment, preparation = resolved.experiment, resolved.experiment.trained_before
     if (preparation or not searched) and (problem := enough_images(experiment.data, len(train))):
         raise DataError(problem)

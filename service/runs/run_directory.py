@@ -10,11 +10,11 @@ from pathlib import Path
 from service.config.dotted import flatten
 from service.config.experiment import Resolved, read_resolved
 from service.config.paths import absolute_paths
+from service.runs.finetuning import OTHER_CLASSES
 from service.runs.method_copies import copy_methods, use_copies_of
 from service.runs.result import Kind, RunResult, read_result, write_result
 from service.runs.stored.driver_lease import is_fresh
 from service.runs.stored.stored_runs import check_reachable, display_name, fetch_records, is_taken, root_folder, uri_of
-from service.runs.teacher_head import OTHER_CLASSES
 from trainables.errors import ExperimentError
 from trainables.locks import is_locked, locked_or_raise
 from trainables.methods.method_file import file_of, option_key
@@ -36,8 +36,8 @@ def check_same(kind: Kind, resolved: Resolved, path: Path) -> None:
     trees = [each.experiment.model_dump(mode="json") for each in (resolved, begun)]
     # An older version did not make paths absolute; a method's file may lie elsewhere, as in each Ray job: the run has its copy.
     wanted, begun_with = (flatten(tree) | absolute_paths(tree, method=_by_file_name) for tree in trees)
-    if begun.sources.get("teacher.head") == OTHER_CLASSES and wanted.get("teacher.head") is None:
-        begun_with["teacher.head"] = None
+    if begun.sources.get("teacher.finetune") == OTHER_CLASSES and wanted.get("teacher.finetune") is None:
+        begun_with["teacher.finetune"] = None
     differing = [key for key in sorted({*wanted, *begun_with}) if wanted.get(key) != begun_with.get(key)]
     if result.kind != kind or differing:
         other = f"a {result.kind}" if result.kind != kind else f"another {differing[0]} ({begun_with.get(differing[0])})"

@@ -17,7 +17,7 @@ from trainables.errors import DataError, ExperimentError
 def check_sweep(resolved: Resolved) -> tuple[Resolved, DataIdentity | None]:
     """Refuse a sweep whose stages its workers would refuse later, or without a single point that could run.
 
-    Returns the experiment with its `teacher.head`, and what its data is; None where it searches over `data.path`.
+    Returns the experiment with its `teacher.finetune`, and what its data is; None where it searches over `data.path`.
 
     Raises:
         DistillError: one line.

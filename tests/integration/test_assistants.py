@@ -65,7 +65,7 @@ def test_a_chain_that_is_killed_goes_on_at_the_very_stage_and_to_the_bits_of_a_w
     # The same stages without Ray and without an interruption, each taught by the one before it.
     experiment, weights = read_resolved(RunDir(run).experiment).experiment, None
     assert experiment.teacher is not None
-    assert experiment.teacher.head == "finetune"
+    assert experiment.teacher.finetune is True
     for name in NAMES:
         stage = RunDir(alone).stage(name)
         for job in with_init_stage(experiment.stage(name, stage.root, {}, weights)):

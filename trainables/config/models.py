@@ -82,10 +82,10 @@ class TeacherConfig(WeightedConfig):
         description="a checkpoint of ours, a torchvision or timm weight name, a file or folder of weights, `hf-hub:OWNER/NAME`; "
         "absent: trained first",
     )
-    head: Literal["finetune"] | None = Field(
+    finetune: bool | None = Field(
         None,
-        description="finetune: `weights` are trained on the labels first, with a new classifier where their classes are others;"
-        " absent: only where they are, and a method reads logits",
+        description="train `weights` on the labels first, with a new classifier where their classes are not the data's; absent: "
+        "where they are not, and a method reads logits",
     )
     epochs: Count | None = Field(None, description="epochs of its training or fine-tuning; absent: optim.epochs")
     lr: Positive | None = Field(None, description="as optim.lr, of its training or fine-tuning; absent: the same")
@@ -127,7 +127,7 @@ class TeacherConfig(WeightedConfig):
     @property
     def needs_training(self) -> bool:
         """Whether it is a stage of the run before it teaches."""
-        return self.weights is None or self.head is not None
+        return self.weights is None or bool(self.finetune)
 
     @property
     def logits_only(self) -> str | None:

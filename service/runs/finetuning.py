@@ -7,11 +7,11 @@ from service.config.rules import reads_teacher_classes
 from trainables.notices import notice
 
 OTHER_CLASSES = "the classes of teacher.weights"
-"""The source of a `teacher.head` that nobody has written."""
+"""The source of a `teacher.finetune` that nobody has written."""
 
 
-def with_teacher_head(resolved: Resolved, classes: tuple[str, ...]) -> Resolved:
-    """The experiment with `teacher.head: finetune` where its weights have other classes, a method reads these, and it is absent.
+def with_finetuning(resolved: Resolved, classes: tuple[str, ...]) -> Resolved:
+    """The experiment with `teacher.finetune: true` where its weights have other classes, a method reads these, and it is absent.
 
     A run decides once, and its `experiment.yaml` says it. What is fine-tuned is a notice, and so is a rate that nothing has.
 
@@ -23,7 +23,7 @@ def with_teacher_head(resolved: Resolved, classes: tuple[str, ...]) -> Resolved:
     experiment, teacher, why = resolved.experiment, resolved.experiment.teacher, ""
     if teacher is None or teacher.weights is None:
         return resolved
-    if teacher.head is None and classes and reads_teacher_classes(experiment):
+    if teacher.finetune is None and classes and reads_teacher_classes(experiment):
         error = other_classes(
             teacher.model,
             teacher.weights,
@@ -34,7 +34,7 @@ def with_teacher_head(resolved: Resolved, classes: tuple[str, ...]) -> Resolved:
         )
         if error is not None:
             why = f": its {error.num_classes} classes are not the data's" if error.num_classes else ": it has no classifier"
-            resolved = resolved.override({"teacher.head": "finetune"}, OTHER_CLASSES)
+            resolved = resolved.override({"teacher.finetune": True}, OTHER_CLASSES)
             teacher = resolved.experiment.teacher
     assert teacher is not None
     if teacher.needs_training:
@@ -45,6 +45,6 @@ def with_teacher_head(resolved: Resolved, classes: tuple[str, ...]) -> Resolved:
         )
     elif idle := [key for key in ("lr", "lr_head", "layer_decay") if getattr(teacher, key) is not None]:
         notice(
-            f"teacher.{idle[0]}: the teacher is not trained: its weights teach as they are; teacher.head: finetune trains them"
+            f"teacher.{idle[0]}: the teacher is not trained: its weights teach as they are; teacher.finetune: true trains them"
         )
     return resolved
