@@ -130,7 +130,10 @@ class Experiment(Section):
             optim = optim.model_copy(update={"epochs": own.epochs or optim.epochs})
             if isinstance(own, TeacherConfig):
                 start = own if own.weights is not None else None
-                rates = {"lr": own.lr or optim.lr, "lr_head": own.lr_head, "layer_decay": own.layer_decay}
+                rates: dict[str, Any] = {"lr_head": own.lr_head, "layer_decay": own.layer_decay}
+                if own.lr is not None:
+                    losses = {key: loss.model_copy(update={"lr": None}) for key, loss in optim.losses.items()}
+                    rates |= {"lr": own.lr, "losses": losses}
                 optim = optim.model_copy(update=rates)
             measures_noise = train.noise_scale or self.sweep.metric == TIME
             train = train.model_copy(update={"until_top1_pct": None, "until_s": None, "noise_scale": measures_noise})

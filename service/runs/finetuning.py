@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from service.config.experiment import Resolved
-from service.config.rules import reads_teacher_classes
+from service.config.rules import needs_teacher, reads_teacher_classes
 from trainables.notices import notice
 
 OTHER_CLASSES = "the classes of teacher.weights"
@@ -21,7 +21,7 @@ def with_finetuning(resolved: Resolved, classes: tuple[str, ...]) -> Resolved:
     from trainables.models.weights import other_classes
 
     experiment, teacher, why = resolved.experiment, resolved.experiment.teacher, ""
-    if teacher is None or teacher.weights is None:
+    if teacher is None or teacher.weights is None or not needs_teacher(experiment.distill, experiment.sweep.axes):
         return resolved
     if teacher.finetune is None and classes and reads_teacher_classes(experiment):
         error = other_classes(

@@ -74,6 +74,7 @@ def test_methods_on_features_need_no_fine_tuned_teacher_but_those_of_a_sweep_may
     assert decided(experiment(weights, "distill.method=sp"))[0] is None
     assert decided(experiment(weights, "distill.method=sp", "sweep.space={distill.method: [sp, dkd]}"))[0] is True
     assert decided(experiment(weights, "distill.method=dml"))[0] is None
+    assert decided(experiment(weights, "distill.method=dml", "teacher.finetune=true"))[1] == []  # nothing reads it
 
 
 def test_names_that_do_not_tell_the_classes_are_refused_unless_it_is_to_be_fine_tuned(tmp_path: Path) -> None:
@@ -101,12 +102,19 @@ def test_a_run_goes_on_as_it_has_decided_whatever_file_is_there_then(tmp_path: P
 
 
 def test_the_stage_begins_with_the_weights_and_what_comes_after_it_takes_its_checkpoint(tmp_path: Path) -> None:
-    sets = ("teacher.lr=0.01", "teacher.lr_head=0.1", "optim.lr_head=0.3", "optim.layer_decay=0.5", "teacher.weights_key=model")
+    sets = (
+        "teacher.lr=0.01",
+        "teacher.lr_head=0.1",
+        "optim.lr_head=0.3",
+        "optim.layer_decay=0.5",
+        "teacher.weights_key=model",
+        "optim.losses={task: {lr: 2, momentum: 0.5}}",
+    )
     made = with_finetuning(experiment(teacher_of(tmp_path / "t.safetensors", ("a", "b")), "teacher.finetune=true", *sets), DIGITS)
     stage = made.experiment.stage("teacher", tmp_path, {})
     assert stage.weights is not None
     assert (stage.weights, stage.weights_key) == (str(tmp_path / "t.safetensors"), "model")
-    assert (stage.optim.lr, stage.optim.lr_head, stage.optim.layer_decay) == (0.01, 0.1, None)
+    assert (stage.optim.for_loss("task").lr, stage.optim.lr_head, stage.optim.layer_decay) == (0.01, 0.1, None)
     student = made.experiment.stage("student", tmp_path, {}, "best.safetensors")
     assert student.teacher is not None
     assert (student.teacher.weights, student.teacher.weights_key, student.teacher.finetune) == ("best.safetensors", None, None)
