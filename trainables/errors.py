@@ -122,6 +122,10 @@ class OtherClassesError(CheckpointError):
         return error
 
 
+class AmbiguousClassesError(OtherClassesError):
+    """Weights whose classes may be the data's, by names that do not tell."""
+
+
 class ClusterError(DistillError):
     """Ray, its resources or its storage are not enough for the request, or cannot be used."""
 

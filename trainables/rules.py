@@ -80,6 +80,11 @@ class Requirements:
     teacher_model: bool = False
     """Its forward uses the teacher's network or a part of it: not one of which each worker has a part, nor one elsewhere."""
 
+    @property
+    def reads_classes(self) -> bool:
+        """Whether it reads logits, or a part of the teacher that makes them, and not features alone."""
+        return self.logits or self.teacher_model or self.reuses_classifier
+
 
 class MethodNeeds(Protocol):
     """What a method with its options needs, see `trainables.methods.select`."""
@@ -94,8 +99,6 @@ class MethodNeeds(Protocol):
     def terms(self) -> tuple[str, ...]: ...
     @property
     def beyond_logits(self) -> str | None: ...
-    @property
-    def reads_classes(self) -> bool: ...
     @property
     def standardizes(self) -> bool: ...
     @property
@@ -163,6 +166,10 @@ def _first_set(teacher: TeacherConfig, *keys: str) -> str | None:
     return next((key for key in keys if getattr(teacher, key) is not None), None)
 
 
+_OF_WEIGHTS = ("weights_key", "image_size", "mean", "std", "finetune")
+"""Keys of a teacher that belong to given weights."""
+
+
 def _logits_only(settings: JobSettings) -> str | None:
     return settings.teacher.logits_only if settings.teacher else None
 
@@ -181,6 +188,8 @@ def _unstaged(settings: JobSettings) -> str | None:
         f"data.decoder {settings.data.decoder}: write auto": settings.data.decodes_on_device,
         "optim.name dot: write sgd": optim.name == "dot",
         "optim.losses, optimizers of single losses: leave them out": optim.losses,
+        "optim.lr_head and optim.layer_decay: leave them out": optim.lr_head or optim.layer_decay,
+        "teacher.lr_head and teacher.layer_decay: leave them out": teacher and (teacher.lr_head or teacher.layer_decay),
         "teacher.service: leave it out": teacher is not None and teacher.service is not None,
     }
     return next((text for text, applies in instead.items() if applies), None)
@@ -284,6 +293,14 @@ RULES: tuple[Rule[JobSettings], ...] = (
         "teacher.weights: a teacher is not trained without labels, and data.labels is false: write its weights",
     ),
     (
+        lambda s: not s.data.labels and s.teacher and s.teacher.finetune,
+        "teacher.finetune: a teacher is not fine-tuned without labels, and data.labels is false: leave it out",
+    ),
+    (
+        lambda s: not s.data.labels and s.optim.lr_head,
+        "optim.lr_head: a student has no classifier without labels, and data.labels is false: leave it out",
+    ),
+    (
         lambda s: not s.data.labels and s.distillation and s.distillation.task_weight,
         "distill.task_weight: there are no labels, and data.labels is false: leave it out",
     ),
@@ -305,7 +322,7 @@ RULES: tuple[Rule[JobSettings], ...] = (
     ),
     # The teacher.
     (
-        lambda s: s.teacher and s.teacher.weights is None and _first_set(s.teacher, "weights_key", "image_size", "mean", "std"),
+        lambda s: s.teacher and s.teacher.weights is None and _first_set(s.teacher, *_OF_WEIGHTS),
         "teacher.{found} belongs to given weights: write teacher.weights: FILE, or leave it out",
     ),
     (
@@ -405,7 +422,7 @@ METHOD_RULES: tuple[MethodRule[JobSettings], ...] = (
     ),
     (
         lambda s, _: not s.data.labels,
-        lambda m, _: m.reads_classes or m.requires.hard_labels,
+        lambda m, _: m.requires.reads_classes or m.requires.hard_labels,
         "distill.method: {m.key} reads classes, and data.labels is false: write embed, or another method on features alone",
     ),
     (

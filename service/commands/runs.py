@@ -79,7 +79,7 @@ def resume_run(directory: Path, *, accept_new_data: bool) -> None:
         click.echo(line)
     check_checkpoints(run_dir, result)
     # Whatever its MLflow says: a run that has begun could not be told another one, and its records wait on disk.
-    data = check_inputs(result.kind, resolved.override({"tracking.enabled": False}, "resume"))
+    _, data = check_inputs(result.kind, resolved.override({"tracking.enabled": False}, "resume"))
     check_data_of_run(display_name(directory), resolved.experiment, result, data, accept_new=accept_new_data)
     run_to_the_end(result.kind, resolved, run_dir, runs_root_of(result), data)
 
@@ -131,14 +131,17 @@ def start_run(
     check_writable(root, out, begun_ok=continues)
     notices: list[str] = []
     with notices_to(notices.append):
-        data = check_inputs(kind, resolved)
+        resolved, data = check_inputs(kind, resolved)
     run_dir = new_run_dir(root, resolved.experiment.name, out)
     begin_run(resolved, kind, run_dir, root, notices)
     run_to_the_end(kind, resolved, run_dir, root, data)
 
 
-def check_inputs(kind: Kind, resolved: Resolved) -> DataIdentity | None:
-    """Refuse what can be refused before Ray starts. Returns what the data is; None: a sweep searches over it."""
+def check_inputs(kind: Kind, resolved: Resolved) -> tuple[Resolved, DataIdentity | None]:
+    """Refuse what can be refused before Ray starts.
+
+    Returns the experiment with its `teacher.finetune`, and what the data is; None: a sweep searches over it.
+    """
     from service.runs.preflight import check_train
     from service.sweeps.preflight import check_sweep
 

@@ -103,6 +103,15 @@ def needs_teacher(distill: DistillConfig, searched: Collection[str]) -> bool:
     return any(load_method(name).requires.teacher for name in distill.method)
 
 
+def reads_teacher_classes(experiment: Experiment) -> bool:
+    """Whether one of the methods, or one that the sweep may choose, reads what a teacher says of the classes: loads them."""
+    from trainables.methods.select import select_methods
+
+    chosen = [method.requires for method in select_methods(experiment.distill)]
+    searched = [load_method(name).requires for name in _searched_methods(experiment.sweep)]
+    return any(each.teacher and each.reads_classes for each in (*chosen, *searched))
+
+
 def method_names(experiment: Experiment) -> list[str]:
     """The methods of an experiment and those that its sweep may choose, each once."""
     return list(dict.fromkeys([*experiment.distill.method, *_searched_methods(experiment.sweep)]))

@@ -106,6 +106,12 @@ class Experiment(Section):
         return {**({"teacher": self.teacher} if self.teacher else {}), **assistants}
 
     @property
+    def trained_before(self) -> list[str]:
+        """The stages of the `preparation` that a run trains: all, but for a teacher that teaches with its weights as they are."""
+        as_given = self.teacher is not None and not self.teacher.needs_training
+        return [name for name in self.preparation if not (as_given and name == "teacher")]
+
+    @property
     def stage_names(self) -> list[str]:
         """The stages that a run may have, in order; the init stages are there where their stage's methods have one."""
         return [each for name in (*self.preparation, "student") for each in (f"{name}-init", name)]
@@ -121,7 +127,7 @@ class Experiment(Section):
 
     def measures_teacher(self, stage: str) -> bool:
         """Whether a stage's teacher is measured: its weights were given, and the stage is a training on real images."""
-        given = any(each.weights is not None for each in self.all_teachers)
+        given = self.teachers or (self.teacher is not None and not self.teacher.needs_training)
         first = "assistant1" if self.assistants else "student"
         return given and stage == first and self.train.max_steps is None and self.data.path != "synthetic"
 
@@ -132,10 +138,19 @@ class Experiment(Section):
         """
         before = self.preparation
         model, optim, train, scale = self.student.model, self.optim, self.train, self.scale
+        start: StudentConfig | TeacherConfig | None = self.student
         if name in before:
             scale = scale.model_copy(update={"cut": None})
-            model = before[name].model
-            optim = optim.model_copy(update={"epochs": before[name].epochs or optim.epochs})
+            own, start = before[name], None
+            model = own.model
+            optim = optim.model_copy(update={"epochs": own.epochs or optim.epochs})
+            if isinstance(own, TeacherConfig):
+                start = own if own.weights is not None else None
+                rates: dict[str, Any] = {"lr_head": own.lr_head, "layer_decay": own.layer_decay}
+                if own.lr is not None:
+                    losses = {key: loss.model_copy(update={"lr": None}) for key, loss in optim.losses.items()}
+                    rates |= {"lr": own.lr, "losses": losses}
+                optim = optim.model_copy(update=rates)
             measures_noise = train.noise_scale or self.sweep.metric == TIME
             train = train.model_copy(update={"until_top1_pct": None, "until_s": None, "noise_scale": measures_noise})
         teachers, distill = dict[str, Any](), None
@@ -147,9 +162,10 @@ class Experiment(Section):
             output_dir=str(output_dir),
             data=self.data,
             model=model,
-            weights=None if name in before else self.student.weights,
-            weights_key=None if name in before else self.student.weights_key,
+            weights=start.weights if start is not None else None,
+            weights_key=start.weights_key if start is not None else None,
             freeze=name not in before and self.student.freeze,
+            finetuned=start if isinstance(start, TeacherConfig) else None,
             **teachers,
             distill=distill,
             optim=own_optimizers(optim, distill),
@@ -174,7 +190,10 @@ class Experiment(Section):
         assert teacher is not None
         # The teacher service starts together with the students, after the assistants.
         own: dict[str, Any] = {"service": self.teacher.service if self.teacher and name == "student" else None}
-        return {"teacher": teacher.model_copy(update=own if weights is None else {**own, "weights": weights})}
+        if weights is not None:
+            trained = {"finetune": None, "weights_key": None} if teacher.needs_training else {}
+            own |= {"weights": weights, **trained}
+        return {"teacher": teacher.model_copy(update=own)}
 
 
 def own_optimizers(optim: OptimConfig, distill: DistillConfig | None) -> OptimConfig:

@@ -30,7 +30,7 @@ def probe(resolved: Resolved, root: Path) -> list[Recording]:
     steps = resolved.experiment.train.max_steps or STEPS
     short = resolved.override({"train.max_steps": steps, "tracking.enabled": False}, "doctor")
     check_writable(root, None)
-    check_train(short)
+    short, _ = check_train(short)
     run_dir = new_run_dir(root, f"{resolved.experiment.name}-doctor", None)
     begin_run(short, "train", run_dir, root)
     with contextlib.redirect_stdout(sys.stderr):  # its progress: standard output begins with the main finding

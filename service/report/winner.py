@@ -147,12 +147,14 @@ def command(root: Path, best: TrialRow) -> str:
     values = dict(best.params)
     if best.scale.loader_workers != "auto":
         values.setdefault(LOADER_WORKERS, best.scale.loader_workers)
-    preparation = read_resolved(run_dir.experiment, reading=True).experiment.preparation
+    experiment = read_resolved(run_dir.experiment, reading=True).experiment
+    preparation = experiment.preparation
     if trained := [name for name in preparation if is_trained(run_dir.stage(name), is_copy)]:
         name = trained[-1]
         if name != "teacher":
             values |= {"teacher.model": preparation[name].model, "teachers": [], "assistants": []}
         weights = run_dir.stage(name).best
+        values |= {f"teacher.{key}": None for key in ("finetune", "weights_key") if getattr(experiment.teacher, key)}
         values["teacher.weights"] = f"{name}.safetensors" if is_copy else str(weights)
         comment = f"  # {name}.safetensors: copy it from {display_name(weights)}" if is_copy else ""
     sets = [f"--set {shlex.quote(f'{key}={written(item)}')}" for key, item in values.items()]

@@ -62,7 +62,7 @@ def prepare(job: Reproduction) -> DataIdentity | None:
     """Refuse what cannot be run, before the first sweep starts. Returns what the data of all is. Raises DistillError."""
     data = None
     for planned in job.sweeps:
-        data = check_sweep(planned.resolved)
+        _, data = check_sweep(planned.resolved)
         if (run_dir := job.run_dir(planned)).result.exists():
             _, _, result = reopen(run_dir.root)
             check_checkpoints(run_dir, result)

@@ -57,11 +57,12 @@ def _deciding_config(experiment: Experiment, stage: str) -> str:
     config = experiment.stage(stage, Path("/"), {})
     scale = config.scale
     deciding = {"name", "momentum", "nesterov", "warmup_epochs"}
-    optim = config.optim.model_dump(include={*deciding, "delta", "accumulate", "epochs"})
+    optim = config.optim.model_dump(include={*deciding, "delta", "accumulate", "epochs", "lr_head", "layer_decay"})
     losses = {name: loss.model_dump(include=deciding) for name, loss in config.optim.losses.items()}
     whole = {
         "output_dir": "/",
         "model": config.model,
+        "finetuned": config.finetuned,
         "teacher": config.teacher,
         "teachers": config.teachers,
         "distill": config.distill,

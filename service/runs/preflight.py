@@ -5,6 +5,7 @@ read. The cheapest check comes first; only the last ones import torch.
 """
 
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any, Literal
 
 from service.cluster.connect import check_ray_address
@@ -13,6 +14,7 @@ from service.config.experiment import Resolved, read_resolved
 from service.config.rules import method_names
 from service.config.schema import Experiment
 from service.runs.dry_run import check_fits, check_parts
+from service.runs.finetuning import with_finetuning
 from service.runs.plan import Plan
 from service.runs.result import Kind, RunResult
 from service.runs.run_directory import stages_with
@@ -33,16 +35,19 @@ from trainables.rundir import RunDir, unwritable_reason
 PROBED_IMAGES = 8
 
 
-def check_train(resolved: Resolved) -> DataIdentity:
-    """Refuse a run that its workers would refuse later. Returns what its data is. Raises DistillError."""
+def check_train(resolved: Resolved) -> tuple[Resolved, DataIdentity]:
+    """Refuse a run that its workers would refuse later.
+
+    Returns the experiment with its `teacher.finetune`, and what its data is. Raises DistillError.
+    """
     experiment = resolved.experiment
     check_services(experiment, "train")
     if is_local():  # a cluster's size is known once we are connected
         capacity = local_capacity()
         Plan.on(experiment, capacity).check(capacity)
-    data = check_data(experiment)
-    check_fits(experiment, len(data.classes), ["student"])
-    return data
+    resolved, data = check_data(resolved)
+    check_fits(resolved.experiment, len(data.classes), ["student"])
+    return resolved, data
 
 
 def check_services(experiment: Experiment, kind: Kind) -> None:
@@ -58,13 +63,16 @@ def check_services(experiment: Experiment, kind: Kind) -> None:
     check_cache(experiment, kind)
 
 
-def check_data(experiment: Experiment, searched: Collection[str] = (), *, trains_base: bool = True) -> DataIdentity:
-    """Refuse data that cannot be read, and models that do not fit it. Returns what it is.
+def check_data(resolved: Resolved, searched: Collection[str] = ()) -> tuple[Resolved, DataIdentity]:
+    """Refuse data that cannot be read, and models that do not fit it.
 
-    `searched`: the keys of a sweep, whose values are not the experiment's; `trains_base`: its own batch size is trained with.
+    Returns the experiment with its `teacher.finetune`, see `with_finetuning`, and what its data is.
+
+    `searched`: the keys of a sweep, whose values are not the experiment's.
 
     Raises DistillError.
     """
+    experiment = resolved.experiment
     if not {"data.stage", "data.cache"} & set(searched):
         check_placement(experiment.data)
     train, val = (check_source(experiment.data, split) for split in ("train", "val"))
@@ -72,7 +80,9 @@ def check_data(experiment: Experiment, searched: Collection[str] = (), *, trains
     note_equal_splits(experiment.data, data)
     if len(val) > len(train):
         notice(f"data.path: {experiment.data.path} has {len(train)} training and {len(val)} validation images: are they swapped?")
-    if trains_base and (problem := enough_images(experiment.data, len(train))):
+    resolved = with_finetuning(resolved, val.classes)
+    experiment, preparation = resolved.experiment, resolved.experiment.trained_before
+    if (preparation or not searched) and (problem := enough_images(experiment.data, len(train))):
         raise DataError(problem)
     if (labeled := experiment.eval.labeled(experiment.data)) is not None:
         try:
@@ -82,10 +92,10 @@ def check_data(experiment: Experiment, searched: Collection[str] = (), *, trains
             raise DataError(f"eval.path: {str(error).removeprefix('data.path: ')}") from None
     if "data.image_size" not in searched:
         check_models(experiment, val.classes)
-        cut = experiment.scale.pipeline_stages > 1 and experiment.teacher is not None and experiment.teacher.weights is None
-        check_fits(experiment, len(val.classes), [name for name in experiment.preparation if cut or name != "teacher"])
-        check_parts(experiment, len(train), len(val.classes), trained_stages(experiment, searched))
-    return data
+        check_fits(experiment, len(val.classes), preparation)
+        trained = [*(preparation if experiment.train.max_steps is None else []), *([] if searched else ["student"])]
+        check_parts(experiment, len(train), len(val.classes), trained)
+    return resolved, data
 
 
 def note_equal_splits(data: DataConfig, identity: DataIdentity) -> None:
@@ -93,13 +103,6 @@ def note_equal_splits(data: DataConfig, identity: DataIdentity) -> None:
     train, val = identity.train, identity.val
     if (train.labels, train.contents) == (val.labels, val.contents):
         notice(f"data.path: {data.path}: the validation images are the training images: accuracy on them says little")
-
-
-def trained_stages(experiment: Experiment, searched: Collection[str]) -> list[str]:
-    """The stages that train with the experiment's own batches, see `check_data`."""
-    weights = experiment.teacher.weights if experiment.teacher is not None else None
-    before = [name for name in experiment.preparation if name != "teacher" or weights is None]
-    return [*(before if experiment.train.max_steps is None else []), *([] if searched else ["student"])]
 
 
 def check_cache(experiment: Experiment, kind: Kind) -> None:
@@ -112,7 +115,7 @@ def check_cache(experiment: Experiment, kind: Kind) -> None:
     cache = experiment.written_cache(kind)
     if cache is None:
         return
-    trained = experiment.teacher is not None and experiment.teacher.weights is not None and not experiment.assistants
+    trained = experiment.teacher is not None and not experiment.teacher.needs_training and not experiment.assistants
     if (reason := unwritable_reason(cache)) and not (trained and cache.is_dir()):
         raise ExperimentError(f"teacher.cache: {cache} cannot be written: {reason}; name another folder")
 
@@ -141,31 +144,31 @@ def check_source(data: DataConfig, split: Literal["train", "val"]) -> Source:
 
 
 def check_models(experiment: Experiment, classes: tuple[str, ...]) -> None:
-    """Build the teachers for these classes, or load their weights. Imports torch.
+    """Load the weights of the teachers for these classes, and those that a model begins with. Imports torch.
 
     Raises:
         ModelError: a model does not take these images or classes, or its published weights do not.
         CheckpointError: a file of weights cannot be read, or is of another model or other classes.
     """
     from trainables.methods.select import select_methods
-    from trainables.models.model_input import input_warnings, teacher_input
+    from trainables.models.model_input import input_warnings, teacher_input, trained_model_input
     from trainables.models.registry import build_model
     from trainables.models.weights import begin_with, load_teacher
     from trainables.teachers.network import by_key, naming
 
-    teacher, teachers, student = experiment.teacher, experiment.all_teachers, experiment.student
-    size, seed = experiment.data.image_size, experiment.seed
-    if student.weights is not None:
-        model = build_model(student.model, num_classes=len(classes), image_size=size, seed=seed)
-        start: dict[str, Any] = {"image_size": size, "classes": classes, "seed": seed, "weights_key": student.weights_key}
-        begin_with(model, student.model, student.weights, **start)
-    if teacher is not None and teacher.weights is None:
-        build_model(teacher.model, num_classes=len(classes), image_size=size, seed=seed)
+    teacher, teachers = experiment.teacher, experiment.all_teachers
+    for stage in (*experiment.trained_before, "student"):
+        config = experiment.stage(stage, Path("/"), {})
+        if config.weights is not None:
+            size = trained_model_input(config).image_size
+            model = build_model(config.model, num_classes=len(classes), image_size=size, seed=config.seed)
+            start: dict[str, Any] = {"image_size": size, "classes": classes, "seed": config.seed}
+            begin_with(model, config.model, config.weights, **start, weights_key=config.weights_key)
     if teachers and (methods := select_methods(experiment.distill)):
         fit: dict[str, Any] = {
             "classes": classes,
-            "seed": seed,
-            "logits": any(m.requires.teacher and m.reads_classes for m in methods),
+            "seed": experiment.seed,
+            "logits": any(m.requires.teacher and m.requires.reads_classes for m in methods),
         }
         for key, each in by_key(teachers):
             if each.weights is not None:
@@ -173,6 +176,8 @@ def check_models(experiment: Experiment, classes: tuple[str, ...]) -> None:
                     if experiment.data.path != "synthetic":
                         for line in input_warnings(each, experiment.data, key):
                             notice(line)
+                    if each is teacher and teacher.needs_training:
+                        continue
                     own_size = teacher_input(each, experiment.data).image_size
                     load_teacher(each.model, each.weights, **fit, image_size=own_size, weights_key=each.weights_key)
 

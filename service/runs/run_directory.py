@@ -10,6 +10,7 @@ from pathlib import Path
 from service.config.dotted import flatten
 from service.config.experiment import Resolved, read_resolved
 from service.config.paths import absolute_paths
+from service.runs.finetuning import OTHER_CLASSES
 from service.runs.method_copies import copy_methods, use_copies_of
 from service.runs.result import Kind, RunResult, read_result, write_result
 from service.runs.stored.driver_lease import is_fresh
@@ -35,6 +36,8 @@ def check_same(kind: Kind, resolved: Resolved, path: Path) -> None:
     trees = [each.experiment.model_dump(mode="json") for each in (resolved, begun)]
     # An older version did not make paths absolute; a method's file may lie elsewhere, as in each Ray job: the run has its copy.
     wanted, begun_with = (flatten(tree) | absolute_paths(tree, method=_by_file_name) for tree in trees)
+    if begun.sources.get("teacher.finetune") == OTHER_CLASSES and wanted.get("teacher.finetune") is None:
+        begun_with["teacher.finetune"] = None
     differing = [key for key in sorted({*wanted, *begun_with}) if wanted.get(key) != begun_with.get(key)]
     if result.kind != kind or differing:
         other = f"a {result.kind}" if result.kind != kind else f"another {differing[0]} ({begun_with.get(differing[0])})"

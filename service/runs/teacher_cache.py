@@ -25,13 +25,14 @@ def fill_cache(resolved: Resolved, root: Path) -> str:
     experiment, teacher = resolved.experiment, resolved.experiment.teacher
     if teacher is None or teacher.cache is None:
         raise ExperimentError("teacher.cache: names no folder to fill: write --set teacher.cache=FOLDER")
-    if teacher.weights is None:
-        raise ExperimentError(
-            "teacher.weights: the teacher is not trained yet: give its checkpoint; `distill train` trains it first, and fills "
-            "teacher.cache while it distils"
-        )
     check_writable(root, None)
-    check_train(resolved.override({"tracking.enabled": False}, "cache"))  # nothing is sent to MLflow
+    resolved, _ = check_train(resolved.override({"tracking.enabled": False}, "cache"))  # nothing is sent to MLflow
+    experiment, teacher = resolved.experiment, resolved.experiment.teacher
+    if teacher is None or teacher.needs_training:
+        raise ExperimentError(
+            "teacher.weights: the teacher is not trained on these classes yet: give its checkpoint; `distill train` trains it "
+            "first, and fills teacher.cache while it distils"
+        )
     create_private(root)
     run_dir = RunDir(root.absolute() / ".cache" / f"{experiment.name}-{time.time_ns():x}")
     cpus, cache = most_local_cpus(experiment), experiment.written_cache("train")

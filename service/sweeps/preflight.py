@@ -14,10 +14,10 @@ from trainables.config import DataIdentity
 from trainables.errors import DataError, ExperimentError
 
 
-def check_sweep(resolved: Resolved) -> DataIdentity | None:
+def check_sweep(resolved: Resolved) -> tuple[Resolved, DataIdentity | None]:
     """Refuse a sweep whose stages its workers would refuse later, or without a single point that could run.
 
-    Returns what its data is; None where it searches over `data.path`.
+    Returns the experiment with its `teacher.finetune`, and what its data is; None where it searches over `data.path`.
 
     Raises:
         DistillError: one line.
@@ -36,13 +36,11 @@ def check_sweep(resolved: Resolved) -> DataIdentity | None:
     check_any_runs(trials)
     searched = experiment.sweep.axes
     if "data.path" in searched:
-        return None
-    teacher = experiment.teacher
-    trains_base = bool(experiment.assistants) or (teacher is not None and teacher.weights is None)
-    data = check_data(experiment, searched, trains_base=trains_base)
+        return resolved, None
+    resolved, data = check_data(resolved, searched)
     mark_unbuildable(trials)  # such a point is a row, not an error
     check_any_runs(trials)
-    return data
+    return resolved, data
 
 
 def check_any_runs(trials: Sequence[Trial]) -> None:

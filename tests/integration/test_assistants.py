@@ -2,9 +2,9 @@
 
 import pytest
 
-from service.config.experiment import load
+from service.config.experiment import read_resolved
 from tests.integration.conftest import Distill, kill, records, result, wait_until
-from tests.trainables.jobs import equal, train
+from tests.trainables.jobs import equal, train, write_teacher
 from tests.trainables.methods import own_methods
 from trainables.distributed.rank_pool import RankPool
 from trainables.engine import checkpoint
@@ -35,8 +35,10 @@ def options(*sets: str) -> list[str]:
 def test_a_chain_that_is_killed_goes_on_at_the_very_stage_and_to_the_bits_of_a_whole_one(
     distill: Distill, ranks: RankPool
 ) -> None:
+    """The teacher is one of other classes, which is fine-tuned first."""
     run, alone = distill.runs / "chain", distill.runs / "alone"
-    command = distill.start("train", distill.experiment, "--out", run, *options(*INIT))
+    given = f"teacher.weights={write_teacher(distill.runs / 'nine.safetensors', num_classes=9)}"
+    command = distill.start("train", distill.experiment, "--out", run, *options(given, "teacher.lr_head=0.1", *INIT))
     wait_until(lambda: len(records(run, "step", "assistant1-init")) > 30, "step 30 of the first init stage", command)
     kill(command.family())
     command = distill.start("resume", run)
@@ -61,7 +63,9 @@ def test_a_chain_that_is_killed_goes_on_at_the_very_stage_and_to_the_bits_of_a_w
     assert [line["step"] for line in records(run, "step", "assistant1")] == list(range(1, 4 * 22 + 1))
     assert "train/distill_loss" in records(run, "step", "assistant2")[0]["metrics"]
     # The same stages without Ray and without an interruption, each taught by the one before it.
-    experiment, weights = load(str(distill.experiment), (*SETS, *INIT)).experiment, None
+    experiment, weights = read_resolved(RunDir(run).experiment).experiment, None
+    assert experiment.teacher is not None
+    assert experiment.teacher.finetune is True
     for name in NAMES:
         stage = RunDir(alone).stage(name)
         for job in with_init_stage(experiment.stage(name, stage.root, {}, weights)):

@@ -498,7 +498,7 @@ main(["train", "digits", "--set", "student.model=timm/resnet18"])
 
 def test_weights_that_are_missing_damaged_or_of_another_model_are_refused(refuse: Refuse, tmp_path: Path) -> None:
     def shown(weights: Path | str) -> str:
-        return refuse("train", "digits", *sets("teacher.model=mlp_large", f"teacher.weights={weights}"))
+        return refuse("train", "digits", *sets("teacher={model: mlp_large, finetune: false}", f"teacher.weights={weights}"))
 
     whole = Path(write_teacher(tmp_path / "whole.safetensors"))
     assert f"there is no file {tmp_path / 'none.pt'}" in shown(tmp_path / "none.pt")

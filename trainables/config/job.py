@@ -101,6 +101,7 @@ class TrainConfig(Section):
     weights: str | None = Field(None, description="as student.weights")
     weights_key: str | None = Field(None, description="as student.weights_key")
     freeze: bool = Field(False, description="as student.freeze")
+    finetuned: TeacherConfig | None = Field(None, description="the given teacher that the stage fine-tunes, on its own input")
     teacher: TeacherConfig | None = None
     teachers: tuple[TeacherOfSeveralConfig, ...] = ()
     teacher_actors: tuple[str, ...] = Field((), description="names of the actors of `teacher.service`")

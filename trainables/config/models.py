@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from trainables.config.section import Count, ImageSize, Mean, Positive, Section, Std
+from trainables.config.section import Count, ImageSize, LayerDecay, Mean, Positive, Section, Std
 from trainables.errors import ModelError
 
 FOLDER_SCHEME = "local-dir:"
@@ -119,7 +119,20 @@ class TeacherOfSeveralConfig(WeightedConfig):
 class TeacherConfig(WeightedConfig):
     """The model that is imitated."""
 
-    epochs: Count | None = Field(None, description="epochs of its training; absent: optim.epochs")
+    weights: str | None = Field(
+        None,
+        description="a checkpoint of ours, a torchvision or timm weight name, a file or folder of weights, `hf-hub:OWNER/NAME`; "
+        "absent: trained first",
+    )
+    finetune: bool | None = Field(
+        None,
+        description="train `weights` on the labels first, with a new classifier where their classes are not the data's; absent: "
+        "where they are not, and a method reads logits",
+    )
+    epochs: Count | None = Field(None, description="epochs of its training or fine-tuning; absent: optim.epochs")
+    lr: Positive | None = Field(None, description="as optim.lr, of its training or fine-tuning; absent: the same")
+    lr_head: Positive | None = Field(None, description="as optim.lr_head, of its training or fine-tuning; absent: teacher.lr")
+    layer_decay: LayerDecay | None = Field(None, description="as optim.layer_decay, of its training or fine-tuning; absent: none")
     cache: str | None = Field(
         None,
         min_length=1,
@@ -145,6 +158,11 @@ class TeacherConfig(WeightedConfig):
         if cache is not None and "\0" in cache:
             raise ValueError("must be a folder, and no path has the character NUL in it")
         return cache
+
+    @property
+    def needs_training(self) -> bool:
+        """Whether it is a stage of the run before it teaches."""
+        return self.weights is None or bool(self.finetune)
 
     @property
     def logits_only(self) -> str | None:

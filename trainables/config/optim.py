@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from trainables.config.section import Count, NonNegative, Positive, Section
+from trainables.config.section import Count, LayerDecay, NonNegative, Positive, Section
 
 
 class LossOptimConfig(Section):
@@ -37,6 +37,11 @@ class OptimConfig(Section):
     )
     epochs: Count = Field(10, description="epochs of training")
     lr: Positive = Field(0.1, description="peak learning rate")
+    lr_head: Positive | None = Field(None, description="peak learning rate of the classifier; absent: lr")
+    layer_decay: LayerDecay | None = Field(
+        None,
+        description="timm's models: each layer's learning rate is that of the layer after it times this; absent: the same",
+    )
     lr_scaling: Literal["none", "linear", "sqrt"] = Field(
         "none", description="linear: lr is multiplied by global_batch_size / lr_base_batch; sqrt: by the root of that"
     )

@@ -13,6 +13,7 @@ Natural = Annotated[int, Field(ge=0, lt=2**31)]
 NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 Probability = Annotated[float, Field(ge=0, le=1)]
+LayerDecay = Annotated[float, Field(gt=0, le=1)]
 ImageSize = Annotated[int, Field(ge=1, le=4096)]
 
 

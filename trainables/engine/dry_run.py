@@ -9,11 +9,13 @@ from torch import nn
 from trainables.config import TrainConfig
 from trainables.distributed.group import Group
 from trainables.engine.modules import build_distillation_module, build_student, methods_with_teacher
+from trainables.engine.optim import learning_rate_scales
 from trainables.engine.pipeline.build import possible_cuts
 from trainables.failures import is_single_value
 from trainables.methods.distillation_module import DistillationModule
 from trainables.methods.init_stage import with_init_stage
 from trainables.models.forward import dry_forward
+from trainables.models.model_input import trained_model_input
 from trainables.teachers.network import untrained_networks
 
 
@@ -26,6 +28,7 @@ def check_fit(config: TrainConfig, num_classes: int) -> None:
     """
     for each in with_init_stage(config):
         module, _ = untrained_modules(each, num_classes)
+        learning_rate_scales(module.student, each.optim)
         if config.scale.pipeline_stages > 1:
             possible_cuts(each, module)
 
@@ -34,7 +37,7 @@ def normalizes_single_images(config: TrainConfig, num_classes: int) -> bool:
     """Whether the student can be trained on a batch of one image, which batch norm refuses where a map has one position."""
     _, student = build_student(config, Group(), num_classes)
     try:
-        dry_forward(student, config.data.image_size, training=True, batch_size=1)
+        dry_forward(student, trained_model_input(config).image_size, training=True, batch_size=1)
     except ValueError as error:
         if not is_single_value(error):
             raise

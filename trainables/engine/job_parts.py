@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ from trainables.engine.teacher_placement import is_sharded, place
 from trainables.errors import ExperimentError
 from trainables.methods.distillation_module import DistillationModule
 from trainables.methods.tap_reader import TapReader
-from trainables.models.model_input import student_input, teacher_input
+from trainables.models.model_input import teacher_input, trained_model_input
 from trainables.models.pixels import take_pixels
 from trainables.models.tap_names import classifier
 from trainables.models.weights import begin_with
@@ -90,10 +91,10 @@ def build_models(
     config: TrainConfig, layout: Layout, classes: tuple[str, ...], loader: Loader, connections: Sequence[TeacherConnection]
 ) -> Models:
     """The student with its methods, on its device, and the teacher that they read. Every rank calls it."""
-    in_pipeline, device = layout.pipeline.world_size > 1, layout.replicas.device
+    in_pipeline, device, seen = layout.pipeline.world_size > 1, layout.replicas.device, trained_model_input(config)
     name, student = build_student(config, Group() if in_pipeline else layout.replicas, len(classes))
     if config.weights is not None:
-        fit: dict[str, Any] = {"image_size": config.data.image_size, "classes": classes, "seed": config.seed}
+        fit: dict[str, Any] = {"image_size": seen.image_size, "classes": classes, "seed": config.seed}
         begin_with(student, config.model, config.weights, **fit, weights_key=config.weights_key)
     if config.freeze:
         student.requires_grad_(False)
@@ -110,10 +111,10 @@ def build_models(
     if in_pipeline:
         config = cut_student(config, layout, module, networks, teacher_is_sharded=sharded)
     if layout.is_first:
-        take_pixels(student, student_input(config.data))
+        take_pixels(student, seen)
         student.to(tensor_format(config)[0])
     if layout.job.is_main:
-        log.info("%s: student %s sees %s", config.stage, name, student_input(config.data))
+        log.info("%s: student %s sees %s", config.stage, name, seen)
         if methods_with_teacher(config):
             for each in config.all_teachers:
                 log.info("%s: teacher %s sees %s", config.stage, each.model, teacher_input(each, config.data))
@@ -174,6 +175,9 @@ def restore(state: CheckpointState, config: TrainConfig, stage: StageDir, group:
 
 def describe_model(config: TrainConfig, name: str, classes: Sequence[str]) -> dict[str, Any]:
     about = {"stage": config.stage, "model": name, "num_classes": len(classes), "classes": list(classes), "seed": config.seed}
-    about |= config.data.model_dump(mode="json", include={"image_size", "val_resize", "mean", "std"})
+    seen = trained_model_input(config)
+    about |= asdict(seen)
+    if seen.image_size == config.data.image_size:  # else it is of crops that the model resizes
+        about["val_resize"] = config.data.val_resize
     about["pipeline"] = config.scale.model_dump(mode="json", include={"pipeline_stages", "cut"})
     return about

@@ -8,7 +8,14 @@ import torch
 from torch import nn
 
 from trainables.config import OptimConfig
-from trainables.engine.optim import build_optimizer, init_momentum_buffers, learning_rate, parameter_groups, peak_learning_rate
+from trainables.engine.optim import (
+    build_optimizer,
+    init_momentum_buffers,
+    learning_rate,
+    learning_rate_scales,
+    parameter_groups,
+    peak_learning_rate,
+)
 from trainables.methods.contract import Method
 from trainables.methods.distillation_module import DistillationModule
 
@@ -28,7 +35,7 @@ class LossOptimizer:
     def set_learning_rate(self, step: int, *, steps_per_epoch: int, global_batch_size: int) -> None:
         lr = learning_rate(step, steps_per_epoch, self.optim, peak_learning_rate(self.optim, global_batch_size))
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["lr_scale"]
 
 
 class DotSGD(torch.optim.SGD):
@@ -97,17 +104,20 @@ def build_optimizers(student: nn.Module, methods: Mapping[str, Method], optim: O
 
     DOT (Zhao, Cui, Li and Liang 2023, ICCV, "DOT: A Distillation-Oriented Trainer", algorithm 1): with momentum μ, the task's
     gradient has the momentum μ − Δ and the methods' μ + Δ, see `DotSGD`.
+
+    Raises ModelError: see `learning_rate_scales`.
     """
     groups = [(losses, own, _parameters_of(losses, student, methods)) for losses, own in group_losses(methods, optim)]
     optimizers: list[torch.optim.Optimizer]
     if optim.name == "dot" and len(groups) == 2:
-        task, distilled = (parameter_groups(parameters, own) for _, own, parameters in groups)
+        scales = learning_rate_scales(student, optim)
+        task, distilled = (parameter_groups(parameters, own, scales) for _, own, parameters in groups)
         optimizers = [
             DotSGD(task, optim, {"momentum": optim.momentum - optim.delta}),
             DotSGD(distilled, optim, {"momentum": optim.momentum + optim.delta, "weight_decay": 0.0}),
         ]
     else:
-        optimizers = [build_optimizer(parameters, own) for _, own, parameters in groups]
+        optimizers = [build_optimizer(parameters, own, learning_rate_scales(student, own)) for _, own, parameters in groups]
     return tuple(
         LossOptimizer(losses, optimizer, own, [p for each in optimizer.param_groups for p in each["params"]])
         for (losses, own, _), optimizer in zip(groups, optimizers, strict=True)
@@ -117,4 +127,4 @@ def build_optimizers(student: nn.Module, methods: Mapping[str, Method], optim: O
 def init_optimizer(module: DistillationModule, optim: OptimConfig) -> LossOptimizer:
     """The one of an init stage, for the methods' losses and what these train there."""
     parameters = module.init_parameters
-    return LossOptimizer(frozenset(module.term_names), build_optimizer(parameters, optim), optim, parameters)
+    return LossOptimizer(frozenset(module.term_names), build_optimizer(parameters, optim, {}), optim, parameters)

@@ -2,28 +2,61 @@
 
 import bisect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from trainables.config import OptimConfig
+from trainables.errors import ModelError
+from trainables.models.tap_names import last_layer
 
 
-def parameter_groups(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> list[dict[str, Any]]:
-    """The trainable ones of these parameters with their weight decay.
+def parameter_groups(
+    parameters: Iterable[nn.Parameter], optim: OptimConfig, lr_scales: Mapping[nn.Parameter, float]
+) -> list[dict[str, Any]]:
+    """The trainable ones of these parameters, in groups of one weight decay and one `lr_scale`, by which the learning rate is
+    multiplied (absent: 1).
 
-    Without `decay_norm_and_bias` every parameter of at most one dimension (norm scales and shifts, biases) has none, as in
-    Goyal et al. 2017 and He et al. 2019, "Bag of Tricks".
+    Without `decay_norm_and_bias` every parameter of at most one dimension (norm scales and shifts, biases) has no weight decay,
+    as in Goyal et al. 2017 and He et al. 2019, "Bag of Tricks".
     """
-    trainable = [p for p in parameters if p.requires_grad]
-    if optim.decay_norm_and_bias:
-        return [{"params": trainable, "weight_decay": optim.weight_decay}]
+    groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
+    for p in parameters:
+        if p.requires_grad:
+            groups.setdefault((optim.decay_norm_and_bias or p.ndim > 1, lr_scales.get(p, 1.0)), []).append(p)
     return [
-        {"params": [p for p in trainable if p.ndim > 1], "weight_decay": optim.weight_decay},
-        {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
+        {"params": params, "weight_decay": optim.weight_decay if decays else 0.0, "lr_scale": scale}
+        for (decays, scale), params in groups.items()
     ]
+
+
+def learning_rate_scales(model: nn.Module, optim: OptimConfig) -> dict[nn.Parameter, float]:
+    """What `layer_decay` and `lr_head` multiply the learning rate of a model's parameters by; absent: 1.
+
+    The layers are timm's, with which it decays too (`param_groups_layer_decay`, after BEiT, Bao et al. 2021).
+
+    Raises ModelError: the model is not timm's, and its layers are not known.
+    """
+    scales: dict[nn.Parameter, float] = {}
+    if optim.layer_decay is not None:
+        matcher = getattr(model, "group_matcher", None)
+        if matcher is None:
+            raise ModelError(
+                f"layer_decay: {type(model).__name__} does not say what its layers are, as timm's models do: write a model of "
+                "timm's (timm/NAME), or leave layer_decay out"
+            )
+        from timm.models import group_parameters
+
+        layer_of = group_parameters(model, matcher(coarse=False), reverse=True)
+        last = max(layer_of.values())
+        scales = {p: optim.layer_decay ** (last - layer_of.get(name, last)) for name, p in model.named_parameters()}
+    if optim.lr_head is not None:
+        head = last_layer(model)
+        for module in head if isinstance(head, tuple) else (head,):
+            scales |= dict.fromkeys(module.parameters(), optim.lr_head / optim.lr)
+    return scales
 
 
 def parameter_copies(optim: OptimConfig) -> int:
@@ -33,9 +66,11 @@ def parameter_copies(optim: OptimConfig) -> int:
     return 2 + OPTIMIZERS[optim.name].num_states(optim)
 
 
-def build_optimizer(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> torch.optim.Optimizer:
+def build_optimizer(
+    parameters: Iterable[nn.Parameter], optim: OptimConfig, lr_scales: Mapping[nn.Parameter, float]
+) -> torch.optim.Optimizer:
     """The optimizer of `optim.name`; `LossOptimizer.set_learning_rate` sets its learning rate before each step."""
-    groups = parameter_groups(parameters, optim)
+    groups = parameter_groups(parameters, optim, lr_scales)
     fused = any(p.is_cuda for group in groups for p in group["params"]) or None
     return OPTIMIZERS[optim.name].build(groups, optim, fused)
 

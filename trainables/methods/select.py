@@ -49,11 +49,6 @@ class SelectedMethod(NamedTuple):
         return "network" if self.requires.teacher_model or self.requires.reuses_classifier else None
 
     @property
-    def reads_classes(self) -> bool:
-        """Whether it reads logits, or a part of the teacher that makes them, and not features alone."""
-        return self.requires.logits or self.requires.teacher_model or self.requires.reuses_classifier
-
-    @property
     def standardizes(self) -> bool:
         """Whether it reads logits less their mean, by their deviation."""
         return isinstance(self.options, StandardizeOptions) and self.options.standardize

@@ -34,6 +34,8 @@ class CheckpointHeader:
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     """With `mean`, how its images were normalized, by channel; () in older checkpoints."""
+    interpolation: str = "bilinear"
+    """The filter with which its images were resized."""
     shards: tuple[str, ...] = ()
     """The names of the files next to it that have its tensors, where it was written by pipeline stages."""
     transform_input: bool = False
@@ -99,6 +101,7 @@ def read_checkpoint_header(path: Path) -> CheckpointHeader | None:
             classes=tuple(map(str, fields["classes"])),
             mean=tuple(map(float, fields.get("mean") or ())),
             std=tuple(map(float, fields.get("std") or ())),
+            interpolation=str(fields.get("interpolation") or "bilinear"),
             shards=tuple(map(str, fields.get("shards") or ())),
             transform_input=bool(fields.get("transform_input")),
         )

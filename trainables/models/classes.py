@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from trainables.errors import OtherClassesError
+from trainables.errors import AmbiguousClassesError, OtherClassesError
 from trainables.models.libraries.interface import WORDNET_ID, TrainedInput, installed
 from trainables.notices import notice
 
@@ -22,7 +22,9 @@ def class_rows(record: TrainedInput, classes: Sequence[str], what: str, *, ours:
     Names of a checkpoint of `ours` must be the same. Published ones are compared without case and underscores, and not with
     numbers; as many classes of other names are taken to be the data's. What is selected is a notice.
 
-    Raises OtherClassesError: a class is missing or has several labels, numbers were sorted as text, or the counts differ.
+    Raises:
+        OtherClassesError: a class is missing, or the counts differ.
+        AmbiguousClassesError: a class has several labels, or two have one; numbers were sorted as text.
     """
     count, is_exact = record.num_classes, ours
     if ours:
@@ -30,7 +32,7 @@ def class_rows(record: TrainedInput, classes: Sequence[str], what: str, *, ours:
     elif all(map(WORDNET_ID.fullmatch, classes)) and (record.wordnet_ids or not installed("timm")):
         if not record.wordnet_ids and count != len(classes):
             ids = f"{len(classes)} of WordNet ids, which are looked up in timm", "`pip install raydistill[timm]`"
-            raise OtherClassesError.of(f"{what} has {count} classes and the data {ids[0]}", ids[1], count)
+            raise AmbiguousClassesError.of(f"{what} has {count} classes and the data {ids[0]}", ids[1], count)
         # ImageNet's labels are in the order of their ids.
         labels, is_exact = _labels(classes, record.wordnet_ids or sorted(classes)), True
     else:
@@ -54,13 +56,13 @@ def class_rows(record: TrainedInput, classes: Sequence[str], what: str, *, ours:
             raise OtherClassesError.of(fact, _REMEDY, count)
         if len(found) > 1:
             instead = "name the data's by WordNet ids (n01440764, …)"
-            raise OtherClassesError.of(f"{what} has several classes {name!r}", instead, count)
+            raise AmbiguousClassesError.of(f"{what} has several classes {name!r}", instead, count)
     rows = tuple(found[0] for found in labels)
     first = {row: name for name, row in zip(reversed(classes), reversed(rows), strict=True)}
     for name, row in zip(classes, rows, strict=True):
         if first[row] != name:
             fact = f"{what}: {first[row]!r} and {name!r} of the data are one class of it, {row}"
-            raise OtherClassesError.of(fact, "merge the two folders", count)
+            raise AmbiguousClassesError.of(fact, "merge the two folders", count)
     by = "by WordNet id" if is_exact and not ours else "by name"
     notice(f"weights {what}: {len(rows)} of its {count} classes are used, {by}, in the order of the data's")
     return rows
@@ -87,4 +89,4 @@ def _check_numbers(classes: Sequence[str], what: str) -> None:
         number = expected[label]
         fact = f"{what} has its classes in another order: class {label} is number {number}, the data's is {classes[label]!r}"
         instead = "name them by numbers of one length (0002, …) or by WordNet ids (n01440764, …)"
-        raise OtherClassesError.of(fact, instead, len(classes))
+        raise AmbiguousClassesError.of(fact, instead, len(classes))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainables.config import DataConfig, WeightedConfig
+from trainables.config import DataConfig, TrainConfig, WeightedConfig
 from trainables.models.names import library_of
 from trainables.models.trained_input import TrainedInput, trained_input
 
@@ -34,11 +34,13 @@ def student_input(data: DataConfig) -> ModelInput:
 
 
 def teacher_input(teacher: WeightedConfig, data: DataConfig) -> ModelInput:
-    """The input of a teacher with weights: what the experiment says, else what its weights record, else that of the data.
+    """The input of a teacher: what the experiment says, else what its weights record, else that of the data.
 
     Where neither says a size, a model that takes any size gets the crops as they are. Raises as `trained_input` does.
     """
-    record = trained_input(teacher.model, str(teacher.weights))
+    if teacher.weights is None:  # it is trained from scratch
+        return student_input(data)
+    record = trained_input(teacher.model, teacher.weights)
     recorded = record or TrainedInput(data.image_size, data.mean, data.std, num_classes=0)
     library, name = library_of(teacher.model)
     size = recorded.image_size if library.has_fixed_size(name) else data.image_size
@@ -48,6 +50,11 @@ def teacher_input(teacher: WeightedConfig, data: DataConfig) -> ModelInput:
         teacher.std or recorded.std or data.std,
         recorded.interpolation if recorded.interpolation in ANTIALIASED else "bicubic",
     )
+
+
+def trained_model_input(config: TrainConfig) -> ModelInput:
+    """The input of the model that a job trains: a given teacher's own where that is fine-tuned, else the data's."""
+    return student_input(config.data) if config.finetuned is None else teacher_input(config.finetuned, config.data)
 
 
 def input_warnings(teacher: WeightedConfig, data: DataConfig, key: str = "teacher") -> list[str]:

@@ -30,4 +30,11 @@ def trained_input(name: str, weights: str) -> TrainedInput | None:
 
 def header_record(header: CheckpointHeader) -> TrainedInput:
     """The record of a checkpoint of ours; mean and deviation are () in older ones."""
-    return TrainedInput(header.image_size, header.mean, header.std, header.num_classes, categories=header.classes)
+    return TrainedInput(
+        header.image_size,
+        header.mean,
+        header.std,
+        header.num_classes,
+        interpolation=header.interpolation,
+        categories=header.classes,
+    )

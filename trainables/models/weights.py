@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from trainables.config.models import HUB_SCHEMES, with_arguments
-from trainables.errors import CheckpointError, ModelError, OtherClassesError
+from trainables.errors import AmbiguousClassesError, CheckpointError, ModelError, OtherClassesError
 from trainables.models.checkpoint_header import CheckpointHeader, is_safetensors, locate_checkpoint, read_checkpoint_header
 from trainables.models.classes import class_rows
 from trainables.models.convert_state import TRAINED_WITH_CLASSES, converted, load_npz, mismatch
@@ -130,8 +130,27 @@ def begin_with(
     """
     loaded = load_teacher(name, weights, image_size=image_size, classes=classes, seed=seed, logits=False, weights_key=weights_key)
     if getattr(loaded, "transform_input", False):
-        raise ModelError(f"student.weights: {weights} are of a {name} that rescales its input: give other weights")
+        raise ModelError(f"{weights} are of a {name} that rescales its input, and cannot be trained on: give other weights")
     model.load_state_dict(loaded.state_dict(), strict=False)
+
+
+def other_classes(
+    name: str, weights: str, *, image_size: int, classes: Sequence[str], seed: int, weights_key: str | None
+) -> OtherClassesError | None:
+    """In what the classes of `weights` are not the data's; None: they are. Tensors are read where nothing else tells.
+
+    Raises as `load_teacher` does; AmbiguousClassesError: they may be the same.
+    """
+    source = _find(name, weights, len(classes), weights_key)
+    try:
+        _rows(source, classes)
+        if source.record is None:
+            _load(source, image_size, seed)
+    except AmbiguousClassesError:
+        raise
+    except OtherClassesError as error:
+        return error
+    return None
 
 
 def teacher_sha256(

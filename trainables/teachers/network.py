@@ -18,7 +18,7 @@ from trainables.errors import DistillError
 from trainables.methods.contract import ModelOutputs
 from trainables.methods.select import SelectedMethod, select_methods
 from trainables.methods.tap_reader import TapReader
-from trainables.models.model_input import ModelInput, student_input, teacher_input
+from trainables.models.model_input import teacher_input
 from trainables.models.pixels import take_pixels
 from trainables.models.registry import construct
 from trainables.models.weights import load_teacher
@@ -79,7 +79,7 @@ def fit(teacher: WeightedConfig, config: TrainConfig, classes: Sequence[str]) ->
         "classes": classes,
         "seed": config.seed,
         "logits": config.distill is None
-        or any(each.requires.teacher and each.reads_classes for each in select_methods(config.distill)),
+        or any(each.requires.teacher and each.requires.reads_classes for each in select_methods(config.distill)),
         "weights_key": teacher.weights_key,
     }
 
@@ -96,7 +96,7 @@ def untrained_networks(config: TrainConfig, num_classes: int) -> list[nn.Module]
     """What `load_networks` returns, without weights. Raises ModelError: a model does not take such images."""
 
     def build(each: WeightedConfig) -> nn.Module:
-        size = _input(each, config).image_size
+        size = teacher_input(each, config.data).image_size
         return construct(each.model, num_classes=num_classes, image_size=size, seed=config.seed)
 
     return _frozen(config, build)
@@ -108,14 +108,9 @@ def _frozen(config: TrainConfig, build: Callable[[WeightedConfig], nn.Module]) -
     for key, each in by_key(config.all_teachers):
         with naming(key):
             model = build(each)
-            take_pixels(model, _input(each, config))
+            take_pixels(model, teacher_input(each, config.data))
         models.append(model.to(tensor_format(config)[0]).eval().requires_grad_(False))
     return models
-
-
-def _input(teacher: WeightedConfig, config: TrainConfig) -> ModelInput:
-    """The input of a teacher; of one that is still to be trained, that of the images that it will be trained on."""
-    return student_input(config.data) if teacher.weights is None else teacher_input(teacher, config.data)
 
 
 def teacher_readers(config: TrainConfig, networks: Sequence[nn.Module], methods: Sequence[SelectedMethod]) -> list[TapReader]:

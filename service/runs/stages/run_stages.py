@@ -1,6 +1,7 @@
 """The stages of a run: each is carried out once, shown, and recorded with the times of all sessions that worked on it."""
 
 import os
+from dataclasses import asdict
 from pathlib import Path
 
 from service.config.rules import needs_teacher
@@ -21,9 +22,9 @@ from trainables.rundir import StageDir
 def prepare_teacher(session: Session, plan: Plan) -> str | None:
     """The path of the weights that the student learns from: the teacher's, or those of the last assistant.
 
-    The teacher is trained unless the experiment names its weights, then each assistant by the one before it. A stage that is
-    complete is not carried out again. A timing run trains none, see `untrained_teacher`. None: there is no teacher, or no method
-    that needs one.
+    The teacher is trained unless it teaches with the weights that the experiment names, then each assistant by the one before
+    it. A stage that is complete is not carried out again. A timing run trains none, see `untrained_teacher`. None: there is no
+    teacher, or no method that needs one.
 
     Raises TrainingError: a training failed.
     """
@@ -33,9 +34,7 @@ def prepare_teacher(session: Session, plan: Plan) -> str | None:
     if not experiment.all_teachers or not needs_teacher(experiment.distill, experiment.sweep.axes):
         return None
     weights = experiment.teacher.weights if experiment.teacher is not None else None
-    for name in experiment.preparation:
-        if name == "teacher" and weights is not None:
-            continue
+    for name in experiment.trained_before:
         assignment = plan.assign(name, session.run_dir, {"run": session.run_dir.root.name}, weights)
         weights = str(StageDir(Path(run_stage(session, assignment).output_dir)).best)
     return weights
@@ -49,18 +48,20 @@ def untrained_teacher(session: Session) -> str | None:
     """
     experiment, stage = session.experiment, session.run_dir.stage("untrained-teacher")
     teacher, data, assistants = experiment.teacher, experiment.data, experiment.assistants
-    if teacher is not None and teacher.weights and not assistants:
+    if teacher is not None and not teacher.needs_training and not assistants:
         return teacher.weights
     if not (teacher or assistants) or not needs_teacher(experiment.distill, experiment.sweep.axes):
         return None
     name = [each.model for each in (teacher, *assistants) if each is not None][-1]
     from trainables.data.source import open_source
     from trainables.engine import checkpoint
+    from trainables.models.model_input import student_input, teacher_input
     from trainables.models.registry import build_model
 
     classes = open_source(data, "train").classes
-    model = build_model(name, num_classes=len(classes), image_size=data.image_size, seed=experiment.seed)
-    about = {"model": name, "num_classes": len(classes), "classes": list(classes), "image_size": data.image_size}
+    seen = student_input(data) if assistants or teacher is None else teacher_input(teacher, data)
+    model = build_model(name, num_classes=len(classes), image_size=seen.image_size, seed=experiment.seed)
+    about = {"model": name, "num_classes": len(classes), "classes": list(classes), **asdict(seen)}
     checkpoint.write_tensors(stage.best, {f"model.{name}": value for name, value in model.state_dict().items()}, about)
     put(stage.best)
     session.display.print(f"steps are timed: the teacher {name} runs with untrained weights")

@@ -157,6 +157,7 @@ def test_the_command_takes_the_loader_workers_that_auto_came_to_and_the_sweeps_o
 def test_the_command_takes_the_last_assistant_that_a_sweep_has_trained(tmp_path: Path) -> None:
     run_dir = sweep_dir(tmp_path / "s", {B: [64]})
     tree = strict_yaml.parse(run_dir.experiment.read_text(), "")
+    tree["teacher"] |= {"weights": "of_other_classes.pt", "weights_key": "model", "finetune": True}
     run_dir.experiment.write_text(strict_yaml.dump({**tree, "assistants": [{"model": "resnet14"}, {"model": "resnet8"}]}))
     for name in ("teacher", "assistant1", "assistant2"):
         best = run_dir.stage(name).best
@@ -166,6 +167,7 @@ def test_the_command_takes_the_last_assistant_that_a_sweep_has_trained(tmp_path:
     experiment = load(words[2], words[4::2]).experiment
     assert experiment.teacher is not None
     assert (experiment.teacher.model, experiment.teacher.weights) == ("resnet8", str(run_dir.stage("assistant2").best))
+    assert (experiment.teacher.finetune, experiment.teacher.weights_key) == (None, None)
     assert list(experiment.preparation) == ["teacher"]
 
 

@@ -24,7 +24,7 @@ def noticed(folder: Path, *more: str) -> list[str]:
         *more,
     ]
     with notices_to(lines.append):
-        check_data(load("digits", overrides).experiment)
+        check_data(load("digits", overrides))
     return [line for line in lines if line.startswith(("data.path", "data.val_share", str(folder)))]
 
 

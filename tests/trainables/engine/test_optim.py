@@ -9,14 +9,19 @@ import torch
 from torch import nn
 
 from trainables.config import LossOptimConfig, OptimConfig
+from trainables.engine.loss_optimizers import build_optimizers
 from trainables.engine.optim import (
     OPTIMIZERS,
     build_optimizer,
     learning_rate,
+    learning_rate_scales,
     parameter_copies,
     parameter_groups,
     peak_learning_rate,
 )
+from trainables.errors import ModelError
+from trainables.models.registry import build_model
+from trainables.models.tap_names import classifier
 
 
 def test_the_names_of_the_configuration_are_those_of_the_table() -> None:
@@ -31,7 +36,7 @@ def test_the_memory_of_a_parameter_is_that_of_its_gradients_and_states(name: str
     num_optimizers = 2 if name == "dot" else 1
     num_tensors = 1
     for _ in range(num_optimizers):
-        optimizer = build_optimizer(model.parameters(), optim.model_copy(update={"name": "sgd"} if name == "dot" else {}))
+        optimizer = build_optimizer(model.parameters(), optim.model_copy(update={"name": "sgd"} if name == "dot" else {}), {})
         model(torch.ones(1, 50)).sum().backward()
         optimizer.step()
         states = [state for of_one in optimizer.state.values() for state in of_one.values()]
@@ -69,11 +74,11 @@ def test_scaling_multiplies_by_the_batch_over_the_base_batch_or_its_root() -> No
 
 def test_norms_and_biases_can_be_left_out_of_weight_decay() -> None:
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Flatten(), torch.nn.Linear(4, 2))
-    decayed, spared = parameter_groups(model.parameters(), OptimConfig(weight_decay=0.01, decay_norm_and_bias=False))
+    decayed, spared = parameter_groups(model.parameters(), OptimConfig(weight_decay=0.01, decay_norm_and_bias=False), {})
     assert (decayed["weight_decay"], spared["weight_decay"]) == (0.01, 0.0)
     assert {id(p) for p in decayed["params"]} == {id(model[0].weight), id(model[3].weight)}
     assert len(spared["params"]) == 4
-    (everything,) = parameter_groups(model.parameters(), OptimConfig(weight_decay=0.01))
+    (everything,) = parameter_groups(model.parameters(), OptimConfig(weight_decay=0.01), {})
     assert len(everything["params"]) == 6
 
 
@@ -81,7 +86,7 @@ def test_norms_and_biases_can_be_left_out_of_weight_decay() -> None:
 def test_a_first_step_that_overflows_leaves_nothing_behind(fused: bool) -> None:
     def trained(first: float | None) -> torch.Tensor:
         weight = nn.Parameter(torch.ones(8))
-        optimizer = build_optimizer([weight], OptimConfig(lr=0.1, momentum=0.9))
+        optimizer = build_optimizer([weight], OptimConfig(lr=0.1, momentum=0.9), {})
         optimizer.param_groups[0]["fused"] = fused
         optimizer._step_supports_amp_scaling = fused  # type: ignore[attr-defined]
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -98,7 +103,7 @@ def test_a_first_step_that_overflows_leaves_nothing_behind(fused: bool) -> None:
 
 def test_what_has_its_first_gradient_later_begins_then_on_a_gpu_too() -> None:
     early, late = (nn.Parameter(torch.ones(4)) for _ in range(2))
-    optimizer = build_optimizer([early, late], OptimConfig(lr=0.5, momentum=0.5, weight_decay=0.0))
+    optimizer = build_optimizer([early, late], OptimConfig(lr=0.5, momentum=0.5, weight_decay=0.0), {})
     optimizer.param_groups[0]["fused"] = True
     for reached in ([early], [early, late]):
         optimizer.zero_grad()
@@ -106,3 +111,25 @@ def test_what_has_its_first_gradient_later_begins_then_on_a_gpu_too() -> None:
         optimizer.step()
     assert early.tolist() == [1 - 0.5 - 0.75] * 4
     assert late.tolist() == [0.5] * 4
+
+
+def test_the_classifier_has_a_learning_rate_of_its_own() -> None:
+    model, optim = build_model("convnet_small", num_classes=3, image_size=8, seed=0), OptimConfig(lr=0.1, lr_head=1.0)
+    optimizer = build_optimizers(model, {}, optim)[0]
+    optimizer.set_learning_rate(0, steps_per_epoch=10, global_batch_size=8)
+    rates = {id(p): group["lr"] for group in optimizer.optimizer.param_groups for p in group["params"]}
+    assert {rates.pop(id(p)) for p in classifier(model).parameters()} == {1.0}
+    assert {*rates.values()} == {0.1}
+    assert sum(map(len, (group["params"] for group in optimizer.optimizer.param_groups))) == len(list(model.parameters()))
+
+
+def test_layer_decay_is_timms() -> None:
+    timm, of_optim = pytest.importorskip("timm"), pytest.importorskip("timm.optim")
+    model, optim = timm.create_model("test_vit", num_classes=3), OptimConfig(layer_decay=0.5, decay_norm_and_bias=False)
+    expected = {
+        id(p): group["lr_scale"] for group in of_optim.param_groups_layer_decay(model, layer_decay=0.5) for p in group["params"]
+    }
+    assert {id(p): scale for p, scale in learning_rate_scales(model, optim).items()} == expected
+    assert len({*expected.values()}) > 4
+    with pytest.raises(ModelError, match=r"layer_decay: \w+ does not say what its layers are"):
+        learning_rate_scales(build_model("convnet_small", num_classes=3, image_size=8, seed=0), optim)

@@ -133,6 +133,31 @@ def test_student_and_teacher_of_a_job_see_their_own_pixels_of_the_same_crops(tmp
     torch.testing.assert_close(seen["teacher"][0], functional.normalize(resized, **HALF), rtol=0, atol=1e-12)
 
 
+def test_a_teacher_that_is_fine_tuned_sees_what_its_weights_record_and_so_does_its_checkpoint(tmp_path: Path) -> None:
+    given = TeacherConfig(model="convnet_large", weights=trained_on(tmp_path / "teacher.safetensors", **HALF), image_size=16)
+    data = {"path": "digits", "image_size": 8, "val_resize": 9, "global_batch_size": 64}
+    job_config = config(tmp_path / "run", model="convnet_large", data=data, train={"max_steps": None})
+    job_config = job_config.model_copy(update={"weights": given.weights, "finetuned": given})
+    seen: list[Tensor] = []
+    with contextlib.closing(build(job_config, Group(), lambda *_, **__: None, lambda whole=False: {})) as job:
+        student: nn.Module = job.train_state.distillation_module.student
+        assert torch.equal(student.state_dict()["head.weight"], checkpoint.read(Path(str(given.weights)))[0]["model.head.weight"])
+        first = next(module for module in student.modules() if isinstance(module, nn.Conv2d))
+        first.register_forward_hook(lambda _, args, __: seen.append(args[0].detach().clone()))
+        run_job(job)
+    assert seen[0].shape[1:] == (3, 16, 16)
+    assert seen[0].min() >= -1
+    trained = given.model_copy(update={"weights": str(tmp_path / "run/checkpoints/best.safetensors")})
+    assert teacher_input(trained, job_config.data) == teacher_input(given, job_config.data)
+    about = checkpoint.read_about(Path(trained.weights))
+    assert (about["image_size"], about["mean"], about.get("val_resize")) == (16, [0.5] * 3, None)
+
+
+def test_the_filter_of_the_weights_stays_that_of_their_fine_tuned_checkpoint(tmp_path: Path) -> None:
+    path = trained_on(tmp_path / "t.safetensors", interpolation="bicubic")
+    assert input_of("convnet_large", path).interpolation == "bicubic"
+
+
 def test_a_state_dict_has_nothing_of_the_preparation() -> None:
     model = build_model("convnet_small", num_classes=3, image_size=8, seed=0)
     before = set(model.state_dict())

@@ -21,6 +21,7 @@ from trainables.engine.optim import parameter_copies
 from trainables.errors import ModelError
 from trainables.methods.distillation_module import DistillationModule
 from trainables.models.cut_points import cut_points
+from trainables.models.model_input import trained_model_input
 from trainables.rules import num_micro_batches, pipeline_micro_batches, replica_batch
 
 log = logging.getLogger("raydistill")
@@ -32,6 +33,11 @@ def possible_cuts(config: TrainConfig, module: DistillationModule) -> list[str]:
     Raises ModelError: it cannot be cut so.
     """
     stages, model, cuts = config.scale.pipeline_stages, config.model, config.scale.cut
+    if (size := trained_model_input(config).image_size) != config.data.image_size:
+        raise ModelError(
+            f"scale.pipeline_stages: {model}, which is fine-tuned, sees crops of {config.data.image_size} px resized to {size}: "
+            f"set data.image_size to {size}, or scale.pipeline_stages to 1"
+        )
     points = cut_points(module.student, config.data.image_size, module.tapped_modules)
     read = ", ".join(sorted(module.tapped_modules))
     if cuts is None:
