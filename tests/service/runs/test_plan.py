@@ -22,7 +22,7 @@ def test_only_students_have_a_service_and_an_experiment_says_what_it_takes(tmp_p
     assert plan.reservation() == Reservation(1, 3, service=Reservation(2, 2, unit="actors"))
     assert plan.describe(cluster((16, 0))).endswith("on 1 node, and 2 for the teacher")
     student = plan.assign("student", RunDir(tmp_path), {}, "/teacher", ("first", "second"))
-    assert (student.config.teachers, student.config.teacher and student.config.teacher.service) == (("first", "second"), 2)
+    assert (student.config.teacher_actors, student.config.teacher and student.config.teacher.service) == (("first", "second"), 2)
     assert student.reservation == plan.reservation()
     assert plan.assign("teacher", RunDir(tmp_path), {}).config.teacher is None
     refusal = Plan.on(load("digits", overrides).experiment, cluster((6, 0))).refusal(cluster((6, 0)))
