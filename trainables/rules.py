@@ -249,8 +249,8 @@ RULES: tuple[Rule[JobSettings], ...] = (
     ),
     (
         lambda s: s.data.device_augment.mixes and _logits_only(s),
-        "{found}: it gives the logits of each image, which mixup and cutmix mix with another: set data.device_augment.mixup and"
-        " data.device_augment.cutmix to 0, or leave {found} out",
+        "{found}: it has the teacher's outputs for each image, which mixup and cutmix mix with another: set"
+        " data.device_augment.mixup and data.device_augment.cutmix to 0, or leave {found} out",
     ),
     (
         lambda s: s.data.decodes_on_device and s.data.augment != "crop_flip",
@@ -302,7 +302,7 @@ RULES: tuple[Rule[JobSettings], ...] = (
     ),
     (
         lambda s: s.teacher and s.teacher.others and _logits_only(s),
-        "{found} has the logits of one teacher: leave out {found}, or teacher.others",
+        "{found} has the outputs of one teacher: leave out {found}, or teacher.others",
     ),
     (
         lambda s: s.teacher and s.teacher.cache is not None and s.teacher.service is not None,
@@ -328,7 +328,7 @@ RULES: tuple[Rule[JobSettings], ...] = (
     ),
     (
         lambda s: "+" in s.model and _logits_only(s),  # STUDENT+TEACHER, see `trainables.models.names.REUSE_SEPARATOR`
-        "{found}: it answers with logits, and {s.model} takes in the teacher's classifier: leave it out",
+        "{found}: it answers with outputs, and {s.model} takes in the teacher's classifier: leave it out",
     ),
     # Optimizers, losses and the loop.
     (
@@ -425,9 +425,14 @@ METHOD_RULES: tuple[MethodRule[JobSettings], ...] = (
     ),
     (
         lambda s, _: _logits_only(s),
-        lambda m, _: m.beyond_logits,
-        "{when}: it gives a teacher's logits, and {m.key} needs its {found}: set {when} to null, or distill.method to methods on"
-        " logits, such as kd",
+        lambda m, _: m.requires.teacher_model or m.requires.reuses_classifier,
+        "{when}: it gives a teacher's outputs, and {m.key} needs its network: set {when} to null, or take another distill.method",
+    ),
+    (
+        lambda s, _: _logits_only(s),
+        lambda m, _: getattr(m.options, "teacher_norm", None) == "batch",
+        "distill.options.{m.key}.teacher_norm: batch makes a teacher's outputs depend on the batch, and {when} has those of"
+        " single images: write running, or set {when} to null",
     ),
     (
         lambda s, _: s.teacher and s.teacher.others and len(s.teacher.with_others),

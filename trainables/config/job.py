@@ -136,11 +136,6 @@ class TrainConfig(Section):
             return None
         return self.teacher.cache_epochs if self.data.augments_at_random else 1
 
-    @property
-    def num_cached_epochs(self) -> int:
-        """The number of epochs whose logits make a full cache."""
-        return min(self.num_augmentation_epochs or self.optim.epochs, self.optim.epochs)
-
 
 class FillConfig(TrainConfig):
     """What one worker needs to fill the cache of `teacher`: nothing is trained."""

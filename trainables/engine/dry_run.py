@@ -8,7 +8,7 @@ from torch import nn
 
 from trainables.config import TrainConfig
 from trainables.distributed.group import Group
-from trainables.engine.modules import build_distillation_module, build_student, methods_with_teacher
+from trainables.engine.modules import build_distillation_module, build_student, methods_with_teacher, reads_features
 from trainables.engine.pipeline.build import possible_cuts
 from trainables.failures import is_single_value
 from trainables.methods.distillation_module import DistillationModule
@@ -51,7 +51,10 @@ def untrained_modules(config: TrainConfig, num_classes: int) -> tuple[Distillati
     """
     _, student = build_student(config, Group(), num_classes)
     network, teacher = None, config.teacher
-    if teacher is not None and teacher.logits_only is None and methods_with_teacher(config):
+    methods = methods_with_teacher(config)
+    runs = teacher is not None and teacher.logits_only is None and bool(methods)
+    if runs or (teacher is not None and reads_features(methods)):
         network = untrained_network(config, num_classes)
     labels_M = torch.arange(num_classes)  # a small training split, so that buffers with a row a sample are small
-    return build_distillation_module(config, Group(), student, network, num_classes, labels_M)[0], network
+    module, _ = build_distillation_module(config, Group(), student, network, num_classes, labels_M)
+    return module, network if runs else None

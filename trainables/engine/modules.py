@@ -26,6 +26,7 @@ from trainables.rules import METHOD_RULES, first_problem_of_methods
 from trainables.teachers.cache.cached_teacher import CachedTeacher
 from trainables.teachers.interface import TeacherInterface
 from trainables.teachers.network import TeacherNetwork, load_network, teacher_reader
+from trainables.teachers.rows import MethodReads
 from trainables.teachers.service.client import ServiceTeacher
 from trainables.teachers.service.protocol import TeacherConnection
 
@@ -51,19 +52,36 @@ def build_modules(
     methods = methods_with_teacher(config)
     teacher = config.teacher if methods and config.teacher is not None and config.teacher.weights is not None else None
     network = None
-    if teacher is not None and teacher.logits_only is None:
+    if teacher is not None and (teacher.logits_only is None or reads_features(methods)):
         network = load_network(config, classes)
     module, reader = build_distillation_module(config, group, student, network, len(classes), loader.labels_M)
     if teacher is None:
         return module, None
-    keys = [method.key for method in methods]
     if teacher.logits_only == "teacher.cache":
-        return module, CachedTeacher(config, group, classes, loader, keys)
+        return module, CachedTeacher(config, group, classes, loader, method_reads(methods, reader))
     if teacher.logits_only == "teacher.service":
-        return module, ServiceTeacher(config, group, classes, loader, connections, keys)
+        return module, ServiceTeacher(config, group, classes, loader, connections, method_reads(methods, reader))
     assert network is not None
     assert reader is not None
     return module, TeacherNetwork(network, reader)
+
+
+def build_cached_teacher(config: TrainConfig, group: Group, classes: tuple[str, ...], loader: Loader) -> CachedTeacher:
+    """The teacher of `build_modules` where it is cached, without a student. Raises DistillError: see there."""
+    methods, reader = methods_with_teacher(config), None
+    if config.teacher is not None and reads_features(methods):
+        reader = teacher_reader(config.teacher, load_network(config, classes), methods, config.data.image_size)
+    return CachedTeacher(config, group, classes, loader, method_reads(methods, reader))
+
+
+def reads_features(methods: Sequence[SelectedMethod]) -> bool:
+    """Whether rows of the teacher's outputs hold features: their shapes are then the network's, of which rows may be cached."""
+    return any(method.teacher_taps for method in methods)
+
+
+def method_reads(methods: Sequence[SelectedMethod], reader: TapReader | None) -> dict[str, MethodReads]:
+    """What each method reads of a teacher. `reader`: of its network; None: no method reads features."""
+    return {m.key: MethodReads(m.requires.logits, reader.named_shapes(m.key) if reader is not None else ()) for m in methods}
 
 
 def selected_methods(config: TrainConfig) -> tuple[SelectedMethod, ...]:

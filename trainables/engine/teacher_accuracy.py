@@ -32,6 +32,7 @@ from trainables.stage_result import TeacherAccuracy
 from trainables.teachers.cache.key import cache_key
 from trainables.teachers.interface import TeacherRequest
 from trainables.teachers.network import TeacherNetwork, fit, load_network, move
+from trainables.teachers.rows import RowTeacher
 from trainables.teachers.service.client import ServiceTeacher
 
 log = logging.getLogger("raydistill")
@@ -59,6 +60,8 @@ def measure_teachers(job: Job) -> list[TeacherAccuracy]:
         reason = "it is sharded, and its workers may have different numbers of validation batches"
     elif isinstance(teacher := job.train_state.teacher, TeacherNetwork) and not has_classifier(teacher.networks[0]):
         reason = "its classes are not the data's, and its features alone are read"
+    elif isinstance(teacher, RowTeacher) and not teacher.row_format.has_logits:
+        reason = f"of {config.teacher.logits_only} its features alone are read"
     if reason is None:
         return [_measure_once(job, number, each) for number, each in enumerate(config.teacher.with_others)]
     if job.group.is_main:
@@ -111,8 +114,8 @@ def _measure(job: Job, number: int) -> tuple[float, int, float]:
     num_classes = job.checkpoint_state.about["num_classes"]
     predicted_K = torch.zeros(num_classes, dtype=torch.float64, device=group.device)
     if isinstance(teacher, ServiceTeacher):
-        client = teacher.for_validation()
-        batches = client.prefetch(batches, 0)
+        client = teacher.for_validation(job.val_loader)
+        batches = client.prefetch(batches, None)
     else:
         network = _network(job, number)
         forward = logits_of(network, pixels_of(config), job.train_state.autocast, job.train_state.compilation)
@@ -120,7 +123,8 @@ def _measure(job: Job, number: int) -> tuple[float, int, float]:
     def logits(batch: DeviceBatch) -> Tensor:
         if isinstance(teacher, ServiceTeacher):
             request = TeacherRequest(batch.host_indices_B, batch.epoch)
-            logits_BK = next(iter(client(batch.images_BCHW, len(batch.labels_B), request).values())).logits_BK
+            outputs = client(batch.images_BCHW, len(batch.labels_B), request).values()
+            logits_BK = next(each.logits_BK for each in outputs if each.logits is not None)
         else:
             logits_BK = forward(batch)
         predicted_K.add_(logits_BK.argmax(1).bincount(minlength=num_classes))

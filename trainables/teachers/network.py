@@ -22,6 +22,9 @@ from trainables.models.registry import construct
 from trainables.models.weights import load_teacher
 from trainables.teachers.ensemble import EnsembleReader, TeacherEnsemble
 from trainables.teachers.interface import TeacherInterface, TeacherRequest
+from trainables.teachers.rows import RowFormat
+
+ROWS = "rows"
 
 
 class TeacherNetwork(TeacherInterface):
@@ -125,12 +128,14 @@ def move(network: nn.Module, config: TrainConfig, device: torch.device) -> nn.Mo
     return network
 
 
-def logits_network(config: TrainConfig, device: torch.device, classes: Sequence[str], methods: Sequence[str]) -> TeacherNetwork:
-    """The experiment's teacher as a network on a device, for methods (by key) that read its logits.
+def row_network(config: TrainConfig, device: torch.device, classes: Sequence[str], row_format: RowFormat) -> TeacherNetwork:
+    """The experiment's teacher as a network on a device, whose outputs for the key `ROWS` are what rows are made of.
 
-    Raises CheckpointError, ModelError: see `load_network`.
+    Raises CheckpointError, ModelError: see `load_network`; or the model has other taps.
     """
     assert config.teacher is not None
-    network = move(load_network(config, classes), config, device)
-    taps = dict.fromkeys(methods, ())
-    return TeacherNetwork(network, TapReader(network, taps, name=config.teacher.model, image_size=config.data.image_size))
+    network, taps = load_network(config, classes), {ROWS: [tap for tap, _ in row_format.taps]}
+    without_logits = () if row_format.has_logits else (ROWS,)
+    size = config.data.image_size
+    reader = TapReader(network, taps, name=config.teacher.model, image_size=size, without_logits=without_logits)
+    return TeacherNetwork(move(network, config, device), reader)

@@ -25,6 +25,7 @@ from trainables.models.registry import build_model
 from trainables.models.weights import teacher_sha256
 from trainables.teachers.cache import key
 from trainables.teachers.cache.key import ImageSet, cache_key, check_same_data, key_parts
+from trainables.teachers.rows import HalfLogits, RowFormat
 
 
 def folder(root: Path, seed: int = 0) -> Path:
@@ -139,6 +140,7 @@ def parts(
     images: ImageSet = IMAGES,
     classes: Sequence[str] = TEN,
     top_k: int | None = None,
+    row_format: RowFormat | None = None,
     model: str = "convnet_large",
     teacher: dict[str, Any] | None = None,
     **changes: Any,
@@ -148,7 +150,7 @@ def parts(
     data = {"augment": "pad_crop_flip", **changes}
     about = {"model": model, "weights": str(weights), **(teacher or {})}
     job = config(weights.parent / "job", teacher=about, data=data, **sections)
-    return key_parts(job, images, classes, top_k)
+    return key_parts(job, images, classes, row_format or HalfLogits(len(classes), top_k))
 
 
 def leaves(parts_of_key: dict[str, Any]) -> dict[str, Any]:
