@@ -444,7 +444,10 @@ METHOD_RULES: tuple[MethodRule[JobSettings], ...] = (
         lambda s, classes: s.teacher and s.teacher.cache_top_k and s.teacher.cache_top_k < classes and classes,
         lambda m, _: (
             m.requires.teacher
-            and ((m.standardizes and f"distill.options.{m.key}.standardize") or (m.requires.all_logits and m.key))
+            and (
+                (m.standardizes and f"distill.options.{m.key}.standardize")
+                or (m.requires.logits and m.requires.all_logits and m.key)
+            )
         ),
         "teacher.cache_top_k: it keeps {s.teacher.cache_top_k} of {when} classes apart, and {found} looks at each: leave it"
         " out, or set distill.method to kd, without standardize",

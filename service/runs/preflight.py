@@ -12,7 +12,7 @@ from service.cluster.resources import is_local, local_capacity
 from service.config.experiment import Resolved, read_resolved
 from service.config.rules import method_names
 from service.config.schema import Experiment
-from service.runs.dry_run import check_fits, check_parts
+from service.runs.dry_run import check_fits, check_parts, note_cache_size
 from service.runs.plan import Plan
 from service.runs.result import Kind, RunResult
 from service.runs.run_directory import stages_with
@@ -42,6 +42,8 @@ def check_train(resolved: Resolved) -> DataIdentity:
         Plan.on(experiment, capacity).check(capacity)
     data = check_data(experiment)
     check_fits(experiment, len(data.classes), ["student"])
+    if experiment.written_cache("train") is not None:
+        note_cache_size(experiment, data.train.num_images, len(data.classes))
     return data
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from service.cluster.resources import Cluster, is_local, local_capacity
 from service.config.experiment import Resolved
 from service.config.sweep import ACCURACIES, TIME
-from service.runs.dry_run import check_fits, num_classes_of
+from service.runs.dry_run import check_fits, note_cache_size, num_classes_of
 from service.runs.outcome import Outcome
 from service.runs.plan import Plan
 from service.runs.preflight import check_data, check_services
@@ -42,6 +42,8 @@ def check_sweep(resolved: Resolved) -> DataIdentity | None:
     data = check_data(experiment, searched, trains_base=trains_base)
     mark_unbuildable(trials)  # such a point is a row, not an error
     check_any_runs(trials)
+    if experiment.written_cache("sweep") is not None:
+        note_cache_size(experiment, data.train.num_images, len(data.classes))
     return data
 
 

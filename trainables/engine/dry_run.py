@@ -8,26 +8,40 @@ from torch import nn
 
 from trainables.config import TrainConfig
 from trainables.distributed.group import Group
-from trainables.engine.modules import build_distillation_module, build_student, methods_with_teacher, reads_features
+from trainables.engine.modules import (
+    build_distillation_module,
+    build_student,
+    method_reads,
+    methods_with_teacher,
+    reads_features,
+)
 from trainables.engine.pipeline.build import possible_cuts
 from trainables.failures import is_single_value
 from trainables.methods.distillation_module import DistillationModule
 from trainables.methods.init_stage import with_init_stage
+from trainables.methods.tap_reader import TapReader
 from trainables.models.forward import dry_forward
+from trainables.teachers.cache.cached_teacher import cached_format
 from trainables.teachers.network import untrained_network
+from trainables.teachers.rows import RowFormat
 
 
-def check_fit(config: TrainConfig, num_classes: int) -> None:
+def check_fit(config: TrainConfig, num_classes: int) -> RowFormat | None:
     """Raise what `trainables.engine.train.build` would raise of the models and methods of `config`; no weights are read.
+
+    Returns the rows of its cache, if it has one.
 
     Raises:
         ExperimentError: methods and options do not fit together, or cannot be trained in stages.
         ModelError: a model does not exist, does not take these images, or cannot be cut so.
     """
     for each in with_init_stage(config):
-        module, _ = untrained_modules(each, num_classes)
+        module, _, reader = _untrained(each, num_classes)
         if config.scale.pipeline_stages > 1:
             possible_cuts(each, module)
+    methods = methods_with_teacher(config)
+    cached = config.teacher is not None and config.teacher.cache is not None and bool(methods)
+    return cached_format(config, num_classes, method_reads(methods, reader)) if cached else None
 
 
 def normalizes_single_images(config: TrainConfig, num_classes: int) -> bool:
@@ -49,12 +63,16 @@ def untrained_modules(config: TrainConfig, num_classes: int) -> tuple[Distillati
         ExperimentError: methods and options do not fit together.
         ModelError: a model does not exist, or does not take these images.
     """
+    module, network, _ = _untrained(config, num_classes)
+    return module, network if config.teacher is not None and config.teacher.logits_only is None else None
+
+
+def _untrained(config: TrainConfig, num_classes: int) -> tuple[DistillationModule, nn.Module | None, TapReader | None]:
+    """The distillation module of a job, its teacher's network where methods are built for one, and the reader of that."""
     _, student = build_student(config, Group(), num_classes)
-    network, teacher = None, config.teacher
-    methods = methods_with_teacher(config)
-    runs = teacher is not None and teacher.logits_only is None and bool(methods)
-    if runs or (teacher is not None and reads_features(methods)):
+    network, teacher, methods = None, config.teacher, methods_with_teacher(config)
+    if teacher is not None and methods and (teacher.logits_only is None or reads_features(methods)):
         network = untrained_network(config, num_classes)
     labels_M = torch.arange(num_classes)  # a small training split, so that buffers with a row a sample are small
-    module, _ = build_distillation_module(config, Group(), student, network, num_classes, labels_M)
-    return module, network if runs else None
+    module, reader = build_distillation_module(config, Group(), student, network, num_classes, labels_M)
+    return module, network, reader

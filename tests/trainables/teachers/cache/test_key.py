@@ -25,7 +25,7 @@ from trainables.models.registry import build_model
 from trainables.models.weights import teacher_sha256
 from trainables.teachers.cache import key
 from trainables.teachers.cache.key import ImageSet, cache_key, check_same_data, key_parts
-from trainables.teachers.rows import HalfLogits, RowFormat
+from trainables.teachers.rows import HalfFeatures, HalfLogits, RowFormat
 
 
 def folder(root: Path, seed: int = 0) -> Path:
@@ -187,6 +187,7 @@ ALONE: dict[str, dict[str, Any]] = {
     "input.std": {"teacher": {"std": (0.229, 0.224, 0.5)}},
     "top_k": {"top_k": 3},
 }
+MAPS = (("embedding", (64,)), ("map", (64, 2, 2)))
 
 
 @pytest.mark.parametrize("part", ALONE)
@@ -213,6 +214,14 @@ def test_a_key_has_no_other_parts(plain: Path, tmp_path: Path, monkeypatch: pyte
     assert parts(tmp_path / "other.safetensors")["teacher"]["sha256"] != first["teacher"]["sha256"]
     monkeypatch.setattr(key, "FORMAT", key.FORMAT + 1)
     assert cache_key(parts(plain)) != cache_key(first)
+
+
+def test_the_taps_are_a_part_of_the_key_of_features_alone(plain: Path) -> None:
+    logits = HalfLogits(10)
+    keys = [cache_key(parts(plain, row_format=each)) for each in (HalfFeatures(logits, MAPS), HalfFeatures(None, MAPS))]
+    keys += [cache_key(parts(plain, row_format=HalfFeatures(None, MAPS[:1]))), cache_key(parts(plain))]
+    assert len(set(keys)) == 4
+    assert "taps" not in parts(plain)  # logits that were cached before features could be are still found
 
 
 def test_folders_with_equally_many_images_of_equal_sizes_have_keys_of_their_own(plain: Path, tmp_path: Path) -> None:
