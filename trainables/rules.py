@@ -155,8 +155,8 @@ def _first_set(teacher: TeacherConfig, *keys: str) -> str | None:
     return next((key for key in keys if getattr(teacher, key) is not None), None)
 
 
-def _logits_only(settings: JobSettings) -> str | None:
-    return settings.teacher.logits_only if settings.teacher else None
+def _rows_from(settings: JobSettings) -> str | None:
+    return settings.teacher.rows_from if settings.teacher else None
 
 
 def _is_sharded(settings: JobSettings) -> bool:
@@ -248,7 +248,7 @@ RULES: tuple[Rule[JobSettings], ...] = (
         " to 0",
     ),
     (
-        lambda s: s.data.device_augment.mixes and _logits_only(s),
+        lambda s: s.data.device_augment.mixes and _rows_from(s),
         "{found}: it has the teacher's outputs for each image, which mixup and cutmix mix with another: set"
         " data.device_augment.mixup and data.device_augment.cutmix to 0, or leave {found} out",
     ),
@@ -301,7 +301,7 @@ RULES: tuple[Rule[JobSettings], ...] = (
         "teacher.{found} is for a teacher whose logits are cached: write teacher.cache: FOLDER, or leave it out",
     ),
     (
-        lambda s: s.teacher and s.teacher.others and _logits_only(s),
+        lambda s: s.teacher and s.teacher.others and _rows_from(s),
         "{found} has the outputs of one teacher: leave out {found}, or teacher.others",
     ),
     (
@@ -309,7 +309,7 @@ RULES: tuple[Rule[JobSettings], ...] = (
         "teacher.cache stores what teacher.service would compute: leave out one of the two",
     ),
     (
-        lambda s: _is_sharded(s) and _logits_only(s),
+        lambda s: _is_sharded(s) and _rows_from(s),
         "teacher.placement sharded is for a network that runs in every step, and {found} is set: leave out one of the two",
     ),
     (
@@ -327,7 +327,7 @@ RULES: tuple[Rule[JobSettings], ...] = (
         " {found}",
     ),
     (
-        lambda s: "+" in s.model and _logits_only(s),  # STUDENT+TEACHER, see `trainables.models.names.REUSE_SEPARATOR`
+        lambda s: "+" in s.model and _rows_from(s),  # STUDENT+TEACHER, see `trainables.models.names.REUSE_SEPARATOR`
         "{found}: it answers with outputs, and {s.model} takes in the teacher's classifier: leave it out",
     ),
     # Optimizers, losses and the loop.
@@ -424,12 +424,12 @@ METHOD_RULES: tuple[MethodRule[JobSettings], ...] = (
         "teacher.placement: {m.key} reads the teacher's parameters, and sharded has a part of them on each worker: write whole",
     ),
     (
-        lambda s, _: _logits_only(s),
+        lambda s, _: _rows_from(s),
         lambda m, _: m.requires.teacher_model or m.requires.reuses_classifier,
         "{when}: it gives a teacher's outputs, and {m.key} needs its network: set {when} to null, or take another distill.method",
     ),
     (
-        lambda s, _: _logits_only(s),
+        lambda s, _: _rows_from(s),
         lambda m, _: getattr(m.options, "teacher_norm", None) == "batch",
         "distill.options.{m.key}.teacher_norm: batch makes a teacher's outputs depend on the batch, and {when} has those of"
         " single images: write running, or set {when} to null",

@@ -64,14 +64,14 @@ def untrained_modules(config: TrainConfig, num_classes: int) -> tuple[Distillati
         ModelError: a model does not exist, or does not take these images.
     """
     module, network, _ = _untrained(config, num_classes)
-    return module, network if config.teacher is not None and config.teacher.logits_only is None else None
+    return module, network if config.teacher is not None and config.teacher.rows_from is None else None
 
 
 def _untrained(config: TrainConfig, num_classes: int) -> tuple[DistillationModule, nn.Module | None, TapReader | None]:
     """The distillation module of a job, its teacher's network where methods are built for one, and the reader of that."""
     _, student = build_student(config, Group(), num_classes)
     network, teacher, methods = None, config.teacher, methods_with_teacher(config)
-    if teacher is not None and methods and (teacher.logits_only is None or reads_features(methods)):
+    if teacher is not None and methods and (teacher.rows_from is None or reads_features(methods)):
         network = untrained_network(config, num_classes)
     labels_M = torch.arange(num_classes)  # a small training split, so that buffers with a row a sample are small
     module, reader = build_distillation_module(config, Group(), student, network, num_classes, labels_M)

@@ -52,14 +52,14 @@ def build_modules(
     methods = methods_with_teacher(config)
     teacher = config.teacher if methods and config.teacher is not None and config.teacher.weights is not None else None
     network = None
-    if teacher is not None and (teacher.logits_only is None or reads_features(methods)):
+    if teacher is not None and (teacher.rows_from is None or reads_features(methods)):
         network = load_network(config, classes)
     module, reader = build_distillation_module(config, group, student, network, len(classes), loader.labels_M)
     if teacher is None:
         return module, None
-    if teacher.logits_only == "teacher.cache":
+    if teacher.rows_from == "teacher.cache":
         return module, CachedTeacher(config, group, classes, loader, method_reads(methods, reader))
-    if teacher.logits_only == "teacher.service":
+    if teacher.rows_from == "teacher.service":
         return module, ServiceTeacher(config, group, classes, loader, connections, method_reads(methods, reader))
     assert network is not None
     assert reader is not None
@@ -105,8 +105,8 @@ def build_distillation_module(
 ) -> tuple[DistillationModule, TapReader | None]:
     """The student with the methods of a job, and the reader of the network `teacher` for them.
 
-    `teacher` is None where no method reads one, or only its logits exist. Of its weights only those are read that the student
-    takes over: untrained models fit if the trained ones do.
+    `teacher` is None where no method reads one, or its logits alone, cached or served. Of its weights only those are read that
+    the student takes over: untrained models fit if the trained ones do.
 
     Raises:
         ExperimentError: methods and options do not fit together, or not these models.

@@ -61,7 +61,7 @@ def measure_teachers(job: Job) -> list[TeacherAccuracy]:
     elif isinstance(teacher := job.train_state.teacher, TeacherNetwork) and not has_classifier(teacher.networks[0]):
         reason = "its classes are not the data's, and its features alone are read"
     elif isinstance(teacher, RowTeacher) and not teacher.row_format.has_logits:
-        reason = f"of {config.teacher.logits_only} its features alone are read"
+        reason = f"of {config.teacher.rows_from} its features alone are read"
     if reason is None:
         return [_measure_once(job, number, each) for number, each in enumerate(config.teacher.with_others)]
     if job.group.is_main:

@@ -126,7 +126,7 @@ class RowTeacher(TeacherInterface):
         """`reads`: what each method reads, by its key. `source`: of the images."""
         assert config.teacher is not None
         self.row_format, self._reads, self._device, self._source = row_format, reads, device, source
-        self._dtype, self._name, self._key = tensor_format(config)[0], config.teacher.model, config.teacher.logits_only
+        self._dtype, self._name, self._key = tensor_format(config)[0], config.teacher.model, config.teacher.rows_from
         self._num_computed = 0
 
     def end_epoch(self) -> int:

@@ -40,7 +40,7 @@ def shared_key_parts(
 ) -> dict[str, Any]:
     """The parts of a job's key, on every rank; every rank calls it. Raises DistillError: see `check_same_data`, `key_parts`."""
     assert config.teacher is not None
-    images = check_same_data(config.data.path, loader, group, str(config.teacher.logits_only))
+    images = check_same_data(config.data.path, loader, group, str(config.teacher.rows_from))
     return from_rank(lambda: key_parts(config, images, classes, row_format), group)
 
 

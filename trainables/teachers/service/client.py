@@ -63,7 +63,7 @@ class ServiceTeacher(RowTeacher):
         connections: Sequence[TeacherConnection],
         reads: Mapping[str, MethodReads],
     ) -> None:
-        """Every rank calls it. A timing run shares no logits with other jobs, since it measures what its own teacher costs.
+        """Every rank calls it. A timing run shares no rows with other jobs, since it measures what its own teacher costs.
 
         Raises DistillError: the teacher or the data cannot be read, or the workers read different images.
         """
@@ -107,7 +107,7 @@ class ServiceTeacher(RowTeacher):
         pending = self._pending[0]
         rows = slice(pending.num_used, pending.num_used + num_rows)
         if not np.array_equal(pending.indices_B[rows], request.indices_B.numpy()):
-            raise RuntimeError("teacher.service: a step has other samples than those whose logits were requested for it")
+            raise RuntimeError("teacher.service: a step has other samples than those whose rows were requested for it")
         if pending.columns is None:
             rows_B, num_computed = pending.response.result()
             self._num_computed += num_computed
