@@ -205,3 +205,12 @@ def test_the_accuracy_of_a_teacher_whose_features_alone_are_stored_is_not_measur
     with caplog.at_level(logging.INFO, "raydistill"):
         run(settings(tmp_path, "first").model_copy(update={"teacher_records": str(tmp_path / "records")}))
     assert "accuracy is not measured: of teacher.cache its features alone are read" in caplog.text
+
+
+@pytest.mark.parametrize("source", ["cache", "service"])
+def test_methods_take_their_statistics_of_cached_and_served_features(tmp_path: Path, source: str) -> None:
+    standardized = {"embed": {"standardize": "per_channel", "standardize_images": 40}}
+    distill = {"method": ["embed"], "task_weight": None, "options": standardized}
+    with local_services() as connections:
+        ours = run(settings(tmp_path, "ours", source=source, distill=distill), connections)
+    assert_same(ours, run(settings(tmp_path, "rounded", source=None, distill=distill), rounds=True))
