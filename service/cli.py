@@ -20,7 +20,7 @@ from trainables.notices import notices_to
 from trainables.redact import redact, redact_record
 
 COMMANDS = {
-    "cache": ("runs:cache", "Fill teacher.cache: the teacher's logits for all epochs of an experiment."),
+    "cache": ("runs:cache", "Fill teacher.cache: the teacher's outputs for all epochs of an experiment."),
     "check-method": ("methods:check_method", "Whether a method keeps the contract: NAME as in distill.method, or FILE.py:CLASS."),
     "clean": ("clean:clean", "Remove what is old and needed by nothing: runs, caches, and what killed jobs have left."),
     "compare": ("reports:compare", "Two sweeps or runs side by side."),

@@ -170,8 +170,8 @@ _OF_WEIGHTS = ("weights_key", "image_size", "mean", "std", "finetune")
 """Keys of a teacher that belong to given weights."""
 
 
-def _logits_only(settings: JobSettings) -> str | None:
-    return settings.teacher.logits_only if settings.teacher else None
+def _rows_from(settings: JobSettings) -> str | None:
+    return settings.teacher.rows_from if settings.teacher else None
 
 
 def _is_sharded(settings: JobSettings) -> bool:
@@ -265,9 +265,9 @@ RULES: tuple[Rule[JobSettings], ...] = (
         " to 0",
     ),
     (
-        lambda s: s.data.device_augment.mixes and _logits_only(s),
-        "{found}: it gives the logits of each image, which mixup and cutmix mix with another: set data.device_augment.mixup and"
-        " data.device_augment.cutmix to 0, or leave {found} out",
+        lambda s: s.data.device_augment.mixes and _rows_from(s),
+        "{found}: it has the teacher's outputs for each image, which mixup and cutmix mix with another: set"
+        " data.device_augment.mixup and data.device_augment.cutmix to 0, or leave {found} out",
     ),
     (
         lambda s: s.data.decodes_on_device and s.data.augment != "crop_flip",
@@ -339,7 +339,7 @@ RULES: tuple[Rule[JobSettings], ...] = (
         "teacher.cache stores what teacher.service would compute: leave out one of the two",
     ),
     (
-        lambda s: _is_sharded(s) and _logits_only(s),
+        lambda s: _is_sharded(s) and _rows_from(s),
         "teacher.placement sharded is for a network that runs in every step, and {found} is set: leave out one of the two",
     ),
     (
@@ -357,8 +357,8 @@ RULES: tuple[Rule[JobSettings], ...] = (
         " {found}",
     ),
     (
-        lambda s: "+" in s.model and _logits_only(s),  # STUDENT+TEACHER, see `trainables.models.names.REUSE_SEPARATOR`
-        "{found}: it answers with logits, and {s.model} takes in the teacher's classifier: leave it out",
+        lambda s: "+" in s.model and _rows_from(s),  # STUDENT+TEACHER, see `trainables.models.names.REUSE_SEPARATOR`
+        "{found}: it answers with outputs, and {s.model} takes in the teacher's classifier: leave it out",
     ),
     # Optimizers, losses and the loop.
     (
@@ -459,10 +459,15 @@ METHOD_RULES: tuple[MethodRule[JobSettings], ...] = (
         "teacher.placement: {m.key} reads the teacher's parameters, and sharded has a part of them on each worker: write whole",
     ),
     (
-        lambda s, _: _logits_only(s),
-        lambda m, _: m.beyond_logits,
-        "{when}: it gives a teacher's logits, and {m.key} needs its {found}: set {when} to null, or distill.method to methods on"
-        " logits, such as kd",
+        lambda s, _: _rows_from(s),
+        lambda m, _: m.requires.teacher_model or m.requires.reuses_classifier,
+        "{when}: it gives a teacher's outputs, and {m.key} needs its network: set {when} to null, or take another distill.method",
+    ),
+    (
+        lambda s, _: _rows_from(s),
+        lambda m, _: getattr(m.options, "teacher_norm", None) == "batch",
+        "distill.options.{m.key}.teacher_norm: batch makes a teacher's outputs depend on the batch, and {when} has those of"
+        " single images: write running, or set {when} to null",
     ),
     (
         lambda s, _: len(s.all_teachers) > 1 and len(s.all_teachers),
@@ -485,7 +490,10 @@ METHOD_RULES: tuple[MethodRule[JobSettings], ...] = (
         lambda s, classes: s.teacher and s.teacher.cache_top_k and s.teacher.cache_top_k < classes and classes,
         lambda m, _: (
             m.requires.teacher
-            and ((m.standardizes and f"distill.options.{m.key}.standardize") or (m.requires.all_logits and m.key))
+            and (
+                (m.standardizes and f"distill.options.{m.key}.standardize")
+                or (m.requires.logits and m.requires.all_logits and m.key)
+            )
         ),
         "teacher.cache_top_k: it keeps {s.teacher.cache_top_k} of {when} classes apart, and {found} looks at each: leave it"
         " out, or set distill.method to kd, without standardize",

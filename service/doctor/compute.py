@@ -200,7 +200,7 @@ def room_in_memory(e: Evidence) -> float:
 
 
 def teacher_bound(e: Evidence) -> Cause | None:
-    """A teacher that takes longer than all of the student's own work. Cached logits save it: T' = T - teacher."""
+    """A teacher that takes longer than all of the student's own work. Cached outputs save it: T' = T - teacher."""
     step = e.typical
     if e.teacher_actors is not None or step.teacher_ms <= e.compute_ms - step.teacher_ms:
         return None
@@ -209,7 +209,7 @@ def teacher_bound(e: Evidence) -> Cause | None:
         "teacher-bound",
         f"the teacher takes {step.teacher_ms:.1f} of a step's {step.step_ms:.1f} ms, more than the student's forward and "
         "backward together",
-        f"{cheaper}a smaller teacher (--set teacher.model=…), or, for methods on logits, cache its logits for all epochs, trials "
+        f"{cheaper}a smaller teacher (--set teacher.model=…), or cache its outputs for all epochs, trials "
         f"and runs to come (--set teacher.cache=FOLDER on a file system that all nodes share); or, {advice(e)}",
         Effect(work_ms=step.teacher_ms, cpu_ms=e.cpu_of(step.teacher_ms)),
     )

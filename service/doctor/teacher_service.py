@@ -67,7 +67,7 @@ def service_bound(e: Evidence) -> Cause | None:
     return Cause(
         "service-bound",
         f"a step waits {step.teacher_ms:.1f} of its {step.step_ms:.1f} ms for the teacher's service",
-        f"--set teacher.service={actors}; or, where images repeat or runs follow, cache the logits (--set teacher.cache=FOLDER "
+        f"--set teacher.service={actors}; or, where images repeat or runs follow, cache its outputs (--set teacher.cache=FOLDER "
         "instead)",
         Effect(work_ms=step.step_ms - served_ms(work_ms, rest_ms, 1, actors)),
     )

@@ -60,7 +60,7 @@ def remarks(e: Evidence) -> list[str]:
         lines.append("not tried here: --set precision=bf16")
     if step.teacher_ms > 0.05 * step.step_ms and e.teacher_actors is None:
         share = 100 * step.teacher_ms / step.step_ms
-        lines.append(f"the teacher costs {share:.0f}% of a step: with teacher.cache its logits are computed once")
+        lines.append(f"the teacher costs {share:.0f}% of a step: with teacher.cache its outputs are computed once")
     if e.clock is not None and e.clock.wall_s > 0:
         parts = {
             "steps": e.clock.train_s,

@@ -6,12 +6,14 @@ Torch is imported late.
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from service.config.schema import Experiment
 from trainables.config import DataConfig, TrainConfig
 from trainables.data.source import open_source
 from trainables.errors import DistillError, ExperimentError
 from trainables.failures import kind_of
+from trainables.notices import notice
 from trainables.rules import parts_have_several_images
 
 
@@ -21,7 +23,8 @@ def check_fits(experiment: Experiment, num_classes: int, stages: Iterable[str]) 
     Raises ExperimentError: one line, the same that the stage's own job would end with.
     """
     for name in stages:
-        if reason := _refusal(_deciding_config(experiment, name), num_classes):
+        reason, _ = _fit(_deciding_config(experiment, name), num_classes)
+        if reason is not None:
             raise ExperimentError(reason)
 
 
@@ -39,6 +42,18 @@ def check_parts(experiment: Experiment, num_images: int, num_classes: int, stage
         config = experiment.stage(name, Path("/"), {})
         if not normalizes_single_images(config, num_classes):
             raise ExperimentError(f"{problem}; the batch norm of {config.model} cannot normalize one image")
+
+
+def note_cache_size(experiment: Experiment, num_images: int, num_classes: int) -> None:
+    """Say how large the `teacher.cache` of each stage becomes. `num_images`: of the training split."""
+    for name in [name for name in experiment.preparation if name != "teacher"] + ["student"]:
+        _, row_format = _fit(_deciding_config(experiment, name), num_classes)
+        if row_format is not None:
+            from trainables.teachers.cache.cached_teacher import cached_epochs, describe_size
+
+            notice(
+                f"teacher.cache: {describe_size(row_format, num_images, cached_epochs(experiment.stage(name, Path('/'), {})))}"
+            )
 
 
 def num_classes_of(data: DataConfig) -> int:
@@ -76,12 +91,12 @@ def _deciding_config(experiment: Experiment, stage: str) -> str:
 
 
 @cache
-def _refusal(config_json: str, num_classes: int) -> str | None:
+def _fit(config_json: str, num_classes: int) -> tuple[str | None, Any]:
+    """Why a stage is refused, and the rows of its cache, see `check_fit`."""
     from trainables.engine.dry_run import check_fit
 
     try:
-        check_fit(TrainConfig.model_validate_json(config_json), num_classes)
+        return None, check_fit(TrainConfig.model_validate_json(config_json), num_classes)
     except DistillError as error:
         # Where it runs there may be more memory than here; if not, it ends as `oom`.
-        return None if kind_of(error) == "out_of_memory" else str(error)
-    return None
+        return None if kind_of(error) == "out_of_memory" else str(error), None

@@ -13,7 +13,7 @@ from service.cluster.resources import is_local, local_capacity
 from service.config.experiment import Resolved, read_resolved
 from service.config.rules import method_names
 from service.config.schema import Experiment
-from service.runs.dry_run import check_fits, check_parts
+from service.runs.dry_run import check_fits, check_parts, note_cache_size
 from service.runs.finetuning import with_finetuning
 from service.runs.plan import Plan
 from service.runs.result import Kind, RunResult
@@ -47,6 +47,8 @@ def check_train(resolved: Resolved) -> tuple[Resolved, DataIdentity]:
         Plan.on(experiment, capacity).check(capacity)
     resolved, data = check_data(resolved)
     check_fits(resolved.experiment, len(data.classes), ["student"])
+    if resolved.experiment.written_cache("train") is not None:
+        note_cache_size(resolved.experiment, data.train.num_images, len(data.classes))
     return resolved, data
 
 

@@ -1,4 +1,4 @@
-"""`distill cache`: compute a teacher's logits before the trainings that read them."""
+"""`distill cache`: compute a teacher's outputs before the trainings that read them."""
 
 import shutil
 import time
@@ -18,7 +18,7 @@ from trainables.rundir import RunDir, StageDir, create_private
 
 
 def fill_cache(resolved: Resolved, root: Path) -> str:
-    """Run the teacher where its logits are missing, on the experiment's workers. Returns the line that is shown at the end.
+    """Run the teacher where its outputs are missing, on the experiment's workers. Returns the line that is shown at the end.
 
     Raises DistillError.
     """
@@ -40,7 +40,7 @@ def fill_cache(resolved: Resolved, root: Path) -> str:
         plan = Plan.on(experiment, cluster)
         plan.check(cluster)
         after_teacher = [name for name in experiment.preparation if name != "teacher"]
-        display.print(f"filling {teacher.cache} with the logits of {teacher.model}: {plan.describe(cluster)}")
+        display.print(f"filling {teacher.cache} with the outputs of {teacher.model}: {plan.describe(cluster)}")
         first, labels = next(iter(after_teacher), "student"), {"run": run_dir.root.name}
         assignment = plan.assign(first, run_dir, labels, teacher.weights)
         stage = StageDir(run_dir.stage("cache").root)
@@ -55,4 +55,4 @@ def fill_cache(resolved: Resolved, root: Path) -> str:
     done = outcome.metrics
     unread = f", all but {done['missing']:,.0f} that cannot be read" if done["missing"] else ""
     num_cached = done["rows"] - done["missing"]
-    return f"{teacher.cache} holds the logits of {num_cached:,.0f} images{unread}; {done['images']:,.0f} were computed now"
+    return f"{teacher.cache} holds the outputs for {num_cached:,.0f} images{unread}; {done['images']:,.0f} were computed now"

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from service.cluster.resources import Cluster, is_local, local_capacity
 from service.config.experiment import Resolved
 from service.config.sweep import ACCURACIES, TIME
-from service.runs.dry_run import check_fits, num_classes_of
+from service.runs.dry_run import check_fits, note_cache_size, num_classes_of
 from service.runs.outcome import Outcome
 from service.runs.plan import Plan
 from service.runs.preflight import check_data, check_services
@@ -40,6 +40,8 @@ def check_sweep(resolved: Resolved) -> tuple[Resolved, DataIdentity | None]:
     resolved, data = check_data(resolved, searched)
     mark_unbuildable(trials)  # such a point is a row, not an error
     check_any_runs(trials)
+    if resolved.experiment.written_cache("sweep") is not None:
+        note_cache_size(resolved.experiment, data.train.num_images, len(data.classes))
     return resolved, data
 
 

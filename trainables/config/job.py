@@ -108,7 +108,7 @@ class TrainConfig(Section):
     teacher_records: str | None = Field(
         None, description="folder or URI of the accuracies of teachers that were given; None: the teacher's is not measured"
     )
-    teacher_sha256: str | None = Field(None, description="hash of the teacher whose logits are cached or requested")
+    teacher_sha256: str | None = Field(None, description="hash of the teacher whose outputs are cached or requested")
     distill: DistillConfig | None = Field(None, description="absent: the labels alone are learned")
     optim: OptimConfig = OptimConfig()
     scale: ScaleConfig = ScaleConfig()
@@ -147,14 +147,9 @@ class TrainConfig(Section):
     @property
     def num_augmentation_epochs(self) -> int | None:
         """The number of different augmentations of an image, which epochs repeat in turn; None: every epoch has its own."""
-        if self.teacher is None or self.teacher.logits_only is None:
+        if self.teacher is None or self.teacher.rows_from is None:
             return None
         return self.teacher.cache_epochs if self.data.augments_at_random else 1
-
-    @property
-    def num_cached_epochs(self) -> int:
-        """The number of epochs whose logits make a full cache."""
-        return min(self.num_augmentation_epochs or self.optim.epochs, self.optim.epochs)
 
 
 class FillConfig(TrainConfig):

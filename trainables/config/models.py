@@ -136,14 +136,14 @@ class TeacherConfig(WeightedConfig):
     cache: str | None = Field(
         None,
         min_length=1,
-        description="a folder that all nodes share, where its logits, and an assistant's, are stored for all runs",
+        description="a folder that all nodes share, where its logits and features, and an assistant's, are stored for all runs",
     )
     cache_top_k: Count | None = Field(None, description="keep the top-k logits of each image and the sum of the rest")
     cache_epochs: Count | None = Field(
         None, description="number of epochs whose augmentations differ, then they repeat; absent: every epoch has its own"
     )
     service: Annotated[Count, Field(le=1024)] | None = Field(
-        None, description="number of Ray actors that compute its logits for all students, instead of a network in each worker"
+        None, description="number of Ray actors that compute its outputs for all students, instead of a network in each worker"
     )
     placement: Literal["auto", "whole", "sharded"] = Field(
         "auto",
@@ -165,8 +165,8 @@ class TeacherConfig(WeightedConfig):
         return self.weights is None or bool(self.finetune)
 
     @property
-    def logits_only(self) -> str | None:
-        """The key of what gives the teacher's logits, and no more of it, in place of a network in each worker; None: neither."""
+    def rows_from(self) -> str | None:
+        """The key of what gives rows of the teacher's outputs in place of a network in each worker; None: neither."""
         return "teacher.cache" if self.cache is not None else "teacher.service" if self.service is not None else None
 
 

@@ -5,7 +5,7 @@ Shapes: B batch, C channels, H W pixels, D and E features.
 
 import contextlib
 import math
-from collections.abc import Generator
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trainables.config import TrainConfig
-from trainables.data.loader.loader import Batch, Loader
+from trainables.data.loader.loader import Loader
 from trainables.data.loader.loader_process import loader_process
 from trainables.data.order import Split
 from trainables.data.source import open_on_node, refuse_single_class
@@ -83,13 +83,13 @@ class BackboneEvaluation:
         `cka1`, …, of which `cka` is the mean by their shares. Of the images of `eval.path` `top1_pct` and `top5_pct` by k-NN, and
         in the last evaluation `linear_top1_pct` by a linear probe.
 
-        There is no `cka` without a teacher's network on this rank alone, and no `loss` where a method compares the images of a
+        There is no `cka` with a teacher that is sharded, and no `loss` where a method compares the images of a
         batch. Every rank calls it. Raises DataError: not one image of `eval.path` could be read.
         """
         module = state.distillation_module
         module.eval()
         broadcast_buffers(module, state.group)
-        found = self._agreement(state, heartbeat.over(val_loader.epoch(0)), group, epoch)
+        found = self._agreement(state, val_loader, group, heartbeat, epoch)
         if self._labeled is not None:
             embed = partial(self._embed, state)
             train, val = (gather_features(embed, loader, group, heartbeat) for loader in self._labeled)
@@ -109,10 +109,14 @@ class BackboneEvaluation:
             output = state.distillation_module.student(self._pixels(batch.images_BCHW))
             return self._read(output, len(batch.labels_B))
 
-    def _agreement(self, state: TrainState, batches: Generator[Batch, None, None], group: Group, epoch: int) -> dict[str, float]:
+    def _agreement(
+        self, state: TrainState, val_loader: Loader, group: Group, heartbeat: Heartbeat, epoch: int
+    ) -> dict[str, float]:
         module, ckas = state.distillation_module, dict[int, LinearCKA]()
         measures_loss = not any(method.requires.whole_batch for method in module.methods_by_name.values())
         sums = torch.zeros(2, dtype=torch.float64, device=group.device)  # images, loss
+        validated = replace(state, teacher=state.teacher.for_validation(val_loader))
+        batches = validated.teacher.prefetch(heartbeat.over(val_loader.epoch(0)), None)
         with contextlib.closing(on_device(batches, group.device)) as device_batches:
             for batch in device_batches:
                 if (rows := len(batch.labels_B)) == 0:
@@ -124,7 +128,7 @@ class BackboneEvaluation:
                 state.compilation.begin_step()
                 part = batch._replace(images_BCHW=self._pixels(batch.images_BCHW))
                 with state.compilation.batch(len(part.images_BCHW)):
-                    teacher = run_teacher(state, part)
+                    teacher = run_teacher(validated, part)
                     with self._embedding.capture():
                         if measures_loss:
                             outputs, losses = run_student(state, part.images_BCHW, part, teacher, epoch, module=module)
@@ -137,8 +141,10 @@ class BackboneEvaluation:
                 firsts = [(module.teachers.get(key, 0), each.features[0]) for key, each in teacher.items() if each.features]
                 for number, feature in dict(reversed(firsts)).items():
                     teacher_BE = feature.flatten(2).mean(2) if feature.ndim > 2 else feature
-                    cka = ckas.setdefault(number, LinearCKA(student_BD.shape[1], teacher_BE.shape[1], group.device))
-                    cka.add(student_BD, teacher_BE)
+                    if number not in ckas:
+                        ckas[number] = LinearCKA(student_BD.shape[1], teacher_BE.shape[1], group.device)
+                    ckas[number].add(student_BD, teacher_BE)
+        validated.teacher.end_epoch()
         images, loss = all_reduce_sum(sums, group).tolist()
         found = {"num_images": images}
         if measures_loss and not state.teacher.is_collective:

@@ -22,7 +22,8 @@ def calibrate(job: Job) -> None:
     if not num_images or job.progress.step:
         return
     methods = {key: each for key, each in state.distillation_module.methods_by_name.items() if each.options.calibration_images}
-    batches = on_device(loader.epoch(epoch), job.group.device, loader.augmentation_epoch(epoch))
+    augmentation_epoch = loader.augmentation_epoch(epoch)
+    batches = on_device(state.teacher.prefetch(loader.epoch(epoch), augmentation_epoch), job.group.device, augmentation_epoch)
     with job.metrics.clock.part("other"), contextlib.closing(job.metrics.heartbeat.over(batches)) as beating:
         for batch in itertools.islice(beating, math.ceil(num_images / config.data.global_batch_size)):
             batch.wait()
@@ -32,6 +33,7 @@ def calibrate(job: Job) -> None:
                 outputs = run_teacher(state, part)
                 for key, method in methods.items():
                     method.calibrate(outputs[key])
+    state.teacher.end_epoch()  # what a cache stores of them is there for the first step
     for method in methods.values():
         method.end_calibration()
         broadcast_buffers(method, state.group)

@@ -8,29 +8,43 @@ from torch import nn
 
 from trainables.config import TrainConfig
 from trainables.distributed.group import Group
-from trainables.engine.modules import build_distillation_module, build_student, methods_with_teacher
+from trainables.engine.modules import (
+    build_distillation_module,
+    build_student,
+    method_reads,
+    methods_with_teacher,
+    reads_features,
+)
 from trainables.engine.optim import learning_rate_scales
 from trainables.engine.pipeline.build import possible_cuts
 from trainables.failures import is_single_value
 from trainables.methods.distillation_module import DistillationModule
 from trainables.methods.init_stage import with_init_stage
+from trainables.methods.tap_reader import TapReader
 from trainables.models.forward import dry_forward
 from trainables.models.model_input import trained_model_input
+from trainables.teachers.cache.cached_teacher import cached_format
 from trainables.teachers.network import untrained_networks
+from trainables.teachers.rows import RowFormat
 
 
-def check_fit(config: TrainConfig, num_classes: int) -> None:
+def check_fit(config: TrainConfig, num_classes: int) -> RowFormat | None:
     """Raise what `trainables.engine.train.build` would raise of the models and methods of `config`; no weights are read.
+
+    Returns the rows of its cache, if it has one.
 
     Raises:
         ExperimentError: methods and options do not fit together, or cannot be trained in stages.
         ModelError: a model does not exist, does not take these images, or cannot be cut so.
     """
     for each in with_init_stage(config):
-        module, _ = untrained_modules(each, num_classes)
+        module, _, readers = _untrained(each, num_classes)
         learning_rate_scales(module.student, each.optim)
         if config.scale.pipeline_stages > 1:
             possible_cuts(each, module)
+    methods = methods_with_teacher(config)
+    cached = config.teacher is not None and config.teacher.cache is not None and bool(methods)
+    return cached_format(config, num_classes, method_reads(methods, readers)) if cached else None
 
 
 def normalizes_single_images(config: TrainConfig, num_classes: int) -> bool:
@@ -52,9 +66,16 @@ def untrained_modules(config: TrainConfig, num_classes: int) -> tuple[Distillati
         ExperimentError: methods and options do not fit together.
         ModelError: a model does not exist, or does not take these images.
     """
+    module, networks, _ = _untrained(config, num_classes)
+    return module, [] if config.teacher is not None and config.teacher.rows_from is not None else networks
+
+
+def _untrained(config: TrainConfig, num_classes: int) -> tuple[DistillationModule, list[nn.Module], list[TapReader]]:
+    """The distillation module of a job, the teachers' networks that methods are built for, and the readers of these."""
     _, student = build_student(config, Group(), num_classes)
-    networks = []
-    if methods_with_teacher(config) and not (config.teacher and config.teacher.logits_only):
+    networks, teacher, methods = list[nn.Module](), config.teacher, methods_with_teacher(config)
+    if methods and (teacher is None or teacher.rows_from is None or reads_features(methods)):
         networks = untrained_networks(config, num_classes)
     labels_M = torch.arange(num_classes)  # a small training split, so that buffers with a row a sample are small
-    return build_distillation_module(config, Group(), student, networks, num_classes, labels_M)[0], networks
+    module, readers = build_distillation_module(config, Group(), student, networks, num_classes, labels_M)
+    return module, networks, readers

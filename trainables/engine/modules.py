@@ -27,6 +27,7 @@ from trainables.rules import METHOD_RULES, first_problem_of_methods
 from trainables.teachers.cache.cached_teacher import CachedTeacher
 from trainables.teachers.interface import TeacherInterface
 from trainables.teachers.network import TeacherNetwork, load_networks, teacher_readers
+from trainables.teachers.rows import MethodReads
 from trainables.teachers.service.client import ServiceTeacher
 from trainables.teachers.service.protocol import TeacherConnection
 
@@ -51,17 +52,33 @@ def build_modules(
     """
     methods = methods_with_teacher(config)
     has_teacher = bool(methods) and any(each.weights is not None for each in config.all_teachers)
-    logits_only = config.teacher.logits_only if config.teacher is not None else None
-    networks = load_networks(config, classes) if has_teacher and logits_only is None else []
+    rows_from = config.teacher.rows_from if config.teacher is not None else None
+    networks = load_networks(config, classes) if has_teacher and (rows_from is None or reads_features(methods)) else []
     module, readers = build_distillation_module(config, group, student, networks, len(classes), loader.labels_M)
     if not has_teacher:
         return module, None
-    keys = [method.key for method in methods]
-    if logits_only == "teacher.cache":
-        return module, CachedTeacher(config, group, classes, loader, keys)
-    if logits_only == "teacher.service":
-        return module, ServiceTeacher(config, group, classes, loader, connections, keys)
+    if rows_from == "teacher.cache":
+        return module, CachedTeacher(config, group, classes, loader, method_reads(methods, readers))
+    if rows_from == "teacher.service":
+        return module, ServiceTeacher(config, group, classes, loader, connections, method_reads(methods, readers))
     return module, TeacherNetwork(networks, readers, config.shares)
+
+
+def build_cached_teacher(config: TrainConfig, group: Group, classes: tuple[str, ...], loader: Loader) -> CachedTeacher:
+    """The teacher of `build_modules` where it is cached, without a student. Raises DistillError: see there."""
+    methods = methods_with_teacher(config)
+    readers = teacher_readers(config, load_networks(config, classes), methods) if reads_features(methods) else []
+    return CachedTeacher(config, group, classes, loader, method_reads(methods, readers))
+
+
+def reads_features(methods: Sequence[SelectedMethod]) -> bool:
+    """Whether rows of the teacher's outputs hold features: their shapes are then the network's, of which rows may be cached."""
+    return any(method.teacher_taps for method in methods)
+
+
+def method_reads(methods: Sequence[SelectedMethod], readers: Sequence[TapReader]) -> dict[str, MethodReads]:
+    """What each method reads of the one teacher. `readers`: that of its network; none: no method reads features."""
+    return {m.key: MethodReads(m.requires.logits, readers[0].named_shapes(m.key) if readers else ()) for m in methods}
 
 
 def selected_methods(config: TrainConfig) -> tuple[SelectedMethod, ...]:
@@ -85,8 +102,8 @@ def build_distillation_module(
 ) -> tuple[DistillationModule, list[TapReader]]:
     """The student with the methods of a job, and the reader of each network of `teachers` for them.
 
-    `teachers` are none where no method reads one, or only its logits exist. Of their weights only those are read that the student
-    takes over: untrained models fit if the trained ones do.
+    `teachers` are none where no method reads one, or its logits alone, cached or served. Of their weights only those are read
+    that the student takes over: untrained models fit if the trained ones do.
 
     Raises:
         ExperimentError: methods and options do not fit together, or not these models.

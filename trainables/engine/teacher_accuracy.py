@@ -32,6 +32,7 @@ from trainables.stage_result import TeacherAccuracy
 from trainables.teachers.cache.key import cache_key
 from trainables.teachers.interface import TeacherRequest
 from trainables.teachers.network import TeacherNetwork, fit, load_networks, move
+from trainables.teachers.rows import RowTeacher
 from trainables.teachers.service.client import ServiceTeacher
 
 log = logging.getLogger("raydistill")
@@ -62,6 +63,8 @@ def measure_teachers(job: Job) -> list[TeacherAccuracy | None]:
         teacher, why = job.train_state.teacher, reason
         if reason is None and isinstance(teacher, TeacherNetwork) and not has_classifier(teacher.networks[number]):
             why = "its classes are not the data's, and its features alone are read"
+        elif reason is None and isinstance(teacher, RowTeacher) and not teacher.row_format.has_logits:
+            why = "its features alone are stored or served"
         if why is not None and job.group.is_main:
             log.info("%s: the accuracy of the teacher %s is not measured: %s", config.stage, each.model, why)
         found.append(_measure_once(job, number, each) if why is None else None)
@@ -113,8 +116,8 @@ def _measure(job: Job, number: int) -> tuple[float, int, float]:
     num_classes = job.checkpoint_state.about["num_classes"]
     predicted_K = torch.zeros(num_classes, dtype=torch.float64, device=group.device)
     if isinstance(teacher, ServiceTeacher):
-        client = teacher.for_validation()
-        batches = client.prefetch(batches, 0)
+        client = teacher.for_validation(job.val_loader)
+        batches = client.prefetch(batches, None)
     else:
         network = _network(job, number)
         forward = logits_of(network, pixels_of(config), job.train_state.autocast, job.train_state.compilation)
@@ -122,7 +125,8 @@ def _measure(job: Job, number: int) -> tuple[float, int, float]:
     def logits(batch: DeviceBatch) -> Tensor:
         if isinstance(teacher, ServiceTeacher):
             request = TeacherRequest(batch.host_indices_B, batch.epoch)
-            logits_BK = next(iter(client(batch.images_BCHW, len(batch.labels_B), request).values())).logits_BK
+            outputs = client(batch.images_BCHW, len(batch.labels_B), request).values()
+            logits_BK = next(each.logits_BK for each in outputs if each.logits is not None)
         else:
             logits_BK = forward(batch)
         predicted_K.add_(logits_BK.argmax(1).bincount(minlength=num_classes))

@@ -109,6 +109,8 @@ def build(
             if (labeled := open_labeled(config, layout.replicas)) is not None:
                 resources.callback(labeled.close)
             backbone_evaluation = BackboneEvaluation(config, models.embedding, labeled)
+            if config.train.max_steps is None and not config.init_stage:  # it will be evaluated: a full disk is refused now
+                models.teacher.for_validation(val_loader)
         optimizers = build_job_optimizers(config, models.module)
         state = build_checkpoint_state(models, optimizers, layout, classes, (train_loader, val_loader))
         seed_rank(config.seed, group.rank)

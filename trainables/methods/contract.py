@@ -95,7 +95,7 @@ class BuildContext:
 
     student: ModelSpec
     teacher: ModelSpec | None
-    """None: there is no teacher, or only its logits are available, see `Requirements.teacher_model`."""
+    """None: there is no teacher, or the method reads no taps of one that is cached or served."""
     num_classes: int
     labels_M: Tensor
     """The label of each training sample, by its index: int64 on the CPU."""

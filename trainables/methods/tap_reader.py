@@ -39,6 +39,11 @@ class TapReader:
         """The model as one method sees it."""
         return ModelSpec(self._model, self._taps[key].shapes if key in self._taps else (), self._name)
 
+    def named_shapes(self, key: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """The taps of one method by their full names, in its order, each with its shape."""
+        taps = self._taps.get(key)
+        return tuple(zip(taps.names, taps.shapes, strict=True)) if taps is not None else ()
+
     @property
     def modules(self) -> frozenset[str]:
         return frozenset(path for taps in self._taps.values() for path in taps.modules)

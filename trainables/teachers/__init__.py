@@ -1,1 +1,1 @@
-"""The teacher of a job: a network, an ensemble of several, logits cached on disk, or a client of the teacher service."""
+"""The teacher of a job: a network, an ensemble of several, outputs cached on disk, or a client of the teacher service."""

@@ -1,15 +1,15 @@
-"""What a training step calls for a teacher's outputs: a network on this rank, cached logits, or a client of the service.
+"""What a training step calls for a teacher's outputs: a network on this rank, a cache, or a client of the service.
 
 Shapes: B samples of this rank, C channels, H W pixels, K classes.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from torch import Tensor
 
-from trainables.data.loader.loader import Batch
+from trainables.data.loader.loader import Batch, Loader
 from trainables.methods.contract import ModelOutputs
 
 
@@ -38,12 +38,17 @@ class TeacherInterface(ABC):
     def skip(self, images_BCHW: Tensor, num_calls: int) -> None:  # noqa: B027
         """Take part in so many calls of the other ranks that this one has no micro-batches for. `images_BCHW`: any images."""
 
-    def prefetch(self, batches: Generator[Batch, None, None], epoch: int) -> Generator[Batch, None, None]:
+    def prefetch(self, batches: Generator[Batch, None, None], epoch: int | None) -> Generator[Batch, None, None]:
         """Pass the host batches of an epoch on to the device; a teacher whose outputs come from elsewhere requests them here.
 
-        `epoch`: the one by which the images are augmented. Closing the result closes `batches`.
+        `epoch`: the one by which the images are augmented; None: they are not, as in validation. Closing the result closes
+        `batches`.
         """
         return batches
+
+    def for_validation(self, loader: Loader) -> Self:
+        """This teacher for the images of `loader`, which are not augmented; what it holds is closed with this one."""
+        return self
 
     def end_epoch(self) -> int | None:
         """Number of images for which a network ran since the last call; None where it runs for every image.

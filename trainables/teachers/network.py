@@ -24,6 +24,9 @@ from trainables.models.registry import construct
 from trainables.models.weights import load_teacher
 from trainables.teachers.ensemble import combine
 from trainables.teachers.interface import TeacherInterface, TeacherRequest
+from trainables.teachers.rows import RowFormat
+
+ROWS = "rows"
 
 
 class TeacherNetwork(TeacherInterface):
@@ -132,12 +135,13 @@ def move(network: nn.Module, config: TrainConfig, device: torch.device) -> nn.Mo
     return network
 
 
-def logits_network(config: TrainConfig, device: torch.device, classes: Sequence[str], methods: Sequence[str]) -> TeacherNetwork:
-    """The experiment's teacher as a network on a device, for methods (by key) that read its logits.
+def row_network(config: TrainConfig, device: torch.device, classes: Sequence[str], row_format: RowFormat) -> TeacherNetwork:
+    """The experiment's teacher as a network on a device, whose outputs for the key `ROWS` are what rows are made of.
 
-    Raises CheckpointError, ModelError: see `load_networks`.
+    Raises CheckpointError, ModelError: see `load_networks`; or the model has other taps.
     """
     (network,) = load_networks(config, classes)
-    taps, size = dict.fromkeys(methods, ()), config.data.image_size
-    reader = TapReader(move(network, config, device), taps, name=config.all_teachers[0].model, image_size=size)
-    return TeacherNetwork([network], [reader])
+    taps, without_logits = {ROWS: [tap for tap, _ in row_format.taps]}, () if row_format.has_logits else (ROWS,)
+    name, size = config.all_teachers[0].model, config.data.image_size
+    reader = TapReader(network, taps, name=name, image_size=size, without_logits=without_logits)
+    return TeacherNetwork([move(network, config, device)], [reader])

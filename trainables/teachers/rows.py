@@ -2,22 +2,26 @@
 
 A `RowFormat` declares the columns of a row, and makes outputs of them; whoever stores or sends rows knows neither.
 
-Shapes: B samples, K classes, k stored logits of each (K where all are).
+Shapes: B samples, K classes, k stored logits of each (K where all are), D features, h w positions of a map.
 """
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trainables.config import TrainConfig
+from trainables.data.interface import Source
 from trainables.device.bind import bind_thread
+from trainables.device.tensor_format import tensor_format
+from trainables.errors import DataError
 from trainables.methods.contract import ModelOutputs
 from trainables.teachers.interface import TeacherInterface
 
@@ -25,12 +29,33 @@ Rows = NDArray[Any]
 """(B,), of the dtype `RowFormat.row`."""
 Columns = dict[str, Tensor]
 """The numbers of rows by their names, (B, …)."""
-_HALF_MIN = -65504.0
+NamedShapes = tuple[tuple[str, tuple[int, ...]], ...]
+"""Taps by their full names, each with the shape of a sample: (D,), (D, h, w) or another."""
+_HALF_MAX = 65504.0
 _INT16_CLASSES = 2**15
+
+
+class MethodReads(NamedTuple):
+    """What a method reads of a teacher."""
+
+    logits: bool
+    taps: NamedShapes = ()
 
 
 class RowFormat(ABC):
     """The columns of a row, and how outputs become columns and columns outputs."""
+
+    taps: NamedShapes = ()
+    """Those of the features, in the order in which `encode` takes and `decode` returns them."""
+
+    @property
+    def has_logits(self) -> bool:
+        return True
+
+    @property
+    @abstractmethod
+    def key(self) -> dict[str, Any]:
+        """What of it decides a row's numbers, as a part of the cache's key."""
 
     @property
     @abstractmethod
@@ -44,6 +69,10 @@ class RowFormat(ABC):
     @abstractmethod
     def decode(self, columns: Columns, dtype: torch.dtype = torch.float32) -> ModelOutputs:
         """The outputs that columns stand for, in `dtype` and on their device."""
+
+    def __str__(self) -> str:
+        shapes = {name.removeprefix("feature "): shape for name, (_, shape) in self.columns.items() if shape}
+        return " + ".join(f"{name} {'×'.join(map(str, shape))}" for name, shape in shapes.items())
 
     @cached_property
     def row(self) -> np.dtype[Any]:
@@ -86,9 +115,18 @@ class RowFormat(ABC):
 class RowTeacher(TeacherInterface):
     """A teacher whose outputs are made from rows."""
 
-    def __init__(self, row_format: RowFormat, methods: Sequence[str], device: torch.device, dtype: torch.dtype) -> None:
-        """`methods`: keys of those that read the outputs. `dtype`: of the outputs."""
-        self.row_format, self._methods, self._device, self._dtype = row_format, tuple(methods), device, dtype
+    def __init__(
+        self,
+        row_format: RowFormat,
+        reads: Mapping[str, MethodReads],
+        config: TrainConfig,
+        device: torch.device,
+        source: Source,
+    ) -> None:
+        """`reads`: what each method reads, by its key. `source`: of the images."""
+        assert config.teacher is not None
+        self.row_format, self._reads, self._device, self._source = row_format, reads, device, source
+        self._dtype, self._name, self._key = tensor_format(config)[0], config.teacher.model, config.teacher.rows_from
         self._num_computed = 0
 
     def end_epoch(self) -> int:
@@ -96,8 +134,24 @@ class RowTeacher(TeacherInterface):
         num_computed, self._num_computed = self._num_computed, 0
         return num_computed
 
+    def _check(self, rows_B: Rows) -> Rows:
+        """The rows. Raises DataError: half precision does not hold a number that was computed for them."""
+        for name, (dtype, _) in self.row_format.columns.items():
+            if dtype == "float16" and not (finite := np.isfinite(rows_B[name])).all():
+                row = int(finite.reshape(len(rows_B), -1).all(1).argmin())
+                raise DataError(
+                    f"{self._key}: {self._name} gives {self._source.name(rows_B['sample'][row])} a value of its {name} that is "
+                    f"not a number, or above {_HALF_MAX:,.0f}, the most that float16 holds: leave {self._key} out"
+                )
+        return rows_B
+
     def _outputs(self, columns: Columns) -> dict[str, ModelOutputs]:
-        return dict.fromkeys(self._methods, self.row_format.decode(columns, self._dtype))
+        outputs = self.row_format.decode(columns, self._dtype)
+        features = dict(zip(self.row_format.taps, outputs.features, strict=True))
+        return {
+            key: ModelOutputs(outputs.logits if each.logits else None, tuple(features[tap] for tap in each.taps))
+            for key, each in self._reads.items()
+        }
 
     def _outputs_of_rows(self, rows_B: Rows) -> dict[str, ModelOutputs]:
         return self._outputs(self.row_format.to_device(rows_B, self._device))
@@ -112,6 +166,10 @@ class ExactLogits(RowFormat):
 
     num_classes: int
     dtype: str
+
+    @property
+    def key(self) -> dict[str, Any]:
+        return {"top_k": None}
 
     @property
     def columns(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
@@ -139,6 +197,10 @@ class HalfLogits(RowFormat):
 
     num_classes: int
     top_k: int | None = None
+
+    @property
+    def key(self) -> dict[str, Any]:
+        return {"top_k": self.top_k}
 
     @property
     def columns(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
@@ -175,4 +237,40 @@ class HalfLogits(RowFormat):
 
 
 def _half(values: Tensor) -> Tensor:
-    return values.clamp(min=_HALF_MIN).half()
+    return values.clamp(min=-_HALF_MAX).half()
+
+
+@dataclass(frozen=True)
+class HalfFeatures(RowFormat):
+    """Features in half precision, next to `logits` where these are read too."""
+
+    logits: RowFormat | None
+    taps: NamedShapes
+
+    @property
+    def has_logits(self) -> bool:
+        return self.logits is not None
+
+    @property
+    def key(self) -> dict[str, Any]:
+        return {**(self.logits.key if self.logits is not None else {}), "taps": [tap for tap, _ in self.taps]}
+
+    @property
+    def columns(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+        logits = self.logits.columns if self.logits is not None else {}
+        return {**logits, **{f"feature {tap}": ("float16", shape) for tap, shape in self.taps}}
+
+    def encode(self, outputs: ModelOutputs) -> Columns:
+        columns = self.logits.encode(outputs) if self.logits is not None else {}
+        names = (f"feature {tap}" for tap, _ in self.taps)
+        return columns | {name: values.detach().half() for name, values in zip(names, outputs.features, strict=True)}
+
+    def decode(self, columns: Columns, dtype: torch.dtype = torch.float32) -> ModelOutputs:
+        logits = self.logits.decode(columns, dtype).logits if self.logits is not None else None
+        return ModelOutputs(logits, tuple(columns[f"feature {tap}"].to(dtype) for tap, _ in self.taps))
+
+
+def format_of(reads: Mapping[str, MethodReads], logits: RowFormat) -> RowFormat:
+    """The rows of what these methods read together, with `logits` as they are stored or sent where one reads them."""
+    taps = tuple(sorted({tap for each in reads.values() for tap in each.taps}))
+    return HalfFeatures(logits if any(each.logits for each in reads.values()) else None, taps) if taps else logits

@@ -27,6 +27,7 @@ from trainables.engine.evaluate import evaluate_checkpoint
 from trainables.engine.features import embed_checkpoint, probe_checkpoint
 from trainables.engine.job import Job
 from trainables.engine.job_parts import open_loaders
+from trainables.engine.modules import build_cached_teacher
 from trainables.engine.train import build, run_job
 from trainables.metrics.heartbeat import Heartbeat, watched
 from trainables.metrics.metrics_file import Report
@@ -203,7 +204,8 @@ def fill_loop_per_worker(settings: dict[str, Any]) -> None:
             reporter = Reporter(config, stage, group, disk)
             classes, (loader, val_loader) = open_loaders(config, build_layout(group, 1))
             with contextlib.closing(loader), contextlib.closing(val_loader):
-                metrics = fill(config, group, classes, loader, reporter.report, heartbeat)
+                teacher = build_cached_teacher(config, group, classes, loader)
+                metrics = fill(config, group, teacher, loader, reporter.report, heartbeat)
         if group.is_main:
             result = StageResult(
                 stage=config.stage,

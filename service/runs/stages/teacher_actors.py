@@ -24,7 +24,7 @@ def running_teacher_actors(
     """Start the actors that serve the teacher with these weights; yields their names, which begin with that of the `run`.
 
     None are started where the workers run the teacher themselves, or where no method reads one. Ray restarts an actor that dies,
-    on another node where its own is gone; the logits that it had in memory are computed again on request. Actors for which other
+    on another node where its own is gone; the rows that it had in memory are computed again on request. Actors for which other
     jobs leave no resources wait, and the display says so; those that would not even fit on the empty cluster wait as long as
     `scale.wait_for_nodes_s` says. Raises ClusterError: one cannot start.
     """
@@ -102,7 +102,7 @@ def _show_counts(display: Display, model: str, actors: dict[str, Any]) -> None:
         computed, returned = (sum(count[name] for count in counts) for name in ("computed", "returned"))
         display.print(
             f"teacher.service: since its actors were last started {model} ran for {computed:,} images, "
-            f"and logits of {returned:,} were returned"
+            f"and its outputs for {returned:,} were returned"
         )
 
 

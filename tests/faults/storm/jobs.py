@@ -18,6 +18,7 @@ from trainables.disk_writer import DiskWriter
 from trainables.distributed.group import Group
 from trainables.distributed.pipeline.layout import build_layout
 from trainables.engine.job_parts import open_loaders
+from trainables.engine.modules import build_cached_teacher
 from trainables.engine.train import build, run_job
 from trainables.metrics.metrics_file import MetricsFile
 from trainables.rundir import RunDir, StageDir
@@ -50,7 +51,7 @@ def fill_cache(group: Group, disk: Path, settings: TrainConfig, points: list[Fau
     config = sequential(FillConfig.model_validate(settings.model_dump()))
     classes, (loader, val_loader) = open_loaders(config, build_layout(group, 1))
     with contextlib.closing(loader), contextlib.closing(val_loader):
-        metrics = fill(config, group, classes, loader, ignore)
+        metrics = fill(config, group, build_cached_teacher(config, group, classes, loader), loader, ignore)
     if group.is_main:
         write_stage_result(StageDir(Path(settings.output_dir)), StageResult(stage="cache", metrics=metrics))
     return counts

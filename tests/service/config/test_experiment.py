@@ -812,16 +812,13 @@ CACHE = "teacher.cache=/logits"
 
 def test_what_a_cache_cannot_hold_is_refused_in_one_line() -> None:
     mixed = refusal(CACHE, "data.device_augment.mixup=0.2", "data.global_batch_size=64")
-    assert "teacher.cache: it gives the logits of each image" in mixed
-    features = refusal(CACHE, "distill.method=fitnet")
-    assert (
-        "teacher.cache: it gives a teacher's logits, and fitnet needs its features (stage2): set teacher.cache to null"
-        in features
-    )
+    assert "teacher.cache: it has the teacher's outputs for each image" in mixed
+    network = refusal(CACHE, "distill.method=srrl")
+    assert "teacher.cache: it gives a teacher's outputs, and srrl needs its network: set teacher.cache to null" in network
     assert "teacher.cache_top_k is for a teacher whose logits are cached: write teacher.cache: FOLDER" in refusal(
         "teacher.cache_top_k=5"
     )
-    assert all("\n" not in text for text in (mixed, features))
+    assert all("\n" not in text for text in (mixed, network))
 
 
 @pytest.mark.parametrize("logits", [CACHE, "teacher.service=1"])
@@ -835,7 +832,7 @@ def test_what_a_service_cannot_answer_is_refused_in_one_line() -> None:
     served = "teacher.service=1"
     problem = {
         refusal(served, "data.device_augment.mixup=0.2", "data.global_batch_size=64"): "which mixup and cutmix mix with another",
-        refusal(served, "distill.method=fitnet"): "it gives a teacher's logits, and fitnet needs its features (stage2): set",
+        refusal(served, "distill.method=srrl"): "it gives a teacher's outputs, and srrl needs its network: set",
         refusal(served, CACHE): "cache stores what teacher.service would compute: leave out one of the two",
         refusal(served, "data.decoder=gpu", "data.augment=crop_flip"): "and data.decoder gpu decodes on each worker's GPU",
         refusal("teacher.service=0"): "teacher.service",

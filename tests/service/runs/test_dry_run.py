@@ -58,7 +58,7 @@ def test_what_does_not_fit_is_refused_before_a_teacher_is_trained(overrides: lis
 
 @pytest.mark.parametrize("key", ["teacher.service=1", "teacher.cache=kept"])
 def test_a_teacher_that_answers_with_logits_has_no_classifier_to_give(key: str) -> None:
-    with pytest.raises(ExperimentError, match=r"teacher\.\w+: it answers with logits, and resnet8\+resnet14 takes in"):
+    with pytest.raises(ExperimentError, match=r"teacher\.\w+: it answers with outputs, and resnet8\+resnet14 takes in"):
         small("student.model=resnet8+resnet14", key)
 
 

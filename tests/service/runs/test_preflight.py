@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from service.config.experiment import load
-from service.runs.preflight import check_data
+from service.runs.preflight import check_data, check_train
 from tests.trainables.data.image_folder import write_images
 from tests.trainables.jobs import write_teacher
 from trainables.errors import DataError
@@ -64,3 +64,20 @@ def without_labels(folder: Path) -> list[str]:
         f"teacher={{model: mlp_large, weights: {teacher}}}",
         "distill={method: embed, options: {embed: {map: 0}}}",
     ]
+
+
+def test_the_size_of_a_cache_of_features_is_a_line_before_anything_is_written(tmp_path: Path) -> None:
+    lines: list[str] = []
+    weights = write_teacher(tmp_path / "teacher.safetensors", "convnet_large", num_classes=7)
+    cached = f"teacher={{model: convnet_large, weights: {weights}, cache: {tmp_path / 'cache'}}}"
+    own = ["data.labels=false", "distill={method: embed}", "student.model=convnet_small", "optim.epochs=3"]
+    with notices_to(lines.append):
+        check_train(load("digits", [cached, *own]))
+        check_train(load("digits", [cached, *own, "data.augment=pad_crop_flip"]))
+        check_train(load("digits", [cached, *own, "train.max_steps=5"]))
+    holds = "embedding 128 + map 128×2×2 in float16"
+    assert [line for line in lines if line.startswith("teacher.cache")] == [
+        f"teacher.cache: 1.77 MiB for 1,442 images × 1 epoch: {holds}",
+        f"teacher.cache: 5.3 MiB for 1,442 images × 3 epochs: {holds}",
+    ]
+    assert not (tmp_path / "cache").exists()

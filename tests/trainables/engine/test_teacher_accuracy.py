@@ -108,7 +108,8 @@ def test_each_of_several_teachers_and_one_behind_a_cache_or_a_service_has_its_ac
     assert several[1] != alone
     assert measured(settings(tmp_path, "cached", able, teacher={"cache": str(tmp_path / "logits")})) == [alone]
     with local_services(2) as connections:
-        assert measured(settings(tmp_path, "served", able, teacher={"service": 2}), connections) == [alone]
+        augmented = {"device_augment": {"random_erasing": 1.0}}  # the validation images are not
+        assert measured(settings(tmp_path, "served", able, teacher={"service": 2}, data=augmented), connections) == [alone]
 
 
 def test_the_entry_that_weights_key_chooses_is_the_one_that_is_measured(able: str, tmp_path: Path) -> None:

@@ -1,30 +1,33 @@
-"""A teacher whose logits are cached: its network runs where one is missing, and is not even built where none is.
+"""A teacher whose outputs are cached: its network runs where a row is missing, and not where none is.
 
-The network's logits are rounded as the cache stores them: the training that fills a cache is, bit for bit, the one that reads it.
+The network's outputs are rounded as the cache stores them: the training that fills a cache is, bit for bit, the one that reads
+it.
 
 Shapes: B samples of this rank, C channels, H W pixels.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import torch
 from torch import Tensor
 
-from trainables.config import TrainConfig
+from trainables.config import DeviceAugmentConfig, TrainConfig
 from trainables.data.loader.loader import Loader
 from trainables.data.storage.free_space import format_bytes, free_bytes
-from trainables.device.tensor_format import tensor_format
 from trainables.distributed.group import Group, from_rank
 from trainables.errors import DataError
 from trainables.methods.contract import ModelOutputs
+from trainables.methods.init_stage import longest_init_stage
+from trainables.methods.select import select_methods
 from trainables.rundir import write_json
 from trainables.teachers.cache.key import cache_key, shared_key_parts
 from trainables.teachers.cache.store import CacheWriter, EpochRows, RowStore
 from trainables.teachers.interface import TeacherRequest
-from trainables.teachers.network import TeacherNetwork, logits_network
-from trainables.teachers.rows import HalfLogits, RowTeacher
+from trainables.teachers.network import ROWS, TeacherNetwork, row_network
+from trainables.teachers.rows import HalfLogits, MethodReads, RowFormat, RowTeacher, format_of
 
 log = logging.getLogger("raydistill")
 
@@ -33,25 +36,29 @@ class CachedTeacher(RowTeacher):
     """Rows from `teacher.cache`. Where a sample of a batch is missing, the network runs for the whole batch."""
 
     def __init__(
-        self, config: TrainConfig, group: Group, classes: tuple[str, ...], loader: Loader, methods: Sequence[str]
+        self, config: TrainConfig, group: Group, classes: tuple[str, ...], loader: Loader, reads: Mapping[str, MethodReads]
     ) -> None:
         """Every rank calls it. Logs how much of the cache is there. A timing run, whose teacher may be untrained, only reads.
 
         Raises DistillError: the teacher or the data cannot be read, the workers read different images, or the disk is too small.
         """
         assert config.teacher is not None
-        top_k, writes = config.teacher.cache_top_k, config.train.max_steps is None
-        row_format = HalfLogits(len(classes), top_k if top_k is not None and top_k < len(classes) else None)
-        super().__init__(row_format, methods, group.device, tensor_format(config)[0])
-        parts = shared_key_parts(config, group, loader, classes, row_format.top_k)
-        self.store = RowStore(Path(str(config.teacher.cache), cache_key(parts)), row_format.row, len(loader.source))
-        from_rank(lambda: _prepare(self.store, parts, config.num_cached_epochs, writes), group)
+        writes = config.train.max_steps is None
+        super().__init__(cached_format(config, len(classes), reads), reads, config, group.device, loader.source)
+        parts = shared_key_parts(config, group, loader, classes, self.row_format)
+        self.store = RowStore(Path(str(config.teacher.cache), cache_key(parts)), self.row_format.row, len(loader.source))
+        from_rank(lambda: _prepare(self.store, self.row_format, parts, cached_epochs(config), writes), group)
         self.writer = CacheWriter(self.store) if writes else None
-        self.network: TeacherNetwork | None = None
-        """The teacher itself, once it was needed."""
+        self._network = list[TeacherNetwork]()
+        self._validation: Self | None = None
         self._config = config.model_copy(update={"teacher_sha256": parts["teacher"]["sha256"]})
-        self._classes = classes
+        self._group, self._classes = group, classes
         self._epoch: tuple[int, EpochRows] | None = None
+
+    @property
+    def network(self) -> TeacherNetwork | None:
+        """The teacher itself, once it was needed."""
+        return self._network[0] if self._network else None
 
     def __call__(self, images_BCHW: Tensor, num_rows: int, request: TeacherRequest | None = None) -> dict[str, ModelOutputs]:
         if request is None:
@@ -62,15 +69,26 @@ class CachedTeacher(RowTeacher):
         missing_B = cached.missing_N[indices_B]
         if not missing_B.any():
             return self._outputs_of_rows(cached.read(indices_B))
-        if self.network is None:
-            log.info("%s: teacher.cache does not hold all logits that are needed: the teacher runs", self._config.stage)
-            self.network = logits_network(self._config, self._device, self._classes, self._methods)
-        outputs = self.network(images_BCHW, num_rows)
+        if not self._network:
+            log.info("%s: teacher.cache does not hold all that is needed: the teacher runs", self._config.stage)
+            with torch.inference_mode(False):  # an evaluation may be the first to need it
+                self._network.append(row_network(self._config, self._device, self._classes, self.row_format))
+        outputs = self._network[0](images_BCHW, num_rows)
         self._num_computed += num_rows
-        columns = self.row_format.encode(outputs[self._methods[0]])
+        columns = self.row_format.encode(outputs[ROWS])
         if self.writer is not None:
-            self.writer.add(request.epoch, self.row_format.to_host(indices_B.copy(), columns), missing_B)
+            rows = self.row_format.to_host(indices_B.copy(), columns)
+            self.writer.add(request.epoch, lambda: self._check(rows()), missing_B)
         return self._outputs(columns)
+
+    def for_validation(self, loader: Loader) -> Self:
+        """See `TeacherInterface`: they have a folder of their own. Every rank calls it. Raises DistillError: see `__init__`."""
+        if self._validation is None:
+            plain = {"augment": "none", "device_augment": DeviceAugmentConfig(), "fidelity": "exact"}
+            config = self._config.model_copy(update={"data": self._config.data.model_copy(update=plain)})
+            self._validation = type(self)(config, self._group, self._classes, loader, self._reads)
+            self._validation._network = self._network
+        return self._validation
 
     def end_epoch(self) -> int:
         """See `TeacherInterface`. The next epoch finds what all workers have written so far."""
@@ -81,19 +99,41 @@ class CachedTeacher(RowTeacher):
 
     def close(self) -> None:
         """Write what is not written yet."""
+        if self._validation is not None:
+            self._validation.close()
         if self.writer is not None:
             self.writer.close()
 
 
-def _prepare(store: RowStore, parts: dict[str, Any], num_epochs: int, writes: bool) -> None:
+def cached_format(config: TrainConfig, num_classes: int, reads: Mapping[str, MethodReads]) -> RowFormat:
+    """The rows of a job's cache."""
+    top_k = config.teacher.cache_top_k if config.teacher is not None else None
+    return format_of(reads, HalfLogits(num_classes, top_k if top_k is not None and top_k < num_classes else None))
+
+
+def cached_epochs(config: TrainConfig) -> int:
+    """The number of epochs whose rows make a full cache, those of an init stage before this one among them."""
+    before = 0 if config.init_stage or config.distill is None else longest_init_stage(select_methods(config.distill))
+    num_epochs = config.optim.epochs + before
+    return min(config.num_augmentation_epochs or num_epochs, num_epochs)
+
+
+def describe_size(row_format: RowFormat, num_images: int, num_epochs: int) -> str:
+    """The bytes of a full cache, and what they hold."""
+    size = format_bytes(num_images * num_epochs * row_format.row.itemsize)
+    epochs = "1 epoch" if num_epochs == 1 else f"{num_epochs} epochs"
+    return f"{size} for {num_images:,} images × {epochs}: {row_format} in float16"
+
+
+def _prepare(store: RowStore, row_format: RowFormat, parts: dict[str, Any], num_epochs: int, writes: bool) -> None:
     """Log what is there of how much, and make sure that the folder exists and has room for the rest. Raises DataError."""
     cache = store.folder.parent
     try:
         num_rows, num_bytes = store.size(num_epochs)
         all_rows, row_bytes = store.num_samples * num_epochs, store.row.itemsize
         log.info(
-            f"teacher.cache: {store.folder} holds {num_rows:,} of {all_rows:,} logits ({store.num_samples:,} images × "
-            f"{num_epochs} epochs): {format_bytes(num_bytes)} of {format_bytes(all_rows * row_bytes)}"
+            f"teacher.cache: {store.folder} holds {num_rows:,} of {all_rows:,} rows: {format_bytes(num_bytes)} of "
+            f"{describe_size(row_format, store.num_samples, num_epochs)}"
         )
         missing_bytes = (all_rows - num_rows) * row_bytes
         if not missing_bytes or not writes:
@@ -102,9 +142,10 @@ def _prepare(store: RowStore, parts: dict[str, Any], num_epochs: int, writes: bo
         store.remove_stale_temporaries()
         free = free_bytes(store.folder)
         if missing_bytes > free:
+            smaller = "teacher.cache_top_k or teacher.cache_epochs" if row_format.has_logits else "teacher.cache_epochs"
             raise DataError(
-                f"teacher.cache: {format_bytes(missing_bytes)} of logits do not fit into the {format_bytes(free)} that are "
-                f"free in {cache}: set teacher.cache_top_k or teacher.cache_epochs, or name a folder with more room"
+                f"teacher.cache: {format_bytes(missing_bytes)} of {row_format} do not fit into the {format_bytes(free)} that are "
+                f"free in {cache}: set {smaller}, or name a folder with more room"
             )
         write_json(store.folder / "key.json", parts)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""`distill cache`: run the teacher over the training split in each of its augmentations, and write its logits.
+"""`distill cache`: run the teacher over the training split in each of its augmentations, and write its rows.
 
 Shapes: B samples of this rank's part of a global batch.
 """
@@ -14,7 +14,7 @@ from trainables.distributed.group import Group, gather_objects
 from trainables.errors import DataError
 from trainables.metrics.heartbeat import Heartbeat
 from trainables.metrics.metrics_file import Report
-from trainables.teachers.cache.cached_teacher import CachedTeacher
+from trainables.teachers.cache.cached_teacher import CachedTeacher, cached_epochs
 from trainables.teachers.interface import TeacherRequest
 
 
@@ -27,24 +27,25 @@ def sequential(config: FillConfig) -> FillConfig:
 def fill(
     config: FillConfig,
     group: Group,
-    classes: tuple[str, ...],
+    teacher: CachedTeacher,
     loader: Loader,
     report: Report,
     heartbeat: Heartbeat | None = None,
 ) -> dict[str, float]:
-    """Write the logits that are missing. Returns `images` (for which the teacher ran), `missing` (unreadable) and `rows`.
+    """Write the rows that are missing, and close the teacher.
 
-    `config` is of `sequential`, and `loader` reads its training split: each worker its part of a batch, and an epoch begins at
-    the first image that is missing. Raises DistillError: see `CachedTeacher`; unreadable data; a disk that cannot be written.
+    Returns `images` (for which the teacher ran), `missing` (unreadable) and `rows`. `config` is of `sequential`, and `loader`
+    reads its training split: each worker its part of a batch, and an epoch begins at the first image that is missing. Raises
+    DistillError: the teacher or data cannot be read, or the disk not be written.
     """
     heartbeat = heartbeat or Heartbeat()
-    num_steps, num_epochs = loader.steps_per_epoch, config.num_cached_epochs
+    num_steps, num_epochs = loader.steps_per_epoch, cached_epochs(config)
     sizes = {"steps_per_epoch": num_steps, "samples_per_epoch": loader.samples_per_epoch, "epochs": num_epochs}
     report("start", 0, 0.0, {**sizes, "num_workers": group.world_size, "max_steps": 0})
     num_images, num_missing = 0, 0
     prepare, precision = build_train_inputs(config, group.device), autocast(config.precision, group.device)
     heartbeat.enter("fill")
-    with contextlib.closing(CachedTeacher(config, group, classes, loader, ["cache"])) as teacher:
+    with contextlib.closing(teacher):
         for epoch in range(num_epochs):
             missing_N = gather_objects(teacher.store.open(epoch).missing_N if group.is_main else None, group)[0]
             if missing_N.any():  # rank 0 decides: a shared file system may show a block to one node later than to another

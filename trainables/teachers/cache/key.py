@@ -1,4 +1,4 @@
-"""The key of a cache: all that decides a teacher's logits for (epoch, sample), and the folder's name made of it.
+"""The key of a cache: all that decides a teacher's rows for (epoch, sample), and the folder's name made of it.
 
 What does not decide them is left out, so that trials and runs share them: batch size, workers, student, method, optimizer, the
 order of the images, and the seed where nothing is drawn by chance.
@@ -18,9 +18,10 @@ from trainables.errors import DataError, ExperimentError
 from trainables.models.model_input import teacher_input
 from trainables.models.weights import teacher_sha256
 from trainables.teachers.network import fit
+from trainables.teachers.rows import RowFormat
 
 FORMAT = 3
-"""Raised whenever the same key would mean other numbers: pixels, augmentation, format of the logits."""
+"""Raised whenever the same key would mean other numbers: pixels, augmentation, format of the columns."""
 _PIXEL_KEYS = {"image_size", "augment", "min_crop_area", "device_augment", "fidelity", "val_resize"}
 """Keys of `data` that decide pixels, also those that are not used here: a key too many costs a teacher's run, one too few is
 wrong."""
@@ -35,16 +36,16 @@ class ImageSet(NamedTuple):
 
 
 def shared_key_parts(
-    config: TrainConfig, group: Group, loader: Loader, classes: Sequence[str], top_k: int | None = None
+    config: TrainConfig, group: Group, loader: Loader, classes: Sequence[str], row_format: RowFormat
 ) -> dict[str, Any]:
     """The parts of a job's key, on every rank; every rank calls it. Raises DistillError: see `check_same_data`, `key_parts`."""
     assert config.teacher is not None
-    images = check_same_data(config.data.path, loader, group, str(config.teacher.logits_only))
-    return from_rank(lambda: key_parts(config, images, classes, top_k), group)
+    images = check_same_data(config.data.path, loader, group, str(config.teacher.rows_from))
+    return from_rank(lambda: key_parts(config, images, classes, row_format), group)
 
 
 def check_same_data(path: str, loader: Loader, group: Group, key: str) -> ImageSet:
-    """What the loaders of all ranks read from `path`, where it is the same: a sample has one row of logits. Every rank calls it.
+    """What the loaders of all ranks read from `path`, where it is the same: a sample has one row. Every rank calls it.
 
     One rank of each node fingerprints the data, of which nodes may have copies. `key`: the experiment's, for messages.
 
@@ -75,7 +76,7 @@ def check_same_data(path: str, loader: Loader, group: Group, key: str) -> ImageS
     return ImageSet(num_samples, fingerprint, decoders[0])
 
 
-def key_parts(config: TrainConfig, images: ImageSet, classes: Sequence[str], top_k: int | None) -> dict[str, Any]:
+def key_parts(config: TrainConfig, images: ImageSet, classes: Sequence[str], row_format: RowFormat) -> dict[str, Any]:
     """The parts of the key, as they are written to `key.json`. Reads the teacher's weights.
 
     Raises CheckpointError, ModelError: the teacher cannot be read.
@@ -91,7 +92,7 @@ def key_parts(config: TrainConfig, images: ImageSet, classes: Sequence[str], top
         "input": asdict(teacher_input(teacher, data)),
         "data": {"samples": images.num_samples, "fingerprint": images.fingerprint},
         "images": {**pixels, "decoder": images.decoder, "seed": config.seed if data.augments_at_random else None},
-        "top_k": top_k,
+        **row_format.key,
     }
 
 

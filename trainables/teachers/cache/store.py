@@ -170,7 +170,7 @@ class CacheWriter:
         except OSError as error:
             if self.error is None:
                 log.warning(
-                    "teacher.cache: %s cannot be written (%s): this worker writes no more logits, and its training goes on",
+                    "teacher.cache: %s cannot be written (%s): this worker writes no more, and its training goes on",
                     self._store.folder,
                     error.strerror or error,
                 )

@@ -1,1 +1,1 @@
-"""The teacher as a service (`teacher.service`): Ray actors compute its logits for several students."""
+"""The teacher as a service (`teacher.service`): Ray actors compute its outputs for several students."""

@@ -10,7 +10,7 @@ import asyncio
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
@@ -37,7 +37,7 @@ _CONCURRENT = 2
 """Batches under way: while a GPU computes one, the next is queued behind it."""
 
 T = TypeVar("T")
-RowKey = tuple[str, int, int]
+RowKey = tuple[str, int | None, int]
 """Key, epoch, sample."""
 
 
@@ -45,7 +45,7 @@ class _Task(NamedTuple):
     """Images of one request that wait for their network."""
 
     launch: Launch
-    epoch: int
+    epoch: int | None
     images_nHWC: NDArray[np.uint8]
     keys: list[RowKey]
     rows: list[asyncio.Future[Any]]
@@ -62,11 +62,11 @@ class TeacherActor:
         device: str,
         threads: int,
         *,
-        build: Callable[[dict[str, Any], Sequence[str]], Launch] | None = None,
+        build: Callable[[ServedModel], Launch] | None = None,
         memory_bytes: int = MEMORY_BYTES,
         idle_timeout_s: float = IDLE_TIMEOUT_S,
     ) -> None:
-        """`threads`: compute threads on a CPU. `build`: other networks than the experiment's, from its settings and classes."""
+        """`threads`: compute threads on a CPU. `build`: other networks than the experiment's."""
         self._device = torch.device(device)
         self._build, self._memory_bytes, self._idle_timeout_s = build or self._load, memory_bytes, idle_timeout_s
         self._networks: dict[str, asyncio.Task[Launch]] = {}
@@ -120,7 +120,7 @@ class TeacherActor:
             for idle in [each for each in self._networks if self._requested_s[each] < now_s - self._idle_timeout_s]:
                 del self._networks[idle]  # first: the device may have room for one network alone
             del loading
-            loading = asyncio.create_task(self._run(None, self._build, model.settings, model.classes))
+            loading = asyncio.create_task(self._run(None, self._build, model))
             self._networks[name] = loading
         self._requested_s[name] = now_s
         return await asyncio.shield(loading)
@@ -186,6 +186,6 @@ class TeacherActor:
                 os._exit(1)
             raise
 
-    def _load(self, settings: dict[str, Any], classes: Sequence[str]) -> Launch:
-        fetch_inputs(settings)
-        return served_network(TrainConfig.model_validate(settings), classes, self._device)
+    def _load(self, model: ServedModel) -> Launch:
+        fetch_inputs(model.settings)
+        return served_network(TrainConfig.model_validate(model.settings), model.classes, model.row_format, self._device)

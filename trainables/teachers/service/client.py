@@ -9,7 +9,7 @@ import copy
 import logging
 import threading
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Self
@@ -26,9 +26,8 @@ from trainables.errors import ClusterError, TeacherServiceLostError
 from trainables.methods.contract import ModelOutputs
 from trainables.teachers.cache.key import cache_key, shared_key_parts
 from trainables.teachers.interface import TeacherRequest
-from trainables.teachers.rows import Columns, Rows, RowTeacher
+from trainables.teachers.rows import Columns, ExactLogits, MethodReads, Rows, RowTeacher, format_of
 from trainables.teachers.service.protocol import RowsRequest, ServedModel, TeacherConnection
-from trainables.teachers.service.served_network import served_rows
 
 log = logging.getLogger("raydistill")
 
@@ -62,27 +61,28 @@ class ServiceTeacher(RowTeacher):
         classes: tuple[str, ...],
         loader: Loader,
         connections: Sequence[TeacherConnection],
-        methods: Sequence[str],
+        reads: Mapping[str, MethodReads],
     ) -> None:
-        """Every rank calls it. A timing run shares no logits with other jobs, since it measures what its own teacher costs.
+        """Every rank calls it. A timing run shares no rows with other jobs, since it measures what its own teacher costs.
 
         Raises DistillError: the teacher or the data cannot be read, or the workers read different images.
         """
-        super().__init__(served_rows(config, classes), methods, group.device, tensor_format(config)[0])
+        logits = ExactLogits(len(classes), str(tensor_format(config)[0]).removeprefix("torch."))
+        super().__init__(format_of(reads, logits), reads, config, group.device, loader.source)
         if not connections:
             raise ValueError("a client of the teacher service without a connection to it")
         self._connections = tuple(connections)
-        parts = shared_key_parts(config, group, loader, classes)
+        parts = shared_key_parts(config, group, loader, classes, self.row_format)
         suffix = "" if config.train.max_steps is None else f"-{config.labels.get('trial', config.stage)}"
         settings = config.model_copy(update={"teacher_sha256": parts["teacher"]["sha256"]}).model_dump(mode="json")
-        self._model = ServedModel(cache_key(parts) + suffix, settings, classes)
+        self._model = ServedModel(cache_key(parts) + suffix, settings, classes, self.row_format)
         self._pending: deque[_PendingBatch] = deque()
         self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
         self._loop, self._closed = self._runner.get_loop(), asyncio.Event()
         self._thread = threading.Thread(target=self._runner.run, args=(self._closed.wait(),), name="teacher", daemon=True)
         self._thread.start()
 
-    def prefetch(self, batches: Generator[Batch, None, None], epoch: int) -> Generator[Batch, None, None]:
+    def prefetch(self, batches: Generator[Batch, None, None], epoch: int | None) -> Generator[Batch, None, None]:
         """See `TeacherInterface`. One batch more with each step, so that the first step does not wait until all are loaded."""
         self._pending.clear()
         waiting, num_yielded = deque[Batch](), 0
@@ -107,21 +107,21 @@ class ServiceTeacher(RowTeacher):
         pending = self._pending[0]
         rows = slice(pending.num_used, pending.num_used + num_rows)
         if not np.array_equal(pending.indices_B[rows], request.indices_B.numpy()):
-            raise RuntimeError("teacher.service: a step has other samples than those whose logits were requested for it")
+            raise RuntimeError("teacher.service: a step has other samples than those whose rows were requested for it")
         if pending.columns is None:
             rows_B, num_computed = pending.response.result()
             self._num_computed += num_computed
-            pending.columns = self.row_format.to_device(rows_B, self._device)
+            pending.columns = self.row_format.to_device(self._check(rows_B), self._device)
         pending.num_used += num_rows
         if pending.num_used == len(pending.indices_B):
             self._pending.popleft()
         return self._outputs({name: column[rows] for name, column in pending.columns.items()})
 
-    def for_validation(self) -> Self:
-        """A client of the same network for the validation images. It is closed with this one."""
+    def for_validation(self, loader: Loader) -> Self:
+        """See `TeacherInterface`: a client of the same network. It is closed with this one."""
         client = copy.copy(self)
         client._model = self._model._replace(key=f"{self._model.key}-val")
-        client._pending = deque()
+        client._pending, client._source = deque(), loader.source
         return client
 
     def close(self) -> None:
@@ -130,7 +130,7 @@ class ServiceTeacher(RowTeacher):
         self._thread.join()
         self._runner.close()
 
-    async def _request(self, indices_B: NDArray[np.int64], images_BHWC: NDArray[np.uint8], epoch: int) -> tuple[Rows, int]:
+    async def _request(self, indices_B: NDArray[np.int64], images_BHWC: NDArray[np.uint8], epoch: int | None) -> tuple[Rows, int]:
         """The rows of a batch, each from the actor that serves its sample, and how many of them were computed for it."""
         rows_B, actors_B = np.empty(len(indices_B), self.row_format.row), indices_B % len(self._connections)
         parts = [np.flatnonzero(actors_B == number) for number in range(len(self._connections))]
@@ -144,7 +144,7 @@ class ServiceTeacher(RowTeacher):
         return rows_B, sum(await asyncio.gather(*(fetch(connection, rows_b) for connection, rows_b in pairs if len(rows_b))))
 
     async def _exchange(
-        self, connection: TeacherConnection, indices_b: NDArray[np.int64], images_bHWC: NDArray[np.uint8], epoch: int
+        self, connection: TeacherConnection, indices_b: NDArray[np.int64], images_bHWC: NDArray[np.uint8], epoch: int | None
     ) -> tuple[Rows, int]:
         """The response of an actor, which may be restarted meanwhile.
 

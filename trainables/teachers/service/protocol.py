@@ -19,14 +19,16 @@ class ServedModel(NamedTuple):
     settings: dict[str, Any]
     """The worker's `TrainConfig`, and the classes: what the network is built from."""
     classes: tuple[str, ...]
+    row_format: Any
+    """See `trainables.teachers.rows`."""
 
 
 class RowsRequest(NamedTuple):
     """Asks for the teacher's rows of samples in one epoch's augmentation."""
 
     model: ServedModel
-    epoch: int
-    """The epoch by which the images are augmented."""
+    epoch: int | None
+    """The epoch by which the images are augmented; None: they are not."""
     indices_B: NDArray[np.int64]
     """Dataset-wide sample indices."""
     images_BHWC: Awaitable[NDArray[np.uint8]]

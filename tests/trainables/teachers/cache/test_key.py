@@ -25,6 +25,7 @@ from trainables.models.registry import build_model
 from trainables.models.weights import teacher_sha256
 from trainables.teachers.cache import key
 from trainables.teachers.cache.key import ImageSet, cache_key, check_same_data, key_parts
+from trainables.teachers.rows import HalfFeatures, HalfLogits, RowFormat
 
 
 def folder(root: Path, seed: int = 0) -> Path:
@@ -139,6 +140,7 @@ def parts(
     images: ImageSet = IMAGES,
     classes: Sequence[str] = TEN,
     top_k: int | None = None,
+    row_format: RowFormat | None = None,
     model: str = "convnet_large",
     teacher: dict[str, Any] | None = None,
     **changes: Any,
@@ -148,7 +150,7 @@ def parts(
     data = {"augment": "pad_crop_flip", **changes}
     about = {"model": model, "weights": str(weights), **(teacher or {})}
     job = config(weights.parent / "job", teacher=about, data=data, **sections)
-    return key_parts(job, images, classes, top_k)
+    return key_parts(job, images, classes, row_format or HalfLogits(len(classes), top_k))
 
 
 def leaves(parts_of_key: dict[str, Any]) -> dict[str, Any]:
@@ -185,6 +187,7 @@ ALONE: dict[str, dict[str, Any]] = {
     "input.std": {"teacher": {"std": (0.229, 0.224, 0.5)}},
     "top_k": {"top_k": 3},
 }
+MAPS = (("embedding", (64,)), ("map", (64, 2, 2)))
 
 
 @pytest.mark.parametrize("part", ALONE)
@@ -211,6 +214,14 @@ def test_a_key_has_no_other_parts(plain: Path, tmp_path: Path, monkeypatch: pyte
     assert parts(tmp_path / "other.safetensors")["teacher"]["sha256"] != first["teacher"]["sha256"]
     monkeypatch.setattr(key, "FORMAT", key.FORMAT + 1)
     assert cache_key(parts(plain)) != cache_key(first)
+
+
+def test_the_taps_are_a_part_of_the_key_of_features_alone(plain: Path) -> None:
+    logits = HalfLogits(10)
+    keys = [cache_key(parts(plain, row_format=each)) for each in (HalfFeatures(logits, MAPS), HalfFeatures(None, MAPS))]
+    keys += [cache_key(parts(plain, row_format=HalfFeatures(None, MAPS[:1]))), cache_key(parts(plain))]
+    assert len(set(keys)) == 4
+    assert "taps" not in parts(plain)  # logits that were cached before features could be are still found
 
 
 def test_folders_with_equally_many_images_of_equal_sizes_have_keys_of_their_own(plain: Path, tmp_path: Path) -> None:

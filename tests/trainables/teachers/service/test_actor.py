@@ -17,7 +17,7 @@ from tests.trainables.teachers.service.local_service import LocalConnection, Loc
 from tests.trainables.teachers.service.test_client import settings
 from tests.waiting import wait_until
 from trainables.errors import CheckpointError, TeacherServiceLostError
-from trainables.teachers.rows import Rows
+from trainables.teachers.rows import ExactLogits, Rows
 from trainables.teachers.service.actor import TeacherActor
 from trainables.teachers.service.protocol import RowsRequest, RowsResponse, ServedModel
 
@@ -67,7 +67,7 @@ class Served:
         return self.begin(samples, images, epoch, key), images
 
     def begin(self, samples: NDArray[np.int64], images: LocalImages, epoch: int = 0, key: str = "key") -> "Future[RowsResponse]":
-        return self.connection.begin("rows", RowsRequest(ServedModel(key, {"of": key}, ()), epoch, samples, images))
+        return self.connection.begin("rows", RowsRequest(ServedModel(key, {"of": key}, (), None), epoch, samples, images))
 
     def fetch(self, samples: NDArray[np.int64], epoch: int = 0, key: str = "key") -> RowsResponse:
         return self.request(samples, epoch, key)[0].result(5)
@@ -76,7 +76,7 @@ class Served:
 @pytest.fixture
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
     network = Numbered()
-    with local_services(build=lambda settings, classes: network, **getattr(request, "param", {})) as (connection,):
+    with local_services(build=lambda model: network, **getattr(request, "param", {})) as (connection,):
         yield Served(connection, network)
 
 
@@ -200,7 +200,7 @@ def test_a_network_that_fails_fails_all_requests_that_wait_and_is_tried_again(se
 def test_a_teacher_that_cannot_be_loaded_raises_why_each_time() -> None:
     tries = list[int]()
 
-    def build(settings: dict[str, Any], classes: Sequence[str]) -> Numbered:
+    def build(model: ServedModel) -> Numbered:
         tries.append(1)
         raise FileNotFoundError("no such teacher")
 
@@ -214,9 +214,9 @@ def test_a_teacher_that_cannot_be_loaded_raises_why_each_time() -> None:
 def test_a_network_without_requests_is_gone_before_another_is_built_and_is_loaded_again() -> None:
     alive, loaded = weakref.WeakSet[Numbered](), list[str]()
 
-    def build(settings: dict[str, Any], classes: Sequence[str]) -> Numbered:
+    def build(model: ServedModel) -> Numbered:
         wait_until(lambda: gc.collect() >= 0 and not alive)  # a thread that has computed may still be about to let go of it
-        loaded.append(settings["of"])
+        loaded.append(model.settings["of"])
         network = Numbered()
         alive.add(network)
         return network
@@ -245,6 +245,9 @@ def test_it_has_full_products_also_where_its_container_allows_tf32() -> None:
 def test_a_teacher_that_does_not_exist_is_named(tmp_path: Path) -> None:
     plain = settings(tmp_path, "ours").model_dump(mode="json")
     (tmp_path / "teacher.safetensors").unlink()
-    images, model = LocalImages(np.zeros((3, 8, 8, 3), np.uint8)), ServedModel("key", plain, ("0", "1"))
+    images, model = (
+        LocalImages(np.zeros((3, 8, 8, 3), np.uint8)),
+        ServedModel("key", plain, ("0", "1"), ExactLogits(2, "float64")),
+    )
     with local_services() as (connection,), pytest.raises(CheckpointError, match=r"teacher.safetensors"):
         connection.begin("rows", RowsRequest(model, 0, np.arange(3), images)).result(30)

@@ -22,7 +22,7 @@ from trainables.config import TrainConfig
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
 from trainables.engine.train import build, run_job
-from trainables.errors import CheckpointError, ClusterError, ExperimentError
+from trainables.errors import CheckpointError, ClusterError
 from trainables.teachers.interface import TeacherRequest
 from trainables.teachers.service import client as client_module
 from trainables.teachers.service.client import PREFETCH_BATCHES, ServiceTeacher
@@ -234,15 +234,6 @@ def test_batches_that_wait_for_their_logits_keep_their_images(tmp_path: Path) ->
             if before is not None:
                 assert np.array_equal(before[0], before[1])
             before = batch.images_BCHW.numpy(), batch.images_BCHW.clone().numpy()
-
-
-def test_a_method_that_reads_features_is_refused_in_one_line(tmp_path: Path) -> None:
-    config = settings(tmp_path, "first", distill={"options": {"kd": {"teacher_taps": ("pooled",)}}})
-    with pytest.raises(
-        ExperimentError, match=r"teacher.service: it gives a teacher's logits, and kd needs its features"
-    ) as error:
-        train(Group(), config)
-    assert "\n" not in str(error.value)
 
 
 def test_the_same_training_twice_computes_nothing_new_and_ends_equal(tmp_path: Path) -> None:

@@ -7,19 +7,21 @@ import pytest
 import torch
 
 from tests.trainables.teachers.service.test_client import settings
-from trainables.teachers.service.served_network import served_network, served_rows
+from trainables.teachers.rows import ExactLogits
+from trainables.teachers.service.served_network import served_network
 
 CLASSES = tuple(str(label) for label in range(10))
 IMAGES = np.random.default_rng(0).integers(0, 256, (10, 8, 8, 3), dtype=np.uint8)
+ROWS = ExactLogits(10, "float64")
 CPU = torch.device("cpu")
 
 
 def test_the_parts_in_which_images_arrive_do_not_matter(tmp_path: Path) -> None:
-    network, samples = served_network(settings(tmp_path, "ours"), CLASSES, CPU), np.arange(10)
+    network, samples = served_network(settings(tmp_path, "ours"), CLASSES, ROWS, CPU), np.arange(10)
     whole = network([IMAGES], samples, 3)()
     parts = network([IMAGES[:3], IMAGES[3:4], IMAGES[4:]], samples, 3)()
     assert np.array_equal(parts, whole)
-    assert (whole.shape, whole.dtype) == ((10,), served_rows(settings(tmp_path, "ours"), CLASSES).row)
+    assert (whole.shape, whole.dtype) == ((10,), ROWS.row)
     backwards = network([IMAGES[::-1]], samples[::-1].copy(), 3)()
     assert backwards["logits"][::-1] == pytest.approx(whole["logits"], abs=1e-12)
     assert not np.allclose(network([IMAGES], samples, 4)()["logits"], whole["logits"])  # another epoch augments otherwise
@@ -28,7 +30,7 @@ def test_the_parts_in_which_images_arrive_do_not_matter(tmp_path: Path) -> None:
 @pytest.mark.gpu
 def test_a_gpu_has_the_next_batch_while_it_computes_one(tmp_path: Path) -> None:
     job = settings(tmp_path, "ours")
-    ours, peer = (served_network(job, CLASSES, torch.device(device)) for device in ("cuda", "cpu"))
+    ours, peer = (served_network(job, CLASSES, ROWS, torch.device(device)) for device in ("cuda", "cpu"))
     ours([IMAGES], np.arange(10), 0)()  # kernels are chosen
     torch.cuda.set_sync_debug_mode("error")
     try:
