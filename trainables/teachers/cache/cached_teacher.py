@@ -61,8 +61,10 @@ class CachedTeacher(RowTeacher):
         return self._network[0] if self._network else None
 
     def __call__(self, images_BCHW: Tensor, num_rows: int, request: TeacherRequest | None = None) -> dict[str, ModelOutputs]:
+        if request is None and self.network is not None:
+            return self._outputs(self.row_format.encode(self.network(images_BCHW, num_rows)[ROWS]))
         if request is None:
-            return self.network(images_BCHW, num_rows) if self.network is not None else self._dummy_outputs(num_rows)
+            return self._dummy_outputs(num_rows)
         if self._epoch is None or self._epoch[0] != request.epoch:
             self._epoch = request.epoch, self.store.open(request.epoch)
         cached, indices_B = self._epoch[1], request.indices_B.numpy()
