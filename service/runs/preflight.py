@@ -72,13 +72,13 @@ def check_data(experiment: Experiment, searched: Collection[str] = (), *, trains
     note_equal_splits(experiment.data, data)
     if len(val) > len(train):
         notice(f"data.path: {experiment.data.path} has {len(train)} training and {len(val)} validation images: are they swapped?")
-    if trains_base and (problem := enough_images(experiment.data, len(train))):
+    if trains_base and (problem := enough_images(experiment.data, len(train.sets[0]))):
         raise DataError(problem)
     if "data.image_size" not in searched:
         check_models(experiment, val.classes)
         cut = experiment.scale.pipeline_stages > 1 and experiment.teacher is not None and experiment.teacher.weights is None
         check_fits(experiment, len(val.classes), [name for name in experiment.preparation if cut or name != "teacher"])
-        check_parts(experiment, len(train), len(val.classes), trained_stages(experiment, searched))
+        check_parts(experiment, len(train.sets[0]), len(val.classes), trained_stages(experiment, searched))
     return data
 
 
@@ -119,18 +119,22 @@ def check_source(data: DataConfig, split: Literal["train", "val"]) -> Source:
     # The nodes' folders are not this machine's.
     source = open_source(data.model_copy(update={"stage": "none"}), split)
     refuse_single_class(source.classes, f"data.path: {data.path}")
-    if is_uri(data.path):  # an image would cost the whole shard that it lies in
-        return source
-    probed = range(0, len(source), -(-len(source) // PROBED_IMAGES))
+    for each, opened in zip(data.sets, source.sets, strict=False):
+        if not is_uri(each.path):  # an image would cost the whole shard that it lies in
+            _check_images(each.path, opened)
+    return source
+
+
+def _check_images(path: str, source: Source) -> None:
     reasons = []
-    for index in probed:
+    for index in range(0, len(source), -(-len(source) // PROBED_IMAGES)):
         try:
             decode_image(source.read(index))
-            return source
+            return
         except UnreadableImageError as error:
             reasons.append(f"{source.name(index)} ({error})")
     raise DataError(
-        f"data.path: {data.path}: none of {len(reasons)} sampled images can be decoded, such as {reasons[0]}; give whole images"
+        f"data.path: {path}: none of {len(reasons)} sampled images can be decoded, such as {reasons[0]}; give whole images"
     )
 
 

@@ -30,6 +30,8 @@ def fill_cache(resolved: Resolved, root: Path) -> str:
             "teacher.weights: the teacher is not trained yet: give its checkpoint; `distill train` trains it first, and fills "
             "teacher.cache while it distils"
         )
+    if experiment.data.more:
+        raise ExperimentError("data.more: `distill cache` goes over one set: leave it out, or let `distill train` fill the cache")
     check_writable(root, None)
     check_train(resolved.override({"tracking.enabled": False}, "cache"))  # nothing is sent to MLflow
     create_private(root)

@@ -17,7 +17,7 @@ from trainables.errors import DataError, ExperimentError
 def check_sweep(resolved: Resolved) -> DataIdentity | None:
     """Refuse a sweep whose stages its workers would refuse later, or without a single point that could run.
 
-    Returns what its data is; None where it searches over `data.path`.
+    Returns what its data is; None where it searches over `data.path` or `data.more`.
 
     Raises:
         DistillError: one line.
@@ -35,7 +35,7 @@ def check_sweep(resolved: Resolved) -> DataIdentity | None:
         mark_unschedulable(trials, local_capacity())
     check_any_runs(trials)
     searched = experiment.sweep.axes
-    if "data.path" in searched:
+    if {"data.path", "data.more"} & set(searched):
         return None
     teacher = experiment.teacher
     trains_base = bool(experiment.assistants) or (teacher is not None and teacher.weights is None)

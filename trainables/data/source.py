@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from trainables.data.pack.readers import IMAGE_FOLDER, matching_reader, nearby_l
 from trainables.data.sources.digits import open_digits
 from trainables.data.sources.folder import NO_IMAGES, FolderSource
 from trainables.data.sources.layout import LayoutSource
+from trainables.data.sources.mixed import open_mixed
 from trainables.data.sources.records import open_records
 from trainables.data.sources.synthetic import open_synthetic
 from trainables.data.storage.image_cache import cached
@@ -30,8 +32,20 @@ SOURCES: dict[str, Callable[[DataConfig, Split], Source]] = {
 
 
 def open_source(data: DataConfig, split: Split) -> Source:
-    """One split of what `data.path` names. Raises DataError where it is missing, empty or inconsistent."""
-    if data.val_share is not None and (data.path in SOURCES or _is_packed(data)):
+    """One split of what `data.path` names, in training with what `data.more` does.
+
+    Raises DataError where it is missing, empty or inconsistent.
+    """
+    return _open(data, split, partial(_open_set, split=split))
+
+
+def _open(data: DataConfig, split: Split, open_set: Callable[[DataConfig], Source]) -> Source:
+    return open_mixed(data, open_set) if data.more and split == "train" else open_set(data)
+
+
+def _open_set(data: DataConfig, split: Split) -> Source:
+    """One split of what `data.path` names."""
+    if data.val_share and (data.path in SOURCES or _is_packed(data)):
         raise DataError(f"data.val_share: {data.path} has a validation split of its own: leave data.val_share out")
     if named := SOURCES.get(data.path):
         if os.path.isdir(data.path):
@@ -53,7 +67,7 @@ def open_source(data: DataConfig, split: Split) -> Source:
         if kind is None and not data.labels and root.is_dir():
             raise DataError(f"data.path: {data.path} {NO_IMAGES}; add some, or give another folder")
         # without a layout, an image folder is what its refusal describes
-        if kind is None or (kind == IMAGE_FOLDER and data.labels and data.val_share is None):
+        if kind is None or (kind == IMAGE_FOLDER and data.labels and not data.val_share):
             return FolderSource(data.path, split)
         return LayoutSource(data, root, kind, split)
     except OSError as error:
@@ -72,12 +86,13 @@ def _is_packed(data: DataConfig) -> bool:
 
 def check_placement(data: DataConfig) -> None:
     """Refuse a `data.stage` or `data.cache` that does not fit the source. Raises DataError."""
-    packed = _is_packed(data)
-    if data.stage != "none" and not packed:
-        raise DataError(f"data.stage: {data.path} is not a packed set; pack it with `distill pack`, or leave data.stage out")
-    if data.cache == "memory" and (packed or data.path in SOURCES):
-        instead = "write data.stage=ram" if packed else "it is in memory as it is"
-        raise DataError(f"data.cache: {data.path} is not a folder of image files: {instead}, and leave data.cache out")
+    for each in data.sets:
+        packed = _is_packed(each)
+        if data.stage != "none" and not packed:
+            raise DataError(f"data.stage: {each.path} is not a packed set; pack it with `distill pack`, or leave data.stage out")
+        if data.cache == "memory" and (packed or each.path in SOURCES):
+            instead = "write data.stage=ram" if packed else "it is in memory as it is"
+            raise DataError(f"data.cache: {each.path} is not a folder of image files: {instead}, and leave data.cache out")
 
 
 def open_on_node(data: DataConfig, split: Split) -> Source:
@@ -86,10 +101,14 @@ def open_on_node(data: DataConfig, split: Split) -> Source:
     Raises DataError also where they do not fit the source or the node.
     """
     check_placement(data)
+    return _open(data, split, partial(_open_set_on_node, split=split))
+
+
+def _open_set_on_node(data: DataConfig, split: Split) -> Source:
     if data.cache == "memory":
-        return cached(data, split, open_source(data, split))
+        return cached(data, split, _open_set(data, split))
     if is_uri(data.path):
         remote = open_remote(data, split)
         remote.check_room(data.shuffle if split == "train" else "none")
         return remote
-    return open_source(data, split) if data.stage == "none" else open_staged(data, split)
+    return _open_set(data, split) if data.stage == "none" else open_staged(data, split)

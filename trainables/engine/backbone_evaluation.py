@@ -45,7 +45,7 @@ def open_labeled(config: TrainConfig, group: Group) -> LabeledImages | None:
     """None: there is no `eval.path`. Raises DataError: its images cannot be read, or have no labels."""
     if config.eval.path is None:
         return None
-    own = {"path": config.eval.path, "labels": True, "val_share": None, "stage": "none", "cache": "none"}
+    own = {"path": config.eval.path, "labels": True, "more": (), "val_share": None, "stage": "none", "cache": "none"}
     data = config.data.model_copy(update=own)
     process = loader_process(data, world_size=group.world_size, device=group.device)
 
