@@ -281,8 +281,8 @@ RULES: tuple[Rule[JobSettings], ...] = (
     ),
     (
         lambda s: s.data.mixes_unlabeled and (s.distillation is None or (s.teacher is not None and s.teacher.weights is None)),
-        "data.more: no training on labels alone has images without: write labels: true for each set in it, or teacher.model and"
-        " teacher.weights",
+        "data.more: a model that learns labels alone learns nothing of images without: write labels: true for each set in it, or"
+        " teacher.model and teacher.weights",
     ),
     (
         lambda s: s.data.mixes_unlabeled and s.scale.pipeline_stages > 1,

@@ -66,7 +66,8 @@ def check_data(experiment: Experiment, searched: Collection[str] = (), *, trains
     Raises DistillError.
     """
     if not {"data.stage", "data.cache"} & set(searched):
-        check_placement(experiment.data)
+        for each in experiment.data.sets:
+            check_placement(each)
     train, val = (check_source(experiment.data, split) for split in ("train", "val"))
     data = data_identity(train, val)
     note_equal_splits(experiment.data, data)

@@ -3,14 +3,7 @@
 `service.config.experiment` composes the same sections into the experiment that a user writes.
 """
 
-from trainables.config.data import (
-    ON_DEVICE,
-    ColorJitterConfig,
-    DataConfig,
-    DeviceAugmentConfig,
-    MoreDataConfig,
-    RandAugmentConfig,
-)
+from trainables.config.data import ON_DEVICE, ColorJitterConfig, DataConfig, DeviceAugmentConfig, RandAugmentConfig
 from trainables.config.distill import DistillConfig, InitStageOptions, MethodOptions, init_epochs
 from trainables.config.evaluation import EvalConfig
 from trainables.config.job import (
@@ -47,7 +40,6 @@ __all__ = [
     "LossOptimConfig",
     "Measure",
     "MethodOptions",
-    "MoreDataConfig",
     "Natural",
     "NonNegative",
     "OptimConfig",

@@ -36,15 +36,8 @@ def open_source(data: DataConfig, split: Split) -> Source:
 
     Raises DataError where it is missing, empty or inconsistent.
     """
-    return _open(data, split, partial(_open_set, split=split))
-
-
-def _open(data: DataConfig, split: Split, open_set: Callable[[DataConfig], Source]) -> Source:
-    return open_mixed(data, open_set) if data.more and split == "train" else open_set(data)
-
-
-def _open_set(data: DataConfig, split: Split) -> Source:
-    """One split of what `data.path` names."""
+    if data.more and split == "train":
+        return open_mixed(data, partial(open_source, split=split))
     if data.val_share and (data.path in SOURCES or _is_packed(data)):
         raise DataError(f"data.val_share: {data.path} has a validation split of its own: leave data.val_share out")
     if named := SOURCES.get(data.path):
@@ -86,13 +79,12 @@ def _is_packed(data: DataConfig) -> bool:
 
 def check_placement(data: DataConfig) -> None:
     """Refuse a `data.stage` or `data.cache` that does not fit the source. Raises DataError."""
-    for each in data.sets:
-        packed = _is_packed(each)
-        if data.stage != "none" and not packed:
-            raise DataError(f"data.stage: {each.path} is not a packed set; pack it with `distill pack`, or leave data.stage out")
-        if data.cache == "memory" and (packed or each.path in SOURCES):
-            instead = "write data.stage=ram" if packed else "it is in memory as it is"
-            raise DataError(f"data.cache: {each.path} is not a folder of image files: {instead}, and leave data.cache out")
+    packed = _is_packed(data)
+    if data.stage != "none" and not packed:
+        raise DataError(f"data.stage: {data.path} is not a packed set; pack it with `distill pack`, or leave data.stage out")
+    if data.cache == "memory" and (packed or data.path in SOURCES):
+        instead = "write data.stage=ram" if packed else "it is in memory as it is"
+        raise DataError(f"data.cache: {data.path} is not a folder of image files: {instead}, and leave data.cache out")
 
 
 def open_on_node(data: DataConfig, split: Split) -> Source:
@@ -100,15 +92,13 @@ def open_on_node(data: DataConfig, split: Split) -> Source:
 
     Raises DataError also where they do not fit the source or the node.
     """
+    if data.more and split == "train":
+        return open_mixed(data, partial(open_on_node, split=split))
     check_placement(data)
-    return _open(data, split, partial(_open_set_on_node, split=split))
-
-
-def _open_set_on_node(data: DataConfig, split: Split) -> Source:
     if data.cache == "memory":
-        return cached(data, split, _open_set(data, split))
+        return cached(data, split, open_source(data, split))
     if is_uri(data.path):
         remote = open_remote(data, split)
         remote.check_room(data.shuffle if split == "train" else "none")
         return remote
-    return _open_set(data, split) if data.stage == "none" else open_staged(data, split)
+    return open_source(data, split) if data.stage == "none" else open_staged(data, split)

@@ -80,7 +80,8 @@ class GlobalCount:
 
     def _filled(self) -> Tensor:
         """The numbers, filled on the device: a copy from the host would wait for all that the GPU still has to do."""
-        self._totals = torch.full((3,), float(self._numbers[0]), dtype=torch.float64, device=self._group.device)
+        size = 2 if self._num_labeled is None else 3
+        self._totals = torch.full((size,), float(self._numbers[0]), dtype=torch.float64, device=self._group.device)
         self._totals[1].fill_(self._numbers[1])
         if self._num_labeled is not None:
             self._totals[2] = self._num_labeled
@@ -94,7 +95,7 @@ class GlobalCount:
 
     @property
     def totals(self) -> Tensor:
-        """Samples, parts and samples with a label of all ranks, (3,) float64 on the device."""
+        """Samples and parts of all ranks, and with `num_labeled` those with a label: (2,) or (3,), float64 on the device."""
         self.wait()
         return self._filled() if self._totals is None else self._totals
 

@@ -164,9 +164,9 @@ def test_a_rule_is_checked_on_the_driver_and_again_by_the_worker(
         ),
         (
             (MORE, "teacher=null", "distill.method=none"),
-            "data.more: no training on labels alone has images without: write",
+            "data.more: a model that learns labels alone learns nothing of images",
         ),
-        ((MORE,), "data.more: no training on labels alone has images without: write"),
+        ((MORE,), "data.more: a model that learns labels alone learns nothing of images"),
         ((MORE, WEIGHTS, *STAGES), "data.more: scale.pipeline_stages 2 does not go with images without labels among others"),
         (
             (MORE, WEIGHTS, "distill.method=dkd"),

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainables.config import DataConfig, MoreDataConfig
+from trainables.config import DataConfig
+from trainables.config.data import MoreDataConfig
 from trainables.data.decode import Sample
 from trainables.data.interface import Source
 from trainables.data.order import MixedOrder, Order, Split
@@ -112,7 +113,7 @@ def open_mixed(data: DataConfig, open_set: Callable[[DataConfig], Source]) -> Mi
     notice(f"data.more: each global batch of {data.global_batch_size} has {shown}")
     for source, path, count in zip(further, paths[1:], counts[1:], strict=True):
         if (times := len(first) / counts[0] * count / len(source)) > 1:
-            notice(f"data.more: {path}: an epoch shows each image of it {times:.2g} times, always with the same augmentation")
+            notice(f"data.more: {path}: an epoch shows each of its images about {times:.2g} times, augmented alike")
     return MixedSource(sets, paths)
 
 
