@@ -64,7 +64,7 @@ def test_sets_of_which_one_has_labels_train_the_same_on_2_and_3_workers(
             assert row[f"epoch/train/{name}"] == pytest.approx(its[f"epoch/train/{name}"], rel=1e-9)
 
 
-def test_images_without_labels_change_no_accuracy_in_training_and_teach_nothing_at_weight_0(tmp_path: Path) -> None:
+def test_images_without_labels_change_neither_the_loss_of_the_labels_nor_the_accuracy_in_training(tmp_path: Path) -> None:
     settings: dict[str, object] = {"optim": {"epochs": 1, "lr": 1e-12}, "distill": {"task_weight": 1.0, "options": {}}}
     settings["teacher"] = {"weights": write_teacher(tmp_path / "teacher.safetensors")}
     more = [{"path": "synthetic", "share": 0.5, "labels": False}]

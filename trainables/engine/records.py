@@ -50,13 +50,10 @@ def means(train_state: TrainState, sums: Sequence[float]) -> dict[str, float]:
     later = train_state.distillation_module.later_terms
     totals = dict(zip(train_state.sums.names, sums, strict=True))
     num_images = totals.pop("images")
-    num_labeled = totals.pop(LABELED, num_images)
+    counted = totals.pop(LABELED, num_images) or math.nan
     return {
-        f"{name}_pct" if name in ACCURACIES else name: 100 * total / (num_labeled or math.nan)
-        if name in ACCURACIES
-        else total / (num_images or math.nan)
-        for name, total in totals.items()
-        if name not in later
+        **{f"{name}_pct": 100 * total / counted for name, total in totals.items() if name in ACCURACIES},
+        **{name: total / (num_images or math.nan) for name, total in totals.items() if name not in (*ACCURACIES, *later)},
     }
 
 

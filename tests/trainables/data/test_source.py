@@ -389,8 +389,8 @@ def test_what_a_set_cannot_be_stored_as_is_refused_by_its_path(tmp_path: Path, m
 def test_batches_of_several_sets_are_the_same_on_one_worker_and_on_two(tmp_path: Path, make_folder: MakeFolder) -> None:
     root = make_folder(train={"cat": 6, "dog": 5}, val={"cat": 1})
     pack_here(root, tmp_path / "packed")
-    more = [{"path": str(tmp_path / "packed"), "share": 0.5}]
-    settings = config(root, labels=True, more=more, global_batch_size=4, last_batch="short", max_bad=0)
+    more, order = [{"path": (tmp_path / "packed").as_uri(), "share": 0.5}], {"shuffle": "window(5)", "last_batch": "short"}
+    settings = config(tmp_path / "packed", labels=True, more=more, global_batch_size=4, max_bad=0, stage=str(tmp_path), **order)
 
     def batches(rank: int, world_size: int, start: int = 0, loader: str = "threads") -> list[Batch]:
         data = settings.model_copy(update={"loader": loader, "loader_workers": 2})
