@@ -95,6 +95,10 @@ class DataError(DistillError):
     """Missing, empty, unreadable or inconsistent data."""
 
 
+class NoLabelsError(DataError):
+    """Images that are to have labels, and have none that are found."""
+
+
 class DataUnavailableError(DataError):
     """Data on a server that did not answer for as long as it is waited for; it may later."""
 

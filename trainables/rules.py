@@ -283,6 +283,29 @@ RULES: tuple[Rule[JobSettings], ...] = (
         "teacher.service: it is sent images that the host has decoded, and data.decoder {s.data.decoder} decodes on each worker's"
         " GPU: set data.decoder to auto, or leave teacher.service out",
     ),
+    # Several data sets.
+    (
+        lambda s: s.data.more and (total := sum(each.share for each in s.data.more)) >= 1 and f"{total:g}",
+        "data.more: its shares add up to {found}, which leaves nothing of data.path: write less than 1 in all",
+    ),
+    (
+        lambda s: s.data.global_batch_size <= len(s.data.more) and len(s.data.sets),
+        "data.global_batch_size: {s.data.global_batch_size} has no image for each of {found} sets: write at least {found}",
+    ),
+    (
+        lambda s: not s.data.labels and any(each.labels for each in s.data.more),
+        "data.more: labels: true in it, and data.labels is false: leave labels out",
+    ),
+    (
+        lambda s: s.data.mixes_unlabeled and (s.distillation is None or (s.teacher is not None and s.teacher.weights is None)),
+        "data.more: a model that learns labels alone learns nothing of images without: write labels: true for each set in it, or"
+        " teacher.model and teacher.weights",
+    ),
+    (
+        lambda s: s.data.mixes_unlabeled and s.scale.pipeline_stages > 1,
+        "data.more: scale.pipeline_stages {s.scale.pipeline_stages} does not go with images without labels among others: write"
+        " labels: true for each set in it, or scale.pipeline_stages 1",
+    ),
     # Images without labels.
     (
         lambda s: not s.data.labels and s.distillation is None,
@@ -426,6 +449,18 @@ METHOD_RULES: tuple[MethodRule[JobSettings], ...] = (
         "distill.method: {m.key} reads classes, and data.labels is false: write embed, or another method on features alone",
     ),
     (
+        lambda s, _: s.data.mixes_unlabeled,
+        lambda m, _: m.requires.hard_labels,
+        "distill.method: {m.key} needs the label of each image: write labels: true for each set in data.more, or set"
+        " distill.method to kd",
+    ),
+    (
+        lambda s, _: s.data.more,
+        lambda m, _: m.requires.same_images,
+        "distill.method: {m.key} remembers each image, and one of data.more may come twice in a batch: leave data.more out, or"
+        " set distill.method to kd",
+    ),
+    (
         lambda s, _: s.data.device_augment.mixes,
         lambda m, _: m.requires.hard_labels,
         "distill.method: {m.key} needs images of one class each: set data.device_augment.mixup and data.device_augment.cutmix"
@@ -552,25 +587,27 @@ def resize_covers_crop(data: DataConfig) -> Problem:
 
 
 def enough_images(data: DataConfig, num_images: int) -> Problem:
-    """`num_images`: of the training split."""
-    batch = data.global_batch_size
-    if data.last_batch != "drop" or batch <= num_images:
+    """`num_images`: of the training split of `data.path`."""
+    batch, (own, *_) = data.global_batch_size, data.batch_parts
+    if data.last_batch != "drop" or own <= num_images:
         return None
+    what = f"{batch} is" if own == batch else f"the part of {data.path}, {own} of {batch}, is"
     return (
-        f"data.global_batch_size: {batch} is more than the {num_images} training images of {data.path}; "
-        f"write at most {num_images}, or data.last_batch=short"
+        f"data.global_batch_size: {what} more than the {num_images} training images of {data.path}; "
+        f"write at most {num_images * batch // own}, or data.last_batch=short"
     )
 
 
 def parts_have_several_images(settings: JobSettings, num_images: int) -> Problem:
-    """For models that cannot normalize a single image. `num_images`: of the training split."""
+    """For models that cannot normalize a single image. `num_images`: of the training split of `data.path`."""
     batch, replicas, splits = settings.data.global_batch_size, settings.scale.num_replicas, num_micro_batches(settings)
-    smallest = 2 * replicas * splits
-    if num_images >= batch and batch < smallest:
+    smallest, own = 2 * replicas * splits, settings.data.batch_parts[0]
+    if num_images >= own and batch < smallest:
         number = pipeline_micro_batches(settings)
         fewer = f", or less than {number} in scale.micro_batches" if number > 1 else ""
         return f"data.global_batch_size {batch} gives a worker or micro-batch a single image: write at least {smallest}{fewer}"
-    last = num_images % batch if settings.data.last_batch == "short" else 0
+    last = num_images % own if settings.data.last_batch == "short" else 0
+    last += batch - own if last else 0
     if not any(0 < part < 2 * splits for part in (last // replicas, -(-last // replicas))):
         return None
     return (

@@ -51,6 +51,7 @@ def absolute_store(uri: str) -> str:
 
 PATHS: dict[str, Callable[[str], str]] = {
     "data.path": absolute,
+    "data.more": absolute,
     "data.stage": absolute_stage,
     "eval.path": absolute,
     "teacher.weights": absolute,
@@ -95,4 +96,6 @@ def _mapped(change: Callable[[str], str], value: Any) -> Any:
             return [_mapped(change, each) for each in value]
         case {"weights": str(weights)}:  # a teacher of several
             return {**value, "weights": change(weights)}
+        case {"path": str(path)}:  # a set of data.more
+            return {**value, "path": change(path)}
     return value

@@ -66,6 +66,8 @@ def resolve(
         if key.split(".")[0] not in CHANGEABLE:
             raise ExperimentError(f"--set {text}: an evaluation has the keys data.*, scale.* and precision")
         put(tree, key, value, f"--set {text}")
+    if "more" in tree["data"]:
+        raise ExperimentError("data.more: an evaluation reads one set: leave it out")
     checked(tree)  # a wrong override is refused before the checkpoint is read, which imports torch
     if weights_key is not None and model is None:
         raise ExperimentError("--weights-key chooses a part of weights that do not name their model: add --model NAME")

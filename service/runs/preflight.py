@@ -76,7 +76,8 @@ def check_data(resolved: Resolved, searched: Collection[str] = ()) -> tuple[Reso
     """
     experiment = resolved.experiment
     if not {"data.stage", "data.cache"} & set(searched):
-        check_placement(experiment.data)
+        for each in experiment.data.sets:
+            check_placement(each)
     train, val = (check_source(experiment.data, split) for split in ("train", "val"))
     data = data_identity(train, val)
     note_equal_splits(experiment.data, data)
@@ -84,7 +85,7 @@ def check_data(resolved: Resolved, searched: Collection[str] = ()) -> tuple[Reso
         notice(f"data.path: {experiment.data.path} has {len(train)} training and {len(val)} validation images: are they swapped?")
     resolved = with_finetuning(resolved, val.classes)
     experiment, preparation = resolved.experiment, resolved.experiment.trained_before
-    if (preparation or not searched) and (problem := enough_images(experiment.data, len(train))):
+    if (preparation or not searched) and (problem := enough_images(experiment.data, len(train.sets[0]))):
         raise DataError(problem)
     if (labeled := experiment.eval.labeled(experiment.data)) is not None:
         try:
@@ -96,7 +97,7 @@ def check_data(resolved: Resolved, searched: Collection[str] = ()) -> tuple[Reso
         check_models(experiment, val.classes)
         check_fits(experiment, len(val.classes), preparation)
         trained = [*(preparation if experiment.train.max_steps is None else []), *([] if searched else ["student"])]
-        check_parts(experiment, len(train), len(val.classes), trained)
+        check_parts(experiment, len(train.sets[0]), len(val.classes), trained)
     return resolved, data
 
 
@@ -130,18 +131,22 @@ def check_source(data: DataConfig, split: Literal["train", "val"]) -> Source:
     # The nodes' folders are not this machine's.
     source = open_source(data.model_copy(update={"stage": "none"}), split)
     refuse_single_class(source.classes, f"data.path: {data.path}")
-    if is_uri(data.path):  # an image would cost the whole shard that it lies in
-        return source
-    probed = range(0, len(source), -(-len(source) // PROBED_IMAGES))
+    for each, opened in zip(data.sets, source.sets, strict=False):
+        if not is_uri(each.path):  # an image would cost the whole shard that it lies in
+            _check_images(each.path, opened)
+    return source
+
+
+def _check_images(path: str, source: Source) -> None:
     reasons = []
-    for index in probed:
+    for index in range(0, len(source), -(-len(source) // PROBED_IMAGES)):
         try:
             decode_image(source.read(index))
-            return source
+            return
         except UnreadableImageError as error:
             reasons.append(f"{source.name(index)} ({error})")
     raise DataError(
-        f"data.path: {data.path}: none of {len(reasons)} sampled images can be decoded, such as {reasons[0]}; give whole images"
+        f"data.path: {path}: none of {len(reasons)} sampled images can be decoded, such as {reasons[0]}; give whole images"
     )
 
 

@@ -25,6 +25,8 @@ def fill_cache(resolved: Resolved, root: Path) -> str:
     experiment, teacher = resolved.experiment, resolved.experiment.teacher
     if teacher is None or teacher.cache is None:
         raise ExperimentError("teacher.cache: names no folder to fill: write --set teacher.cache=FOLDER")
+    if experiment.data.more:
+        raise ExperimentError("data.more: `distill cache` goes over one set: leave it out, or let `distill train` fill the cache")
     check_writable(root, None)
     resolved, _ = check_train(resolved.override({"tracking.enabled": False}, "cache"))  # nothing is sent to MLflow
     experiment, teacher = resolved.experiment, resolved.experiment.teacher

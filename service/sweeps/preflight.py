@@ -17,7 +17,8 @@ from trainables.errors import DataError, ExperimentError
 def check_sweep(resolved: Resolved) -> tuple[Resolved, DataIdentity | None]:
     """Refuse a sweep whose stages its workers would refuse later, or without a single point that could run.
 
-    Returns the experiment with its `teacher.finetune`, and what its data is; None where it searches over `data.path`.
+    Returns the experiment with its `teacher.finetune`, and what its data is; None where it searches over `data.path` or
+    `data.more`.
 
     Raises:
         DistillError: one line.
@@ -35,7 +36,7 @@ def check_sweep(resolved: Resolved) -> tuple[Resolved, DataIdentity | None]:
         mark_unschedulable(trials, local_capacity())
     check_any_runs(trials)
     searched = experiment.sweep.axes
-    if "data.path" in searched:
+    if {"data.path", "data.more"} & set(searched):
         return resolved, None
     resolved, data = check_data(resolved, searched)
     mark_unbuildable(trials)  # such a point is a row, not an error

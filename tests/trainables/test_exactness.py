@@ -35,6 +35,48 @@ def test_parameters_on_2_and_3_workers_equal_one_workers_to_1e_9(
     assert relative_difference(states[1], states[3]) < 1e-9
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param({"global_batch_size": 100, "more": [{"path": "synthetic", "share": 0.3, "labels": False}]}, id="last 42"),
+        pytest.param(
+            {
+                "global_batch_size": 96,
+                "last_batch": "drop",
+                "shuffle": "window(300)",
+                "device_augment": {"mixup": 0.4},
+                "more": [{"path": "synthetic", "share": 0.5, "labels": False}, {"path": "digits", "share": 0.1}],
+            },
+            id="mixed in pairs",
+        ),
+    ],
+)
+def test_sets_of_which_one_has_labels_train_the_same_on_2_and_3_workers(
+    ranks: RankPool, tmp_path: Path, data: dict[str, object]
+) -> None:
+    options = {"teacher": {"weights": write_teacher(tmp_path / "teacher.safetensors")}, "data": data}
+    found = {n: ranks.run(n, train, config(tmp_path / str(n), **options))[0] for n in (1, 2, 3)}
+    parts = ranks.run(2, train, config(tmp_path / "parts", **options, optim={"accumulate": 3}))[0]
+    for other in (found[2], found[3], parts):
+        assert relative_difference(found[1]["state"], other["state"]) < 1e-9
+        for name in ("loss", "task_loss", "top1_pct"):
+            (row,), (its,) = found[1]["progress"].history, other["progress"].history
+            assert row[f"epoch/train/{name}"] == pytest.approx(its[f"epoch/train/{name}"], rel=1e-9)
+
+
+def test_images_without_labels_change_neither_the_loss_of_the_labels_nor_the_accuracy_in_training(tmp_path: Path) -> None:
+    settings: dict[str, object] = {"optim": {"epochs": 1, "lr": 1e-12}, "distill": {"task_weight": 1.0, "options": {}}}
+    settings["teacher"] = {"weights": write_teacher(tmp_path / "teacher.safetensors")}
+    more = [{"path": "synthetic", "share": 0.5, "labels": False}]
+    rows = [
+        train(Group(), config(tmp_path / str(len(each)), **settings, data={"global_batch_size": size, "more": each}))
+        for each, size in (([], 103), (more, 206))
+    ]
+    alone, mixed = (found["progress"].history[0] for found in rows)
+    for name in ("task_loss", "top1_pct", "top5_pct"):
+        assert mixed[f"epoch/train/{name}"] == pytest.approx(alone[f"epoch/train/{name}"], rel=1e-6)
+
+
 def test_batch_norms_over_all_workers_see_no_blank_image_where_a_worker_has_none(ranks: RankPool, tmp_path: Path) -> None:
     options = {
         "model": "resnet8",

@@ -64,6 +64,26 @@ def test_a_resumed_job_ends_with_the_same_bits(ranks: RankPool, tmp_path: Path, 
     assert equal(*tensors)
 
 
+def test_a_job_on_several_sets_goes_on_inside_an_epoch_and_inside_their_passes_with_the_same_bits(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    settings = {
+        "precision": "fp32",
+        "teacher": {"weights": write_teacher(tmp_path / "t.safetensors")},
+        "data": {
+            "synthetic_images": 130,
+            "more": [{"path": "synthetic", "share": 0.2, "labels": False}, {"path": "digits", "share": 0.3}],
+        },
+        "optim": {"epochs": 2},
+        "train": {"checkpoint_every": 7, "log_every": 5},
+    }
+    whole = ranks.run(1, train, config(tmp_path / "whole", **settings))[0]
+    pieces = interrupted(ranks, tmp_path / "pieces", [1] * 3, 4, **settings)
+    assert equal(whole["state"], pieces["state"])
+    tensors = [checkpoint.read(tmp_path / name / "checkpoints" / "last.safetensors")[0] for name in ("whole", "pieces")]
+    assert equal(*tensors)
+
+
 def test_a_job_resumed_on_another_world_size_sees_the_same_samples(ranks: RankPool, tmp_path: Path) -> None:
     settings = {
         "teacher": {"weights": write_teacher(tmp_path / "t.safetensors")},

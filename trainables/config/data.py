@@ -46,6 +46,18 @@ class DeviceAugmentConfig(Section):
         return self.mixup > 0 or self.cutmix > 0
 
 
+class MoreDataConfig(Section):
+    """A further set of training images."""
+
+    path: str = Field(min_length=1, description="as data.path; validation images that it has are not used")
+    share: Annotated[float, Field(gt=0, lt=1)] = Field(description="part of each global batch; data.path has the rest")
+    labels: bool | None = Field(
+        None,
+        description="whether its labels are used, by the names of its classes, all of which data.path must have; absent: where "
+        "both have the same classes",
+    )
+
+
 class DataConfig(Section):
     """Which images, and how they reach a worker."""
 
@@ -56,6 +68,9 @@ class DataConfig(Section):
     )
     labels: bool = Field(
         True, description="false: images without labels, from a folder of any depth or any other source, whose labels are ignored"
+    )
+    more: tuple[MoreDataConfig, ...] = Field(
+        (), description="further sets in each training batch; an epoch is one pass over data.path, and these begin again"
     )
     val_share: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         None,
@@ -111,6 +126,33 @@ class DataConfig(Section):
     std: Std = Field((0.229, 0.224, 0.225), description="per-channel deviation of pixels in [0, 1], for the student")
     synthetic_images: Count = Field(2048, description="training images of the `synthetic` source")
     synthetic_classes: Count = Field(10, description="classes of the `synthetic` source")
+
+    @property
+    def sets(self) -> tuple[DataConfig, ...]:
+        """`path`'s training images and those of `more`, each as if they were alone; nothing of the latter is held out."""
+        alone = self.model_copy(update={"more": ()})
+        return alone, *(
+            alone.model_copy(update={"path": each.path, "labels": self.labels and each.labels is not False, "val_share": 0.0})
+            for each in self.more
+        )
+
+    @property
+    def batch_parts(self) -> tuple[int, ...]:
+        """The samples that each of `sets` has in a global batch: at least 1, what is left over by the largest remainders."""
+        shares = [each.share for each in self.more]
+        quotas = [self.global_batch_size * share for share in (1 - sum(shares), *shares)]
+        parts = [max(1, int(quota)) for quota in quotas]
+        while (left := self.global_batch_size - sum(parts)) > 0:
+            remainders = [quota - part for quota, part in zip(quotas, parts, strict=True)]
+            parts[remainders.index(max(remainders))] += 1
+        for _ in range(-left):
+            parts[parts.index(max(parts))] -= 1
+        return tuple(parts)
+
+    @property
+    def mixes_unlabeled(self) -> bool:
+        """Whether some images may have no label among others that have one."""
+        return self.labels and not all(each.labels for each in self.more)
 
     @property
     def augments_at_random(self) -> bool:

@@ -25,5 +25,5 @@ class EvalConfig(Section):
 
     def labeled(self, data: DataConfig) -> DataConfig | None:
         """How the images of `path` are read: prepared as those of `data`. None: there are none."""
-        own = {"path": self.path, "labels": True, "val_share": None, "stage": "none", "cache": "none"}
+        own = {"path": self.path, "labels": True, "more": (), "val_share": None, "stage": "none", "cache": "none"}
         return data.model_copy(update=own) if self.path is not None else None

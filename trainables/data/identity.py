@@ -28,8 +28,8 @@ def _split_identity(source: Source) -> SplitIdentity:
     return SplitIdentity(
         num_images=len(source),
         labels=hashlib.sha256(np.ascontiguousarray(source.labels_N, dtype=np.int64).data).hexdigest(),
-        order="" if source.has_checksums else source.order_sha256(),
-        contents=source.fingerprint() if source.has_checksums else sampled_sha256(source).hex(),
+        order=" ".join("" if each.has_checksums else each.order_sha256() for each in source.sets),
+        contents=" ".join(each.fingerprint() if each.has_checksums else sampled_sha256(each).hex() for each in source.sets),
     )
 
 

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from trainables.config import DataConfig
 from trainables.data.decode import Sample
-from trainables.data.order import Order
+from trainables.data.order import Order, Split
 
 NO_LABELS = "for images without labels write data.labels: false (distill pack: --no-labels)"
 HOLD_OUT = "to hold out some of the training images write data.val_share: 0.1 (distill pack: --val-share 0.1)"
@@ -31,6 +32,15 @@ class Source(ABC):
 
     def __len__(self) -> int:
         return len(self.labels_N)
+
+    @property
+    def sets(self) -> "tuple[Source, ...]":
+        """The sets of which it is made, `data.path`'s first."""
+        return (self,)
+
+    def order(self, data: DataConfig, split: Split, seed: int) -> Order:
+        """The order in which its samples are read."""
+        return Order(split, data.shuffle, seed=seed, num_samples=len(self), shard_sizes=self.shard_sizes)
 
     @abstractmethod
     def name(self, index: int) -> str:

@@ -17,7 +17,7 @@ Split = Literal["train", "val"]
 GOLDEN = 0x9E3779B97F4A7C15
 """SplitMix64's step: 2⁶⁴ divided by the golden ratio."""
 _ROUNDS = 10  # 4 are pseudorandom for large N (Luby & Rackoff 1988); a domain of a few values needs more to come near uniform
-_SAMPLES, _BLOCKS, _WINDOW = 1, 2, 3  # what a key is for
+_SAMPLES, _BLOCKS, _WINDOW, _SLOTS = 1, 2, 3, 4  # what a key is for
 _BLOCK_SAMPLES = 256  # of a source without shards
 
 
@@ -130,6 +130,58 @@ class Order:
         num_blocks = len(self._sizes_S)
         row_S = permuted((_BLOCKS, self._seed, epoch), np.arange(num_blocks), num_blocks)
         return epoch, row_S, np.cumsum(self._sizes_S[row_S])
+
+
+class MixedOrder(Order):
+    """The order of several sets that lie one behind the other: `counts` samples of each are in every batch.
+
+    An epoch is one pass over the first set; the last batch of a pass may have fewer of it, unless `drop` leaves that out. The
+    others go on where the batch before ended, in the next pass where one is over. Which slot of a batch is which set's is drawn
+    by chance, so that neighbours are a random pair; a set's samples come in the order of its slots.
+    """
+
+    def __init__(self, orders: Sequence[Order], counts: Sequence[int], *, seed: int, drop: bool) -> None:
+        self._orders, self._counts, self._seed, self.batch = orders, counts, seed, sum(counts)
+        self._firsts = np.cumsum([0, *(order.num_samples for order in orders)]).tolist()
+        own = orders[0].num_samples
+        self._steps = own // counts[0] if drop else math.ceil(own / counts[0])
+        self.num_samples = self._steps * self.batch - max(0, self._steps * counts[0] - own)
+
+    def starts(self, epoch: int, step: int) -> list[tuple[Order, int, int]]:
+        """The order of each set, and the pass and the position in it where a batch begins."""
+        found = [(self._orders[0], epoch, step * self._counts[0])]
+        for number, (order, count) in enumerate(zip(self._orders[1:], self._counts[1:], strict=True), 1):
+            passed, position = divmod((epoch * self._steps + step) * count, order.num_samples)
+            found.append((order, (number << 40) + passed, position))  # sets of one size are shuffled apart
+        return found
+
+    def at(self, epoch: int, positions_B: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The samples (B,) at `positions_B` of an epoch, numbered through all sets."""
+        samples_B, steps_B = np.empty_like(positions_B), positions_B // self.batch
+        for step in np.unique(steps_B).tolist():
+            here = steps_B == step
+            samples_B[here] = self._in_batch(epoch, step, positions_B[here] - step * self.batch)
+        return samples_B
+
+    def _in_batch(self, epoch: int, step: int, slots_R: NDArray[np.int64]) -> NDArray[np.int64]:
+        own = min(self._counts[0], self._orders[0].num_samples - step * self._counts[0])
+        sets_G = np.repeat(np.arange(len(self._orders)), [own, *self._counts[1:]])
+        sets_G = sets_G[permuted((_SLOTS, self._seed, epoch, step), np.arange(len(sets_G)), len(sets_G))]
+        samples_R = np.empty_like(slots_R)
+        for number, (order, passed, position) in enumerate(self.starts(epoch, step)):
+            here = sets_G[slots_R] == number
+            nth_G = np.cumsum(sets_G == number) - 1
+            samples_R[here] = self._firsts[number] + _going_on(order, passed, position + nth_G[slots_R[here]])
+        return samples_R
+
+
+def _going_on(order: Order, passed: int, positions_B: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The samples (B,) at positions that go on in the passes after this one."""
+    samples_B, passes_B = np.empty_like(positions_B), positions_B // order.num_samples
+    for more in np.unique(passes_B).tolist():
+        here = passes_B == more
+        samples_B[here] = order.at(passed + more, positions_B[here] - more * order.num_samples)
+    return samples_B
 
 
 def rank_part(start: int, stop: int, rank: int, world_size: int) -> tuple[int, int]:

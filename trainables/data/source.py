@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from trainables.data.pack.readers import IMAGE_FOLDER, matching_reader, nearby_l
 from trainables.data.sources.digits import open_digits
 from trainables.data.sources.folder import NO_IMAGES, FolderSource
 from trainables.data.sources.layout import LayoutSource
+from trainables.data.sources.mixed import open_mixed
 from trainables.data.sources.records import open_records
 from trainables.data.sources.synthetic import open_synthetic
 from trainables.data.storage.image_cache import cached
@@ -30,8 +32,13 @@ SOURCES: dict[str, Callable[[DataConfig, Split], Source]] = {
 
 
 def open_source(data: DataConfig, split: Split) -> Source:
-    """One split of what `data.path` names. Raises DataError where it is missing, empty or inconsistent."""
-    if data.val_share is not None and (data.path in SOURCES or _is_packed(data)):
+    """One split of what `data.path` names, in training with what `data.more` does.
+
+    Raises DataError where it is missing, empty or inconsistent.
+    """
+    if data.more and split == "train":
+        return open_mixed(data, partial(open_source, split=split))
+    if data.val_share and (data.path in SOURCES or _is_packed(data)):
         raise DataError(f"data.val_share: {data.path} has a validation split of its own: leave data.val_share out")
     if named := SOURCES.get(data.path):
         if os.path.isdir(data.path):
@@ -53,7 +60,7 @@ def open_source(data: DataConfig, split: Split) -> Source:
         if kind is None and not data.labels and root.is_dir():
             raise DataError(f"data.path: {data.path} {NO_IMAGES}; add some, or give another folder")
         # without a layout, an image folder is what its refusal describes
-        if kind is None or (kind == IMAGE_FOLDER and data.labels and data.val_share is None):
+        if kind is None or (kind == IMAGE_FOLDER and data.labels and not data.val_share):
             return FolderSource(data.path, split)
         return LayoutSource(data, root, kind, split)
     except OSError as error:
@@ -85,6 +92,8 @@ def open_on_node(data: DataConfig, split: Split) -> Source:
 
     Raises DataError also where they do not fit the source or the node.
     """
+    if data.more and split == "train":
+        return open_mixed(data, partial(open_on_node, split=split))
     check_placement(data)
     if data.cache == "memory":
         return cached(data, split, open_source(data, split))

@@ -51,13 +51,25 @@ def all_reduce_sum(tensor: Tensor, group: Group) -> Tensor:
 class GlobalCount:
     """The numbers of samples and of their parts in this step, over all ranks; summed while the forward pass runs."""
 
-    def __init__(self, num_local: int, group: Group, *, accumulate: int = 1, num_samples: int | None = None):
+    def __init__(
+        self,
+        num_local: int,
+        group: Group,
+        *,
+        accumulate: int = 1,
+        num_samples: int | None = None,
+        num_labeled: Tensor | None = None,
+    ):
         """`num_local`: this rank's samples, in `accumulate` micro-batches or as many as they are. `num_samples`: of all ranks,
-        where it is known without them, each with an equal share or one more.
+        where it is known without them, each with an equal share or one more. `num_labeled`: this rank's samples with a label
+        (scalar, float64), where some may have none.
 
         Parts are what `GradientNoise` compares: ranks' batches, or one worker's micro-batches.
         """
         self._group, self._numbers = group, (num_local, min(num_local, accumulate if group.world_size == 1 else 1))
+        self._num_labeled = num_labeled
+        if num_labeled is not None:
+            num_samples = None
         if num_samples is not None and group.world_size > 1:
             self._numbers = num_samples, min(num_samples, group.world_size)
         self.is_known = num_samples is not None or group.world_size == 1
@@ -68,8 +80,11 @@ class GlobalCount:
 
     def _filled(self) -> Tensor:
         """The numbers, filled on the device: a copy from the host would wait for all that the GPU still has to do."""
-        self._totals = torch.full((2,), float(self._numbers[0]), dtype=torch.float64, device=self._group.device)
+        size = 2 if self._num_labeled is None else 3
+        self._totals = torch.full((size,), float(self._numbers[0]), dtype=torch.float64, device=self._group.device)
         self._totals[1].fill_(self._numbers[1])
+        if self._num_labeled is not None:
+            self._totals[2] = self._num_labeled
         return self._totals
 
     def wait(self) -> None:
@@ -80,7 +95,7 @@ class GlobalCount:
 
     @property
     def totals(self) -> Tensor:
-        """Samples and parts of all ranks, (2,) float64 on the device."""
+        """Samples and parts of all ranks, and with `num_labeled` those with a label: (2,) or (3,), float64 on the device."""
         self.wait()
         return self._filled() if self._totals is None else self._totals
 
@@ -92,6 +107,14 @@ class GlobalCount:
         if self.is_known:
             return self._group.world_size / max(self._numbers[0], 1)
         return self._group.world_size / self.totals[0].clamp(min=1)
+
+    @property
+    def task_scale(self) -> Tensor | None:
+        """The factor (a scalar) of the labels' loss that makes its mean over all samples the one over those that have a label.
+
+        None: all have one. Without a single one the loss is 0, and the factor finite.
+        """
+        return None if self._num_labeled is None else self.totals[0] / self.totals[2].clamp(min=1e-6)
 
 
 def gather_objects(value: Any, group: Group) -> list[Any]:

@@ -16,6 +16,8 @@ from trainables.device.mixing import Mix
 from trainables.errors import ExperimentError
 from trainables.methods.distillation_module import DistillationOutputs
 
+NO_LABEL = -1
+
 
 class Losses(NamedTuple):
     """The losses of a micro-batch, and their terms."""
@@ -36,6 +38,12 @@ class Losses(NamedTuple):
             weight = weight.to(per_sample[0].dtype)
         sums = [_sum(per_sample).sum() * weight] if per_sample else []
         return _sum([*sums, *per_batch])
+
+    def with_task_scale(self, scale: Tensor | float) -> "Losses":
+        """The losses with the labels' multiplied, see `GlobalCount.task_scale`."""
+        task = self.weighted["task"]
+        loss, task_loss = (self.named["loss"] + (scale - 1) * task).detach(), scale * self.named["task_loss"]
+        return Losses({**self.weighted, "task": scale * task}, {**self.named, "loss": loss, "task_loss": task_loss})
 
 
 def _sum(terms: Sequence[Tensor]) -> Tensor:
@@ -78,9 +86,18 @@ def compute_losses(
 
 
 def cross_entropy(logits_BK: Tensor, labels_B: Tensor, mix: Mix | None) -> Tensor:
-    """Cross-entropy of each sample (B,), with the labels of both images where two are mixed."""
-    plain_B = F.cross_entropy(logits_BK, labels_B, reduction="none")
+    """Cross-entropy of each sample (B,), with the labels of both images where two are mixed; that of the label -1 is 0."""
+    plain_B = F.cross_entropy(logits_BK, labels_B, reduction="none", ignore_index=NO_LABEL)
     if mix is None:
         return plain_B
     share_B = mix.share_B.to(plain_B.dtype)
-    return share_B * plain_B + (1 - share_B) * F.cross_entropy(logits_BK, mix.labels_B, reduction="none")
+    other_B = F.cross_entropy(logits_BK, mix.labels_B, reduction="none", ignore_index=NO_LABEL)
+    return share_B * plain_B + (1 - share_B) * other_B
+
+
+def num_labeled(labels_B: Tensor, mix: Mix | None) -> Tensor:
+    """How many images have a label (scalar, float64), mixed ones by the shares that have: what `cross_entropy` adds up over."""
+    own_B = (labels_B != NO_LABEL).double()
+    if mix is not None:
+        own_B = mix.share_B * own_B + (1 - mix.share_B) * (mix.labels_B != NO_LABEL)
+    return own_B.sum()

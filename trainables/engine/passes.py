@@ -17,7 +17,7 @@ from trainables.distributed.group import Group
 from trainables.engine.epochs import Epochs
 from trainables.engine.loss_optimizers import LossOptimizer
 from trainables.engine.losses import Losses, compute_losses
-from trainables.engine.step_sums import StepSums
+from trainables.engine.step_sums import LABELED, StepSums
 from trainables.engine.updates import ParameterUpdate
 from trainables.methods.contract import MethodBatch, ModelOutputs
 from trainables.methods.distillation_module import DistillationModule, DistillationOutputs
@@ -54,14 +54,17 @@ class TrainState:
     accumulate: int
     cpu_group: dist.ProcessGroup | None
     """See `trainables.distributed.gather.cpu_process_group`."""
+    mixes_unlabeled: bool
+    """Whether some images may have no label among others that have one."""
     sums: StepSums
     """Since the last log line."""
 
 
-def sum_names(module: DistillationModule) -> tuple[str, ...]:
+def sum_names(module: DistillationModule, *, mixes_unlabeled: bool = False) -> tuple[str, ...]:
     """What the steps of a module add up over images."""
+    labels = ("top1", "top5", "loss", "task_loss") if module.classifies else ("loss",)
     distilled = ("distill_loss", *module.term_names) if module.methods else ()
-    return ("images", *(("top1", "top5", "loss", "task_loss") if module.classifies else ("loss",)), *distilled)
+    return ("images", *([LABELED] if mixes_unlabeled else []), *labels, *distilled)
 
 
 def micro_batches(batch: DeviceBatch, accumulate: int, num_blank_images: int = 2) -> list[DeviceBatch]:

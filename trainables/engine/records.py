@@ -13,6 +13,7 @@ from trainables.distributed.group import Group, gather_objects
 from trainables.engine.job import Job
 from trainables.engine.pass_latency import TrainingShape, pass_latency
 from trainables.engine.passes import TrainState
+from trainables.engine.step_sums import LABELED
 from trainables.failures import kind_of
 from trainables.metrics.allreduce_wait import split_waits
 from trainables.metrics.phase_timer import Statistics, StepStatistics, data_pct, named
@@ -41,17 +42,18 @@ T = TypeVar("T")
 
 
 def means(train_state: TrainState, sums: Sequence[float]) -> dict[str, float]:
-    """Sums over images of an epoch, see `TrainState.sums`, as named means; accuracies in percent. No image: nan.
+    """Sums over images of an epoch, see `TrainState.sums`, as named means; accuracies in percent, of images with a label. No
+    image: nan.
 
     A term whose method has not begun is left out.
     """
     later = train_state.distillation_module.later_terms
-    num_images, *others = zip(train_state.sums.names, sums, strict=True)
-    n = num_images[1] or math.nan
+    totals = dict(zip(train_state.sums.names, sums, strict=True))
+    num_images = totals.pop("images")
+    counted = totals.pop(LABELED, num_images) or math.nan
     return {
-        f"{name}_pct" if name in ACCURACIES else name: (100 if name in ACCURACIES else 1) * total / n
-        for name, total in others
-        if name not in later
+        **{f"{name}_pct": 100 * total / counted for name, total in totals.items() if name in ACCURACIES},
+        **{name: total / (num_images or math.nan) for name, total in totals.items() if name not in (*ACCURACIES, *later)},
     }
 
 

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from trainables.engine.evaluate import hits
 
+LABELED = "labeled"
+"""The images with a label, where some may have none."""
 _MAX_PENDING = 256
 
 
@@ -19,7 +21,7 @@ class StepSums:
     """Sums since the last `clear`. What is not read yet is kept by step, so that a step itself compares nothing."""
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
-        """`names`: `images`, `top1` and `top5` of a classifier, then those of losses, `loss` among them."""
+        """`names`: `images`, perhaps LABELED, `top1` and `top5` of a classifier, then those of losses, `loss` among them."""
         self.names = tuple(names)
         self._loss = self.names.index("loss")
         self._pending_PN = torch.zeros((_MAX_PENDING, len(names)), dtype=torch.float64, device=device)
@@ -35,6 +37,8 @@ class StepSums:
         if "top1" in self.names:
             hits_B5 = hits(student_BK, labels_B).to(losses["loss"].dtype)
             values |= {"top1": hits_B5[:, 0], "top5": hits_B5.sum(1)}
+        if LABELED in self.names:
+            values[LABELED] = (labels_B >= 0).to(losses["loss"].dtype)
         absent = [name for name in self.names[1:] if name not in values]
         values |= dict.fromkeys(absent, losses["loss"].new_zeros(())) if absent else {}
         all_NB = torch.stack([values[name].expand(len(labels_B)) for name in self.names[1:]])

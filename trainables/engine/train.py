@@ -35,6 +35,7 @@ from trainables.engine.job_metrics import JobMetrics, build_metrics
 from trainables.engine.job_parts import Models, build_checkpoint_state, build_job_optimizers, build_models, open_loaders, restore
 from trainables.engine.log_lines import log_step, write_log_line
 from trainables.engine.loss_optimizers import LossOptimizer
+from trainables.engine.losses import num_labeled
 from trainables.engine.modules import selected_methods
 from trainables.engine.passes import TrainState, micro_batches, run_student, run_teacher, sum_names
 from trainables.engine.pipeline.build import with_saved_cut
@@ -173,6 +174,7 @@ def build_steps(
             measures_noise=config.measures_noise and (group.world_size > 1 or config.optim.accumulate > 1),
             allreduce_wait=metrics.allreduce_wait,
         )
+    names = sum_names(module, mixes_unlabeled=config.data.mixes_unlabeled)
     train_state = TrainState(
         distillation_module=module,
         teacher=models.teacher,
@@ -186,7 +188,8 @@ def build_steps(
         accumulate=config.optim.accumulate,
         compilation=Compilation.of(config),
         cpu_group=cpu_process_group(group) if module.methods else None,
-        sums=StepSums(gather_objects(sum_names(module), layout.pipeline)[-1], device),
+        mixes_unlabeled=config.data.mixes_unlabeled,
+        sums=StepSums(gather_objects(names, layout.pipeline)[-1], device),
     )
     if layout.has_stages:
         return train_state, *pipeline.pipeline_functions(config, layout, train_state)
@@ -301,7 +304,8 @@ def train_step(train_state: TrainState, batch: DeviceBatch, step: int, timer: Ph
     timer.mark("augment")
     update, group, accumulate = train_state.update, train_state.group, train_state.accumulate
     num_images, epochs_passed = len(batch.labels_B), train_state.epochs.passed(step)
-    count = GlobalCount(num_images, group, accumulate=accumulate, num_samples=batch.num_samples)
+    labeled = num_labeled(prepared.labels_B, prepared.mix) if train_state.mixes_unlabeled else None
+    count = GlobalCount(num_images, group, accumulate=accumulate, num_samples=batch.num_samples, num_labeled=labeled)
     parts = micro_batches(prepared, accumulate, train_state.num_blank_images)
     train_state.compilation.begin_step()
     train_state.teacher.skip(parts[0].images_BCHW, accumulate - len(parts))
@@ -312,8 +316,11 @@ def train_step(train_state: TrainState, batch: DeviceBatch, step: int, timer: Ph
             teacher_outputs = run_teacher(train_state, part)
             timer.mark("teacher")
             outputs, losses = run_student(train_state, part.images_BCHW, part, teacher_outputs, epochs_passed)
-            train_state.sums.add(step, outputs.logits_BK, part.labels_B, losses.named)
             timer.mark("student")
+            update.wait(count)
+            if (scale := count.task_scale) is not None:
+                losses = losses.with_task_scale(scale)
+            train_state.sums.add(step, outputs.logits_BK, part.labels_B, losses.named)
             update.backward(losses, count, len(part.labels_B))
         if part is not parts[-1]:
             timer.mark("backward")

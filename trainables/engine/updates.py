@@ -67,6 +67,10 @@ class ParameterUpdate(ABC):
         """Forward and backward of a micro-batch run in this context. Gradients are averaged over ranks after the last one."""
         return contextlib.nullcontext()
 
+    def wait(self, count: GlobalCount) -> None:
+        """Wait for the step's samples to be counted, if the ranks still do that; once for each micro-batch, before `backward`."""
+        count.wait()
+
     @abstractmethod
     def backward(self, losses: Losses, count: GlobalCount, num_images: int) -> None:
         """Add the gradients of a micro-batch of `num_images` images. `count`: of the step's samples."""
@@ -115,12 +119,15 @@ class SharedUpdate(ParameterUpdate):
         self._is_last = last
         return self._ddp.no_sync() if self._ddp is not None and not last else contextlib.nullcontext()
 
+    def wait(self, count: GlobalCount) -> None:
+        if self._allreduce_wait is None or self._ddp is None or count.is_known:
+            return
+        self._allreduce_wait.begin()
+        count.wait()
+        self._allreduce_wait.end()
+
     def backward(self, losses: Losses, count: GlobalCount, num_images: int) -> None:
         wait = self._allreduce_wait if self._ddp is not None else None
-        if wait is not None and not count.is_known:
-            wait.begin()
-            count.wait()
-            wait.end()
         total = self._scaler.scale(losses.total(count.weight()))
         if wait is not None and self._is_last:
             wait.begin_after(total)

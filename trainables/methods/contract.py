@@ -61,6 +61,7 @@ class MethodBatch:
     """Augmented pixels in [0, 1]: a network of the method's own gets
     them through `trainables.models.pixels.take_pixels`."""
     labels_B: Tensor
+    """int64; -1 for an image without a label, which a method with `Requirements.hard_labels` never meets."""
     indices_B: Tensor
     """Dataset-wide, int64: the same image has the same index in every epoch and on any number of workers."""
     epoch: float

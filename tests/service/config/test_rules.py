@@ -16,6 +16,8 @@ from trainables.methods.registry import METHODS
 from trainables.methods.select import SelectedMethod, select_methods
 from trainables.rules import METHOD_RULES, RULES, enough_images, first_problem, first_problem_of_methods
 
+MORE = "data.more=[{path: synthetic, share: 0.25}]"
+WEIGHTS = "teacher.weights=teacher.safetensors"
 STAGES = ("scale.num_workers=4", "scale.pipeline_stages=2")
 GPU = ("data.augment=crop_flip", "data.decoder=gpu")
 DOT = ("optim.name=dot", "optim.nesterov=false")
@@ -166,6 +168,29 @@ def test_a_rule_is_checked_on_the_driver_and_again_by_the_worker(
         ),
         ((*DROPPING, "assistants=[{model: resnet8}]"), "distill.teacher_dropping: the student has one teacher"),
         (("scale.pipeline_stages=2",), "num_workers 1 is not divisible by scale.pipeline_stages 2: write 2"),
+        (
+            ("data.more=[{path: a, share: 0.5}, {path: b, share: 0.5}]",),
+            "data.more: its shares add up to 1, which leaves",
+        ),
+        ((MORE, "data.global_batch_size=1"), "data.global_batch_size: 1 has no image for each of 2 sets: write at least 2"),
+        (
+            ("data.labels=false", "data.more=[{path: synthetic, share: 0.25, labels: true}]"),
+            "data.more: labels: true in it, and data.labels is false",
+        ),
+        (
+            (MORE, "teacher=null", "distill.method=none"),
+            "data.more: a model that learns labels alone learns nothing of images",
+        ),
+        ((MORE,), "data.more: a model that learns labels alone learns nothing of images"),
+        ((MORE, WEIGHTS, *STAGES), "data.more: scale.pipeline_stages 2 does not go with images without labels among others"),
+        (
+            (MORE, WEIGHTS, "distill.method=dkd"),
+            "distill.method: dkd needs the label of each image: write labels: true",
+        ),
+        (
+            (MORE.replace("}", ", labels: true}"), "distill.method=pskd", "teacher=null"),
+            "distill.method: pskd remembers each image, and one of data.more may come twice in a batch",
+        ),
         ((*STAGES, "scale.cut=[layer2, layer3]"), "cut names 2 modules, and 2 pipeline_stages begin with 1 besides the images"),
     ],
 )
@@ -197,6 +222,9 @@ def test_stages_that_workers_or_methods_do_not_fit_are_refused(overrides: tuple[
         (*STAGES, "precision=bf16", "scale.micro_batches=32"),
         ("scale.micro_batches=100", "precision=fp16"),
         ("teacher=null", "distill.method=pskd"),
+        (MORE, WEIGHTS),
+        (MORE.replace("}", ", labels: true}"), "distill.method=dkd"),
+        (MORE.replace("}", ", labels: true}"), *STAGES),
         ("sweep.policy=asha", "sweep.metric=top1_pct", "sweep.steps=null", "sweep.grace_epochs=4", "train.evaluate_every=2"),
         ("sweep.grace_epochs=3", "train.evaluate_every=2"),
         ("assistants=[{model: resnet8, epochs: 3}]", "optim.warmup_epochs=2", "teacher.epochs=3"),
@@ -223,6 +251,28 @@ def test_a_batch_is_as_large_as_the_training_split_at_most() -> None:
     assert enough_images(DataConfig(global_batch_size=11, last_batch="short"), 10) is None
     assert enough_images(DataConfig(global_batch_size=11), 10) == (
         "data.global_batch_size: 11 is more than the 10 training images of digits; write at most 10, or data.last_batch=short"
+    )
+
+
+@pytest.mark.parametrize(
+    ("batch", "shares", "parts"),
+    [
+        (128, [0.25], (96, 32)),
+        (100, [0.29], (71, 29)),
+        (10, [0.125, 0.125], (8, 1, 1)),
+        (100, [1 / 3, 1 / 3], (34, 33, 33)),
+        (10, [0.001, 0.97], (1, 1, 8)),
+    ],
+)
+def test_shares_of_a_batch_are_counts_by_the_largest_remainder_of_at_least_one(
+    batch: int, shares: list[float], parts: tuple[int, ...]
+) -> None:
+    more = [{"path": "synthetic", "share": share} for share in shares]
+    data = DataConfig.model_validate({"global_batch_size": batch, "more": more})
+    assert data.batch_parts == parts
+    assert enough_images(data, parts[0]) is None
+    assert f"data.global_batch_size: the part of digits, {parts[0]} of {batch}, is more than the" in str(
+        enough_images(data, parts[0] - 1)
     )
 
 

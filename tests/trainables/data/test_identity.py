@@ -99,3 +99,14 @@ def test_of_many_images_few_are_read() -> None:
     source = Counted("many", classes=("a",), labels_N=np.zeros(100_000, dtype=np.int64), images_MHWC=pixels_MHWC)
     data_identity(source, source)
     assert source.num_reads <= 2 * 256
+
+
+def test_a_further_set_that_changed_is_refused_as_the_first_is(tmp_path: Path) -> None:
+    images, more = write_images(tmp_path / "images"), write_images(tmp_path / "more")
+    data = {"more": [{"path": str(more), "share": 0.5}], "global_batch_size": 4}
+    before = identity_of(images, **data)
+    (more / "val/a/0.png").unlink()  # nothing reads its validation images
+    assert check_same_data("it", before, identity_of(images, **data), accept=False) == []
+    os.rename(more / "train/a/0.png", more / "train/a/00.png")
+    with pytest.raises(DataError, match="the names or order of the train images changed"):
+        check_same_data("it", before, identity_of(images, **data), accept=False)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from trainables.data.order import Order, permuted, rank_part, sample_at
+from trainables.data.order import MixedOrder, Order, permuted, rank_part, sample_at
 
 Ints = NDArray[np.int64]
 
@@ -194,3 +194,41 @@ def test_a_permutation_of_another_key_is_another_one() -> None:
 def test_ranks_share_a_batch_as_array_split_does(world_size: int, start: int, stop: int) -> None:
     expected = [part.tolist() for part in np.array_split(np.arange(start, stop), world_size)]
     assert [list(range(*rank_part(start, stop, rank, world_size))) for rank in range(world_size)] == expected
+
+
+SIZES, COUNTS = (50, 7, 12), (6, 4, 2)
+
+
+@pytest.mark.parametrize("shuffle", ["full", "none", "window(5)"])
+@pytest.mark.parametrize(("drop", "sizes"), [(True, [12] * 8), (False, [12] * 8 + [8])])
+def test_a_mixed_batch_has_its_part_of_each_set_and_the_others_go_on_over_passes(
+    shuffle: str, drop: bool, sizes: list[int]
+) -> None:
+    orders = [Order("train", shuffle, seed=4, num_samples=size) for size in SIZES]
+    mixed = MixedOrder(orders, COUNTS, seed=4, drop=drop)
+    assert mixed.num_samples == sum(sizes)
+    streams = [list[int](), list[int](), list[int]()]
+    for epoch in range(3):
+        whole = mixed.at(epoch, np.arange(mixed.num_samples))
+        for batch in np.split(whole, np.cumsum(sizes)[:-1]):
+            numbers = np.searchsorted(np.cumsum(SIZES), batch, side="right")
+            assert np.bincount(numbers).tolist() == [len(batch) - 6, 4, 2]
+            for number, stream in enumerate(streams):
+                stream += (batch[numbers == number] - sum(SIZES[:number])).tolist()
+        for positions in (np.arange(5, 31), np.array([40, 3, 40]), np.array([], dtype=np.int64)):
+            assert (mixed.at(epoch, positions) == whole[positions]).all()
+    own = 48 if drop else 50
+    assert streams[0] == [index for epoch in range(3) for index in orders[0].at(epoch, np.arange(50))[:own].tolist()]
+    for number in (1, 2):
+        passes = range(-(-len(streams[number]) // SIZES[number]))
+        expected = [
+            index for each in passes for index in orders[number].at((number << 40) + each, np.arange(SIZES[number])).tolist()
+        ]
+        assert streams[number] == expected[: len(streams[number])]
+
+
+def test_which_set_a_slot_of_a_batch_is_of_is_drawn_anew_so_that_neighbors_are_any_pair() -> None:
+    mixed = MixedOrder([Order("train", "none", seed=1, num_samples=600) for _ in range(2)], (4, 4), seed=1, drop=True)
+    pairs = mixed.at(0, np.arange(1200)).reshape(-1, 2) // 600
+    counts = np.bincount(2 * pairs[:, 0] + pairs[:, 1], minlength=4)
+    assert abs(counts / 600 - [3 / 14, 4 / 14, 4 / 14, 3 / 14]).max() < 0.06

@@ -1,5 +1,6 @@
 """Images without labels, and what is held out for validation where a source has no validation split."""
 
+import contextlib
 import pickle
 import shutil
 from pathlib import Path
@@ -9,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from tests.trainables.data.pack.test_imagenet import write_tars as write_imagenet_tars
 from tests.trainables.data.packed import pack_here, write_tar
@@ -17,7 +19,8 @@ from tests.trainables.data.test_pack_readers import example, tfrecord, write_cif
 from trainables.config import DataConfig
 from trainables.data.identity import check_same_data, data_identity
 from trainables.data.interface import Source
-from trainables.data.loader.loader import Loader
+from trainables.data.loader.loader import Batch, Loader
+from trainables.data.loader.loader_process import loader_process
 from trainables.data.pack.layout_reader import is_held_out
 from trainables.data.source import open_on_node, open_source
 from trainables.errors import DataError
@@ -316,6 +319,96 @@ def test_a_packed_set_without_labels_says_what_to_write(tmp_path: Path) -> None:
         tmp_path / "packed", labels=True
     )
     assert "has a validation split of its own" in refusal(tmp_path / "packed", val_share=0.2)
+
+
+# Several sets
+
+
+def mixed(path: Path | str, more: list[dict[str, object]], **data: object) -> tuple[Source, list[str]]:
+    """The training images of several sets, with labels where they have them, and the notices."""
+    lines: list[str] = []
+    sets = [{"share": 0.25, **each, "path": str(each["path"])} for each in more]
+    with notices_to(lines.append):
+        return open_on_node(config(path, labels=True, more=sets, **data), "train"), lines
+
+
+def test_a_further_set_keeps_its_labels_where_its_classes_are_the_same_and_has_none_elsewhere(
+    tmp_path: Path, make_folder: MakeFolder
+) -> None:
+    root = make_folder(train={"cat": 3, "dog": 2}, val={"cat": 1})
+    same, other, packed = tmp_path / "same", tmp_path / "other", tmp_path / "packed"
+    shutil.copytree(root / "train/cat", same / "train/dog")
+    shutil.copytree(root / "train/dog", same / "train/cat")  # without validation images
+    shutil.copytree(root / "train/dog", other / "train/emu")
+    shutil.copytree(root / "train/dog", other / "train/cat")
+    pack_here(root, packed)
+    write_photos(tmp_path / "photos", 20)
+    sets: list[dict[str, object]] = [{"path": same}, {"path": other}, {"path": tmp_path / "photos"}]
+    source, lines = mixed(root, sets, global_batch_size=4)
+    assert source.labels_N.tolist() == [0, 0, 0, 1, 1, 0, 0, 1, 1, 1, *[-1] * 4, *[-1] * 20]
+    assert [*map(len, source.sets)] == [5, 5, 4, 20]  # nothing of them is held out
+    assert f"data.more: {same}: its labels are used: its classes are those of {root}" in lines
+    assert f"data.more: {other}: its classes are not those of {root}: its images are used without labels" in lines
+    assert f"data.more: {tmp_path}/photos: it has no labels: its images are used without labels" in lines
+    assert f"data.more: each global batch of 4 has 1 of {root}, 1 of {same}, 1 of {other}, 1 of {tmp_path}/photos" in lines
+    assert contents(source)[5] == contents(source)[3]
+    assert (source.name(4), source.name(5)[: len(f"{same}: train/cat/")]) == (names(source.sets[0])[4], f"{same}: train/cat/")
+    source, _ = mixed(packed, [{"path": packed, "labels": False}], global_batch_size=4, stage=str(tmp_path / "node"))
+    copy = pickle.loads(pickle.dumps(source))
+    for each in (source, copy):
+        assert (each.classes, each.labels_N.tolist()) == (("cat", "dog"), [0, 0, 0, 1, 1, *[-1] * 5])
+        each.close()
+
+
+def test_labels_that_a_further_set_is_to_have_are_mapped_by_name_or_refused(tmp_path: Path, make_folder: MakeFolder) -> None:
+    root, part = make_folder(train={"cat": 3, "dog": 2}, val={"cat": 1}), tmp_path / "part"
+    shutil.copytree(root / "train/dog", part / "train/dog")
+    source, _ = mixed(root, [{"path": part, "labels": True}], global_batch_size=4)
+    assert source.labels_N.tolist() == [0, 0, 0, 1, 1, 1, 1]
+    for name, message in (
+        ("digits", f"data.more: {root} has no class 0, 1, 2 and 7 more, and digits has: write labels: false for that"),
+        (
+            write_photos(tmp_path / "photos"),
+            f"data.more: {tmp_path}/photos.* has no class column: .*for images without labels write labels: false",
+        ),
+        (tmp_path / "absent", f"data.more: {tmp_path}/absent does not exist"),
+    ):
+        with pytest.raises(DataError, match=message):
+            mixed(root, [{"path": name, "labels": True}])
+
+
+def test_what_a_set_cannot_be_stored_as_is_refused_by_its_path(tmp_path: Path, make_folder: MakeFolder) -> None:
+    root = make_folder(train={"cat": 3, "dog": 2}, val={"cat": 1})
+    pack_here(root, tmp_path / "packed")
+    with pytest.raises(DataError, match=rf"data\.stage: {root} is not a packed set"):
+        mixed(tmp_path / "packed", [{"path": root}], stage="ram")
+    with pytest.raises(DataError, match=r"data\.cache: digits is not a folder of image files"):
+        mixed(root, [{"path": "digits"}], cache="memory")
+
+
+def test_batches_of_several_sets_are_the_same_on_one_worker_and_on_two(tmp_path: Path, make_folder: MakeFolder) -> None:
+    root = make_folder(train={"cat": 6, "dog": 5}, val={"cat": 1})
+    pack_here(root, tmp_path / "packed")
+    more, order = [{"path": (tmp_path / "packed").as_uri(), "share": 0.5}], {"shuffle": "window(5)", "last_batch": "short"}
+    settings = config(tmp_path / "packed", labels=True, more=more, global_batch_size=4, max_bad=0, stage=str(tmp_path), **order)
+
+    def batches(rank: int, world_size: int, start: int = 0, loader: str = "threads") -> list[Batch]:
+        data = settings.model_copy(update={"loader": loader, "loader_workers": 2})
+        process = loader_process(data, world_size=world_size, device=torch.device("cpu"))
+        source, where = open_on_node(data, "train"), {"rank": rank, "world_size": world_size}
+        with contextlib.closing(
+            Loader(source, data, split="train", seed=3, loader_workers=2, process=process, **where)
+        ) as reading:
+            assert (reading.steps_per_epoch, reading.samples_per_epoch) == (6, 23)
+            return [batch._replace(images_BCHW=batch.images_BCHW.clone()) for batch in reading.epoch(1, start)]
+
+    whole = batches(0, 1, loader="process")
+    assert [(len(batch.labels_B), batch.position) for batch in whole] == [(4, 4 * n) for n in range(1, 6)] + [(3, 23)]
+    assert sorted(i for batch in whole for i in batch.indices_B.tolist() if i < 11) == list(range(11))
+    for one, *halves in zip(whole, batches(0, 2), batches(1, 2), strict=True):
+        for name in ("images_BCHW", "labels_B", "indices_B"):
+            assert torch.cat([getattr(half, name) for half in halves]).equal(getattr(one, name))
+    assert [batch.indices_B.tolist() for batch in batches(0, 1, 8)] == [batch.indices_B.tolist() for batch in whole[2:]]
 
 
 # What training makes of them

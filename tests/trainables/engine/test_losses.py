@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from trainables.engine.losses import compute_losses
+from trainables.device.mixing import Mix
+from trainables.distributed.group import GlobalCount, Group
+from trainables.engine.losses import compute_losses, num_labeled
 from trainables.errors import ExperimentError
 from trainables.methods.distillation_module import DistillationOutputs
 
@@ -15,3 +18,32 @@ def test_a_term_that_torch_would_broadcast_is_refused(shape: tuple[int, ...]) ->
         ExperimentError, match=r"Own's apart has the shape \(.*\) for 4 images: return one loss per image, \(4,\)"
     ):
         compute_losses(outputs, torch.zeros(4, dtype=torch.int64), None, {"task": 1.0, "Own": 1.0})
+
+
+@pytest.mark.parametrize("labels", [[2, -1, 0, -1, -1, 1], [-1] * 6, [0, 1, 2, 0, 1, 2]])
+def test_the_cross_entropy_is_the_mean_over_images_with_a_label_in_whatever_micro_batches(labels: list[int]) -> None:
+    logits_BK = torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    labels_B = torch.tensor(labels)
+    count = GlobalCount(6, Group(), accumulate=2, num_labeled=num_labeled(labels_B, None))
+    scale, found, reported = count.task_scale, [], []
+    for rows in (slice(0, 4), slice(4, 6)):
+        terms = {"kd": {"kl": logits_BK[rows].square().sum(1)}}
+        losses = compute_losses(
+            DistillationOutputs(logits_BK[rows], (), terms), labels_B[rows], None, {"task": 0.5, "kd": 2.0}
+        ).with_task_scale(1.0 if scale is None else scale)
+        found.append(losses.total(count.weight()))
+        reported.append({name: value.sum() / 6 for name, value in losses.named.items()})
+    task = F.cross_entropy(logits_BK, labels_B, ignore_index=-1) if max(labels) >= 0 else logits_BK.new_zeros(())
+    expected = 0.5 * task + 2 * logits_BK.square().sum(1).mean()
+    torch.testing.assert_close(sum(found), expected)
+    torch.testing.assert_close(sum(each["loss"] for each in reported), expected)
+    torch.testing.assert_close(sum(each["task_loss"] for each in reported), task)
+
+
+def test_a_mixed_image_counts_by_the_share_of_it_that_has_a_label() -> None:
+    labels_B, share_B = torch.tensor([1, -1, 0, 2]), torch.tensor([0.25, 0.75, 0.5, 0.5], dtype=torch.float64)
+    mix = Mix(torch.tensor([-1, 1, 2, 0]), share_B)
+    assert num_labeled(labels_B, mix).item() == 0.25 + 0.25 + 1 + 1
+    logits_BK = torch.zeros(4, 3, dtype=torch.float64)
+    task_B = compute_losses(DistillationOutputs(logits_BK, (), {}), labels_B, mix, {"task": 1.0}).named["task_loss"]
+    torch.testing.assert_close(task_B, torch.tensor([0.25, 0.25, 1, 1], dtype=torch.float64) * torch.tensor(3.0).double().log())

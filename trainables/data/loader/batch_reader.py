@@ -16,7 +16,7 @@ from trainables.data.augment import Augment
 from trainables.data.interface import Source
 from trainables.data.loader.batch_memory import BatchMemory
 from trainables.data.loader.sample_reader import Reader, ReadResult, ThreadTimes, result_of
-from trainables.data.order import Order, Split, rank_part
+from trainables.data.order import Split, rank_part
 
 CHUNKS_PER_THREAD = 4  # of a batch: few enough to cost nothing, enough that no thread waits long for the slowest
 
@@ -66,7 +66,7 @@ class BatchReader:
     ) -> None:
         self.memory, self._source, self._rank, self._world_size = memory, source, rank, world_size
         self._samples = Reader(source, Augment(data, split), seed)
-        self._order = Order(split, data.shuffle, seed=seed, num_samples=len(source), shard_sizes=source.shard_sizes)
+        self._order = source.order(data, split, seed)
         self._threads = threads
         self._pools = [_pool(threads)] if threads else []  # the last one works, the others end
         self._stopped = 0  # this iteration and those before it

@@ -65,7 +65,7 @@ class Loader:
     one; with 0 the caller's thread does the work. One epoch runs at a time: starting one ends the one before. Its batches take
     `batches_mib` MiB of memory, pinned where `device` is a GPU. With `auto`, `loader_workers` is the most threads and `auto`
     decides how many work. With `num_augmentation_epochs` n images are augmented as in epochs 0, 1, … n - 1 and then again; the
-    order never repeats.
+    order never repeats. Of several sets (`data.more`) an epoch is one pass over the first, see `MixedOrder`.
 
     `skipped` maps the dataset-wide index of each unreadable image that this rank met in this epoch to its name and the reason,
     `NAME (REASON)`; those images are missing from their batches, and more than `max_bad` of them (see `data.max_bad`) are a
@@ -92,16 +92,17 @@ class Loader:
         auto: AutoWorkers | None = None,
         num_augmentation_epochs: int | None = None,
     ) -> None:
-        num_samples, batch = len(source), data.global_batch_size
+        num_samples, batch = source.order(data, split, seed).num_samples, data.global_batch_size
         self._drop = split == "train" and data.last_batch == "drop"
-        problem = resize_covers_crop(data) or (enough_images(data, num_samples) if split == "train" else None)
+        problem = resize_covers_crop(data) or (enough_images(data, len(source.sets[0])) if split == "train" else None)
         if problem is not None:
             raise DataError(problem)
+        self._epoch_size = num_samples
         self.steps_per_epoch = num_samples // batch if self._drop else math.ceil(num_samples / batch)
         self.samples_per_epoch = min(self.steps_per_epoch * batch, num_samples)
         self.skipped: dict[int, str] = {}
         # 1e-9 guards against float rounding. A small split has a bad image too: one stops a run only where none is allowed.
-        self.max_bad = max(math.floor(data.max_bad * num_samples + 1e-9), 1 if data.max_bad else 0)
+        self.max_bad = max(math.floor(data.max_bad * len(source) + 1e-9), 1 if data.max_bad else 0)
         self._is_complete = self.max_bad == 0 or source.size is not None  # an image that cannot be read ends the job
         self.source, self._data = source, data
         self._rank, self._world_size = rank, world_size
@@ -160,7 +161,7 @@ class Loader:
         self.costs.threads = threads
 
     def _batches(self, epoch: int, start: int, iteration: int) -> Generator[Batch, None, None]:
-        batch, num_samples = self._data.global_batch_size, len(self.source)
+        batch, num_samples = self._data.global_batch_size, self._epoch_size
         last = num_samples - batch + 1 if self._drop else num_samples
         begins = iter(range(start, last, batch))
         pending: deque[_Pending] = deque()

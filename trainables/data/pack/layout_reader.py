@@ -66,7 +66,8 @@ class LayoutReader(ABC):
     """One layout of images on disk, in the folder `root`: its files, and the samples of each. Making one reads nothing.
 
     labels: False ignores the labels, and needs none. val_share: the share of a source without a validation split that is held
-    out, see `is_held_out`; None: 0.1 without labels, and with labels such a source is refused.
+    out, see `is_held_out`; None: 0.1 without labels, and with labels such a source is refused. 0: the validation images, if any,
+    are not asked for.
 
     A location is a file's path below the root, or a Piece: training reads them by `read_one`, from several threads at once. A
     layout with other locations is not `random_access`, and overrides `read`.
@@ -115,7 +116,7 @@ class LayoutReader(ABC):
         locations: dict[Split, list[Location]] = {"train": [], "val": []}
         labels: dict[Split, list[Any]] = {"train": [], "val": []}
         parts_of = self.splits()
-        if self.val_share is not None and "val" in parts_of:
+        if self.val_share and "val" in parts_of:
             raise DataError(f"{self.given} has a validation split of its own: leave out val_share, or move that split elsewhere")
         for split, parts in parts_of.items():
             num_unlabelled = 0
@@ -145,6 +146,8 @@ class LayoutReader(ABC):
 
     def _held_out(self, every: SplitListing, classes: Sequence[str]) -> dict[Split, SplitListing]:
         """Both splits of a source that has one. Raises DataError where one of them, or a class, would have no images."""
+        if self.val_share == 0:
+            return {"train": every, "val": SplitListing([], every.labels_N[:0])}
         share = self.val_share or _VAL_SHARE
         held_out_N = np.array([is_held_out(self.name(location), share) for location in every.locations], dtype=bool)
         num_val, total = int(held_out_N.sum()), len(held_out_N)

@@ -16,7 +16,7 @@ from trainables.data.decode import UnreadableImageError, read_file
 from trainables.data.interface import HOLD_OUT, NO_LABELS, Source, sha256_of_names
 from trainables.data.order import Split
 from trainables.data.split_names import SPLIT_OF, choose_splits, is_hidden
-from trainables.errors import DataError, first_three, printable
+from trainables.errors import DataError, NoLabelsError, first_three, printable
 from trainables.notices import notice
 
 # torchvision.datasets.folder.IMG_EXTENSIONS, compared without case: what else PIL reads, ImageFolder leaves out
@@ -50,14 +50,14 @@ class FolderSource(Source):
             advice = f"{split_classes(root) or 'images belong in train/CLASS/ and val/CLASS/'}; {NO_LABELS}"
             if SPLIT_OF.get(name.lower()) == "train":
                 advice = f"write data.path: {parent}"
-            raise DataError(f"data.path: {path} has no folder train; {advice}")
+            raise NoLabelsError(f"data.path: {path} has no folder train; {advice}")
         if split not in splits:
             raise DataError(f"data.path: {path} has no validation folder; its images belong in val/CLASS/; {HOLD_OUT}")
         train, walk = splits["train"], _Walk(splits[split])
         self._root, self._folder = root, os.path.basename(splits[split])
         classes = _class_folders(train)
         if not classes:
-            raise DataError(
+            raise NoLabelsError(
                 f"data.path: {train} has no class folders; images belong in train/CLASS/, or in a list train.csv of path,label; "
                 f"{NO_LABELS}"
             )

@@ -21,7 +21,7 @@ from trainables.data.index import ROW_COLUMNS, SHARD_COLUMNS, File, Index, Split
 from trainables.data.interface import NO_LABELS, Source
 from trainables.data.order import Split
 from trainables.data.sources.shards import LocalShards, ShardReader, unreadable
-from trainables.errors import DataError
+from trainables.errors import DataError, NoLabelsError
 from trainables.notices import notice
 from trainables.rundir import expand_home
 
@@ -38,7 +38,7 @@ class RecordsSource(Source):
     def __init__(self, root: Path, index: Index, split: Split, shards: ShardReader, labels: bool = True) -> None:
         self._opened_with = root, index, split, shards, labels
         if labels and not index.classes:
-            raise DataError(f"data.path: the packed set has no labels: {NO_LABELS}")
+            raise NoLabelsError(f"data.path: the packed set has no labels: {NO_LABELS}")
         part = index.splits[split]
         table = _read_rows(root / part.rows.file, part.rows)
         self.classes = index.classes

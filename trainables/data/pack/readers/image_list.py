@@ -17,7 +17,7 @@ from trainables.data.order import Split
 from trainables.data.pack.layout_reader import LABEL_FIELDS, Label, LayoutReader, files_below, split_files, split_name
 from trainables.data.sources.folder import EXTENSIONS
 from trainables.data.split_names import SPLIT_NAMES, SPLIT_OF, choose_splits, known_split_names
-from trainables.errors import DataError, first_three
+from trainables.errors import DataError, NoLabelsError, first_three
 from trainables.notices import notice
 
 _LISTS = r"(?i).+\.(csv|tsv|txt|lst)"
@@ -150,7 +150,7 @@ def _rows(path: Path, labels: bool) -> Iterator[_Row]:
     at = next(columns[name] for name in _PATH_FIELDS if name in columns)
     label_at, *others = [name for name in LABEL_FIELDS if name in columns] or [""]
     if not label_at and labels:
-        raise DataError(
+        raise NoLabelsError(
             f"{path} has no class column: write rows of path,label, or a header with {first_three(LABEL_FIELDS)}; {NO_LABELS}"
         )
     if others and labels:

@@ -13,7 +13,7 @@ from trainables.data.interface import NO_LABELS
 from trainables.data.pack.file_kind import not_readable
 from trainables.data.pack.layout_reader import Label, LayoutReader, Piece, files_below
 from trainables.data.pack.readers.protobuf import Value, WireError, example_features
-from trainables.errors import DataError
+from trainables.errors import DataError, NoLabelsError
 
 _CHECKSUM_BYTES = 4
 _IMAGE = ("image/encoded", "image")
@@ -37,7 +37,7 @@ class TfrecordReader(LayoutReader):
             found = _first(features, _LABEL)
             label = found if isinstance(found, int) else None
             if label is None and self.labels:
-                raise DataError(f"{part}: the record at byte {offset} has no {' or '.join(_LABEL)}; {NO_LABELS}")
+                raise NoLabelsError(f"{part}: the record at byte {offset} has no {' or '.join(_LABEL)}; {NO_LABELS}")
             if label is not None and label not in self.names and (class_name := _first(features, _CLASS_NAME)):
                 self.names[label] = _text(class_name)
             name = _text(_first(features, _FILE_NAME) or offset)

@@ -15,7 +15,7 @@ from trainables.data.pack.file_kind import ARCHIVE
 from trainables.data.pack.layout_reader import LABEL_FIELDS, Label, LayoutReader, Listing, Piece, files_below, split_name
 from trainables.data.pack.readers.tar_file import tar_files
 from trainables.data.sources.folder import EXTENSIONS
-from trainables.errors import DataError, first_three
+from trainables.errors import DataError, NoLabelsError, first_three
 from trainables.notices import notice
 
 _IMAGES = (*EXTENSIONS, ".img")
@@ -84,7 +84,7 @@ class WebdatasetReader(LayoutReader):
                         f"unpack it into {self.root}/{split_name(self.root, part)}/CLASS; or {_WANTED}"
                     )
                 if label is None and self.labels:
-                    raise DataError(
+                    raise NoLabelsError(
                         f"{part}: the sample {stem} has no .cls with its class and no .json of it; {_WANTED}; {NO_LABELS}"
                     )
                 if owners.setdefault(key, piece) is not piece:
