@@ -29,7 +29,7 @@ def library_of(name: str) -> tuple[Library, str]:
 def check_model_name(name: str) -> ModelName:
     """The library of the model `name`, the first that has it: ours, torchvision, timm; `timm/NAME` is timm's; `A+B` two models.
 
-    Imports no torch. Raises ModelError: no such model (with the nearest name that exists), or timm is not installed.
+    Imports no torch. Raises ModelError: no such model (with the nearest name that exists), or its library is not installed.
     """
     if REUSE_SEPARATOR in name:
         for part in name.split(REUSE_SEPARATOR):
@@ -40,7 +40,7 @@ def check_model_name(name: str) -> ModelName:
             return ModelName(key, found)
     known = [*(each for library in LIBRARIES.values() for each in library.names())]
     if "/" in name:
-        raise ModelError(f"there is no model {name!r}; for one that timm saved on the Hugging Face Hub write hf-hub:{name}")
+        raise ModelError(f"there is no model {name!r}; for a repository of the Hugging Face Hub write hf-hub:{name}")
     lower = name.lower()
     # A prefix of a name of ours is nearer than any spelling: vgg8 is vgg8_cifar, not vgg11.
     completions = [model for model in MODELS if lower and lower not in MODELS and model.startswith(lower)]
