@@ -40,5 +40,5 @@ def write_backbone(run_dir: RunDir, stage: StageDir) -> list[str]:
         f"{shown}: {header.model} without a classifier, under its library's names",
         f"  load it: {load.format(name=found.name, source=found.name.partition(':')[2].partition('@')[0], path=shown)}",
         f"  it takes pixels in [0, 1] at {ModelInput(header.image_size, header.mean, header.std)}",
-        f"  measure it: distill evaluate {display_name(run_dir.root)} --probe knn --data path=FOLDER",
+        f"  measure it: distill evaluate {display_name(run_dir.root)} --probe knn --data FOLDER",
     ]

@@ -6,7 +6,7 @@ import math
 import os
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from trainables.config.section import Count, ImageSize, Mean, Positive, Section, Std
 
@@ -15,18 +15,11 @@ HUB_SCHEMES = ("hf-hub:", "hf_hub:")
 """Names of models with weights: a folder with a config.json of timm or transformers, a repository of the Hugging Face Hub."""
 
 
-def absolute_name(name: str) -> str:
-    """A model's name, the path of its folder whole: workers have other working directories."""
-    if not name.startswith(FOLDER_SCHEME):
-        return name
-    return FOLDER_SCHEME + os.path.abspath(os.path.expanduser(name.removeprefix(FOLDER_SCHEME)))
-
-
 class ModelConfig(Section):
     """A model by name."""
 
-    model: Annotated[str, AfterValidator(absolute_name)] = Field(
-        min_length=1, description="one of ours, torchvision's or timm's (`timm/NAME`), `local-dir:FOLDER` or `hf-hub:OWNER/NAME`"
+    model: str = Field(
+        min_length=1, description="one of ours, torchvision's, timm's (`timm/NAME`), `local-dir:FOLDER` or `hf-hub:OWNER/NAME`"
     )
 
 
@@ -70,7 +63,9 @@ class WeightedConfig(ModelConfig):
     def _take_weights_of_name(cls, tree: Any) -> Any:
         name = tree.get("model") if isinstance(tree, dict) else None
         if isinstance(name, str) and name.startswith((FOLDER_SCHEME, *HUB_SCHEMES)):
-            return {**tree, "weights": tree.get("weights") or absolute_name(name)}
+            if name.startswith(FOLDER_SCHEME):
+                name = FOLDER_SCHEME + os.path.abspath(os.path.expanduser(name.removeprefix(FOLDER_SCHEME)))
+            return {**tree, "model": name, "weights": tree.get("weights") or name}
         return tree
 
 

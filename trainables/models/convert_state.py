@@ -24,22 +24,16 @@ TRAINED_WITH_CLASSES = "give weights that were trained with a classifier on this
 
 
 def converted(model: nn.Module, match: Match, image_size: int) -> tuple[dict[str, Tensor], str]:
-    """The state as the library of `model` converts it, and what was changed; empty: it does not fit after that either.
-
-    What has other names may have no common prefix: then the library gets all of the file's entry.
-    """
-    library = next((library for library in LIBRARIES.values() if library.owns(model)), LIBRARIES["ours"])
-    for tensors in (match.state, match.candidate.tensors):
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of the library's own resampling
-                state = dict(library.convert(model, dict(tensors), image_size))
-        except Exception:  # a library's own code on tensors of any name and shape: the mismatch says more
-            continue
-        state = {name: tensor for name, tensor in state.items() if is_read(name)}
-        if not any(compare(state, expected_tensors(model))):
-            break
-    else:
+    """The state as the library of `model` converts it, and what was changed; empty: it does not fit after that either."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the library's own resampling
+            library = next((library for library in LIBRARIES.values() if library.owns(model)), LIBRARIES["ours"])
+            state = dict(library.convert(model, dict(match.state), image_size))
+    except Exception:  # a library's own code on tensors of any name and shape: the mismatch says more
+        return {}, ""
+    state = {name: tensor for name, tensor in state.items() if is_read(name)}
+    if any(compare(state, expected_tensors(model))):
         return {}, ""
     resampled = [
         f"{name} {tuple(match.state[name].shape)} → {tuple(state[name].shape)}"

@@ -251,7 +251,7 @@ def _file_state(model: nn.Module, source: _Weights, path: Path, image_size: int)
             }
         candidates = [Candidate("", own, ())]
     else:
-        candidates = read_candidates(path)
+        candidates = [source.library.with_own_names(model, each) for each in read_candidates(path)]
     matches = find_matches(candidates, model, source.key, path)
     match = matches[0]
     taken = describe(match, path)

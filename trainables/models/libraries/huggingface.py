@@ -20,6 +20,8 @@ from trainables.models.libraries.timm import is_of_transformers, source_config, 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from trainables.models.weight_files import Candidate
+
 LOGITS = "ForImageClassification"
 """The end of the class of a model whose classifier transformers has."""
 TWO_LABELS = {"0": "LABEL_0", "1": "LABEL_1"}
@@ -97,22 +99,24 @@ class HuggingFace(Library):
         return model
 
     def published(self, name: str, weights: str, image_size: int) -> nn.Module:
-        record = self.input(name, weights)
-        model = self.create(name, record.num_classes if record else 0, image_size)
-        repository, revision = source_of(weights)
+        source = _source(name, weights)
+        model = self.create(name, _record(source).num_classes, image_size)
+        repository, revision = source_of(source)
         try:
-            model.load_state_dict(_loaded(model, repository, revision=revision))
+            state, found = _loaded(model, repository, revision=revision or "main")
+            if found["missing_keys"]:
+                raise ModelError(f"it misses {first_three(sorted(found['missing_keys']))}")
         except Exception as error:  # any way in which the network, the hub's client or the disk can fail
             raise ModelError(
-                f"{weights} could not be loaded from the Hugging Face Hub as a {type(model).__name__} ({first_line(error)}): "
-                f"fetch the repository where there is a network, and write {FOLDER_SCHEME}FOLDER"
+                f"{source} could not be loaded as a {type(model).__name__} ({first_line(error)}): fetch all of its files where "
+                f"there is a network, and write {FOLDER_SCHEME}FOLDER"
             ) from None
+        model.load_state_dict(state)
         return model
 
     def input(self, name: str, weights: str) -> TrainedInput | None:
         if not Path(weights).is_file():
-            check_known(name, weights, (), *([weights] if weights.startswith(HUB_SCHEMES) else []))
-            return _record(source_name(weights))
+            return _record(_source(name, weights))
         try:
             return _record(f"{FOLDER_SCHEME}{Path(weights).parent}")
         except ModelError:  # a file without a config.json
@@ -132,8 +136,20 @@ class HuggingFace(Library):
         return declared
 
     def convert(self, model: nn.Module, state: dict[str, Tensor], image_size: int) -> Mapping[str, Tensor]:
-        """Files have other names than the modules of newer versions."""
-        return _loaded(model, None, state_dict=state)
+        converted, found = _loaded(model, None, state_dict=state)
+        return {} if found["missing_keys"] else converted
+
+    def with_own_names(self, model: nn.Module, candidate: Candidate) -> Candidate:
+        """Files have the names of older versions, and poolers or text towers."""
+        try:
+            state, found = _loaded(model, None, state_dict=dict(candidate.tensors))
+        except Exception:  # its own code on tensors of any name and shape: the mismatch says more
+            return candidate
+        if 2 * len(found["missing_keys"]) > len(state):
+            return candidate
+        left_out = (f"{name.partition('.')[0]}.…" for name in sorted(found["unexpected_keys"]))
+        tensors = {name: tensor for name, tensor in state.items() if name not in found["missing_keys"]}
+        return candidate._replace(tensors=tensors, others=(*candidate.others, *left_out))
 
 
 def _transformers() -> Any:
@@ -145,16 +161,13 @@ def _transformers() -> Any:
     return transformers
 
 
-def _loaded(model: nn.Module, source: str | None, **options: Any) -> dict[str, Tensor]:
-    """The state of a model of this class as transformers loads it. Raises ModelError: tensors are missing."""
+def _loaded(model: nn.Module, source: str | None, **options: Any) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
+    """The state of a model of this class as transformers loads it, and its report: `missing_keys` have random values."""
     build: Any = type(model)
     if getattr(model, "pooler", model) is None:
         options["add_pooling_layer"] = False
     loaded, found = build.from_pretrained(source, config=model.config, dtype="float32", output_loading_info=True, **options)
-    if found["missing_keys"]:
-        raise ModelError(f"it misses {first_three(sorted(found['missing_keys']))}")
-    state: dict[str, Tensor] = loaded.state_dict()
-    return state
+    return loaded.state_dict(), found
 
 
 def _prepare(model: Any, num_classes: int) -> None:
@@ -184,17 +197,23 @@ def _prepare(model: Any, num_classes: int) -> None:
     for name, parameter in model.named_parameters():
         if name.endswith("mask_token"):  # which only pretraining on masked images reads
             parameter.requires_grad_(False)
-    stages = (
-        [f"{prefix}{family.stages}.{each}" for each in range(len(base.get_submodule(family.stages)))] if family.stages else []
-    )
+    ends = list(base.get_submodule(family.stages)) if family.stages else []
     model.num_classes = num_classes
     model.declared = DeclaredTaps(
         f"{prefix}embeddings" if family is _CNN else None,
-        stages,
+        [f"{prefix}{family.stages}.{index}" for index in range(len(ends))],
         f"{prefix}last_hidden_state",
         layout,
         Tap(f"{prefix}embedding"),
     )
+
+
+def _source(name: str, weights: str) -> str:
+    """The folder or repository of weights, which `DEFAULT` says is the model's own. Raises ModelError: it is neither."""
+    if weights.startswith(HUB_SCHEMES):
+        return source_name(weights)
+    check_known(name, weights, ["DEFAULT"])
+    return name
 
 
 def _vision(config: Any) -> Mapping[str, Any]:
@@ -225,7 +244,7 @@ def _record(source: str) -> TrainedInput:
         tuple(mean or ()),
         tuple(std or ()),
         len(labels),
-        resize,
+        resize if images else None,
         FILTERS[images.get("resample", FILTERS.index("bilinear"))],
         names,
         ids,

@@ -211,6 +211,8 @@ def name_with_weights(name: str, weights: str) -> str:
         if (saved := architecture(weights)) != (wanted := architecture(name)):
             raise ModelError(f"{weights} has a {saved}, not a {wanted}: write timm/{saved} as the model, or give other weights")
         return weights
+    if weights == "DEFAULT" and name.startswith((FOLDER_SCHEME, *HUB_SCHEMES)):
+        return name
     import timm
 
     tags = [full_name.partition(".")[2] for full_name in timm.list_pretrained(f"{name}.*")]
