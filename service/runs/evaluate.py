@@ -16,7 +16,7 @@ from service.cluster.resources import Cluster, Reservation, auto_loader_workers,
 from service.config.dotted import put
 from service.config.experiment import parse_override
 from service.config.messages import problems_of
-from service.config.paths import absolute
+from service.config.paths import absolute, absolute_model
 from service.runs.display import Display, wait_for
 from service.runs.preflight import check_source, note_equal_splits
 from service.runs.run_directory import check_writable
@@ -87,6 +87,7 @@ def with_published_images(model: str, weights: str, weights_key: str | None, tre
 
     Raises DistillError: the weights cannot be read, or do not fit the model or the data.
     """
+    model = absolute_model(model)
     found = check_model_name(model)
     path = fetch_checkpoint(weights) if is_uri(weights) else locate_checkpoint(weights)
     header = read_checkpoint_header(path) if path is not None and is_safetensors(path) else None

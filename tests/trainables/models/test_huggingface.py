@@ -177,7 +177,7 @@ def test_weights_that_lack_tensors_or_a_classifier_are_refused(tmp_path: Path) -
     lines = list[str]()
     with notices_to(lines.append):
         load(name, logits=False)
-    assert lines[1:] == [f"weights {name}: other entries ignored: pooler.…"]
+    assert lines[1:] == [f"weights {tmp_path / 'model.safetensors'}: other entries ignored: pooler.…"]
     with pytest.raises(DistillError, match="has no classifier"):
         load(name, CLASSES)
     file = tmp_path / "model.safetensors"
