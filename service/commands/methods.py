@@ -33,7 +33,7 @@ def list_methods(name: str | None) -> None:
 @click.command()
 @click.argument("model")
 @click.option("--image-size", type=IMAGE_SIZE, help="Pixels a side; default: 32 for our models, 224 for the others.")
-@click.option("--num-classes", type=click.IntRange(1, 10**7), default=10, show_default=True)
+@click.option("--num-classes", type=click.IntRange(0, 10**7), default=10, show_default=True, help="0: no classifier.")
 @click.option("--all", "every", is_flag=True, help="Every module's output too, not stages alone.")
 def taps(model: str, image_size: int | None, num_classes: int, every: bool) -> None:
     """Points of a model that a distillation method can read: their names and shapes."""

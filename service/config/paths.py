@@ -7,6 +7,7 @@ from typing import Any
 
 from service.config.dotted import flatten
 from service.config.uris import checked_uri
+from trainables.config.models import FOLDER_SCHEME
 from trainables.data.source import SOURCES
 from trainables.errors import ExperimentError
 from trainables.methods.method_file import file_of, option_key
@@ -15,6 +16,8 @@ from trainables.rundir import expand_home
 
 def absolute(path: str) -> str:
     """The absolute path of a file or folder that exists; a built-in source, or what does not exist here, as it is."""
+    if path.startswith(FOLDER_SCHEME):
+        return absolute_model(path)
     expanded = _with_variables(path)
     full = expand_home(expanded).absolute()
     return str(full) if path not in SOURCES and full.exists() else expanded
@@ -23,6 +26,12 @@ def absolute(path: str) -> str:
 def absolute_or_new(path: str) -> str:
     """The absolute path of a file or folder, existing or not."""
     return os.path.abspath(expand_home(_with_variables(path)))
+
+
+def absolute_model(name: str) -> str:
+    """A model's name; that of a folder, `local-dir:FOLDER`, with its absolute path."""
+    folder = name.removeprefix(FOLDER_SCHEME)
+    return name if folder == name else FOLDER_SCHEME + absolute_or_new(folder)
 
 
 def _with_variables(path: str) -> str:
@@ -55,6 +64,7 @@ PATHS: dict[str, Callable[[str], str]] = {
     "data.stage": absolute_stage,
     "eval.path": absolute,
     "teacher.weights": absolute,
+    "student.model": absolute_model,
     "student.weights": absolute,
     "teacher.cache": absolute_or_new,
     "teachers": absolute,

@@ -13,8 +13,10 @@ FILE = "backbone.safetensors"
 LOADED = {
     "timm": "timm.create_model({name!r}, num_classes=0).load_state_dict(safetensors.torch.load_file({path!r}))",
     "torchvision": "torchvision.models.get_model({name!r}).load_state_dict(safetensors.torch.load_file({path!r}), strict=False)",
+    "transformers": "transformers.AutoModel.from_config(getattr(c := transformers.AutoConfig.from_pretrained({source!r}), "
+    "'vision_config', c)).load_state_dict(safetensors.torch.load_file({path!r}), strict=False)",
 }
-"""Library → how the file is loaded; a torchvision model's classifier is not in it."""
+"""Library → how the file is loaded; a torchvision model's classifier and transformers' pooler of a ViT are not in it."""
 
 
 def write_backbone(run_dir: RunDir, stage: StageDir) -> list[str]:
@@ -36,7 +38,7 @@ def write_backbone(run_dir: RunDir, stage: StageDir) -> list[str]:
     load = LOADED.get(found.library, "write student.weights: {path}, or teacher.weights: {path}")
     return [
         f"{shown}: {header.model} without a classifier, under its library's names",
-        f"  load it: {load.format(name=found.name, path=shown)}",
+        f"  load it: {load.format(name=found.name, source=found.name.partition(':')[2].partition('@')[0], path=shown)}",
         f"  it takes pixels in [0, 1] at {ModelInput(header.image_size, header.mean, header.std)}",
-        f"  measure it: distill evaluate {display_name(run_dir.root)} --probe knn --data path=FOLDER",
+        f"  measure it: distill evaluate {display_name(run_dir.root)} --probe knn --data FOLDER",
     ]

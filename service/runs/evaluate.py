@@ -16,7 +16,7 @@ from service.cluster.resources import Cluster, Reservation, auto_loader_workers,
 from service.config.dotted import put
 from service.config.experiment import parse_override
 from service.config.messages import problems_of
-from service.config.paths import absolute
+from service.config.paths import absolute, absolute_model
 from service.runs.display import Display, wait_for
 from service.runs.preflight import check_source, note_equal_splits
 from service.runs.run_directory import check_writable
@@ -89,6 +89,7 @@ def with_published_images(model: str, weights: str, weights_key: str | None, tre
 
     Raises DistillError: the weights cannot be read, or do not fit the model or the data.
     """
+    model = absolute_model(model)
     found = check_model_name(model)
     path = fetch_checkpoint(weights) if is_uri(weights) else locate_checkpoint(weights)
     header = read_checkpoint_header(path) if path is not None and is_safetensors(path) else None
@@ -99,14 +100,16 @@ def with_published_images(model: str, weights: str, weights_key: str | None, tre
     from trainables.models.trained_input import trained_input
 
     record = trained_input(model, weights if path is None else str(path))
-    recorded = {name: getattr(record, name) for name in ("image_size", "val_resize", "mean", "std")} if record else {}
+    values = {name: getattr(record, name) for name in ("image_size", "val_resize", "mean", "std")} if record else {}
+    recorded = {name: value for name, value in values.items() if value}
     library, name_there = library_of(model)
     if not record and (size := library.default_size(name_there)):
         tree = {**tree, "data": {"image_size": size, **tree["data"]}}
     tree = {**tree, "checkpoint": str(path.absolute()) if path else weights, "model": model, "weights_key": weights_key}
     tree["data"] = {**recorded, **tree["data"]}
     config = checked(tree)
-    source = f"prepared as {weights} records" if recorded else "prepared by --set and the defaults, as the weights have no record"
+    defaults = "prepared by --set and the defaults, as the weights have no record"
+    source = f"prepared as {weights} records" if "mean" in recorded else defaults
     data = config.data
     resize = f"val_resize {data.val_resize}, " if data.val_resize else ""
     notice(f"images {source}: data.image_size {data.image_size}, {resize}mean {list(data.mean)}, std {list(data.std)}")

@@ -15,7 +15,7 @@ from trainables.errors import ModelError
 
 FOLDER_SCHEME = "local-dir:"
 HUB_SCHEMES = ("hf-hub:", "hf_hub:")
-"""timm's names of models with weights: a folder with a config.json, a repository of the Hugging Face Hub."""
+"""Names of models with weights: a folder with a config.json of timm or transformers, a repository of the Hugging Face Hub."""
 
 
 def with_arguments(name: str, arguments: Mapping[str, Any]) -> str:
@@ -40,7 +40,9 @@ def keywords_of(text: str) -> dict[str, Any]:
 class ModelConfig(Section):
     """A model by name."""
 
-    model: str = Field(min_length=1, description="one of ours, torchvision's or timm's (`timm/NAME`)")
+    model: str = Field(
+        min_length=1, description="one of ours, torchvision's, timm's (`timm/NAME`), `local-dir:FOLDER` or `hf-hub:OWNER/NAME`"
+    )
     args: dict[str, Any] = Field(
         {}, description="what the library's constructor gets besides, plain values; `model` is then NAME(key=value)"
     )

@@ -86,7 +86,7 @@ FOREIGN_NAMES: tuple[tuple[str, re.Pattern[str], str], ...] = (
     (
         "a model of Hugging Face transformers",
         re.compile(r"\b(embedder|embeddings)\.|\bencoder\.layer\.\d|\bencoder\.(stages|layers)\.\d.*\.(layers|self_attn)\."),
-        "its layers have other names than timm's and torchvision's: fine-tune the model of timm and give its weights",
+        "write model: local-dir:FOLDER, with the folder of its config.json",
     ),
     (
         "a model with weight_norm, spectral_norm or pruning",

@@ -43,7 +43,7 @@ def check_model_name(name: str) -> ModelName:
 
     A name may end in its constructor's arguments, `NAME(drop_path_rate=0.1)`. Imports no torch.
 
-    Raises ModelError: no such model (with the nearest name that exists), or timm is not installed.
+    Raises ModelError: no such model (with the nearest name that exists), or its library is not installed.
     """
     if with_arguments := re.fullmatch(r"([^+]+?)\((.*)\)", name):
         keywords_of(with_arguments[2])
@@ -57,7 +57,7 @@ def check_model_name(name: str) -> ModelName:
             return ModelName(key, found)
     known = [*(each for library in LIBRARIES.values() for each in library.names())]
     if "/" in name:
-        raise ModelError(f"there is no model {name!r}; for one that timm saved on the Hugging Face Hub write hf-hub:{name}")
+        raise ModelError(f"there is no model {name!r}; for a repository of the Hugging Face Hub write hf-hub:{name}")
     lower = name.lower()
     # A prefix of a name of ours is nearer than any spelling: vgg8 is vgg8_cifar, not vgg11.
     completions = [model for model in MODELS if lower and lower not in MODELS and model.startswith(lower)]

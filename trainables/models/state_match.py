@@ -86,6 +86,11 @@ def find_matches(candidates: Iterable[Candidate], model: nn.Module, key: str | N
     return averaged if averaged and key is None else matches
 
 
+def part_of(model: nn.Module, bare: nn.Module) -> dict[str, Tensor]:
+    """The tensors of `model` by their names in `bare`, the same without its classifier, as a module of the other may be."""
+    return find_matches([Candidate("", model.state_dict(), ())], bare, None, "")[0].state
+
+
 def compare(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[tuple[str, ...], ...]:
     """Names that are missing in `state`, that are not expected, and whose shapes differ."""
     return (

@@ -26,8 +26,8 @@ from trainables.models.libraries.interface import Library
 from trainables.models.libraries.timm import architecture
 from trainables.models.names import ModelName, check_model_name
 from trainables.models.registry import check_forward, construct
-from trainables.models.state_match import describe, find_matches, is_read
-from trainables.models.tap_names import last_layer, without_classifier
+from trainables.models.state_match import describe, find_matches, is_read, part_of
+from trainables.models.tap_names import last_layer
 from trainables.models.trained_input import TrainedInput, header_record, trained_input
 from trainables.models.weight_files import Candidate, check_values, read_candidates, read_safetensors
 from trainables.notices import notice
@@ -94,7 +94,7 @@ def load_teacher(
 
     `weights` is one of: a checkpoint of ours, or the directory of a run or stage that has one; a file of torch.save with a state
     dict in it, of safetensors, or numpy's .npz where timm converts it; a folder of timm or Hugging Face with such a file; a name
-    of torchvision weights (`IMAGENET1K_V1`, `DEFAULT`), a timm pretrained tag, or `hf-hub:` with a repository of timm's.
+    of torchvision weights (`IMAGENET1K_V1`, `DEFAULT`), a timm pretrained tag, or `hf-hub:` with a repository of either.
     `weights_key` chooses an entry of a file, or a prefix of its names. What was taken, renamed, resampled or left out is one
     notice. `classes` are the data's, in label order: weights with a record of their classes may have others besides them, and
     another order. Only published weights are downloaded. `sha256`: the expected `teacher_sha256`; None: any.
@@ -116,7 +116,7 @@ def load_teacher(
     if source.rows is not None:
         _select_rows(model, source)
     if source.other_classes and source.num_classes:
-        model = without_classifier(model)
+        model = _without_classifier(model, source, image_size, seed)
     check_forward(model, image_size, 0 if source.other_classes else len(classes), name=name)
     return model.eval().requires_grad_(False)
 
@@ -131,7 +131,11 @@ def begin_with(
     loaded = load_teacher(name, weights, image_size=image_size, classes=classes, seed=seed, logits=False, weights_key=weights_key)
     if getattr(loaded, "transform_input", False):
         raise ModelError(f"{weights} are of a {name} that rescales its input, and cannot be trained on: give other weights")
-    model.load_state_dict(loaded.state_dict(), strict=False)
+    own = {**model.state_dict(), **part_of(model, loaded)}
+    with torch.no_grad():
+        for key, tensor in loaded.state_dict().items():
+            if key in own:
+                own[key].copy_(tensor)
 
 
 def other_classes(
@@ -239,6 +243,16 @@ def _load(source: _Weights, image_size: int, seed: int) -> tuple[nn.Module, Mapp
     return model, state, source.rescales
 
 
+def _without_classifier(model: nn.Module, source: _Weights, image_size: int, seed: int) -> nn.Module:
+    """The same model, whose output is its pooled features."""
+    bare = construct(source.built_name(), num_classes=0, image_size=image_size, seed=seed)
+    state = part_of(model, bare)
+    bare.load_state_dict({name: state[name] for name in bare.state_dict()})
+    if getattr(model, "transform_input", False):
+        bare.transform_input = True  # type: ignore[assignment]
+    return bare
+
+
 def _refuse_key(source: _Weights, reason: str) -> None:
     if source.key is not None:
         raise CheckpointError(
@@ -258,7 +272,7 @@ def _file_state(model: nn.Module, source: _Weights, path: Path, image_size: int)
             }
         candidates = [Candidate("", own, ())]
     else:
-        candidates = read_candidates(path)
+        candidates = [source.library.with_own_names(model, each) for each in read_candidates(path)]
     matches = find_matches(candidates, model, source.key, path)
     match = matches[0]
     taken = describe(match, path)

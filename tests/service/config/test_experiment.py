@@ -14,6 +14,7 @@ from service.config.experiment import Resolved, load, read_resolved
 from service.config.files import recipes
 from service.config.messages import known_keys, nearest
 from service.config.other_names import OTHER_NAMES
+from service.config.paths import absolute_paths
 from service.config.rules import needs_teacher
 from service.config.schema import Experiment
 from service.config.sweep import SweepConfig
@@ -900,3 +901,9 @@ def test_crops_of_image_files_have_the_size_that_the_student_is_made_for(tmp_pat
     assert resolved.sources.get("data.image_size") == (None if student == "convnet_small" else f"{student}'s own")
     assert load(str(file), ["data.image_size=64"]).experiment.data.image_size == 64
     assert load("digits").experiment.data.image_size == 8
+
+
+def test_the_folder_of_a_models_name_is_absolute() -> None:
+    names = {"student.model": "local-dir:models/a", "student.weights": "local-dir:models/b"}
+    assert absolute_paths(names) == {key: f"local-dir:{Path.cwd() / name.partition(':')[2]}" for key, name in names.items()}
+    assert absolute_paths({"student.model": "resnet18"}) == {}

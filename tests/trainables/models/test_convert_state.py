@@ -12,7 +12,9 @@ from torchvision.models.vision_transformer import interpolate_embeddings
 
 from tests.trainables.models.small_families import NoDraws, small
 from tests.trainables.models.test_weights import CLASSES, assert_same, load, refusal
+from trainables.errors import ModelError
 from trainables.models.convert_state import converted
+from trainables.models.libraries.timm import architecture
 from trainables.models.registry import construct
 from trainables.models.state_match import find_matches
 from trainables.models.weight_files import Candidate
@@ -134,10 +136,13 @@ def test_a_folder_of_shards_loads_and_a_missing_shard_is_named(tmp_path: Path) -
     assert "its shard model-00001-of-00002.safetensors is missing: fetch all 2 shards" in refusal(tmp_path)
 
 
-def test_a_model_of_transformers_is_refused_by_what_it_is(tmp_path: Path) -> None:
+def test_a_model_of_transformers_is_refused_where_timms_is_meant(tmp_path: Path) -> None:
     folder_of_timm(tmp_path / "hf", "x")
-    (tmp_path / "hf" / "config.json").write_text(
-        json.dumps({"model_type": "vit", "architectures": ["ViTForImageClassification"]})
-    )
-    name = f"local-dir:{tmp_path / 'hf'}"
-    assert "is a vit of Hugging Face transformers, not timm's" in refusal(name, name, image_size=64)
+    (tmp_path / "hf" / "config.json").write_text(json.dumps({"model_type": "vit"}))
+    with pytest.raises(ModelError, match=r"is a vit of transformers, not timm's: write model: local-dir:"):
+        architecture(f"local-dir:{tmp_path / 'hf'}")
+
+
+def test_the_weights_that_a_folders_name_stands_for_are_its_default(tmp_path: Path) -> None:
+    name = f"local-dir:{folder_of_timm(tmp_path / 'saved', 'resnet10t')}"
+    assert_same(load("DEFAULT", name, image_size=64), construct("timm/resnet10t", num_classes=4, image_size=64, seed=1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from trainables.models.libraries.huggingface import HuggingFace
 from trainables.models.libraries.interface import DeclaredTaps, Library
 from trainables.models.libraries.ours import Ours
 from trainables.models.libraries.timm import Timm
@@ -12,7 +13,7 @@ from trainables.models.libraries.torchvision import Torchvision
 if TYPE_CHECKING:
     from torch import nn
 
-LIBRARIES: dict[str, Library] = {library.name: library for library in (Ours(), Torchvision(), Timm())}
+LIBRARIES: dict[str, Library] = {library.name: library for library in (Ours(), Torchvision(), Timm(), HuggingFace())}
 
 
 def declared_taps(model: nn.Module) -> DeclaredTaps:

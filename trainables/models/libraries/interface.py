@@ -22,6 +22,8 @@ from trainables.errors import ModelError, did_you_mean
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from trainables.models.weight_files import Candidate
+
 _REGISTERED = re.compile(r"^@register_model\b.*\n(?:(?!def ).*\n)*?def (\w+)\(", re.MULTILINE)
 """The line with which torchvision and timm register a model."""
 
@@ -169,6 +171,10 @@ class Library(ABC):
     def convert(self, model: nn.Module, state: dict[str, Tensor], image_size: int) -> Mapping[str, Tensor]:
         """Weights with other names, or for another image size, as the library converts them; empty: it does not."""
         return {}
+
+    def with_own_names(self, model: nn.Module, candidate: Candidate) -> Candidate:
+        """A file's tensors by their names in the model, where the library changes names from version to version."""
+        return candidate
 
     def name_for_file(self, name: str, path: Path) -> str:
         """The model's name, or one that says how the file of weights `path` is to be built. Raises ModelError."""

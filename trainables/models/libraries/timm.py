@@ -7,6 +7,7 @@ import math
 import re
 import sys
 from collections.abc import Collection, Mapping
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,22 +69,20 @@ class Timm(Library):
         return registered("timm")
 
     def find(self, name: str) -> str | None:
-        """A folder's config.json is read; nothing is downloaded."""
+        """The config.json of a folder or repository is read: those of transformers are left to its library."""
         if not name.startswith((PREFIX, FOLDER_SCHEME, *HUB_SCHEMES)):
             return super().find(name)
+        source = name.partition(":")[2]
+        of_timm = source.startswith(PREFIX) and source.removeprefix(PREFIX).partition(".")[0] in self.names()
+        in_source = not of_timm and not name.startswith(PREFIX)
+        if in_source and is_of_transformers(source_config(source_name(name))):
+            return None
         if not installed("timm"):
             raise ModelError(f"model {name!r} needs timm, which is not installed: `pip install raydistill[timm]`")
-        if name.startswith(PREFIX):
-            return self._registered_name(name, name.removeprefix(PREFIX))
-        scheme, _, source = name.partition(":")
-        if source.startswith(PREFIX) and source.removeprefix(PREFIX).partition(".")[0] in self.names():
-            return self._registered_name(name, source.removeprefix(PREFIX))
-        if f"{scheme}:" == FOLDER_SCHEME:
-            architecture(f"{FOLDER_SCHEME}{expand_home(source)}")
-            return f"{FOLDER_SCHEME}{expand_home(source)}"
-        if not re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", source):
-            raise ModelError(f"model {name!r} is no repository of the Hugging Face Hub: write hf-hub:OWNER/NAME")
-        return f"hf-hub:{source}"
+        if not in_source:
+            return self._registered_name(name, (source or name).removeprefix(PREFIX))
+        architecture(source_name(name))
+        return source_name(name)
 
     def _registered_name(self, name: str, model: str) -> str:
         model, _, tag = model.partition(".")
@@ -196,15 +195,16 @@ def architecture(name: str) -> str:
     """timm's name of an architecture, also of a folder's or a repository's model. Raises ModelError: it is not timm's."""
     if not name.startswith((FOLDER_SCHEME, *HUB_SCHEMES)):
         return name
-    config = _source_config(name)
+    config = source_config(name)
     source, model = name.removeprefix(FOLDER_SCHEME), config.get("architecture") if isinstance(config, dict) else None
     if model in registered("timm"):
         return str(model)
-    if isinstance(config, dict) and ("model_type" in config or "architectures" in config):
-        what = f"a {config.get('model_type', 'model')} of Hugging Face transformers, not timm's"
-    else:
-        what = f"no model that timm knows (architecture {model!r} in its {CONFIG})"
-    raise ModelError(f"{source} is {what}: write one that timm has saved, or the model's name and a state dict as its weights")
+    if is_of_transformers(config):
+        raise ModelError(f"{source} is a {config['model_type']} of transformers, not timm's: write model: {name}")
+    raise ModelError(
+        f"{source} is no model that timm knows (architecture {model!r} in its {CONFIG}): write one that timm has saved, or the "
+        "model's name and a state dict as its weights"
+    )
 
 
 def name_with_weights(name: str, weights: str) -> str:
@@ -213,6 +213,8 @@ def name_with_weights(name: str, weights: str) -> str:
         if (saved := architecture(weights)) != (wanted := architecture(name)):
             raise ModelError(f"{weights} has a {saved}, not a {wanted}: write timm/{saved} as the model, or give other weights")
         return weights
+    if weights == "DEFAULT" and name.startswith((FOLDER_SCHEME, *HUB_SCHEMES)):
+        return name
     import timm
 
     tags = [full_name.partition(".")[2] for full_name in timm.list_pretrained(f"{name}.*")]
@@ -225,7 +227,7 @@ def pretrained_config(full_name: str) -> dict[str, Any]:
     import timm
 
     if full_name.startswith((FOLDER_SCHEME, *HUB_SCHEMES)):
-        config = _source_config(full_name)
+        config = source_config(full_name)
         record = {**config.get("pretrained_cfg", config)}
         record |= {key: config[key] for key in ("num_classes", "label_names") if key in config}
     else:
@@ -258,22 +260,55 @@ def _folder_of(path: Path) -> str | None:
     return folder
 
 
-def _source_config(name: str) -> Any:
-    """The config.json of a folder, or of a repository, which is downloaded once. Raises ModelError: it cannot be read."""
-    if name.startswith(FOLDER_SCHEME):
-        path = Path(name.removeprefix(FOLDER_SCHEME)) / CONFIG
-        try:
-            return json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{path} cannot be read ({first_line(error)}): give a folder that timm has saved") from None
+def is_of_transformers(config: Any) -> bool:
+    """Whether a config.json is of a model of Hugging Face transformers; timm's own in it are timm's."""
+    return isinstance(config, dict) and "model_type" in config and config.get("architecture") not in registered("timm")
+
+
+def source_name(name: str) -> str:
+    """The name of a folder's or a repository's model in one spelling. Raises ModelError: it is no repository."""
+    scheme, _, source = name.partition(":")
+    if f"{scheme}:" == FOLDER_SCHEME:
+        return f"{FOLDER_SCHEME}{expand_home(source)}"
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", source):
+        raise ModelError(f"model {name!r} is no repository of the Hugging Face Hub: write hf-hub:OWNER/NAME")
+    return f"hf-hub:{source}"
+
+
+def source_of(name: str) -> tuple[str, str | None]:
+    """A repository, and its revision or None for the newest one."""
     repository, _, revision = name.partition(":")[2].partition("@")
+    return repository, revision or None
+
+
+def source_config(name: str, file: str = CONFIG) -> Any:
+    """What a JSON file of a folder, or of a repository, has. Raises ModelError: it cannot be read."""
+    return _hub_config(name, file) if name.startswith(HUB_SCHEMES) else _folder_config(name, file)
+
+
+def _folder_config(name: str, file: str) -> Any:
+    path = Path(name.removeprefix(FOLDER_SCHEME)) / file
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{path} cannot be read ({first_line(error)}): give a folder that timm or transformers has saved"
+        ) from None
+
+
+@cache
+def _hub_config(name: str, file: str) -> Any:
+    """Downloaded once."""
+    repository, revision = source_of(name)
+    if not installed("huggingface_hub"):
+        raise ModelError(f"{name} is read by huggingface_hub: `pip install raydistill[timm]` or `raydistill[transformers]`")
     try:
         from huggingface_hub import hf_hub_download
 
-        return json.loads(Path(hf_hub_download(repository, CONFIG, revision=revision or None)).read_text(encoding="utf-8"))
+        return json.loads(Path(hf_hub_download(repository, file, revision=revision)).read_text(encoding="utf-8"))
     except Exception as error:  # any way in which the network, the hub's client or the disk can fail
         raise ModelError(
-            f"{name}: its {CONFIG} could not be loaded from the Hugging Face Hub ({first_line(error)}): fetch the "
+            f"{name}: its {file} could not be loaded from the Hugging Face Hub ({first_line(error)}): fetch the "
             f"repository where there is a network, and write {FOLDER_SCHEME}FOLDER"
         ) from None
 

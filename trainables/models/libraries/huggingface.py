@@ -1,0 +1,276 @@
+"""Vision models of Hugging Face transformers, from a folder that it has saved (`local-dir:`) or from the Hub (`hf-hub:`).
+
+The config.json there says that it is one of transformers, and how it is built. No code of a folder runs.
+
+Shapes: B batch, D features.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from trainables.config.models import FOLDER_SCHEME, HUB_SCHEMES
+from trainables.errors import ModelError, first_line, first_three
+from trainables.models.libraries.interface import DeclaredTaps, Layout, Library, Tap, TrainedInput, check_known, installed
+from trainables.models.libraries.timm import is_of_transformers, source_config, source_name, source_of, wordnet_ids
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from trainables.models.weight_files import Candidate
+
+LOGITS = "ForImageClassification"
+"""The end of the class of a model whose classifier transformers has."""
+TWO_LABELS = {"0": "LABEL_0", "1": "LABEL_1"}
+"""Those that its configs do not write down."""
+FILTERS = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
+"""Those of Pillow, by their numbers."""
+DEFAULT_SIZE = 224
+SIZE_OF_WHOLE_IMAGES = 384
+"""From this size on its ConvNeXts crop nothing of an image, whatever `crop_pct` says."""
+
+
+class Family(NamedTuple):
+    """How a model gives its features."""
+
+    num_prefix_tokens: int = 0
+    """Those before the positions' without register tokens, which its config counts."""
+    has_positions: bool = False
+    """Whether it has a position table, which it interpolates for images of another size."""
+    stages: str | None = None
+    """The modules that end with its maps."""
+
+
+_VIT, _CNN = Family(1, has_positions=True), Family(stages="encoder.stages")
+FAMILIES: dict[str, Family] = {
+    **dict.fromkeys(("vit", "vit_msn", "beit", "dinov2", "dinov2_with_registers", "clip_vision_model"), _VIT),
+    **dict.fromkeys(("convnext", "convnextv2", "resnet", "regnet"), _CNN),
+    **dict.fromkeys(("swin", "swinv2", "mobilenet_v2", "mobilevitv2", "efficientnet", "poolformer", "pvt_v2"), Family()),
+    "deit": Family(2, has_positions=True),
+    "ijepa": Family(has_positions=True),
+    "siglip_vision_model": Family(has_positions=True),
+    "dinov3_vit": Family(1),
+    "dinov3_convnext": Family(1, stages="model.stages"),
+}
+"""`model_type` in config.json, of a model of images and text that of its `vision_config`. Others may have other outputs."""
+
+
+class HuggingFace(Library):
+    """Features are `pooler_output`, else the class token, else the mean of the last tokens; ViT and DeiT come without the pooler,
+    which most of their files do not have."""
+
+    name = "transformers"
+    has_hub = True
+
+    def names(self) -> Collection[str]:
+        return ()
+
+    def find(self, name: str) -> str | None:
+        """A folder's or a repository's config.json is read."""
+        if not name.startswith((FOLDER_SCHEME, *HUB_SCHEMES)):
+            return None
+        kind = _vision(source_config(source_name(name))).get("model_type")
+        if kind not in FAMILIES:
+            raise ModelError(f"model {name} is a {kind} of transformers, not one of {', '.join(FAMILIES)}")
+        if not installed("transformers"):
+            raise ModelError(f"model {name} needs transformers, which is not installed: `pip install raydistill[transformers]`")
+        return source_name(name)
+
+    def create(self, name: str, num_classes: int, image_size: int, kwargs: Mapping[str, Any]) -> nn.Module:
+        transformers = _transformers()
+        saved = source_config(name)
+        config, options = transformers.CONFIG_MAPPING[saved["model_type"]].from_dict(dict(saved)), {}
+        auto = transformers.AutoModelForImageClassification
+        vision = getattr(config, "vision_config", config)
+        if unknown := [key for key in kwargs if not hasattr(vision, key)]:
+            raise TypeError(f"{type(vision).__name__} has no {unknown[0]}")
+        for key, value in kwargs.items():
+            setattr(vision, key, value)
+        if num_classes == 0:
+            auto, config = transformers.AutoModel, vision
+            options = {"add_pooling_layer": False} if config.model_type in ("vit", "deit") else {}
+        elif type(config) not in transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
+            raise ModelError(
+                f"{name} is a {config.model_type}, of which transformers has no classifier: choose another model, or the recipe "
+                "`backbone`, which needs none"
+            )
+        else:
+            config.num_labels = num_classes
+        model: nn.Module = auto.from_config(config, dtype="float32", **options)
+        _prepare(model, num_classes)
+        return model
+
+    def published(self, name: str, weights: str, image_size: int, kwargs: Mapping[str, Any]) -> nn.Module:
+        source = _source(name, weights)
+        model = self.create(name, _record(source).num_classes, image_size, kwargs)
+        repository, revision = source_of(source)
+        try:
+            state, found = _loaded(model, repository, revision=revision or "main")
+            if found["missing_keys"]:
+                raise ModelError(f"it misses {first_three(sorted(found['missing_keys']))}")
+        except Exception as error:  # any way in which the network, the hub's client or the disk can fail
+            raise ModelError(
+                f"{source} could not be loaded as a {type(model).__name__} ({first_line(error)}): fetch all of its files where "
+                f"there is a network, and write {FOLDER_SCHEME}FOLDER"
+            ) from None
+        model.load_state_dict(state)
+        return model
+
+    def input(self, name: str, weights: str) -> TrainedInput | None:
+        if not Path(weights).is_file():
+            return _record(_source(name, weights))
+        try:
+            return _record(f"{FOLDER_SCHEME}{Path(weights).parent}")
+        except ModelError:  # a file without a config.json
+            return None
+
+    def has_fixed_size(self, name: str) -> bool:
+        return FAMILIES[_vision(source_config(name))["model_type"]].has_positions
+
+    def default_size(self, name: str) -> int | None:
+        return _record(name).image_size
+
+    def owns(self, model: nn.Module) -> bool:
+        return type(model).__module__.startswith("transformers.")
+
+    def taps(self, model: nn.Module) -> DeclaredTaps:
+        declared: DeclaredTaps = getattr(model, "declared", DeclaredTaps())
+        return declared
+
+    def convert(self, model: nn.Module, state: dict[str, Tensor], image_size: int) -> Mapping[str, Tensor]:
+        converted, found = _loaded(model, None, state_dict=state)
+        return {} if found["missing_keys"] else converted
+
+    def with_own_names(self, model: nn.Module, candidate: Candidate) -> Candidate:
+        """Files have the names of older versions, and poolers or text towers."""
+        try:
+            state, found = _loaded(model, None, state_dict=dict(candidate.tensors))
+        except Exception:  # its own code on tensors of any name and shape: the mismatch says more
+            return candidate
+        if 2 * len(found["missing_keys"]) > len(state):
+            return candidate
+        left_out = (f"{name.partition('.')[0]}.…" for name in sorted(found["unexpected_keys"]))
+        tensors = {name: tensor for name, tensor in state.items() if name not in found["missing_keys"]}
+        return candidate._replace(tensors=tensors, others=(*candidate.others, *left_out))
+
+
+def _transformers() -> Any:
+    """The package, which shows no progress and no table of what it loaded from here on."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    return transformers
+
+
+def _loaded(model: nn.Module, source: str | None, **options: Any) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
+    """The state of a model of this class as transformers loads it, and its report: `missing_keys` have random values."""
+    build: Any = type(model)
+    if getattr(model, "pooler", model) is None:
+        options["add_pooling_layer"] = False
+    loaded, found = build.from_pretrained(source, config=model.config, dtype="float32", output_loading_info=True, **options)
+    return loaded.state_dict(), found
+
+
+def _prepare(model: Any, num_classes: int) -> None:
+    """From here on `model` returns a tensor and interpolates its position table, and its features pass modules that taps read."""
+    from torch import nn
+
+    path = next(path for path, child in model.named_children() if hasattr(child, "config")) if num_classes else ""
+    base, prefix = model.get_submodule(path), f"{path}." if path else ""
+    family = FAMILIES[base.config.model_type]
+    layout = Layout(num_prefix_tokens=family.num_prefix_tokens + getattr(base.config, "num_register_tokens", 0))
+    base.last_hidden_state, base.embedding = nn.Identity(), nn.Identity()
+
+    def features(base: Any, args: tuple[Any, ...], output: Any) -> Tensor | None:
+        tokens, pooled = base.last_hidden_state(output.last_hidden_state), getattr(output, "pooler_output", None)
+        if pooled is None:
+            pooled = tokens[:, 0] if layout.num_prefix_tokens else layout.mean(tokens)
+        embedding_BD: Tensor = base.embedding(pooled.flatten(1))
+        return None if num_classes else embedding_BD
+
+    base.register_forward_hook(features)
+    if num_classes:
+        model.register_forward_hook(lambda model, args, output: output.logits)
+    if "interpolate_pos_encoding" in inspect.signature(base.forward).parameters:
+        base.register_forward_pre_hook(
+            lambda base, args, options: (args, {**options, "interpolate_pos_encoding": True}), with_kwargs=True
+        )
+    for name, parameter in model.named_parameters():
+        if name.endswith("mask_token"):  # which only pretraining on masked images reads
+            parameter.requires_grad_(False)
+    ends = list(base.get_submodule(family.stages)) if family.stages else []
+    model.num_classes = num_classes
+    model.declared = DeclaredTaps(
+        f"{prefix}embeddings" if family is _CNN else None,
+        [f"{prefix}{family.stages}.{index}" for index in range(len(ends))],
+        f"{prefix}last_hidden_state",
+        layout,
+        Tap(f"{prefix}embedding"),
+    )
+
+
+def _source(name: str, weights: str) -> str:
+    """The folder or repository of weights, which `DEFAULT` says is the model's own. Raises ModelError: it is neither."""
+    if weights.startswith(HUB_SCHEMES):
+        return source_name(weights)
+    check_known(name, weights, ["DEFAULT"])
+    return name
+
+
+def _vision(config: Any) -> Mapping[str, Any]:
+    """The part of a config.json that is about images."""
+    vision = config.get("vision_config")
+    return {"model_type": f"{config.get('model_type')}_vision_model", **vision} if isinstance(vision, dict) else config
+
+
+def _record(source: str) -> TrainedInput:
+    """What a folder or repository says of its images and classes. Raises ModelError: it has no config.json of transformers."""
+    config = source_config(source)
+    if not is_of_transformers(config):
+        raise ModelError(f"{source} is no model of transformers")
+    labels = config.get("id2label", TWO_LABELS) if str(config.get("architectures")).endswith(f"{LOGITS}']") else {}
+    names = tuple(str(labels[key]) for key in sorted(labels, key=int))
+    ids = wordnet_ids(len(names)) if names and names[0].startswith("tench") else ()
+    if all(name.startswith("LABEL_") for name in names):  # which is how it names those of no name
+        names = ()
+    images = _image_processor(source)
+    size = _side(images.get("size")) or _side(_vision(config).get("image_size")) or DEFAULT_SIZE
+    is_cropped = images.get("do_center_crop", "crop_size" in images)
+    resize = int(size / images["crop_pct"]) if "crop_pct" in images and size < SIZE_OF_WHOLE_IMAGES else size
+    mean, std = (
+        (images.get("image_mean"), images.get("image_std")) if images.get("do_normalize", True) else ([0.0] * 3, [1.0] * 3)
+    )
+    return TrainedInput(
+        (_side(images.get("crop_size")) if is_cropped else None) or size,
+        tuple(mean or ()),
+        tuple(std or ()),
+        len(labels),
+        resize if images else None,
+        FILTERS[images.get("resample", FILTERS.index("bilinear"))],
+        names,
+        ids,
+    )
+
+
+def _image_processor(source: str) -> Mapping[str, Any]:
+    """How images were prepared; empty where the folder or repository does not say."""
+    for file in ("preprocessor_config.json", "processor_config.json"):
+        try:
+            images = source_config(source, file)
+        except ModelError:
+            continue
+        found: Mapping[str, Any] = images.get("image_processor", images)
+        return found
+    return {}
+
+
+def _side(size: Any) -> int | None:
+    """Of a square: a number, a list of two, or a dictionary; None: it is not there."""
+    if isinstance(size, dict):
+        size = size.get("height") or size.get("shortest_edge")
+    side: int | None = size[0] if isinstance(size, list) else size
+    return side
