@@ -138,10 +138,10 @@ class RowTeacher(TeacherInterface):
         """The rows. Raises DataError: half precision does not hold a number that was computed for them."""
         for name, (dtype, _) in self.row_format.columns.items():
             if dtype == "float16" and not (finite := np.isfinite(rows_B[name])).all():
-                row = int(finite.reshape(len(rows_B), -1).all(1).argmin())
+                sample = int(rows_B["sample"][finite.reshape(len(rows_B), -1).all(1).argmin()])
                 raise DataError(
-                    f"{self._key}: {self._name} gives {self._source.name(rows_B['sample'][row])} a value of its {name} that is "
-                    f"not a number, or above {_HALF_MAX:,.0f}, the most that float16 holds: leave {self._key} out"
+                    f"{self._key}: {self._name} gives {self._source.name(sample)} a value of its {name} that is not a number, "
+                    f"or above {_HALF_MAX:,.0f}, the most that float16 holds: leave {self._key} out"
                 )
         return rows_B
 

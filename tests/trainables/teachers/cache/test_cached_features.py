@@ -23,6 +23,7 @@ from trainables.distributed.rank_pool import RankPool
 from trainables.engine.train import build, run_job
 from trainables.errors import DataError, DistillError, ExperimentError
 from trainables.methods.contract import ModelOutputs
+from trainables.methods.init_stage import with_init_stage
 from trainables.models.checkpoint_header import read_checkpoint_header
 from trainables.rundir import StageDir
 from trainables.teachers.cache.cached_teacher import CachedTeacher
@@ -215,3 +216,12 @@ def test_methods_take_their_statistics_of_cached_and_served_features(tmp_path: P
     with local_services() as connections:
         ours = run(settings(tmp_path, "ours", source=source, distill=distill), connections)
     assert_same(ours, run(settings(tmp_path, "rounded", source=None, distill=distill), rounds=True))
+
+
+def test_a_cache_that_is_filled_ahead_has_the_epochs_of_an_init_stage_too(tmp_path: Path) -> None:
+    weights = write_teacher(tmp_path / "teacher.safetensors", "convnet_large")
+    teacher = {"model": "convnet_large", "weights": weights, "cache": str(tmp_path / "cache")}
+    distill = {"method": ["ft"], "task_weight": 1.0, "options": {"ft": {"init_epochs": 2}}}
+    job = config(tmp_path / "out", model="convnet_small", teacher=teacher, distill=distill, data=DATA)
+    assert fill_alone(Group(), job)[0]["images"] == 3 * IMAGES
+    assert [ran_for(train(Group(), each)) for each in with_init_stage(job)] == [[0, 0], [0]]
