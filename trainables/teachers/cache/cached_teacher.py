@@ -123,7 +123,7 @@ def cached_epochs(config: TrainConfig) -> int:
 def describe_size(row_format: RowFormat, num_images: int, num_epochs: int) -> str:
     """The bytes of a full cache, and what they hold."""
     size = format_bytes(num_images * num_epochs * row_format.row.itemsize)
-    epochs = "1 epoch" if num_epochs == 1 else f"{num_epochs} epochs"
+    epochs = "1 epoch" if num_epochs == 1 else f"{num_epochs:,} epochs"
     return f"{size} for {num_images:,} images × {epochs}: {row_format} in float16"
 
 
