@@ -46,7 +46,7 @@ def test_students_of_a_sweep_share_a_teacher_whose_death_changes_none_of_them(
     epochs = [records(RunDir(undisturbed).trial(trial).root, "epoch") for trial in TRIALS]
     ran_for = [[record["metrics"]["epoch/train/teacher_images"] for record in of_trial] for of_trial in epochs]
     assert [sum(counts) for counts in zip(*ran_for, strict=True)] == [IMAGES] * EPOCHS
-    counted = re.search(r"mlp_large ran for ([\d,]+) images,\s+and\s+logits\s+of\s+([\d,]+)\s+were\s+returned", output)
+    counted = re.search(r"mlp_large ran for ([\d,]+) images,\s+and\s+its\s+outputs\s+for\s+([\d,]+)\s+were\s+returned", output)
     assert counted is not None, output
     computed, returned = (int(count.replace(",", "")) for count in counted.groups())
     assert computed == IMAGES * EPOCHS + VALIDATION
