@@ -116,7 +116,7 @@ def slow_copy(job: Job, extra_s: float) -> Undo:
 def slow_teacher(job: Job, extra_s: float) -> Undo:
     """A teacher that takes long on each image."""
     each_s = extra_s / images(job)
-    job.train_state.teacher.model.register_forward_pre_hook(lambda module, args: time.sleep(each_s * len(args[0])))
+    job.train_state.teacher.networks[0].register_forward_pre_hook(lambda module, args: time.sleep(each_s * len(args[0])))
     return nothing
 
 

@@ -85,7 +85,7 @@ def test_ab_leaves_a_wrns_last_norm_out_of_its_init_stage_as_repdistiller_does(t
                 batch = next(batches)
                 images = normalized(train_state.prepare(batch).images_BCHW)
                 with torch.no_grad():
-                    taught = wrn_preacts(train_state.teacher.model, images)  # type: ignore[union-attr]
+                    taught = wrn_preacts(train_state.teacher.networks[0], images)  # type: ignore[union-attr]
                 loss = boundary_loss(wrn_preacts(student, images), taught)
                 sgd.zero_grad()
                 loss.backward()
@@ -165,7 +165,7 @@ def test_fsp_trains_the_student_in_training_mode_without_its_classifier_as_repdi
             for batch in batches:
                 images = normalized(train_state.prepare(batch).images_BCHW)
                 with torch.no_grad():
-                    taught = flows(train_state.teacher.model, images)
+                    taught = flows(train_state.teacher.networks[0], images)
                 loss = sum((s - t).square().mean() for s, t in zip(flows(student, images), taught, strict=True))
                 sgd.zero_grad()
                 loss.backward()  # type: ignore[union-attr]
@@ -217,7 +217,7 @@ def test_a_teacher_normalizes_by_the_batch_where_its_code_leaves_it_in_training_
         found = teacher(drawn(16), 16, TeacherRequest(torch.arange(16), 0))["reviewkd"]
         for ours, theirs in zip(found.features[:3], wrn_preacts(plain, normalized(drawn(16))), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
-        assert not any(mean.any() for name, mean in teacher.model.state_dict().items() if name.endswith("running_mean"))
+        assert not any(mean.any() for name, mean in teacher.networks[0].state_dict().items() if name.endswith("running_mean"))
 
 
 def costs_on_the_main_rank_alone(group: Group, settings: TrainConfig) -> bool:

@@ -120,7 +120,7 @@ def test_student_and_teacher_of_a_job_see_their_own_pixels_of_the_same_crops(tmp
     seen: dict[str, list[Tensor]] = {"student": [], "teacher": []}
     with contextlib.closing(build(job_config, Group(), lambda *_, **__: None, lambda whole=False: {})) as job:
         state: Any = job.train_state
-        for name, model in (("student", state.distillation_module.student), ("teacher", state.teacher.model)):
+        for name, model in (("student", state.distillation_module.student), ("teacher", state.teacher.networks[0])):
             first = next(module for module in model.modules() if isinstance(module, nn.Conv2d))
             first.register_forward_hook(lambda _, args, __, name=name: seen[name].append(args[0].detach().clone()))
         (first_batch, *_) = list(job.train_loader.epoch(0))
