@@ -141,7 +141,7 @@ def embedder(config: EvaluateConfig, group: Group, report: Report) -> Callable[[
 
 
 def val_loader(data: DataConfig, split: Split, group: Group) -> Loader:
-    """The images of a split as those of a validation: as they are stored, without augmentation. Raises DataError: see `Loader`."""
+    """The images of a split as those of a validation: as they are stored, not augmented. Raises DataError: see `Loader`."""
     data = data.model_copy(update={"shuffle": "none"})
     assert isinstance(data.loader_workers, int)
     return Loader(
