@@ -340,6 +340,10 @@ RULES: tuple[Rule[JobSettings], ...] = (
         "eval.path measures the features of a student that learns no labels: write data.labels: false, or leave eval.path out",
     ),
     (
+        lambda s: s.eval.best == ("cka" if s.data.labels else "top1_pct") and s.eval.path is None and s.eval.best,
+        "eval.best: {found} is not measured: top1_pct needs data.labels: true or eval.path, and cka data.labels: false",
+    ),
+    (
         lambda s: s.freeze and (s.weights is None or not s.data.labels or s.scale.pipeline_stages > 1),
         "student.freeze trains the classifier alone: it needs student.weights, data.labels: true and scale.pipeline_stages: 1",
     ),
@@ -447,6 +451,11 @@ METHOD_RULES: tuple[MethodRule[JobSettings], ...] = (
         lambda s, _: not s.data.labels,
         lambda m, _: m.requires.reads_classes or m.requires.hard_labels,
         "distill.method: {m.key} reads classes, and data.labels is false: write embed, or another method on features alone",
+    ),
+    (
+        lambda s, _: not s.data.labels and s.eval.best == "loss",
+        lambda m, _: m.requires.whole_batch or m.requires.all_gather,
+        "eval.best: {m.key} compares the images of a batch, and has no loss in a validation: write cka, or leave eval.best out",
     ),
     (
         lambda s, _: s.data.mixes_unlabeled,

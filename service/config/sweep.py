@@ -109,6 +109,6 @@ class SweepConfig(Section):
         if self.steps is not None and (self.metric in ACCURACIES or self.policy == "asha"):
             what = f"metric {self.metric}" if self.metric in ACCURACIES else "policy asha"
             raise ValueError(f"{what} compares accuracies between epochs: leave out steps (--set sweep.steps=null)")
-        if self.policy == "asha" and (self.metric not in ACCURACIES or self.metric.startswith("best")):
+        if self.policy == "asha" and (self.metric not in ACCURACIES or self.metric.startswith(("best", "linear"))):
             raise ValueError(f"policy asha stops trials by their accuracy, not by {self.metric}: set metric to top1_pct")
         return self

@@ -6,7 +6,7 @@ from typing import Any
 from ray.tune.experiment import Trial
 from ray.tune.schedulers import ASHAScheduler
 
-from service.config.sweep import SweepConfig
+from service.config.sweep import ACCURACIES, SweepConfig
 from service.runs.outcome import Outcome
 from trainables.rundir import RunDir, StageDir, final_names, headline, read_lines
 
@@ -72,10 +72,9 @@ def stopped(stage: StageDir, reported: Mapping[str, Any]) -> Outcome:
         metrics.pop(name, None)
         if epochs and all(f"epoch/{name}" in record["metrics"] for record in epochs):  # not in those of an older version
             metrics[name] = sum(record["metrics"][f"epoch/{name}"] for record in epochs)
-    evaluated = [headline(record["metrics"]) for record in epochs if "val/top1_pct" in record["metrics"]]
-    if evaluated:
-        metrics |= evaluated[-1]
+    for record in epochs:
+        metrics |= headline(record["metrics"])
     if last is reported:
-        metrics |= {name: float(reported[name]) for name in ("top1_pct", "top5_pct", "val_loss") if name in reported}
+        metrics |= {name: float(reported[name]) for name in ACCURACIES if name in reported}
     metrics["steps"] = float(last["step"])
     return Outcome(status="stopped", reason=f"stopped by asha after epoch {last['epoch']:g}", metrics=metrics)

@@ -7,19 +7,17 @@ import contextlib
 import math
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from trainables.config import TrainConfig
 from trainables.data.loader.loader import Loader
-from trainables.data.loader.loader_process import loader_process
-from trainables.data.order import Split
-from trainables.data.source import open_on_node, refuse_single_class
+from trainables.data.source import refuse_single_class
 from trainables.device.device_batches import DeviceBatch, on_device
 from trainables.device.tensor_format import pixels_of
 from trainables.distributed.group import Group, all_reduce_sum, broadcast_buffers, gather_objects
+from trainables.engine.features import SPLITS, val_loader
 from trainables.engine.passes import TrainState, run_student, run_teacher
 from trainables.errors import DataError
 from trainables.methods.tap_reader import TapReader
@@ -30,50 +28,27 @@ from trainables.probes.knn import knn
 from trainables.probes.linear import linear_probe
 
 
-class LabeledImages(NamedTuple):
-    """The images of `eval.path`, both splits as validation shows them."""
+def open_labeled(config: TrainConfig, group: Group) -> tuple[Loader, ...]:
+    """The images of `eval.path`, both splits as validation shows them; () without it.
 
-    train: Loader
-    val: Loader
-
-    def close(self) -> None:
-        self.train.close()
-        self.val.close()
-
-
-def open_labeled(config: TrainConfig, group: Group) -> LabeledImages | None:
-    """None: there is no `eval.path`. Raises DataError: its images cannot be read, or have no labels."""
+    Raises DataError: its images cannot be read, or have no labels.
+    """
     data = config.eval.labeled(config.data)
     if data is None:
-        return None
-    process = loader_process(data, world_size=group.world_size, device=group.device)
-
-    def loader(split: Split) -> Loader:
-        assert isinstance(data.loader_workers, int)
-        source = open_on_node(data, split)
-        refuse_single_class(source.classes, f"eval.path: {data.path}")
-        return Loader(
-            source,
-            data,
-            split="val",  # without augmentation
-            seed=0,
-            rank=group.rank,
-            world_size=group.world_size,
-            loader_workers=data.loader_workers,
-            device=group.device,
-            process=process,
-        )
-
-    return LabeledImages(loader("train"), loader("val"))
+        return ()
+    loaders = tuple(val_loader(data, split, group) for split in SPLITS)
+    for loader in loaders:
+        refuse_single_class(loader.source.classes, f"eval.path: {data.path}")
+    return loaders
 
 
 class BackboneEvaluation:
     """The evaluations of one job's student."""
 
-    def __init__(self, config: TrainConfig, embedding: TapReader, labeled: LabeledImages | None) -> None:
-        """`embedding` reads the student's tap of this name."""
-        self._eval, self._embedding, self._labeled, self._pixels = config.eval, embedding, labeled, pixels_of(config)
-        self._shares = config.shares
+    def __init__(self, config: TrainConfig, embedding: TapReader, labeled: tuple[Loader, ...]) -> None:
+        """`embedding` reads the student's tap of this name. `labeled`: see `open_labeled`."""
+        self._eval, self._embedding, self.labeled, self._pixels = config.eval, embedding, labeled, pixels_of(config)
+        self._shares, self._target_pct = config.shares, config.train.until_top1_pct
 
     @torch.inference_mode()
     def __call__(
@@ -81,7 +56,7 @@ class BackboneEvaluation:
     ) -> dict[str, float]:
         """Of the validation images `num_images`, `cka` with the teacher's features and the methods' `loss`; with several teachers
         `cka1`, …, of which `cka` is the mean by their shares. Of the images of `eval.path` `top1_pct` and `top5_pct` by k-NN, and
-        in the last evaluation `linear_top1_pct` by a linear probe.
+        in the last evaluation, or that which reaches `train.until_top1_pct`, `linear_top1_pct` by a linear probe.
 
         There is no `cka` with a teacher that is sharded, and no `loss` where a method compares the images of a
         batch. Every rank calls it. Raises DataError: not one image of `eval.path` could be read.
@@ -90,14 +65,14 @@ class BackboneEvaluation:
         module.eval()
         broadcast_buffers(module, state.group)
         found = self._agreement(state, val_loader, group, heartbeat, epoch)
-        if self._labeled is not None:
+        if self.labeled:
             embed = partial(self._embed, state)
-            train, val = (gather_features(embed, loader, group, heartbeat) for loader in self._labeled)
+            train, val = (gather_features(embed, loader, group, heartbeat) for loader in self.labeled)
             if not len(train.labels_N) or not len(val.labels_N):
                 raise DataError(f"eval.path: {self._eval.path}: not one image of a split could be read")
             votes = knn(train, val, group, num_neighbors=self._eval.num_neighbors, beat=heartbeat.beat)
             found |= {name: votes[name] for name in ("top1_pct", "top5_pct")}
-            if is_last:
+            if is_last or (self._target_pct is not None and votes["top1_pct"] >= self._target_pct):
                 found["linear_top1_pct"] = linear_probe(train, val, group, beat=heartbeat.beat)["top1_pct"]
         module.train()
         return found
@@ -113,7 +88,9 @@ class BackboneEvaluation:
         self, state: TrainState, val_loader: Loader, group: Group, heartbeat: Heartbeat, epoch: int
     ) -> dict[str, float]:
         module, ckas = state.distillation_module, dict[int, LinearCKA]()
-        measures_loss = not any(method.requires.whole_batch for method in module.methods_by_name.values())
+        measures_loss = not any(
+            method.requires.whole_batch or method.requires.all_gather for method in module.methods_by_name.values()
+        )
         sums = torch.zeros(2, dtype=torch.float64, device=group.device)  # images, loss
         validated = replace(state, teacher=state.teacher.for_validation(val_loader))
         batches = validated.teacher.prefetch(heartbeat.over(val_loader.epoch(0)), None)

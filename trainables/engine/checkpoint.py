@@ -60,11 +60,11 @@ class Progress:
         """The steps of an epoch are over."""
         self.epoch, self.position, self.partial, self.skipped = self.epoch + 1, 0, [], {}
 
-    def take_score(self, score: float, top1_pct: float | None, target_pct: float | None, train_s: float) -> bool:
+    def take_score(self, score: float | None, top1_pct: float | None, target_pct: float | None, train_s: float) -> bool:
         """The last epoch's score and accuracy, after `train_s` of training. Whether the score is the best so far."""
         if top1_pct is not None and target_pct is not None and top1_pct >= target_pct:
             self.reached = {"time_to_accuracy_s": train_s, "steps_to_accuracy": float(self.step)}
-        best = self.best_score is None or score > self.best_score
+        best = self.best_epoch < 0 or (score is not None and (self.best_score is None or score > self.best_score))
         if best:
             self.best_score, self.best_epoch = score, self.epoch
         return best

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from torch import Tensor, float32, float64, nn
 
-from trainables.config import EvaluateConfig
+from trainables.config import DataConfig, EvaluateConfig
 from trainables.data.interface import Source
 from trainables.data.loader.loader import Loader
 from trainables.data.loader.loader_process import loader_process
@@ -140,14 +140,11 @@ def embedder(config: EvaluateConfig, group: Group, report: Report) -> Callable[[
     return embed
 
 
-@contextlib.contextmanager
-def split_loader(
-    config: EvaluateConfig, split: Split, group: Group, report: Report = lambda kind, step, epoch, metrics: None
-) -> Iterator[Loader]:
-    """The images of a split as those of a validation: as they are stored, without augmentation. Closes it."""
-    data = config.data.model_copy(update={"shuffle": "none"})
+def val_loader(data: DataConfig, split: Split, group: Group) -> Loader:
+    """The images of a split as those of a validation: as they are stored, not augmented. Raises DataError: see `Loader`."""
+    data = data.model_copy(update={"shuffle": "none"})
     assert isinstance(data.loader_workers, int)
-    loader = Loader(
+    return Loader(
         open_on_node(data, split),
         data,
         split="val",
@@ -158,8 +155,15 @@ def split_loader(
         device=group.device,
         process=loader_process(data, world_size=group.world_size, device=group.device),
     )
-    report("start", 0, 0.0, {"max_steps": float(len(loader.source))})
-    with contextlib.closing(loader):
+
+
+@contextlib.contextmanager
+def split_loader(
+    config: EvaluateConfig, split: Split, group: Group, report: Report = lambda kind, step, epoch, metrics: None
+) -> Iterator[Loader]:
+    """See `val_loader`. Closes it."""
+    with contextlib.closing(val_loader(config.data, split, group)) as loader:
+        report("start", 0, 0.0, {"max_steps": float(len(loader.source))})
         yield loader
 
 

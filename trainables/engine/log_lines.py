@@ -89,8 +89,7 @@ def _totals(job: Job) -> Tensor:
 def _learning_rate(train_state: TrainState) -> float:
     """The rate of the optimizer that minimises the task's loss; an init stage has one alone."""
     of_task = max(train_state.optimizers, key=lambda each: "task" in each.losses)
-    group = of_task.optimizer.param_groups[0]
-    return float(group["lr"] / group["lr_scale"])
+    return float(of_task.optimizer.param_groups[0]["lr"])
 
 
 def _write(job: Job, line: PendingLine, now: Mapping[str, float], reported: Mapping[str, float]) -> None:

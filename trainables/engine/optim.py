@@ -22,7 +22,7 @@ def parameter_groups(
     Without `decay_norm_and_bias` every parameter of at most one dimension (norm scales and shifts, biases) has no weight decay,
     as in Goyal et al. 2017 and He et al. 2019, "Bag of Tricks".
     """
-    groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
+    groups: dict[tuple[bool, float], list[nn.Parameter]] = {(True, 1.0): []}  # the first one, maybe empty, has `learning_rate`
     for p in parameters:
         if p.requires_grad:
             groups.setdefault((optim.decay_norm_and_bias or p.ndim > 1, lr_scales.get(p, 1.0)), []).append(p)

@@ -217,7 +217,7 @@ def summarize(job: Job, skipped_images: int = 0) -> dict[str, float]:
     evaluated = [row for row in progress.history if "val/num_images" in row]
     if evaluated:
         summary |= headline(evaluated[-1])
-        best = next(row for row in evaluated if row["epoch"] == progress.best_epoch)
+        best = next((row for row in evaluated if row["epoch"] == progress.best_epoch), {})  # none since other data came
         summary |= {"best_top1_pct": best["val/top1_pct"]} if "val/top1_pct" in best else {}
         summary |= {"best_epoch": float(progress.best_epoch), **progress.reached}
     for number, measured in enumerate(job.teachers, start=1):

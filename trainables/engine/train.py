@@ -107,8 +107,9 @@ def build(
         resources.callback(models.teacher.close)
         backbone_evaluation = None
         if models.embedding is not None:
-            if (labeled := open_labeled(config, layout.replicas)) is not None:
-                resources.callback(labeled.close)
+            labeled = open_labeled(config, layout.replicas)
+            for loader in labeled:
+                resources.callback(loader.close)
             backbone_evaluation = BackboneEvaluation(config, models.embedding, labeled)
             if config.train.max_steps is None and not config.init_stage:  # it will be evaluated: a full disk is refused now
                 models.teacher.for_validation(val_loader)
@@ -368,7 +369,8 @@ def finish_epoch(job: Job) -> None:
     val, best = {}, False
     if is_evaluated(job, job.progress.epoch):
         val = evaluate_epoch(job)
-        num_skipped += len(check_skipped(job, job.val_loader, {}))
+        evaluated = [job.val_loader, *(job.backbone_evaluation.labeled if job.backbone_evaluation else ())]
+        num_skipped += sum(len(check_skipped(job, loader, {})) for loader in evaluated)
         best = job.progress.take_score(
             score_of(job, val), val.get("top1_pct"), job.config.train.until_top1_pct, job.metrics.clock.train_s
         )
@@ -384,13 +386,16 @@ def finish_epoch(job: Job) -> None:
     job.report("epoch", **job.progress.epoch_record)
 
 
-def score_of(job: Job, val: dict[str, float]) -> float:
-    """What the best checkpoint has most of: top-1, or what `eval.best` names; without any of them the last one is the best."""
+def score_of(job: Job, val: dict[str, float]) -> float | None:
+    """What the best checkpoint has most of: top-1, or what `eval.best` names; without any of them the last one is the best.
+
+    None: it is not a number, as the CKA of features that are all equal.
+    """
     names = [job.config.eval.best] if job.config.eval.best else ["top1_pct", "cka"]
-    found = next((val[name] for name in names if math.isfinite(val.get(name, math.nan))), None)
-    if found is None:
+    name = next((name for name in names if name in val), None)
+    if name is None:
         return float(job.progress.epoch)
-    return -found if job.config.eval.best == "loss" else found
+    return None if math.isnan(val[name]) else -val[name] if name == "loss" else val[name]
 
 
 def end_training(job: Job) -> tuple[dict[str, float], int]:

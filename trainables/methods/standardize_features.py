@@ -7,8 +7,6 @@ y = W·(x − μ), with the mean μ and the covariance Σ = U·Λ·Uᵀ of the t
 - `phi_s` (equations 22 to 26): W = φ⁻¹·H·Uᵀ, φ² the mean of Λ, and H a normalized Hadamard matrix, each of whose entries is
   ±1/√D, so that the variance of every channel is 1 and distances change by one factor.
 
-The inverse is x = W⁻¹·y + μ.
-
 Hadamard matrices are Sylvester's products with those of Paley's two constructions (1933), for a prime q: q + 1 rows where
 q mod 4 = 3, and 2·(q + 1) where q mod 4 = 1.
 
@@ -54,10 +52,6 @@ class FeatureStandardizer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(…, D) standardized."""
         return nn.functional.linear(x - self.mean_D, self.weight_DD)
-
-    def inverse(self, y: Tensor) -> Tensor:
-        """(…, D) as the teacher's features: x = W⁻¹·y + μ."""
-        return nn.functional.linear(y, torch.linalg.inv(self.weight_DD)) + self.mean_D
 
     def add(self, x_ND: Tensor) -> None:
         """Add features of this rank to the sums, which are in float64."""

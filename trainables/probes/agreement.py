@@ -1,10 +1,9 @@
-"""How alike two models' features of the same images are: linear CKA, and the mean cosine of features of one width.
+"""How alike two models' features of the same images are: linear CKA.
 
-Both are sums over images, in float64: the same for any batches and ranks but for rounding. Shapes: B batch, D and E features.
+It is of sums over images, in float64: the same for any batches and ranks but for rounding. Shapes: B batch, D and E features.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from trainables.distributed.group import Group, all_reduce_sum
@@ -34,21 +33,3 @@ class LinearCKA:
         norms = (products[:n, n:].norm() ** 2, products[:n, :n].norm(), products[n:, n:].norm())
         xy, xx, yy = torch.stack(norms).tolist()
         return xy / (xx * yy) if xx * yy > 0 else float("nan")
-
-
-class CosineAgreement:
-    """The mean over images of the cosine between two features of equal width, as a student head's output and a teacher's."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._sums = torch.zeros(2, dtype=torch.float64, device=device)
-
-    @torch.no_grad()
-    def add(self, x_BD: Tensor, y_BD: Tensor) -> None:
-        """Count a batch of this rank."""
-        cosines_B = F.cosine_similarity(x_BD.double(), y_BD.double(), dim=1)
-        self._sums += torch.stack([cosines_B.sum(), torch.ones_like(cosines_B).sum()])
-
-    def result(self, group: Group) -> float:
-        """Over the images of all ranks; nan where there are none. Every rank calls it."""
-        total, count = all_reduce_sum(self._sums.clone(), group).tolist()
-        return float(total / count) if count else float("nan")

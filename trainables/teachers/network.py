@@ -4,13 +4,15 @@ Shapes: B samples of this rank, C channels, H W pixels, K classes.
 """
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from trainables.config import TrainConfig, WeightedConfig
+from trainables.data.loader.loader import Loader
 from trainables.device.compilation import compile_model
 from trainables.device.tensor_format import tensor_format
 from trainables.distributed.batch_norm import GlobalBatchNorm
@@ -36,16 +38,23 @@ class TeacherNetwork(TeacherInterface):
         """A network, its reader and its part of 1, for each teacher."""
         self.networks, self.readers, self._shares = list(networks), list(readers), shares
         self._batch_norms = [m for network in networks for m in network.modules() if isinstance(m, GlobalBatchNorm)]
+        self._is_training = True
 
     def skip(self, images_BCHW: Tensor, num_calls: int) -> None:
         """See `TeacherInterface`; a sharded network runs, so that other ranks get this rank's part of the parameters."""
         for _ in range(num_calls if self.is_collective else 0):
             self(images_BCHW[:1], 0)
 
+    def for_validation(self, loader: Loader) -> Self:
+        """See `TeacherInterface`. Batch norms use their running statistics: ranks may have different numbers of batches."""
+        teacher = copy.copy(self)
+        teacher._is_training = False
+        return teacher
+
     def __call__(self, images_BCHW: Tensor, num_rows: int, request: TeacherRequest | None = None) -> dict[str, ModelOutputs]:
         """See `TeacherInterface`; it runs for whatever images it gets."""
         for norm in self._batch_norms:  # dummy images form no batch, and one rank may run some alone
-            norm.train(request is not None)
+            norm.train(self._is_training and request is not None)
         if self._batch_norms:  # the dummy image of a rank without samples is no part of the batch
             images_BCHW = images_BCHW[:num_rows]
         found = []

@@ -87,3 +87,9 @@ def test_a_stopped_trial_of_an_older_version_has_the_numbers_that_it_recorded(tm
             "val_loss": 1.2,
         }
     )
+
+
+def test_a_stopped_student_without_labels_has_its_likeness_to_the_teacher(tmp_path: Path) -> None:
+    assert metrics_when_stopped(tmp_path, {"val/cka": 0.7}, {"epoch/step_s": 0.1})["cka"] == 0.7
+    last = stopped(StageDir(tmp_path), {"epoch": 3.0, "step": 30, "cka": 0.8})
+    assert last.metrics["cka"] == 0.8

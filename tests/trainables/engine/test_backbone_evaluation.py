@@ -8,11 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.trainables.data.image_folder import write_images
 from tests.trainables.jobs import config, equal, relative_difference, train, write_teacher
 from trainables.config import DataConfig, TrainConfig
 from trainables.data.source import open_source
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
+from trainables.engine.checkpoint import Progress
+from trainables.errors import ExperimentError
 from trainables.models.checkpoint_header import read_checkpoint_header
 from trainables.models.model_input import student_input
 from trainables.models.pixels import take_pixels
@@ -23,12 +26,12 @@ from trainables.rundir import StageDir
 DISTILL: dict[str, Any] = {"method": ["embed"], "task_weight": None, "options": {}}
 
 
-def backbone(folder: Path, **sections: Any) -> TrainConfig:
+def backbone(folder: Path, teacher: str = "convnet_large", **sections: Any) -> TrainConfig:
     """The student of a teacher of other classes, without labels."""
-    teacher = {"model": "convnet_large", "weights": write_teacher(folder / "teacher.safetensors", "convnet_large", 7)}
+    section = {"model": teacher, "weights": write_teacher(folder / "teacher.safetensors", teacher, 7)}
     data = {"labels": False, **sections.pop("data", {})}
     defaults = {"model": "convnet_small", "distill": DISTILL, "scale": {"sync_batch_norm": True}, "optim": {"lr": 0.01}}
-    return config(folder / "out", teacher=teacher, data=data, **{**defaults, **sections})
+    return config(folder / "out", teacher=section, data=data, **{**defaults, **sections})
 
 
 def epochs_of(calls: list[tuple[str, int, dict[str, float]]]) -> list[dict[str, float]]:
@@ -95,3 +98,46 @@ def test_a_student_without_labels_resumes_bit_for_bit(tmp_path: Path) -> None:
     resumed = train(Group(), settings)
     assert equal(whole["state"], resumed["state"])
     assert whole["progress"].best_score == resumed["progress"].best_score
+
+
+def test_a_training_that_reaches_its_target_ends_with_a_linear_probe(tmp_path: Path) -> None:
+    settings = backbone(tmp_path, eval={"path": "digits"}, optim={"epochs": 3, "lr": 0.01}, train={"until_top1_pct": 10})
+    found = train(Group(), settings)
+    assert len(epochs_of(found["calls"])) == 1
+    assert found["calls"][-1][2]["linear_top1_pct"] > 50
+
+
+def test_a_teacher_with_statistics_of_a_batch_is_compared_by_its_running_ones(ranks: RankPool, tmp_path: Path) -> None:
+    data = {"path": "synthetic", "synthetic_images": 45, "global_batch_size": 8}  # the last batch has an image for one rank
+    distill = {"method": ["reviewkd"], "task_weight": None, "options": {"reviewkd": {"teacher_norm": "batch"}}}
+    settings = backbone(tmp_path, model="resnet8", teacher="resnet14", data=data, distill=distill)
+    one, two = (ranks.run(n, train, settings.model_copy(update={"output_dir": str(tmp_path / str(n))}))[0] for n in (1, 2))
+    (alone,), (shared,) = epochs_of(one["calls"]), epochs_of(two["calls"])
+    assert alone["val/num_images"] == 9
+    assert alone["val/cka"] == pytest.approx(shared["val/cka"], rel=1e-9)
+
+
+def test_images_of_eval_path_that_cannot_be_read_are_counted(tmp_path: Path) -> None:
+    images = write_images(tmp_path / "images", num_train=6)
+    next((images / "val").rglob("*.png")).write_bytes(b"no image")
+    found = train(Group(), backbone(tmp_path, eval={"path": str(images)}, data={"max_bad": 0.5}))
+    assert epochs_of(found["calls"])[-1]["epoch/skipped_images"] == 1
+
+
+def test_a_best_checkpoint_by_a_number_that_is_not_measured_is_refused(tmp_path: Path) -> None:
+    for sections, says in (
+        ({"eval": {"best": "top1_pct"}}, "eval.best: top1_pct is not measured"),
+        ({"eval": {"best": "cka"}, "data": {"labels": True}}, "eval.best: cka is not measured"),
+        ({"eval": {"best": "loss"}, "distill": {**DISTILL, "method": ["queue"]}}, "eval.best: queue compares the images"),
+    ):
+        with pytest.raises(ExperimentError, match=f"^{says}"):
+            train(Group(), backbone(tmp_path, **sections))
+
+
+def test_a_number_that_is_nan_is_no_best_score() -> None:
+    progress = Progress(epoch=1)
+    assert progress.take_score(None, None, None, 1.0)
+    progress.epoch = 2
+    assert progress.take_score(0.5, None, None, 1.0)
+    assert not progress.take_score(None, None, None, 1.0)
+    assert (progress.best_score, progress.best_epoch) == (0.5, 2)

@@ -133,3 +133,7 @@ def test_layer_decay_is_timms() -> None:
     assert len({*expected.values()}) > 4
     with pytest.raises(ModelError, match=r"layer_decay: \w+ does not say what its layers are"):
         learning_rate_scales(build_model("convnet_small", num_classes=3, image_size=8, seed=0), optim)
+
+
+def test_a_part_of_a_model_without_parameters_has_an_optimizer_that_does_nothing() -> None:
+    build_optimizer(nn.ReLU().parameters(), OptimConfig(), {}).step()
