@@ -363,7 +363,9 @@ def test_a_model_of_other_classes_gives_its_features_where_no_method_reads_logit
     own, lines = features_of(path, classes=tuple("abcdefg"))  # the data's are those of the checkpoint
     assert has_classifier(own) == (kind != "headless")
     assert bool(lines) == (kind == "headless")
-    assert not has_classifier(features_of(path, classes=())[0])
+    teacher, lines = features_of(path, classes=())
+    assert not has_classifier(teacher)
+    assert "the data has 1" not in lines[0]
 
 
 def test_a_student_begins_with_weights_and_a_classifier_of_its_own_where_its_classes_are_others(tmp_path: Path) -> None:
@@ -383,6 +385,10 @@ def test_a_checkpoint_says_with_which_arguments_its_model_was_built(tmp_path: Pa
     path = write_checkpoint(tmp_path / "x.safetensors", model, model=name)
     assert_same(load(path), model)
     assert_same(load(path, name), model)
+    with pytest.raises(
+        CheckpointError, match=r"of a convnet_small with other arguments, by features\.0\.weight"
+    ):
+        begin_with(convnet(), "convnet_small", str(path), image_size=8, classes=CLASSES, seed=0, weights_key=None)
     assert "is a convnet_small(widths=[4, 8, 12]), not a convnet_small(widths=[4, 8, 9])" in refusal(
         path, "convnet_small(widths=[4, 8, 9])"
     )
