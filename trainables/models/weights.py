@@ -234,6 +234,8 @@ def _load(source: _Weights, image_size: int, seed: int) -> tuple[nn.Module, Mapp
     path, name = source.path, source.name
     if path is None:
         _refuse_key(source, "published weights have one model")
+        if source.found.arguments:  # a library's message of wrong ones is about the download
+            construct(name, num_classes=source.num_classes, image_size=image_size, seed=seed)
         with torch.random.fork_rng(devices=[]):  # a library initialises parameters before it overwrites them
             model = source.library.published(source.found.name, source.weights, image_size, source.found.kwargs)
         return model, model.state_dict(), bool(getattr(model, "transform_input", False))
