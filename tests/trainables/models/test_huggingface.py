@@ -99,8 +99,8 @@ def test_a_folder_of_transformers_is_its_own_librarys_and_one_of_timm_is_timms(t
 
 
 def test_a_model_whose_features_are_not_known_is_refused_by_its_type(tmp_path: Path) -> None:
-    for config in ({"model_type": "detr"}, {"model_type": "owlvit", "vision_config": {}}, {"model_type": "bert"}):
-        with pytest.raises(ModelError, match=r"is a (detr|owlvit_vision_model|bert) of transformers, not one of vit, "):
+    for config in ({"model_type": "detr"}, {"model_type": "owlvit", "vision_config": {}}, {"model_type": "mobilevitv2"}):
+        with pytest.raises(ModelError, match=r"is a (detr|owlvit_vision_model|mobilevitv2) of transformers, not one of vit, "):
             check_model_name(folder(tmp_path, config))
 
 
@@ -125,6 +125,11 @@ def test_its_image_processor_says_how_images_were_prepared(tmp_path: Path) -> No
     record = library.input(name, "DEFAULT")
     assert record is not None
     assert record[:7] == (384, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0), 3, 384, "bilinear", ("a", "b", "c"))
+    twice = {"size": {"height": 224, "width": 224}, **statistics, "include_top": True, "crop_pct": None}
+    name = folder(tmp_path / "twice", {"model_type": "efficientnet"}, preprocessor_config=twice)
+    record = library.input(name, "DEFAULT")
+    assert record is not None
+    assert record[:5] == (224, (0.5, 0.4, 0.3), pytest.approx((0.04, 0.04, 0.04)), 0, 224)
     name = folder(tmp_path / "none", {"model_type": "vit", "image_size": 64})
     assert library.input(name, "DEFAULT") == (64, (), (), 0, None, "bilinear", (), ())
     assert library.default_size(name) == 64
@@ -167,6 +172,15 @@ def test_a_classifier_of_transformers_has_its_logits_and_without_it_its_features
     bare = tapped(load(name, logits=False), images_BCHW)
     assert torch.equal(bare["output"], bare["embedding"])
     assert torch.equal(tapped(load(name, CLASSES), images_BCHW)["embedding"], bare["embedding"])
+
+
+@needs_transformers
+@pytest.mark.parametrize("kind", ["clip", "siglip", "vit", "beit"])
+def test_each_trained_parameter_of_a_student_has_a_gradient_as_ddp_needs_it(kind: str, tmp_path: Path) -> None:
+    for num_classes in (0, 3):
+        student = build_model(saved(tmp_path, kind)[0], num_classes=num_classes, image_size=32, seed=0)
+        student(torch.randn(2, 3, 32, 32)).square().sum().backward()
+        assert not [name for name, parameter in student.named_parameters() if parameter.requires_grad and parameter.grad is None]
 
 
 @needs_transformers

@@ -42,16 +42,19 @@ class Family(NamedTuple):
     """Whether it has a position table, which it interpolates for images of another size."""
     stages: str | None = None
     """The modules that end with its maps."""
+    pooler: str | None = None
+    """The module that its features pass, and its classifier does not read."""
 
 
 _VIT, _CNN = Family(1, has_positions=True), Family(stages="encoder.stages")
 FAMILIES: dict[str, Family] = {
-    **dict.fromkeys(("vit", "vit_msn", "beit", "dinov2", "dinov2_with_registers", "clip_vision_model"), _VIT),
+    **dict.fromkeys(("vit", "vit_msn", "beit", "dinov2", "dinov2_with_registers"), _VIT),
     **dict.fromkeys(("convnext", "convnextv2", "resnet", "regnet"), _CNN),
-    **dict.fromkeys(("swin", "swinv2", "mobilenet_v2", "mobilevitv2", "efficientnet", "poolformer", "pvt_v2"), Family()),
+    **dict.fromkeys(("swin", "swinv2", "mobilenet_v2", "efficientnet", "poolformer", "pvt_v2"), Family()),
     "deit": Family(2, has_positions=True),
     "ijepa": Family(has_positions=True),
-    "siglip_vision_model": Family(has_positions=True),
+    "clip_vision_model": Family(1, has_positions=True, pooler="post_layernorm"),
+    "siglip_vision_model": Family(has_positions=True, pooler="head"),
     "dinov3_vit": Family(1),
     "dinov3_convnext": Family(1, stages="model.stages"),
 }
@@ -200,7 +203,8 @@ def _prepare(model: Any, num_classes: int) -> None:
             lambda base, args, options: (args, {**options, "interpolate_pos_encoding": True}), with_kwargs=True
         )
     for name, parameter in model.named_parameters():
-        if name.endswith("mask_token"):  # which only pretraining on masked images reads
+        unread = num_classes and family.pooler and name.startswith(f"{prefix}{family.pooler}.")
+        if unread or name.endswith("mask_token"):  # which only pretraining on masked images reads
             parameter.requires_grad_(False)
     ends = list(base.get_submodule(family.stages)) if family.stages else []
     model.num_classes = num_classes
@@ -240,17 +244,20 @@ def _record(source: str) -> TrainedInput:
     images = _image_processor(source)
     size = _side(images.get("size")) or _side(_vision(config).get("image_size")) or DEFAULT_SIZE
     is_cropped = images.get("do_center_crop", "crop_size" in images)
-    resize = int(size / images["crop_pct"]) if "crop_pct" in images and size < SIZE_OF_WHOLE_IMAGES else size
+    crop_pct = images.get("crop_pct") or 1
+    resize = int(size / crop_pct) if size < SIZE_OF_WHOLE_IMAGES else size
     mean, std = (
         (images.get("image_mean"), images.get("image_std")) if images.get("do_normalize", True) else ([0.0] * 3, [1.0] * 3)
     )
+    if images.get("include_top"):  # EfficientNet's, by which what is normalized is divided by the deviation again
+        std = [value**2 for value in std or ()]
     return TrainedInput(
         (_side(images.get("crop_size")) if is_cropped else None) or size,
         tuple(mean or ()),
         tuple(std or ()),
         len(labels),
         resize if images else None,
-        FILTERS[images.get("resample", FILTERS.index("bilinear"))],
+        dict(enumerate(FILTERS)).get(images.get("resample"), "bilinear"),
         names,
         ids,
     )
