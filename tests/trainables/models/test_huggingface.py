@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tests.trainables import jobs
 from trainables.distributed.group import Group
 from trainables.engine import checkpoint
+from trainables.engine.dry_run import check_fit
 from trainables.errors import DistillError, ModelError
 from trainables.models.libraries import LIBRARIES
 from trainables.models.names import ModelName, check_model_name
@@ -199,8 +200,12 @@ def test_weights_that_lack_tensors_or_a_classifier_are_refused(tmp_path: Path) -
     for weights in (name, "DEFAULT"):
         with pytest.raises(DistillError, match=r"misses .*layernorm\.weight"):
             load(name, weights=weights, logits=False)
+    name, _ = saved(tmp_path / "dinov3", "dinov3_vit")
     with pytest.raises(ModelError, match="is a dinov3_vit, of which transformers has no classifier"):
-        build_model(saved(tmp_path / "dinov3", "dinov3_vit")[0], num_classes=3, image_size=32, seed=0)
+        build_model(name, num_classes=3, image_size=32, seed=0)
+    features: dict[str, Any] = {"teacher": {"model": name}, "distill": {"method": ["embed"], "options": {}}}
+    job = jobs.config(tmp_path, model="convnet_small", data={"image_size": 32}, **features)
+    check_fit(job, num_classes=3)  # as a teacher of features it needs none
 
 
 @needs_transformers

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.trainables.jobs import config, write_teacher
-from trainables.config import DataConfig, TeacherConfig
+from trainables.config import DataConfig, StudentConfig, TeacherConfig
 from trainables.distributed.group import Group
 from trainables.engine import checkpoint
 from trainables.engine.train import build, run_job
@@ -91,6 +91,18 @@ def test_surprising_teacher_inputs_are_warned_about(tmp_path: Path) -> None:
     assert "enlarged to 64" in input_warnings(larger, DataConfig(image_size=32))[0]
 
 
+def test_a_student_with_another_normalization_than_its_weights_is_warned_about(tmp_path: Path) -> None:
+    silent = write_teacher(tmp_path / "silent.safetensors", "convnet_large")
+    (line,) = input_warnings(StudentConfig(model="convnet_large", weights=silent), DataConfig(image_size=8))
+    assert "does not say how its images were normalized" in line
+    assert line.endswith("set data.mean and data.std")
+    student = StudentConfig(model="convnet_large", weights=trained_on(tmp_path / "ours.safetensors", **HALF))
+    assert input_warnings(student, DataConfig(image_size=8, mean=(0.5,) * 3, std=(0.5,) * 3)) == []
+    lines = input_warnings(student, DataConfig(image_size=32, mean=(0.1, 0.2, 0.3), std=(0.5,) * 3))
+    assert "was trained with mean 0.5 and std 0.5, and gets mean [0.1, 0.2, 0.3] and std 0.5" in lines[0]
+    assert "set data.image_size to 8" in lines[1]
+
+
 def trained_on(path: Path, image_size: int = 8, **normalization: Any) -> str:
     write_teacher(path, "convnet_large", image_size=image_size)
     tensors, about = checkpoint.read(path)
@@ -120,7 +132,7 @@ def test_student_and_teacher_of_a_job_see_their_own_pixels_of_the_same_crops(tmp
     seen: dict[str, list[Tensor]] = {"student": [], "teacher": []}
     with contextlib.closing(build(job_config, Group(), lambda *_, **__: None, lambda whole=False: {})) as job:
         state: Any = job.train_state
-        for name, model in (("student", state.distillation_module.student), ("teacher", state.teacher.model)):
+        for name, model in (("student", state.distillation_module.student), ("teacher", state.teacher.networks[0])):
             first = next(module for module in model.modules() if isinstance(module, nn.Conv2d))
             first.register_forward_hook(lambda _, args, __, name=name: seen[name].append(args[0].detach().clone()))
         (first_batch, *_) = list(job.train_loader.epoch(0))

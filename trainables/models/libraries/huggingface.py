@@ -257,7 +257,7 @@ def _record(source: str) -> TrainedInput:
         tuple(std or ()),
         len(labels),
         resize if images else None,
-        dict(enumerate(FILTERS)).get(images.get("resample"), "bilinear"),
+        dict(enumerate(FILTERS)).get(images.get("resample", -1), "bilinear"),
         names,
         ids,
     )
