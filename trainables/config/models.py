@@ -16,8 +16,8 @@ from trainables.errors import ModelError
 FOLDER_SCHEME = "local-dir:"
 HUB_SCHEMES = ("hf-hub:", "hf_hub:")
 """Names of models with weights: a folder with a config.json of timm or transformers, a repository of the Hugging Face Hub."""
-ARGUMENTS = re.compile(r"(.+?)\(((?:\w+=.*)?)\)")
-"""A model's name, and the arguments of its constructor behind it."""
+ARGUMENTS = re.compile(rf"({FOLDER_SCHEME}.+?(?=\(\w+=)|(?!{FOLDER_SCHEME}).+?)\((.*)\)")
+"""A model's name, and the arguments of its constructor behind it; a folder's name may have parentheses too."""
 
 
 def with_arguments(name: str, arguments: Mapping[str, Any]) -> str:

@@ -28,7 +28,7 @@ class ModelName(NamedTuple):
 
     def is_built_as(self, other: "ModelName") -> bool:
         """Whether `other`, which weights are of, is this model; one that names no arguments may have any."""
-        return self[:2] == other[:2] and self.arguments in ("", other.arguments)
+        return self[:2] == other[:2] and (not self.arguments or self.kwargs == other.kwargs)
 
 
 def library_of(name: str) -> tuple[Library, str]:

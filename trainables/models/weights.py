@@ -118,7 +118,7 @@ def load_teacher(
     if source.rows is not None:
         _select_rows(model, source)
     if source.other_classes and source.num_classes:
-        model = _without_classifier(model, source, image_size, seed)
+        model = _rebuilt_without_classifier(model, source, image_size, seed)
     check_forward(model, image_size, 0 if source.other_classes else len(classes), name=name)
     return model.eval().requires_grad_(False)
 
@@ -252,8 +252,8 @@ def _load(source: _Weights, image_size: int, seed: int) -> tuple[nn.Module, Mapp
     return model, state, source.rescales
 
 
-def _without_classifier(model: nn.Module, source: _Weights, image_size: int, seed: int) -> nn.Module:
-    """The same model, whose output is its pooled features."""
+def _rebuilt_without_classifier(model: nn.Module, source: _Weights, image_size: int, seed: int) -> nn.Module:
+    """A model as its library builds it without a classifier, which may be of another class, with the tensors of `model`."""
     bare = construct(source.built_name(), num_classes=0, image_size=image_size, seed=seed)
     state = part_of(model, bare)
     bare.load_state_dict({name: state[name] for name in bare.state_dict()})
