@@ -66,9 +66,15 @@ class _Weights(NamedTuple):
         return self.path is not None and self.library.rescales_input(self.found.name, self.path)
 
     def built_name(self) -> str:
-        """The model's name, or its folder's if that says how it is built. Raises ModelError: another model is there."""
-        beside = self.library.name_for_file(self.found.name, self.path) if self.path is not None else self.found.name
-        return with_arguments(self.name if beside == self.found.name else beside, self.found.kwargs)
+        """The model's name, or that of the folder or repository of its weights if that says how it is built.
+
+        Raises ModelError: another model is there.
+        """
+        if self.path is not None:
+            source = self.library.name_for_file(self.found.name, self.path)
+        else:
+            source = self.weights if self.weights.startswith(HUB_SCHEMES) else self.found.name
+        return with_arguments(self.name if source == self.found.name else source, self.found.kwargs)
 
     def digest(self, state: Mapping[str, Tensor], *, rescales: bool) -> str:
         digest = hashlib.sha256(b"transform_input\0" if rescales else b"")

@@ -209,6 +209,20 @@ def test_weights_that_lack_tensors_or_a_classifier_are_refused(tmp_path: Path) -
 
 
 @needs_transformers
+def test_weights_of_another_folder_are_of_the_model_that_its_config_builds(tmp_path: Path) -> None:
+    images_BCHW = torch.randn(2, 3, 32, 32)
+    name, _ = saved(tmp_path / "gelu", "vit")
+    relu, original = saved(tmp_path / "relu", "vit", hidden_act="relu", classes=CLASSES)
+    for classes, logits in ((CLASSES, True), (("x",), False)):
+        own = load(relu, classes, logits=logits)(images_BCHW)
+        assert torch.equal(load(name, classes, weights=relu, logits=logits)(images_BCHW), own)
+    with torch.no_grad():
+        torch.testing.assert_close(load(name, CLASSES, weights=relu)(images_BCHW), original(images_BCHW).logits)
+    with pytest.raises(ModelError, match=r"resnet is a resnet, not a vit: write it as the model"):
+        load(name, weights=saved(tmp_path / "resnet", "resnet")[0], logits=False)
+
+
+@needs_transformers
 def test_a_student_with_new_classes_begins_with_the_features_of_a_folder(tmp_path: Path) -> None:
     name, _ = saved(tmp_path, "dinov2")
     student, images_BCHW = build_model(name, num_classes=3, image_size=32, seed=1), torch.randn(2, 3, 32, 32)

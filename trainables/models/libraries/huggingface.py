@@ -108,7 +108,7 @@ class HuggingFace(Library):
 
     def published(self, name: str, weights: str, image_size: int, kwargs: Mapping[str, Any]) -> nn.Module:
         source = _source(name, weights)
-        model = self.create(name, _record(source).num_classes, image_size, kwargs)
+        model = self.create(source, _record(source).num_classes, image_size, kwargs)
         repository, revision = source_of(source)
         try:
             state, found = _loaded(model, repository, revision=revision or "main")
@@ -135,6 +135,10 @@ class HuggingFace(Library):
 
     def default_size(self, name: str) -> int | None:
         return _record(name).image_size
+
+    def name_for_file(self, name: str, path: Path) -> str:
+        """The folder where transformers saved there how the model is built: tensors do not show an activation or an epsilon."""
+        return name if self.input(name, str(path)) is None else _of_same_kind(name, f"{FOLDER_SCHEME}{path.parent}")
 
     def owns(self, model: nn.Module) -> bool:
         return type(model).__module__.startswith("transformers.")
@@ -220,9 +224,16 @@ def _prepare(model: Any, num_classes: int) -> None:
 def _source(name: str, weights: str) -> str:
     """The folder or repository of weights, which `DEFAULT` says is the model's own. Raises ModelError: it is neither."""
     if weights.startswith(HUB_SCHEMES):
-        return source_name(weights)
+        return _of_same_kind(name, source_name(weights))
     check_known(name, weights, ["DEFAULT"])
     return name
+
+
+def _of_same_kind(name: str, source: str) -> str:
+    kind, wanted = (_vision(source_config(each)).get("model_type") for each in (source, name))
+    if kind != wanted:
+        raise ModelError(f"{source} is a {kind}, not a {wanted}: write it as the model, or give other weights")
+    return source
 
 
 def _vision(config: Any) -> Mapping[str, Any]:
