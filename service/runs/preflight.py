@@ -19,7 +19,7 @@ from service.runs.plan import Plan
 from service.runs.result import Kind, RunResult
 from service.runs.run_directory import stages_with
 from service.tracking.tracker import check_store
-from trainables.config import DataConfig, DataIdentity
+from trainables.config import DataConfig, DataIdentity, TeacherConfig
 from trainables.data.decode import UnreadableImageError, decode_image
 from trainables.data.identity import check_same_data, data_identity
 from trainables.data.interface import Source
@@ -158,12 +158,11 @@ def check_models(experiment: Experiment, classes: tuple[str, ...]) -> None:
         CheckpointError: a file of weights cannot be read, or is of another model or other classes.
     """
     from trainables.methods.select import select_methods
-    from trainables.models.model_input import input_warnings, teacher_input, trained_model_input
+    from trainables.models.model_input import input_warnings, trained_model_input
     from trainables.models.registry import build_model
     from trainables.models.weights import begin_with, load_teacher
-    from trainables.teachers.network import by_key, naming
+    from trainables.teachers.network import by_key, fit, naming
 
-    teacher, teachers = experiment.teacher, experiment.all_teachers
     for stage in (*experiment.trained_before, "student"):
         config = experiment.stage(stage, Path("/"), {})
         if config.weights is not None:
@@ -171,22 +170,18 @@ def check_models(experiment: Experiment, classes: tuple[str, ...]) -> None:
             model = build_model(config.model, num_classes=len(classes), image_size=size, seed=config.seed)
             start: dict[str, Any] = {"image_size": size, "classes": classes, "seed": config.seed}
             begin_with(model, config.model, config.weights, **start, weights_key=config.weights_key)
-    if teachers and (methods := select_methods(experiment.distill)):
-        fit: dict[str, Any] = {
-            "classes": classes,
-            "seed": experiment.seed,
-            "logits": any(m.requires.teacher and m.requires.reads_classes for m in methods),
-        }
-        for key, each in by_key(teachers):
+    if experiment.weights is not None and experiment.data.path != "synthetic":
+        for line in input_warnings(experiment.student, experiment.data, "student"):
+            notice(line)
+    if experiment.all_teachers and select_methods(experiment.distill):
+        for key, each in by_key(experiment.all_teachers):
             if each.weights is not None:
                 with naming(key):
                     if experiment.data.path != "synthetic":
                         for line in input_warnings(each, experiment.data, key):
                             notice(line)
-                    if each is teacher and teacher.needs_training:
-                        continue
-                    own_size = teacher_input(each, experiment.data).image_size
-                    load_teacher(each.model, each.weights, **fit, image_size=own_size, weights_key=each.weights_key)
+                    if not (isinstance(each, TeacherConfig) and each.needs_training):
+                        load_teacher(**fit(each, config, classes))
 
 
 def check_data_of_run(

@@ -16,11 +16,13 @@ from trainables.errors import ModelError
 FOLDER_SCHEME = "local-dir:"
 HUB_SCHEMES = ("hf-hub:", "hf_hub:")
 """Names of models with weights: a folder with a config.json of timm or transformers, a repository of the Hugging Face Hub."""
+ARGUMENTS = re.compile(rf"({FOLDER_SCHEME}.+?(?=\(\w+=)|(?!{FOLDER_SCHEME}).+?)\((.*)\)")
+"""A model's name, and the arguments of its constructor behind it; a folder's name may have parentheses too."""
 
 
 def with_arguments(name: str, arguments: Mapping[str, Any]) -> str:
     """The name of a model that is built with these arguments, plain values, besides those in its name. Raises ModelError."""
-    written = re.fullmatch(r"(.+?)\((.*)\)", name)
+    written = ARGUMENTS.fullmatch(name)
     base, known = (written[1], keywords_of(written[2])) if written else (name, {})
     text = ", ".join(f"{key}={value!r}" for key, value in {**known, **arguments}.items())
     return f"{base}({text})" if text else base

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainables.config import DataConfig, TrainConfig, WeightedConfig
+from trainables.config import DataConfig, StudentConfig, TrainConfig, WeightedConfig
 from trainables.models.names import library_of
 from trainables.models.trained_input import TrainedInput, trained_input
 
@@ -57,14 +57,23 @@ def trained_model_input(config: TrainConfig) -> ModelInput:
     return student_input(config.data) if config.finetuned is None else teacher_input(config.finetuned, config.data)
 
 
-def input_warnings(teacher: WeightedConfig, data: DataConfig, key: str = "teacher") -> list[str]:
-    """What a user may not expect of a teacher's input, a line each. `key`: of its section."""
-    seen, record = teacher_input(teacher, data), trained_input(teacher.model, str(teacher.weights))
-    name, lines = f"teacher {teacher.model}", []
-    if teacher.mean is None and not (record and record.mean):
+def input_warnings(model: WeightedConfig | StudentConfig, data: DataConfig, key: str = "teacher") -> list[str]:
+    """What a user may not expect of the input of a model with weights, a line each. `key`: of its section."""
+    record, lines = trained_input(model.model, str(model.weights)), []
+    if isinstance(model, StudentConfig):
+        name, seen, keys, is_written = f"student {model.model}", student_input(data), "data", False
+    else:
+        name, seen, keys, is_written = f"teacher {model.model}", teacher_input(model, data), key, model.mean is not None
+    normalized = f"mean {_listed(seen.mean)} and std {_listed(seen.std)}"
+    if not is_written and not (record and record.mean):
         lines.append(
-            f"{name}: {teacher.weights} does not say how its images were normalized: it gets mean {_listed(seen.mean)} and std "
-            f"{_listed(seen.std)}; if that is wrong, set {key}.mean and {key}.std"
+            f"{name}: {model.weights} does not say how its images were normalized: it gets {normalized}; if that is wrong, set "
+            f"{keys}.mean and {keys}.std"
+        )
+    if record is not None and record.mean and (record.mean, record.std) != (seen.mean, seen.std):
+        lines.append(
+            f"{name} was trained with mean {_listed(record.mean)} and std {_listed(record.std)}, and gets {normalized}: if that "
+            f"is wrong, leave out {keys}.mean and {keys}.std"
         )
     if seen.image_size > data.image_size:
         lines.append(
@@ -72,7 +81,7 @@ def input_warnings(teacher: WeightedConfig, data: DataConfig, key: str = "teache
         )
     if record is not None and record.image_size != seen.image_size:
         lines.append(
-            f"{name} was trained on images of {record.image_size} px and sees {seen.image_size}: set {key}.image_size to "
+            f"{name} was trained on images of {record.image_size} px and sees {seen.image_size}: set {keys}.image_size to "
             f"{record.image_size} to resize them"
         )
     return lines

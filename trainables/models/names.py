@@ -1,9 +1,8 @@
 """The names of all models, without importing torch: a wrong name is refused before anything heavy is loaded."""
 
-import re
 from typing import Any, NamedTuple
 
-from trainables.config.models import keywords_of
+from trainables.config.models import ARGUMENTS, keywords_of
 from trainables.errors import ModelError, closest_matches
 from trainables.models.libraries import LIBRARIES
 from trainables.models.libraries.interface import Library, installed
@@ -29,7 +28,7 @@ class ModelName(NamedTuple):
 
     def is_built_as(self, other: "ModelName") -> bool:
         """Whether `other`, which weights are of, is this model; one that names no arguments may have any."""
-        return self[:2] == other[:2] and self.arguments in ("", other.arguments)
+        return self[:2] == other[:2] and (not self.arguments or self.kwargs == other.kwargs)
 
 
 def library_of(name: str) -> tuple[Library, str]:
@@ -45,13 +44,13 @@ def check_model_name(name: str) -> ModelName:
 
     Raises ModelError: no such model (with the nearest name that exists), or its library is not installed.
     """
-    if with_arguments := re.fullmatch(r"([^+]+?)\((.*)\)", name):
-        keywords_of(with_arguments[2])
-        return check_model_name(with_arguments[1])._replace(arguments=with_arguments[2])
     if REUSE_SEPARATOR in name:
         for part in name.split(REUSE_SEPARATOR):
             check_model_name(part)
         return ModelName("ours", name)
+    if with_arguments := ARGUMENTS.fullmatch(name):
+        keywords_of(with_arguments[2])
+        return check_model_name(with_arguments[1])._replace(arguments=with_arguments[2])
     for key, library in LIBRARIES.items():
         if (found := library.find(name)) is not None:
             return ModelName(key, found)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainables.errors import ModelError, closest_matches
+from trainables.models.forward import has_classifier
 from trainables.models.libraries import declared_taps
 from trainables.models.libraries.interface import Tap, as_is
 from trainables.models.module_calls import BATCH, Call, last_call, record_calls
@@ -47,7 +48,7 @@ def last_layer(model: nn.Module) -> object:
 
 def classifier(model: nn.Module) -> nn.Linear:
     """The final linear layer. Raises ModelError: the model has no classifier, or one that is something else."""
-    if getattr(model, "num_classes", None) == 0:
+    if not has_classifier(model):
         raise ModelError(f"{type(model).__name__} has no classifier: give it classes, or choose a method that needs none")
     last = last_layer(model)
     if isinstance(last, nn.Linear):
@@ -63,9 +64,6 @@ def without_classifier(model: nn.Module) -> nn.Module:
 
     Raises ModelError: it does not end with a linear layer.
     """
-    if callable(reset_classifier := getattr(model, "reset_classifier", None)):  # timm's
-        reset_classifier(0)
-        return model
     last = classifier(model)
     model.set_submodule(next(path for path, module in model.named_modules() if module is last), nn.Identity())
     model.num_classes = 0  # type: ignore[assignment]
@@ -114,7 +112,7 @@ class TapNames:
     def _pooled(self, model: nn.Module) -> Tap | None:
         """None: the model ends with something else than a linear layer on vectors."""
         found = Tap("")
-        if getattr(model, "num_classes", None) != 0:
+        if has_classifier(model):
             try:
                 last = classifier(model)
             except ModelError:

@@ -9,24 +9,26 @@ classes comes without its classifier, and gives its pooled features.
 import hashlib
 import socket
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from trainables.config.models import HUB_SCHEMES, with_arguments
-from trainables.errors import AmbiguousClassesError, CheckpointError, ModelError, OtherClassesError
+from trainables.errors import AmbiguousClassesError, CheckpointError, ModelError, OtherClassesError, first_three
 from trainables.models.checkpoint_header import CheckpointHeader, is_safetensors, locate_checkpoint, read_checkpoint_header
 from trainables.models.classes import class_rows
 from trainables.models.convert_state import TRAINED_WITH_CLASSES, converted, load_npz, mismatch
 from trainables.models.foreign_files import is_npz
+from trainables.models.forward import has_classifier
 from trainables.models.libraries import LIBRARIES
 from trainables.models.libraries.interface import Library
 from trainables.models.libraries.timm import architecture
 from trainables.models.names import ModelName, check_model_name
 from trainables.models.registry import check_forward, construct
-from trainables.models.state_match import describe, find_matches, is_read, part_of
+from trainables.models.state_match import compare, describe, expected_tensors, find_matches, is_read, part_of
 from trainables.models.tap_names import last_layer
 from trainables.models.trained_input import TrainedInput, header_record, trained_input
 from trainables.models.weight_files import Candidate, check_values, read_candidates, read_safetensors
@@ -64,9 +66,15 @@ class _Weights(NamedTuple):
         return self.path is not None and self.library.rescales_input(self.found.name, self.path)
 
     def built_name(self) -> str:
-        """The model's name, or its folder's if that says how it is built. Raises ModelError: another model is there."""
-        beside = self.library.name_for_file(self.found.name, self.path) if self.path is not None else self.found.name
-        return with_arguments(self.name if beside == self.found.name else beside, self.found.kwargs)
+        """The model's name, or that of the folder or repository of its weights if that says how it is built.
+
+        Raises ModelError: another model is there.
+        """
+        if self.path is not None:
+            source = self.library.name_for_file(self.found.name, self.path)
+        else:
+            source = self.weights if self.weights.startswith(HUB_SCHEMES) else self.found.name
+        return with_arguments(self.name if source == self.found.name else source, self.found.kwargs)
 
     def digest(self, state: Mapping[str, Tensor], *, rescales: bool) -> str:
         digest = hashlib.sha256(b"transform_input\0" if rescales else b"")
@@ -116,7 +124,7 @@ def load_teacher(
     if source.rows is not None:
         _select_rows(model, source)
     if source.other_classes and source.num_classes:
-        model = _without_classifier(model, source, image_size, seed)
+        model = _rebuilt_without_classifier(model, source, image_size, seed)
     check_forward(model, image_size, 0 if source.other_classes else len(classes), name=name)
     return model.eval().requires_grad_(False)
 
@@ -127,13 +135,18 @@ def begin_with(
     """Give `model`, of this name, the values of `weights`: but its classifier, where their classes are not the data's.
 
     Raises as `load_teacher` does; ModelError: the weights are of a model that rescales its input.
+    CheckpointError: they are of one that was built with other arguments.
     """
-    loaded = load_teacher(name, weights, image_size=image_size, classes=classes, seed=seed, logits=False, weights_key=weights_key)
+    shape: dict[str, Any] = {"image_size": image_size, "seed": seed}
+    loaded = load_teacher(name, weights, **shape, classes=classes, logits=False, weights_key=weights_key)
     if getattr(loaded, "transform_input", False):
         raise ModelError(f"{weights} are of a {name} that rescales its input, and cannot be trained on: give other weights")
-    own = {**model.state_dict(), **part_of(model, loaded)}
+    own, state = {**model.state_dict(), **part_of(model, loaded)}, loaded.state_dict()
+    whole = model if has_classifier(loaded) == has_classifier(model) else construct(name, num_classes=0, **shape)
+    if different := list(chain.from_iterable(compare(state, expected_tensors(whole)))):
+        raise CheckpointError(f"{weights} are of a {name} with other arguments, by {first_three(different)}: write those in args")
     with torch.no_grad():
-        for key, tensor in loaded.state_dict().items():
+        for key, tensor in state.items():
             if key in own:
                 own[key].copy_(tensor)
 
@@ -227,6 +240,8 @@ def _load(source: _Weights, image_size: int, seed: int) -> tuple[nn.Module, Mapp
     path, name = source.path, source.name
     if path is None:
         _refuse_key(source, "published weights have one model")
+        if source.found.arguments:  # a library's message of wrong ones is about the download
+            construct(name, num_classes=source.num_classes, image_size=image_size, seed=seed)
         with torch.random.fork_rng(devices=[]):  # a library initialises parameters before it overwrites them
             model = source.library.published(source.found.name, source.weights, image_size, source.found.kwargs)
         return model, model.state_dict(), bool(getattr(model, "transform_input", False))
@@ -243,8 +258,8 @@ def _load(source: _Weights, image_size: int, seed: int) -> tuple[nn.Module, Mapp
     return model, state, source.rescales
 
 
-def _without_classifier(model: nn.Module, source: _Weights, image_size: int, seed: int) -> nn.Module:
-    """The same model, whose output is its pooled features."""
+def _rebuilt_without_classifier(model: nn.Module, source: _Weights, image_size: int, seed: int) -> nn.Module:
+    """A model as its library builds it without a classifier, which may be of another class, with the tensors of `model`."""
     bare = construct(source.built_name(), num_classes=0, image_size=image_size, seed=seed)
     state = part_of(model, bare)
     bare.load_state_dict({name: state[name] for name in bare.state_dict()})
@@ -280,7 +295,8 @@ def _file_state(model: nn.Module, source: _Weights, path: Path, image_size: int)
     if any(match.rank):
         conversion, how = converted(model, match, image_size)
         if not how:
-            raise mismatch(match, model, path, name, source.num_classes, image_size)
+            num_classes = 0 if source.other_classes else source.num_classes
+            raise mismatch(match, model, path, name, num_classes, image_size)
         state, taken = conversion, f"{taken or f'weights {path}'}: {how}"
     if len(matches) > 1:
         addresses = [each.address or "the file itself" for each in matches]

@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from trainables.config import TrainConfig, WeightedConfig
+from trainables.config import TeacherOfSeveralConfig, TrainConfig, WeightedConfig
 from trainables.data.loader.loader import Loader
 from trainables.device.compilation import compile_model
 from trainables.device.tensor_format import tensor_format
@@ -23,6 +23,7 @@ from trainables.methods.tap_reader import TapReader
 from trainables.models.model_input import teacher_input
 from trainables.models.pixels import take_pixels
 from trainables.models.registry import construct
+from trainables.models.trained_input import trained_input
 from trainables.models.weights import load_teacher
 from trainables.teachers.ensemble import combine
 from trainables.teachers.interface import TeacherInterface, TeacherRequest
@@ -68,7 +69,8 @@ class TeacherNetwork(TeacherInterface):
 
 def by_key(teachers: Sequence[WeightedConfig]) -> Iterator[tuple[str, WeightedConfig]]:
     """The key of each teacher's section, and the section."""
-    return ((f"teachers[{n}]" if len(teachers) > 1 else "teacher", each) for n, each in enumerate(teachers))
+    for number, each in enumerate(teachers):
+        yield f"teachers[{number}]" if isinstance(each, TeacherOfSeveralConfig) else "teacher", each
 
 
 @contextlib.contextmanager
@@ -82,6 +84,12 @@ def naming(key: str) -> Iterator[None]:
         raise
 
 
+def reads_logits(config: TrainConfig) -> bool:
+    """Whether a method reads what a teacher says of the classes; yes where no methods are named."""
+    methods = select_methods(config.distill) if config.distill is not None else None
+    return methods is None or any(each.requires.teacher and each.requires.reads_classes for each in methods)
+
+
 def fit(teacher: WeightedConfig, config: TrainConfig, classes: Sequence[str]) -> dict[str, Any]:
     """The arguments of `load_teacher` and `teacher_sha256` for one of a job's teachers."""
     return {
@@ -90,8 +98,7 @@ def fit(teacher: WeightedConfig, config: TrainConfig, classes: Sequence[str]) ->
         "image_size": teacher_input(teacher, config.data).image_size,
         "classes": classes,
         "seed": config.seed,
-        "logits": config.distill is None
-        or any(each.requires.teacher and each.requires.reads_classes for each in select_methods(config.distill)),
+        "logits": reads_logits(config),
         "weights_key": teacher.weights_key,
     }
 
@@ -108,8 +115,10 @@ def untrained_networks(config: TrainConfig, num_classes: int) -> list[nn.Module]
     """What `load_networks` returns, without weights. Raises ModelError: a model does not take such images."""
 
     def build(each: WeightedConfig) -> nn.Module:
+        record = trained_input(each.model, each.weights) if each.weights is not None else None
+        is_bare = record is not None and not record.num_classes and not reads_logits(config)
         size = teacher_input(each, config.data).image_size
-        return construct(each.model, num_classes=num_classes, image_size=size, seed=config.seed)
+        return construct(each.model, num_classes=0 if is_bare else num_classes, image_size=size, seed=config.seed)
 
     return _frozen(config, build)
 

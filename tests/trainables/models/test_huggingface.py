@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tests.trainables import jobs
 from trainables.distributed.group import Group
 from trainables.engine import checkpoint
+from trainables.engine.dry_run import check_fit
 from trainables.errors import DistillError, ModelError
 from trainables.models.libraries import LIBRARIES
 from trainables.models.names import ModelName, check_model_name
@@ -99,8 +100,8 @@ def test_a_folder_of_transformers_is_its_own_librarys_and_one_of_timm_is_timms(t
 
 
 def test_a_model_whose_features_are_not_known_is_refused_by_its_type(tmp_path: Path) -> None:
-    for config in ({"model_type": "detr"}, {"model_type": "owlvit", "vision_config": {}}, {"model_type": "bert"}):
-        with pytest.raises(ModelError, match=r"is a (detr|owlvit_vision_model|bert) of transformers, not one of vit, "):
+    for config in ({"model_type": "detr"}, {"model_type": "owlvit", "vision_config": {}}, {"model_type": "mobilevitv2"}):
+        with pytest.raises(ModelError, match=r"is a (detr|owlvit_vision_model|mobilevitv2) of transformers, not one of vit, "):
             check_model_name(folder(tmp_path, config))
 
 
@@ -125,6 +126,11 @@ def test_its_image_processor_says_how_images_were_prepared(tmp_path: Path) -> No
     record = library.input(name, "DEFAULT")
     assert record is not None
     assert record[:7] == (384, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0), 3, 384, "bilinear", ("a", "b", "c"))
+    twice = {"size": {"height": 224, "width": 224}, **statistics, "include_top": True, "crop_pct": None}
+    name = folder(tmp_path / "twice", {"model_type": "efficientnet"}, preprocessor_config=twice)
+    record = library.input(name, "DEFAULT")
+    assert record is not None
+    assert record[:5] == (224, (0.5, 0.4, 0.3), pytest.approx((0.04, 0.04, 0.04)), 0, 224)
     name = folder(tmp_path / "none", {"model_type": "vit", "image_size": 64})
     assert library.input(name, "DEFAULT") == (64, (), (), 0, None, "bilinear", (), ())
     assert library.default_size(name) == 64
@@ -170,6 +176,15 @@ def test_a_classifier_of_transformers_has_its_logits_and_without_it_its_features
 
 
 @needs_transformers
+@pytest.mark.parametrize("kind", ["clip", "siglip", "vit", "beit"])
+def test_each_trained_parameter_of_a_student_has_a_gradient_as_ddp_needs_it(kind: str, tmp_path: Path) -> None:
+    for num_classes in (0, 3):
+        student = build_model(saved(tmp_path, kind)[0], num_classes=num_classes, image_size=32, seed=0)
+        student(torch.randn(2, 3, 32, 32)).square().sum().backward()
+        assert not [name for name, parameter in student.named_parameters() if parameter.requires_grad and parameter.grad is None]
+
+
+@needs_transformers
 def test_weights_that_lack_tensors_or_a_classifier_are_refused(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -185,8 +200,26 @@ def test_weights_that_lack_tensors_or_a_classifier_are_refused(tmp_path: Path) -
     for weights in (name, "DEFAULT"):
         with pytest.raises(DistillError, match=r"misses .*layernorm\.weight"):
             load(name, weights=weights, logits=False)
+    name, _ = saved(tmp_path / "dinov3", "dinov3_vit")
     with pytest.raises(ModelError, match="is a dinov3_vit, of which transformers has no classifier"):
-        build_model(saved(tmp_path / "dinov3", "dinov3_vit")[0], num_classes=3, image_size=32, seed=0)
+        build_model(name, num_classes=3, image_size=32, seed=0)
+    features: dict[str, Any] = {"teacher": {"model": name}, "distill": {"method": ["embed"], "options": {}}}
+    job = jobs.config(tmp_path, model="convnet_small", data={"image_size": 32}, **features)
+    check_fit(job, num_classes=3)  # as a teacher of features it needs none
+
+
+@needs_transformers
+def test_weights_of_another_folder_are_of_the_model_that_its_config_builds(tmp_path: Path) -> None:
+    images_BCHW = torch.randn(2, 3, 32, 32)
+    name, _ = saved(tmp_path / "gelu", "vit")
+    relu, original = saved(tmp_path / "relu", "vit", hidden_act="relu", classes=CLASSES)
+    for classes, logits in ((CLASSES, True), (("x",), False)):
+        own = load(relu, classes, logits=logits)(images_BCHW)
+        assert torch.equal(load(name, classes, weights=relu, logits=logits)(images_BCHW), own)
+    with torch.no_grad():
+        torch.testing.assert_close(load(name, CLASSES, weights=relu)(images_BCHW), original(images_BCHW).logits)
+    with pytest.raises(ModelError, match=r"resnet is a resnet, not a vit: write it as the model"):
+        load(name, weights=saved(tmp_path / "resnet", "resnet")[0], logits=False)
 
 
 @needs_transformers

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.trainables.jobs import config, write_teacher
-from trainables.config import DataConfig, TeacherConfig
+from trainables.config import DataConfig, StudentConfig, TeacherConfig
 from trainables.distributed.group import Group
 from trainables.engine import checkpoint
 from trainables.engine.train import build, run_job
@@ -89,6 +89,18 @@ def test_surprising_teacher_inputs_are_warned_about(tmp_path: Path) -> None:
     assert "set teacher.image_size to 8" in other_size
     larger = TeacherConfig(model="convnet_large", weights=ours, image_size=64)
     assert "enlarged to 64" in input_warnings(larger, DataConfig(image_size=32))[0]
+
+
+def test_a_student_with_another_normalization_than_its_weights_is_warned_about(tmp_path: Path) -> None:
+    silent = write_teacher(tmp_path / "silent.safetensors", "convnet_large")
+    (line,) = input_warnings(StudentConfig(model="convnet_large", weights=silent), DataConfig(image_size=8))
+    assert "does not say how its images were normalized" in line
+    assert line.endswith("set data.mean and data.std")
+    student = StudentConfig(model="convnet_large", weights=trained_on(tmp_path / "ours.safetensors", **HALF))
+    assert input_warnings(student, DataConfig(image_size=8, mean=(0.5,) * 3, std=(0.5,) * 3)) == []
+    lines = input_warnings(student, DataConfig(image_size=32, mean=(0.1, 0.2, 0.3), std=(0.5,) * 3))
+    assert "was trained with mean 0.5 and std 0.5, and gets mean [0.1, 0.2, 0.3] and std 0.5" in lines[0]
+    assert "set data.image_size to 8" in lines[1]
 
 
 def trained_on(path: Path, image_size: int = 8, **normalization: Any) -> str:

@@ -1,8 +1,10 @@
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from trainables.config.models import with_arguments
 from trainables.errors import ModelError
 from trainables.models.libraries.interface import registered
 from trainables.models.names import MODELS, ModelName, check_model_name
@@ -36,6 +38,18 @@ def test_a_name_is_ours_before_torchvisions_before_timms() -> None:
 def test_the_hyphens_of_papers_are_understood() -> None:
     assert check_model_name("wrn-40-2") == ModelName("ours", "wrn_40_2")
     assert check_model_name("resnet50-cifar") == ModelName("ours", "resnet50_cifar")
+
+
+def test_arguments_are_of_a_model_alone_and_parentheses_may_be_of_its_folder(tmp_path: Path) -> None:
+    pytest.importorskip("timm")
+    both = "convnet_small(widths=[4, 8, 12])+convnet_large(widths=[8, 8, 8])"
+    assert check_model_name(both) == ModelName("ours", both)
+    folder = tmp_path / "download (1)"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"architecture": "resnet10t"}')
+    assert check_model_name(f"local-dir:{folder}") == ModelName("timm", f"local-dir:{folder}")
+    name = with_arguments(f"local-dir:{folder}", {"drop_rate": 0.1})
+    assert check_model_name(name) == ModelName("timm", f"local-dir:{folder}", "drop_rate=0.1")
 
 
 @pytest.mark.parametrize(

@@ -241,6 +241,7 @@ def test_published_weights_that_do_not_exist_or_do_not_fit_are_refused() -> None
     assert "has 1000 classes, none of them 'cat', and the data has 4" in refusal("DEFAULT", "resnet18")
     assert "IMAGENET1K_FEATURES of vgg16 has no classifier" in refusal("IMAGENET1K_FEATURES", "vgg16")
     assert "there are no published weights 'DEFAULT' of convnet_small" in refusal("DEFAULT")
+    assert "does not take these arguments" in refusal("DEFAULT", "resnet18(depth=3)", **THOUSAND)
     assert "set teacher.image_size to 224" in refusal("IMAGENET1K_V1", "vit_b_32", **THOUSAND, image_size=64)
 
 
@@ -363,7 +364,9 @@ def test_a_model_of_other_classes_gives_its_features_where_no_method_reads_logit
     own, lines = features_of(path, classes=tuple("abcdefg"))  # the data's are those of the checkpoint
     assert has_classifier(own) == (kind != "headless")
     assert bool(lines) == (kind == "headless")
-    assert not has_classifier(features_of(path, classes=())[0])
+    teacher, lines = features_of(path, classes=())
+    assert not has_classifier(teacher)
+    assert "the data has 1" not in lines[0]
 
 
 def test_a_student_begins_with_weights_and_a_classifier_of_its_own_where_its_classes_are_others(tmp_path: Path) -> None:
@@ -382,7 +385,9 @@ def test_a_checkpoint_says_with_which_arguments_its_model_was_built(tmp_path: Pa
     model = build_model(name, num_classes=4, image_size=8, seed=1)
     path = write_checkpoint(tmp_path / "x.safetensors", model, model=name)
     assert_same(load(path), model)
-    assert_same(load(path, name), model)
+    assert_same(load(path, "convnet_small(widths=[4,8,12])"), model)
+    with pytest.raises(CheckpointError, match=r"of a convnet_small with other arguments, by features\.0\.weight"):
+        begin_with(convnet(), "convnet_small", str(path), image_size=8, classes=CLASSES, seed=0, weights_key=None)
     assert "is a convnet_small(widths=[4, 8, 12]), not a convnet_small(widths=[4, 8, 9])" in refusal(
         path, "convnet_small(widths=[4, 8, 9])"
     )

@@ -42,16 +42,19 @@ class Family(NamedTuple):
     """Whether it has a position table, which it interpolates for images of another size."""
     stages: str | None = None
     """The modules that end with its maps."""
+    pooler: str | None = None
+    """The module that its features pass, and its classifier does not read."""
 
 
 _VIT, _CNN = Family(1, has_positions=True), Family(stages="encoder.stages")
 FAMILIES: dict[str, Family] = {
-    **dict.fromkeys(("vit", "vit_msn", "beit", "dinov2", "dinov2_with_registers", "clip_vision_model"), _VIT),
+    **dict.fromkeys(("vit", "vit_msn", "beit", "dinov2", "dinov2_with_registers"), _VIT),
     **dict.fromkeys(("convnext", "convnextv2", "resnet", "regnet"), _CNN),
-    **dict.fromkeys(("swin", "swinv2", "mobilenet_v2", "mobilevitv2", "efficientnet", "poolformer", "pvt_v2"), Family()),
+    **dict.fromkeys(("swin", "swinv2", "mobilenet_v2", "efficientnet", "poolformer", "pvt_v2"), Family()),
     "deit": Family(2, has_positions=True),
     "ijepa": Family(has_positions=True),
-    "siglip_vision_model": Family(has_positions=True),
+    "clip_vision_model": Family(1, has_positions=True, pooler="post_layernorm"),
+    "siglip_vision_model": Family(has_positions=True, pooler="head"),
     "dinov3_vit": Family(1),
     "dinov3_convnext": Family(1, stages="model.stages"),
 }
@@ -105,7 +108,7 @@ class HuggingFace(Library):
 
     def published(self, name: str, weights: str, image_size: int, kwargs: Mapping[str, Any]) -> nn.Module:
         source = _source(name, weights)
-        model = self.create(name, _record(source).num_classes, image_size, kwargs)
+        model = self.create(source, _record(source).num_classes, image_size, kwargs)
         repository, revision = source_of(source)
         try:
             state, found = _loaded(model, repository, revision=revision or "main")
@@ -132,6 +135,10 @@ class HuggingFace(Library):
 
     def default_size(self, name: str) -> int | None:
         return _record(name).image_size
+
+    def name_for_file(self, name: str, path: Path) -> str:
+        """The folder where transformers saved there how the model is built: tensors do not show an activation or an epsilon."""
+        return name if self.input(name, str(path)) is None else _of_same_kind(name, f"{FOLDER_SCHEME}{path.parent}")
 
     def owns(self, model: nn.Module) -> bool:
         return type(model).__module__.startswith("transformers.")
@@ -200,7 +207,8 @@ def _prepare(model: Any, num_classes: int) -> None:
             lambda base, args, options: (args, {**options, "interpolate_pos_encoding": True}), with_kwargs=True
         )
     for name, parameter in model.named_parameters():
-        if name.endswith("mask_token"):  # which only pretraining on masked images reads
+        unread = num_classes and family.pooler and name.startswith(f"{prefix}{family.pooler}.")
+        if unread or name.endswith("mask_token"):  # which only pretraining on masked images reads
             parameter.requires_grad_(False)
     ends = list(base.get_submodule(family.stages)) if family.stages else []
     model.num_classes = num_classes
@@ -216,9 +224,16 @@ def _prepare(model: Any, num_classes: int) -> None:
 def _source(name: str, weights: str) -> str:
     """The folder or repository of weights, which `DEFAULT` says is the model's own. Raises ModelError: it is neither."""
     if weights.startswith(HUB_SCHEMES):
-        return source_name(weights)
+        return _of_same_kind(name, source_name(weights))
     check_known(name, weights, ["DEFAULT"])
     return name
+
+
+def _of_same_kind(name: str, source: str) -> str:
+    kind, wanted = (_vision(source_config(each)).get("model_type") for each in (source, name))
+    if kind != wanted:
+        raise ModelError(f"{source} is a {kind}, not a {wanted}: write it as the model, or give other weights")
+    return source
 
 
 def _vision(config: Any) -> Mapping[str, Any]:
@@ -240,17 +255,20 @@ def _record(source: str) -> TrainedInput:
     images = _image_processor(source)
     size = _side(images.get("size")) or _side(_vision(config).get("image_size")) or DEFAULT_SIZE
     is_cropped = images.get("do_center_crop", "crop_size" in images)
-    resize = int(size / images["crop_pct"]) if "crop_pct" in images and size < SIZE_OF_WHOLE_IMAGES else size
+    crop_pct = images.get("crop_pct") or 1
+    resize = int(size / crop_pct) if size < SIZE_OF_WHOLE_IMAGES else size
     mean, std = (
         (images.get("image_mean"), images.get("image_std")) if images.get("do_normalize", True) else ([0.0] * 3, [1.0] * 3)
     )
+    if images.get("include_top"):  # EfficientNet's, by which what is normalized is divided by the deviation again
+        std = [value**2 for value in std or ()]
     return TrainedInput(
         (_side(images.get("crop_size")) if is_cropped else None) or size,
         tuple(mean or ()),
         tuple(std or ()),
         len(labels),
         resize if images else None,
-        FILTERS[images.get("resample", FILTERS.index("bilinear"))],
+        dict(enumerate(FILTERS)).get(images.get("resample", -1), "bilinear"),
         names,
         ids,
     )
