@@ -15,7 +15,11 @@ TIME_S = f"{TIME}_s"
 """The name of that metric in the record of a training that has reached its target."""
 GUIDED = ("images_per_s", "epoch_s", "gpu_s_per_epoch", FRONT, TIME)
 """Metrics of the policy guided: those that its models predict, and the Pareto front of speed and cost."""
-ACCURACIES = ("top1_pct", "best_top1_pct", "top5_pct", "linear_top1_pct", "cka", "val_loss")
+OF_FEATURES = ("cka", "linear_top1_pct")
+"""Metrics of a student that learns no labels."""
+OF_LABELS = ("top1_pct", "best_top1_pct", "top5_pct", "linear_top1_pct", TIME)
+"""Metrics for which there have to be images with labels."""
+ACCURACIES = ("top1_pct", "best_top1_pct", "top5_pct", *OF_FEATURES, "val_loss")
 """Metrics of trials that train whole epochs."""
 MINIMIZED = frozenset({"epoch_s", "step_s", "gpu_s_per_epoch", "val_loss", "data_pct", "peak_memory_mib", TIME})
 
@@ -109,6 +113,6 @@ class SweepConfig(Section):
         if self.steps is not None and (self.metric in ACCURACIES or self.policy == "asha"):
             what = f"metric {self.metric}" if self.metric in ACCURACIES else "policy asha"
             raise ValueError(f"{what} compares accuracies between epochs: leave out steps (--set sweep.steps=null)")
-        if self.policy == "asha" and (self.metric not in ACCURACIES or self.metric.startswith("best")):
+        if self.policy == "asha" and (self.metric not in ACCURACIES or self.metric.startswith(("best", "linear"))):
             raise ValueError(f"policy asha stops trials by their accuracy, not by {self.metric}: set metric to top1_pct")
         return self

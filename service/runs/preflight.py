@@ -22,7 +22,7 @@ from service.tracking.tracker import check_store
 from trainables.config import DataConfig, DataIdentity
 from trainables.data.decode import UnreadableImageError, decode_image
 from trainables.data.identity import check_same_data, data_identity
-from trainables.data.interface import Source
+from trainables.data.interface import HOLD_OUT, NO_LABELS, Source
 from trainables.data.source import check_placement, open_source, refuse_single_class
 from trainables.errors import CheckpointError, DataError, ExperimentError
 from trainables.methods.registry import load_method
@@ -92,7 +92,8 @@ def check_data(resolved: Resolved, searched: Collection[str] = ()) -> tuple[Reso
             for split in ("train", "val"):
                 check_source(labeled, split)
         except DataError as error:
-            raise DataError(f"eval.path: {str(error).removeprefix('data.path: ')}") from None
+            text = str(error).removeprefix("data.path: ").removesuffix(f"; {HOLD_OUT}").removesuffix(f"; {NO_LABELS}")
+            raise DataError(f"eval.path: {text}") from None
     if "data.image_size" not in searched:
         check_models(experiment, val.classes)
         check_fits(experiment, len(val.classes), preparation)

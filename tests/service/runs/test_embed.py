@@ -21,10 +21,12 @@ def test_an_npy_file_has_the_embeddings_and_a_text_file_the_paths(tmp_path: Path
     embedding = pa.FixedSizeListArray.from_arrays(pa.array(values_ND.ravel()), 3)
     table = pa.table({"path": [f"val/a/{number}.jpg" for number in range(10)], "embedding": embedding})
     pq.write_table(table, tmp_path / "x.parquet", row_group_size=4)
+    (tmp_path / "x.txt").write_text("a.jpg\n")  # such as the list of the images
     write_npy(tmp_path / "x.parquet", tmp_path / "x.npy")
     assert np.array_equal(np.load(tmp_path / "x.npy"), values_ND)
-    assert (tmp_path / "x.txt").read_text().splitlines() == table["path"].to_pylist()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.npy", "x.parquet", "x.txt"]
+    assert (tmp_path / "x.npy.txt").read_text().splitlines() == table["path"].to_pylist()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.npy", "x.npy.txt", "x.parquet", "x.txt"]
+    assert (tmp_path / "x.txt").read_text() == "a.jpg\n"
 
 
 def test_what_cannot_be_embedded_is_refused_with_what_to_write(tmp_path: Path) -> None:

@@ -55,6 +55,9 @@ def test_images_to_measure_a_backbone_by_need_labels(tmp_path: Path) -> None:
     assert noticed(folder, *without_labels(tmp_path), f"eval.path={folder}")
     with pytest.raises(DataError, match=f"^eval.path: {folder / 'train'} has no folder train"):
         noticed(folder, *without_labels(tmp_path), f"eval.path={folder / 'train'}")
+    shutil.rmtree(folder / "val")
+    with pytest.raises(DataError, match=r"its images belong in val/CLASS/$"):  # data.val_share is of data.path
+        noticed(folder, *without_labels(tmp_path), f"eval.path={folder}")
 
 
 def without_labels(folder: Path) -> list[str]:
