@@ -80,12 +80,13 @@ def check_data(resolved: Resolved, searched: Collection[str] = ()) -> tuple[Reso
             check_placement(each)
     train, val = (check_source(experiment.data, split) for split in ("train", "val"))
     data = data_identity(train, val)
-    note_equal_splits(experiment.data, data)
-    if len(val) > len(train):
-        notice(f"data.path: {experiment.data.path} has {len(train)} training and {len(val)} validation images: are they swapped?")
+    own = train.sets[0]
+    note_equal_splits(experiment.data, data if own is train else data_identity(own, val))
+    if len(val) > len(own):
+        notice(f"data.path: {experiment.data.path} has {len(own)} training and {len(val)} validation images: are they swapped?")
     resolved = with_finetuning(resolved, val.classes)
     experiment, preparation = resolved.experiment, resolved.experiment.trained_before
-    if (preparation or not searched) and (problem := enough_images(experiment.data, len(train.sets[0]))):
+    if (preparation or not searched) and (problem := enough_images(experiment.data, len(own))):
         raise DataError(problem)
     if (labeled := experiment.eval.labeled(experiment.data)) is not None:
         try:
@@ -98,7 +99,7 @@ def check_data(resolved: Resolved, searched: Collection[str] = ()) -> tuple[Reso
         check_models(experiment, val.classes)
         check_fits(experiment, len(val.classes), preparation)
         trained = [*(preparation if experiment.train.max_steps is None else []), *([] if searched else ["student"])]
-        check_parts(experiment, len(train.sets[0]), len(val.classes), trained)
+        check_parts(experiment, len(own), len(val.classes), trained)
     return resolved, data
 
 

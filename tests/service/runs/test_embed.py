@@ -12,7 +12,7 @@ from service.runs.embed import embed, write_npy
 from service.runs.evaluate import resolve
 from tests.trainables.data.photos import encoded, photo
 from tests.trainables.jobs import write_teacher
-from trainables.errors import CheckpointError, DataError, ExperimentError
+from trainables.errors import CheckpointError, ExperimentError
 from trainables.notices import notices_to
 
 
@@ -43,15 +43,16 @@ def test_what_cannot_be_embedded_is_refused_with_what_to_write(tmp_path: Path) -
 
 def test_a_probe_takes_a_checkpoint_of_other_classes_than_the_data_has(tmp_path: Path) -> None:
     checkpoint = write_teacher(tmp_path / "m.safetensors", num_classes=3)
-    with pytest.raises(CheckpointError, match="has 3 classes, none of them"):
+    with pytest.raises(CheckpointError, match=r"has 3 classes, none of them.*, or measure its features with --probe knn$"):
         resolve(checkpoint, "digits", [])
     assert resolve(checkpoint, "digits", [], measure="knn").measure == "knn"
 
 
-def test_a_probe_without_labels_is_refused_and_features_are_not(tmp_path: Path) -> None:
+def test_an_accuracy_without_labels_is_refused_and_features_are_not(tmp_path: Path) -> None:
     checkpoint, without = write_teacher(tmp_path / "m.safetensors"), ["data.labels=false"]
-    with pytest.raises(DataError, match=r"--probe needs labels: leave out data.labels=false, or `distill embed`"):
-        resolve(checkpoint, "digits", without, measure="knn")
+    for measure in ("knn", "accuracy"):
+        with pytest.raises(ExperimentError, match=r"an accuracy needs labels: leave it out, or run `distill embed`"):
+            resolve(checkpoint, "digits", without, measure=measure)
     assert resolve(checkpoint, "digits", without, measure="embed").data.labels is False
 
 
