@@ -398,7 +398,7 @@ RULES: tuple[Rule[JobSettings], ...] = (
     ),
     (
         lambda s: next(((key, o) for key, o in _optimizers(s.optim).items() if o.warmup_epochs >= o.epochs), None),
-        "{found[0]}.warmup_epochs {found[1].warmup_epochs:g} leaves no epoch of optim.epochs {s.optim.epochs}",
+        "{found[0]}.warmup_epochs {found[1].warmup_epochs:g} leaves no epoch of optim.epochs {s.optim.epochs}: write less",
     ),
     (
         lambda s: next((key for key, o in _optimizers(s.optim).items() if o.nesterov and not o.momentum), None),

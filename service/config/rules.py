@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from service.config.messages import SETTABLE, ConfigProblems, problems_of
 from service.config.schema import Experiment
-from service.config.sweep import SweepConfig
+from service.config.sweep import OF_FEATURES, OF_LABELS, SweepConfig
 from trainables.config import DistillConfig
 from trainables.errors import ExperimentError
 from trainables.methods.method_file import file_of, option_key
@@ -28,6 +28,12 @@ def _stage_without_epoch(experiment: Experiment) -> str | None:
     lengths |= {f"assistants[{n}].epochs": assistant.epochs for n, assistant in enumerate(experiment.assistants)}
     warmup = experiment.optim.warmup_epochs
     return next((f"{key} {epochs}" for key, epochs in lengths.items() if epochs is not None and warmup >= epochs), None)
+
+
+def _compared(experiment: Experiment, *figures: str) -> str | None:
+    """The key that compares trials or checkpoints by one of these figures, and the figure."""
+    by = {"sweep.metric": experiment.sweep.metric, "eval.best": experiment.eval.best}
+    return next((f"{key} {figure}" for key, figure in by.items() if figure in figures), None)
 
 
 def _next_evaluated(experiment: Experiment) -> int | None:
@@ -49,7 +55,15 @@ _RULES: tuple[Rule[Experiment], ...] = (
         lambda s: not s.data.labels and s.assistants,
         "assistants: they learn labels too, and data.labels is false: leave them out",
     ),
-    (_stage_without_epoch, "optim.warmup_epochs {s.optim.warmup_epochs:g} leaves no epoch of {found}"),
+    (
+        lambda s: s.data.labels and _compared(s, *OF_FEATURES),
+        "{found} is measured of a student that learns no labels: write top1_pct, or data.labels: false",
+    ),
+    (
+        lambda s: not s.data.labels and s.eval.path is None and _compared(s, *OF_LABELS),
+        "{found} needs images with labels, and data.labels is false: write eval.path, or compare by cka",
+    ),
+    (_stage_without_epoch, "optim.warmup_epochs {s.optim.warmup_epochs:g} leaves no epoch of {found}: write less"),
     (
         _next_evaluated,
         "sweep.grace_epochs {s.sweep.grace_epochs}: asha compares trials after so many epochs first, and train.evaluate_every"

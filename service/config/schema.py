@@ -137,7 +137,7 @@ class Experiment(Section):
         `weights` are those of the stage before it. All stages but the teacher's distil alike.
         """
         before = self.preparation
-        model, optim, train, scale = self.student.model, self.optim, self.train, self.scale
+        data, model, optim, train, scale = self.data, self.student.model, self.optim, self.train, self.scale
         start: StudentConfig | TeacherConfig | None = self.student
         if name in before:
             scale = scale.model_copy(update={"cut": None})
@@ -145,6 +145,8 @@ class Experiment(Section):
             model = own.model
             optim = optim.model_copy(update={"epochs": own.epochs or optim.epochs})
             if isinstance(own, TeacherConfig):
+                if data.mixes_unlabeled:  # it learns labels alone
+                    data = data.model_copy(update={"more": ()})
                 start = own if own.weights is not None else None
                 rates: dict[str, Any] = {"lr_head": own.lr_head, "layer_decay": own.layer_decay}
                 if own.lr is not None:
@@ -160,7 +162,7 @@ class Experiment(Section):
         return TrainConfig(
             stage=name,
             output_dir=str(output_dir),
-            data=self.data,
+            data=data,
             model=model,
             weights=start.weights if start is not None else None,
             weights_key=start.weights_key if start is not None else None,

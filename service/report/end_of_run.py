@@ -20,7 +20,7 @@ def tables(result: RunResult) -> Sequence[RenderableType]:
     if result.kind == "sweep":
         return [*terminal.compared(result), *lines]
     phases = terminal.phase_table(result.stages[-1].metrics, "a step of the student")
-    return [terminal.stage_table(result), phases, *lines]
+    return [terminal.stage_table(result), *([phases] if phases is not None else []), *lines]
 
 
 def write_page_at_end(run_dir: RunDir, result: RunResult, echo: Callable[[str], None]) -> None:

@@ -78,13 +78,15 @@ def data_seconds(m: Mapping[str, float]) -> str:
     return f"{mean:.4f} ({least:.4f}–{most:.4f})"
 
 
-def phase_table(metrics: Mapping[str, float], title: str) -> Table:
-    """Where a step's time goes: milliseconds per phase and their share of the step."""
+def phase_table(metrics: Mapping[str, float], title: str) -> Table | None:
+    """Where a step's time goes: milliseconds per phase and their share of the step. None where no step was timed."""
     rows = []
     step = [PhaseShare("step", metrics["phase/step_ms"], 1.0)] if "phase/step_ms" in metrics else []
     for phase, mean_ms, share in [*phase_shares(metrics), *step]:
         spread = (number(metrics.get(f"phase/{phase}_{name}_ms")) for name in ("min", "p50", "p95", "max"))
         rows.append([phase, number(mean_ms), *spread, number(100 * share, 1)])
+    if not rows:
+        return None
     return text_table(
         title,
         ["phase", "mean ms", "min", "p50", "p95", "max", "share %"],

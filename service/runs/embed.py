@@ -49,13 +49,13 @@ def embed(
 
 
 def write_npy(features: Path, to: Path) -> None:
-    """The embeddings of a Parquet file as (N, D) float32, and in a .txt file next to it the images' paths, one a line."""
+    """The embeddings of a Parquet file as (N, D) float32, and in FILE.npy.txt the images' paths, one a line."""
     import numpy as np
     import pyarrow.parquet as pq
 
     with pq.ParquetFile(features) as file:
         width = file.schema_arrow.field("embedding").type.list_size
-        write_text(to.with_suffix(".txt"), "".join(f"{path}\n" for path in file.read(["path"])["path"].to_pylist()))
+        write_text(to.with_name(f"{to.name}.txt"), "".join(f"{path}\n" for path in file.read(["path"])["path"].to_pylist()))
         with replacing(to) as temporary:
             shape = (file.metadata.num_rows, width)
             values_ND = np.lib.format.open_memmap(temporary, mode="w+", dtype=np.float32, shape=shape)

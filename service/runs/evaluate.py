@@ -23,7 +23,14 @@ from service.runs.run_directory import check_writable
 from service.runs.stored.stored_runs import delete, display_name, fetch, fetch_checkpoint, ray_storage, run_store, uri_of
 from trainables.config import FEATURES_TAP, EvaluateConfig, Measure
 from trainables.data.identity import data_identity
-from trainables.errors import CheckpointError, ClusterError, DataError, DistillError, ExperimentError, StorageError
+from trainables.errors import (
+    CheckpointError,
+    ClusterError,
+    DistillError,
+    ExperimentError,
+    OtherClassesError,
+    StorageError,
+)
 from trainables.failures import OUT_OF_MEMORY_KINDS, RETRYABLE, WorkersFailedError, first_cause
 from trainables.models.checkpoint_header import FILE_SUFFIXES, is_safetensors, locate_checkpoint, read_checkpoint_header
 from trainables.models.names import check_model_name, library_of
@@ -139,21 +146,22 @@ def with_fitting_classes(config: EvaluateConfig, model: str, weights_key: str | 
 
     if problem := resize_covers_crop(config.data):
         raise ExperimentError(problem)
+    if config.measure != "embed" and not config.data.labels:
+        raise ExperimentError("data.labels: false: an accuracy needs labels: leave it out, or run `distill embed`")
     if config.measure != "accuracy":
         from trainables.engine.features import SPLITS, load_tapped
 
         train, val = (check_source(config.data, split) for split in SPLITS)
         if config.measure != "embed":
-            if not train.classes:
-                raise DataError(
-                    f"data.path: {config.data.path}: --probe needs labels: leave out data.labels=false, or `distill embed`"
-                )
             note_equal_splits(config.data, data_identity(train, val))
         load_tapped(config)
         return config
     classes = check_source(config.data, "val").classes
     fit: dict[str, Any] = {"image_size": config.data.image_size, "classes": classes, "seed": 0}
-    load_teacher(model, config.checkpoint, **fit, weights_key=weights_key)
+    try:
+        load_teacher(model, config.checkpoint, **fit, weights_key=weights_key)
+    except OtherClassesError as error:
+        raise CheckpointError(f"{error}, or measure its features with --probe knn") from error
     return config
 
 

@@ -39,9 +39,10 @@ def with_finetuning(resolved: Resolved, classes: tuple[str, ...]) -> Resolved:
     assert teacher is not None
     if teacher.needs_training:
         optim = resolved.experiment.stage("teacher", Path("/"), {}).optim
+        without = ", without data.more," if experiment.data.mixes_unlabeled else ""
         notice(
-            f"teacher {teacher.model}{why}: it is fine-tuned on the data's {len(classes)} classes before it teaches, for "
-            f"{optim.epochs} epochs with learning rate {optim.lr:g} (teacher.epochs, teacher.lr)"
+            f"teacher {teacher.model}{why}: it is fine-tuned on the data's {len(classes)} classes{without} before it teaches, "
+            f"for {optim.epochs} epochs with learning rate {optim.lr:g} (teacher.epochs, teacher.lr)"
         )
     elif idle := [key for key in ("lr", "lr_head", "layer_decay") if getattr(teacher, key) is not None]:
         notice(

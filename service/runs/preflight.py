@@ -22,7 +22,7 @@ from service.tracking.tracker import check_store
 from trainables.config import DataConfig, DataIdentity, TeacherConfig
 from trainables.data.decode import UnreadableImageError, decode_image
 from trainables.data.identity import check_same_data, data_identity
-from trainables.data.interface import Source
+from trainables.data.interface import HOLD_OUT, NO_LABELS, Source
 from trainables.data.source import check_placement, open_source, refuse_single_class
 from trainables.errors import CheckpointError, DataError, ExperimentError
 from trainables.methods.registry import load_method
@@ -80,24 +80,26 @@ def check_data(resolved: Resolved, searched: Collection[str] = ()) -> tuple[Reso
             check_placement(each)
     train, val = (check_source(experiment.data, split) for split in ("train", "val"))
     data = data_identity(train, val)
-    note_equal_splits(experiment.data, data)
-    if len(val) > len(train):
-        notice(f"data.path: {experiment.data.path} has {len(train)} training and {len(val)} validation images: are they swapped?")
+    own = train.sets[0]
+    note_equal_splits(experiment.data, data if own is train else data_identity(own, val))
+    if len(val) > len(own):
+        notice(f"data.path: {experiment.data.path} has {len(own)} training and {len(val)} validation images: are they swapped?")
     resolved = with_finetuning(resolved, val.classes)
     experiment, preparation = resolved.experiment, resolved.experiment.trained_before
-    if (preparation or not searched) and (problem := enough_images(experiment.data, len(train.sets[0]))):
+    if (preparation or not searched) and (problem := enough_images(experiment.data, len(own))):
         raise DataError(problem)
     if (labeled := experiment.eval.labeled(experiment.data)) is not None:
         try:
             for split in ("train", "val"):
                 check_source(labeled, split)
         except DataError as error:
-            raise DataError(f"eval.path: {str(error).removeprefix('data.path: ')}") from None
+            text = str(error).removeprefix("data.path: ").removesuffix(f"; {HOLD_OUT}").removesuffix(f"; {NO_LABELS}")
+            raise DataError(f"eval.path: {text}") from None
     if "data.image_size" not in searched:
         check_models(experiment, val.classes)
         check_fits(experiment, len(val.classes), preparation)
         trained = [*(preparation if experiment.train.max_steps is None else []), *([] if searched else ["student"])]
-        check_parts(experiment, len(train.sets[0]), len(val.classes), trained)
+        check_parts(experiment, len(own), len(val.classes), trained)
     return resolved, data
 
 

@@ -132,7 +132,7 @@ def test_corrupt_images_are_named_counted_and_left_out_up_to_a_limit_that_is_an_
     ).end()
     assert embedded.code == 0, embedded.err
     assert "skipped train/cat/03.jpg (truncated or damaged: image file is truncated" in embedded.out
-    assert len(np.load(tmp_path / "x.npy")) == len((tmp_path / "x.txt").read_text().splitlines()) == 29
+    assert len(np.load(tmp_path / "x.npy")) == len((tmp_path / "x.npy.txt").read_text().splitlines()) == 29
     assert not list(tmp_path.rglob(".evaluate"))
 
     strict = tmp_path / "strict"

@@ -19,6 +19,7 @@ from trainables.rules import METHOD_RULES, RULES, enough_images, first_problem, 
 MORE = "data.more=[{path: synthetic, share: 0.25}]"
 WEIGHTS = "teacher.weights=teacher.safetensors"
 STAGES = ("scale.num_workers=4", "scale.pipeline_stages=2")
+UNLABELED = ("data.labels=false", WEIGHTS, "distill.method=embed")
 GPU = ("data.augment=crop_flip", "data.decoder=gpu")
 DOT = ("optim.name=dot", "optim.nesterov=false")
 SEVERAL = ("teacher=null", "teachers=[{model: resnet8, weights: x}, {model: resnet20, weights: y}]")
@@ -60,7 +61,7 @@ def refused_by_a_worker(overrides: tuple[str, ...], folder: Path) -> str:
         (("teacher.placement=sharded", "scale.num_workers=[1, 2]"), "teacher.placement sharded needs 2 workers or more, and"),
         (("teacher.service=1", *GPU), "teacher.service: it is sent images that the host has decoded"),
         ((*GPU, "scale.use_gpu=false"), "data.decoder gpu works on GPUs only"),
-        (("optim.warmup_epochs=12",), "optim.warmup_epochs 12 leaves no epoch of optim.epochs 12"),
+        (("optim.warmup_epochs=12",), "optim.warmup_epochs 12 leaves no epoch of optim.epochs 12: write less"),
         (("optim.nesterov=true", "optim.momentum=0"), "optim.nesterov needs optim.momentum above 0"),
         (("optim.accumulate=2", "distill.method=[sp]"), "distill.method: sp looks at all samples of a batch, which optim.accum"),
         (
@@ -109,7 +110,10 @@ def refused_by_a_worker(overrides: tuple[str, ...], folder: Path) -> str:
         (("optim.name=dot",), "optim.name dot has two momenta of its own: set optim.nesterov to false"),
         ((*DOT, "optim.momentum=0.95"), "optim.name dot: momentum 0.95 ± delta 0.075 must lie in 0 … 1: write a smaller delta"),
         (("optim.losses={task: {momentum: 0}}",), "optim.losses.task.nesterov needs optim.losses.task.momentum above 0"),
-        (("optim.losses={kd: {warmup_epochs: 100}}",), "optim.losses.kd.warmup_epochs 100 leaves no epoch of optim.epochs 12"),
+        (
+            ("optim.losses={kd: {warmup_epochs: 100}}",),
+            "optim.losses.kd.warmup_epochs 100 leaves no epoch of optim.epochs 12: write less",
+        ),
         (("optim.losses={at: {}}",), "optim.losses: there is no loss 'at' here: write one of kd, task"),
         (
             ("distill.method=[dkd]", "optim.losses={dkd: {}, dkd/tckd: {}, dkd/nckd: {}}"),
@@ -191,6 +195,30 @@ def test_a_rule_is_checked_on_the_driver_and_again_by_the_worker(
             (MORE.replace("}", ", labels: true}"), "distill.method=pskd", "teacher=null"),
             "distill.method: pskd remembers each image, and one of data.more may come twice in a batch",
         ),
+        (
+            (*UNLABELED, "eval.best=top1_pct"),
+            "eval.best top1_pct needs images with labels, and data.labels is false: write eval.path",
+        ),
+        (
+            (*UNLABELED, "sweep={metric: top5_pct, steps: null}"),
+            "sweep.metric top5_pct needs images with labels, and data.labels is",
+        ),
+        (
+            (*UNLABELED, "sweep={metric: time_to_accuracy, target_pct: 50, steps: null}"),
+            "sweep.metric time_to_accuracy needs images with labels",
+        ),
+        (
+            ("eval.best=cka",),
+            "eval.best cka is measured of a student that learns no labels: write top1_pct, or data.labels: false",
+        ),
+        (
+            ("sweep={metric: linear_top1_pct, steps: null}",),
+            "sweep.metric linear_top1_pct is measured of a student that learns no",
+        ),
+        (
+            (*UNLABELED, "eval.path=digits", "sweep={metric: linear_top1_pct, policy: asha, steps: null}"),
+            "policy asha stops trials by their accuracy, not by linear_top1_pct",
+        ),
         ((*STAGES, "scale.cut=[layer2, layer3]"), "cut names 2 modules, and 2 pipeline_stages begin with 1 besides the images"),
     ],
 )
@@ -223,6 +251,8 @@ def test_stages_that_workers_or_methods_do_not_fit_are_refused(overrides: tuple[
         ("scale.micro_batches=100", "precision=fp16"),
         ("teacher=null", "distill.method=pskd"),
         (MORE, WEIGHTS),
+        (*UNLABELED, "sweep={metric: cka, steps: null}", "eval.best=cka"),
+        (*UNLABELED, "sweep={metric: linear_top1_pct, steps: null}", "eval={best: top1_pct, path: digits}"),
         (MORE.replace("}", ", labels: true}"), "distill.method=dkd"),
         (MORE.replace("}", ", labels: true}"), *STAGES),
         ("sweep.policy=asha", "sweep.metric=top1_pct", "sweep.steps=null", "sweep.grace_epochs=4", "train.evaluate_every=2"),

@@ -112,6 +112,7 @@ def test_the_verdict_names_the_winner_and_where_its_time_goes() -> None:
 
 def test_phases_show_their_share_of_the_step() -> None:
     assert "45.0" in shown(phase_table(METRICS, "a step"))
+    assert phase_table({"top1_pct": 50.0}, "a step") is None  # too short to be timed
 
 
 def test_the_hardware_has_a_row_a_node_and_a_row_a_gpu_with_why_it_was_slowed() -> None:

@@ -12,7 +12,7 @@ from service.runs.embed import embed, write_npy
 from service.runs.evaluate import resolve
 from tests.trainables.data.photos import encoded, photo
 from tests.trainables.jobs import write_teacher
-from trainables.errors import CheckpointError, DataError, ExperimentError
+from trainables.errors import CheckpointError, ExperimentError
 from trainables.notices import notices_to
 
 
@@ -21,10 +21,12 @@ def test_an_npy_file_has_the_embeddings_and_a_text_file_the_paths(tmp_path: Path
     embedding = pa.FixedSizeListArray.from_arrays(pa.array(values_ND.ravel()), 3)
     table = pa.table({"path": [f"val/a/{number}.jpg" for number in range(10)], "embedding": embedding})
     pq.write_table(table, tmp_path / "x.parquet", row_group_size=4)
+    (tmp_path / "x.txt").write_text("a.jpg\n")  # such as the list of the images
     write_npy(tmp_path / "x.parquet", tmp_path / "x.npy")
     assert np.array_equal(np.load(tmp_path / "x.npy"), values_ND)
-    assert (tmp_path / "x.txt").read_text().splitlines() == table["path"].to_pylist()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.npy", "x.parquet", "x.txt"]
+    assert (tmp_path / "x.npy.txt").read_text().splitlines() == table["path"].to_pylist()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.npy", "x.npy.txt", "x.parquet", "x.txt"]
+    assert (tmp_path / "x.txt").read_text() == "a.jpg\n"
 
 
 def test_what_cannot_be_embedded_is_refused_with_what_to_write(tmp_path: Path) -> None:
@@ -41,15 +43,16 @@ def test_what_cannot_be_embedded_is_refused_with_what_to_write(tmp_path: Path) -
 
 def test_a_probe_takes_a_checkpoint_of_other_classes_than_the_data_has(tmp_path: Path) -> None:
     checkpoint = write_teacher(tmp_path / "m.safetensors", num_classes=3)
-    with pytest.raises(CheckpointError, match="has 3 classes, none of them"):
+    with pytest.raises(CheckpointError, match=r"has 3 classes, none of them.*, or measure its features with --probe knn$"):
         resolve(checkpoint, "digits", [])
     assert resolve(checkpoint, "digits", [], measure="knn").measure == "knn"
 
 
-def test_a_probe_without_labels_is_refused_and_features_are_not(tmp_path: Path) -> None:
+def test_an_accuracy_without_labels_is_refused_and_features_are_not(tmp_path: Path) -> None:
     checkpoint, without = write_teacher(tmp_path / "m.safetensors"), ["data.labels=false"]
-    with pytest.raises(DataError, match=r"--probe needs labels: leave out data.labels=false, or `distill embed`"):
-        resolve(checkpoint, "digits", without, measure="knn")
+    for measure in ("knn", "accuracy"):
+        with pytest.raises(ExperimentError, match=r"an accuracy needs labels: leave it out, or run `distill embed`"):
+            resolve(checkpoint, "digits", without, measure=measure)
     assert resolve(checkpoint, "digits", without, measure="embed").data.labels is False
 
 

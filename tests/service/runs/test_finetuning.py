@@ -12,7 +12,8 @@ from service.runs.run_directory import begin_run, check_same
 from service.runs.session import open_session
 from service.runs.stages.run_stages import untrained_teacher
 from service.runs.teacher_cache import fill_cache
-from tests.trainables.jobs import write_teacher
+from tests.trainables.jobs import train, write_teacher
+from trainables.distributed.group import Group
 from trainables.engine import checkpoint
 from trainables.errors import CheckpointError, DistillError
 from trainables.models.model_input import teacher_input
@@ -53,6 +54,15 @@ def test_a_teacher_of_other_classes_is_fine_tuned_and_one_line_says_so(tmp_path:
         "teaches, for 3 epochs with learning rate 0.01 (teacher.epochs, teacher.lr)"
     ]
     assert with_finetuning(resolved, DIGITS).sources["teacher.finetune"] == OTHER_CLASSES
+
+
+def test_a_teacher_is_fine_tuned_without_the_images_that_have_no_labels(tmp_path: Path) -> None:
+    more = "data.more=[{path: digits, share: 0.25, labels: false}]"
+    resolved = experiment(teacher_of(tmp_path / "t.safetensors", tuple("abc")), more, "teacher.epochs=1", "optim.warmup_epochs=0")
+    assert "is fine-tuned on the data's 10 classes, without data.more, before it teaches" in decided(resolved)[1][0]
+    job = with_finetuning(resolved, DIGITS).experiment.stage("teacher", tmp_path / "teacher", {"run": "r"})
+    job = job.model_copy(update={"data": job.data.model_copy(update={"loader_workers": 0})})
+    assert train(Group(), job)["progress"].epoch == 1
 
 
 def test_a_teacher_of_the_datas_classes_teaches_as_it_is(tmp_path: Path) -> None:

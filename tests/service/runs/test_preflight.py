@@ -35,11 +35,13 @@ def test_validation_images_that_are_the_training_images_are_named(tmp_path: Path
     (folder / "val").symlink_to("train")
     says = f"data.path: {folder}: the validation images are the training images: accuracy on them says little"
     assert noticed(folder) == [says]
+    assert says in noticed(folder, f"data.more=[{{path: {folder}, share: 0.5, labels: true}}]")
 
 
 def test_more_validation_than_training_images_may_be_swapped_splits(tmp_path: Path) -> None:
     folder = write_images(tmp_path / "images", num_train=1)
-    assert noticed(folder) == [f"data.path: {folder} has 2 training and 4 validation images: are they swapped?"]
+    says = f"data.path: {folder} has 2 training and 4 validation images: are they swapped?"
+    assert noticed(folder) == noticed(folder, f"data.more=[{{path: {folder}, share: 0.5, labels: true}}]") == [says]
 
 
 def test_what_is_held_out_of_images_without_labels_is_a_line(tmp_path: Path) -> None:
@@ -55,6 +57,9 @@ def test_images_to_measure_a_backbone_by_need_labels(tmp_path: Path) -> None:
     assert noticed(folder, *without_labels(tmp_path), f"eval.path={folder}")
     with pytest.raises(DataError, match=f"^eval.path: {folder / 'train'} has no folder train"):
         noticed(folder, *without_labels(tmp_path), f"eval.path={folder / 'train'}")
+    shutil.rmtree(folder / "val")
+    with pytest.raises(DataError, match=r"its images belong in val/CLASS/$"):  # data.val_share is of data.path
+        noticed(folder, *without_labels(tmp_path), f"eval.path={folder}")
 
 
 def without_labels(folder: Path) -> list[str]:
