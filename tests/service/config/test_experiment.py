@@ -470,7 +470,10 @@ def test_a_wrong_value_gets_one_line(override: str, message: str) -> None:
         (["sweep.metric=top1_pct", "sweep.steps=5"], "leave out steps (--set sweep.steps=null)"),
         (["sweep.policy=asha", "sweep.metric=top1_pct", "sweep.steps=5"], "leave out steps (--set sweep.steps=null)"),
         (["sweep.policy=asha"], "set metric to top1_pct"),
-        (["sweep.policy=asha", "sweep.metric=linear_top1_pct", "sweep.steps=null"], "not by linear_top1_pct: set metric to top1_pct"),
+        (
+            ["sweep.policy=asha", "sweep.metric=linear_top1_pct", "sweep.steps=null"],
+            "not by linear_top1_pct: set metric to top1_pct",
+        ),
         (
             ["sweep.policy=asha", "sweep.metric=top1_pct", "sweep.grace_epochs=3", "train.evaluate_every=2"],
             "sweep.grace_epochs 3: asha compares trials after so many epochs first, and train.evaluate_every 2 leaves that one "
