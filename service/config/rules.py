@@ -30,12 +30,6 @@ def _stage_without_epoch(experiment: Experiment) -> str | None:
     return next((f"{key} {epochs}" for key, epochs in lengths.items() if epochs is not None and warmup >= epochs), None)
 
 
-def _compared(experiment: Experiment, *figures: str) -> str | None:
-    """The key that compares trials or checkpoints by one of these figures, and the figure."""
-    by = {"sweep.metric": experiment.sweep.metric, "eval.best": experiment.eval.best}
-    return next((f"{key} {figure}" for key, figure in by.items() if figure in figures), None)
-
-
 def _next_evaluated(experiment: Experiment) -> int | None:
     """The first epoch with an accuracy after asha's first comparison, which has none."""
     grace, every = experiment.sweep.grace_epochs, experiment.train.evaluate_every
@@ -56,12 +50,12 @@ _RULES: tuple[Rule[Experiment], ...] = (
         "assistants: they learn labels too, and data.labels is false: leave them out",
     ),
     (
-        lambda s: s.data.labels and _compared(s, *OF_FEATURES),
-        "{found} is measured of a student that learns no labels: write top1_pct, or data.labels: false",
+        lambda s: s.data.labels and s.sweep.metric in OF_FEATURES,
+        "sweep.metric {s.sweep.metric} is measured of a student that learns no labels: write top1_pct, or data.labels: false",
     ),
     (
-        lambda s: not s.data.labels and s.eval.path is None and _compared(s, *OF_LABELS),
-        "{found} needs images with labels, and data.labels is false: write eval.path, or compare by cka",
+        lambda s: not s.data.labels and s.eval.path is None and s.sweep.metric in OF_LABELS,
+        "sweep.metric {s.sweep.metric} needs images with labels, and data.labels is false: write eval.path, or compare by cka",
     ),
     (_stage_without_epoch, "optim.warmup_epochs {s.optim.warmup_epochs:g} leaves no epoch of {found}: write less"),
     (
