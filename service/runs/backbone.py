@@ -39,6 +39,8 @@ def write_backbone(run_dir: RunDir, stage: StageDir) -> list[str]:
     return [
         f"{shown}: {header.model} without a classifier, under its library's names",
         f"  load it: {load.format(name=found.name, source=found.name.partition(':')[2].partition('@')[0], path=shown)}",
+        f"  its features: distill embed {display_name(run_dir.root)} --data FOLDER --to FILE.npy (its tap `embedding`; layers "
+        "behind that are not trained)",
         f"  it takes pixels in [0, 1] at {ModelInput(header.image_size, header.mean, header.std)}",
         f"  measure it: distill evaluate {display_name(run_dir.root)} --probe knn --data FOLDER",
     ]
