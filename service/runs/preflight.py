@@ -186,7 +186,8 @@ def check_models(experiment: Experiment, classes: tuple[str, ...]) -> None:
                     if each is teacher and teacher.needs_training:
                         continue
                     own_size = teacher_input(each, experiment.data).image_size
-                    load_teacher(each.model, each.weights, **fit, image_size=own_size, weights_key=each.weights_key)
+                    own: dict[str, Any] = {"weights_key": each.weights_key, "class_embeddings": each.class_embeddings}
+                    load_teacher(each.model, each.weights, **fit, **own, image_size=own_size)
 
 
 def check_data_of_run(

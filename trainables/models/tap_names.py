@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainables.errors import ModelError, closest_matches
+from trainables.models.forward import COSINES
 from trainables.models.libraries import declared_taps
 from trainables.models.libraries.interface import Tap, as_is
 from trainables.models.module_calls import BATCH, Call, last_call, record_calls
@@ -113,7 +114,7 @@ class TapNames:
 
     def _pooled(self, model: nn.Module) -> Tap | None:
         """None: the model ends with something else than a linear layer on vectors."""
-        found = Tap("")
+        found = Tap(f"{COSINES}:in" if hasattr(model, COSINES) else "")
         if getattr(model, "num_classes", None) != 0:
             try:
                 last = classifier(model)
