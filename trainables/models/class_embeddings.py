@@ -72,9 +72,9 @@ def read_class_embeddings(file: str, scale: float, classes: Sequence[str]) -> Cl
     if names is not None:
         record = TrainedInput(0, (), (), len(names), categories=names)
         try:
-            rows = class_rows(record, classes, what, ours=True)
+            rows = class_rows(record, classes, file, ours=True)
         except OtherClassesError as error:
-            raise CheckpointError(f"{error.fact}: write each class of the data once into {beside}") from None
+            raise CheckpointError(f"teacher.classes: {error.fact}: write each class of the data once into {beside}") from None
         rows_KD = rows_KD if rows is None else rows_KD[list(rows)]
     else:
         notice(f"{what}: there is no {beside.name} with names: its rows are taken as {first_three(classes)} in the data's order")
@@ -102,4 +102,5 @@ class Cosines(nn.Module):
 def classify_by_cosine(model: nn.Module, rows_KD: Tensor) -> None:
     """From here on the output of `model` is the product of its normalized rows and `rows_KD`; its state dict stays as it is."""
     model.add_module(COSINES, Cosines(rows_KD))
-    model.register_forward_hook(lambda model, args, output: model.get_submodule(COSINES)(logits_and_aux(output)[0]))
+    if type(model).forward is not nn.Sequential.forward:  # which calls it as its last part
+        model.register_forward_hook(lambda model, args, output: model.get_submodule(COSINES)(logits_and_aux(output)[0]))
