@@ -166,7 +166,7 @@ def _first_set(teacher: TeacherConfig, *keys: str) -> str | None:
     return next((key for key in keys if getattr(teacher, key) is not None), None)
 
 
-_OF_WEIGHTS = ("weights_key", "image_size", "mean", "std", "finetune")
+_OF_WEIGHTS = ("weights_key", "classes", "image_size", "mean", "std", "finetune")
 """Keys of a teacher that belong to given weights."""
 
 
@@ -353,6 +353,18 @@ RULES: tuple[Rule[JobSettings], ...] = (
         "teacher.{found} belongs to given weights: write teacher.weights: FILE, or leave it out",
     ),
     (
+        lambda s: any(each.logit_scale and each.classes is None for each in s.all_teachers),
+        "teacher.logit_scale scales the cosines to class embeddings: write teacher.classes: FILE.npy, or leave it out",
+    ),
+    (
+        lambda s: any(each.classes for each in s.all_teachers) and not s.data.labels,
+        "teacher.classes: there are no classes without labels, and data.labels is false: leave it out",
+    ),
+    (
+        lambda s: s.teacher and s.teacher.classes and s.teacher.finetune,
+        "teacher.finetune trains a classifier, and teacher.classes gives one: leave out one of the two",
+    ),
+    (
         lambda s: s.teacher and s.teacher.cache is None and _first_set(s.teacher, "cache_top_k", "cache_epochs"),
         "teacher.{found} is for a teacher whose logits are cached: write teacher.cache: FOLDER, or leave it out",
     ),
@@ -501,6 +513,11 @@ METHOD_RULES: tuple[MethodRule[JobSettings], ...] = (
         lambda s, _: _is_sharded(s),
         lambda m, _: m.requires.teacher_model,
         "teacher.placement: {m.key} reads the teacher's parameters, and sharded has a part of them on each worker: write whole",
+    ),
+    (
+        lambda s, _: any(each.classes for each in s.all_teachers),
+        lambda m, _: m.requires.teacher_model or m.requires.reuses_classifier,
+        "teacher.classes: {m.key} reads the teacher's linear classifier, and it has none: take another distill.method",
     ),
     (
         lambda s, _: _rows_from(s),

@@ -64,6 +64,7 @@ PATHS: dict[str, Callable[[str], str]] = {
     "data.stage": absolute_stage,
     "eval.path": absolute,
     "teacher.weights": absolute,
+    "teacher.classes": absolute,
     "student.model": absolute_model,
     "student.weights": absolute,
     "teacher.cache": absolute_or_new,
@@ -105,7 +106,8 @@ def _mapped(change: Callable[[str], str], value: Any) -> Any:
         case list() | tuple():
             return [_mapped(change, each) for each in value]
         case {"weights": str(weights)}:  # a teacher of several
-            return {**value, "weights": change(weights)}
+            own = {"classes": change(value["classes"])} if isinstance(value.get("classes"), str) else {}
+            return {**value, "weights": change(weights), **own}
         case {"path": str(path)}:  # a set of data.more
             return {**value, "path": change(path)}
     return value

@@ -23,7 +23,7 @@ def with_finetuning(resolved: Resolved, classes: tuple[str, ...]) -> Resolved:
     experiment, teacher, why = resolved.experiment, resolved.experiment.teacher, ""
     if teacher is None or teacher.weights is None or not needs_teacher(experiment.distill, experiment.sweep.axes):
         return resolved
-    if teacher.finetune is None and classes and reads_teacher_classes(experiment):
+    if teacher.finetune is None and teacher.classes is None and classes and reads_teacher_classes(experiment):
         error = other_classes(
             teacher.model,
             teacher.weights,

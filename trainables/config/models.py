@@ -96,6 +96,14 @@ class WeightedConfig(ModelConfig):
         description="a checkpoint of ours, a torchvision or timm weight name, a file or folder of weights, `hf-hub:OWNER/NAME`; "
         "absent: trained first",
     )
+    classes: str | None = Field(
+        None,
+        description="a .npy file of (K, D) floats, an embedding of each class, which are the classifier of weights without one; "
+        "names, one a line, in the .txt next to it; absent: the classes of the data in their order",
+    )
+    logit_scale: Positive | None = Field(
+        None, description="logits are so many times the cosine to `classes`; absent: 100, CLIP's"
+    )
     fold_batch_norms: bool | None = Field(
         None, description="fold its batch norms into its convolutions, in each worker; absent: with precision bf16 and fp16"
     )
@@ -109,6 +117,11 @@ class WeightedConfig(ModelConfig):
                 name = FOLDER_SCHEME + os.path.abspath(os.path.expanduser(name.removeprefix(FOLDER_SCHEME)))
             return {**tree, "model": name, "weights": tree.get("weights") or name}
         return tree
+
+    @property
+    def class_embeddings(self) -> tuple[str, float] | None:
+        """The file and the scale."""
+        return None if self.classes is None else (self.classes, self.logit_scale or 100.0)
 
 
 class TeacherOfSeveralConfig(WeightedConfig):

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 AUX_WEIGHTS = {"InceptionOutputs": 0.4, "GoogLeNetOutputs": 0.3}
 """Weight of an auxiliary head's cross-entropy: Szegedy et al. 2014 (GoogLeNet) give 0.3; Inception v3 is trained with 0.4."""
 
+COSINES = "_cosines"
+"""The module that makes logits of the features of a model without a classifier, see `class_embeddings`."""
+
 MAX_CPU_WORK = 10**10
 """Parameters times pixels up to which a dry forward pass runs on the CPU, in about 50 ms. Larger models run on the meta device,
 which only computes shapes: its batch norm imports torch._dynamo, 1.4 s of a core."""
@@ -55,7 +58,7 @@ def dry_forward(
 
 def has_classifier(model: nn.Module) -> bool:
     """Whether its output is logits. Otherwise it is pooled features (B, D), as timm's are with `num_classes` 0."""
-    return getattr(model, "num_classes", None) != 0
+    return getattr(model, "num_classes", None) != 0 or hasattr(model, COSINES)
 
 
 def logits_and_aux(output: Any) -> tuple[Tensor, tuple[tuple[float, Tensor], ...]]:

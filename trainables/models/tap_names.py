@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainables.errors import ModelError, closest_matches
-from trainables.models.forward import has_classifier
+from trainables.models.forward import COSINES, has_classifier
 from trainables.models.libraries import declared_taps
 from trainables.models.libraries.interface import Tap, as_is
 from trainables.models.module_calls import BATCH, Call, last_call, record_calls
@@ -111,8 +111,9 @@ class TapNames:
 
     def _pooled(self, model: nn.Module) -> Tap | None:
         """None: the model ends with something else than a linear layer on vectors."""
-        found = Tap("")
-        if has_classifier(model):
+        has_cosines = hasattr(model, COSINES)
+        found = Tap(f"{COSINES}:in" if has_cosines else "")
+        if has_classifier(model) and not has_cosines:
             try:
                 last = classifier(model)
             except ModelError:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from trainables.config.models import HUB_SCHEMES, with_arguments
 from trainables.errors import AmbiguousClassesError, CheckpointError, ModelError, OtherClassesError, first_three
 from trainables.models.checkpoint_header import CheckpointHeader, is_safetensors, locate_checkpoint, read_checkpoint_header
+from trainables.models.class_embeddings import ClassEmbeddings, read_class_embeddings
 from trainables.models.classes import class_rows
 from trainables.models.convert_state import TRAINED_WITH_CLASSES, converted, load_npz, mismatch
 from trainables.models.foreign_files import is_npz
@@ -53,6 +54,8 @@ class _Weights(NamedTuple):
     key: str | None
     other_classes: bool = False
     """They are not the data's."""
+    embeddings: ClassEmbeddings | None = None
+    """What makes logits of its output; None: its own classifier does."""
 
     @property
     def library(self) -> Library:
@@ -80,6 +83,9 @@ class _Weights(NamedTuple):
         digest = hashlib.sha256(b"transform_input\0" if rescales else b"")
         if self.rows is not None:
             digest.update(f"rows {self.rows}\0".encode())
+        if self.embeddings is not None:
+            digest.update(f"class embeddings {tuple(self.embeddings.rows_KD.shape)} {self.embeddings.scale}\0".encode())
+            digest.update(self.embeddings.rows_KD.numpy().tobytes())
         for key in sorted(key for key in state if is_read(key)):
             tensor = state[key].detach().contiguous()
             digest.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
@@ -97,6 +103,7 @@ def load_teacher(
     logits: bool = True,
     sha256: str | None = None,
     weights_key: str | None = None,
+    class_embeddings: tuple[str, float] | None = None,
 ) -> nn.Module:
     """Model `name` with its `weights`, on the CPU in float32, frozen and in eval mode.
 
@@ -108,14 +115,17 @@ def load_teacher(
     another order. Only published weights are downloaded. `sha256`: the expected `teacher_sha256`; None: any.
 
     `logits`: whether its logits are read. Otherwise a model of other classes, or of none, is one without a classifier, see
-    `has_classifier`; that is a notice too.
+    `has_classifier`; that is a notice too. `class_embeddings`, a file and a scale, make logits of its output instead, which is
+    features, or CLIP's projection of them: `ClassEmbeddings`.
 
     Raises:
         CheckpointError: the file is missing, damaged, of another model or without some of the classes, or has another hash; or
             several of its entries fit and `weights_key` chooses none.
         ModelError: no such model or weights, a failed download, or images of a wrong size.
     """
-    source, model, state, rescales = _find_and_load(name, weights, classes, weights_key, image_size, seed, logits=logits)
+    source, model, state, rescales = _find_and_load(
+        name, weights, classes, weights_key, image_size, seed, logits=logits, class_embeddings=class_embeddings
+    )
     if sha256 is not None and source.digest(state, rescales=rescales) != sha256:  # of tensors in memory: a file is read once
         raise CheckpointError(
             f"{source.path or weights}: on {socket.gethostname()} it is not the {name} with which this job began: it was "
@@ -123,9 +133,11 @@ def load_teacher(
         )
     if source.rows is not None:
         _select_rows(model, source)
-    if source.other_classes and source.num_classes:
+    if source.other_classes and source.num_classes and source.embeddings is None:
         model = _rebuilt_without_classifier(model, source, image_size, seed)
     check_forward(model, image_size, 0 if source.other_classes else len(classes), name=name)
+    if source.embeddings is not None:
+        source.embeddings.classify(model, image_size, name=name)
     return model.eval().requires_grad_(False)
 
 
@@ -179,30 +191,59 @@ def teacher_sha256(
     seed: int,
     logits: bool = True,
     weights_key: str | None = None,
+    class_embeddings: tuple[str, float] | None = None,
 ) -> str:
-    """A hash of all tensors of a teacher, their names, types and shapes, independent of the file; rescaling and a selection of
-    classes are parts of it.
+    """A hash of all tensors of a teacher, their names, types and shapes, independent of the file; rescaling, a selection of
+    classes and class embeddings are parts of it.
 
     Raises as `load_teacher` does.
     """
-    source, _, state, rescales = _find_and_load(name, weights, classes, weights_key, image_size, seed, logits=logits)
+    source, _, state, rescales = _find_and_load(
+        name, weights, classes, weights_key, image_size, seed, logits=logits, class_embeddings=class_embeddings
+    )
     return source.digest(state, rescales=rescales)
 
 
 def _find_and_load(
-    name: str, weights: str, classes: Sequence[str], key: str | None, image_size: int, seed: int, *, logits: bool
+    name: str,
+    weights: str,
+    classes: Sequence[str],
+    key: str | None,
+    image_size: int,
+    seed: int,
+    *,
+    logits: bool,
+    class_embeddings: tuple[str, float] | None,
 ) -> tuple[_Weights, nn.Module, Mapping[str, Tensor], bool]:
     """The weights, and what `_load` returns of them; those of other classes are refused where `logits` are read."""
-    source = _find(name, weights, len(classes) or 1, key)
+    embeddings = read_class_embeddings(*class_embeddings, classes) if class_embeddings is not None else None
+    source = _find(name, weights, embeddings.width if embeddings is not None else len(classes) or 1, key)
     try:
-        source = source._replace(rows=_rows(source, classes), other_classes=not classes)
+        if embeddings is None:
+            source = source._replace(rows=_rows(source, classes), other_classes=not classes)
+        else:
+            source = source._replace(other_classes=True, embeddings=embeddings)
+            _refuse_classifier(source, source.num_classes)
         return source, *_load(source, image_size, seed)
     except OtherClassesError as error:
+        if embeddings is not None:
+            _refuse_classifier(source, error.num_classes)
+            return (source := source._replace(num_classes=0)), *_load(source, image_size, seed)
         if logits:
             raise
         notice(f"weights {error.fact}: it is used without its classifier")
         source = source._replace(num_classes=error.num_classes, other_classes=True)
     return source, *_load(source, image_size, seed)
+
+
+def _refuse_classifier(source: _Weights, num_classes: int) -> None:
+    """Raises CheckpointError: the model's end is no projection to the space of the class embeddings, as CLIP's in timm is."""
+    named = source.record is not None and (source.record.categories or source.record.wordnet_ids)
+    if num_classes and (named or source.embeddings is None or num_classes != source.embeddings.width):
+        raise CheckpointError(
+            f"{source.weights} of {source.name} has a classifier of its own, of {num_classes} classes, in place of which "
+            "teacher.classes would be read: leave out teacher.classes, or give weights without a classifier"
+        )
 
 
 def _find(name: str, weights: str, num_classes: int, key: str | None) -> _Weights:

@@ -20,6 +20,7 @@ from trainables.errors import DistillError
 from trainables.methods.contract import ModelOutputs
 from trainables.methods.select import SelectedMethod, select_methods
 from trainables.methods.tap_reader import TapReader
+from trainables.models.class_embeddings import classify_by_cosine, output_width
 from trainables.models.model_input import teacher_input
 from trainables.models.pixels import take_pixels
 from trainables.models.registry import construct
@@ -100,6 +101,7 @@ def fit(teacher: WeightedConfig, config: TrainConfig, classes: Sequence[str]) ->
         "seed": config.seed,
         "logits": reads_logits(config),
         "weights_key": teacher.weights_key,
+        "class_embeddings": teacher.class_embeddings,
     }
 
 
@@ -118,7 +120,11 @@ def untrained_networks(config: TrainConfig, num_classes: int) -> list[nn.Module]
         record = trained_input(each.model, each.weights) if each.weights is not None else None
         is_bare = record is not None and not record.num_classes and not reads_logits(config)
         size = teacher_input(each, config.data).image_size
-        return construct(each.model, num_classes=0 if is_bare else num_classes, image_size=size, seed=config.seed)
+        if each.classes is None:
+            return construct(each.model, num_classes=0 if is_bare else num_classes, image_size=size, seed=config.seed)
+        model = construct(each.model, num_classes=0, image_size=size, seed=config.seed)
+        classify_by_cosine(model, torch.ones(num_classes, output_width(model, size)))
+        return model
 
     return _frozen(config, build)
 

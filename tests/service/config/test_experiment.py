@@ -871,13 +871,13 @@ def test_paths_of_an_experiment_are_absolute_wherever_they_stand(tmp_path: Path,
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for folder in ("images", "digits", "home/images", "base"):
         (tmp_path / folder).mkdir(parents=True)
-    for file in ("t.pth", "own.py"):
+    for file in ("t.pth", "text.npy", "own.py"):
         (tmp_path / file).touch()
     written(tmp_path / "base", "base: digits\nteacher: {cache: cache}\n", "base.yaml")
     text = """
         base: base/base.yaml
         data: {path: ~/images, stage: ~/stage}
-        teacher: {weights: t.pth}
+        teacher: {weights: t.pth, classes: text.npy}
         distill: {method: own.py:Own}
         tracking: {uri: "sqlite:///mlflow.db"}
         sweep: {space: {data.path: [images, digits, ./digits]}}
@@ -888,12 +888,14 @@ def test_paths_of_an_experiment_are_absolute_wherever_they_stand(tmp_path: Path,
     assert experiment.data.stage == f"{tmp_path}/home/stage"
     assert experiment.teacher is not None
     assert (experiment.teacher.weights, experiment.teacher.cache) == (f"{tmp_path}/t.pth", f"{tmp_path}/cache")
+    assert experiment.teacher.classes == f"{tmp_path}/text.npy"
     assert experiment.distill.method == (f"{tmp_path}/own.py:Own",)
     assert experiment.tracking.uri == f"sqlite:///{tmp_path}/mlflow.db"
     assert experiment.sweep.space == {"data.path": [f"{tmp_path}/images", "digits", f"{tmp_path}/digits"]}
-    teachers = "teachers=[{model: mlp_small, weights: t.pth}, {model: mlp_small, weights: DEFAULT}]"
+    teachers = "teachers=[{model: mlp_small, weights: t.pth, classes: text.npy}, {model: mlp_small, weights: DEFAULT}]"
     several = load("digits", ["teacher=null", teachers]).experiment.teachers
     assert [each.weights for each in several] == [f"{tmp_path}/t.pth", "DEFAULT"]
+    assert [each.classes for each in several] == [f"{tmp_path}/text.npy", None]
 
 
 @pytest.mark.parametrize(("student", "size"), [("resnet18", 224), ("inception_v3", 299), ("resnet20", 32), ("convnet_small", 8)])

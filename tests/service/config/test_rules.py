@@ -57,6 +57,14 @@ def refused_by_a_worker(overrides: tuple[str, ...], folder: Path) -> str:
         (("data.device_augment.cutmix=0.2", "data.last_batch=short"), "which a short last batch may part"),
         (("data.device_augment.mixup=0.2", "teacher.service=1"), "teacher.service: it has the teacher's outputs for each image"),
         (("teacher.placement=sharded", "train.compile=true"), "teacher.placement sharded does not go with train.compile"),
+        (
+            (WEIGHTS, "teacher.logit_scale=10"),
+            "teacher.logit_scale scales the cosines to class embeddings: write teacher.classes",
+        ),
+        (
+            (WEIGHTS, "teacher.classes=t.npy", "teacher.finetune=true"),
+            "teacher.finetune trains a classifier, and teacher.classes",
+        ),
         (("train.deterministic=true", "train.compile=max-autotune"), "train.deterministic does not go with train.compile max"),
         (("teacher.placement=sharded", "scale.num_workers=[1, 2]"), "teacher.placement sharded needs 2 workers or more, and"),
         (("teacher.service=1", *GPU), "teacher.service: it is sent images that the host has decoded"),
@@ -220,6 +228,7 @@ def test_a_rule_is_checked_on_the_driver_and_again_by_the_worker(
             "policy asha stops trials by their accuracy, not by linear_top1_pct",
         ),
         ((*STAGES, "scale.cut=[layer2, layer3]"), "cut names 2 modules, and 2 pipeline_stages begin with 1 besides the images"),
+        ((WEIGHTS, "teacher.classes=t.npy", "distill.method=[srrl]"), "teacher.classes: srrl reads the teacher's linear"),
     ],
 )
 def test_stages_that_workers_or_methods_do_not_fit_are_refused(overrides: tuple[str, ...], message: str) -> None:

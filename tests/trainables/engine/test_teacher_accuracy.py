@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.trainables.jobs import Recorded, config, equal, no_telemetry, train, write_able_teacher, write_teacher
 from tests.trainables.teachers.service.local_service import local_services
@@ -123,6 +124,32 @@ def test_the_entry_that_weights_key_chooses_is_the_one_that_is_measured(able: st
     assert chosen.top1_pct == alone.top1_pct
     several = with_another(settings(tmp_path, "several", able), "mlp_large", file, **teacher)
     assert [each and each.top1_pct for each in measured(several)] == [alone.top1_pct] * 2
+
+
+def test_a_teacher_without_a_classifier_teaches_any_number_of_workers_by_its_class_embeddings(
+    ranks: RankPool, able: str, tmp_path: Path
+) -> None:
+    tensors = {name.removeprefix("model."): tensor for name, tensor in load_file(able).items()}
+    weights, order = str(tmp_path / "headless.safetensors"), range(9, -1, -1)
+    np.save(tmp_path / "text.npy", tensors.pop("head.weight").numpy()[order])
+    (tmp_path / "text.txt").write_text("\n".join(map(str, order)))
+    del tensors["head.bias"]
+    save_file(tensors, weights)
+    teacher: dict[str, Any] = {"classes": str(tmp_path / "text.npy")}
+    distill = {"method": "kd", "task_weight": 0.0}
+    one, two = (ranks.run(n, train, settings(tmp_path, f"w{n}", weights, teacher=teacher, distill=distill))[0] for n in (1, 2))
+    for name, tensor in one["state"].items():
+        torch.testing.assert_close(two["state"][name], tensor, rtol=1e-9, atol=1e-9)
+    summary = one["calls"][-1][2]
+    assert summary["teacher_top1_pct"] == two["calls"][-1][2]["teacher_top1_pct"] > 60
+    assert one["progress"].history[-1]["val/top1_pct"] > 50  # it learned from nothing else
+    cache = {**teacher, "cache": str(tmp_path / "logits")}
+    (cached,) = measured(settings(tmp_path, "cached", weights, teacher=cache))
+    with local_services(1) as connections:
+        (served,) = measured(settings(tmp_path, "served", weights, teacher={**teacher, "service": 1}), connections)
+    assert cached == served
+    assert cached
+    assert cached.top1_pct == summary["teacher_top1_pct"]
 
 
 def test_of_unlike_teachers_those_with_the_classes_of_the_data_have_their_accuracy(able: str, tmp_path: Path) -> None:
