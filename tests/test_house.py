@@ -57,6 +57,7 @@ LAYERS = {
         "user_folder",
         "process_exit",
         "stacks",
+        "user_code",
         "paced",
         "failures",
         "object_store",

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from service.commands.options import DATA_PATH, RUNS_OR_URI, SET, is_given
-from service.commands.path_types import DataPath, FileOrUri, PathType
+from service.commands.path_types import DataPath, FileOrUri, MethodName, PathType
 from service.runs.embed import embed as run_embed
 from service.runs.evaluate import evaluate as run_evaluate
 from trainables.config import FEATURES_TAP, Measure
@@ -25,7 +25,11 @@ MEASURED = {"loss": "loss {:.5f}", "num_neighbors": "k-NN of {:.0f} neighbors on
 @click.command()
 @click.argument("checkpoint", type=FileOrUri())
 @click.option("--data", "data_path", type=DataPath(), required=True, help=DATA_PATH)
-@click.option("--model", help="As teacher.model, for weights that do not name it: CHECKPOINT is then as teacher.weights.")
+@click.option(
+    "--model",
+    type=MethodName(),
+    help="As teacher.model, for weights that do not name it: CHECKPOINT is then as teacher.weights.",
+)
 @WEIGHTS_KEY
 @click.option(
     "--probe",

@@ -19,11 +19,11 @@ from service.config.paths import absolute, absolute_or_new, absolute_paths, with
 from service.runs.run_directory import has_begun
 from service.runs.stored.stored_runs import root_folder, run_folder, uri_of
 from trainables.errors import ExperimentError
-from trainables.methods.method_file import file_of, option_key
 from trainables.notices import notice
 from trainables.object_store.store import is_uri
 from trainables.redact import redact_uris
 from trainables.rundir import write_atomic
+from trainables.user_code import file_of, option_key
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class JobFiles:
     """Names of those that it is given, but for what lies in an object store."""
 
     def method(self, name: str) -> str:
-        """The name of a method in the job; of `FILE.py:CLASS` the file travels along, unless it is on the cluster alone."""
+        """A method's or model's name in the job; of `FILE.py:CLASS` the file travels along, unless it is on the cluster alone."""
         path = file_of(name)
         if path is None or not path.is_file():
             return with_absolute_file(name)
@@ -99,6 +99,8 @@ class FileOrUri(NamesPath, StringParamType):
     def in_job(self, text: str, job: JobFiles) -> list[str]:
         if is_uri(text):
             return [text]
+        if file_of(text):
+            return [job.method(text)]
         return [absolute(text) if job.params.get("model") else absolute_or_new(text)]
 
 
@@ -110,7 +112,7 @@ class NameOrFile(NamesPath, StringParamType):
 
 
 class MethodName(NamesPath, StringParamType):
-    """A method: its name, or FILE.py:CLASS."""
+    """A method or a model: its name, or FILE.py:CLASS."""
 
     def in_job(self, text: str, job: JobFiles) -> list[str]:
         return [job.method(text)]

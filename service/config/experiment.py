@@ -19,18 +19,18 @@ from service.config.dotted import flatten, put
 from service.config.files import read_experiment_file
 from service.config.messages import SETTABLE, ConfigProblems, known_keys, nearest, problems_of
 from service.config.paths import absolute_paths
-from service.config.rules import MethodFiles, check_rules
+from service.config.rules import MethodFiles, check_rules, model_names
 from service.config.schema import MAX_NAME, Experiment
 from service.config.space import SpaceError, check_space
 from service.config.sweep import SweepConfig
 from service.config.unknown_keys import validate_known_keys
 from service.config.uris import checked_uri, secret_refusal
-from trainables.config.models import ModelConfig
 from trainables.data.source import SOURCES
 from trainables.errors import ExperimentError, ModelError
 from trainables.models.names import check_model_name, library_of
 from trainables.models.trained_input import trained_input
 from trainables.redact import redact_values
+from trainables.user_code import read_source
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ def _checked(tree: Mapping[str, Any], method_files: MethodFiles) -> Experiment:
     except ValidationError as error:
         raise problems_of(error, Experiment, missing=SETTABLE) from error
     check_rules(experiment, method_files)
-    _check_models(experiment)
+    _check_models(experiment, method_files)
     if experiment.tracking.enabled and experiment.tracking.uri is not None:
         try:
             checked_uri(experiment.tracking.uri)
@@ -193,17 +193,15 @@ def _checked(tree: Mapping[str, Any], method_files: MethodFiles) -> Experiment:
     return experiment
 
 
-def _check_models(experiment: Experiment) -> None:
-    """Refuse models that do not exist; imports no torch."""
-    sections: dict[str, ModelConfig | None] = {"teacher.model": experiment.teacher, "student.model": experiment.student}
-    sections |= {f"teachers[{n}].model": teacher for n, teacher in enumerate(experiment.teachers)}
-    sections |= {f"assistants[{n}].model": assistant for n, assistant in enumerate(experiment.assistants)}
-    for key, section in sections.items():
+def _check_models(experiment: Experiment, method_files: MethodFiles) -> None:
+    """Refuse models that do not exist, and files of models that do not unless they are ignored; imports no torch."""
+    for key, name in model_names(experiment).items():
         try:
-            if section is not None:
-                check_model_name(section.model)
-        except ModelError as error:
-            raise ConfigProblems([(key, f"{key}: {error}")]) from error
+            check_model_name(name)
+            if method_files == "run":
+                read_source(name, key)
+        except (ExperimentError, ModelError) as error:
+            raise ConfigProblems([(key, f"{key}: {str(error).removeprefix(f'{key}: ')}")]) from error
 
 
 def _check_secrets(experiment: Experiment) -> None:

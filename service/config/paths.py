@@ -10,8 +10,8 @@ from service.config.uris import checked_uri
 from trainables.config.models import FOLDER_SCHEME
 from trainables.data.source import SOURCES
 from trainables.errors import ExperimentError
-from trainables.methods.method_file import file_of, option_key
 from trainables.rundir import expand_home
+from trainables.user_code import file_of, option_key
 
 
 def absolute(path: str) -> str:
@@ -29,7 +29,9 @@ def absolute_or_new(path: str) -> str:
 
 
 def absolute_model(name: str) -> str:
-    """A model's name; that of a folder, `local-dir:FOLDER`, with its absolute path."""
+    """A model's name; that of a folder, `local-dir:FOLDER`, or of a file, `FILE.py:CLASS`, with its absolute path."""
+    if file_of(name):
+        return with_absolute_file(name)
     folder = name.removeprefix(FOLDER_SCHEME)
     return name if folder == name else FOLDER_SCHEME + absolute_or_new(folder)
 
@@ -43,7 +45,7 @@ def _with_variables(path: str) -> str:
 
 
 def with_absolute_file(method: str) -> str:
-    """A method's name; that of a method in a file, `FILE.py:CLASS`, with the file's absolute path."""
+    """The name of a method or a model; of one in a file, `FILE.py:CLASS`, with the file's absolute path."""
     file = file_of(method)
     return method if file is None else f"{file.absolute()}:{option_key(method)}"
 
@@ -63,12 +65,15 @@ PATHS: dict[str, Callable[[str], str]] = {
     "data.more": absolute,
     "data.stage": absolute_stage,
     "eval.path": absolute,
+    "model": absolute_model,
+    "teacher.model": absolute_model,
     "teacher.weights": absolute,
     "teacher.classes": absolute,
     "student.model": absolute_model,
     "student.weights": absolute,
     "teacher.cache": absolute_or_new,
     "teachers": absolute,
+    "assistants": absolute,
     "distill.method": with_absolute_file,
     "tracking.uri": absolute_store,
 }
@@ -78,9 +83,13 @@ PATHS: dict[str, Callable[[str], str]] = {
 def absolute_paths(tree: Mapping[str, Any], method: Callable[[str], str] = with_absolute_file) -> dict[str, Any]:
     """The values of an experiment, whole or in part, that have relative paths, with absolute ones: dotted key → value.
 
-    `method`: what becomes of the name of a method.
+    `method`: what becomes of the name of a method, and of a model that is in a file.
     """
-    changes = {**PATHS, "distill.method": method}
+
+    def model(name: str) -> str:
+        return method(name) if file_of(name) else absolute_model(name)
+
+    changes = {**PATHS, "distill.method": method, **dict.fromkeys(("model", "teacher.model", "student.model"), model)}
     flat = flatten(tree)
     space = flat.pop("sweep.space", {})
     flat |= {f"sweep.space.{key}": values for key, values in space.items()} if isinstance(space, Mapping) else {}
@@ -92,22 +101,20 @@ def _with_absolute(changes: Mapping[str, Callable[[str], str]], key: str, value:
     """The value or values of a key."""
     if key == "sweep.points" and isinstance(value, list):
         return [_point(changes, point) if isinstance(point, Mapping) else point for point in value]
-    return _mapped(changes[key], value) if key in changes else value
+    return _mapped(changes, key, value) if key in changes else value
 
 
 def _point(changes: Mapping[str, Callable[[str], str]], point: Mapping[str, Any]) -> dict[str, Any]:
     return {key: _with_absolute(changes, key, value) for key, value in point.items()}
 
 
-def _mapped(change: Callable[[str], str], value: Any) -> Any:
+def _mapped(changes: Mapping[str, Callable[[str], str]], key: str, value: Any) -> Any:
     match value:
         case str():
-            return change(value)
+            return changes[key](value)
         case list() | tuple():
-            return [_mapped(change, each) for each in value]
-        case {"weights": str(weights)}:  # a teacher of several
-            own = {"classes": change(value["classes"])} if isinstance(value.get("classes"), str) else {}
-            return {**value, "weights": change(weights), **own}
-        case {"path": str(path)}:  # a set of data.more
-            return {**value, "path": change(path)}
+            return [_mapped(changes, key, each) for each in value]
+        case {**parts}:  # a teacher of several, an assistant, a set of data.more
+            keys = {"model": "model", "weights": "teacher.weights", "classes": "teacher.classes", "path": "data.path"}
+            return {name: _mapped(changes, keys[name], part) if name in keys else part for name, part in parts.items()}
     return value

@@ -13,13 +13,16 @@ from service.config.messages import SETTABLE, ConfigProblems, problems_of
 from service.config.schema import Experiment
 from service.config.sweep import OF_FEATURES, OF_LABELS, SweepConfig
 from trainables.config import DistillConfig
+from trainables.config.models import ModelConfig
 from trainables.errors import ExperimentError
-from trainables.methods.method_file import file_of, option_key
 from trainables.methods.registry import METHODS, check_name, load_method
 from trainables.rules import METHOD_RULES, RULES, MethodNeeds, MethodRule, Rule, first_problem, first_problem_of_methods
+from trainables.user_code import file_of, option_key
 
 MethodFiles = Literal["run", "run if present", "ignore"]
-"""What a check does with methods that are files (`FILE.py:CLASS`), whose code runs when they are loaded."""
+"""What a check does with methods that are files (`FILE.py:CLASS`), whose code runs when they are loaded.
+
+Files of models are not run here; with `run` they have to be there."""
 
 
 def _stage_without_epoch(experiment: Experiment) -> str | None:
@@ -123,6 +126,18 @@ def reads_teacher_classes(experiment: Experiment) -> bool:
 def method_names(experiment: Experiment) -> list[str]:
     """The methods of an experiment and those that its sweep may choose, each once."""
     return list(dict.fromkeys([*experiment.distill.method, *_searched_methods(experiment.sweep)]))
+
+
+def model_names(experiment: Experiment) -> dict[str, str]:
+    """The keys of an experiment that name a model, each with its name."""
+    sections: dict[str, ModelConfig | None] = {"teacher.model": experiment.teacher, "student.model": experiment.student}
+    sections |= {f"teachers[{n}].model": teacher for n, teacher in enumerate(experiment.teachers)}
+    sections |= {f"assistants[{n}].model": assistant for n, assistant in enumerate(experiment.assistants)}
+    found = {key: section.model for key, section in sections.items() if section is not None}
+    searched = experiment.sweep.axes.get("student.model")
+    key = f"sweep.{'points' if experiment.sweep.points else 'space'}.student.model"
+    values = searched if isinstance(searched, list) else []
+    return found | {f"{key}[{n}]": name for n, name in enumerate(values) if isinstance(name, str)}
 
 
 def _check_options_of_all(experiment: Experiment) -> None:

@@ -14,8 +14,8 @@ from rich.text import Text
 from service.report.text_table import text_table
 from trainables.config import MethodOptions
 from trainables.errors import ExperimentError
-from trainables.methods.method_file import option_key
 from trainables.methods.registry import available_methods, load_method
+from trainables.user_code import option_key
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo

@@ -103,7 +103,7 @@ def with_published_images(model: str, weights: str, weights_key: str | None, tre
     if path is not None and header is not None:
         if not found.is_built_as(check_model_name(header.model)):
             raise CheckpointError(f"{path} is a {header.model}, not a {model}: leave out --model")
-        return with_trained_images(path, tree)
+        return with_trained_images(path, {**tree, "model": model})
     from trainables.models.trained_input import trained_input
 
     record = trained_input(model, weights if path is None else str(path))
@@ -134,7 +134,7 @@ def with_trained_images(checkpoint: Path, tree: dict[str, Any]) -> EvaluateConfi
     trained = {name: about[name] for name in ("image_size", "val_resize", "mean", "std") if about.get(name) is not None}
     tree = {**tree, "checkpoint": str(checkpoint.absolute()), "data": {**trained, **tree["data"]}}
     tree["run_store"] = run_store(checkpoint)
-    return with_fitting_classes(checked(tree), about["model"])
+    return with_fitting_classes(checked(tree), tree.get("model", about["model"]))
 
 
 def with_fitting_classes(config: EvaluateConfig, model: str, weights_key: str | None = None) -> EvaluateConfig:

@@ -1,4 +1,4 @@
-"""A run's copies of the method files that its experiment names: it goes on with the code with which it began.
+"""A run's copies of the files of methods and models that its experiment names: it goes on with the code with which it began.
 
 `methods/index.json` holds for each file, as the experiment names it, the name of its copy and the SHA-256 of its text.
 """
@@ -11,11 +11,11 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from service.config.messages import problems_of
-from service.config.rules import method_names
+from service.config.rules import method_names, model_names
 from service.config.schema import Experiment
 from trainables.errors import ExperimentError
-from trainables.methods.method_file import read_source, use_copies
 from trainables.rundir import RunDir, write_atomic, write_json
+from trainables.user_code import read_source, use_copies
 
 VERSION = 1
 
@@ -36,7 +36,7 @@ class CopiesIndex(BaseModel):
 
 
 def copy_methods(experiment: Experiment, run_dir: RunDir) -> None:
-    """Copy the method files that an experiment, or its sweep, names; from here on methods are loaded from the copies.
+    """Copy the files that an experiment, or its sweep, names; from here on methods and models are loaded from the copies.
 
     Raises:
         ExperimentError: a file cannot be read.
@@ -44,7 +44,7 @@ def copy_methods(experiment: Experiment, run_dir: RunDir) -> None:
     """
     use_copies({})
     copies = {}
-    for name in method_names(experiment):
+    for name in (*method_names(experiment), *model_names(experiment).values()):
         if (source := read_source(name)) is None:
             continue
         path, text, sha256 = source
@@ -56,7 +56,7 @@ def copy_methods(experiment: Experiment, run_dir: RunDir) -> None:
 
 
 def use_copies_of(run_dir: RunDir) -> None:
-    """Load methods from the copies of a run from here on; a run of an older version has none.
+    """Load methods and models from the copies of a run from here on; a run of an older version has none.
 
     Raises ExperimentError: a copy is missing or was changed.
     """
@@ -71,7 +71,7 @@ def use_copies_of(run_dir: RunDir) -> None:
 
 
 def changed_methods(run_dir: RunDir) -> Iterator[str]:
-    """One line for each method file that differs from the copy with which the run goes on."""
+    """One line for each file that differs from the copy with which the run goes on."""
     for name, copy in _read_index(run_dir).items():
         path = run_dir.methods / copy.file
         if not Path(name).is_file():

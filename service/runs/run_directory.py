@@ -17,9 +17,9 @@ from service.runs.stored.driver_lease import is_fresh
 from service.runs.stored.stored_runs import check_reachable, display_name, fetch_records, is_taken, root_folder, uri_of
 from trainables.errors import ExperimentError
 from trainables.locks import is_locked, locked_or_raise
-from trainables.methods.method_file import file_of, option_key
 from trainables.object_store.store import is_uri
 from trainables.rundir import RunDir, StageDir, create_private, unwritable_reason, write_text
+from trainables.user_code import file_of, option_key
 
 RUN_NAME = "RAYDISTILL_RUN_NAME"
 """In the environment of a submitted job: the name of the run that it begins."""
@@ -46,6 +46,7 @@ def check_same(kind: Kind, resolved: Resolved, path: Path) -> None:
 
 
 def _by_file_name(method: str) -> str:
+    """The name of a method or a model, without the folder of its file."""
     path = file_of(method)
     return method if path is None else f"{path.name}:{option_key(method)}"
 

@@ -31,6 +31,7 @@ from trainables.errors import ModelError
 from trainables.locks import locked
 from trainables.models.names import REUSE_SEPARATOR, check_model_name
 from trainables.rundir import create_private
+from trainables.user_code import file_of
 
 KEY_TAG = "raydistill.key"
 REFUSALS = {"INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS", "INVALID_STATE", "MALFORMED_REQUEST"}
@@ -266,10 +267,11 @@ def copy_weights(checkpoint: Path, out: Path) -> dict[str, Any]:
 def save_model(folder: Path, weights: Path, metadata: dict[str, Any], model: Model) -> None:
     """Write a model directory that loads without this project: weights, code, signature, requirements; no pickle."""
     size = metadata["image_size"]
+    files = {part: str(file) for part in metadata["model"].split(REUSE_SEPARATOR) if (file := file_of(part)) is not None}
     mlflow.pyfunc.save_model(
         path=str(folder),
         python_model=str(Path(__file__).with_name("student_model.py")),
-        artifacts={"checkpoint": str(weights)},
+        artifacts={"checkpoint": str(weights), **files},
         code_paths=[str(Path(trainables.__file__).parent)],
         mlflow_model=model,
         signature=ModelSignature(

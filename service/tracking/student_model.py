@@ -5,6 +5,7 @@ pixels, K classes.
 """
 
 import json
+from pathlib import Path
 from typing import Any
 
 import mlflow
@@ -29,7 +30,10 @@ class StudentModel(PythonModel):  # type: ignore[misc]
         from trainables.models.model_input import ModelInput
         from trainables.models.pixels import take_pixels
         from trainables.models.registry import build_model
+        from trainables.user_code import file_of, use_copies
 
+        files = {name: Path(file) for name, file in context.artifacts.items() if name != "checkpoint"}
+        use_copies({str(file_of(name)): file for name, file in files.items()})
         with safe_open(context.artifacts["checkpoint"], framework="pt") as file:
             metadata = json.loads(file.metadata()["raydistill"])
             names = [name for name in file.keys() if name.startswith("model.")]  # noqa: SIM118 - it is no mapping

@@ -29,9 +29,9 @@ from trainables.errors import DistillError, first_line
 from trainables.methods.contract import Method, MethodBatch
 from trainables.methods.distillation_module import describe_terms
 from trainables.methods.init_stage import with_init_stage
-from trainables.methods.method_file import option_key
 from trainables.methods.registry import load_method
 from trainables.models.registry import build_model
+from trainables.user_code import option_key
 
 SEED, NUM_CLASSES, NUM_IMAGES, GLOBAL_BATCH_SIZE = 3, 4, 17, 8
 TOLERANCE = 1e-9

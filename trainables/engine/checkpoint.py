@@ -27,6 +27,7 @@ from trainables.errors import CheckpointError, DistillError
 from trainables.models.checkpoint_header import META_KEY
 from trainables.notices import notice
 from trainables.rundir import OLD_FILE_S
+from trainables.user_code import option_key
 
 log = logging.getLogger("raydistill")
 
@@ -307,7 +308,7 @@ def _check_format(path: Path, meta: dict[str, Any]) -> None:
 
 
 def _check_model(path: Path, state: CheckpointState, meta: dict[str, Any]) -> None:
-    if meta["model"] != state.about["model"] or meta["num_classes"] != state.about["num_classes"]:
+    if option_key(meta["model"]) != option_key(state.about["model"]) or meta["num_classes"] != state.about["num_classes"]:
         raise CheckpointError(
             f"checkpoint {path} holds {meta['model']} with {meta['num_classes']} classes, the experiment asks for "
             f"{state.about['model']} with {state.about['num_classes']}: choose another --out or the same model"

@@ -9,7 +9,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 from trainables.errors import ExperimentError, did_you_mean
-from trainables.methods.method_file import file_of, module_of, option_key
+from trainables.user_code import file_of, module_of, option_key
 
 if TYPE_CHECKING:
     from trainables.methods.contract import Method

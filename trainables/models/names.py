@@ -7,6 +7,7 @@ from trainables.errors import ModelError, closest_matches
 from trainables.models.libraries import LIBRARIES
 from trainables.models.libraries.interface import Library, installed
 from trainables.models.libraries.ours import MODELS
+from trainables.user_code import option_key
 
 __all__ = ["MODELS", "REUSE_SEPARATOR", "ModelName", "check_model_name", "library_of"]
 
@@ -27,8 +28,16 @@ class ModelName(NamedTuple):
         return keywords_of(self.arguments)
 
     def is_built_as(self, other: "ModelName") -> bool:
-        """Whether `other`, which weights are of, is this model; one that names no arguments may have any."""
-        return self[:2] == other[:2] and (not self.arguments or self.kwargs == other.kwargs)
+        """Whether `other`, which weights are of, is this model; one that names no arguments may have any.
+
+        A file may have moved, and a run has a copy of it: of those the class decides.
+        """
+        return self.key == other.key and (not self.arguments or self.kwargs == other.kwargs)
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """The library and the name, without the path of a file."""
+        return self.library, option_key(self.name)
 
 
 def library_of(name: str) -> tuple[Library, str]:

@@ -15,12 +15,15 @@ from trainables.errors import ModelError, first_line
 from trainables.models.forward import dry_forward, logits_and_aux, seeded
 from trainables.models.libraries import LIBRARIES
 from trainables.models.names import MODELS, REUSE_SEPARATOR, check_model_name
+from trainables.user_code import file_of
 
 if TYPE_CHECKING:
     from torch import nn
 
 __all__ = ["MODELS", "build_model", "check_forward", "check_model_name", "construct"]
 
+FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError)
+"""Of a forward pass."""
 USUAL_SIZES = (8, 16, 32, 64, 75, 96, 128, 160, 192, 224, 256, 299, 384, 448, 512)
 
 
@@ -43,7 +46,7 @@ def construct(name: str, *, num_classes: int, image_size: int, seed: int) -> nn.
 
         part = partial(construct, num_classes=num_classes, image_size=image_size, seed=seed)
         return build_reused(name, part, image_size=image_size, seed=seed)
-    with seeded(f"{found.library}/{found.name}:{num_classes}:{seed}"):
+    with seeded(f"{'/'.join(found.key)}:{num_classes}:{seed}"):
         try:
             return LIBRARIES[found.library].create(found.name, num_classes, image_size, found.kwargs)
         except (AssertionError, RuntimeError, TypeError, ValueError) as error:
@@ -68,16 +71,20 @@ def check_forward(model: nn.Module, image_size: int, num_classes: int, *, name: 
     for mode in modes:
         try:
             shape = _output_shape(model, image_size, mode)
-        except (AssertionError, IndexError, RuntimeError, TypeError, ValueError) as error:
+        except FAILURES as error:
             does = "cannot be trained on" if mode else "does not take"
             sizes = sorted(USUAL_SIZES, key=lambda size: (abs(size - image_size), size))
+            problem = f"{named} {does} images of {image_size}×{image_size}"
+            if file_of(name):
+                raise ModelError(f"{problem} ({type(error).__name__}: {first_line(error)}): correct its code") from error
             fits = next((size for size in sizes if size != image_size and _takes(model, size, modes)), None)
             key = "data.image_size" if training else "data.image_size, or the teacher's image_size,"
             instead = f"set {key} to {fits}, or choose another model" if fits else "choose another model"
-            raise ModelError(f"{named} {does} images of {image_size}×{image_size} ({first_line(error)}): {instead}") from error
-        if shape != (2, num_classes or shape[-1]):
+            raise ModelError(f"{problem} ({first_line(error)}): {instead}") from error
+        if shape != (2, num_classes or max(1, *shape[-1:])):
             returns = f"returns shape {shape} for a batch of 2, not (2, {num_classes or 'features'})"
-            raise ModelError(f"{named} {returns}; choose another model")
+            instead = f"correct it for num_classes={num_classes}" if file_of(name) else "choose another model"
+            raise ModelError(f"{named} {returns}; {instead}")
 
 
 def _output_shape(model: nn.Module, image_size: int, training: bool) -> tuple[int, ...]:
@@ -88,6 +95,6 @@ def _takes(model: nn.Module, image_size: int, modes: Sequence[bool]) -> bool:
     try:
         for training in modes:
             _output_shape(model, image_size, training)
-    except (AssertionError, IndexError, RuntimeError, TypeError, ValueError):
+    except FAILURES:
         return False
     return True

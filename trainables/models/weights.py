@@ -34,6 +34,7 @@ from trainables.models.tap_names import last_layer
 from trainables.models.trained_input import TrainedInput, header_record, trained_input
 from trainables.models.weight_files import Candidate, check_values, read_candidates, read_safetensors
 from trainables.notices import notice
+from trainables.user_code import file_of, option_key, read_source
 
 
 class _Weights(NamedTuple):
@@ -86,6 +87,8 @@ class _Weights(NamedTuple):
         if self.embeddings is not None:
             digest.update(f"class embeddings {tuple(self.embeddings.rows_KD.shape)} {self.embeddings.scale}\0".encode())
             digest.update(self.embeddings.rows_KD.numpy().tobytes())
+        if code := read_source(self.found.name):  # a model in a file may compute something else with the same tensors
+            digest.update(f"{option_key(self.found.name)} {code.sha256}\0".encode())
         for key in sorted(key for key in state if is_read(key)):
             tensor = state[key].detach().contiguous()
             digest.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
@@ -259,8 +262,9 @@ def _find(name: str, weights: str, num_classes: int, key: str | None) -> _Weight
         raise CheckpointError(
             f"{path} is a {header.model}, not a {name}: write {header.model} as the model, or give another checkpoint"
         )
-    if header is not None:  # which says how the model was built
-        name, found = header.model, check_model_name(header.model)
+    if header is not None:  # which says how the model was built; a file that it names is not run where the user names one
+        built = check_model_name(header.model)
+        name, found = (name, found._replace(arguments=built.arguments)) if file_of(name) else (header.model, built)
     record = header_record(header) if header is not None else trained_input(name, weights)
     return _Weights(name, found, weights, path, header, record, record.num_classes if record else num_classes, None, key)
 

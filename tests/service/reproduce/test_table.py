@@ -9,9 +9,9 @@ from service.reproduce.sweeps import Request, compose
 from service.reproduce.table import ALONE, read_table, shipped_tables
 from service.sweeps.trials import plan_trials
 from trainables.errors import ExperimentError
-from trainables.methods.method_file import option_key
 from trainables.methods.registry import METHODS
 from trainables.models.names import check_model_name
+from trainables.user_code import option_key
 
 SMALL = """\
 title: Digits

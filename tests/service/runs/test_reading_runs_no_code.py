@@ -14,9 +14,9 @@ from service.runs.run_directory import begin_run, reopen
 from tests.service.commands import run
 from tests.service.report.runs import train_dir
 from trainables.errors import ExperimentError
-from trainables.methods.method_file import read_source, use_copies
 from trainables.methods.registry import load_method
 from trainables.rundir import RunDir
+from trainables.user_code import read_source, use_copies
 
 METHOD = """
 from pathlib import Path

@@ -12,8 +12,8 @@ from tests.trainables.methods.offering import installed
 from trainables.config import MethodOptions
 from trainables.errors import ExperimentError
 from trainables.methods.contract import Method
-from trainables.methods.method_file import option_key, read_source
 from trainables.methods.registry import METHODS, check_name, load_method
+from trainables.user_code import option_key, read_source
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING
 from trainables.models.libraries.huggingface import HuggingFace
 from trainables.models.libraries.interface import DeclaredTaps, Library
 from trainables.models.libraries.ours import Ours
+from trainables.models.libraries.own_file import OwnFile
 from trainables.models.libraries.timm import Timm
 from trainables.models.libraries.torchvision import Torchvision
 
 if TYPE_CHECKING:
     from torch import nn
 
-LIBRARIES: dict[str, Library] = {library.name: library for library in (Ours(), Torchvision(), Timm(), HuggingFace())}
+_ALL = (OwnFile(), Ours(), Torchvision(), Timm(), HuggingFace())
+LIBRARIES: dict[str, Library] = {library.name: library for library in _ALL}
 
 
 def declared_taps(model: nn.Module) -> DeclaredTaps:

@@ -19,6 +19,7 @@ from trainables.models.model_input import teacher_input
 from trainables.models.weights import teacher_sha256
 from trainables.teachers.network import fit
 from trainables.teachers.rows import RowFormat
+from trainables.user_code import option_key
 
 FORMAT = 3
 """Raised whenever the same key would mean other numbers: pixels, augmentation, format of the columns."""
@@ -86,9 +87,10 @@ def key_parts(config: TrainConfig, images: ImageSet, classes: Sequence[str], row
     weights = teacher_sha256(**fit(teacher, config, classes))
     pixels = data.model_dump(mode="json", include=_PIXEL_KEYS)
     pixels["erased_to"] = data.mean if data.device_augment.random_erasing else None
+    model = option_key(teacher.model)  # the code of one in a file is in `weights`
     return {
         "format": FORMAT,
-        "teacher": {"model": teacher.model, "sha256": weights, "num_classes": len(classes), "precision": config.precision},
+        "teacher": {"model": model, "sha256": weights, "num_classes": len(classes), "precision": config.precision},
         "input": asdict(teacher_input(teacher, data)),
         "data": {"samples": images.num_samples, "fingerprint": images.fingerprint},
         "images": {**pixels, "decoder": images.decoder, "seed": config.seed if data.augments_at_random else None},

@@ -1,4 +1,4 @@
-"""A user's method, FILE.py:CLASS: read without running it, and run where its class is needed."""
+"""A user's method or model, FILE.py:CLASS: read without running it, and run where its class is needed."""
 
 import hashlib
 import importlib.util
@@ -12,12 +12,14 @@ from typing import NamedTuple
 
 from trainables.errors import ExperimentError
 
+MODULE_PREFIX = "raydistill_file_"
+"""The beginning of the name of a file's module."""
 _copies: dict[str, Path] = {}
 """See `use_copies`."""
 
 
-class MethodSource(NamedTuple):
-    """The file of a user's method."""
+class CodeSource(NamedTuple):
+    """The file of a user's method or model."""
 
     path: Path
     text: str
@@ -26,8 +28,11 @@ class MethodSource(NamedTuple):
 
 
 def option_key(name: str) -> str:
-    """The key of a method in `distill.options` and in the records: its name, or the class of `FILE.py:CLASS`."""
-    return name.rpartition(":")[2]
+    """The key of a method in `distill.options` and in the records: its name, or the class of `FILE.py:CLASS`.
+
+    Of a model `FILE.py:CLASS(key=value)` the class with its arguments.
+    """
+    return name.rpartition(".py:")[2]
 
 
 def use_copies(copies: Mapping[str, Path]) -> None:
@@ -37,13 +42,14 @@ def use_copies(copies: Mapping[str, Path]) -> None:
 
 
 def file_of(name: str) -> Path | None:
-    """The file of a method `FILE.py:CLASS`, or its copy, see `use_copies`; None for any other name."""
-    file, colon, _ = name.rpartition(":")
-    return _copies.get(str(Path(file)), Path(file)) if colon and file.endswith(".py") else None
+    """The file of a method or model `FILE.py:CLASS`, or its copy, see `use_copies`; None for any other name."""
+    file, found, _ = name.rpartition(".py:")
+    path = Path(f"{file}.py")
+    return _copies.get(str(path), path) if found else None
 
 
-def read_source(name: str) -> MethodSource | None:
-    """The file of a method `FILE.py:CLASS`, read without running it; None for any other name.
+def read_source(name: str, key: str = "distill.method") -> CodeSource | None:
+    """The file of a method or model `FILE.py:CLASS`, the value of `key`, read without running it; None for any other name.
 
     Raises ExperimentError: the file cannot be read, or is not UTF-8.
     """
@@ -52,19 +58,17 @@ def read_source(name: str) -> MethodSource | None:
         return None
     try:
         content = path.read_bytes()
-        return MethodSource(path, content.decode(), hashlib.sha256(content).hexdigest())
+        return CodeSource(path, content.decode(), hashlib.sha256(content).hexdigest())
     except UnicodeDecodeError:
-        raise ExperimentError.of_key("distill.method", f"{path} is not UTF-8: save the file in that encoding") from None
+        raise ExperimentError.of_key(key, f"{path} is not UTF-8: save the file in that encoding") from None
     except OSError as error:
-        raise ExperimentError.of_key(
-            "distill.method", f"{path} cannot be read ({error.strerror}): give the path of a Python file"
-        ) from error
+        raise ExperimentError.of_key(key, f"{path} cannot be read ({error.strerror}): give the path of a Python file") from error
 
 
 @cache
 def module_of(file: Path) -> ModuleType:
     """The module of a user's file. The file runs once, also where it has several methods."""
-    name = f"raydistill_{file.stem}_{hashlib.sha256(os.fsencode(file)).hexdigest()[:12]}"
+    name = f"{MODULE_PREFIX}{file.stem}_{hashlib.sha256(os.fsencode(file)).hexdigest()[:12]}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None

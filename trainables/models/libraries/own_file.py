@@ -1,0 +1,69 @@
+"""A user's models: FILE.py:NAME is a class, or a function that returns a model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+from trainables.errors import DistillError, ModelError, first_line
+from trainables.models.libraries.interface import DeclaredTaps, Library, TrainedInput
+from trainables.user_code import MODULE_PREFIX, file_of, module_of, option_key
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class OwnFile(Library):
+    """It is called as NAME(num_classes=…), with `image_size` too where its signature has that; 0 classes: it returns features."""
+
+    name = "file"
+
+    def names(self) -> Collection[str]:
+        return ()
+
+    def find(self, name: str) -> str | None:
+        """The file is neither read nor looked for; it is its copy where this process uses copies."""
+        if name.endswith(".py"):
+            raise ModelError(f"model {name} is a file: write {name}:CLASS, the class in it")
+        path = file_of(name)
+        return None if path is None else f"{path}:{option_key(name)}"
+
+    def create(self, name: str, num_classes: int, image_size: int, kwargs: Mapping[str, Any]) -> nn.Module:
+        from torch import nn
+
+        path = file_of(name)
+        assert path is not None
+        if not path.is_file():
+            raise ModelError(f"model {name}: there is no file {path}: give the path of a Python file, as FILE.py:CLASS")
+        try:
+            build = getattr(module_of(path.resolve()), option_key(name))
+            sizes = {"image_size": image_size} if "image_size" in inspect.signature(build).parameters else {}
+            model = build(num_classes=num_classes, **{**sizes, **kwargs})
+        except DistillError:
+            raise
+        except (Exception, SystemExit) as error:  # a user's code may fail in any way
+            raise ModelError(f"model {name} cannot be built ({type(error).__name__}: {first_line(error)})") from error
+        if not isinstance(model, nn.Module) or next(model.parameters(), None) is None:
+            what = f"{type(model).__name__} without parameters" if isinstance(model, nn.Module) else type(model).__name__
+            raise ModelError(f"model {name} is a {what}: name a class of nn.Module, or a function that returns one")
+        if not num_classes:
+            model.num_classes = 0  # type: ignore[assignment]
+        return model
+
+    def published(self, name: str, weights: str, image_size: int, kwargs: Mapping[str, Any]) -> nn.Module:
+        raise ModelError(f"there are no published weights {weights!r} of {name}, a model in a file: give the path of its weights")
+
+    def input(self, name: str, weights: str) -> TrainedInput | None:
+        return None
+
+    def has_fixed_size(self, name: str) -> bool:
+        return False
+
+    def owns(self, model: nn.Module) -> bool:
+        return type(model).__module__.startswith(MODULE_PREFIX)
+
+    def taps(self, model: nn.Module) -> DeclaredTaps:
+        declared: Any = getattr(model, "declared_taps", DeclaredTaps())
+        taps: DeclaredTaps = declared() if callable(declared) else declared
+        return taps
