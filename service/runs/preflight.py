@@ -20,6 +20,7 @@ from service.runs.result import Kind, RunResult
 from service.runs.run_directory import stages_with
 from service.tracking.tracker import check_store
 from trainables.config import DataConfig, DataIdentity, TeacherConfig
+from trainables.config.models import FOLDER_SCHEME, HUB_SCHEMES
 from trainables.data.decode import UnreadableImageError, decode_image
 from trainables.data.identity import check_same_data, data_identity
 from trainables.data.interface import HOLD_OUT, NO_LABELS, Source
@@ -172,9 +173,11 @@ def check_models(experiment: Experiment, classes: tuple[str, ...]) -> None:
             model = build_model(config.model, num_classes=len(classes), image_size=size, seed=config.seed)
             start: dict[str, Any] = {"image_size": size, "classes": classes, "seed": config.seed}
             begin_with(model, config.model, config.weights, **start, weights_key=config.weights_key)
-    if experiment.weights is not None and experiment.data.path != "synthetic":
+    if experiment.weights is not None:
         for line in input_warnings(experiment.student, experiment.data, "student"):
             notice(line)
+    elif experiment.model.startswith((FOLDER_SCHEME, *HUB_SCHEMES)):
+        notice(f"student {experiment.model}: it begins with random weights; student.weights: DEFAULT begins with its own")
     if experiment.all_teachers and select_methods(experiment.distill):
         for key, each in by_key(experiment.all_teachers):
             if each.weights is not None:

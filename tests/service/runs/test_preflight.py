@@ -62,6 +62,19 @@ def test_images_to_measure_a_backbone_by_need_labels(tmp_path: Path) -> None:
         noticed(folder, *without_labels(tmp_path), f"eval.path={folder}")
 
 
+def test_a_student_named_by_its_folder_that_begins_with_random_weights_is_a_line(tmp_path: Path) -> None:
+    timm = pytest.importorskip("timm")
+    folder, name = write_images(tmp_path / "images"), f"local-dir:{tmp_path / 'own'}"
+    timm.models.save_for_hf(timm.create_model("resnet10t", num_classes=2), tmp_path / "own")
+    overrides = ["data.image_size=32", "data.global_batch_size=2", "teacher=null", f"student.model={name}"]
+    says = f"student {name}: it begins with random weights; student.weights: DEFAULT begins with its own"
+    for more in ([], ["student.weights=DEFAULT"]):
+        lines: list[str] = []
+        with notices_to(lines.append):
+            check_data(load("digits", [f"data.path={folder}", *overrides, *more]))
+        assert (says in lines) != bool(more)
+
+
 def without_labels(folder: Path) -> list[str]:
     teacher = write_teacher(folder / "teacher.safetensors")
     return [
