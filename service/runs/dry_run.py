@@ -33,13 +33,13 @@ def check_parts(experiment: Experiment, num_images: int, num_classes: int, stage
 
     Raises ExperimentError.
     """
-    problem = parts_have_several_images(experiment, num_images)
-    if problem is None:
-        return
-    from trainables.engine.dry_run import normalizes_single_images
-
     for name in stages:
         config = experiment.stage(name, Path("/"), {})
+        problem = parts_have_several_images(config, num_images)
+        if problem is None:
+            continue
+        from trainables.engine.dry_run import normalizes_single_images
+
         if not normalizes_single_images(config, num_classes):
             raise ExperimentError(f"{problem}; the batch norm of {config.model} cannot normalize one image")
 

@@ -4,7 +4,7 @@ That takes seconds instead of a worker's start. Names, values and their combinat
 read. The cheapest check comes first; only the last ones import torch.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ from trainables.config.models import FOLDER_SCHEME, HUB_SCHEMES
 from trainables.data.decode import UnreadableImageError, decode_image
 from trainables.data.identity import check_same_data, data_identity
 from trainables.data.interface import HOLD_OUT, NO_LABELS, Source
-from trainables.data.source import check_placement, open_source, refuse_single_class
+from trainables.data.source import SOURCES, check_placement, open_source, refuse_single_class
 from trainables.errors import CheckpointError, DataError, ExperimentError
 from trainables.methods.registry import load_method
 from trainables.models.checkpoint_header import read_checkpoint_header
@@ -83,12 +83,15 @@ def check_data(resolved: Resolved, searched: Collection[str] = ()) -> tuple[Reso
     data = data_identity(train, val)
     own = train.sets[0]
     note_equal_splits(experiment.data, data if own is train else data_identity(own, val))
+    note_shared_images(experiment.data, train, val)
     if len(val) > len(own):
         notice(f"data.path: {experiment.data.path} has {len(own)} training and {len(val)} validation images: are they swapped?")
     resolved = with_finetuning(resolved, val.classes)
     experiment, preparation = resolved.experiment, resolved.experiment.trained_before
-    if (preparation or not searched) and (problem := enough_images(experiment.data, len(own))):
-        raise DataError(problem)
+    trained = [*(preparation if experiment.train.max_steps is None else []), *([] if searched else ["student"])]
+    for name in trained:
+        if problem := enough_images(experiment.stage(name, Path("/"), {}).data, len(own)):
+            raise DataError(problem)
     if (labeled := experiment.eval.labeled(experiment.data)) is not None:
         try:
             for split in ("train", "val"):
@@ -99,7 +102,6 @@ def check_data(resolved: Resolved, searched: Collection[str] = ()) -> tuple[Reso
     if "data.image_size" not in searched:
         check_models(experiment, val.classes)
         check_fits(experiment, len(val.classes), preparation)
-        trained = [*(preparation if experiment.train.max_steps is None else []), *([] if searched else ["student"])]
         check_parts(experiment, len(own), len(val.classes), trained)
     return resolved, data
 
@@ -109,6 +111,20 @@ def note_equal_splits(data: DataConfig, identity: DataIdentity) -> None:
     train, val = identity.train, identity.val
     if (train.labels, train.contents) == (val.labels, val.contents):
         notice(f"data.path: {data.path}: the validation images are the training images: accuracy on them says little")
+
+
+def note_shared_images(data: DataConfig, train: Source, val: Source) -> None:
+    """Say which sets of `data.more` have files that validate; a packed set has no names of files."""
+
+    def files(path: str, source: Source) -> Iterator[Path]:
+        if path not in SOURCES and not source.has_checksums:
+            root = Path(path).parent if Path(path).is_file() else Path(path)  # a list names files beside it
+            yield from (root / source.name(index) for index in range(len(source)))
+
+    held_out = {*files(data.path, val)} if data.more else set()
+    for each, source in zip(data.more, train.sets[1:], strict=True):
+        if held_out and (shared := sum(file in held_out for file in files(each.path, source))):
+            notice(f"data.more: {shared:,} images of {each.path} are validation images too: a measure of these says little")
 
 
 def check_cache(experiment: Experiment, kind: Kind) -> None:

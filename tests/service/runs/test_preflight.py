@@ -12,6 +12,8 @@ from tests.trainables.jobs import write_teacher
 from trainables.errors import DataError
 from trainables.notices import notices_to
 
+MORE = "data.more=[{path: synthetic, share: 0.5, labels: false}]"
+
 
 def noticed(folder: Path, *more: str) -> list[str]:
     lines: list[str] = []
@@ -25,7 +27,7 @@ def noticed(folder: Path, *more: str) -> list[str]:
     ]
     with notices_to(lines.append):
         check_data(load("digits", overrides))
-    return [line for line in lines if line.startswith(("data.path", "data.val_share", str(folder)))]
+    return [line for line in lines if line.startswith(("data.path", "data.val_share", "data.more: 6", str(folder)))]
 
 
 def test_validation_images_that_are_the_training_images_are_named(tmp_path: Path) -> None:
@@ -50,6 +52,26 @@ def test_what_is_held_out_of_images_without_labels_is_a_line(tmp_path: Path) -> 
         "data.val_share: 6 of 40 images are held out for validation, by a hash of their paths"
     ]
     assert noticed(folder.parent, *without_labels(tmp_path)) == [f"{folder.parent}: its labels are not used"]
+
+
+def test_a_further_set_that_has_validation_images_is_a_line(tmp_path: Path) -> None:
+    folder = write_images(tmp_path / "images", num_train=20)
+    shutil.rmtree(folder / "val")
+    paths = "".join(f"{path.relative_to(tmp_path)}\n" for path in sorted(folder.rglob("*.*")))
+    (tmp_path / "list.txt").write_text(paths)
+    for further in (folder, tmp_path / "list.txt"):
+        more = f"data.more=[{{path: {further}, share: 0.5}}]"
+        says = f"data.more: 6 images of {further} are validation images too: a measure of these says little"
+        assert says in noticed(folder, *without_labels(tmp_path), "data.val_share=0.2", more)
+    assert not [line for line in noticed(folder, *without_labels(tmp_path), MORE) if "validation images too" in line]
+
+
+def test_the_part_of_a_batch_that_a_fine_tuned_teacher_has_is_checked_too(tmp_path: Path) -> None:
+    folder = write_images(tmp_path / "images", num_train=3)
+    teacher = f"teacher={{model: mlp_large, weights: {write_teacher(tmp_path / 't.safetensors')}, finetune: true}}"
+    overrides = [teacher, "optim.epochs=1", "optim.warmup_epochs=0", "data.global_batch_size=8", MORE]
+    with pytest.raises(DataError, match=r"data.global_batch_size: 8 is more than the 6 training images"):
+        noticed(folder, *overrides)
 
 
 def test_images_to_measure_a_backbone_by_need_labels(tmp_path: Path) -> None:
