@@ -186,7 +186,7 @@ def check_models(experiment: Experiment, classes: tuple[str, ...]) -> None:
                     if each is teacher and teacher.needs_training:
                         continue
                     own_size = teacher_input(each, experiment.data).image_size
-                    own: dict[str, Any] = {"weights_key": each.weights_key, "class_embeddings": each.class_embeddings}
+                    own: dict[str, Any] = {"weights_key": each.weights_key, "zero_shot": each.zero_shot}
                     load_teacher(each.model, each.weights, **fit, **own, image_size=own_size)
 
 
