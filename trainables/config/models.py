@@ -119,7 +119,7 @@ class WeightedConfig(ModelConfig):
         return tree
 
     @property
-    def class_embeddings(self) -> tuple[str, float] | None:
+    def zero_shot(self) -> tuple[str, float] | None:
         """The file and the scale."""
         return None if self.classes is None else (self.classes, self.logit_scale or 100.0)
 

@@ -57,7 +57,10 @@ def imitated_shapes(method: str, options: ImitationOptions, context: BuildContex
                 f" a map (D, H, W), and the {side}'s taps are {', '.join(map(str, shapes)) or 'none'}: name such taps, or set the"
                 f" weight of the other to 0"
             )
-    return dict(zip(options.imitated, zip(context.student.shapes, context.teacher.shapes, strict=True), strict=True))
+    found = dict(zip(options.imitated, zip(context.student.shapes, context.teacher.shapes, strict=True), strict=True))
+    widths = ", ".join(f"{name} {student[0]} → {teacher[0]}" for name, (student, teacher) in found.items())
+    notice(f"distill.method: {method} takes the student's features to the teacher's: {widths}")
+    return found
 
 
 def channels_last(feature: Tensor) -> Tensor:

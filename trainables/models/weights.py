@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from trainables.config.models import HUB_SCHEMES, with_arguments
 from trainables.errors import AmbiguousClassesError, CheckpointError, ModelError, OtherClassesError, first_three
 from trainables.models.checkpoint_header import CheckpointHeader, is_safetensors, locate_checkpoint, read_checkpoint_header
-from trainables.models.class_embeddings import ClassEmbeddings, read_class_embeddings
+from trainables.models.class_embeddings import ClassEmbeddings, ZeroShot, read_class_embeddings
 from trainables.models.classes import class_rows
 from trainables.models.convert_state import TRAINED_WITH_CLASSES, converted, load_npz, mismatch
 from trainables.models.foreign_files import is_npz
@@ -106,7 +106,7 @@ def load_teacher(
     logits: bool = True,
     sha256: str | None = None,
     weights_key: str | None = None,
-    class_embeddings: tuple[str, float] | None = None,
+    zero_shot: ZeroShot = None,
 ) -> nn.Module:
     """Model `name` with its `weights`, on the CPU in float32, frozen and in eval mode.
 
@@ -118,7 +118,7 @@ def load_teacher(
     another order. Only published weights are downloaded. `sha256`: the expected `teacher_sha256`; None: any.
 
     `logits`: whether its logits are read. Otherwise a model of other classes, or of none, is one without a classifier, see
-    `has_classifier`; that is a notice too. `class_embeddings`, a file and a scale, make logits of its output instead, which is
+    `has_classifier`; that is a notice too. `zero_shot`, a file and a scale, make logits of its output instead, which is
     features, or CLIP's projection of them: `ClassEmbeddings`.
 
     Raises:
@@ -127,7 +127,7 @@ def load_teacher(
         ModelError: no such model or weights, a failed download, or images of a wrong size.
     """
     source, model, state, rescales = _find_and_load(
-        name, weights, classes, weights_key, image_size, seed, logits=logits, class_embeddings=class_embeddings
+        name, weights, classes, weights_key, image_size, seed, zero_shot, logits=logits
     )
     if sha256 is not None and source.digest(state, rescales=rescales) != sha256:  # of tensors in memory: a file is read once
         raise CheckpointError(
@@ -194,55 +194,45 @@ def teacher_sha256(
     seed: int,
     logits: bool = True,
     weights_key: str | None = None,
-    class_embeddings: tuple[str, float] | None = None,
+    zero_shot: ZeroShot = None,
 ) -> str:
     """A hash of all tensors of a teacher, their names, types and shapes, independent of the file; rescaling, a selection of
     classes and class embeddings are parts of it.
 
     Raises as `load_teacher` does.
     """
-    source, _, state, rescales = _find_and_load(
-        name, weights, classes, weights_key, image_size, seed, logits=logits, class_embeddings=class_embeddings
-    )
+    source, _, state, rescales = _find_and_load(name, weights, classes, weights_key, image_size, seed, zero_shot, logits=logits)
     return source.digest(state, rescales=rescales)
 
 
 def _find_and_load(
-    name: str,
-    weights: str,
-    classes: Sequence[str],
-    key: str | None,
-    image_size: int,
-    seed: int,
-    *,
-    logits: bool,
-    class_embeddings: tuple[str, float] | None,
+    name: str, weights: str, classes: Sequence[str], key: str | None, size: int, seed: int, zero_shot: ZeroShot, *, logits: bool
 ) -> tuple[_Weights, nn.Module, Mapping[str, Tensor], bool]:
     """The weights, and what `_load` returns of them; those of other classes are refused where `logits` are read."""
-    embeddings = read_class_embeddings(*class_embeddings, classes) if class_embeddings is not None else None
-    source = _find(name, weights, embeddings.width if embeddings is not None else len(classes) or 1, key)
+    embeddings = None if zero_shot is None else read_class_embeddings(*zero_shot, classes)
+    width = len(classes) or 1 if embeddings is None else embeddings.rows_KD.shape[1]
+    source = _find(name, weights, width, key)._replace(embeddings=embeddings, other_classes=embeddings is not None or not classes)
     try:
         if embeddings is None:
-            source = source._replace(rows=_rows(source, classes), other_classes=not classes)
+            source = source._replace(rows=_rows(source, classes))
         else:
-            source = source._replace(other_classes=True, embeddings=embeddings)
-            _refuse_classifier(source, source.num_classes)
-        return source, *_load(source, image_size, seed)
+            _refuse_classifier(source, source.num_classes, width)
+        return source, *_load(source, size, seed)
     except OtherClassesError as error:
         if embeddings is not None:
-            _refuse_classifier(source, error.num_classes)
-            return (source := source._replace(num_classes=0)), *_load(source, image_size, seed)
-        if logits:
+            _refuse_classifier(source, error.num_classes, width)
+        elif logits:
             raise
-        notice(f"weights {error.fact}: it is used without its classifier")
+        else:
+            notice(f"weights {error.fact}: it is used without its classifier")
         source = source._replace(num_classes=error.num_classes, other_classes=True)
-    return source, *_load(source, image_size, seed)
+    return source, *_load(source, size, seed)
 
 
-def _refuse_classifier(source: _Weights, num_classes: int) -> None:
+def _refuse_classifier(source: _Weights, num_classes: int, width: int) -> None:
     """Raises CheckpointError: the model's end is no projection to the space of the class embeddings, as CLIP's in timm is."""
     named = source.record is not None and (source.record.categories or source.record.wordnet_ids)
-    if num_classes and (named or source.embeddings is None or num_classes != source.embeddings.width):
+    if num_classes and (named or num_classes != width):
         raise CheckpointError(
             f"{source.weights} of {source.name} has a classifier of its own, of {num_classes} classes, in place of which "
             "teacher.classes would be read: leave out teacher.classes, or give weights without a classifier"

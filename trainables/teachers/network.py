@@ -20,7 +20,7 @@ from trainables.errors import DistillError
 from trainables.methods.contract import ModelOutputs
 from trainables.methods.select import SelectedMethod, select_methods
 from trainables.methods.tap_reader import TapReader
-from trainables.models.class_embeddings import classify_by_cosine, output_width
+from trainables.models.class_embeddings import ClassEmbeddings, output_width
 from trainables.models.model_input import teacher_input
 from trainables.models.pixels import take_pixels
 from trainables.models.registry import construct
@@ -101,7 +101,7 @@ def fit(teacher: WeightedConfig, config: TrainConfig, classes: Sequence[str]) ->
         "seed": config.seed,
         "logits": reads_logits(config),
         "weights_key": teacher.weights_key,
-        "class_embeddings": teacher.class_embeddings,
+        "zero_shot": teacher.zero_shot,
     }
 
 
@@ -123,7 +123,7 @@ def untrained_networks(config: TrainConfig, num_classes: int) -> list[nn.Module]
         if each.classes is None:
             return construct(each.model, num_classes=0 if is_bare else num_classes, image_size=size, seed=config.seed)
         model = construct(each.model, num_classes=0, image_size=size, seed=config.seed)
-        classify_by_cosine(model, torch.ones(num_classes, output_width(model, size)))
+        ClassEmbeddings("", torch.ones(num_classes, output_width(model, size)), 1.0).classify(model, size, name=each.model)
         return model
 
     return _frozen(config, build)

@@ -140,6 +140,8 @@ def test_a_teacher_without_a_classifier_teaches_any_number_of_workers_by_its_cla
     one, two = (ranks.run(n, train, settings(tmp_path, f"w{n}", weights, teacher=teacher, distill=distill))[0] for n in (1, 2))
     for name, tensor in one["state"].items():
         torch.testing.assert_close(two["state"][name], tensor, rtol=1e-9, atol=1e-9)
+    sharded = settings(tmp_path, "sharded", weights, teacher={**teacher, "placement": "sharded"}, distill=distill)
+    assert equal(ranks.run(2, train, sharded)[0]["state"], two["state"])
     summary = one["calls"][-1][2]
     assert summary["teacher_top1_pct"] == two["calls"][-1][2]["teacher_top1_pct"] > 60
     assert one["progress"].history[-1]["val/top1_pct"] > 50  # it learned from nothing else

@@ -57,7 +57,7 @@ def test_logits_are_scaled_cosines_to_the_embeddings_of_the_classes(tmp_path: Pa
         bare, rows_KD, path = convnet(num_classes=9), embeddings(width=9), tmp_path / "clip.pth"
         torch.save(bare.state_dict(), path)
     images, file = torch.randn(5, 3, 8, 8), write(tmp_path, rows_KD)
-    teacher = load(path, class_embeddings=(file, 30.0))
+    teacher = load(path, zero_shot=(file, 30.0))
     assert has_classifier(teacher)
     assert teacher.state_dict().keys() == bare.state_dict().keys()
     expected = 30 * cosines(bare, rows_KD, images)
@@ -68,7 +68,7 @@ def test_logits_are_scaled_cosines_to_the_embeddings_of_the_classes(tmp_path: Pa
 
 
 def test_taps_read_the_features_that_are_compared_with_the_classes(tmp_path: Path) -> None:
-    teacher = load(headless(tmp_path), class_embeddings=(write(tmp_path, embeddings()), 100.0))
+    teacher = load(headless(tmp_path), zero_shot=(write(tmp_path, embeddings()), 100.0))
     reader = TapReader(teacher, {"fitnet": ("pooled",)}, name="convnet_small", image_size=8)
     with reader.capture():
         outputs = reader.pop(teacher(torch.randn(2, 3, 8, 8)), 2)["fitnet"]
@@ -80,16 +80,16 @@ def test_rows_are_chosen_by_the_names_next_to_them_and_without_names_taken_in_or
     path, images, lines = headless(tmp_path), torch.randn(5, 3, 8, 8), list[str]()
     rows_KD, order = embeddings(6), [4, 2, 0, 1]
     names = ["emu", "fox", "dog", "ant", "cat", "bee"]
-    plain = load(path, class_embeddings=(write(tmp_path, rows_KD[order]), 100.0))
+    plain = load(path, zero_shot=(write(tmp_path, rows_KD[order]), 100.0))
     with notices_to(lines.append):
-        named = load(path, class_embeddings=(write(tmp_path, rows_KD, "\n".join(names) + "\n"), 100.0))
+        named = load(path, zero_shot=(write(tmp_path, rows_KD, "\n".join(names) + "\n"), 100.0))
     assert torch.equal(plain(images), named(images))
     file = tmp_path / "text.npy"
     assert lines == [f"weights {file}: 4 of its 6 classes are used, by name, in the order of the data's"]
     (tmp_path / "text.txt").unlink()
     lines.clear()
     with notices_to(lines.append):
-        load(path, class_embeddings=(write(tmp_path, rows_KD[:4]), 100.0))
+        load(path, zero_shot=(write(tmp_path, rows_KD[:4]), 100.0))
     assert lines == [
         f"teacher.classes: {file}: there is no text.txt with names: its rows are taken as cat, dog, emu and 1 more in the data's "
         "order"
@@ -99,8 +99,8 @@ def test_rows_are_chosen_by_the_names_next_to_them_and_without_names_taken_in_or
 def test_a_teacher_is_another_one_with_other_embeddings_names_or_scale(tmp_path: Path) -> None:
     def sha256(rows_KD: NDArray[Any], names: str | None = None, scale: float = 100.0) -> str:
         options: dict[str, Any] = {"image_size": 8, "classes": CLASSES, "seed": 0}
-        class_embeddings = write(tmp_path, rows_KD, names), scale
-        return teacher_sha256("convnet_small", str(headless(tmp_path)), **options, class_embeddings=class_embeddings)
+        zero_shot = write(tmp_path, rows_KD, names), scale
+        return teacher_sha256("convnet_small", str(headless(tmp_path)), **options, zero_shot=zero_shot)
 
     first = sha256(embeddings())
     assert sha256(embeddings(), "cat\ndog\nemu\nfox") == first
@@ -111,9 +111,7 @@ def test_a_teacher_is_another_one_with_other_embeddings_names_or_scale(tmp_path:
     ]
     assert all(one != other for one, other in itertools.combinations([first, *others], 2))
     file = write(tmp_path, embeddings(seed=1)), 100.0
-    assert "is not the convnet_small with which this job began" in refusal(
-        headless(tmp_path), class_embeddings=file, sha256=first
-    )
+    assert "is not the convnet_small with which this job began" in refusal(headless(tmp_path), zero_shot=file, sha256=first)
 
 
 @pytest.mark.parametrize(
@@ -139,16 +137,16 @@ def test_a_teacher_is_another_one_with_other_embeddings_names_or_scale(tmp_path:
 def test_embeddings_that_are_not_of_these_classes_or_this_model_are_refused(
     tmp_path: Path, rows_KD: NDArray[Any], names: str | None, says: str
 ) -> None:
-    says_all = refusal(headless(tmp_path), class_embeddings=(write(tmp_path, rows_KD, names), 100.0))
+    says_all = refusal(headless(tmp_path), zero_shot=(write(tmp_path, rows_KD, names), 100.0))
     assert says in says_all
     assert says_all.startswith("teacher.classes: ")
 
 
 def test_a_file_that_is_missing_and_a_teacher_with_a_classifier_are_refused(tmp_path: Path) -> None:
-    assert "cannot be read ([Errno 2]" in refusal(headless(tmp_path), class_embeddings=(str(tmp_path / "none.npy"), 100.0))
+    assert "cannot be read ([Errno 2]" in refusal(headless(tmp_path), zero_shot=(str(tmp_path / "none.npy"), 100.0))
     file, own = (write(tmp_path, embeddings()), 100.0), "has a classifier of its own, of 4 classes, in place of which"
-    assert own in refusal(write_checkpoint(tmp_path / "best.safetensors", convnet()), class_embeddings=file)
+    assert own in refusal(write_checkpoint(tmp_path / "best.safetensors", convnet()), zero_shot=file)
     torch.save(convnet().state_dict(), tmp_path / "plain.pth")
-    assert own in refusal(tmp_path / "plain.pth", class_embeddings=file)
+    assert own in refusal(tmp_path / "plain.pth", zero_shot=file)
     named = write(tmp_path, embeddings(width=4)), 100.0
-    assert own in refusal(tmp_path / "best.safetensors", class_embeddings=named)
+    assert own in refusal(tmp_path / "best.safetensors", zero_shot=named)
