@@ -157,5 +157,5 @@ def test_what_is_wrong_with_the_file_is_one_line_that_names_it(name: str, num_cl
 
 
 def test_a_model_in_a_file_has_no_published_weights(file: Path) -> None:
-    with pytest.raises(ModelError, match="no published weights 'DEFAULT' of .*net.py:Net, a model in a file"):
+    with pytest.raises(ModelError, match=r"no published weights 'DEFAULT' of .*net\.py:Net, a model in a file"):
         load_teacher(f"{file}:Net", "DEFAULT", image_size=8, classes=["a", "b"], seed=0)
