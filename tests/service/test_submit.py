@@ -179,6 +179,24 @@ def test_the_file_of_a_method_travels_with_the_job(tmp_path: Path, monkeypatch: 
     assert load("own.yaml").experiment.distill.method == (f"{folder}/{name}",)
 
 
+def test_the_file_of_a_model_travels_with_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "package"
+    Path("net.py").write_text("raise ValueError('not run')")
+    models = "student: {model: 'net.py:Net'}, teacher: {model: 'net.py:Net', args: {width: 6}}"
+    Path("own.yaml").write_text(f"{{base: digits, {models}}}")
+    name = packaged(["taps", "net.py:Net(width=6)"], folder)[-1]
+    assert name.endswith(".py:Net(width=6)")
+    assert (folder / name.partition(":")[0]).is_file()
+    packaged(["train", "own.yaml"], folder)
+    monkeypatch.chdir(folder)
+    Path("../net.py").unlink()
+    experiment = load("own.yaml").experiment
+    assert experiment.teacher is not None
+    assert experiment.teacher.model == f"{folder}/{name}"
+    assert experiment.student.model == f"{folder}/{name.partition('(')[0]}"
+
+
 def test_a_wrong_override_is_refused_before_anything_is_submitted(tmp_path: Path) -> None:
     for wrong in (["--set", "optim.lr=x"], ["--set=optim.lr=x"]):
         with pytest.raises(ExperimentError, match=r"--set: optim\.lr: must be a number"):

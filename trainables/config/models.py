@@ -43,7 +43,9 @@ class ModelConfig(Section):
     """A model by name."""
 
     model: str = Field(
-        min_length=1, description="one of ours, torchvision's, timm's (`timm/NAME`), `local-dir:FOLDER` or `hf-hub:OWNER/NAME`"
+        min_length=1,
+        description="one of ours, torchvision's, timm's (`timm/NAME`), `local-dir:FOLDER`, `hf-hub:OWNER/NAME`, or one of your "
+        "own as FILE.py:CLASS",
     )
     args: dict[str, Any] = Field(
         {}, description="what the library's constructor gets besides, plain values; `model` is then NAME(key=value)"

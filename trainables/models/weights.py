@@ -224,7 +224,7 @@ def _find_and_load(
         elif logits:
             raise
         else:
-            notice(f"weights {error.fact}: it is used without its classifier")
+            notice(f"weights {error.fact}: only its features are used")
         source = source._replace(num_classes=error.num_classes, other_classes=True)
     return source, *_load(source, size, seed)
 

@@ -871,13 +871,15 @@ def test_paths_of_an_experiment_are_absolute_wherever_they_stand(tmp_path: Path,
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for folder in ("images", "digits", "home/images", "base"):
         (tmp_path / folder).mkdir(parents=True)
-    for file in ("t.pth", "text.npy", "own.py"):
+    for file in ("t.pth", "text.npy", "own.py", "net.py"):
         (tmp_path / file).touch()
     written(tmp_path / "base", "base: digits\nteacher: {cache: cache}\n", "base.yaml")
     text = """
         base: base/base.yaml
         data: {path: ~/images, stage: ~/stage}
-        teacher: {weights: t.pth, classes: text.npy}
+        teacher: {model: "net.py:Net", args: {width: 6}, weights: t.pth, classes: text.npy}
+        student: {model: "net.py:Net"}
+        assistants: [{model: "net.py:Net"}]
         distill: {method: own.py:Own}
         tracking: {uri: "sqlite:///mlflow.db"}
         sweep: {space: {data.path: [images, digits, ./digits]}}
@@ -887,6 +889,8 @@ def test_paths_of_an_experiment_are_absolute_wherever_they_stand(tmp_path: Path,
     assert experiment.data.path == f"{tmp_path}/home/images"
     assert experiment.data.stage == f"{tmp_path}/home/stage"
     assert experiment.teacher is not None
+    assert (experiment.teacher.model, experiment.student.model) == (f"{tmp_path}/net.py:Net(width=6)", f"{tmp_path}/net.py:Net")
+    assert experiment.assistants[0].model == f"{tmp_path}/net.py:Net"
     assert (experiment.teacher.weights, experiment.teacher.cache) == (f"{tmp_path}/t.pth", f"{tmp_path}/cache")
     assert experiment.teacher.classes == f"{tmp_path}/text.npy"
     assert experiment.distill.method == (f"{tmp_path}/own.py:Own",)
@@ -896,6 +900,9 @@ def test_paths_of_an_experiment_are_absolute_wherever_they_stand(tmp_path: Path,
     several = load("digits", ["teacher=null", teachers]).experiment.teachers
     assert [each.weights for each in several] == [f"{tmp_path}/t.pth", "DEFAULT"]
     assert [each.classes for each in several] == [f"{tmp_path}/text.npy", None]
+    (tmp_path / "net.py").unlink()
+    with pytest.raises(ExperimentError, match=r"student\.model: .*net\.py cannot be read \(No such file or directory\)"):
+        load("digits", ["student.model=net.py:Net"])
 
 
 @pytest.mark.parametrize(("student", "size"), [("resnet18", 224), ("inception_v3", 299), ("resnet20", 32), ("convnet_small", 8)])

@@ -8,18 +8,22 @@ from pathlib import Path
 import pytest
 
 from service.config.experiment import load as load_experiment
-from service.config.paths import with_absolute_file
+from service.config.paths import absolute_paths, with_absolute_file
 from service.runs.method_copies import changed_methods
 from service.runs.run_directory import begin_run, reopen
 from tests.service.commands import run
 from tests.service.report.runs import train_dir
 from trainables.errors import ExperimentError
 from trainables.methods.registry import load_method
+from trainables.models.registry import build_model
 from trainables.rundir import RunDir
 from trainables.user_code import read_source, use_copies
 
 METHOD = """
 from pathlib import Path
+
+from torch import nn
+
 from trainables.methods.contract import Method
 
 Path({marker!r}).touch()
@@ -27,6 +31,14 @@ Path({marker!r}).touch()
 
 class Own(Method):
     terms = ("none",)
+
+
+class Net(nn.Linear):
+    def __init__(self, num_classes):
+        super().__init__(192, num_classes)
+
+    def forward(self, images):
+        return super().forward(images.flatten(1))
 """
 
 
@@ -45,12 +57,14 @@ def method(tmp_path: Path, marker: Path) -> Path:
 
 @pytest.fixture
 def run_dir(tmp_path: Path, method: Path) -> RunDir:
-    """A complete run whose method is a file."""
+    """A complete run whose method and student are a file."""
     found = train_dir(tmp_path / "theirs")
     text = found.experiment.read_text()
     assert "  method:\n  - kd\n  " in text
     text = text.replace("  method:\n  - kd\n  ", f"  method:\n  - {method}:Own\n  ")
     searched = f"  space:\n    distill.method:\n    - {method}:Own\n    - kd\n"
+    assert text.count("  model: convnet_small\n") == 1
+    text = text.replace("  model: convnet_small\n", f"  model: {method}:Net\n")
     assert "  space:" in text
     before, _, after = text.partition("  space:")
     found.experiment.write_text(before + searched + after[after.index("\n  points:") + 1 :])
@@ -125,11 +139,27 @@ def test_workers_and_a_resumed_run_load_the_copy(begun: RunDir, method: Path, ma
     marker.unlink()
     assert load_method(f"{method}:Own").terms == ("none",)
     assert list(changed_methods(begun)) == [
-        f"{method} has changed since the run began (1 lines added, 9 removed): the run goes on with its copy {copy}"
+        f"{method} has changed since the run began (1 lines added, 20 removed): the run goes on with its copy {copy}"
     ]
     method.unlink()
     assert reopen(begun.root, to_continue=True)[0].experiment.distill.method == (f"{method}:Own",)
     assert list(changed_methods(begun)) == [f"{method} is not there any more: the run goes on with its copy {copy}"]
+
+
+def test_a_run_goes_on_with_the_code_of_its_model(tmp_path: Path, method: Path) -> None:
+    found = RunDir(tmp_path / "begun")
+    found.root.mkdir()
+    try:
+        begin_run(load_experiment("digits", [f"student.model={method}:Net"]), "train", found, tmp_path)
+        method.write_text("raise ValueError('another model')")
+        experiment = reopen(found.root, to_continue=True)[0].experiment
+        assert experiment.student.model == f"{method}:Net"
+        model = absolute_paths({"model": experiment.student.model})["model"]
+        assert model == f"{next(found.methods.glob('*.py'))}:Net"
+        assert build_model(model, num_classes=10, image_size=8, seed=0) is not None
+        assert "has changed since the run began" in next(changed_methods(found))
+    finally:
+        use_copies({})
 
 
 def test_a_run_whose_method_is_as_it_was_has_nothing_to_say(begun: RunDir) -> None:

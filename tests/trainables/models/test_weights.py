@@ -356,7 +356,7 @@ def test_a_model_of_other_classes_gives_its_features_where_no_method_reads_logit
     teacher, lines = features_of(path)
     assert not has_classifier(teacher)
     assert len(lines) == 1
-    assert lines[0].endswith(": it is used without its classifier")
+    assert lines[0].endswith(": only its features are used")
     images = torch.randn(2, 3, 8, 8)
     model.set_submodule("head", nn.Identity())
     torch.testing.assert_close(teacher(images), model(images), rtol=0, atol=0)

@@ -35,7 +35,7 @@ class OwnFile(Library):
         path = file_of(name)
         assert path is not None
         if not path.is_file():
-            raise ModelError(f"model {name}: there is no file {path}: give the path of a Python file, as FILE.py:CLASS")
+            raise ModelError(f"model {name}: there is no file {path}: name it where it is now, as FILE.py:CLASS")
         try:
             build = getattr(module_of(path.resolve()), option_key(name))
             sizes = {"image_size": image_size} if "image_size" in inspect.signature(build).parameters else {}
