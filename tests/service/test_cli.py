@@ -549,7 +549,7 @@ def test_a_sweep_without_a_point_that_could_run_is_refused(refuse: Refuse) -> No
     shown = refuse("sweep", "digits", *sets("sweep.space={data.global_batch_size: [63, 65]}", "scale.num_workers=2"))
     assert "none of its 2 points can run; the first: data.global_batch_size 63 is not divisible by scale.num_workers 2" in shown
     shown = refuse("sweep", "digits", *sets("sweep.space={student.model: [nothing]}"))
-    assert "none of its 1 points can run; the first: student.model: there is no model 'nothing'" in shown
+    assert "sweep.space.student.model[0]: there is no model 'nothing'" in shown
     shown = refuse("sweep", "digits", *sets("sweep.space={scale.num_workers: [512]}", "data.global_batch_size=512"))
     assert "512 workers of 2 CPUs each do not fit" in shown
 

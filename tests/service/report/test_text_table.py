@@ -49,12 +49,12 @@ def test_a_sweep_on_a_narrow_terminal_shows_what_decides_in_whole_words(tmp_path
 
 
 def test_rows_that_fit_no_table_are_paragraphs_with_everything_in_them(tmp_path: Path) -> None:
-    path = "/data/models/a/long/way/down/to/the/checkpoint_of_a_student.pt"
-    space = {**SPACE, "student.model": ["resnet8", path], "distill.method": ["kd"], "precision": ["fp32"]}
+    path = "/data/copies/a/long/way/down/to/the/folder_of_a_packed_set"
+    space = {**SPACE, "data.stage": ["none", path], "distill.method": ["kd"], "precision": ["fp32"]}
     _, _, result = reopen(sweep_dir(tmp_path / "s", space).root)
     for width in (40, 80):
         text = "".join(printed(sweep_table(result), width)).replace(" ", "")
-        assert f"student.model{path},distill.methodkd" in text
+        assert f"data.stage{path},distill.methodkd" in text
         assert "notshown" not in text
 
 
