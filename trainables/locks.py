@@ -87,7 +87,10 @@ def is_locked(path: str | os.PathLike[str]) -> bool:
     """Whether anybody has the lock of the file `path`; False where there is no such file. Raises as `try_lock` does."""
     if not os.path.exists(path):
         return False
-    lock = try_lock(path, operation=fcntl.LOCK_SH)  # so that several may ask at once
+    try:
+        lock = try_lock(path, operation=fcntl.LOCK_SH)  # so that several may ask at once
+    except FileNotFoundError:  # its folder was removed since
+        return False
     if lock is not None:
         lock.release()
     return lock is None

@@ -205,3 +205,10 @@ def test_an_error_of_the_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.Mo
     _no_flock_below(tmp_path, monkeypatch, errno.EIO)
     with pytest.raises(OSError, match="Input/output error"), locked(tmp_path / "lock"):
         pass
+
+
+def test_a_file_whose_folder_is_removed_while_it_is_looked_at_is_not_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.path.exists", lambda path: True)  # as it was a moment before
+    assert not is_locked(tmp_path / "removed" / "lock")
