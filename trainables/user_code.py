@@ -30,7 +30,7 @@ class CodeSource(NamedTuple):
 def option_key(name: str) -> str:
     """The key of a method in `distill.options` and in the records: its name, or the class of `FILE.py:CLASS`.
 
-    Of a model `FILE.py:CLASS(key=value)` the class with its arguments.
+    For a model `FILE.py:CLASS(key=value)` it is the class with its arguments.
     """
     return name.rpartition(".py:")[2]
 

@@ -89,8 +89,8 @@ def embed(
 ) -> None:
     """A model's features of every image of a data set, in one file.
 
-    Of both splits. A .parquet file has the columns path, split, label, class and embedding; a .npy file (N, D) of float32, its
-    images' paths in FILE.npy.txt.
+    Both splits are written. A .parquet file has the columns path, split, label, class and embedding; a .npy file (N, D) of
+    float32, its images' paths in FILE.npy.txt.
     """
     if weights_key is not None and weights is None:
         raise click.UsageError("--weights-key: is of --weights: give --weights too, or leave it out")

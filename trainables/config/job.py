@@ -20,7 +20,7 @@ Precision = Literal["fp32", "bf16", "fp16", "fp64", "auto"]
 FEATURES_TAP = "embedding"
 """The tap that is a model's features of an image, where none is named."""
 Measure = Literal["accuracy", "knn", "linear", "embed"]
-"""Of the model's own classes, or of a probe of its features; or its features, written to a file."""
+"""An evaluation's result: the accuracy of the model's own classes or of a probe of its features, or these in a file."""
 
 
 class TrainingConfig(Section):

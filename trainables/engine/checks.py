@@ -9,6 +9,7 @@ import torch
 
 from trainables.data.loader.loader import Loader
 from trainables.distributed.group import all_reduce_sum, gather_objects
+from trainables.engine.features import gather_skipped
 from trainables.engine.job import Job
 from trainables.engine.optim import peak_learning_rate
 from trainables.errors import TrainingError
@@ -78,7 +79,7 @@ def check_skipped(job: Job, loader: Loader, known: dict[int, str]) -> dict[int, 
 
     Raises DataError: on every rank, where all ranks together skipped more of them than `data.max_bad` allows.
     """
-    skipped = known | {index: image for part in gather_objects(loader.skipped, job.group) for index, image in part.items()}
+    skipped = known | gather_skipped(loader, job.group)
     for index in sorted(skipped.keys() - known.keys()):
         if job.group.is_main and (loader, index) not in job.logged_skips:
             log.warning("skipped %s", skipped[index])

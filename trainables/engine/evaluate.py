@@ -6,7 +6,6 @@ Shapes: B batch, C channels, H W pixels, K classes.
 import contextlib
 from collections.abc import Callable, Generator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,14 +19,12 @@ from trainables.device.device_batches import DeviceBatch, on_device
 from trainables.device.precision import with_precision
 from trainables.device.tensor_format import autocast, to_pixels
 from trainables.distributed.group import Group, all_reduce_sum, broadcast_buffers
-from trainables.engine import checkpoint
-from trainables.engine.features import all_skipped, split_loader
+from trainables.engine.features import all_skipped, how_measured, load_evaluated, split_loader
 from trainables.errors import DataError
 from trainables.metrics.heartbeat import Heartbeat
 from trainables.models.forward import logits_and_aux
 from trainables.models.model_input import student_input
 from trainables.models.pixels import take_pixels
-from trainables.models.weights import load_teacher
 
 
 def correct_counts(logits_BK: Tensor, labels_B: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,14 +107,7 @@ def evaluate_checkpoint(config: EvaluateConfig, group: Group, heartbeat: Heartbe
     heartbeat, config = heartbeat or Heartbeat(), with_precision(config, group)
     dtype = torch.float64 if config.precision == "fp64" else torch.float32
     with split_loader(config, "val", group) as loader:
-        model = load_teacher(
-            config.model or checkpoint.read_about(Path(config.checkpoint))["model"],
-            config.checkpoint,
-            image_size=config.data.image_size,
-            classes=loader.source.classes,
-            seed=0,
-            weights_key=config.weights_key,
-        ).to(group.device, dtype)
+        model = load_evaluated(config, loader.source.classes, logits=True)[1].to(group.device, dtype)
         take_pixels(model, student_input(config.data))
         logits = logits_of(model, partial(to_pixels, dtype=dtype), autocast(config.precision, group.device), Compilation())
         heartbeat.enter("eval")
@@ -125,10 +115,4 @@ def evaluate_checkpoint(config: EvaluateConfig, group: Group, heartbeat: Heartbe
     if not result["num_images"]:
         raise DataError(f"{config.data.path}: not one validation image could be read")
     skipped = all_skipped(loader, group)
-    return {
-        **result,
-        "skipped_images": float(len(skipped)),
-        "skipped": skipped,
-        "precision": config.precision,
-        "precision_reason": config.precision_reason,
-    }
+    return {**result, **how_measured(config, skipped)}

@@ -5,7 +5,7 @@ Shapes: B batch, N images, D features.
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ from trainables.rundir import replacing
 SPLITS: tuple[Split, ...] = ("train", "val")
 PROBES: dict[str, Callable[..., dict[str, float]]] = {"knn": knn, "linear": linear_probe}
 _NUMBERS_A_GROUP = 2**24
-"""Of features in a row group of a Parquet file: 64 MiB."""
+"""The most numbers in a row group of a Parquet file: 64 MiB."""
 
 
 def probe_checkpoint(config: EvaluateConfig, group: Group, heartbeat: Heartbeat, report: Report) -> dict[str, Any]:
@@ -96,14 +96,24 @@ def embed_checkpoint(config: EvaluateConfig, group: Group, heartbeat: Heartbeat,
 
 
 def _summary(config: EvaluateConfig, val: Features, skipped: list[str]) -> dict[str, Any]:
+    return {"tap": config.tap, "num_images": float(len(val.labels_N)), **how_measured(config, skipped)}
+
+
+def how_measured(config: EvaluateConfig, skipped: list[str]) -> dict[str, Any]:
+    """What every result of an evaluation says besides its numbers."""
     return {
-        "tap": config.tap,
-        "num_images": float(len(val.labels_N)),
         "skipped_images": float(len(skipped)),
         "skipped": skipped,
         "precision": config.precision,
         "precision_reason": config.precision_reason,
     }
+
+
+def load_evaluated(config: EvaluateConfig, classes: Sequence[str], *, logits: bool) -> tuple[str, nn.Module]:
+    """The name of the model that is evaluated, and the model on the CPU, see `load_teacher`."""
+    name, size = config.model or checkpoint.read_about(Path(config.checkpoint))["model"], config.data.image_size
+    fit: dict[str, Any] = {"image_size": size, "classes": classes, "seed": 0, "weights_key": config.weights_key}
+    return name, load_teacher(name, config.checkpoint, **fit, logits=logits)
 
 
 def load_tapped(config: EvaluateConfig) -> tuple[nn.Module, Taps]:
@@ -112,9 +122,7 @@ def load_tapped(config: EvaluateConfig) -> tuple[nn.Module, Taps]:
     Raises:
         CheckpointError, ModelError: see `load_teacher`; the model has no such tap, or it is no vector for each image.
     """
-    name = config.model or checkpoint.read_about(Path(config.checkpoint))["model"]
-    fit: dict[str, Any] = {"image_size": config.data.image_size, "classes": (), "seed": 0, "weights_key": config.weights_key}
-    model = load_teacher(name, config.checkpoint, **fit, logits=False)
+    name, model = load_evaluated(config, (), logits=False)
     taps = Taps(model, [config.tap], name=name, image_size=config.data.image_size)
     if [len(shape) for shape in taps.shapes] != [1]:
         shapes = " and ".join(str(shape) for shape in taps.shapes)
@@ -169,9 +177,14 @@ def split_loader(
 
 def all_skipped(loader: Loader, group: Group) -> list[str]:
     """The images of an epoch that no rank could read, and why. Raises DataError: more than `data.max_bad` allows."""
-    skipped = {index: image for part in gather_objects(loader.skipped, group) for index, image in part.items()}
+    skipped = gather_skipped(loader, group)
     loader.refuse_too_many(skipped)
     return list(skipped.values())
+
+
+def gather_skipped(loader: Loader, group: Group) -> dict[int, str]:
+    """Index → the name of an image that some rank could not read, and why. Every rank calls it."""
+    return {index: image for part in gather_objects(loader.skipped, group) for index, image in part.items()}
 
 
 def tables(features: Features, split: Split, source: Source) -> Iterator[pa.Table]:

@@ -59,7 +59,7 @@ class Job:
     telemetry: Snapshot
     interruptions: Interruptions
     backbone_evaluation: BackboneEvaluation | None = None
-    """Of a student without a classifier."""
+    """None for a student with a classifier."""
     stop_early: Callable[[Sequence[float]], bool] | None = None
     """Whether the seconds of its steps past the warm-up are enough to end a timing run. None: it runs all its steps."""
     resources: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)

@@ -84,7 +84,7 @@ class Models(NamedTuple):
     """The student, or a pipeline stage of it, and its methods, which the last stage has."""
     teacher: TeacherInterface
     embedding: TapReader | None
-    """Of a student without a classifier."""
+    """None for a student with a classifier."""
 
 
 def build_models(

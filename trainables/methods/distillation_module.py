@@ -54,7 +54,7 @@ class DistillationModule(nn.Module):
         self.methods = nn.ModuleDict(dict(methods or {}))
         self.task_weight, self.dropping = task_weight, dropping
         self.teachers = teachers or {}
-        """Of several teachers the number of the one that a method has, by its key."""
+        """Method → the number of its teacher, where each of several has a method of its own."""
         self._reader, self._epochs = reader, epochs
         self._init_stage = init_stage
         self._started = self.methods_by_name

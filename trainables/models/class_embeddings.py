@@ -70,10 +70,10 @@ def read_class_embeddings(file: str, scale: float, classes: Sequence[str]) -> Cl
 
     Raises CheckpointError: it cannot be read, is no (K, D) of finite floats, or has not these classes.
     """
-    beside, what = Path(file).with_suffix(".txt"), f"teacher.classes: {file}"
+    names_file, what = Path(file).with_suffix(".txt"), f"teacher.classes: {file}"
     try:
         rows_KD = np.asarray(np.load(file, allow_pickle=False))
-        names = tuple(beside.read_text(encoding="utf-8-sig").splitlines()) if beside.exists() else None
+        names = tuple(names_file.read_text(encoding="utf-8-sig").splitlines()) if names_file.exists() else None
     except (OSError, ValueError, EOFError) as error:
         problem = f"{what} or its names cannot be read ({first_line(error)})"
         raise CheckpointError(f"{problem}: write a (K, D) array with numpy.save") from None
@@ -83,15 +83,16 @@ def read_class_embeddings(file: str, scale: float, classes: Sequence[str]) -> Cl
     if bad:
         raise CheckpointError(f"{what} has numbers that are not finite, or only zeros, in {first_three(bad)}: write it again")
     if len(rows_KD) != len(classes if names is None else names):
-        has = f"the data {len(classes)} classes" if names is None else f"{beside} {len(names)} names"
-        raise CheckpointError(f"{what} has {len(rows_KD)} rows and {has}: write one name a line into {beside}, in order")
+        has = f"the data {len(classes)} classes" if names is None else f"{names_file} {len(names)} names"
+        raise CheckpointError(f"{what} has {len(rows_KD)} rows and {has}: write one name a line into {names_file}, in order")
     rows = None
     if names is None:
-        notice(f"{what}: there is no {beside.name} with names: its rows are taken as {first_three(classes)} in the data's order")
+        order = f"its rows are taken as {first_three(classes)} in the data's order"
+        notice(f"{what}: there is no {names_file.name} with names: {order}")
     else:
         try:
             rows = class_rows(TrainedInput(0, (), (), len(names), categories=names), classes, file, ours=True)
         except OtherClassesError as error:
-            raise CheckpointError(f"teacher.classes: {error.fact}: write each class of the data once into {beside}") from None
+            raise CheckpointError(f"teacher.classes: {error.fact}: write each class of the data once into {names_file}") from None
     rows_KD = rows_KD.astype(np.float64)
     return ClassEmbeddings(file, torch.from_numpy(rows_KD if rows is None else rows_KD[list(rows)]), scale)

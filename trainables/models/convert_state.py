@@ -77,8 +77,8 @@ def mismatch(match: Match, model: nn.Module, path: Path, name: str, num_classes:
         if count:
             fact = f"{path} has {count} classes and the data has {num_classes}"
         else:
-            beside = f"; the file has {first_three(match.outside)} too" if match.outside else ""
-            fact = f"{path} has {name} without its classifier{_where(match)}: it misses {first_three(match.missing)}{beside}"
+            extra = f"; the file has {first_three(match.outside)} too" if match.outside else ""
+            fact = f"{path} has {name} without its classifier{_where(match)}: it misses {first_three(match.missing)}{extra}"
         return OtherClassesError.of(fact, TRAINED_WITH_CLASSES, count)
     expected, state, misshapen = expected_tensors(model), match.state, match.misshapen
     named = not match.missing and not match.unexpected

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["MODELS", "build_model", "check_forward", "check_model_name", "construct"]
 
 FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError)
-"""Of a forward pass."""
+"""What a forward pass may raise."""
 USUAL_SIZES = (8, 16, 32, 64, 75, 96, 128, 160, 192, 224, 256, 299, 384, 448, 512)
 
 

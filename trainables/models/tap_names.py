@@ -214,7 +214,7 @@ class TapNames:
         return last_call(self.calls, path, "in" if direction else "out")
 
     def _shape(self, tap: Tap) -> tuple[int, ...]:
-        """Of one sample; empty where the value is none of samples."""
+        """The shape of one sample; empty where the value is none of samples."""
         call = self.last_call(tap.path)
         return tuple(tap.read(call.value).shape[1:]) if call is not None and call.has_rows else ()
 

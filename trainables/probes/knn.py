@@ -29,8 +29,8 @@ def knn(
     """Top-1 and top-5 accuracy in percent of a weighted vote, on every rank; every rank calls it with the same features.
 
     A validation image's nearest training images by cosine similarity vote for their class with exp(similarity / temperature).
-    Of equally near images the earlier ones vote; of classes with equal votes the earlier one is first. The ranks share the work,
-    in blocks that depend on N alone: any number of them gets the same result. `beat` is called for each block.
+    Among equally near images the earlier ones vote; of classes with equal votes the earlier one is first. The ranks share the
+    work, in blocks that depend on N alone: any number of them gets the same result. `beat` is called for each block.
     """
     train_ND = F.normalize(train.features_ND.to(group.device), dim=1)
     labels_N = train.labels_N.to(group.device)

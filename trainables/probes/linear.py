@@ -21,7 +21,7 @@ L2 = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5)
 HOLD_OUT = 10
 """One training image of so many chooses the penalty."""
 _MAX_NUMBERS = 2**24
-"""Of features or logits in float64 that are in memory at a time: 128 MiB."""
+"""The most features or logits in float64 that are in memory at a time: 128 MiB."""
 
 
 @torch.no_grad()

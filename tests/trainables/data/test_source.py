@@ -167,7 +167,7 @@ def test_folders_that_are_linked_twice_are_one_line(tmp_path: Path) -> None:
     assert any(line.endswith("are one folder: its images count twice, and those of 1 more folders") for line in noticed(root))
 
 
-def test_with_labels_a_folder_without_classes_is_told_how_to_do_without(tmp_path: Path) -> None:
+def test_a_folder_without_classes_is_refused_naming_the_key_that_reads_it(tmp_path: Path) -> None:
     root = write_photos(tmp_path / "photos")
     assert "for images without labels write data.labels: false" in refusal(root, labels=True)
     (root / "train").mkdir()

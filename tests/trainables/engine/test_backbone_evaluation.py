@@ -39,7 +39,7 @@ def epochs_of(calls: list[tuple[str, int, dict[str, float]]]) -> list[dict[str, 
 
 
 def embeddings(settings: TrainConfig, state: dict[str, Tensor], split: Any) -> tuple[Tensor, Tensor]:
-    """Of a student of these parameters, image after image, with their labels."""
+    """The embeddings by a student of these parameters, image after image, with their labels."""
     model = construct(settings.model, num_classes=0, image_size=8, seed=0).double()
     model.load_state_dict(state)
     taps = Taps(model, ["embedding"], name=settings.model, image_size=8)
@@ -79,7 +79,7 @@ def test_the_nearest_neighbors_of_the_students_embeddings_give_its_accuracy(tmp_
     assert epochs_of(found["calls"])[-1]["val/top1_pct"] == pytest.approx(expected)
 
 
-def test_without_labels_to_measure_by_the_best_student_is_the_one_most_like_its_teacher(tmp_path: Path) -> None:
+def test_without_eval_path_the_best_checkpoint_has_the_largest_cka(tmp_path: Path) -> None:
     settings = backbone(tmp_path, optim={"epochs": 3, "lr": 0.01})
     found = train(Group(), settings)
     ckas = [metrics["val/cka"] for metrics in epochs_of(found["calls"])]

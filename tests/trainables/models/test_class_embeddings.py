@@ -17,7 +17,7 @@ from trainables.models.weights import teacher_sha256
 from trainables.notices import notices_to
 
 WIDTH = 32
-"""Of convnet_small's features."""
+"""The width of convnet_small's features."""
 
 
 def headless(folder: Path) -> Path:

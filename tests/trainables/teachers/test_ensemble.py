@@ -269,7 +269,7 @@ def pooled(model: nn.Module, name: str, images_BCHW: Tensor) -> Tensor:
     return found_BD
 
 
-def test_without_labels_the_best_student_is_the_one_most_like_its_teachers(tmp_path: Path, ranks: RankPool) -> None:
+def test_with_several_teachers_the_best_checkpoint_has_the_largest_mean_cka(tmp_path: Path, ranks: RankPool) -> None:
     embed = {"method": ["embed"], "task_weight": None, "options": {"embed": {**POOLED, "map": 0}}}
     sections = {"model": "convnet_small", "distill": embed, "data": {"labels": False}, "scale": {"sync_batch_norm": True}}
     one, two = (ranks.run(n, train, unlike(tmp_path, str(n), **sections))[0] for n in (1, 2))

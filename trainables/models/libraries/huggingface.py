@@ -287,7 +287,7 @@ def _image_processor(source: str) -> Mapping[str, Any]:
 
 
 def _side(size: Any) -> int | None:
-    """Of a square: a number, a list of two, or a dictionary; None: it is not there."""
+    """The side of a square: a number, a list of two, or a dictionary; None: it is not there."""
     if isinstance(size, dict):
         size = size.get("height") or size.get("shortest_edge")
     side: int | None = size[0] if isinstance(size, list) else size

@@ -104,7 +104,7 @@ class DeclaredTaps(NamedTuple):
     map: str | None = None
     """The last map, or its tokens after the final norm."""
     layout: Layout = Layout()
-    """Of stem, stages and map."""
+    """How stem, stages and map are stored."""
     embedding: Tap | None = None
     """The features of an image, (B, D); None: the mean of the map."""
     preacts: Sequence[str] = ()

@@ -51,7 +51,7 @@ def bilinear(map_DHW: Array, height: int, width: int) -> Array:
 
 
 def distance(student_D: Array, teacher_D: Array, loss: str) -> float:
-    """Of two vectors: `cosine`, `smooth_l1`, `mse` or `normalized_mse`."""
+    """The loss of two vectors: `cosine`, `smooth_l1`, `mse` or `normalized_mse`."""
     difference = np.abs(student_D - teacher_D)
     if loss == "cosine":
         return 1 - float(unit(student_D) @ unit(teacher_D))

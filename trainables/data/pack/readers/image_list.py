@@ -22,7 +22,7 @@ from trainables.notices import notice
 
 _LISTS = r"(?i).+\.(csv|tsv|txt|lst)"
 _MAX_LISTS = 1000
-"""Of more text files than these, such as a caption for each image, none is a list."""
+"""The most text files in a folder that may be lists: where there are more, they are captions of images or the like."""
 _PATH_FIELDS = (
     "path",
     "file",
