@@ -168,6 +168,8 @@ def _first_set(teacher: TeacherConfig, *keys: str) -> str | None:
 
 _OF_WEIGHTS = ("weights_key", "classes", "image_size", "mean", "std", "finetune")
 """Keys of a teacher that belong to given weights."""
+OF_CACHE = ("cache_top_k", "cache_epochs", "cache_feature_dtype")
+"""Keys of a teacher that belong to `teacher.cache`."""
 
 
 def _rows_from(settings: JobSettings) -> str | None:
@@ -365,8 +367,8 @@ RULES: tuple[Rule[JobSettings], ...] = (
         "teacher.finetune trains a classifier, and teacher.classes gives one: leave out one of the two",
     ),
     (
-        lambda s: s.teacher and s.teacher.cache is None and _first_set(s.teacher, "cache_top_k", "cache_epochs"),
-        "teacher.{found} is for a teacher whose logits are cached: write teacher.cache: FOLDER, or leave it out",
+        lambda s: s.teacher and s.teacher.cache is None and _first_set(s.teacher, *OF_CACHE),
+        "teacher.{found} is for a teacher whose outputs are cached: write teacher.cache: FOLDER, or leave it out",
     ),
     (
         lambda s: s.teacher and s.teachers,

@@ -161,6 +161,9 @@ class TeacherConfig(WeightedConfig):
     cache_epochs: Count | None = Field(
         None, description="number of epochs whose augmentations differ, then they repeat; absent: every epoch has its own"
     )
+    cache_feature_dtype: Literal["float16", "fp8"] | None = Field(
+        None, description="how features are stored; fp8: e4m3, with a scale for each image and tap; absent: float16"
+    )
     service: Annotated[Count, Field(le=1024)] | None = Field(
         None, description="number of Ray actors that compute its outputs for all students, instead of a network in each worker"
     )
