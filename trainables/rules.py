@@ -22,6 +22,7 @@ from trainables.config import (
     TrainingConfig,
     WeightedConfig,
 )
+from trainables.user_code import model_parts
 
 Problem = str | None
 
@@ -398,7 +399,7 @@ RULES: tuple[Rule[JobSettings], ...] = (
         " {found}",
     ),
     (
-        lambda s: "+" in s.model and _rows_from(s),  # STUDENT+TEACHER, see `trainables.models.names.REUSE_SEPARATOR`
+        lambda s: len(model_parts(s.model)) > 1 and _rows_from(s),
         "{found}: it answers with outputs, and {s.model} takes in the teacher's classifier: leave it out",
     ),
     # Optimizers, losses and the loop.

@@ -19,6 +19,9 @@ HUB_SCHEMES = ("hf-hub:", "hf_hub:")
 ARGUMENTS = re.compile(rf"({FOLDER_SCHEME}.+?(?=\(\w+=)|(?!{FOLDER_SCHEME}).+?)\((.*)\)")
 """A model's name, and the arguments of its constructor behind it; a folder's name may have parentheses too."""
 
+REUSE_SEPARATOR = "+"
+"""STUDENT+TEACHER is a student that predicts with the teacher's classifier, see `trainables.models.reused_classifier`."""
+
 
 def with_arguments(name: str, arguments: Mapping[str, Any]) -> str:
     """The name of a model that is built with these arguments, plain values, besides those in its name. Raises ModelError."""

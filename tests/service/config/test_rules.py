@@ -107,7 +107,7 @@ def refused_by_a_worker(overrides: tuple[str, ...], folder: Path) -> str:
         (("teacher.mean=[0.5, 0.5, 0.5]",), "teacher.mean belongs to given weights: write teacher.weights: FILE"),
         (
             ("teacher.cache_epochs=2",),
-            "teacher.cache_epochs is for a teacher whose logits are cached: write teacher.cache: FOLDER",
+            "teacher.cache_epochs is for a teacher whose outputs are cached: write teacher.cache: FOLDER",
         ),
         (SEVERAL[1:], "teachers: there is also a teacher, convnet_large: write teacher: null and all of them in teachers, or"),
         (("teacher.cache=/c", "teacher.service=1"), "teacher.cache stores what teacher.service would compute: leave out one"),
