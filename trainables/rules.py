@@ -412,6 +412,10 @@ RULES: tuple[Rule[JobSettings], ...] = (
         "optim.name dot: momentum {s.optim.momentum:g} ± delta {s.optim.delta:g} must lie in 0 … 1: write a smaller delta",
     ),
     (
+        lambda s: next((key for key, o in _optimizers(s.optim).items() if o.warmup_epochs and o.warmup_steps), None),
+        "{found}.warmup_steps and {found}.warmup_epochs are two lengths of one warm-up: leave one of them out, or write 0",
+    ),
+    (
         lambda s: next(((key, o) for key, o in _optimizers(s.optim).items() if o.warmup_epochs >= o.epochs), None),
         "{found[0]}.warmup_epochs {found[1].warmup_epochs:g} leaves no epoch of optim.epochs {s.optim.epochs}: write less",
     ),

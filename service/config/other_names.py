@@ -24,7 +24,8 @@ OTHER_NAMES: dict[str, str] = {
     "trainer": "write optim.epochs, scale.num_workers and precision",
     "learning_rate": "optim.lr",
     "wd": "optim.weight_decay",
-    "warmup": "optim.warmup_epochs",
+    **dict.fromkeys(("warmup", "lr_warmup_epochs"), "optim.warmup_epochs"),
+    **dict.fromkeys(("num_warmup_steps", "lr_warmup_steps"), "optim.warmup_steps"),
     **dict.fromkeys(
         ("smoothing", "label_smoothing"), "labels are not smoothed here: leave it out, as the teacher's outputs are soft labels"
     ),

@@ -69,6 +69,10 @@ def refused_by_a_worker(overrides: tuple[str, ...], folder: Path) -> str:
         (("teacher.placement=sharded", "scale.num_workers=[1, 2]"), "teacher.placement sharded needs 2 workers or more, and"),
         (("teacher.service=1", *GPU), "teacher.service: it is sent images that the host has decoded"),
         ((*GPU, "scale.use_gpu=false"), "data.decoder gpu works on GPUs only"),
+        (
+            ("optim.warmup_epochs=1", "optim.warmup_steps=9"),
+            "optim.warmup_steps and optim.warmup_epochs are two lengths of one warm-up: leave one of them out",
+        ),
         (("optim.warmup_epochs=12",), "optim.warmup_epochs 12 leaves no epoch of optim.epochs 12: write less"),
         (("optim.nesterov=true", "optim.momentum=0"), "optim.nesterov needs optim.momentum above 0"),
         (("optim.accumulate=2", "distill.method=[sp]"), "distill.method: sp looks at all samples of a batch, which optim.accum"),
