@@ -343,8 +343,8 @@ RULES: tuple[Rule[JobSettings], ...] = (
         "eval.path measures the features of a student that learns no labels: write data.labels: false, or leave eval.path out",
     ),
     (
-        lambda s: s.eval.best == ("cka" if s.data.labels else "top1_pct") and s.eval.path is None and s.eval.best,
-        "eval.best: {found} is not measured: top1_pct needs data.labels: true or eval.path, and cka data.labels: false",
+        lambda s: s.eval.best in (("cka", "cosine") if s.data.labels else ("top1_pct",)) and s.eval.path is None and s.eval.best,
+        "eval.best: {found} is not measured: top1_pct needs data.labels: true or eval.path, cka and cosine data.labels: false",
     ),
     (
         lambda s: s.freeze and (s.weights is None or not s.data.labels or s.scale.pipeline_stages > 1),

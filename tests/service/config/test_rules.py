@@ -209,7 +209,7 @@ def test_a_rule_is_checked_on_the_driver_and_again_by_the_worker(
         ),
         (
             (*UNLABELED, "eval.best=top1_pct"),
-            "eval.best: top1_pct is not measured: top1_pct needs data.labels: true or eval.path, and cka data.labels: false",
+            "eval.best: top1_pct is not measured: top1_pct needs data.labels: true or eval.path, cka and cosine data.labels: false",
         ),
         (
             (*UNLABELED, "sweep={metric: top5_pct, steps: null}"),
@@ -221,7 +221,7 @@ def test_a_rule_is_checked_on_the_driver_and_again_by_the_worker(
         ),
         (
             ("eval.best=cka",),
-            "eval.best: cka is not measured: top1_pct needs data.labels: true or eval.path, and cka data.labels: false",
+            "eval.best: cka is not measured: top1_pct needs data.labels: true or eval.path, cka and cosine data.labels: false",
         ),
         (
             ("sweep={metric: linear_top1_pct, steps: null}",),
