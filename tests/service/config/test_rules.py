@@ -209,7 +209,7 @@ def test_a_rule_is_checked_on_the_driver_and_again_by_the_worker(
         ),
         (
             (*UNLABELED, "eval.best=top1_pct"),
-            "eval.best: top1_pct is not measured: top1_pct needs data.labels: true or eval.path, cka and cosine data.labels: false",
+            "eval.best: top1_pct is not measured: top1_pct needs data.labels: true or eval.path, cka and cosine",
         ),
         (
             (*UNLABELED, "sweep={metric: top5_pct, steps: null}"),
