@@ -56,10 +56,10 @@ class BackboneEvaluation:
     ) -> dict[str, float]:
         """The numbers of an evaluation.
 
-        The validation images give `num_images`, `cka` with the teacher's features, `cosine` of the teacher's embeddings with those
-        that a method's head projects, and the methods' `loss`; with several teachers `cka1`, …, of which `cka` is the mean by
-        their shares. The images of `eval.path` give `top1_pct` and `top5_pct` by k-NN, and in the last evaluation, or that which
-        reaches `train.until_top1_pct`, `linear_top1_pct` by a linear probe.
+        The validation images give `num_images`, `cka` with the teacher's features, `cosine` of the teacher's embeddings with
+        those that a method's head projects, and the methods' `loss`; with several teachers `cka1`, …, of which `cka` is the mean
+        by their shares. The images of `eval.path` give `top1_pct` and `top5_pct` by k-NN, and in the last evaluation, or that
+        which reaches `train.until_top1_pct`, `linear_top1_pct` by a linear probe.
 
         There is no `cka` with a teacher that is sharded, and no `loss` where a method compares the images of a
         batch. Every rank calls it. Raises DataError: not one image of `eval.path` could be read.
