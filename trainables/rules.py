@@ -22,6 +22,7 @@ from trainables.config import (
     TrainingConfig,
     WeightedConfig,
 )
+from trainables.user_code import model_parts
 
 Problem = str | None
 
@@ -168,6 +169,8 @@ def _first_set(teacher: TeacherConfig, *keys: str) -> str | None:
 
 _OF_WEIGHTS = ("weights_key", "classes", "image_size", "mean", "std", "finetune")
 """Keys of a teacher that belong to given weights."""
+OF_CACHE = ("cache_top_k", "cache_epochs", "cache_feature_dtype")
+"""Keys of a teacher that belong to `teacher.cache`."""
 
 
 def _rows_from(settings: JobSettings) -> str | None:
@@ -340,8 +343,8 @@ RULES: tuple[Rule[JobSettings], ...] = (
         "eval.path measures the features of a student that learns no labels: write data.labels: false, or leave eval.path out",
     ),
     (
-        lambda s: s.eval.best == ("cka" if s.data.labels else "top1_pct") and s.eval.path is None and s.eval.best,
-        "eval.best: {found} is not measured: top1_pct needs data.labels: true or eval.path, and cka data.labels: false",
+        lambda s: s.eval.best in (("cka", "cosine") if s.data.labels else ("top1_pct",)) and s.eval.path is None and s.eval.best,
+        "eval.best: {found} is not measured: top1_pct needs data.labels: true or eval.path, cka and cosine data.labels: false",
     ),
     (
         lambda s: s.freeze and (s.weights is None or not s.data.labels or s.scale.pipeline_stages > 1),
@@ -365,8 +368,8 @@ RULES: tuple[Rule[JobSettings], ...] = (
         "teacher.finetune trains a classifier, and teacher.classes gives one: leave out one of the two",
     ),
     (
-        lambda s: s.teacher and s.teacher.cache is None and _first_set(s.teacher, "cache_top_k", "cache_epochs"),
-        "teacher.{found} is for a teacher whose logits are cached: write teacher.cache: FOLDER, or leave it out",
+        lambda s: s.teacher and s.teacher.cache is None and _first_set(s.teacher, *OF_CACHE),
+        "teacher.{found} is for a teacher whose outputs are cached: write teacher.cache: FOLDER, or leave it out",
     ),
     (
         lambda s: s.teacher and s.teachers,
@@ -396,7 +399,7 @@ RULES: tuple[Rule[JobSettings], ...] = (
         " {found}",
     ),
     (
-        lambda s: "+" in s.model and _rows_from(s),  # STUDENT+TEACHER, see `trainables.models.names.REUSE_SEPARATOR`
+        lambda s: len(model_parts(s.model)) > 1 and _rows_from(s),
         "{found}: it answers with outputs, and {s.model} takes in the teacher's classifier: leave it out",
     ),
     # Optimizers, losses and the loop.
@@ -407,6 +410,10 @@ RULES: tuple[Rule[JobSettings], ...] = (
     (
         lambda s: s.optim.name == "dot" and not s.optim.delta <= s.optim.momentum < 1 - s.optim.delta,
         "optim.name dot: momentum {s.optim.momentum:g} ± delta {s.optim.delta:g} must lie in 0 … 1: write a smaller delta",
+    ),
+    (
+        lambda s: next((key for key, o in _optimizers(s.optim).items() if o.warmup_epochs and o.warmup_steps), None),
+        "{found}.warmup_steps and {found}.warmup_epochs are two lengths of one warm-up: leave one of them out, or write 0",
     ),
     (
         lambda s: next(((key, o) for key, o in _optimizers(s.optim).items() if o.warmup_epochs >= o.epochs), None),

@@ -3,6 +3,7 @@
 import hashlib
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Mapping
 from functools import cache
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
+from trainables.config.models import ARGUMENTS, FOLDER_SCHEME
 from trainables.errors import ExperimentError
 
 MODULE_PREFIX = "raydistill_file_"
@@ -63,6 +65,25 @@ def read_source(name: str, key: str = "distill.method") -> CodeSource | None:
         raise ExperimentError.of_key(key, f"{path} is not UTF-8: save the file in that encoding") from None
     except OSError as error:
         raise ExperimentError.of_key(key, f"{path} cannot be read ({error.strerror}): give the path of a Python file") from error
+
+
+def model_parts(name: str) -> tuple[str, ...]:
+    """The models of a name: one, or the two of STUDENT+TEACHER. A path in it may have a + too: one that exists is not cut."""
+    pluses = [match.start() for match in re.finditer(r"\+(?![^(]*\))", name)]  # none of those within arguments
+    cuts = [(name[:at], name[at + 1 :]) for at in pluses]
+    if not cuts or ((path := _path_of(name)) is not None and path.exists()):
+        return (name,)
+    found = next((cut for cut in cuts if all((path := _path_of(part)) is None or path.exists() for part in cut)), None)
+    return found or ((name,) if name.startswith((os.sep, FOLDER_SCHEME)) else cuts[0])
+
+
+def _path_of(name: str) -> Path | None:
+    """The file or folder of a model."""
+    written = ARGUMENTS.fullmatch(name)
+    base = written[1] if written else name
+    if base.startswith(FOLDER_SCHEME):
+        return Path(base.removeprefix(FOLDER_SCHEME))
+    return Path(base) if "+" in option_key(base) else file_of(base)  # no class has a + in it
 
 
 @cache

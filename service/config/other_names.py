@@ -1,12 +1,14 @@
 """Names that other projects have for what an experiment calls otherwise, or does not have."""
 
+from trainables.rules import OF_CACHE
+
 OTHER_NAMES: dict[str, str] = {
     **dict.fromkeys(("student.pretrained", "student.checkpoint"), "student.weights"),
     "assistants.pretrained": "an assistant is trained here: leave it out",
     "teachers.pretrained": "teachers.weights",
     "teacher.others": "write teachers, a list of all, in place of teacher",
     **dict.fromkeys(
-        [f"teachers.{key}" for key in ("cache", "cache_top_k", "cache_epochs", "service", "placement", "epochs")],
+        [f"teachers.{key}" for key in ("cache", *OF_CACHE, "service", "placement", "epochs")],
         "one teacher alone has it: leave it out, or write teacher, not teachers",
     ),
     **dict.fromkeys(("pretrained", "teacher_weights", "teacher.checkpoint"), "teacher.weights"),
@@ -22,7 +24,8 @@ OTHER_NAMES: dict[str, str] = {
     "trainer": "write optim.epochs, scale.num_workers and precision",
     "learning_rate": "optim.lr",
     "wd": "optim.weight_decay",
-    "warmup": "optim.warmup_epochs",
+    **dict.fromkeys(("warmup", "lr_warmup_epochs"), "optim.warmup_epochs"),
+    **dict.fromkeys(("num_warmup_steps", "lr_warmup_steps"), "optim.warmup_steps"),
     **dict.fromkeys(
         ("smoothing", "label_smoothing"), "labels are not smoothed here: leave it out, as the teacher's outputs are soft labels"
     ),

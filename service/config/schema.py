@@ -23,6 +23,7 @@ from trainables.config import (
     TrainingConfig,
     WeightedConfig,
 )
+from trainables.rules import OF_CACHE
 from trainables.rundir import expand_home
 
 MAX_NAME = 150
@@ -187,7 +188,7 @@ class Experiment(Section):
             return {"teachers": self.teachers}
         teacher = self.teacher
         if before[-1] != "teacher":
-            cache = teacher.model_dump(include={"cache", "cache_top_k", "cache_epochs", "placement"}) if teacher else {}
+            cache = teacher.model_dump(include={"cache", *OF_CACHE, "placement"}) if teacher else {}
             teacher = TeacherConfig(model=self.preparation[before[-1]].model, **cache)
         assert teacher is not None
         # The teacher service starts together with the students, after the assistants.

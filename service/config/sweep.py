@@ -15,7 +15,7 @@ TIME_S = f"{TIME}_s"
 """The name of that metric in the record of a training that has reached its target."""
 GUIDED = ("images_per_s", "epoch_s", "gpu_s_per_epoch", FRONT, TIME)
 """Metrics of the policy guided: those that its models predict, and the Pareto front of speed and cost."""
-OF_FEATURES = ("cka", "linear_top1_pct")
+OF_FEATURES = ("cka", "cosine", "linear_top1_pct")
 """Metrics of a student that learns no labels."""
 OF_LABELS = ("top1_pct", "best_top1_pct", "top5_pct", "linear_top1_pct", TIME)
 """Metrics for which there have to be images with labels."""

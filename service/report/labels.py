@@ -29,6 +29,7 @@ METRICS = {
     "top5_pct": MetricLabel("% top-5", 2),
     "linear_top1_pct": MetricLabel("% top-1 of a linear probe", 2),
     "cka": MetricLabel("CKA with the teacher", 4),
+    "cosine": MetricLabel("cosine with the teacher", 4),
     "val_loss": MetricLabel("validation loss", 4),
     "time_to_accuracy_s": MetricLabel("s of training to the accuracy", 1, "speed"),
     "data_pct": MetricLabel("% of a step waiting for data", 1),

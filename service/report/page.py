@@ -32,6 +32,7 @@ FACTS = {
     "best_top1_pct": ("best top-1 %", 2),
     "linear_top1_pct": ("linear probe's top-1 %", 2),
     "cka": ("CKA with the teacher", 4),
+    "cosine": ("cosine with the teacher", 4),
     "peak_memory_mib": ("MiB of GPU memory, peak", 0),
 }
 """Metric → what it is, and its digits."""

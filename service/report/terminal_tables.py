@@ -136,7 +136,7 @@ def stage_table(result: RunResult) -> Table:
     """One row a stage of a `train` run."""
     learned = {"top-1 %": ("top1_pct", 2), "top-5 %": ("top5_pct", 2), "best top-1 %": ("best_top1_pct", 2)}
     if any("cka" in stage.metrics for stage in result.stages):
-        learned |= {"linear probe %": ("linear_top1_pct", 2), "CKA": ("cka", 4)}
+        learned |= {"linear probe %": ("linear_top1_pct", 2), "CKA": ("cka", 4), "cosine": ("cosine", 4)}
     columns = ["stage", "model", *learned, "images/s", "s/epoch", "steps"]
     rows = []
     for stage in result.stages:

@@ -38,6 +38,7 @@ from trainables.notices import notice
 from trainables.object_store.store import OPENING_S, ObjectStore, is_uri
 from trainables.rules import resize_covers_crop
 from trainables.rundir import RunDir, StageDir, create_private
+from trainables.user_code import file_of, option_key
 
 CHANGEABLE = ("data", "scale", "precision")
 
@@ -134,6 +135,8 @@ def with_trained_images(checkpoint: Path, tree: dict[str, Any]) -> EvaluateConfi
     trained = {name: about[name] for name in ("image_size", "val_resize", "mean", "std") if about.get(name) is not None}
     tree = {**tree, "checkpoint": str(checkpoint.absolute()), "data": {**trained, **tree["data"]}}
     tree["run_store"] = run_store(checkpoint)
+    if "model" not in tree and (file := file_of(about["model"])) is not None:
+        notice(f"{checkpoint} is a {option_key(about['model'])} of {file}, which is run now: --model FILE.py:CLASS runs another")
     return with_fitting_classes(checked(tree), tree.get("model", about["model"]))
 
 

@@ -13,7 +13,7 @@ from service.cluster.resources import is_local, local_capacity
 from service.config.experiment import Resolved, read_resolved
 from service.config.rules import method_names
 from service.config.schema import Experiment
-from service.runs.dry_run import check_fits, check_parts, note_cache_size
+from service.runs.dry_run import check_fits, check_parts, note_cache_size, note_warmup
 from service.runs.finetuning import with_finetuning
 from service.runs.plan import Plan
 from service.runs.result import Kind, RunResult
@@ -49,6 +49,7 @@ def check_train(resolved: Resolved) -> tuple[Resolved, DataIdentity]:
     resolved, data = check_data(resolved)
     check_fits(resolved.experiment, len(data.classes), ["student"])
     if resolved.experiment.written_cache("train") is not None:
+        note_warmup(resolved.experiment, data.train.num_images)
         note_cache_size(resolved.experiment, data.train.num_images, len(data.classes))
     return resolved, data
 

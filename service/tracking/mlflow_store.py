@@ -29,7 +29,7 @@ from service.tracking.spool import RefusedError, Row
 from service.tracking.views import VIEW_TAG, VIEWS_SINCE
 from trainables.errors import ModelError
 from trainables.locks import locked
-from trainables.models.names import REUSE_SEPARATOR, check_model_name
+from trainables.models.names import check_model_name, model_parts
 from trainables.rundir import create_private
 from trainables.user_code import file_of
 
@@ -267,7 +267,7 @@ def copy_weights(checkpoint: Path, out: Path) -> dict[str, Any]:
 def save_model(folder: Path, weights: Path, metadata: dict[str, Any], model: Model) -> None:
     """Write a model directory that loads without this project: weights, code, signature, requirements; no pickle."""
     size = metadata["image_size"]
-    files = {part: str(file) for part in metadata["model"].split(REUSE_SEPARATOR) if (file := file_of(part)) is not None}
+    files = {part: str(file) for part in model_parts(metadata["model"]) if (file := file_of(part)) is not None}
     mlflow.pyfunc.save_model(
         path=str(folder),
         python_model=str(Path(__file__).with_name("student_model.py")),
@@ -290,7 +290,7 @@ def requirements(model_name: str) -> list[str]:
     Raises RefusedError: no model has this name here.
     """
     try:
-        libraries = {check_model_name(part).library for part in model_name.split(REUSE_SEPARATOR)}
+        libraries = {check_model_name(part).library for part in model_parts(model_name)}
     except ModelError as error:
         raise RefusedError(str(error)) from error
     names = (*MODEL_PACKAGES, "timm") if "timm" in libraries else MODEL_PACKAGES

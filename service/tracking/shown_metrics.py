@@ -26,6 +26,7 @@ SHOWN = {
     "data_pct": Shown(1),
     "top5_pct": Shown(2, each_epoch=True),
     "cka": Shown(4, each_epoch=True),
+    "cosine": Shown(4, each_epoch=True),
     "linear_top1_pct": Shown(2),
     "val_loss": Shown(4, each_epoch=True),
     "train/loss": Shown(4, each_epoch=True, each_stage=True),

@@ -18,7 +18,7 @@ class EvalConfig(Section):
         min_length=1,
         description="images with labels, as data.path: a validation image's nearest training images vote for its class (k-NN)",
     )
-    best: Literal["top1_pct", "cka", "loss"] | None = Field(
+    best: Literal["top1_pct", "cka", "cosine", "loss"] | None = Field(
         None, description="which number the best checkpoint has the best of; absent: top1_pct where path is given, else cka"
     )
     num_neighbors: Count = Field(20, description="k of k-NN")

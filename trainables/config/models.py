@@ -19,6 +19,9 @@ HUB_SCHEMES = ("hf-hub:", "hf_hub:")
 ARGUMENTS = re.compile(rf"({FOLDER_SCHEME}.+?(?=\(\w+=)|(?!{FOLDER_SCHEME}).+?)\((.*)\)")
 """A model's name, and the arguments of its constructor behind it; a folder's name may have parentheses too."""
 
+REUSE_SEPARATOR = "+"
+"""STUDENT+TEACHER is a student that predicts with the teacher's classifier, see `trainables.models.reused_classifier`."""
+
 
 def with_arguments(name: str, arguments: Mapping[str, Any]) -> str:
     """The name of a model that is built with these arguments, plain values, besides those in its name. Raises ModelError."""
@@ -160,6 +163,9 @@ class TeacherConfig(WeightedConfig):
     cache_top_k: Count | None = Field(None, description="keep the top-k logits of each image and the sum of the rest")
     cache_epochs: Count | None = Field(
         None, description="number of epochs whose augmentations differ, then they repeat; absent: every epoch has its own"
+    )
+    cache_feature_dtype: Literal["float16", "fp8"] | None = Field(
+        None, description="how features are stored; fp8: e4m3, with a scale for each image and tap; absent: float16"
     )
     service: Annotated[Count, Field(le=1024)] | None = Field(
         None, description="number of Ray actors that compute its outputs for all students, instead of a network in each worker"

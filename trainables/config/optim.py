@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from trainables.config.section import Count, LayerDecay, NonNegative, Positive, Section
+from trainables.config.section import Count, LayerDecay, Natural, NonNegative, Positive, Section
 
 
 class LossOptimConfig(Section):
@@ -18,6 +18,7 @@ class LossOptimConfig(Section):
     milestones: tuple[Count, ...] | None = Field(None, description="as optim.milestones; absent: the same")
     gamma: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="as optim.gamma; absent: the same")
     warmup_epochs: NonNegative | None = Field(None, description="as optim.warmup_epochs; absent: the same")
+    warmup_steps: Natural | None = Field(None, description="as optim.warmup_steps; absent: the same")
     momentum: Annotated[float, Field(ge=0, lt=1)] | None = Field(None, description="as optim.momentum; absent: the same")
     nesterov: bool | None = Field(None, description="as optim.nesterov; absent: the same")
     weight_decay: NonNegative | None = Field(None, description="as optim.weight_decay; absent: the same")
@@ -52,6 +53,9 @@ class OptimConfig(Section):
     milestones: tuple[Count, ...] = Field((30, 60, 90), description="epochs at which the step schedule multiplies lr by gamma")
     gamma: Annotated[float, Field(gt=0, le=1)] = Field(0.1, description="schedule step: factor at each milestone")
     warmup_epochs: NonNegative = Field(0.0, description="epochs over which the learning rate rises linearly to lr")
+    warmup_steps: Natural = Field(
+        0, description="the same in optimizer steps, at most all of the training; not train.warmup_steps, which are not timed"
+    )
     momentum: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="of sgd and dot")
     nesterov: bool = Field(False, description="Nesterov momentum, of sgd")
     weight_decay: NonNegative = Field(1e-4, description="of sgd and dot L2, of adamw decoupled")

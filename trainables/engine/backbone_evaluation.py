@@ -56,9 +56,10 @@ class BackboneEvaluation:
     ) -> dict[str, float]:
         """The numbers of an evaluation.
 
-        The validation images give `num_images`, `cka` with the teacher's features and the methods' `loss`; with several teachers
-        `cka1`, …, of which `cka` is the mean by their shares. The images of `eval.path` give `top1_pct` and `top5_pct` by k-NN,
-        and in the last evaluation, or that which reaches `train.until_top1_pct`, `linear_top1_pct` by a linear probe.
+        The validation images give `num_images`, `cka` with the teacher's features, `cosine` of the teacher's embeddings with
+        those that a method's head projects, and the methods' `loss`; with several teachers `cka1`, …, of which `cka` is the mean
+        by their shares. The images of `eval.path` give `top1_pct` and `top5_pct` by k-NN, and in the last evaluation, or that
+        which reaches `train.until_top1_pct`, `linear_top1_pct` by a linear probe.
 
         There is no `cka` with a teacher that is sharded, and no `loss` where a method compares the images of a
         batch. Every rank calls it. Raises DataError: not one image of `eval.path` could be read.
@@ -90,6 +91,10 @@ class BackboneEvaluation:
         self, state: TrainState, val_loader: Loader, group: Group, heartbeat: Heartbeat, epoch: int
     ) -> dict[str, float]:
         module, ckas = state.distillation_module, dict[int, LinearCKA]()
+        projecting = {
+            module.teachers.get(key, 0): key for key, method in module.methods_by_name.items() if method.projects_embedding
+        }
+        cosines = torch.zeros(len(projecting), dtype=torch.float64, device=group.device)
         measures_loss = not any(
             method.requires.whole_batch or method.requires.all_gather for method in module.methods_by_name.values()
         )
@@ -112,11 +117,14 @@ class BackboneEvaluation:
                         if measures_loss:
                             outputs, losses = run_student(state, part.images_BCHW, part, teacher, epoch, module=module)
                             sums[1] += losses.named["loss"].double().sum()
-                            output = outputs.logits_BK
+                            output, student = outputs.logits_BK, outputs.student
                         else:
                             with state.autocast():
-                                output = module.student(part.images_BCHW)
+                                output, student = module.read(part.images_BCHW, rows)
                         student_BD = self._read(output, rows)
+                for position, key in enumerate(projecting.values()):
+                    projected_BD, target_BD = module.methods_by_name[key].project_embedding(student[key], teacher[key])
+                    cosines[position] += torch.cosine_similarity(projected_BD.double(), target_BD.double()).sum()
                 firsts = [(module.teachers.get(key, 0), each.features[0]) for key, each in teacher.items() if each.features]
                 for number, feature in dict(reversed(firsts)).items():
                     teacher_BE = feature.flatten(2).mean(2) if feature.ndim > 2 else feature
@@ -132,9 +140,18 @@ class BackboneEvaluation:
         widths = next((each for each in of_ranks if each), {})
         values = {n: (ckas.get(n) or LinearCKA(x, y, group.device)).result(group) for n, (x, y) in widths.items()}
         if values:
-            found["cka"] = sum(self._shares[n] * value for n, value in values.items()) if len(values) > 1 else values[0]
-            found |= {f"cka{n + 1}": value for n, value in values.items() if len(values) > 1}
+            found |= self._of_teachers("cka", values)
+        if projecting and not state.teacher.is_collective:
+            means = (all_reduce_sum(cosines, group) / (images or math.nan)).tolist()
+            found |= self._of_teachers("cosine", dict(zip(projecting, means, strict=True)))
         return found
+
+    def _of_teachers(self, name: str, values: dict[int, float]) -> dict[str, float]:
+        """A number of each teacher, and their mean by the shares."""
+        if len(values) == 1:
+            return {name: next(iter(values.values()))}
+        of_each = {f"{name}{n + 1}": value for n, value in values.items()}
+        return {name: sum(self._shares[n] * value for n, value in values.items()), **of_each}
 
     def _read(self, output: Tensor, num_rows: int) -> Tensor:
         (outputs,) = self._embedding.pop(output, num_rows).values()

@@ -127,10 +127,11 @@ def learning_rate(step: int, steps_per_epoch: int, optim: OptimConfig, peak: flo
     restarts); step multiplies by `gamma` at each milestone epoch.
     """
     epoch = step / steps_per_epoch
-    if epoch < optim.warmup_epochs:
-        return peak * (step + 1) / (optim.warmup_epochs * steps_per_epoch + 1)
+    warmup_epochs = optim.warmup_epochs or min(optim.warmup_steps / steps_per_epoch, optim.epochs)
+    if epoch < warmup_epochs:
+        return peak * (step + 1) / (warmup_epochs * steps_per_epoch + 1)
     if optim.schedule == "cosine":
-        done = (epoch - optim.warmup_epochs) / max(optim.epochs - optim.warmup_epochs, 1e-9)
+        done = (epoch - warmup_epochs) / max(optim.epochs - warmup_epochs, 1e-9)
         return peak * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
     if optim.schedule == "step":
         return float(peak * optim.gamma ** bisect.bisect_right(sorted(optim.milestones), epoch))

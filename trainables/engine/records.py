@@ -35,6 +35,7 @@ _SHOWN = {
     "top5_pct": "Acc@5 {:.2f}",
     "linear_top1_pct": "linear probe {:.2f}",
     "cka": "CKA {:.4f}",
+    "cosine": "cosine {:.4f}",
     "loss": "loss {:.4f}",
 }
 """The numbers of an evaluation in the log."""

@@ -107,6 +107,9 @@ def build(
         resources.callback(models.teacher.close)
         backbone_evaluation = None
         if models.embedding is not None:
+            methods = models.module.methods_by_name.values()
+            if config.eval.best == "cosine" and not any(method.projects_embedding for method in methods):
+                raise ExperimentError("eval.best: cosine is of embed and queue, which project the student's embedding: write cka")
             labeled = open_labeled(config, layout.replicas)
             for loader in labeled:
                 resources.callback(loader.close)

@@ -141,6 +141,9 @@ class Method(nn.Module):
     idle_with_two_classes: ClassVar[str] = ""
     """Which of its terms teaches nothing of two classes, for the note that says so."""
 
+    projects_embedding = False
+    """Whether `project_embedding` is there: an evaluation then has its `cosine`."""
+
     def __init__(self, options: MethodOptions, context: BuildContext) -> None:
         """Build the method's modules, on the CPU in float32. torch's generator is seeded for the method.
 
@@ -155,6 +158,10 @@ class Method(nn.Module):
 
         A method that requires no teacher gets the student's outputs, detached, as `teacher`.
         """
+        raise NotImplementedError
+
+    def project_embedding(self, student: ModelOutputs, teacher: ModelOutputs) -> tuple[Tensor, Tensor]:
+        """The embeddings (B, D) that it compares: the student's, as its head projects them, and the teacher's."""
         raise NotImplementedError
 
     def calibrate(self, teacher: ModelOutputs) -> None:

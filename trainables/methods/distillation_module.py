@@ -4,8 +4,8 @@ Shapes: B samples of this rank, C channels, H W pixels, K classes.
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,8 @@ class DistillationOutputs:
     """Weight and logits (B, K) of each auxiliary head."""
     terms: dict[str, dict[str, Tensor]]
     """Method → its terms, see `Method`."""
+    student: Mapping[str, ModelOutputs] = field(default_factory=dict)
+    """Method → what it reads of the student, in an evaluation."""
 
 
 class DistillationModule(nn.Module):
@@ -68,19 +70,27 @@ class DistillationModule(nn.Module):
         """
         num_rows = len(images_BCHW) if batch is None else len(batch.labels_B)
         terms: dict[str, dict[str, Tensor]] = {}
+        student: Mapping[str, ModelOutputs] = {}
         if self._reader is None or batch is None:
             logits_BK, aux = logits_and_aux(self.student(images_BCHW))
         else:
-            with self._reader.capture():
-                logits_BK, aux = logits_and_aux(self.student(images_BCHW))
-                student = self._reader.pop(logits_BK, num_rows)
+            output, student = self.read(images_BCHW, num_rows)
+            logits_BK, aux = logits_and_aux(output)
             with torch.autocast(images_BCHW.device.type, enabled=False):
                 for key, method in self._started.items():
                     loss = method.init_loss if self._init_stage else method
                     reference = teacher[key] if teacher and key in teacher else student[key].map(Tensor.detach)
                     terms[key] = loss(student[key], reference, batch)
         aux = tuple((weight, at_least_float32(aux_BK[:num_rows])) for weight, aux_BK in aux)
-        return DistillationOutputs(at_least_float32(logits_BK[:num_rows]), aux, terms)
+        return DistillationOutputs(at_least_float32(logits_BK[:num_rows]), aux, terms, {} if self.training else student)
+
+    def read(self, images_BCHW: Tensor, num_rows: int) -> tuple[Any, Mapping[str, ModelOutputs]]:
+        """The student's output, and what each method reads of its first rows."""
+        if self._reader is None:
+            return self.student(images_BCHW), {}
+        with self._reader.capture():
+            output = self.student(images_BCHW)
+            return output, self._reader.pop(output, num_rows)
 
     @property
     def classifies(self) -> bool:

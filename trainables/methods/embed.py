@@ -93,6 +93,7 @@ class Embed(Method):
                 self.standardizers[name] = FeatureStandardizer(
                     options.standardize, outputs, seed=context.seed, where=f"distill.options.embed.standardize: {name}"
                 )
+        self.projects_embedding = "embedding" in shapes
         if "map" in shapes:
             self.resize_student, self.resize_teacher = resizes("embed", shapes["map"], options.resize)
 
@@ -106,6 +107,9 @@ class Embed(Method):
             loss = mean_per_sample(LOSSES[self.options.loss][name](source, target))
             found[name] = getattr(self.options, name) * loss
         return found
+
+    def project_embedding(self, student: ModelOutputs, teacher: ModelOutputs) -> tuple[Tensor, Tensor]:
+        return self.heads["embedding"](student.features[0]), self._standardized("embedding", teacher.features[0])
 
     def calibrate(self, teacher: ModelOutputs) -> None:
         for standardizer, feature in zip(self._standardizers, teacher.features, strict=True):

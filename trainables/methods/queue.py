@@ -63,6 +63,7 @@ class Queue(Method):
             rows = options.queue_size or 2 ** min(max((len(context.labels_M) // 2).bit_length() - 1, MIN_BITS), MAX_BITS)
             self.register_buffer("queue_QD", torch.zeros(rows, shapes["embedding"][1][0]))
             self.register_buffer("num_entered", torch.zeros((), dtype=torch.int64))
+        self.projects_embedding = "embedding" in shapes
         if "map" in shapes:
             self.resize, _ = resizes("queue", shapes["map"], "student")
 
@@ -74,6 +75,9 @@ class Queue(Method):
             loss = self._of_queue if name == "embedding" else self._of_positions
             found[name] = getattr(self.options, name) * loss(source, target, batch)
         return found
+
+    def project_embedding(self, student: ModelOutputs, teacher: ModelOutputs) -> tuple[Tensor, Tensor]:
+        return self.heads["embedding"](student.features[0]), teacher.features[0]
 
     def _of_queue(self, student_BD: Tensor, teacher_BD: Tensor, batch: MethodBatch) -> Tensor:
         rows_ND = batch.all_gather(teacher_BD)

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from trainables.config import DistillConfig, MethodOptions, TeacherConfig, init_epochs
+from trainables.config.models import REUSE_SEPARATOR
 from trainables.distributed.batch_norm import has_global_batch_norm
 from trainables.errors import DistillError, ExperimentError
 from trainables.methods.contract import BuildContext, Method, Requirements
 from trainables.methods.logits import StandardizeOptions
 from trainables.methods.registry import load_method
 from trainables.models.forward import seeded
-from trainables.models.names import REUSE_SEPARATOR
 
 
 class SelectedMethod(NamedTuple):

@@ -7,12 +7,9 @@ from trainables.errors import ModelError, closest_matches
 from trainables.models.libraries import LIBRARIES
 from trainables.models.libraries.interface import Library, installed
 from trainables.models.libraries.ours import MODELS
-from trainables.user_code import option_key
+from trainables.user_code import model_parts, option_key
 
-__all__ = ["MODELS", "REUSE_SEPARATOR", "ModelName", "check_model_name", "library_of"]
-
-REUSE_SEPARATOR = "+"
-"""STUDENT+TEACHER is a student that predicts with the teacher's classifier, see `trainables.models.reused_classifier`."""
+__all__ = ["MODELS", "ModelName", "check_model_name", "library_of", "model_parts"]
 
 
 class ModelName(NamedTuple):
@@ -42,7 +39,7 @@ class ModelName(NamedTuple):
 
 def library_of(name: str) -> tuple[Library, str]:
     """The library of a model and its name there; of `A+B` those of A. Raises ModelError: see `check_model_name`."""
-    found = check_model_name(name.partition(REUSE_SEPARATOR)[0])
+    found = check_model_name(model_parts(name)[0])
     return LIBRARIES[found.library], found.name
 
 
@@ -53,8 +50,8 @@ def check_model_name(name: str) -> ModelName:
 
     Raises ModelError: no such model (with the nearest name that exists), or its library is not installed.
     """
-    if REUSE_SEPARATOR in name:
-        for part in name.split(REUSE_SEPARATOR):
+    if len(parts := model_parts(name)) > 1:
+        for part in parts:
             check_model_name(part)
         return ModelName("ours", name)
     if with_arguments := ARGUMENTS.fullmatch(name):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from trainables.errors import ModelError, first_line
 from trainables.models.forward import dry_forward, logits_and_aux, seeded
 from trainables.models.libraries import LIBRARIES
-from trainables.models.names import MODELS, REUSE_SEPARATOR, check_model_name
+from trainables.models.names import MODELS, check_model_name, model_parts
 from trainables.user_code import file_of
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def build_model(name: str, *, num_classes: int, image_size: int, seed: int) -> n
 def construct(name: str, *, num_classes: int, image_size: int, seed: int) -> nn.Module:
     """`build_model` without its forward checks."""
     found = check_model_name(name)
-    if REUSE_SEPARATOR in found.name:
+    if len(model_parts(name)) > 1:
         from trainables.models.reused_classifier import build_reused
 
         part = partial(construct, num_classes=num_classes, image_size=image_size, seed=seed)

@@ -17,7 +17,7 @@ from trainables.errors import ModelError
 from trainables.models.forward import dry_forward, seeded
 from trainables.models.libraries import declared_taps
 from trainables.models.libraries.interface import DeclaredTaps
-from trainables.models.names import REUSE_SEPARATOR
+from trainables.models.names import model_parts
 from trainables.models.tap_names import classifier, modules_before
 from trainables.models.taps import Taps
 
@@ -35,7 +35,7 @@ class ReusedClassifier(nn.Module):
         Raises ModelError: one of them ends with no linear layer, the student has no map, or the teacher none that is pooled.
         """
         super().__init__()
-        student_name, _, teacher_name = name.partition(REUSE_SEPARATOR)
+        student_name, teacher_name = model_parts(name)
         teacher_taps = Taps(teacher, ("unpooled",), name=teacher_name, image_size=image_size)
         (self._teacher_CHW,) = teacher_taps.shapes
         teacher_taps.remove()
@@ -117,7 +117,7 @@ def _last_map(trunk: nn.Module, name: str, image_size: int) -> str:
 
 def build_reused(name: str, build: Callable[[str], nn.Module], *, image_size: int, seed: int) -> ReusedClassifier:
     """The model STUDENT+TEACHER of this name; `build` makes its two parts."""
-    student, _, teacher = name.partition(REUSE_SEPARATOR)
+    student, teacher = model_parts(name)
     trunk, reused = build(student), build(teacher)
     with seeded(f"{name}:{seed}"):
         return ReusedClassifier(trunk, reused, name=name, image_size=image_size)

@@ -32,6 +32,9 @@ Columns = dict[str, Tensor]
 NamedShapes = tuple[tuple[str, tuple[int, ...]], ...]
 """Taps by their full names, each with the shape of a sample: (D,), (D, h, w) or another."""
 _HALF_MAX = 65504.0
+_FP8 = torch.float8_e4m3fn
+_FP8_MAX = torch.finfo(_FP8).max
+_SCALE = " scale"
 _INT16_CLASSES = 2**15
 
 
@@ -47,6 +50,8 @@ class RowFormat(ABC):
 
     taps: NamedShapes = ()
     """Those of the features, in the order in which `encode` takes and `decode` returns them."""
+    feature_dtype: str = "float16"
+    """How the features are stored."""
 
     @property
     def has_logits(self) -> bool:
@@ -71,8 +76,10 @@ class RowFormat(ABC):
         """The outputs that columns stand for, in `dtype` and on their device."""
 
     def __str__(self) -> str:
-        shapes = {name.removeprefix("feature "): shape for name, (_, shape) in self.columns.items() if shape}
-        return " + ".join(f"{name} {'×'.join(map(str, shape))}" for name, shape in shapes.items())
+        names = {
+            name.removeprefix("feature "): f" {'×'.join(map(str, shape))}" for name, (_, shape) in self.columns.items() if shape
+        }
+        return " + ".join(map("".join, names.items()))
 
     @cached_property
     def row(self) -> np.dtype[Any]:
@@ -137,11 +144,13 @@ class RowTeacher(TeacherInterface):
     def _check(self, rows_B: Rows) -> Rows:
         """The rows. Raises DataError: half precision does not hold a number that was computed for them."""
         for name, (dtype, _) in self.row_format.columns.items():
-            if dtype == "float16" and not (finite := np.isfinite(rows_B[name])).all():
+            is_scale = name.endswith(_SCALE)
+            if (dtype == "float16" or is_scale) and not (finite := np.isfinite(rows_B[name])).all():
                 sample = int(rows_B["sample"][finite.reshape(len(rows_B), -1).all(1).argmin()])
+                limit = "" if is_scale else f", or above {_HALF_MAX:,.0f}, the most that float16 holds"
                 raise DataError(
-                    f"{self._key}: {self._name} gives {self._source.name(sample)} a value of its {name} that is not a number, "
-                    f"or above {_HALF_MAX:,.0f}, the most that float16 holds: leave {self._key} out"
+                    f"{self._key}: {self._name} gives {self._source.name(sample)} a value of its {name.removesuffix(_SCALE)} "
+                    f"that is not a number{limit}: leave {self._key} out"
                 )
         return rows_B
 
@@ -241,11 +250,15 @@ def _half(values: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class HalfFeatures(RowFormat):
-    """Features in half precision, next to `logits` where these are read too."""
+class StoredFeatures(RowFormat):
+    """Features in `float16`, or in `fp8` (e4m3), each image's divided by the largest of their magnitudes, which is stored too.
+
+    `logits`, where these are read too, stand next to them in a format of their own.
+    """
 
     logits: RowFormat | None
     taps: NamedShapes
+    feature_dtype: str = "float16"
 
     @property
     def has_logits(self) -> bool:
@@ -253,24 +266,54 @@ class HalfFeatures(RowFormat):
 
     @property
     def key(self) -> dict[str, Any]:
-        return {**(self.logits.key if self.logits is not None else {}), "taps": [tap for tap, _ in self.taps]}
+        dtype = {} if self.feature_dtype == "float16" else {"feature_dtype": self.feature_dtype}
+        return {**(self.logits.key if self.logits is not None else {}), "taps": [tap for tap, _ in self.taps], **dtype}
 
     @property
     def columns(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-        logits = self.logits.columns if self.logits is not None else {}
-        return {**logits, **{f"feature {tap}": ("float16", shape) for tap, shape in self.taps}}
+        columns = dict(self.logits.columns) if self.logits is not None else {}
+        for tap, shape in self.taps:
+            columns[f"feature {tap}"] = ("uint8" if self.feature_dtype == "fp8" else "float16", shape)
+            if self.feature_dtype == "fp8":
+                columns[f"feature {tap}{_SCALE}"] = ("float32", ())
+        return columns
 
     def encode(self, outputs: ModelOutputs) -> Columns:
         columns = self.logits.encode(outputs) if self.logits is not None else {}
-        names = (f"feature {tap}" for tap, _ in self.taps)
-        return columns | {name: values.detach().half() for name, values in zip(names, outputs.features, strict=True)}
+        for (tap, _), values in zip(self.taps, outputs.features, strict=True):
+            name, values_BN = f"feature {tap}", values.detach().flatten(1)
+            if self.feature_dtype == "fp8":
+                scale_B = columns[name + _SCALE] = values_BN.abs().amax(1).float()
+                values_BN = values_BN / scale_B.clamp(min=torch.finfo(torch.float32).tiny)[:, None] * _FP8_MAX
+            stored_BN = values_BN.to(_FP8).view(torch.uint8) if self.feature_dtype == "fp8" else values_BN.half()
+            columns[name] = stored_BN.view(values.shape)
+        return columns
 
     def decode(self, columns: Columns, dtype: torch.dtype = torch.float32) -> ModelOutputs:
         logits = self.logits.decode(columns, dtype).logits if self.logits is not None else None
-        return ModelOutputs(logits, tuple(columns[f"feature {tap}"].to(dtype) for tap, _ in self.taps))
+        features = []
+        for tap, _ in self.taps:
+            stored = columns[f"feature {tap}"]
+            if self.feature_dtype == "fp8":
+                scale_B = columns[f"feature {tap}{_SCALE}"].to(dtype) / _FP8_MAX
+                features.append(stored.view(_FP8).to(dtype) * scale_B.view(-1, *[1] * (stored.ndim - 1)))
+            else:
+                features.append(stored.to(dtype))
+        return ModelOutputs(logits, tuple(features))
+
+    def describe_error(self, outputs: ModelOutputs) -> str:
+        """How far the features of a batch are from what is stored of them; it waits for the device."""
+        stored = self.decode(self.encode(outputs), torch.float64).features
+        texts = []
+        for (tap, _), values, read in zip(self.taps, outputs.features, stored, strict=True):
+            x, y = values.double().flatten(), read.flatten()
+            error_pct, cosine = 100 * (x - y).norm() / x.norm(), torch.cosine_similarity(x, y, dim=0)
+            texts.append(f"{tap} by {error_pct:.2g}% (cosine {cosine:.5f})")
+        return f"{self.feature_dtype} changes {', '.join(texts)}, as the norm of the differences over that of the features"
 
 
-def format_of(reads: Mapping[str, MethodReads], logits: RowFormat) -> RowFormat:
-    """The rows of what these methods read together, with `logits` as they are stored or sent where one reads them."""
+def format_of(reads: Mapping[str, MethodReads], logits: RowFormat, dtype: str = "float16") -> RowFormat:
+    """The rows of what these methods read together: features in `dtype`, and `logits` as they are stored or sent where one reads
+    them."""
     taps = tuple(sorted({tap for each in reads.values() for tap in each.taps}))
-    return HalfFeatures(logits if any(each.logits for each in reads.values()) else None, taps) if taps else logits
+    return StoredFeatures(logits if any(each.logits for each in reads.values()) else None, taps, dtype) if taps else logits

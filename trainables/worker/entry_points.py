@@ -205,7 +205,7 @@ def fill_loop_per_worker(settings: dict[str, Any]) -> None:
             classes, (loader, val_loader) = open_loaders(config, build_layout(group, 1))
             with contextlib.closing(loader), contextlib.closing(val_loader):
                 teacher = build_cached_teacher(config, group, classes, loader)
-                metrics = fill(config, group, teacher, loader, reporter.report, heartbeat)
+                metrics = fill(config, group, teacher, (loader, val_loader), reporter.report, heartbeat)
         if group.is_main:
             result = StageResult(
                 stage=config.stage,

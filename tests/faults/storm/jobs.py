@@ -51,7 +51,7 @@ def fill_cache(group: Group, disk: Path, settings: TrainConfig, points: list[Fau
     config = sequential(FillConfig.model_validate(settings.model_dump()))
     classes, (loader, val_loader) = open_loaders(config, build_layout(group, 1))
     with contextlib.closing(loader), contextlib.closing(val_loader):
-        metrics = fill(config, group, build_cached_teacher(config, group, classes, loader), loader, ignore)
+        metrics = fill(config, group, build_cached_teacher(config, group, classes, loader), (loader, val_loader), ignore)
     if group.is_main:
         write_stage_result(StageDir(Path(settings.output_dir)), StageResult(stage="cache", metrics=metrics))
     return counts

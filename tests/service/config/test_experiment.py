@@ -820,7 +820,7 @@ def test_what_a_cache_cannot_hold_is_refused_in_one_line() -> None:
     assert "teacher.cache: it has the teacher's outputs for each image" in mixed
     network = refusal(CACHE, "distill.method=srrl")
     assert "teacher.cache: it gives a teacher's outputs, and srrl needs its network: set teacher.cache to null" in network
-    assert "teacher.cache_top_k is for a teacher whose logits are cached: write teacher.cache: FOLDER" in refusal(
+    assert "teacher.cache_top_k is for a teacher whose outputs are cached: write teacher.cache: FOLDER" in refusal(
         "teacher.cache_top_k=5"
     )
     assert all("\n" not in text for text in (mixed, network))

@@ -69,6 +69,10 @@ def refused_by_a_worker(overrides: tuple[str, ...], folder: Path) -> str:
         (("teacher.placement=sharded", "scale.num_workers=[1, 2]"), "teacher.placement sharded needs 2 workers or more, and"),
         (("teacher.service=1", *GPU), "teacher.service: it is sent images that the host has decoded"),
         ((*GPU, "scale.use_gpu=false"), "data.decoder gpu works on GPUs only"),
+        (
+            ("optim.warmup_epochs=1", "optim.warmup_steps=9"),
+            "optim.warmup_steps and optim.warmup_epochs are two lengths of one warm-up: leave one of them out",
+        ),
         (("optim.warmup_epochs=12",), "optim.warmup_epochs 12 leaves no epoch of optim.epochs 12: write less"),
         (("optim.nesterov=true", "optim.momentum=0"), "optim.nesterov needs optim.momentum above 0"),
         (("optim.accumulate=2", "distill.method=[sp]"), "distill.method: sp looks at all samples of a batch, which optim.accum"),
@@ -107,7 +111,7 @@ def refused_by_a_worker(overrides: tuple[str, ...], folder: Path) -> str:
         (("teacher.mean=[0.5, 0.5, 0.5]",), "teacher.mean belongs to given weights: write teacher.weights: FILE"),
         (
             ("teacher.cache_epochs=2",),
-            "teacher.cache_epochs is for a teacher whose logits are cached: write teacher.cache: FOLDER",
+            "teacher.cache_epochs is for a teacher whose outputs are cached: write teacher.cache: FOLDER",
         ),
         (SEVERAL[1:], "teachers: there is also a teacher, convnet_large: write teacher: null and all of them in teachers, or"),
         (("teacher.cache=/c", "teacher.service=1"), "teacher.cache stores what teacher.service would compute: leave out one"),
@@ -205,7 +209,7 @@ def test_a_rule_is_checked_on_the_driver_and_again_by_the_worker(
         ),
         (
             (*UNLABELED, "eval.best=top1_pct"),
-            "eval.best: top1_pct is not measured: top1_pct needs data.labels: true or eval.path, and cka data.labels: false",
+            "eval.best: top1_pct is not measured: top1_pct needs data.labels: true or eval.path, cka and cosine",
         ),
         (
             (*UNLABELED, "sweep={metric: top5_pct, steps: null}"),
@@ -217,7 +221,7 @@ def test_a_rule_is_checked_on_the_driver_and_again_by_the_worker(
         ),
         (
             ("eval.best=cka",),
-            "eval.best: cka is not measured: top1_pct needs data.labels: true or eval.path, and cka data.labels: false",
+            "eval.best: cka is not measured: top1_pct needs data.labels: true or eval.path, cka and cosine data.labels: false",
         ),
         (
             ("sweep={metric: linear_top1_pct, steps: null}",),

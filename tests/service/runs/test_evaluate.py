@@ -30,6 +30,24 @@ def test_an_evaluation_prepares_images_as_the_training_did_unless_overridden(tmp
     assert resolve(str(tmp_path / "best.safetensors"), "digits", ["data.val_resize=13"]).data.val_resize == 13
 
 
+def test_the_file_of_a_model_that_a_checkpoint_names_is_said_to_run(tmp_path: Path) -> None:
+    file = tmp_path / "net.py"
+    file.write_text(
+        "from torch import nn\n\n\ndef net(num_classes):\n"
+        "    return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, num_classes))\n"
+    )
+    model = build_model(f"{file}:net", num_classes=10, image_size=12, seed=0)
+    about = {"model": f"{file}:net", "num_classes": 10, "classes": [str(digit) for digit in range(10)], "image_size": 12}
+    path, lines = tmp_path / "best.safetensors", list[str]()
+    write_tensors(path, {f"model.{name}": value for name, value in model.state_dict().items()}, about)
+    with notices_to(lines.append):
+        resolve(str(path), "digits", [])
+        resolve(str(path), "digits", [], f"{file}:net")
+    assert [line for line in lines if "runs another" in line] == [
+        f"{path} is a net of {file}, which is run now: --model FILE.py:CLASS runs another"
+    ]
+
+
 def test_weights_without_a_header_are_evaluated_as_the_model_that_is_named(tmp_path: Path) -> None:
     model, path = build_model("mlp_small", num_classes=10, image_size=12, seed=0), tmp_path / "x.pth"
     torch.save({"student": model.state_dict(), "teacher": model.state_dict()}, path)

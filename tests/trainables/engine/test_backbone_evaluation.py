@@ -58,7 +58,7 @@ def test_a_student_without_labels_is_the_same_on_any_number_of_workers(ranks: Ra
     assert relative_difference(one["state"], two["state"]) < 1e-9
     for alone, shared in zip(epochs_of(one["calls"]), epochs_of(two["calls"]), strict=True):
         names = [name for name in alone if name.startswith("val/")]
-        assert {"val/cka", "val/loss", "val/top1_pct", "val/top5_pct", "val/num_images"} <= {*names}
+        assert {"val/cka", "val/cosine", "val/loss", "val/top1_pct", "val/top5_pct", "val/num_images"} <= {*names}
         assert [alone[name] for name in names] == pytest.approx([shared[name] for name in names], rel=1e-9)
     assert "val/linear_top1_pct" not in epochs_of(one["calls"])[0]
     summary = one["calls"][-1][2]
@@ -88,6 +88,24 @@ def test_without_eval_path_the_best_checkpoint_has_the_largest_cka(tmp_path: Pat
     assert summary["best_epoch"] == 1 + ckas.index(max(ckas))
     assert summary["cka"] == ckas[-1]
     assert "top1_pct" not in summary
+
+
+def test_the_cosine_is_that_of_the_projected_embeddings_and_may_choose_the_best_checkpoint(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    options = {"embed": {"loss": "cosine", "map": 0}}
+    settings = backbone(
+        tmp_path, eval={"best": "cosine"}, distill={**DISTILL, "options": options}, optim={"epochs": 2, "lr": 0.01}
+    )
+    found = train(Group(), settings)
+    epochs = epochs_of(found["calls"])
+    assert [each["val/cosine"] for each in epochs] == pytest.approx([1 - each["val/loss"] for each in epochs], rel=1e-9)
+    assert found["calls"][-1][2]["best_epoch"] == 1 + max(range(2), key=lambda n: epochs[n]["val/cosine"])
+    queue = backbone(tmp_path, distill={**DISTILL, "method": ["queue"]})
+    one, two = (ranks.run(n, train, queue.model_copy(update={"output_dir": str(tmp_path / str(n))}))[0] for n in (1, 2))
+    (alone,), (shared,) = epochs_of(one["calls"]), epochs_of(two["calls"])
+    assert -1 < alone["val/cosine"] < 1
+    assert alone["val/cosine"] == pytest.approx(shared["val/cosine"], rel=1e-9)
 
 
 def test_a_student_without_labels_resumes_bit_for_bit(tmp_path: Path) -> None:
@@ -129,6 +147,7 @@ def test_a_best_checkpoint_by_a_number_that_is_not_measured_is_refused(tmp_path:
         ({"eval": {"best": "top1_pct"}}, "eval.best: top1_pct is not measured"),
         ({"eval": {"best": "cka"}, "data": {"labels": True}}, "eval.best: cka is not measured"),
         ({"eval": {"best": "loss"}, "distill": {**DISTILL, "method": ["queue"]}}, "eval.best: queue compares the images"),
+        ({"eval": {"best": "cosine"}, "distill": {**DISTILL, "method": ["rkd"]}}, "eval.best: cosine is of embed and queue"),
     ):
         with pytest.raises(ExperimentError, match=f"^{says}"):
             train(Group(), backbone(tmp_path, **sections))

@@ -66,6 +66,15 @@ def test_warm_up_rises_linearly_and_meets_the_schedule_at_the_peak() -> None:
     assert len(differences) == 1
 
 
+def test_a_warm_up_in_steps_is_that_of_as_many_epochs_and_no_longer_than_the_training() -> None:
+    epochs, steps = OptimConfig(epochs=10, warmup_epochs=2.5), OptimConfig(epochs=10, warmup_steps=50)
+    ours, theirs = ([learning_rate(step, 20, each, 1.0) for step in range(200)] for each in (steps, epochs))
+    assert ours == pytest.approx(theirs, rel=1e-12)
+    assert ours[50] == max(ours) == 1.0
+    short = [learning_rate(step, 20, OptimConfig(epochs=10, warmup_steps=500), 1.0) for step in range(200)]
+    assert short == pytest.approx([(step + 1) / 201 for step in range(200)])
+
+
 def test_scaling_multiplies_by_the_batch_over_the_base_batch_or_its_root() -> None:
     assert peak_learning_rate(OptimConfig(lr=0.1, lr_scaling="linear", lr_base_batch=256), 1024) == pytest.approx(0.4)
     assert peak_learning_rate(OptimConfig(lr=0.1, lr_scaling="sqrt", lr_base_batch=256), 1024) == pytest.approx(0.2)

@@ -7,7 +7,7 @@ import pytest
 from trainables.config.models import with_arguments
 from trainables.errors import ModelError
 from trainables.models.libraries.interface import registered
-from trainables.models.names import MODELS, ModelName, check_model_name
+from trainables.models.names import MODELS, ModelName, check_model_name, model_parts
 
 
 def test_the_names_read_from_sources_are_those_that_torchvision_registers() -> None:
@@ -50,6 +50,23 @@ def test_arguments_are_of_a_model_alone_and_parentheses_may_be_of_its_folder(tmp
     assert check_model_name(f"local-dir:{folder}") == ModelName("timm", f"local-dir:{folder}")
     name = with_arguments(f"local-dir:{folder}", {"drop_rate": 0.1})
     assert check_model_name(name) == ModelName("timm", f"local-dir:{folder}", "drop_rate=0.1")
+
+
+def test_a_path_with_a_plus_that_exists_is_not_cut_there(tmp_path: Path) -> None:
+    file, folder = tmp_path / "a+b" / "net.py", tmp_path / "a+b"
+    folder.mkdir()
+    file.touch()
+    (folder / "config.json").write_text('{"architecture": "resnet10t"}')
+    own, saved = f"{file}:Net", f"local-dir:{folder}"
+    for name in (own, saved, f"{own}(width='1+1')"):
+        assert model_parts(name) == (name,)
+        assert model_parts(f"resnet8+{name}") == ("resnet8", name)
+        assert model_parts(f"{name}+resnet8") == (name, "resnet8")
+    assert model_parts(f"{own}+{saved}") == (own, saved)
+    pytest.importorskip("timm")
+    assert check_model_name(saved) == ModelName("timm", saved)
+    with pytest.raises(ModelError, match=rf"{tmp_path}/c\+d"):
+        check_model_name(f"local-dir:{tmp_path}/c+d")
 
 
 @pytest.mark.parametrize(

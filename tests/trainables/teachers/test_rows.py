@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from trainables.methods.contract import ModelOutputs
-from trainables.teachers.rows import ExactLogits, HalfLogits
+from trainables.teachers.rows import ExactLogits, HalfLogits, StoredFeatures
 
 ROUNDING = 2.0**-11
 """The relative error of a number in half precision."""
@@ -131,3 +131,30 @@ def test_rows_hold_the_declared_columns_to_the_bit(row_format: HalfLogits | Exac
     assert rows_B["sample"].tolist() == list(range(rows))
     back = row_format.to_device(rows_B, torch.device(device))
     assert all(torch.equal(back[name], columns[name]) for name in columns)
+
+
+def test_features_in_fp8_are_the_nearest_numbers_of_that_format_times_their_largest_magnitude() -> None:
+    stored = StoredFeatures(None, (("embedding", (50,)), ("map", (6, 2, 3))), "fp8")
+    generator = torch.Generator().manual_seed(4)
+    magnitudes_B = torch.logspace(-3, 6, 5)
+    embedding_BD = torch.randn(5, 50, generator=generator) * magnitudes_B.view(-1, 1)
+    map_BDHW = torch.randn(5, 6, 2, 3, generator=generator) * magnitudes_B.view(-1, 1, 1, 1)
+    embedding_BD[0] = 0
+    embedding_BD[1] *= torch.logspace(-5, 0, 50)
+    outputs = ModelOutputs(None, (embedding_BD, map_BDHW))
+    found = stored.decode(stored.encode(outputs), torch.float64).features
+    # 4 bits of exponent with bias 7, 3 of mantissa; both all ones are no number (Micikevicius et al. 2022, table 1)
+    table = [2.0**-6 * m / 8 for m in range(8)] + [2.0 ** (e - 7) * (1 + m / 8) for e in range(1, 16) for m in range(8)][:-1]
+    grid = torch.tensor([-each for each in table] + table, dtype=torch.float64)
+    for values, read in zip((embedding_BD, map_BDHW), found, strict=True):
+        scale = values.double().flatten(1).abs().amax(1).view(-1, *[1] * (values.ndim - 1)) / 448
+        units = values.double() / torch.where(scale > 0, scale, 1)
+        nearest = (units[..., None] - grid).abs().amin(-1)
+        assert torch.allclose((read - values).abs(), nearest * scale, rtol=1e-3, atol=1e-5 * scale.max().item())
+    assert str(stored) == "embedding 50 + map 6×2×3"
+    assert stored.row.itemsize == 4 + 50 + 4 + 36 + 4
+    x, y = embedding_BD.double().flatten(), found[0].flatten()
+    error_pct, cosine = 100 * (x - y).norm() / x.norm(), x @ y / (x.norm() * y.norm())
+    assert f"embedding by {error_pct:.2g}% (cosine {cosine:.5f})" in stored.describe_error(
+        ModelOutputs(None, (embedding_BD, map_BDHW))
+    )

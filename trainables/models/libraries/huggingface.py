@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from trainables.config.models import FOLDER_SCHEME, HUB_SCHEMES
 from trainables.errors import ModelError, first_line, first_three
 from trainables.models.libraries.interface import DeclaredTaps, Layout, Library, Tap, TrainedInput, check_known, installed
-from trainables.models.libraries.timm import is_of_transformers, source_config, source_name, source_of, wordnet_ids
+from trainables.models.libraries.timm import (
+    is_of_transformers,
+    source_config,
+    source_name,
+    source_of,
+    use_cache_without_network,
+    wordnet_ids,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -111,6 +118,7 @@ class HuggingFace(Library):
         model = self.create(source, _record(source).num_classes, image_size, kwargs)
         repository, revision = source_of(source)
         try:
+            use_cache_without_network()
             state, found = _loaded(model, repository, revision=revision or "main")
             if found["missing_keys"]:
                 raise ModelError(f"it misses {first_three(sorted(found['missing_keys']))}")

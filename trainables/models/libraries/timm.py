@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import math
 import re
+import socket
 import sys
 from collections.abc import Collection, Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from trainables.config.models import FOLDER_SCHEME, HUB_SCHEMES
 from trainables.errors import ModelError, closest_matches, first_line
@@ -111,6 +114,7 @@ class Timm(Library):
         if "img_size" in options and (size := config["input_size"][-1]) != image_size:
             notice(f"weights {weights} of {shown}: timm resamples its tables from images of {size}×{size} to {image_size}")
         try:
+            use_cache_without_network()
             model: nn.Module = timm.create_model(
                 full_name, pretrained=True, num_classes=config["num_classes"], **options, **kwargs
             )
@@ -296,6 +300,17 @@ def _folder_config(name: str, file: str) -> Any:
         ) from None
 
 
+def use_cache_without_network() -> None:
+    """Set the Hub's client to its offline mode where the Hub's host has no address: it would try for 23 s, for each file."""
+    from huggingface_hub import constants
+
+    if not getproxies():  # a proxy finds the address itself
+        try:
+            socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, None)
+        except socket.gaierror:
+            constants.HF_HUB_OFFLINE = True
+
+
 @cache
 def _hub_config(name: str, file: str) -> Any:
     """Downloaded once."""
@@ -305,6 +320,7 @@ def _hub_config(name: str, file: str) -> Any:
     try:
         from huggingface_hub import hf_hub_download
 
+        use_cache_without_network()
         return json.loads(Path(hf_hub_download(repository, file, revision=revision)).read_text(encoding="utf-8"))
     except Exception as error:  # any way in which the network, the hub's client or the disk can fail
         raise ModelError(

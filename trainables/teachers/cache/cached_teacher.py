@@ -22,12 +22,13 @@ from trainables.errors import DataError
 from trainables.methods.contract import ModelOutputs
 from trainables.methods.init_stage import longest_init_stage
 from trainables.methods.select import select_methods
+from trainables.notices import notice
 from trainables.rundir import write_json
 from trainables.teachers.cache.key import cache_key, shared_key_parts
 from trainables.teachers.cache.store import CacheWriter, EpochRows, RowStore
 from trainables.teachers.interface import TeacherRequest
 from trainables.teachers.network import ROWS, TeacherNetwork, row_network
-from trainables.teachers.rows import HalfLogits, MethodReads, RowFormat, RowTeacher, format_of
+from trainables.teachers.rows import HalfLogits, MethodReads, RowFormat, RowTeacher, StoredFeatures, format_of
 
 log = logging.getLogger("raydistill")
 
@@ -53,6 +54,7 @@ class CachedTeacher(RowTeacher):
         self._validation: Self | None = None
         self._config = config.model_copy(update={"teacher_sha256": parts["teacher"]["sha256"]})
         self._group, self._classes = group, classes
+        self._measures_error = group.is_main and writes
         self._epoch: tuple[int, EpochRows] | None = None
 
     @property
@@ -78,6 +80,9 @@ class CachedTeacher(RowTeacher):
         outputs = self._network[0](images_BCHW, num_rows)
         self._num_computed += num_rows
         columns = self.row_format.encode(outputs[ROWS])
+        if self._measures_error and isinstance(self.row_format, StoredFeatures) and self.row_format.feature_dtype != "float16":
+            log.info("teacher.cache: %s, of %d images", self.row_format.describe_error(outputs[ROWS]), num_rows)
+        self._measures_error = False
         if self.writer is not None:
             rows = self.row_format.to_host(indices_B.copy(), columns)
             self.writer.add(request.epoch, lambda: self._check(rows()), missing_B)
@@ -86,10 +91,10 @@ class CachedTeacher(RowTeacher):
     def for_validation(self, loader: Loader) -> Self:
         """See `TeacherInterface`: they have a folder of their own. Every rank calls it. Raises DistillError: see `__init__`."""
         if self._validation is None:
-            plain = {"augment": "none", "device_augment": DeviceAugmentConfig(), "fidelity": "exact"}
-            config = self._config.model_copy(update={"data": self._config.data.model_copy(update=plain)})
+            config = without_augmentation(self._config)
             self._validation = type(self)(config, self._group, self._classes, loader, self._reads)
             self._validation._network = self._network
+            self._validation._measures_error = False
         return self._validation
 
     def end_epoch(self) -> int:
@@ -107,10 +112,24 @@ class CachedTeacher(RowTeacher):
             self.writer.close()
 
 
+def without_augmentation(config: TrainConfig) -> TrainConfig:
+    """The job as validation images are prepared."""
+    plain = {"augment": "none", "device_augment": DeviceAugmentConfig(), "fidelity": "exact"}
+    return config.model_copy(update={"data": config.data.model_copy(update=plain)})
+
+
 def cached_format(config: TrainConfig, num_classes: int, reads: Mapping[str, MethodReads]) -> RowFormat:
     """The rows of a job's cache."""
-    top_k = config.teacher.cache_top_k if config.teacher is not None else None
-    return format_of(reads, HalfLogits(num_classes, top_k if top_k is not None and top_k < num_classes else None))
+    assert config.teacher is not None
+    top_k = config.teacher.cache_top_k
+    logits, dtype = (
+        HalfLogits(num_classes, top_k if top_k is not None and top_k < num_classes else None),
+        config.teacher.cache_feature_dtype,
+    )
+    row_format = format_of(reads, logits, dtype or "float16")
+    if dtype is not None and not row_format.taps:
+        notice(f"teacher.cache_feature_dtype: {dtype} changes nothing, as no method here reads features")
+    return row_format
 
 
 def cached_epochs(config: TrainConfig) -> int:
@@ -124,7 +143,10 @@ def describe_size(row_format: RowFormat, num_images: int, num_epochs: int) -> st
     """The bytes of a full cache, and what they hold."""
     size = format_bytes(num_images * num_epochs * row_format.row.itemsize)
     epochs = "1 epoch" if num_epochs == 1 else f"{num_epochs:,} epochs"
-    return f"{size} for {num_images:,} images × {epochs}: {row_format} in float16"
+    dtype = row_format.feature_dtype + (
+        ", logits in float16" if row_format.feature_dtype != "float16" and row_format.has_logits else ""
+    )
+    return f"{size} for {num_images:,} images × {epochs}: {row_format} in {dtype}"
 
 
 def _prepare(store: RowStore, row_format: RowFormat, parts: dict[str, Any], num_epochs: int, writes: bool) -> None:
@@ -144,7 +166,9 @@ def _prepare(store: RowStore, row_format: RowFormat, parts: dict[str, Any], num_
         store.remove_stale_temporaries()
         free = free_bytes(store.folder)
         if missing_bytes > free:
-            smaller = "teacher.cache_top_k or teacher.cache_epochs" if row_format.has_logits else "teacher.cache_epochs"
+            shrinks = {"teacher.cache_top_k": row_format.has_logits, "teacher.cache_epochs": True}
+            shrinks["teacher.cache_feature_dtype: fp8"] = bool(row_format.taps) and row_format.feature_dtype == "float16"
+            smaller = " or ".join(key for key, applies in shrinks.items() if applies)
             raise DataError(
                 f"teacher.cache: {format_bytes(missing_bytes)} of {row_format} do not fit into the {format_bytes(free)} that are "
                 f"free in {cache}: set {smaller}, or name a folder with more room"

@@ -52,6 +52,28 @@ def settings(folder: Path, name: str, *, source: str | None = "cache", **section
     return job.model_copy(update={"teacher": teacher, "output_dir": str(folder / name)})
 
 
+def test_features_in_fp8_have_a_cache_of_their_own_and_its_error_is_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    half = settings(tmp_path, "half")
+    assert half.teacher is not None
+    with caplog.at_level(logging.INFO, "raydistill"):
+        run(half)
+        assert "fp8 changes" not in caplog.text
+        small = half.model_copy(update={"teacher": half.teacher.model_copy(update={"cache_feature_dtype": "fp8"})})
+        first, second = (run(small.model_copy(update={"output_dir": str(tmp_path / name)})) for name in ("first", "second"))
+    assert [ran_for(each) for each in (first, second)] == [[IMAGES], [0]]
+    assert equal(first["state"], second["state"])
+    assert caplog.text.count("fp8 changes embedding by") == 1
+    assert "in fp8" in caplog.text
+    sizes = {}
+    for folder in (tmp_path / "cache").iterdir():
+        key = json.loads((folder / "key.json").read_text())
+        if key["data"]["samples"] == IMAGES:
+            sizes[key.get("feature_dtype")] = sum(block.stat().st_size for block in folder.rglob("*.npy"))
+    assert sizes["fp8"] < 0.6 * sizes[None]
+
+
 class Rounded(TeacherInterface):
     """A network whose features are rounded to half precision by hand."""
 
@@ -118,7 +140,9 @@ def test_two_ranks_fill_a_cache_of_features_ahead_and_every_worker_count_learns_
     tmp_path: Path, ranks: RankPool, by_hand: dict[str, Any]
 ) -> None:
     filled, _ = ranks.run(2, fill_alone, settings(tmp_path, "fill"))[0]
-    assert filled == {"images": IMAGES, "missing": 0, "rows": IMAGES}
+    num_val = IMAGES // 5
+    assert filled == {"images": IMAGES + num_val, "missing": 0, "rows": IMAGES + num_val}
+    assert fill_alone(Group(), settings(tmp_path, "again"))[0]["images"] == 0
     two = ranks.run(2, train, settings(tmp_path, "two"))[0]
     assert ran_for(two) == [0]
     assert_same(two, by_hand)
@@ -158,14 +182,24 @@ def test_logits_and_features_are_stored_side_by_side(tmp_path: Path) -> None:
     assert equal(second["state"], first["state"])
 
 
-def too_large(folder: Path, name: str, source: str) -> TrainConfig:
+def too_large(folder: Path, name: str, source: str, scale: float = 1e6) -> TrainConfig:
     """A job whose teacher gives every image features beyond half precision."""
     job = settings(folder, name, source=source)
     assert job.teacher is not None
     path = folder / "large.safetensors"
     tensors = {name.removeprefix("model."): each for name, each in load_file(str(job.teacher.weights)).items()}
-    save_file({name: 1e6 * each if each.ndim == 1 else each for name, each in tensors.items()}, path)
+    save_file({name: scale * each if each.ndim == 1 else each for name, each in tensors.items()}, path)
     return job.model_copy(update={"teacher": job.teacher.model_copy(update={"weights": str(path)})})
+
+
+def test_a_feature_that_is_not_a_number_is_not_stored_in_fp8_either(tmp_path: Path) -> None:
+    job = too_large(tmp_path, "job", "cache", scale=1e38)
+    assert job.teacher is not None
+    small = job.model_copy(update={"teacher": job.teacher.model_copy(update={"cache_feature_dtype": "fp8"})})
+    with pytest.raises(
+        DataError, match=r"gives \S+/\d+ a value of its feature embedding that is not a number: leave teacher.cache"
+    ):
+        run(small)
 
 
 @pytest.mark.parametrize("source", ["cache", "service"])
@@ -195,7 +229,9 @@ def test_what_depends_on_more_than_an_images_features_is_refused(tmp_path: Path)
 
 
 def test_features_that_do_not_fit_on_the_disk_are_refused_before_any_is_written(tmp_path: Path) -> None:
-    with pytest.raises(DistillError, match=r"of embedding \d+ \+ map \d+×\d×\d do not fit into .* set teacher.cache_epochs, or"):
+    with pytest.raises(
+        DistillError, match=r"of embedding \d+ \+ map \d+×\d×\d do not fit into .* set teacher.cache_epochs or teacher.cache_f"
+    ):
         run(settings(tmp_path, "first", optim={"epochs": 2**30}))
     assert not list((tmp_path / "cache").rglob("*.npy"))
 

@@ -25,7 +25,7 @@ from trainables.models.registry import build_model
 from trainables.models.weights import teacher_sha256
 from trainables.teachers.cache import key
 from trainables.teachers.cache.key import ImageSet, cache_key, check_same_data, key_parts
-from trainables.teachers.rows import HalfFeatures, HalfLogits, RowFormat
+from trainables.teachers.rows import HalfLogits, RowFormat, StoredFeatures
 
 
 def folder(root: Path, seed: int = 0) -> Path:
@@ -218,8 +218,8 @@ def test_a_key_has_no_other_parts(plain: Path, tmp_path: Path, monkeypatch: pyte
 
 def test_the_taps_are_a_part_of_the_key_of_features_alone(plain: Path) -> None:
     logits = HalfLogits(10)
-    keys = [cache_key(parts(plain, row_format=each)) for each in (HalfFeatures(logits, MAPS), HalfFeatures(None, MAPS))]
-    keys += [cache_key(parts(plain, row_format=HalfFeatures(None, MAPS[:1]))), cache_key(parts(plain))]
+    keys = [cache_key(parts(plain, row_format=each)) for each in (StoredFeatures(logits, MAPS), StoredFeatures(None, MAPS))]
+    keys += [cache_key(parts(plain, row_format=StoredFeatures(None, MAPS[:1]))), cache_key(parts(plain))]
     assert len(set(keys)) == 4
     assert "taps" not in parts(plain)  # logits that were cached before features could be are still found
 
