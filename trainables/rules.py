@@ -166,7 +166,7 @@ def _first_set(teacher: TeacherConfig, *keys: str) -> str | None:
     return next((key for key in keys if getattr(teacher, key) is not None), None)
 
 
-_OF_WEIGHTS = ("weights_key", "classes", "image_size", "mean", "std", "finetune")
+_OF_WEIGHTS = ("weights_key", "classes", "image_size", "mean", "std", "finetune", "head")
 """Keys of a teacher that belong to given weights."""
 
 
@@ -353,8 +353,16 @@ RULES: tuple[Rule[JobSettings], ...] = (
         "teacher.{found} belongs to given weights: write teacher.weights: FILE, or leave it out",
     ),
     (
-        lambda s: any(each.logit_scale and each.classes is None for each in s.all_teachers),
+        lambda s: any(each.logit_scale and not each.embeds_classes for each in s.all_teachers),
         "teacher.logit_scale scales the cosines to class embeddings: write teacher.classes: FILE.npy, or leave it out",
+    ),
+    (
+        lambda s: s.teacher and s.teacher.head and not s.data.labels,
+        "teacher.head: class means are of images with labels, and data.labels is false: leave it out",
+    ),
+    (
+        lambda s: s.teacher and s.teacher.head and _first_set(s.teacher, "classes", "finetune"),
+        "teacher.head {s.teacher.head} gives the teacher a classifier, and so does teacher.{found}: leave out one of the two",
     ),
     (
         lambda s: any(each.classes for each in s.all_teachers) and not s.data.labels,
@@ -515,9 +523,9 @@ METHOD_RULES: tuple[MethodRule[JobSettings], ...] = (
         "teacher.placement: {m.key} reads the teacher's parameters, and sharded has a part of them on each worker: write whole",
     ),
     (
-        lambda s, _: any(each.classes for each in s.all_teachers),
+        lambda s, _: next(("classes" if each.classes else "head" for each in s.all_teachers if each.embeds_classes), None),
         lambda m, _: m.requires.teacher_model or m.requires.reuses_classifier,
-        "teacher.classes: {m.key} reads the teacher's linear classifier, and it has none: take another distill.method",
+        "teacher.{when}: {m.key} reads the teacher's linear classifier, and it has none: take another distill.method",
     ),
     (
         lambda s, _: _rows_from(s),

@@ -120,7 +120,7 @@ def untrained_networks(config: TrainConfig, num_classes: int) -> list[nn.Module]
         record = trained_input(each.model, each.weights) if each.weights is not None else None
         is_bare = record is not None and not record.num_classes and not reads_logits(config)
         size = teacher_input(each, config.data).image_size
-        if each.classes is None:
+        if not each.embeds_classes:
             return construct(each.model, num_classes=0 if is_bare else num_classes, image_size=size, seed=config.seed)
         model = construct(each.model, num_classes=0, image_size=size, seed=config.seed)
         ClassEmbeddings("", torch.ones(num_classes, output_width(model, size)), 1.0).classify(model, size, name=each.model)
