@@ -220,7 +220,7 @@ def fill_loop_per_worker(settings: dict[str, Any]) -> None:
 
 
 def class_means_loop_per_worker(settings: dict[str, Any]) -> None:
-    """Write a teacher's class means as its stage's checkpoint, see `write_class_means`. `settings` is a `TrainConfig` as plain data.
+    """Write a teacher with its class means, see `write_class_means`. `settings` is a `TrainConfig` as plain data.
 
     Raises DistillError: also written to this rank's file in the stage's `errors/`.
     """

@@ -70,9 +70,9 @@ def fit(
     reused: ReusableWorkers | None = None,
     limit_s: float | None = None,
 ) -> None:
-    """Train one stage (with `reused` others after it), fill a cache, compute class means, or evaluate, with `scale.num_workers` workers.
+    """Train one stage (with `reused` others after it), fill a cache, compute class means, or evaluate, with `scale.num_workers`
+    workers. Blocks until all workers have ended.
 
-    Blocks until all workers have ended.
     Each worker reserves what it uses: its compute threads and its loader workers as CPUs, and one GPU. `limit_s`: how long a
     stage may take on its workers.
 

@@ -22,9 +22,9 @@ from trainables.rundir import StageDir
 def prepare_teacher(session: Session, plan: Plan) -> str | None:
     """The path of the weights that the student learns from: the teacher's, or those of the last assistant.
 
-    The teacher is trained, or gets its class means, unless it teaches as the experiment names it, then each assistant by the one
-    before it. A stage that is complete is not carried out again. A timing run trains none, see `untrained_teacher`. None: there is no
-    teacher, or no method that needs one.
+    The teacher is trained, or gets its class means, unless it teaches with the weights that the experiment names, then each
+    assistant by the one before it. A stage that is complete is not carried out again. A timing run trains none, see
+    `untrained_teacher`. None: there is no teacher, or no method that needs one.
 
     Raises TrainingError: a training failed.
     """
