@@ -8,8 +8,6 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
 from service.cluster.connect import check_ray_address
 from service.cluster.resources import is_local, local_capacity
 from service.config.experiment import Resolved, read_resolved
@@ -26,7 +24,7 @@ from trainables.config.models import FOLDER_SCHEME, HUB_SCHEMES
 from trainables.data.decode import UnreadableImageError, decode_image
 from trainables.data.identity import check_same_data, data_identity
 from trainables.data.interface import HOLD_OUT, NO_LABELS, Source
-from trainables.data.source import SOURCES, check_placement, open_source, refuse_empty_classes, refuse_single_class
+from trainables.data.source import SOURCES, check_placement, open_source, refuse_single_class
 from trainables.errors import CheckpointError, DataError, ExperimentError
 from trainables.methods.registry import load_method
 from trainables.models.checkpoint_header import read_checkpoint_header
@@ -89,9 +87,6 @@ def check_data(resolved: Resolved, searched: Collection[str] = ()) -> tuple[Reso
     if len(val) > len(own):
         notice(f"data.path: {experiment.data.path} has {len(own)} training and {len(val)} validation images: are they swapped?")
     resolved = with_finetuning(resolved, val.classes)
-    if experiment.teacher is not None and experiment.teacher.head is not None:
-        counts_K = np.bincount(own.labels_N, minlength=len(val.classes)).tolist()
-        refuse_empty_classes(experiment.data.path, val.classes, counts_K)
     experiment, preparation = resolved.experiment, resolved.experiment.trained_before
     trained = [*(preparation if experiment.train.max_steps is None else []), *([] if searched else ["student"])]
     for name in trained:

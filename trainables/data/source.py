@@ -20,7 +20,7 @@ from trainables.data.sources.synthetic import open_synthetic
 from trainables.data.storage.image_cache import cached
 from trainables.data.storage.remote import open_remote
 from trainables.data.storage.staging import open_staged
-from trainables.errors import DataError, first_three
+from trainables.errors import DataError
 from trainables.notices import notice
 from trainables.object_store.store import is_uri
 from trainables.rundir import expand_home
@@ -71,15 +71,6 @@ def refuse_single_class(classes: Sequence[str], where: str) -> None:
     """Raises DataError where there is nothing to tell apart: the cross-entropy of one class is 0."""
     if len(classes) == 1:
         raise DataError(f"{where} has one class only, {', '.join(classes)}; a classifier needs images of two or more")
-
-
-def refuse_empty_classes(path: str, classes: Sequence[str], counts_K: Sequence[float]) -> None:
-    """Raises DataError: a class has no training image, of which `teacher.head` needs a mean. `counts_K`: the images of each."""
-    if empty := [name for name, count in zip(classes, counts_K, strict=True) if not count]:
-        raise DataError(
-            f"data.path: {path} has no training image of {first_three(empty)}, of which teacher.head: class_means needs one: "
-            "add images, remove the class, or leave teacher.head out"
-        )
 
 
 def _is_packed(data: DataConfig) -> bool:

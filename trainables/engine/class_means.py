@@ -16,14 +16,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from trainables.config import TrainConfig
-from trainables.data.source import refuse_empty_classes
 from trainables.device.device_batches import on_device
 from trainables.device.tensor_format import autocast, pixels_of, tensor_format
 from trainables.distributed.group import Group, all_reduce_sum
 from trainables.engine import checkpoint
 from trainables.engine.features import all_skipped, val_loader
 from trainables.engine.job_parts import describe_model
-from trainables.errors import ModelError
+from trainables.errors import DataError, ModelError, first_three
 from trainables.metrics.heartbeat import Heartbeat
 from trainables.models.class_embeddings import CLASS_EMBEDDINGS, output_width
 from trainables.models.forward import logits_and_aux
@@ -71,7 +70,11 @@ def write_class_means(config: TrainConfig, group: Group, heartbeat: Heartbeat) -
                     sums_KD += _sums(features_BD, batch.labels_B, len(classes))
         skipped = all_skipped(loader, group)
     sums_KD, counts_K = all_reduce_sum(sums_KD, group).cpu().split([width, 1], dim=1)
-    refuse_empty_classes(config.data.path, classes, counts_K.flatten().tolist())
+    if empty := [name for name, count in zip(classes, counts_K.flatten().tolist(), strict=True) if not count]:
+        raise DataError(
+            f"data.path: {config.data.path} has no readable training image of {first_three(empty)}, of which teacher.head: "
+            "class_means needs one: mend the images, remove the class, or leave teacher.head out"
+        )
     if not sums_KD.isfinite().all():
         raise ModelError(f"teacher.head: the features of {config.model} are not finite: its weights are damaged, or need fp32")
     path, num_images = StageDir(Path(config.output_dir)).best, counts_K.sum().item()

@@ -65,6 +65,12 @@ def refused_by_a_worker(overrides: tuple[str, ...], folder: Path) -> str:
             (WEIGHTS, "teacher.classes=t.npy", "teacher.finetune=true"),
             "teacher.finetune trains a classifier, and teacher.classes",
         ),
+        (
+            (WEIGHTS, "teacher.head=class_means", "teacher.finetune=true"),
+            "teacher.head class_means gives the teacher a classifier, and so does teacher.finetune: leave out one of the two",
+        ),
+        (("teacher.head=class_means",), "teacher.head belongs to given weights"),
+        ((*UNLABELED, "teacher.head=class_means"), "teacher.head: class means are of images with labels"),
         (("train.deterministic=true", "train.compile=max-autotune"), "train.deterministic does not go with train.compile max"),
         (("teacher.placement=sharded", "scale.num_workers=[1, 2]"), "teacher.placement sharded needs 2 workers or more, and"),
         (("teacher.service=1", *GPU), "teacher.service: it is sent images that the host has decoded"),
@@ -229,6 +235,7 @@ def test_a_rule_is_checked_on_the_driver_and_again_by_the_worker(
         ),
         ((*STAGES, "scale.cut=[layer2, layer3]"), "cut names 2 modules, and 2 pipeline_stages begin with 1 besides the images"),
         ((WEIGHTS, "teacher.classes=t.npy", "distill.method=[srrl]"), "teacher.classes: srrl reads the teacher's linear"),
+        ((WEIGHTS, "teacher.head=class_means", "distill.method=[srrl]"), "teacher.head: srrl reads the teacher's linear"),
     ],
 )
 def test_stages_that_workers_or_methods_do_not_fit_are_refused(overrides: tuple[str, ...], message: str) -> None:

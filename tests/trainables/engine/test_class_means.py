@@ -83,5 +83,7 @@ def test_a_class_without_a_readable_training_image_is_refused_in_one_line(tmp_pa
     for path in (folder / "train/b").iterdir():
         path.write_bytes(b"no image")
     data = {"path": str(folder), "max_bad": 0.9, "global_batch_size": 4}
-    with pytest.raises(DataError, match=r"has no training image of b, of which teacher.head: class_means needs one: [^\n]+$"):
+    with pytest.raises(
+        DataError, match=r"has no readable training image of b, of which teacher.head: class_means needs one: [^\n]+$"
+    ):
         write(Group(), job(tmp_path / "out", weights, data=data))
