@@ -377,6 +377,10 @@ RULES: tuple[Rule[JobSettings], ...] = (
         "teacher.{found} is for a teacher whose logits are cached: write teacher.cache: FOLDER, or leave it out",
     ),
     (
+        lambda s: s.precision == "fp64" and any(each.precision for each in s.all_teachers),
+        "teacher.precision: precision fp64 is for exact comparisons, of the teacher too: leave teacher.precision out",
+    ),
+    (
         lambda s: s.teacher and s.teachers,
         "teachers: there is also a teacher, {s.teacher.model}: write teacher: null and all of them in teachers, or leave teachers"
         " out",

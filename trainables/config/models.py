@@ -106,6 +106,9 @@ class WeightedConfig(ModelConfig):
     logit_scale: Positive | None = Field(
         None, description="logits are so many times the cosine to `classes`, or to class means; absent: 100, CLIP's"
     )
+    precision: Literal["auto", "fp32", "bf16", "fp16"] | None = Field(
+        None, description="of its forward passes, as it teaches; absent: as precision"
+    )
     fold_batch_norms: bool | None = Field(
         None, description="fold its batch norms into its convolutions, in each worker; absent: with precision bf16 and fp16"
     )

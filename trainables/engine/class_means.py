@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from trainables.config import TrainConfig
 from trainables.device.device_batches import on_device
-from trainables.device.tensor_format import autocast, pixels_of, tensor_format
+from trainables.device.tensor_format import pixels_of, teacher_autocast, tensor_format
 from trainables.distributed.group import Group, all_reduce_sum
 from trainables.engine import checkpoint
 from trainables.engine.features import all_skipped, val_loader
@@ -56,7 +56,7 @@ def write_class_means(config: TrainConfig, group: Group, heartbeat: Heartbeat) -
     width, (dtype, layout) = output_width(model, seen.image_size), tensor_format(config)
     take_pixels(model, seen)
     model.to(group.device, dtype).to(memory_format=layout)  # type: ignore[call-overload]
-    precision, pixels = autocast(config.precision, group.device), pixels_of(config)
+    precision, pixels = teacher_autocast(teacher, config, group.device), pixels_of(config)
     heartbeat.enter("eval")
     with contextlib.closing(val_loader(config.data, "train", group)) as loader:
         classes = loader.source.classes

@@ -69,6 +69,7 @@ def refused_by_a_worker(overrides: tuple[str, ...], folder: Path) -> str:
             (WEIGHTS, "teacher.head=class_means", "teacher.finetune=true"),
             "teacher.head class_means gives the teacher a classifier, and so does teacher.finetune: leave out one of the two",
         ),
+        ((WEIGHTS, "teacher.precision=bf16", "precision=fp64"), "teacher.precision: precision fp64 is for exact comparisons"),
         (("teacher.head=class_means",), "teacher.head belongs to given weights"),
         ((*UNLABELED, "teacher.head=class_means"), "teacher.head: class means are of images with labels"),
         (("train.deterministic=true", "train.compile=max-autotune"), "train.deterministic does not go with train.compile max"),
