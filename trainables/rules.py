@@ -505,6 +505,12 @@ METHOD_RULES: tuple[MethodRule[JobSettings], ...] = (
         "distill.method: {m.key} looks at all samples of a batch, which {when[0]} {when[1]} splits: set {when[0]} to 1",
     ),
     (
+        lambda s, _: _splits(s),
+        lambda m, _: getattr(m.options, "balance", False),
+        "distill.options.{m.key}.balance takes the mean of a whole batch, which {when[0]} {when[1]} splits: set {when[0]} to 1,"
+        " or leave balance out",
+    ),
+    (
         lambda s, _: s.scale.num_replicas > 1 and _splits(s),
         lambda m, _: m.requires.all_gather,
         "distill.method: {m.key} gathers the outputs of all workers, and one of them may have fewer micro-batches of a short"

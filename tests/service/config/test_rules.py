@@ -236,6 +236,10 @@ def test_a_rule_is_checked_on_the_driver_and_again_by_the_worker(
         ),
         ((*STAGES, "scale.cut=[layer2, layer3]"), "cut names 2 modules, and 2 pipeline_stages begin with 1 besides the images"),
         ((WEIGHTS, "teacher.classes=t.npy", "distill.method=[srrl]"), "teacher.classes: srrl reads the teacher's linear"),
+        (
+            (WEIGHTS, "distill.method=embed", "distill.options.embed={balance: true}", "optim.accumulate=2"),
+            "distill.options.embed.balance takes the mean of a whole batch, which optim.accumulate 2 splits: set",
+        ),
         ((WEIGHTS, "teacher.head=class_means", "distill.method=[srrl]"), "teacher.head: srrl reads the teacher's linear"),
     ],
 )
