@@ -98,6 +98,8 @@ class MethodNeeds(Protocol):
     @property
     def terms(self) -> tuple[str, ...]: ...
     @property
+    def task_weight(self) -> float: ...
+    @property
     def beyond_logits(self) -> str | None: ...
     @property
     def standardizes(self) -> bool: ...
@@ -201,6 +203,18 @@ def _unknown_loss(settings: JobSettings) -> tuple[str, str] | None:
         return None
     unknown = sorted(key for key in settings.optim.losses if key != "task" and key.partition("/")[0] not in distill.keys)
     return (unknown[0], ", ".join(sorted(["task", *distill.keys]))) if unknown else None
+
+
+def _task_optimizer(settings: JobSettings) -> str | None:
+    """What gives the labels' loss an optimizer of its own, and what to write where that loss has no weight."""
+    optim, distill = settings.optim, settings.distillation
+    if optim.name == "dot":
+        return "optim.name: dot has a momentum for the labels, whose loss has no weight here: write sgd"
+    if "task" in optim.losses:
+        return "optim.losses.task: the labels' loss has no weight here: leave it out"
+    if optim.losses and distill is not None and {*distill.weighted} <= optim.losses.keys():
+        return "optim.losses: it leaves the labels' loss alone to optim, and that has no weight here: write one method's in optim"
+    return None
 
 
 RULES: tuple[Rule[JobSettings], ...] = (
@@ -439,6 +453,10 @@ RULES: tuple[Rule[JobSettings], ...] = (
         "distill.task_weight: it and the weights of all methods are 0: nothing would be learned; set one above 0",
     ),
     (
+        lambda s: s.distillation and (s.distillation.task_weight == 0 or not s.data.labels) and _task_optimizer(s),
+        "{found}",
+    ),
+    (
         lambda s: s.train.deterministic and s.train.compile == "max-autotune",
         "train.deterministic does not go with train.compile max-autotune, which chooses kernels by timing: write true",
     ),
@@ -594,6 +612,13 @@ METHOD_RULES: tuple[MethodRule[JobSettings], ...] = (
         lambda m, _: m.options.warmup_by != "step" and not m.options.warmup_epochs,
         "distill.options.{m.key}.warmup_by: without warmup_epochs the weight does not rise: set warmup_epochs too, or leave"
         " warmup_by out",
+    ),
+    (
+        lambda s, _: (
+            s.distillation and s.distillation.task_weight is None and len(s.distillation.weighted) == 1 and _task_optimizer(s)
+        ),
+        lambda m, _: not m.task_weight,
+        "{when}",
     ),
     (lambda s, _: s.optim.losses, _missing_loss, "optim.losses: there is no loss {found[0]!r} here: write one of {found[1]}"),
 )

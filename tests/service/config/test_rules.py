@@ -70,6 +70,16 @@ def refused_by_a_worker(overrides: tuple[str, ...], folder: Path) -> str:
             "teacher.head class_means gives the teacher a classifier, and so does teacher.finetune: leave out one of the two",
         ),
         ((WEIGHTS, "teacher.precision=bf16", "precision=fp64"), "teacher.precision: precision fp64 is for exact comparisons"),
+        (
+            ("distill.task_weight=0", *DOT),
+            "optim.name: dot has a momentum for the labels, whose loss has no weight here: write sgd",
+        ),
+        ((*UNLABELED, *DOT), "optim.name: dot has a momentum for the labels, whose loss has no weight here: write sgd"),
+        ((*UNLABELED, "optim.losses={task: {lr: 1}}"), "optim.losses.task: the labels' loss has no weight here: leave it out"),
+        (
+            (*UNLABELED, "optim.losses={embed: {lr: 1}}"),
+            "optim.losses: it leaves the labels' loss alone to optim, and that has no weight here: write one method's in optim",
+        ),
         (("teacher.head=class_means",), "teacher.head belongs to given weights"),
         ((*UNLABELED, "teacher.head=class_means"), "teacher.head: class means are of images with labels"),
         (("train.deterministic=true", "train.compile=max-autotune"), "train.deterministic does not go with train.compile max"),
@@ -240,6 +250,11 @@ def test_a_rule_is_checked_on_the_driver_and_again_by_the_worker(
             (WEIGHTS, "distill.method=embed", "distill.options.embed={balance: true}", "optim.accumulate=2"),
             "distill.options.embed.balance takes the mean of a whole batch, which optim.accumulate 2 splits: set",
         ),
+        (
+            (WEIGHTS, "distill.method=embed", "optim.losses={task: {lr: 1}}"),
+            "optim.losses.task: the labels' loss has no weight here: leave it out",
+        ),
+        ((WEIGHTS, "distill.method=embed", *DOT), "optim.name: dot has a momentum for the labels, whose loss has no weight here"),
         ((WEIGHTS, "teacher.head=class_means", "distill.method=[srrl]"), "teacher.head: srrl reads the teacher's linear"),
     ],
 )
@@ -266,7 +281,7 @@ def test_stages_that_workers_or_methods_do_not_fit_are_refused(overrides: tuple[
         ("distill.method=pskd", "scale.num_workers=2"),
         ("distill.method=sp",),
         (*SEVERAL, "distill.method=[kd, sp, srrl]"),
-        (*DROPPING, "optim.losses={task: {}}"),
+        (*DROPPING, "distill.task_weight=1", "optim.losses={task: {}}"),
         (*STAGES, "distill.method=sp", "scale.micro_batches=1"),
         (*STAGES, "precision=bf16", "scale.micro_batches=32"),
         ("scale.micro_batches=100", "precision=fp16"),
