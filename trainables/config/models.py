@@ -110,7 +110,8 @@ class WeightedConfig(ModelConfig):
         None, description="of its forward passes, as it teaches; absent: as precision"
     )
     fold_batch_norms: bool | None = Field(
-        None, description="fold its batch norms into its convolutions, in each worker; absent: with precision bf16 and fp16"
+        None,
+        description="fold its batch norms into its convolutions, in each worker; absent: where its precision is bf16 or fp16",
     )
 
     @model_validator(mode="before")
