@@ -27,8 +27,10 @@ def teacher_precision(teacher: WeightedConfig, config: TrainConfig) -> str:
 def teacher_autocast(
     teacher: WeightedConfig, config: TrainConfig, device: torch.device
 ) -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """A factory of a teacher's own autocast context, also inside of another one."""
-    dtype = AUTOCAST.get(teacher_precision(teacher, config))
+    """A factory of the autocast context of a teacher, also inside of another one that its own `precision` replaces."""
+    if teacher.precision is None:
+        return autocast(config.precision, device)
+    dtype = AUTOCAST.get(teacher.precision)
     return lambda: torch.autocast(device.type, dtype, enabled=dtype is not None)
 
 
