@@ -99,6 +99,8 @@ class MethodNeeds(Protocol):
     @property
     def terms(self) -> tuple[str, ...]: ...
     @property
+    def task_weight(self) -> float: ...
+    @property
     def beyond_logits(self) -> str | None: ...
     @property
     def standardizes(self) -> bool: ...
@@ -167,7 +169,7 @@ def _first_set(teacher: TeacherConfig, *keys: str) -> str | None:
     return next((key for key in keys if getattr(teacher, key) is not None), None)
 
 
-_OF_WEIGHTS = ("weights_key", "classes", "image_size", "mean", "std", "finetune")
+_OF_WEIGHTS = ("weights_key", "classes", "image_size", "mean", "std", "finetune", "head")
 """Keys of a teacher that belong to given weights."""
 OF_CACHE = ("cache_top_k", "cache_epochs", "cache_feature_dtype")
 """Keys of a teacher that belong to `teacher.cache`."""
@@ -204,6 +206,18 @@ def _unknown_loss(settings: JobSettings) -> tuple[str, str] | None:
         return None
     unknown = sorted(key for key in settings.optim.losses if key != "task" and key.partition("/")[0] not in distill.keys)
     return (unknown[0], ", ".join(sorted(["task", *distill.keys]))) if unknown else None
+
+
+def _task_optimizer(settings: JobSettings) -> str | None:
+    """What gives the labels' loss an optimizer of its own, and what to write where that loss has no weight."""
+    optim, distill = settings.optim, settings.distillation
+    if optim.name == "dot":
+        return "optim.name: dot has a momentum for the labels, whose loss has no weight here: write sgd"
+    if "task" in optim.losses:
+        return "optim.losses.task: the labels' loss has no weight here: leave it out"
+    if optim.losses and distill is not None and {*distill.weighted} <= optim.losses.keys():
+        return "optim.losses: it leaves the labels' loss alone to optim, and that has no weight here: write one method's in optim"
+    return None
 
 
 RULES: tuple[Rule[JobSettings], ...] = (
@@ -356,8 +370,16 @@ RULES: tuple[Rule[JobSettings], ...] = (
         "teacher.{found} belongs to given weights: write teacher.weights: FILE, or leave it out",
     ),
     (
-        lambda s: any(each.logit_scale and each.classes is None for each in s.all_teachers),
+        lambda s: any(each.logit_scale and not each.embeds_classes for each in s.all_teachers),
         "teacher.logit_scale scales the cosines to class embeddings: write teacher.classes: FILE.npy, or leave it out",
+    ),
+    (
+        lambda s: s.teacher and s.teacher.head and not s.data.labels,
+        "teacher.head: class means are of images with labels, and data.labels is false: leave it out",
+    ),
+    (
+        lambda s: s.teacher and s.teacher.head and _first_set(s.teacher, "classes", "finetune"),
+        "teacher.head {s.teacher.head} gives the teacher a classifier, and so does teacher.{found}: leave out one of the two",
     ),
     (
         lambda s: any(each.classes for each in s.all_teachers) and not s.data.labels,
@@ -370,6 +392,10 @@ RULES: tuple[Rule[JobSettings], ...] = (
     (
         lambda s: s.teacher and s.teacher.cache is None and _first_set(s.teacher, *OF_CACHE),
         "teacher.{found} is for a teacher whose outputs are cached: write teacher.cache: FOLDER, or leave it out",
+    ),
+    (
+        lambda s: s.precision == "fp64" and any(each.precision for each in s.all_teachers),
+        "teacher.precision: precision fp64 is for exact comparisons, of the teacher too: leave teacher.precision out",
     ),
     (
         lambda s: s.teacher and s.teachers,
@@ -432,6 +458,10 @@ RULES: tuple[Rule[JobSettings], ...] = (
     (
         lambda s: s.distillation and s.distillation.task_weight == 0 and not s.distillation.weighted,
         "distill.task_weight: it and the weights of all methods are 0: nothing would be learned; set one above 0",
+    ),
+    (
+        lambda s: s.distillation and (s.distillation.task_weight == 0 or not s.data.labels) and _task_optimizer(s),
+        "{found}",
     ),
     (
         lambda s: s.train.deterministic and s.train.compile == "max-autotune",
@@ -500,6 +530,12 @@ METHOD_RULES: tuple[MethodRule[JobSettings], ...] = (
         "distill.method: {m.key} looks at all samples of a batch, which {when[0]} {when[1]} splits: set {when[0]} to 1",
     ),
     (
+        lambda s, _: _splits(s),
+        lambda m, _: getattr(m.options, "balance", False),
+        "distill.options.{m.key}.balance takes the mean of a whole batch, which {when[0]} {when[1]} splits: set {when[0]} to 1,"
+        " or leave balance out",
+    ),
+    (
         lambda s, _: s.scale.num_replicas > 1 and _splits(s),
         lambda m, _: m.requires.all_gather,
         "distill.method: {m.key} gathers the outputs of all workers, and one of them may have fewer micro-batches of a short"
@@ -522,9 +558,9 @@ METHOD_RULES: tuple[MethodRule[JobSettings], ...] = (
         "teacher.placement: {m.key} reads the teacher's parameters, and sharded has a part of them on each worker: write whole",
     ),
     (
-        lambda s, _: any(each.classes for each in s.all_teachers),
+        lambda s, _: next(("classes" if each.classes else "head" for each in s.all_teachers if each.embeds_classes), None),
         lambda m, _: m.requires.teacher_model or m.requires.reuses_classifier,
-        "teacher.classes: {m.key} reads the teacher's linear classifier, and it has none: take another distill.method",
+        "teacher.{when}: {m.key} reads the teacher's linear classifier, and it has none: take another distill.method",
     ),
     (
         lambda s, _: _rows_from(s),
@@ -583,6 +619,13 @@ METHOD_RULES: tuple[MethodRule[JobSettings], ...] = (
         lambda m, _: m.options.warmup_by != "step" and not m.options.warmup_epochs,
         "distill.options.{m.key}.warmup_by: without warmup_epochs the weight does not rise: set warmup_epochs too, or leave"
         " warmup_by out",
+    ),
+    (
+        lambda s, _: (
+            s.distillation and s.distillation.task_weight is None and len(s.distillation.weighted) == 1 and _task_optimizer(s)
+        ),
+        lambda m, _: not m.task_weight,
+        "{when}",
     ),
     (lambda s, _: s.optim.losses, _missing_loss, "optim.losses: there is no loss {found[0]!r} here: write one of {found[1]}"),
 )

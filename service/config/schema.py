@@ -146,7 +146,7 @@ class Experiment(Section):
             model = own.model
             optim = optim.model_copy(update={"epochs": own.epochs or optim.epochs})
             if isinstance(own, TeacherConfig):
-                if data.mixes_unlabeled:  # it learns labels alone
+                if data.mixes_unlabeled or own.head is not None:  # it learns labels alone, or classes of one set
                     data = data.model_copy(update={"more": ()})
                 start = own if own.weights is not None else None
                 rates: dict[str, Any] = {"lr_head": own.lr_head, "layer_decay": own.layer_decay}
@@ -194,7 +194,8 @@ class Experiment(Section):
         # The teacher service starts together with the students, after the assistants.
         own: dict[str, Any] = {"service": self.teacher.service if self.teacher and name == "student" else None}
         if weights is not None:
-            trained = {"finetune": None, "weights_key": None} if teacher.needs_training else {}
+            replaced = ("finetune", "weights_key", "head", "logit_scale") if teacher.needs_training or teacher.head else ()
+            trained = dict.fromkeys(replaced)
             own |= {"weights": weights, **trained}
         return {"teacher": teacher.model_copy(update=own)}
 

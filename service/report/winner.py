@@ -154,7 +154,8 @@ def command(root: Path, best: TrialRow) -> str:
         if name != "teacher":
             values |= {"teacher.model": preparation[name].model, "teachers": [], "assistants": []}
         weights = run_dir.stage(name).best
-        values |= {f"teacher.{key}": None for key in ("finetune", "weights_key") if getattr(experiment.teacher, key)}
+        replaced = ("finetune", "weights_key", "head", "logit_scale")
+        values |= {f"teacher.{key}": None for key in replaced if getattr(experiment.teacher, key)}
         values["teacher.weights"] = f"{name}.safetensors" if is_copy else str(weights)
         comment = f"  # {name}.safetensors: copy it from {display_name(weights)}" if is_copy else ""
     sets = [f"--set {shlex.quote(f'{key}={written(item)}')}" for key, item in values.items()]

@@ -14,7 +14,7 @@ from trainables.data.source import open_source
 from trainables.errors import DistillError, ExperimentError
 from trainables.failures import kind_of
 from trainables.notices import notice
-from trainables.rules import parts_have_several_images
+from trainables.rules import RULES, first_problem, parts_have_several_images
 
 
 def check_fits(experiment: Experiment, num_classes: int, stages: Iterable[str]) -> None:
@@ -23,8 +23,8 @@ def check_fits(experiment: Experiment, num_classes: int, stages: Iterable[str]) 
     Raises ExperimentError: one line, the same that the stage's own job would end with.
     """
     for name in stages:
-        reason, _ = _fit(_deciding_config(experiment, name), num_classes)
-        if reason is not None:
+        settings = experiment.stage(name, Path("/"), {}, "the weights of the stage before it")
+        if reason := first_problem(settings, RULES) or _fit(_deciding_config(experiment, name), num_classes)[0]:
             raise ExperimentError(reason)
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from service.config.experiment import Resolved
 from service.config.rules import needs_teacher, reads_teacher_classes
+from trainables.errors import ExperimentError
 from trainables.notices import notice
 
 OTHER_CLASSES = "the classes of teacher.weights"
@@ -23,7 +24,14 @@ def with_finetuning(resolved: Resolved, classes: tuple[str, ...]) -> Resolved:
     experiment, teacher, why = resolved.experiment, resolved.experiment.teacher, ""
     if teacher is None or teacher.weights is None or not needs_teacher(experiment.distill, experiment.sweep.axes):
         return resolved
-    if teacher.finetune is None and teacher.classes is None and classes and reads_teacher_classes(experiment):
+    if teacher.head is not None:
+        if not reads_teacher_classes(experiment):
+            raise ExperimentError("teacher.head: no distill.method reads the teacher's logits: leave it out")
+        notice(
+            f"teacher {teacher.model}: its classifier is the mean feature of each of the data's {len(classes)} classes, computed "
+            "from the training images before it teaches (teacher.head)"
+        )
+    elif teacher.finetune is None and teacher.classes is None and classes and reads_teacher_classes(experiment):
         error = other_classes(
             teacher.model,
             teacher.weights,

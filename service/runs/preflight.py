@@ -203,7 +203,8 @@ def check_models(experiment: Experiment, classes: tuple[str, ...]) -> None:
                         for line in input_warnings(each, experiment.data, key):
                             notice(line)
                     if not (isinstance(each, TeacherConfig) and each.needs_training):
-                        load_teacher(**fit(each, config, classes))
+                        features_alone = isinstance(each, TeacherConfig) and each.head is not None
+                        load_teacher(**fit(each, config, classes) | ({"classes": (), "logits": False} if features_alone else {}))
 
 
 def check_data_of_run(

@@ -30,7 +30,7 @@ def fill_cache(resolved: Resolved, root: Path) -> str:
     check_writable(root, None)
     resolved, _ = check_train(resolved.override({"tracking.enabled": False}, "cache"))  # nothing is sent to MLflow
     experiment, teacher = resolved.experiment, resolved.experiment.teacher
-    if teacher is None or teacher.needs_training:
+    if teacher is None or teacher.needs_training or teacher.head:
         raise ExperimentError(
             "teacher.weights: the teacher is not trained on these classes yet: give its checkpoint; `distill train` trains it "
             "first, and fills teacher.cache while it distils"

@@ -107,10 +107,14 @@ class WeightedConfig(ModelConfig):
         "names, one a line, in the .txt next to it; absent: the classes of the data in their order",
     )
     logit_scale: Positive | None = Field(
-        None, description="logits are so many times the cosine to `classes`; absent: 100, CLIP's"
+        None, description="logits are so many times the cosine to `classes`, or to class means; absent: 100, CLIP's"
+    )
+    precision: Literal["auto", "fp32", "bf16", "fp16"] | None = Field(
+        None, description="of its forward passes, as it teaches; absent: as precision"
     )
     fold_batch_norms: bool | None = Field(
-        None, description="fold its batch norms into its convolutions, in each worker; absent: with precision bf16 and fp16"
+        None,
+        description="fold its batch norms into its convolutions, in each worker; absent: where its precision is bf16 or fp16",
     )
 
     @model_validator(mode="before")
@@ -126,7 +130,16 @@ class WeightedConfig(ModelConfig):
     @property
     def zero_shot(self) -> tuple[str, float] | None:
         """The file and the scale."""
-        return None if self.classes is None else (self.classes, self.logit_scale or 100.0)
+        return None if self.classes is None else (self.classes, self.scale)
+
+    @property
+    def scale(self) -> float:
+        return self.logit_scale or 100.0
+
+    @property
+    def embeds_classes(self) -> bool:
+        """Whether its logits are cosines to an embedding of each class."""
+        return self.classes is not None
 
 
 class TeacherOfSeveralConfig(WeightedConfig):
@@ -150,6 +163,10 @@ class TeacherConfig(WeightedConfig):
         None,
         description="train `weights` on the labels first, with a new classifier where their classes are not the data's; absent: "
         "where they are not, and a method reads logits",
+    )
+    head: Literal["class_means"] | None = Field(
+        None,
+        description="a classifier for `weights` without training: the cosine to the mean feature of each class's training images",
     )
     epochs: Count | None = Field(None, description="epochs of its training or fine-tuning; absent: optim.epochs")
     lr: Positive | None = Field(None, description="as optim.lr, of its training or fine-tuning; absent: the same")
@@ -188,6 +205,10 @@ class TeacherConfig(WeightedConfig):
     def needs_training(self) -> bool:
         """Whether it is a stage of the run before it teaches."""
         return self.weights is None or bool(self.finetune)
+
+    @property
+    def embeds_classes(self) -> bool:
+        return self.classes is not None or self.head is not None
 
     @property
     def rows_from(self) -> str | None:

@@ -52,14 +52,22 @@ def _with_memory_format(config: Config, group: Group) -> Config:
 
 
 def _with_precision(config: Config, group: Group) -> Config:
-    if config.precision != "auto":
+    teachers = config.all_teachers if isinstance(config, TrainConfig) else ()
+    if "auto" not in (config.precision, *(each.precision for each in teachers)):
         return config
     without_bf16 = next(filter(None, gather_objects(name_without_bf16(group.device), group)), None)
     choice = choose_precision(config.data.image_size, without_bf16=without_bf16)
     if group.is_main:
         stage = config.stage if isinstance(config, TrainConfig) else "evaluation"
         log.info("%s: precision auto: %s: %s", stage, choice.precision, choice.reason)
-    update = {"precision": choice.precision, "precision_reason": choice.reason}
+    own = {"precision": choice.precision}
+    update: dict[str, object] = own | {"precision_reason": choice.reason} if config.precision == "auto" else {}
+    if isinstance(config, TrainConfig):
+        teacher, *several = (
+            each.model_copy(update=own) if each is not None and each.precision == "auto" else each
+            for each in (config.teacher, *config.teachers)
+        )
+        update |= {"teacher": teacher, "teachers": tuple(several)}
     return cast(Config, config.model_copy(update=update))
 
 

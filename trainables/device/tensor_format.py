@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from trainables.config import TrainConfig
+from trainables.config import TrainConfig, WeightedConfig
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -17,6 +17,21 @@ def autocast(precision: str, device: torch.device) -> Callable[[], contextlib.Ab
     if precision not in AUTOCAST:
         return contextlib.nullcontext
     return lambda: torch.autocast(device.type, AUTOCAST[precision])
+
+
+def teacher_precision(teacher: WeightedConfig, config: TrainConfig) -> str:
+    """That of a teacher's forward passes."""
+    return teacher.precision or config.precision
+
+
+def teacher_autocast(
+    teacher: WeightedConfig, config: TrainConfig, device: torch.device
+) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """A factory of the autocast context of a teacher, also inside of another one that its own `precision` replaces."""
+    if teacher.precision is None:
+        return autocast(config.precision, device)
+    dtype = AUTOCAST.get(teacher.precision)
+    return lambda: torch.autocast(device.type, dtype, enabled=dtype is not None)
 
 
 def to_pixels(images_BCHW: Tensor, dtype: torch.dtype, layout: torch.memory_format = torch.contiguous_format) -> Tensor:

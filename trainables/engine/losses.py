@@ -58,6 +58,7 @@ def compute_losses(
 
     The CE of mixed images is share·CE(own label) + (1 - share)·CE(the other's); the methods see the image as it is. The CE of
     auxiliary heads (Inception) belongs to the task. Every term is in the graph, whatever its weight: DDP waits for each gradient.
+    One of weight 0 is 0, also where it is not finite, as in fp16.
 
     Raises ExperimentError: a term is neither, which torch would broadcast.
     """
@@ -70,19 +71,39 @@ def compute_losses(
                     f" image, ({rows},), or a scalar of the global batch"
                 )
     if labels_B is None:
-        task_B = 0 * outputs.logits_BK.sum(1)
+        task_B = weighted_task_B = _no_task(outputs)
     else:
         task_B = cross_entropy(outputs.logits_BK, labels_B, mix)
         for weight, aux_BK in outputs.aux:
             task_B = task_B + weight * cross_entropy(aux_BK, labels_B, mix)
+        # The cross-entropy of what is not finite has no finite gradient, whatever it is multiplied by.
+        weighted_task_B = weights["task"] * task_B if weights["task"] else _no_task(outputs)
     named = {f"{key}/{name}": term for key, terms in outputs.terms.items() for name, term in terms.items()}
-    distilled = {f"{key}/{name}": weights[key] * term for key, terms in outputs.terms.items() for name, term in terms.items()}
-    weighted = {"task": weights["task"] * task_B, **distilled}
+    distilled = {
+        f"{key}/{name}": _times(weights[key], term) for key, terms in outputs.terms.items() for name, term in terms.items()
+    }
+    weighted = {"task": weighted_task_B, **distilled}
     with torch.no_grad():
         named["loss"] = _sum(list(weighted.values()))
         if distilled:
             named["distill_loss"] = _sum(list(distilled.values()))
     return Losses(weighted, {**named, "task_loss": task_B})
+
+
+def _no_task(outputs: DistillationOutputs) -> Tensor:
+    """The task's loss (B,) where nothing is learned by it."""
+    return sum((_zeros(aux_BK).sum(1) for _, aux_BK in outputs.aux), _zeros(outputs.logits_BK).sum(1))
+
+
+def _zeros(values: Tensor) -> Tensor:
+    """Zeros in place of these values, in the graph with them."""
+    return values.masked_fill(torch.ones_like(values, dtype=torch.bool), 0)
+
+
+def _times(weight: float | Tensor, term: Tensor) -> Tensor:
+    if isinstance(weight, Tensor):
+        return (weight * term).masked_fill(weight == 0, 0)
+    return weight * term if weight else _zeros(term)
 
 
 def cross_entropy(logits_BK: Tensor, labels_B: Tensor, mix: Mix | None) -> Tensor:

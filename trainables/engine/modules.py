@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from trainables.config import TrainConfig, init_epochs
 from trainables.data.loader.loader import Loader
-from trainables.device.tensor_format import tensor_format
+from trainables.device.tensor_format import teacher_autocast, tensor_format
 from trainables.distributed.batch_norm import convert, use_batch_statistics
 from trainables.distributed.group import Group
 from trainables.errors import ExperimentError
@@ -61,7 +61,8 @@ def build_modules(
         return module, CachedTeacher(config, group, classes, loader, method_reads(methods, readers))
     if rows_from == "teacher.service":
         return module, ServiceTeacher(config, group, classes, loader, connections, method_reads(methods, readers))
-    return module, TeacherNetwork(networks, readers, config.shares)
+    autocasts = [teacher_autocast(each, config, group.device) for each in config.all_teachers]
+    return module, TeacherNetwork(networks, readers, config.shares, autocasts)
 
 
 def build_cached_teacher(config: TrainConfig, group: Group, classes: tuple[str, ...], loader: Loader) -> CachedTeacher:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from trainables.config import WeightedConfig
 from trainables.device.device_batches import DeviceBatch
-from trainables.device.tensor_format import pixels_of
+from trainables.device.tensor_format import pixels_of, teacher_autocast
 from trainables.distributed.group import all_reduce_sum, from_rank
 from trainables.engine.evaluate import evaluate, logits_of
 from trainables.engine.job import Job
@@ -120,7 +120,8 @@ def _measure(job: Job, number: int) -> tuple[float, int, float]:
         batches = client.prefetch(batches, None)
     else:
         network = _network(job, number)
-        forward = logits_of(network, pixels_of(config), job.train_state.autocast, job.train_state.compilation)
+        precision = teacher_autocast(config.all_teachers[number], config, group.device)
+        forward = logits_of(network, pixels_of(config), precision, job.train_state.compilation)
 
     def logits(batch: DeviceBatch) -> Tensor:
         if isinstance(teacher, ServiceTeacher):

@@ -8,7 +8,7 @@ from torch import nn
 
 from trainables.config import TrainConfig, WeightedConfig
 from trainables.device.memory import memory_bytes, parameter_bytes
-from trainables.device.tensor_format import AUTOCAST
+from trainables.device.tensor_format import AUTOCAST, teacher_precision
 from trainables.distributed.group import Group
 from trainables.engine.modules import methods_with_teacher
 from trainables.engine.optim import parameter_copies
@@ -51,8 +51,8 @@ def place(teacher: TeacherNetwork, config: TrainConfig, group: Group, *, sharded
             if may_change and folds_batch_norms(each, config):
                 fold_batch_norms(network, reader.modules)
             move(network, config, group.device)
-            if may_change and config.precision in AUTOCAST:
-                round_weights(network, AUTOCAST[config.precision])
+            if may_change and (dtype := AUTOCAST.get(teacher_precision(each, config))) is not None:
+                round_weights(network, dtype)
         return
     from trainables.teachers.sharded import shard  # torch's FSDP takes a second
 
@@ -65,4 +65,4 @@ def place(teacher: TeacherNetwork, config: TrainConfig, group: Group, *, sharded
 
 def folds_batch_norms(teacher: WeightedConfig, config: TrainConfig) -> bool:
     """What `teacher.fold_batch_norms` says or, by default, whether rounding is that of half precision anyway."""
-    return config.precision in AUTOCAST if teacher.fold_batch_norms is None else teacher.fold_batch_norms
+    return teacher_precision(teacher, config) in AUTOCAST if teacher.fold_batch_norms is None else teacher.fold_batch_norms

@@ -12,6 +12,9 @@ A head has `layers` linear layers with layer norm and GELU between them. It belo
 Maps of two sizes are compared at the smaller one. The teacher's features may be standardized first (`standardize_features`), by a
 mean and covariance that are computed before the first step; `layer_norm` needs none.
 
+With `balance` the loss is divided by its running mean, m ← 0.99·m + 0.01·(mean over the global batch), in the first step by the
+batch's own. It is then about 1, whatever the teacher's width and the scale of its features.
+
 Shapes: B batch, D features, H W positions.
 """
 
@@ -19,6 +22,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Literal
 
+import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
@@ -28,6 +32,9 @@ from trainables.methods.contract import BuildContext, Method, MethodBatch, Model
 from trainables.methods.features import unit
 from trainables.methods.imitation import DIMENSIONS, ImitationOptions, channels_last, imitated_shapes, resizes
 from trainables.methods.standardize_features import FeatureStandardizer
+
+MOMENTUM = 0.99
+"""Of the running mean of `balance`."""
 
 
 def _cosine(student: Tensor, teacher: Tensor) -> Tensor:
@@ -65,6 +72,9 @@ class EmbedOptions(ImitationOptions):
         "none", description="the teacher's features: over the channels of each vector, or by statistics of the training images"
     )
     standardize_images: Count = Field(10_000, description="training images for these statistics, an epoch at most")
+    balance: bool = Field(
+        False, description="divide the loss by its running mean, so that of several teachers each weighs by its share alone"
+    )
 
     @property
     def calibration_images(self) -> int:
@@ -80,11 +90,14 @@ class Embed(Method):
     taps = ("embedding", "map")
     requires = Requirements(logits=False)
     task_weight = 0.0
+    mean_loss: Tensor
 
     def __init__(self, options: EmbedOptions, context: BuildContext) -> None:
         """Raises ExperimentError: the taps are no embedding and no map."""
         super().__init__(options, context)
         self._group = context.group
+        if options.balance:
+            self.register_buffer("mean_loss", torch.zeros(()))  # 0: of no step yet
         shapes = imitated_shapes("embed", options, context)
         self.heads, self.standardizers = nn.ModuleDict(), nn.ModuleDict()
         for name, ((inputs, *_), (outputs, *_)) in shapes.items():
@@ -106,10 +119,21 @@ class Embed(Method):
                 source, target = self.resize_student(source), self.resize_teacher(target)
             loss = mean_per_sample(LOSSES[self.options.loss][name](source, target))
             found[name] = getattr(self.options, name) * loss
+        if self.options.balance:
+            if self.training:
+                self._update_mean(batch.all_gather(torch.stack([*found.values()]).sum(0).detach()))
+            found = {name: loss / self.mean_loss.clamp(min=torch.finfo(loss.dtype).eps) for name, loss in found.items()}
         return found
 
     def project_embedding(self, student: ModelOutputs, teacher: ModelOutputs) -> tuple[Tensor, Tensor]:
         return self.heads["embedding"](student.features[0]), self._standardized("embedding", teacher.features[0])
+
+    def _update_mean(self, losses_N: Tensor) -> None:
+        """A step without images, or with outputs that are not finite, which fp16 leaves out, changes nothing."""
+        if len(losses_N):
+            mean = losses_N.mean()
+            new = torch.where(self.mean_loss > 0, MOMENTUM * self.mean_loss + (1 - MOMENTUM) * mean, mean)
+            self.mean_loss.copy_(torch.where(mean.isfinite(), new, self.mean_loss))
 
     def calibrate(self, teacher: ModelOutputs) -> None:
         for standardizer, feature in zip(self._standardizers, teacher.features, strict=True):

@@ -32,6 +32,10 @@ class SelectedMethod(NamedTuple):
         return self.method_class.terms
 
     @property
+    def task_weight(self) -> float:
+        return self.method_class.task_weight
+
+    @property
     def student_taps(self) -> tuple[str, ...]:
         return self.method_class.taps if self.options.student_taps is None else self.options.student_taps
 
@@ -121,7 +125,7 @@ def task_weight(distill: DistillConfig, selected: Sequence[SelectedMethod]) -> f
     """The weight of the labels' cross-entropy: the user's, otherwise the largest default of the methods."""
     if distill.task_weight is not None:
         return distill.task_weight
-    return max((method.method_class.task_weight for method in selected), default=1.0)
+    return max((method.task_weight for method in selected), default=1.0)
 
 
 def student_name(student: str, teacher: TeacherConfig | None, selected: Sequence[SelectedMethod]) -> str:

@@ -40,6 +40,8 @@ class CheckpointHeader:
     """The names of the files next to it that have its tensors, where it was written by pipeline stages."""
     transform_input: bool = False
     """Whether the model rescales its input, as GoogLeNet and Inception do with torchvision's published weights."""
+    logit_scale: float | None = None
+    """Its model has no classifier, and the file an embedding of each class: logits are so many times the cosine to these."""
 
 
 def checkpoints_of(folder: Path) -> tuple[Path, Path]:
@@ -104,6 +106,7 @@ def read_checkpoint_header(path: Path) -> CheckpointHeader | None:
             interpolation=str(fields.get("interpolation") or "bilinear"),
             shards=tuple(map(str, fields.get("shards") or ())),
             transform_input=bool(fields.get("transform_input")),
+            logit_scale=float(fields["logit_scale"]) if fields.get("logit_scale") else None,
         )
         for shard in header.shards:
             _metadata(path.with_name(shard))

@@ -25,6 +25,10 @@ ZeroShot = tuple[str, float] | None
 """The file of a teacher's class embeddings, and the scale of its logits."""
 
 
+CLASS_EMBEDDINGS = "class_embeddings"
+"""The name of their tensor (K, D), in float64, in a checkpoint of ours that has them."""
+
+
 class ClassEmbeddings(NamedTuple):
     """An embedding of each of the data's classes, in their order: as in the file, in float64."""
 

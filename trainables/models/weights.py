@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from trainables.config.models import HUB_SCHEMES, with_arguments
 from trainables.errors import AmbiguousClassesError, CheckpointError, ModelError, OtherClassesError, first_three
 from trainables.models.checkpoint_header import CheckpointHeader, is_safetensors, locate_checkpoint, read_checkpoint_header
-from trainables.models.class_embeddings import ClassEmbeddings, ZeroShot, read_class_embeddings
+from trainables.models.class_embeddings import CLASS_EMBEDDINGS, ClassEmbeddings, ZeroShot, read_class_embeddings
 from trainables.models.classes import class_rows
 from trainables.models.convert_state import TRAINED_WITH_CLASSES, converted, load_npz, mismatch
 from trainables.models.foreign_files import is_npz
-from trainables.models.forward import has_classifier
+from trainables.models.forward import COSINES, has_classifier
 from trainables.models.libraries import LIBRARIES
 from trainables.models.libraries.interface import Library
 from trainables.models.libraries.timm import architecture
@@ -61,6 +61,11 @@ class _Weights(NamedTuple):
     @property
     def library(self) -> Library:
         return LIBRARIES[self.found.library]
+
+    @property
+    def built_classes(self) -> int:
+        """How many the model's own classifier has: none where the file has an embedding of each class."""
+        return 0 if self.header is not None and self.header.logit_scale else self.num_classes
 
     @property
     def rescales(self) -> bool:
@@ -136,7 +141,7 @@ def load_teacher(
         )
     if source.rows is not None:
         _select_rows(model, source)
-    if source.other_classes and source.num_classes and source.embeddings is None:
+    if source.other_classes and source.built_classes and source.embeddings is None:
         model = _rebuilt_without_classifier(model, source, image_size, seed)
     check_forward(model, image_size, 0 if source.other_classes else len(classes), name=name)
     if source.embeddings is not None:
@@ -154,6 +159,8 @@ def begin_with(
     """
     shape: dict[str, Any] = {"image_size": image_size, "seed": seed}
     loaded = load_teacher(name, weights, **shape, classes=classes, logits=False, weights_key=weights_key)
+    if hasattr(loaded, COSINES):  # a classifier of another kind than a model that is trained has
+        delattr(loaded, COSINES)
     if getattr(loaded, "transform_input", False):
         raise ModelError(f"{weights} are of a {name} that rescales its input, and cannot be trained on: give other weights")
     own, state = {**model.state_dict(), **part_of(model, loaded)}, loaded.state_dict()
@@ -214,7 +221,7 @@ def _find_and_load(
     source = _find(name, weights, width, key)._replace(embeddings=embeddings, other_classes=embeddings is not None or not classes)
     try:
         if embeddings is None:
-            source = source._replace(rows=_rows(source, classes))
+            source = _with_own_embeddings(source._replace(rows=_rows(source, classes)))
         else:
             _refuse_classifier(source, source.num_classes, width)
         return source, *_load(source, size, seed)
@@ -227,6 +234,16 @@ def _find_and_load(
             notice(f"weights {error.fact}: only its features are used")
         source = source._replace(num_classes=error.num_classes, other_classes=True)
     return source, *_load(source, size, seed)
+
+
+def _with_own_embeddings(source: _Weights) -> _Weights:
+    """The weights with the class embeddings of their file, if it has any, of the data's classes in their order."""
+    if source.path is None or source.header is None or source.header.logit_scale is None:
+        return source
+    rows_KD = read_safetensors(source.path)[CLASS_EMBEDDINGS]
+    rows_KD = rows_KD if source.rows is None else rows_KD[list(source.rows)]
+    own = ClassEmbeddings(str(source.path), rows_KD, source.header.logit_scale)
+    return source._replace(embeddings=own, rows=None, other_classes=True)
 
 
 def _refuse_classifier(source: _Weights, num_classes: int, width: int) -> None:
@@ -280,7 +297,7 @@ def _load(source: _Weights, image_size: int, seed: int) -> tuple[nn.Module, Mapp
         with torch.random.fork_rng(devices=[]):  # a library initialises parameters before it overwrites them
             model = source.library.published(source.found.name, source.weights, image_size, source.found.kwargs)
         return model, model.state_dict(), bool(getattr(model, "transform_input", False))
-    model = construct(source.built_name(), num_classes=source.num_classes, image_size=image_size, seed=seed)
+    model = construct(source.built_name(), num_classes=source.built_classes, image_size=image_size, seed=seed)
     if is_npz(path):
         _refuse_key(source, "an .npz file has one model")
         load_npz(model, path, name, source.num_classes)

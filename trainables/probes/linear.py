@@ -16,7 +16,7 @@ from trainables.distributed.group import Group
 from trainables.errors import DataError
 from trainables.probes.features import Features
 
-L2 = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5)
+L2 = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7)
 """The penalties that are tried, each from the solution of the one before."""
 HOLD_OUT = 10
 """One training image of so many chooses the penalty."""

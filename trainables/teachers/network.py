@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from trainables.config import TeacherOfSeveralConfig, TrainConfig, WeightedConfig
 from trainables.data.loader.loader import Loader
 from trainables.device.compilation import compile_model
-from trainables.device.tensor_format import tensor_format
+from trainables.device.tensor_format import teacher_autocast, tensor_format
 from trainables.distributed.batch_norm import GlobalBatchNorm
 from trainables.errors import DistillError
 from trainables.methods.contract import ModelOutputs
@@ -36,9 +36,16 @@ ROWS = "rows"
 class TeacherNetwork(TeacherInterface):
     """Frozen models in eval mode, but for batch norms that use the statistics of the batch; they run in turn."""
 
-    def __init__(self, networks: Sequence[nn.Module], readers: Sequence[TapReader], shares: Sequence[float] = (1.0,)):
-        """A network, its reader and its part of 1, for each teacher."""
+    def __init__(
+        self,
+        networks: Sequence[nn.Module],
+        readers: Sequence[TapReader],
+        shares: Sequence[float] = (1.0,),
+        autocasts: Sequence[Callable[[], contextlib.AbstractContextManager[None]]] = (),
+    ):
+        """A network, its reader, its part of 1 and the context of its precision (none: the caller's), for each teacher."""
         self.networks, self.readers, self._shares = list(networks), list(readers), shares
+        self._autocasts = autocasts or [contextlib.nullcontext] * len(networks)
         self._batch_norms = [m for network in networks for m in network.modules() if isinstance(m, GlobalBatchNorm)]
         self._is_training = True
 
@@ -62,8 +69,8 @@ class TeacherNetwork(TeacherInterface):
         found = []
         # Not inference mode, which saves no time here: a method's backward cannot use its tensors.
         with torch.no_grad():
-            for network, reader in zip(self.networks, self.readers, strict=True):
-                with reader.capture():
+            for network, reader, precision in zip(self.networks, self.readers, self._autocasts, strict=True):
+                with precision(), reader.capture():
                     found.append(reader.pop(network(images_BCHW), num_rows))
             return combine(found, self._shares)
 
@@ -120,7 +127,7 @@ def untrained_networks(config: TrainConfig, num_classes: int) -> list[nn.Module]
         record = trained_input(each.model, each.weights) if each.weights is not None else None
         is_bare = record is not None and not record.num_classes and not reads_logits(config)
         size = teacher_input(each, config.data).image_size
-        if each.classes is None:
+        if not each.embeds_classes:
             return construct(each.model, num_classes=0 if is_bare else num_classes, image_size=size, seed=config.seed)
         model = construct(each.model, num_classes=0, image_size=size, seed=config.seed)
         ClassEmbeddings("", torch.ones(num_classes, output_width(model, size)), 1.0).classify(model, size, name=each.model)
@@ -168,4 +175,5 @@ def row_network(config: TrainConfig, device: torch.device, classes: Sequence[str
     taps, without_logits = {ROWS: [tap for tap, _ in row_format.taps]}, () if row_format.has_logits else (ROWS,)
     name, size = config.all_teachers[0].model, config.data.image_size
     reader = TapReader(network, taps, name=name, image_size=size, without_logits=without_logits)
-    return TeacherNetwork([move(network, config, device)], [reader])
+    precision = teacher_autocast(config.all_teachers[0], config, device)
+    return TeacherNetwork([move(network, config, device)], [reader], autocasts=[precision])

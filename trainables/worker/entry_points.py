@@ -1,4 +1,5 @@
-"""The functions that Ray Train runs in every worker: train a stage, several timing runs, fill a cache, evaluate."""
+"""The functions that Ray Train runs in every worker: train a stage, several timing runs, fill a cache,
+compute class means, evaluate."""
 
 import contextlib
 import json
@@ -23,6 +24,7 @@ from trainables.device.precision import set_matmul_precision, with_precision
 from trainables.disk_writer import DiskWriter
 from trainables.distributed.group import Group, gather_objects
 from trainables.distributed.pipeline.layout import build_layout
+from trainables.engine.class_means import write_class_means
 from trainables.engine.evaluate import evaluate_checkpoint
 from trainables.engine.features import embed_checkpoint, probe_checkpoint
 from trainables.engine.job import Job
@@ -215,6 +217,36 @@ def fill_loop_per_worker(settings: dict[str, Any]) -> None:
                 metrics=metrics,
             )
             write_stage_result(stage, result)
+
+
+def class_means_loop_per_worker(settings: dict[str, Any]) -> None:
+    """Write a teacher with its class means, see `write_class_means`. `settings` is a `TrainConfig` as plain data.
+
+    Raises DistillError: also written to this rank's file in the stage's `errors/`.
+    """
+    fetch_inputs(settings)
+    config, group = TrainConfig.model_validate(settings), current_group()
+    stage = StageDir(Path(config.output_dir))
+    with (
+        stored(config, group) as publish,
+        failure_recorded(stage, group, publish),
+        watched(config.output_dir) as heartbeat,
+    ):
+        start_logging(stage, group)
+        set_up_torch(config, group)
+        config = with_precision(config, group)
+        path, metrics = write_class_means(config, group, heartbeat)
+        if group.is_main:
+            publish(path)
+            result = StageResult(
+                stage=config.stage,
+                model=config.model,
+                precision=config.precision,
+                precision_reason=config.precision_reason,
+                metrics=metrics,
+            )
+            write_stage_result(stage, result)
+            publish(stage.result)
 
 
 def evaluate_loop_per_worker(settings: dict[str, Any]) -> None:

@@ -70,9 +70,9 @@ def fit(
     reused: ReusableWorkers | None = None,
     limit_s: float | None = None,
 ) -> None:
-    """Train one stage (with `reused` others after it), fill a cache, or evaluate, with `scale.num_workers` workers.
+    """Train one stage (with `reused` others after it), fill a cache, compute class means, or evaluate, with `scale.num_workers`
+    workers. Blocks until all workers have ended.
 
-    Blocks until all workers have ended.
     Each worker reserves what it uses: its compute threads and its loader workers as CPUs, and one GPU. `limit_s`: how long a
     stage may take on its workers.
 
@@ -134,6 +134,8 @@ def _entry_point(config: TrainConfig | EvaluateConfig, reused: ReusableWorkers |
         return entry_points.timing_loop_per_worker
     if isinstance(config, FillConfig):
         return entry_points.fill_loop_per_worker
+    if isinstance(config, TrainConfig) and config.finetuned is not None and config.finetuned.head is not None:
+        return entry_points.class_means_loop_per_worker
     if isinstance(config, TrainConfig):
         return entry_points.train_loop_per_worker
     return entry_points.evaluate_loop_per_worker

@@ -22,9 +22,9 @@ from trainables.rundir import StageDir
 def prepare_teacher(session: Session, plan: Plan) -> str | None:
     """The path of the weights that the student learns from: the teacher's, or those of the last assistant.
 
-    The teacher is trained unless it teaches with the weights that the experiment names, then each assistant by the one before
-    it. A stage that is complete is not carried out again. A timing run trains none, see `untrained_teacher`. None: there is no
-    teacher, or no method that needs one.
+    The teacher is trained, or gets its class means, unless it teaches with the weights that the experiment names, then each
+    assistant by the one before it. A stage that is complete is not carried out again. A timing run trains none, see
+    `untrained_teacher`. None: there is no teacher, or no method that needs one.
 
     Raises TrainingError: a training failed.
     """
@@ -34,7 +34,8 @@ def prepare_teacher(session: Session, plan: Plan) -> str | None:
     if not experiment.all_teachers or not needs_teacher(experiment.distill, experiment.sweep.axes):
         return None
     weights = experiment.teacher.weights if experiment.teacher is not None else None
-    for name in experiment.trained_before:
+    has_head = experiment.teacher is not None and experiment.teacher.head is not None
+    for name in [*(["teacher"] if has_head else []), *experiment.trained_before]:
         assignment = plan.assign(name, session.run_dir, {"run": session.run_dir.root.name}, weights)
         weights = str(StageDir(Path(run_stage(session, assignment).output_dir)).best)
     return weights
@@ -48,7 +49,7 @@ def untrained_teacher(session: Session) -> str | None:
     """
     experiment, stage = session.experiment, session.run_dir.stage("untrained-teacher")
     teacher, data, assistants = experiment.teacher, experiment.data, experiment.assistants
-    if teacher is not None and not teacher.needs_training and not assistants:
+    if teacher is not None and not teacher.needs_training and not teacher.head and not assistants:
         return teacher.weights
     if not (teacher or assistants) or not needs_teacher(experiment.distill, experiment.sweep.axes):
         return None

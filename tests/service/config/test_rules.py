@@ -65,6 +65,23 @@ def refused_by_a_worker(overrides: tuple[str, ...], folder: Path) -> str:
             (WEIGHTS, "teacher.classes=t.npy", "teacher.finetune=true"),
             "teacher.finetune trains a classifier, and teacher.classes",
         ),
+        (
+            (WEIGHTS, "teacher.head=class_means", "teacher.finetune=true"),
+            "teacher.head class_means gives the teacher a classifier, and so does teacher.finetune: leave out one of the two",
+        ),
+        ((WEIGHTS, "teacher.precision=bf16", "precision=fp64"), "teacher.precision: precision fp64 is for exact comparisons"),
+        (
+            ("distill.task_weight=0", *DOT),
+            "optim.name: dot has a momentum for the labels, whose loss has no weight here: write sgd",
+        ),
+        ((*UNLABELED, *DOT), "optim.name: dot has a momentum for the labels, whose loss has no weight here: write sgd"),
+        ((*UNLABELED, "optim.losses={task: {lr: 1}}"), "optim.losses.task: the labels' loss has no weight here: leave it out"),
+        (
+            (*UNLABELED, "optim.losses={embed: {lr: 1}}"),
+            "optim.losses: it leaves the labels' loss alone to optim, and that has no weight here: write one method's in optim",
+        ),
+        (("teacher.head=class_means",), "teacher.head belongs to given weights"),
+        ((*UNLABELED, "teacher.head=class_means"), "teacher.head: class means are of images with labels"),
         (("train.deterministic=true", "train.compile=max-autotune"), "train.deterministic does not go with train.compile max"),
         (("teacher.placement=sharded", "scale.num_workers=[1, 2]"), "teacher.placement sharded needs 2 workers or more, and"),
         (("teacher.service=1", *GPU), "teacher.service: it is sent images that the host has decoded"),
@@ -233,6 +250,16 @@ def test_a_rule_is_checked_on_the_driver_and_again_by_the_worker(
         ),
         ((*STAGES, "scale.cut=[layer2, layer3]"), "cut names 2 modules, and 2 pipeline_stages begin with 1 besides the images"),
         ((WEIGHTS, "teacher.classes=t.npy", "distill.method=[srrl]"), "teacher.classes: srrl reads the teacher's linear"),
+        (
+            (WEIGHTS, "distill.method=embed", "distill.options.embed={balance: true}", "optim.accumulate=2"),
+            "distill.options.embed.balance takes the mean of a whole batch, which optim.accumulate 2 splits: set",
+        ),
+        (
+            (WEIGHTS, "distill.method=embed", "optim.losses={task: {lr: 1}}"),
+            "optim.losses.task: the labels' loss has no weight here: leave it out",
+        ),
+        ((WEIGHTS, "distill.method=embed", *DOT), "optim.name: dot has a momentum for the labels, whose loss has no weight here"),
+        ((WEIGHTS, "teacher.head=class_means", "distill.method=[srrl]"), "teacher.head: srrl reads the teacher's linear"),
     ],
 )
 def test_stages_that_workers_or_methods_do_not_fit_are_refused(overrides: tuple[str, ...], message: str) -> None:
@@ -258,7 +285,7 @@ def test_stages_that_workers_or_methods_do_not_fit_are_refused(overrides: tuple[
         ("distill.method=pskd", "scale.num_workers=2"),
         ("distill.method=sp",),
         (*SEVERAL, "distill.method=[kd, sp, srrl]"),
-        (*DROPPING, "optim.losses={task: {}}"),
+        (*DROPPING, "distill.task_weight=1", "optim.losses={task: {}}"),
         (*STAGES, "distill.method=sp", "scale.micro_batches=1"),
         (*STAGES, "precision=bf16", "scale.micro_batches=32"),
         ("scale.micro_batches=100", "precision=fp16"),

@@ -47,6 +47,10 @@ def small(*overrides: str) -> Resolved:
             ["distill.method=dml", "distill.options={dml: {peer: nothing}}"],
             "distill.options.dml.peer: there is no model 'nothing'",
         ),
+        (
+            ["assistants=[{model: resnet8, epochs: 5}]", "optim.losses={kd: {warmup_epochs: 8}}"],
+            "optim.losses.kd.warmup_epochs 8 leaves no epoch of optim.epochs 5",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_before_a_teacher_is_trained(overrides: list[str], words: str) -> None:

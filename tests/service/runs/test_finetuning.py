@@ -15,7 +15,7 @@ from service.runs.teacher_cache import fill_cache
 from tests.trainables.jobs import train, write_teacher
 from trainables.distributed.group import Group
 from trainables.engine import checkpoint
-from trainables.errors import CheckpointError, DistillError
+from trainables.errors import CheckpointError, DistillError, ExperimentError
 from trainables.models.model_input import teacher_input
 from trainables.notices import notices_to
 from trainables.rundir import RunDir
@@ -131,8 +131,35 @@ def test_the_stage_begins_with_the_weights_and_what_comes_after_it_takes_its_che
     assert not made.experiment.measures_teacher("student")  # its training has
 
 
-def test_a_timing_run_times_an_untrained_teacher_of_the_same_input(tmp_path: Path) -> None:
-    resolved = with_finetuning(experiment(teacher_of(tmp_path / "t.safetensors", ("a", "b")), "train.max_steps=5"), DIGITS)
+def test_a_teacher_with_class_means_is_a_stage_of_its_own_and_not_fine_tuned(tmp_path: Path) -> None:
+    weights = teacher_of(tmp_path / "t.safetensors", ("a", "b"))
+    head, more = ("teacher.head=class_means", "teacher.logit_scale=20"), "data.more=[{path: digits, share: 0.25}]"
+    made = experiment(weights, *head, more)
+    assert decided(made) == (
+        None,
+        [
+            "teacher mlp_large: its classifier is the mean feature of each of the data's 10 classes, computed from the training "
+            "images before it teaches (teacher.head)"
+        ],
+    )
+    assert made.experiment.trained_before == []
+    stage = made.experiment.stage("teacher", tmp_path, {})
+    assert (stage.weights, stage.data.more, stage.finetuned) == (weights, (), made.experiment.teacher)
+    student = made.experiment.stage("student", tmp_path, {}, "best.safetensors").teacher
+    assert student is not None
+    assert (student.weights, student.head, student.logit_scale) == ("best.safetensors", None, None)
+    assert made.experiment.measures_teacher("student")
+    check_train(experiment(weights, *head))
+    with pytest.raises(ExperimentError, match=r"^teacher.head: no distill.method reads the teacher's logits: leave it out$"):
+        check_train(experiment(weights, *head, "distill.method=sp"))
+    with pytest.raises(DistillError, match="not trained on these classes yet"):
+        fill_cache(experiment(weights, *head, f"teacher.cache={tmp_path}"), tmp_path / "runs")
+
+
+@pytest.mark.parametrize("head", ["null", "class_means"])
+def test_a_timing_run_times_an_untrained_teacher_of_the_same_input(tmp_path: Path, head: str) -> None:
+    sets = ("train.max_steps=5", f"teacher.head={head}")
+    resolved = with_finetuning(experiment(teacher_of(tmp_path / "t.safetensors", ("a", "b")), *sets), DIGITS)
     run_dir = RunDir(tmp_path / "run")
     begin_run(resolved, "train", run_dir, tmp_path)
     with open_session(resolved, run_dir, end_of_run) as session:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from trainables.device.mixing import Mix
 from trainables.distributed.group import GlobalCount, Group
@@ -47,3 +48,20 @@ def test_a_mixed_image_counts_by_the_share_of_it_that_has_a_label() -> None:
     logits_BK = torch.zeros(4, 3, dtype=torch.float64)
     task_B = compute_losses(DistillationOutputs(logits_BK, (), {}), labels_B, mix, {"task": 1.0}).named["task_loss"]
     torch.testing.assert_close(task_B, torch.tensor([0.25, 0.25, 1, 1], dtype=torch.float64) * torch.tensor(3.0).double().log())
+
+
+@pytest.mark.parametrize("labels_B", [None, torch.tensor([0, 2])])
+def test_what_has_no_weight_is_0_and_has_no_gradient_although_it_is_not_finite(labels_B: Tensor | None) -> None:
+    logits_BK = torch.tensor([[1.0, float("inf"), 0.0], [0.0, 1.0, 2.0]], requires_grad=True)
+    aux_BK = torch.full((2, 3), float("nan"), requires_grad=True)
+    term_B, dropped_B = (torch.full((2,), float("inf"), requires_grad=True) for _ in range(2))
+    learned_B = torch.tensor([1.0, 2.0], requires_grad=True)
+    terms = {"later": {"term": term_B}, "dropped": {"term": dropped_B}, "learned": {"term": learned_B}}
+    weights = {"task": 0.0, "later": 0.0, "dropped": torch.zeros(2), "learned": 0.5}
+    losses = compute_losses(DistillationOutputs(logits_BK, ((0.3, aux_BK),), terms), labels_B, None, weights)
+    total = losses.total(1.0)
+    total.backward()
+    assert total.item() == losses.named["loss"].sum().item() == losses.named["distill_loss"].sum().item() == 1.5
+    for unused in (logits_BK, aux_BK, term_B, dropped_B):
+        assert unused.grad is not None, "DDP waits for it"
+        assert not unused.grad.count_nonzero()

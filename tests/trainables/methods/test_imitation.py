@@ -156,6 +156,31 @@ def test_any_number_of_ranks_says_what_one_does(ranks: RankPool, case: Case) -> 
     assert_ranks_equal_one(ranks, case, (5, 0, 2))
 
 
+# Of about 1, whatever the teacher
+
+
+def test_a_balanced_loss_is_the_plain_one_over_its_running_mean_which_has_no_gradient(ranks: RankPool) -> None:
+    plain, balanced = (
+        Case("embed", options, STUDENT, LARGER).make() for options in ({"loss": "mse"}, {"loss": "mse", "balance": True})
+    )
+    mean, labels_B = 0.0, torch.zeros(6, dtype=torch.int64)
+    for step in range(3):
+        student, teacher = answers(Case("embed", {}, STUDENT, LARGER), 6)
+        scaled = teacher.map(lambda tensor: 10.0**step * tensor)  # noqa: B023 (called at once)
+        expected = plain(student, scaled, samples(labels_B))
+        total = (expected["embedding"] + expected["map"]).mean().item()
+        mean = total if step == 0 else 0.99 * mean + 0.01 * total
+        found = balanced(student, scaled, samples(labels_B))
+        for name in ("embedding", "map"):
+            torch.testing.assert_close(found[name], expected[name] / mean)
+    before, expected_grads = balanced.mean_loss.clone(), torch.autograd.grad(expected["map"].sum() / mean, student.features[1])
+    torch.testing.assert_close(torch.autograd.grad(found["map"].sum(), student.features[1]), expected_grads)
+    balanced(student, teacher.map(lambda tensor: tensor / 0), samples(labels_B))
+    balanced.eval()(student, teacher, samples(labels_B))
+    assert torch.equal(balanced.mean_loss, before)
+    assert_ranks_equal_one(ranks, Case("embed", {"balance": True}, STUDENT, LARGER, steps=3), (5, 0, 2))
+
+
 # Without labels
 
 

@@ -58,6 +58,7 @@ BY_DEFAULT = {
             "resize": "larger",
             "standardize": "none",
             "standardize_images": 10_000,
+            "balance": False,
         },
         task_weight=0.0,
     ),

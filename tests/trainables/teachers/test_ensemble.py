@@ -202,7 +202,7 @@ DISTILL = {
     "task_weight": 0.3,
     "options": {
         "kd": {"weight": 1.0},
-        "embed": {**POOLED, "weight": 2.0, "map": 0, "standardize": "phi_s", "standardize_images": 200},
+        "embed": {**POOLED, "weight": 2.0, "map": 0, "standardize": "phi_s", "standardize_images": 200, "balance": True},
         "sp": {"weight": 1.0, **POOLED},
     },
 }
@@ -227,21 +227,22 @@ def test_a_training_from_several_teachers_resumes_bit_for_bit(tmp_path: Path) ->
     sections["distill"] = {
         "method": ["embed", "queue"],
         "teacher_dropping": 0.5,
-        "options": {"embed": {**POOLED, "map": 0}, "queue": {**POOLED, "map": 0}},
+        "options": {"embed": {**POOLED, "map": 0, "balance": True}, "queue": {**POOLED, "map": 0}},
     }
     whole = train(Group(), unlike(tmp_path, "whole", **sections))
     assert train(Group(), unlike(tmp_path, "parts", **sections), die_after=6)["died"]
     assert equal(whole["state"], train(Group(), unlike(tmp_path, "parts", **sections))["state"])
 
 
-def test_the_loss_is_the_sum_of_each_teachers_by_its_share(tmp_path: Path) -> None:
-    """In float64, from the features of the models alone."""
+@pytest.mark.parametrize("shares", [(0.25, 0.75), (0.5, 0.5)])
+def test_the_loss_is_the_sum_of_each_teachers_by_its_share(tmp_path: Path, shares: tuple[float, float]) -> None:
+    """In float64, from the features of the models alone. Equal shares are the mean over teachers, as in Theia."""
     distill = {
         "method": ["embed"],
         "task_weight": 0.0,
         "options": {"embed": {**POOLED, "weight": 2.0, "map": 0, "loss": "mse", "layers": 1}},
     }
-    settings = unlike(tmp_path, "job", distill=distill)
+    settings = job(tmp_path, "job", *shares, distill=distill)
     with contextlib.closing(build(settings, Group(), Recorded(), no_telemetry)) as built:
         state = built.train_state
         batch = next(iter(on_device(built.train_loader.epoch(0), torch.device("cpu"))))
@@ -251,7 +252,7 @@ def test_the_loss_is_the_sum_of_each_teachers_by_its_share(tmp_path: Path) -> No
         heads = [state.distillation_module.methods_by_name[key].heads["embedding"][0] for key in ("embed1", "embed2")]
         student_BD = pooled(state.distillation_module.student, settings.model, prepared.images_BCHW)
         expected_B = torch.zeros(len(batch.labels_B), dtype=torch.float64)
-        for each, head, share in zip(settings.teachers, heads, (0.25, 0.75), strict=True):
+        for each, head, share in zip(settings.teachers, heads, shares, strict=True):
             alone = load_teacher(each.model, each.weights, image_size=8, classes=CLASSES, seed=0).double()
             take_pixels(alone, ModelInput(8, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
             teacher_BE = pooled(alone, each.model, prepared.images_BCHW)

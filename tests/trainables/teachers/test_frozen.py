@@ -1,5 +1,6 @@
 """A frozen teacher with folded batch norms answers as before, to rounding, and no more wrongly in half precision."""
 
+import contextlib
 import copy
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from trainables.models.forward import logits_and_aux
 from trainables.models.registry import build_model
 from trainables.models.tap_names import list_taps
 from trainables.teachers.frozen import fold_batch_norms, round_weights
-from trainables.teachers.network import TeacherNetwork
+from trainables.teachers.network import TeacherNetwork, load_networks, row_network
+from trainables.teachers.rows import HalfLogits
 
 CLASSES = 7
 
@@ -141,3 +143,24 @@ def test_a_job_folds_its_teacher_where_rounding_is_that_of_half_precision(
     assert isinstance(teacher, TeacherNetwork)
     assert any(isinstance(module, nn.Identity) for module in teacher.networks[0].modules()) == folds
     job.close()
+
+
+@pytest.mark.parametrize(("precision", "own"), [("fp32", "bf16"), ("bf16", "fp32"), ("fp32", "auto")])
+def test_a_teacher_of_its_own_precision_answers_as_under_autocast_of_that_one_in_a_worker_and_in_rows(
+    tmp_path: Path, precision: str, own: str
+) -> None:
+    weights = write_teacher(tmp_path / "t.safetensors", "convnet_large")
+    teacher = {"model": "convnet_large", "weights": weights, "precision": own, "fold_batch_norms": False}
+    settings = config(tmp_path, model="convnet_small", teacher=teacher, precision=precision, data={"mean": [0.5] * 3})
+    classes, pixels = tuple(str(label) for label in range(10)), images(8, torch.float32)
+    (plain,) = load_networks(settings, classes)
+    with torch.autocast("cpu", torch.bfloat16, enabled=own == "bf16"):
+        expected = plain(pixels).float()
+    with contextlib.closing(build(settings, Group(), lambda *_: None, lambda whole=False: {})) as job:
+        rows = row_network(job.config, torch.device("cpu"), classes, HalfLogits(10, None))
+        with job.train_state.autocast():
+            for network in (job.train_state.teacher, rows):
+                assert isinstance(network, TeacherNetwork)
+                (found,) = network(pixels, 2).values()
+                assert torch.equal(found.logits_BK, expected)
+        assert job.train_state.teacher.networks[0].head.weight.dtype == (torch.bfloat16 if own == "bf16" else torch.float32)

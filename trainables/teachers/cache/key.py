@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from trainables.config import TrainConfig
 from trainables.data.loader.loader import Loader
+from trainables.device.tensor_format import teacher_precision
 from trainables.distributed.group import Group, from_each, from_rank
 from trainables.errors import DataError, ExperimentError
 from trainables.models.model_input import teacher_input
@@ -84,13 +85,13 @@ def key_parts(config: TrainConfig, images: ImageSet, classes: Sequence[str], row
     """
     data, teacher = config.data, config.teacher
     assert teacher is not None
-    weights = teacher_sha256(**fit(teacher, config, classes))
+    weights, precision = teacher_sha256(**fit(teacher, config, classes)), teacher_precision(teacher, config)
     pixels = data.model_dump(mode="json", include=_PIXEL_KEYS)
     pixels["erased_to"] = data.mean if data.device_augment.random_erasing else None
     model = option_key(teacher.model)  # the code of one in a file is in `weights`
     return {
         "format": FORMAT,
-        "teacher": {"model": model, "sha256": weights, "num_classes": len(classes), "precision": config.precision},
+        "teacher": {"model": model, "sha256": weights, "num_classes": len(classes), "precision": precision},
         "input": asdict(teacher_input(teacher, data)),
         "data": {"samples": images.num_samples, "fingerprint": images.fingerprint},
         "images": {**pixels, "decoder": images.decoder, "seed": config.seed if data.augments_at_random else None},

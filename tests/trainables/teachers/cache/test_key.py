@@ -216,6 +216,12 @@ def test_a_key_has_no_other_parts(plain: Path, tmp_path: Path, monkeypatch: pyte
     assert cache_key(parts(plain)) != cache_key(first)
 
 
+def test_the_teachers_own_precision_is_a_part_of_the_key_and_the_jobs_is_then_none(plain: Path) -> None:
+    half, own = parts(plain, precision="bf16"), {"teacher": {"precision": "bf16"}}
+    assert parts(plain, precision="fp32", **own) == half
+    assert parts(plain, precision="bf16", teacher={"precision": "fp32"}) == parts(plain, precision="fp32") != half
+
+
 def test_the_taps_are_a_part_of_the_key_of_features_alone(plain: Path) -> None:
     logits = HalfLogits(10)
     keys = [cache_key(parts(plain, row_format=each)) for each in (StoredFeatures(logits, MAPS), StoredFeatures(None, MAPS))]
