@@ -442,7 +442,7 @@ RULES: tuple[Rule[JobSettings], ...] = (
         "{found}.warmup_steps and {found}.warmup_epochs are two lengths of one warm-up: leave one of them out, or write 0",
     ),
     (
-        lambda s: next(((key, o) for key, o in _optimizers(s.optim).items() if o.warmup_epochs >= o.epochs), None),
+        lambda s: next(((key, o) for key, o in _optimizers(s.optim).items() if o.epochs_of_warmup >= o.epochs), None),
         "{found[0]}.warmup_epochs {found[1].warmup_epochs:g} leaves no epoch of optim.epochs {s.optim.epochs}: write less",
     ),
     (

@@ -29,7 +29,7 @@ def _stage_without_epoch(experiment: Experiment) -> str | None:
     """A stage before the student's whose epochs are all warm-up."""
     lengths = {"teacher.epochs": experiment.teacher.epochs if experiment.teacher else None}
     lengths |= {f"assistants[{n}].epochs": assistant.epochs for n, assistant in enumerate(experiment.assistants)}
-    warmup = experiment.optim.warmup_epochs
+    warmup = 0.0 if experiment.optim.warmup_epochs == "auto" else experiment.optim.warmup_epochs
     return next((f"{key} {epochs}" for key, epochs in lengths.items() if epochs is not None and warmup >= epochs), None)
 
 

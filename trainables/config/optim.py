@@ -17,7 +17,7 @@ class LossOptimConfig(Section):
     schedule: Literal["constant", "step", "cosine"] | None = Field(None, description="as optim.schedule; absent: the same")
     milestones: tuple[Count, ...] | None = Field(None, description="as optim.milestones; absent: the same")
     gamma: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="as optim.gamma; absent: the same")
-    warmup_epochs: NonNegative | None = Field(None, description="as optim.warmup_epochs; absent: the same")
+    warmup_epochs: NonNegative | Literal["auto"] | None = Field(None, description="as optim.warmup_epochs; absent: the same")
     warmup_steps: Natural | None = Field(None, description="as optim.warmup_steps; absent: the same")
     momentum: Annotated[float, Field(ge=0, lt=1)] | None = Field(None, description="as optim.momentum; absent: the same")
     nesterov: bool | None = Field(None, description="as optim.nesterov; absent: the same")
@@ -52,7 +52,9 @@ class OptimConfig(Section):
     )
     milestones: tuple[Count, ...] = Field((30, 60, 90), description="epochs at which the step schedule multiplies lr by gamma")
     gamma: Annotated[float, Field(gt=0, le=1)] = Field(0.1, description="schedule step: factor at each milestone")
-    warmup_epochs: NonNegative = Field(0.0, description="epochs over which the learning rate rises linearly to lr")
+    warmup_epochs: NonNegative | Literal["auto"] = Field(
+        0.0, description="epochs over which the learning rate rises linearly to lr; auto: a tenth of epochs, at most 10"
+    )
     warmup_steps: Natural = Field(
         0, description="the same in optimizer steps, at most all of the training; not train.warmup_steps, which are not timed"
     )
@@ -67,6 +69,11 @@ class OptimConfig(Section):
         None,
         description="largest L2 norm of the gradients of a step, of each optimizer where there are several; absent: no clipping",
     )
+
+    @property
+    def epochs_of_warmup(self) -> float:
+        """`warmup_epochs` as a number."""
+        return min(self.epochs / 10, 10.0) if self.warmup_epochs == "auto" else self.warmup_epochs
 
     def for_loss(self, key: str) -> OptimConfig:
         """The section as it is for one loss."""

@@ -127,7 +127,7 @@ def learning_rate(step: int, steps_per_epoch: int, optim: OptimConfig, peak: flo
     restarts); step multiplies by `gamma` at each milestone epoch.
     """
     epoch = step / steps_per_epoch
-    warmup_epochs = optim.warmup_epochs or min(optim.warmup_steps / steps_per_epoch, optim.epochs)
+    warmup_epochs = optim.epochs_of_warmup or min(optim.warmup_steps / steps_per_epoch, optim.epochs)
     if epoch < warmup_epochs:
         return peak * (step + 1) / (warmup_epochs * steps_per_epoch + 1)
     if optim.schedule == "cosine":

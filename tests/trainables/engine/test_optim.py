@@ -75,6 +75,13 @@ def test_a_warm_up_in_steps_is_that_of_as_many_epochs_and_no_longer_than_the_tra
     assert short == pytest.approx([(step + 1) / 201 for step in range(200)])
 
 
+def test_an_automatic_warm_up_is_a_tenth_of_the_training_and_at_most_ten_epochs() -> None:
+    for epochs, warmup_epochs in ((1, 0.1), (30, 3), (300, 10)):
+        auto, written = (OptimConfig(epochs=epochs, warmup_epochs=each) for each in ("auto", warmup_epochs))
+        rates = [[learning_rate(step, 20, each, 1.0) for step in range(20 * epochs)] for each in (auto, written)]
+        assert rates[0] == rates[1]
+
+
 def test_scaling_multiplies_by_the_batch_over_the_base_batch_or_its_root() -> None:
     assert peak_learning_rate(OptimConfig(lr=0.1, lr_scaling="linear", lr_base_batch=256), 1024) == pytest.approx(0.4)
     assert peak_learning_rate(OptimConfig(lr=0.1, lr_scaling="sqrt", lr_base_batch=256), 1024) == pytest.approx(0.2)
