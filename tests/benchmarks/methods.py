@@ -28,7 +28,7 @@ from trainables.config import TrainConfig
 from trainables.distributed.gather import Gather
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
-from trainables.engine import step as steps
+from trainables.engine import passes as steps
 from trainables.engine.job import Job
 from trainables.engine.train import build
 from trainables.methods.registry import METHODS, load_method

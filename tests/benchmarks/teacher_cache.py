@@ -1,6 +1,7 @@
-"""What `teacher.cache` saves: an epoch from kept logits beside the student alone, and students that share a teacher.
+"""What `teacher.cache` saves: an epoch from kept logits beside the student alone, one from kept embeddings beside one with the
+teacher, and students that share a teacher.
 
-Logits are kept for images that are cropped and flipped anew in each epoch, as in training; a round trains on the first images of
+They are kept for images that are cropped and flipped anew in each epoch, as in training; a round trains on the first images of
 epoch 0, in one process without evaluation.
 """
 
@@ -23,6 +24,7 @@ from trainables.engine.train import build, train_epoch
 from trainables.teachers.service.protocol import TeacherConnection
 
 STUDENTS = 3
+EMBED = {"distill": {"method": ["embed"], "options": {"embed": {"map": 0}}}}
 PAIRS = {name: Pair(name, "resnet8", 32, 64, warmup_steps=0, steps=1) for name in ("resnet56", "wrn-40-2")}
 COSTLY = 4.0
 """A teacher costs so many steps of its student, or is told and not judged: sharing saves k students at most (k − 1)/k of it."""
@@ -39,9 +41,17 @@ def comparisons(short: bool, records: Path | None = None) -> Iterator[list[Compa
             bench = Bench(pair, folder / teacher, records, steps=2 if short else 16)
             title = f"{teacher} → resnet8, {'CIFAR-10' if records else 'noise'}"
             if not lines:  # with a full cache it is all the same whose it is
-                alone, full = bench.job(jobs, teacher=None), bench.full(jobs)
-                measure = partial(bench.blocks_s, full, alone, 1 if short else 5)
-                lines.append(Comparison(f"{title}: KD with a full cache / student alone", "s/step", measure, Bar("≤", 1.1)))
+                for what, ours, peer, bar in (
+                    ("KD with a full cache / student alone", bench.full(jobs), bench.job(jobs, teacher=None), Bar("≤", 1.1)),
+                    (
+                        "embed with a full cache / with the teacher",
+                        bench.full(jobs, **EMBED),
+                        bench.job(jobs, **EMBED),
+                        Bar("≤", 0.6),
+                    ),
+                ):
+                    measure = partial(bench.blocks_s, ours, peer, 1 if short else 5)
+                    lines.append(Comparison(f"{title}: {what}", "s/step", measure, bar))
             sides = partial(bench.students_s, shared=True), partial(bench.students_s, shared=False)
             who = f"{STUDENTS} students that share a cache, filling it / {STUDENTS} that do not"
             about, bar = bench.judged()
@@ -83,12 +93,12 @@ class Bench:
         config = TrainConfig.model_validate(tree)
         return jobs.enter_context(contextlib.closing(build(config, Group(), Recorded(), no_telemetry, connections=connections)))
 
-    def full(self, jobs: contextlib.ExitStack) -> Job:
+    def full(self, jobs: contextlib.ExitStack, **changes: Any) -> Job:
         """A job whose cache holds all that it asks for; its teacher was never built."""
         kept = {"cache": str(self._folder / "full")}
         with contextlib.ExitStack() as filling:
-            self.train_s(self.job(filling, teacher=kept))
-        return self.job(jobs, teacher=kept)
+            self.train_s(self.job(filling, teacher=kept, **changes))
+        return self.job(jobs, teacher=kept, **changes)
 
     def judged(self) -> tuple[str, Bar | None]:
         """What the teacher costs beside a step of the student alone, as text, and what sharing it is held to."""

@@ -27,7 +27,7 @@ class TrainingConfig(Section):
     """How the loop runs, apart from what it learns."""
 
     channels_last: bool | Literal["auto"] = Field(
-        "auto", description="models and images in channels_last memory format; auto: on a GPU in bf16 or fp16"
+        "auto", description="models and images in channels_last memory format; auto: in bf16 and fp16, and on a CPU in fp32"
     )
     deterministic: bool = Field(
         False, description="on a GPU the same steps give the same bits, and so does a resumed stage; slower"

@@ -43,10 +43,11 @@ def with_precision(config: Config, group: Group) -> Config:
 
 
 def _with_memory_format(config: Config, group: Group) -> Config:
-    """Tensor cores compute convolutions of half precision in channels_last: other formats are converted in each of them."""
+    """Tensor cores compute convolutions of half precision in channels_last, and oneDNN those of a CPU: other formats are
+    converted in each of them. A CPU has no such kernels of float64."""
     if not isinstance(config, TrainConfig) or config.train.channels_last != "auto":
         return config
-    channels_last = group.device.type == "cuda" and config.precision in ("bf16", "fp16")
+    channels_last = config.precision in ("bf16", "fp16") or (config.precision == "fp32" and group.device.type == "cpu")
     train = config.train.model_copy(update={"channels_last": channels_last})
     return cast(Config, config.model_copy(update={"train": train}))
 

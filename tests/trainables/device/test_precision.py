@@ -55,9 +55,11 @@ def test_an_evaluation_chooses_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("device", "precision", "expected"),
-    [("cuda", "bf16", True), ("cuda", "fp16", True), ("cuda", "fp32", False), ("cpu", "bf16", False)],
+    [("cuda", "bf16", True), ("cuda", "fp16", True), ("cuda", "fp32", False), ("cpu", "fp32", True), ("cpu", "fp64", False)],
 )
-def test_models_are_channels_last_on_a_gpu_in_half_precision(tmp_path: Path, device: str, precision: str, expected: bool) -> None:
+def test_models_are_channels_last_where_convolutions_are_faster(
+    tmp_path: Path, device: str, precision: str, expected: bool
+) -> None:
     group = Group(device=torch.device(device))
     assert with_precision(config(tmp_path, precision=precision), group).train.channels_last is expected
     chosen_by_hand = config(tmp_path, precision=precision, train={"channels_last": not expected})
