@@ -22,7 +22,7 @@ from trainables.redact import redact, redact_record
 COMMANDS = {
     "cache": ("runs:cache", "Fill teacher.cache: the teacher's outputs for all epochs of an experiment."),
     "check-method": ("methods:check_method", "Whether a method keeps the contract: NAME as in distill.method, or FILE.py:CLASS."),
-    "clean": ("clean:clean", "Remove what is old and needed by nothing: runs, caches, and what killed jobs have left."),
+    "clean": ("clean:clean", "Remove old, unused runs, caches, and leftovers of killed jobs."),
     "compare": ("reports:compare", "Two sweeps or runs side by side."),
     "data": ("data:data", "The content of a packed set: counts, classes, sizes, shapes, pictures."),
     "doctor": ("reports:doctor", "Where a step's time goes and what to change."),
@@ -38,7 +38,7 @@ COMMANDS = {
     "split": ("split:split", "Where the student is best cut into pipeline stages, by timing its parts on this machine."),
     "submit": ("submit:submit", "Run any other command as a Ray job: distill submit --follow train digits."),
     "sweep": ("runs:sweep", "Search over GPUs × batch × loader workers, or whatever sweep.space names."),
-    "sync": ("tracking:sync", "Send to MLflow what it has not taken yet."),
+    "sync": ("tracking:sync", "Send MLflow the records that it does not have yet."),
     "taps": ("methods:taps", "Points of a model that a distillation method can read: their names and shapes."),
     "train": ("runs:train", "Train the teacher if it has no weights, then distil the student."),
     "ui": ("tracking:ui", "MLflow's UI on the records under the runs' root."),
@@ -106,7 +106,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         command = next(iter(sys.argv[1:] if arguments is None else arguments), "")
-        then = "then `distill resume` goes on" if command in ("train", "sweep", "resume") else "then give the command again"
+        then = "then run `distill resume`" if command in ("train", "sweep", "resume") else "then repeat the command"
         print_error(bounded(f"error: {where}{error.strerror or error}; fix that, {then}"))
         code = 2
     except Exception as error:

@@ -71,12 +71,10 @@ def submit(job: Job, working_dir: Path, follow: bool, echo: Callable[[str], None
     try:
         details = _follow(client, job.name, echo)
     except KeyboardInterrupt:
-        echo(f"{job.name} goes on without a follower; to end it: ray job stop {job.name} --address {address}")
+        echo(f"{job.name} keeps running; to stop it: ray job stop {job.name} --address {address}")
         raise
     except _failures() as error:
-        raise ClusterError(
-            f"{address} does not answer any more: {first_line(error)}; {job.name} goes on without a follower, {log}"
-        ) from error
+        raise ClusterError(f"{address} no longer answers: {first_line(error)}; {job.name} keeps running, {log}") from error
     if details.status == "SUCCEEDED":
         return 0
     return details.driver_exit_code or 1

@@ -136,8 +136,10 @@ class Cluster:
             cpus = f"{_counted(self.real_cpus, 'core')} (counted as {cpus})"
         nodes = f"{_counted(len(self.nodes), 'node')} with {cpus} and {self.gpus:g} GPUs in all"
         actors = f" and teacher.service's {service.num_workers} actors of {service}" if service else ""
-        hold = f"hold{'' if len(self.nodes) > 1 else 's'} {workers}{' workers in addition' if service else ''}"
-        return f"{needed} {reservation.unit} of {reservation} each{actors} do not fit: {nodes} {hold}"
+        room = f"{nodes}, with room for {workers}{' workers next to the actors' if service else ''}"
+        if needed == 1 and not service:
+            return f"1 {reservation.unit.removesuffix('s')} of {reservation} does not fit: {room}"
+        return f"{needed} {reservation.unit} of {reservation} each{actors} do not fit: {room}"
 
     def max_concurrent(self, reservation: Reservation, limit: int) -> int:
         """How many such jobs may run at a time, at most `limit`: so few that none waits on another's bundles for ever.

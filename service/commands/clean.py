@@ -19,13 +19,13 @@ def check_age(context: click.Context, parameter: click.Parameter, age: str) -> s
 
 
 @click.command()
-@click.option("--older-than", "age", callback=check_age, required=True, help="Unused for so long: 12h, 30d, 4w.")
+@click.option("--older-than", "age", callback=check_age, required=True, help="Unused for this long: 12h, 30d, 4w.")
 @click.option("--dry-run", is_flag=True, help="Only list what would be removed.")
 @click.option("--unfinished", is_flag=True, help="Also runs that could be resumed.")
-@click.option("--checkpoints", "checkpoints_only", is_flag=True, help="Only checkpoints that a complete run needs no more.")
+@click.option("--checkpoints", "checkpoints_only", is_flag=True, help="Only checkpoints that a complete run no longer needs.")
 @RUNS_OR_URI
 def clean(age: str, dry_run: bool, unfinished: bool, checkpoints_only: bool, root: Path) -> None:
-    """Remove what is old and needed by nothing: runs, caches, and what killed jobs have left.
+    """Remove old, unused runs, caches, and leftovers of killed jobs.
 
     A run stays while a process works on it, while records of it wait for MLflow, while a run of this root that stays refers to
     it (as teacher.weights may), and as long as it can be resumed, unless --unfinished is given. Runs outside this root are not

@@ -20,11 +20,11 @@ from trainables.rundir import expand_home
 @click.command()
 @click.argument("source", type=PathType(path_type=Path))
 @click.argument("dest", type=PathType(path_type=Path))
-@click.option("--max-side", type=click.IntRange(min=1), help="Make larger images smaller: JPEGs of so many pixels a side.")
-@click.option("--quality", type=click.IntRange(1, 100), default=90, show_default=True, help="Of the JPEGs that --max-side makes.")
-@click.option("--raw", type=click.IntRange(min=1), help="Store pixels, the shorter side at most so many.")
+@click.option("--max-side", type=click.IntRange(min=1), help="Shrink larger images to JPEGs of this longer side, in pixels.")
+@click.option("--quality", type=click.IntRange(1, 100), default=90, show_default=True, help="JPEG quality for --max-side.")
+@click.option("--raw", type=click.IntRange(min=1), help="Store pixels; the shorter side is at most this long.")
 @click.option("--tiles", is_flag=True, help="Store JPEGs so that a crop is decoded from the bytes it needs (libjpeg-turbo 3).")
-@click.option("--check", is_flag=True, help="Decode every image: also finds damage that neither header nor end show.")
+@click.option("--check", is_flag=True, help="Decode every image: also finds damage inside a file.")
 @click.option("--strict", is_flag=True, help="Unreadable images are an error; otherwise they are left out and listed.")
 @click.option("--labels/--no-labels", default=True, help="Whether there are labels; without, any folder of images will do.")
 @click.option(
@@ -48,7 +48,7 @@ def pack(
 ) -> None:
     """Put a data set into a few large files, for data.path: an image folder or list, LMDB, tars, TFRecords, Parquet, CIFAR.
 
-    A killed `pack` goes on where it was when it is called again. With RAY_ADDRESS set it spreads over the cluster.
+    If it is killed, repeat the command to continue. With RAY_ADDRESS set it spreads over the cluster.
     """
     if max_side is not None and raw is not None:
         raise click.UsageError("--max-side and --raw: give one of them")
@@ -69,7 +69,7 @@ def pack(
             val_share=val_share,
         )
     except KeyboardInterrupt:
-        click.echo("interrupted; the same command goes on where it was", err=True)
+        click.echo("interrupted; repeat the command to continue", err=True)
         raise
     click.echo(summary_line(dest, packing))
 

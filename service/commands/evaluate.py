@@ -13,9 +13,7 @@ from service.runs.evaluate import evaluate as run_evaluate
 from trainables.config import FEATURES_TAP, Measure
 
 WEIGHTS_KEY = click.option("--weights-key", help="As teacher.weights_key.")
-TAP = click.option(
-    "--tap", default=FEATURES_TAP, show_default=True, help="Which values of the model are its features: see `distill taps`."
-)
+TAP = click.option("--tap", default=FEATURES_TAP, show_default=True, help="The tap to read as features: see `distill taps`.")
 
 
 MEASURED = {"loss": "loss {:.5f}", "num_neighbors": "k-NN of {:.0f} neighbors on {tap}", "l2": "linear probe on {tap}, l2 {:g}"}

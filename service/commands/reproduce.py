@@ -54,7 +54,7 @@ def reproduce(
     dry_run: bool,
     images_per_s: float | None,
 ) -> None:
-    """Run a TABLE of published accuracies (cifar100, imagenet, or a file) and compare; given again with --out it goes on."""
+    """Run a TABLE of published accuracies (cifar100, imagenet, or a file) and compare; repeated with --out it continues."""
     published = read_table(table)
     request = Request.of(published, pairs, methods, seeds)
     changed = changes(overrides)
@@ -85,10 +85,10 @@ def run_cells(job: Reproduction, data: DataIdentity | None, table: str) -> list[
     try:
         failed = run_sweeps(job, data, click.echo)
     except KeyboardInterrupt:
-        click.echo(f"interrupted; the same command with --out {job.out} goes on", err=True)
+        click.echo(f"interrupted; repeat the command with --out {job.out} to continue", err=True)
         raise
     except RayLostError as error:
-        raise ClusterError(f"{error}; the same command with --out {job.out} goes on") from error
+        raise ClusterError(f"{error}; repeat the command with --out {job.out} to continue") from error
     click.echo(f"result: {write_table_result(job, table)}")
     return failed
 

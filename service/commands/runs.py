@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 # What is imported in a function is not needed to refuse a wrong experiment.
 
 CONTINUE = click.option(
-    "--continue", "continues", is_flag=True, help="Resume the run of --out if there is one: for a scheduler that starts it again."
+    "--continue", "continues", is_flag=True, help="Resume the run of --out if there is one: for schedulers that restart commands."
 )
 ACCEPT_NEW_DATA = click.option(
     "--accept-new-data", is_flag=True, help="Resume although the data has changed: repeat the unfinished epoch on the new data."
@@ -89,7 +89,7 @@ def resume_run(directory: Path, *, accept_new_data: bool) -> None:
 @SET
 @RUNS
 def cache(recipe_or_file: str, overrides: tuple[str, ...], root: Path) -> None:
-    """Fill teacher.cache: the teacher's outputs for all epochs of an experiment. Interrupted, the same command goes on."""
+    """Fill teacher.cache: the teacher's outputs for all epochs of an experiment. If interrupted, repeat the command."""
     from service.config.experiment import load
     from service.runs.teacher_cache import fill_cache
 

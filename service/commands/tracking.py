@@ -69,7 +69,7 @@ def check_address(host: str, port: int) -> None:
 @click.command()
 @DIR
 def sync(directory: Path) -> None:
-    """Send to MLflow what it has not taken yet."""
+    """Send MLflow the records that it does not have yet."""
     _, run_dir, result = reopen(directory)
     if uri_of(run_dir.root) and as_it_stands(run_dir, result).status == "running":
         raise ExperimentError(f"{display_name(run_dir.root)} is being carried out, and its driver sends its records: wait for it")

@@ -331,7 +331,7 @@ def test_more_than_this_machine_could_ever_hold_is_refused_before_ray_starts(ref
     shown = refuse("train", "digits", *sets("data.global_batch_size=1024", "scale.num_workers=512"))
     assert shown.startswith("512 workers of 2 CPUs each do not fit")
     assert shown.endswith("lower scale.num_workers or data.loader_workers")
-    assert "do not fit" in refuse("train", "digits", *sets("data.loader_workers=5000"))
+    assert "does not fit" in refuse("train", "digits", *sets("data.loader_workers=5000"))
 
 
 def test_a_gpu_where_there_is_none_is_refused(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -750,11 +750,11 @@ def test_an_operating_systems_error_is_one_line_too(capsys: pytest.CaptureFixtur
     monkeypatch.setattr(cli.cli, "main", full)
     assert exit_code("train", "digits") == 2
     shown = capsys.readouterr().err
-    assert shown == "error: /some/where: No space left on device; fix that, then `distill resume` goes on\n"
+    assert shown == "error: /some/where: No space left on device; fix that, then run `distill resume`\n"
     for command in ("data", "evaluate"):
         assert exit_code(command, "/some/where") == 2
         shown = capsys.readouterr().err
-        assert shown == "error: /some/where: No space left on device; fix that, then give the command again\n"
+        assert shown == "error: /some/where: No space left on device; fix that, then repeat the command\n"
 
 
 def test_a_mistake_of_ours_leaves_its_stack_trace_in_a_file(

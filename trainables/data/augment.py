@@ -163,8 +163,9 @@ def render_crop(stored: StoredImage, box: Box, flip: bool, out_HWC: NDArray[np.u
     """Fill `out_HWC` (contiguous) with the pixels of a box, resized (bilinear) and perhaps mirrored.
 
     exact: antialiased as torch does it. Else with less work where that is hardly visible: the image is decoded 2, 4 or 8 times
-    smaller where a pixel is left for each that is shown, and what is then shrunk by less than 2 is not antialiased. docs/data.md
-    has what other limits cost and gain. Raises UnreadableImageError as the stored image does.
+    smaller where a pixel is left for each that is shown, and what is then shrunk by less than 2 is not antialiased. On
+    250 ImageNet files at 224 px: 0.90 ms of CPU and a mean PSNR of 45 dB; with antialiasing from 1.4 on 0.93 ms and 52 dB; exact
+    0.99 ms and 67 dB. Raises UnreadableImageError as the stored image does.
     """
     target_HWC = np.empty_like(out_HWC) if flip else out_HWC
     size = len(out_HWC)
