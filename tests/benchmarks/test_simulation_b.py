@@ -34,7 +34,9 @@ def test_grids_have_their_size_and_no_point_twice(size: int) -> None:
 def test_the_truth_is_the_mean_of_a_long_run() -> None:
     for seed in (0, 1, 14):
         drawn = draw_cluster(seed)
-        cluster = dataclasses.replace(drawn, points=drawn.points[40:180:90], tenant=None, failure=0.0)
+        fitting = [point for point, fits in zip(drawn.points, truth(drawn, 1).fits, strict=True) if fits]
+        points = (fitting[len(fitting) // 2], fitting[-1])
+        cluster = dataclasses.replace(drawn, points=points, tenant=None, failure=0.0)
         answer = truth(cluster, 2000)
         for point, step_time_s in zip(cluster.points, answer.step_time_s, strict=True):
             trial = Testbed(cluster, warm=True).measure(point, 2000)
@@ -74,14 +76,14 @@ def test_a_point_that_fits_does_so_with_smaller_batches_too(clusters: list[Clust
 
 def test_memory_may_run_out_late_and_at_once(clusters: list[Cluster]) -> None:
     late = at_once = 0
-    for drawn in clusters[:15]:
+    for drawn in clusters[:10]:
         cluster = dataclasses.replace(drawn, failure=0.0)
         testbed, fits = Testbed(cluster), truth(cluster, 1).fits
         too_large = [point for point, does in zip(cluster.points, fits, strict=True) if not does and point.loader_workers == 8]
         outcomes = {point: testbed.measure(point, 1).outcome for point in too_large}
         at_once += sum(outcome == "oom" for outcome in outcomes.values())
         for point in [point for point, outcome in outcomes.items() if outcome == "ok"][:1]:
-            trial = testbed.measure(point, 1500)
+            trial = testbed.measure(point, 800)
             assert (trial.outcome, trial.peak_memory_fraction) == ("oom", 1)
             late += len(trial.step_times_s) > 10
     assert late

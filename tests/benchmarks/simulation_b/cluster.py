@@ -137,7 +137,7 @@ class Cluster:
     flops_fraction: float  # of the fp32 peak that large kernels reach
     kernel_spread: float  # deviation of the logarithm of speed between batch sizes
     launch_s: float  # CPU seconds a kernel
-    python_s: float  # CPU seconds of the loop a step, beside launches
+    python_s: float  # CPU seconds of the loop a step, launches apart
     optimizer_states: int  # tensors of the parameters' size: 1 (SGD) or 2 (Adam)
     fragmentation: float  # by which memory grows in a long run
     jitter: float  # deviation of the logarithm of a rank's compute time

@@ -47,7 +47,7 @@ def step_costs(cluster: Cluster, points: Sequence[Point], conditions: Conditions
     num_P, batch_P, loaders_P = _columns(points)
     is_bf16_P = np.array([point.precision == "bf16" for point in points])
     rank_R = np.arange(len(cluster.rank_gpu_speed))
-    has_PR = rank_R < num_P[:, None]
+    has_PR = (rank_R < num_P[:, None]).astype(float)
     ranks_on_node_PR = np.clip(num_P[:, None] - rank_R // cluster.gpus_per_node * cluster.gpus_per_node, 1, cluster.gpus_per_node)
     tenant = conditions.tenant
     cpu_R = np.array(cluster.rank_cpu_speed) * (tenant.cpu if tenant else 1)
@@ -68,7 +68,7 @@ def step_costs(cluster: Cluster, points: Sequence[Point], conditions: Conditions
     # How busy the loader workers are decides how they share cores and storage, which decides how busy they are: a fixed point.
     launch_PR = np.full(has_PR.shape, cluster.launch_s) / cpu_R
     compute_P = (sum(parts(launch_PR)) * has_PR).max(1)
-    busy_PR = np.where(has_PR, 1.0, 0.0)
+    busy_PR = has_PR
     read_PR, decode_PR = np.full(has_PR.shape, 1e-9), np.full(has_PR.shape, 1e-9)
     for _ in range(12):
         decoding_PR = busy_PR * loaders_P[:, None] * decode_PR / (read_PR + decode_PR)
@@ -78,7 +78,7 @@ def step_costs(cluster: Cluster, points: Sequence[Point], conditions: Conditions
         read_PR = batch_P[:, None] * _read_s(cluster, reading_PR, ranks_on_node_PR, has_PR, conditions)
         step_P = np.maximum(compute_P, ((read_PR + decode_PR) / loaders_P[:, None] * has_PR).max(1))
         wanted_PR = (read_PR + decode_PR) / (loaders_P * step_P)[:, None]
-        busy_PR = np.where(has_PR, 0.5 * busy_PR + 0.5 * np.minimum(1, wanted_PR), 0)
+        busy_PR = has_PR * (0.5 * busy_PR + 0.5 * np.minimum(1, wanted_PR))
 
     teacher_PR, student_PR, backward_PR, optimizer_PR = parts(cluster.launch_s / share_PR)
     exposed_P, slower_P = _exposed_all_reduce_s(cluster, num_P, (backward_PR * has_PR).max(1), tenant)
@@ -169,7 +169,7 @@ def _read_s(cluster: Cluster, reading_PR: Array, ranks_on_node_PR: Array, has_PR
 
 
 def _exposed_all_reduce_s(cluster: Cluster, num_P: Array, backward_P: Array, tenant: Tenant | None) -> tuple[Array, Array]:
-    """All-reduce after the end of backward, and by how much backward is slower for what ran beside it.
+    """All-reduce after the end of backward, and by how much backward is slower for what ran at the same time.
 
     Two levels, NVLink or PCIe inside a node and a link between nodes, each a latency and a bandwidth (Thakur et al. 2005);
     between nodes the faster of NCCL's ring and double binary tree (Sanders et al. 2009; NCCL 2.4). Buckets of 25 MiB start
