@@ -6,7 +6,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from tests.benchmarks.simulation_b import PHASES, Cluster, Testbed, bottleneck, draw_cluster, truth
+from tests.benchmarks.simulation_b import PHASES, Cluster, Point, Testbed, bottleneck, draw_cluster, truth
+from tests.benchmarks.simulation_b.cluster import CACHED_TEACHER, GPUS, PAIRS
 
 
 @pytest.fixture(scope="module")
@@ -32,16 +33,42 @@ def test_grids_have_their_size_and_no_point_twice(size: int) -> None:
 
 
 def test_the_truth_is_the_mean_of_a_long_run() -> None:
-    for seed in (0, 1, 14):
+    for seed in (0, 1):
         drawn = draw_cluster(seed)
         fitting = [point for point, fits in zip(drawn.points, truth(drawn, 1).fits, strict=True) if fits]
         points = (fitting[len(fitting) // 2], fitting[-1])
         cluster = dataclasses.replace(drawn, points=points, tenant=None, failure=0.0)
-        answer = truth(cluster, 2000)
+        answer = truth(cluster, 1500)
         for point, step_time_s in zip(cluster.points, answer.step_time_s, strict=True):
-            trial = Testbed(cluster, warm=True).measure(point, 2000)
+            trial = Testbed(cluster, warm=True).measure(point, 1500)
             assert trial.outcome == "ok"
-            assert trial.step_times_s[400:].mean() == pytest.approx(step_time_s, rel=0.04)
+            assert trial.step_times_s[300:].mean() == pytest.approx(step_time_s, rel=0.04)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "precision", "published"), [("V100", "fp32", 367), ("A100", "fp32", 938), ("A100", "bf16", 2470)]
+)
+def test_one_gpu_trains_as_fast_as_published(gpu: str, precision: str, published: float) -> None:
+    """ResNet-50 v1.5 on one GPU: NVIDIA DeepLearningExamples, PyTorch, container 21.03."""
+    resnet50 = next(student for student, _ in PAIRS if student.name == "ResNet-50")
+    cluster = dataclasses.replace(
+        draw_cluster(0),
+        points=(Point(1, 128, 8, precision),),
+        gpu=next(g for g in GPUS if g.name == gpu),
+        student=resnet50,
+        teacher=CACHED_TEACHER,
+        rank_gpu_speed=(1.0,),
+        rank_cpu_speed=(1.0,),
+        cores=64,
+        store="nvme",
+        decode_s=1e-5,
+        flops_fraction=0.45,
+        kernel_spread=0.0,
+        throttle=0.0,
+        hiccup_s=0.0,
+        tenant=None,
+    )
+    assert truth(cluster, 200).images_per_s[0] == pytest.approx(published, rel=0.2)
 
 
 def test_a_tenant_slows_the_long_run() -> None:
@@ -57,12 +84,12 @@ def test_each_kind_of_bottleneck_occurs(clusters: list[Cluster]) -> None:
 
 def test_the_best_point_is_not_always_the_largest(clusters: list[Cluster]) -> None:
     largest = 0
-    for cluster in clusters[:10]:
-        answer = truth(cluster, 100)
+    for cluster in clusters[:20]:
+        answer = truth(cluster, 40)
         best = cluster.points[answer.best]
         fitting = [p for p, fits in zip(cluster.points, answer.fits, strict=True) if fits]
         largest += (best.num_workers, best.global_batch_size) == max((p.num_workers, p.global_batch_size) for p in fitting)
-    assert 0 < largest < 10
+    assert 5 < largest < 20
 
 
 def test_a_point_that_fits_does_so_with_smaller_batches_too(clusters: list[Cluster]) -> None:

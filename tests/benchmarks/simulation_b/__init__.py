@@ -23,7 +23,8 @@ tenant, `images_per_s` is the mean over time and `quiet_images_per_s` that witho
 of memory. `bottleneck` names what limits the best point.
 
 `global_batch_size` is over all workers, and a rank gets the quotient rounded up; `loader_workers` is per GPU; ranks fill node
-after node. A GPU costs `cluster.gpu.price` dollars an hour.
+after node. A GPU costs `cluster.gpu.price` dollars an hour; paid by GPU, one worker is nearly always the cheapest, and paid by
+node (`cluster.gpus_per_node`), it is not.
 """
 
 from tests.benchmarks.simulation_b.cluster import Cluster, Point, Tenant, draw_cluster

@@ -125,17 +125,19 @@ def _forward_s(cluster: Cluster, model: Model, batch_P: Array, is_bf16_P: Array,
     some sizes better than others (Jordà et al. 2019, "Performance evaluation of cuDNN convolution algorithms").
     """
     gpu = cluster.gpu
-    peak_P = np.where(is_bf16_P, gpu.bf16 * 0.65, gpu.fp32 * (0.6 if gpu.fp32 > 100 else 1)) * 1e12 * cluster.flops_fraction
+    peak_P = np.where(is_bf16_P, gpu.bf16, gpu.fp32) * 1e12 * cluster.flops_fraction
     waves_P = np.zeros_like(batch_P)
     for tiles in model.tiles:
         filled_P = batch_P * tiles / gpu.num_sms
         waves_P += np.ceil(filled_P) / filled_P / len(model.tiles)
-    if gpu.fp32 > 100 or gpu.bf16:
+    if gpu.bf16:
         waves_P *= np.where(batch_P % 8, 1.1, 1)
     sizes, index_P = np.unique(batch_P.astype(int), return_inverse=True)
     fit = np.array([np.random.default_rng([cluster.seed, size]).lognormal(0, cluster.kernel_spread) for size in sizes])
     arithmetic_P = batch_P * model.gflops * 1e9 / peak_P * waves_P * fit[index_P]
-    traffic_P = batch_P * model.activation_mb * 1e6 * np.where(is_bf16_P, 1, 2) / (gpu.bandwidth * 1e9)
+    moved_mb_P = batch_P * model.activation_mb * np.where(is_bf16_P, 1, 2)
+    in_l2_P = np.minimum(1, gpu.l2_mb * model.num_kernels / 3 / np.maximum(moved_mb_P, 1e-9))  # a layer has about three kernels
+    traffic_P = moved_mb_P * (1 - 0.5 * in_l2_P) / (gpu.bandwidth * 1e3)
     return np.maximum(np.hypot(arithmetic_P, traffic_P)[:, None] / speed_PR, model.num_kernels * launch_PR)
 
 

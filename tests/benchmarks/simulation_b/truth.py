@@ -17,7 +17,6 @@ class Truth:
     step_time_s: Array
     images_per_s: Array
     quiet_images_per_s: Array
-    images_per_dollar: Array
     phases_s: Array
     fits: NDArray[np.bool_]
 
@@ -41,12 +40,10 @@ def truth(cluster: Cluster, num_steps: int = 1000) -> Truth:
     if cluster.tenant:
         busy_P = images_P / (_mean_phases(cluster, Conditions(tenant=cluster.tenant), num_steps).sum(1) * pauses)
         images_per_s = quiet_P + cluster.tenant.busy_fraction * (busy_P - quiet_P)
-    price_P = np.array([point.num_workers for point in cluster.points]) * cluster.gpu.price
     return Truth(
         step_time_s=images_P / images_per_s,
         images_per_s=images_per_s,
         quiet_images_per_s=quiet_P,
-        images_per_dollar=images_per_s * 3600 / price_P,
         phases_s=phases_PK,
         fits=memory_fraction(cluster, cluster.points) * (1 + cluster.fragmentation) <= 1,
     )
