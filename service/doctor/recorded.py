@@ -52,14 +52,18 @@ class RankTimes:
 class LoaderCosts:
     """Milliseconds of a loader thread an image."""
 
-    image_ms: float
-    read_wait_ms: float
+    image_ms: float = 0.0
+    read_wait_ms: float = 0.0
     """Of it inside the source without computing."""
-    cpu_ms: float
+    cpu_ms: float = 0.0
     """Of it computing."""
-    core_wait_ms: float
+    core_wait_ms: float = 0.0
     """Of it ready to run, while other threads had the cores."""
-    threads: float
+    threads: float = 0.0
+
+    @property
+    def is_recorded(self) -> bool:
+        return self.image_ms > 0
 
     @property
     def blocked_ms(self) -> float:
@@ -127,11 +131,11 @@ class EpochUse:
 class Clock:
     """Seconds of a stage by its wall clock."""
 
-    train_s: float
+    train_s: float = 0.0
     """Steps, with their waits for data."""
-    eval_s: float
-    checkpoint_s: float
-    other_s: float
+    eval_s: float = 0.0
+    checkpoint_s: float = 0.0
+    other_s: float = 0.0
     """Reports, checks, whatever lies between."""
     timing_s: float = 0.0
     """Timing passes after the training; older runs count it to the rest."""

@@ -4,14 +4,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from service.doctor.causes import findings
-from service.doctor.evidence import LEAST_PCT, Evidence
-from service.doctor.input_path import swap_mib_per_s, swaps
+from service.doctor.evidence import MIN_GAIN_PCT, Evidence
 from service.doctor.read_run import Recording
 from service.doctor.step_model import Finding
 from service.report.phase_shares import shares_text
 from trainables.metrics.phases import ALL_PHASES
 
-HEALTHY = f"nothing to gain over {LEAST_PCT:g}%"
+HEALTHY = f"nothing to gain over {MIN_GAIN_PCT:g}%"
 
 
 def case_lines(cases: Sequence[Recording]) -> list[str]:
@@ -61,7 +60,7 @@ def remarks(e: Evidence) -> list[str]:
     if step.teacher_ms > 0.05 * step.step_ms and e.teacher_actors is None:
         share = 100 * step.teacher_ms / step.step_ms
         lines.append(f"the teacher costs {share:.0f}% of a step: with teacher.cache its outputs are computed once")
-    if e.clock is not None and e.clock.wall_s > 0:
+    if e.clock.wall_s > 0:
         parts = {
             "steps": e.clock.train_s,
             "evaluation": e.clock.eval_s,
@@ -72,17 +71,17 @@ def remarks(e: Evidence) -> list[str]:
         lines.append(f"of {e.clock.wall_s:.1f} s by the clock: {shares}")
     elif e.eval_s and e.steps_per_epoch:
         share = 100 * e.eval_s / (e.eval_s + e.steps_per_epoch * step.step_ms / 1e3)
-        if share > LEAST_PCT:
+        if share > MIN_GAIN_PCT:
             lines.append(f"evaluations take {share:.0f}% of the time")
     waits_ms = {number: rank.waits_for_ranks_ms for number, rank in enumerate(e.ranks) if rank.waits_for_ranks_ms is not None}
-    if waits_ms and max(waits_ms.values()) - min(waits_ms.values()) > LEAST_PCT / 100 * step.step_ms:
+    if waits_ms and max(waits_ms.values()) - min(waits_ms.values()) > MIN_GAIN_PCT / 100 * step.step_ms:
         late, early = (pick(waits_ms, key=waits_ms.__getitem__) for pick in (min, max))
         lines.append(
             f"ranks wait for each other: rank {early} longest, {waits_ms[early]:.1f} ms of a step (it is early), "
             f"rank {late} least, {waits_ms[late]:.1f} ms (others wait for it)"
         )
-    if swaps(e):
-        lines.append(f"a node reads {swap_mib_per_s(e):.0f} MiB/s back from swap space: its memory is full")
+    if e.swaps:
+        lines.append(f"a node reads {e.swap_mib_per_s:.0f} MiB/s back from swap space: its memory is full")
     if e.peak_memory_mib and e.gpu_memory_mib and e.peak_memory_mib < 0.5 * e.gpu_memory_mib:
         lines.append(f"{e.peak_memory_mib:,.0f} of {e.gpu_memory_mib:,.0f} MiB of a GPU's memory are used")
     return lines

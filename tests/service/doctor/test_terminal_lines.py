@@ -215,10 +215,7 @@ def test_set_with_a_directory_and_what_is_neither_are_one_line(run_dir: RunDir, 
     assert "did you mean digits?" in err
 
 
-def test_evidence_has_whether_the_run_has_ended_and_when_asha_compares_its_trials_first() -> None:
+def test_evidence_has_whether_the_run_has_ended() -> None:
     loading = step_of(**{"phase/data_ms": 90.0, "loader/image_ms": 3.0})
     assert not evidence_of(experiment(), loading).has_ended
     assert evidence_of(experiment(), loading | {"steps": 100.0}).has_ended
-    assert evidence_of(experiment("sweep.grace_epochs=4"), loading).grace_epochs is None
-    asha = ("sweep.policy=asha", "sweep.metric=top1_pct", "sweep.grace_epochs=4")
-    assert evidence_of(experiment(*asha), loading).grace_epochs == 4
