@@ -26,15 +26,11 @@ class RankTimes:
     loader_batch_ms: float | None = None
     """How long this rank's loader threads are busy with a batch: what they need at least."""
     loader_wait_ms: float | None = None
-    """Of the data phase: waiting for those threads. The rest of it is the step's own thread at work."""
-    cpu_ms: float | None = None
-    """What all threads of this rank's process compute, those of its loader too."""
-    core_wait_ms: float | None = None
-    """How long the step's own thread is ready to run while others have the cores."""
+    """The part of the data phase that waits for those threads. The rest of it is the step's own thread at work."""
     receive_ms: float = 0.0
     """What a later pipeline stage waits for the first one's next batch; it has no loader of its own."""
     bubble_ms: float = 0.0
-    """What a pipeline stage waits for its neighbours within a step."""
+    """What a pipeline stage waits for its neighbors within a step."""
 
     @property
     def before_student_ms(self) -> float:
@@ -44,22 +40,19 @@ class RankTimes:
     @property
     def rest_ms(self) -> float:
         """What lies in no phase."""
-        named_ms = self.before_student_ms + self.student_ms + self.backward_ms + self.bubble_ms
-        return max(0.0, self.step_ms - named_ms)
+        return max(0.0, self.step_ms - self.before_student_ms - self.student_ms - self.backward_ms - self.bubble_ms)
 
 
 @dataclass(frozen=True)
 class LoaderCosts:
-    """Milliseconds of a loader thread an image."""
+    """Milliseconds of a loader thread per image: in all, and parts of it; zeros where they are not recorded."""
 
     image_ms: float = 0.0
     read_wait_ms: float = 0.0
-    """Of it inside the source without computing."""
+    """Inside the source without computing."""
     cpu_ms: float = 0.0
-    """Of it computing."""
     core_wait_ms: float = 0.0
-    """Of it ready to run, while other threads had the cores."""
-    threads: float = 0.0
+    """Ready to run, while other threads had the cores."""
 
     @property
     def is_recorded(self) -> bool:
@@ -99,7 +92,7 @@ class GpuUse:
     throttle_reasons: int = 0
     """Every bit that was set at any time, see `trainables.metrics.telemetry.THROTTLE_REASONS`."""
     throttled_pct: float | None = None
-    """Of the time: a throttle reason was set that heat or power supply brings."""
+    """The part of the time in which heat or power supply lowered the clock."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +101,6 @@ class NodeUse:
 
     cpu_pct: float | None = None
     swap_in_mib_per_s: float | None = None
-    """Read back from swap space."""
     cpu_cores: float | None = None
 
 
@@ -123,22 +115,19 @@ class EpochUse:
     """Means of its steps' phases."""
 
     def phase_ms(self, phase: str) -> float:
-        """0 where it is not recorded."""
         return self.phases_ms.get(phase, 0.0)
 
 
 @dataclass(frozen=True)
 class Clock:
-    """Seconds of a stage by its wall clock."""
+    """Seconds of a stage by its wall clock: steps with their waits for data, and what lies between; zeros of a timing run."""
 
     train_s: float = 0.0
-    """Steps, with their waits for data."""
     eval_s: float = 0.0
     checkpoint_s: float = 0.0
     other_s: float = 0.0
-    """Reports, checks, whatever lies between."""
     timing_s: float = 0.0
-    """Timing passes after the training; older runs count it to the rest."""
+    """Timing passes after the training."""
 
     @property
     def wall_s(self) -> float:

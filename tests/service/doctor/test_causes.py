@@ -93,7 +93,7 @@ def test_a_loader_that_has_nothing_to_do_with_the_data_phase_is_not_blamed() -> 
 
 
 def test_threads_that_wait_elsewhere_while_cores_are_free_wait_for_pythons_lock() -> None:
-    e = run_of(SLOW, loader=loader(200 / 64, read_wait=0.1, cpu=60 / 64, threads=1), nodes=(NodeUse(30.0),))
+    e = run_of(SLOW, loader=loader(200 / 64, read_wait=0.1, cpu=60 / 64), nodes=(NodeUse(30.0),))
     (found, *rest) = findings(e)
     assert found.cause == "GIL-bound"
     assert found.change.startswith("fewer loader workers")
@@ -222,8 +222,7 @@ def on_cores(e: Evidence, cores: float) -> Evidence:
 
 def test_loader_threads_gain_no_more_than_the_cores_allow() -> None:
     """A batch takes a thread 200 ms, all of it computing, and a step 100: on two cores no less than 150 for both."""
-    decoding_ms = replace(longer(RANK, data=199), cpu_ms=300.0, core_wait_ms=0.0)
-    e = run_of(decoding_ms, loader_workers=0, loader=loader(200 / 64, cpu=200 / 64))
+    e = run_of(longer(RANK, data=199), loader_workers=0, loader=loader(200 / 64, cpu=200 / 64))
     assert the("no prefetch", on_cores(e, 8)).change == "--set data.loader_workers=2"
     assert the("no prefetch", on_cores(e, 8)).gain_pct == pytest.approx(100 * 199 / 299, abs=0.5)
     assert the("no prefetch", on_cores(e, 2)).gain_pct == pytest.approx(100 * (1 - 150 / 299), abs=0.5)
