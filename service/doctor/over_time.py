@@ -62,8 +62,9 @@ def throttled_gpu(e: Evidence) -> ThrottledGpu | None:
             since_start = True
         else:
             continue
-        used = [one for epoch in e.epochs for one in epoch.gpus if one.name == gpu.name] or [gpu]
-        lost = [max(0.0, 1 - one.sm_clock_mhz / reference_mhz) if one.sm_clock_mhz and reference_mhz else 0.0 for one in used]
+        by_epoch = [{one.name: one.sm_clock_mhz for one in epoch.gpus} for epoch in e.epochs] or [{gpu.name: gpu.sm_clock_mhz}]
+        clocks_mhz = [clocks.get(gpu.name) or reference_mhz for clocks in by_epoch]  # no loss where an epoch has no record of it
+        lost = (max(0.0, 1 - clock_mhz / reference_mhz) if reference_mhz else 0.0 for clock_mhz in clocks_mhz)
         found.append(ThrottledGpu(gpu, reference_mhz, since_start, tuple(kernels_share * part for part in lost)))
     return max(found, key=lambda one: one.lost[-1], default=None)
 
