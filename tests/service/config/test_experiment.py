@@ -518,7 +518,7 @@ def test_a_workers_batch_is_cut_into_as_many_micro_batches_as_it_has_samples(num
         ("optim: {losses: {task: {lr: 1}}}", ["optim.losses.at.lr=1"], "--set: optim.losses: there is no loss 'at'"),
         ("scale: {num_workers: 3}", ["seed=1"], "mine.yaml: data.global_batch_size 64 is not divisible"),
         ("scale: {num_workers: 3}", ["seed=x"], "--set: seed: must be an integer"),
-        ("seed: x", ["optim.lr=1"], "mine.yaml: seed: must be an integer"),
+        ("seed: x", ["optim.lr=1"], "mine.yaml:2:1: seed: must be an integer"),
     ],
 )
 def test_what_is_wrong_only_with_an_override_is_blamed_on_it(
@@ -597,7 +597,7 @@ def test_many_mistakes_take_six_lines_at_most() -> None:
 
 def test_a_mistake_in_a_file_is_reported_with_the_files_name(tmp_path: Path) -> None:
     path = written(tmp_path, "base: digits\noptim: {lr: -1}\n")
-    assert refusal(recipe=path) == f"{path}: optim.lr: must be above 0, not -1"
+    assert refusal(recipe=path) == f"{path}:2:9: optim.lr: must be above 0, not -1"
 
 
 @pytest.mark.parametrize(
@@ -620,9 +620,9 @@ def test_a_mistake_in_a_file_is_reported_with_the_files_name(tmp_path: Path) -> 
         ("base: 3\n", "base: give one recipe or file"),
         ("base: digitz\n", "digitz: neither a recipe nor a file; did you mean digits?"),
         ("base: none.yaml\n", "none.yaml: neither a recipe nor a file; recipes: backbone, cifar10"),
-        ("base: digits\non: 2\n", "mine.yaml: on: no such key"),
-        ("base: digits\noptim: {on: 2}\n", "mine.yaml: optim.on: no such key"),
-        (f"base: digits\n{'k' * 1000}: 2\n", f"mine.yaml: {'k' * 20}"),
+        ("base: digits\non: 2\n", "mine.yaml:2:1: on: no such key"),
+        ("base: digits\noptim: {on: 2}\n", "mine.yaml:2:9: optim.on: no such key"),
+        (f"base: digits\n{'k' * 1000}: 2\n", f"mine.yaml:2:1: {'k' * 20}"),
         ("base: mine.yaml\n", "`base` leads back to itself (mine.yaml → mine.yaml)"),
         ("!!python/object/apply:os.system ['true']", "not YAML: could not determine a constructor"),
         ("a: &a [*a]\n", "nested more than 50 deep"),
