@@ -54,7 +54,7 @@ def _watch(stop: threading.Event) -> None:
             _servers.update(find_servers())
         if name := _dead_server():
             if not _noticed.wait(GRACE_S):
-                print(f"error: {_lost(name)}; give the command again, or `distill resume` its run", file=sys.stderr)
+                print(f"error: {_lost(name)}; run the command again, or `distill resume` its run", file=sys.stderr)
                 _end_process(2)
             return
 
@@ -89,11 +89,11 @@ def _dead_server() -> str | None:
 
 
 def _lost(server: str) -> RayLostError:
-    return RayLostError(f"Ray has ended: its process {server} was killed, by someone or for want of memory, or failed")
+    return RayLostError(f"Ray has ended: its process {server} was killed (probably out of memory) or failed")
 
 
 def shut_down() -> None:
-    """Disconnect from Ray, and end it where this process has started it; not while a thread uses it, see `leave`."""
+    """Disconnect from Ray, and end it where this process has started it; not while a thread uses it, see `exit_process`."""
     import ray
 
     if not in_use():
@@ -126,7 +126,7 @@ def in_use() -> bool:
     return is_lost or any(thread.is_alive() for thread in _threads)
 
 
-def leave(code: int) -> NoReturn:
+def exit_process(code: int) -> NoReturn:
     """End the process with this exit code, and a Ray of its own with it.
 
     A process that uses Ray while it is shut down ends at once, with code 1. So nothing of Ray is shut down while the

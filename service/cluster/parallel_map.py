@@ -72,7 +72,7 @@ def _over_cores(function: Callable[..., Result], arguments: Sequence[tuple[Any, 
             yield future.result()
     except BrokenProcessPool:
         raise DistillError(
-            "a process was killed, most likely for want of memory; the same command with fewer --processes goes on"
+            "a process was killed, probably out of memory; continue with the same command and fewer --processes"
         ) from None
     except BaseException:
         for child in multiprocessing.active_children():
@@ -110,6 +110,6 @@ def _over_cluster(function: Callable[..., Result], arguments: Sequence[tuple[Any
                 raise
             except ray.exceptions.RayError as error:  # after Ray's own retries: a node died, or had no memory left
                 raise DistillError(
-                    f"a process or a node of the cluster was lost ({type(error).__name__}), most likely for want of memory; "
-                    "the same command goes on"
+                    f"a process or a node of the cluster was lost ({type(error).__name__}), probably out of memory; "
+                    "continue with the same command"
                 ) from None

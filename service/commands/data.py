@@ -48,7 +48,7 @@ def pack(
 ) -> None:
     """Put a data set into a few large files, for data.path: an image folder or list, LMDB, tars, TFRecords, Parquet, CIFAR.
 
-    A killed `pack` goes on where it was when it is called again. With RAY_ADDRESS set it spreads over the cluster.
+    A killed `pack` continues when it is called again. With RAY_ADDRESS set it spreads over the cluster.
     """
     if max_side is not None and raw is not None:
         raise click.UsageError("--max-side and --raw: give one of them")
@@ -69,7 +69,7 @@ def pack(
             val_share=val_share,
         )
     except KeyboardInterrupt:
-        click.echo("interrupted; the same command goes on where it was", err=True)
+        click.echo("interrupted; continue with the same command", err=True)
         raise
     click.echo(summary_line(dest, packing))
 

@@ -55,7 +55,7 @@ RUNS = runs_option(PathType(path_type=Path), "Root of all runs and of their MLfl
 RUNS_OR_URI = runs_option(RunsRoot(path_type=Path), "Root of all runs and of their MLflow store, or s3://BUCKET/PREFIX.")
 DATA_PATH = "As data.path: digits, synthetic, a packed set, an image folder or another layout."
 PROCESSES = click.option(
-    "--processes", type=click.IntRange(min=1), help="Processes on this machine; default: one a core. The result is the same."
+    "--processes", type=click.IntRange(min=1), help="Processes on this machine; default: one per core. The result is the same."
 )
 
 

@@ -750,11 +750,11 @@ def test_an_operating_systems_error_is_one_line_too(capsys: pytest.CaptureFixtur
     monkeypatch.setattr(cli.cli, "main", full)
     assert exit_code("train", "digits") == 2
     shown = capsys.readouterr().err
-    assert shown == "error: /some/where: No space left on device; fix that, then `distill resume` goes on\n"
+    assert shown == "error: /some/where: No space left on device; fix that, then run `distill resume`\n"
     for command in ("data", "evaluate"):
         assert exit_code(command, "/some/where") == 2
         shown = capsys.readouterr().err
-        assert shown == "error: /some/where: No space left on device; fix that, then give the command again\n"
+        assert shown == "error: /some/where: No space left on device; fix that, then run the command again\n"
 
 
 def test_a_mistake_of_ours_leaves_its_stack_trace_in_a_file(
