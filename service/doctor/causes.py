@@ -111,7 +111,7 @@ def supply_is_all(e: Evidence) -> Effect:
 
 
 def copy_effect(e: Evidence) -> Effect:
-    """A copy to a GPU goes on during the step before: T' = max(work, supply). Without one it is a part of the step."""
+    """A copy to a GPU runs during the step before. Without one it is a part of the step."""
     return Effect(copy_ms=e.copy_ms) if e.on_gpu else Effect(work_ms=e.typical.h2d_ms)
 
 

@@ -23,46 +23,34 @@ class Evidence:
 
     global_batch: int
     ranks: tuple[RankTimes, ...]
-    """One entry per worker."""
     loader_workers: int = 1
     accumulate: int = 1
     precision: str = "fp32"
     decodes_on_device: bool = False
-    exposed_ms: float | None = None
-    """What a step waits for the all-reduce itself: the last rank to arrive waits for nothing else."""
+    exposed_ms: float | None = None  # the all-reduce's own part: the last rank to arrive waits for nothing else
     prefetch_batches: int = 2
     loader: LoaderCosts = field(default_factory=LoaderCosts)
     copy_batch_ms: float | None = None
-    """Copying a batch to the GPU."""
-    one_image_ms: float | None = None
-    """Augmentation, both models' passes and the loss on a single image."""
-    passes_ms: Mapping[int, float] = field(default_factory=dict)
-    """The same by number of images: a micro-batch, and larger ones."""
+    one_image_ms: float | None = None  # augmentation, both models' passes and the loss
+    passes_ms: Mapping[int, float] = field(default_factory=dict)  # the same by number of images: a micro-batch, and larger ones
     out_of_memory_images: float | None = None
-    """A batch of this many images did not fit into a GPU's memory."""
     nodes: tuple[NodeUse, ...] = ()
-    rank_nodes: tuple[int, ...] = ()
-    """Each rank's node; () where that is not recorded."""
+    rank_nodes: tuple[int, ...] = ()  # () where it is not recorded
     gpus: tuple[GpuUse, ...] = ()
     peak_memory_mib: float | None = None
     gpu_memory_mib: float | None = None
     steps_per_epoch: int | None = None
     train_images: int | None = None
-    """Training images of an epoch: no batch can have more."""
     num_epochs: int | None = None
     evaluate_every: int = 1
     has_ended: bool = False
-    """Whether the records are complete."""
     compile: bool | str = False
-    """`train.compile`."""
     val_images: float = 0.0
     epochs: tuple[EpochUse, ...] = ()
     clock: Clock = field(default_factory=Clock)
     pipeline_stages: int = 1
     micro_batches: int = 1
-    """Micro-batches of a replica's batch in its pipeline."""
-    teacher_actors: int | None = None
-    """`teacher.service`: a step then waits for its teacher. With None each worker has a teacher, or there is none."""
+    teacher_actors: int | None = None  # of `teacher.service`: a step then waits for its teacher
 
     @property
     def num_workers(self) -> int:
@@ -113,10 +101,13 @@ class Evidence:
         known = step.loader_wait_ms if self.loader_workers else None
         return step.data_ms if known is None else min(step.data_ms, known)
 
+    def is_worth_it(self, ms: float) -> bool:
+        """Whether so much of a step is worth a finding."""
+        return 100 * ms >= MIN_GAIN_PCT * self.step_ms
+
     @property
     def waits_for_data(self) -> bool:
-        """Whether what a step waits for its loader is worth a finding."""
-        return 100 * self.data_wait_ms >= MIN_GAIN_PCT * self.step_ms
+        return self.is_worth_it(self.data_wait_ms)
 
     @property
     def is_late(self) -> bool:
@@ -149,7 +140,7 @@ class Evidence:
             return 0.0
         if self.copy_batch_ms is not None:
             return min(self.step_ms, self.copy_batch_ms)
-        return self.step_ms if 100 * self.typical.h2d_ms >= MIN_GAIN_PCT * self.step_ms else 0.0
+        return self.step_ms if self.is_worth_it(self.typical.h2d_ms) else 0.0
 
     @property
     def service_ms(self) -> float:

@@ -63,18 +63,19 @@ def launch_bound(e: Evidence) -> Cause | None:
             change = f"--set optim.accumulate={math.ceil(e.accumulate / in_memory)}"
             return Cause("memory unused", cut, change, Effect(work_ms=idle_ms))
         few = f"{waiting}: {few}{memory}"
+    compiled = f"{COMPILE}; " if e.on_gpu and e.pipeline_stages == 1 else ""
     if not (saved_ms := saved_by_times_ms(e, computing_ms, idle_ms)):
-        return Cause("launch-bound", few, fewer_launches(e), Effect(work_ms=idle_ms)) if e.on_gpu else None
+        bf16 = "--set precision=bf16, whose batches take half the memory; " if e.precision == "fp32" else ""
+        change = f"no larger batch is possible: {compiled}{bf16}or other runs on the same GPU at the same time"
+        return Cause("launch-bound", few, change, Effect(work_ms=idle_ms)) if e.on_gpu else None
     times = min(times for times, saved in saved_ms.items() if saved >= NEARLY * max(saved_ms.values()))
     if not e.on_gpu:
         few = f"the same images in a larger batch take {saved_ms[times]:.1f} of a step's {e.step_ms:.1f} ms less: {few}"
     is_worth_it = 100 * saved_ms[times] >= MIN_GAIN_PCT * e.step_ms
     fewer_ms = (e.exposed_ms or 0.0) * (1 - 1 / times) if is_worth_it else 0.0  # of the all-reduce
-    larger = (
-        f"--set data.global_batch_size={times * e.global_batch} (with --set optim.lr_scaling=linear; an epoch has fewer steps)"
-    )
-    same_batch = f"; or, with this batch, {COMPILE}" if e.on_gpu and e.pipeline_stages == 1 else ""
-    return Cause("launch-bound", few, larger + same_batch, Effect(work_ms=saved_ms[times] + fewer_ms))
+    change = f"--set data.global_batch_size={times * e.global_batch} (with optim.lr_scaling=linear; fewer steps per epoch)"
+    change += f"; or, with this batch, {compiled.removesuffix('; ')}" if compiled else ""
+    return Cause("launch-bound", few, change, Effect(work_ms=saved_ms[times] + fewer_ms))
 
 
 def saved_by_times_ms(e: Evidence, computing_ms: float, idle_ms: float) -> dict[int, float]:
@@ -91,12 +92,3 @@ def saved_by_times_ms(e: Evidence, computing_ms: float, idle_ms: float) -> dict[
         return {times: passes_ms * faster[times] + fixed_ms * (1 - 1 / times) for times in timed}
     powers = [2**power for power in range(1, MAX_TIMES.bit_length()) if 2**power <= possible] if e.on_gpu else []
     return {times: min(idle_ms, computing_ms * (1 - 1 / times)) for times in powers}
-
-
-def fewer_launches(e: Evidence) -> str:
-    """What to change where no larger batch is possible."""
-    compiled = f"{COMPILE}; " if e.pipeline_stages == 1 else ""
-    less = "--set precision=bf16, whose batches take half the memory; " if e.precision == "fp32" else ""
-    several = e.num_workers > 1 and room_in_memory(e) >= 2
-    fewer_workers = "fewer workers, each with a larger part of the batch; " if several else ""
-    return f"no larger batch is possible: {compiled}{less}{fewer_workers}other runs on the same GPU at the same time"

@@ -13,24 +13,16 @@ class RankTimes:
     augment_ms: float
     teacher_ms: float
     student_ms: float
-    backward_ms: float
-    """With the waits for the all-reduce and for other ranks."""
+    backward_ms: float  # with the waits for the all-reduce and for other ranks
     optimizer_ms: float
     step_ms: float
-    allreduce_wait_ms: float | None = None
-    """What the backward waits from this rank's last gradient to the end of the last all-reduce, and for the number of samples."""
-    waits_for_ranks_ms: float | None = None
-    """The part of that which it waits longer than the rank that waits least in the same step."""
-    allreduce_wait_error_ms: float | None = None
-    """Standard error of the mean."""
-    loader_batch_ms: float | None = None
-    """How long this rank's loader threads are busy with a batch: what they need at least."""
-    loader_wait_ms: float | None = None
-    """The part of the data phase that waits for those threads. The rest of it is the step's own thread at work."""
-    receive_ms: float = 0.0
-    """What a later pipeline stage waits for the first one's next batch; it has no loader of its own."""
-    bubble_ms: float = 0.0
-    """What a pipeline stage waits for its neighbors within a step."""
+    allreduce_wait_ms: float | None = None  # from this rank's last gradient to the end of the last all-reduce
+    waits_for_ranks_ms: float | None = None  # the part of that beyond the wait of the rank that waits least in the same step
+    allreduce_wait_error_ms: float | None = None  # standard error of the mean
+    loader_batch_ms: float | None = None  # how long this rank's loader threads are busy with a batch
+    loader_wait_ms: float | None = None  # the part of the data phase that waits for them; the rest is the step's own thread
+    receive_ms: float = 0.0  # what a later pipeline stage waits for the first one's next batch
+    bubble_ms: float = 0.0  # what a pipeline stage waits for its neighbors within a step
 
     @property
     def before_student_ms(self) -> float:
@@ -48,11 +40,9 @@ class LoaderCosts:
     """Milliseconds of a loader thread per image: in all, and parts of it; zeros where they are not recorded."""
 
     image_ms: float = 0.0
-    read_wait_ms: float = 0.0
-    """Inside the source without computing."""
+    read_wait_ms: float = 0.0  # inside the source without computing
     cpu_ms: float = 0.0
-    core_wait_ms: float = 0.0
-    """Ready to run, while other threads had the cores."""
+    core_wait_ms: float = 0.0  # ready to run, while other threads had the cores
 
     @property
     def is_recorded(self) -> bool:
@@ -87,12 +77,9 @@ class GpuUse:
     util_pct: float | None = None
     temperature_c: float | None = None
     sm_clock_mhz: float | None = None
-    sm_clock_limit_mhz: float | None = None
-    """The highest clock that this kind of GPU has."""
-    throttle_reasons: int = 0
-    """Every bit that was set at any time, see `trainables.metrics.telemetry.THROTTLE_REASONS`."""
-    throttled_pct: float | None = None
-    """The part of the time in which heat or power supply lowered the clock."""
+    sm_clock_limit_mhz: float | None = None  # the highest clock that this kind of GPU has
+    throttle_reasons: int = 0  # every bit that was set at any time, see `trainables.metrics.telemetry.THROTTLE_REASONS`
+    throttled_pct: float | None = None  # the part of the time in which heat or power supply lowered the clock
 
 
 @dataclass(frozen=True)
@@ -111,8 +98,7 @@ class EpochUse:
     step_ms: float
     eval_s: float
     gpus: tuple[GpuUse, ...] = ()
-    phases_ms: Mapping[str, float] = field(default_factory=dict)
-    """Means of its steps' phases."""
+    phases_ms: Mapping[str, float] = field(default_factory=dict)  # means of its steps
 
     def phase_ms(self, phase: str) -> float:
         return self.phases_ms.get(phase, 0.0)
@@ -126,8 +112,7 @@ class Clock:
     eval_s: float = 0.0
     checkpoint_s: float = 0.0
     other_s: float = 0.0
-    timing_s: float = 0.0
-    """Timing passes after the training."""
+    timing_s: float = 0.0  # of passes after the training
 
     @property
     def wall_s(self) -> float:

@@ -11,16 +11,11 @@ class Effect:
     """What a step saves once a cause is fixed, in milliseconds."""
 
     work_ms: float = 0.0
-    supply_ms: float = 0.0
-    """Time between two batches of the slowest rank's loader."""
-    copy_ms: float = 0.0
-    """Time between two batches that the copy to a GPU delivers; without a GPU a copy is work."""
-    beyond_ms: float = 0.0
-    """What a step takes beyond its slowest part: late batches, ranks that are late in turn."""
-    outside_ms: float = 0.0
-    """A step's share of what lies between steps."""
-    threads: int = 0
-    """Threads of a loader that had none: they load while the step computes."""
+    supply_ms: float = 0.0  # between two batches of the slowest rank's loader
+    copy_ms: float = 0.0  # between two batches that the copy to a GPU delivers; without a GPU a copy is work
+    beyond_ms: float = 0.0  # what a step takes beyond its slowest part: late batches, ranks that are late in turn
+    outside_ms: float = 0.0  # a step's share of what lies between steps
+    threads: int = 0  # of a loader that had none: they load while the step computes
 
 
 @dataclass(frozen=True)
