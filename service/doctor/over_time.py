@@ -22,14 +22,12 @@ MIN_THROTTLED_PCT = 10.0
 
 
 class ThrottledGpu(NamedTuple):
-    """A GPU below the clock that it could have."""
+    """A GPU below the clock that it could have, or never had in this run."""
 
     gpu: GpuUse
     reference_mhz: float
     since_start: bool
-    """It never had that clock in this run."""
-    lost: tuple[float, ...]
-    """For each epoch, or else for the whole run, the part of a step that the clock costs."""
+    lost: tuple[float, ...]  # for each epoch, or else for the whole run, the part of a step that the clock costs
 
 
 def is_throttled(gpu: GpuUse) -> bool:
@@ -102,14 +100,12 @@ class Growth(NamedTuple):
 
     fast_ms: float
     late_ms: float
-    more_ms: float
-    """What it takes longer in the last third than in the fastest, had the GPUs had the same clocks."""
-    phase: str
-    """The one that grew most, "" where it is not recorded."""
+    more_ms: float  # had the GPUs had the same clocks
+    phase: str  # the one that grew most, "" where it is not recorded
 
 
 def growth(epochs: Sequence[EpochUse], of: Callable[[EpochUse], float], lost: Sequence[float] = ()) -> Growth | None:
-    """How `of` the epochs grew, of which clocks have cost the parts `lost`. None: by no more than epochs differ, or not 5%."""
+    """How `of` the epochs grew, of which clocks have cost the parts `lost`, if it is 5% and more than epochs differ by."""
     if len(epochs) < MIN_EPOCHS:
         return None
     lost = lost or [0.0] * len(epochs)
@@ -160,13 +156,11 @@ def as_in_last_third(e: Evidence) -> Evidence:
 
     step = times(lambda epoch: epoch.step_ms)
     grown_by = {f"{phase}_ms": times(methodcaller("phase_ms", phase)) for phase in ALL_PHASES}
-    grown_by |= {"step_ms": step, "loader_wait_ms": grown_by["data_ms"], "waits_for_ranks_ms": grown_by["backward_ms"]}
+    grown_by |= {"step_ms": step, "loader_wait_ms": grown_by["data_ms"]}
+    grown_by |= dict.fromkeys(("waits_for_ranks_ms", "allreduce_wait_ms"), grown_by["backward_ms"])
 
     def grown(rank: RankTimes) -> RankTimes:
-        changed = {name: ms * more for name, more in grown_by.items() if (ms := getattr(rank, name)) is not None}
-        if rank.allreduce_wait_ms is not None and rank.waits_for_ranks_ms is not None:  # the network is as it was
-            changed["allreduce_wait_ms"] = rank.allreduce_wait_ms + changed["waits_for_ranks_ms"] - rank.waits_for_ranks_ms
-        return replace(rank, **changed)
+        return replace(rank, **{name: ms * more for name, more in grown_by.items() if (ms := getattr(rank, name)) is not None})
 
     return replace(e, ranks=tuple(map(grown, e.ranks)), clock=replace(e.clock, train_s=e.clock.train_s * step))
 
