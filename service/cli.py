@@ -72,8 +72,8 @@ def cli() -> None:
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Entry point. Errors that a user can cause end in at most six lines and exit code 2; Ctrl-C and SIGTERM in 130; an output
-    that nobody reads any more in 141, without a word, as where SIGPIPE ends a program.
+    """Entry point. Errors that a user can cause end in at most six lines and exit code 2; Ctrl-C and SIGTERM in 130; a closed
+    output in 141, silently, as where SIGPIPE ends a program.
 
     Any other error is a bug: exit code 1, and its stack trace in a file.
     """

@@ -21,7 +21,9 @@ from trainables.rundir import expand_home
 @click.argument("source", type=PathType(path_type=Path))
 @click.argument("dest", type=PathType(path_type=Path))
 @click.option("--max-side", type=click.IntRange(min=1), help="Make larger images smaller: JPEGs of so many pixels a side.")
-@click.option("--quality", type=click.IntRange(1, 100), default=90, show_default=True, help="Of the JPEGs that --max-side makes.")
+@click.option(
+    "--quality", type=click.IntRange(1, 100), default=90, show_default=True, help="Quality of the JPEGs that --max-side makes."
+)
 @click.option("--raw", type=click.IntRange(min=1), help="Store pixels, the shorter side at most so many.")
 @click.option("--tiles", is_flag=True, help="Store JPEGs so that a crop is decoded from the bytes it needs (libjpeg-turbo 3).")
 @click.option("--check", is_flag=True, help="Decode every image: also finds damage that neither header nor end show.")
@@ -55,7 +57,7 @@ def pack(
     if tiles and raw is not None:
         raise click.UsageError("--tiles and --raw: give one of them")
     if max_side is None and is_given("quality"):
-        raise click.UsageError("--quality: is of the JPEGs that --max-side makes: give --max-side too, or leave it out")
+        raise click.UsageError("--quality is for the JPEGs that --max-side makes: add --max-side, or leave it out")
     mode = Mode(max_side, quality, raw, tiles)
     try:
         packing = run_pack(
@@ -82,7 +84,7 @@ def pack(
 def data(directory: Path, verify: bool, sheet: Path | None, processes: int | None) -> None:
     """The content of a packed set: counts, classes, sizes, shapes, pictures."""
     if processes is not None and not verify:
-        raise click.UsageError("--processes: is for --verify: give --verify too, or leave it out")
+        raise click.UsageError("--processes is for --verify: add --verify, or leave it out")
     directory = expand_home(directory).resolve()
     index = read_index(directory)
     print_all(output(), describe(directory, index))

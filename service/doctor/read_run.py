@@ -96,7 +96,7 @@ def evidence_of(
 ) -> Evidence:
     """Evidence from a summary's metrics and the lines of `metrics.jsonl`.
 
-    `loader_workers` as resolved, `auto` counts as some; `precision` as the stage had it, None: it has not ended.
+    `loader_workers` as resolved, `auto` counts as some; `precision` as the stage had it, if it has ended.
     """
     lines, num_workers = list(lines), int(metrics.get("num_workers", experiment.scale.num_workers))
     start: Metrics = next((line["metrics"] for line in lines if line["kind"] == "start"), {})

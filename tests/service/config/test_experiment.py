@@ -460,7 +460,10 @@ def test_a_wrong_value_gets_one_line(override: str, message: str) -> None:
         (["assistants=[{model: resnet8}]", "distill.method=simkd"], "would have one that is not its own: leave out assistants"),
         (["optim.accumulate=2", "distill.method=sp"], "sp looks at all samples of a batch, which optim.accumulate 2 splits"),
         (["optim.accumulate=2", "distill.method=pskd", "scale.num_workers=2"], "pskd gathers the outputs of all workers"),
-        (["optim.name=dot", "optim.nesterov=false", "distill.method=none"], "one for methods, and there are no methods: write sgd"),
+        (
+            ["optim.name=dot", "optim.nesterov=false", "distill.method=none"],
+            "one for methods, and there are no methods: write sgd",
+        ),
         (["optim.losses={at/maps: {lr: 0.1}}"], "optim.losses: there is no loss 'at/maps' here: write one of kd, task"),
         (["optim.losses={task/ce: {lr: 0.1}}"], "optim.losses: there is no loss 'task/ce' here: write one of kd, task"),
         (["teachers=[{model: resnet8}]"], "teachers[0].weights: missing: write it in the list"),
