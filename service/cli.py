@@ -22,7 +22,7 @@ from trainables.redact import redact, redact_record
 COMMANDS = {
     "cache": ("runs:cache", "Fill teacher.cache: the teacher's outputs for all epochs of an experiment."),
     "check-method": ("methods:check_method", "Whether a method keeps the contract: NAME as in distill.method, or FILE.py:CLASS."),
-    "clean": ("clean:clean", "Remove what is old and unused: runs, caches, and leftovers of killed jobs."),
+    "clean": ("clean:clean", "Remove old, unused runs, caches, and leftovers of killed jobs."),
     "compare": ("reports:compare", "Two sweeps or runs side by side."),
     "data": ("data:data", "The content of a packed set: counts, classes, sizes, shapes, pictures."),
     "doctor": ("reports:doctor", "Where a step's time goes and what to change."),
@@ -106,7 +106,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         command = next(iter(sys.argv[1:] if arguments is None else arguments), "")
-        then = "then run `distill resume`" if command in ("train", "sweep", "resume") else "then run the command again"
+        then = "then run `distill resume`" if command in ("train", "sweep", "resume") else "then repeat the command"
         print_error(bounded(f"error: {where}{error.strerror or error}; fix that, {then}"))
         code = 2
     except Exception as error:

@@ -54,7 +54,7 @@ def _watch(stop: threading.Event) -> None:
             _servers.update(find_servers())
         if name := _dead_server():
             if not _noticed.wait(GRACE_S):
-                print(f"error: {_lost(name)}; run the command again, or `distill resume` its run", file=sys.stderr)
+                print(f"error: {_lost(name)}; repeat the command, or `distill resume` its run", file=sys.stderr)
                 _end_process(2)
             return
 
@@ -89,7 +89,7 @@ def _dead_server() -> str | None:
 
 
 def _lost(server: str) -> RayLostError:
-    return RayLostError(f"Ray has ended: its process {server} was killed (probably out of memory) or failed")
+    return RayLostError(f"Ray has ended: its process {server} was killed or failed, perhaps out of memory")
 
 
 def shut_down() -> None:

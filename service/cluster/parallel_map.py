@@ -72,7 +72,7 @@ def _over_cores(function: Callable[..., Result], arguments: Sequence[tuple[Any, 
             yield future.result()
     except BrokenProcessPool:
         raise DistillError(
-            "a process was killed, probably out of memory; continue with the same command and fewer --processes"
+            "a process was killed, probably out of memory; repeat the command with fewer --processes to continue"
         ) from None
     except BaseException:
         for child in multiprocessing.active_children():
@@ -111,5 +111,5 @@ def _over_cluster(function: Callable[..., Result], arguments: Sequence[tuple[Any
             except ray.exceptions.RayError as error:  # after Ray's own retries: a node died, or had no memory left
                 raise DistillError(
                     f"a process or a node of the cluster was lost ({type(error).__name__}), probably out of memory; "
-                    "continue with the same command"
+                    "repeat the command to continue"
                 ) from None

@@ -25,7 +25,7 @@ def check_age(context: click.Context, parameter: click.Parameter, age: str) -> s
 @click.option("--checkpoints", "checkpoints_only", is_flag=True, help="Only checkpoints that a complete run needs no more.")
 @RUNS_OR_URI
 def clean(age: str, dry_run: bool, unfinished: bool, checkpoints_only: bool, root: Path) -> None:
-    """Remove what is old and unused: runs, caches, and leftovers of killed jobs.
+    """Remove old, unused runs, caches, and leftovers of killed jobs.
 
     A run stays while a process works on it, while records of it wait for MLflow, while a run of this root that stays refers to
     it (as teacher.weights may), and as long as it can be resumed, unless --unfinished is given. Runs outside this root are not

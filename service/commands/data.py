@@ -22,7 +22,7 @@ from trainables.rundir import expand_home
 @click.argument("dest", type=PathType(path_type=Path))
 @click.option("--max-side", type=click.IntRange(min=1), help="Make larger images smaller: JPEGs of so many pixels a side.")
 @click.option(
-    "--quality", type=click.IntRange(1, 100), default=90, show_default=True, help="Quality of the JPEGs that --max-side makes."
+    "--quality", type=click.IntRange(1, 100), default=90, show_default=True, help="JPEG quality for --max-side."
 )
 @click.option("--raw", type=click.IntRange(min=1), help="Store pixels, the shorter side at most so many.")
 @click.option("--tiles", is_flag=True, help="Store JPEGs so that a crop is decoded from the bytes it needs (libjpeg-turbo 3).")
@@ -50,7 +50,7 @@ def pack(
 ) -> None:
     """Put a data set into a few large files, for data.path: an image folder or list, LMDB, tars, TFRecords, Parquet, CIFAR.
 
-    A killed `pack` continues when it is called again. With RAY_ADDRESS set it spreads over the cluster.
+    If it is killed, repeat the command to continue. With RAY_ADDRESS set it spreads over the cluster.
     """
     if max_side is not None and raw is not None:
         raise click.UsageError("--max-side and --raw: give one of them")
@@ -71,7 +71,7 @@ def pack(
             val_share=val_share,
         )
     except KeyboardInterrupt:
-        click.echo("interrupted; continue with the same command", err=True)
+        click.echo("interrupted; repeat the command to continue", err=True)
         raise
     click.echo(summary_line(dest, packing))
 

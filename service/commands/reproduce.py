@@ -51,7 +51,7 @@ def reproduce(
     root: Path,
     dry_run: bool,
 ) -> None:
-    """Run a TABLE of published accuracies (cifar100, imagenet, or a file) and compare; given again with --out it continues."""
+    """Run a TABLE of published accuracies (cifar100, imagenet, or a file) and compare; repeated with --out it continues."""
     published = read_table(table)
     request = Request.of(published, pairs, methods, seeds)
     changed = changes(overrides)
@@ -82,10 +82,10 @@ def run_cells(job: Reproduction, data: DataIdentity | None, table: str) -> list[
     try:
         failed = run_sweeps(job, data, click.echo)
     except KeyboardInterrupt:
-        click.echo(f"interrupted; continue with the same command and --out {job.out}", err=True)
+        click.echo(f"interrupted; repeat the command with --out {job.out} to continue", err=True)
         raise
     except RayLostError as error:
-        raise ClusterError(f"{error}; continue with the same command and --out {job.out}") from error
+        raise ClusterError(f"{error}; repeat the command with --out {job.out} to continue") from error
     click.echo(f"result: {write_table_result(job, table)}")
     return failed
 

@@ -89,7 +89,7 @@ def resume_run(directory: Path, *, accept_new_data: bool) -> None:
 @SET
 @RUNS
 def cache(recipe_or_file: str, overrides: tuple[str, ...], root: Path) -> None:
-    """Fill teacher.cache: the teacher's outputs for all epochs of an experiment. Interrupted, the same command continues."""
+    """Fill teacher.cache: the teacher's outputs for all epochs of an experiment. If interrupted, repeat the command."""
     from service.config.experiment import load
     from service.runs.teacher_cache import fill_cache
 

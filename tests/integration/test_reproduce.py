@@ -22,7 +22,7 @@ def test_a_table_is_run_goes_on_after_an_interrupt_and_is_compared(distill: Dist
     wait_until(trial.exists, "the first trial with a teacher", first)
     first.process.terminate()
     assert first.end() == 130
-    assert "the same command and --out" in first.output
+    assert "repeat the command with --out" in first.output
     written = trial.stat().st_mtime_ns
     assert "2 published numbers: 1 pass, 1 unfinished" in distill.run(*command, "--dry-run").replace("1 fail", "1 pass")
 

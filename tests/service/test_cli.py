@@ -754,7 +754,7 @@ def test_an_operating_systems_error_is_one_line_too(capsys: pytest.CaptureFixtur
     for command in ("data", "evaluate"):
         assert exit_code(command, "/some/where") == 2
         shown = capsys.readouterr().err
-        assert shown == "error: /some/where: No space left on device; fix that, then run the command again\n"
+        assert shown == "error: /some/where: No space left on device; fix that, then repeat the command\n"
 
 
 def test_a_mistake_of_ours_leaves_its_stack_trace_in_a_file(

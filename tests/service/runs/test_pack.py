@@ -228,7 +228,7 @@ def test_a_process_that_is_killed_ends_the_command_in_one_line(images: Path, tmp
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert done.stderr == (
-        "error: a process was killed, probably out of memory; continue with the same command and fewer --processes\n"
+        "error: a process was killed, probably out of memory; repeat the command with fewer --processes to continue\n"
     )
 
 
