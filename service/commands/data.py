@@ -20,13 +20,11 @@ from trainables.rundir import expand_home
 @click.command()
 @click.argument("source", type=PathType(path_type=Path))
 @click.argument("dest", type=PathType(path_type=Path))
-@click.option("--max-side", type=click.IntRange(min=1), help="Make larger images smaller: JPEGs of so many pixels a side.")
-@click.option(
-    "--quality", type=click.IntRange(1, 100), default=90, show_default=True, help="JPEG quality for --max-side."
-)
-@click.option("--raw", type=click.IntRange(min=1), help="Store pixels, the shorter side at most so many.")
+@click.option("--max-side", type=click.IntRange(min=1), help="Shrink larger images to JPEGs of this longer side, in pixels.")
+@click.option("--quality", type=click.IntRange(1, 100), default=90, show_default=True, help="JPEG quality for --max-side.")
+@click.option("--raw", type=click.IntRange(min=1), help="Store pixels; the shorter side is at most this long.")
 @click.option("--tiles", is_flag=True, help="Store JPEGs so that a crop is decoded from the bytes it needs (libjpeg-turbo 3).")
-@click.option("--check", is_flag=True, help="Decode every image: also finds damage that neither header nor end show.")
+@click.option("--check", is_flag=True, help="Decode every image: also finds damage inside a file.")
 @click.option("--strict", is_flag=True, help="Unreadable images are an error; otherwise they are left out and listed.")
 @click.option("--labels/--no-labels", default=True, help="Whether there are labels; without, any folder of images will do.")
 @click.option(

@@ -31,7 +31,7 @@ def test_a_node_that_dies_ends_the_command_in_one_line(lost: Exception, tmp_path
         list(parallel.parallel_map(len, [("a",), ("b",)], 2, tmp_path))
     assert str(caught.value) == (
         f"a process or a node of the cluster was lost ({type(lost).__name__}), probably out of memory; "
-        "continue with the same command"
+        "repeat the command to continue"
     )
 
 
