@@ -72,8 +72,8 @@ def cli() -> None:
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Entry point. Errors that a user can cause end in at most six lines and exit code 2; Ctrl-C and SIGTERM in 130; an output
-    that nobody reads any more in 141, without a word, as where SIGPIPE ends a program.
+    """Entry point. Errors that a user can cause end in at most six lines and exit code 2; Ctrl-C and SIGTERM in 130; a closed
+    output in 141, silently, as where SIGPIPE ends a program.
 
     Any other error is a bug: exit code 1, and its stack trace in a file.
     """
@@ -116,7 +116,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         sys.stdout.flush()
     except OSError:  # the interpreter would report it once more, with a stack trace
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    local_ray.leave(code)
+    local_ray.exit_process(code)
 
 
 def print_error(text: str) -> None:

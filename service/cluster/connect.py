@@ -89,7 +89,7 @@ def set_ray_environment() -> None:
     os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     if is_local():
         os.environ.update(LOOPBACK)
-        # By default Ray starts a worker a core at a time, and at four times as many warns so on our output, once a further core.
+        # By default Ray starts one worker per core at a time, and from four times as many on it warns on our output.
         os.environ.setdefault("RAY_worker_maximum_startup_concurrency", "32")
         # Ray starts workers at niceness 15: whatever else a machine does would go before the training, our sender to MLflow too.
         os.environ.setdefault("RAY_worker_niceness", "0")
@@ -153,7 +153,7 @@ def excess_bytes(base: str) -> int:
 
 
 def make_token() -> None:
-    """See to it that Ray's token can be read by no other user: where there is none Ray writes one, readable as the umask says."""
+    """Make Ray's token private: where there is none Ray writes one, readable as the umask says."""
     folder = Path("~/.ray").expanduser()
     token, new = folder / "auth_token", folder / f".auth_token.{secrets.token_hex(4)}"
     named = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys()
@@ -172,7 +172,7 @@ def make_token() -> None:
 def _why_no_ray(error: Exception) -> str:
     reason = first_line(error).split(". ")[0]
     if is_local():
-        return f"Ray does not start on this machine: {reason}; fix that, or where the machine was too busy try again later"
+        return f"Ray does not start on this machine: {reason}; fix that, or try again later if the machine was too busy"
     return (
         f"no Ray at {os.environ['RAY_ADDRESS']}: {reason}; start one, or give its token "
         "(RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH=FILE), or unset RAY_ADDRESS to use this machine"
@@ -180,7 +180,7 @@ def _why_no_ray(error: Exception) -> str:
 
 
 def check_ray_address() -> None:
-    """Refuse a RAY_ADDRESS where nobody listens: Ray itself would try for minutes; without one, a RAY_TMPDIR that is too long.
+    """Refuse a RAY_ADDRESS where no server listens: Ray itself would try for minutes; without one, a RAY_TMPDIR that is too long.
 
     Raises ClusterError.
     """

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
-import secrets
 import shlex
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from service.cluster.connect import packages
 from service.cluster.open_ray import warn_if_unauthenticated
@@ -20,13 +18,7 @@ from trainables.errors import ClusterError, first_line
 if TYPE_CHECKING:
     from ray.job_submission import JobDetails, JobSubmissionClient
 
-T = TypeVar("T")
-ENDED = {"SUCCEEDED", "FAILED", "STOPPED"}
-PATIENCE_S, PAUSE_S = 60.0, 2.0
-"""How long a dashboard may answer with errors of its own, as its job agent does under load, and how often it is asked again."""
-_STATUS = re.compile(r"status code (\d{3})")
-SUBMISSION = "submission"
-"""In a job's metadata: a number that no other submission has."""
+POLL_INTERVAL_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -59,7 +51,7 @@ def submit(job: Job, working_dir: Path, follow: bool, echo: Callable[[str], None
         "entrypoint": entrypoint,
         "submission_id": job.name,
         "runtime_env": {"working_dir": str(working_dir), **packages(), "env_vars": dict(job.env_vars)},
-        "metadata": {**job.metadata, SUBMISSION: secrets.token_hex(8)},
+        "metadata": dict(job.metadata),
     }
     client = _submit(address, request)
     warn_if_unauthenticated(address)
@@ -69,7 +61,7 @@ def submit(job: Job, working_dir: Path, follow: bool, echo: Callable[[str], None
         echo(log)
         return 0
     try:
-        details = _follow(client, job.name, echo)
+        details = _follow(client, job.name, lambda text: echo(text.rstrip("\n")), log)
     except KeyboardInterrupt:
         echo(f"{job.name} keeps running; to stop it: ray job stop {job.name} --address {address}")
         raise
@@ -81,58 +73,37 @@ def submit(job: Job, working_dir: Path, follow: bool, echo: Callable[[str], None
 
 
 def _submit(address: str, request: dict[str, Any]) -> JobSubmissionClient:
-    """A connection to the dashboard, which has taken the job. `request`: of `submit_job`. Raises ClusterError."""
+    """Submit a job as `JobSubmissionClient.submit_job` does. Raises ClusterError."""
     from ray.exceptions import AuthenticationError
+    from ray.job_submission import JobSubmissionClient
+
+    def with_headers(headers: dict[str, str]) -> JobSubmissionClient:
+        client = JobSubmissionClient(address, headers=headers)
+        client.submit_job(**request)
+        return client
 
     mode, token = os.environ.get("RAY_AUTH_MODE"), _token()
     try:
         try:
-            client = _patiently(lambda: _take(address, {}, request))
+            return with_headers({})
         except AuthenticationError:
             if mode is not None or token is None:
                 raise
-            headers = {"Authorization": f"Bearer {token[0]}"}  # Ray itself sends one only with RAY_AUTH_MODE=token
-            client = _patiently(lambda: _take(address, headers, request))
+            return with_headers({"Authorization": f"Bearer {token[0]}"})  # Ray itself sends one only with RAY_AUTH_MODE=token
     except AuthenticationError as error:
         instead = "give the cluster's with RAY_AUTH_TOKEN_PATH=FILE"
+        problem = f"refuses the token of {token[1]}: {instead}" if token else f"asks for a token, and none was found: {instead}"
         if mode not in (None, "token"):
             problem = f"asks for a token, and with RAY_AUTH_MODE={mode} none is sent: unset it"
-        elif token is not None:
-            problem = f"refuses the token of {token[1]}: {instead}"
-        elif path := os.environ.get("RAY_AUTH_TOKEN_PATH"):
-            problem = f"asks for a token, and there is none in RAY_AUTH_TOKEN_PATH={path}: {instead}"
-        else:
-            problem = f"asks for a token, and none was found: {instead}"
         raise ClusterError(f"{address} {problem}") from error
     except _failures() as error:
         raise ClusterError(
             f"no job could be submitted to {address}: {first_line(error)}; start Ray or set RAY_API_SERVER_ADDRESS"
         ) from error
-    return client
-
-
-def _take(address: str, headers: dict[str, str], request: dict[str, Any]) -> JobSubmissionClient:
-    """Submit, unless the dashboard has this very job: what it answered with an error it may have taken.
-
-    Raises ClusterError: it has another one of this name.
-    """
-    from ray.job_submission import JobSubmissionClient
-
-    client = JobSubmissionClient(address, headers=headers)
-    try:
-        taken = client.get_job_info(request["submission_id"])
-    except RuntimeError as error:
-        if "status code 404" not in str(error):
-            raise
-        client.submit_job(**request)
-    else:
-        if (taken.metadata or {}).get(SUBMISSION) != request["metadata"][SUBMISSION]:
-            raise ClusterError(f"{address} has another job named {taken.submission_id}: submit again, for another name")
-    return client
 
 
 def _token() -> tuple[str, str] | None:
-    """The token that Ray would send with RAY_AUTH_MODE=token, and where it lies."""
+    """The token that Ray would send with RAY_AUTH_MODE=token, and where it is."""
     if token := os.environ.get("RAY_AUTH_TOKEN"):
         return token, "RAY_AUTH_TOKEN"
     named = os.environ.get("RAY_AUTH_TOKEN_PATH")
@@ -144,41 +115,20 @@ def _token() -> tuple[str, str] | None:
     return (token, f"RAY_AUTH_TOKEN_PATH={named}" if named else str(path)) if token else None
 
 
-def _follow(client: JobSubmissionClient, job: str, echo: Callable[[str], None]) -> JobDetails:
-    """Say what the job prints until it has ended. A log that is cut off is taken up where it was."""
-    shown = pieces = 0
+def _follow(client: JobSubmissionClient, job: str, echo: Callable[[str], None], log: str) -> JobDetails:
+    """Print the job's log, and wait for its end, also where the connection of the log is cut."""
 
     async def stream() -> None:
-        nonlocal shown, pieces
-        position = 0  # a log begins anew with each connection
         async for text in client.tail_job_logs(job):
-            pieces += 1
-            new, position = text[max(0, shown - position) :], position + len(text)
-            if new:
-                shown = position
-                echo(new.rstrip("\n"))
+            echo(text)
 
-    _patiently(lambda: asyncio.run(stream()), lambda: pieces)
-    while (details := _patiently(lambda: client.get_job_info(job))).status not in ENDED:
-        time.sleep(0.5)
+    try:
+        asyncio.run(stream())
+    except _failures() as error:
+        echo(f"the connection of the log was lost ({first_line(error)}), and the job keeps running; {log}")
+    while not (details := client.get_job_info(job)).status.is_terminal():
+        time.sleep(POLL_INTERVAL_S)
     return details
-
-
-def _patiently(call: Callable[[], T], progress: Callable[[], int] = lambda: 0) -> T:
-    """What a call returns once the dashboard, or the job agent behind it, is not too busy to answer; see `PATIENCE_S`.
-
-    `progress`: a number that grows while an attempt succeeds: the patience begins anew with the first failure after that.
-    """
-    before, deadline = -1, 0.0
-    while True:
-        try:
-            return call()
-        except _failures() as error:
-            if progress() != before:
-                before, deadline = progress(), time.monotonic() + PATIENCE_S
-            if not _may_pass(error) or time.monotonic() > deadline:
-                raise
-        time.sleep(PAUSE_S)
 
 
 def _failures() -> tuple[type[Exception], ...]:
@@ -186,13 +136,3 @@ def _failures() -> tuple[type[Exception], ...]:
     import aiohttp
 
     return RuntimeError, OSError, aiohttp.ClientError
-
-
-def _may_pass(error: Exception) -> bool:
-    """Whether a failed request may succeed a little later: a 5xx, or a log's connection that was cut.
-
-    Ray says a status in words alone, and so that the connection was lost: `WebSocket connection closed unexpectedly …`.
-    """
-    status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
-    found = _STATUS.search(str(error))
-    return str(error).startswith("WebSocket ") or int(found[1] if found else status or 0) >= 500

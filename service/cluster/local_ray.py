@@ -93,7 +93,7 @@ def _lost(server: str) -> RayLostError:
 
 
 def shut_down() -> None:
-    """Disconnect from Ray, and end it where this process has started it; not while a thread uses it, see `leave`."""
+    """Disconnect from Ray, and end it where this process has started it; not while a thread uses it, see `exit_process`."""
     import ray
 
     if not in_use():
@@ -126,7 +126,7 @@ def in_use() -> bool:
     return is_lost or any(thread.is_alive() for thread in _threads)
 
 
-def leave(code: int) -> NoReturn:
+def exit_process(code: int) -> NoReturn:
     """End the process with this exit code, and a Ray of its own with it.
 
     A process that uses Ray while it is shut down ends at once, with code 1. So nothing of Ray is shut down while the

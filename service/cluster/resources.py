@@ -12,7 +12,7 @@ from typing import Literal
 MAX_OVERSUBSCRIPTION = 4
 HEAD = "node:__internal_head__"
 """Ray's resource of the head node alone."""
-_MOST_WITHOUT_GPU = 8
+MAX_LOADER_WORKERS_ON_CPU = 8
 TRIAL_BYTES = 5 * 2**28
 """Memory of a running trial on the head node: Ray Tune's function, Ray Train's controller and their actors."""
 
@@ -42,7 +42,7 @@ class Reservation:
         return all(need >= others for need, others in needs)
 
     def bundles_on(self, node: Node) -> int:
-        """How many bundles fit on an empty node."""
+        """Number of bundles that fit on an empty node."""
         return int(min(node.cpus // self.cpus, node.gpus // self.gpus if self.gpus else float("inf")))
 
     def __str__(self) -> str:
@@ -83,8 +83,8 @@ def nodes_for_actors(nodes: Sequence[Node], reservation: Reservation) -> list[No
     return chosen
 
 
-def _counted(count: int, unit: str) -> str:
-    return f"{count} {unit}{'s' if count > 1 else ''}"
+def _counted(count: float, unit: str) -> str:
+    return f"{count:g} {unit}{'' if count == 1 else 's'}"
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Cluster:
     autoscaled: bool = False
     """Whether an autoscaler starts further nodes, of kinds that only it knows."""
     free_nodes: tuple[Node, ...] = ()
-    """The same nodes, each with what nobody has reserved, of a cluster that we are connected to."""
+    """The same nodes with what is not reserved, of a cluster that we are connected to."""
 
     @property
     def cpus(self) -> float:
@@ -110,7 +110,7 @@ class Cluster:
 
     @property
     def free(self) -> Cluster:
-        """What of the cluster nobody has reserved."""
+        """The cluster with what is not reserved."""
         return replace(self, nodes=self.free_nodes)
 
     def max_workers(self, reservation: Reservation) -> int:
@@ -126,20 +126,25 @@ class Cluster:
         return [node.without(service, actors[node.node_id]) for node in self.nodes] if actors else []
 
     def refusal(self, reservation: Reservation) -> str | None:
-        """Why it would not even fit on the empty cluster; None where it does, or where an autoscaler may yet see to it."""
+        """Why it would not even fit on the empty cluster, if it does not and no autoscaler may add nodes for it."""
         workers, service = self.max_workers(reservation), reservation.service
         needed = reservation.min_workers or reservation.num_workers
         if workers >= needed or self.autoscaled:
             return None
-        cpus = f"{self.cpus:g} CPUs"
+        if self.nodes and not workers and service is None:
+            largest = max(self.nodes, key=lambda node: (node.gpus * bool(reservation.gpus), node.cpus))
+            return f"1 {reservation.unit.removesuffix('s')} needs {reservation}; the largest node has {self._sizes(largest)}"
+        actors = f" and {service.num_workers} actors of teacher.service of {service} each" if service else ""
+        nodes = f"{_counted(len(self.nodes), 'node')} with {self._sizes(self)} in all {'have' if len(self.nodes) > 1 else 'has'}"
+        room = f"{nodes} room for {'the actors and ' if service else ''}{_counted(workers, reservation.unit.removesuffix('s'))}"
+        return f"{needed} {reservation.unit} of {reservation} each{actors} do not fit: {room}"
+
+    def _sizes(self, of: Node | Cluster) -> str:
+        """CPUs and GPUs of a node or of all; of a Ray of our own also the cores that the CPUs stand for."""
+        cpus = _counted(of.cpus, "CPU")
         if self.real_cpus is not None and self.cpus > self.real_cpus:
             cpus = f"{_counted(self.real_cpus, 'core')} (counted as {cpus})"
-        nodes = f"{_counted(len(self.nodes), 'node')} with {cpus} and {self.gpus:g} GPUs in all"
-        actors = f" and teacher.service's {service.num_workers} actors of {service}" if service else ""
-        room = f"{nodes}, with room for {workers}{' workers next to the actors' if service else ''}"
-        if needed == 1 and not service:
-            return f"1 {reservation.unit.removesuffix('s')} of {reservation} does not fit: {room}"
-        return f"{needed} {reservation.unit} of {reservation} each{actors} do not fit: {room}"
+        return f"{cpus} and {_counted(of.gpus, 'GPU')}"
 
     def max_concurrent(self, reservation: Reservation, limit: int) -> int:
         """How many such jobs may run at a time, at most `limit`: so few that none waits on another's bundles for ever.
@@ -197,7 +202,7 @@ def auto_loader_workers(cluster: Cluster, num_workers: int, cpus_per_worker: int
     """
     nodes = cluster.nodes if cluster.real_cpus is None else (Node("local", cluster.real_cpus, cluster.gpus),)
     shares = max(num_workers, int(cluster.gpus)) if use_gpu else num_workers
-    most = int(max(node.cpus for node in nodes)) if use_gpu else _MOST_WITHOUT_GPU
+    most = int(max(node.cpus for node in nodes)) if use_gpu else MAX_LOADER_WORKERS_ON_CPU
     for threads in range(most, 1, -1):
         bundle = Reservation(shares, cpus_per_worker + threads, int(use_gpu))
         if sum(bundle.bundles_on(node) for node in nodes) >= shares:

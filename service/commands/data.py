@@ -55,7 +55,7 @@ def pack(
     if tiles and raw is not None:
         raise click.UsageError("--tiles and --raw: give one of them")
     if max_side is None and is_given("quality"):
-        raise click.UsageError("--quality: is of the JPEGs that --max-side makes: give --max-side too, or leave it out")
+        raise click.UsageError("--quality is for the JPEGs that --max-side makes: add --max-side, or leave it out")
     mode = Mode(max_side, quality, raw, tiles)
     try:
         packing = run_pack(
@@ -82,7 +82,7 @@ def pack(
 def data(directory: Path, verify: bool, sheet: Path | None, processes: int | None) -> None:
     """The content of a packed set: counts, classes, sizes, shapes, pictures."""
     if processes is not None and not verify:
-        raise click.UsageError("--processes: is for --verify: give --verify too, or leave it out")
+        raise click.UsageError("--processes is for --verify: add --verify, or leave it out")
     directory = expand_home(directory).resolve()
     index = read_index(directory)
     print_all(output(), describe(directory, index))

@@ -52,7 +52,7 @@ def evaluate(
     On the validation split, distributed. With --probe the model may have other classes than the data, or none.
     """
     if probe is None and is_given("tap"):
-        raise click.UsageError("--tap: is of the features that --probe reads: give --probe too, or leave it out")
+        raise click.UsageError("--tap is for the features that --probe reads: add --probe, or leave it out")
     result = run_evaluate(
         checkpoint,
         data_path,
@@ -70,7 +70,9 @@ def evaluate(
 @click.argument("model", metavar="CHECKPOINT|RUN|MODEL", type=FileOrUri())
 @click.option("--data", "data_path", type=DataPath(), required=True, help=DATA_PATH)
 @click.option("--to", type=PathType(path_type=Path, dir_okay=False), required=True, help="FILE.parquet or FILE.npy.")
-@click.option("--weights", type=FileOrUri(), help="Of MODEL, as teacher.weights: DEFAULT, another published name, a file.")
+@click.option(
+    "--weights", type=FileOrUri(), help="Weights of MODEL, as teacher.weights: DEFAULT, another published name, a file."
+)
 @WEIGHTS_KEY
 @TAP
 @SET
@@ -91,7 +93,7 @@ def embed(
     float32, its images' paths in FILE.npy.txt.
     """
     if weights_key is not None and weights is None:
-        raise click.UsageError("--weights-key: is of --weights: give --weights too, or leave it out")
+        raise click.UsageError("--weights-key is for --weights: add --weights, or leave it out")
     result = run_embed(model, data_path, to, list(overrides), root, weights=weights, weights_key=weights_key, tap=tap)
     sizes = (
         f"{result['num_images']:.0f} images × {result['num_features']:.0f} features, {result['skipped_images']:.0f} unreadable"

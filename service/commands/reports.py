@@ -29,10 +29,8 @@ def report(directory: Path, html: Path | None, watch: bool) -> None:
     if watch:
         run_dir, result = follow(directory, console, html)
     else:
-        resolved, run_dir, result = reopen(directory)
+        _, run_dir, result = reopen(directory)
         result = as_it_stands(run_dir, result)
-        for key in resolved.unknown:
-            click.echo(f"{run_dir.experiment}: {key}: no such key in this version, left out here")
     print_all(console, report_of(result, run_dir))
     click.echo(f"page: {write_page(run_dir, result, html)}")
 

@@ -16,7 +16,6 @@ from service.reproduce.run_table import (
     check_same,
     prepare,
     run_sweeps,
-    seconds_left,
     size_differences,
     teachers_of,
     write_table_result,
@@ -40,7 +39,6 @@ from trainables.errors import ClusterError, TrainingError
 @click.option("--out", type=PathType(path_type=Path), help="Folder of its sweeps; default: ROOT/reproduce-TABLE-TIME.")
 @RUNS
 @click.option("--dry-run", is_flag=True, help="Print the plan and what there is of it in --out.")
-@click.option("--images-per-s", type=click.FloatRange(min=0, min_open=True), help="A training speed, for the plan's hours.")
 def reproduce(
     table: str,
     pairs: str | None,
@@ -52,7 +50,6 @@ def reproduce(
     out: Path | None,
     root: Path,
     dry_run: bool,
-    images_per_s: float | None,
 ) -> None:
     """Run a TABLE of published accuracies (cifar100, imagenet, or a file) and compare; repeated with --out it continues."""
     published = read_table(table)
@@ -66,7 +63,7 @@ def reproduce(
     check_same(job)
     console = output()
     console.print(terminal.plan_grid(job))
-    console.print(terminal.plan_line(job, seconds_left(job, images_per_s)), soft_wrap=True)
+    console.print(terminal.plan_line(job), soft_wrap=True)
     if dry_run:
         if out is not None:
             print_results(replace(job, changed=(*changed, *size_differences(job))))

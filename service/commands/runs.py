@@ -78,7 +78,7 @@ def resume_run(directory: Path, *, accept_new_data: bool) -> None:
     for line in changed_methods(run_dir):
         click.echo(line)
     check_checkpoints(run_dir, result)
-    # Whatever its MLflow says: a run that has begun could not be told another one, and its records wait on disk.
+    # Whatever its MLflow says: a run that has begun keeps its own, and its records wait on disk.
     _, data = check_inputs(result.kind, resolved.override({"tracking.enabled": False}, "resume"))
     check_data_of_run(display_name(directory), resolved.experiment, result, data, accept_new=accept_new_data)
     run_to_the_end(result.kind, resolved, run_dir, runs_root_of(result), data)
@@ -140,7 +140,7 @@ def start_run(
 def check_inputs(kind: Kind, resolved: Resolved) -> tuple[Resolved, DataIdentity | None]:
     """Refuse what can be refused before Ray starts.
 
-    Returns the experiment with its `teacher.finetune`, and what the data is; None: a sweep searches over it.
+    Returns the experiment with its `teacher.finetune`, and what the data is, unless a sweep searches over it.
     """
     from service.runs.preflight import check_train
     from service.sweeps.preflight import check_sweep

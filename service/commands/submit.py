@@ -46,8 +46,8 @@ def submit(context: click.Context, follow: bool, root: str | None, command: tupl
 def job_of(arguments: Sequence[str], experiment: str | None, root: str | None) -> Job:
     """The job of a packaged command, with a name that no other job has, and what is known of its run.
 
-    `experiment`: the name of the one that it is given. `root`: of all runs, None: the cluster's own RAYDISTILL_RUNS, unless the
-    command has one.
+    `experiment`: the name of the one that it is given. `root`: the root of all runs; without it the job uses the cluster's own
+    RAYDISTILL_RUNS, unless the command has one.
     """
     command = arguments[0]
     given = {option: arguments[arguments.index(option) + 1] for option in ("--out", "--runs") if option in arguments}

@@ -72,7 +72,7 @@ def sync(directory: Path) -> None:
     """Send MLflow the records that it does not have yet."""
     _, run_dir, result = reopen(directory)
     if uri_of(run_dir.root) and as_it_stands(run_dir, result).status == "running":
-        raise ExperimentError(f"{display_name(run_dir.root)} is being carried out, and its driver sends its records: wait for it")
+        raise ExperimentError(f"{display_name(run_dir.root)} is running, and its driver sends its records: wait for it")
     delivery = run_sync(run_dir, name=display_name(run_dir.root))
     click.echo(delivery.message)
     if delivery.num_pending:

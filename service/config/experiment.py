@@ -23,7 +23,6 @@ from service.config.rules import MethodFiles, check_rules, model_names
 from service.config.schema import MAX_NAME, Experiment
 from service.config.space import SpaceError, check_space
 from service.config.sweep import SweepConfig
-from service.config.unknown_keys import validate_known_keys
 from service.config.uris import checked_uri, secret_refusal
 from trainables.data.source import SOURCES
 from trainables.errors import ExperimentError, ModelError
@@ -39,22 +38,20 @@ class Resolved:
 
     experiment: Experiment
     sources: dict[str, str]
-    unknown: tuple[str, ...] = ()
-    """Keys of another version's file that this one does not know, see `read_resolved`."""
 
     def to_yaml(self) -> str:
         """The resolved experiment; reading it back gives the same experiment."""
         return strict_yaml.dump(self.experiment.model_dump(mode="json"))
 
     def override(self, point: Mapping[str, Any], source: str, *, reading: bool = False) -> Resolved:
-        """The experiment with dotted keys replaced, checked again. `reading`: see `read_resolved`.
+        """The experiment with dotted keys replaced, checked again, but for rules where it is only read, see `read_resolved`.
 
         Raises ExperimentError: a key or a value that does not exist or does not fit.
         """
         tree = self.experiment.model_dump(mode="json")
         for key, value in point.items():
             put(tree, key, value, source)
-        experiment = _readable(tree, source)[0] if reading else validate(tree, source)
+        experiment = _readable(tree, source) if reading else validate(tree, source)
         return Resolved(experiment, {**self.sources, **dict.fromkeys(point, source)})
 
 
@@ -66,7 +63,7 @@ def load(recipe_or_file: str, overrides: Sequence[str] = (), *, method_files: Me
     written = read_experiment_file(recipe_or_file)
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(recipe_or_file).stem).lstrip("-._")
     written.tree.setdefault("name", stem[:MAX_NAME] or "experiment")
-    tree, sources = copy.deepcopy(written.tree), written.sources
+    tree, sources, marks = copy.deepcopy(written.tree), written.sources, written.marks
     for text in overrides:
         key, value = parse_override(text)
         if key.partition(".")[0] == "base":
@@ -74,7 +71,10 @@ def load(recipe_or_file: str, overrides: Sequence[str] = (), *, method_files: Me
                 f"--set {text}: only a file has a base: write `base: {value}` in it, or give {value} in place of the file"
             )
         put(tree, key, value, f"--set {text}")
-        sources = {name: source for name, source in sources.items() if not name.startswith(f"{key}.")} | {key: "--set"}
+        sources, marks = (
+            {name: source for name, source in known.items() if not name.startswith(f"{key}.")} | {key: "--set"}
+            for known in (sources, marks)
+        )
     try:
         experiment = _checked(tree, method_files)
         if own := _own_input(experiment, tree):
@@ -87,7 +87,7 @@ def load(recipe_or_file: str, overrides: Sequence[str] = (), *, method_files: Me
     except ConfigProblems as problems:
         if overrides and _is_valid(written.tree, method_files):  # then the overrides are what is wrong
             raise ExperimentError(problems.text("--set")) from problems
-        raise ExperimentError(problems.text(written.where, sources)) from problems
+        raise ExperimentError(problems.text(written.where, {**sources, **marks})) from problems
 
 
 def _own_input(experiment: Experiment, tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,16 +138,14 @@ def parse_override(text: str, option: str = "--set") -> tuple[str, Any]:
 def read_resolved(path: Path, *, reading: bool = False) -> Resolved:
     """The `experiment.yaml` of a run directory.
 
-    `reading`: the run is not carried out. It may be of another version, whose unknown keys are left out; rules between keys,
-    names of models and methods, their options and the space of a sweep are not checked; no method's file is needed or run.
+    `reading`: the run is not carried out. Rules between keys, names of models and methods, their options and the space of a sweep
+    are not checked; no method's file is needed or run.
 
     Raises ExperimentError.
     """
     written = read_experiment_file(str(path))
-    if not reading:
-        return Resolved(validate(written.tree, written.where), written.sources)
-    experiment, unknown = _readable(written.tree, written.where)
-    return Resolved(experiment, written.sources, unknown)
+    read = _readable if reading else validate
+    return Resolved(read(written.tree, written.where, written.marks), written.sources)
 
 
 def validate(tree: Mapping[str, Any], where: str, sources: Mapping[str, str] | None = None) -> Experiment:
@@ -158,13 +156,13 @@ def validate(tree: Mapping[str, Any], where: str, sources: Mapping[str, str] | N
         raise ExperimentError(problems.text(where, sources)) from problems
 
 
-def _readable(tree: Mapping[str, Any], where: str) -> tuple[Experiment, tuple[str, ...]]:
-    """An experiment that is only read, and the keys in it that this version does not know. See `read_resolved`."""
+def _readable(tree: Mapping[str, Any], where: str, marks: Mapping[str, str] | None = None) -> Experiment:
+    """An experiment that is only read, see `read_resolved`. Raises ExperimentError: one line, on the first problem."""
     try:
-        return validate_known_keys(Experiment, tree)
+        return Experiment.model_validate(tree)
     except ValidationError as error:
-        text = problems_of(error, Experiment).text(where)
-        raise ExperimentError(f"{text}; if another version wrote it, change or remove it there to read this run") from error
+        problem = problems_of(error, Experiment).text(where, marks).partition("\n")[0]
+        raise ExperimentError(f"{problem}; if another version of raydistill wrote this run, read it with that one") from error
 
 
 def _is_valid(tree: Mapping[str, Any], method_files: MethodFiles) -> bool:

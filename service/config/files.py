@@ -20,6 +20,8 @@ class WrittenExperiment:
     tree: dict[str, Any]
     sources: dict[str, str]
     """Dotted key → the file or recipe that its value comes from."""
+    marks: dict[str, str]
+    """Dotted key → the place in a file where it is written, FILE:LINE:COLUMN."""
     where: str
     """The file or recipe itself, for messages."""
 
@@ -42,29 +44,28 @@ def read_experiment_file(name: str, named_by: tuple[str, ...] = ()) -> WrittenEx
     Raises ExperimentError: there is no such recipe or file, it is no experiment, or its bases lead back to it.
     """
     if name in recipes():
-        text, where, path = (
-            (resources.files("service.recipes") / f"{name}.yaml").read_text(encoding="utf-8"),
-            f"recipe {name}",
-            name,
-        )
+        text = (resources.files("service.recipes") / f"{name}.yaml").read_text(encoding="utf-8")
+        where, path = f"recipe {name}", name
     else:
         text = _text_of(name, f"{named_by[-1]}: base: {name}" if named_by else name)
         where, path = name, os.path.realpath(name)
     if path in [os.path.realpath(file) for file in named_by]:
         cycle = " → ".join(Path(file).name for file in (*named_by, name))
         raise ExperimentError(f"{name}: `base` leads back to itself ({cycle})")
-    tree = _parse(text, where)
+    tree, marks = _parse(text, where)
+    if name in recipes():
+        marks = {}
     base = tree.pop("base", None)
     sources = dict.fromkeys(flatten(tree), where)
     if base is None:
-        return WrittenExperiment(tree, sources, where)
+        return WrittenExperiment(tree, sources, marks, where)
     if not isinstance(base, str):
         raise ExperimentError(f"{where}: base: give one recipe or file")
     relative = str(Path(name).parent / base) if name not in recipes() and base not in recipes() else base
     below = read_experiment_file(relative, (*named_by, name))
     below.tree.pop("name", None)  # a run is named after its own file, not after what that builds on
     below.sources.pop("name", None)
-    return WrittenExperiment(merge(below.tree, tree), {**below.sources, **sources}, where)
+    return WrittenExperiment(merge(below.tree, tree), {**below.sources, **sources}, {**below.marks, **marks}, where)
 
 
 def _text_of(file: str, where: str) -> str:
@@ -84,12 +85,12 @@ def _text_of(file: str, where: str) -> str:
         raise ExperimentError(f"{where}: cannot be read: {error.strerror}") from error
 
 
-def _parse(text: str, where: str) -> dict[str, Any]:
-    tree = strict_yaml.parse(text, where)
+def _parse(text: str, where: str) -> tuple[dict[str, Any], dict[str, str]]:
+    tree, marks = strict_yaml.parse_marked(text, where)
     if not isinstance(tree, dict):
         kind = {list: "a list", type(None): "empty", str: "text"}.get(type(tree), "a single value")
         raise ExperimentError(f"{where}: an experiment is a mapping such as `data: {{path: digits}}`, this is {kind}")
     for key in tree:
         if not isinstance(key, str):
             raise ExperimentError(f"{where}: {key}: no such key: keys are words such as data, student, optim")
-    return tree
+    return tree, marks

@@ -1,6 +1,7 @@
 """Error messages for wrong keys and values: one line each, with where the value came from and what to write instead."""
 
 import json
+import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, get_origin
 
@@ -133,12 +134,11 @@ def _key(detail: Any, keys: Sequence[str], free: Container[str]) -> tuple[str, s
 
 
 def source_of_key(key: str, sources: Mapping[str, str], where: str) -> str:
-    """Where a dotted key's value came from: the source of the key or of the nearest section around it, else of a key below it,
-    else `where`."""
-    parts = key.partition("[")[0].split(".")
-    around = [sources[name] for n in range(len(parts), 0, -1) if (name := ".".join(parts[:n])) in sources]
-    below = (source for name, source in sources.items() if name.startswith(f"{key}."))
-    return around[0] if around else next(below, where)
+    """The source of a dotted key or of the nearest section around it, else of a key below it, else `where`."""
+    around = key
+    while around and around not in sources:
+        around = re.sub(r"(\.[^.\[]*|\[\d+\]|^[^.\[]*)$", "", around)
+    return sources[around] if around else next((source for name, source in sources.items() if name.startswith(f"{key}.")), where)
 
 
 def _line(key: str, plain: str, details: list[Any], keys: Sequence[str], missing: str) -> str:

@@ -42,7 +42,7 @@ def _next_evaluated(experiment: Experiment) -> int | None:
 _RULES: tuple[Rule[Experiment], ...] = (
     (
         lambda s: not s.all_teachers and s.assistants,
-        "assistants: there is no teacher whom they could assist: write teacher.model",
+        "assistants: they need a teacher: write teacher.model",
     ),
     (
         lambda s: s.distill.teacher_dropping and (len(s.all_teachers) < 2 or s.assistants),
@@ -68,7 +68,7 @@ _RULES: tuple[Rule[Experiment], ...] = (
     ),
     (
         lambda s: s.optim.name == "dot" and not (_searched_methods(s.sweep) or (s.distillation and s.distillation.weighted)),
-        "optim.name: dot has a momentum for the labels and one for methods, and there is none: write sgd",
+        "optim.name: dot has one momentum for the labels and one for methods, and there are no methods: write sgd",
     ),
 )
 _METHOD_RULES: tuple[MethodRule[Experiment], ...] = (

@@ -118,7 +118,7 @@ class Experiment(Section):
         return [each for name in (*self.preparation, "student") for each in (f"{name}-init", name)]
 
     def written_cache(self, kind: Literal["train", "sweep"]) -> Path | None:
-        """The `teacher.cache` into which a run or a sweep writes; None: there is none. A timing run writes none."""
+        """The `teacher.cache` into which a run or a sweep writes, if there is one. A timing run writes none."""
         if self.teacher is None or self.teacher.cache is None or not self.distills:
             return None
         timed = self.train.max_steps is not None

@@ -15,7 +15,6 @@ import numpy as np
 
 SCALE_AXES = NUM_WORKERS, GLOBAL_BATCH, LOADER_WORKERS = "scale.num_workers", "data.global_batch_size", "data.loader_workers"
 """The axes of every sweep, whether it searches them or not."""
-PIPELINE_STAGES, MOST_STAGES = "scale.pipeline_stages", 64
 
 _USUAL_NAMES = {NUM_WORKERS: "workers", GLOBAL_BATCH: "batch"}
 

@@ -2,6 +2,7 @@
 is one line."""
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import yaml
@@ -75,13 +76,20 @@ for _side in (_Loader, _Dumper):  # both, so that a text such as "1e5" or "true"
 
 
 def parse(text: str, where: str) -> Any:
-    """The value of a YAML document.
+    """The value of a YAML document. Raises ExperimentError, see `parse_marked`."""
+    return parse_marked(text, where)[0]
+
+
+def parse_marked(text: str, where: str) -> tuple[Any, dict[str, str]]:
+    """The value of a YAML document, and where its keys and elements are: `optim.lr`, `teachers[0].model` → `where:LINE:COLUMN`.
 
     Raises ExperimentError: not YAML, a key twice, a value that does not exist (a 30th of February), a document without an end, or
     one whose aliases make it too large.
     """
     try:
-        value = yaml.load(text, _Loader)
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        return (None, {}) if node is None else (loader.construct_document(node), dict(_marks(node, where)))
     except _TooManyAliasesError as error:
         raise ExperimentError(
             f"{where}: its aliases (`*name`) repeat more than {MAX_REPEATED} values: write out what is meant"
@@ -97,7 +105,17 @@ def parse(text: str, where: str) -> Any:
         raise ExperimentError(f"{where}: a value cannot be read: {str(error).partition(';')[0]}") from error
     except (LookupError, AttributeError, OverflowError) as error:  # nor does PyYAML look whether a value has its tag's form
         raise ExperimentError(f"{where}: a value is not of the kind that its tag (`!!int`, `!!bool`, …) names") from error
-    return value
+
+
+def _marks(node: yaml.Node, where: str, name: str = "") -> Iterator[tuple[str, str]]:
+    parts: list[tuple[str, yaml.Node, yaml.Node]] = []
+    if isinstance(node, yaml.MappingNode):
+        parts = [(f"{name}.{key.value}".lstrip("."), key, value) for key, value in node.value]
+    elif isinstance(node, yaml.SequenceNode):
+        parts = [(f"{name}[{number}]", value, value) for number, value in enumerate(node.value)]
+    for below, at, value in parts:
+        yield below, f"{where}:{at.start_mark.line + 1}:{at.start_mark.column + 1}"
+        yield from _marks(value, where, below)
 
 
 def dump(value: Any) -> str:

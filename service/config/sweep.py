@@ -55,7 +55,7 @@ class SweepConfig(Section):
         1, description="trials at a time; bounded by the resources; where speeds are compared, none shares cores or a teacher"
     )
     grace_epochs: Count = Field(1, description="asha: epochs before a trial may be stopped")
-    reduction_factor: Annotated[int, Field(ge=2)] = Field(3, description="asha: one in so many goes on")
+    reduction_factor: Annotated[int, Field(ge=2)] = Field(3, description="asha: one in this many continues")
 
     @property
     def axes(self) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class SweepConfig(Section):
 
     @property
     def timing_steps(self) -> int | None:
-        """Most steps that a trial of a timing sweep measures; None: trials train to their epochs."""
+        """The largest number of steps that a trial of a timing sweep measures. Without one, trials train to their epochs."""
         return self.steps or (60 if self.policy == "guided" else None)
 
     @property

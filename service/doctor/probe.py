@@ -25,7 +25,7 @@ STEPS = 40
 def probe(resolved: Resolved, root: Path) -> list[Recording]:
     """Time a few steps of the student, in a run directory of its own under `root`; nothing is sent to MLflow.
 
-    Raises DistillError: one line: the experiment cannot be carried out.
+    Raises DistillError: one line: the experiment cannot be run.
     """
     steps = resolved.experiment.train.max_steps or STEPS
     short = resolved.override({"train.max_steps": steps, "tracking.enabled": False}, "doctor")

@@ -96,7 +96,7 @@ def evidence_of(
 ) -> Evidence:
     """Evidence from a summary's metrics and the lines of `metrics.jsonl`.
 
-    `loader_workers` as resolved, `auto` counts as some; `precision` as the stage had it, None: it has not ended.
+    `loader_workers` as resolved, `auto` counts as some; `precision` as the stage had it, if it has ended.
     """
     lines, num_workers = list(lines), int(metrics.get("num_workers", experiment.scale.num_workers))
     start: Metrics = next((line["metrics"] for line in lines if line["kind"] == "start"), {})
@@ -125,10 +125,9 @@ def evidence_of(
         train_images=int(samples) if samples else None,
         num_epochs=int(start["epochs"]) if "epochs" in start else None,
         evaluate_every=experiment.train.evaluate_every,
-        grace_epochs=experiment.sweep.grace_epochs if experiment.sweep.policy == "asha" else None,
         has_ended="steps" in metrics,  # as in a summary, and in no line before it
         compile=experiment.train.compile,
-        clock=_clock(metrics) if epochs else None,
+        clock=_clock(metrics) if epochs else Clock(),
         val_images=evaluated[-1] if evaluated else 0.0,
         epochs=epochs,
         pipeline_stages=int(start.get("pipeline_stages", experiment.scale.pipeline_stages)),
@@ -137,14 +136,14 @@ def evidence_of(
     )
 
 
-def loader_costs(metrics: Metrics) -> LoaderCosts | None:
-    """Those of the median rank; None: not recorded, or not all of it.
+def loader_costs(metrics: Metrics) -> LoaderCosts:
+    """The costs of the median rank's loader; zeros where not all of them are recorded.
 
     Recorded are means over ranks. All ranks load alike images: what a slower rank's loader takes more is waiting.
     """
     known = recorded(LoaderCosts, metrics, "loader/")
     if len(known) < len(fields(LoaderCosts)):
-        return None
+        return LoaderCosts()
     costs = LoaderCosts(**known)
     batches_ms = [ms for name, ms in metrics.items() if re.fullmatch(r"rank\d+/loader_batch_ms", name)]
     if not batches_ms or not fmean(batches_ms):
@@ -165,9 +164,8 @@ def recorded(kind: type[Any], metrics: Metrics, prefix: str) -> dict[str, Any]:
     return {one.name: metrics[prefix + one.name] for one in fields(kind) if prefix + one.name in metrics}
 
 
-def _clock(metrics: Metrics) -> Clock | None:
-    parts = recorded(Clock, metrics, "")
-    return Clock(**parts) if parts.keys() >= {"train_s", "eval_s", "checkpoint_s", "other_s"} else None
+def _clock(metrics: Metrics) -> Clock:
+    return Clock(**recorded(Clock, metrics, ""))
 
 
 def _nodes(metrics: Metrics) -> tuple[NodeUse, ...]:

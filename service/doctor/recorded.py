@@ -13,28 +13,16 @@ class RankTimes:
     augment_ms: float
     teacher_ms: float
     student_ms: float
-    backward_ms: float
-    """With the waits for the all-reduce and for other ranks."""
+    backward_ms: float  # with the waits for the all-reduce and for other ranks
     optimizer_ms: float
     step_ms: float
-    allreduce_wait_ms: float | None = None
-    """What the backward waits from this rank's last gradient to the end of the last all-reduce, and for the number of samples."""
-    waits_for_ranks_ms: float | None = None
-    """The part of that which it waits longer than the rank that waits least in the same step."""
-    allreduce_wait_error_ms: float | None = None
-    """Standard error of the mean."""
-    loader_batch_ms: float | None = None
-    """How long this rank's loader threads are busy with a batch: what they need at least."""
-    loader_wait_ms: float | None = None
-    """Of the data phase: waiting for those threads. The rest of it is the step's own thread at work."""
-    cpu_ms: float | None = None
-    """What all threads of this rank's process compute, those of its loader too."""
-    core_wait_ms: float | None = None
-    """How long the step's own thread is ready to run while others have the cores."""
-    receive_ms: float = 0.0
-    """What a later pipeline stage waits for the first one's next batch; it has no loader of its own."""
-    bubble_ms: float = 0.0
-    """What a pipeline stage waits for its neighbours within a step."""
+    allreduce_wait_ms: float | None = None  # from this rank's last gradient to the end of the last all-reduce
+    waits_for_ranks_ms: float | None = None  # the part of that beyond the wait of the rank that waits least in the same step
+    allreduce_wait_error_ms: float | None = None  # standard error of the mean
+    loader_batch_ms: float | None = None  # how long this rank's loader threads are busy with a batch
+    loader_wait_ms: float | None = None  # the part of the data phase that waits for them; the rest is the step's own thread
+    receive_ms: float = 0.0  # what a later pipeline stage waits for the first one's next batch
+    bubble_ms: float = 0.0  # what a pipeline stage waits for its neighbors within a step
 
     @property
     def before_student_ms(self) -> float:
@@ -44,22 +32,21 @@ class RankTimes:
     @property
     def rest_ms(self) -> float:
         """What lies in no phase."""
-        named_ms = self.before_student_ms + self.student_ms + self.backward_ms + self.bubble_ms
-        return max(0.0, self.step_ms - named_ms)
+        return max(0.0, self.step_ms - self.before_student_ms - self.student_ms - self.backward_ms - self.bubble_ms)
 
 
 @dataclass(frozen=True)
 class LoaderCosts:
-    """Milliseconds of a loader thread an image."""
+    """Milliseconds of a loader thread per image: in all, and parts of it; zeros where they are not recorded."""
 
-    image_ms: float
-    read_wait_ms: float
-    """Of it inside the source without computing."""
-    cpu_ms: float
-    """Of it computing."""
-    core_wait_ms: float
-    """Of it ready to run, while other threads had the cores."""
-    threads: float
+    image_ms: float = 0.0
+    read_wait_ms: float = 0.0  # inside the source without computing
+    cpu_ms: float = 0.0
+    core_wait_ms: float = 0.0  # ready to run, while other threads had the cores
+
+    @property
+    def is_recorded(self) -> bool:
+        return self.image_ms > 0
 
     @property
     def blocked_ms(self) -> float:
@@ -90,12 +77,9 @@ class GpuUse:
     util_pct: float | None = None
     temperature_c: float | None = None
     sm_clock_mhz: float | None = None
-    sm_clock_limit_mhz: float | None = None
-    """The highest clock that this kind of GPU has."""
-    throttle_reasons: int = 0
-    """Every bit that was set at any time, see `trainables.metrics.telemetry.THROTTLE_REASONS`."""
-    throttled_pct: float | None = None
-    """Of the time: a throttle reason was set that heat or power supply brings."""
+    sm_clock_limit_mhz: float | None = None  # the highest clock that this kind of GPU has
+    throttle_reasons: int = 0  # every bit that was set at any time, see `trainables.metrics.telemetry.THROTTLE_REASONS`
+    throttled_pct: float | None = None  # the part of the time in which heat or power supply lowered the clock
 
 
 @dataclass(frozen=True)
@@ -104,7 +88,6 @@ class NodeUse:
 
     cpu_pct: float | None = None
     swap_in_mib_per_s: float | None = None
-    """Read back from swap space."""
     cpu_cores: float | None = None
 
 
@@ -115,26 +98,21 @@ class EpochUse:
     step_ms: float
     eval_s: float
     gpus: tuple[GpuUse, ...] = ()
-    phases_ms: Mapping[str, float] = field(default_factory=dict)
-    """Means of its steps' phases."""
+    phases_ms: Mapping[str, float] = field(default_factory=dict)  # means of its steps
 
     def phase_ms(self, phase: str) -> float:
-        """0 where it is not recorded."""
         return self.phases_ms.get(phase, 0.0)
 
 
 @dataclass(frozen=True)
 class Clock:
-    """Seconds of a stage by its wall clock."""
+    """Seconds of a stage by its wall clock: steps with their waits for data, and what lies between; zeros of a timing run."""
 
-    train_s: float
-    """Steps, with their waits for data."""
-    eval_s: float
-    checkpoint_s: float
-    other_s: float
-    """Reports, checks, whatever lies between."""
-    timing_s: float = 0.0
-    """Timing passes after the training; older runs count it to the rest."""
+    train_s: float = 0.0
+    eval_s: float = 0.0
+    checkpoint_s: float = 0.0
+    other_s: float = 0.0
+    timing_s: float = 0.0  # of passes after the training
 
     @property
     def wall_s(self) -> float:

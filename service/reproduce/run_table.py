@@ -7,10 +7,9 @@ from pathlib import Path
 from service.report import end_of_run
 from service.reproduce.sweeps import PlannedSweep, Request
 from service.reproduce.table import Table
-from service.reproduce.teacher_accuracy import TeacherAccuracy, measure_teacher, teacher_accuracy
 from service.reproduce.verdict import Verdict, compare_accuracy
 from service.runs.preflight import check_checkpoints
-from service.runs.result import TrialRow, read_result
+from service.runs.result import RunResult, TrialRow, read_result
 from service.runs.run_directory import begin_run, reopen
 from service.sweeps.preflight import check_sweep
 from service.sweeps.sweep import sweep
@@ -31,10 +30,22 @@ class Reproduction:
     """Why no accuracy is comparable to a published one: keys that were set, data of another size."""
     out: Path
     root: Path
-    """Of the records."""
 
     def run_dir(self, planned: PlannedSweep) -> RunDir:
         return RunDir(self.out / planned.name)
+
+    def result(self, planned: PlannedSweep) -> RunResult | None:
+        """What there is of a sweep so far."""
+        run_dir = self.run_dir(planned)
+        return read_result(run_dir.result, run_dir.experiment) if run_dir.result.exists() else None
+
+
+@dataclass(frozen=True)
+class TeacherAccuracy:
+    """The accuracy of the students' teacher, and its weights."""
+
+    top1_pct: float
+    weights: str
 
 
 @dataclass(frozen=True)
@@ -84,13 +95,12 @@ def run_sweeps(job: Reproduction, data: DataIdentity | None, log: Callable[[str]
     """Run the sweeps that are not complete, on `data`. Returns one line for each that failed; the others are run all the same.
 
     Raises:
-        DistillError: a teacher cannot be measured, or another process runs a sweep.
+        DistillError: another process runs a sweep.
         KeyboardInterrupt: everything is saved; the same call continues.
     """
     failed = []
     for planned in job.sweeps:
         run_dir = job.run_dir(planned)
-        experiment = planned.resolved.experiment
         if not run_dir.result.exists():
             create_private(job.root)
             run_dir.root.mkdir(parents=True, exist_ok=True)
@@ -99,10 +109,6 @@ def run_sweeps(job: Reproduction, data: DataIdentity | None, log: Callable[[str]
         if result.status == "complete":
             log(f"{planned.name}: complete")
             continue
-        if experiment.teacher is not None and experiment.teacher.weights is not None:
-            ours = measure_teacher(experiment, run_dir, job.root).top1_pct
-            published = job.table.teachers.models[experiment.teacher.model].top1_pct
-            log(f"{planned.name}: the teacher given has {ours:.2f}%, published {published:.2f}%")
         try:
             sweep(planned.resolved, run_dir, end_of_run, data)
         except TrainingError as error:
@@ -112,7 +118,8 @@ def run_sweeps(job: Reproduction, data: DataIdentity | None, log: Callable[[str]
 
 def cells(job: Reproduction) -> list[Cell]:
     """Every requested published number with what there is of it so far."""
-    rows = {planned.name: _rows(job.run_dir(planned)) for planned in job.sweeps}
+    results = {planned.name: job.result(planned) for planned in job.sweeps}
+    rows = {name: {row.id: row for row in result.rows} if result else {} for name, result in results.items()}
     return [_cell(job, pair, column, rows) for pair, column in job.request.cells(job.table)]
 
 
@@ -139,17 +146,19 @@ def _cell(job: Reproduction, pair: str, column: str, rows: dict[str, dict[str, T
     return Cell(pair, column, verdict, reasons[0] if reasons else "")
 
 
-def _rows(run_dir: RunDir) -> dict[str, TrialRow]:
-    """The trials of a sweep by their ids, as far as they are written."""
-    if not run_dir.result.exists():
-        return {}
-    return {row.id: row for row in read_result(run_dir.result, run_dir.experiment).rows}
-
-
 def teachers_of(job: Reproduction) -> dict[str, TeacherAccuracy | None]:
-    """The accuracy of each teacher; None: not known yet."""
-    with_teacher = [(planned.teacher, planned) for planned in job.sweeps if planned.teacher is not None]
-    return {teacher: teacher_accuracy(planned.resolved.experiment, job.run_dir(planned)) for teacher, planned in with_teacher}
+    """The accuracy of each teacher as far as it is known: the first trial measures one whose weights were given."""
+    found: dict[str, TeacherAccuracy | None] = {}
+    for planned in job.sweeps:
+        teacher, result = planned.resolved.experiment.teacher, job.result(planned)
+        if planned.teacher is None or teacher is None:
+            continue
+        stages, rows = (result.stages, result.rows) if result is not None else ([], [])
+        trained = ((row.metrics.get("best_top1_pct"), str(row.checkpoint)) for row in stages if row.stage == "teacher")
+        given = ((row.metrics.get("teacher_top1_pct"), str(teacher.weights)) for row in rows)
+        known = (TeacherAccuracy(pct, weights) for pct, weights in (*trained, *given) if pct is not None)
+        found[planned.teacher] = next(known, None)
+    return found
 
 
 def write_table_result(job: Reproduction, name: str) -> Path:
@@ -171,22 +180,3 @@ def write_table_result(job: Reproduction, name: str) -> Path:
     }
     write_json(path, result)
     return path
-
-
-def seconds_left(job: Reproduction, images_per_s: float | None) -> float | None:
-    """How long the remaining epochs take, one run after the other: at this speed, or else at that of the finished runs.
-
-    None: neither is known.
-    """
-    finished_s, finished_epochs, all_epochs = 0.0, 0, 0
-    for planned in job.sweeps:
-        points = planned.resolved.experiment.sweep.points
-        all_epochs += planned.num_epochs
-        for trial, row in _rows(job.run_dir(planned)).items():
-            if row.status == "ok":
-                finished_s += row.seconds
-                finished_epochs += planned.epochs_of(points[int(trial)])
-    remaining = all_epochs - finished_epochs
-    if images_per_s is not None:
-        return remaining * job.table.data.train_images / images_per_s
-    return remaining * finished_s / finished_epochs if finished_epochs else None

@@ -47,7 +47,7 @@ class Request:
 
     @classmethod
     def of(cls, table: Table, pairs: str | None, methods: str | None, seeds: str) -> Request:
-        """From the options of the command line, with commas between names; None: all.
+        """From the options of the command line, with commas between names; an option that is not given means all.
 
         Raises ExperimentError: a name that the table does not have, or a seed that is no number.
         """
@@ -86,7 +86,7 @@ class PlannedSweep:
 
     name: str
     teacher: str | None
-    """None: students that learn from labels alone."""
+    """Students without one learn from labels alone."""
     resolved: Resolved
     rows: Mapping[tuple[str, str], tuple[str, ...]]
     """(student, column) → the ids of its trials, in the order of the seeds."""

@@ -7,14 +7,13 @@ from rich.table import Table as Grid
 
 from service.report.labels import number
 from service.report.text_table import text_table
-from service.reproduce.run_table import Cell, Reproduction
+from service.reproduce.run_table import Cell, Reproduction, TeacherAccuracy
 from service.reproduce.table import ALONE, Table
-from service.reproduce.teacher_accuracy import TeacherAccuracy
 from service.reproduce.verdict import MeanAccuracy
 
 
 def plan_grid(job: Reproduction) -> Grid:
-    """One row a sweep."""
+    """One row per sweep."""
     left = ("sweep", "teacher", "students", "methods", "seeds")
     grid = text_table(job.table.title, [*left, "runs", "epochs"], left=left, optional=("epochs", "seeds"))
     seeds = ", ".join(map(str, job.request.seeds))
@@ -27,17 +26,14 @@ def plan_grid(job: Reproduction) -> Grid:
     return grid
 
 
-def plan_line(job: Reproduction, seconds: float | None) -> str:
-    """How many runs, epochs and hours."""
+def plan_line(job: Reproduction) -> str:
+    """How many runs and epochs."""
     runs, epochs = sum(planned.num_runs for planned in job.sweeps), sum(planned.num_epochs for planned in job.sweeps)
-    hours = "hours: not known before a run has ended; --images-per-s gives them for a speed"
-    if seconds is not None:
-        hours = f"{seconds / 3600:,.1f} hours left, one run after the other"
-    return f"{runs} runs, {epochs:,} epochs of {job.table.data.train_images:,} images; {hours}"
+    return f"{runs} runs, {epochs:,} epochs of {job.table.data.train_images:,} images"
 
 
 def cells_grid(table: Table, found: Sequence[Cell], changed: Sequence[str]) -> Grid:
-    """One row a published number; what was not run has a dash."""
+    """One row per published number; what was not run has a dash."""
     columns = ["pair", "method", "published", "of epoch", "last", "best", "runs", "difference", "tolerance", "verdict"]
     title = f"{table.title}: top-1 %, ours and the published"
     grid = text_table(title, columns, left=("pair", "method", "of epoch", "verdict"), optional=("of epoch", "best", "tolerance"))
@@ -76,12 +72,11 @@ def _mean(mean: MeanAccuracy | None) -> str:
 
 
 def teachers_grid(table: Table, teachers: Mapping[str, TeacherAccuracy | None]) -> Grid:
-    """One row a teacher, with the first twelve digits of its weights' SHA-256."""
-    columns = ["teacher", "published", "ours", "sha256", "weights"]
-    grid = text_table("teachers", columns, left=("teacher", "sha256", "weights"), optional=("sha256",))
+    """One row per teacher."""
+    grid = text_table("teachers", ["teacher", "published", "ours", "weights"], left=("teacher", "weights"))
     for name, accuracy in teachers.items():
         published = number(table.teachers.models[name].top1_pct)
-        ours = (number(accuracy.top1_pct), accuracy.sha256[:12], accuracy.weights) if accuracy else ("-", "-", "-")
+        ours = (number(accuracy.top1_pct), accuracy.weights) if accuracy else ("-", "-")
         grid.add_row(name, published, *ours)
     return grid
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from service.doctor.causes import findings
-from service.doctor.evidence import LEAST_PCT
+from service.doctor.evidence import MIN_GAIN_PCT
 from service.doctor.step_model import Finding
 from tests.faults.simulated import Pipeline, ms_per_image, run, seed_of, step_ms
 
@@ -91,10 +91,10 @@ class Verdict:
         most = max(self.gains_pct[frozenset({cause})] for cause in self.causes)
         both = self.gains_pct[frozenset(self.causes)]
         if not self.found:
-            return max(most, both if len(self.causes) > 1 else 0.0) < LEAST_PCT + TIE_PCT
+            return max(most, both if len(self.causes) > 1 else 0.0) < MIN_GAIN_PCT + TIE_PCT
         first = causes_of(self.found[0])
         if len(first) > 1:
-            return first == frozenset(self.causes) and most < LEAST_PCT + TIE_PCT
+            return first == frozenset(self.causes) and most < MIN_GAIN_PCT + TIE_PCT
         return self.gains_pct.get(first, 0.0) >= most - TIE_PCT
 
     @property
@@ -105,7 +105,7 @@ class Verdict:
     @property
     def false_alarms(self) -> list[str]:
         """Causes whose fixing brings next to nothing."""
-        return [one.cause for one in self.found if self.gains_pct.get(causes_of(one), 0.0) < LEAST_PCT / 2]
+        return [one.cause for one in self.found if self.gains_pct.get(causes_of(one), 0.0) < MIN_GAIN_PCT / 2]
 
 
 def causes_of(finding: Finding) -> frozenset[str]:

@@ -7,7 +7,7 @@ from functools import cached_property
 from itertools import combinations
 
 from service.doctor.causes import findings
-from service.doctor.evidence import LEAST_PCT
+from service.doctor.evidence import MIN_GAIN_PCT
 from service.doctor.read_run import Recording
 from service.doctor.step_model import Finding
 from tests.faults.hot_gpu import hot_gpu
@@ -85,9 +85,9 @@ class Verdict:
         """Whether the first finding is what gains most alone, or both together where neither alone gains."""
         most_pct = self.most[1]
         if not self.found:
-            return max(gain.pct for gain in self.gains.values()) < LEAST_PCT + TIE_PCT
+            return max(gain.pct for gain in self.gains.values()) < MIN_GAIN_PCT + TIE_PCT
         if len(self.first_causes) > 1:
-            return self.first_causes == self.causes and most_pct < LEAST_PCT + TIE_PCT
+            return self.first_causes == self.causes and most_pct < MIN_GAIN_PCT + TIE_PCT
         return self.first_causes <= self.causes and self.measured.pct >= most_pct - TIE_PCT
 
     @property
@@ -240,4 +240,4 @@ def check(bench: Bench, training: Training, finding: Finding) -> tuple[str, bool
     if finding.cause == "launch-bound":
         changed = replace(training, batch=value // training.num_workers)
     gain = compare(bench, training, [changed])[1][0]
-    return f"{line} ({option}={value} brings {gain.pct:.1f} ± {gain.error_points:.1f}%)", gain.pct < LEAST_PCT / 2
+    return f"{line} ({option}={value} brings {gain.pct:.1f} ± {gain.error_points:.1f}%)", gain.pct < MIN_GAIN_PCT / 2

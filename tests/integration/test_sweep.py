@@ -32,7 +32,7 @@ def test_what_runs_out_of_memory_or_never_fits_is_a_row_and_the_sweep_goes_on(di
         (8, 100000): "infeasible",
     }
     assert "allocate" in rows[4096, 1]["reason"]
-    assert "does not fit" in rows[8, 100000]["reason"]
+    assert "1 worker needs" in rows[8, 100000]["reason"]
     assert rows[8, 1]["metrics"]["images_per_s"] > 0
     assert rows[8, 1]["kind"] == "timing"
     assert result(run)["best"]["id"] == rows[8, 1]["id"]

@@ -205,11 +205,11 @@ def test_code_that_ends_the_process_later_is_an_error_too(refuse: Refuse, monkey
         (["resume"], "Missing argument 'DIRECTORY'"),
         (["ui", "--port", "many"], "'many' is not a valid integer"),
         # No option is ignored without a word.
-        (["evaluate", "x", "--data", "digits", "--tap", "pooled"], "--tap: is of the features that --probe reads"),
-        (["embed", "x", "--data", "digits", "--to", "x.npy", "--weights-key", "a"], "--weights-key: is of --weights"),
-        (["pack", "here", "there", "--quality", "90"], "--quality: is of the JPEGs that --max-side makes"),
+        (["evaluate", "x", "--data", "digits", "--tap", "pooled"], "--tap is for the features that --probe reads"),
+        (["embed", "x", "--data", "digits", "--to", "x.npy", "--weights-key", "a"], "--weights-key is for --weights"),
+        (["pack", "here", "there", "--quality", "90"], "--quality is for the JPEGs that --max-side makes"),
         (["clean", "--older-than", "1d", "--unfinished", "--checkpoints"], "--unfinished and --checkpoints: give one of them"),
-        (["data", "here", "--processes", "2"], "--processes: is for --verify"),
+        (["data", "here", "--processes", "2"], "--processes is for --verify"),
         (["show", "--keys", "optim", "--set", "seed=1"], "--keys and --set: give one of them"),
         (["doctor", "/", "--runs", "here"], "--runs: is for the timing run of a recipe"),
         (["submit", "--runs", "/a", "train", "digits", "--runs", "/b"], "--runs: is given twice: give it to submit or to train"),
@@ -331,7 +331,7 @@ def test_more_than_this_machine_could_ever_hold_is_refused_before_ray_starts(ref
     shown = refuse("train", "digits", *sets("data.global_batch_size=1024", "scale.num_workers=512"))
     assert shown.startswith("512 workers of 2 CPUs each do not fit")
     assert shown.endswith("lower scale.num_workers or data.loader_workers")
-    assert "does not fit" in refuse("train", "digits", *sets("data.loader_workers=5000"))
+    assert "1 worker needs 5001 CPUs; the largest node has" in refuse("train", "digits", *sets("data.loader_workers=5000"))
 
 
 def test_a_gpu_where_there_is_none_is_refused(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from ray.job_submission import JobStatus
 
 from service.cluster import jobs
 from service.cluster.jobs import submit
@@ -25,10 +26,8 @@ class Dashboard(http.server.ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), TeacherInterface)
         self.token: str | None = None
-        self.failures = 0
-        """So many requests for jobs will be answered with 500."""
-        self.takes_failing = False
-        """A job is taken though its request is answered with 500."""
+        self.fails = False
+        """Requests for jobs are answered with 500."""
         self.jobs: dict[str, dict[str, str]] = {}
         """The metadata of each, by its name."""
         self.variables: list[dict[str, str]] = []
@@ -51,20 +50,8 @@ class TeacherInterface(http.server.BaseHTTPRequestHandler):
             self._answer(200, {"ray_version": "2.60.0", "ray_commit": "", "version": "4", "session_name": ""})
         elif self.path.startswith("/api/packages"):
             self._answer(200, {})
-        elif self.path.startswith("/api/jobs") and self.server.failures:
-            self.server.failures -= 1
+        elif self.path.startswith("/api/jobs") and self.server.fails:
             self._answer(500, "the agent is busy\nand says so at length")
-        elif job in self.server.jobs:
-            self._answer(
-                200,
-                {
-                    "type": "SUBMISSION",
-                    "status": "SUCCEEDED",
-                    "entrypoint": "",
-                    "submission_id": job,
-                    "metadata": self.server.jobs[job],
-                },
-            )
         else:
             self._answer(404, f"Job {job} does not exist")
 
@@ -72,14 +59,11 @@ class TeacherInterface(http.server.BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self._refused():
             return
-        if not self.server.failures or self.server.takes_failing:
-            assert body["submission_id"] not in self.server.jobs
-            self.server.jobs[body["submission_id"]] = body["metadata"]
-            self.server.variables.append(body["runtime_env"].get("env_vars", {}))
-        if self.server.failures:
-            self.server.failures -= 1
+        if self.server.fails:
             self._answer(500, "the agent is busy\nand says so at length")
         else:
+            self.server.jobs[body["submission_id"]] = body["metadata"]
+            self.server.variables.append(body["runtime_env"].get("env_vars", {}))
             self._answer(200, {"job_id": None, "submission_id": body["submission_id"]})
 
     def _refused(self) -> bool:
@@ -110,7 +94,6 @@ def dashboard(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Dashb
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", server.address)
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(jobs, "PAUSE_S", 0.05)
     yield server
     server.shutdown()
     thread.join()
@@ -132,32 +115,15 @@ def test_the_clusters_own_runs_root_counts_unless_another_is_given(
     assert dashboard.variables == [{}, {"RAYDISTILL_RUNS": "/shared/runs"}]
 
 
-def test_a_dashboard_that_is_busy_is_requested_again_and_runs_the_job_once(dashboard: Dashboard, tmp_path: Path) -> None:
-    dashboard.failures = 3
-    (first, _) = submitted(tmp_path)
-    assert len(dashboard.jobs) == 1
-    assert first.startswith(f"submitted {next(iter(dashboard.jobs))}: python -m service train digits")
+def test_a_job_is_submitted_and_its_log_named(dashboard: Dashboard, tmp_path: Path) -> None:
+    first, second = submitted(tmp_path)
+    (job,) = dashboard.jobs
+    assert first.startswith(f"submitted {job}: python -m service train digits")
+    assert second == f"its log: ray job logs --follow {job} --address {dashboard.address}"
 
 
-def test_a_job_that_was_taken_though_the_answer_was_an_error_is_not_submitted_twice(dashboard: Dashboard, tmp_path: Path) -> None:
-    dashboard.failures, dashboard.takes_failing = 2, True
-    assert submitted(tmp_path)[0].startswith(f"submitted {next(iter(dashboard.jobs))}")
-    assert len(dashboard.jobs) == 1
-
-
-def test_a_job_of_another_that_has_the_same_name_is_not_taken_for_ones_own(dashboard: Dashboard, tmp_path: Path) -> None:
-    job = job_of(["train", "digits"], "digits", None)
-    dashboard.jobs[job.name] = {"submission": "another"}
-    with pytest.raises(ClusterError, match=rf"has another job named {job.name}: submit again"):
-        submit(job, tmp_path, follow=True, echo=lambda _: None)
-    assert list(dashboard.jobs) == [job.name]
-
-
-def test_a_dashboard_that_stays_busy_is_given_up_in_one_line(
-    dashboard: Dashboard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(jobs, "PATIENCE_S", 0.3)
-    dashboard.failures = 10**6
+def test_a_dashboard_that_answers_with_an_error_is_one_line(dashboard: Dashboard, tmp_path: Path) -> None:
+    dashboard.fails = True
     with pytest.raises(ClusterError) as refused:
         submitted(tmp_path)
     assert str(refused.value) == (
@@ -193,7 +159,7 @@ def test_the_clusters_token_is_sent_where_it_is_required_and_only_there(dashboar
     [
         ({}, "asks for a token, and none was found: give the cluster's with RAY_AUTH_TOKEN_PATH=FILE"),
         ({"RAY_AUTH_TOKEN": "wrong"}, "refuses the token of RAY_AUTH_TOKEN: give the cluster's"),
-        ({"RAY_AUTH_TOKEN_PATH": "/none"}, "asks for a token, and there is none in RAY_AUTH_TOKEN_PATH=/none"),
+        ({"RAY_AUTH_TOKEN_PATH": "/none"}, "asks for a token, and none was found: give the cluster's with RAY_AUTH_TOKEN_PATH"),
         ({"RAY_AUTH_MODE": "disabled"}, "asks for a token, and with RAY_AUTH_MODE=disabled none is sent: unset it"),
     ],
 )
@@ -212,70 +178,34 @@ def test_a_token_that_was_not_sent_is_not_reported_as_refused(
 # A log that is followed
 
 
-class Clock:
-    """Time that passes where somebody sleeps."""
-
-    now_s = 0.0
-
-    def monotonic(self) -> float:
-        return self.now_s
-
-    def sleep(self, seconds: float) -> None:
-        self.now_s += seconds
-
-
 class Log:
-    """A client whose connections to the log, and requests for the job, go as its lists have it."""
+    """A client whose log ends so, and whose job ends at the second request."""
 
-    def __init__(self, *connections: list[str | Exception]):
-        self.connections = list(connections)
+    def __init__(self, *log: str | Exception) -> None:
+        self.log, self.statuses = log, [JobStatus.RUNNING, JobStatus.SUCCEEDED]
 
     async def tail_job_logs(self, _: str) -> AsyncIterator[str]:
-        for each in self.connections.pop(0):
+        for each in self.log:
             if isinstance(each, Exception):
                 raise each
-            jobs.time.sleep(0.02)
             yield each
 
     def get_job_info(self, _: str) -> SimpleNamespace:
-        return SimpleNamespace(status="SUCCEEDED")
+        return SimpleNamespace(status=self.statuses.pop(0))
 
 
-def followed(*connections: list[str | Exception]) -> list[str]:
+def followed(*log: str | Exception) -> list[str]:
     lines: list[str] = []
-    assert jobs._follow(cast(Any, Log(*connections)), "job", lines.append).status == "SUCCEEDED"
+    assert jobs._follow(cast(Any, Log(*log)), "job", lines.append, "its log: ray job logs").status == "SUCCEEDED"
     return lines
 
 
-BUSY = RuntimeError("Request failed with status code 500: busy.")
-CUT = RuntimeError("WebSocket connection closed unexpectedly with close code 1006")
+def test_a_log_is_followed_to_the_jobs_end() -> None:
+    assert followed("one\n", "two\n") == ["one\n", "two\n"]
 
 
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "time", Clock())
-    monkeypatch.setattr(jobs, "PAUSE_S", 0.01)
-    monkeypatch.setattr(jobs, "PATIENCE_S", 0.05)
-
-
-@pytest.mark.usefixtures("impatient")
-def test_a_log_that_is_cut_off_is_taken_up_where_it_was() -> None:
-    assert followed(["one\n", CUT], ["one\ntw", RuntimeError("WebSocket error for job job: gone")], ["one\ntwo\n"]) == [
-        "one",
-        "tw",
-        "o",
-    ]
-
-
-@pytest.mark.usefixtures("impatient")
-def test_the_patience_with_a_busy_dashboard_begins_anew_with_each_piece_of_text() -> None:
-    long = [f"{number}\n" for number in range(5)]  # each takes longer than a pause, all of them longer than the patience
-    assert followed([*long, BUSY], [BUSY], [*long, "5\n", BUSY], [BUSY], [*long, "5\n", "6\n"]) == list("0123456")
-
-
-@pytest.mark.usefixtures("impatient")
-@pytest.mark.parametrize("failure", [BUSY, CUT])
-def test_a_log_without_a_word_is_given_up(failure: Exception) -> None:
-    failing: list[str | Exception] = [failure]
-    with pytest.raises(RuntimeError, match=str(failure)):
-        followed(["one\n", failure], *[failing] * 1000)
+def test_a_job_whose_log_is_cut_off_is_followed_to_its_end_all_the_same() -> None:
+    shown = followed("one\n", RuntimeError("WebSocket connection closed unexpectedly with close code 1006"))
+    assert shown[0] == "one\n"
+    assert shown[1].startswith("the connection of the log was lost (WebSocket connection closed unexpectedly")
+    assert shown[1].endswith("the job keeps running; its log: ray job logs")

@@ -39,7 +39,7 @@ def test_a_command_leaves_with_its_code_whatever_its_thread_does(seconds: int) -
     code = (
         "import atexit, time\nfrom service.cluster import local_ray\natexit.register(print, 'whole')\n"
         f"thread = local_ray.start_thread(lambda: time.sleep({seconds}))\nthread.join(1)\n"
-        "assert local_ray.in_use() == thread.is_alive()\nlocal_ray.leave(130)"
+        "assert local_ray.in_use() == thread.is_alive()\nlocal_ray.exit_process(130)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 130, done.stderr
@@ -53,7 +53,7 @@ def test_a_sigterm_while_a_command_leaves_does_not_change_its_code(moment: str) 
         "import atexit, os, signal\nfrom service.cluster import local_ray\n"
         "def end(kill=os.kill, pid=os.getpid()): kill(pid, 15)\n"
         "class Last:\n    def __del__(self, end=end): end()\n"
-        f"last = {moment}\nsignal.signal(signal.SIGTERM, signal.default_int_handler)\nlocal_ray.leave(2)"
+        f"last = {moment}\nsignal.signal(signal.SIGTERM, signal.default_int_handler)\nlocal_ray.exit_process(2)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (2, "")
@@ -97,7 +97,7 @@ def test_what_a_command_started_ends_with_it_also_where_it_is_interrupted_again(
         "child = \"import subprocess, sys; print(subprocess.Popen(['sleep', '600']).pid, flush=True); sys.stdin.read()\"\n"
         "process = subprocess.Popen([sys.executable, '-c', child], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)\n"
         "print(process.pid, int(process.stdout.readline()), flush=True)\n"
-        "local_ray.start_thread(lambda: time.sleep(600))\nlocal_ray.leave(2)"
+        "local_ray.start_thread(lambda: time.sleep(600))\nlocal_ray.exit_process(2)"
     )
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=60, check=False)
     assert done.returncode == 2

@@ -16,19 +16,22 @@ def test_a_worker_must_fit_on_one_node() -> None:
     assert two_small.refusal(Reservation(2, 3)) is None
     refusal = two_small.refusal(Reservation(1, 4))
     assert refusal is not None
-    assert refusal.startswith("1 worker of 4 CPUs does not fit: 2 nodes with 6 CPUs and 0 GPUs in all, with room for 0")
+    assert refusal == "1 worker needs 4 CPUs; the largest node has 3 CPUs and 0 GPUs"
+    assert cluster((64, 0), (8, 1)).refusal(Reservation(1, 9, gpus=1)) == (
+        "1 worker needs 9 CPUs and 1 GPU; the largest node has 8 CPUs and 1 GPU"
+    )
 
 
 def test_of_a_ray_of_our_own_the_cores_are_named_and_not_only_what_they_count_as() -> None:
     refusal = cluster((8, 0), cores=2).refusal(Reservation(3, 4))
     assert refusal is not None
-    assert refusal.endswith("do not fit: 1 node with 2 cores (counted as 8 CPUs) and 0 GPUs in all, with room for 2")
+    assert refusal.endswith("do not fit: 1 node with 2 cores (counted as 8 CPUs) and 0 GPUs in all has room for 2 workers")
 
 
 def test_gpus_bound_workers_where_cpus_do_not() -> None:
     node = cluster((64, 4))
     assert node.refusal(Reservation(4, 5, gpus=1)) is None
-    assert "room for 4" in str(node.refusal(Reservation(5, 5, gpus=1)))
+    assert "has room for 4" in str(node.refusal(Reservation(5, 5, gpus=1)))
 
 
 def test_jobs_at_a_time_leave_each_its_whole_group() -> None:
@@ -56,8 +59,8 @@ def test_the_actors_of_a_service_are_reserved_once_for_all_jobs() -> None:
     assert node.max_concurrent(two, limit=10) == 3
     refusal = cluster((64, 3)).refusal(two)
     assert refusal is not None
-    assert refusal.startswith("2 workers of 3 CPUs and 1 GPU each and teacher.service's 2 actors of 1 CPU and 1 GPU do not fit: ")
-    assert refusal.endswith("room for 1 workers next to the actors")
+    assert refusal.startswith("2 workers of 3 CPUs and 1 GPU each and 2 actors of teacher.service of 1 CPU and 1 GPU each ")
+    assert refusal.endswith("has room for the actors and 1 worker")
     assert cluster((64, 1)).max_workers(two) == 0
 
 

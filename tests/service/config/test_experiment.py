@@ -452,7 +452,7 @@ def test_a_wrong_value_gets_one_line(override: str, message: str) -> None:
         (["data.decoder=dali", "data.augment=crop_flip", "scale.use_gpu=false"], "data.decoder dali works on GPUs only"),
         (["data.decoder=dali"], "decoder dali decodes what augment crop_flip cuts out"),
         (["teacher=null", "distill.method=dkd"], "dkd needs a teacher: write teacher.model"),
-        (["teacher=null", "assistants=[{model: resnet8}]"], "there is no teacher whom they could assist: write teacher.model"),
+        (["teacher=null", "assistants=[{model: resnet8}]"], "assistants: they need a teacher: write teacher.model"),
         (["assistants=[{model: resnet9}]"], "assistants[0].model: there is no model 'resnet9'; did you mean resnet8?"),
         (["assistants=[{epochs: 3}]"], "assistants[0].model: missing: write it in the list"),
         (["assistants=[{model: resnet8, epoch: 3}]"], "assistants[0].epoch: no such key; did you mean assistants[0].epochs?"),
@@ -460,7 +460,10 @@ def test_a_wrong_value_gets_one_line(override: str, message: str) -> None:
         (["assistants=[{model: resnet8}]", "distill.method=simkd"], "would have one that is not its own: leave out assistants"),
         (["optim.accumulate=2", "distill.method=sp"], "sp looks at all samples of a batch, which optim.accumulate 2 splits"),
         (["optim.accumulate=2", "distill.method=pskd", "scale.num_workers=2"], "pskd gathers the outputs of all workers"),
-        (["optim.name=dot", "optim.nesterov=false", "distill.method=none"], "one for methods, and there is none: write sgd"),
+        (
+            ["optim.name=dot", "optim.nesterov=false", "distill.method=none"],
+            "one for methods, and there are no methods: write sgd",
+        ),
         (["optim.losses={at/maps: {lr: 0.1}}"], "optim.losses: there is no loss 'at/maps' here: write one of kd, task"),
         (["optim.losses={task/ce: {lr: 0.1}}"], "optim.losses: there is no loss 'task/ce' here: write one of kd, task"),
         (["teachers=[{model: resnet8}]"], "teachers[0].weights: missing: write it in the list"),
@@ -518,7 +521,7 @@ def test_a_workers_batch_is_cut_into_as_many_micro_batches_as_it_has_samples(num
         ("optim: {losses: {task: {lr: 1}}}", ["optim.losses.at.lr=1"], "--set: optim.losses: there is no loss 'at'"),
         ("scale: {num_workers: 3}", ["seed=1"], "mine.yaml: data.global_batch_size 64 is not divisible"),
         ("scale: {num_workers: 3}", ["seed=x"], "--set: seed: must be an integer"),
-        ("seed: x", ["optim.lr=1"], "mine.yaml: seed: must be an integer"),
+        ("seed: x", ["optim.lr=1"], "mine.yaml:2:1: seed: must be an integer"),
     ],
 )
 def test_what_is_wrong_only_with_an_override_is_blamed_on_it(
@@ -597,7 +600,7 @@ def test_many_mistakes_take_six_lines_at_most() -> None:
 
 def test_a_mistake_in_a_file_is_reported_with_the_files_name(tmp_path: Path) -> None:
     path = written(tmp_path, "base: digits\noptim: {lr: -1}\n")
-    assert refusal(recipe=path) == f"{path}: optim.lr: must be above 0, not -1"
+    assert refusal(recipe=path) == f"{path}:2:9: optim.lr: must be above 0, not -1"
 
 
 @pytest.mark.parametrize(
@@ -620,9 +623,9 @@ def test_a_mistake_in_a_file_is_reported_with_the_files_name(tmp_path: Path) -> 
         ("base: 3\n", "base: give one recipe or file"),
         ("base: digitz\n", "digitz: neither a recipe nor a file; did you mean digits?"),
         ("base: none.yaml\n", "none.yaml: neither a recipe nor a file; recipes: backbone, cifar10"),
-        ("base: digits\non: 2\n", "mine.yaml: on: no such key"),
-        ("base: digits\noptim: {on: 2}\n", "mine.yaml: optim.on: no such key"),
-        (f"base: digits\n{'k' * 1000}: 2\n", f"mine.yaml: {'k' * 20}"),
+        ("base: digits\non: 2\n", "mine.yaml:2:1: on: no such key"),
+        ("base: digits\noptim: {on: 2}\n", "mine.yaml:2:9: optim.on: no such key"),
+        (f"base: digits\n{'k' * 1000}: 2\n", f"mine.yaml:2:1: {'k' * 20}"),
         ("base: mine.yaml\n", "`base` leads back to itself (mine.yaml → mine.yaml)"),
         ("!!python/object/apply:os.system ['true']", "not YAML: could not determine a constructor"),
         ("a: &a [*a]\n", "nested more than 50 deep"),

@@ -18,7 +18,7 @@ RANK = RankTimes(
     loader_batch_ms=32.0,
     loader_wait_ms=0.5,
 )
-LOADER = LoaderCosts(image_ms=0.5, read_wait_ms=0.05, cpu_ms=0.4, core_wait_ms=0.05, threads=1)
+LOADER = LoaderCosts(image_ms=0.5, read_wait_ms=0.05, cpu_ms=0.4, core_wait_ms=0.05)
 HEALTHY = Evidence(
     global_batch=64,
     ranks=(RANK,),
@@ -38,9 +38,9 @@ def longer(rank: RankTimes, **extra_ms: float) -> RankTimes:
     return replace(rank, **changed, step_ms=rank.step_ms + sum(extra_ms.values()))
 
 
-def loader(image_ms: float, *, read_wait: float = 0.0, cpu: float = 0.0, core_wait: float = 0.0, threads: int = 1) -> LoaderCosts:
+def loader(image_ms: float, *, read_wait: float = 0.0, cpu: float = 0.0, core_wait: float = 0.0) -> LoaderCosts:
     """A loader thread's milliseconds an image."""
-    return LoaderCosts(image_ms, read_wait, cpu, core_wait, threads)
+    return LoaderCosts(image_ms, read_wait, cpu, core_wait)
 
 
 def run_of(*ranks: RankTimes, **changes: Any) -> Evidence:

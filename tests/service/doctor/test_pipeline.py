@@ -42,7 +42,7 @@ def test_what_a_later_stage_waits_for_the_next_batch_is_of_the_bubble_and_no_wai
 def test_stages_of_uneven_work_are_told_apart_and_none_is_a_straggler() -> None:
     found = {finding.cause: finding for finding in findings(run_in_stages(stage(95.0, 5.0), stage(45.0, 55.0)))}
     assert set(found) == {"uneven pipeline stages"}
-    assert "stage 0 computes 94.0 ms of a step, and all stages 69.0 in the mean" in found["uneven pipeline stages"].sentence
+    assert "stage 0 computes 94.0 ms of a step, the mean stage 69.0" in found["uneven pipeline stages"].sentence
     assert found["uneven pipeline stages"].gain_pct == pytest.approx(25, abs=1)
 
 

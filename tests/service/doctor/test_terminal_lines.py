@@ -49,7 +49,7 @@ def test_several_findings_are_numbered() -> None:
 def test_of_a_sweep_the_best_trial_is_spoken_of_and_why_others_are_slower() -> None:
     slow = [Recording(f"trial {n}", run_of(longer(RANK, data=20.0 * n))) for n in (1, 2)]
     shown = case_lines([Recording("trial 0", HEALTHY), *slow])
-    assert shown[-1] == "2 other trials, most of the difference in data: up to 40% more time an image (trial 2)"
+    assert shown[-1] == "2 other trials, most of the difference in data: up to 40% more time per image (trial 2)"
 
 
 def test_a_trial_whose_typical_step_is_no_slower_than_the_best_ones_is_not_given_a_negative_figure() -> None:
@@ -78,7 +78,6 @@ def test_every_number_of_the_records_arrives_in_the_evidence() -> None:
     )
     for rank in (0, 1):
         metrics |= {f"rank{rank}/{name.removeprefix('phase/')}": ms + rank for name, ms in step_of().items()}
-        metrics |= {f"rank{rank}/cpu_ms": 60.0 + rank, f"rank{rank}/core_wait_ms": 7.0 + rank}
         waits_ms = {"": 5.0, "_error": 0.5}
         metrics |= {f"rank{rank}/allreduce_wait{name}_ms": ms + rank for name, ms in waits_ms.items()}
         metrics |= {f"rank{rank}/waits_for_ranks_ms": 1.0 + rank}
@@ -103,13 +102,12 @@ def test_every_number_of_the_records_arrives_in_the_evidence() -> None:
     assert evidence_of(experiment("precision=auto"), metrics, precision="fp32").precision == "fp32"
     assert e.loader is not None
     slower_ms = 2.0 * 0.5 / 30.5  # of the mean of both ranks what the slower one's loader takes more
-    assert astuple(e.loader) == pytest.approx((2.0 - slower_ms, 0.8 - slower_ms, 0.5, 0.3, 3.0))
+    assert astuple(e.loader) == pytest.approx((2.0 - slower_ms, 0.8 - slower_ms, 0.5, 0.3))
     assert [(rank.loader_batch_ms, rank.loader_wait_ms) for rank in e.ranks] == [(30.0, 0.5), (31.0, 1.5)]
     assert e.nodes == (NodeUse(50.0), NodeUse(60.0, 9.0, 8.0))
     assert e.gpus == (GpuUse("node0/gpu0", None, None, 1400.0, 1980.0, 32, 25.0),)
     assert e.clock == Clock(10.0, 3.0, 2.0, 1.0)
     assert (e.one_image_ms, e.passes_ms, e.peak_memory_mib, e.gpu_memory_mib) == (3.0, {16: 2.0}, 900.0, 81_000.0)
-    assert [(rank.cpu_ms, rank.core_wait_ms) for rank in e.ranks] == [(60.0, 7.0), (61.0, 8.0)]
 
 
 def test_epochs_are_read_from_log_lines_weighted_by_their_steps() -> None:
@@ -140,7 +138,7 @@ def test_what_gains_only_after_another_cause_and_what_gains_only_with_another_ar
 def test_a_node_that_swaps_is_noted_though_no_step_waits_for_it() -> None:
     shown = case_lines([Recording("the student", replace(HEALTHY, nodes=(NodeUse(60.0, 12.0),)))])
     assert shown[0].startswith("nothing to gain")
-    assert "a node reads 12 MiB/s back from swap space: its memory is full" in shown
+    assert "a node reads 12 MiB/s from swap space: its memory is full" in shown
 
 
 @pytest.fixture
@@ -184,7 +182,7 @@ def test_the_command_reads_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture
     code, out, _ = run(capsys, "doctor", sweep.root)
     assert code == 0
     assert out.startswith("nothing to gain over 5%")
-    assert "1 other trial, most of the difference in data: up to 50% more time an image (trial 000" in out
+    assert "1 other trial, most of the difference in data: up to 50% more time per image (trial 000" in out
 
 
 def test_a_sweep_that_has_ended_without_a_timed_step_shows_what_became_of_it(
@@ -215,10 +213,7 @@ def test_set_with_a_directory_and_what_is_neither_are_one_line(run_dir: RunDir, 
     assert "did you mean digits?" in err
 
 
-def test_evidence_has_whether_the_run_has_ended_and_when_asha_compares_its_trials_first() -> None:
+def test_evidence_has_whether_the_run_has_ended() -> None:
     loading = step_of(**{"phase/data_ms": 90.0, "loader/image_ms": 3.0})
     assert not evidence_of(experiment(), loading).has_ended
     assert evidence_of(experiment(), loading | {"steps": 100.0}).has_ended
-    assert evidence_of(experiment("sweep.grace_epochs=4"), loading).grace_epochs is None
-    asha = ("sweep.policy=asha", "sweep.metric=top1_pct", "sweep.grace_epochs=4")
-    assert evidence_of(experiment(*asha), loading).grace_epochs == 4

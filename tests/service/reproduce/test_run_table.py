@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from service.reproduce.run_table import Reproduction, cells, check_same, prepare
+from service.reproduce.run_table import Reproduction, TeacherAccuracy, cells, check_same, prepare, teachers_of
 from service.reproduce.sweeps import Request, changes, compose
 from service.reproduce.table import read_table
 from service.runs.result import read_result, write_result
@@ -35,6 +35,23 @@ def test_a_cell_is_judged_by_the_runs_that_its_own_number_is_the_mean_of(tmp_pat
     rows[1].metrics.update(top1_pct=98.0, best_top1_pct=98.0)
     write_result(run_dir.result, typed({"trials": rows}))
     assert cells(job)[0].verdict.tolerance == 2 * math.sqrt(2) * math.sqrt(1 / 2 + 1 / 4)
+
+
+def test_a_teacher_is_as_accurate_as_its_own_training_or_else_the_first_trial_found_it(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(SMALL.replace("checkpoint: large.pth", "weights: large.safetensors"))
+    table = read_table(str(path))
+    request = Request.of(table, None, "kd", "0")
+    job = Reproduction(table, request, compose(table, request, [], None, None), (), tmp_path / "out", tmp_path)
+    run_dir = job.run_dir(job.sweeps[0])
+    run_dir.root.mkdir(parents=True)
+    assert teachers_of(job) == {"convnet_large": None}
+    rows = [typed_row({"id": "000", "status": "ok", "metrics": {"top1_pct": 95.0, "teacher_top1_pct": 97.0}})]
+    write_result(run_dir.result, typed({"trials": rows}))
+    assert teachers_of(job) == {"convnet_large": TeacherAccuracy(97.0, "large.safetensors")}
+    stage = {"stage": "teacher", "model": "convnet_large", "status": "ok", "checkpoint": "teacher/best.safetensors"}
+    write_result(run_dir.result, typed({"trials": rows, "stages": [{**stage, "metrics": {"best_top1_pct": 98.5}}]}))
+    assert teachers_of(job) == {"convnet_large": TeacherAccuracy(98.5, "teacher/best.safetensors")}
 
 
 def test_without_out_a_plan_is_of_a_folder_of_its_own_whatever_an_earlier_one_has(
