@@ -122,7 +122,7 @@ class Trials:
         batch = batch or (TINY if "tiny batch" in faults else BATCH)
         threads = ("data.loader_workers=0",) if "no loader workers" in faults else ()
         clean = self.clean[workers].evidence.ranks[0]
-        clean_s = min(clean.step_ms, clean.cpu_ms or clean.step_ms) / 1e3  # what it waits for others' use of the cores is no part
+        clean_s = clean.step_ms / 1e3
         put = {fault: TIMES * clean_s * (1 if fault == "slow all-reduce" else batch / BATCH) for fault in sorted(faults)}
         return Training(workers, batch, put, (*threads, *sets))
 
