@@ -1,6 +1,6 @@
 """What a run loses its time to: one function a cause, from evidence to that cause with its effect, or none.
 
-Gains follow the project's model of a step (`service/search/formulas.py`): step = max(supply, work), see `step_model.after_ms`. In
+Gains follow the model of a step of `service/search/step_time.py`: step = max(supply, work), see `step_model.after_ms`. In
 the rules' words T is the step, T' the step predicted, and the gain 100 · (1 - T'/T) percent.
 """
 
