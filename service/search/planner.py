@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from service.config.space import GLOBAL_BATCH
 from service.search.points import (
+    SPARE_MEMORY,
     Array,
     Flags,
     Hardware,
@@ -49,7 +50,7 @@ REPEAT_SD = 0.01  # relative difference of two measurements of one point that th
 UNLIKE_LOSS, UNLIKE_SHARE = 0.4, 0.1  # values are tried that are expected to lose so much (log), up to this share of a lean grid
 LEADERS, MIN_REPEATS, MAX_REPEATS = 5, 2, 5  # points that are measured again at the end, and how often at least and at most
 EQUAL_LOSS, LEADER_CHANCE = 0.005, 0.05  # expected loss below which leaders are equal; a leader is the best so likely
-USABLE_MEMORY, SPARE_MEMORY = 0.985, 0.04  # of a GPU's: what a batch may take, and what the best point leaves if it can
+USABLE_MEMORY = 0.985  # of a GPU's: what a batch may take
 MAX_FAILED_OF_VALUE = 3  # points that failed, none that ran: all others with that value are out
 
 

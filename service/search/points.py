@@ -19,6 +19,7 @@ Array = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 Point = Mapping[str, Any]
 Category = tuple[str, str]  # an extra key, and one of its values as `repr` writes it
+SPARE_MEMORY = 0.04  # of a GPU's, that the best point leaves if it can: memory grows in a long run
 
 
 @dataclass(frozen=True)

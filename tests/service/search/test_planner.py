@@ -234,3 +234,20 @@ def test_a_cluster_that_lost_the_nodes_of_all_that_was_measured_is_searched_for_
     assert at["scale.num_workers"] == 1
     search.tell(at, Observation("ok", [0.5] * 8))
     assert search.best() == at
+
+
+@pytest.mark.parametrize("budget", [{"budget_grid_share": 0.05}, {"budget_gpu_s": 150.0}])
+def test_a_search_ends_when_its_budget_is_spent_and_says_what_it_leaves_open(budget: dict[str, float]) -> None:
+    cluster, points = CLUSTERS["decode"]
+    search = Planner(points, cluster.hardware, start_s=5.0, **budget)  # type: ignore[arg-type]
+    cluster.search(search)
+    assert search.spent_gpu_s <= 1.1 * search.budget_gpu_s
+    assert "the budget is spent; an untested point is more than 2.5% better than" in search.why()
+
+
+def test_of_points_that_are_as_good_the_one_with_memory_to_spare_is_the_best() -> None:
+    search, points = Planner(grid([1], [64, 128], [1]), ONE_NODE), grid([1], [64, 128], [1])
+    for at, step_s, peak_mib in zip(points, (0.1, 0.199), (500.0, 990.0), strict=True):
+        for _ in range(3):
+            search.tell(at, Observation("ok", [step_s] * 60, peak_memory_mib=peak_mib, gpu_memory_mib=1000.0))
+    assert search.best() == points[0]
