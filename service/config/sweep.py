@@ -45,8 +45,14 @@ class SweepConfig(Section):
         description="a timing sweep: steps of a trial past its warm-up (guided: at most; 60 if absent); absent: its epochs",
     )
     tolerance: Annotated[float, Field(gt=0, lt=1)] = Field(
-        0.03, description="guided: the search ends when no point is predicted to beat the best by more than this share"
+        0.025,
+        description="guided: the search ends when a point that was not measured beats the best by more than this share with a "
+        "probability of at most 10 %",
     )
+    budget_grid_share: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="guided: what the search may cost, of measuring every point once for 40 steps; both absent: 0.45"
+    )
+    budget_gpu_h: Positive | None = Field(None, description="guided: the same in GPU-hours, in place of budget_grid_share")
     trial_limit_s: Positive | None = Field(
         None,
         description="seconds, its restarts included, after which a trial ends as failed, and the sweep goes on; absent: no limit",
@@ -106,6 +112,8 @@ class SweepConfig(Section):
             raise ValueError(
                 f"policy guided looks for speed or cost, not {self.metric}: set metric to one of {', '.join(GUIDED)}"
             )
+        if self.budget_grid_share is not None and self.budget_gpu_h is not None:
+            raise ValueError("budget_grid_share and budget_gpu_h both bound the search: leave out one of them")
         if (self.metric == TIME) is not (self.target_pct is not None):
             raise ValueError(f"metric {TIME} and target_pct, the accuracy to reach, go together: set both or neither")
         if self.metric == TIME and self.policy != "guided" and self.steps is not None:

@@ -11,7 +11,7 @@ from service.report import plotly_marks as marks
 from service.report.plotly_marks import Figure, Trace
 from service.report.run_records import Row, axes, gpu_s_per_epoch, ran, value
 from service.report.speed_by_axis import NAMED, spans, tip
-from service.search import pareto_front
+from service.search.planner import front as front_of
 from trainables.metrics.phases import ALL_PHASES
 
 PHASE_COLOURS = {
@@ -182,7 +182,7 @@ def pareto_rows(rows: Sequence[Row]) -> list[Row]:
     costed = [row for row in ran(rows) if gpu_s_per_epoch(row) is not None]
     workers_O = np.array([row.scale.num_workers for row in costed], dtype=float)
     time_O = -np.log([row.metrics["images_per_s"] for row in costed])
-    return sorted((costed[index] for index in pareto_front.front(workers_O, time_O)), key=cost)
+    return sorted((costed[index] for index in front_of(workers_O, time_O)), key=cost)
 
 
 def pareto(rows: Sequence[Row], unit: str, found: Collection[str] = ()) -> Figure | None:

@@ -11,7 +11,7 @@ from service.runs.result import RunResult
 from service.search.points import Point
 from service.search.replay import hardware_of, observation
 from service.search.rows import point_of
-from service.search.step_time_model import StepTime, fit_step_times
+from service.search.step_time import StepTime, fit_step_times
 
 FEWEST = 4  # measured points below which the curve would be the model's prior more than the cluster
 MOST = 120  # points that are fitted: more tell the curve nothing new, and take seconds

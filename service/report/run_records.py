@@ -15,7 +15,7 @@ from service.config.space import SCALE_AXES
 from service.runs.result import RunResult, TrialRow
 from service.runs.run_directory import reopen, stages_with
 from service.runs.stages.hangs import hang_lines
-from service.search.step_time_statistics import relative_error
+from service.search.points import relative_error
 from trainables.redact import redact_values
 from trainables.rundir import RunDir, StageDir, lines_after
 

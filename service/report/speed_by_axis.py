@@ -10,7 +10,7 @@ from service.report.model_curve import Curve, curve
 from service.report.plotly_marks import MOST_SERIES, Figure, Trace
 from service.report.run_records import Row, axes, ordered, ran, value
 from service.search.rows import point_of
-from service.search.step_time_model import StepTime
+from service.search.step_time import StepTime
 
 NAMED = 40  # trials that a figure still names one by one
 CONTINUOUS = 12  # values of an axis above which points are not told apart by it: a distribution, not a list

@@ -16,6 +16,7 @@ from service.report.phase_shares import shares_text
 from service.report.run_records import UNRUN, Row, axes, best_of, ended, ran, rows_of, value
 from service.runs.result import RunResult, TrialRow
 from service.runs.stored.stored_runs import display_name, uri_of
+from service.search.points import SPARE_MEMORY
 from service.search.rows import probes
 from trainables.errors import ExperimentError
 from trainables.rundir import RunDir, StageDir
@@ -77,19 +78,16 @@ def judged(result: RunResult) -> tuple[str, str]:
 
 
 def bound(result: RunResult) -> list[str]:
-    """How much better a point may be that was not tried."""
+    """How much better another point may be, and what the search for one has cost."""
     rows, search = probes(result.rows), result.search
     unmeasured = sum(row.status in UNRUN for row in rows)
     sentences = []
     if search is not None:
         tried = f"{len(rows) - unmeasured} of {len(rows)} points were tried, for {search.spent_gpu_s:,.0f} {result.unit}-seconds"
         sure = search.bound_pct is not None
-        bound_sentence = (
-            f"No untested point is predicted to be more than {search.bound_pct:.1f}% better (95% confidence for each); "
-            if sure
-            else ""
-        )
-        sentences = [f"{bound_sentence}{tried}."]
+        bound_sentence = f"With a probability of 90% no point is more than {search.bound_pct:.1f}% better; " if sure else ""
+        share = f", {search.grid_share:.0%} of what measuring every point briefly would take" if search.grid_share else ""
+        sentences = [f"{bound_sentence}{tried}{share}."]
         sentences.append(f"Why the search ended: {search.why}.")
     elif unmeasured:
         sentences = [f"{names.counted(unmeasured, 'point')} of {len(rows)} not tried yet: one of them may be better."]
@@ -134,7 +132,23 @@ def doubts(result: RunResult) -> list[str]:
         sentences.append(
             "oversubscribed: the trial reserved more CPUs than this machine has; its times say little about a real cluster"
         )
-    return sentences
+    return [*sentences, *memory_to_spare(result)]
+
+
+def memory_to_spare(result: RunResult) -> list[str]:
+    """Where the winner's peak leaves too little of a GPU's memory for a long run: that, and the next trial that leaves enough."""
+
+    def peak(row: TrialRow) -> float:
+        return row.metrics.get("peak_memory_mib", 0.0) / row.metrics.get("gpu_memory_mib", math.inf)
+
+    (metric, mode), best = judged(result), result.best
+    if best is None or peak(best) <= 1 - SPARE_MEMORY:
+        return []
+    others = [row for row in ran(rows_of(result)) if metric in row.metrics and peak(row) <= 1 - SPARE_MEMORY]
+    pick = max if mode == "max" else min
+    following = pick(others, key=lambda row: float(row.metrics[metric])).id if others else None
+    instead = f"take trial {following}, the next best that leaves {SPARE_MEMORY:.0%}" if following else "no trial leaves more"
+    return [f"trial {best.id} took {peak(best):.1%} of a GPU's memory: a long run may not fit; {instead}"]
 
 
 def command(root: Path, best: TrialRow) -> str:

@@ -106,8 +106,10 @@ class SearchSummary(ResultPart):
     front: list[str] = Field(default_factory=list)
     """The trials that no other one beats in speed and cost, the fewest workers first."""
     bound_pct: float | None = None
-    """How much better a point that was not tried may be; None where nothing bounds that."""
+    """How much better a point may be, with a probability of 90%; None where nothing bounds that."""
     spent_gpu_s: float = 0.0
+    grid_share: float | None = None
+    """What was spent, as a share of a lean grid: every point once and briefly."""
     b_noise: float | None = None
     s_min: float | None = None
     predicted_s: dict[str, float] = Field(default_factory=dict)
@@ -145,7 +147,9 @@ class RunResult(ResultPart):
     metric: str = ""
     mode: str = ""
     policy: str = ""
-    tolerance: float = 0.03
+    tolerance: float = 0.025
+    budget_grid_share: float | None = None
+    budget_gpu_h: float | None = None
     timing_steps: int | None = None
     warmup_steps: int = 5
     hardware: ClusterHardware | None = None

@@ -1,28 +1,57 @@
 """Which point of a sweep to probe next, so that the best one is found for little GPU time.
 
-A few probes where the step-time model learns most; then those with the best expected gain a GPU-second; then the best point's
-neighbours, in case the model is wrong about them; then the leading points again, in turn, until it is clear enough which one is
-the best. Now and then a known point is measured again that may have been slow for its time. Nothing here knows who runs a probe.
+What is known of every point is a set of joint draws: the physical model with parameters as the measurements leave them possible,
+plus a smooth error of that model. A point's chance to be better, the expected gain of a probe and the bound on what is left are
+counts and means over these draws. Nothing here knows who runs a probe.
 
-Shapes: M points.
+Shapes: M points, U those that were measured, S draws.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
-from service.search.disturbance import excess
-from service.search.pareto_front import behind, front
-from service.search.points import Observation, Point, identity
-from service.search.proposals import MIN_WIN_PROBABILITY, Proposal, Proposals, first_probe
-from service.search.state import MIN_PROBE_STEPS, SearchState
-from service.search.step_time_statistics import MeanStepTime
+from service.config.space import GLOBAL_BATCH
+from service.search.points import (
+    SPARE_MEMORY,
+    Array,
+    Flags,
+    Hardware,
+    Observation,
+    Point,
+    categories,
+    describe_point,
+    identity,
+    relative_error,
+)
+from service.search.step_time import UNKNOWN_NOISE, Measured, StepTime, step_times
 
-FIRST_PROBES = 4  # by optimal design, before gains are compared
-STOP_ERROR, STOP_ERROR_REPEAT = 0.04, 0.015  # a probe ends when its mean is known so well (relative, 95%); one of a known point
-STOP_ERROR_BEHIND, MAX_STOP_ERROR = 0.25, 0.1  # of a point that is 20% behind the best 5% more will do; and at most so much
+Rows = NDArray[np.int_]
+METRICS = {"images_per_s": 0, "epoch_s": 0, "gpu_s_per_epoch": 1, "pareto": 0}  # power of num_workers in what one image costs
+DRAWS = 256
+DOUBT = 0.1  # probability of a better point at which a search ends; the bound is the interval of 1 - DOUBT
+BUDGET_GRID_SHARE = 0.45  # of a lean grid, where the user sets no budget
+RESERVE = 0.15  # of the budget, for measuring the leading points again
+GRID_STEPS = 40  # steps past the warm-up that a lean grid measures of each point
+OOM_S = 5.0  # until a batch that does not fit says so
+MIN_STEPS, STOP_ERROR = 8, 0.05  # a probe ends once its mean is known so well (95%)
+MIN_REPEAT_STEPS, REPEAT_ERROR = 16, 0.02  # one of a known point
+BEHIND_ERROR = 0.25  # of how far a point is behind the best one: so well is enough
+PREFETCH = 2  # batches that a loader worker has ready
+LOADING = 0.25  # share of the step that loading takes, from which on it matters what was ready
+FORM_SD, FORM_WEIGHT = 0.05, 4.0  # of the model's own error: before anything is measured, and how many points that counts for
+OCTAVES = np.array([[1.5], [1.5], [1.0]])  # of workers, batch, loader workers: how far the model's error stays the same
+SMOOTH, OF_BATCH, OWN = 0.5, 0.25, 0.25  # shares of its variance: smooth, of one batch a worker, of a point alone
+REPEAT_SD = 0.01  # relative difference of two measurements of one point that their steps do not show
+UNLIKE_LOSS, UNLIKE_SHARE = 0.4, 0.1  # values are tried that are expected to lose so much (log), up to this share of a lean grid
+LEADERS, MIN_REPEATS, MAX_REPEATS = 5, 2, 5  # points that are measured again at the end, and how often at least and at most
+EQUAL_LOSS, LEADER_CHANCE = 0.005, 0.05  # expected loss below which leaders are equal; a leader is the best so likely
+USABLE_MEMORY = 0.985  # of a GPU's: what a batch may take
+MAX_FAILED_OF_VALUE = 3  # points that failed, none that ran: all others with that value are out
 
 
 @dataclass(frozen=True)
@@ -35,15 +64,110 @@ class Forecast:
     measured: bool
 
 
+@dataclass(frozen=True)
+class Belief:
+    """What the measurements say of every point."""
+
+    model: StepTime
+    form_sd: float
+    step_SM: Array  # joint draws of the logarithm of the seconds of a step
+    cost_SM: Array  # and of the cost: seconds of an image, or GPU-seconds
+    loading_M: Array  # what loading takes, over everything else
+    rows_U: Rows
+    penalty_UM: Array  # what a measured point's cost counts more beside each point, in logarithms
+
+    @cached_property
+    def cost_M(self) -> Array:
+        return np.asarray(self.cost_SM.mean(axis=0))
+
+    @cached_property
+    def step_s_M(self) -> Array:
+        return np.asarray(np.exp(self.step_SM.mean(axis=0)))
+
+    @cached_property
+    def incumbent_M(self) -> Rows:
+        """Row of the measured point that each one has to beat."""
+        return np.asarray(self.rows_U[self._index_M])
+
+    @cached_property
+    def ahead_SM(self) -> Array:
+        """Draws of how much better each point is than its incumbent, in logarithms."""
+        penalty_M = self.penalty_UM[self._index_M, np.arange(len(self._index_M))]
+        return np.asarray(self.cost_SM[:, self.incumbent_M] + penalty_M - self.cost_SM)
+
+    @cached_property
+    def _index_M(self) -> Rows:
+        return np.asarray(np.argmin(self.cost_M[self.rows_U][:, None] + self.penalty_UM, axis=0))
+
+
 class Planner:
     """Proposes points (`ask`) and takes up what they brought (`tell`); from the same observations follows the same next point.
 
     A point may be proposed again, and has as many observations as it was measured.
     """
 
-    def __init__(self, state: SearchState) -> None:
-        self.state = state
+    def __init__(
+        self,
+        points: Sequence[Point],
+        hardware: Hardware,
+        *,
+        metric: str = "images_per_s",
+        tolerance: float = 0.025,
+        budget_grid_share: float | None = None,
+        budget_gpu_s: float | None = None,
+        seed: int = 0,
+        max_steps: int = 60,
+        warmup_steps: int = 5,
+        start_s: float = 25.0,
+        factor: Callable[[Point], float] = lambda point: 1.0,
+    ) -> None:
+        """`max_steps` bounds one probe, `warmup_steps` are those that it runs before; `start_s` is what a new group of workers
+        takes before its first step, until one is known. The budget is in GPU-seconds or a share of a lean grid, which measures
+        every point once and briefly.
+
+        `factor` is what a point's seconds for an image are multiplied by, such as the images that a batch needs to a target.
+        The metric `pareto` asks for the front of speed and cost: the best of each num_workers that none beats in both.
+
+        Raises:
+            ValueError: no points, or a metric that is none of `METRICS`.
+            KeyError: a point without scale.num_workers, data.global_batch_size or data.loader_workers.
+        """
+        if not points:
+            raise ValueError("a search needs at least one point")
+        if metric not in METRICS:
+            raise ValueError(f"metric {metric} cannot be searched for: write one of {', '.join(METRICS)}")
+        self.tolerance, self.max_steps, self._warmup_steps, self._usual_start_s = tolerance, max_steps, warmup_steps, start_s
+        self._along_front, self._grid_share, self._budget_gpu_s = metric == "pareto", budget_grid_share, budget_gpu_s
+        self.points = list({identity(point): point for point in points}.values())
+        self.row = {identity(point): row for row, point in enumerate(self.points)}
+        self._prior = StepTime.prior(hardware, categories(self.points))
+        self.layout = layout = self._prior.layout(self.points)
+        global_M = np.array([float(point[GLOBAL_BATCH]) for point in self.points])
+        factor_M = np.array([factor(point) for point in self.points])
+        self._offset_M = METRICS[metric] * np.log(layout.workers_M) - np.log(global_M) + np.log(factor_M)
+        self._kind_M = np.unique(layout.member_KM.T, axis=0, return_inverse=True)[1].reshape(-1)
+        self.history: list[tuple[int, Observation]] = []
+        self.pending: list[int] = []
         self._why = "nothing was measured yet"
+        self._belief: tuple[int, Belief] | None = None
+        rng, every_M = np.random.default_rng(seed), np.arange(len(self.points))
+        self._seed, self._luck_S1 = seed, rng.random((DRAWS, 1))
+        self._similar_MM = self._similarity(every_M)
+        root_MM = np.linalg.cholesky(self._similar_MM + 1e-8 * np.eye(len(every_M)))
+        self._error_SM = rng.standard_normal((DRAWS, len(every_M))) @ root_MM.T
+
+    def _similarity(self, rows_U: Rows) -> Array:
+        """Correlation of the model's errors: Matérn 3/2 in octaves of each axis, less across categories; one batch; one point."""
+        layout = self.layout
+        axes = np.log2(np.stack([layout.workers_M, layout.batch_M, layout.threads_M + 1])) / OCTAVES
+        square_MU = ((axes[:, :, None] - axes[:, None, rows_U]) ** 2).sum(axis=0)
+        square_MU += 0.5 * (layout.member_KM[:, :, None] != layout.member_KM[:, None, rows_U]).sum(axis=0)
+        distance_MU = np.sqrt(3 * square_MU)
+        same_batch_MU = np.equal.outer(layout.batch_M, layout.batch_M[rows_U])
+        own_MU = np.equal.outer(np.arange(len(self.points)), rows_U)
+        return np.asarray(SMOOTH * (1 + distance_MU) * np.exp(-distance_MU) + OF_BATCH * same_batch_MU + OWN * own_MU)
+
+    # What was measured
 
     def tell(self, point: Point, observation: Observation) -> None:
         """Take up what a point brought, in any order, proposed or not, once more or for the first time.
@@ -51,93 +175,391 @@ class Planner:
         Raises:
             KeyError: the point is none of the sweep's.
         """
-        self.state.add(point, observation)
+        row = self.row[identity(point)]
+        if row in self.pending:
+            self.pending.remove(row)
+        if observation.status == "ok" and not len(observation.steps_s):
+            observation = replace(observation, status="failed")
+        self.history.append((row, observation))
+
+    @property
+    def measured_rows(self) -> list[int]:
+        """Of the points that ran, each once."""
+        return list(dict.fromkeys(self._ended("ok")))
+
+    def _ended(self, *statuses: str) -> list[int]:
+        return [row for row, one in self.history if one.status in statuses]
+
+    def _joined(self, row: int) -> tuple[Observation, int]:
+        """A point's measurements as one, and how many: the longer ones, without those in which others clearly slowed it down."""
+        found = [one for at, one in self.history if (at, one.status) == (row, "ok")]
+        longest = max(len(one.steps_s) for one in found)
+        found = [replace(one, steps_s=self._settled(row, one.steps_s)) for one in found if 2 * len(one.steps_s) >= longest]
+        means = [float(np.mean(one.steps_s)) for one in found]
+        errors = [min(relative_error(one.steps_s), UNKNOWN_NOISE) for one in found]
+        least = 1.02 * min(mean * (1 + 2 * error) for mean, error in zip(means, errors, strict=True))
+        alone = [one for one, mean, error in zip(found, means, errors, strict=True) if mean * (1 - 2 * error) <= least]
+        phases_s = {name: float(np.mean([one.phases_s.get(name, 0.0) for one in alone])) for name in alone[0].phases_s}
+        return Observation("ok", [step_s for one in alone for step_s in one.steps_s], phases_s), len(alone)
+
+    def _settled(self, row: int | None, steps_s: Sequence[float]) -> Sequence[float]:
+        """Without the steps that lived on batches loaded before the probe, where these were faster."""
+        ready = PREFETCH * int(self.layout.threads_M[row]) if row is not None else 0
+        if 0 < ready <= len(steps_s) - MIN_STEPS and np.mean(steps_s[ready:]) > 1.05 * np.mean(steps_s[:ready]):
+            return steps_s[ready:]
+        return steps_s
+
+    # What can run
+
+    def chances(self) -> Array:
+        """The probability that each point can run, in the order of `points`; 0: it is left out."""
+        chance_M = self._chance_to_fit()
+        failed = self._ended("failed")
+        for row in failed:
+            chance_M[row] *= 0.7 if failed.count(row) == 1 else 0.0
+        chance_M[self._broken_M() | self._without_room()] = 0.0
+        ran_M = np.zeros(len(self.points), dtype=bool)
+        ran_M[self._ended("ok")] = True
+        chance_M[ran_M & ~self._without_room()] = 1.0
+        return chance_M
+
+    def _chance_to_fit(self) -> Array:
+        """No batch a GPU as large as one of its kind that ran out of memory; less likely the further beyond those that ran.
+
+        The peak grows at most in proportion to the batch.
+        """
+        batch_M, chance_M = self.layout.batch_M, np.ones(len(self.points))
+        for kind in np.unique(self._kind_M[[row for row, _ in self.history]]) if self.history else ():
+            sure, refused = 0.0, math.inf
+            for row, one in self.history:
+                if self._kind_M[row] == kind and one.status == "ok":
+                    room = (
+                        USABLE_MEMORY * one.gpu_memory_mib / one.peak_memory_mib
+                        if one.gpu_memory_mib and one.peak_memory_mib
+                        else 1
+                    )
+                    sure = max(sure, batch_M[row] * max(room, 1.0))
+                elif self._kind_M[row] == kind and one.status == "oom":
+                    refused = min(refused, batch_M[row])
+            fits_M = np.minimum(1.0, sure / batch_M) if sure else np.ones_like(batch_M)
+            chance_M = np.where(self._kind_M == kind, np.where(batch_M >= refused, 0.0, fits_M), chance_M)
+        return chance_M
+
+    def _broken_M(self) -> Flags:
+        """Points with a value, or with at least as many workers, of which several failed and none ran."""
+        failed, ran = self._ended("failed"), self._ended("ok", "oom")
+        members_KM, workers_M = self.layout.member_KM > 0, self.layout.workers_M
+        having_VM = np.concatenate([members_KM, ~members_KM, workers_M >= np.unique(workers_M)[:, None]])
+        count_V = having_VM[:, failed].sum(axis=1)
+        return np.asarray(having_VM[(count_V >= MAX_FAILED_OF_VALUE) & ~having_VM[:, ran].any(axis=1)].any(axis=0))
+
+    def _without_room(self) -> Flags:
+        """Points that need at least as many workers and loader workers as one that had no room, unless one of them ran later.
+
+        Where two had none, those with as many workers as both of them are out, whatever their loader workers.
+        """
+        workers_M, threads_M = self.layout.workers_M, self.layout.threads_M
+        without_M, counts = np.zeros(len(self.points), dtype=bool), list[float]()
+        for turn, (row, one) in enumerate(self.history):
+            if one.status == "infeasible":
+                as_much_M = (workers_M >= workers_M[row]) & (threads_M >= threads_M[row])
+                if not as_much_M[[later for later, other in self.history[turn:] if other.status in ("ok", "oom")]].any():
+                    without_M |= as_much_M
+                    counts.append(float(workers_M[row]))
+        return without_M | (workers_M >= sorted(counts)[1]) if len(counts) > 1 else without_M
+
+    # What it costs, in GPU-seconds
+
+    @property
+    def start_s(self) -> float:
+        """Seconds that a new group of workers takes to start."""
+        starts_s = [one.start_s for _, one in self.history if one.start_s]
+        return float(np.median(starts_s)) if starts_s else self._usual_start_s
+
+    @property
+    def setup_s(self) -> float:
+        """Seconds of a probe before its first step, with workers that are there."""
+        ran = [one for _, one in self.history if one.status == "ok" and one.seconds is not None]
+        setups_s = [max((one.seconds or 0.0) - (one.start_s or 0.0) - self._steps_s(one), 0.0) for one in ran]
+        return float(np.median(setups_s)) if setups_s else 0.0
+
+    def _steps_s(self, one: Observation) -> float:
+        return float(np.sum(one.steps_s)) * (1 + self._warmup_steps / max(len(one.steps_s), 1))
+
+    @property
+    def spent_gpu_s(self) -> float:
+        """Of all probes; where one does not say what it took, what such a probe usually takes."""
+        spent, group = 0.0, 0.0
+        for row, one in self.history:
+            workers = float(self.layout.workers_M[row]) if one.status != "infeasible" else 0.0
+            start_s = one.start_s if one.start_s is not None else 0.0 if group == workers else self.start_s
+            usual_s = start_s + (self._steps_s(one) if one.status == "ok" else OOM_S)
+            spent += workers * (one.seconds if one.seconds is not None else usual_s)
+            group = workers or group
+        return spent
+
+    def _probe_gpu_s_M(self, step_s_M: Array, group: float | None, steps: float) -> Array:
+        start_M = np.where(self.layout.workers_M == group, 0.0, self.start_s)
+        return np.asarray(self.layout.workers_M * (start_M + self.setup_s + (self._warmup_steps + steps) * step_s_M))
+
+    @property
+    def grid_gpu_s(self) -> float:
+        """Of a lean grid: every point once and briefly, those with as many workers one after the other on one start."""
+        steps = self._warmup_steps + min(GRID_STEPS, self.max_steps)
+        each_M = self.layout.workers_M * (self.setup_s + steps * self.belief().step_s_M)
+        return float(np.unique(self.layout.workers_M).sum() * self.start_s + (self.chances() * each_M).sum())
+
+    @property
+    def budget_gpu_s(self) -> float:
+        """What the search may cost."""
+        if self._budget_gpu_s is not None:
+            return self._budget_gpu_s
+        return (self._grid_share or BUDGET_GRID_SHARE) * self.grid_gpu_s
+
+    # What is known
+
+    def belief(self) -> Belief:
+        """What the measurements say of every point. Needs a point that ran."""
+        if self._belief is None or self._belief[0] != len(self.history):
+            self._belief = len(self.history), self._believed()
+        return self._belief[1]
+
+    def _believed(self) -> Belief:
+        rows_U, layout, rng = np.array(self.measured_rows, dtype=int), self.layout, np.random.default_rng([self._seed, 1])
+        joined = [self._joined(row) for row in rows_U]
+        measured = Measured.of(layout.take(rows_U), [one for one, _ in joined])
+        noise_U = np.sqrt(measured.noise_O**2 + REPEAT_SD**2 / np.array([count for _, count in joined]))
+        model = self._prior.fitted(measured)
+        form_sd = _form_sd(model, measured)
+        if form_sd > FORM_SD:
+            model = self._prior.fitted(measured, form_sd)
+        # Draws of the model and its error before the measurements, moved by what these say (Matheron's rule).
+        step_SM = np.log(step_times(model.draws(DRAWS, rng), layout).step) + form_sd * self._error_SM
+        away_SU = measured.logs_3O[0] + noise_U * rng.standard_normal((DRAWS, len(rows_U))) - step_SM[:, rows_U]
+        among_UU = form_sd**2 * self._similar_MM[np.ix_(rows_U, rows_U)] + np.diag(noise_U**2)
+        step_SM = step_SM + away_SU @ np.linalg.solve(among_UU, form_sd**2 * self._similar_MM[rows_U])
+        behind_UM = np.maximum(np.log(layout.workers_M[rows_U])[:, None] - np.log(layout.workers_M), 0.0)
+        penalty_UM, lost_U = behind_UM * self._along_front, self._without_room()[rows_U]
+        if not lost_U.all():
+            penalty_UM[lost_U] = np.inf
+        times = step_times(model.mean_P, layout)
+        return Belief(model, form_sd, step_SM, step_SM + self._offset_M, times.supply / times.work, rows_U, penalty_UM)
+
+    # What to do next
 
     def ask(self, group: float | None = None) -> Point | None:
         """The next point to probe; None when no further probe is worth it, or none is left.
 
         `group` is the num_workers of the group that would probe it: a point with as many pays for no start.
         """
-        num_ok, proposal = len(self.state.measurements), Proposal(None, self._why)
-        if num_ok + len(self.state.pending) < FIRST_PROBES or not self.state.has_runnable:
-            proposal = first_probe(self.state, group)
-        if proposal.row is None and num_ok:
-            proposal = Proposals(self.state, group).next()
-        self._why = proposal.why
-        if proposal.row is None:
-            self._why += self.state.left_out()
+        row, self._why = self._next(group)
+        if row is None:
+            self._why += self._left_out()
             return None
-        self.state.pending.append(proposal.row)
-        return self.state.points[proposal.row]
+        self.pending.append(row)
+        return self.points[row]
+
+    def _next(self, group: float | None) -> tuple[int | None, str]:
+        chance_M, open_M = self.chances(), np.ones(len(self.points), dtype=bool)
+        open_M[[*self.measured_rows, *self.pending]] = False
+        untested, open_M = bool(open_M.any()), open_M & (chance_M > 0)
+        if self._without_room()[self.measured_rows].all() and open_M.any():
+            small_M = open_M & (self.layout.batch_M <= np.median(self.layout.batch_M[open_M]))
+            gpu_s_M = (
+                self._probe_gpu_s_M(step_times(self._prior.mean_P, self.layout).step, group, MIN_STEPS)
+                / np.maximum(chance_M, 1e-3) ** 8
+            )
+            row = int(np.argmin(np.where(small_M, gpu_s_M, np.inf)))
+            return row, f"{self._name(row)} is cheap, and the first of all"
+        if not self.measured_rows:
+            return None, "no point is left that can run"
+        belief, ran = self.belief(), [len(one.steps_s) for _, one in self.history if one.status == "ok"]
+        gpu_s_M, left_gpu_s = (
+            self._probe_gpu_s_M(belief.step_s_M, group, float(np.mean(ran[-8:]))),
+            self.budget_gpu_s - self.spent_gpu_s,
+        )
+        affordable_M = open_M & (gpu_s_M < left_gpu_s - RESERVE * self.budget_gpu_s)
+        best, tolerance = self._name(self._best()), self.tolerance
+        better = float((self._ahead_SM()[:, open_M] > math.log1p(tolerance)).any(axis=1).mean()) if open_M.any() else 0.0
+        if better > DOUBT and affordable_M.any():
+            gain_M = np.maximum(self._ahead_SM(), 0.0).mean(axis=0)
+            row = int(np.argmax(np.where(affordable_M, gain_M / gpu_s_M, -1.0)))
+            return row, f"{self._name(row)} is expected to gain {gain_M[row]:.1%} on {self._name(int(belief.incumbent_M[row]))}"
+        early_M = affordable_M & (
+            self.spent_gpu_s + gpu_s_M < (UNLIKE_SHARE + max(belief.form_sd - FORM_SD, 0)) * self.grid_gpu_s
+        )
+        if better <= DOUBT and (unlike := self._unlike(early_M, gpu_s_M)) is not None:
+            return unlike, f"{self._name(unlike)} has a value that was not measured beside {best}"
+        if not open_M.any():
+            ends = f"every point{' that is expected to run' if untested else ''} was measured"
+        elif better > DOUBT:
+            ends = f"the budget is spent; an untested point is more than {tolerance:.1%} better than {best} with {better:.0%}"
+        else:
+            ends = f"no untested point is more than {tolerance:.1%} better than {best}, with a probability of {1 - better:.0%}"
+        if self._without_room()[belief.rows_U].all():
+            return None, f"{ends}; no measured point can run on the nodes that are left"
+        leader = self._leader(self._probe_gpu_s_M(belief.step_s_M, group, self.max_steps) < left_gpu_s)
+        if leader is None:
+            return None, ends + self._lead()
+        return leader, f"{self._name(leader)} is measured again: it may be the best"
+
+    def _ahead_SM(self) -> Array:
+        """How much better each point is than its incumbent, in the draws in which it can run."""
+        return np.where(self.chances() > self._luck_S1, self.belief().ahead_SM, -np.inf)
+
+    def _unlike(self, open_M: Flags, gpu_s_M: Array) -> int | None:
+        """A cheap one of the best points with a value that none has: a number of workers, or with the best one's workers another
+        batch or number of loader workers, or with its batch too a value of an extra key."""
+        belief, workers_M, best = self.belief(), self.layout.workers_M, self._best()
+        tried_M = np.zeros(len(self.points), dtype=bool)
+        tried_M[[*self.measured_rows, *self.pending]] = True
+        here_M = workers_M == workers_M[best]
+        alike_M = here_M & (self.layout.batch_M == self.layout.batch_M[best])
+        sides = [(workers_M, np.ones_like(here_M)), (self.layout.threads_M, here_M), (self.layout.batch_M, here_M)]
+        new_M = np.zeros_like(here_M)
+        for values_M, side_M in (*sides, *((values_M, alike_M) for values_M in self.layout.member_KM)):
+            new_M |= side_M & ~np.isin(values_M, values_M[side_M & tried_M])
+        cost_M = np.where(open_M & new_M, belief.cost_M, np.inf)
+        if cost_M.min() > belief.cost_M[belief.rows_U].min() + UNLIKE_LOSS + 2 * max(belief.form_sd - FORM_SD, 0):
+            return None
+        return int(np.argmin(np.where(cost_M < cost_M.min() + 0.1, gpu_s_M, np.inf)))
+
+    def _leaders(self) -> tuple[list[int], Array]:
+        """The best measured points that can still run, the best first, and the probability of each to be the best of them."""
+        belief, lost_M = self.belief(), self._without_room()
+        rows = [row for row in belief.rows_U[np.argsort(belief.cost_M[belief.rows_U], kind="stable")] if not lost_M[row]][
+            :LEADERS
+        ]
+        return [int(row) for row in rows], np.bincount(np.argmin(belief.cost_SM[:, rows], axis=1), minlength=len(rows)) / DRAWS
+
+    def _leader(self, affordable_M: Flags) -> int | None:
+        """One of the leading points, to measure again in turn; None: the best one was, and no other may be as good."""
+        rows, wins = self._leaders()
+        tries, cost_SL = self._ended("ok", "failed", "oom"), self.belief().cost_SM[:, rows]
+        loss = float((cost_SL[:, :1] - cost_SL).max(axis=1).mean())
+        close = [row for row, win in zip(rows, wins, strict=True) if win > LEADER_CHANCE or row == rows[0]]
+        if tries.count(rows[0]) < MIN_REPEATS:
+            close = rows[:1]
+        elif loss <= EQUAL_LOSS or len(close) < 2:
+            return None
+        close = [row for row in close if row not in self.pending and affordable_M[row] and tries.count(row) < MAX_REPEATS]
+        return min(close, key=tries.count, default=None)
+
+    def _lead(self) -> str:
+        """What the measurements say of the best one, as the end of a sentence."""
+        rows, _ = self._leaders()
+        if len(rows) < 2:
+            return ""
+        lead_S = self.belief().cost_SM[:, rows[1]] - self.belief().cost_SM[:, rows[0]]
+        times = self._ended("ok").count(rows[0])
+        measured = f"measured {times} times" if times > 1 else "measured once"
+        equal = "" if lead_S.mean() > 1.645 * lead_S.std() else ": they are equal as far as was measured"
+        return f"; it was {measured} and leads the next one by {lead_S.mean():.1%} ± {1.645 * lead_S.std():.1%}{equal}"
+
+    def _left_out(self) -> str:
+        """What the search has not tried since it most likely cannot run, as the end of a sentence."""
+        left_M, no_room_M = self.chances() == 0, self._without_room()
+        left_M[self.measured_rows] = False
+        memory_M = left_M & (self._chance_to_fit() == 0) & ~no_room_M
+        parts = (
+            (memory_M, "not to fit into memory"),
+            (left_M & no_room_M, "to find no room on the cluster"),
+            (left_M & ~no_room_M & ~memory_M, "to fail"),
+        )
+        counted = [f"{int(which_M.sum())} {what}" for which_M, what in parts if which_M.any()]
+        return f"; expected of those left out: {', '.join(counted)}" if counted else ""
 
     def should_stop(self, steps_s: Sequence[float], point: Point | None = None) -> bool:
         """Whether a probe's mean step time is known well enough, or the probe has had its steps; no point: the one pending.
 
-        That is to 4%, of a point that was measured before to 1.5%; what is far from the best is worth no long probe (Maron and
-        Moore 1994, "Hoeffding races").
+        That is to 5%, of a point that was measured before to 2%; what is far from the best is worth no long probe (Maron and
+        Moore 1994, "Hoeffding races"). Where loading matters a probe outlasts what was loaded before it.
         """
-        count, state = len(steps_s), self.state
-        rows = [state.row[identity(point)]] if point is not None else state.pending
-        row = rows[0] if len(rows) == 1 else None
-        # Loader workers that make a batch each deliver in bursts: a mean needs one from each of them.
-        floor = MIN_PROBE_STEPS if row is None else max(MIN_PROBE_STEPS, state.layout.threads_M[row])
-        if not floor <= count < state.max_steps:
-            return count >= state.max_steps
-        mean, known = state.measured.slow.mean(steps_s), STOP_ERROR
-        rows = state.measured_rows
-        if row is not None and rows:
-            least_O = state.measured.logs_3M[0] + state.offset_M[rows]
-            if state.along_front:
-                least_O += behind(state.layout.workers_M[[row]], state.layout.workers_M[rows])[:, 0]
-            late = math.log(mean.step_s) + state.offset_M[row] - float(least_O.min())
-            if row in rows and count >= 2 * floor and self._is_disturbed(row, mean):
-                return True
-            known = STOP_ERROR_REPEAT if row in rows else STOP_ERROR
-            known = min(known + STOP_ERROR_BEHIND * max(late, 0.0), MAX_STOP_ERROR)
-        return 1.96 * mean.error <= known
+        rows = [self.row[identity(point)]] if point is not None else self.pending
+        row, known, floor = rows[0] if len(rows) == 1 else None, STOP_ERROR, MIN_STEPS
+        belief = self.belief() if self.measured_rows else None
+        again = belief is not None and row in belief.rows_U
+        if row is not None and (belief is None or again or len(belief.rows_U) <= 3 or belief.loading_M[row] >= LOADING):
+            floor = (MIN_REPEAT_STEPS if again else MIN_STEPS) + PREFETCH * int(self.layout.threads_M[row])
+        if not min(floor, self.max_steps) <= len(steps_s) < self.max_steps:
+            return len(steps_s) >= self.max_steps
+        steps_s = self._settled(row, steps_s)
+        if row is not None and belief is not None:
+            late = math.log(float(np.mean(steps_s))) + self._offset_M[row] - belief.cost_M[belief.rows_U].min()
+            known = max(REPEAT_ERROR if again else STOP_ERROR, BEHIND_ERROR * late)
+        return 1.96 * relative_error(steps_s) <= known
+
+    # What came out
+
+    def _best(self) -> int:
+        """The best measured point; of those that are as good within the tolerance, one whose peak leaves memory to spare."""
+        belief, lost_M = self.belief(), self._without_room()
+        rows = [row for row in belief.rows_U.tolist() if not lost_M[row]] or belief.rows_U.tolist()
+        tight = {
+            row
+            for row, one in self.history
+            if one.peak_memory_mib and one.gpu_memory_mib and one.peak_memory_mib > (1 - SPARE_MEMORY) * one.gpu_memory_mib
+        }
+        cost_M = belief.cost_M
+        return int(min(rows, key=lambda row: cost_M[row] + math.log1p(self.tolerance) / 2 * (row in tight)))
 
     def best(self) -> Point | None:
-        """The best measured point, by its own measurements, its neighbours' and the model; None where nothing ran."""
-        return self.state.points[self.state.posterior().best] if self.state.measurements else None
+        """The best measured point, by its own measurements and the model; None where nothing ran."""
+        return self.points[self._best()] if self.measured_rows else None
 
     def front(self) -> list[Point]:
         """The measured points that no other one beats in speed and cost, the fewest workers first."""
-        state = self.state
-        if not state.measurements:
+        if not self.measured_rows:
             return []
-        posterior = state.posterior()
-        workers_U, time_U = state.layout.workers_M[posterior.rows_U], posterior.cost_U - state.cost_M[posterior.rows_U]
-        return [state.points[posterior.rows_U[index]] for index in front(workers_U, time_U)]
+        rows_U = self.belief().rows_U
+        step_U = self.belief().step_SM.mean(axis=0)[rows_U]
+        time_U = step_U - np.log([float(self.points[row][GLOBAL_BATCH]) for row in rows_U])
+        return [self.points[rows_U[index]] for index in front(self.layout.workers_M[rows_U], time_U)]
 
     def bound(self) -> float:
-        """No untested point is expected to run and to be better by more than this share, each with a probability of 95%.
+        """With a probability of 90% no point that can run is better than the best one by more than this share.
 
-        Better than the best measured one, or with the metric `pareto` than those that keep it off the front. What was left out
-        counts with the chance that it can run. Infinite where nothing ran.
+        With the metric `pareto`: than those that keep it off the front. Infinite where nothing ran.
         """
-        if not self.state.measurements:
+        if not self.measured_rows:
             return math.inf
-        untested_M = self.state.untested_M
-        return self.state.posterior().bound(untested_M, self.state.chances(), MIN_WIN_PROBABILITY) if untested_M.any() else 0.0
+        return max(0.0, math.expm1(float(np.quantile(self._ahead_SM().max(axis=1), 1 - DOUBT))))
 
     def forecasts(self) -> list[Forecast]:
-        """The posterior of every point, in the order of `points`; before anything ran, what a cluster usually is like."""
-        state = self.state
-        if state.measurements:
-            posterior = state.posterior()
-            step_s_M, sd_M = posterior.step_s_M, posterior.spread_M
+        """What is known of every point, in the order of `points`; before anything ran, what a cluster usually is like."""
+        if self.measured_rows:
+            step_s_M, sd_M = self.belief().step_s_M, self.belief().step_SM.std(axis=0)
         else:
-            guess = state.model.predict(state.points)
+            guess = self._prior.predict(self.points)
             step_s_M, sd_M = guess.step_s, guess.step_sd_s / guess.step_s
-        columns = (step_s_M, sd_M, ~state.untested_M)
-        return [Forecast(*row) for row in zip(state.points, *(column.tolist() for column in columns), strict=True)]
+        measured_M = np.isin(np.arange(len(self.points)), self.measured_rows)
+        return [Forecast(*row) for row in zip(self.points, step_s_M.tolist(), sd_M.tolist(), measured_M.tolist(), strict=True)]
 
     def why(self) -> str:
         """Why the last answer of `ask` was given, in a sentence."""
         return self._why
 
-    def _is_disturbed(self, row: int, mean: MeanStepTime) -> bool:
-        """Whether a point is so much slower than it was before that more steps would say no more of it."""
-        before = [at for at, earlier in enumerate(self.state.measured_rows) if earlier == row]
-        logs_R = np.append(self.state.measured.logs_3M[0, before], math.log(mean.step_s))
-        return bool(excess(logs_R, np.append(self.state.measured.noise_M[before], mean.error))[-1] > 0)
+    def _name(self, row: int) -> str:
+        return describe_point(self.points[row])
+
+
+def front(workers_U: Array, time_U: Array) -> list[int]:
+    """Indices of the points that no other one beats in speed and cost, the fewest workers first.
+
+    `time_U` is the logarithm of the time for an image; n workers that take t for an image cost n·t. More workers have to make
+    up for their cost; fewer that are as fast are better in both.
+    """
+    behind_UU = np.maximum(np.log(workers_U)[:, None] - np.log(workers_U), 0.0)
+    best_U = np.argmin(time_U[:, None] + behind_UU, axis=0)
+    return sorted(np.flatnonzero(best_U == np.arange(len(time_U))).tolist(), key=lambda index: float(workers_U[index]))
+
+
+def _form_sd(model: StepTime, measured: Measured) -> float:
+    """Standard deviation of the model's own error: its residuals, each as if its point had been left out of the fit."""
+    nudges = 1e-4 * np.eye(len(model.mean_P))
+    logs = np.log(step_times(np.concatenate([model.mean_P + nudges, model.mean_P[None]]), measured.layout).step)
+    J_UP = (logs[:-1] - logs[-1]).T / 1e-4
+    explained_U = np.einsum("up,pq,uq->u", J_UP, model.covariance_PP, J_UP)
+    left_U, kept_U = measured.logs_3O[0] - logs[-1], np.maximum(1 - explained_U / np.hypot(measured.noise_O, 0.03) ** 2, 0.1)
+    squares_U = np.maximum(np.minimum(left_U**2, 0.25) / kept_U - measured.noise_O**2, 0.0)
+    return math.sqrt((FORM_WEIGHT * FORM_SD**2 + squares_U.sum()) / (FORM_WEIGHT + len(squares_U)))

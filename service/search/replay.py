@@ -14,12 +14,10 @@ from service.config.space import GLOBAL_BATCH
 from service.config.sweep import TIME
 from service.runs.outcome import Outcome
 from service.runs.result import ClusterHardware, RunResult, SearchSummary, TrialRow
-from service.search.accuracy import Learning
-from service.search.planner import Planner
+from service.search.planner import METRICS, Planner
 from service.search.points import Hardware, Observation, identity
 from service.search.rows import measurements, point_of, probes, searched
-from service.search.state import METRICS, SearchState
-from service.search.time_to_accuracy import TimeToAccuracySearch
+from service.search.time_to_accuracy import Learning, TimeToAccuracySearch
 from trainables.metrics.phases import ALL_PHASES, BUBBLE, RECEIVE
 
 OBSERVED_STATUSES = ("ok", "oom", "failed")
@@ -78,15 +76,15 @@ def replay(result: RunResult) -> Planner:
         raise ValueError(f"the records of {result.name} do not say what cluster it ran on")
     points = searched(result.rows)
     planner = Planner(
-        SearchState(
-            list(points.values()),
-            hardware_of(result.hardware),
-            metric=result.metric if result.metric in METRICS else "images_per_s",
-            tolerance=result.tolerance,
-            max_steps=result.timing_steps or 60,
-            warmup_steps=result.warmup_steps,
-            factor=Learning.of(result.noise_scales).factor if result.metric == TIME else lambda point: 1.0,
-        )
+        list(points.values()),
+        hardware_of(result.hardware),
+        metric=result.metric if result.metric in METRICS else "images_per_s",
+        tolerance=result.tolerance,
+        budget_grid_share=result.budget_grid_share,
+        budget_gpu_s=None if result.budget_gpu_h is None else 3600 * result.budget_gpu_h,
+        max_steps=result.timing_steps or 60,
+        warmup_steps=result.warmup_steps,
+        factor=Learning.of(result.noise_scales).factor if result.metric == TIME else lambda point: 1.0,
     )
     ended = [(points[row.id], one) for row in probes(result.rows) if row.id in points for one in measurements(row)]
     for point, one in sorted(ended, key=lambda pair: pair[1].ended_s):
@@ -113,6 +111,7 @@ def conclusion(result: RunResult) -> dict[str, Any]:
         why=planner.why(),
         bound_pct=percent(planner.bound()),
         spent_gpu_s=spent_gpu_s(rows),
+        grid_share=planner.spent_gpu_s / planner.grid_gpu_s,
         front=[rows_at[identity(point)].id for point in planner.front()],
     )
     best = planner.best()
@@ -129,7 +128,7 @@ def time_to_accuracy_search(result: RunResult, planner: Planner) -> tuple[TimeTo
     rows = result.rows
     ids = {identity(point): trial for trial, point in reversed(searched(rows).items())}
     broken = {row.id for row in probes(rows) if row.status in ("oom", "failed")}
-    fits_M = planner.state.chances() > 0.5
+    fits_M = planner.chances() > 0.5
     known = [
         (ids[identity(forecast.point)], forecast)
         for forecast, fits in zip(planner.forecasts(), fits_M, strict=True)

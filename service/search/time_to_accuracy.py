@@ -1,23 +1,146 @@
 """Which points to train to the target accuracy, one after the other, and how long each may take.
 
-The first is the one that is predicted to be the fastest. Every training tells steps and noise scale, and with them the others
-are predicted anew; one goes on only while it can still beat the fastest so far. It ends when no point is likely to. Nothing here
-knows who trains a point.
+Bigger batches learn less from an image. Steps, and images, to an accuracy at a global batch of B:
 
-Shapes: M points.
+    S(B) = S_min·(1 + B_noise/B) steps        E(B) = S_min·(B + B_noise) images
+
+(McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", section 2.3). It holds for learning rates that are right
+for their batch; where one rate serves all, or rises with the batch beyond what is stable, trainings show another B_noise than
+the gradients do, which is why the measured one is a prior here and no more.
+
+The first training is of the point that is predicted to be the fastest. Every training adds steps and a noise scale, and with
+them the others are predicted again; one goes on only while it can still beat the fastest so far. Nothing here knows who trains.
+
+Shapes: M points, O trainings.
 """
+
+from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from scipy.optimize import least_squares
 from scipy.special import ndtr
 
-from service.search.accuracy import SEEDS, Learning, TimesToTarget, Training
-from service.search.points import Array
+from service.config.space import GLOBAL_BATCH
+from service.search.points import Array, Flags, Point
 
-MIN_FASTEST_PROBABILITY = 0.1  # below it a point is not worth a training
+FORM = 1.0  # standard deviation of log(B_noise) around a measured B_simple: they agree to an order of magnitude
+UNMEASURED = (500.0, 3.0)  # B_noise in images where nothing measured it, and the standard deviation of its logarithm
+UNKNOWN = 8.0  # standard deviation of log(S_min) before a training
+SEEDS = 0.12  # relative: what another seed changes about the steps that a training takes
+MIN_FASTEST_PROBABILITY = 0.1  # below it a point is not worth a training; the bound is the interval of as much doubt
+BOUND_DEVIATIONS = 1.2816  # of a normal, on one side, at 90%
+
+
+@dataclass(frozen=True)
+class Training:
+    """One training towards the target: `steps` at the evaluation that reached it first, or, where none did, at the end."""
+
+    global_batch: float
+    steps: float
+    every: float  # steps between evaluations
+    reached: bool = True
+
+
+@dataclass(frozen=True)
+class TimesToTarget:
+    """Medians of M points, and the standard deviation of their logarithms."""
+
+    seconds_M: Array
+    spread_M: Array
+
+
+@dataclass(frozen=True)
+class Learning:
+    """What is known of S_min and B_noise: their logarithms are normal together."""
+
+    mean_2: Array
+    covariance_22: Array
+
+    @classmethod
+    def of(cls, noise_scales: Sequence[float] = (), trainings: Sequence[Training] = ()) -> Learning:
+        """Fit to noise scales (images) that trainings have measured, and to trainings to the target.
+
+        Maximum a posteriori and its curvature. A training is known to half of what lies between two evaluations; one that
+        never reached the target only says that it takes longer.
+
+        Raises:
+            ValueError: a noise scale, a batch or a number of steps that is not positive.
+        """
+        positive = [*noise_scales, *(number for t in trainings for number in (t.global_batch, t.steps, t.every))]
+        if not all(number > 0 and math.isfinite(number) for number in positive):
+            raise ValueError(f"noise scales, batches and steps are above 0, not {min(positive):g}")
+        logs = np.log(noise_scales) if len(noise_scales) else np.log(UNMEASURED[:1])
+        scatter = float(logs.std(ddof=1)) / math.sqrt(len(logs)) if len(logs) > 1 else 0.0
+        spread = math.hypot(FORM, scatter) if len(noise_scales) else UNMEASURED[1]
+        batch_O, end_O, every_O, reached_O = (
+            np.array([getattr(t, name) for t in trainings]) for name in ("global_batch", "steps", "every", "reached")
+        )
+        reached_O = reached_O.astype(bool)
+        # Somewhere in the last `every` steps: their middle, and the deviation of a uniform distribution over them.
+        steps_O = np.where(reached_O, np.maximum(end_O - every_O / 2, every_O / 2), end_O)
+        error_O = np.hypot(SEEDS, np.where(reached_O, every_O, 0.0) / math.sqrt(12) / steps_O)
+        known_O = steps_O[reached_O] if reached_O.any() else steps_O
+        begin = np.array([float(np.log(np.median(known_O))) if len(known_O) else 0.0, float(logs.mean())])
+
+        def off(logs_2: Array) -> Array:
+            behind_O = (np.log(steps_O) - _log_steps(logs_2, batch_O)) / error_O
+            penalty = np.where(reached_O, behind_O, np.maximum(behind_O, 0.0))
+            return np.concatenate([penalty, (logs_2 - begin) / np.array([UNKNOWN, spread])])
+
+        found = least_squares(off, begin)
+        return cls(found.x, np.linalg.inv(found.jac.T @ found.jac))
+
+    @property
+    def s_min(self) -> float:
+        """Steps to the target at an infinite batch."""
+        return float(np.exp(self.mean_2[0]))
+
+    @property
+    def b_noise(self) -> float:
+        """Images: at this batch the target takes twice S_min steps, and twice the fewest images."""
+        return float(np.exp(self.mean_2[1]))
+
+    def steps_M(self, global_batch_M: Array) -> Array:
+        """Steps to the target."""
+        return np.exp(_log_steps(self.mean_2, global_batch_M))
+
+    def images_M(self, global_batch_M: Array) -> Array:
+        """Images to the target; without a training behind it only their quotients mean something."""
+        return self.steps_M(global_batch_M) * global_batch_M
+
+    def factor(self, point: Point) -> float:
+        """What a point's seconds for an image are multiplied by in a search for time: see `images_M`."""
+        return float(self.images_M(np.array([float(point[GLOBAL_BATCH])]))[0])
+
+    def spread_M(self, global_batch_M: Array) -> Array:
+        """Standard deviation of the logarithm of `steps_M`."""
+        return self.time_to_accuracy(global_batch_M, np.ones_like(global_batch_M)).spread_M
+
+    def time_to_accuracy(
+        self,
+        global_batch_M: Array,
+        step_s_M: Array,
+        step_spread_M: Array | float = 0.0,
+        every_M: Array | float = 0.0,
+    ) -> TimesToTarget:
+        """Seconds to the target, the wait for the next of the evaluations included that lie `every_M` steps apart.
+
+        `step_s_M`: seconds of a step, measured or predicted, with the standard deviation of their logarithms.
+        """
+        steps_M = self.steps_M(global_batch_M)
+        paid_M = steps_M + np.asarray(every_M) / 2
+        share_M = self.b_noise / (global_batch_M + self.b_noise)  # derivative of `_log_steps` by the second logarithm
+        J_M2 = np.stack([np.ones_like(share_M), share_M], axis=1) * (steps_M / paid_M)[:, None]
+        spread_M = np.sqrt(np.einsum("mi,ij,mj->m", J_M2, self.covariance_22, J_M2))
+        return TimesToTarget(paid_M * step_s_M, np.hypot(spread_M, np.asarray(step_spread_M)))
+
+
+def _log_steps(logs_2: Array, global_batch_M: Array) -> Array:
+    return np.asarray(logs_2[0] + np.log1p(np.exp(logs_2[1]) / global_batch_M))
 
 
 @dataclass
@@ -25,17 +148,12 @@ class TimeToAccuracySearch:
     """Proposes points to train (`ask`) and takes up their trainings (`tell`); the same trainings give the same next point."""
 
     global_batch_M: Array
-    step_s_M: Array
-    """Seconds of a step, from probes or from a model of them."""
-    every_M: Array
-    """Steps between evaluations."""
-    step_spread_M: Array | float = 0.05
-    """Standard deviation of the logarithms of `step_s_M`."""
-    tolerance: float = 0.03
-    most: int = 4
-    """Trainings in all."""
-    noise_scales: Sequence[float] = ()
-    """In images, of trainings before these, such as the teacher's."""
+    step_s_M: Array  # from probes or from a model of them
+    every_M: Array  # steps between evaluations
+    step_spread_M: Array | float = 0.05  # standard deviation of the logarithms of `step_s_M`
+    tolerance: float = 0.025
+    most: int = 4  # trainings in all
+    noise_scales: Sequence[float] = ()  # in images, of trainings before these, such as the teacher's
     summaries: dict[int, Mapping[str, float]] = field(default_factory=dict)
     """Row → the summary of its training; empty where it failed."""
     _why: str = "nothing was trained yet"
@@ -76,26 +194,16 @@ class TimeToAccuracySearch:
         every_M = self.every_M if self.summaries else np.zeros_like(self.every_M)
         return self.learning().time_to_accuracy(self.global_batch_M, self.step_s_M, self.step_spread_M, every_M)
 
-    def chances_M(self) -> Array:
-        """Probability that a point beats the best so far by more than the tolerance; 0 for those that were trained.
-
-        While none has reached the target, 1 for the one that is predicted to be the fastest of those left.
-        """
-        prediction = self.predict()
-        left_M = ~np.isin(np.arange(len(prediction.seconds_M)), list(self.summaries))
-        if (until_s := self.until_s) is None:
-            seconds_M = np.where(left_M, prediction.seconds_M, np.inf)
-            return np.where(left_M & (seconds_M == seconds_M.min()), 1.0, 0.0)
-        ahead_M = math.log(until_s) - np.log(prediction.seconds_M) - math.log1p(self.tolerance)
-        return np.where(left_M, ndtr(ahead_M / np.hypot(prediction.spread_M, SEEDS)), 0.0)
+    def _left_M(self) -> Flags:
+        return ~np.isin(np.arange(len(self.global_batch_M)), list(self.summaries))
 
     def bound(self) -> float:
-        """No untrained point is believed to be faster than the best by more than this share, each with a probability of 95%."""
-        left_M = ~np.isin(np.arange(len(self.global_batch_M)), list(self.summaries))
+        """With a probability of 90% each, no untrained point is faster than the best by more than this share."""
+        left_M = self._left_M()
         if self.until_s is None or not left_M.any():
             return 0.0 if self.summaries and not left_M.any() else math.inf
         prediction = self.predict()
-        least_M = prediction.seconds_M * np.exp(-1.645 * np.hypot(prediction.spread_M, SEEDS))
+        least_M = prediction.seconds_M * np.exp(-BOUND_DEVIATIONS * np.hypot(prediction.spread_M, SEEDS))
         return max(0.0, float(self.until_s / np.min(least_M[left_M])) - 1)
 
     def ask(self) -> int | None:
@@ -103,28 +211,30 @@ class TimeToAccuracySearch:
         count = len(self.summaries)
         if count >= min(self.most, len(self.global_batch_M)):
             reached = "" if self.best is not None else ", and none reached the target"
+            all_or_most = "all" if count < self.most else "as many as were to be"
+            self._why = f"{count} points were trained, which is {all_or_most}{reached}"
+            return None
+        prediction, left_M, chance = self.predict(), self._left_M(), 1.0
+        row = int(np.argmin(np.where(left_M, prediction.seconds_M, np.inf)))
+        if self.until_s is not None:
+            ahead_M = math.log(self.until_s) - np.log(prediction.seconds_M) - math.log1p(self.tolerance)
+            chance_M = np.where(left_M, ndtr(ahead_M / np.hypot(prediction.spread_M, SEEDS)), 0.0)
+            row, chance = int(np.argmax(chance_M)), float(chance_M.max())
+        if chance < MIN_FASTEST_PROBABILITY:
             self._why = (
-                f"{count} points were trained, which is {'all' if count < self.most else 'as many as were to be'}{reached}"
+                f"no other point is predicted to reach the target more than {self.tolerance:.1%} sooner; "
+                f"the likeliest with a probability of {chance:.0%}"
             )
             return None
-        chance_M = self.chances_M()
-        row = int(np.argmax(chance_M))
-        if chance_M[row] < MIN_FASTEST_PROBABILITY:
-            self._why = (
-                f"no other point is predicted to reach the target more than {self.tolerance:.0%} sooner; "
-                f"the likeliest with a probability of {chance_M[row]:.0%}"
+        first = "it is predicted to be the fastest"
+        if self.until_s is not None:
+            first = (
+                f"it is predicted to reach the target in {prediction.seconds_M[row]:.3g} s, sooner than the best so far with a "
+                f"probability of {chance:.0%}"
             )
-            return None
-        seconds = float(self.predict().seconds_M[row])
-        known = any("steps_to_accuracy" in one for one in self.summaries.values())
-        self._why = (
-            f"it is predicted to reach the target in {seconds:.3g} s, sooner than the best so far with a probability of "
-            f"{chance_M[row]:.0%}"
-            if known
-            else f"none of {count} reached the target, and of the others it is predicted to be the fastest"
-            if count
-            else "it is predicted to be the fastest"
-        )
+        elif count:
+            first = f"none of {count} reached the target, and of the others it is predicted to be the fastest"
+        self._why = first
         return row
 
     def why(self) -> str:

@@ -91,6 +91,8 @@ def run_trials(session: Session, records: TrialRecords, trials: list[Trial], clu
         mode=config.mode,
         policy=config.policy,
         tolerance=config.tolerance,
+        budget_grid_share=config.budget_grid_share,
+        budget_gpu_h=config.budget_gpu_h,
         timing_steps=config.timing_steps,
         warmup_steps=experiment.train.warmup_steps,
         hardware=ClusterHardware.model_validate(cluster.hardware(plan.use_gpu, experiment.scale.cpus_per_worker)),

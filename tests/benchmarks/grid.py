@@ -19,7 +19,7 @@ from service.runs.run_directory import reopen
 from service.search.points import Hardware, Observation, Point, identity
 from service.search.replay import hardware_of, observation, spent_gpu_s
 from service.search.rows import point_of
-from service.search.step_time_model import fit_step_times
+from service.search.step_time import fit_step_times
 from tests.benchmarks.rounds import Bar
 
 REGRET, COST, ERROR = Bar("≤", 0.03), Bar("≤", 0.15), Bar("≤", 0.08)

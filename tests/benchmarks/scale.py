@@ -231,7 +231,6 @@ def planner(size: int, folder: Path) -> Figures:
     """The guided search over a grid of `size` points: what it takes to choose the 5th, 10th and 20th."""
     from service.search.planner import Planner
     from service.search.points import Hardware, Observation
-    from service.search.state import SearchState
     from tests.service.report.runs import timed as row_of
 
     space, rng, figures = space_of(size), np.random.default_rng(0), Figures()
@@ -239,7 +238,7 @@ def planner(size: int, folder: Path) -> Figures:
         dict(zip(space, values, strict=True))
         for values in np.stack(np.meshgrid(*space.values()), -1).reshape(-1, len(space)).tolist()
     ]
-    search = Planner(SearchState(points, Hardware(64, 8, 128), seed=0))
+    search = Planner(points, Hardware(64, 8, 128), seed=0)
     for number in range(1, 21):
         candidates: list[Any] = []
         ask_s = timed(lambda candidates=candidates: candidates.append(search.ask()))  # type: ignore[misc]

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from scipy.stats import kendalltau, spearmanr
 
-from service.search.accuracy import Learning, TimesToTarget, Training
+from service.search.time_to_accuracy import Learning, TimesToTarget, Training
 from tests.trainables.jobs import train
 from trainables.config import TrainConfig
 from trainables.distributed.rank_pool import RankPool

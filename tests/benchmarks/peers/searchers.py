@@ -1,4 +1,4 @@
-"""The searchers that see a black box: hill climbing as an engineer does it, Optuna's TPE, random, ASHA's rule, BOHB.
+"""The searchers that see a black box: hill climbing as an engineer does it, a Gaussian process, Optuna's TPE, random, ASHA, BOHB.
 
 Each spends a given number of GPU-seconds, a probe being the product's own: its warm-up, 60 steps. All are given what favours
 them: an order of the values where there is one, points that cannot be planned for nothing, the last probe although it goes over
@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from tests.benchmarks.simulation.cluster import Cluster, Point, as_figure
-from tests.benchmarks.simulation.session import Probe, Session
+from tests.benchmarks.simulation.cluster import LEAN_STEPS, Cluster, Point, as_figure
+from tests.benchmarks.simulation.session import STEPS, Probe
 
 ETA, RUNGS = 3, (20, 60, 180)
 """Of ASHA and BOHB: a third goes on to three times as many steps."""
@@ -33,7 +33,7 @@ class Account:
     """What was measured, in the metric's own sense (the larger the better), and what may still be spent."""
 
     def __init__(self, cluster: Cluster, budget_gpu_s: float, seed: int, metric: str) -> None:
-        self.session, self._budget_gpu_s, self._metric = Session(cluster, seed), budget_gpu_s, metric
+        self.session, self._budget_gpu_s, self._metric = cluster.session(seed), budget_gpu_s, metric
         self._num_images = cluster.plant.num_images
         self.figures: dict[int, float] = {}
         self._measured: dict[int, list[float]] = {}
@@ -48,12 +48,12 @@ class Account:
         """Share of the budget."""
         return self.session.gpu_s / self._budget_gpu_s if self._budget_gpu_s else 1.0
 
-    def measure(self, index: int, again: bool = False) -> float | None:
+    def measure(self, index: int, again: bool = False, steps: int = STEPS) -> float | None:
         """The figure of a point, measured unless it is known (or `again`: the mean of all); None where it does not run."""
         if index in self.figures and not again:
             self._idle += 1
             return self.figures[index] if np.isfinite(self.figures[index]) else None
-        probe = self.session.probe(self.session.cluster.points[index])
+        probe = self.session.probe(self.session.cluster.points[index], steps)
         self._idle = self._idle + 1 if probe.status == "infeasible" else 0
         if probe.status == "ok":
             self._measured.setdefault(index, []).append(self.figure(probe))
@@ -126,6 +126,55 @@ def random(cluster: Cluster, budget_gpu_s: float, seed: int, metric: str) -> Poi
             if account.open:
                 account.measure(index)
     return account.best()
+
+
+def gaussian_process(cluster: Cluster, budget_gpu_s: float, seed: int, metric: str) -> Point | None:
+    """Expected improvement for the cost under scikit-learn's Gaussian process, Matérn 5/2, after eight small random points."""
+    from scipy.stats import norm
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.gaussian_process import GaussianProcessRegressor
+    from sklearn.gaussian_process.kernels import ConstantKernel, Matern, WhiteKernel
+
+    warnings.simplefilter("ignore", ConvergenceWarning)
+    account, rng = Account(cluster, budget_gpu_s, seed, metric), np.random.default_rng([cluster.seed, seed, 3])
+    columns = []
+    for key, values in Axes(cluster.points).values.items():
+        found = [point[key] for point in cluster.points]
+        columns += [[one == value for one in found] for value in values] if isinstance(values[0], str) else [np.log2(found)]
+    axes_MK = np.array(columns, dtype=float).T
+    axes_MK = (axes_MK - axes_MK.mean(axis=0)) / np.maximum(axes_MK.std(axis=0), 1e-9)
+    workers_M = np.array([float(point["scale.num_workers"]) for point in cluster.points])
+    small = np.argsort([point["data.global_batch_size"] / point["scale.num_workers"] for point in cluster.points])
+    first = rng.permutation(small[: len(small) // 2])[:8].tolist()
+    kernel = ConstantKernel(1.0) * Matern(np.ones(axes_MK.shape[1]), nu=2.5) + WhiteKernel(1e-3)
+    while account.open:
+        ran = account.ranked()
+        if first or len(ran) < 2:
+            account.measure(first.pop() if first else int(rng.integers(len(cluster.points))))
+            continue
+        figure_O = np.log([abs(account.figures[index]) for index in ran]) * np.sign(account.figures[ran[0]])
+        process = GaussianProcessRegressor(kernel, normalize_y=True, random_state=0).fit(axes_MK[ran], figure_O)
+        mean_M, sd_M = process.predict(axes_MK, return_std=True)
+        ahead_M = (mean_M - figure_O.max()) / np.maximum(sd_M, 1e-9)
+        gain_M = sd_M * (ahead_M * norm.cdf(ahead_M) + norm.pdf(ahead_M)) / workers_M
+        gain_M[list(account.figures)] = -1.0
+        if gain_M.max() < 0:
+            break
+        account.measure(int(np.argmax(gain_M)))
+    return account.best()
+
+
+def everything(cluster: Cluster, budget_gpu_s: float, seed: int, metric: str) -> Point | None:
+    """All points once for 40 steps, whatever that costs, and the five best twice more."""
+    account = Account(cluster, float("inf"), seed, metric)
+    for index in sorted(range(len(cluster.points)), key=lambda i: cluster.points[i]["scale.num_workers"]):
+        if account.measure(index, steps=LEAN_STEPS) is None and cluster.status(cluster.points[index]) == "ok":
+            account.measure(index, again=True, steps=LEAN_STEPS)
+    best, again = account.ranked()[:5], Account(cluster, float("inf"), seed, metric)
+    again.session = account.session
+    for index in best * 2:
+        again.measure(index, again=True)
+    return again.best() or account.best()
 
 
 def tpe(startup_trials: int) -> Search:
@@ -252,6 +301,8 @@ class Axes:
 
 
 PEERS: dict[str, Search] = {
+    "everything, five again": everything,
+    "Gaussian process": gaussian_process,
     "hill climbing": hill_climbing,
     "TPE, 4 start-up trials": tpe(4),
     "TPE": tpe(10),
@@ -259,5 +310,5 @@ PEERS: dict[str, Search] = {
     "ASHA": asha,
     "BOHB": bohb,
 }
-NEEDS = {"TPE, 4 start-up trials": "optuna", "TPE": "optuna", "BOHB": "hpbandster"}
+NEEDS = {"Gaussian process": "sklearn", "TPE, 4 start-up trials": "optuna", "TPE": "optuna", "BOHB": "hpbandster"}
 """What a peer comes with, where it is not written here."""

@@ -9,13 +9,16 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tests.benchmarks.simulation.draw import EXTRAS, Drawn, draw, draw_tenant
 from tests.benchmarks.simulation.parts import BuildContext, Floats, Load, Tenant
 from tests.benchmarks.simulation.steps import Luck, Steps, simulate
+
+if TYPE_CHECKING:
+    from tests.benchmarks.simulation.session import Session
 
 Point = Mapping[str, Any]
 TRUTH_STEPS, LONG_TRUTH_STEPS, SETTLE_STEPS = 300, 2400, 60
@@ -78,6 +81,12 @@ class Cluster:
             peaks = [self.peak_memory_mib(point) for point in self.points if self.status(point) == "ok"]
             self.plant = replace(self.plant, memory=replace(self.plant.memory, gpu_mib=max(peaks) / BRIM))
         self._tenant = tenant
+
+    def session(self, seed: int) -> "Session":
+        """A searcher's time on this cluster."""
+        from tests.benchmarks.simulation.session import Session
+
+        return Session(self, seed)
 
     @cached_property
     def points(self) -> list[Point]:

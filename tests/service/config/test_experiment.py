@@ -487,6 +487,7 @@ def test_a_wrong_value_gets_one_line(override: str, message: str) -> None:
             "policy guided looks for speed or cost, not top1_pct: set metric to",
         ),
         (["sweep.metric=pareto"], "trials have no 'pareto'"),
+        (["sweep.budget_gpu_h=1", "sweep.budget_grid_share=0.3"], "both bound the search: leave out one of them"),
         (["sweep.metric=time_to_accuracy"], "go together: set both or neither"),
         (["sweep.target_pct=90"], "go together: set both or neither"),
         (["sweep.metric=time_to_accuracy", "sweep.target_pct=90", "sweep.steps=9"], "or set policy to guided"),

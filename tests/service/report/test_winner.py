@@ -9,7 +9,7 @@ from service.config import strict_yaml
 from service.config.experiment import load
 from service.config.strict_yaml import parse
 from service.report.run_records import Row
-from service.report.winner import against, bound, command, lines, why, written
+from service.report.winner import against, bound, command, lines, memory_to_spare, why, written
 from service.runs.result import TrialRow, read_result
 from service.runs.run_directory import reopen
 from service.runs.stored.stored_runs import run_folder
@@ -83,14 +83,24 @@ def test_how_sure_the_winner_is_depends_on_what_was_left_untried() -> None:
     assert bound(typed({"trials": [pending, rows[1]]})) == ["1 point of 2 not tried yet: one of them may be better."]
     guided = {
         "trials": [rows[0].model_copy(update={"status": "untested"}), rows[1]],
-        "search": {"bound_pct": 2.04, "spent_gpu_s": 99.0, "why": "so"},
+        "search": {"bound_pct": 2.04, "spent_gpu_s": 99.0, "grid_share": 0.12, "why": "so"},
     }
     assert bound(typed(guided)) == [
-        "No untested point is predicted to be more than 2.0% better (95% confidence for each); "
-        "1 of 2 points were tried, for 99 worker-seconds.",
+        "With a probability of 90% no point is more than 2.0% better; 1 of 2 points were tried, for 99 worker-seconds, 12% of "
+        "what measuring every point briefly would take.",
         "Why the search ended: so.",
     ]
     assert bound(typed({"trials": []})) == []
+
+
+def test_a_winner_at_the_brim_of_memory_says_so_and_names_the_next_one_that_is_not() -> None:
+    rows = [row("0", 1, 128, 10.0), row("1", 1, 256, 20.0), row("2", 1, 512, 30.0)]
+    for one, peak_mib in zip(rows, (500.0, 960.0, 970.0), strict=True):
+        one.metrics.update(peak_memory_mib=peak_mib, gpu_memory_mib=1000.0)
+    assert memory_to_spare(typed({"trials": rows, "best": rows[2]})) == [
+        "trial 2 took 97.0% of a GPU's memory: a long run may not fit; take trial 1, the next best that leaves 4%"
+    ]
+    assert memory_to_spare(typed({"trials": rows, "best": rows[1]})) == []
 
 
 def test_a_training_to_the_target_is_not_counted_as_a_point() -> None:

@@ -100,7 +100,7 @@ class Queues:
         """How much dearer the found point is than the best of all."""
         best = search.best()
         assert best is not None
-        return self.cost(best, metric) / min(self.cost(at, metric) for at in search.state.points if self.fits(at)) - 1
+        return self.cost(best, metric) / min(self.cost(at, metric) for at in search.points if self.fits(at)) - 1
 
 
 ONE_NODE = Hardware(nodes=1, gpus_per_node=4, cpus_per_node=16)

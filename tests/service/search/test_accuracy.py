@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from service.search.accuracy import SEEDS, Learning, Training
+from service.search.time_to_accuracy import SEEDS, Learning, Training
 
 BATCHES = np.array([16.0, 32.0, 64.0, 128.0, 256.0, 512.0])
 

@@ -230,7 +230,8 @@ def test_a_measurement_that_cannot_be_written_is_taken_up_once_it_can_be(tmp_pat
 def test_a_measurement_whose_workers_died_has_its_restarts_and_the_start_of_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    coordinator, clock_s = begun(tmp_path), [1000.0]
+    space = "sweep.space={data.global_batch_size: [64, 96, 128, 192, 256, 384, 512], data.loader_workers: [1, 2, 3, 4, 6, 8]}"
+    coordinator, clock_s = begun(tmp_path, space), [1000.0]
     monkeypatch.setattr(time, "time", lambda: clock_s[0])
     assert coordinator.suggest("a") is not None
     first = coordinator.start("a")

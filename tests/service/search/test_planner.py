@@ -11,7 +11,6 @@ import pytest
 
 from service.search.planner import Planner
 from service.search.points import Observation, identity
-from service.search.state import SearchState
 from tests.service.search.queues import CLUSTERS, ONE_NODE, SMALL, Queues, grid, point
 
 Probed = list[tuple[Mapping[str, Any], Observation]]
@@ -25,7 +24,7 @@ each_cluster = pytest.mark.parametrize(
 def searched(kind: str, metric: str = "images_per_s") -> tuple[Planner, Probed, list[float]]:
     """A search to its end, what it measured and the bound after each of that."""
     cluster, points = CLUSTERS[kind]
-    search, rng, seen, bounds = Planner(SearchState(points, cluster.hardware, metric=metric)), np.random.default_rng(0), [], []
+    search, rng, seen, bounds = Planner(points, cluster.hardware, metric=metric), np.random.default_rng(0), [], []
     bounds.append(search.bound())
     while (at := search.ask(float(seen[-1][0]["scale.num_workers"]) if seen else None)) is not None:
         seen.append((at, cluster.probe(at, search, rng)))
@@ -46,30 +45,30 @@ def test_a_point_within_three_percent_of_the_best_is_found_with_few_probes(kind:
     assert tried.count(identity(search.best() or {})) > 1  # nothing is called the best for one lucky measurement
     assert len(tried) <= 2 * len(set(tried))
     assert sum(one.status == "oom" for _, one in seen) <= 2
-    assert "more than 3% better than" in search.why()
+    assert "more than 2.5% better than" in search.why()
 
 
 def test_a_new_search_with_the_same_observations_asks_for_the_same_next_point() -> None:
     cluster, points = CLUSTERS["compute"]
-    first, rng = Planner(SearchState(points, cluster.hardware, seed=3)), np.random.default_rng(0)
+    first, rng = Planner(points, cluster.hardware, seed=3), np.random.default_rng(0)
     history = []
     for _ in range(7):
         at = first.ask()
         assert at is not None
         history.append((at, cluster.probe(at, first, rng)))
         first.tell(*history[-1])
-        again = Planner(SearchState(points, cluster.hardware, seed=3))
+        again = Planner(points, cluster.hardware, seed=3)
         for measured in history:
             again.tell(*measured)
         expected = first.ask()
         assert again.ask() == expected
         assert again.why() == first.why()
-        first.state.pending.clear()
+        first.pending.clear()
 
 
 def test_points_that_are_being_probed_are_not_asked_for_again() -> None:
     cluster, points = CLUSTERS["compute"]
-    search, rng = Planner(SearchState(points, cluster.hardware)), np.random.default_rng(0)
+    search, rng = Planner(points, cluster.hardware), np.random.default_rng(0)
     pending = [at for _ in range(4) if (at := search.ask()) is not None]
     for _ in range(60):
         if pending:
@@ -87,14 +86,14 @@ def test_points_that_are_being_probed_are_not_asked_for_again() -> None:
 def test_an_extra_key_is_searched_with_the_three_axes() -> None:
     cluster = Queues(ONE_NODE, image_decode_s=0.001, image_gpu_s=0.004, faster=0.6)
     points = [{**at, "train.precision": precision} for precision in ("fp32", "bf16") for at in SMALL]
-    search = Planner(SearchState(points, ONE_NODE))
+    search = Planner(points, ONE_NODE)
     seen = cluster.search(search)
     assert cluster.regret(search) <= 0.03
     assert len(seen) <= 0.25 * len(points)
 
 
 def test_a_steady_probe_ends_at_once_and_a_wild_one_at_its_limit() -> None:
-    search, rng = Planner(SearchState(SMALL, ONE_NODE, max_steps=50)), np.random.default_rng(0)
+    search, rng = Planner(SMALL, ONE_NODE, max_steps=50), np.random.default_rng(0)
     assert not search.should_stop([0.1] * 3)
     assert search.should_stop([0.1] * 8)
     assert not search.should_stop(rng.lognormal(0, 0.5, 20).tolist())
@@ -102,37 +101,36 @@ def test_a_steady_probe_ends_at_once_and_a_wild_one_at_its_limit() -> None:
 
 
 def test_a_probe_of_many_loader_workers_sees_a_batch_of_each_of_them() -> None:
-    """Each makes whole batches: they come all at once, and then none for a while."""
-    search = Planner(SearchState(grid([1], [64], [4, 16]), ONE_NODE))
-    burst_s = [0.05] * 11 + [1.0] + [0.05] * 15 + [1.0]
-    assert not search.should_stop(burst_s[:8], point(1, 64, 16))
-    assert search.should_stop(burst_s[:8], point(1, 64, 4))
-    assert not search.should_stop(burst_s[:16], point(1, 64, 16))  # too different from each other to end here
-    assert search.should_stop([0.05] * 16, point(1, 64, 16))
+    """Each has two batches ready when the probe begins, which are no measure of how fast it makes them."""
+    search = Planner(grid([1], [64], [4, 16]), ONE_NODE)
+    assert not search.should_stop([0.05] * 8, point(1, 64, 4))
+    assert search.should_stop([0.05] * 16, point(1, 64, 4))
+    assert not search.should_stop([0.05] * 32, point(1, 64, 16))
+    assert search.should_stop([0.05] * 40, point(1, 64, 16))
 
 
 def test_a_probe_of_a_point_far_behind_the_best_may_end_sooner() -> None:
-    search, rng = Planner(SearchState(SMALL, ONE_NODE)), np.random.default_rng(0)
+    search, rng = Planner(SMALL, ONE_NODE), np.random.default_rng(0)
     search.tell(point(4, 512, 4), Observation("ok", (0.2 * rng.lognormal(0, 0.08, 40)).tolist()))
     noise = rng.lognormal(0, 0.08, 60)
 
     def steps(at: Mapping[str, Any], step_s: float) -> int:
         return next(count for count in range(1, 61) if search.should_stop((step_s * noise[:count]).tolist(), at))
 
-    assert steps(point(4, 512, 8), 0.4) < steps(point(4, 512, 8), 0.2)
-    search.state.pending = [search.state.row[identity(point(4, 512, 8))]]
-    assert search.should_stop((0.4 * noise[: steps(point(4, 512, 8), 0.4)]).tolist())  # the one that is being probed is meant
+    assert steps(point(4, 512, 1), 0.4) < steps(point(4, 512, 1), 0.2)
+    search.pending = [search.row[identity(point(4, 512, 1))]]
+    assert search.should_stop((0.4 * noise[: steps(point(4, 512, 1), 0.4)]).tolist())  # the one that is being probed is meant
 
 
 def test_what_a_start_takes_is_known_from_the_first_one_on() -> None:
-    search = Planner(SearchState(SMALL, ONE_NODE, start_s=25.0))
+    search = Planner(SMALL, ONE_NODE, start_s=25.0)
     search.tell(point(1, 64, 4), Observation("ok", [0.1] * 8))
-    assert search.state.costs.start_s == 25.0
-    assert search.state.costs.spent_gpu_s == pytest.approx(25 + 13 * 0.1)
+    assert search.start_s == 25.0
+    assert search.spent_gpu_s == pytest.approx(25 + 13 * 0.1)
     for start_s in (60.0, None, 0.0, 80.0):
         search.tell(point(2, 64, 4), Observation("ok", [0.1] * 8, start_s=start_s))
-    assert search.state.costs.start_s == 70.0
-    assert search.state.costs.spent_gpu_s == pytest.approx(25 + 2 * 140 + 9 * 13 * 0.1)
+    assert search.start_s == 70.0
+    assert search.spent_gpu_s == pytest.approx(70 + 2 * 140 + 9 * 13 * 0.1)
 
 
 @each_cluster
@@ -140,7 +138,7 @@ def test_the_bound_falls_to_the_tolerance_and_then_holds_for_what_was_not_tested
     cluster, points = CLUSTERS[kind]
     search, _, (before, *bounds) = searched(kind)
     assert before == math.inf
-    best, tested = search.best(), {identity(points[row]) for row, _ in search.state.history}
+    best, tested = search.best(), {identity(points[row]) for row, _ in search.history}
     assert best is not None
     least = min(cluster.cost(other) for other in points if identity(other) not in tested and cluster.fits(other))
     assert cluster.cost(best) / least - 1 <= bounds[-1] + 0.01
@@ -149,13 +147,13 @@ def test_the_bound_falls_to_the_tolerance_and_then_holds_for_what_was_not_tested
 
 def test_forecasts_say_what_a_step_of_every_point_takes() -> None:
     cluster, points = CLUSTERS["decode"]
-    assert not any(forecast.measured for forecast in Planner(SearchState(points, cluster.hardware)).forecasts())
+    assert not any(forecast.measured for forecast in Planner(points, cluster.hardware).forecasts())
     search, seen, _ = searched("decode")
     forecasts = search.forecasts()
     assert [forecast.point for forecast in forecasts] == points
-    assert sum(forecast.measured for forecast in forecasts) == len({identity(at) for at, _ in seen})
+    assert sum(forecast.measured for forecast in forecasts) == len({identity(at) for at, one in seen if one.status == "ok"})
     off = [abs(forecast.step_s / cluster.parts(forecast.point)[0] - 1) for forecast in forecasts]
-    assert np.median(off) <= 0.12
+    assert np.median(off) <= 0.2
     assert all(forecast.sd > 0 for forecast in forecasts)
 
 
@@ -184,7 +182,7 @@ def test_a_factor_makes_the_time_to_a_target_what_is_searched_for() -> None:
         return 1e6 * (1 + at["data.global_batch_size"] / 300)
 
     fastest, _, _ = searched("compute")
-    first = Planner(SearchState(points, cluster.hardware, factor=images_to_target))
+    first = Planner(points, cluster.hardware, factor=images_to_target)
     cluster.search(first)
     best, rest = first.best(), [cluster.cost(at) * images_to_target(at) for at in points]
     assert best is not None
@@ -193,39 +191,30 @@ def test_a_factor_makes_the_time_to_a_target_what_is_searched_for() -> None:
 
 
 def test_nothing_measured_has_no_best_and_says_so() -> None:
-    search = Planner(SearchState(SMALL, ONE_NODE))
+    search = Planner(SMALL, ONE_NODE)
     assert search.best() is None
     assert search.front() == []
     assert search.why() == "nothing was measured yet"
 
 
 def test_when_all_was_measured_there_is_nothing_left_to_ask() -> None:
-    search = Planner(SearchState(SMALL[:2], ONE_NODE))
+    search = Planner(SMALL[:2], ONE_NODE)
     for at in (*SMALL[:2], *SMALL[:2]):
         search.tell(at, Observation("ok", [0.1] * 8))
     assert search.ask() is None
     assert search.why().startswith("every point was measured")
-    assert search.bound() == 0.0
+    assert search.bound() <= 0.03  # what the noise leaves open
 
 
 def test_no_points_and_an_unknown_metric_are_refused() -> None:
     with pytest.raises(ValueError, match="at least one point"):
-        Planner(SearchState([], ONE_NODE))
+        Planner([], ONE_NODE)
     with pytest.raises(ValueError, match="write one of images_per_s, epoch_s, gpu_s_per_epoch"):
-        Planner(SearchState(SMALL, ONE_NODE, metric="top1_pct"))
-
-
-def test_a_repeat_of_a_known_point_ends_as_soon_as_somebody_else_makes_it_slow() -> None:
-    search, rng = Planner(SearchState(SMALL, ONE_NODE)), np.random.default_rng(0)
-    search.tell(point(4, 512, 4), Observation("ok", (0.2 * rng.lognormal(0, 0.12, 60)).tolist()))
-    noise = rng.lognormal(0, 0.12, 16)
-    alone_s, crowded_s = (step_s * noise / noise.mean() for step_s in (0.2, 0.236))
-    assert not search.should_stop(alone_s.tolist(), point(4, 512, 4))
-    assert search.should_stop(crowded_s.tolist(), point(4, 512, 4))
+        Planner(SMALL, ONE_NODE, metric="top1_pct")
 
 
 def test_a_cluster_that_lost_the_nodes_of_all_that_was_measured_ends_the_search_with_what_was_the_best() -> None:
-    search = Planner(SearchState(grid([2], [64, 128, 256], [1]), ONE_NODE))
+    search = Planner(grid([2], [64, 128, 256], [1]), ONE_NODE)
     search.tell(point(2, 64, 1), Observation("ok", [0.2] * 8))
     search.tell(point(2, 128, 1), Observation("ok", [0.3] * 8))
     search.tell(point(2, 256, 1), Observation("infeasible"))
@@ -236,7 +225,7 @@ def test_a_cluster_that_lost_the_nodes_of_all_that_was_measured_ends_the_search_
 
 
 def test_a_cluster_that_lost_the_nodes_of_all_that_was_measured_is_searched_for_what_still_runs() -> None:
-    search = Planner(SearchState(grid([1, 4], [64, 128, 256, 512, 1024], [1]), ONE_NODE))
+    search = Planner(grid([1, 4], [64, 128, 256, 512, 1024], [1]), ONE_NODE)
     for batch in (64, 128, 256, 512):
         search.tell(point(4, batch, 1), Observation("ok", [0.01] * 8))
     search.tell(point(4, 1024, 1), Observation("infeasible"))
@@ -245,3 +234,20 @@ def test_a_cluster_that_lost_the_nodes_of_all_that_was_measured_is_searched_for_
     assert at["scale.num_workers"] == 1
     search.tell(at, Observation("ok", [0.5] * 8))
     assert search.best() == at
+
+
+@pytest.mark.parametrize("budget", [{"budget_grid_share": 0.05}, {"budget_gpu_s": 150.0}])
+def test_a_search_ends_when_its_budget_is_spent_and_says_what_it_leaves_open(budget: dict[str, float]) -> None:
+    cluster, points = CLUSTERS["decode"]
+    search = Planner(points, cluster.hardware, start_s=5.0, **budget)  # type: ignore[arg-type]
+    cluster.search(search)
+    assert search.spent_gpu_s <= 1.1 * search.budget_gpu_s
+    assert "the budget is spent; an untested point is more than 2.5% better than" in search.why()
+
+
+def test_of_points_that_are_as_good_the_one_with_memory_to_spare_is_the_best() -> None:
+    search, points = Planner(grid([1], [64, 128], [1]), ONE_NODE), grid([1], [64, 128], [1])
+    for at, step_s, peak_mib in zip(points, (0.1, 0.199), (500.0, 990.0), strict=True):
+        for _ in range(3):
+            search.tell(at, Observation("ok", [step_s] * 60, peak_memory_mib=peak_mib, gpu_memory_mib=1000.0))
+    assert search.best() == points[0]

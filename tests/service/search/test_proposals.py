@@ -1,6 +1,5 @@
 """The kinds of probes that a search spends its GPU time on, on made-up clusters that share no formula with its model."""
 
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,13 +9,12 @@ import numpy as np
 import pytest
 
 from service.search.planner import Planner
-from service.search.points import Hardware, Observation, identity
-from service.search.state import SearchState
+from service.search.points import Observation, identity
 from tests.service.search.queues import CLUSTERS, FOUR_NODES, LARGE, ONE_NODE, SMALL, Queues, grid, point
 
 
 def test_a_bigger_batch_is_never_tried_after_one_ran_out_of_memory() -> None:
-    search = Planner(SearchState(SMALL, ONE_NODE))
+    search = Planner(SMALL, ONE_NODE)
     search.tell(point(1, 256, 2), Observation("oom", gpu_memory_mib=8000))
     cluster = Queues(ONE_NODE, image_mib=30, gpu_mib=8000)
     assert all(cluster.batch(at) < 256 for at, _ in cluster.search(search))
@@ -24,7 +22,7 @@ def test_a_bigger_batch_is_never_tried_after_one_ran_out_of_memory() -> None:
 
 def test_after_two_peaks_hardly_anything_is_tried_that_does_not_fit() -> None:
     cluster = Queues(ONE_NODE, image_mib=120)
-    search, rng = Planner(SearchState(SMALL, ONE_NODE)), np.random.default_rng(0)
+    search, rng = Planner(SMALL, ONE_NODE), np.random.default_rng(0)
     for at in (point(1, 64, 4), point(4, 64, 4)):
         search.tell(at, cluster.probe(at, search, rng))
     ran_out = [cluster.batch(at) for at, seen in cluster.search(search) if seen.status != "ok"]
@@ -36,7 +34,7 @@ def test_a_batch_that_fits_in_stages_alone_is_found() -> None:
     """A model that takes 9,000 MiB whole and half as much in two stages, which are as fast as the whole one would be."""
     cluster = Queues(ONE_NODE, image_mib=20, gpu_mib=8000)
     points = [{**at, "scale.pipeline_stages": p} for at in SMALL for p in (1, 2) if at["scale.num_workers"] % p == 0]
-    search, rng = Planner(SearchState(points, ONE_NODE, start_s=2.0)), np.random.default_rng(0)
+    search, rng = Planner(points, ONE_NODE, start_s=2.0), np.random.default_rng(0)
     halves, num_whole = replace(cluster, base_mib=4500), 0
     while (at := search.ask()) is not None:
         num_whole += at["scale.pipeline_stages"] == 1
@@ -51,7 +49,7 @@ def test_a_batch_that_fits_in_stages_alone_is_found() -> None:
 def test_a_value_that_always_fails_is_tried_three_times_at_most() -> None:
     cluster = Queues(ONE_NODE)
     points = [{**at, "data.decoder": decoder} for decoder in ("pil", "broken") for at in SMALL]
-    search, rng = Planner(SearchState(points, ONE_NODE)), np.random.default_rng(0)
+    search, rng = Planner(points, ONE_NODE), np.random.default_rng(0)
     broken = 0
     while (at := search.ask()) is not None:
         broken += at["data.decoder"] == "broken"
@@ -63,7 +61,7 @@ def test_a_value_that_always_fails_is_tried_three_times_at_most() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_two_failures_by_chance_do_not_close_the_larger_numbers_of_workers(seed: int) -> None:
     cluster, points = CLUSTERS["memory"]
-    search = Planner(SearchState(points, cluster.hardware, seed=seed))
+    search = Planner(points, cluster.hardware, seed=seed)
     rng, failed = np.random.default_rng(0), set[tuple[object, ...]]()
     while (at := search.ask()) is not None:
         fails = at["scale.num_workers"] >= 8 and identity(at) not in failed and len(failed) < 2
@@ -76,7 +74,7 @@ def test_two_failures_by_chance_do_not_close_the_larger_numbers_of_workers(seed:
 
 def test_a_cluster_that_shrank_is_not_asked_for_its_lost_workers_more_than_twice() -> None:
     cluster = Queues(ONE_NODE)
-    search, rng, lost = Planner(SearchState(LARGE, FOUR_NODES)), np.random.default_rng(0), 0
+    search, rng, lost = Planner(LARGE, FOUR_NODES), np.random.default_rng(0), 0
     while (at := search.ask()) is not None:
         gone = at["scale.num_workers"] > 4
         lost += gone
@@ -87,34 +85,9 @@ def test_a_cluster_that_shrank_is_not_asked_for_its_lost_workers_more_than_twice
     assert best["scale.num_workers"] == 4
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("height", [0.3, 1.0])
-@pytest.mark.parametrize("shift", [0.0, 0.7, 2.8])
-def test_a_surface_that_no_step_time_explains_still_ends_near_its_best(shift: float, height: float) -> None:
-    points = grid([1, 2, 4, 8], [64, 128, 256, 512, 1024], [1, 2, 4, 8])
-
-    def step_s(at: Mapping[str, Any]) -> float:  # waves along every axis, none of which is a cost of training
-        workers, batch, threads = (math.log2(at[key]) for key in (*at,))
-        waves = 0.5 * math.sin(2 * workers + shift) + 0.4 * math.cos(1.7 * batch + 2 * shift)
-        return 0.2 * math.exp(height * (waves + 0.4 * math.sin(1.5 * threads + workers + 3 * shift)))
-
-    def cost(at: Mapping[str, Any]) -> float:
-        return step_s(at) / at["data.global_batch_size"]
-
-    search, rng, group = Planner(SearchState(points, Hardware(2, 4, 16))), np.random.default_rng(5), None
-    while (at := search.ask(group)) is not None:
-        group = at["scale.num_workers"]
-        search.tell(at, Observation("ok", [step_s(at) * float(np.exp(rng.normal(0, 0.03))) for _ in range(15)]))
-    best = search.best()
-    assert best is not None
-    assert cost(best) / min(map(cost, points)) - 1 <= 0.03
-    assert search.state.posterior().amplitude > 0.05  # it knows that the model fits badly
-    assert len(search.state.history) < len(points) / 2
-
-
 def test_a_cluster_that_slows_down_meanwhile_does_not_mislead() -> None:
     cluster, points = CLUSTERS["compute"]
-    search, rng = Planner(SearchState(points, cluster.hardware)), np.random.default_rng(0)
+    search, rng = Planner(points, cluster.hardware), np.random.default_rng(0)
     count, group = 0, None
     while (at := search.ask(group)) is not None:
         group = at["scale.num_workers"]
@@ -129,7 +102,7 @@ def test_a_cluster_that_slows_down_meanwhile_does_not_mislead() -> None:
 @pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_search_among_equals_that_noise_cannot_tell_apart_ends_before_it_has_cost_what_measuring_all_would(seed: int) -> None:
     points = grid([1, 2, 4], [64, 96, 128, 192, 256], [1, 2, 4, 8])
-    search, rng, group, spent_s = Planner(SearchState(points, ONE_NODE, start_s=5.0)), np.random.default_rng(seed), None, 0.0
+    search, rng, group, spent_s = Planner(points, ONE_NODE, start_s=5.0), np.random.default_rng(seed), None, 0.0
     while (at := search.ask(group)) is not None:
         workers, step_s = at["scale.num_workers"], at["data.global_batch_size"] / 1000
         steps_s: list[float] = []
@@ -141,15 +114,15 @@ def test_a_search_among_equals_that_noise_cannot_tell_apart_ends_before_it_has_c
         group = workers
         search.tell(at, Observation("ok", steps_s, start_s=start_s, seconds=seconds))
     whole_s = 7 * 5.0 + sum(at["scale.num_workers"] * 45 * at["data.global_batch_size"] / 1000 for at in points)
-    assert spent_s == pytest.approx(search.state.costs.spent_gpu_s)
+    assert spent_s == pytest.approx(search.spent_gpu_s)
     assert spent_s <= 0.9 * whole_s
 
 
 def test_a_cluster_that_shrinks_meanwhile_is_searched_for_the_best_of_what_is_left() -> None:
     cluster, points = CLUSTERS["network"]
-    search, rng, lost, shrunk = Planner(SearchState(points, cluster.hardware)), np.random.default_rng(0), 0, False
+    search, rng, lost, shrunk = Planner(points, cluster.hardware), np.random.default_rng(0), 0, False
     while (at := search.ask()) is not None:
-        shrunk |= len(search.state.history) > 8
+        shrunk |= len(search.history) > 8
         gone = shrunk and at["scale.num_workers"] > 4
         lost += gone
         search.tell(at, Observation("infeasible") if gone else cluster.probe(at, search, rng))
@@ -165,7 +138,7 @@ def test_a_group_that_runs_is_asked_for_its_own_points_and_a_dear_start_makes_th
     changes = []
     for start_s in (1.0, 100.0):
         search, rng, group, changed = (
-            Planner(SearchState(points, cluster.hardware, start_s=start_s)),
+            Planner(points, cluster.hardware, start_s=start_s),
             np.random.default_rng(0),
             None,
             0,
@@ -187,7 +160,7 @@ def test_a_proposal_among_six_hundred_points_takes_a_fifth_of_a_second() -> None
     ]
     assert len(points) == 600
     cluster = Queues(FOUR_NODES)
-    search, rng, thought_s = Planner(SearchState(points, FOUR_NODES)), np.random.default_rng(0), []
+    search, rng, thought_s = Planner(points, FOUR_NODES), np.random.default_rng(0), []
     for _ in range(12):
         start = time.process_time()
         at = search.ask()
@@ -200,7 +173,7 @@ def test_a_proposal_among_six_hundred_points_takes_a_fifth_of_a_second() -> None
 
 def test_a_probe_at_the_brim_of_memory_does_not_end_the_search() -> None:
     cluster = Queues(FOUR_NODES, image_mib=40, base_mib=1000, gpu_mib=11_400)  # 256 a GPU take 98.6 %
-    search = Planner(SearchState(LARGE, FOUR_NODES))
+    search = Planner(LARGE, FOUR_NODES)
     search.tell(point(1, 256, 4), cluster.probe(point(1, 256, 4), search, np.random.default_rng(0)))
     assert search.ask() is not None
     assert search.bound() > 0
@@ -209,16 +182,16 @@ def test_a_probe_at_the_brim_of_memory_does_not_end_the_search() -> None:
 
 
 def test_a_batch_a_gpu_that_ran_is_tried_with_any_number_of_workers() -> None:
-    search = Planner(SearchState(grid([4, 16], [64, 1024, 4096], [1, 4]), FOUR_NODES))
+    search = Planner(grid([4, 16], [64, 1024, 4096], [1, 4]), FOUR_NODES)
     search.tell(point(4, 1024, 1), Observation("ok", [0.2] * 8, peak_memory_mib=80_000, gpu_memory_mib=81_920))
-    by_row = search.state.chances()
-    assert by_row[search.state.row[identity(point(16, 4096, 1))]] == 1.0
-    assert by_row[search.state.row[identity(point(4, 64, 1))]] == 1.0
+    by_row = search.chances()
+    assert by_row[search.row[identity(point(16, 4096, 1))]] == 1.0
+    assert by_row[search.row[identity(point(4, 64, 1))]] == 1.0
 
 
 def test_what_is_left_out_is_counted_and_every_point_is_only_said_of_every_point() -> None:
     points = grid([1], [64, 128, 256], [1, 2])
-    search = Planner(SearchState(points, ONE_NODE))
+    search = Planner(points, ONE_NODE)
     search.tell(point(1, 128, 1), Observation("oom", gpu_memory_mib=8000))
     for at in (point(1, 64, 1), point(1, 64, 2), point(1, 64, 1), point(1, 64, 2)):
         search.tell(at, Observation("ok", [0.1] * 8, peak_memory_mib=4000, gpu_memory_mib=8000))
@@ -229,7 +202,7 @@ def test_what_is_left_out_is_counted_and_every_point_is_only_said_of_every_point
 
 def test_a_point_that_failed_once_is_tried_again_where_it_matters() -> None:
     cluster = Queues(ONE_NODE, image_decode_s=0.001, image_gpu_s=0.004)
-    search, rng, group, failed = Planner(SearchState(SMALL, ONE_NODE)), np.random.default_rng(0), None, set[tuple[object, ...]]()
+    search, rng, group, failed = Planner(SMALL, ONE_NODE), np.random.default_rng(0), None, set[tuple[object, ...]]()
     best = min(filter(cluster.fits, SMALL), key=cluster.cost)["data.global_batch_size"]
     while (at := search.ask(group)) is not None:
         group = at["scale.num_workers"]
@@ -245,10 +218,10 @@ def test_a_tenant_that_comes_in_the_middle_does_not_make_what_was_measured_befor
     cluster, points = CLUSTERS["compute"]
     regrets = []
     for seed in range(4):
-        search, rng, group = Planner(SearchState(points, cluster.hardware, seed=seed)), np.random.default_rng(seed), None
+        search, rng, group = Planner(points, cluster.hardware, seed=seed), np.random.default_rng(seed), None
         while (at := search.ask(group)) is not None:
             group, seen = at["scale.num_workers"], cluster.probe(at, search, rng)
-            slower = 1.5 if len(search.state.history) >= 6 else 1.0
+            slower = 1.5 if len(search.history) >= 6 else 1.0
             steps_s = [slower * step_s for step_s in seen.steps_s]
             search.tell(at, Observation("ok", steps_s, seen.phases_s, seen.peak_memory_mib, seen.gpu_memory_mib))
         regrets.append(cluster.regret(search))
@@ -265,7 +238,7 @@ def test_a_cheap_search_checks_what_the_model_takes_for_worse() -> None:
         workers, batch, threads = at["scale.num_workers"], at["data.global_batch_size"], at["data.loader_workers"]
         return float((0.02 + 0.002 * batch / workers) / speed[threads])
 
-    search, rng, group = Planner(SearchState(points, ONE_NODE, start_s=5.0)), np.random.default_rng(0), None
+    search, rng, group = Planner(points, ONE_NODE, start_s=5.0), np.random.default_rng(0), None
     while (at := search.ask(group)) is not None:
         group = at["scale.num_workers"]
         search.tell(at, Observation("ok", (step_s(at) * rng.lognormal(0, 0.03, 16)).tolist()))
@@ -278,12 +251,12 @@ def test_a_cheap_search_checks_what_the_model_takes_for_worse() -> None:
 def test_a_tenant_that_leaves_after_half_of_the_cluster_was_measured_does_not_decide_for_the_other_half(seed: int) -> None:
     """Large groups of workers are measured beside somebody else, who is gone when the smaller ones are."""
     cluster, points = CLUSTERS["compute"]
-    search, rng, group = Planner(SearchState(points, cluster.hardware, seed=seed)), np.random.default_rng(seed), None
+    search, rng, group = Planner(points, cluster.hardware, seed=seed), np.random.default_rng(seed), None
     while (at := search.ask(group)) is not None:
         group, seen = at["scale.num_workers"], cluster.probe(at, search, rng)
-        slower = 2.5 if len(search.state.history) < 12 and group == 4 else 1.0
+        slower = 2.5 if len(search.history) < 12 and group == 4 else 1.0
         steps_s = [slower * step_s for step_s in seen.steps_s]
-        seconds = (25.0 if not search.state.history else 0.0) + 5 + sum(steps_s)
+        seconds = (25.0 if not search.history else 0.0) + 5 + sum(steps_s)
         one = Observation("ok", steps_s, seen.phases_s, seen.peak_memory_mib, seen.gpu_memory_mib, seconds=seconds)
         search.tell(at, one)
     assert cluster.regret(search) <= 0.03
@@ -291,7 +264,7 @@ def test_a_tenant_that_leaves_after_half_of_the_cluster_was_measured_does_not_de
 
 def test_a_point_that_failed_twice_is_not_measured_again_however_many_of_the_others_fail_too() -> None:
     cluster = Queues(ONE_NODE)
-    search, rng = Planner(SearchState(SMALL, ONE_NODE)), np.random.default_rng(0)
+    search, rng = Planner(SMALL, ONE_NODE), np.random.default_rng(0)
     attempts: dict[tuple[object, ...], int] = {}
     turn = 0
     while (at := search.ask()) is not None:

@@ -60,7 +60,7 @@ def test_the_point_of_a_row_has_loader_workers_as_they_were_resolved() -> None:
 
 def test_what_the_cluster_never_held_is_no_point_of_the_search() -> None:
     rows = [row(n, point, "infeasible" if n else "pending") for n, point in enumerate(grid())]
-    assert replay(result(rows)).state.points == [grid()[0]]
+    assert replay(result(rows)).points == [grid()[0]]
 
 
 def test_a_row_without_the_times_of_its_steps_counts_as_one_step() -> None:
@@ -136,7 +136,7 @@ def test_trainings_to_a_target_are_no_probes_of_a_planner() -> None:
     recorded, _ = searched_for_time()
     alone = recorded.model_copy(update={"trials": [one for one in recorded.rows if one.speed_trial is None]})
     assert replay(recorded).best() == replay(alone).best()
-    assert len(replay(recorded).state.history) == len(grid())
+    assert len(replay(recorded).history) == len(grid())
 
 
 def test_points_that_broke_or_do_not_fit_are_not_trained() -> None:

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from service.search.accuracy import SEEDS
-from service.search.time_to_accuracy import TimeToAccuracySearch
+from service.search.time_to_accuracy import SEEDS, TimeToAccuracySearch
 
 BATCHES = np.array([16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0])
 EVERY = np.maximum(1.0, 1442 // BATCHES)

@@ -8,9 +8,8 @@ from itertools import product
 import numpy as np
 import pytest
 
-from service.search.formulas import INDEX, PARAMETERS, step_times
 from service.search.points import Hardware, Observation, Point, categories
-from service.search.step_time_model import Prediction, StepTime, fit_step_times
+from service.search.step_time import INDEX, PARAMETERS, Prediction, StepTime, fit_step_times, step_times
 from tests.service.search.queues import grid, point
 from trainables.metrics.phases import PHASES
 
