@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pandas as pd
+
 from service.config.space import GLOBAL_BATCH, SCALE_AXES
 from service.report import labels as names
 from service.report.run_records import Records, Row, ran
@@ -111,12 +113,8 @@ def best_row(records: Records) -> Row | None:
 
 def with_significance(pairs: list[CommonPoint]) -> list[CommonPoint]:
     """The pairs with `beyond_noise`, by Holm's correction over all pairs whose noise is known."""
-    p_values = [pair.p_value for pair in pairs]
-    adjusted = iter(holm([p_value for p_value in p_values if p_value is not None]))
-    return [
-        pair if p_value is None else replace(pair, beyond_noise=next(adjusted) <= LEVEL)
-        for pair, p_value in zip(pairs, p_values, strict=True)
-    ]
+    p_values = holm(pd.Series([pair.p_value for pair in pairs], dtype=float))
+    return [pair if math.isnan(p) else replace(pair, beyond_noise=p <= LEVEL) for pair, p in zip(pairs, p_values, strict=True)]
 
 
 def overall(pairs: list[CommonPoint]) -> tuple[float, float, float] | None:
