@@ -120,7 +120,7 @@ def with_significance(pairs: list[CommonPoint]) -> list[CommonPoint]:
 def overall(pairs: list[CommonPoint]) -> tuple[float, float, float] | None:
     """Geometric mean of the ratios with its 95% bounds, from how the points differ among themselves; None for fewer than two.
 
-    What differs between two days (clocks, neighbours, caches) moves all points alike and is in neither figure.
+    What differs between two days (clocks, other jobs, caches) moves all points alike and is in neither figure.
     """
     test = paired_t_test([math.log(pair.ratio) for pair in pairs])
     if test is None:
@@ -152,7 +152,7 @@ def lead(comparison: Comparison) -> list[str]:
         sentences += [
             f"Beyond the noise of the steps, B is faster at {faster} of {counted} and slower at {slower}; "
             f"{len(known) - faster - slower} differ by no more than noise.",
-            "What made the machine slower on one of the days (heat, neighbours) is not in that noise.",
+            "What made the machine slower on one of the days (heat, other jobs) is not in that noise.",
         ]
     if len(known) < len(comparison.pairs):
         sentences.append(f"Of {len(comparison.pairs) - len(known)} of them the spread of the steps is not known.")

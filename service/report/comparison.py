@@ -73,7 +73,7 @@ def ratios(comparison: Comparison) -> Figure | None:
     ).sort_values("B ÷ A", kind="stable")
     found["common points, by ratio"] = range(1, len(found) + 1)
     x, y = "common points, by ratio", "B ÷ A"
-    plot = draw(express.scatter, found, x, y, "verdict", list(COLORS), COLORS, ["point"], error_y="bound")
+    plot = draw(express.scatter, found, x, y, "verdict", list(COLORS), COLORS, ["point"], zero=False, error_y="bound")
     plot.add_hline(y=1, line={"color": GREY, "dash": "dot", "width": 2}, annotation_text="as fast")
     read_as = "Above 1, B is faster; bars are 95% bounds from the spread of the steps."
     return figure("ratios", "Speed of B over A", read_as, plot, found[["point", "B ÷ A", "verdict"]], {"B ÷ A": 3})

@@ -72,7 +72,7 @@ def trial_table(result: RunResult, rows: Sequence[Row], title: str, *, on_page: 
         title,
         [columns[index].head for index in used],
         list(zip(*(cells[index] for index in used), strict=True)),
-        left=[column.head for column in columns if column.left],
+        left=[one.head for one, part in zip(columns, cells, strict=True) if one.left or any(cell[:1].isalpha() for cell in part)],
         optional=["data wait s (min–max)", "data wait %", "s/step", *fixed, "s/epoch"],
         marked=[index for index, row in enumerate(rows) if result.best is not None and row.id == result.best.id],
         folded=len(rows) > MAX_OPEN,
