@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pandas as pd
+
 from service.config.space import GLOBAL_BATCH, SCALE_AXES
 from service.report import labels as names
 from service.report.run_records import Records, Row, ran
@@ -111,18 +113,14 @@ def best_row(records: Records) -> Row | None:
 
 def with_significance(pairs: list[CommonPoint]) -> list[CommonPoint]:
     """The pairs with `beyond_noise`, by Holm's correction over all pairs whose noise is known."""
-    p_values = [pair.p_value for pair in pairs]
-    adjusted = iter(holm([p_value for p_value in p_values if p_value is not None]))
-    return [
-        pair if p_value is None else replace(pair, beyond_noise=next(adjusted) <= LEVEL)
-        for pair, p_value in zip(pairs, p_values, strict=True)
-    ]
+    p_values = holm(pd.Series([pair.p_value for pair in pairs], dtype=float))
+    return [pair if math.isnan(p) else replace(pair, beyond_noise=p <= LEVEL) for pair, p in zip(pairs, p_values, strict=True)]
 
 
 def overall(pairs: list[CommonPoint]) -> tuple[float, float, float] | None:
     """Geometric mean of the ratios with its 95% bounds, from how the points differ among themselves; None for fewer than two.
 
-    What differs between two days (clocks, neighbours, caches) moves all points alike and is in neither figure.
+    What differs between two days (clocks, other jobs, caches) moves all points alike and is in neither figure.
     """
     test = paired_t_test([math.log(pair.ratio) for pair in pairs])
     if test is None:
@@ -154,7 +152,7 @@ def lead(comparison: Comparison) -> list[str]:
         sentences += [
             f"Beyond the noise of the steps, B is faster at {faster} of {counted} and slower at {slower}; "
             f"{len(known) - faster - slower} differ by no more than noise.",
-            "What made the machine slower on one of the days (heat, neighbours) is not in that noise.",
+            "What made the machine slower on one of the days (heat, other jobs) is not in that noise.",
         ]
     if len(known) < len(comparison.pairs):
         sentences.append(f"Of {len(comparison.pairs) - len(known)} of them the spread of the steps is not known.")

@@ -2,33 +2,31 @@
 
 from collections.abc import Iterator
 
-import rich.table
+import pandas as pd
+from plotly import express
 
 from service.report import labels as names
-from service.report.compare import CommonPoint, Comparison, lead, point_verdict
-from service.report.document import Page, PageSection, PageTable
-from service.report.plotly_marks import GREY, Figure, dots, hover, line, unformatted, whiskers
-from service.report.text_table import text_table
+from service.report.charts import BLUE, GREEN, GREY, VERMILION, Figure, draw, figure
+from service.report.compare import Comparison, lead, point_verdict
+from service.report.document import Page, PageSection
+from service.report.table import Table
 
-VERDICTS = ("B faster", "within noise", "B slower", "spread unknown")
+COLORS = {"B faster": GREEN, "within noise": BLUE, "B slower": VERMILION, "spread unknown": GREY}
 
 
-def comparison_lines(comparison: Comparison) -> Iterator[str | rich.table.Table]:
+def comparison_lines(comparison: Comparison) -> Iterator[str | Table]:
     yield f"A: {comparison.a.root}"
     yield f"B: {comparison.b.root}"
-    if common := common_points(comparison):
-        yield text_table(
-            "points that both have run", common.columns, common.rows, left=("verdict",), optional=("±", "A top-1 %", "B top-1 %")
-        )
-    if found := differences(comparison):
-        yield text_table("what differs in the experiments", found.columns, found.rows, left=found.columns)
+    for table in (common_points(comparison), differences(comparison)):
+        if table is not None:
+            yield table
     yield from lead(comparison)
 
 
 def comparison_page(comparison: Comparison) -> Page:
     sections = [
-        PageSection.of("Points that both have run", common_points(comparison), ratios(comparison)),
-        PageSection.of("What differs in the experiments", differences(comparison)),
+        PageSection("Points that both have run", [common_points(comparison), ratios(comparison)]),
+        PageSection("What differs in the experiments", [differences(comparison)]),
     ]
     a, b = comparison.a, comparison.b
     sentences = lead(comparison)
@@ -36,58 +34,46 @@ def comparison_page(comparison: Comparison) -> Page:
     return Page("comparison", title, "", sentences[:2], sections, notes=sentences[2:], foot=foot)
 
 
-def common_points(comparison: Comparison) -> PageTable | None:
-    """Both speeds at each point that both have run."""
+def common_points(comparison: Comparison) -> Table | None:
+    """Speed and accuracy of both at each point that both have run."""
     if not comparison.pairs:
         return None
-    unit = comparison.a.unit
-    accurate = any("top1_pct" in row.metrics for pair in comparison.pairs for row in (pair.a, pair.b))
-    columns = [*(names.axis(key, unit) for key in comparison.keys), *("A images/s", "A top-1 %")[: 1 + accurate]]
-    columns += [*("B images/s", "B top-1 %")[: 1 + accurate], "B ÷ A", "±", "verdict"]
+    shown = ["images_per_s"]
+    if any("top1_pct" in row.metrics for pair in comparison.pairs for row in (pair.a, pair.b)):
+        shown.append("top1_pct")
     rows = []
     for pair in comparison.pairs:
-        results = [
-            names.number(row.metrics.get(name), digits)
-            for row in (pair.a, pair.b)
-            for name, digits in (("images_per_s", 1), ("top1_pct", 2))[: 1 + accurate]
-        ]
+        results = [names.metric_cell(row.metrics, name) for row in (pair.a, pair.b) for name in shown]
         error = names.number(pair.error * pair.ratio if pair.error is not None else None, 3)
         point = (str(pair.point[key]) for key in comparison.keys)
         rows.append([*point, *results, f"{pair.ratio:.3f}", error, point_verdict(pair)])
-    return PageTable("Common points", columns, rows)
+    results = [f"{side} {names.label(name).head}" for side in "AB" for name in shown]
+    columns = [*(names.axis(key, comparison.a.unit) for key in comparison.keys), *results, "B ÷ A", "±", "verdict"]
+    return Table("points that both have run", columns, rows, left=["verdict"], optional=("±", "A top-1 %", "B top-1 %"))
 
 
-def differences(comparison: Comparison) -> PageTable | None:
+def differences(comparison: Comparison) -> Table | None:
     """What differs in the experiments."""
-    rows = [[key, str(a), str(b)] for key, a, b in comparison.differences]
-    return PageTable("What differs in the experiments", ["key", "A", "B"], rows) if rows else None
+    rows, columns = [[key, str(a), str(b)] for key, a, b in comparison.differences], ["key", "A", "B"]
+    return Table("what differs in the experiments", columns, rows, left=columns) if rows else None
 
 
 def ratios(comparison: Comparison) -> Figure | None:
     """Speed of B over that of A at every common point, with 95% bounds, sorted."""
-    ordered = sorted(comparison.pairs, key=lambda pair: pair.ratio)
-    if not ordered:
+    if not comparison.pairs:
         return None
     unit, keys = comparison.a.unit, comparison.keys
-    rank = {id(pair): index + 1 for index, pair in enumerate(ordered)}
-
-    def name(pair: CommonPoint) -> str:
-        return ", ".join(names.at(key, pair.point[key], unit) for key in keys)
-
-    traces = [line("as fast", 0, [0.5, len(ordered) + 0.5], [1, 1], hoverinfo="skip") | {"line": {"color": GREY, "dash": "dot"}}]
-    for index, kind in enumerate(VERDICTS):
-        pairs = [pair for pair in ordered if point_verdict(pair) == kind]
-        if pairs:
-            tips = [hover(name(pair), f"B ÷ A: {pair.ratio:.3f}", kind) for pair in pairs]
-            marks = dots(kind, index, [rank[id(pair)] for pair in pairs], [pair.ratio for pair in pairs], tips)
-            marks["error_y"] = whiskers(marks["marker"]["color"], [1.96 * (pair.error or 0.0) * pair.ratio for pair in pairs])
-            traces.append(marks)
-    return Figure(
-        "ratios",
-        "Speed of B over A",
-        "Above 1, B is faster; bars are 95% bounds from the spread of the steps.",
-        traces,
-        {"xaxis": {"title": {"text": unformatted("common points, by ratio")}}, "yaxis": {"title": {"text": "B ÷ A"}}},
-        ["point", "B ÷ A", "verdict"],
-        [[name(pair), f"{pair.ratio:.3f}", point_verdict(pair)] for pair in ordered],
-    )
+    found = pd.DataFrame(
+        {
+            "point": [", ".join(names.at(key, pair.point[key], unit) for key in keys) for pair in comparison.pairs],
+            "B ÷ A": [pair.ratio for pair in comparison.pairs],
+            "verdict": [point_verdict(pair) for pair in comparison.pairs],
+            "bound": [1.96 * (pair.error or 0.0) * pair.ratio for pair in comparison.pairs],
+        }
+    ).sort_values("B ÷ A", kind="stable")
+    found["common points, by ratio"] = range(1, len(found) + 1)
+    x, y = "common points, by ratio", "B ÷ A"
+    plot = draw(express.scatter, found, x, y, "verdict", list(COLORS), COLORS, ["point"], zero=False, error_y="bound")
+    plot.add_hline(y=1, line={"color": GREY, "dash": "dot", "width": 2}, annotation_text="as fast")
+    read_as = "Above 1, B is faster; bars are 95% bounds from the spread of the steps."
+    return figure("ratios", "Speed of B over A", read_as, plot, found[["point", "B ÷ A", "verdict"]], {"B ÷ A": 3})

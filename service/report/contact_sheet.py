@@ -6,9 +6,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
-from rich.table import Table
 
-from service.report.text_table import text_table
+from service.report.table import Table
 from trainables.data.decode import UnreadableImageError, decode_image
 from trainables.data.index import Index, read_index
 from trainables.data.order import Split
@@ -17,9 +16,8 @@ from trainables.data.sources.records import RecordsSource, open_records
 from trainables.rundir import replacing
 
 _BAR = 30
-_TITLE = 60  # a title is not broken where its table is narrow
 _TILE, _CAPTION, _PER_ROW, _ROWS = 128, 14, 8, 6
-_MOST_CLASSES = 20
+_MAX_CLASSES = 20
 
 
 def describe(root: Path, index: Index) -> Iterator[str | Table]:
@@ -46,22 +44,16 @@ def describe(root: Path, index: Index) -> Iterator[str | Table]:
 
 
 def _splits(index: Index, sources: dict[Split, RecordsSource]) -> Table:
-    of_classes = ["classes", "per class: least", "median", "most"] if index.classes else []
-    columns = ["split", "images", *of_classes, "shards", "MiB"]
-    table = text_table("splits", columns, left=("split",), optional=("median", "shards"), min_width=_TITLE)
+    of_classes = ["classes", "per class: min", "median", "max"] if index.classes else []
+    rows = []
     for split, source in sources.items():
         counts_K = np.bincount(source.labels_N[source.labels_N >= 0], minlength=len(index.classes))
-        part = index.splits[split]
-        per_class = (np.min(counts_K), np.median(counts_K), np.max(counts_K)) if index.classes else ()
-        table.add_row(
-            split,
-            f"{len(source):,}",
-            *([f"{(counts_K > 0).sum():,}"] if index.classes else []),
-            *(f"{count:,.0f}" for count in per_class),
-            str(len(part.shards)),
-            f"{sum(shard.bytes for shard in part.shards) / 2**20:,.1f}",
-        )
-    return table
+        per_class = ((counts_K > 0).sum(), np.min(counts_K), np.median(counts_K), np.max(counts_K)) if index.classes else ()
+        shards = index.splits[split].shards
+        mib = f"{sum(shard.bytes for shard in shards) / 2**20:,.1f}"
+        rows.append([split, f"{len(source):,}", *(f"{count:,.0f}" for count in per_class), str(len(shards)), mib])
+    columns = ["split", "images", *of_classes, "shards", "MiB"]
+    return Table("splits", columns, rows, left=["split"], optional=["median", "shards"])
 
 
 def _classes(classes: tuple[str, ...], sources: dict[Split, RecordsSource]) -> Table:
@@ -69,12 +61,12 @@ def _classes(classes: tuple[str, ...], sources: dict[Split, RecordsSource]) -> T
     counts = {split: np.bincount(source.labels_N, minlength=len(classes)) for split, source in sources.items()}
     shown = np.arange(len(classes))
     title = "classes"
-    if len(classes) > _MOST_CLASSES:
+    if len(classes) > _MAX_CLASSES:
         by_count = np.argsort(counts["train"], kind="stable")
-        shown = np.concatenate([by_count[: _MOST_CLASSES // 2], by_count[-_MOST_CLASSES // 2 :]])
-        title = f"classes with the fewest and the most train images, {_MOST_CLASSES} of {len(classes):,}"
+        shown = np.concatenate([by_count[: _MAX_CLASSES // 2], by_count[-_MAX_CLASSES // 2 :]])
+        title = f"classes with the fewest and the most train images, {_MAX_CLASSES} of {len(classes):,}"
     rows = [[str(label), classes[label], *(f"{counts[split][label]:,}" for split in sources)] for label in shown.tolist()]
-    return text_table(title, ["label", "class", *sources], rows, left=("class",), min_width=_TITLE)
+    return Table(title, ["label", "class", *sources], rows, left=["class"])
 
 
 def _histogram(title: str, values_N: NDArray[np.generic], number: str) -> Table:
@@ -88,7 +80,7 @@ def _histogram(title: str, values_N: NDArray[np.generic], number: str) -> Table:
         [number.format(begin), number.format(end), f"{count:,}", "█" * round(_BAR * count / np.max(counts))]
         for begin, end, count in zip(edges, edges[1:], counts, strict=False)
     ]
-    return text_table(title, ["from", "to", "images", ""], rows, left=("",), min_width=_TITLE)
+    return Table(title, ["from", "to", "images", ""], rows, left=[""])
 
 
 def write_sheet(root: Path, path: Path) -> int:

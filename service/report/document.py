@@ -10,7 +10,6 @@ import functools
 import gzip
 import json
 import math
-import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,36 +19,10 @@ from typing import Any
 
 from jinja2 import Environment
 
-from service.report.plotly_marks import Figure
+from service.report.charts import Figure
+from service.report.table import Table
 from trainables.errors import ExperimentError
 from trainables.rundir import write_text
-
-_NUMBER = re.compile(r"[-−+]?[\d,]+(\.\d+)?([*%]|e[-+]\d+)?|–")
-
-
-@dataclass(frozen=True)
-class Shade:
-    """A cell with a ground of its own: the larger the share, the stronger. `kind`: "best", "bad" (what went wrong) or neither."""
-
-    text: str
-    share: float
-    kind: str = ""
-
-    def __str__(self) -> str:
-        return self.text
-
-
-@dataclass(frozen=True)
-class PageTable:
-    """Cells as text. `marked` rows stand out; a `folded` table is opened by its reader; with `heads` rows have headings."""
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str | Shade]]
-    caption: str = ""
-    marked: frozenset[int] = frozenset()
-    folded: bool = False
-    heads: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,13 +30,15 @@ class PageSection:
     """A part of the page; one without tables and figures is not shown."""
 
     title: str
-    tables: Sequence[PageTable] = ()
-    figures: Sequence[Figure] = ()
+    parts: Sequence[Table | Figure | None]
 
-    @classmethod
-    def of(cls, title: str, *parts: PageTable | Figure | None) -> PageSection:
-        """A section of the tables and figures that there are."""
-        return cls(title, [one for one in parts if isinstance(one, PageTable)], [one for one in parts if isinstance(one, Figure)])
+    @property
+    def tables(self) -> list[Table]:
+        return [part for part in self.parts if isinstance(part, Table)]
+
+    @property
+    def figures(self) -> list[Figure]:
+        return [part for part in self.parts if isinstance(part, Figure)]
 
 
 @dataclass(frozen=True)
@@ -98,15 +73,10 @@ def render(page: Page) -> str:
             nonce=secrets.token_urlsafe(16),
             style=_asset("page.css"),
             script=_asset("page.js"),
-            numbers=numbers,
             figures=packed(as_json(drawn)) if drawn else "",
             library=plotly() if drawn else "",
         )
     )
-
-
-def numbers(figure: Figure) -> PageTable:
-    return PageTable(f"Numbers of: {figure.title}", figure.columns, figure.numbers)
 
 
 def as_json(value: Any) -> bytes:
@@ -140,6 +110,4 @@ def _asset(name: str) -> str:
 
 @functools.cache
 def _template() -> Any:
-    environment = Environment(autoescape=True, trim_blocks=False)
-    environment.tests["number_like"] = lambda cell: isinstance(cell, str) and _NUMBER.fullmatch(cell) is not None
-    return environment.from_string(_asset("page.html"))
+    return Environment(autoescape=True).from_string(_asset("page.html"))

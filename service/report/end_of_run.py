@@ -6,6 +6,7 @@ from rich.console import RenderableType
 
 from service.report import terminal_tables as terminal
 from service.report.run_records import teacher_lines
+from service.report.tables import phase_table, stage_table
 from service.report.terminal_tables import verdict
 from service.runs.result import RunResult
 from service.runs.stored.stored_runs import display_name
@@ -19,8 +20,8 @@ def tables(result: RunResult) -> Sequence[RenderableType]:
     lines = [*teacher_lines(result), *terminal.note_lines(result)]
     if result.kind == "sweep":
         return [*terminal.compared(result), *lines]
-    phases = terminal.phase_table(result.stages[-1].metrics, "a step of the student")
-    return [terminal.stage_table(result), *([phases] if phases is not None else []), *lines]
+    phases = phase_table(result.stages[-1].metrics, "a step of the student")
+    return [stage_table(result.name, result.stages), *([phases] if phases is not None else []), *lines]
 
 
 def write_page_at_end(run_dir: RunDir, result: RunResult, echo: Callable[[str], None]) -> None:

@@ -1,92 +1,71 @@
-"""What GPUs and nodes did while a run went on: utilisation, temperature and clocks over time, from what telemetry has sampled."""
+"""What GPUs and nodes did while a run went on: utilization, temperature and clocks over time, from what telemetry has sampled."""
 
 import re
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+from plotly import express
 
 from service.report import labels as names
-from service.report.plotly_marks import DASHES, MOST_SERIES, PALETTE, SYMBOLS, Figure, Trace, band, dots, hover, line, y_axis
+from service.report.charts import MAX_SERIES, PALETTE, Figure, add_band, draw, figure
 from service.report.run_records import History
 from service.report.timeline import clock
 from trainables.rundir import final_names
 
-Sample = tuple[float, str, Mapping[str, float]]
-"""Unix ms, the label of its history, and the metrics by their names."""
 HARDWARE = (
-    ("utilisation", "GPU utilisation", "util_pct", "%", True),
-    ("temperature", "GPU temperature", "temperature_c", "°C", False),
-    ("clocks", "GPU clocks (SM)", "sm_clock_mhz", "MHz", False),
-    ("cpu", "CPU use of the nodes", "cpu_pct", "%", True),
+    ("utilization", "GPU utilization", r"gpu\d+/util", "pct", "%", True),
+    ("temperature", "GPU temperature", r"gpu\d+/temperature", "c", "°C", False),
+    ("clocks", "GPU clocks (SM)", r"gpu\d+/sm_clock", "mhz", "MHz", False),
+    ("cpu", "CPU use of the nodes", "cpu", "pct", "%", True),
 )
+"""Figure, title, metric of a node, its unit there and here, and whether the axis begins at zero."""
 
 
 def hardware(histories: Sequence[History]) -> list[Figure]:
-    """What GPUs and nodes did, a point an epoch or, of a timing trial, a point a trial."""
-    samples: list[Sample] = []
-    for h in histories:
-        lines = h.of("epoch") or h.of("summary")
-        samples += [(float(one["time_ms"]), h.label, final_names(one["metrics"])) for one in lines]
-    samples.sort(key=lambda sample: sample[0])
+    """What GPUs and nodes did, a point per epoch or, of a timing trial, a point per trial."""
+    samples = [
+        {"time_ms": one["time_ms"], "what": h.label, **final_names(one["metrics"])}
+        for h in histories
+        for one in h.of("epoch") or h.of("summary")
+    ]
     if not samples:
         return []
-    begin = min(h.start_ms for h in histories if h.lines)
-    unit, factor = clock((samples[-1][0] - begin) / 1e3)
-    xs = [(at - begin) / 1e3 / factor for at, _, _ in samples]
-    figures = []
-    for figure_name, title, field, unit_of_field, from_zero in HARDWARE:
-        form = re.compile(r"node\d+/gpu\d+/" + field if figure_name != "cpu" else r"node\d+/" + field)
-        series = sorted({key for _, _, m in samples for key in m if form.fullmatch(key)}, key=names.natural)
+    wide = pd.DataFrame(samples).sort_values("time_ms", kind="stable")
+    at_s = (wide["time_ms"] - min(h.start_ms for h in histories if h.lines)) / 1e3
+    unit, factor = clock(at_s.iloc[-1])
+    when = f"{unit} since the start"
+    wide = pd.concat([wide, (at_s / factor).rename(when)], axis="columns")
+    found = []
+    for id, title, metric, ending, of, from_zero in HARDWARE:
+        form = re.compile(rf"(node\d+.*)/[a-z_]+_{ending}")
+        matches = [form.fullmatch(name) for name in map(str, wide) if re.fullmatch(rf"node\d+/{metric}_{ending}", name)]
+        series = {match[0]: match[1] for match in matches if match}
         if not series:
             continue
-        values = {name: [m[name] for _, _, m in samples if name in m] for name in series}
-        lowest, highest = min(map(min, values.values())), max(map(max, values.values()))
-        many = len(series) > MOST_SERIES
+        series = dict(sorted(series.items(), key=lambda item: names.natural(item[1])))
+        long = wide.rename(columns=series).melt([when, "what"], list(series.values()), "where", of).dropna(subset=of)
+        many = len(series) > MAX_SERIES
+        if many:
+            each = long.groupby(when)[of].agg(["min", "mean", "max"]).reset_index()
+            each = each.rename(columns={"mean": of}).assign(where=f"mean of {len(series)}")
+            plot = draw(express.line, each, when, of, "where", markers=False, zero=from_zero)
+            add_band(plot, PALETTE[0], each[when].tolist(), each["min"].tolist(), each["max"].tolist())
+        else:
+            plot = draw(express.line, long, when, of, "where", tips=["what"], zero=from_zero)
+            plot.update_traces(marker_size=6, line_width=1.5)
+        numbers: Any = long.groupby("where", sort=False)[of].agg(["min", "mean", "max"])
+        peaks = [wide.get(re.sub(rf"_{ending}$", f"_max_{ending}", name), pd.Series(dtype=float)).max() for name in series]
         caption = f"Means of each epoch or trial{', with the band from the lowest to the highest' if many else ''}."
-        figures.append(
-            Figure(
-                figure_name,
+        found.append(
+            figure(
+                id,
                 f"{title} over time",
-                f"{caption} From {lowest:,.0f} to {highest:,.0f} {unit_of_field}.",
-                _mean_and_band(series, samples, xs) if many else _lines(series, samples, xs, unit_of_field),
-                {"xaxis": {"title": {"text": f"{unit} since the start"}}, "yaxis": y_axis(unit_of_field, from_zero)},
-                ["where", "lowest mean", "mean", "highest mean", "peak"],
-                [_row(name, values[name], samples) for name in series],
+                f"{caption} From {long[of].min():,.0f} to {long[of].max():,.0f} {of}.",
+                plot,
+                numbers.set_axis(["lowest mean", "mean", "highest mean"], axis="columns").assign(peak=peaks).reset_index(),
+                dict.fromkeys(["lowest mean", "mean", "highest mean", "peak"], 1),
                 height=300,
             )
         )
-    return figures
-
-
-def _row(name: str, values: Sequence[float], samples: Sequence[Sample]) -> list[str]:
-    """Lowest, mean and highest value of a series, and its peak between samples."""
-    what, _, unit = name.rpartition("_")
-    peaks = [m[peak] for _, _, m in samples if (peak := f"{what}_max_{unit}") in m]
-    numbers = (min(values), statistics.fmean(values), max(values), max(peaks, default=None))
-    return [name.rpartition("/")[0], *(names.number(number, 1) for number in numbers)]
-
-
-def _lines(series: Sequence[str], samples: Sequence[Sample], xs: Sequence[float], unit: str) -> list[Trace]:
-    """A line for each GPU or node."""
-    traces = []
-    for index, name in enumerate(series):
-        points = [(x, m[name], label) for x, (_, label, m) in zip(xs, samples, strict=True) if name in m]
-        where = name.rpartition("/")[0]
-        tips = [hover(where, label, f"{y:.0f} {unit}") for _, y, label in points]
-        style = {
-            "mode": "lines+markers",
-            "line": {"color": PALETTE[index], "dash": DASHES[index], "width": 1.5},
-            "marker": {"color": PALETTE[index], "symbol": SYMBOLS[index], "size": 6},
-        }
-        traces.append(dots(where, index, [x for x, _, _ in points], [y for _, y, _ in points], tips) | style)
-    return traces
-
-
-def _mean_and_band(series: Sequence[str], samples: Sequence[Sample], xs: Sequence[float]) -> list[Trace]:
-    """The mean of many series, and the band between the lowest and the highest."""
-    per_sample = [(x, [m[name] for name in series if name in m]) for x, (_, _, m) in zip(xs, samples, strict=True)]
-    per_sample = [(x, values) for x, values in per_sample if values]
-    at = [x for x, _ in per_sample]
-    return [
-        band(PALETTE[0], at, [min(values) for _, values in per_sample], [max(values) for _, values in per_sample]),
-        line(f"mean of {len(series)}", 0, at, [statistics.fmean(values) for _, values in per_sample]),
-    ]
+    return found

@@ -18,22 +18,29 @@ class MetricLabel(NamedTuple):
     digits: int
     compared: Literal["", "speed", "cost"] = ""
 
+    @property
+    def head(self) -> str:
+        """Over a column of numbers: `top-1 %`, where a sentence has `97.25% top-1`."""
+        return f"{self.unit.removeprefix('% ')} %" if self.unit.startswith("%") else self.unit
+
 
 METRICS = {
     "images_per_s": MetricLabel("images/s", 1, "speed"),
-    "epoch_s": MetricLabel("s an epoch", 2, "speed"),
-    "step_s": MetricLabel("s a step", 4, "speed"),
-    "gpu_s_per_epoch": MetricLabel("GPU-s an epoch", 2, "cost"),
+    "epoch_s": MetricLabel("s/epoch", 2, "speed"),
+    "epoch_wall_s": MetricLabel("s/epoch by the clock", 2, "speed"),
+    "step_s": MetricLabel("s/step", 4, "speed"),
+    "gpu_s_per_epoch": MetricLabel("GPU-s/epoch", 2, "cost"),
+    "data_pct": MetricLabel("% data wait", 1),
     "top1_pct": MetricLabel("% top-1", 2),
-    "best_top1_pct": MetricLabel("% best top-1", 2),
     "top5_pct": MetricLabel("% top-5", 2),
-    "linear_top1_pct": MetricLabel("% top-1 of a linear probe", 2),
+    "best_top1_pct": MetricLabel("% best top-1", 2),
+    "linear_top1_pct": MetricLabel("% linear probe", 2),
     "cka": MetricLabel("CKA with the teacher", 4),
     "cosine": MetricLabel("cosine with the teacher", 4),
     "val_loss": MetricLabel("validation loss", 4),
-    "time_to_accuracy_s": MetricLabel("s of training to the accuracy", 1, "speed"),
-    "data_pct": MetricLabel("% of a step waiting for data", 1),
+    "time_to_accuracy_s": MetricLabel("s to the accuracy", 1, "speed"),
     "peak_memory_mib": MetricLabel("MiB peak memory", 0),
+    "steps": MetricLabel("steps", 0),
 }
 
 ENDS = {"oom": " (out of memory)", "infeasible": " (cannot run on this cluster)"}
@@ -45,14 +52,15 @@ def number(value: Any, digits: int = 2) -> str:
     return f"{value:,.{digits}f}" if isinstance(value, int | float) and math.isfinite(value) else "–"
 
 
-def epoch_seconds_text(m: Mapping[str, float]) -> str:
-    """Seconds an epoch takes; a star where that is projected from fewer steps."""
-    return number(m.get("epoch_s")) + ("*" if m.get("epoch_projected") else "")
-
-
 def short(value: float) -> str:
     """Three significant digits, or all of an integer's."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def metric_cell(metrics: Mapping[str, float], name: str) -> str:
+    """A metric for a cell; seconds of an epoch with a star where they are projected from fewer steps."""
+    star = "*" if name == "epoch_s" and metrics.get("epoch_projected") else ""
+    return number(metrics.get(name), label(name).digits) + star
 
 
 def axis(key: str, unit: str) -> str:
@@ -81,7 +89,7 @@ def point(row: Row, unit: str, extras: Sequence[str]) -> str:
 
 
 def label(name: str) -> MetricLabel:
-    """How a metric is written; of any other than these by its name."""
+    """How a metric is written; one without an entry by its name."""
     return METRICS.get(name, MetricLabel(name, 3))
 
 

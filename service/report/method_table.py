@@ -8,10 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-from rich.text import Text
-
-from service.report.text_table import text_table
+from service.report.table import Table
 from trainables.config import MethodOptions
 from trainables.errors import ExperimentError
 from trainables.methods.registry import available_methods, load_method
@@ -24,31 +21,26 @@ if TYPE_CHECKING:
 
 LOSS = "loss, added to task_weight·CE"
 STAGES = "pipeline stages"
-HEADINGS = ("name", "paper", LOSS, "weight", "task_weight", "taps", STAGES)
+COLUMNS = ("name", "paper", LOSS, "weight", "task_weight", "taps", STAGES)
 
 
 def method_table() -> Table:
     """A row for each method that goes by a name: its paper and loss, its default weights and taps; or why it cannot be loaded."""
-    table = text_table(
-        "distill.method",
-        HEADINGS,
-        left=("name", "paper", LOSS, "taps", STAGES),
-        optional=("paper", STAGES, "task_weight"),
-        show_lines=True,
-    )
+    rows = []
     for name in sorted(available_methods()):
         try:
             kind = load_method(name)
         except ExperimentError as error:
             cause = error.__cause__
             reason = f"{type(cause).__name__}: {cause}" if cause is not None else str(error).removeprefix("distill.method: ")
-            cells: tuple[str, ...] = (name, f"cannot be loaded: {reason}")
+            cells = [name, f"cannot be loaded: {reason}", *[""] * (len(COLUMNS) - 2)]
         else:
             paper, loss = (text.split("\n\n")[0] for text in _docs(kind))
             weight = _default(kind.Options.model_fields["weight"])
-            cells = (name, paper, loss, weight, f"{kind.task_weight:g}", _taps(kind), in_stages(kind))
-        table.add_row(*(Text(" ".join(cell.split())) for cell in cells))
-    return table
+            cells = [name, paper, loss, weight, f"{kind.task_weight:g}", _taps(kind), in_stages(kind)]
+        rows.append([" ".join(cell.split()) for cell in cells])
+    left, optional = ("name", "paper", LOSS, "taps", STAGES), ("paper", STAGES, "task_weight")
+    return Table("distill.method", COLUMNS, rows, left=left, optional=optional, sections=range(len(rows)))
 
 
 def method_parts(name: str) -> Iterator[str | Table]:
@@ -66,8 +58,8 @@ def method_parts(name: str) -> Iterator[str | Table]:
     yield "\n\n".join(text for text in (f"{option_key(name)}: {loss}", module, defaults, options) if text) + "\n"
     columns = ("option", "default", "description")
     fields = kind.Options.model_fields.items()
-    rows = [[Text(cell) for cell in (option, _default(field), _description(kind.Options, option))] for option, field in fields]
-    yield text_table(f"distill.options.{option_key(name)}", columns, rows, left=columns)
+    rows = [[option, _default(field), _description(kind.Options, option)] for option, field in fields]
+    yield Table(f"distill.options.{option_key(name)}", columns, rows, left=columns)
 
 
 def in_stages(kind: type[Method]) -> str:

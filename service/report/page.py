@@ -7,35 +7,26 @@ from importlib.metadata import version
 from pathlib import Path
 
 from service.config.experiment import read_resolved
-from service.report import document, figures, hardware, page_tables, seeds, timeline, winner
+from service.report import document, figures, hardware, seeds, tables, timeline, winner
 from service.report import labels as names
-from service.report import speed_by_axis as along
 from service.report import wall_time as wall
+from service.report.charts import MAX_SERIES, Figure
 from service.report.document import Page, PageSection
 from service.report.model_curve import model_of
 from service.report.phase_shares import shares_text
-from service.report.plotly_marks import MOST_SERIES, Figure
 from service.report.run_records import Records, axes, ended, ran, read_records, teacher_lines
+from service.report.speed_by_axis import over_axis
 from service.runs.outcome import Outcome
 from service.runs.result import RunResult, StageRow
 from service.search.rows import probes
 from trainables.rundir import RunDir
 
 RELOAD_S = 5
-FACTS = {
-    "images_per_s": ("images/s", 1),
-    "epoch_s": ("s of steps an epoch", 2),
-    "epoch_wall_s": ("s an epoch by the clock", 2),
-    "step_s": ("s a step", 4),
-    "data_pct": ("% of it waiting for data", 1),
-    "top1_pct": ("top-1 %", 2),
-    "best_top1_pct": ("best top-1 %", 2),
-    "linear_top1_pct": ("linear probe's top-1 %", 2),
-    "cka": ("CKA with the teacher", 4),
-    "cosine": ("cosine with the teacher", 4),
-    "peak_memory_mib": ("MiB of GPU memory, peak", 0),
-}
-"""Metric → what it is, and its digits."""
+FACTS = (
+    *("images_per_s", "epoch_s", "epoch_wall_s", "step_s", "data_pct", "top1_pct", "best_top1_pct", "linear_top1_pct", "cka"),
+    *("cosine", "peak_memory_mib"),
+)
+"""The metrics that one looks for first."""
 
 
 def write_page(run_dir: RunDir, result: RunResult, path: Path | None = None) -> Path:
@@ -62,19 +53,18 @@ def sweep_page(records: Records) -> Page:
     """What won and why, the table, speed over each axis, and all else that was measured."""
     result, rows, best, unit = records.result, records.rows, records.best, records.unit
     points, workers = probes(rows), f"{unit[0].upper()}{unit[1:]}s"
+    front = result.search.front if result.search else ()
     sections = [
-        PageSection.of(f"{workers} × batch × loader workers", *page_tables.heat(records), page_tables.trials(records)),
-        PageSection.of("Trials without a result", page_tables.bad(records)),
-        PageSection.of("Over seeds", seeds.page_table(result), seeds.seeds_figure(result)),
-        PageSection.of("Speed over each axis", *over_axes(records)),
-        PageSection.of("Where the time goes", figures.phases(rows, unit), figures.waits(rows, unit)),
-        PageSection.of(
-            "Scaling and cost",
-            figures.efficiency(points, best, unit) if best else None,
-            figures.pareto(points, unit, result.search.front if result.search else ()),
+        PageSection(f"{workers} × batch × loader workers", [tables.heat_table(records), tables.page_trials(records)]),
+        PageSection("Trials without a result", [tables.bad_trials(records)]),
+        PageSection("Over seeds", [seeds.seed_table(result), seeds.seeds_figure(result)]),
+        PageSection("Speed over each axis", over_axes(records)),
+        PageSection("Where the time goes", [figures.phases(rows, unit), figures.waits(rows, unit)]),
+        PageSection(
+            "Scaling and cost", [figures.efficiency(points, best, unit) if best else None, figures.pareto(points, unit, front)]
         ),
-        PageSection.of("Over time", *over_time(records)),
-        page_tables.settings(records),
+        PageSection("Over time", over_time(records)),
+        PageSection("The experiment", [tables.settings(records)]),
     ]
     if best is None:
         lead = ["No trial is complete: nothing to compare yet.", f"{len(ended(points))} of {len(points)} trials have ended."]
@@ -105,17 +95,19 @@ def run_page(records: Records) -> Page:
         lead.insert(1, f"A step of the student: {shares}.")
     labels = [h.label for h in histories]
     sections = [
-        PageSection.of("Learning", timeline.losses_figure(histories), timeline.accuracy(histories, labels)),
-        PageSection.of(
+        PageSection("Learning", [timeline.losses_figure(histories), timeline.accuracy(histories, labels)]),
+        PageSection(
             "Where the time goes",
-            wall.wall_time_figure([(stage.stage, stage) for stage in stages], result),
-            wall.stage_phases(stages),
-            timeline.waits_over_time(histories),
-            timeline.speeds(histories),
-            timeline.drift(histories, labels),
+            [
+                wall.wall_time_figure([(stage.stage, stage) for stage in stages], result),
+                wall.stage_phases(stages),
+                timeline.waits_over_time(histories),
+                timeline.speeds(histories),
+                timeline.drift(histories, labels),
+            ],
         ),
-        PageSection.of("Hardware", *hardware.hardware(histories)),
-        page_tables.settings(records),
+        PageSection("Hardware", hardware.hardware(histories)),
+        PageSection("The experiment", [tables.settings(records)]),
     ]
     if student is None:
         return Page("run", result.name, result.status, lead, sections)
@@ -147,8 +139,8 @@ def reached(stage: StageRow) -> str:
 def facts_of(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     """The numbers that one looks for first."""
     return [
-        (text, names.number(metrics[name], digits))
-        for name, (text, digits) in FACTS.items()
+        (names.label(name).head, names.metric_cell(metrics, name))
+        for name in FACTS
         if name in metrics and not (name == "best_top1_pct" and metrics[name] == metrics.get("top1_pct"))
     ]
 
@@ -160,7 +152,7 @@ def over_axes(records: Records) -> list[Figure | None]:
         return []
     measured = probes(records.rows)  # a training to a target has its probe's point, and a speed of other steps
     model = model_of(records.result, measured)
-    return [along.over_axis(measured, best, key, model, records.unit) for key in axes(measured)]
+    return [over_axis(measured, best, key, model, records.unit) for key in axes(measured)]
 
 
 def over_time(records: Records) -> list[Figure | None]:
@@ -173,11 +165,11 @@ def over_time(records: Records) -> list[Figure | None]:
         ran(records.rows),
         key=lambda row: (row.id != best, -row.metrics.get("top1_pct", 0.0), -row.metrics["images_per_s"]),
     )
-    labels = [f"trial {row.id}" for row in ranked[:MOST_SERIES]]
+    labels = [f"trial {row.id}" for row in ranked[:MAX_SERIES]]
     histories, rows = records.histories, records.rows
     return [
         timeline.accuracy(histories, labels, rows),
         timeline.drift(histories, labels, rows),
-        wall.of_trials(ranked[:MOST_SERIES], rows),
+        wall.of_trials(ranked[:MAX_SERIES], rows),
         *hardware.hardware(histories),
     ]

@@ -1,185 +1,123 @@
 """Trials that differ by their seed alone, taken together: their mean, and the paired difference to the sweep's first point."""
 
-import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from typing import Any
 
-import rich.table
+import pandas as pd
+from plotly import express
 
 from service.report import labels as names
-from service.report import plotly_marks as marks
-from service.report.document import PageTable
+from service.report.charts import GREY, Figure, draw, figure
 from service.report.run_records import Row, rows_of, value
 from service.report.statistics import LEVEL, holm, paired_t_test
-from service.report.text_table import text_table
+from service.report.table import Table
 from service.report.winner import judged
 from service.runs.result import RunResult
 
 SEED = "seed"
 ROUNDING = 1e-12
 """Of differences, relative to the numbers themselves."""
+CAPTION = (
+    "Means over seeds ± their standard deviation, and paired differences to {first} with Student's t; p is for all rows together"
+    " (Holm). What is not significant may be chance: more seeds show it."
+)
 
 
-@dataclass(frozen=True)
-class Difference:
-    """A group less the first one, over the seeds that both have: a mean, and half of its confidence interval.
+def groups(result: RunResult) -> pd.DataFrame:
+    """The points of a sweep over seeds, in the order of the sweep; no rows where no point was run with two seeds.
 
-    `p` is that of a paired t-test for this row and all others together (`statistics.holm`): a dozen methods compared at 5% each
-    would find a winner among equals in one table of two. None where all differences are the same: accuracies are multiples of
-    an image, so that of two seeds this happens, and says little.
+    Columns: `point`, `seeds`, `mean`, `std` (n - 1); `difference` to the first point over the `pairs` of seeds that both have
+    (what a seed does to all alike cancels), `half` of its confidence interval, `p` of a paired t-test for all rows together (a
+    dozen methods compared at 5% each would find a winner among equals in one table of two), and whether it is `significant`.
+    NaN: fewer than two pairs; `p` also where all differences are the same: accuracies are multiples of an image, so that of two
+    seeds this happens, and says little. `asha` ends the seeds that begin badly: those that are left are the lucky ones, and not
+    compared.
     """
-
-    mean: float
-    half: float
-    p: float | None
-    num: int
-
-    @property
-    def significant(self) -> bool:
-        return self.p is not None and self.p < LEVEL
-
-
-@dataclass(frozen=True)
-class SeedGroup:
-    """Trials of one point but for the seed."""
-
-    label: str
-    of: Mapping[int, float]
-    """Seed → the metric of its trial."""
-    difference: Difference | None = None
-    """None: it is the first group, or fewer than two seeds are shared with it."""
-
-    @property
-    def mean(self) -> float:
-        return statistics.fmean(self.of.values())
-
-    @property
-    def std(self) -> float | None:
-        """The sample's deviation (n - 1)."""
-        return statistics.stdev(self.of.values()) if len(self.of) > 1 else None
-
-
-def groups(result: RunResult) -> list[SeedGroup]:
-    """The points of a sweep over seeds, in the order of the sweep; empty where no point was run with two seeds.
-
-    The first is what the others are compared with: seeds pair them, so that what a seed does to all alike cancels. Nothing of
-    `asha`, which ends the seeds that begin badly: those that are left are the lucky ones.
-    """
-    if result.policy == "asha":
-        return []
-    metric = judged(result)[0]
-    rows = [row for row in rows_of(result) if SEED in row.params]
+    rows = [row for row in rows_of(result) if SEED in row.params and result.policy != "asha"]
     keys = [key for key in dict.fromkeys(key for row in rows for key in row.params) if key != SEED]
     keys = [key for key in keys if len({repr(row.params.get(key)) for row in rows}) > 1]
-    found: dict[str, dict[int, float]] = {}
-    for row in rows:
-        by_seed = found.setdefault(_label(row, keys), {})
-        if row.status == "ok" and (measurement := row.metrics.get(metric)) is not None:
-            by_seed[row.params[SEED]] = float(measurement)
-    measured = {label: of for label, of in found.items() if of}
-    if not measured or max(map(len, measured.values())) < 2:
-        return []
-    (_, first), *others = measured.items()
-    raw = [paired(of, first) for _, of in others]
-    adjusted = iter(holm([one.p for one in raw if one is not None and one.p is not None]))
-    differences = [one if one is None or one.p is None else replace(one, p=next(adjusted)) for one in raw]
-    return [SeedGroup(label, of, one) for (label, of), one in zip(measured.items(), [None, *differences], strict=True)]
+    labels, metric = [_label(row, keys) for row in rows], judged(result)[0]
+    measured = [row.metrics.get(metric) if row.status == "ok" else None for row in rows]
+    values = pd.DataFrame(
+        {"point": labels, "seed": [row.params[SEED] for row in rows], "value": pd.Series(measured, dtype=float)}
+    )
+    by_seed = values.pivot_table(index="point", columns="seed", values="value", aggfunc="last")
+    by_seed = by_seed.reindex(list(dict.fromkeys(labels))).dropna(how="all")
+    counts = by_seed.count(axis="columns")
+    if counts.max() < 2 or by_seed.empty:
+        return pd.DataFrame()
+    others, scale = by_seed.iloc[1:] - by_seed.iloc[0], by_seed.abs().max(axis="columns")
+    tests = {
+        point: test
+        for point, differences in others.T.items()
+        if (test := paired_t_test(differences.dropna().tolist(), rounding=ROUNDING * max(1.0, scale[str(point)])))
+    }
+    found = pd.DataFrame({"seeds": counts, "mean": by_seed.mean(axis="columns"), "std": by_seed.std(axis="columns")})
+    found["pairs"] = others.count(axis="columns")
+    found["difference"] = pd.Series({point: test.mean for point, test in tests.items()}, dtype=float)
+    found["half"] = pd.Series({point: test.half_width for point, test in tests.items()}, dtype=float)
+    found["p"] = holm(pd.Series({point: test.p_value for point, test in tests.items()}, dtype=float))
+    return found.assign(significant=found["p"] < LEVEL).rename_axis("point").reset_index()
 
 
 def _label(row: Row, keys: Sequence[str]) -> str:
     """The values in which this point differs, without the keys that it does not set."""
     values = {key: value(row, key) for key in keys if key in row.params}
-    if list(values) == ["distill.method"]:
-        return _text(values["distill.method"])
-    return ", ".join(f"{key.removeprefix('distill.')} {_text(item)}" for key, item in values.items()) or "all alike"
+    texts = {key: " + ".join(map(str, item)) if isinstance(item, list) else str(item) for key, item in values.items()}
+    if list(texts) == ["distill.method"]:
+        return texts["distill.method"]
+    return ", ".join(f"{key.removeprefix('distill.')} {text}" for key, text in texts.items()) or "all alike"
 
 
-def _text(item: Any) -> str:
-    return " + ".join(map(str, item)) if isinstance(item, list) else str(item)
-
-
-def paired(values: Mapping[int, float], first: Mapping[int, float]) -> Difference | None:
-    """The mean difference over the seeds that both have, with Student's t interval and p-value; None below two of them."""
-    differences = [value - first[seed] for seed, value in values.items() if seed in first]
-    test = paired_t_test(differences, rounding=ROUNDING * max(1.0, *map(abs, values.values())))
-    return None if test is None else Difference(test.mean, test.half_width, test.p_value, len(differences))
-
-
-def page_table(result: RunResult) -> PageTable | None:
-    """For the page, a row a point; None where no point was run with two seeds."""
-    found = groups(result)
-    if not found:
+def seed_table(result: RunResult) -> Table | None:
+    """A row a point; None where no point was run with two seeds."""
+    found, (metric, mode) = groups(result), judged(result)
+    if found.empty:
         return None
-    metric, mode = judged(result)
-    what, digits, _ = names.label(metric)
-    first = found[0].label
-    heads = ["point", "seeds", f"mean {what}", "±"]
-    heads += [f"difference to {first}", f"{1 - LEVEL:.0%} interval", "p (Holm)", "significant"]
+    digits, first = names.label(metric).digits, found["point"][0]
+    heads = ["point", "seeds", f"mean {names.label(metric).head}", "±", f"difference to {first}", f"{1 - LEVEL:.0%} interval"]
     rows = []
-    for group in found:
+    records: Any = found.itertuples()
+    for one in records:
         difference = ["–"] * 4
-        if (d := group.difference) is not None:
-            sure = ("better" if (d.mean > 0) == (mode == "max") else "worse") if d.significant else "no"
-            interval = f"{d.mean - d.half:+.{digits}f} to {d.mean + d.half:+.{digits}f}"
-            difference = [f"{d.mean:+.{digits}f}", interval, names.number(d.p, 3), sure]
-        mean, std = names.number(group.mean, digits), names.number(group.std, digits)
-        rows.append([group.label, str(len(group.of)), mean, std, *difference])
-    caption = (
-        f"Means over seeds ± their standard deviation, and paired differences to {first} with Student's t; p is for all"
-        " rows together (Holm). What is not significant may be chance: more seeds show it."
-    )
-    return PageTable("Over seeds", heads, rows, caption)
-
-
-def seed_table(result: RunResult) -> rich.table.Table | None:
-    found = page_table(result)
-    if found is None:
-        return None
-    left = ("point", "significant")
-    return text_table(
-        f"{result.name}: over seeds", found.columns, found.rows, left=left, optional=found.columns[-3:-1], caption=found.caption
+        if one.difference == one.difference:
+            sure = ("better" if (one.difference > 0) == (mode == "max") else "worse") if one.significant else "no"
+            interval = f"{one.difference - one.half:+.{digits}f} to {one.difference + one.half:+.{digits}f}"
+            difference = [f"{one.difference:+.{digits}f}", interval, names.number(one.p, 3), sure]
+        rows.append([one.point, str(one.seeds), names.number(one.mean, digits), names.number(one.std, digits), *difference])
+    return Table(
+        f"{result.name}: over seeds",
+        [*heads, "p (Holm)", "significant"],
+        rows,
+        CAPTION.format(first=first),
+        left=["point", "significant"],
+        optional=[heads[-1], "p (Holm)"],
     )
 
 
 def seeds_sentence(result: RunResult) -> list[str]:
     """Which point is best over its seeds, and how sure that is: a single seed's best trial may owe it to chance."""
-    found = groups(result)
+    found, (metric, mode) = groups(result), judged(result)
     if len(found) < 2:
         return []
-    metric, mode = judged(result)
-    best = (max if mode == "max" else min)(found, key=lambda group: group.mean)
-    text = f"Over seeds {best.label} is best: {names.metric(metric, best.mean)}, the mean of {len(best.of)}"
-    if (d := best.difference) is None:
+    best: Any = found.sort_values("mean", ascending=mode == "min", kind="stable").iloc[0]
+    text = f"Over seeds {best.point} is best: {names.metric(metric, best['mean'])}, the mean of {best.seeds}"
+    if best.difference != best.difference:
         return [f"{text}."]
     digits = names.label(metric).digits
-    sure = f"{1 - LEVEL:.0%} interval of {d.num} pairs; {'' if d.significant else 'not '}significant"
-    return [f"{text}, {d.mean:+.{digits}f} ± {d.half:.{digits}f} compared with {found[0].label} ({sure})."]
+    sure = f"{1 - LEVEL:.0%} interval of {best.pairs:.0f} pairs; {'' if best.significant else 'not '}significant"
+    return [f"{text}, {best.difference:+.{digits}f} ± {best.half:.{digits}f} compared with {found['point'][0]} ({sure})."]
 
 
-def seeds_figure(result: RunResult) -> marks.Figure | None:
+def seeds_figure(result: RunResult) -> Figure | None:
     """Each point's difference to the first with its interval: what crosses zero may be chance."""
-    all_groups = groups(result)
-    found, numbers = [group for group in all_groups if group.difference is not None], page_table(result)
-    if not found or numbers is None:
+    found = groups(result)
+    if found.empty or found["difference"].isna().all():
         return None
-    first, metric = all_groups[0].label, judged(result)[0]
-    what, digits, _ = names.label(metric)
-    labels = [marks.unformatted(group.label) for group in found]
-    differences = [group.difference for group in found if group.difference]
-    tips = [
-        marks.hover(f"{group.label}: {d.mean:+.{digits}f} ± {d.half:.{digits}f}, p {names.number(d.p, 3)}")
-        for group, d in zip(found, differences, strict=True)
-    ]
-    dots = marks.dots(f"difference to {first}", 0, labels, [d.mean for d in differences], tips)
-    dots["error_y"] = marks.whiskers(marks.GREY, [d.half for d in differences], [d.half for d in differences])
-    read_as = f"{what}, mean difference with its {1 - LEVEL:.0%} interval; across zero it may be chance."
-    return marks.Figure(
-        "seeds",
-        f"Over seeds, difference to {first}",
-        read_as,
-        [dots],
-        {"xaxis": {"type": "category", "showgrid": False}, "yaxis": marks.y_axis(what)},
-        numbers.columns,
-        numbers.rows,
-    )
+    first, label = found["point"][0], names.label(judged(result)[0])
+    shown = found.dropna(subset="difference").rename(columns={"difference": label.head}).assign(series=f"difference to {first}")
+    plot = draw(express.scatter, shown, "point", label.head, "series", tips=["half", "p"], error_y="half")
+    plot.update_traces(error_y_color=GREY)
+    read_as = f"{label.head}, mean difference with its {1 - LEVEL:.0%} interval; across zero it may be chance."
+    digits = dict.fromkeys(["mean", "std", "difference", "half"], label.digits) | {"p": 3}
+    return figure("seeds", f"Over seeds, difference to {first}", read_as, plot, found.drop(columns=["significant"]), digits)

@@ -3,17 +3,20 @@
 from collections.abc import Sequence
 from typing import Any
 
+from plotly import express
+from plotly.graph_objects import Figure as Plot
+
 from service.config.space import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS, SCALE_AXES
 from service.report import labels as names
-from service.report import plotly_marks as marks
-from service.report.model_curve import Curve, curve
-from service.report.plotly_marks import MOST_SERIES, Figure, Trace
+from service.report.charts import DASHES, GREY, MAX_SERIES, SYMBOLS, Figure, add_band, draw, escaped, figure, mark_ticks
+from service.report.figures import trial_frame
+from service.report.model_curve import curve
 from service.report.run_records import Row, axes, ordered, ran, value
 from service.search.rows import point_of
 from service.search.step_time import StepTime
 
-NAMED = 40  # trials that a figure still names one by one
-CONTINUOUS = 12  # values of an axis above which points are not told apart by it: a distribution, not a list
+MAX_LISTED = 12  # values of an axis above which points are not told apart by it: a distribution, not a list
+OTHERS = "other trials"
 
 
 def over_axis(rows: Sequence[Row], best: Row, key: str, model: StepTime | None, unit: str) -> Figure | None:
@@ -21,92 +24,63 @@ def over_axis(rows: Sequence[Row], best: Row, key: str, model: StepTime | None, 
 
     The rest is in the background. Where there is a model it draws the curve that the marks lie on, or do not.
     """
-    keys, measured = axes(rows), ran(rows)
-    axis_values = {value(row, key) if is_number(value(row, key)) else str(value(row, key)) for row in measured}
-    if len(axis_values) < 2 or key not in keys:
+    keys, measured, title = axes(rows), ran(rows), names.axis(key, unit)
+    values = [value(row, key) for row in measured]
+    if key not in keys or len(set(map(repr, values))) < 2:
         return None
-    numeric = all(is_number(value) for value in axis_values)
-    measured.sort(key=lambda row: (0, float(value(row, key)), "") if numeric else (1, 0.0, str(value(row, key))))
-    model = model if numeric and key in SCALE_AXES else None
+    numeric = all(isinstance(one, int | float) and not isinstance(one, bool) for one in values)
     second = companion(keys, key)
-    fixed = [k for k in keys if k not in (key, second) and len({repr(value(row, k)) for row in rows}) <= CONTINUOUS]
-    series = series_rows(measured, best, second, fixed)
-    inside = [row for _, _, part in series for row in part]
+    fixed = [k for k in keys if k not in (key, second) and len({repr(value(row, k)) for row in rows}) <= MAX_LISTED]
+    series = series_values(measured, best, second, unit)
 
-    def points(part: Sequence[Row]) -> tuple[list[Any], list[float], list[str]]:
-        xs = [value(row, key) if numeric else marks.unformatted(value(row, key)) for row in part]
-        return xs, [row.metrics["images_per_s"] for row in part], [tip(row, unit, keys) for row in part]
+    def series_of(row: Row) -> str:
+        alike = all(value(row, k) == value(best, k) for k in fixed)
+        return next((name for name, chosen in series.items() if alike and (not second or value(row, second) == chosen)), OTHERS)
 
-    named = {row.id for row in inside}
-    rest = [row for row in measured if row.id not in named]
-    traces: list[Trace] = [marks.faint("other trials", *points(rest))] if rest else []
-    for index, chosen, part in series:
-        name = names.at(second, chosen, unit) if second else "measured"
-        measurements = measured_marks(part, name, index, points(part))
-        if model is not None:
+    def error(row: Row) -> float:
+        return (row.error or float("nan")) * float(row.metrics["images_per_s"])
+
+    own = {names.axis(k, unit): lambda row, k=k: value(row, k) if numeric and k == key else str(value(row, k)) for k in keys}
+    frame = trial_frame(measured, unit, keys, **own, series=series_of, **{"± images/s": error})
+    frame["bar"] = frame["± images/s"].where(frame["series"] != OTHERS)
+    drawn, tips = frame.sort_values(title, kind="stable"), ("trial", "point", "± images/s")
+    plot = draw(express.scatter, drawn, title, "images/s", "series", list(series), {OTHERS: GREY}, tips, error_y="bar")
+    plot.data = sorted(plot.data, key=lambda trace: trace.name != OTHERS)  # behind the others
+    plot.update_traces(marker={"size": 6, "symbol": "circle-open"}, opacity=0.6, selector={"name": OTHERS})
+    modelled = model is not None and numeric and key in SCALE_AXES
+    if model is not None and modelled:
+        for name, chosen in series.items():
             base = {**point_of(best), **({second: chosen} if second else {})}
-            traces += curve_traces(curve(model, base, key, float(min(axis_values)), float(max(axis_values))), name, index)
-        elif numeric:
-            measurements |= {"mode": "lines+markers", "line": {"color": marks.PALETTE[index % MOST_SERIES], "width": 1}}
-        traces.append(measurements)
-    title = names.axis(key, unit)
-    ticks: dict[str, Any] = {"title": {"text": marks.unformatted(title)}, "type": "category"}
+            if name in set(frame["series"]):
+                add_curve(plot, model, base, key, [float(one) for one in values], name)
+    elif numeric:
+        for trace in plot.data:
+            trace.update(mode="markers" if trace.name == OTHERS else "lines+markers", line_width=1)
     if numeric:
-        ticks = marks.numbers_axis(title, [float(one) for one in axis_values], log=spans(axis_values))
-    columns = [key, *(k for k in keys if k != key)]
-    return Figure(
+        mark_ticks(plot, [float(one) for one in values])
+    caption = "Marks are measured" + (", bars one standard error" if frame["bar"].notna().any() else "")
+    caption += ", lines are the step-time model with one standard deviation." if modelled else "."
+    if fixed:
+        caption += f" The series have {', '.join(names.at(k, value(best, k), unit) for k in fixed)}, as the best trial."
+    columns = [title, *(name for name in own if name != title), "images/s", "± images/s", "trial"]
+    return figure(
         f"speed-{keys.index(key)}",
         f"Speed over {title}",
-        caption(inside, best, fixed, model is not None, unit) + names.left_out(rows, {row.id for row in measured}, "a speed"),
-        traces,
-        {"xaxis": ticks, "yaxis": marks.y_axis("images/s")},
-        [*(names.axis(k, unit) for k in columns), "images/s", "± images/s", "trial"],
-        speed_cells(measured, columns),
+        caption + names.left_out(rows, {row.id for row in measured}, "a speed"),
+        plot,
+        frame.sort_values("images/s", ascending=False)[columns],
+        {"images/s": 1, "± images/s": 1},
     )
 
 
-def series_rows(measured: Sequence[Row], best: Row, second: str | None, fixed: Sequence[str]) -> list[tuple[int, Any, list[Row]]]:
-    """The series: index and value of the second axis, see `series_values`, and the trials that are otherwise as the best."""
-    alike = [row for row in measured if all(value(row, key) == value(best, key) for key in fixed)]
-    parts = [
-        (index, chosen, [row for row in alike if second is None or value(row, second) == chosen])
-        for index, chosen in series_values(measured, best, second)
-    ]
-    return [part for part in parts if part[2]]
-
-
-def caption(inside: Sequence[Row], best: Row, fixed: Sequence[str], modelled: bool, unit: str) -> str:
-    """What the marks and lines are, and what the series have in common."""
-    text = "Marks are measured" + (", bars one standard error" if any(row.error for row in inside) else "")
-    text += ", lines are the step-time model with one standard deviation." if modelled else "."
-    common = ", ".join(names.at(key, value(best, key), unit) for key in fixed)
-    return f"{text} The series have {common}, as the best trial." if common else text
-
-
-def measured_marks(part: Sequence[Row], name: str, index: int, points: tuple[list[Any], list[float], list[str]]) -> Trace:
-    """The trials of a series, with one standard error each."""
-    errors = [(row.error or 0.0) * row.metrics["images_per_s"] for row in part]
-    return marks.dots(name, index, *points, legendgroup=f"s{index}") | {
-        "error_y": marks.whiskers(marks.PALETTE[index % MOST_SERIES], errors)
-    }
-
-
-def speed_cells(measured: Sequence[Row], columns: Sequence[str]) -> list[list[str]]:
-    """The figure's numbers, the fastest trial first."""
-    return [
-        [*(str(value(row, key)) for key in columns), names.number(row.metrics["images_per_s"], 1), error_cell(row), row.id]
-        for row in sorted(measured, key=lambda row: -row.metrics["images_per_s"])
-    ]
-
-
-def curve_traces(predicted: Curve, name: str, index: int) -> list[Trace]:
-    """The model's curve of a series, with a band of its standard deviation."""
-    group = f"s{index}"
-    hidden = {"legendgroup": group, "showlegend": False, "hoverinfo": "skip"}
-    return [
-        marks.band(marks.PALETTE[index % MOST_SERIES], predicted.at, predicted.low, predicted.high, group),
-        marks.line(name, index, predicted.at, predicted.images_per_s, **hidden),
-    ]
+def add_curve(plot: Plot, model: StepTime, base: dict[str, Any], key: str, values: Sequence[float], name: str) -> None:
+    """The model's curve of a series in the color of its marks, with a band of its standard deviation."""
+    marks = next(trace for trace in plot.data if trace.name == escaped(name))
+    predicted, color = curve(model, base, key, min(values), max(values)), marks.marker.color
+    add_band(plot, color, predicted.at, predicted.low, predicted.high, name)
+    style = {"color": color, "width": 2, "dash": DASHES[SYMBOLS.index(marks.marker.symbol)]}
+    hidden = {"legendgroup": marks.legendgroup, "showlegend": False, "hoverinfo": "skip"}
+    plot.add_scatter(x=predicted.at, y=predicted.images_per_s, mode="lines", line=style, **hidden)
 
 
 def companion(keys: Sequence[str], key: str) -> str | None:
@@ -115,35 +89,14 @@ def companion(keys: Sequence[str], key: str) -> str | None:
     return next((k for k in candidates if k in keys and k != key), None)
 
 
-def series_values(measured: Sequence[Row], best: Row, second: str | None) -> list[tuple[int, Any]]:
+def series_values(measured: Sequence[Row], best: Row, second: str | None, unit: str) -> dict[str, Any]:
     """The values of the second axis that may be series, those around the winner's where there are too many.
 
-    Each with its index among them, which is the same in all figures with this second axis: it gives the value its color.
+    Each by its name, in an order that is the same in all figures with this second axis: it gives the value its color.
     """
     if second is None:
-        return [(0, None)]
+        return {"measured": None}
     all_values = ordered(value(row, second) for row in measured)
     centre = all_values.index(value(best, second)) if value(best, second) in all_values else 0
-    first = min(max(0, centre - MOST_SERIES // 2), max(0, len(all_values) - MOST_SERIES))
-    return list(enumerate(all_values[first : first + MOST_SERIES]))
-
-
-def spans(axis_values: set[Any]) -> bool:
-    """Whether positive values spread over more than a factor of four: a logarithmic axis then."""
-    return bool(min(axis_values) > 0 and max(axis_values) >= 4 * min(axis_values))
-
-
-def tip(row: Row, unit: str, keys: Sequence[str], *more: str) -> str:
-    m, error = row.metrics, row.error
-    speed = names.number(m["images_per_s"], 1) + (f" ± {names.short(error * m['images_per_s'])}" if error else "")
-    return marks.hover(f"trial {row.id}", names.point(row, unit, keys), f"{speed} images/s", *more)
-
-
-def error_cell(row: Row) -> str:
-    """One standard error of a trial's speed."""
-    error, speed = row.error, row.metrics.get("images_per_s")
-    return names.short(error * speed) if error and speed else "–"
-
-
-def is_number(found: Any) -> bool:
-    return isinstance(found, int | float) and not isinstance(found, bool)
+    first = min(max(0, centre - MAX_SERIES // 2), max(0, len(all_values) - MAX_SERIES))
+    return {names.at(second, one, unit): one for one in all_values[first : first + MAX_SERIES]}

@@ -4,10 +4,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from rich.table import Table
 
 from service.config.schema import Experiment
-from service.report.text_table import text_table
+from service.report.table import Table
 from service.runs.dry_run import num_classes_of
 from trainables.config import TrainConfig
 from trainables.device.tensor_format import tensor_format
@@ -63,15 +62,16 @@ def split_parts(config: TrainConfig) -> Iterator[Table | str]:
 
 def block_table(title: str, blocks: Sequence[Block], starts: Sequence[int]) -> Table:
     """A row for each block. Times and activations are of a micro-batch."""
-    columns = ("stage", "block begins at", "parameters MiB", "forward ms", "backward ms", "activations MiB")
-    table = text_table(title, columns, left=("block begins at",))
-    for index, block in enumerate(blocks):
-        table.add_row(
+    rows = [
+        [
             str(sum(start <= index for start in starts) - 1),
             block.begins_at or "(images)",
             f"{block.parameter_bytes / MIB:.2f}",
             f"{1e3 * block.forward_s:.2f}",
             f"{1e3 * block.backward_s:.2f}",
             f"{block.activation_bytes / MIB:.2f}",
-        )
-    return table
+        ]
+        for index, block in enumerate(blocks)
+    ]
+    columns = ("stage", "block begins at", "parameters MiB", "forward ms", "backward ms", "activations MiB")
+    return Table(title, columns, rows, left=["block begins at"])

@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+import pandas as pd
+
 LEVEL = 0.05
 """Probability that any difference of a table is called significant by chance; 1 - LEVEL is that of confidence intervals."""
 
@@ -25,23 +28,20 @@ def paired_t_test(differences: Sequence[float], *, rounding: float = 0.0) -> Pai
 
     if len(differences) < 2:
         return None
-    error = float(stats.sem(differences))
-    mean = sum(differences) / len(differences)
-    if error <= rounding:
+    mean = float(np.mean(differences))
+    if float(stats.sem(differences)) <= rounding:
         return PairedTest(mean, 0.0, None)
     test = stats.ttest_1samp(differences, 0.0)
     low, high = test.confidence_interval(1 - LEVEL)
     return PairedTest(mean, float(high - low) / 2, float(test.pvalue))
 
 
-def holm(p_values: Sequence[float]) -> list[float]:
-    """The p-values adjusted for all tests being made, in the order given.
+def holm(p_values: pd.Series) -> pd.Series:
+    """The p-values adjusted for all tests being made; those that are missing stay so.
 
     Holm 1979, "A simple sequentially rejective multiple test procedure": the smallest counts as often as there are tests, the
     next for one test less, and none is smaller than the one before it.
     """
-    adjusted, largest = [0.0] * len(p_values), 0.0
-    for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
-        adjusted[index] = largest
-    return adjusted
+    known = p_values.dropna().sort_values()
+    factors = np.arange(len(known), 0, -1)
+    return (known * factors).clip(upper=1.0).cummax().reindex(p_values.index)

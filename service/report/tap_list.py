@@ -1,8 +1,6 @@
 """What `distill taps` shows: the points of a model that a method can read."""
 
-from rich.table import Table
-
-from service.report.text_table import text_table
+from service.report.table import Table
 
 
 def points_table(model: str, image_size: int, num_classes: int, show_all: bool) -> Table:
@@ -18,4 +16,4 @@ def points_table(model: str, image_size: int, num_classes: int, show_all: bool) 
     points = list_taps(built, image_size, every=show_all)
     rows = [[point.name, ", ".join(point.aliases), "×".join(map(str, point.shape))] for point in points]
     title = f"taps of {model} at {image_size}×{image_size}"
-    return text_table(title, ["name", "aliases", "shape per sample"], rows, left=("name", "aliases"))
+    return Table(title, ["name", "aliases", "shape per sample"], rows, left=["name", "aliases"])

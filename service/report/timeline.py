@@ -1,23 +1,44 @@
 """Figures over time, as pure functions of what stages wrote while they ran: loss, accuracy, epochs, speed, waits."""
 
 import math
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import pandas as pd
+from plotly import express
+from plotly.graph_objects import Figure as Plot
+
 from service.report import labels as names
-from service.report.plotly_marks import GREY, MOST_SERIES, PALETTE, Figure, Trace, band, dots, hover, joined_dots, line, y_axis
+from service.report.charts import GREY, MAX_SERIES, PALETTE, Figure, add_band, draw, escaped, figure
 from service.report.run_records import History, Row
 
-MOST_POINTS = 400  # of one line: more are not seen
-MOST_FAINT = 60
-FEWEST_EPOCHS = 3
+MAX_POINTS = 400  # of one line: more are not seen
+MAX_FAINT = 60
+MIN_EPOCHS = 3
+ACCURACIES = {"val/top1_pct": ("Accuracy", "top-1 %"), "val/cka": ("Agreement with the teacher", "CKA")}
 
 
-def thin(lines: Sequence[Any]) -> list[Any]:
-    """At most `MOST_POINTS`, spread evenly, the last one kept."""
-    step = max(1, math.ceil(len(lines) / MOST_POINTS))
-    return [*lines[::-1][::step]][::-1]
+def recorded(histories: Sequence[History], kind: str, *metrics: str) -> pd.DataFrame:
+    """The lines of one kind that have these metrics, all finite: `what` (the history), `epoch`, `at_s` since its start."""
+    columns = ["what", "epoch", "at_s", *metrics]
+    frame = pd.DataFrame(
+        [
+            (h.label, one["epoch"], (one["time_ms"] - h.start_ms) / 1e3, *(one["metrics"].get(name) for name in metrics))
+            for h in histories
+            for one in h.of(kind)
+        ],
+        columns=columns,
+    )
+    frame[columns[1:]] = frame[columns[1:]].apply(pd.to_numeric, errors="coerce")
+    return frame.replace([np.inf, -np.inf], np.nan).dropna()
+
+
+def downsampled(lines: pd.DataFrame) -> pd.DataFrame:
+    """At most `MAX_POINTS` of each history, spread evenly, the last one among them."""
+    back = lines.groupby("what").cumcount(ascending=False)
+    steps = (lines["what"].value_counts() / MAX_POINTS).map(math.ceil)
+    return lines[back % lines["what"].map(steps) == 0]
 
 
 def clock(longest_s: float) -> tuple[str, float]:
@@ -25,206 +46,140 @@ def clock(longest_s: float) -> tuple[str, float]:
     return ("s", 1.0) if longest_s < 180 else ("min", 60.0) if longest_s < 10_800 else ("h", 3600.0)
 
 
-def since(history: History, record: Mapping[str, Any]) -> float:
-    """Seconds from the stage's start to one of its lines."""
-    return float((record["time_ms"] - history.start_ms) / 1e3)
+def highlighted(frame: pd.DataFrame, chosen: Sequence[str], x: str, y: str, tips: Sequence[str] = ()) -> tuple[Plot, str]:
+    """A line for each history, those `chosen` in color and others in the background, with words for the figure's caption.
 
-
-def in_color(histories: Sequence[History], chosen: Sequence[str]) -> tuple[list[tuple[int | None, History]], str]:
-    """What a figure draws, the faint ones first, each with its index among the `chosen` labels; and words for its caption.
-
-    The index counts all that were chosen, in this figure or not: it gives a label the same color in every figure.
+    The n-th that was chosen has the n-th color, whether others are in this figure or not.
     """
-    indices = {label: index for index, label in enumerate(chosen[:MOST_SERIES])}
-    first = sorted((h for h in histories if h.label in indices), key=lambda h: indices[h.label])
-    rest = [h for h in histories if h.label not in indices]
-    caption = f" In color: the best and the most accurate; {len(rest[:MOST_FAINT])} others faint" if rest else ""
-    caption += f", {len(rest) - MOST_FAINT} more in the numbers alone" if len(rest) > MOST_FAINT else ""
-    drawn = [*((None, h) for h in rest[:MOST_FAINT]), *((indices[h.label], h) for h in first)]
-    return drawn, f"{caption}." if caption else ""
+    chosen = chosen[:MAX_SERIES]
+    rest = [label for label in dict.fromkeys(frame["what"]) if label not in chosen]
+    shown = frame[frame["what"].isin([*chosen, *rest[:MAX_FAINT]])]
+    plot = draw(express.line, shown, x, y, "what", chosen, tips=tips, zero=False, markers=True)
+    in_color = {escaped(label) for label in chosen}
+    for trace in plot.data:
+        if trace.name not in in_color:
+            trace.update(mode="lines", opacity=0.5, showlegend=False, line={"color": GREY, "width": 1, "dash": "solid"})
+    plot.data = sorted(plot.data, key=lambda trace: trace.name in in_color)  # faint ones behind the others
+    caption = f" In color: the best and the most accurate; {len(rest[:MAX_FAINT])} others faint" if rest else ""
+    caption += f", {len(rest) - MAX_FAINT} more in the numbers alone" if len(rest) > MAX_FAINT else ""
+    return plot, f"{caption}." if caption else ""
 
 
-def by_rank(histories: Sequence[History], chosen: Sequence[str]) -> list[History]:
-    """Those `chosen` in their order, then the others."""
-    return sorted(histories, key=lambda h: chosen.index(h.label) if h.label in chosen else len(chosen))
+def by_rank(frame: pd.DataFrame, chosen: Sequence[str]) -> pd.DataFrame:
+    """The rows of those `chosen` in their order, then the others."""
+    ranks = {label: rank for rank, label in enumerate(chosen)}
+    return frame.sort_values("what", key=lambda labels: labels.map(ranks).fillna(len(ranks)), kind="stable")
 
 
-def trial_of(history: History) -> str:
-    return history.label.removeprefix("trial ")
-
-
-def history_line(index: int | None, label: str, xs: Sequence[float], ys: Sequence[float], tips: Sequence[str]) -> Trace:
-    """One history's line, in the color of its index or, without one, in the background."""
-    if index is None:
-        return line(label, 0, xs, ys, hovertext=tips, hoverinfo="text", opacity=0.5, showlegend=False) | {
-            "line": {"color": GREY, "width": 1}
-        }
-    return joined_dots(label, index, xs, ys, tips)
+def ids(frame: pd.DataFrame) -> set[str]:
+    return {str(label).removeprefix("trial ") for label in frame["what"]}
 
 
 def accuracy(histories: Sequence[History], chosen: Sequence[str], rows: Sequence[Row] = ()) -> Figure | None:
     """Validation accuracy against wall time, or without any the agreement with the teacher.
 
-    Those `chosen` by their label are in color, others in the background.
-
-    `rows`: of a sweep, all its trials.
+    Those `chosen` by their label are in color, others in the background. `rows`: all trials of a sweep.
     """
-    name, title, text = "val/top1_pct", "Accuracy against wall time", "top-1 %"
-    if not any(name in one["metrics"] for h in histories for one in h.of("epoch")):
-        name, title, text = "val/cka", "Agreement with the teacher against wall time", "CKA"
-    epochs = {h.label: [one for one in h.of("epoch") if name in one["metrics"]] for h in histories}
-    evaluated = by_rank([h for h in histories if epochs[h.label]], chosen)
-    if not evaluated:
+    frames = {metric: by_rank(recorded(histories, "epoch", metric), chosen) for metric in ACCURACIES}
+    metric = next((metric for metric, frame in frames.items() if len(frame)), "")
+    if not metric:
         return None
-    unit, factor = clock(max(since(h, one) for h in evaluated for one in h.of("epoch")))
-    drawn, colors = in_color(evaluated, chosen)
-    times = {h.label: [since(h, one) / factor for one in epochs[h.label]] for h in evaluated}
-    values = {h.label: [one["metrics"][name] for one in epochs[h.label]] for h in evaluated}
-    traces: list[Trace] = []
-    for index, h in drawn:
-        xs, ys = times[h.label], values[h.label]
-        tips = [
-            hover(h.label, f"epoch {one['epoch']:g}", f"{text} {y:.4g}", f"after {x:.3g} {unit}")
-            for one, x, y in zip(epochs[h.label], xs, ys, strict=True)
-        ]
-        traces.append(history_line(index, h.label, xs, ys, tips))
-    table = []
-    for h in evaluated:
-        last, ys = epochs[h.label][-1], values[h.label]
-        took = f"{times[h.label][-1]:.3g} {unit}"
-        table.append([h.label, f"{last['epoch']:g}", names.number(max(ys)), names.number(ys[-1]), took])
-    caption = f"Validation {text.removesuffix(' %')} at each epoch's end, by the time since the stage began." + colors
-    caption += names.left_out(rows, {trial_of(h) for h in evaluated}, "an evaluated epoch")
-    return Figure(
+    found, (title, text) = frames[metric], ACCURACIES[metric]
+    unit, factor = clock(found["at_s"].max())
+    found = found.rename(columns={metric: text}).assign(**{unit: found["at_s"] / factor})
+    plot, colors = highlighted(found, chosen, unit, text, ["epoch"])
+    plot.update_xaxes(rangemode="tozero")
+    each = found.groupby("what", sort=False)
+    numbers = {
+        "epochs": each["epoch"].last().map("{:g}".format),
+        f"best {text}": each[text].max(),
+        f"last {text}": each[text].last(),
+    }
+    return figure(
         "accuracy",
-        title,
-        caption,
-        traces,
-        {"xaxis": {"title": {"text": unit}, "rangemode": "tozero"}, "yaxis": y_axis(text, zero=False)},
-        ["what", "epochs", f"best {text}", f"last {text}", "time"],
-        table,
+        f"{title} against wall time",
+        f"Validation {text.removesuffix(' %')} at each epoch's end, by the time since the stage began."
+        + colors
+        + names.left_out(rows, ids(found), "an evaluated epoch"),
+        plot,
+        pd.DataFrame({**numbers, f"time {unit}": each[unit].last()}).reset_index(),
     )
-
-
-def epoch_times(history: History) -> list[tuple[float, float]]:
-    """(epoch, seconds of its steps) of each epoch whose clock is on record."""
-    return [(float(one["epoch"]), one["metrics"]["epoch/train_s"]) for one in history.of("epoch") if finite(one, "epoch/train_s")]
 
 
 def drift(histories: Sequence[History], chosen: Sequence[str], rows: Sequence[Row] = ()) -> Figure | None:
     """Whether epochs grow longer, as they do where a GPU gets hot. `chosen`, `rows`: as in `accuracy`."""
-    times = {h.label: epochs for h in histories if len(epochs := epoch_times(h)) >= FEWEST_EPOCHS}
-    timed = by_rank([h for h in histories if h.label in times], chosen)
-    if not timed:
+    found = by_rank(recorded(histories, "epoch", "epoch/train_s").rename(columns={"epoch/train_s": "s"}), chosen)
+    found = found[found.groupby("what")["s"].transform("size") >= MIN_EPOCHS]
+    if found.empty:
         return None
-    drawn, colors = in_color(timed, chosen)
-    traces, table, words = [], [], []
-    for index, h in drawn:
-        xs, ys = [epoch for epoch, _ in times[h.label]], [seconds for _, seconds in times[h.label]]
-        tips = [hover(h.label, f"epoch {x:g}", f"{y:.2f} s") for x, y in times[h.label]]
-        traces.append(history_line(index, h.label, xs, ys, tips))
-    for h in timed:
-        ys = [seconds for _, seconds in times[h.label]]
-        # The first epoch has the warm-up in it.
-        change = ys[-1] / ys[1] - 1
-        words.append(f"{h.label} {names.short(ys[1])} → {names.short(ys[-1])} s ({change:+.0%})")
-        table.append([h.label, names.number(ys[0]), names.number(ys[1]), names.number(ys[-1]), f"{change:+.1%}"])
-    return Figure(
+    plot, colors = highlighted(found, chosen, "epoch", "s")
+    each: Any = found.groupby("what", sort=False)["s"]
+    # The first epoch has the warm-up in it.
+    numbers = pd.DataFrame({"first s": each.first(), "second s": each.nth(1).set_axis(each.first().index), "last s": each.last()})
+    change = numbers["last s"] / numbers["second s"] - 1
+    words = [
+        f"{label} {names.short(one['second s'])} → {names.short(one['last s'])} s ({one['change']:+.0%})"
+        for label, one in numbers.assign(change=change).iloc[:3].iterrows()
+    ]
+    return figure(
         "drift",
         "Steps of each epoch",
-        f"Seconds of training, without evaluation and checkpoints. From the second to the last: {'; '.join(words[:3])}.{colors}"
-        + names.left_out(rows, {trial_of(h) for h in timed}, f"{FEWEST_EPOCHS} whole epochs"),
-        traces,
-        {"xaxis": {"title": {"text": "epoch"}}, "yaxis": y_axis("s", zero=False)},
-        ["what", "first s", "second s", "last s", "second to last"],
-        table,
+        f"Seconds of training, without evaluation and checkpoints. From the second to the last: {'; '.join(words)}.{colors}"
+        + names.left_out(rows, ids(found), f"{MIN_EPOCHS} whole epochs"),
+        plot,
+        numbers.assign(**{"second to last": change.map("{:+.1%}".format)}).reset_index(),
     )
 
 
 def losses_figure(histories: Sequence[History]) -> Figure | None:
     """Training loss at the log lines, validation loss at the epochs' ends."""
-    traces, table = [], []
-    for index, h in enumerate(histories):
-        steps, epochs = thin([one for one in h.of("step") if finite(one, "train/loss")]), h.of("epoch")
-        if steps:
-            ys = [one["metrics"]["train/loss"] for one in steps]
-            traces.append(line(f"{h.label}, training", index, [one["epoch"] for one in steps], ys))
-        validated = [one for one in epochs if finite(one, "val/loss")]
-        if validated:
-            ys = [one["metrics"]["val/loss"] for one in validated]
-            tips = [
-                hover(h.label, f"epoch {one['epoch']:g}", f"validation loss {y:.4f}")
-                for one, y in zip(validated, ys, strict=True)
-            ]
-            traces.append(dots(f"{h.label}, validation", index, [one["epoch"] for one in validated], ys, tips))
-            table += [
-                [h.label, f"{one['epoch']:g}", names.number(one["metrics"].get("epoch/train/loss"), 4), names.number(y, 4)]
-                for one, y in zip(validated, ys, strict=True)
-            ]
-    if not traces:
+    steps = downsampled(recorded(histories, "step", "train/loss")).rename(columns={"train/loss": "loss"})
+    epochs = recorded(histories, "epoch", "val/loss").rename(columns={"val/loss": "loss"})
+    if steps.empty and epochs.empty:
         return None
-    return Figure(
+    labels = [h.label for h in histories]
+    plot = draw(express.line, steps, "epoch", "loss", "what", labels, zero=False, markers=False)
+    plot.for_each_trace(lambda trace: trace.update(name=f"{trace.name}, training"))
+    validated = draw(express.scatter, epochs, "epoch", "loss", "what", labels)
+    validated.for_each_trace(lambda trace: trace.update(name=f"{trace.name}, validation"))
+    plot.add_traces(validated.data)
+    training = recorded(histories, "epoch", "epoch/train/loss")
+    return figure(
         "loss",
         "Loss",
-        "Lines are the training's loss at its log lines, marks the validation's at each epoch's end.",
-        traces,
-        {"xaxis": {"title": {"text": "epoch"}}, "yaxis": y_axis("loss", zero=False)},
-        ["stage", "epoch", "training", "validation"],
-        table,
+        "Lines are the training loss at its log lines, marks the validation loss at each epoch's end.",
+        plot,
+        epochs.merge(training, how="left", on=["what", "epoch"])
+        .assign(epoch=lambda frame: frame["epoch"].map("{:g}".format))
+        .rename(columns={"loss": "validation", "epoch/train/loss": "training"})[["what", "epoch", "training", "validation"]],
+        {"training": 4, "validation": 4},
     )
-
-
-def finite(record: Mapping[str, Any], name: str) -> bool:
-    value = record["metrics"].get(name)
-    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def speeds(histories: Sequence[History]) -> Figure | None:
-    return over_steps(
-        histories,
-        "speed",
-        "Speed over time",
-        "train/images_per_s",
-        "images/s",
-        "Images trained on per second between log lines, over all workers.",
-    )
+    caption = "Images trained on per second between log lines, over all workers."
+    return over_steps(histories, "speed", "Speed over time", "images/s", caption, "train/images_per_s")
 
 
 def waits_over_time(histories: Sequence[History]) -> Figure | None:
-    """What a step waits for data, with the least and the most between log lines."""
-    return over_steps(
-        histories,
-        "waits",
-        "The wait for data, least to most",
-        "train/phase/data_ms",
-        "ms a step",
-        "Milliseconds that a step of rank 0 waits for images: the mean, and the span between log lines.",
-        ("train/phase/data_min_ms", "train/phase/data_max_ms"),
-    )
+    """How long a step waits for data, with the shortest and the longest wait between log lines."""
+    caption = "Milliseconds that a step of rank 0 waits for images: the mean, and the span between log lines."
+    parts = [f"train/phase/data{part}_ms" for part in ("", "_min", "_max")]
+    return over_steps(histories, "waits", "Data wait, min to max", "ms/step", caption, *parts)
 
 
 def over_steps(
-    histories: Sequence[History], name: str, title: str, metric: str, unit: str, caption: str, span: tuple[str, str] | None = None
+    histories: Sequence[History], id: str, title: str, unit: str, caption: str, metric: str, *span: str
 ) -> Figure | None:
-    traces, table = [], []
-    for index, h in enumerate(histories):
-        steps = thin([one for one in h.of("step") if finite(one, metric)])
-        if not steps:
-            continue
-        xs, ys = [one["epoch"] for one in steps], [one["metrics"][metric] for one in steps]
-        if span and all(finite(one, part) for one in steps for part in span):
-            low, high = ([one["metrics"][part] for one in steps] for part in span)
-            traces.append(band(PALETTE[index % MOST_SERIES], xs, low, high, h.label))
-        traces.append(line(h.label, index, xs, ys, legendgroup=h.label))
-        table.append([h.label, *(names.number(one, 2) for one in (min(ys), statistics.median_high(ys), max(ys), ys[-1]))])
-    if not traces:
+    """A metric at the log lines; `span`: those of its lower and upper end."""
+    found = downsampled(recorded(histories, "step", metric)).rename(columns={metric: unit})
+    if found.empty:
         return None
-    return Figure(
-        name,
-        title,
-        caption,
-        traces,
-        {"xaxis": {"title": {"text": "epoch"}}, "yaxis": y_axis(unit)},
-        ["stage", "least", "median", "most", "last"],
-        table,
-    )
+    labels = [h.label for h in histories]
+    plot = draw(express.line, found, "epoch", unit, "what", labels, markers=False)
+    for label, part in recorded(histories, "step", *span).groupby("what") if span else ():
+        part = downsampled(part)
+        color = PALETTE[labels.index(str(label)) % MAX_SERIES]
+        add_band(plot, color, part["epoch"].tolist(), part[span[0]].tolist(), part[span[1]].tolist(), str(label))
+    numbers: Any = {"min": "min", "median": "median", "max": "max", "last": "last"}
+    return figure(id, title, caption, plot, found.groupby("what", sort=False)[unit].agg(**numbers).reset_index())

@@ -3,14 +3,18 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import pandas as pd
+from plotly import express
+from plotly.graph_objects import Figure as Plot
+
 from service.report import labels as names
-from service.report.figures import PHASE_COLOURS
-from service.report.plotly_marks import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, Figure, flat_bars, flat_bars_layout
+from service.report.charts import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, Figure, draw, figure
+from service.report.figures import PHASE_COLORS
 from service.report.run_records import Row
 from service.runs.outcome import Outcome
 from service.runs.result import RunResult, StageRow
 
-COLOURS = {
+COLORS = {
     "start": GREY,
     "training": BLUE,
     "evaluation": GREEN,
@@ -44,7 +48,7 @@ def parts(entry: Outcome) -> dict[str, float]:
 
 
 def wall_time_sentence(metrics: Mapping[str, float]) -> str:
-    """What an epoch takes by the clock beside its steps; "" where no epoch was timed."""
+    """What an epoch takes by the clock, and its steps alone; "" where no epoch was timed."""
     if "epoch_wall_s" not in metrics or "epoch_s" not in metrics:
         return ""
     whole_s, steps_s = metrics["epoch_wall_s"], metrics["epoch_s"]
@@ -64,27 +68,38 @@ def of_trials(shown: Sequence[Row], rows: Sequence[Row]) -> Figure | None:
 def wall_time_figure(entries: Sequence[tuple[str, Outcome]], run: RunResult | None, main: int = -1) -> Figure | None:
     """The parts of each stage or trial; of a run that has ended, also what lies outside its stages.
 
-    `main`: the entry on whose epochs the caption has a sentence.
+    `main`: the entry whose epochs the caption describes.
     """
-    known = [(label, entry.metrics, found) for label, entry in entries if (found := parts(entry))]
+    known = {label: found for label, entry in entries if (found := parts(entry))}
     if not known:
         return None
-    words = [wall_time_sentence(known[main][1])]
-    words += [_outside(run, sum(sum(found.values()) for _, _, found in known))] if run is not None else []
-    table = [
-        [label, *(names.number(found[part], 2) for part in COLOURS), names.number(sum(found.values()), 2)]
-        for label, _, found in known
-    ]
-    return Figure(
+    frame = pd.DataFrame(known).T.rename_axis("what")
+    total_s = frame.sum(axis="columns")
+    words = ["Seconds of each stage, from the launch of its workers to its result."]
+    words.append(wall_time_sentence(dict(entries)[list(known)[main]].metrics))
+    outside_s = run.seconds - total_s.sum() if run is not None else -1.0
+    if run is not None and run.status != "running" and outside_s >= 0:  # a session that was killed left no time
+        words.append(
+            f"The run took {names.short(run.seconds)} s; {names.short(outside_s)} s of them lie outside its stages, "
+            "where Ray starts and records are written."
+        )
+    plot, numbers = stacked(frame, "part", "s", COLORS), frame.add_suffix(" s").assign(**{"total s": total_s})
+    return figure(
         "wall",
         "Where the wall time goes",
-        " ".join(filter(None, ["Seconds of each stage, from the launch of its workers to its result.", *words])),
-        flat_bars([(label, sum(found.values()), found) for label, _, found in known], COLOURS, "s"),
-        flat_bars_layout("s"),
-        ["what", *(f"{part} s" for part in COLOURS), "together s"],
-        table,
+        " ".join(filter(None, words)),
+        plot,
+        numbers.reset_index(),
         height=160 + 60 * len(known),
     )
+
+
+def stacked(frame: pd.DataFrame, part: str, unit: str, colors: Mapping[str, str]) -> Plot:
+    """A horizontal bar for each row, its columns stacked; one that is nothing in all of them is left out."""
+    long = frame.loc[:, (frame >= 0.001).any()].reset_index().melt("what", var_name=part, value_name=unit)
+    long["share"] = (100 * long[unit] / long["what"].map(frame.sum(axis="columns"))).map("{:.0f}%".format)
+    plot = draw(express.bar, long, unit, "what", part, colors=colors, tips=["share"], orientation="h")
+    return plot.update_yaxes(autorange="reversed", title_text=None).update_layout(legend_traceorder="normal")
 
 
 def stage_phases(stages: Sequence[StageRow]) -> Figure | None:
@@ -92,35 +107,22 @@ def stage_phases(stages: Sequence[StageRow]) -> Figure | None:
     timed = [stage for stage in stages if stage.metrics.get("phase/step_ms")]
     if not timed:
         return None
-    wholes = []
-    for stage in timed:
-        phases_ms = {phase: stage.metrics.get(f"phase/{phase}_ms", 0.0) for phase in PHASE_COLOURS}
-        wholes.append((stage.stage, stage.metrics["phase/step_ms"], phases_ms))
-    parts = ("", "_min", "_p50", "_p95", "_max")
-    table = [
-        [stage.stage, phase, *(names.number(stage.metrics.get(f"phase/{phase}{part}_ms")) for part in parts)]
+    frame = pd.DataFrame(
+        {stage.stage: {phase: stage.metrics.get(f"phase/{phase}_ms", 0.0) for phase in PHASE_COLORS} for stage in timed}
+    ).T.rename_axis("what")
+    spread = {"mean ms": "", "min": "_min", "p50": "_p50", "p95": "_p95", "max": "_max"}
+    numbers = [
+        {"what": stage.stage, "phase": phase}
+        | {name: stage.metrics.get(f"phase/{phase}{part}_ms", float("nan")) for name, part in spread.items()}
         for stage in timed
-        for phase in (*PHASE_COLOURS, "step")
+        for phase in (*PHASE_COLORS, "step")
         if f"phase/{phase}_ms" in stage.metrics
     ]
-    return Figure(
+    return figure(
         "phases",
         "Where a step's time goes",
         "Mean milliseconds of a step, by phase.",
-        flat_bars(wholes, PHASE_COLOURS, "ms"),
-        flat_bars_layout("ms a step"),
-        ["stage", "phase", "mean ms", "min", "p50", "p95", "max"],
-        table,
+        stacked(frame, "phase", "ms/step", PHASE_COLORS),
+        pd.DataFrame(numbers),
         height=160 + 60 * len(timed),
-    )
-
-
-def _outside(run: RunResult, stages_s: float) -> str:
-    """What a run that has ended took beyond its stages; "" where a session was killed before it could write its time down."""
-    outside_s = run.seconds - stages_s
-    if run.status == "running" or outside_s < 0:
-        return ""
-    return (
-        f"The run took {names.short(run.seconds)} s; {names.short(outside_s)} s of them lie outside its stages, "
-        "where Ray starts and records are written."
     )

@@ -94,7 +94,7 @@ def bound(result: RunResult) -> list[str]:
     elif result.policy in ("random", "asha"):
         sentences = [f"{names.counted(len(rows), 'point')} drawn at random: another one may be better."]
     elif rows:
-        sentences = [f"Nothing is left untried: {names.counted(len(rows), 'point')} decided, the whole space."]
+        sentences = [f"All points measured: {names.counted(len(rows), 'point')}, the whole space."]
     return sentences
 
 
@@ -117,7 +117,7 @@ def on_the_front(result: RunResult) -> list[str]:
     sentences = ["the front of speed and cost:"]
     for id in result.search.front if result.search else ():
         m = rows[id].metrics
-        cost = f"{names.short(m['gpu_s_per_epoch'])} {unit}-seconds an epoch"
+        cost = f"{names.short(m['gpu_s_per_epoch'])} {unit}-s/epoch"
         sentences.append(f"  {id}: {names.point(rows[id], unit, keys)}: {names.number(m['images_per_s'], 1)} images/s for {cost}")
     return sentences if len(sentences) > 1 else []
 

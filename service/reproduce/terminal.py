@@ -2,28 +2,29 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-
-from rich.table import Table as Grid
+from itertools import pairwise
 
 from service.report.labels import number
-from service.report.text_table import text_table
+from service.report.table import Table as Grid
 from service.reproduce.run_table import Cell, Reproduction, TeacherAccuracy
 from service.reproduce.table import ALONE, Table
 from service.reproduce.verdict import MeanAccuracy
+
+COLORS = {"pass": "green", "fail": "red"}
 
 
 def plan_grid(job: Reproduction) -> Grid:
     """One row per sweep."""
     left = ("sweep", "teacher", "students", "methods", "seeds")
-    grid = text_table(job.table.title, [*left, "runs", "epochs"], left=left, optional=("epochs", "seeds"))
+    rows = []
     seeds = ", ".join(map(str, job.request.seeds))
     for planned in job.sweeps:
         weights = planned.resolved.experiment.teacher.weights if planned.resolved.experiment.teacher else None
         teacher = "–" if planned.teacher is None else f"{planned.teacher}: {weights or 'trained first'}"
         students = ", ".join(dict.fromkeys(student for student, _ in planned.rows))
         columns = ", ".join(dict.fromkeys(column for _, column in planned.rows))
-        grid.add_row(planned.name, teacher, students, columns, seeds, str(planned.num_runs), f"{planned.num_epochs:,}")
-    return grid
+        rows.append([planned.name, teacher, students, columns, seeds, str(planned.num_runs), f"{planned.num_epochs:,}"])
+    return Grid(job.table.title, [*left, "runs", "epochs"], rows, left=left, optional=("epochs", "seeds"))
 
 
 def plan_line(job: Reproduction) -> str:
@@ -36,17 +37,20 @@ def cells_grid(table: Table, found: Sequence[Cell], changed: Sequence[str]) -> G
     """One row per published number; what was not run has a dash."""
     columns = ["pair", "method", "published", "of epoch", "last", "best", "runs", "difference", "tolerance", "verdict"]
     title = f"{table.title}: top-1 %, ours and the published"
-    grid = text_table(title, columns, left=("pair", "method", "of epoch", "verdict"), optional=("of epoch", "best", "tolerance"))
-    previous = None
-    for cell in found:
-        if previous not in (None, cell.pair):
-            grid.add_section()
-        style = {"pass": "green", "fail": "red"}.get(cell.verdict.outcome)
-        grid.add_row(cell.pair if cell.pair != previous else "", *_cell_columns(cell), style=style)
-        previous = cell.pair
-    if changed:
-        grid.caption = f"changed, so that nothing is comparable: {', '.join(changed)}"
-    return grid
+    pairs = [None, *(cell.pair for cell in found)]
+    return Grid(
+        title,
+        columns,
+        [
+            [cell.pair if cell.pair != previous else "", *_cell_columns(cell)]
+            for previous, cell in zip(pairs, found, strict=False)
+        ],
+        f"changed, so that nothing is comparable: {', '.join(changed)}" if changed else "",
+        left=("pair", "method", "of epoch", "verdict"),
+        optional=("of epoch", "best", "tolerance"),
+        sections=[number for number, (one, next_one) in enumerate(pairwise(pairs[1:])) if one != next_one],
+        styles={number: COLORS.get(cell.verdict.outcome, "") for number, cell in enumerate(found)},
+    )
 
 
 def _cell_columns(cell: Cell) -> list[str]:
@@ -73,12 +77,12 @@ def _mean(mean: MeanAccuracy | None) -> str:
 
 def teachers_grid(table: Table, teachers: Mapping[str, TeacherAccuracy | None]) -> Grid:
     """One row per teacher."""
-    grid = text_table("teachers", ["teacher", "published", "ours", "weights"], left=("teacher", "weights"))
+    rows = []
     for name, accuracy in teachers.items():
         published = number(table.teachers.models[name].top1_pct)
         ours = (number(accuracy.top1_pct), accuracy.weights) if accuracy else ("-", "-")
-        grid.add_row(name, published, *ours)
-    return grid
+        rows.append([name, published, *ours])
+    return Grid("teachers", ["teacher", "published", "ours", "weights"], rows, left=("teacher", "weights"))
 
 
 def verdict_counts(found: Sequence[Cell]) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 
 from service.config.experiment import load
 from service.config.space import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
-from service.report.plotly_marks import Figure
+from service.report.charts import Figure
 from service.report.run_records import Row
 from service.runs.result import RunResult
 from trainables.rundir import RunDir, append_line, write_json

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from service.config.space import GLOBAL_BATCH, NUM_WORKERS
-from service.report.figures import PHASE_COLOURS, efficiency, pareto, pareto_rows, phases, waits
+from service.report.figures import PHASE_COLORS, efficiency, pareto, pareto_rows, phases, waits
 from service.report.run_records import Records, axes, records_of_run
 from service.report.speed_by_axis import over_axis
 from tests.service.report.runs import shown, sweep_dir
@@ -24,8 +24,8 @@ def test_phases_are_stacked_per_trial_the_fastest_first(records: Records) -> Non
 
 
 def test_each_phase_has_a_color_of_its_own() -> None:
-    assert tuple(PHASE_COLOURS) == ALL_PHASES
-    assert len(set(PHASE_COLOURS.values())) == len(ALL_PHASES)
+    assert tuple(PHASE_COLORS) == ALL_PHASES
+    assert len(set(PHASE_COLORS.values())) == len(ALL_PHASES)
 
 
 def test_waits_reach_from_the_least_to_the_most(records: Records) -> None:
@@ -38,8 +38,8 @@ def test_waits_reach_from_the_least_to_the_most(records: Records) -> None:
 def test_efficiency_is_speed_a_gpu_compared_with_the_fewest_gpus(records: Records) -> None:
     assert records.best is not None
     figure = shown(efficiency(records.rows, records.best, "GPU"))
-    assert figure.traces[0]["name"] == "ideal"
-    top = figure.traces[1]
+    assert [(line["y0"], line["y1"]) for line in figure.layout["shapes"]] == [(100, 100)]
+    top = figure.traces[0]
     speeds = {n: max(row.metrics["images_per_s"] for row in records.rows if row.scale.num_workers == n) for n in (1, 2, 4)}
     assert top["x"] == [1, 2, 4]
     assert top["y"] == pytest.approx([100 * speeds[n] / n / speeds[1] for n in (1, 2, 4)])
@@ -56,14 +56,15 @@ def test_nothing_on_the_front_is_beaten_in_both_and_everything_else_is(records: 
         )
 
     assert [beaten(row) for row in records.rows] == [row not in front for row in records.rows]
-    assert shown(pareto(records.rows, "GPU")).numbers[0][0] == front[0].id
+    assert shown(pareto(records.rows, "GPU")).numbers.rows[0][0] == front[0].id
 
 
 def test_the_front_that_a_search_has_named_is_the_one_that_is_marked(records: Records) -> None:
     named = [records.rows[0].id, records.rows[5].id]
     figure = shown(pareto(records.rows, "GPU", named))
-    assert {row[0] for row in figure.numbers} == set(named)
-    assert sum(size == 12 for trace in figure.traces[1:] for size in trace["marker"]["size"]) == 2
+    assert {row[0] for row in figure.numbers.rows} == set(named)
+    drawn = next(trace for trace in figure.traces if trace["name"] == "the search's front")
+    assert set(drawn["y"]) == {records.rows[index].metrics["images_per_s"] for index in (0, 5)}
 
 
 def test_figures_without_data_are_left_out(tmp_path: Path) -> None:

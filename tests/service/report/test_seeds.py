@@ -1,12 +1,13 @@
 """Trials over several seeds: the numbers against scipy's own paired test, and what a reader is told."""
 
+import math
 from typing import Any
 
 import pytest
 from rich.console import Console
 from scipy import stats
 
-from service.report.seeds import groups, page_table, seed_table, seeds_figure, seeds_sentence
+from service.report.seeds import groups, seed_table, seeds_figure, seeds_sentence
 from service.runs.result import RunResult
 from tests.service.report.runs import typed, typed_row
 from tests.service.report.test_terminal_tables import SCALE
@@ -47,30 +48,24 @@ def sweep() -> RunResult:
 
 
 def test_differences_are_those_of_a_paired_t_test() -> None:
-    first, *others = groups(sweep())
-    assert first.difference is None
-    for group, values in zip(others, (KD, SP), strict=True):
-        test = stats.ttest_rel(values, ALONE)
-        low, high = test.confidence_interval(0.95)
-        assert group.difference is not None
-        assert group.difference.mean == pytest.approx((low + high) / 2)
-        assert group.difference.half == pytest.approx((high - low) / 2)
-    kd, sp = (group.difference for group in others)
-    assert kd is not None
-    assert sp is not None
-    assert kd.p == pytest.approx(2 * stats.ttest_rel(KD, ALONE).pvalue)  # the smaller of two
-    assert sp.p == pytest.approx(stats.ttest_rel(SP, ALONE).pvalue)
-    assert (kd.significant, sp.significant) == (True, False)
+    found = groups(sweep()).set_index("point")
+    assert math.isnan(found.loc["none", "difference"])
+    for point, values in (("kd", KD), ("sp", SP)):
+        low, high = stats.ttest_rel(values, ALONE).confidence_interval(0.95)
+        assert found.loc[point, "difference"] == pytest.approx((low + high) / 2)
+        assert found.loc[point, "half"] == pytest.approx((high - low) / 2)
+    assert found.loc["kd", "p"] == pytest.approx(2 * stats.ttest_rel(KD, ALONE).pvalue)  # the smaller of two
+    assert found.loc["sp", "p"] == pytest.approx(stats.ttest_rel(SP, ALONE).pvalue)
+    assert found["significant"].tolist() == [False, True, False]
 
 
 def test_only_seeds_that_both_have_are_compared() -> None:
     swept = sweep()
     assert swept.trials is not None
     swept.trials[5] = typed_row(trial("kd", 1, None))  # failed
-    (_, kd, _) = groups(swept)
-    assert kd.difference is not None
-    assert kd.difference.num == 3
-    assert kd.difference.mean == pytest.approx(sum(KD[seed] - ALONE[seed] for seed in (0, 2, 3)) / 3)
+    kd = groups(swept).set_index("point").loc["kd"]
+    assert kd["pairs"] == 3
+    assert kd["difference"] == pytest.approx(sum(KD[seed] - ALONE[seed] for seed in (0, 2, 3)) / 3)
 
 
 @pytest.mark.parametrize("apart", [0.0, 0.28])
@@ -78,21 +73,20 @@ def test_differences_that_are_all_the_same_say_nothing_of_the_next(apart: float)
     swept = result(
         [trial(method, seed, 97.49 + 0.28 * seed + apart * (method == "kd")) for method in ("none", "kd") for seed in range(3)]
     )
-    difference = groups(swept)[1].difference
-    assert difference is not None
-    assert difference.mean == pytest.approx(apart)
-    assert difference.half == pytest.approx(0.0, abs=1e-12)
-    assert difference.p is None
-    assert not difference.significant
+    kd = groups(swept).loc[1]
+    assert kd["difference"] == pytest.approx(apart)
+    assert kd["half"] == pytest.approx(0.0, abs=1e-12)
+    assert math.isnan(kd["p"])
+    assert not kd["significant"]
     assert "not significant" in seeds_sentence(swept)[0] or not apart
-    table = page_table(swept)
+    table = seed_table(swept)
     assert table is not None
     assert table.rows[1][-2:] == ["–", "no"]
     assert seeds_figure(swept) is not None
 
 
 def test_what_asha_left_over_is_not_compared() -> None:
-    assert groups(sweep().model_copy(update={"policy": "asha"})) == []
+    assert groups(sweep().model_copy(update={"policy": "asha"})).empty
 
 
 def test_the_figure_has_a_mark_with_an_interval_for_each_point_but_the_first() -> None:
@@ -125,7 +119,7 @@ def test_a_slower_point_is_worse() -> None:
     for row in rows:
         row["metrics"]["epoch_s"] = (20.0 if row["params"]["distill.method"] == "sp" else 10.0) + row["params"]["seed"] / 10
         row["metrics"]["epoch_s"] += 0.01 * (row["id"] == "sp-1")
-    table = page_table(result(rows, "epoch_s", "min"))
+    table = seed_table(result(rows, "epoch_s", "min"))
     assert table is not None
     assert [row[-1] for row in table.rows] == ["–", "worse"]
 
@@ -133,12 +127,11 @@ def test_a_slower_point_is_worse() -> None:
 def test_points_are_named_by_what_they_set() -> None:
     rows = [trial(["crd", "kd"], seed, 50.0 + seed, **{"optim.lr": 0.1}) for seed in (0, 1)]
     rows += [trial("kd", seed, 50.0, **{"distill.options.kd.weight": 0}) for seed in (0, 1)]
-    assert [group.label for group in groups(result(rows))] == ["method crd + kd, optim.lr 0.1", "method kd, options.kd.weight 0"]
+    assert groups(result(rows))["point"].tolist() == ["method crd + kd, optim.lr 0.1", "method kd, options.kd.weight 0"]
 
 
 @pytest.mark.parametrize("swept", [result([]), result([trial("kd", 0, 50.0), trial("sp", 0, 51.0)])])
 def test_without_two_seeds_of_a_point_nothing_is_shown(swept: RunResult) -> None:
     assert seed_table(swept) is None
-    assert page_table(swept) is None
     assert seeds_figure(swept) is None
     assert seeds_sentence(swept) == []

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from service.config.space import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
+from service.report.charts import Figure
 from service.report.model_curve import curve, model_of
-from service.report.plotly_marks import Figure
 from service.report.run_records import Records, records_of_run
 from service.report.speed_by_axis import over_axis
 from tests.service.report.runs import shown, sweep_dir
@@ -96,5 +96,5 @@ def test_every_trial_with_a_speed_is_a_mark_and_the_caption_counts_the_others(tm
     assert records.best is not None
     figure = shown(over_axis(records.rows, records.best, GLOBAL_BATCH, None, "GPU"))
     assert sum(len(trace["x"]) for trace in marks(figure)) == 22
-    assert len(figure.numbers) == 22
+    assert len(figure.numbers.rows) == 22
     assert figure.caption.endswith(" Not shown: 1 oom of 23 trials.")

@@ -1,5 +1,8 @@
 """Holm's correction and the paired t-test."""
 
+import math
+
+import pandas as pd
 import pytest
 from scipy import stats
 
@@ -7,9 +10,11 @@ from service.report.statistics import holm, paired_t_test
 
 
 def test_holms_p_are_those_of_the_paper() -> None:
-    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert holm([0.9, 0.8]) == [1.0, 1.0]
-    assert holm([]) == []
+    assert holm(pd.Series([0.01, 0.04, None, 0.03, 0.005])).tolist() == pytest.approx(
+        [0.03, 0.06, math.nan, 0.06, 0.02], nan_ok=True
+    )
+    assert holm(pd.Series([0.9, 0.8])).tolist() == [1.0, 1.0]
+    assert holm(pd.Series(dtype=float)).empty
 
 
 def test_the_paired_t_test_is_scipys() -> None:

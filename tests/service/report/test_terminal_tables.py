@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from service.report.terminal_tables import node_table, number, overview, phase_table, report_of, sweep_table, verdict
+from service.report.labels import number
+from service.report.run_records import rows_of
+from service.report.table import Table
+from service.report.tables import node_table, phase_table
+from service.report.tables import sweep_table as table_of_rows
+from service.report.terminal_tables import overview, report_of, verdict
 from service.report.under_way import UnderWay
 from service.runs.display import output
 from service.runs.result import RunResult
@@ -49,6 +54,10 @@ def result() -> RunResult:
     return typed({"status": "running", "space": SCALE, "trials": rows, "best": best, "use_gpu": True})
 
 
+def sweep_table(swept: RunResult) -> Table:
+    return table_of_rows(swept, rows_of(swept))
+
+
 def shown(renderable: object) -> str:
     console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115 (closed with the process)
     console.print(renderable)
@@ -61,8 +70,8 @@ def test_a_sweeps_row_has_what_one_compares() -> None:
         assert part in text
     assert "oom: rank 0: CUDA out of memory" in text
     for gpu, unit in {True: "GPUs", False: "workers"}.items():
-        columns = [str(column.header) for column in sweep_table(result().model_copy(update={"use_gpu": gpu})).columns]
-        assert columns[:4] == ["trial", unit, "batch", "loader workers"]
+        columns = sweep_table(result().model_copy(update={"use_gpu": gpu})).columns
+        assert columns[:5] == ["trial", "status", unit, "batch", "loader workers"]
 
 
 def test_each_teacher_has_one_line_whoever_learned_from_it_and_wherever_it_was_trained(tmp_path: Path) -> None:
@@ -89,8 +98,8 @@ def test_a_training_to_the_target_is_a_row_and_no_point() -> None:
     further = [trial("003", "untested"), trial("000-trained", "ok", metrics=METRICS, speed_trial="000")]
     swept = swept.model_copy(update={"trials": [*swept.rows, *map(typed_row, further)]})
     table = sweep_table(swept)
-    assert str(table.title).startswith("demo: 3 of 4 points")
-    assert table.row_count == 4
+    assert table.title.startswith("demo: 3 of 4 points")
+    assert len(table.rows) == 4
 
 
 def test_reasons_and_names_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,7 +130,7 @@ def test_the_hardware_has_a_row_a_node_and_a_row_a_gpu_with_why_it_was_slowed() 
     metrics = nodes | gpu
     table = node_table(metrics, "hardware")
     assert table is not None
-    assert list(table.columns[0].cells) == ["node0", "node0/gpu0", "node2", "node10"]
+    assert [row[0] for row in table.rows] == ["node0", "node0/gpu0", "node2", "node10"]
     text = shown(table)
     assert "40 (99)" in text
     assert "87 (100)" in text

@@ -7,9 +7,11 @@ import pytest
 
 from service.report.hardware import hardware
 from service.report.run_records import History, read_history
-from service.report.timeline import accuracy, drift, epoch_times, losses_figure, since, thin
+from service.report.timeline import accuracy, downsampled, drift, losses_figure, recorded
 from tests.service.report.runs import shown, typed_row
 from trainables.rundir import StageDir, append_line
+
+COUNTS = {"long": 10_001, "just": 401, "short": 400}
 
 
 def record(kind: str, step: int, epoch: float, at_s: float, **metrics: float) -> dict[str, Any]:
@@ -27,9 +29,8 @@ def trained(label: str, epochs_s: list[float], **more: float) -> History:
 
 def test_an_epochs_time_is_that_of_its_steps_whatever_came_between() -> None:
     h = trained("student", [175.0, 180.0, 199.0])
-    assert epoch_times(h) == [(1.0, 175.0), (2.0, 180.0), (3.0, 199.0)]
     resumed = [*h.lines, record("resume", 35, 3, 7000.0), record("epoch", 40, 4, 8000.0, **{"epoch/train_s": 98.0})]
-    assert epoch_times(History("student", resumed))[-1] == (4.0, 98.0)
+    assert shown(drift([History("student", resumed)], [])).traces[0]["y"] == [175.0, 180.0, 199.0, 98.0]
 
 
 def test_drift_is_described_in_words() -> None:
@@ -58,7 +59,7 @@ def test_a_trial_has_one_color_in_both_figures_and_those_that_were_not_chosen_ar
     assert drawn[0] == drawn[1]
     assert list(drawn[0]) == chosen[:6]
     for figure in (accuracy(histories, chosen), drift(histories, chosen)):
-        assert len(shown(figure).traces) == len(shown(figure).numbers) == 9
+        assert len(shown(figure).traces) == len(shown(figure).numbers.rows) == 9
         assert "In color: the best and the most accurate; 3 others faint." in shown(figure).caption
 
 
@@ -101,10 +102,11 @@ def test_a_loss_that_is_not_finite_is_left_out() -> None:
 
 
 def test_many_points_are_thinned_but_for_the_last() -> None:
-    thinned = thin(list(range(10_001)))
-    assert len(thinned) <= 400
-    assert thinned[-1] == 10_000
-    assert thinned == sorted(thinned)
+    histories = [History(name, [record("step", n, n, n, loss=1.0) for n in range(count)]) for name, count in COUNTS.items()]
+    thinned = {name: part["epoch"].tolist() for name, part in downsampled(recorded(histories, "step", "loss")).groupby("what")}
+    assert all(len(epochs) <= 400 and epochs == sorted(epochs) for epochs in thinned.values())
+    assert {name: epochs[-1] for name, epochs in thinned.items()} == {name: count - 1 for name, count in COUNTS.items()}
+    assert len(thinned["short"]) == COUNTS["short"]
 
 
 def test_no_time_is_before_the_start_where_a_later_nodes_clock_is_behind(tmp_path: Path) -> None:
@@ -112,4 +114,4 @@ def test_no_time_is_before_the_start_where_a_later_nodes_clock_is_behind(tmp_pat
     for one in (record("start", 0, 0, 100.0), record("epoch", 10, 1, 160.0), record("resume", 10, 1, 90.0)):
         append_line(stage.metrics, one)
     history = read_history("student", stage, steps=True)
-    assert [since(history, one) for one in history.lines] == [0.0, 60.0, 60.0]
+    assert [line["time_ms"] - history.start_ms for line in history.lines] == [0.0, 60e3, 60e3]

@@ -50,7 +50,7 @@ def test_the_figure_says_what_an_epoch_takes_and_what_lies_outside_the_stages() 
     assert "By the clock an epoch takes 7.6 s, its steps at the steady speed 5.5 s." in shown.caption
     assert "The run took 190 s; 12 s of them lie outside its stages" in shown.caption
     assert [trace["name"] for trace in shown.traces] == ["start", "training", "evaluation", "checkpoints", "other", "end"]
-    assert shown.numbers[0] == ["teacher", "12.00", "60.00", "10.00", "4.00", "2.00", "1.00", "0.00", "89.00"]
+    assert list(shown.numbers.rows[0]) == ["teacher", "12.00", "60.00", "10.00", "4.00", "2.00", "1.00", "0.00", "89.00"]
     assert wall_time_figure([("student", Outcome(status="ok"))], typed({})) is None
     for untrue in (
         {"seconds": 25.0},

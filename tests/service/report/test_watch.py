@@ -46,7 +46,7 @@ def test_it_renews_the_page_until_the_run_ends(tmp_path: Path, capsys: pytest.Ca
     assert code == 0
     assert out.startswith("demo: 3 of 4 trials, best ")
     assert "best: trial " in out
-    assert "Nothing is left untried: 4 points decided, the whole space." in out
+    assert "All points measured: 4 points, the whole space." in out
     assert out.endswith(f"page: {run_dir.report}\n")
     assert 'http-equiv="refresh"' in shown_results[0]
     parsed = Parsed(run_dir.report.read_text())

@@ -77,7 +77,7 @@ def test_a_lone_trial_is_the_best_of_one() -> None:
 
 def test_how_sure_the_winner_is_depends_on_what_was_left_untried() -> None:
     rows = [row("0", 1, 128, 10.0), row("1", 1, 256, 20.0)]
-    assert bound(typed({"trials": rows})) == ["Nothing is left untried: 2 points decided, the whole space."]
+    assert bound(typed({"trials": rows})) == ["All points measured: 2 points, the whole space."]
     assert bound(typed({"trials": rows, "policy": "random"})) == ["2 points drawn at random: another one may be better."]
     pending = rows[0].model_copy(update={"status": "pending"})
     assert bound(typed({"trials": [pending, rows[1]]})) == ["1 point of 2 not tried yet: one of them may be better."]
@@ -106,7 +106,7 @@ def test_a_winner_at_the_brim_of_memory_says_so_and_names_the_next_one_that_is_n
 def test_a_training_to_the_target_is_not_counted_as_a_point() -> None:
     rows = [row("0", 1, 128, 10.0), row("1", 1, 256, 20.0)]
     trained = rows[1].model_copy(update={"id": "1-trained", "speed_trial": "1"})
-    assert bound(typed({"trials": [*rows, trained]})) == ["Nothing is left untried: 2 points decided, the whole space."]
+    assert bound(typed({"trials": [*rows, trained]})) == ["All points measured: 2 points, the whole space."]
 
 
 def test_a_search_for_speed_and_cost_names_its_front() -> None:
@@ -128,8 +128,8 @@ def test_a_search_for_speed_and_cost_names_its_front() -> None:
     assert sentences[0].startswith("best: trial 1 with 2 workers × batch 128 × 2 loader workers: 15.0 images/s")
     front = sentences.index("the front of speed and cost:")
     assert sentences[front + 1 : front + 3] == [
-        "  0: 1 worker × batch 128 × 2 loader workers: 10.0 images/s for 1,000 worker-seconds an epoch",
-        "  1: 2 workers × batch 128 × 2 loader workers: 15.0 images/s for 1,333 worker-seconds an epoch",
+        "  0: 1 worker × batch 128 × 2 loader workers: 10.0 images/s for 1,000 worker-s/epoch",
+        "  1: 2 workers × batch 128 × 2 loader workers: 15.0 images/s for 1,333 worker-s/epoch",
     ]
 
 

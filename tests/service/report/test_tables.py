@@ -53,7 +53,7 @@ def test_nothing_is_counted_where_every_trial_has_a_result(tmp_path: Path) -> No
 
 
 def test_the_heat_table_names_what_happened_in_each_cell_and_leaves_no_row_out(mixed: RunDir) -> None:
-    heads, *rows = page(mixed).tables[f"All 12 rows: {TABLE}"]
+    heads, *rows = page(mixed).tables[TABLE]
     assert heads == ["", "1 loader worker", "2 loader workers", "4 loader workers"]
     cells = {row[0]: row[1:] for row in rows}
     assert len(cells) == 12
@@ -75,19 +75,6 @@ def test_what_a_dash_is_depends_on_whether_trials_are_still_to_come(tmp_path: Pa
     ends = {"001": {"status": status, "metrics": {}, "steps_s": []}}
     text = page(sweep_dir(tmp_path / "s", {NUM_WORKERS: [1, 2], LOADER_WORKERS: [1, 2]}, ends=ends)).text
     assert [one in text for one in ("– has no result so far.", "– was not tried.", sentence)].count(True) == 2
-
-
-def test_a_grid_that_is_too_large_to_show_says_what_is_missing(tmp_path: Path) -> None:
-    tall, wide = {NUM_WORKERS: [1, 2], GLOBAL_BATCH: [64 * n for n in range(1, 32)]}, {LOADER_WORKERS: list(range(25))}
-    for space, sentence in (
-        (tall | {LOADER_WORKERS: [1, 2]}, "55 more rows are in the list of all trials below."),
-        ({NUM_WORKERS: [1, 2]} | wide, "18 more columns are in the list of all trials below."),
-        ({NUM_WORKERS: [1, 2, 3, 4, 5, 6, 7, 8]} | wide, "1 more row and 18 more columns are in the list of all trials below."),
-    ):
-        parsed = page(sweep_dir(tmp_path / sentence.replace(" ", "-"), space))
-        assert sentence in parsed.text
-        assert not any(title.startswith("All ") and "rows" in title for title in parsed.tables)
-    assert "in the list of all trials below" not in page(sweep_dir(tmp_path / "small", BIG)).text
 
 
 def test_values_that_no_experiment_takes_have_rows_too(tmp_path: Path) -> None:
@@ -115,25 +102,15 @@ def test_a_best_trial_without_a_speed_has_its_star(tmp_path: Path) -> None:
     assert parsed.tables[FLAT][-1] == ["4 GPUs", parsed.tables[FLAT][-1][1], "ok ★"]
 
 
-def test_of_240_points_the_surroundings_of_the_best_come_first_and_the_whole_is_folded(tmp_path: Path) -> None:
-    run_dir = sweep_dir(tmp_path / "s", BIG)
-    parsed = page(run_dir)
-    near, whole = parsed.tables[f"Around the best: {TABLE}"], parsed.tables[f"All 30 rows: {TABLE}"]
-    assert [len(near) - 1, len(near[0]) - 1] == [7, 7]
-    assert [len(whole) - 1, len(whole[0]) - 1] == [30, 8]
-    assert f"All 30 rows: {TABLE}" in parsed.folded
-    assert f"Around the best: {TABLE}" not in parsed.folded
-    starred = [row[0] for row in near if any("★" in cell for cell in row)]
-    assert starred == [row[0] for row in whole if any("★" in cell for cell in row)]
-    assert len(starred) == 1
-    best = written(run_dir)["best"]["scale"]
-    assert f"{best[NUM_WORKERS]} GPUs × batch {best[GLOBAL_BATCH] // 2}" in [row[0] for row in near]
-
-
-def test_a_small_table_is_not_cut_in_two(tmp_path: Path) -> None:
-    parsed = page(sweep_dir(tmp_path / "s", {NUM_WORKERS: [1, 2], GLOBAL_BATCH: [64, 128], LOADER_WORKERS: [1, 2]}))
-    assert [title for title in parsed.tables if TABLE in title] == [TABLE]
+def test_of_240_points_every_one_has_its_cell_in_a_frame_that_opens_at_the_best(tmp_path: Path) -> None:
+    parsed = page(sweep_dir(tmp_path / "s", BIG))
+    heads, *rows = parsed.tables[TABLE]
+    assert [len(rows), len(heads) - 1] == [30, 8]
+    assert sum("★" in cell for row in rows for cell in row) == 1
     assert TABLE not in parsed.folded
+    frame = next(attributes for attributes in parsed.all("div") if attributes.get("aria-label") == TABLE)
+    assert frame["class"] == "scroll tall"
+    assert "heat best" in str([attributes.get("class") for attributes in parsed.all("td")])
 
 
 def test_the_status_of_a_trial_stands_next_to_its_name(mixed: RunDir) -> None:

@@ -1,0 +1,119 @@
+"""A table of text that the terminal and the page both show; on a terminal in whole words, whatever its width."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import rich.table
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.padding import Padding
+from rich.text import Text
+
+from trainables.errors import printable
+
+TEXT_WIDTH, MAX_WORD_WIDTH = 14, 24
+"""To which a column of text may be narrowed, except for longer words; one longer than the second is broken, as a path is."""
+
+
+@dataclass(frozen=True)
+class Shade:
+    """A cell with a background: the larger the share, the stronger. `kind`: "best", "bad" (what went wrong) or neither."""
+
+    text: str
+    share: float
+    kind: str = ""
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns are numbers except those in `left`; `optional` ones are left out of a narrow terminal, the first one first.
+
+    `marked` rows stand out and those in `sections` are followed by a line. On the page a `folded` table is opened by its reader;
+    with `heads` rows have headings.
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str | Shade]]
+    caption: str = ""
+    left: Collection[str] = ()
+    optional: Sequence[str] = ()
+    marked: Collection[int] = ()
+    sections: Collection[int] = ()
+    styles: Mapping[int, str] = field(default_factory=dict)  # rich's, of a row
+    folded: bool = False
+    heads: bool = False
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(printable(self.title), style="italic")
+        rows = [[printable(str(cell)) for cell in row] for row in self.rows]
+        cells = list(zip(*rows, strict=True)) if rows else [()] * len(self.columns)
+        full = [max(map(cell_len, [head, *part])) for head, part in zip(self.columns, cells, strict=True)]
+        least = [self._least(*column) for column in zip(self.columns, cells, strict=True)]
+        shown, left_out, width = list(range(len(self.columns))), list[str](), options.max_width
+        for name in self.optional if console.is_interactive else ():
+            if name in self.columns and _framed(least, shown) > width:
+                left_out.append(name)
+                shown.remove(self.columns.index(name))
+        if _framed(least, shown) <= width:
+            yield self._grid(rows, shown, least, full, width)
+        else:
+            yield from self._paragraphs(rows)
+            left_out = []
+        if self.caption:
+            yield Text(self.caption, style="dim")
+        if left_out:
+            yield Text(f"not shown at {width} columns: {', '.join(left_out)}; a wider terminal or a file has them", style="dim")
+
+    def _least(self, head: str, cells: Sequence[str]) -> int:
+        """How narrow a column may be: its words whole, and numbers on one line."""
+        whole = max(map(cell_len, cells), default=0)
+        if head in self.left or whole > MAX_WORD_WIDTH:
+            words = max((cell_len(word) for cell in cells for word in cell.split()), default=0)
+            whole = max(words if words <= MAX_WORD_WIDTH else 0, min(whole, TEXT_WIDTH))
+        return max([whole, *map(cell_len, _breakable(head).split())])
+
+    def _grid(
+        self, rows: Sequence[Sequence[str]], shown: Sequence[int], least: Sequence[int], full: Sequence[int], width: int
+    ) -> rich.table.Table:
+        """`shown` columns, from `least` to `full` characters wide."""
+        room, widths = width - _framed(least, shown), dict[int, int]()
+        for rank, index in enumerate(sorted(shown, key=lambda index: full[index] - least[index])):
+            more = min(full[index] - least[index], room // (len(shown) - rank))
+            widths[index], room = least[index] + more, room - more
+        grid = rich.table.Table()
+        for index in shown:
+            head = self.columns[index]
+            if cell_len(head) > widths[index]:
+                head = textwrap.fill(_breakable(head), widths[index], break_on_hyphens=False).replace(". ", ".")
+            left = self.columns[index] in self.left
+            grid.add_column(head, justify="left" if left else "right", width=widths[index], overflow="fold")
+        for number, row in enumerate(rows):
+            grid.add_row(*(row[index] for index in shown), style=self._style(number), end_section=number in self.sections)
+        return grid
+
+    def _paragraphs(self, rows: Sequence[Sequence[str]]) -> Iterable[Text | Padding]:
+        first, *others = self.columns
+        for number, (head, *cells) in enumerate(rows):
+            yield Text(f"{first} {head}", style=self._style(number))
+            texts = [f"{name} {cell}" for name, cell in zip(others, cells, strict=True) if cell]
+            yield Padding(Text(", ".join(texts), style=self._style(number)), (0, 0, 0, 2), expand=False)
+
+    def _style(self, number: int) -> str:
+        return "bold green" if number in self.marked else self.styles.get(number, "")
+
+
+def _framed(widths: Sequence[int], shown: Sequence[int]) -> int:
+    """The width of a table with the `shown` columns."""
+    return 1 + sum(widths[index] + 3 for index in shown)
+
+
+def _breakable(head: str) -> str:
+    """A dotted key may be broken behind a dot."""
+    return head.replace(".", ". ")
