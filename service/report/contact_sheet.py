@@ -46,18 +46,18 @@ def describe(root: Path, index: Index) -> Iterator[str | Table]:
 
 
 def _splits(index: Index, sources: dict[Split, RecordsSource]) -> Table:
-    of_classes = ["classes", "per class: least", "median", "most"] if index.classes else []
+    of_classes = ["classes", "per class (min–max)", "median"] if index.classes else []
     columns = ["split", "images", *of_classes, "shards", "MiB"]
     table = text_table("splits", columns, left=("split",), optional=("median", "shards"), min_width=_TITLE)
     for split, source in sources.items():
         counts_K = np.bincount(source.labels_N[source.labels_N >= 0], minlength=len(index.classes))
         part = index.splits[split]
-        per_class = (np.min(counts_K), np.median(counts_K), np.max(counts_K)) if index.classes else ()
+        per_class = (f"{counts_K.min():,}–{counts_K.max():,}", f"{np.median(counts_K):,.0f}") if index.classes else ()
         table.add_row(
             split,
             f"{len(source):,}",
             *([f"{(counts_K > 0).sum():,}"] if index.classes else []),
-            *(f"{count:,.0f}" for count in per_class),
+            *per_class,
             str(len(part.shards)),
             f"{sum(shard.bytes for shard in part.shards) / 2**20:,.1f}",
         )
