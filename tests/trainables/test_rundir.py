@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trainables.rundir import append_line, read_lines, replacing, write_atomic
+from trainables.rundir import append_line, headline, read_lines, replacing, write_atomic
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
@@ -30,3 +30,7 @@ def test_a_line_torn_by_a_death_spoils_itself_alone(tmp_path: Path) -> None:
     append_line(path, {"step": 3})
     assert read_lines(path) == [{"step": 1}, {"step": 3}]
     assert read_lines(tmp_path / "none.jsonl") == []
+
+
+def test_a_stages_final_numbers_have_the_cosine_of_its_last_evaluation() -> None:
+    assert headline({"val/cka": 0.5, "val/cosine": 0.25}) == {"cka": 0.5, "cosine": 0.25}
