@@ -49,7 +49,7 @@ def _splits(index: Index, sources: dict[Split, RecordsSource]) -> Table:
     for split, source in sources.items():
         per_class = []
         if index.classes:
-            counts_K = np.bincount(source.labels_N, minlength=len(index.classes))
+            counts_K = np.bincount(source.labels_N[source.labels_N >= 0], minlength=len(index.classes))
             per_class = [f"{(counts_K > 0).sum():,}", f"{counts_K.min():,}–{counts_K.max():,}", f"{np.median(counts_K):,.0f}"]
         shards = index.splits[split].shards
         mib = f"{sum(shard.bytes for shard in shards) / 2**20:,.1f}"

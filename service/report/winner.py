@@ -45,7 +45,7 @@ def why(rows: Sequence[Row], best: Row, metric: str, mode: str, unit: str) -> st
         if others:
             runner_up = pick(others, key=lambda row: float(row.metrics[metric]))
             sentences.append(
-                f"{names.at(key, value(best, key), unit)}: {against(best, runner_up, metric, mode)} {value(runner_up, key)}"
+                f"{names.at(key, value(best, key), unit)}: {describe_lead(best, runner_up, metric, mode)} {value(runner_up, key)}"
             )
     if not sentences:
         what = names.label(metric).unit.removeprefix("% ")
@@ -53,7 +53,7 @@ def why(rows: Sequence[Row], best: Row, metric: str, mode: str, unit: str) -> st
     return f"Compared with the next best value of each axis, the others unchanged: {'; '.join(sentences)}."
 
 
-def against(best: Row, runner_up: Row, metric: str, mode: str) -> str:
+def describe_lead(best: Row, runner_up: Row, metric: str, mode: str) -> str:
     """How much better than another trial, or that the steps' spread leaves it open; the other one's value follows."""
     a, b = float(best.metrics[metric]), float(runner_up.metrics[metric])
     compared = names.label(metric).compared
@@ -70,7 +70,7 @@ def against(best: Row, runner_up: Row, metric: str, mode: str) -> str:
     return f"{abs(gain):.1%} {'faster' if gain >= 0 else 'slower'}{than}"
 
 
-def judged(result: RunResult) -> tuple[str, str]:
+def ranking_metric(result: RunResult) -> tuple[str, str]:
     """The metric that trials are compared by, and whether the most or the least is best. For the front of both it is speed."""
     if result.metric == FRONT:
         return "images_per_s", "max"
@@ -197,7 +197,7 @@ def lines(result: RunResult, rows: Sequence[Row]) -> list[str]:
     best = best_of(result, rows)
     if best is None:
         return ["no trial is complete: nothing to compare yet", *without_result(rows)]
-    unit, (metric, mode) = result.unit, judged(result)
+    unit, (metric, mode) = result.unit, ranking_metric(result)
     sentences = [f"best: trial {best.id} with {won(best, unit, axes(rows), metric)}"]
     sentences.append(why(rows, best, metric, mode, unit))
     if shares := shares_text(best.metrics):
