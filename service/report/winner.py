@@ -141,7 +141,7 @@ def memory_to_spare(result: RunResult) -> list[str]:
     def peak(row: TrialRow) -> float:
         return row.metrics.get("peak_memory_mib", 0.0) / row.metrics.get("gpu_memory_mib", math.inf)
 
-    (metric, mode), best = judged(result), result.best
+    (metric, mode), best = ranking_metric(result), result.best
     if best is None or peak(best) <= 1 - SPARE_MEMORY:
         return []
     others = [row for row in ran(rows_of(result)) if metric in row.metrics and peak(row) <= 1 - SPARE_MEMORY]
