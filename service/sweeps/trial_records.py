@@ -100,7 +100,7 @@ def _name(trial: Trial) -> str:
 
 def _line(trial: Trial, outcome: Outcome) -> str:
     m = outcome.metrics
-    numbers = f"{m['images_per_s']:.1f} images/s, {m['epoch_s']:.2f} s an epoch" if "epoch_s" in m else outcome.reason
+    numbers = f"{m['images_per_s']:.1f} images/s, {m['epoch_s']:.2f} s/epoch" if "epoch_s" in m else outcome.reason
     again = f", measured {trial.num_measurements} times" if trial.num_measurements > 1 else ""
     point = ", ".join(f"{key}={value}" for key, value in trial.params.items())
     return f"trial {trial.id} ({point}): {outcome.status}  {numbers}{again}"
