@@ -191,7 +191,7 @@ def _close(session: Session, status: Literal["FINISHED", "FAILED", "KILLED"], ti
     if status == "FINISHED" and not delivery.num_pending and uri_of(session.run_dir.root) is None:
         delivered, left = sync_neighbours(runs_root_of(session.result), session.run_dir, NEIGHBOURS_S)
         for folder in delivered:
-            session.display.print(f"MLflow was also sent what had waited in {folder}")
+            session.display.print(f"MLflow was also sent the pending records of {folder}")
         if left:
             session.display.print(f"records of earlier runs ({len(left)}) still wait for MLflow; later: distill sync {left[0]}")
 
