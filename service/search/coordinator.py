@@ -32,7 +32,7 @@ class Running:
     assignment: Assignment
     began_s: float
     starts_began_s: list[float] = field(default_factory=list)
-    """Of the workers that were started for it; none where they were there already."""
+    """When workers were started for it; none where they were there already."""
     restarts: int = 0
 
 
@@ -139,5 +139,5 @@ class SearchCoordinator:
         self._planner.tell(self._points[trial], observation(one))
 
     def _stage_dir(self, trial: str) -> StageDir:
-        """Of the trial's next measurement, or of the one that is under way."""
+        """Folder of the trial's next measurement, or of the one that is under way."""
         return self._run_dir.trial(trial).measurement(len(self._measured[trial]))

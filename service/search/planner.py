@@ -56,7 +56,7 @@ MAX_FAILED_OF_VALUE = 3  # points that failed, none that ran: all others with th
 
 @dataclass(frozen=True)
 class Forecast:
-    """Of one point."""
+    """What is known of one point."""
 
     point: Point
     step_s: float
@@ -184,7 +184,7 @@ class Planner:
 
     @property
     def measured_rows(self) -> list[int]:
-        """Of the points that ran, each once."""
+        """Rows of the points that ran, each once."""
         return list(dict.fromkeys(self._ended("ok")))
 
     def _ended(self, *statuses: str) -> list[int]:
@@ -288,7 +288,7 @@ class Planner:
 
     @property
     def spent_gpu_s(self) -> float:
-        """Of all probes; where one does not say what it took, what such a probe usually takes."""
+        """GPU-seconds of all probes; where one does not say what it took, what such a probe usually takes."""
         spent, group = 0.0, 0.0
         for row, one in self.history:
             workers = float(self.layout.workers_M[row]) if one.status != "infeasible" else 0.0
@@ -304,7 +304,7 @@ class Planner:
 
     @property
     def grid_gpu_s(self) -> float:
-        """Of a lean grid: every point once and briefly, those with as many workers one after the other on one start."""
+        """GPU-seconds of a lean grid: every point once and briefly, those with as many workers one after the other on one start."""
         steps = self._warmup_steps + min(GRID_STEPS, self.max_steps)
         each_M = self.layout.workers_M * (self.setup_s + steps * self.belief().step_s_M)
         return float(np.unique(self.layout.workers_M).sum() * self.start_s + (self.chances() * each_M).sum())
@@ -389,7 +389,7 @@ class Planner:
             self.spent_gpu_s + gpu_s_M < (UNLIKE_SHARE + max(belief.form_sd - FORM_SD, 0)) * self.grid_gpu_s
         )
         if better <= DOUBT and (unlike := self._unlike(early_M, gpu_s_M)) is not None:
-            return unlike, f"{self._name(unlike)} has a value that was not measured beside {best}"
+            return unlike, f"{self._name(unlike)} has a value that was not measured near {best}"
         if not open_M.any():
             ends = f"every point{' that is expected to run' if untested else ''} was measured"
         elif better > DOUBT:
