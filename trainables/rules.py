@@ -373,8 +373,8 @@ RULES: tuple[Rule[JobSettings], ...] = (
     ),
     (
         lambda s: any(each.logit_scale and not each.embeds_classes for each in s.all_teachers),
-        "teacher.logit_scale scales the cosines to class embeddings: write teacher.classes: FILE.npy or teacher.head: class_means,"
-        " or leave it out",
+        "teacher.logit_scale scales the cosines to class embeddings: write teacher.classes: FILE.npy or teacher.head:"
+        " class_means, or leave it out",
     ),
     (
         lambda s: s.teacher and s.teacher.head and not s.data.labels,

@@ -304,7 +304,7 @@ class Planner:
 
     @property
     def grid_gpu_s(self) -> float:
-        """GPU-seconds of a lean grid: every point once and briefly, those with as many workers one after the other on one start."""
+        """GPU-seconds of a lean grid: every point once and briefly, those with as many workers on one start."""
         steps = self._warmup_steps + min(GRID_STEPS, self.max_steps)
         each_M = self.layout.workers_M * (self.setup_s + steps * self.belief().step_s_M)
         return float(np.unique(self.layout.workers_M).sum() * self.start_s + (self.chances() * each_M).sum())
