@@ -416,6 +416,11 @@ RULES: tuple[Rule[JobSettings], ...] = (
         "teacher.placement sharded is for a network that runs in every step, and {found} is set: leave out one of the two",
     ),
     (
+        lambda s: _is_sharded(s) and not s.data.labels and s.eval.best not in (None, "top1_pct"),
+        "eval.best: teacher.placement sharded has no teacher's features in a validation, and {s.eval.best} compares with them:"
+        " write top1_pct with eval.path, or leave eval.best out",
+    ),
+    (
         lambda s: _is_sharded(s) and s.train.compile,
         "teacher.placement sharded does not go with train.compile: set train.compile to false, or teacher.placement to whole",
     ),
@@ -510,6 +515,12 @@ METHOD_RULES: tuple[MethodRule[JobSettings], ...] = (
         lambda s, _: not s.data.labels and s.eval.best == "loss",
         lambda m, _: m.requires.whole_batch or m.requires.all_gather,
         "eval.best: {m.key} compares the images of a batch, and has no loss in a validation: write cka, or leave eval.best out",
+    ),
+    (
+        lambda s, _: not s.data.labels and s.eval.best == "loss",
+        lambda m, _: getattr(m.options, "balance", False),
+        "eval.best: distill.options.{m.key}.balance divides the loss by its running mean, so that those of two evaluations do not"
+        " compare: write cka, or leave eval.best out",
     ),
     (
         lambda s, _: s.data.mixes_unlabeled,
@@ -625,13 +636,6 @@ METHOD_RULES: tuple[MethodRule[JobSettings], ...] = (
         "distill.options.{m.key}.warmup_by: without warmup_epochs the weight does not rise: set warmup_epochs too, or leave"
         " warmup_by out",
     ),
-    (
-        lambda s, _: (
-            s.distillation and s.distillation.task_weight is None and len(s.distillation.weighted) == 1 and _task_optimizer(s)
-        ),
-        lambda m, _: not m.task_weight,
-        "{when}",
-    ),
     (lambda s, _: s.optim.losses, _missing_loss, "optim.losses: there is no loss {found[0]!r} here: write one of {found[1]}"),
 )
 """What a method requires of the other sections."""
@@ -658,6 +662,27 @@ def first_problem_of_methods(
                 if found := breaks(method, when):
                     return text.format(s=settings, m=method, when=when, found=found)
     return None
+
+
+def labels_are_used(settings: JobSettings, methods: Iterable[MethodNeeds]) -> Problem:
+    """Whether something trains the classifier, where there are labels."""
+    distill = settings.distillation
+    chosen = [] if distill is None else [each for each in methods if each.key in distill.weighted]
+    if distill is None or not settings.data.labels or not chosen:
+        return None
+    defaults = max(each.task_weight for each in chosen)
+    if distill.task_weight or (distill.task_weight is None and defaults):
+        return None
+    if problem := _task_optimizer(settings):
+        return problem
+    if any(each.requires.reads_classes or each.requires.hard_labels for each in chosen):
+        return None
+    names = " and ".join(each.key for each in chosen)
+    value = "0" if distill.task_weight == 0 else f"0 by default with {names}"
+    return (
+        f"distill.task_weight: it is {value}, and features alone train no classifier: write distill.task_weight: 1, or"
+        " data.labels: false"
+    )
 
 
 def resize_covers_crop(data: DataConfig) -> Problem:

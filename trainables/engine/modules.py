@@ -23,7 +23,7 @@ from trainables.models.model_input import student_input, trained_model_input
 from trainables.models.registry import build_model
 from trainables.models.reused_classifier import ReusedClassifier
 from trainables.notices import notice
-from trainables.rules import METHOD_RULES, first_problem_of_methods
+from trainables.rules import METHOD_RULES, first_problem_of_methods, labels_are_used
 from trainables.teachers.cache.cached_teacher import CachedTeacher
 from trainables.teachers.interface import TeacherInterface
 from trainables.teachers.network import TeacherNetwork, load_networks, teacher_readers
@@ -112,7 +112,8 @@ def build_distillation_module(
     """
     selected, of_stage = selected_methods(config), stage_methods(config)
     weight = 0.0 if not num_classes else task_weight(config.distill, selected) if config.distill is not None else 1.0
-    if problem := first_problem_of_methods(lambda: selected, config, num_classes, METHOD_RULES):
+    problem = first_problem_of_methods(lambda: selected, config, num_classes, METHOD_RULES) or labels_are_used(config, selected)
+    if problem:
         raise ExperimentError(problem)
     if not of_stage:
         return DistillationModule(student, task_weight=weight), []

@@ -238,11 +238,13 @@ def class_means_loop_per_worker(settings: dict[str, Any]) -> None:
         path, metrics = write_class_means(config, group, heartbeat)
         if group.is_main:
             publish(path)
+            assert config.finetuned is not None
+            own = config.finetuned.precision
             result = StageResult(
                 stage=config.stage,
                 model=config.model,
-                precision=config.precision,
-                precision_reason=config.precision_reason,
+                precision=own or config.precision,
+                precision_reason=config.precision_reason if own in (None, config.precision) else "",
                 metrics=metrics,
             )
             write_stage_result(stage, result)

@@ -83,6 +83,10 @@ def refused_by_a_worker(overrides: tuple[str, ...], folder: Path) -> str:
         (("teacher.head=class_means",), "teacher.head belongs to given weights"),
         ((*UNLABELED, "teacher.head=class_means"), "teacher.head: class means are of images with labels"),
         (("train.deterministic=true", "train.compile=max-autotune"), "train.deterministic does not go with train.compile max"),
+        (
+            (*UNLABELED, "teacher.placement=sharded", "eval.best=cosine"),
+            "eval.best: teacher.placement sharded has no teacher's features in a validation, and cosine compares with them",
+        ),
         (("teacher.placement=sharded", "scale.num_workers=[1, 2]"), "teacher.placement sharded needs 2 workers or more, and"),
         (("teacher.service=1", *GPU), "teacher.service: it is sent images that the host has decoded"),
         ((*GPU, "scale.use_gpu=false"), "data.decoder gpu works on GPUs only"),
@@ -258,7 +262,16 @@ def test_a_rule_is_checked_on_the_driver_and_again_by_the_worker(
             (WEIGHTS, "distill.method=embed", "optim.losses={task: {lr: 1}}"),
             "optim.losses.task: the labels' loss has no weight here: leave it out",
         ),
-        ((WEIGHTS, "distill.method=embed", *DOT), "optim.name: dot has a momentum for the labels, whose loss has no weight here"),
+        ((WEIGHTS, "distill.method=[embed, queue]", *DOT), "optim.name: dot has a momentum for the labels, whose loss has no"),
+        (
+            (WEIGHTS, "distill.method=[embed, queue]"),
+            "distill.task_weight: it is 0 by default with embed and queue, and features alone train no classifier: write",
+        ),
+        ((WEIGHTS, "distill.method=fitnet", "distill.task_weight=0"), "distill.task_weight: it is 0, and features alone train"),
+        (
+            (*UNLABELED, "distill.options.embed={balance: true}", "eval.best=loss"),
+            "eval.best: distill.options.embed.balance divides the loss by its running mean",
+        ),
         ((WEIGHTS, "teacher.head=class_means", "distill.method=[srrl]"), "teacher.head: srrl reads the teacher's linear"),
     ],
 )
