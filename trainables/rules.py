@@ -25,6 +25,8 @@ from trainables.config import (
 from trainables.user_code import model_parts
 
 Problem = str | None
+OURS = ("sgd", "adamw")
+"""The optimizers that go with pipeline stages and several losses."""
 
 
 class JobSettings(Protocol):
@@ -191,13 +193,20 @@ def _unstaged(settings: JobSettings) -> str | None:
         "scale.sync_batch_norm: write false": settings.scale.sync_batch_norm,
         "train.compile: write false": settings.train.compile,
         f"data.decoder {settings.data.decoder}: write auto": settings.data.decodes_on_device,
-        "optim.name dot: write sgd": optim.name == "dot",
+        f"optim.name {optim.name}: write sgd or adamw": optim.name not in OURS,
+        "optim.ema_decay: leave it out": optim.ema_decay,
+        "optim.clip_grad_agc: write clip_grad_norm": optim.clip_grad_agc,
         "optim.losses, optimizers of single losses: leave them out": optim.losses,
         "optim.lr_head and optim.layer_decay: leave them out": optim.lr_head or optim.layer_decay,
         "teacher.lr_head and teacher.layer_decay: leave them out": teacher and (teacher.lr_head or teacher.layer_decay),
         "teacher.service: leave it out": teacher is not None and teacher.service is not None,
     }
     return next((text for text, applies in instead.items() if applies), None)
+
+
+def _idle_end(optim: OptimConfig) -> bool:
+    """Whether it says how a schedule ends that has no such end."""
+    return optim.schedule in ("constant", "step") and bool(optim.min_lr_factor or optim.cooldown_epochs)
 
 
 def _unknown_loss(settings: JobSettings) -> tuple[str, str] | None:
@@ -458,6 +467,34 @@ RULES: tuple[Rule[JobSettings], ...] = (
     (
         lambda s: next((key for key, o in _optimizers(s.optim).items() if o.nesterov and not o.momentum), None),
         "{found}.nesterov needs {found}.momentum above 0: set it, or set {found}.nesterov to false",
+    ),
+    (
+        lambda s: [key for key in ("clip_grad_norm", "clip_grad_value", "clip_grad_agc") if getattr(s.optim, key)][1:],
+        "optim.{found[0]}: gradients are clipped in one way: leave all but one of optim.clip_grad_… out",
+    ),
+    (
+        lambda s: s.optim.losses and next((o.name for o in _optimizers(s.optim).values() if o.name not in OURS), None),
+        "optim.losses: optimizers of single losses are sgd or adamw, and {found} is another one: leave optim.losses out",
+    ),
+    (
+        lambda s: next((key for key, o in _optimizers(s.optim).items() if _idle_end(o)), None),
+        "{found}.min_lr_factor and {found}.cooldown_epochs belong to the schedules cosine and wsd: leave them out",
+    ),
+    (
+        lambda s: next((k for k, o in _optimizers(s.optim).items() if o.epochs_of_warmup + o.cooldown_epochs >= o.epochs), None),
+        "{found}.warmup_epochs and {found}.cooldown_epochs leave no epoch of optim.epochs {s.optim.epochs}: write less",
+    ),
+    (
+        lambda s: s.train.bce_threshold and s.train.task_loss != "bce",
+        "train.bce_threshold belongs to train.task_loss bce: leave it out",
+    ),
+    (
+        lambda s: not s.data.labels and (s.train.label_smoothing or s.train.task_loss != "cross_entropy"),
+        "train.label_smoothing and train.task_loss: there are no labels, and data.labels is false: leave them out",
+    ),
+    (
+        lambda s: s.data.mixes_unlabeled and s.train.task_loss == "bce",
+        "train.task_loss bce needs the label of each image: write labels: true for each set in data.more, or cross_entropy",
     ),
     (_unknown_loss, "optim.losses: there is no loss {found[0]!r} here: write one of {found[1]}"),
     (

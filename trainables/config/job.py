@@ -24,7 +24,17 @@ Measure = Literal["accuracy", "knn", "linear", "embed"]
 
 
 class TrainingConfig(Section):
-    """How the loop runs, apart from what it learns."""
+    """How the loop runs, and the labels' loss."""
+
+    task_loss: Literal["cross_entropy", "bce"] = Field(
+        "cross_entropy", description="of the labels; bce: binary cross-entropy of each class, its mean over classes"
+    )
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0, description="the share of a label that is spread over all classes, in training"
+    )
+    bce_threshold: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        None, description="task_loss bce: targets of mixed or smoothed labels above this are 1, others 0; absent: as they are"
+    )
 
     channels_last: bool | Literal["auto"] = Field(
         "auto", description="models and images in channels_last memory format; auto: in bf16 and fp16, and on a CPU in fp32"
