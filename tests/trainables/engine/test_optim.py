@@ -42,6 +42,21 @@ def test_cosine_falls_from_the_peak_to_zero() -> None:
     assert rates == pytest.approx([0.4, 0.2, 0.2 * (1 - math.cos(math.pi / 1000))], rel=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "at"),
+    [
+        # epochs 0 and 1 warm up; 18 and 19 are at the end
+        ("cosine", {2: 1.0, 10: 0.1 + 0.9 / 2, 18: 0.1, 19.99: 0.1}),
+        ("wsd", {2: 1.0, 12: 1.0, 15: 0.1 + 0.9 / 2, 18: 0.1, 19.99: 0.1}),  # falls in 30 % of 20 epochs: from 12 on
+    ],
+)
+def test_cosine_and_wsd_end_at_the_factor_where_the_cool_down_begins(schedule: str, at: dict[float, float]) -> None:
+    ends = {"min_lr_factor": 0.1, "cooldown_epochs": 2, "decay_ratio": 0.3, "warmup_epochs": 2}
+    optim = OptimConfig(epochs=20, schedule=schedule, **ends)  # type: ignore[arg-type]
+    rates = {epoch: learning_rate(round(epoch * 100), 100, optim, 2.0) for epoch in at}
+    assert rates == pytest.approx({epoch: 2 * share for epoch, share in at.items()})
+
+
 def test_step_multiplies_at_each_milestone() -> None:
     optim = OptimConfig(epochs=100, schedule="step", milestones=(30, 60, 90), gamma=0.1)
     rates = [learning_rate(epoch * 5, 5, optim, 1.0) for epoch in (0, 29, 30, 59, 60, 90, 99)]
