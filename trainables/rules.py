@@ -192,6 +192,7 @@ def _unstaged(settings: JobSettings) -> str | None:
         "precision fp16: its scaler would see one stage's gradients; write bf16, or fp32": settings.precision == "fp16",
         "scale.sync_batch_norm: write false": settings.scale.sync_batch_norm,
         "train.compile: write false": settings.train.compile,
+        "train.gradient_checkpointing: write false": settings.train.gradient_checkpointing,
         f"data.decoder {settings.data.decoder}: write auto": settings.data.decodes_on_device,
         f"optim.name {optim.name}: write sgd or adamw": optim.name not in OURS,
         "optim.ema_decay: leave it out": optim.ema_decay,

@@ -45,6 +45,9 @@ class TrainingConfig(Section):
     compile: bool | Literal["reduce-overhead", "max-autotune"] = Field(
         False, description="torch.compile the student and the teacher; a name is one of torch's modes"
     )
+    gradient_checkpointing: bool = Field(
+        False, description="compute activations again in the backward pass, for less memory; models of timm and transformers"
+    )
     log_every: Count = Field(20, description="steps between log lines and records; after 30 s there is one earlier")
     checkpoint_every: Count = Field(
         500, description="steps between checkpoints inside an epoch; one is written at each epoch's end too"

@@ -19,6 +19,7 @@ from trainables.methods.features import TeacherNormOptions
 from trainables.methods.select import SelectedMethod, for_teachers, select_methods, student_name, task_weight
 from trainables.methods.tap_reader import TapReader
 from trainables.methods.teacher_dropping import TeacherDropping
+from trainables.models.gradient_checkpointing import use_gradient_checkpointing
 from trainables.models.model_input import student_input, trained_model_input
 from trainables.models.registry import build_model
 from trainables.models.reused_classifier import ReusedClassifier
@@ -184,6 +185,8 @@ def build_student(config: TrainConfig, group: Group, num_classes: int) -> tuple[
     """The student's full name and the student on its device."""
     name = student_name(config.model, config.teacher, selected_methods(config))
     student = build_model(name, num_classes=num_classes, image_size=trained_model_input(config).image_size, seed=config.seed)
+    if config.train.gradient_checkpointing:
+        use_gradient_checkpointing(student, name)
     dtype, layout = tensor_format(config)
     student = student.to(group.device, dtype).to(memory_format=layout)
     return name, convert(student, group) if config.scale.sync_batch_norm else student
