@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 
 class WeightAverage:
@@ -24,7 +25,7 @@ class WeightAverage:
     def update(self, step: int) -> None:
         """Take in the weights after the step with this index (0-based)."""
         decay = min(self._decay, 1 - (1 + step) ** (-2 / 3))
-        torch._foreach_lerp_([*self.tensors.values()], [*self._weights.values()], 1 - decay)
+        get_ema_multi_avg_fn(decay)([*self.tensors.values()], [*self._weights.values()], None)
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
