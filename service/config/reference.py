@@ -19,6 +19,8 @@ LARGEST = (2**31, 2**32)
 """Bounds that only keep a number within what files and libraries can hold."""
 ELEMENTS = {"optim.losses": "optim.losses.LOSS"}
 """Mappings with names of the user's own → the form of a key in them."""
+ALIKE = {"teachers[N]": "teacher", "assistants[N]": "teacher", "optim.losses.LOSS": "optim"}
+"""Sections → those whose keys they have too. The page lists these keys by name alone."""
 PAGE = """# Configuration
 
 Every key of an experiment. A file writes them as sections, `--set` with dots: `--set optim.lr=0.1`.
@@ -65,6 +67,7 @@ def keys_below(prefix: str) -> list[Key]:
 def markdown() -> str:
     """The page `docs/configuration.md`: a table for each section of an experiment."""
     tables: dict[str, list[Key]] = {}
+    meanings = {key.name: key.meaning for key in all_keys()}
     for key in all_keys():
         top = key.name.partition(".")[0].partition("[")[0]
         tables.setdefault(top, []).append(key)
@@ -73,8 +76,24 @@ def markdown() -> str:
     for name, keys in tables.items():
         if len(keys) > 1:
             section, *rest = keys
-            pages += _table(f"`{name}`", rest, f"{_sentence(section.meaning)}\n")
+            alike = {key: _alike(key, meanings) for key in rest}
+            text = _sentence(section.meaning) + "".join(
+                f" `{here}` also has, as `{ALIKE[here]}`: {', '.join(f'`{_leaf(key)}`' for key in alike if alike[key] == here)}."
+                for here in dict.fromkeys(filter(None, alike.values()))
+            )
+            pages += _table(f"`{name}`", [key for key in rest if not alike[key]], f"{text}\n")
     return "\n".join(pages)
+
+
+def _alike(key: Key, meanings: Mapping[str, str]) -> str | None:
+    """The section of `ALIKE` in which a key means what it means in the other one; None: it is no such key."""
+    section, _, leaf = key.name.rpartition(".")
+    other = f"{ALIKE.get(section)}.{leaf}"
+    return section if key.meaning in (meanings.get(other), f"as {other}; absent: the same", f"as {other}") else None
+
+
+def _leaf(key: Key) -> str:
+    return key.name.rpartition(".")[2]
 
 
 def _table(title: str, keys: Sequence[Key], text: str = "") -> list[str]:
