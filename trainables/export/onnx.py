@@ -10,7 +10,7 @@ import torch
 
 from trainables.export.interface import Format
 from trainables.export.student import Student
-from trainables.export.torch_export import refused, traced
+from trainables.export.torch_export import BATCH_AXIS, refused, traced
 
 
 def write(student: Student, path: Path, preprocess: bool) -> dict[str, Any]:
@@ -18,8 +18,14 @@ def write(student: Student, path: Path, preprocess: bool) -> dict[str, Any]:
     program = traced(student, preprocess=preprocess)
     description = student.description()
     with refused(student, "ONNX"):
-        output = [description["output"]]
-        exported = torch.onnx.export(program, dynamo=True, verbose=False, input_names=["images"], output_names=output)
+        exported = torch.onnx.export(
+            program,
+            dynamo=True,
+            verbose=False,
+            input_names=["images"],
+            output_names=[description["output"]],
+            dynamic_shapes=BATCH_AXIS,
+        )
         assert exported is not None
         exported.model.metadata_props.update({key: _text(value) for key, value in description.items()})
         exported.save(path, external_data=False)

@@ -18,6 +18,7 @@ from trainables.export.interface import Format
 from trainables.export.student import Network, Student
 
 OPERATOR = re.compile(r"OpOverload\(op='([\w.]+)'")
+BATCH_AXIS = ({0: torch.export.Dim("batch")},)
 DESCRIPTION = "raydistill.json"
 """The name of the description inside of a program."""
 
@@ -47,7 +48,7 @@ def traced(student: Student, *, preprocess: bool) -> torch.export.ExportedProgra
     images_BCHW = torch.zeros(shape, dtype=dtype)
     with refused(student, "torch.export"), torch.no_grad():
         network = Network(student, preprocess=preprocess).eval()
-        return torch.export.export(network, (images_BCHW,), dynamic_shapes=({0: torch.export.Dim("batch")},), strict=False)
+        return torch.export.export(network, (images_BCHW,), dynamic_shapes=BATCH_AXIS, strict=False)
 
 
 def write(student: Student, path: Path, preprocess: bool) -> dict[str, Any]:
