@@ -41,7 +41,9 @@ if TYPE_CHECKING:
 def export(
     checkpoint: str, to: str, out: Path | None, data_path: str | None, limit: int, preprocess: bool, tolerance: float
 ) -> None:
-    """A trained student for other programs, read back by the library that they use and compared on validation images.
+    """A trained student for other programs: ONNX, torch.export, timm, torchvision, safetensors.
+
+    Each file is read back by the library that other programs read it with, and compared with the checkpoint on validation images.
 
     \b
     Example:  distill export runs/digits-1 --to onnx --preprocess
@@ -96,7 +98,7 @@ def lines_of(record: dict[str, Any], folder: Path) -> list[str]:
         f"read back and compared on {of_all}: largest difference of {record['output']} {found['max_difference']:.3g} "
         f"(allowed {found['tolerance']:.3g}){same}{accuracy}",
         f"images: numpy {record['input']}; mean {record['mean']}, std {record['std']}, {record['image_size']} px",
-        "load it in any program:",
+        "load it with this package:" if any("trainables" in line for line in record["load"]) else "load it without this package:",
         *(f"  {line}" for line in record["load"]),
     ]
 
@@ -111,7 +113,13 @@ def lines_of(record: dict[str, Any], folder: Path) -> list[str]:
 def bench_model(
     model: str, batches: str, num_threads: int | None, image_size: int | None, compiled: bool, json_file: Path | None
 ) -> None:
-    """Latency, throughput, parameters and MACs of a model on this machine's CPU: torch, and onnxruntime where it is installed."""
+    """Latency, throughput, parameters and MACs of a model on this machine's CPU.
+
+    In torch, and in onnxruntime where that is installed. A model that is given by its name has random weights.
+
+    \b
+    Example:  distill bench-model mobilenet_v3_small --batch 1 --threads 1
+    """
     try:
         sizes = [int(size) for size in batches.split(",")]
     except ValueError:
@@ -138,7 +146,8 @@ def bench_model(
     for row in found["rows"]:
         speed = (f"{row['median_ms']:.2f}", f"{row['p95_ms']:.2f}", f"{row['images_per_s']:,.0f}")
         table.add_row(row["runtime"], str(row["batch"]), *speed)
-    line = f"{found['model']}: {sizes_line}; {found['image_size']} px, float32 on the CPU, {found['num_threads']} threads"
+    counted = f"{found['num_threads']} thread{'s' if found['num_threads'] > 1 else ''}"
+    line = f"{found['model']}: {sizes_line}; {found['image_size']} px, float32 on the CPU, {counted}"
     print_all(output(), [line, table])
 
 
