@@ -17,7 +17,7 @@ from trainables.data.source import open_on_node
 from trainables.errors import ExportError
 from trainables.export.compare import compare, predictor, resized_to
 from trainables.export.interface import format_of
-from trainables.export.student import Student, data_of
+from trainables.export.student import Student, data_of, note_layers_behind_embedding
 from trainables.rundir import unwritable_reason, write_json
 
 RECORD = "export.json"
@@ -38,6 +38,8 @@ def export(
     if preprocess and not form.is_traced:
         raise ExportError(f"--preprocess: {to} has parameters and no operations: write --to onnx or torch_export")
     _check_folder(folder, to, form.file)
+    if not student.classes:
+        note_layers_behind_embedding(student)
     data = data_of(student, data)
     with contextlib.closing(open_on_node(data, "val")) as source:
         student = replace(student, val_resize=resized_to(student, data, source))

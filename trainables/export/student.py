@@ -5,6 +5,7 @@ Shapes: B batch, C=3 channels, H W pixels, K classes.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,14 @@ from torch import Tensor, nn
 
 from trainables.config.data import DataConfig
 from trainables.engine.checkpoint import read_about
-from trainables.errors import CheckpointError
+from trainables.errors import CheckpointError, ModelError
 from trainables.models.checkpoint_header import read_checkpoint_header
 from trainables.models.forward import COSINES, logits_and_aux
 from trainables.models.libraries import LIBRARIES
 from trainables.models.libraries.interface import Library
 from trainables.models.model_input import ModelInput
 from trainables.models.names import ModelName, check_model_name
+from trainables.models.taps import Taps
 from trainables.models.weights import load_teacher
 from trainables.notices import notice
 from trainables.user_code import file_of, option_key
@@ -100,6 +102,19 @@ def read_student(checkpoint: Path) -> Student:
     resize = read_about(checkpoint).get("val_resize")
     seen = ModelInput(header.image_size, header.mean, header.std, header.interpolation)
     return Student(load_teacher(header.model, str(checkpoint), **fit).float(), header.model, seen, resize, classes)
+
+
+def note_layers_behind_embedding(student: Student) -> None:
+    """A backbone is trained up to its tap `embedding`, behind which some models have layers: say so where they have."""
+    with contextlib.suppress(ModelError), torch.no_grad():  # a user's model may declare no such tap
+        taps = Taps(student.module, ["embedding"], name=student.model, image_size=student.input.image_size)
+        with taps.capture():
+            output_BD = student.module(torch.ones(2, 3, student.input.image_size, student.input.image_size))
+            (embedding_BD,) = taps.pop()
+        if output_BD.shape != embedding_BD.shape or not torch.allclose(output_BD, embedding_BD):
+            notice(
+                f"{student.model} has layers behind its tap `embedding`, which distillation did not train: its output passes them"
+            )
 
 
 def data_of(student: Student, data: DataConfig) -> DataConfig:

@@ -54,6 +54,16 @@ def test_the_features_of_a_backbone_are_compared(tmp_path: Path, model: str, to:
     assert not record["comparison"].keys() & {"top1_pct", "same_top1_pct"}
 
 
+def test_a_backbone_whose_output_passes_untrained_layers_is_a_notice(tmp_path: Path) -> None:
+    for model, has_more in (("mobilenet_v3_small", True), ("resnet8", False)):
+        lines: list[str] = []
+        with notices_to(lines.append):
+            export_digits(
+                write_student(tmp_path / "m.safetensors", model, image_size=32, classes=()), "safetensors", tmp_path / model
+            )
+        assert any("layers behind its tap `embedding`" in line for line in lines) == has_more
+
+
 @pytest.mark.processes
 def test_the_printed_lines_load_an_export_where_this_package_cannot_be_imported(tmp_path: Path) -> None:
     vit = write_student(tmp_path / "vit.safetensors", VIT, image_size=32)
@@ -61,7 +71,13 @@ def test_the_printed_lines_load_an_export_where_this_package_cannot_be_imported(
     images = np.random.default_rng(0).normal(size=(3, 3, 32, 32)).astype(np.float32)
     np.save(tmp_path / "images.npy", images)
     code = ["import sys", "sys.modules['trainables'] = sys.modules['service'] = None", "import numpy"]
-    for name, path in {"onnx": squeezenet, "torch_export": vit, "torchvision": squeezenet, "timm": vit, "safetensors": vit}.items():
+    for name, path in {
+        "onnx": squeezenet,
+        "torch_export": vit,
+        "torchvision": squeezenet,
+        "timm": vit,
+        "safetensors": vit,
+    }.items():
         record = export_digits(path, name, tmp_path / name, limit=8)
         code += [f"images = numpy.load({str(tmp_path / 'images.npy')!r})", *record["load"]]
         code += [f"output = getattr(output, 'detach', lambda: output)()\nnumpy.save({str(tmp_path / name)!r}, output)"]
