@@ -43,7 +43,7 @@ def predictor(lines: Sequence[str], what: str) -> Callable[[NDArray[Any]], Tenso
             exec(code, names)
         except Exception as error:  # another library's
             problem = f"{type(error).__name__}: {first_line(error)}"
-            raise ExportError(f"{what}: its own library does not take the file ({problem})") from error
+            raise ExportError(f"{what} fails when it is read back ({problem}): write another --to") from error
 
     def predict(images: NDArray[Any]) -> Tensor:
         names["images"] = images

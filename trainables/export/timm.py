@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from trainables.errors import ExportError
 from trainables.export.interface import Format
 from trainables.export.student import Student
+from trainables.rundir import write_json
 
 
 def write(student: Student, path: Path, preprocess: bool) -> dict[str, Any]:
@@ -30,7 +32,11 @@ def write(student: Student, path: Path, preprocess: bool) -> dict[str, Any]:
     }
     labels = {"label_names": list(student.classes)} if student.classes else {}
     arguments = {"model_args": student.name.kwargs} if student.name.kwargs else {}
+    config = path.with_name("config.json")
     save_for_hf(student.module, str(path.parent), {"pretrained_cfg": images, **labels, **arguments}, safe_serialization=True)
+    saved = json.loads(config.read_text())
+    saved.get("model_args", {}).pop("num_classes", None)  # it is in `saved` itself, and transformers refuses it twice
+    write_json(config, saved)
     return {}
 
 

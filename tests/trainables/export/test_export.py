@@ -114,6 +114,9 @@ def test_a_folder_of_timm_has_the_runs_preprocessing_and_classes(tmp_path: Path)
     assert (config["interpolation"], config["crop_pct"]) == ("bilinear", 0.8)
     assert model.pretrained_cfg["label_names"] == list("0123456789")
     assert len(model.blocks) == 1
+    saved = json.loads((tmp_path / "out/config.json").read_text())
+    assert saved["num_classes"] == 10
+    assert "num_classes" not in saved["model_args"]  # transformers would give it to the model twice
 
 
 class Spectrum(torch.nn.Module):

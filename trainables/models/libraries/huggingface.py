@@ -124,9 +124,7 @@ class HuggingFace(Library):
 
     def constructor(self, name: str, num_classes: int, image_size: int, kwargs: Mapping[str, Any]) -> list[str]:
         if not num_classes:
-            raise ModelError(
-                f"features of {name} are read from transformers' outputs in a way of ours: --to onnx or torch_export"
-            )
+            raise ModelError(f"transformers has no class that returns the features of {name}: write --to onnx or torch_export")
         repository, revision = source_of(name)
         options = as_arguments({"num_labels": num_classes, **({"revision": revision} if revision else {}), **kwargs})
         return [
