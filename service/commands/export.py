@@ -90,7 +90,8 @@ def lines_of(record: dict[str, Any], folder: Path) -> list[str]:
     """What is printed of an export."""
     found, file = record["comparison"], folder / record["file"]
     opset = f", opset {record['opset']}" if "opset" in record else ""
-    of_all = f"{found['num_images']:,} of {found['num_val_images']:,} validation images of {found['data']}"
+    skipped = f" ({found['skipped_images']} unreadable)" if found["skipped_images"] else ""
+    of_all = f"{found['num_images']:,} of {found['num_val_images']:,} validation images of {found['data']}{skipped}"
     accuracy = f"; Acc@1 {found['top1_pct']:.3f} (checkpoint {found['checkpoint_top1_pct']:.3f})" if "top1_pct" in found else ""
     same = f", equal top-1 {found['same_top1_pct']:.2f}%" if "same_top1_pct" in found else ""
     return [

@@ -27,6 +27,7 @@ from trainables.errors import DataError, ExportError, first_line
 from trainables.export.student import Student
 from trainables.models.forward import logits_and_aux
 from trainables.models.pixels import take_pixels
+from trainables.notices import notice
 
 BATCH = 8
 
@@ -78,6 +79,8 @@ def compare(
     mean_C11, std_C11 = (np.array(values, np.float32).reshape(3, 1, 1) for values in (student.input.mean, student.input.std))
     with contextlib.closing(open_on_node(data, "val")) as source:
         num_val, has_labels = len(source), bool(student.classes) and source.classes == student.classes
+    if student.classes and not has_labels:
+        notice(f"{data.path} has not the student's classes: the accuracy is not measured")
     part = Group(world_size=-(-num_val // limit))
     data = data.model_copy(update={"global_batch_size": BATCH * part.world_size})
     differences, largest, counts = [0.0], [0.0], torch.zeros(4, dtype=torch.int64)  # images, same top-1, hits: ours, theirs

@@ -33,7 +33,7 @@ def export(
         DataError: the images cannot be read.
         ExportError: the format cannot have this student, or computes something else; nothing is left then.
     """
-    form = format_of(to)
+    form, folder = format_of(to), folder.absolute()
     form.check(student, to)
     if preprocess and not form.is_traced:
         raise ExportError(f"--preprocess: {to} has parameters and no operations: write --to onnx or torch_export")
@@ -64,7 +64,7 @@ def export(
             **facts,
             "versions": {name: version(name) for name in packages},
             "comparison": {**found, "data": data.path, "tolerance": allowed},
-            "load": form.lines(student, folder.absolute() / form.file),
+            "load": form.lines(student, folder / form.file),
         }
         write_json(temporary / RECORD, record)
         folder.mkdir(exist_ok=True)

@@ -177,6 +177,15 @@ def test_a_state_dict_that_needs_this_package_is_a_notice(tmp_path: Path) -> Non
     assert lines == ["resnet8 is built by this package: --to onnx and torch_export write files that need nothing of it"]
 
 
+def test_images_of_other_classes_have_no_accuracy_and_that_is_a_notice(tmp_path: Path) -> None:
+    path, lines = write_student(tmp_path / "m.safetensors", "mlp_small", classes=("cat", "dog")), list[str]()
+    with notices_to(lines.append):
+        found = export_digits(path, "torch_export", tmp_path / "out")["comparison"]
+    assert found["same_top1_pct"] == 100
+    assert "top1_pct" not in found
+    assert lines == ["digits has not the student's classes: the accuracy is not measured"]
+
+
 def test_images_are_taken_from_the_whole_split(tmp_path: Path) -> None:
     path = write_student(tmp_path / "m.safetensors", "mlp_small")
     found = export_digits(path, "safetensors", tmp_path / "out", limit=50)["comparison"]
