@@ -130,15 +130,17 @@ def bench_model(
     is_file = not is_uri(model) and Path(model).suffix == ".onnx"
     if not is_file and not is_uri(model) and not Path(model).exists():
         check_model_name(model)
-    from trainables.export.bench import bench, bench_file, threads
+    import torch
 
-    with threads(num_threads):
-        if is_file:
-            if not Path(model).is_file():
-                raise ExportError(f"there is no file {model}: give an ONNX file, a run, a checkpoint or a model's name")
-            found = bench_file(Path(model), sizes, image_size=image_size)
-        else:
-            found = bench(benched(model, image_size), sizes, image_size=image_size, compiled=compiled)
+    from trainables.export.bench import bench, bench_file
+
+    torch.set_num_threads(num_threads or torch.get_num_threads())
+    if is_file:
+        if not Path(model).is_file():
+            raise ExportError(f"there is no file {model}: give an ONNX file, a run, a checkpoint or a model's name")
+        found = bench_file(Path(model), sizes, image_size=image_size)
+    else:
+        found = bench(benched(model, image_size), sizes, image_size=image_size, compiled=compiled)
     if json_file is not None:
         write_json(json_file, found)
     macs = f", {found['macs'] / 1e6:,.1f} M MACs an image (FLOPs / 2)" if found["macs"] is not None else ""

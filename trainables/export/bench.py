@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -99,17 +98,6 @@ def bench_file(path: Path, batches: Sequence[int], *, image_size: int | None) ->
         "num_threads": torch.get_num_threads(),
         "rows": rows,
     }
-
-
-@contextlib.contextmanager
-def threads(number: int | None) -> Iterator[None]:
-    """With so many threads of torch and onnxruntime; None: as many as torch has."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(number or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _torch_passes(module: Callable[..., Any], size: int) -> Passes:

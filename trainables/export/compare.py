@@ -86,7 +86,9 @@ def compare(
     differences, largest, counts = [0.0], [0.0], torch.zeros(4, dtype=torch.int64)  # images, same top-1, hits: ours, theirs
     with contextlib.closing(val_loader(data, "val", part)) as loader:
         for batch in loader.epoch(0):
-            for images_BCHW, labels_B in _parts(batch.images_BCHW.contiguous(), batch.labels_B, alone=not counts[0]):
+            # In two parts: a file has to take batches of any size.
+            parts = (each.split(BATCH - 1) for each in (batch.images_BCHW.contiguous(), batch.labels_B) if len(each))
+            for images_BCHW, labels_B in zip(*parts, strict=True):
                 pixels_BCHW = to_pixels(images_BCHW, torch.float32)
                 expected_BK = logits_and_aux(reference(pixels_BCHW))[0]
                 normalized = (pixels_BCHW.numpy() - mean_C11) / std_C11
@@ -110,10 +112,3 @@ def compare(
         **({"same_top1_pct": same_pct} if student.classes else {}),
         **({"top1_pct": output_pct, "checkpoint_top1_pct": expected_pct} if has_labels else {}),
     }
-
-
-def _parts(images_BCHW: Tensor, labels_B: Tensor, *, alone: bool) -> list[tuple[Tensor, Tensor]]:
-    """A batch, of which the first image comes `alone`: a file has to take batches of any size. None of an empty one."""
-    sizes = [1, len(labels_B) - 1] if alone else [len(labels_B)]
-    parts = zip(images_BCHW.split(sizes), labels_B.split(sizes), strict=True) if len(labels_B) else ()
-    return [(images, labels) for images, labels in parts if len(labels)]

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from trainables.errors import ExportError
 from trainables.export import EXPORTS
 from trainables.export.student import Student
+from trainables.models.forward import COSINES
 from trainables.models.libraries.interface import installed
 
 
@@ -44,7 +45,7 @@ class Format(NamedTuple):
         if missing := [package for package in self.packages if not installed(package)]:
             extra = {"timm": "timm"}.get(missing[0], "export")
             raise ExportError(f"--to {name} needs {', '.join(missing)}: `pip install raydistill[{extra}]`")
-        if not self.is_traced and not student.has_own_classifier:
+        if not self.is_traced and hasattr(student.module, COSINES):
             raise ExportError(
                 f"{student.model} has class embeddings as its classifier, which {name} has no keys for: write --to onnx or "
                 "torch_export"

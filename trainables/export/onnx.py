@@ -27,7 +27,8 @@ def write(student: Student, path: Path, preprocess: bool) -> dict[str, Any]:
             dynamic_shapes=BATCH_AXIS,
         )
         assert exported is not None
-        exported.model.metadata_props.update({key: _text(value) for key, value in description.items()})
+        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in description.items()}
+        exported.model.metadata_props.update(texts)
         exported.save(path, external_data=False)
     return {"opset": exported.model.opset_imports[""]}
 
@@ -38,10 +39,6 @@ def lines(student: Student, path: Path) -> list[str]:
         f"session = onnxruntime.InferenceSession({str(path)!r}, providers=['CPUExecutionProvider'])",
         "output = session.run(None, {'images': images})[0]",
     ]
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 FORMAT = Format("model.onnx", write, lines, packages=("onnx", "onnxscript", "onnxruntime"), is_traced=True)

@@ -17,9 +17,8 @@ from trainables.config.data import DataConfig
 from trainables.engine.checkpoint import read_about
 from trainables.errors import CheckpointError, ModelError
 from trainables.models.checkpoint_header import read_checkpoint_header
-from trainables.models.forward import COSINES, logits_and_aux
+from trainables.models.forward import logits_and_aux
 from trainables.models.libraries import LIBRARIES
-from trainables.models.libraries.interface import Library
 from trainables.models.model_input import ModelInput
 from trainables.models.names import ModelName, check_model_name
 from trainables.models.taps import Taps
@@ -45,20 +44,11 @@ class Student:
     def name(self) -> ModelName:
         return check_model_name(self.model)
 
-    @property
-    def library(self) -> Library:
-        return LIBRARIES[self.name.library]
-
-    @property
-    def has_own_classifier(self) -> bool:
-        """Whether its logits are those of its library's model, not cosines to class embeddings."""
-        return not hasattr(self.module, COSINES)
-
     def constructor(self) -> list[str]:
         """Lines of Python that build `model`. Raises ModelError: see `Library.constructor`."""
         rescaling = {"transform_input": True} if getattr(self.module, "transform_input", False) else {}
         kwargs = {**self.name.kwargs, **rescaling}
-        return self.library.constructor(self.name.name, len(self.classes), self.input.image_size, kwargs)
+        return LIBRARIES[self.name.library].constructor(self.name.name, len(self.classes), self.input.image_size, kwargs)
 
     def description(self) -> dict[str, Any]:
         """Model, classes and preprocessing, as JSON has them."""
