@@ -143,7 +143,7 @@ def bench_model(
         found = bench(benched(model, image_size), sizes, image_size=image_size, compiled=compiled)
     if json_file is not None:
         write_json(json_file, found)
-    macs = f", {found['macs'] / 1e6:,.1f} M MACs an image (FLOPs / 2)" if found["macs"] is not None else ""
+    macs = f", {found['macs'] / 1e6:,.2f} M MACs an image (FLOPs / 2)" if found["macs"] is not None else ""
     sizes_line = f"{found['num_parameters'] / 1e6:,.2f} M parameters{macs}, {found['size_mib']:.2f} MiB"
     table = Table("runtime", "batch", "median ms", "p95 ms", "images/s")
     for row in found["rows"]:

@@ -64,7 +64,7 @@ def test_a_benchmark_has_a_row_for_each_runtime_and_batch(tmp_path: Path, capsys
     directory, numbers = run_of(tmp_path, "resnet8"), tmp_path / "numbers.json"
     code, out, _ = run(capsys, "bench-model", directory, "--batch", "1,3", "--threads", "1", "--json", numbers)
     assert code == 0
-    assert "resnet8: 0.08 M parameters, 0.8 M MACs an image (FLOPs / 2), 0.30 MiB; 8 px, float32 on the CPU, 1 thread" in out
+    assert "resnet8: 0.08 M parameters, 0.78 M MACs an image (FLOPs / 2), 0.30 MiB; 8 px, float32 on the CPU, 1 thread" in out
     found = json.loads(numbers.read_text())
     assert [(row["runtime"], row["batch"]) for row in found["rows"]] == [
         *(("torch eager", 1), ("torch eager", 3)),

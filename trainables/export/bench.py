@@ -31,7 +31,9 @@ def bench(student: Student, batches: Sequence[int], *, image_size: int | None, c
 
     onnxruntime has a row where it is installed and takes the model; otherwise a notice says why not.
 
-    Raises ModelError: the model does not take images of this size.
+    Raises:
+        ExportError: it cannot be compiled.
+        ModelError: it does not take images of this size.
     """
     if image_size is not None:
         student = replace(student, input=replace(student.input, image_size=image_size))
@@ -40,8 +42,12 @@ def bench(student: Student, batches: Sequence[int], *, image_size: int | None, c
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         network(torch.zeros(1, 3, size, size))
     state = student.module.state_dict().values()
-    runtimes = {"torch eager": network} | ({"torch compiled": torch.compile(network)} if compiled else {})
-    rows = [row for name, module in runtimes.items() for row in _rows(name, _torch_passes(module, size), batches)]
+    rows = _rows("torch eager", _torch_passes(network, size), batches)
+    if compiled:
+        try:
+            rows += _rows("torch compiled", _torch_passes(torch.compile(network), size), batches)
+        except Exception as error:  # of its own classes, or a C++ compiler's
+            raise ExportError(f"torch.compile fails on {student.model} ({first_line(error)}): leave out --compile") from error
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.onnx")
         try:
