@@ -76,6 +76,8 @@ class Requirements:
     """The student predicts with the teacher's classifier: it becomes STUDENT+TEACHER, see `models.reused_classifier`."""
     logits: bool = True
     """It reads logits. False: it reads features alone, and gets no logits of either model."""
+    student_logits: bool = True
+    """Its loss reaches the student's classifier, unless `logits` is False. False: it reads the logits of the teacher alone."""
     all_logits: bool = True
     """It reads the teacher's logit of every class. False: the largest and the total of the others are enough."""
     same_images: bool = False
@@ -205,9 +207,25 @@ def _unstaged(settings: JobSettings) -> str | None:
     return next((text for text, applies in instead.items() if applies), None)
 
 
-def _idle_end(optim: OptimConfig) -> bool:
-    """Whether it says how a schedule ends that has no such end."""
-    return optim.schedule in ("constant", "step") and bool(optim.min_lr_factor or optim.cooldown_epochs)
+def _falls(optim: OptimConfig) -> bool:
+    """Whether the learning rate falls to `min_lr_factor` of its peak, in which it stays for `cooldown_epochs`."""
+    return optim.schedule in ("cosine", "wsd")
+
+
+def _idle_end(optim: OptimConfig) -> str | None:
+    """Keys about the end of a schedule, where no schedule has such an end."""
+    written = [f"optim.{key}" for key in ("min_lr_factor", "cooldown_epochs") if getattr(optim, key)]
+    return None if any(map(_falls, _optimizers(optim).values())) else " and ".join(written)
+
+
+def without_epoch(optim: OptimConfig) -> str | None:
+    """What leaves no epoch between warm-up and cool-down."""
+    for key, own in _optimizers(optim).items():
+        parts = {f"{key}.warmup_epochs": own.epochs_of_warmup, "optim.cooldown_epochs": _falls(own) * own.cooldown_epochs}
+        if sum(parts.values()) >= own.epochs:
+            written = [f"{name} {epochs:g}" for name, epochs in parts.items() if epochs]
+            return f"{' and '.join(written)} {'leave' if len(written) > 1 else 'leaves'}"
+    return None
 
 
 def _unknown_loss(settings: JobSettings) -> tuple[str, str] | None:
@@ -462,9 +480,10 @@ RULES: tuple[Rule[JobSettings], ...] = (
         "{found}.warmup_steps and {found}.warmup_epochs are two lengths of one warm-up: leave one of them out, or write 0",
     ),
     (
-        lambda s: next(((key, o) for key, o in _optimizers(s.optim).items() if o.epochs_of_warmup >= o.epochs), None),
-        "{found[0]}.warmup_epochs {found[1].warmup_epochs:g} leaves no epoch of optim.epochs {s.optim.epochs}: write less",
+        lambda s: s.optim.name == "dot" and s.optim.args,
+        "optim.args does not go with optim.name dot, whose settings are momentum and delta: leave it out",
     ),
+    (lambda s: without_epoch(s.optim), "{found} no epoch of optim.epochs {s.optim.epochs}: write less"),
     (
         lambda s: next((key for key, o in _optimizers(s.optim).items() if o.nesterov and not o.momentum), None),
         "{found}.nesterov needs {found}.momentum above 0: set it, or set {found}.nesterov to false",
@@ -478,16 +497,22 @@ RULES: tuple[Rule[JobSettings], ...] = (
         "optim.losses: optimizers of single losses are sgd or adamw, and {found} is another one: leave optim.losses out",
     ),
     (
-        lambda s: next((key for key, o in _optimizers(s.optim).items() if _idle_end(o)), None),
-        "{found}.min_lr_factor and {found}.cooldown_epochs belong to the schedules cosine and wsd: leave them out",
+        lambda s: _idle_end(s.optim),
+        "{found}: only the schedules cosine and wsd end so, and this is {s.optim.schedule}: leave out",
     ),
     (
-        lambda s: next((k for k, o in _optimizers(s.optim).items() if o.epochs_of_warmup + o.cooldown_epochs >= o.epochs), None),
-        "{found}.warmup_epochs and {found}.cooldown_epochs leave no epoch of optim.epochs {s.optim.epochs}: write less",
+        lambda s: s.optim.cooldown_epochs and not s.optim.min_lr_factor,
+        "optim.cooldown_epochs trains at the lowest rate, and optim.min_lr_factor is 0: write optim.min_lr_factor above 0, or"
+        " leave cooldown_epochs out",
     ),
     (
         lambda s: s.train.bce_threshold and s.train.task_loss != "bce",
         "train.bce_threshold belongs to train.task_loss bce: leave it out",
+    ),
+    (
+        lambda s: s.train.bce_threshold and s.train.bce_threshold > 1 - s.train.label_smoothing,
+        "train.bce_threshold {s.train.bce_threshold:g} is above each target that train.label_smoothing"
+        " {s.train.label_smoothing:g} leaves: write a smaller one",
     ),
     (
         lambda s: not s.data.labels and (s.train.label_smoothing or s.train.task_loss != "cross_entropy"),
@@ -713,7 +738,8 @@ def labels_are_used(settings: JobSettings, methods: Iterable[MethodNeeds]) -> Pr
         return None
     if problem := _task_optimizer(settings):
         return problem
-    if any(each.requires.reads_classes or each.requires.hard_labels for each in chosen):
+    needs = [each.requires for each in chosen]
+    if any((each.logits and each.student_logits) or each.reuses_classifier for each in needs):
         return None
     names = " and ".join(each.key for each in chosen)
     value = "0" if distill.task_weight == 0 else f"0 by default with {names}"

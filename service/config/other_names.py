@@ -26,16 +26,25 @@ OTHER_NAMES: dict[str, str] = {
     "wd": "optim.weight_decay",
     **dict.fromkeys(("warmup", "lr_warmup_epochs"), "optim.warmup_epochs"),
     **dict.fromkeys(("num_warmup_steps", "lr_warmup_steps"), "optim.warmup_steps"),
-    **dict.fromkeys(
-        ("smoothing", "label_smoothing"), "labels are not smoothed here: leave it out, as the teacher's outputs are soft labels"
-    ),
+    **dict.fromkeys(("warmup_lr", "lr_warmup_decay"), "the warm-up begins near 0: leave it out"),
+    **dict.fromkeys(("min_lr", "lr_min"), "optim.min_lr_factor, the share of optim.lr that it falls to"),
+    **dict.fromkeys(("smoothing", "label_smoothing"), "train.label_smoothing"),
+    "bce_loss": "write train.task_loss: bce",
+    "bce_target_thresh": "train.bce_threshold",
+    "grad_checkpointing": "train.gradient_checkpointing",
+    **dict.fromkeys(("betas", "opt_betas"), "optim.args, such as {betas: [0.9, 0.999]}"),
+    **dict.fromkeys(("eps", "opt_eps"), "optim.args, such as {eps: 1.0e-6}"),
+    **dict.fromkeys(("opt_args", "opt_kwargs"), "optim.args"),
     **dict.fromkeys(("max_epochs", "num_epochs"), "optim.epochs"),
     **dict.fromkeys(("clip_grad", "gradient_clip_val", "max_grad_norm"), "optim.clip_grad_norm"),
-    **dict.fromkeys(("accumulate_grad_batches", "grad_accum_steps", "gradient_accumulation_steps"), "optim.accumulate"),
-    **dict.fromkeys(("model_ema", "ema", "ema_decay"), "weights are not averaged here: leave it out"),
     **dict.fromkeys(
-        ("drop", "drop_path", "drop_path_rate", "drop_rate", "dropout"), "a model has the dropout of its name alone: leave it out"
+        ("clip_mode", "gradient_clip_algorithm"), "write optim.clip_grad_norm, optim.clip_grad_value or optim.clip_grad_agc"
     ),
+    "agc": "optim.clip_grad_agc",
+    **dict.fromkeys(("accumulate_grad_batches", "grad_accum_steps", "gradient_accumulation_steps"), "optim.accumulate"),
+    **dict.fromkeys(("model_ema", "ema", "ema_decay", "model_ema_decay"), "optim.ema_decay"),
+    **dict.fromkeys(("drop_path", "drop_path_rate"), "student.args, such as {drop_path_rate: 0.1}"),
+    **dict.fromkeys(("drop", "drop_rate", "dropout"), "student.args, such as {drop_rate: 0.1}"),
     **dict.fromkeys(
         ("num_classes", "nb_classes"),
         "classes are counted in the data: leave it out (data.synthetic_classes is for data.path synthetic)",

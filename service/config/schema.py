@@ -156,7 +156,9 @@ class Experiment(Section):
                     rates |= {"lr": own.lr, "losses": losses}
                 optim = optim.model_copy(update=rates)
             measures_noise = train.noise_scale or self.sweep.metric == TIME
-            train = train.model_copy(update={"until_top1_pct": None, "until_s": None, "noise_scale": measures_noise})
+            own_loss = {"task_loss": "cross_entropy", "label_smoothing": 0.0, "bce_threshold": None}
+            others = {"until_top1_pct": None, "until_s": None, "gradient_checkpointing": False}
+            train = train.model_copy(update={**own_loss, **others, "noise_scale": measures_noise})
         teachers, distill = dict[str, Any](), None
         if name != "teacher":
             teachers = self._teachers_of(name, weights)

@@ -24,8 +24,17 @@ def check_fits(experiment: Experiment, num_classes: int, stages: Iterable[str]) 
     """
     for name in stages:
         settings = experiment.stage(name, Path("/"), {}, "the weights of the stage before it")
-        if reason := first_problem(settings, RULES) or _fit(_deciding_config(experiment, name), num_classes)[0]:
+        if reason := _broken_rule(settings) or _fit(_deciding_config(experiment, name), num_classes)[0]:
             raise ExperimentError(reason)
+
+
+def _broken_rule(settings: TrainConfig) -> str | None:
+    """Which rule a stage, or its init stage, breaks."""
+    if (problem := first_problem(settings, RULES)) or settings.distill is None:
+        return problem
+    from trainables.methods.init_stage import with_init_stage
+
+    return next((problem for each in with_init_stage(settings) if (problem := first_problem(each, RULES))), None)
 
 
 def check_parts(experiment: Experiment, num_images: int, num_classes: int, stages: Iterable[str]) -> None:
@@ -80,7 +89,8 @@ def _deciding_config(experiment: Experiment, stage: str) -> str:
     config = experiment.stage(stage, Path("/"), {})
     scale = config.scale
     deciding = {"name", "args", "momentum", "nesterov", "warmup_epochs"}
-    optim = config.optim.model_dump(include={*deciding, "delta", "accumulate", "epochs", "lr_head", "layer_decay"})
+    of_section = {"delta", "accumulate", "epochs", "lr_head", "layer_decay", "clip_grad_agc"}
+    optim = config.optim.model_dump(include=deciding | of_section)
     losses = {name: loss.model_dump(include=deciding) for name, loss in config.optim.losses.items()}
     whole = {
         "output_dir": "/",

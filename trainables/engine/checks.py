@@ -64,7 +64,7 @@ def _advice(job: Job) -> str:
     peak = peak_learning_rate(optim, job.config.data.global_batch_size)
     of_batch = f", {peak:g} after scaling with the batch" if peak != optim.lr else ""
     changes = [f"lower optim.lr (now {optim.lr:g}{of_batch})"]
-    if optim.clip_grad_norm is None:
+    if not (optim.clip_grad_norm or optim.clip_grad_value or optim.clip_grad_agc):
         changes.append("set optim.clip_grad_norm")
     if job.config.precision == "fp16":
         changes.append("use precision bf16 or fp32")

@@ -15,7 +15,8 @@ from trainables.engine.modules import (
     methods_with_teacher,
     reads_features,
 )
-from trainables.engine.optim import learning_rate_scales
+from trainables.engine.optim import clipping, learning_rate_scales
+from trainables.engine.optimizers import check_optimizer
 from trainables.engine.pipeline.build import possible_cuts
 from trainables.failures import is_single_value
 from trainables.methods.distillation_module import DistillationModule
@@ -34,11 +35,14 @@ def check_fit(config: TrainConfig, num_classes: int) -> RowFormat | None:
     Returns the rows of its cache, if it has one.
 
     Raises:
-        ExperimentError: methods and options do not fit together, or cannot be trained in stages.
+        ExperimentError: methods and options do not fit together, or cannot be trained in stages, or there is no such optimizer.
         ModelError: a model does not exist, does not take these images, or cannot be cut so.
     """
     for each in with_init_stage(config):
+        for optim in (each.optim, *map(each.optim.for_loss, each.optim.losses)):
+            check_optimizer(optim)
         module, _, readers = _untrained(each, num_classes)
+        clipping(each.optim, module.student)
         learning_rate_scales(module.student, each.optim)
         if config.scale.pipeline_stages > 1:
             possible_cuts(each, module)

@@ -11,7 +11,7 @@ from torch import nn
 
 from trainables.config import OptimConfig
 from trainables.engine.optimizers import build, num_states
-from trainables.errors import ModelError
+from trainables.errors import ExperimentError, ModelError
 from trainables.models.tap_names import last_layer
 
 
@@ -64,7 +64,7 @@ def learning_rate_scales(model: nn.Module, optim: OptimConfig) -> dict[nn.Parame
 def clipping(optim: OptimConfig, model: nn.Module) -> Callable[[Sequence[nn.Parameter]], object] | None:
     """What bounds the gradients of parameters before a step, as one of the keys `clip_grad_…` says; None: nothing.
 
-    AGC (Brock et al. 2021) is timm's, and leaves out the model's classifier as the paper does.
+    AGC (Brock et al. 2021) is timm's, and leaves out the model's classifier as the paper does. Raises ExperimentError: no timm.
     """
     if optim.clip_grad_norm is not None:
         return partial(nn.utils.clip_grad_norm_, max_norm=optim.clip_grad_norm)
@@ -72,8 +72,11 @@ def clipping(optim: OptimConfig, model: nn.Module) -> Callable[[Sequence[nn.Para
         return partial(nn.utils.clip_grad_value_, clip_value=optim.clip_grad_value)
     if optim.clip_grad_agc is None:
         return None
-    from timm.utils.agc import adaptive_clip_grad
-
+    try:
+        from timm.utils.agc import adaptive_clip_grad
+    except ImportError:
+        text = "it needs timm, which is not installed: `pip install raydistill[timm]`, or write clip_grad_norm"
+        raise ExperimentError.of_key("optim.clip_grad_agc", text) from None
     head = last_layer(model)
     heads = head if isinstance(head, tuple) else (head,)
     left_out = {p for module in heads if isinstance(module, nn.Module) for p in module.parameters()}
@@ -84,9 +87,8 @@ def clipping(optim: OptimConfig, model: nn.Module) -> Callable[[Sequence[nn.Para
 def parameter_copies(optim: OptimConfig) -> int:
     """How many times its own memory a trained parameter takes, with its gradient, the optimizer's state and its average."""
     averages = 0 if optim.ema_decay is None else 1
-    if optim.name == "dot":  # SGD twice, each with a gradient and a momentum
-        return 5 + averages
-    return 2 + num_states(optim) + averages
+    each = 1 + num_states(optim)
+    return 1 + averages + (2 * each if optim.name == "dot" else each)  # dot is SGD twice, each with a gradient and a momentum
 
 
 def build_optimizer(

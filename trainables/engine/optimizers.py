@@ -4,24 +4,15 @@ All get parameter groups, never a model: which parameters have weight decay is d
 """
 
 import inspect
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from trainables.config import OptimConfig
-from trainables.errors import ExperimentError
+from trainables.errors import DistillError, ExperimentError, did_you_mean, first_line
 
 ParameterGroups = list[dict[str, Any]]
-
-
-class OptimizerSpec(NamedTuple):
-    """An optimizer of ours."""
-
-    build: Callable[[ParameterGroups, OptimConfig, bool | None], torch.optim.Optimizer]
-    """An optimizer of torch's parameter groups; the last argument is torch's `fused`."""
-    num_states: Callable[[OptimConfig], int]
-    """Tensors of a parameter's size in its state."""
 
 
 def build_sgd(groups: ParameterGroups, optim: OptimConfig, fused: bool | None) -> torch.optim.Optimizer:
@@ -37,43 +28,42 @@ def build_adamw(groups: ParameterGroups, optim: OptimConfig, fused: bool | None)
     return torch.optim.AdamW(groups, lr=optim.lr, fused=fused, **_args(torch.optim.AdamW, optim))
 
 
-OPTIMIZERS = {
-    "sgd": OptimizerSpec(build_sgd, num_states=lambda optim: int(optim.momentum > 0)),
-    "adamw": OptimizerSpec(build_adamw, num_states=lambda optim: 2),
-}
-"""By `optim.name`; `dot` is SGD twice, see `loss_optimizers.build_optimizers`. Every other name is timm's."""
-_OURS = ("params", "lr", "weight_decay", "momentum", "nesterov", "fused", "foreach")
+OPTIMIZERS = {"sgd": build_sgd, "adamw": build_adamw}
+"""By `optim.name`, each of groups, settings and torch's `fused`; `dot` is SGD twice, see `loss_optimizers.build_optimizers`.
+Every other name is timm's."""
+_OURS = (
+    *("params", "lr", "weight_decay", "momentum", "nesterov", "max_grad_norm"),
+    *("fused", "foreach", "capturable", "differentiable", "maximize"),
+)
 """Arguments of an optimizer that keys of their own or this package set."""
 
 
 def build(groups: ParameterGroups, optim: OptimConfig, fused: bool | None) -> torch.optim.Optimizer:
-    """The optimizer of `optim.name` with `optim.args`. Raises ExperimentError: there is none, or it does not take them."""
-    try:
-        if optim.name in OPTIMIZERS:
-            return OPTIMIZERS[optim.name].build(groups, optim, fused)
-        return _build_timm(groups, optim)
-    except (TypeError, ValueError, AssertionError, RuntimeError, ImportError) as error:
-        raise ExperimentError.of_key("optim.name", f"{optim.name} cannot be built: {error}") from error
+    """The optimizer of `optim.name` with `optim.args`. Raises ExperimentError: there is none, or it has no such arguments."""
+    return OPTIMIZERS[optim.name](groups, optim, fused) if optim.name in OPTIMIZERS else _build_timm(groups, optim)
 
 
 def num_states(optim: OptimConfig) -> int:
-    """Tensors of a parameter's size in the optimizer's state; of timm's at most two."""
-    return OPTIMIZERS[optim.name].num_states(optim) if optim.name in OPTIMIZERS else 2
+    """Tensors of a parameter's size in the optimizer's state. Raises ExperimentError: see `check_optimizer`."""
+    return sum(isinstance(value, torch.Tensor) and value.numel() == _SIZE**2 for value in _state_after_step(optim).values())
 
 
 def _build_timm(groups: ParameterGroups, optim: OptimConfig) -> torch.optim.Optimizer:
+    ours = (*OPTIMIZERS, "dot")
     try:
         from timm.optim import create_optimizer_v2, get_optimizer_info, list_optimizers
     except ImportError:
-        names = ", ".join([*OPTIMIZERS, "dot"])
-        text = f"{optim.name} is none of {names}, and timm's need `pip install raydistill[timm]`"
+        text = f"{optim.name} is none of {', '.join(ours)}, and timm's need `pip install raydistill[timm]`"
         raise ExperimentError.of_key("optim.name", text) from None
     if optim.name not in list_optimizers():
-        names = ", ".join([*OPTIMIZERS, "dot"])
-        raise ExperimentError.of_key(
-            "optim.name", f"there is no {optim.name}: write {names}, or one of timm.optim.list_optimizers(), such as lamb"
-        )
+        otherwise = f"write {', '.join(ours)}, or one of timm.optim.list_optimizers(), such as lamb"
+        instead = did_you_mean(optim.name.lower(), [*ours, *list_optimizers()], otherwise)
+        raise ExperimentError.of_key("optim.name", f"there is no {optim.name}: {instead}")
     info = get_optimizer_info(optim.name)
+    if isinstance(info.opt_class, str):  # of a package that timm imports where it is used
+        package = info.opt_class.partition(".")[0]
+        text = f"{optim.name} needs {package}, which is not used here: take another one, such as adamw"
+        raise ExperimentError.of_key("optim.name", text)
     if info.second_order:
         raise ExperimentError.of_key("optim.name", f"{optim.name} needs second derivatives: take another one")
     args = _args(info.opt_class, optim)
@@ -86,30 +76,47 @@ def _build_timm(groups: ParameterGroups, optim: OptimConfig) -> torch.optim.Opti
 
 def _args(kind: type[torch.optim.Optimizer], optim: OptimConfig) -> dict[str, Any]:
     """`optim.args`, lists as the tuples that optimizers take. Raises ExperimentError: it has no such argument."""
-    known = [name for name in inspect.signature(kind).parameters if name not in (*_OURS, "max_grad_norm")]
+    # The fused SGD damps the first step too, and torch's others do not.
+    ours = (*_OURS, "dampening") if kind is torch.optim.SGD else _OURS
+    known = [name for name in inspect.signature(kind).parameters if name not in ours]
     for name in optim.args:
         if name not in known:
-            text = f"{optim.name} takes no {name}: write one of {', '.join(known)}"
+            instead = f"write one of {', '.join(known)}" if known else "leave it out"
+            text = f"{optim.name} takes no {name}: {instead}"
             raise ExperimentError.of_key(f"optim.args.{name}", text)
     return {name: tuple(value) if isinstance(value, list) else value for name, value in optim.args.items()}
 
 
 def check_optimizer(optim: OptimConfig) -> None:
-    """Refuse an optimizer that cannot be built, or whose state a checkpoint cannot hold.
+    """Refuse an optimizer that cannot be built or makes no step, or whose state a checkpoint cannot hold.
 
     Raises ExperimentError: which key, and what to write.
     """
-    if optim.name == "dot":
-        return
-    weight = torch.nn.Parameter(torch.ones(4, 4))
-    optimizer = build([{"params": [weight], "weight_decay": 0.0}], optim, None)
-    weight.grad = torch.ones_like(weight)
-    optimizer.step()
-    for slot, value in optimizer.state[weight].items():
+    for slot, value in _state_after_step(optim).items():
         if not isinstance(value, torch.Tensor | int | float):
             raise ExperimentError.of_key(
                 "optim.name", f"{optim.name} keeps {slot} as {type(value).__name__}, which no checkpoint holds: take another one"
             )
+
+
+_SIZE = 4
+
+
+def _state_after_step(optim: OptimConfig) -> Mapping[str, Any]:
+    """What the optimizer remembers of a weight (4, 4). Raises ExperimentError: it cannot be built, or makes no step."""
+    if optim.name == "dot":
+        optim = optim.model_copy(update={"name": "sgd"})
+    weight = torch.nn.Parameter(torch.ones(_SIZE, _SIZE))
+    try:
+        optimizer = build([{"params": [weight], "weight_decay": 0.0}], optim, None)
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    except DistillError:
+        raise
+    except Exception as error:  # the arguments may be anything
+        text = f"{optim.name} does not work{' with these' if optim.args else ''} ({type(error).__name__}: {first_line(error)})"
+        raise ExperimentError.of_key("optim.args" if optim.args else "optim.name", text) from error
+    return dict(optimizer.state[weight])
 
 
 def plain_numbers(optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> dict[str, Any]:

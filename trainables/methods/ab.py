@@ -46,7 +46,7 @@ class AB(Method):
     terms = ()
     init_terms = ("boundary",)
     taps = ("stages.preact",)
-    requires = Requirements(logits=False)
+    requires = Requirements(logits=False, whole_batch=True)
 
     def __init__(self, options: ABOptions, context: BuildContext) -> None:
         """Raises ExperimentError where `init_frozen` names what the student does not have, or all of it."""

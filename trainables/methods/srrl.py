@@ -37,7 +37,7 @@ class SRRLOptions(MethodOptions):
 class SRRL(Method):
     """mean (h_t − h_s)² + mean (z_t − W·h_s − b)², h_s a connector's, W and b the teacher's."""
 
-    requires = Requirements(teacher_model=True, whole_batch=True)
+    requires = Requirements(student_logits=False, teacher_model=True, whole_batch=True)
     Options = SRRLOptions
     options: SRRLOptions
     terms = ("feature", "regression")

@@ -98,6 +98,18 @@ def test_each_stage_of_a_chain_learns_from_the_one_before_it() -> None:
     assert all(stage.distill == experiment.distill for stage in stage_config[1:])
 
 
+def test_the_labels_loss_and_gradient_checkpointing_are_the_students_alone() -> None:
+    own = ["train={task_loss: bce, bce_threshold: 0.2, label_smoothing: 0.1, gradient_checkpointing: true}"]
+    experiment = load("digits", [*own, "assistants=[{model: resnet8}]"]).experiment
+    keys = ("task_loss", "bce_threshold", "label_smoothing", "gradient_checkpointing")
+    for name in experiment.preparation:
+        train = experiment.stage(name, Path("/run"), {}, "before.safetensors").train
+        assert [getattr(train, key) for key in keys] == ["cross_entropy", None, 0.0, False]
+    assert experiment.stage("student", Path("/run"), {}).train == experiment.train
+    plain = load("digits", [*own, "teacher=null", "distill.method=none"]).experiment
+    assert plain.stage("student", Path("/run"), {}).train == plain.train
+
+
 def test_the_first_stage_of_a_chain_learns_from_several_teachers_and_the_next_from_that() -> None:
     teachers = "teachers=[{model: mlp_large, weights: one.pt}, {model: resnet20, weights: two.pt, share: 3}]"
     experiment = load("digits", ["teacher=null", teachers, "assistants=[{model: resnet8}]"]).experiment

@@ -82,8 +82,18 @@ def refused_by_a_worker(overrides: tuple[str, ...], folder: Path) -> str:
         ),
         (("optim.clip_grad_norm=1", "optim.clip_grad_agc=0.01"), "optim.clip_grad_agc: gradients are clipped in one way"),
         (("optim.name=lamb", "optim.losses={kd: {lr: 1}}"), "optimizers of single losses are sgd or adamw, and lamb is another"),
-        (("optim.schedule=step", "optim.cooldown_epochs=1"), "optim.min_lr_factor and optim.cooldown_epochs belong to the"),
-        (("optim.cooldown_epochs=12",), "optim.warmup_epochs and optim.cooldown_epochs leave no epoch of optim.epochs 12"),
+        (("optim.schedule=step", "optim.cooldown_epochs=1"), "optim.cooldown_epochs: only the schedules cosine and wsd end so"),
+        (("optim.cooldown_epochs=12",), "optim.cooldown_epochs 12 leaves no epoch of optim.epochs 12: write less"),
+        (
+            ("optim.cooldown_epochs=8", "optim.min_lr_factor=0.1", "optim.losses={task: {warmup_epochs: 4}}"),
+            "optim.losses.task.warmup_epochs 4 and optim.cooldown_epochs 8 leave no epoch of optim.epochs 12: write less",
+        ),
+        (("optim.cooldown_epochs=2",), "optim.cooldown_epochs trains at the lowest rate, and optim.min_lr_factor is 0: write"),
+        ((*DOT, "optim.args={eps: 1}"), "optim.args does not go with optim.name dot, whose settings are momentum and delta"),
+        (
+            ("train.task_loss=bce", "train.label_smoothing=0.2", "train.bce_threshold=0.9"),
+            "train.bce_threshold 0.9 is above each target that train.label_smoothing 0.2 leaves: write a smaller one",
+        ),
         (("train.bce_threshold=0.2",), "train.bce_threshold belongs to train.task_loss bce"),
         ((*UNLABELED, "train.label_smoothing=0.1"), "train.label_smoothing and train.task_loss: there are no labels"),
         ((*STAGES, "optim.name=lamb"), "does not go with optim.name lamb: write sgd or adamw"),
@@ -195,7 +205,7 @@ def test_a_rule_is_checked_on_the_driver_and_again_by_the_worker(
             "num_workers 3 is not divisible by scale.pipeline_stages 2: write 2 or 4",
         ),
         (
-            (*STAGES, "distill.method=[ab]"),
+            (*STAGES, "distill.method=[ab]", "scale.micro_batches=1"),
             "distill.method: ab has an init stage, which scale.pipeline_stages 2 does not go with",
         ),
         (
@@ -276,6 +286,12 @@ def test_a_rule_is_checked_on_the_driver_and_again_by_the_worker(
             "distill.task_weight: it is 0 by default with embed and queue, and features alone train no classifier: write",
         ),
         ((WEIGHTS, "distill.method=fitnet", "distill.task_weight=0"), "distill.task_weight: it is 0, and features alone train"),
+        ((WEIGHTS, "distill.method=crd", "distill.task_weight=0"), "distill.task_weight: it is 0, and features alone train"),
+        ((WEIGHTS, "distill.method=srrl", "distill.task_weight=0"), "distill.task_weight: it is 0, and features alone train"),
+        (
+            ("teacher.epochs=3", "optim.min_lr_factor=0.1", "optim.cooldown_epochs=4"),
+            "optim.cooldown_epochs 4 leaves no epoch of teacher.epochs 3: write less",
+        ),
         (
             (*UNLABELED, "distill.options.embed={balance: true}", "eval.best=loss"),
             "eval.best: distill.options.embed.balance divides the loss by its running mean",
@@ -320,6 +336,11 @@ def test_stages_that_workers_or_methods_do_not_fit_are_refused(overrides: tuple[
         ("sweep.grace_epochs=3", "train.evaluate_every=2"),
         ("assistants=[{model: resnet8, epochs: 3}]", "optim.warmup_epochs=2", "teacher.epochs=3"),
         ("optim.name=dot", "optim.nesterov=false"),
+        ("optim.schedule=constant", "optim.min_lr_factor=0.1", "optim.losses={kd: {schedule: cosine}}"),
+        ("optim.min_lr_factor=0.1", "optim.cooldown_epochs=2", "optim.losses={kd: {schedule: constant, warmup_epochs: 11}}"),
+        ("distill.method=simkd", "distill.task_weight=0"),
+        ("distill.method=fitnet", "distill.task_weight=0", "sweep.space={distill.task_weight: [0.5, 1]}"),
+        ("distill.method=fitnet", "distill.task_weight=0", "sweep.space={distill.method: [kd, dkd]}"),
         ("optim.name=dot", "optim.nesterov=false", "distill.method=none", "sweep.space.distill.method=[kd]"),
     ],
 )

@@ -1,5 +1,6 @@
 """What does not fit together is found before anything is trained, whichever point or stage of the experiment it is in."""
 
+import sys
 from pathlib import Path
 
 import psutil
@@ -48,6 +49,10 @@ def small(*overrides: str) -> Resolved:
             "distill.options.dml.peer: there is no model 'nothing'",
         ),
         (
+            ["optim.name=AdamW"],
+            "optim.name: there is no AdamW: did you mean adamw?",
+        ),
+        (
             ["assistants=[{model: resnet8, epochs: 5}]", "optim.losses={kd: {warmup_epochs: 8}}"],
             "optim.losses.kd.warmup_epochs 8 leaves no epoch of optim.epochs 5",
         ),
@@ -58,6 +63,22 @@ def test_what_does_not_fit_is_refused_before_a_teacher_is_trained(overrides: lis
         check_train(small(*overrides))
     assert words in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("method", ["ft", "fsp"])
+def test_an_init_stage_has_no_end_of_a_schedule(method: str) -> None:
+    init = ["distill.method=" + method, "distill.options={" + method + ": {init_epochs: 2}}"]
+    check_train(small(*init, "optim.min_lr_factor=0.1", "optim.cooldown_epochs=1"))
+
+
+def test_ab_trains_students_without_batch_norms() -> None:
+    check_train(load("digits", ["distill.method=ab", "distill.options={ab: {init_epochs: 1}}"]))
+
+
+def test_unit_wise_clipping_without_timm_is_refused_before_anything_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "timm.utils.agc", None)  # Python's own way to mark a module as not importable
+    with pytest.raises(ExperimentError, match=r"optim.clip_grad_agc: it needs timm, which is not installed: `pip install"):
+        check_train(small("optim.clip_grad_agc=0.3712"))  # a value of its own: what was checked is remembered
 
 
 @pytest.mark.parametrize("key", ["teacher.service=1", "teacher.cache=kept"])
@@ -101,6 +122,18 @@ def test_points_of_a_sweep_that_do_not_fit_are_rows_with_a_reason_and_the_others
         assert reasons["mlp_small", "kd", size] == reasons["resnet8", "kd", size] == reasons["resnet8", "at", size] == ""
         assert "mlp_small has no stages" in reasons["mlp_small", "at", size]
         assert "equally many channels" in reasons["resnet8", "kdsvd", size]
+
+
+def test_points_whose_optimizer_cannot_be_built_are_rows_with_a_reason() -> None:
+    trials = plan_trials(small("sweep.space={optim.name: [adamw, adamm], optim.args: [{}, {betas: [0.9]}]}"))
+    mark_unbuildable(trials)
+    reasons = [trial.outcome.reason if trial.outcome else "" for trial in trials]
+    assert [reason.partition(" (")[0] for reason in reasons] == [
+        "",
+        "optim.args: adamw does not work with these",
+        "optim.name: there is no adamm: did you mean adam?",
+        "optim.name: there is no adamm: did you mean adam?",
+    ]
 
 
 @pytest.mark.skipif(psutil.virtual_memory().total > 48e9, reason="this machine has the memory that the test means to exceed")

@@ -15,7 +15,7 @@ from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
 from trainables.engine import checkpoint
 from trainables.engine.checkpoint import CheckpointState, Progress
-from trainables.engine.optim import build_optimizer
+from trainables.engine.optim import build_optimizer, parameter_copies
 from trainables.engine.optimizers import check_optimizer
 from trainables.errors import ExperimentError
 
@@ -65,12 +65,26 @@ def test_every_optimizer_that_is_not_refused_goes_on_from_a_checkpoint_bit_for_b
 @pytest.mark.parametrize(
     ("optim", "message"),
     [
-        ({"name": "adamm"}, "there is no adamm: write sgd, adamw, dot, or one of timm.optim.list_optimizers(), such as lamb"),
+        (
+            {"name": "nothing_like_it"},
+            "there is no nothing_like_it: write sgd, adamw, dot, or one of timm.optim.list_optimizers(), such as lamb",
+        ),
         ({"name": "adahessian"}, "adahessian needs second derivatives"),
         ({"name": "kron"}, "kron keeps Q as list, which no checkpoint holds"),
         ({"name": "adamw", "args": {"beta": 1}}, "adamw takes no beta: write one of betas, eps"),
         ({"name": "lamb", "args": {"max_grad_norm": 1.0}}, "lamb takes no max_grad_norm"),
-        ({"name": "adamw", "args": {"betas": [0.9, 1.5]}}, "adamw cannot be built: Invalid beta parameter"),
+        (
+            {"name": "adamw", "args": {"betas": [0.9, 1.5]}},
+            "optim.args: adamw does not work with these (ValueError: Invalid beta",
+        ),
+        ({"name": "adamw", "args": {"betas": [0.9]}}, "optim.args: adamw does not work with these (IndexError"),
+        ({"name": "adamw", "args": {"eps": "x"}}, "optim.args: adamw does not work with these (TypeError"),
+        ({"name": "adamw", "args": {"capturable": True}}, "adamw takes no capturable: write one of betas, eps"),
+        ({"name": "adamw", "args": {"differentiable": True}}, "adamw takes no differentiable"),
+        ({"name": "sgd", "args": {"dampening": 0.5}}, "sgd takes no dampening: leave it out"),
+        ({"name": "LAMB"}, "there is no LAMB: did you mean lamb?"),
+        ({"name": "bnbadam8bit"}, "bnbadam8bit needs bitsandbytes, which is not used here: take another one, such as adamw"),
+        ({"name": "fusedlamb"}, "fusedlamb needs apex, which is not used here"),
         ({"name": "adamw", "args": {"lr": 1.0}}, "adamw takes no lr"),
     ],
 )
@@ -79,6 +93,11 @@ def test_what_cannot_be_built_or_saved_is_refused_in_one_line(optim: dict[str, A
         check_optimizer(OptimConfig(**optim))
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("name", "num_states"), [("adan", 4), ("madgrad", 3), ("mars", 3), ("lion", 1), ("lamb", 2)])
+def test_the_memory_of_the_state_is_measured(name: str, num_states: int) -> None:
+    assert parameter_copies(OptimConfig(name=name)) == 2 + num_states
 
 
 def test_arguments_reach_the_constructor() -> None:

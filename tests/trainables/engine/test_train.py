@@ -153,8 +153,9 @@ def test_a_step_that_is_logged_and_saved_has_one_record(tmp_path: Path) -> None:
     assert all(metrics["train/images_per_s"] > 0 and math.isfinite(metrics["train/loss"]) for _, metrics in steps)
 
 
-def test_advice_about_a_loss_that_is_not_finite_names_what_is_not_done_yet(tmp_path: Path) -> None:
-    optim = {"epochs": 1, "lr": 1e12, "clip_grad_norm": 1e9, "lr_scaling": "linear", "lr_base_batch": 50}
+@pytest.mark.parametrize("clipping", ["clip_grad_norm", "clip_grad_value", "clip_grad_agc"])
+def test_advice_about_a_loss_that_is_not_finite_names_what_is_not_done_yet(tmp_path: Path, clipping: str) -> None:
+    optim = {"epochs": 1, "lr": 1e12, clipping: 1e9, "lr_scaling": "linear", "lr_base_batch": 50}
     with pytest.raises(TrainingError, match=r": lower optim.lr \(now 1e\+12, 2e\+12 after scaling with the batch\); no check"):
         train(Group(), config(tmp_path, **{**LONG, "optim": optim}))
 
