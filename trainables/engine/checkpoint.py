@@ -1,10 +1,10 @@
 """A `CheckpointState` as one safetensors file: no pickle, nothing that could run code. `checkpoint_writer` saves it.
 
 Of a job in pipeline stages it has the first stage's tensors, and names the files next to it with a later stage's each: `shards`.
-Names in a file: `model.<parameter or buffer>` (with `optim.ema_decay` its average, and `raw.…` as it is trained),
-`method.<name>.<parameter or buffer>`, `optim.<optimizer>.<parameter>.<state>`
-with the parameter's own name, `rng.<rank>.cpu|cuda`; everything else (position, schedule of the scaler, metrics, what the model
-is) is JSON in the header under `raydistill`. What an optimizer is set to is the experiment's.
+Names in a file: `model.<parameter or buffer>`, `method.<name>.<parameter or buffer>` (with `optim.ema_decay` their averages, and
+in `raw.model.…` and `raw.method.…` what is trained), `optim.<optimizer>.<parameter>.<state>` with the parameter's own name,
+`rng.<rank>.cpu|cuda`; everything else (position, schedule of the scaler, metrics, what the model is) is JSON in the header under
+`raydistill`. What an optimizer is set to is the experiment's.
 """
 
 import hashlib
@@ -116,7 +116,7 @@ class CheckpointState:
     metrics: dict[str, Any] = field(default_factory=dict)
     """The `JobMetrics.state` that goes into a checkpoint, or came out of it; empty before the first."""
     average: WeightAverage | None = None
-    """Of the student's weights, see `optim.ema_decay`."""
+    """Of the student and the methods, see `optim.ema_decay`."""
     pipeline_stages: Group = field(default_factory=Group)
     """The pipeline stages of this rank's replica, for the threads that write checkpoints; one alone has the whole state."""
 
@@ -240,11 +240,11 @@ def restore(path: Path, state: CheckpointState, group: Group, accepted_data: Dat
     other_data = _check_data(path, state, meta, accepted_data)
     _check_model(path, state, meta)
     own = _without_other_stages(state, tensors, group)
-    raw = {f"model.{name}": tensor for name, tensor in _without_prefix("raw.", tensors).items()}
+    raw = _without_prefix("raw.", tensors)
     _check_average(path, state, raw)
     _load_modules(path, state.student, state.methods, own | raw, meta)
     if state.average is not None:
-        state.average.load(_without_prefix("model.", own))
+        state.average.load(own)
     _check_optimizers(path, state.describe_optimizers(group), meta)
     for number, optimizer in enumerate(state.optimizers):
         tensors_of = _without_prefix(f"optim.{number}.", tensors)

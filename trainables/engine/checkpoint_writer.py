@@ -91,11 +91,10 @@ def rng_state(device: torch.device) -> dict[str, Tensor]:
 def _collect(state: CheckpointState) -> dict[str, Tensor]:
     """The tensors of this rank's state."""
     tensors = {f"model.{name}": tensor for name, tensor in state.student.state_dict().items()}
+    tensors |= {f"method.{name}": tensor for name, tensor in state.methods.state_dict().items()}
     if state.average is not None:
         averages = state.average.tensors
-        tensors |= {f"raw.{name}": tensors[f"model.{name}"] for name in averages}
-        tensors |= {f"model.{name}": average for name, average in averages.items()}
-    tensors |= {f"method.{name}": tensor for name, tensor in state.methods.state_dict().items()}
+        tensors |= {f"raw.{name}": tensors[name] for name in averages} | averages
     names = state.parameter_names
     for number, optimizer in enumerate(state.optimizers):
         for parameter, slots in optimizer.state.items():

@@ -156,7 +156,7 @@ def build_checkpoint_state(
         progress=Progress(),
         about=describe_model(config, models.name, classes),
         data=data,
-        average=None if (decay := config.optim.ema_decay) is None else WeightAverage(module.student, decay),
+        average=None if (decay := config.optim.ema_decay) is None else WeightAverage(module.student, module.methods, decay),
         pipeline_stages=layout.writers,
     )
 

@@ -60,7 +60,7 @@ class TrainState:
     sums: StepSums
     """Since the last log line."""
     average: WeightAverage | None
-    """Of the student's weights, see `optim.ema_decay`."""
+    """Of the student and the methods, see `optim.ema_decay`."""
     task_loss: TaskLoss
 
 

@@ -452,7 +452,7 @@ def evaluate_epoch(job: Job) -> dict[str, float]:
     with job.metrics.clock.part("eval"):
         val = measure()
         if state.average is not None:
-            raw = {f"raw_{name}": val[name] for name in ("top1_pct", "cka", "loss") if name in val}
+            raw = {f"raw_{name}": val[name] for name in ("top1_pct", "cka", "cosine", "loss") if name in val}
             with state.average.swapped():
                 val = {**measure(), **raw}
     if not val["num_images"]:

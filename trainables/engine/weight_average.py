@@ -1,7 +1,8 @@
-"""An exponential moving average of a model's weights, which is evaluated and kept for use in place of the weights themselves.
+"""An exponential moving average (EMA) of a model's weights, and of what methods train with it, which is evaluated and kept for
+use in place of the weights themselves.
 
 As timm's ModelEmaV3 with warm-up: after the n-th step a ← d·a + (1 - d)·w with d = min(decay, 1 - (1 + n)^(-2/3)), n from 0; of
-floating-point buffers (statistics of batch norm) too, and others as they are.
+floating-point buffers (statistics of batch norm) too, and others as they are; so are methods' memories of images and losses.
 """
 
 import contextlib
@@ -13,13 +14,19 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 
 class WeightAverage:
-    """The averages of one model, which is on its device already. The memory: that of its weights, and in `swapped` once more."""
+    """The averages of a student and its methods, on their device already. The memory: that of the weights, in `swapped` twice."""
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
+    def __init__(self, student: nn.Module, methods: nn.ModuleDict, decay: float) -> None:
         self._decay = decay
-        self._weights = {name: tensor for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
+        state = {f"model.{name}": tensor for name, tensor in student.state_dict().items()}
+        averaged = {name for name, _ in methods.named_parameters(remove_duplicate=False)}
+        for prefix, module in methods.named_modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                averaged |= {f"{prefix}.{name}" for name, _ in module.named_buffers()}
+        state |= {f"method.{name}": tensor for name, tensor in methods.state_dict().items() if name in averaged}
+        self._weights = {name: tensor for name, tensor in state.items() if tensor.is_floating_point()}
         self.tensors = {name: tensor.clone() for name, tensor in self._weights.items()}
-        """By the names of the model's state."""
+        """By their names in a checkpoint."""
 
     @torch.no_grad()
     def update(self, step: int) -> None:
@@ -34,7 +41,7 @@ class WeightAverage:
 
     @contextlib.contextmanager
     def swapped(self) -> Iterator[None]:
-        """Inside the context the model has the averages as its weights, in the same memory, as compiled code expects."""
+        """Inside the context the models have the averages as weights, in the same memory, as compiled code expects."""
         self._swap()
         try:
             yield

@@ -8,7 +8,7 @@ import torch
 from timm.utils import ModelEmaV3
 from torch import nn
 
-from tests.trainables.jobs import config, equal, train
+from tests.trainables.jobs import config, equal, train, write_teacher
 from trainables.config import DataConfig, EvaluateConfig, TrainConfig
 from trainables.distributed.group import Group
 from trainables.engine import checkpoint
@@ -26,7 +26,7 @@ def job(folder: Path, **sections: Any) -> TrainConfig:
 
 def test_it_is_that_of_timm_with_warm_up_of_weights_and_statistics() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()
-    ours, theirs = WeightAverage(model, 0.7), ModelEmaV3(model, decay=0.7, use_warmup=True, warmup_power=2 / 3)
+    ours, theirs = WeightAverage(model, nn.ModuleDict(), 0.7), ModelEmaV3(model, decay=0.7, use_warmup=True, warmup_power=2 / 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for number in range(8):
         model(torch.randn(5, 3, dtype=torch.float64)).square().sum().backward()
@@ -34,7 +34,7 @@ def test_it_is_that_of_timm_with_warm_up_of_weights_and_statistics() -> None:
         ours.update(number)
         theirs.update(model, step=number + 1)
     for name, average in ours.tensors.items():
-        torch.testing.assert_close(average, theirs.module.state_dict()[name], rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(average, theirs.module.state_dict()[name.removeprefix("model.")], rtol=1e-12, atol=1e-14)
     trained = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with ours.swapped():
         torch.testing.assert_close(model[0].weight.detach(), theirs.module[0].weight.detach())
@@ -53,11 +53,34 @@ def test_the_averages_are_evaluated_and_kept_beside_the_weights_that_are_trained
     tensors, _ = checkpoint.read(stage.last)
     assert equal(
         {name.removeprefix("raw."): value for name, value in tensors.items() if name.startswith("raw.")},
-        {name: value for name, value in outcome["state"].items() if value.is_floating_point()},
+        {f"model.{name}": value for name, value in outcome["state"].items() if value.is_floating_point()},
     )
     data = DataConfig(path="digits", image_size=8, loader_workers=1)
     settings = EvaluateConfig(checkpoint=str(stage.last), output=str(tmp_path / "e.json"), data=data, precision="fp64")
     assert evaluate_checkpoint(settings, Group(), Heartbeat())["top1_pct"] == epochs[0][-1]["val/top1_pct"]
+
+
+def test_a_methods_head_is_averaged_with_the_student_that_is_judged_through_it(tmp_path: Path) -> None:
+    def embed(name: str, **own: Any) -> TrainConfig:
+        teacher = {"model": "convnet_large", "weights": write_teacher(tmp_path / f"{name}.safetensors", "convnet_large", 7)}
+        distill = {"method": ["embed"], "task_weight": None, "options": {"embed": {"balance": True}}}
+        sections: dict[str, Any] = {"teacher": teacher, "data": {"labels": False}, "distill": distill}
+        optim = {"epochs": 2, "lr": 0.01, **own}
+        return config(tmp_path / name, model="convnet_small", optim=optim, train={"checkpoint_every": 5}, **sections)
+
+    outcome, plain = train(Group(), embed("run", ema_decay=0.9)), train(Group(), embed("plain"))
+    epochs = [[metrics for kind, _, metrics in each["calls"] if kind == "epoch"] for each in (outcome, plain)]
+    for averaged, trained in zip(*epochs, strict=True):
+        assert averaged["val/raw_cosine"] == trained["val/cosine"] != averaged["val/cosine"]
+    tensors, _ = checkpoint.read(StageDir(tmp_path / "run").last)
+    heads = [name for name in tensors if name.startswith("raw.method.embed.")]
+    assert heads
+    assert not any(torch.equal(tensors[name], tensors[name.removeprefix("raw.")]) for name in heads)
+    assert "method.embed.mean_loss" in tensors
+    assert "raw.method.embed.mean_loss" not in heads  # a memory of steps, not weights
+    assert train(Group(), embed("parts", ema_decay=0.9), die_after=8)["died"]
+    train(Group(), embed("parts", ema_decay=0.9))
+    assert equal(tensors, checkpoint.read(StageDir(tmp_path / "parts").last)[0])
 
 
 def test_a_resume_goes_on_with_the_averages_bit_for_bit(tmp_path: Path) -> None:
