@@ -214,7 +214,10 @@ def node_table(metrics: Mapping[str, float], title: str) -> Table | None:
     return Table(title, columns, rows, left=["where", "slowed by"], optional=[*HARDWARE][:0:-1]) if rows else None
 
 
-STAGE_METRICS = ("top1_pct", "top5_pct", "best_top1_pct", "linear_top1_pct", "cka", "cosine", "images_per_s", "epoch_s", "steps")
+STAGE_METRICS = (
+    *("top1_pct", "top5_pct", "best_top1_pct", "linear_top1_pct", "cka", "cosine"),
+    *("raw_top1_pct", "raw_cka", "raw_cosine", "images_per_s", "epoch_s", "steps"),
+)
 
 
 def stage_table(title: str, stages: Sequence[StageRow]) -> Table:

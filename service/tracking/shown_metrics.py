@@ -30,6 +30,7 @@ SHOWN = {
     "linear_top1_pct": Shown(2),
     "val_loss": Shown(4, each_epoch=True),
     "raw_top1_pct": Shown(2, each_epoch=True),
+    **{f"raw_{name}": Shown(4, each_epoch=True) for name in ("cka", "cosine", "loss")},
     "train/loss": Shown(4, each_epoch=True, each_stage=True),
     "train/task_loss": Shown(4, each_epoch=True),
     "train/distill_loss": Shown(4, each_epoch=True),

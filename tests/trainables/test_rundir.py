@@ -34,3 +34,4 @@ def test_a_line_torn_by_a_death_spoils_itself_alone(tmp_path: Path) -> None:
 
 def test_a_stages_final_numbers_have_the_cosine_of_its_last_evaluation() -> None:
     assert headline({"val/cka": 0.5, "val/cosine": 0.25}) == {"cka": 0.5, "cosine": 0.25}
+    assert headline({"val/raw_top1_pct": 50.0, "val/raw_loss": 1.5}) == {"raw_top1_pct": 50.0, "raw_loss": 1.5}

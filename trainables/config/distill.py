@@ -55,7 +55,7 @@ class DistillConfig(Section):
         ("kd",), description="a method's name, several, or your own FILE.py:CLASS; none: the labels alone"
     )
     task_weight: NonNegative | None = Field(
-        None, description="weight of the labels' cross-entropy; absent: the largest default of the methods"
+        None, description="weight of the labels' loss; absent: the largest default of the methods"
     )
     teacher_dropping: Probability = Field(
         0.0, description="several teachers: probability that an image skips one whose loss is not its largest"

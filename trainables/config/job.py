@@ -27,10 +27,12 @@ class TrainingConfig(Section):
     """How the loop runs, and the labels' loss."""
 
     task_loss: Literal["cross_entropy", "bce"] = Field(
-        "cross_entropy", description="of the labels; bce: binary cross-entropy of each class, its mean over classes"
+        "cross_entropy",
+        description="of the student's labels; bce: binary cross-entropy of each class, its mean over classes: beside a teacher "
+        "write a larger distill.task_weight",
     )
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.0, description="the share of a label that is spread over all classes, in training"
+        0.0, description="the student: the share of a label that is spread over all classes, in training"
     )
     bce_threshold: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         None, description="task_loss bce: targets of mixed or smoothed labels above this are 1, others 0; absent: as they are"
@@ -44,7 +46,8 @@ class TrainingConfig(Section):
         False, description="torch.compile student and teacher; a name is one of torch's modes"
     )
     gradient_checkpointing: bool = Field(
-        False, description="compute activations again in the backward pass, for less memory: models of timm and transformers"
+        False,
+        description="the student: compute activations again in the backward pass, for less memory; models of timm, transformers",
     )
     log_every: Count = Field(20, description="steps between log lines and records; sooner after 30 s")
     checkpoint_every: Count = Field(500, description="steps between checkpoints inside an epoch; each epoch ends with one too")

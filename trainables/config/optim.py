@@ -62,7 +62,9 @@ class OptimConfig(Section):
     min_lr_factor: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0, description="cosine and wsd: the share of lr that it falls to"
     )
-    cooldown_epochs: NonNegative = Field(0.0, description="cosine and wsd: the last ones of epochs, in which lr has fallen")
+    cooldown_epochs: NonNegative = Field(
+        0.0, description="cosine and wsd: the last ones of epochs, in which lr has fallen to min_lr_factor"
+    )
     decay_ratio: Annotated[float, Field(gt=0, le=1)] = Field(0.2, description="wsd: the share of the epochs in which it falls")
     milestones: tuple[Count, ...] = Field((30, 60, 90), description="step: epochs at which lr is multiplied by gamma")
     gamma: Annotated[float, Field(gt=0, le=1)] = Field(0.1, description="step: factor at each milestone")
@@ -89,8 +91,8 @@ class OptimConfig(Section):
     )
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         None,
-        description="decay of an exponential moving average of the weights, such as 0.9999; it rises from 0 in the first steps. "
-        "The averages are evaluated, and are what the checkpoints have for others; absent: no averages",
+        description="decay of an exponential moving average (EMA) of the weights, such as 0.9999; it rises from 0 in the first "
+        "steps. The averages are evaluated, and are what the checkpoints have for others; absent: no averages",
     )
 
     @property

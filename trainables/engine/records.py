@@ -33,10 +33,12 @@ _OF_A_RANK = {
 _SHOWN = {
     "top1_pct": "Acc@1 {:.2f}",
     "top5_pct": "Acc@5 {:.2f}",
-    "raw_top1_pct": "not averaged {:.2f}",
+    "raw_top1_pct": "top-1 without EMA {:.2f}",
     "linear_top1_pct": "linear probe {:.2f}",
     "cka": "CKA {:.4f}",
     "cosine": "cosine {:.4f}",
+    "raw_cka": "CKA without EMA {:.4f}",
+    "raw_cosine": "cosine without EMA {:.4f}",
     "loss": "loss {:.4f}",
 }
 """The numbers of an evaluation in the log."""
