@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from service.config.schema import Experiment
-from service.runs.outcome import read_summary
+from service.runs.run_log import read_log
 from trainables.models.checkpoint_header import read_checkpoint_header
 from trainables.rundir import RunDir, write_json
 
@@ -76,12 +76,12 @@ def teacher_accuracy(experiment: Experiment, run_dir: RunDir) -> TeacherAccuracy
 def trained_teacher(run_dir: RunDir) -> TeacherAccuracy | None:
     """The teacher that a sweep has trained, at its best epoch, which the students learn from; None: it has trained none yet."""
     stage = run_dir.stage("teacher")
-    summary = read_summary(stage)
+    events = read_log(run_dir).of_stage("teacher", "summary") if run_dir.events.exists() else []
     header = read_checkpoint_header(stage.best) if stage.best.exists() else None
-    if header is None or summary is None:
+    if header is None or not events:
         return None
     from trainables.models.weights import teacher_sha256
 
     fit: dict[str, Any] = {"image_size": header.image_size, "classes": header.classes}
     sha256 = teacher_sha256(header.model, str(stage.best), **fit, seed=0)
-    return TeacherAccuracy(summary.metrics["best_top1_pct"], sha256, str(stage.best))
+    return TeacherAccuracy(events[-1]["metrics"]["best_top1_pct"], sha256, str(stage.best))

@@ -48,7 +48,7 @@ its `trial` ended, does not count any more.
 """
 ONCE = ("start", "step", "epoch", "summary", "checkpoint")
 """Kinds that a stage has once at a step."""
-_KIND = re.compile(rb'\{"kind": "(\w+)"(?:, "stage": "([^"\\]*)")?')
+_HEAD = re.compile(rb'\{"kind": "(\w+)"(?:, "stage": "([^"\\]*)")?, "time_ms": (\d+)')
 
 
 def event(kind: str, stage: str | None = None, **fields: Any) -> Event:
@@ -65,10 +65,10 @@ def to_line(made: Event) -> bytes:
     return json.dumps(redact_values(made)).encode() + b"\n"
 
 
-def quick_kind(raw: bytes) -> tuple[str, str | None]:
-    """Kind and stage of a line that `to_line` wrote, without parsing it; ("", None) for another."""
-    found = _KIND.match(raw)
-    return ("", None) if found is None else (found[1].decode(), found[2].decode() if found[2] is not None else None)
+def head(raw: bytes) -> tuple[str, str, int]:
+    """Kind, stage and time of the line of a stage's event, without parsing it; ("", "", 0) of any other."""
+    found = _HEAD.match(raw)
+    return ("", "", 0) if found is None or found[2] is None else (found[1].decode(), found[2].decode(), int(found[3]))
 
 
 def parsed(line: Line, path: Path) -> Event | None:

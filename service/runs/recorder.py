@@ -45,12 +45,12 @@ class Recorder:
         self._write_soon()
         await written
 
-    @ray.method(max_task_retries=-1)  # type: ignore[misc]
+    @ray.method(max_task_retries=-1)  # type: ignore[untyped-decorator]
     async def record(self, events: Sequence[Event]) -> None:
         """As `append`, for events that may come twice: where the actor dies, Ray calls it again."""
         await self.append(events)
 
-    @ray.method(max_task_retries=-1)  # type: ignore[misc]
+    @ray.method(max_task_retries=-1)  # type: ignore[untyped-decorator]
     async def begin_attempt(self, stage: str) -> int:
         """The number of the attempt that workers begin now at a stage: events of earlier ones are refused from here on."""
         self._attempt += 1
@@ -63,7 +63,7 @@ class Recorder:
         self._texts.setdefault(self._log.path.parent / path, []).append(text)
         self._write_soon()
 
-    @ray.method(max_task_retries=-1)  # type: ignore[misc]
+    @ray.method(max_task_retries=-1)  # type: ignore[untyped-decorator]
     async def of(self, key: str) -> list[Event]:
         """See `EventLog.of`."""
         return self._log.of(key)

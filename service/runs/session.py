@@ -6,7 +6,7 @@ import json
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -22,9 +22,10 @@ from service.config.schema import Experiment
 from service.config.space import short_names
 from service.config.sweep import FRONT
 from service.runs.display import Display, wait_for
-from service.runs.outcome import VERSION
-from service.runs.result import Kind, MlflowTarget, RunResult, read_result, write_result
+from service.runs.driver_log import DriverLog
+from service.runs.result import Kind, MlflowTarget, RunResult, write_result
 from service.runs.run_directory import locked_run, runs_root_of
+from service.runs.run_log import ResultFold, as_json, read_log
 from service.runs.stored.stored_runs import display_name, uri_of
 from service.runs.stored.stored_session import stored_session
 from service.tracking import Tracker, default_uri, of_summary, saved_views, sync_neighbours
@@ -59,12 +60,12 @@ class Session:
     display: Display
     reporter: ResultReporter
     tracker: Tracker | None
+    log: DriverLog
+    fold: ResultFold
+    """What the log says so far."""
     result: RunResult
-    """What `result.json` holds; `save` writes it."""
+    """The same, typed; `save` changes it."""
     sending: bool = False
-    earlier_s: float = 0.0
-    """What earlier sessions of this run took."""
-    began_s: float = field(default_factory=time.perf_counter)
 
     @property
     def key(self) -> str:
@@ -76,9 +77,27 @@ class Session:
         return self.resolved.experiment
 
     def save(self, **changes: Any) -> None:
-        """Update `result.json`, atomically, with the seconds so far: a session that is killed loses only those since."""
-        changes["seconds"] = self.earlier_s + time.perf_counter() - self.began_s
+        """Record fields of the result that have changed, and write `result.json`."""
         self.result = self.result.model_copy(update=changes)
+        values = self.result.model_dump(mode="json", by_alias=True, include=changes.keys() - {"trials"}, warnings=False)
+        changed = {name: value for name, value in values.items() if value != self.fold.fields.get(name)}
+        if "trials" in changes:
+            changed["trials"] = [
+                row for row in map(as_json, self.result.rows) if _text(row) != _text(self.fold.rows.get(row["id"]))
+            ]
+            if not changed["trials"] and "trials" in self.fold.fields:
+                del changed["trials"]
+        if changed:
+            self.record("result", changes=changed)
+        self.write_snapshot()
+
+    def record(self, kind: str, stage: str | None = None, **fields: Any) -> None:
+        """Write an event that the result is made of. Raises as `DriverLog.record` does."""
+        self.fold.take(self.log.record(kind, stage, **fields))
+
+    def write_snapshot(self) -> None:
+        """Write `result.json`, atomically, with the seconds so far."""
+        self.result = self.result.model_copy(update={"seconds": self.fold.seconds(time.time_ns() // 1_000_000)})
         write_result(self.run_dir.result, self.result)
 
     def wait_for(self, work: Callable[[], T], tick: Callable[[], None] = lambda: None) -> T:
@@ -101,8 +120,8 @@ def open_session(
 
     `data`: what it is trained on from now on, see `RunResult.data`.
     """
-    with locked_run(run_dir), Display() as display, stored_session(run_dir, display.print):
-        session = _open(resolved, run_dir, display, reporter)
+    with locked_run(run_dir), Display() as display, stored_session(run_dir, display.print), contextlib.ExitStack() as stack:
+        session = stack.enter_context(_opened(resolved, run_dir, display, reporter))
         if data is not None and data != session.result.data:
             session.save(**with_data(session.result, data))
         record_dataset(session, session.key)
@@ -115,16 +134,31 @@ def open_session(
         except BaseException as error:
             interrupted = isinstance(error, KeyboardInterrupt | RayLostError)
             with contextlib.suppress(OSError):  # a full disk is the usual reason to be here: the error itself matters more
-                session.save(status="interrupted" if interrupted else "failed", reason=str(error))
+                _end(session, "interrupted" if interrupted else "failed", str(error))
             _close(session, "KILLED" if interrupted else "FAILED", 5.0)
             raise
-        session.save(status="complete", finished=datetime.now().isoformat(timespec="seconds"))
+        _end(session, "complete")
         _close(session, "FINISHED", FLUSH_S)
 
 
-def _open(resolved: Resolved, run_dir: RunDir, display: Display, reporter: ResultReporter) -> Session:
-    began_s = time.perf_counter()
-    result = read_result(run_dir.result, run_dir.experiment)
+def _end(session: Session, status: str, reason: str = "") -> None:
+    if status == "complete":
+        session.save(finished=datetime.now().isoformat(timespec="seconds"))
+    session.record("session_ended", status=status, reason=reason)
+    session.result = session.result.model_copy(update={"status": status, "reason": reason})
+    session.write_snapshot()
+
+
+@contextlib.contextmanager
+def _opened(resolved: Resolved, run_dir: RunDir, display: Display, reporter: ResultReporter) -> Iterator[Session]:
+    with contextlib.closing(DriverLog(run_dir.events)) as log:
+        session = _open(resolved, run_dir, display, reporter, log)
+        yield session
+
+
+def _open(resolved: Resolved, run_dir: RunDir, display: Display, reporter: ResultReporter, log: DriverLog) -> Session:
+    fold = read_log(run_dir).fold
+    result = fold.result(run_dir.events)
     experiment, kind, tracker, target = resolved.experiment, result.kind, None, None
     if experiment.tracking.enabled:
         uri = experiment.tracking.uri or default_uri(runs_root_of(result))
@@ -133,8 +167,11 @@ def _open(resolved: Resolved, run_dir: RunDir, display: Display, reporter: Resul
         tracker.start_run(kind, run_dir.root.name, params=flatten(experiment.model_dump(mode="json")), tags=code_tags(kind))
         tracker.views(kind, views_of(kind, experiment))
         tracker.artifact(kind, run_dir.experiment)
-    session = Session(resolved, run_dir, display, reporter, tracker, result, earlier_s=result.seconds, began_s=began_s)
-    session.save(version=VERSION, status="running", reason="", mlflow=target)
+    session = Session(resolved, run_dir, display, reporter, tracker, log, fold, result)
+    display.watch(run_dir.events)
+    session.record("session_begun")
+    session.result = result.model_copy(update={"status": "running", "reason": ""})
+    session.save(mlflow=target)
     return session
 
 
@@ -219,18 +256,20 @@ def code_tags(kind: str) -> dict[str, str]:
     return tags
 
 
-def written_ms(path: Path) -> int | None:
-    """When a result was written, in unix ms: what a resumed driver says of it again is then the same record, and counts once."""
-    return int(path.stat().st_mtime * 1000) if path.exists() else None
+def _text(row: dict[str, Any] | None) -> str:
+    """A row as text, in which a NaN equals another."""
+    return json.dumps(row, sort_keys=True)
 
 
 def record_numbers(
     session: Session, key: str, stage: StageDir, metrics: Mapping[str, float], prefix: str = "", *, followed: bool
 ) -> None:
-    """A stage's final numbers, see `of_summary`."""
+    """A stage's final numbers, see `of_summary`: at the time when they were recorded, so that a resumed driver adds none."""
     if session.tracker and metrics:
+        events = session.log.of(str(stage.root.relative_to(session.run_dir.root)))
+        time_ms = next((each["time_ms"] for each in reversed(events) if each["kind"] == "summary"), None)
         shown = of_summary(metrics, prefix, followed=followed)
-        session.tracker.metrics(key, int(metrics.get("steps", 0)), shown, written_ms(stage.result))
+        session.tracker.metrics(key, int(metrics.get("steps", 0)), shown, time_ms)
 
 
 def record_student(session: Session, key: str, stage: StageDir, metrics: Mapping[str, float], *, followed: bool = True) -> None:

@@ -28,7 +28,7 @@ def train(resolved: Resolved, run_dir: RunDir, reporter: ResultReporter, data: D
     with open_session(resolved, run_dir, reporter, data) as session:
         cpus = most_local_cpus(experiment)
         is_copy = uri_of(run_dir.root) is not None
-        with connect(cpus, run_dir.root, experiment.written_cache("train"), is_copy=is_copy) as cluster:
+        with connect(cpus, run_dir.root, experiment.written_cache("train"), is_copy=is_copy) as cluster, session.log.recording():
             plan = Plan.on(experiment, cluster, session.result.accepted_data)
             plan.check(cluster)
             session.save(use_gpu=plan.use_gpu, num_workers=experiment.scale.num_workers, loader_workers=plan.loader_workers)

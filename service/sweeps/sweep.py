@@ -42,14 +42,14 @@ def sweep(resolved: Resolved, run_dir: RunDir, reporter: ResultReporter, data: D
     trials = plan_trials(resolved)
     with open_session(resolved, run_dir, reporter, data) as session:
         records = TrialRecords(session)
-        load_outcomes(trials, run_dir)
+        load_outcomes(trials, session.fold)
         if may_retry(resolved.experiment):
-            retry_trials(trials, run_dir)
+            retry_trials(trials, session)
         rows = {row.id: row for row in session.result.rows}
         for trial in trials:
             if (row := rows.get(trial.id)) is not None:
                 trial.loader_workers, trial.oversubscribed = row.scale.loader_workers, row.oversubscribed
-        trials += finished_trainings(trials, run_dir)
+        trials += finished_trainings(trials, session)
         if is_local():
             mark_unschedulable(trials, local_capacity())
         mark_unbuildable(trials)
@@ -58,7 +58,8 @@ def sweep(resolved: Resolved, run_dir: RunDir, reporter: ResultReporter, data: D
             experiments = [resolved.experiment, *(trial.resolved.experiment for trial in pending if trial.resolved)]
             cache = resolved.experiment.written_cache("sweep")
             is_copy = uri_of(run_dir.root) is not None
-            with connect(most_local_cpus(*experiments), run_dir.root, cache, is_copy=is_copy) as cluster:
+            cpus = most_local_cpus(*experiments)
+            with connect(cpus, run_dir.root, cache, is_copy=is_copy) as cluster, session.log.recording():
                 check_driver_node(run_dir)
                 mark_unschedulable(trials, cluster)
                 run_trials(session, records, trials, cluster)

@@ -1,15 +1,15 @@
 """How trials are shown and recorded in MLflow: a child run each, with its parameters, log lines and final numbers."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from service.config.dotted import flatten
 from service.config.space import short_names
 from service.runs.outcome import Outcome
-from service.runs.session import Session, record_dataset, written_ms
-from service.runs.stages.hangs import hang_tags
+from service.runs.session import Session, record_dataset
+from service.runs.stages.run_stages import hang_tags
 from service.sweeps.trials import Trial
 from service.tracking import of_summary
-from trainables.rundir import StageDir
 
 WINNER = "raydistill.winner"
 """Tag of the best trial."""
@@ -23,10 +23,10 @@ class TrialRecords:
         self._timing = session.experiment.sweep.timing_steps is not None
         self._metric = session.experiment.sweep.figure
 
-    def begin(self, trial: Trial, stage: StageDir | None = None) -> None:
+    def begin(self, trial: Trial, stage: str | None = None) -> None:
         """A child run in MLflow that follows the trial's epochs; a point that is wrong in itself has its own values alone.
 
-        `stage`: the measurement that has begun; without one, the first.
+        `stage`: that of the measurement that has begun; without one, the first.
         """
         tracker, run_dir = self._session.tracker, self._session.run_dir
         if tracker is None:
@@ -43,13 +43,11 @@ class TrialRecords:
         )
         record_dataset(self._session, _key(trial))
         if self._is_followed(trial):
-            measured = run_dir.trial(trial.id).measurement(trial.num_measurements)
-            stage = stage or measured
-            tracker.follow(_key(trial), stage.metrics, f"{stage.root.name}/" if stage == measured.init else "")
+            name = stage or f"trials/{trial.id}/student"
+            tracker.follow(_key(trial), run_dir.events, name, f"{Path(name).name}/" if name.endswith("-init") else "")
 
     def end(self, trial: Trial) -> None:
         """Show and record how a trial ended."""
-        self._session.display.unfollow(trial.id)
         outcome = trial.outcome or Outcome(status="failed")
         self._session.display.print(_line(trial, outcome))
         tracker, run_dir = self._session.tracker, self._session.run_dir.trial(trial.id)
@@ -62,11 +60,11 @@ class TrialRecords:
             "oversubscribed": str(trial.oversubscribed),
             "measurements": str(trial.num_measurements),
         }
-        last = run_dir.measurement(max(trial.num_measurements - 1, 0))
-        tracker.tags(_key(trial), tags | hang_tags(last))
+        last = run_dir.measurement(max(trial.num_measurements - 1, 0)).root.relative_to(self._session.run_dir.root)
+        tracker.tags(_key(trial), tags | hang_tags(self._session.log.of(str(last))))
         if outcome.metrics:
             shown = of_summary(outcome.metrics, followed=self._is_followed(trial), first=self._metric)
-            tracker.metrics(_key(trial), int(outcome.metrics.get("steps", 0)), shown, written_ms(run_dir.result))
+            tracker.metrics(_key(trial), int(outcome.metrics.get("steps", 0)), shown, int(outcome.ended_s * 1000) or None)
         if run_dir.experiment.exists():
             tracker.artifact(_key(trial), run_dir.experiment)
         tracker.end_run(_key(trial), "FINISHED" if outcome.status in ("ok", "stopped") else "FAILED")

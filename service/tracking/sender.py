@@ -254,7 +254,7 @@ class Sender:
         while lines := lines_after(self._spool.path_of(tail.path), tail.offset, CHUNK_BYTES):
             for line in lines:
                 record = line.record
-                if record is not None and record.get("kind") == "epoch":
+                if record is not None and record.get("kind") == "epoch" and record.get("stage") == tail.stage:
                     try:
                         self._rows.setdefault((tail.key, "metrics"), []).extend(
                             rows(record, partial(of_epoch, prefix=tail.prefix))
@@ -298,10 +298,10 @@ class Sender:
 
     def _follow(self, event: dict[str, Any]) -> None:
         for tail in self._cursor.tails:
-            if (tail.key, tail.path) == (event["key"], event["path"]):
+            if (tail.key, tail.stage) == (event["key"], event["stage"]):
                 tail.open = True
                 return
-        self._cursor.tails.append(Tail(key=event["key"], path=event["path"], prefix=event["prefix"]))
+        self._cursor.tails.append(Tail(key=event["key"], path=event["path"], stage=event["stage"], prefix=event["prefix"]))
 
     def _add_views(self, store: Store, views: Mapping[str, str]) -> None:
         if reason := store.add_views(views):

@@ -24,7 +24,7 @@ EVENT_FIELDS: Mapping[str, frozenset[str]] = {
     "params": frozenset({"values"}),
     "tags": frozenset({"values"}),
     "metrics": frozenset({"step", "metrics"}),
-    "follow": frozenset({"path", "prefix"}),
+    "follow": frozenset({"path", "stage", "prefix"}),
     "dataset": frozenset({"dataset"}),
     "views": frozenset({"views"}),
     "artifact": frozenset({"path", "artifact_path"}),
@@ -66,10 +66,11 @@ class Target(SpoolPart):
 
 
 class Tail(SpoolPart):
-    """A file of metric records that belongs to run `key`, delivered up to `offset`; not open: its run has ended."""
+    """A stage of the run's log whose epochs belong to run `key`, delivered up to `offset`; not open: its run has ended."""
 
     key: str
     path: str
+    stage: str
     prefix: str
     offset: int = 0
     open: bool = True

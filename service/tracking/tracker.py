@@ -176,12 +176,12 @@ class Tracker:
         numbers = {name: float(value) for name, value in values.items() if isinstance(value, Real)}
         self._append("metrics", key, time_ms, step=step, metrics=numbers)
 
-    def follow(self, key: str, stage_dir_metrics_path: Path, prefix: str) -> None:
-        """Deliver the epochs that a worker writes into this file (`StageDir.metrics`) until the run ends, see `of_epoch`.
+    def follow(self, key: str, log_path: Path, stage: str, prefix: str) -> None:
+        """Deliver the epochs that the run's log has of a stage until the run ends, see `of_epoch`.
 
         The worker's summary is left out: the driver records it with `metrics`, once, when it knows how the stage ended.
         """
-        self._append("follow", key, path=self._spool.name_of(stage_dir_metrics_path), prefix=prefix)
+        self._append("follow", key, path=self._spool.name_of(log_path), stage=stage, prefix=prefix)
 
     def artifact(self, key: str, path: Path, artifact_path: str = "") -> None:
         """Add a file or folder, as it is when it is delivered."""
