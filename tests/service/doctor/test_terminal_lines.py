@@ -14,10 +14,11 @@ from service.doctor.recorded import Clock, GpuUse, NodeUse
 from service.doctor.terminal_lines import case_lines
 from service.runs.run_directory import begin_run
 from tests.faults.hot_gpu import hot_gpu
+from tests.run_log import add, numbers
 from tests.service.commands import run
 from tests.service.doctor.runs import HEALTHY, RANK, loader, longer, run_of, waiting, waits
 from trainables.metrics.phases import PHASES
-from trainables.rundir import RunDir, append_line, write_json
+from trainables.rundir import RunDir, write_json
 
 
 def step_of(**changes: float) -> dict[str, float]:
@@ -157,13 +158,12 @@ def test_the_command_reads_a_run_that_goes_on_and_a_complete_one(run_dir: RunDir
     assert (code, out) == (2, "")
     assert err.startswith(f"error: {run_dir.root}: no step has been timed yet")
     assert err.count("\n") == 1
-    stage = run_dir.stage("student")
     slow = step_of(**{"phase/data_ms": 101.0, "phase/step_ms": 200.0, "node0/cpu_pct": 97.0})
-    append_line(stage.metrics, {"kind": "step", "step": 5, "metrics": {f"train/{name}": ms for name, ms in slow.items()}})
+    add(run_dir, numbers("step", "student", 5, **{f"train/{name}": ms for name, ms in slow.items()}))
     code, out, _ = run(capsys, "doctor", run_dir.root)
     assert code == 0
     assert out.startswith("data-bound, 50% to gain: ")
-    write_json(stage.result, {"stage": "student", "metrics": step_of()})
+    add(run_dir, numbers("summary", "student", 10, **step_of()))
     code, out, _ = run(capsys, "doctor", run_dir.root)
     assert out.startswith("nothing to gain over 5%")
 

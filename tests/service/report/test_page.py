@@ -14,11 +14,12 @@ from service.report.terminal_tables import report_of
 from service.runs.result import RunResult
 from service.runs.run_directory import begin_run, reopen
 from service.runs.session import open_session
+from tests.run_log import change, write_log
 from tests.service.commands import run
 from tests.service.report.parsed import Parsed
 from tests.service.report.runs import sweep_dir, train_dir, typed, written
 from trainables.errors import TrainingError
-from trainables.rundir import RunDir, append_line, write_json
+from trainables.rundir import RunDir, append_line
 
 W, B, L = "scale.num_workers", "data.global_batch_size", "data.loader_workers"
 PENDING = {"status": "pending", "metrics": {}, "steps_s": []}
@@ -147,8 +148,7 @@ def test_a_run_shows_its_learning_and_where_its_time_goes(tmp_path: Path) -> Non
 def test_a_run_that_has_not_begun_is_a_page(tmp_path: Path) -> None:
     run_dir = train_dir(tmp_path / "t", status="running")
     result = written(run_dir)
-    for stage in ("teacher", "student"):
-        run_dir.stage(stage).metrics.unlink()
+    write_log(run_dir, result)
     parsed = Parsed(write_page(run_dir, typed({**result, "stages": []})).read_text())
     assert "No stage is complete yet." in parsed.text
 
@@ -268,7 +268,7 @@ def test_what_an_auto_precision_came_to_is_on_the_page_with_its_reason(tmp_path:
     assert "Precision auto" not in page(run_dir).text
     chosen = {"precision": "bf16", "precision_reason": "images of 224 px, on GPUs that have it"}
     result = written(run_dir)
-    write_json(run_dir.result, result | {"stages": [stage | chosen for stage in result["stages"]]})
+    change(run_dir, stages=[stage | chosen for stage in result["stages"]])
     assert "Precision auto: bf16: images of 224 px, on GPUs that have it." in page(run_dir).text
 
 

@@ -7,15 +7,13 @@ import pytest
 from mlflow import MlflowClient
 
 from service.config.experiment import load
-from service.report import end_of_run
 from service.runs.display import Display
 from service.runs.outcome import Outcome
-from service.runs.result import RunResult
-from service.runs.session import Session
 from service.sweeps.trial_records import TrialRecords
 from service.sweeps.trials import plan_trials, rows_of
 from service.tracking import Tracker, default_uri, sync
 from service.tracking.spool import Spool
+from tests.run_log import session_of
 from trainables.rundir import RunDir
 
 
@@ -34,9 +32,8 @@ def test_the_first_metric_of_a_trial_is_that_by_which_trials_are_compared(
     resolved = load("digits", changes)
     run_dir, trial = RunDir(tmp_path / "run"), plan_trials(resolved)[0]
     tracker = Tracker(run_dir, default_uri(tmp_path), "digits")
-    result = RunResult(kind="sweep", name="digits", status="running", runs_root=str(tmp_path))
     with Display() as display:
-        records = TrialRecords(Session(resolved, run_dir, display, end_of_run, tracker, result))
+        records = TrialRecords(session_of(resolved, run_dir, display, tracker))
         records.begin(trial)
         trial.outcome = Outcome(
             status="ok", metrics={"phase/data_p95_ms": 2.0, "epoch_s": 1.0, "top1_pct": 50.0, "images_per_s": 9.0}
@@ -54,10 +51,9 @@ def test_a_resumed_sweep_that_another_trial_wins_leaves_one_winner_and_names_it_
     )
     run_dir, trials = RunDir(tmp_path / "run"), plan_trials(resolved)
     tracker = Tracker(run_dir, default_uri(tmp_path), "digits")
-    result = RunResult(kind="sweep", name="digits", status="running", runs_root=str(tmp_path))
     first, second = rows_of(trials, resolved, timing=True)
     with Display() as display:
-        records = TrialRecords(Session(resolved, run_dir, display, end_of_run, tracker, result))
+        records = TrialRecords(session_of(resolved, run_dir, display, tracker))
         for trial in trials:
             records.begin(trial)
         records.mark_winner(first.id, ["best: trial 000", "by far"])
