@@ -11,15 +11,16 @@ from service.config.experiment import load
 from service.report import end_of_run
 from service.report.page import write_page
 from service.report.terminal_tables import report_of
+from service.runs.events import event
 from service.runs.result import RunResult
 from service.runs.run_directory import begin_run, reopen
 from service.runs.session import open_session
-from tests.run_log import change, write_log
+from tests.run_log import add, change, write_log
 from tests.service.commands import run
 from tests.service.report.parsed import Parsed
 from tests.service.report.runs import sweep_dir, train_dir, typed, written
 from trainables.errors import TrainingError
-from trainables.rundir import RunDir, append_line
+from trainables.rundir import RunDir
 
 W, B, L = "scale.num_workers", "data.global_batch_size", "data.loader_workers"
 PENDING = {"status": "pending", "metrics": {}, "steps_s": []}
@@ -47,9 +48,7 @@ def test_a_sweep_without_a_trial_that_ended_has_no_empty_frames(tmp_path: Path) 
 def test_the_hangs_of_a_trials_repeated_measurements_are_on_the_page_as_in_the_terminal(tmp_path: Path) -> None:
     run_dir = sweep_dir(tmp_path / "s", {B: [64]})
     for stage in ("student", "student-2"):
-        hangs = run_dir.trial("000").stage(stage).hangs
-        hangs.parent.mkdir(parents=True, exist_ok=True)
-        append_line(hangs, {"time_ms": 0, "message": "rank 1 hangs in backward"})
+        add(run_dir, event("hang", f"trials/000/{stage}", message="rank 1 hangs in backward"))
     _, run_dir, result = reopen(run_dir.root)
     lines = [part for part in report_of(result, run_dir) if " hung at " in str(part)]
     assert [line.split()[0] for line in lines] == ["trials/000/student", "trials/000/student-2"]

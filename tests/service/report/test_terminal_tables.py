@@ -81,6 +81,7 @@ def test_each_teacher_has_one_line_whoever_learned_from_it_and_wherever_it_was_t
 
 def test_a_report_has_the_notices_of_a_run_and_why_it_is_not_exact(tmp_path: Path) -> None:
     run = typed({"kind": "train", "status": "complete", "notices": ["2 files left out"], "not_exact": ["resumed on other data"]})
+    write_log(RunDir(tmp_path), run)
     assert report_of(run, RunDir(tmp_path))[1:] == ["note: 2 files left out", "note: not exact: resumed on other data"]
 
 
