@@ -144,8 +144,8 @@ class RunResult(ResultPart):
     timing_steps: int | None = None
     warmup_steps: int = 5
     hardware: ClusterHardware | None = None
-    tagged_winner: str | None = None
-    """The trial that MLflow shows as the winner."""
+    verdict: list[str] = Field(default_factory=list)
+    """Which trial of a sweep won and why, in sentences."""
     noise_scales: list[float] = Field(default_factory=list)
     search: SearchSummary | None = None
 

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from service.tracking.spool import Spool
+from service.tracking.tracker import check_store
 
 from service.config.experiment import load
 from service.runs.run_directory import begin_run
 from service.tracking import Tracker, sync
-from service.tracking.spool import Spool
-from service.tracking.tracker import check_store
 from tests.service.commands import run
 from trainables.errors import ExperimentError
 from trainables.notices import notices_to
