@@ -97,10 +97,10 @@ class ResultFold:
 
     def result(self, path: Path) -> RunResult:
         """The result. Raises ExperimentError: the log at `path` has none, or one that is damaged; names the field."""
-        fields = {**self.fields, "stages": list(self._stages.values()), "notices": self._notices}
-        fields |= {"seconds": self.seconds(self._last_ms)}
-        if "trials" in fields:
-            fields["trials"] = list(self.rows.values())
+        rows = {"stages": self._stages.values(), "notices": self._notices, "trials": self.rows.values()}
+        fields = self.fields | {name: list(each) for name, each in rows.items() if each}
+        if self._began_ms:
+            fields["seconds"] = self.seconds(self._last_ms)
         return parse_result(json.dumps(fields), path)
 
 

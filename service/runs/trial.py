@@ -18,7 +18,7 @@ from service.runs.stages.elastic import with_free_workers
 from service.runs.stages.node_wait import NodeWait
 from service.runs.stages.stage_times import accounted_over_sessions
 from service.runs.stored.stored_runs import display_name, fetch_stage
-from trainables.errors import DistillError, StorageError
+from trainables.errors import DistillError
 from trainables.failures import (
     ANNOUNCED,
     OUT_OF_MEMORY_KINDS,
@@ -128,7 +128,6 @@ def fit_stage(assignment: Assignment, callbacks: list[Any] | None, reused: Reusa
         DistillError, WorkersFailedError, ClusterFullError: see `trainables.worker.trainer.fit`.
         StorageError: the workers ended well, and what they wrote cannot be read.
     """
-    import ray
 
     from trainables.worker import trainer
 
@@ -136,26 +135,17 @@ def fit_stage(assignment: Assignment, callbacks: list[Any] | None, reused: Reusa
     stage.root.mkdir(parents=True, exist_ok=True)
     for leftover in stage.last.parent.glob(".*.tmp"):  # of a checkpoint that a kill cut short
         leftover.unlink(missing_ok=True)
-    try:
-        trainer.fit(
-            config,
-            use_gpu=assignment.use_gpu,
-            loader_workers=assignment.loader_workers,
-            storage=assignment.storage,
-            name=f"{config.labels.get('trial', config.stage)}-{time.time_ns():x}",
-            recorder=assignment.log.begin_attempt(stage.root),
-            callbacks=callbacks,
-            reused=reused,
-            limit_s=assignment.limit_s,
-        )
-    except Exception:
-        # Why the workers failed matters more than a store that does not answer, or than a driver that is ending.
-        if ray.is_initialized():
-            try:
-                fetch_stage(config)
-            except (OSError, StorageError) as problem:
-                log.warning("what the workers wrote last of %s cannot be read: %s", config.stage, problem)
-        raise
+    trainer.fit(
+        config,
+        use_gpu=assignment.use_gpu,
+        loader_workers=assignment.loader_workers,
+        storage=assignment.storage,
+        name=f"{config.labels.get('trial', config.stage)}-{time.time_ns():x}",
+        recorder=assignment.log.begin_attempt(stage.root),
+        callbacks=callbacks,
+        reused=reused,
+        limit_s=assignment.limit_s,
+    )
     fetch_stage(config)
 
 

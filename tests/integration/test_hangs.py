@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from service.runs.stages.hangs import hang_lines
+
 from tests.integration.conftest import Distill, result, wait_until
 from tests.trainables.data.photos import photo
 from trainables.failures import read_failure

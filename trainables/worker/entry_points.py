@@ -254,6 +254,8 @@ def progress(config: EvaluateConfig, group: Group, recorder: RunRecorder) -> Rep
 
     def report(kind: str, step: int, epoch: float, metrics: dict[str, float]) -> None:
         nonlocal last_s
+        if group.is_main and kind == "start":  # of a split, whose numbers of steps are its own
+            recorder.send("discarded", stage)
         if group.is_main and (kind == "start" or time.monotonic() > last_s + 1):
             recorder.send(kind, stage, step=step, epoch=epoch, metrics=metrics)
             last_s = time.monotonic()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from trainables.metrics.metrics_file import MetricsFile
 
 from service.tracking import Tracker
 from tests.faults.storm.fault_points import FaultPoint, watch_writes
@@ -20,7 +21,6 @@ from trainables.distributed.pipeline.layout import build_layout
 from trainables.engine.job_parts import open_loaders
 from trainables.engine.modules import build_cached_teacher
 from trainables.engine.train import build, run_job
-from trainables.metrics.metrics_file import MetricsFile
 from trainables.rundir import RunDir, StageDir
 from trainables.stage_result import StageResult, write_stage_result
 from trainables.teachers.cache.fill import fill, sequential

@@ -13,13 +13,13 @@ import pytest
 import ray
 from ray.train import ControllerError, WorkerGroupError
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
+from service.runs.stages.hangs import hang_lines, hang_tags
 
 from service.cluster.resources import Cluster, Node
 from service.runs import trial
 from service.runs.outcome import Outcome, read_summary
 from service.runs.stages import node_wait
 from service.runs.stages.assignment import Assignment
-from service.runs.stages.hangs import hang_lines, hang_tags
 from service.runs.stages.node_wait import NodeWait
 from service.runs.trial import cause_of, finished, run_to_end
 from trainables.config import TrainConfig
