@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from service.runs.event_log import EventLog
-from service.runs.events import Event, event, to_line
+from service.runs.events import Event, event, first_event, to_line
 from service.runs.outcome import to_json
 from service.runs.result import RunResult
 from service.runs.run_log import RunLog, read_log
@@ -48,7 +48,7 @@ def write_log(run_dir: RunDir, result: Mapping[str, Any] | RunResult, *events: E
     """Write a log that comes to this result, in place of another; `events` are behind it."""
     changes = to_json(result) if isinstance(result, RunResult) else dict(result)
     run_dir.root.mkdir(parents=True, exist_ok=True)
-    run_dir.events.write_bytes(b"".join(map(to_line, [event("log", version=1), event("result", changes=changes), *events])))
+    run_dir.events.write_bytes(b"".join(map(to_line, [first_event(), event("result", changes=changes), *events])))
 
 
 def add(run_dir: RunDir, *events: Event) -> None:

@@ -17,6 +17,7 @@ from trainables.errors import (
     DeviceError,
     DistillError,
     LoaderDiedError,
+    RecorderLostError,
     StageInterruptedError,
     StorageUnavailableError,
     TeacherServiceLostError,
@@ -136,7 +137,7 @@ def failure_of(error: BaseException, rank: int | None) -> Failure:
     if isinstance(error, SystemExit):
         return Failure(kind, f"code of the experiment called sys.exit({error.code!r})", None, rank)
     text = str(error).strip() or type(error).__name__
-    if isinstance(error, DistillError | StageInterruptedError):
+    if isinstance(error, DistillError | StageInterruptedError | RecorderLostError):
         return Failure(kind, text, None, rank)
     if isinstance(error, OSError) and kind == "disk":
         where = f"{error.filename}: " if error.filename else ""
@@ -175,7 +176,7 @@ def _kind_of_type(error: BaseException) -> Kind:
             return "user"
         case torch.OutOfMemoryError() | MemoryError() | OSError(errno=errno.ENOMEM):
             return "out_of_memory"
-        case TeacherServiceLostError():  # a bare ConnectionError or TimeoutError is the user's: ours are none
+        case TeacherServiceLostError() | RecorderLostError():  # a bare ConnectionError is the user's: ours are none
             return "lost_peer"
         case LoaderDiedError():
             return "worker_died"

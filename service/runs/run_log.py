@@ -34,13 +34,14 @@ class ResultFold:
     def take(self, event: Event) -> None:
         """The next event of the log."""
         kind, time_ms = event["kind"], event["time_ms"]
-        self.take_time(time_ms)
+        if kind != "session_begun":
+            self.take_time(time_ms)
         if kind == "result":
             self._change(event["changes"])
         elif kind == "notice":
             self._notices.append(event["text"])
         elif kind == "session_begun":
-            self._seconds = self.seconds(self._last_ms if self._began_ms else time_ms)
+            self._seconds = self.seconds(self._last_ms)
             self._began_ms = self._last_ms = time_ms
             self.fields |= {"status": "running", "reason": ""}
         elif kind == "session_ended":
@@ -127,7 +128,11 @@ class RunLog:
                     self.fold.take_time(time_ms)
                     continue
             if (event := parsed(line, path)) is not None:
-                self.fold.take(event)
+                try:
+                    self.fold.take(event)
+                except (KeyError, TypeError, ValueError) as error:
+                    problem = f"its line that ends at byte {line.end} is no {event['kind']} of ours"
+                    raise ExperimentError(f"{path} is damaged: {problem}: put back a copy, or begin another run") from error
                 if kind == "discarded":
                     self._lines.pop(stage, None)
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import ray
 
+from trainables.errors import RecorderLostError
+
 
 @dataclass(frozen=True)
 class RunRecorder:
@@ -54,3 +56,5 @@ def _get(reference: Any) -> Any:
         return ray.get(reference)
     except ray.exceptions.RayTaskError as error:
         raise error.cause from None
+    except ray.exceptions.RayActorError as error:
+        raise RecorderLostError from error

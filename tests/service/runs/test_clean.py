@@ -1,7 +1,6 @@
 """What `distill clean` removes, and what it leaves because something needs it. Each run here is 40 days old."""
 
 import fcntl
-import json
 import os
 import shutil
 import subprocess
@@ -16,6 +15,7 @@ import pytest
 from service.runs.clean import Cleaner, clean
 from service.runs.run_directory import locked_run
 from service.tracking import SyncState
+from tests.run_log import write_log
 from trainables.rundir import RunDir
 from trainables.user_folder import user_folder
 
@@ -38,7 +38,7 @@ def make_run(path: Path, status: str = "complete", experiment: str = "base: digi
     RunDir(path).stage("student").best.write_bytes(b"x" * 1000)
     RunDir(path).experiment.write_text(experiment)
     values = {"kind": "train", "name": "digits", "status": status, "runs_root": str(path.parent), **result}
-    RunDir(path).result.write_text(json.dumps(values))
+    write_log(RunDir(path), values)
     (path / ".lock").touch()
     return aged(path, days)
 
@@ -189,10 +189,10 @@ def test_a_folder_that_vanishes_while_it_is_looked_at_ends_nothing(root: Path, v
 
 def test_a_damaged_run_stays(root: Path, run_clean: Clean) -> None:
     run = make_run(root / "run")
-    RunDir(run).result.write_text("{")
+    RunDir(run).events.write_text("{")
     aged(run)
     (line,) = run_clean(unfinished=True)
-    assert line.startswith(f"{run} stays: {run}/result.json is damaged")
+    assert line.startswith(f"{run} stays: {run}/events.jsonl is damaged")
 
 
 def test_a_cache_goes_with_the_last_run_that_names_it_once_nobody_has_read_it(root: Path, run_clean: Clean) -> None:

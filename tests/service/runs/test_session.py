@@ -12,9 +12,11 @@ import pytest
 
 from service.config.experiment import load
 from service.report import end_of_run
-from service.runs.result import RunResult, StageRow, read_result
+from service.runs.events import EventTail, event
+from service.runs.result import RunResult, StageRow, TrialRow
 from service.runs.run_directory import begin_run
 from service.runs.session import code_tags, open_session, start_tracking
+from tests.run_log import add, result_of
 from tests.service.tracking.store import query
 from tests.waiting import wait_until
 from trainables.config import DataIdentity, SplitIdentity
@@ -65,16 +67,41 @@ def test_the_commit_in_mlflow_is_that_of_this_code_and_not_of_the_folder_one_sta
     assert tags.get("raydistill.commit", "") == of_package.stdout.strip()
 
 
-def test_each_save_has_the_seconds_so_far(tmp_path: Path) -> None:
+def test_each_snapshot_has_the_seconds_of_all_sessions_so_far(tmp_path: Path) -> None:
     resolved, run_dir = load("digits", ["tracking.enabled=false"]), RunDir(tmp_path / "run")
     run_dir.root.mkdir()
     begin_run(resolved, "train", run_dir, tmp_path)
-    written = json.loads(run_dir.result.read_text()) | {"seconds": 100.0}
-    run_dir.result.write_text(json.dumps(written))
+    hour_ms = 3_600_000
+    for kind, age_ms in (
+        ("session_begun", hour_ms),
+        ("session_ended", hour_ms - 100_000),
+        ("session_begun", 60_000),
+        ("notice", 10_000),
+    ):
+        each = event(kind, **{"session_ended": {"status": "interrupted", "reason": ""}, "notice": {"text": "x"}}.get(kind, {}))
+        add(run_dir, each | {"time_ms": each["time_ms"] - age_ms})
     with open_session(resolved, run_dir, end_of_run) as session:
         time.sleep(0.05)
         session.save(num_workers=1)
-        assert 100.05 <= json.loads(run_dir.result.read_text())["seconds"] < 130
+        assert 150.05 <= json.loads(run_dir.result.read_text())["seconds"] < 180
+
+
+def test_a_session_records_what_has_changed_alone(tmp_path: Path) -> None:
+    resolved, run_dir = load("digits", ["tracking.enabled=false"]), RunDir(tmp_path / "run")
+    run_dir.root.mkdir()
+    begin_run(resolved, "sweep", run_dir, tmp_path, ["a notice"])
+    scale = {"scale.num_workers": 1, "data.global_batch_size": 32, "data.loader_workers": 1}
+    rows = [TrialRow.model_validate({"id": id, "params": {}, "status": "pending", "scale": scale}) for id in ("000", "001")]
+    with open_session(resolved, run_dir, end_of_run) as session:
+        session.save(space={}, metric="images_per_s", mode="max", trials=rows)
+        session.record("trial_ended", trial="000", outcome={"status": "ok", "metrics": {"loss": float("nan")}})
+        ended = rows[0].model_copy(update={"status": "ok", "metrics": {"loss": float("nan")}})
+        session.save(space={}, metric="images_per_s", mode="max", trials=[ended, rows[1]])
+    changes = [each["changes"] for each, _ in EventTail(run_dir.events).new() if each["kind"] == "result"]
+    assert [[row["id"] for row in each["trials"]] for each in changes if "trials" in each] == [["000", "001"]]
+    result = result_of(run_dir)
+    assert [row.status for row in result.rows] == ["ok", "pending"]
+    assert (result.status, result.notices) == ("complete", ["a notice"])
 
 
 def test_a_run_that_goes_on_with_other_data_says_so_in_its_result_its_tables_and_its_page(tmp_path: Path) -> None:
@@ -89,7 +116,7 @@ def test_a_run_that_goes_on_with_other_data_says_so_in_its_result_its_tables_and
     line = "resumed on other data: train had 9 images and has 12"
     assert session.result.not_exact == [line]
     assert session.result.accepted_data == more
-    assert read_result(run_dir.result, run_dir.experiment) == session.result
+    assert {**dict(result_of(run_dir)), "seconds": 0} == {**dict(session.result), "seconds": 0}
     assert f"not exact: {line}" in run_dir.report.read_text()
     row = StageRow(stage="student", model="mlp_small", status="ok")
     assert f"note: not exact: {line}" in end_of_run.tables(session.result.model_copy(update={"stages": [row]}))
