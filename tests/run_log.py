@@ -12,7 +12,7 @@ from service.report import end_of_run
 from service.runs.display import Display
 from service.runs.driver_log import DriverLog
 from service.runs.event_log import EventLog
-from service.runs.events import Event, event, to_line
+from service.runs.events import Event, event, first_event, to_line
 from service.runs.outcome import to_json
 from service.runs.result import RunResult
 from service.runs.run_log import RunLog, read_log
@@ -63,7 +63,7 @@ def write_log(run_dir: RunDir, result: Mapping[str, Any] | RunResult, *events: E
     """Write a log that comes to this result, in place of another; `events` are behind it."""
     changes = to_json(result) if isinstance(result, RunResult) else dict(result)
     run_dir.root.mkdir(parents=True, exist_ok=True)
-    run_dir.events.write_bytes(b"".join(map(to_line, [event("log", version=1), event("result", changes=changes), *events])))
+    run_dir.events.write_bytes(b"".join(map(to_line, [first_event(), event("result", changes=changes), *events])))
 
 
 def add(run_dir: RunDir, *events: Event) -> None:

@@ -219,7 +219,6 @@ class RunDir:
     """A snapshot of what the log says, for people and scripts."""
     report = _RelativePath("report.html")
     """The run as one HTML page."""
-    spool = _RelativePath("spool")
     logs = _RelativePath("logs")
     tune = _RelativePath("ray")
     """Ray Tune's and Ray Train's own storage."""

@@ -21,7 +21,7 @@ from service.runs.run_directory import has_begun
 from service.runs.run_log import read_log
 from service.runs.stored.stored_objects import StoredObjects, needed_copy_reason, stored_run_folders
 from service.runs.stored.stored_runs import COPIES, copies_base, display_name, uri_of
-from service.tracking.spool import Spool
+from service.tracking import SyncState
 from trainables.data.storage import cleaner as data_cleaner
 from trainables.data.storage.free_space import RAM, format_bytes
 from trainables.errors import DistillError, ExperimentError
@@ -195,11 +195,12 @@ class Run:
                 return "a process works on it"
             if self.objects is not None and (reason := needed_copy_reason(self.path)):
                 return reason
-            waiting = Spool(run_dir).num_pending(result.mlflow.uri) if result.mlflow else 0
+            state = SyncState.read(run_dir) if result.mlflow else None
+            waits = result.mlflow is not None and (state is None or not state.is_sent(run_dir))
         except (DistillError, OSError) as error:
             return str(error)
-        if waiting:
-            return f"{waiting} records wait for MLflow: distill sync {self.name}"
+        if waits:
+            return f"MLflow has not all of it: distill sync {self.name}"
         if result.status != "complete" and not unfinished:
             return f"it is {result.status}, and can be resumed; --unfinished removes it too"
         return None

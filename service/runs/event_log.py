@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from service.runs.events import ONCE, VERSION, Event, event, parsed, to_line
+from service.runs.events import ONCE, VERSION, Event, first_event, parsed, to_line
 from trainables.errors import ExperimentError
 from trainables.locks import try_lock
 from trainables.rundir import Line, lines_after
@@ -42,7 +42,7 @@ class EventLog:
         self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
         self._load()
         if not self._size:
-            self.append([event("log", version=VERSION)])
+            self.append([first_event()])
 
     def _load(self) -> None:
         """Take up what the file has."""

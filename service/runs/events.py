@@ -1,12 +1,13 @@
 """What `events.jsonl` holds: the kinds of events, their fields, and how the file is read.
 
-One JSON object a line, the first one `{"kind": "log", "version": 1}`. Reading takes no lock and runs no code of the run.
+One JSON object a line, the first one `{"kind": "log", "version": 1, "id": …}`. Reading takes no lock and runs no code of the run.
 """
 
 import json
 import logging
 import re
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ VERSION = 1
 Event = dict[str, Any]
 _NUMBERS = {"step": int, "epoch": float, "metrics": dict}
 FIELDS: dict[str, dict[str, type]] = {
-    "log": {"version": int},
+    "log": {"version": int, "id": str},
     "session_begun": {},
     "session_ended": {"status": str, "reason": str},
     "result": {"changes": dict},
@@ -41,6 +42,7 @@ FIELDS: dict[str, dict[str, type]] = {
 }
 """Kind → the fields that each event of it has beside `kind` and `time_ms` (unix). It may have more, such as `trial`.
 
+`log`: its `id` distinguishes the log from every other one. `session_begun` has the `tags` that say what code runs.
 `stage` is the stage's folder, relative to the run's: `student`, `trials/003/student-2`. `result`: fields of `RunResult` that
 have changed; of `trials` the rows that have. `attempt`: workers begin on a stage, numbered throughout the log. `summary` has
 the fields of `StageResult` too. `trial_ended`: one measurement of a trial. `discarded`: what was recorded of its `stage`, or how
@@ -58,6 +60,11 @@ def event(kind: str, stage: str | None = None, **fields: Any) -> Event:
     if problem := _problem(made):
         raise ValueError(problem)
     return made
+
+
+def first_event() -> Event:
+    """The first event of a new log."""
+    return event("log", version=VERSION, id=uuid.uuid4().hex)
 
 
 def to_line(made: Event) -> bytes:

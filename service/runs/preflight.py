@@ -19,7 +19,7 @@ from service.runs.plan import Plan
 from service.runs.result import Kind, RunResult
 from service.runs.run_directory import stages_with
 from service.runs.run_log import read_log
-from service.tracking.tracker import check_store
+from service.tracking.stores import check_store
 from trainables.config import DataConfig, DataIdentity, TeacherConfig
 from trainables.config.models import FOLDER_SCHEME, HUB_SCHEMES
 from trainables.data.decode import UnreadableImageError, decode_image

@@ -8,7 +8,7 @@ from pydantic_core import PydanticCustomError
 
 from service.config.messages import expected, shown
 from service.config.space import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
-from service.runs.outcome import Outcome, ResultPart, to_json
+from service.runs.outcome import Outcome, ResultPart
 from trainables.config import DataIdentity
 from trainables.errors import ExperimentError
 from trainables.rundir import write_json
@@ -144,8 +144,8 @@ class RunResult(ResultPart):
     timing_steps: int | None = None
     warmup_steps: int = 5
     hardware: ClusterHardware | None = None
-    tagged_winner: str | None = None
-    """The trial that MLflow shows as the winner."""
+    verdict: list[str] = Field(default_factory=list)
+    """Which trial of a sweep won and why, in sentences."""
     noise_scales: list[float] = Field(default_factory=list)
     search: SearchSummary | None = None
 
@@ -178,7 +178,7 @@ class RunResult(ResultPart):
 
 def write_result(path: Path, result: RunResult) -> None:
     """Write the `result.json` of a run directory, atomically."""
-    write_json(path, to_json(result) | {"version": VERSION})
+    write_json(path, result.model_dump(mode="json", by_alias=True, warnings=False) | {"version": VERSION})
 
 
 def parse_result(text: str, path: Path) -> RunResult:

@@ -10,7 +10,7 @@ from pathlib import Path
 from service.config.dotted import flatten
 from service.config.experiment import Resolved, read_resolved
 from service.config.paths import absolute_paths
-from service.runs.events import VERSION, event, to_line
+from service.runs.events import event, first_event, to_line
 from service.runs.finetuning import OTHER_CLASSES
 from service.runs.method_copies import copy_methods, use_copies_of
 from service.runs.outcome import to_json
@@ -132,7 +132,7 @@ def begin_run(resolved: Resolved, kind: Kind, run_dir: RunDir, root: Path, notic
                 raise ExperimentError(already_begun(run_dir.root))
             copy_methods(resolved.experiment, run_dir)
             write_text(run_dir.experiment, resolved.to_yaml())
-            first = [event("log", version=VERSION), event("result", changes=to_json(result))]
+            first = [first_event(), event("result", changes=to_json(result))]
             write_atomic(run_dir.events, b"".join(map(to_line, [*first, *(event("notice", text=line) for line in notices)])))
     except OSError as error:
         raise ExperimentError(

@@ -16,7 +16,6 @@ from service.runs.run_log import as_json
 from service.runs.session import Session, start_tracking
 from service.runs.stages.assignment import Assignment
 from service.runs.stored.stored_runs import discard
-from service.sweeps.trial_records import TrialRecords
 from service.sweeps.trials import Trial, load_outcomes, rows_of
 from service.sweeps.tune import SessionEnding, search_trials, tune_trials, with_shared_starts
 from trainables.errors import DistillError
@@ -35,9 +34,7 @@ class TeacherSource:
     actors: tuple[str, ...]
 
 
-def run_pending(
-    session: Session, records: TrialRecords, trials: list[Trial], pending: list[Trial], cluster: Cluster, teacher: TeacherSource
-) -> None:
+def run_pending(session: Session, trials: list[Trial], pending: list[Trial], cluster: Cluster, teacher: TeacherSource) -> None:
     """Hand the pending ones of the trials to Ray Tune and record each as it ends; a guided search may measure any point again."""
     guided = session.experiment.sweep.policy == "guided" and not any(trial.speed_trial for trial in pending)
     candidates = [trial for trial in trials if not trial.speed_trial] if guided else pending
@@ -51,7 +48,7 @@ def run_pending(
     else:
         search = partial(tune_trials, session.experiment.sweep)
     max_concurrent, session_ending = concurrency(session, assignments, cluster), SessionEnding()
-    watch = TrialWatch(session, records, trials, {} if guided else assignments, max_concurrent)
+    watch = TrialWatch(session, trials, {} if guided else assignments, max_concurrent)
     try:
         session.wait_for(lambda: search(assignments, session.run_dir, max_concurrent, session_ending), watch.tick)
         watch.look()
@@ -113,7 +110,6 @@ class TrialWatch:
     def __init__(
         self,
         session: Session,
-        records: TrialRecords,
         trials: list[Trial],
         assignments: Mapping[str, Assignment],
         max_concurrent: int,
@@ -124,7 +120,7 @@ class TrialWatch:
         name, text = TRIALS_GAUGE
         self._gauge = Gauge(name, description=text, tag_keys=("run", "state"))
         self._max_concurrent = max_concurrent
-        self._session, self._records, self._assignments = session, records, assignments
+        self._session, self._assignments = session, assignments
         self._trials = {trial.id: trial for trial in trials}
         self._events = EventTail(session.run_dir.events, session.run_dir.events.stat().st_size)
         self._running = set[str]()
@@ -146,7 +142,6 @@ class TrialWatch:
                 continue
             if event["kind"] == "stage_begun":
                 self._running.add(trial.id)
-                self._records.begin(trial, event["stage"])
                 folder = StageDir(self._session.run_dir.root / event["stage"])
                 self._session.display.follow(trial.id, event["stage"], folder, self._session.log.of(event["stage"]))
             elif event["kind"] == "stage_ended":
@@ -159,7 +154,7 @@ class TrialWatch:
     def _end(self, trial: Trial) -> None:
         self._running.discard(trial.id)
         load_outcomes([trial], self._session.fold)
-        self._records.end(trial)
+        self._session.display.print(trial_line(trial))
         self._unsaved = True
         self._refuse_as_large(trial)
 
@@ -197,9 +192,18 @@ class TrialWatch:
             if trial.outcome is None and not begun and assignment.reservation.is_as_large_as(reservation):
                 reason = f"it needs as much as trial {waited.id}, and {waited.outcome.reason}"
                 outcome = Outcome(status="failed", failure="unschedulable", reason=reason)
-                self._records.begin(trial)
                 # The trial's function sees it, and does not begin; `look` takes it up.
                 self._session.log.record("trial_ended", trial=id, outcome=as_json(outcome))
+
+
+def trial_line(trial: Trial) -> str:
+    """How a trial ended, for the terminal."""
+    outcome = trial.outcome or Outcome(status="failed")
+    m = outcome.metrics
+    numbers = f"{m['images_per_s']:.1f} images/s, {m['epoch_s']:.2f} s an epoch" if "epoch_s" in m else outcome.reason
+    again = f", measured {trial.num_measurements} times" if trial.num_measurements > 1 else ""
+    point = ", ".join(f"{key}={value}" for key, value in trial.params.items())
+    return f"trial {trial.id} ({point}): {outcome.status}  {numbers}{again}"
 
 
 def rounded_time(seconds: float) -> str:

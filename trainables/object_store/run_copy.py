@@ -26,8 +26,8 @@ OF_STAGE = ("checkpoints/last.safetensors", "checkpoints/best.safetensors")
 OWNER = "owner.json"
 _SETTLED_NS = 5 * 10**9
 """Stores know times to the second: a younger object may be replaced by one of the same size and time."""
-_OF_NODE = ("spool/sent.json", "spool/sender.lock")
-"""What can be found out again, and may be of a store that only this node has."""
+_SYNC_STATE = ".mlflow.json"
+"""How much of the run's log, as it is in this copy, MLflow has: it can be found out again."""
 
 
 def is_of_workers(name: str) -> bool:
@@ -43,7 +43,7 @@ def stage_of(name: str) -> str | None:
 def is_of_run(name: str) -> bool:
     """Whether the object, named relative to its run, is one that every copy has: leases, owners and this node's are not."""
     parts = name.split("/")
-    return name not in _OF_NODE and parts[-1] != OWNER and not any(part.startswith(".") for part in parts)
+    return parts[-1] != OWNER and not any(part.startswith(".") for part in parts)
 
 
 class RunCopy:
@@ -140,8 +140,7 @@ class RunCopy:
                 if includes(name) and name not in entries:
                     (self.folder / name).unlink(missing_ok=True)
             if not part:  # of records that another driver may have written otherwise
-                for name in _OF_NODE:
-                    (self.folder / name).unlink(missing_ok=True)
+                (self.folder / _SYNC_STATE).unlink(missing_ok=True)
 
     def _get_missing(self, part: str, includes: Callable[[str], bool]) -> None:
         for name in self.store.entries(part):

@@ -1,16 +1,14 @@
 """The stages of a run: each is carried out once, shown, and recorded with the times of all sessions that worked on it."""
 
 import os
-from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
 from service.config.rules import needs_teacher
-from service.runs.events import Event
 from service.runs.outcome import Outcome
 from service.runs.plan import Plan
 from service.runs.run_log import as_json
-from service.runs.session import Session, record_numbers, start_tracking
+from service.runs.session import Session, start_tracking
 from service.runs.stages.assignment import Assignment
 from service.runs.stages.stage_times import accounted_over_sessions
 from service.runs.stored.stored_runs import display_name, put
@@ -75,8 +73,6 @@ def run_stage(session: Session, assignment: Assignment) -> TrainConfig:
         run_stage(session, assignment.init)
     assignment = assignment.recorded_by(session.log.recorder)
     config, stage, name = assignment.config, assignment.stage_dir, assignment.name
-    if session.tracker:
-        session.tracker.follow(session.key, session.run_dir.events, name, "" if config.stage == "student" else f"{config.stage}/")
     session.record("stage_begun", name, model=config.model)
     session.display.follow(config.stage, name, stage, assignment.events)
 
@@ -87,10 +83,6 @@ def run_stage(session: Session, assignment: Assignment) -> TrainConfig:
     outcome = session.wait_for(lambda: run_to_end(assignment), tick)
     session.display.unfollow(name)
     record_stage(session, assignment, accounted_over_sessions(outcome, assignment.events))
-    if session.tracker and (tags := hang_tags(assignment.events)):
-        session.tracker.tags(session.key, tags)
-    if config.stage != "student":  # which has plain names, see `record_student`
-        record_numbers(session, session.key, stage, outcome.metrics, f"{config.stage}/", followed=True)
     if outcome.status != "ok":
         raise TrainingError(outcome.reason)
     return config
@@ -103,9 +95,3 @@ def record_stage(session: Session, assignment: Assignment, outcome: Outcome) -> 
     session.record("stage_ended", assignment.name, outcome=as_json(outcome), **about)
     session.result = session.result.model_copy(update={"stages": session.fold.stages})
     session.write_snapshot()
-
-
-def hang_tags(events: Iterable[Event]) -> dict[str, str]:
-    """A stage's latest hang as a tag of MLflow; none where there was none."""
-    messages = [event["message"] for event in events if event["kind"] == "hang"]
-    return {"hang": messages[-1]} if messages else {}

@@ -138,7 +138,7 @@ def fetch_records(path: Path) -> None:
 
 def fetch_driver_files(copy: RunCopy) -> None:
     """Bring here what a driver needs of a run to judge it: experiment, result and records. Raises StorageError."""
-    copy.fetch("", lambda name: name in ("experiment.yaml", "events.jsonl") or name.startswith("spool/"))
+    copy.fetch("", lambda name: name in ("experiment.yaml", "events.jsonl"))
 
 
 def is_to_be_put(folder: Path) -> bool:

@@ -14,7 +14,7 @@ import pytest
 
 from service.runs.clean import Cleaner, clean
 from service.runs.run_directory import locked_run
-from service.tracking.spool import Spool
+from service.tracking import SyncState
 from tests.run_log import write_log
 from trainables.rundir import RunDir
 from trainables.user_folder import user_folder
@@ -106,10 +106,12 @@ def test_a_run_that_is_taken_up_while_others_are_removed_stays(root: Path) -> No
 
 
 def test_a_run_whose_records_wait_for_mlflow_stays(root: Path, run_clean: Clean) -> None:
-    run = make_run(root / "run", mlflow={"uri": "http://mlflow:5000", "experiment": "x"})
-    Spool(RunDir(run)).append("run", "train", 1)
-    aged(run)
-    assert run_clean() == [f"{run} stays: 1 records wait for MLflow: distill sync {run}"]
+    target = {"uri": "http://mlflow:5000", "experiment": "x"}
+    run, other = (make_run(root / name, mlflow=target) for name in ("run", "sent"))
+    SyncState(**target, position=RunDir(other).events.stat().st_size).write(RunDir(other))
+    aged(other)
+    assert run_clean() == [f"{run} stays: MLflow has not all of it: distill sync {run}"]
+    assert not other.exists()
 
 
 def test_a_run_whose_weights_a_younger_run_uses_stays_and_so_does_what_it_uses_itself(root: Path, run_clean: Clean) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import json
 import subprocess
 import time
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -12,27 +13,43 @@ import pytest
 from service.config.experiment import load
 from service.report import end_of_run
 from service.runs.events import EventTail, event
-from service.runs.result import StageRow, TrialRow
+from service.runs.result import RunResult, StageRow, TrialRow
 from service.runs.run_directory import begin_run
-from service.runs.session import code_tags, open_session
-from service.tracking.spool import Spool
+from service.runs.session import code_tags, open_session, start_tracking
 from tests.run_log import add, result_of
+from tests.service.tracking.store import query
+from tests.waiting import wait_until
 from trainables.config import DataIdentity, SplitIdentity
 from trainables.rundir import RunDir
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_an_interrupted_run_ends_in_mlflow_before_its_page_is_made(tmp_path: Path) -> None:
-    resolved, run_dir = load("digits", ["tracking.uri=http://127.0.0.1:9"]), RunDir(tmp_path / "r")
-    run_dir.root.mkdir()
+def test_an_interrupted_run_ends_in_mlflow_while_its_page_is_made_which_is_among_its_files(tmp_path: Path) -> None:
+    resolved, run_dir = load("digits"), RunDir(tmp_path / "r")
     begin_run(resolved, "train", run_dir, tmp_path)
-    with contextlib.suppress(KeyboardInterrupt), open_session(resolved, run_dir, end_of_run):
+    statuses = []
+
+    class SlowPage:
+        """A reporter whose page takes until MLflow knows of the end."""
+
+        tables, verdict = staticmethod(end_of_run.tables), staticmethod(end_of_run.verdict)
+
+        @staticmethod
+        def write_page_at_end(run_dir: RunDir, result: RunResult, echo: Callable[[str], None]) -> None:
+            wait_until(lambda: query(tmp_path, "SELECT status FROM runs") == [("KILLED",)])
+            statuses.append(result.status)
+            end_of_run.write_page_at_end(run_dir, result, echo)
+
+    with contextlib.suppress(KeyboardInterrupt), open_session(resolved, run_dir, SlowPage()) as session:
+        start_tracking(session)
+        wait_until(lambda: (tmp_path / "mlflow.db").exists() and bool(query(tmp_path, "SELECT 1 FROM runs")))
         raise KeyboardInterrupt
-    events = [json.loads(line) for line in Spool(run_dir).events.read_text().splitlines()]
-    assert [event["op"] for event in events[-3:]] == ["artifact", "end", "artifact"]
-    assert events[-2]["status"] == "KILLED"
-    assert [Path(event["path"]).name for event in events[-3::2]] == ["result.json", "report.html"]
+    assert statuses == ["interrupted"]
+    assert session.syncing is not None
+    assert session.syncing.close(60).is_complete
+    names = {path.name for path in (tmp_path / "mlartifacts").rglob("*.*")}
+    assert names >= {"experiment.yaml", "result.json", "report.html"}
 
 
 def test_the_commit_in_mlflow_is_that_of_this_code_and_not_of_the_folder_one_stands_in(
@@ -43,7 +60,7 @@ def test_the_commit_in_mlflow_is_that_of_this_code_and_not_of_the_folder_one_sta
     for command in (["init", "-q"], [*author, "commit", "-q", "--allow-empty", "-m", "another"]):
         subprocess.run(["git", *command], check=True)
     of_folder = subprocess.run(["git", "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
-    tags = code_tags("train")
+    tags = code_tags()
     assert tags["raydistill.version"] == version("raydistill")
     assert of_folder not in tags.values()
     of_package = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, check=False, capture_output=True, text=True)
