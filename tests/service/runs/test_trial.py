@@ -16,7 +16,6 @@ from service.runs.outcome import Outcome
 from service.runs.stages import node_wait
 from service.runs.stages.assignment import Assignment
 from service.runs.stages.node_wait import NodeWait
-from service.runs.stages.run_stages import hang_tags
 from service.runs.trial import cause_of, finished, run_to_end
 from tests.run_log import LocalRecorder, events_of, numbers
 from trainables.config import TrainConfig
@@ -94,7 +93,6 @@ def test_a_second_hang_at_the_same_place_ends_the_stage(
     messages = [hang["message"] for hang in events_of(tmp_path, "hang")]
     assert messages == [f"no progress for 9 s: rank 1 hangs in {place}" for place in places]
     assert [each["failure"]["position"] for each in events_of(tmp_path, "restart")] == list(places[:-1])
-    assert hang_tags(events_of(tmp_path)) == {"hang": "no progress for 9 s: rank 1 hangs in step 3"}
     assert stage.log.read_text().count("hang: going on from the last checkpoint") == tries - 1
 
 

@@ -18,7 +18,6 @@ from service.runs.result import TrialRow
 from service.runs.run_log import as_json, read_log
 from service.sweeps import run_trials
 from service.sweeps.run_trials import TeacherSource, assign, best_trial, concurrency, run_pending
-from service.sweeps.trial_records import TrialRecords
 from service.sweeps.trials import has_trials_to_retry, load_outcomes, plan_trials, retry_trials, rows_of
 from tests.run_log import add, session_of
 from tests.waiting import wait_until
@@ -89,7 +88,7 @@ def test_an_interrupted_sweep_has_the_rows_of_what_had_ended_and_says_that_it_en
     with Display() as display:
         session = session_of(resolved, run_dir, display)
         with pytest.raises(KeyboardInterrupt):
-            run_pending(session, TrialRecords(session), trials, trials, local_capacity(), TeacherSource(None, ()))
+            run_pending(session, trials, trials, local_capacity(), TeacherSource(None, ()))
     assert endings[0].is_set(), "trials whose processes die from here on have not failed"
     assert [row.status for row in session.result.rows] == ["ok", *["pending"] * (len(trials) - 1)]
 
@@ -107,7 +106,7 @@ def test_a_trial_that_ended_before_it_began_a_stage_is_recorded_as_it_ended(
     monkeypatch.setattr(run_trials, "tune_trials", tune_trials)
     with Display() as display:
         session = session_of(resolved, run_dir, display)
-        run_pending(session, TrialRecords(session), trials, trials, local_capacity(), TeacherSource(None, ()))
+        run_pending(session, trials, trials, local_capacity(), TeacherSource(None, ()))
     assert {(row.status, row.reason) for row in session.result.rows} == {("failed", "its process never started")}
 
 
@@ -129,7 +128,7 @@ def test_a_log_says_how_far_a_sweep_is_and_how_long_it_may_take_once_a_trial_has
     monkeypatch.setattr(run_trials, "tune_trials", tune_trials)
     with Display(Console(file=out, width=160)) as display:
         session = session_of(resolved, run_dir, display)
-        run_pending(session, TrialRecords(session), trials, trials, local_capacity(), TeacherSource(None, ()))
+        run_pending(session, trials, trials, local_capacity(), TeacherSource(None, ()))
     lines = [line for line in out.getvalue().splitlines() if "of 4 trials" in line]
     assert lines == [
         "0 of 4 trials, 2 running",
@@ -189,12 +188,12 @@ def test_one_wait_for_nodes_is_enough_for_all_trials_that_need_as_much_until_the
     monkeypatch.setattr(run_trials, "tune_trials", tune_trials)
     with Display() as display:
         session = session_of(resolved, run_dir, display)
-        run_pending(session, TrialRecords(session), trials, trials, local_capacity(), TeacherSource(None, ()))
+        run_pending(session, trials, trials, local_capacity(), TeacherSource(None, ()))
         assert tried == ["000", "001", "002"]
         assert [row.status for row in session.result.rows] == ["ok", "ok", "failed", "failed"]
         assert session.result.rows[3].reason == "it needs as much as trial 002, and 2 workers do not fit"
         assert has_trials_to_retry(resolved.experiment, session.result.rows), "`distill resume` goes on"
         retry_trials(trials, session)
         assert [trial.id for trial in trials if trial.outcome is None] == ["002", "003"]
-        run_pending(session, TrialRecords(session), trials, trials[2:], local_capacity(), TeacherSource(None, ()))
+        run_pending(session, trials, trials[2:], local_capacity(), TeacherSource(None, ()))
         assert tried == ["000", "001", "002", "002"]
