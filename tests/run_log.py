@@ -55,7 +55,7 @@ def session_of(resolved: Resolved, run_dir: RunDir, display: Display) -> Session
     write_log(run_dir, begun)
     log, fold = DriverLog(run_dir.events), read_log(run_dir).fold
     log._recorder = LocalRecorder(run_dir.root, log._file)
-    return Session(resolved, run_dir, display, end_of_run, log, fold, fold.result(run_dir.events))
+    return Session(resolved, run_dir, display, end_of_run, None, log, fold, fold.result(run_dir.events))
 
 
 def write_log(run_dir: RunDir, result: Mapping[str, Any] | RunResult, *events: Event) -> None:
