@@ -69,7 +69,7 @@ def add(run_dir: RunDir, *events: Event) -> None:
     """Append events to a log, whoever writes it."""
     run_dir.root.mkdir(parents=True, exist_ok=True)
     if not run_dir.events.exists():
-        events = (event("log", version=1), *events)
+        events = (event("log", version=1, id="test"), *events)
     with open(run_dir.events, "ab") as file:
         file.write(b"".join(map(to_line, events)))
 

@@ -103,7 +103,7 @@ def test_a_sweep_over_every_kind_of_space_is_read_again(capsys: pytest.CaptureFi
     axes = SweepConfig(space={"optim.lr": KINDS[kind]}, policy="random").axes
     spoil(run_dir, lambda r: r.update(space=axes))
     assert result_of(run_dir).space == {"optim.lr": KINDS[kind]}
-    for command in READERS:
+    for command in ("report", "doctor"):
         assert run(capsys, command, run_dir.root)[::2] == (0, "")
 
 
@@ -115,7 +115,7 @@ def test_a_sweep_with_values_that_no_trial_can_have_is_read_again(capsys: pytest
     assert [row["scale"][GLOBAL_BATCH] for row in planned] == values
     run_dir = sweep_dir(tmp_path / "s", {GLOBAL_BATCH: [64, 32]})
     spoil(run_dir, lambda r: r.update(trials=[r["trials"][0], *planned[1:4], r["trials"][1] | {"id": "004"}]))
-    for command in READERS:
+    for command in ("report", "doctor"):
         assert run(capsys, command, run_dir.root)[::2] == (0, "")
 
 
@@ -131,7 +131,7 @@ def test_rows_that_are_none_are_one_line_too(capsys: pytest.CaptureFixture[str],
 
 def test_a_run_of_another_format_is_refused_in_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     run_dir = sweep_dir(tmp_path / "s", SPACE, status="interrupted")
-    run_dir.events.write_text(run_dir.events.read_text().replace('"version": 1}', '"version": 2}'))
+    run_dir.events.write_text(run_dir.events.read_text().replace('"version": 1', '"version": 2'))
     for command in (*READERS, "resume"):
         code, _, err = run(capsys, command, run_dir.root)
         assert code == 2
@@ -167,7 +167,6 @@ def test_a_run_of_another_version_can_be_read(
         assert (code, err) == (0, "")
         assert "images/s" in out
         assert run_dir.report.exists()
-    assert run(capsys, "sync", sweep.root)[0] == 0
     assert run(capsys, "doctor", single.root)[0] == 0
     assert run(capsys, "compare", sweep.root, sweep_dir(tmp_path / "new", SPACE).root)[0] == 0
 
