@@ -7,11 +7,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from service.config.experiment import Resolved
+from service.report import end_of_run
+from service.runs.display import Display
+from service.runs.driver_log import DriverLog
 from service.runs.event_log import EventLog
 from service.runs.events import Event, event, first_event, to_line
 from service.runs.outcome import to_json
 from service.runs.result import RunResult
 from service.runs.run_log import RunLog, read_log
+from service.runs.session import Session
+from service.tracking import Syncing
 from trainables.rundir import RunDir
 from trainables.worker.recorder import RunRecorder
 
@@ -19,8 +25,8 @@ from trainables.worker.recorder import RunRecorder
 class LocalRecorder(RunRecorder):
     """The recorder of a log that this process writes itself."""
 
-    def __init__(self, root: Path) -> None:
-        super().__init__(EventLog(root / "events.jsonl"), str(root))
+    def __init__(self, root: Path, file: EventLog | None = None) -> None:
+        super().__init__(file or EventLog(root / "events.jsonl"), str(root))
         object.__setattr__(self, "_pool", ThreadPoolExecutor(1))
 
     def begin_attempt(self, folder: Path) -> RunRecorder:
@@ -44,6 +50,15 @@ class LocalRecorder(RunRecorder):
             file.write(text)
 
 
+def session_of(resolved: Resolved, run_dir: RunDir, display: Display, syncing: Syncing | None = None) -> Session:
+    """The session of a sweep whose log this process writes, as if Ray ran."""
+    begun = {"kind": "sweep", "name": "digits", "status": "running", "runs_root": str(run_dir.root.parent)}
+    write_log(run_dir, begun)
+    log, fold = DriverLog(run_dir.events), read_log(run_dir).fold
+    log._recorder = LocalRecorder(run_dir.root, log._file)
+    return Session(resolved, run_dir, display, end_of_run, syncing, log, fold, fold.result(run_dir.events))
+
+
 def write_log(run_dir: RunDir, result: Mapping[str, Any] | RunResult, *events: Event) -> None:
     """Write a log that comes to this result, in place of another; `events` are behind it."""
     changes = to_json(result) if isinstance(result, RunResult) else dict(result)
@@ -54,6 +69,8 @@ def write_log(run_dir: RunDir, result: Mapping[str, Any] | RunResult, *events: E
 def add(run_dir: RunDir, *events: Event) -> None:
     """Append events to a log, whoever writes it."""
     run_dir.root.mkdir(parents=True, exist_ok=True)
+    if not run_dir.events.exists():
+        events = (event("log", version=1), *events)
     with open(run_dir.events, "ab") as file:
         file.write(b"".join(map(to_line, events)))
 

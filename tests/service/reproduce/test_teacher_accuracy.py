@@ -7,9 +7,10 @@ import torch
 
 from service.config.experiment import load
 from service.reproduce.teacher_accuracy import measure_teacher, teacher_accuracy
+from tests.run_log import add, numbers
 from tests.trainables.jobs import write_teacher
 from trainables.models.registry import build_model
-from trainables.rundir import RunDir, write_json
+from trainables.rundir import RunDir
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +46,7 @@ def test_a_teacher_trained_here_has_the_hash_that_its_checkpoint_has_as_a_file(t
     stage = run_dir.stage("teacher")
     stage.best.parent.mkdir(parents=True)
     write_teacher(stage.best)
-    write_json(stage.result, {"metrics": {"best_top1_pct": 97.0}})
+    add(run_dir, numbers("summary", "teacher", 1, best_top1_pct=97.0))
     found = teacher_accuracy(experiment, run_dir)
     assert found is not None
     assert (found.top1_pct, found.weights) == (97.0, str(stage.best))

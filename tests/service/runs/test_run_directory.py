@@ -46,7 +46,7 @@ def test_a_sweep_whose_driver_was_killed_has_not_run_since_its_trials_last_wrote
     rays.parent.mkdir(parents=True)
     rays.touch()
     heartbeats = run_dir.trial("001").measurement(1).heartbeats
-    heartbeats.parent.mkdir()
+    heartbeats.parent.mkdir(parents=True)
     heartbeats.touch()
     times_s = {run_dir.events: 2e9, heartbeats: 3e9, rays: 4e9}
     for path, time_s in times_s.items():

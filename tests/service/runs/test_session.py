@@ -72,13 +72,9 @@ def test_each_snapshot_has_the_seconds_of_all_sessions_so_far(tmp_path: Path) ->
     run_dir.root.mkdir()
     begin_run(resolved, "train", run_dir, tmp_path)
     hour_ms = 3_600_000
-    for kind, age_ms in (
-        ("session_begun", hour_ms),
-        ("session_ended", hour_ms - 100_000),
-        ("session_begun", 60_000),
-        ("notice", 10_000),
-    ):
-        each = event(kind, **{"session_ended": {"status": "interrupted", "reason": ""}, "notice": {"text": "x"}}.get(kind, {}))
+    ended = event("session_ended", status="interrupted", reason="")
+    past = [(event("session_begun"), hour_ms), (ended, hour_ms - 100_000), (event("session_begun"), 60_000)]
+    for each, age_ms in (*past, (event("notice", text="x"), 10_000)):
         add(run_dir, each | {"time_ms": each["time_ms"] - age_ms})
     with open_session(resolved, run_dir, end_of_run) as session:
         time.sleep(0.05)
