@@ -17,6 +17,7 @@ from service.runs.outcome import to_json
 from service.runs.result import RunResult
 from service.runs.run_log import RunLog, read_log
 from service.runs.session import Session
+from service.tracking import Syncing
 from trainables.rundir import RunDir
 from trainables.worker.recorder import RunRecorder
 
@@ -49,13 +50,13 @@ class LocalRecorder(RunRecorder):
             file.write(text)
 
 
-def session_of(resolved: Resolved, run_dir: RunDir, display: Display) -> Session:
+def session_of(resolved: Resolved, run_dir: RunDir, display: Display, syncing: Syncing | None = None) -> Session:
     """The session of a sweep whose log this process writes, as if Ray ran."""
     begun = {"kind": "sweep", "name": "digits", "status": "running", "runs_root": str(run_dir.root.parent)}
     write_log(run_dir, begun)
     log, fold = DriverLog(run_dir.events), read_log(run_dir).fold
     log._recorder = LocalRecorder(run_dir.root, log._file)
-    return Session(resolved, run_dir, display, end_of_run, None, log, fold, fold.result(run_dir.events))
+    return Session(resolved, run_dir, display, end_of_run, syncing, log, fold, fold.result(run_dir.events))
 
 
 def write_log(run_dir: RunDir, result: Mapping[str, Any] | RunResult, *events: Event) -> None:

@@ -28,8 +28,8 @@ from trainables.rundir import RunDir, lines_after
 
 log = logging.getLogger("raydistill")
 
-CHUNK_BYTES = 1 << 20
-"""So much of a log is read and sent at a time."""
+CHUNK_BYTES = 1 << 16
+"""So much of a log is read and sent at a time: what a kill leaves to be sent again."""
 LINE_BYTES = 1 << 12
 _NOT_SHOWN = tuple(f'{{"kind": "{kind}"'.encode() for kind in ("step", "start", "resume", "attempt", "restart"))
 WINNER = "raydistill.winner"

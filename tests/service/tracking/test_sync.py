@@ -88,8 +88,8 @@ def test_five_thousand_epochs_are_few_requests(run: Run, runs_root: Path, monkey
     monkeypatch.setattr(Store, "log", lambda *arguments: (requests.append(len(arguments[2])), log(*arguments)))
     assert run.sync().is_complete
     assert count(runs_root, run, "images_per_s") == count(runs_root, run, "train/loss") == 5000
-    assert len(requests) <= 16
-    assert max(requests) == 1000
+    assert len(requests) <= 32
+    assert max(requests) > 500
 
 
 def test_what_was_sent_is_sent_again_without_arriving_twice(runs_root: Path, run: Run) -> None:
@@ -332,7 +332,7 @@ for _ in range(int(sys.argv[4])):
     if not (child := os.fork()):
         sync(RunDir(Path(sys.argv[1])), sys.argv[2], sys.argv[3], MlflowView)
         os._exit(0)
-    time.sleep(generator.uniform(0.1, 1.5))
+    time.sleep(generator.uniform(0.5, 4.0))
     os.kill(child, signal.SIGKILL)
     print(os.waitpid(child, 0)[1], flush=True)
 """
