@@ -14,7 +14,7 @@ THREADS = {
     "service/runs/pack.py": NOTHING,
     "service/runs/trial.py": NOTHING,
     "service/runs/stored/stored_session.py": NOTHING,
-    "service/tracking/tracker.py": NOTHING,
+    "service/tracking/sync.py": NOTHING,
     "service/tracking/ui_app.py": NOTHING,
     "trainables/data/loader/batch_reader.py": NOTHING,  # it fills memory that the training thread has pinned
     "trainables/data/loader/loader_server.py": NOTHING,  # of a process that never imports CUDA

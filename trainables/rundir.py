@@ -193,34 +193,17 @@ class StageDir:
 
     last = _RelativePath("checkpoints", "last.safetensors")
     best = _RelativePath("checkpoints", "best.safetensors")
-    metrics = _RelativePath("metrics.jsonl")
-    """JSON lines, one a report, by rank 0: {"kind", "stage", "step", "epoch", "time_ms", "metrics": {name: number}}."""
     log = _RelativePath("logs", "train.log")
-    """The plain lines that rank 0 prints; of a run in a folder the driver's too."""
-    driver_log = _RelativePath("logs", "driver.log")
-    """The driver's lines on the stage of a run in an object store, where each file has one writer."""
-    result = _RelativePath("stage.json")
-    """The stage's final numbers; exists only when the stage is complete."""
-    sessions = _RelativePath("sessions.jsonl")
-    """JSON lines: {"began_s": unix seconds} where a driver begins to work on the stage; the same with "ended_s" where it ends."""
-    error = _RelativePath("error.json")
-    """Why the stage failed last, by the driver; see `trainables.failures`."""
-    errors = _RelativePath("errors")
-    """Why each rank that raised an exception did, `RANK.json`: the driver reads them for the cause."""
+    """The plain lines that rank 0 and the driver print."""
     heartbeats = _RelativePath("heartbeats.json")
     """Where each rank is, every few seconds: {"version", "time_ms", "ranks": [{"rank", "at", "age_s"}]}."""
-    hangs = _RelativePath("hangs.jsonl")
-    """JSON lines: {"time_ms", "message"}, one a hang."""
     stacks = _RelativePath("logs", "hangs.txt")
-    """The same for humans, with the stacks of all threads of all ranks."""
+    """Each hang with the stacks of all threads of all ranks."""
 
     @property
     def init(self) -> StageDir:
         """The folder of its methods' init stage, where they have one."""
         return StageDir(Path(f"{self.root}-init"))
-
-    def error_of(self, rank: int) -> Path:
-        return self.errors / f"{rank}.json"
 
 
 @dataclass(frozen=True)
@@ -230,10 +213,12 @@ class RunDir:
     root: Path
 
     experiment = _RelativePath("experiment.yaml")
+    events = _RelativePath("events.jsonl")
+    """The run's log: what has happened in it, see `service.runs.events`."""
     result = _RelativePath("result.json")
+    """A snapshot of what the log says, for people and scripts."""
     report = _RelativePath("report.html")
     """The run as one HTML page."""
-    spool = _RelativePath("spool")
     logs = _RelativePath("logs")
     tune = _RelativePath("ray")
     """Ray Tune's and Ray Train's own storage."""

@@ -17,11 +17,11 @@ import psutil
 
 from service.cluster.connect import session_base
 from service.config import strict_yaml
-from service.runs.result import read_result
 from service.runs.run_directory import has_begun
+from service.runs.run_log import read_log
 from service.runs.stored.stored_objects import StoredObjects, needed_copy_reason, stored_run_folders
 from service.runs.stored.stored_runs import COPIES, copies_base, display_name, uri_of
-from service.tracking.spool import Spool
+from service.tracking import SyncState
 from trainables.data.storage import cleaner as data_cleaner
 from trainables.data.storage.free_space import RAM, format_bytes
 from trainables.errors import DistillError, ExperimentError
@@ -190,16 +190,17 @@ class Run:
         """Why it may not be removed, however old; None: it may, unless another run needs it."""
         run_dir = RunDir(self.path)
         try:
-            result = read_result(run_dir.result, run_dir.experiment)
+            result = read_log(run_dir).result
             if is_locked(self.path / ".lock") or (self.objects is not None and self.objects.is_driven()):
                 return "a process works on it"
             if self.objects is not None and (reason := needed_copy_reason(self.path)):
                 return reason
-            waiting = Spool(run_dir).num_pending(result.mlflow.uri) if result.mlflow else 0
+            state = SyncState.read(run_dir) if result.mlflow else None
+            waits = result.mlflow is not None and (state is None or not state.is_sent(run_dir))
         except (DistillError, OSError) as error:
             return str(error)
-        if waiting:
-            return f"{waiting} records wait for MLflow: distill sync {self.name}"
+        if waits:
+            return f"MLflow has not all of it: distill sync {self.name}"
         if result.status != "complete" and not unfinished:
             return f"it is {result.status}, and can be resumed; --unfinished removes it too"
         return None
@@ -262,7 +263,7 @@ def _remove_run(run: Run, cleaner: Cleaner, what: str = "run") -> bool:
 def _remove_checkpoints(run: Run, cleaner: Cleaner) -> bool:
     """Of a complete run all but the best ones of its stages, and of a sweep's trials those of the best trial."""
     run_dir = RunDir(run.path)
-    result = read_result(run_dir.result, run_dir.experiment)
+    result = read_log(run_dir).result
     gone = True
     for file in run.objects.checkpoints() if run.objects else sorted(run.path.rglob("checkpoints/*.safetensors")):
         inside = file.relative_to(run.path).parts

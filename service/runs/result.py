@@ -1,4 +1,4 @@
-"""What `result.json` of a run or sweep holds, typed: all that report, search, doctor and reproduce know of a run but its logs."""
+"""What the log of a run or sweep comes to, typed, and `result.json`, the snapshot of it for people and scripts."""
 
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -8,12 +8,14 @@ from pydantic_core import PydanticCustomError
 
 from service.config.messages import expected, shown
 from service.config.space import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
-from service.runs.outcome import VERSION, Outcome, ResultPart, check_version, to_json
+from service.runs.outcome import Outcome, ResultPart
 from trainables.config import DataIdentity
 from trainables.errors import ExperimentError
 from trainables.rundir import write_json
 
 Kind = Literal["train", "sweep"]
+VERSION = 2
+"""Of `result.json`, which nothing here reads."""
 
 
 class WrittenScale(ResultPart):
@@ -48,12 +50,6 @@ class TrialRow(Outcome):
     scale: TrialScale
     speed_trial: str | None = None
     """Of a training to the target: the trial that had measured the point's speed."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _names_its_speed_trial(cls, fields: Any) -> Any:
-        """In format 1 that was its `probe`."""
-        return fields | {"speed_trial": fields["probe"]} if isinstance(fields, dict) and "probe" in fields else fields
 
     @property
     def outcome(self) -> Outcome:
@@ -119,7 +115,6 @@ class SearchSummary(ResultPart):
 class RunResult(ResultPart):
     """A run or a sweep, however far it has come."""
 
-    version: int = 0
     kind: Kind
     name: str
     status: str
@@ -132,7 +127,7 @@ class RunResult(ResultPart):
     notices: list[str] = Field(default_factory=list)
     """What was guessed, mapped or left out of the experiment's inputs, a line each."""
     data: DataIdentity | None = None
-    """What it is trained on. None: an older version began it, or a sweep that searches over `data.path`."""
+    """What it is trained on. None: a sweep that searches over `data.path`."""
     not_exact: list[str] = Field(default_factory=list)
     """Why it is not the run that an uninterrupted one would be: other data that a resume accepted, a line each."""
     mlflow: MlflowTarget | None = None
@@ -153,9 +148,8 @@ class RunResult(ResultPart):
     timing_steps: int | None = None
     warmup_steps: int = 5
     hardware: ClusterHardware | None = None
-    """None: of an older version."""
-    tagged_winner: str | None = None
-    """The trial that MLflow shows as the winner."""
+    verdict: list[str] = Field(default_factory=list)
+    """Which trial of a sweep won and why, in sentences."""
     noise_scales: list[float] = Field(default_factory=list)
     search: SearchSummary | None = None
 
@@ -188,22 +182,16 @@ class RunResult(ResultPart):
 
 def write_result(path: Path, result: RunResult) -> None:
     """Write the `result.json` of a run directory, atomically."""
-    write_json(path, to_json(result) | {"version": VERSION})
+    write_json(path, result.model_dump(mode="json", by_alias=True, warnings=False) | {"version": VERSION})
 
 
-def read_result(path: Path, experiment: Path) -> RunResult:
-    """The `result.json` of a run directory. `experiment` is the run's `experiment.yaml`.
-
-    Raises ExperimentError: it is damaged, in one line that names the field; or a newer version wrote it.
-    """
-    check_version(path)
+def parse_result(text: str, path: Path) -> RunResult:
+    """A result from JSON, of the log at `path`. Raises ExperimentError: it is damaged, in one line that names the field."""
     try:
-        return RunResult.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise ExperimentError(f"{path} cannot be read: {error.strerror}") from error
+        return RunResult.model_validate_json(text)
     except ValidationError as error:
         damage = _first(error)
-    raise ExperimentError(f"{path} is damaged: {damage}: put back a copy, or begin again from {experiment}")
+    raise ExperimentError(f"{path} is damaged: {damage}: put back a copy, or begin another run")
 
 
 def _first(error: ValidationError) -> str:

@@ -6,20 +6,19 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
+from dataclasses import asdict
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from service.runs.outcome import Outcome, read_summary, write_outcome
+from service.runs.events import event
+from service.runs.outcome import Outcome
+from service.runs.run_log import as_json
 from service.runs.stages.assignment import Assignment
 from service.runs.stages.elastic import with_free_workers
-from service.runs.stages.hangs import record_hang
 from service.runs.stages.node_wait import NodeWait
-from service.runs.stages.stage_log import append_to_log
-from service.runs.stages.stage_times import accounted_over_sessions, stage_session
-from service.runs.stored.stored_runs import display_name, fetch_stage, put_stage_records, remove_errors
-from trainables.errors import DistillError, StorageError
+from service.runs.stages.stage_times import accounted_over_sessions
+from service.runs.stored.stored_runs import display_name, fetch_stage
+from trainables.errors import DistillError
 from trainables.failures import (
     ANNOUNCED,
     OUT_OF_MEMORY_KINDS,
@@ -28,10 +27,8 @@ from trainables.failures import (
     WorkersFailedError,
     first_cause,
     kind_of,
-    read_failures,
-    write_failure,
 )
-from trainables.rundir import RunDir, StageDir
+from trainables.redact import redact
 from trainables.stage_result import StageResult
 
 if TYPE_CHECKING:
@@ -56,7 +53,7 @@ def run_to_end(assignment: Assignment, callbacks: list[Any] | None = None, reuse
     restarts, used_s, node_wait = 0, 0.0, NodeWait()
     hung_in: list[str] = []
     while True:
-        if outcome := finished(assignment.stage_dir, restarts):
+        if outcome := finished(assignment, restarts):
             return outcome
         began_s = time.monotonic()
         result = attempt(with_free_workers(assignment).after(used_s), callbacks, reused, node_wait)
@@ -69,11 +66,13 @@ def run_to_end(assignment: Assignment, callbacks: list[Any] | None = None, reuse
                 return Outcome(status="failed", reason="the workers died when they had nothing left to do")
             if current != assignment:
                 assignment, restarts, hung_in = current, 0, []
-            cause = cause_of(assignment.stage_dir, result)
-            record_cause(assignment.stage_dir, cause, result.stacks)
+            cause = cause_of(result)
+            if cause.kind == "hang":
+                record_hang(assignment, cause, result.stacks)
             if outcome := unless_restarted(assignment, cause, restarts, hung_in, node_wait):
                 return outcome
             restarts += cause.kind not in ANNOUNCED
+            assignment.log.record([event("restart", assignment.name, failure=asdict(cause), restarts=restarts)])
             if reused is not None:
                 record_restart(reused, restarts)
             used_s += 0.0 if reused is not None else time.monotonic() - began_s  # whose points each have the whole time
@@ -90,14 +89,13 @@ def attempt(
 
     from trainables.worker import trainer
 
-    stage = assignment.stage_dir
     try:
         fit_stage(assignment, callbacks, reused)
     except trainer.ClusterFullError:
         if refusal := refusal_after_wait(node_wait, assignment):
             return Outcome(status="failed", reason=refusal, failure="unschedulable")
         if not node_wait.is_waiting:
-            append_to_log(stage, "the cluster has no room for the workers yet: still waiting")
+            assignment.append_to_log("the cluster has no room for the workers yet: still waiting")
         return None
     except DistillError as error:
         return Outcome(status="failed", reason=str(error), failure=kind_of(error))
@@ -105,7 +103,7 @@ def attempt(
         if not ray.is_initialized():
             raise
         return error
-    return finished(stage) or Outcome(status="failed", reason="the stage ended without a result")
+    return finished(assignment, has_just_run=True) or Outcome(status="failed", reason="the stage ended without a result")
 
 
 def current_assignment(reused: ReusableWorkers) -> Assignment | None:
@@ -130,35 +128,24 @@ def fit_stage(assignment: Assignment, callbacks: list[Any] | None, reused: Reusa
         DistillError, WorkersFailedError, ClusterFullError: see `trainables.worker.trainer.fit`.
         StorageError: the workers ended well, and what they wrote cannot be read.
     """
-    import ray
 
     from trainables.worker import trainer
 
     stage, config = assignment.stage_dir, assignment.config
     stage.root.mkdir(parents=True, exist_ok=True)
-    remove_errors(stage)
-    put_stage_records(config)
     for leftover in stage.last.parent.glob(".*.tmp"):  # of a checkpoint that a kill cut short
         leftover.unlink(missing_ok=True)
-    try:
-        trainer.fit(
-            config,
-            use_gpu=assignment.use_gpu,
-            loader_workers=assignment.loader_workers,
-            storage=assignment.storage,
-            name=f"{config.labels.get('trial', config.stage)}-{time.time_ns():x}",
-            callbacks=callbacks,
-            reused=reused,
-            limit_s=assignment.limit_s,
-        )
-    except Exception:
-        # Why the workers failed matters more than a store that does not answer, or than a driver that is ending.
-        if ray.is_initialized():
-            try:
-                fetch_stage(config)
-            except (OSError, StorageError) as problem:
-                log.warning("what the workers wrote last of %s cannot be read: %s", config.stage, problem)
-        raise
+    trainer.fit(
+        config,
+        use_gpu=assignment.use_gpu,
+        loader_workers=assignment.loader_workers,
+        storage=assignment.storage,
+        name=f"{config.labels.get('trial', config.stage)}-{time.time_ns():x}",
+        recorder=assignment.log.begin_attempt(stage.root),
+        callbacks=callbacks,
+        reused=reused,
+        limit_s=assignment.limit_s,
+    )
     fetch_stage(config)
 
 
@@ -169,12 +156,13 @@ def unless_restarted(
 
     `hung_in`: where it hung before, to which this adds.
     """
-    stage, limit, announced = assignment.stage_dir, assignment.config.scale.max_failures, cause.kind in ANNOUNCED
+    limit, announced = assignment.config.scale.max_failures, cause.kind in ANNOUNCED
     outcome = Outcome(
         status="oom" if cause.kind in OUT_OF_MEMORY_KINDS else "failed", reason=str(cause), failure=cause.kind, restarts=restarts
     )
     if cause.kind == "hang":
-        append_to_log(stage, f"{cause} (the stacks of all threads are in {display_name(stage.stacks)})")
+        stacks = display_name(assignment.stage_dir.stacks)
+        assignment.append_to_log(f"{cause} (the stacks of all threads are in {stacks})")
         if cause.position is not None:
             if cause.position in hung_in:
                 return outcome.model_copy(update={"reason": f"hung in {cause.position} again: {cause}"})
@@ -183,7 +171,7 @@ def unless_restarted(
         return outcome
     counted = "" if announced else f" (restart {restarts + 1} of at most {limit})"
     why = "hang" if cause.kind == "hang" else cause  # a hang is in the log already
-    append_to_log(stage, f"{why}: going on from the last checkpoint{counted}")
+    assignment.append_to_log(f"{why}: going on from the last checkpoint{counted}")
     if refusal := refusal_after_wait(node_wait, assignment):
         return outcome.model_copy(update={"reason": f"{cause}; and now {refusal}"})
     return None
@@ -192,13 +180,20 @@ def unless_restarted(
 def refusal_after_wait(node_wait: NodeWait, assignment: Assignment) -> str | None:
     """See `NodeWait.refusal`."""
     limit_s = assignment.config.scale.wait_for_nodes_s
-    return node_wait.refusal(assignment.reservation, limit_s, partial(append_to_log, assignment.stage_dir))
+    return node_wait.refusal(assignment.reservation, limit_s, assignment.append_to_log)
 
 
-def finished(stage: StageDir, restarts: int = 0) -> Outcome | None:
-    """The outcome of a complete stage, or None."""
-    summary = read_summary(stage)
-    return None if summary is None else complete(summary, restarts)
+def finished(assignment: Assignment, restarts: int = 0, *, has_just_run: bool = False) -> Outcome | None:
+    """The outcome of a complete stage, or None. One whose best checkpoint was removed since is none, unless it `has_just_run`."""
+    events = assignment.events
+    summary = next((event for event in reversed(events) if event["kind"] == "summary"), None)
+    if summary is None:
+        return None
+    best = assignment.stage_dir.best
+    wrote_best = any(best.name in event["names"] for event in events if event["kind"] == "checkpoint")
+    if wrote_best and not has_just_run and not best.exists():
+        return None
+    return complete(StageResult.model_validate(summary), restarts)
 
 
 def complete(summary: StageResult, restarts: int = 0) -> Outcome:
@@ -214,32 +209,22 @@ def complete(summary: StageResult, restarts: int = 0) -> Outcome:
     )
 
 
-def cause_of(stage: StageDir, error: WorkersFailedError) -> Failure:
-    """What the watch over the workers found, or else the first cause of those that workers wrote.
-
-    Where none could, or where they only lost peers, the first cause that Ray knows.
-    """
-    if ended := next((failure for failure in error.failures if failure.kind in ("hang", "time_limit")), None):
-        return ended
-    written = read_failures(stage.errors)
-    causes = [failure for failure in written if failure.kind != "lost_peer"]
-    return first_cause(causes or [*error.failures, *written])
+def cause_of(error: WorkersFailedError) -> Failure:
+    """What the watch over the workers found, or else the first cause of what ended them."""
+    ended = [failure for failure in error.failures if failure.kind in ("hang", "time_limit")]
+    return first_cause(ended or error.failures)
 
 
-def record_cause(stage: StageDir, cause: Failure, stacks: str) -> None:
-    """Write why a stage's workers failed to its records. The disk may be what failed: then it ends nothing."""
-    try:
-        write_failure(stage.error, cause)
-        if cause.kind == "hang":
-            record_hang(stage, cause, stacks)
-    except OSError as error:
-        log.warning("why %s failed cannot be recorded: %s", stage.root, error)
+def record_hang(assignment: Assignment, cause: Failure, stacks: str) -> None:
+    """Record a hang, and what all threads were doing in `logs/hangs.txt`."""
+    assignment.log.record([event("hang", assignment.name, message=redact(str(cause)))])
+    assignment.log.text(assignment.stage_dir.stacks, f"{datetime.now():%Y-%m-%d %H:%M:%S} {redact(stacks)}\n\n")
 
 
-def run_trial(settings: dict[str, Any], assignments: dict[str, Assignment], sweep_dir: str) -> None:
-    """The function that Ray Tune calls: carry out one trial, leave its `result.json`, and report to Tune.
+def run_trial(settings: dict[str, Any], assignments: dict[str, Assignment]) -> None:
+    """The function that Ray Tune calls: carry out one trial, record how it ended, and report to Tune.
 
-    A trial that is already complete is not run again.
+    A trial that has ended already is not run again.
     """
     from ray import tune
 
@@ -247,25 +232,37 @@ def run_trial(settings: dict[str, Any], assignments: dict[str, Assignment], swee
 
     skip_exit_handlers()
     trial_id = settings["trial"]
-    run_dir = RunDir(Path(sweep_dir)).trial(trial_id)
-    if not run_dir.result.exists():
-        assignment, outcome = assignments[trial_id], None
+    assignment, outcome = assignments[trial_id], None
+    if not assignment.log.of(f"trials/{trial_id}"):
         if assignment.init is not None:
-            outcome = run_accounted(replace(assignment.init, limit_s=assignment.limit_s))
+            outcome = run_accounted(trial_id, assignment.init)
             assignment = assignment.after(outcome.metrics.get("wall_s", 0.0))
         if outcome is None or outcome.status == "ok":
             teachers = outcome.teachers if outcome else []
-            outcome = run_accounted(assignment, run_with_epochs if assignment.config.report_each_epoch else run_to_end)
+            outcome = run_accounted(trial_id, assignment, run_with_epochs if assignment.config.report_each_epoch else run_to_end)
             outcome = outcome.model_copy(update={"teachers": outcome.teachers or teachers})
-        write_outcome(run_dir.result, outcome)
+        ended = as_json(judged(outcome, assignment.config.train.until_top1_pct))
+        assignment.log.record([event("trial_ended", trial=trial_id, outcome=ended)])
     # No metrics, which are in the trial's row: each takes 2 kB of the driver's memory for as long as the sweep runs.
     tune.report({"done": True, ENDED: True})
 
 
-def run_accounted(assignment: Assignment, run: Callable[[Assignment], Outcome] = run_to_end) -> Outcome:
+def run_accounted(trial: str, assignment: Assignment, run: Callable[[Assignment], Outcome] = run_to_end) -> Outcome:
     """`run` a trial's stage, with the times of all sessions that worked on it."""
-    with stage_session(assignment.stage_dir):
-        return accounted_over_sessions(run(assignment), assignment.stage_dir)
+    assignment.log.record([event("stage_begun", assignment.name, trial=trial, model=assignment.config.model)])
+    outcome = accounted_over_sessions(run(assignment), assignment.events)
+    shown = {"status": outcome.status, "reason": outcome.reason}  # the rest is in the trial's end
+    assignment.log.record([event("stage_ended", assignment.name, trial=trial, outcome=shown)])
+    return outcome
+
+
+def judged(outcome: Outcome, target_pct: float | None) -> Outcome:
+    """A training that ended without the accuracy that it was to reach is no complete one."""
+    if target_pct is None or outcome.status != "ok" or "time_to_accuracy_s" in outcome.metrics:
+        return outcome
+    m = outcome.metrics
+    reason = f"top-1 {m['top1_pct']:.2f}% after {m['train_s']:.1f} s, not {target_pct:g}%"
+    return outcome.model_copy(update={"status": "stopped", "reason": reason})
 
 
 def run_with_epochs(assignment: Assignment) -> Outcome:

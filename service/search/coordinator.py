@@ -2,7 +2,7 @@
 
 A group of workers takes long to start and a probe is short, so a group that has measured one point goes on to the next as long
 as that one reserves the same workers. Ray Tune, the function of each of its trials and the workers talk to one
-`SearchCoordinator`, an actor of the sweep; its state is the trials' results on disk.
+`SearchCoordinator`, an actor of the sweep; its state is what the sweep's log has of its trials.
 """
 
 import time
@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from service.cluster.resources import Reservation
-from service.runs.measurements import combined
-from service.runs.outcome import Outcome, write_outcome
+from service.runs.events import event
+from service.runs.outcome import Outcome
 from service.runs.result import RunResult
+from service.runs.run_log import as_json
 from service.runs.stages.assignment import Assignment
 from service.runs.stages.stage_times import accounted
 from service.runs.trial import complete, finished
@@ -82,7 +83,7 @@ class SearchCoordinator:
         return self._planner.should_stop(steps_s, self._points[self._trial_of[group_id]])
 
     def next_config(self, group_id: str, result: StageResult) -> dict[str, Any] | None:
-        """Take up the `stage.json` of what a group has measured: the config that it goes on with; None: the group may end.
+        """Take up the result of what a group has measured: the config that it goes on with; None: the group may end.
 
         Raises:
             OSError: the measurement's outcome could not be written; it is still under way, for `finish` to take up.
@@ -105,7 +106,7 @@ class SearchCoordinator:
         """
         if group_id in self._trial_of:
             current = self.current(group_id)
-            self._end(group_id, (finished(current.stage_dir) if current is not None else None) or outcome)
+            self._end(group_id, (finished(current) if current is not None else None) or outcome)
 
     def _next(self, workers: Reservation | None) -> str | None:
         """What such workers, where they are there, measure next: a trial that waits for them, or what the planner asks for."""
@@ -122,6 +123,8 @@ class SearchCoordinator:
         assignment = self._assignments[trial]
         output_dir = str(self._stage_dir(trial).root)
         assignment = replace(assignment, config=assignment.config.model_copy(update={"output_dir": output_dir}))
+        begun = event("stage_begun", assignment.name, trial=trial, model=assignment.config.model)
+        assignment.log.record([begun])
         self._running[group_id] = Running(assignment, time.time())
         return self._running[group_id]
 
@@ -130,10 +133,14 @@ class SearchCoordinator:
         trial = self._trial_of[group_id]
         running = self._running.get(group_id) or Running(self._assignments[trial], time.time())
         outcome = outcome.model_copy(update={"restarts": running.restarts})
-        one = accounted(outcome, self._stage_dir(trial), running.began_s, running.starts_began_s)
-        measured = [*self._measured[trial], one]
-        write_outcome(self._run_dir.trial(trial).result, combined(measured))
-        self._measured[trial] = measured
+        assignment = running.assignment
+        one = accounted(outcome, assignment.events, running.began_s, running.starts_began_s)
+        ended = [
+            event("stage_ended", assignment.name, trial=trial, outcome={"status": one.status, "reason": one.reason}),
+            event("trial_ended", trial=trial, outcome=as_json(one)),
+        ]
+        assignment.log.record(ended)
+        self._measured[trial] = [*self._measured[trial], one]
         del self._trial_of[group_id]
         self._running.pop(group_id, None)
         self._planner.tell(self._points[trial], observation(one))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from service.cluster.resources import Reservation, living_nodes
 from service.config.sweep import SweepConfig
 from service.runs.result import RunResult
+from service.runs.run_log import read_log
 from service.runs.stages.assignment import Assignment
 from service.runs.stored.stored_runs import ray_storage
 from service.runs.trial import run_trial, run_worker_group
@@ -50,12 +51,12 @@ def tune_trials(
             trial: replace(assignment, config=assignment.config.model_copy(update={"report_each_epoch": True}))
             for trial, assignment in assignments.items()
         }
-        earlier = reported_epochs(run_dir)
+        earlier = reported_epochs(read_log(run_dir))
         scheduler = asha_scheduler(sweep, earlier, ended=[trial for trial in earlier if trial not in assignments])
-    function = partial(run_trial, assignments=dict(assignments), sweep_dir=str(run_dir.root))
+    function = partial(run_trial, assignments=dict(assignments))
     # Those that an earlier session had begun come first, so that asha knows of them when it compares the others.
     trials = sorted(assignments, key=lambda trial: (trial not in earlier, trial))
-    # What is known of a sweep is in its trials' folders: nothing is restored from Tune's own.
+    # What is known of a sweep is in its log: nothing is restored from Tune's own.
     tune.Tuner(
         trial_class(function, living_nodes().trial_resources()),
         param_space={"trial": tune.grid_search(trials)},
@@ -115,7 +116,7 @@ def search_trials(
     from service.search.searcher import GuidedSearcher, WorkerGroupOutcomeCallback
     from trainables.worker.ray_nodes import on_this_node
 
-    # On the driver's node: where this node dies, so does the driver, and the sweep is resumed from the trials' results.
+    # On the driver's node: where this node dies, so does the driver, and the sweep is resumed from its log.
     name, here = f"{run_dir.root.name}-search", on_this_node()
     actor = ray.remote(SearchCoordinator).options(name=name, num_cpus=0, scheduling_strategy=here)
     coordinator = actor.remote(result, assignments, str(run_dir.root))

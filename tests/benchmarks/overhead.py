@@ -18,7 +18,8 @@ from pathlib import Path
 
 import torch
 
-from service.tracking import Tracker, default_uri
+from service.runs.mlflow_view import MlflowView
+from service.tracking import Syncing, default_uri
 from tests.benchmarks.pairs import Pair, train_on
 from tests.benchmarks.process import ROOT, environment
 from tests.benchmarks.rounds import Bar, Comparison
@@ -151,15 +152,12 @@ def tracking(run_dir: RunDir) -> Iterator[subprocess.Popen[str]]:
 
 def main(run_dir: RunDir) -> int:
     """The driver's part: exit code 1 where records are left over."""
-    tracker = Tracker(run_dir, default_uri(run_dir.root), "benchmarks")
-    tracker.start_run("train", "overhead")
-    tracker.follow("train", run_dir.stage(STAGE).metrics, "")
-    tracker.start()
+    syncing = Syncing(run_dir, default_uri(run_dir.root), "benchmarks", MlflowView)
+    syncing.start()
     sys.stdin.readline()
-    tracker.end_run("train", "FINISHED")
-    delivery = tracker.close(PATIENCE_S)
+    delivery = syncing.close(PATIENCE_S)
     print(delivery.message)
-    return int(delivery.num_pending > 0)
+    return int(not delivery.is_complete)
 
 
 if __name__ == "__main__":

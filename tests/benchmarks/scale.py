@@ -115,6 +115,7 @@ def space_of(size: int) -> dict[str, list[int]]:
 def sweep(size: int, folder: Path) -> Figures:
     """What the driver of a sweep does for `size` trials: once, and again and again while they run."""
     import cloudpickle
+    from service.sweeps.trial_records import TrialRecords
 
     from service.cluster.resources import Cluster, Node
     from service.config.experiment import load
@@ -126,7 +127,6 @@ def sweep(size: int, folder: Path) -> Figures:
     from service.runs.trial import run_trial
     from service.sweeps.preflight import mark_unbuildable, mark_unschedulable
     from service.sweeps.run_trials import TeacherSource, TrialWatch, assign, save_rows
-    from service.sweeps.trial_records import TrialRecords
     from service.sweeps.trials import Trial, load_outcomes, plan_trials
     from service.tracking import Tracker, default_uri
     from tests.service.report.runs import timed as row_of
@@ -253,39 +253,33 @@ def planner(size: int, folder: Path) -> Figures:
 
 
 def mlflow(size: int, folder: Path) -> Figures:
-    """The records of `size` timing trials sent to an MLflow server on SQLite: each has its parameters and 26 final numbers."""
-    from service.config.dotted import flatten
-    from service.config.experiment import load
-    from service.tracking import Tracker, sync
+    """The records of `size` timing trials sent to an MLflow server on SQLite: each has 11 final numbers."""
+    from service.runs.events import event
     from tests.integration.test_mlflow_server import Server
+    from tests.service.tracking.store import Run, row
     from trainables.rundir import RunDir
 
-    run_dir, server = RunDir(folder / "run"), Server(folder)
+    server = Server(folder)
     server.start()
     try:
         server.ready()
-        tracker = Tracker(run_dir, server.uri, "scale")
-        params = flatten(load("digits").experiment.model_dump(mode="json"))
-        tracker.start_run("sweep", "sweep", params=params)
-        for number in range(size):
-            key = f"trial/{number}"
-            tracker.start_run(key, key, parent_key="sweep", params=params)
-            tracker.dataset(
-                key, {"name": "digits", "digest": "0" * 16, "source_type": "local", "source": "digits", "profile": "{}"}
-            )
-            tracker.metrics(key, 30, {f"m{n}": float(n) for n in range(26)}, 1_790_000_000_000)
-            tracker.tags(key, {"status": "ok", "reason": ""})
-            tracker.end_run(key, "FINISHED")
-        database, cursor = folder / "mlflow.db", run_dir.spool / "sent.json"
+        run = Run(RunDir(folder / "run"), server.uri, "sweep")
+        names = [f"{number:04d}" for number in range(size)]
+        run.change(trials=[row(name, kind="timing") for name in names])
+        phases = ("data", "h2d", "augment", "teacher", "student", "backward", "optimizer", "step")
+        metrics = {"images_per_s": 100.0, "steps": 30.0, "epoch_s": 1.0} | {f"phase/{name}_ms": 1.0 for name in phases}
+        for name in names:
+            begun = event("stage_begun", f"trials/{name}/student", trial=name, model="resnet8")
+            run.add(begun, event("trial_ended", trial=name, outcome={"status": "ok", "metrics": metrics}))
+        run.end()
+        database = folder / "mlflow.db"
         before = database.stat().st_size
-        seconds = timed(lambda: sync(run_dir))
-        num_rows = size * (26 + len(params))
+        seconds = timed(run.sync)
         return {
             "seconds": seconds,
-            "rows_per_s": num_rows / seconds,
+            "rows_per_s": size * len(metrics) / seconds,
             "s_per_trial": seconds / size,
             "database_kib_per_trial": (database.stat().st_size - before) / size / 1024,
-            "cursor_kib": cursor.stat().st_size / 1024,
         }
     finally:
         server.kill()

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainables.metrics.metrics_file import Report
+
 from service.config.experiment import load
 from service.doctor.read_run import Recording, read_run
 from service.runs.run_directory import begin_run, reopen
@@ -22,7 +24,6 @@ from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
 from trainables.engine.job import Job
 from trainables.engine.train import build, run_job
-from trainables.metrics.metrics_file import Report
 from trainables.rundir import RunDir, StageDir, write_json
 from trainables.stage_result import StageResult, write_stage_result
 from trainables.worker.node_telemetry import node_telemetry

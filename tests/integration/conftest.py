@@ -19,7 +19,8 @@ from typing import Any
 import psutil
 import pytest
 
-from trainables.rundir import RunDir, read_lines
+from tests.run_log import events_of
+from trainables.rundir import RunDir
 
 PROJECT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 200.0
@@ -157,8 +158,8 @@ def result(run_dir: Path) -> dict[str, Any]:
 
 
 def records(run_dir: Path, kind: str, stage: str = "student") -> list[dict[str, Any]]:
-    """The lines of one kind in a stage's metrics."""
-    return [line for line in read_lines(RunDir(run_dir).stage(stage).metrics) if line["kind"] == kind]
+    """A stage's events of one kind; `run_dir` may be a trial's."""
+    return events_of(RunDir(run_dir).stage(stage).root, kind)
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ import yaml
 from service import cli
 from service.commands.path_types import is_run_folder
 from service.config.experiment import load
-from service.runs.result import read_result, write_result
 from service.runs.run_directory import begin_run
+from tests.run_log import change
 from tests.trainables.data.image_folder import write_images
 from tests.trainables.data.photos import encoded, photo
 from tests.trainables.jobs import write_teacher
@@ -645,8 +645,7 @@ def on_images(folder: Path, *overrides: str) -> Path:
     resolved = load("digits", ["data.path=images", "data.global_batch_size=4", "tracking.enabled=false", *overrides])
     begin_run(resolved, "train", run_dir, folder)
     data = data_identity(*(open_source(DataConfig(path=str(images)), split) for split in ("train", "val")))
-    result = read_result(run_dir.result, run_dir.experiment)
-    write_result(run_dir.result, result.model_copy(update={"data": data, "status": "interrupted"}))
+    change(run_dir, data=data.model_dump(mode="json"), status="interrupted")
     return run_dir.root
 
 

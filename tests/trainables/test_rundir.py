@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trainables.rundir import append_line, read_lines, replacing, write_atomic
+from trainables.rundir import append_line, lines_after, read_lines, replacing, write_atomic
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
@@ -30,3 +30,17 @@ def test_a_line_torn_by_a_death_spoils_itself_alone(tmp_path: Path) -> None:
     append_line(path, {"step": 3})
     assert read_lines(path) == [{"step": 1}, {"step": 3}]
     assert read_lines(tmp_path / "none.jsonl") == []
+
+
+def test_lines_are_read_whole_whatever_the_size_of_a_chunk(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    for length in (0, 10, 1000):
+        append_line(path, {"text": "x" * length})
+    path.write_bytes(path.read_bytes() + b'{"torn": 1')
+    size = path.stat().st_size - len(b'{"torn": 1')
+    for chunk_bytes in (1, 7, 100, 10_000):
+        offset, lengths = 0, []
+        while lines := lines_after(path, offset, chunk_bytes):
+            offset = lines[-1].end
+            lengths += [len(line.record["text"]) for line in lines if line.record]
+        assert (offset, lengths) == (size, [0, 10, 1000])

@@ -1,7 +1,7 @@
 """A node's copy of a run that is in an object store: which files it has, who writes them, and what is brought to it.
 
-A run has one writer for each of its objects. The driver writes the run's own files; of a stage's files those in `OF_STAGE` are
-written by the stage's workers, and why a rank failed by that rank. `owner.json`, of the run and of each stage, names the folder
+A run has one writer for each of its objects. The driver writes the run's own files, the checkpoints (`OF_STAGE`) of a stage are
+written by its workers. `owner.json`, of the run and of each stage, names the folder
 where they are written: that copy is the newest there is, and whatever is elsewhere is made equal to the store before it is
 continued.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -22,17 +21,13 @@ from trainables.object_store.store import RETRY_S, ObjectStore
 from trainables.rundir import write_atomic
 from trainables.user_folder import user_folder
 
-APPENDED = ("metrics.jsonl", "logs/train.log")
-REPLACED = ("checkpoints/last.safetensors", "checkpoints/best.safetensors", "stage.json")
-OF_STAGE = (*APPENDED, *REPLACED)
-"""What workers write, in the order in which it is put: `stage.json` says that all else is there."""
-_ERROR = re.compile(r"(.+)/errors/\d+\.json")
-"""Why a rank failed: one object a rank, since no node has the files of all."""
+OF_STAGE = ("checkpoints/last.safetensors", "checkpoints/best.safetensors")
+"""What workers write, in the order in which it is put."""
 OWNER = "owner.json"
 _SETTLED_NS = 5 * 10**9
 """Stores know times to the second: a younger object may be replaced by one of the same size and time."""
-_OF_NODE = ("spool/sent.json", "spool/sender.lock")
-"""What can be found out again, and may be of a store that only this node has."""
+_SYNC_STATE = ".mlflow.json"
+"""How much of the run's log, as it is in this copy, MLflow has: it can be found out again."""
 
 
 def is_of_workers(name: str) -> bool:
@@ -42,20 +37,13 @@ def is_of_workers(name: str) -> bool:
 
 def stage_of(name: str) -> str | None:
     """The stage whose workers write the object, named relative to its run; None where they do not."""
-    if found := _ERROR.fullmatch(name):
-        return found[1]
     return next((name.removesuffix(f"/{each}") for each in OF_STAGE if name.endswith(f"/{each}")), None)
-
-
-def is_error(name: str) -> bool:
-    """Whether the object says why a rank failed."""
-    return _ERROR.fullmatch(name) is not None
 
 
 def is_of_run(name: str) -> bool:
     """Whether the object, named relative to its run, is one that every copy has: leases, owners and this node's are not."""
     parts = name.split("/")
-    return name not in _OF_NODE and parts[-1] != OWNER and not any(part.startswith(".") for part in parts)
+    return parts[-1] != OWNER and not any(part.startswith(".") for part in parts)
 
 
 class RunCopy:
@@ -152,8 +140,7 @@ class RunCopy:
                 if includes(name) and name not in entries:
                     (self.folder / name).unlink(missing_ok=True)
             if not part:  # of records that another driver may have written otherwise
-                for name in _OF_NODE:
-                    (self.folder / name).unlink(missing_ok=True)
+                (self.folder / _SYNC_STATE).unlink(missing_ok=True)
 
     def _get_missing(self, part: str, includes: Callable[[str], bool]) -> None:
         for name in self.store.entries(part):
@@ -167,9 +154,9 @@ class RunCopy:
 
 
 def put_order(name: str) -> tuple[bool, bool, int]:
-    """Sorts what says that other files are complete behind them, and a stage's files as `OF_STAGE` has them."""
+    """Sorts a run's log, which says what else is there, last, and a stage's files as `OF_STAGE` has them."""
     of_stage = next((index for index, each in enumerate(OF_STAGE) if name.endswith(f"/{each}")), -1)
-    return name.endswith(("/stage.json", "result.json")), name == "result.json", of_stage
+    return name in ("result.json", "events.jsonl"), name == "events.jsonl", of_stage
 
 
 def _join(part: str, name: str) -> str:

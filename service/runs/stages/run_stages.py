@@ -7,11 +7,10 @@ from pathlib import Path
 from service.config.rules import needs_teacher
 from service.runs.outcome import Outcome
 from service.runs.plan import Plan
-from service.runs.result import StageRow
-from service.runs.session import Session, record_numbers, start_tracking
+from service.runs.run_log import as_json
+from service.runs.session import Session, start_tracking
 from service.runs.stages.assignment import Assignment
-from service.runs.stages.hangs import hang_tags
-from service.runs.stages.stage_times import accounted_over_sessions, stage_session
+from service.runs.stages.stage_times import accounted_over_sessions
 from service.runs.stored.stored_runs import display_name, put
 from service.runs.trial import run_to_end
 from trainables.config import TrainConfig
@@ -73,35 +72,27 @@ def run_stage(session: Session, assignment: Assignment) -> TrainConfig:
     """Carry a stage out, its init stage before it, shown and recorded. Raises TrainingError: one did not end well."""
     if assignment.init is not None:
         run_stage(session, assignment.init)
-    config, stage = assignment.config, assignment.stage_dir
-    if session.tracker:
-        session.tracker.follow(session.key, stage.metrics, "" if config.stage == "student" else f"{config.stage}/")
-    session.display.follow(config.stage, stage)
+    assignment = assignment.recorded_by(session.log.recorder)
+    config, stage, name = assignment.config, assignment.stage_dir, assignment.name
+    session.record("stage_begun", name, model=config.model)
+    session.display.follow(config.stage, name, stage, assignment.events)
 
     def tick() -> None:
-        if os.path.exists(stage.metrics):  # also says no where a file server is down
+        if os.path.exists(stage.heartbeats):  # also says no where a file server is down
             start_tracking(session)
 
-    with stage_session(stage):
-        outcome = accounted_over_sessions(session.wait_for(lambda: run_to_end(assignment), tick), stage)
-    session.display.unfollow(config.stage)
-    record_stage(session, assignment, outcome)
-    if session.tracker and (tags := hang_tags(stage)):
-        session.tracker.tags(session.key, tags)
-    if config.stage != "student":  # which has plain names, see `record_student`
-        record_numbers(session, session.key, stage, outcome.metrics, f"{config.stage}/", followed=True)
+    outcome = session.wait_for(lambda: run_to_end(assignment), tick)
+    session.display.unfollow(name)
+    record_stage(session, assignment, accounted_over_sessions(outcome, assignment.events))
     if outcome.status != "ok":
         raise TrainingError(outcome.reason)
     return config
 
 
 def record_stage(session: Session, assignment: Assignment, outcome: Outcome) -> None:
-    """Add a stage's end to `result.json`, in place of an earlier try's."""
-    stage, best = assignment.config.stage, assignment.stage_dir.best
-    rows = {row.stage: row for row in session.result.stages}
-    before = rows.pop(stage, None)
-    if before and before.status == outcome.status == "ok":  # it was complete: its times stand
-        return
-    fields = outcome.model_dump(exclude={"steps_s", "ended_s", "measurements"})
-    about = {"stage": stage, "model": assignment.config.model, "checkpoint": display_name(best) if best.exists() else None}
-    session.save(stages=[*rows.values(), StageRow.model_validate({**about, **fields})])
+    """Record a stage's end, in place of an earlier try's."""
+    best = assignment.stage_dir.best
+    about = {"model": assignment.config.model, "checkpoint": display_name(best) if best.exists() else None}
+    session.record("stage_ended", assignment.name, outcome=as_json(outcome), **about)
+    session.result = session.result.model_copy(update={"stages": session.fold.stages})
+    session.write_snapshot()

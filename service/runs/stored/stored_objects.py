@@ -79,7 +79,7 @@ class StoredObjects:
     def remove(self, path: Path) -> bool:
         """Remove a file, or the whole run, from the store and then here; inside `exclusive`.
 
-        A run's `result.json` goes first: what a kill leaves is no run that could be resumed. Its `owner.json`, by which the rest
+        A run's `events.jsonl` goes first: what a kill leaves is no run that could be resumed. Its `owner.json`, by which the rest
         is found, goes last. Raises StorageError.
         """
         assert self._lease is not None
@@ -108,7 +108,7 @@ def needed_copy_reason(folder: Path) -> str | None:
     try:
         if is_locked(folder / ".lock"):
             return "a process works on it"
-        if uri_of(folder) and RunDir(folder).result.exists() and is_to_be_put(folder):
+        if uri_of(folder) and RunDir(folder).events.exists() and is_to_be_put(folder):
             return f"the store has not all of it: distill resume {uri_of(folder)}"
     except (OSError, StorageError) as error:
         return str(error)

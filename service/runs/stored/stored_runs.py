@@ -13,7 +13,7 @@ from trainables.config import RunStore, TrainConfig
 from trainables.errors import CheckpointError, ExperimentError
 from trainables.locks import is_locked
 from trainables.models.checkpoint_header import checkpoints_of
-from trainables.object_store.run_copy import APPENDED, OWNER, RunCopy, is_of_workers
+from trainables.object_store.run_copy import OWNER, RunCopy, is_of_workers
 from trainables.object_store.store import OPENING_S, ObjectStore
 from trainables.redact import redact_uris
 from trainables.rundir import RunDir, StageDir, write_atomic
@@ -138,7 +138,7 @@ def fetch_records(path: Path) -> None:
 
 def fetch_driver_files(copy: RunCopy) -> None:
     """Bring here what a driver needs of a run to judge it: experiment, result and records. Raises StorageError."""
-    copy.fetch("", lambda name: name in ("experiment.yaml", "result.json") or name.startswith("spool/"))
+    copy.fetch("", lambda name: name in ("experiment.yaml", "events.jsonl"))
 
 
 def is_to_be_put(folder: Path) -> bool:
@@ -151,7 +151,7 @@ def is_to_be_put(folder: Path) -> bool:
     uri = uri_of(folder)
     assert uri is not None
     copy = RunCopy(uri, folder, OPENING_S)
-    return copy.owner() == copy.folder_id() and copy.store.read("result.json") != RunDir(folder).result.read_bytes()
+    return copy.owner() == copy.folder_id() and copy.store.read("events.jsonl") != RunDir(folder).events.read_bytes()
 
 
 def copies_base() -> str:
@@ -209,17 +209,6 @@ def fetch_stage(config: TrainConfig) -> None:
         found.copy.fetch(found.name, is_of_driver_too)
 
 
-def put_stage_records(config: TrainConfig) -> None:
-    """Put what is appended of a stage whose workers wrote it in this folder: after a kill they may write it elsewhere.
-
-    Raises StorageError: the store does not answer.
-    """
-    if found := _path_in_copy(config.run_store, Path(config.output_dir)):
-        copy, stage = found
-        if copy.owner(stage) == copy.folder_id():
-            copy.own(stage, lambda name: name.endswith(APPENDED))
-
-
 def put(path: Path) -> None:
     """Put a file that the driver writes in its workers' stead, where the run is in an object store. Raises StorageError."""
     if found := _path_in_copy(run_store(path), path):
@@ -241,21 +230,11 @@ def delete(path: Path) -> None:
 
 def discard(stage: StageDir) -> None:
     """Remove what there is of a stage, in an object store and then here. Raises StorageError."""
-    _discard(stage.root)
-
-
-def remove_errors(stage: StageDir) -> None:
-    """Remove why an earlier attempt at a stage failed, first from an object store. Raises StorageError."""
-    delete(stage.error)
-    _discard(stage.errors)
+    if found := _path_in_copy(run_store(stage.root), stage.root):
+        found.copy.discard(found.name)
+    shutil.rmtree(stage.root, ignore_errors=True)
 
 
 def is_of_driver_too(name: str) -> bool:
     """Whether the driver reads what the stage's workers write."""
     return is_of_workers(name) and not name.endswith("/last.safetensors")
-
-
-def _discard(folder: Path) -> None:
-    if found := _path_in_copy(run_store(folder), folder):
-        found.copy.discard(found.name)
-    shutil.rmtree(folder, ignore_errors=True)

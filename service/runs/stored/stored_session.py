@@ -72,7 +72,7 @@ class StoredDriver:
         """Raises ExperimentError, StorageError: see `stored_session`."""
         self._lease.acquire(echo)
         try:
-            if "result.json" not in self._copy.store.entries():  # one that died as it began has no run there to continue
+            if "events.jsonl" not in self._copy.store.entries():  # one that died as it began has no run there to continue
                 self._copy.store.delete(OWNER)
             begun = self._experiment()
             self._copy.own("", lambda name: not is_of_workers(name))

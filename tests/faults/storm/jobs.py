@@ -10,7 +10,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from service.tracking import Tracker
+from service.config.experiment import load
+from service.runs.event_log import EventLog
+from service.runs.events import event
+from service.runs.mlflow_view import MlflowView
+from service.runs.run_directory import begin_run, has_begun
+from service.tracking import Syncing
 from tests.faults.storm.fault_points import FaultPoint, watch_writes
 from tests.trainables.jobs import no_telemetry, record
 from trainables.config import FillConfig, TrainConfig
@@ -20,7 +25,6 @@ from trainables.distributed.pipeline.layout import build_layout
 from trainables.engine.job_parts import open_loaders
 from trainables.engine.modules import build_cached_teacher
 from trainables.engine.train import build, run_job
-from trainables.metrics.metrics_file import MetricsFile
 from trainables.rundir import RunDir, StageDir
 from trainables.stage_result import StageResult, write_stage_result
 from trainables.teachers.cache.fill import fill, sequential
@@ -65,20 +69,17 @@ def deliver(group: Group, disk: Path, uri: str, name: str, points: list[FaultPoi
     counts = watch_writes(disk, points[group.rank])
     os.setpriority = lambda *_: None  # on a busy machine the lowest priority never comes to run
     run_dir = RunDir(disk / name)
-    tracker = Tracker(run_dir, uri, "storm", poll_s=0.01)
-    tracker.start_run(KEY, name, params={"seed": 1})
-    tracker.follow(KEY, run_dir.stage("student").metrics, "")
-    tracker.start()
-    with DiskWriter() as disk_writer:
-        file = MetricsFile(run_dir.stage("student").metrics, "student", disk_writer)
-        file.add("start", 0, 0.0, {"epochs": 1})
+    if not has_begun(run_dir.root):
+        begin_run(load("digits"), "train", run_dir, disk)
+    syncing = Syncing(run_dir, uri, "storm", MlflowView, poll_s=0.01)
+    with contextlib.closing(EventLog(run_dir.events)) as log:
+        log.append([event("session_begun"), event("start", "student", step=0, epoch=0.0, metrics={"epochs": 1})])
+        syncing.start()
         for step in range(1, NUM_STEPS + 1):
-            file.add("epoch", step, step, numbers(step))
-            if step % 10 == 0:
-                disk_writer.wait()
-    tracker.metrics(KEY, NUM_STEPS, {"top1_pct": 50.0}, time_ms=1_700_000_000_000)
-    tracker.end_run(KEY, "FINISHED")
-    tracker.close(2.0 if points[group.rank] else 400.0)
+            log.append([event("epoch", "student", step=step, epoch=float(step), metrics=numbers(step))])
+        summary = event("summary", "student", step=NUM_STEPS, epoch=1.0, metrics={"steps": NUM_STEPS, "top1_pct": 50.0})
+        log.append([summary, event("session_ended", status="complete", reason="")])
+    syncing.close(2.0 if points[group.rank] else 400.0)
     return counts
 
 

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from service.tracking import sync
-from service.tracking.shown_metrics import of_epoch
-from service.tracking.spool import Spool
-from tests.service.tracking.store import tag_of
+from service.runs.mlflow_view import MlflowView
+from service.runs.run_log import RunLog
+from service.tracking import SyncState, sync
+from service.tracking.shown_metrics import of_epoch, of_summary
 from tests.trainables.metrics.test_metrics_file import learned, pairs
 from trainables.locks import is_locked
-from trainables.rundir import RunDir, StageDir, read_lines
+from trainables.rundir import RunDir, StageDir, lines_after, read_lines
 
 TRACEBACK = "Traceback (most recent call last)"
 
@@ -100,15 +100,15 @@ def delivery_losses(database: Path, run_dir: RunDir, key: str, expected: set[tup
 
     `expected`: name, step and value of each metric.
     """
-    spool = Spool(run_dir)
-    if spool.refused.exists():  # the sync sends these again
-        yield f"MLflow refused records: {spool.refused.read_text()[:200]}"
-    sync(run_dir)
+    state, (log, *_) = SyncState.read(run_dir), lines_after(run_dir.events, 0)
+    assert state is not None
+    assert log.record is not None
+    sync(run_dir, state.uri, state.experiment, MlflowView)
     with contextlib.closing(sqlite3.connect(database, timeout=60)) as store:
         runs = store.execute(
             """SELECT r.run_uuid, r.status FROM runs r JOIN tags k ON k.run_uuid = r.run_uuid AND k.key = 'raydistill.key'
             WHERE k.value = ? AND r.lifecycle_stage = 'active'""",
-            (tag_of(run_dir, key),),
+            (f"{log.record['id']}/{key}",),
         ).fetchall()
         if [status for _, status in runs] != ["FINISHED"]:
             yield f"MLflow has the runs {runs} for {key}, and not one that is FINISHED"
@@ -118,13 +118,13 @@ def delivery_losses(database: Path, run_dir: RunDir, key: str, expected: set[tup
         yield f"MLflow has {len(rows) - len({row[:2] for row in rows})} numbers twice"
     if missing := expected - {(name, step, value) for name, step, value in rows}:
         yield f"MLflow lacks {len(missing)} of {len(expected)} numbers, such as {min(missing)}"
-    if spool.refused.exists():
-        yield f"MLflow still refuses records: {spool.refused.read_text()[:200]}"
 
 
-def sent_numbers(stage: StageDir) -> set[tuple[str, int, float]]:
-    """What MLflow gets of the records of a student's stage."""
-    shown = [(line["step"], of_epoch(line["metrics"], "")) for line in read_lines(stage.metrics) if line["kind"] == "epoch"]
+def sent_numbers(run_dir: RunDir) -> set[tuple[str, int, float]]:
+    """What MLflow gets of a student's epochs, and of its summary."""
+    log = RunLog(run_dir.events)
+    shown = [(each["step"], of_epoch(each["metrics"], "")) for each in log.of_stage("student", "epoch")]
+    shown += [(each["step"], of_summary(each["metrics"], followed=True)) for each in log.of_stage("student", "summary")]
     return {(name, step, value) for step, values in shown for name, value in values.items() if value == value}
 
 

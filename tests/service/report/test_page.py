@@ -11,14 +11,16 @@ from service.config.experiment import load
 from service.report import end_of_run
 from service.report.page import write_page
 from service.report.terminal_tables import report_of
+from service.runs.events import event
 from service.runs.result import RunResult
 from service.runs.run_directory import begin_run, reopen
 from service.runs.session import open_session
+from tests.run_log import add, change, write_log
 from tests.service.commands import run
 from tests.service.report.parsed import Parsed
 from tests.service.report.runs import sweep_dir, train_dir, typed, written
 from trainables.errors import TrainingError
-from trainables.rundir import RunDir, append_line, write_json
+from trainables.rundir import RunDir
 
 W, B, L = "scale.num_workers", "data.global_batch_size", "data.loader_workers"
 PENDING = {"status": "pending", "metrics": {}, "steps_s": []}
@@ -46,9 +48,7 @@ def test_a_sweep_without_a_trial_that_ended_has_no_empty_frames(tmp_path: Path) 
 def test_the_hangs_of_a_trials_repeated_measurements_are_on_the_page_as_in_the_terminal(tmp_path: Path) -> None:
     run_dir = sweep_dir(tmp_path / "s", {B: [64]})
     for stage in ("student", "student-2"):
-        hangs = run_dir.trial("000").stage(stage).hangs
-        hangs.parent.mkdir(parents=True, exist_ok=True)
-        append_line(hangs, {"time_ms": 0, "message": "rank 1 hangs in backward"})
+        add(run_dir, event("hang", f"trials/000/{stage}", message="rank 1 hangs in backward"))
     _, run_dir, result = reopen(run_dir.root)
     lines = [part for part in report_of(result, run_dir) if " hung at " in str(part)]
     assert [line.split()[0] for line in lines] == ["trials/000/student", "trials/000/student-2"]
@@ -147,8 +147,7 @@ def test_a_run_shows_its_learning_and_where_its_time_goes(tmp_path: Path) -> Non
 def test_a_run_that_has_not_begun_is_a_page(tmp_path: Path) -> None:
     run_dir = train_dir(tmp_path / "t", status="running")
     result = written(run_dir)
-    for stage in ("teacher", "student"):
-        run_dir.stage(stage).metrics.unlink()
+    write_log(run_dir, result)
     parsed = Parsed(write_page(run_dir, typed({**result, "stages": []})).read_text())
     assert "No stage is complete yet." in parsed.text
 
@@ -266,7 +265,7 @@ def test_what_an_auto_precision_came_to_is_on_the_page_with_its_reason(tmp_path:
     assert "Precision auto" not in page(run_dir).text
     chosen = {"precision": "bf16", "precision_reason": "images of 224 px, on GPUs that have it"}
     result = written(run_dir)
-    write_json(run_dir.result, result | {"stages": [stage | chosen for stage in result["stages"]]})
+    change(run_dir, stages=[stage | chosen for stage in result["stages"]])
     assert "Precision auto: bf16: images of 224 px, on GPUs that have it." in page(run_dir).text
 
 

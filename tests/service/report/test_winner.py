@@ -11,10 +11,13 @@ from service.config.strict_yaml import parse
 from service.report.run_records import Row
 from service.report.winner import against, bound, command, lines, memory_to_spare, why, written
 from service.runs.result import TrialRow, read_result
+from service.report.winner import against, bound, command, lines, why, written
+from service.runs.result import TrialRow
 from service.runs.run_directory import reopen
 from service.runs.stored.stored_runs import run_folder
+from tests.run_log import add, numbers, result_of
 from tests.service.report.runs import sweep_dir, typed, typed_row
-from trainables.rundir import RunDir, write_json
+from trainables.rundir import RunDir
 
 W, B, L = "scale.num_workers", "data.global_batch_size", "data.loader_workers"
 
@@ -187,10 +190,10 @@ def test_the_command_of_a_run_in_an_object_store_names_what_is_there_and_no_copy
     monkeypatch.setenv("RAYDISTILL_COPIES", str(tmp_path))
     uri = "s3://bucket/runs/one"
     run_dir = sweep_dir(run_folder(uri), {B: [64]})
-    best = read_result(run_dir.result, run_dir.experiment).best
+    best = result_of(run_dir).best
     assert best is not None
     assert command(run_dir.root, best).startswith(f"distill train {uri}/experiment.yaml --set ")
-    write_json(run_dir.stage("teacher").result, {})  # its checkpoint is not brought to this machine
+    add(run_dir, numbers("summary", "teacher", 1))  # its checkpoint is not brought to this machine
     words, _, comment = command(run_dir.root, best).partition("  # ")
     assert "--set teacher.weights=teacher.safetensors" in words
     assert comment == f"teacher.safetensors: copy it from {uri}/teacher/checkpoints/best.safetensors"

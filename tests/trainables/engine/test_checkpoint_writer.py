@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from tests.run_log import events_of
 from tests.trainables.jobs import Recorded, config, equal, no_telemetry, train_on_record
 from trainables.disk_writer import DiskWriter
 from trainables.distributed.group import Group
@@ -24,7 +25,7 @@ from trainables.engine.tensor_file import DTYPES, HostBuffer, write_packed
 from trainables.engine.train import build, run_job
 from trainables.errors import CheckpointError
 from trainables.failures import failure_of
-from trainables.rundir import StageDir, read_lines
+from trainables.rundir import StageDir
 
 CPU = torch.device("cpu")
 
@@ -165,7 +166,7 @@ def test_a_disk_that_fills_up_ends_the_training_with_the_checkpoint_before_and_n
     assert failure_of(caught.value, 0).kind == "user"
     assert "\n" not in str(caught.value)
     assert stage.last.read_bytes() == before
-    records = [(line["kind"], line["step"]) for line in read_lines(stage.metrics)]
+    records = [(event["kind"], event["step"]) for event in events_of(stage.root)]
     assert [step for kind, step in records if kind == "epoch"] == [steps]
     assert [path.name for path in stage.last.parent.iterdir() if path.name.endswith(".tmp")] == []
 

@@ -2,12 +2,12 @@ import time
 from pathlib import Path
 
 import pytest
+from service.runs.stages.stage_log import append_to_log
 
 from service.commands.options import experiment_file
 from service.config.experiment import load
 from service.runs.outcome import Outcome, write_outcome
 from service.runs.run_directory import check_writable, reopen
-from service.runs.stages.stage_log import append_to_log
 from service.runs.stored import driver_lease, stored_session
 from service.runs.stored.driver_lease import DriverLease, is_fresh
 from service.runs.stored.stored_runs import (

@@ -1,0 +1,80 @@
+"""A run's log as its driver writes it: by itself, and while Ray runs through the recorder that its trials and workers have."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from service.cluster import local_ray
+from service.runs.event_log import EventLog
+from service.runs.events import Event, event
+
+if TYPE_CHECKING:
+    from trainables.worker.recorder import RunRecorder
+
+
+class DriverLog:
+    """The log of a run that this process carries out."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises as `EventLog` does."""
+        self.path = path
+        self._file = EventLog(path)
+        self._recorder: RunRecorder | None = None
+
+    @property
+    def recorder(self) -> RunRecorder:
+        """What trials and workers get; inside `recording`."""
+        assert self._recorder is not None
+        return self._recorder
+
+    def record(self, kind: str, stage: str | None = None, **fields: Any) -> Event:
+        """Write an event; returns it once it is durable.
+
+        Raises:
+            RayLostError: the Ray of the recorder has ended.
+            OSError: the disk is full or cannot be written.
+        """
+        made = event(kind, stage, **fields)
+        if self._recorder is None:
+            self._file.append([made])
+        else:
+            self._recorder.record([made])
+        return made
+
+    def of(self, key: str) -> list[Event]:
+        """See `EventLog.of`."""
+        return self._file.of(key) if self._recorder is None else self._recorder.of(key)
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[RunRecorder]:
+        """Inside the context, which Ray outlasts, the recorder writes the log."""
+        self._file.close()
+        try:
+            with recording(self.path) as self._recorder:
+                yield self._recorder
+        finally:
+            self._recorder = None
+            self._file = EventLog(self.path)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+@contextlib.contextmanager
+def recording(path: Path) -> Iterator[RunRecorder]:
+    """A recorder of the log at `path`. It ends with the context, or with its Ray."""
+    import ray
+
+    from service.runs.recorder import start_recorder
+
+    recorder = start_recorder(path)
+    try:
+        yield recorder
+    finally:
+        if not local_ray.is_lost():
+            with contextlib.suppress(ray.exceptions.RayError):  # all events that count were answered: these are lines of logs
+                ray.get(recorder.actor.flush.remote(), timeout=10)
+            ray.kill(recorder.actor)

@@ -1,0 +1,176 @@
+"""The writer of a run's `events.jsonl`, one at a time: the driver's process, or the actor in `recorder` while Ray runs."""
+
+import contextlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from service.runs.events import ONCE, VERSION, Event, first_event, parsed, to_line
+from trainables.errors import ExperimentError
+from trainables.locks import try_lock
+from trainables.rundir import Line, lines_after
+
+LOCK_WAIT_S = 30.0
+"""A writer that was killed has the lock until its process is gone."""
+
+
+class StaleAttemptError(Exception):
+    """Workers that were given up still live: others work on their stage by now."""
+
+    def __init__(self, stage: str, attempt: int) -> None:
+        super().__init__(stage, attempt)
+
+    def __str__(self) -> str:
+        return f"attempt {self.args[1]} at {self.args[0]} was given up: another one has begun"
+
+
+class EventLog:
+    """The file, open and locked. It holds each `ONCE` kind of a stage once at a step, however often a job is resumed."""
+
+    def __init__(self, path: Path, wait_s: float = LOCK_WAIT_S) -> None:
+        """Create the log, or go on with one.
+
+        Raises:
+            ExperimentError: another process writes it for `wait_s` seconds, or it is of another version.
+            OSError: it cannot be written.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if (lock := try_lock(path, wait_s)) is None:
+            raise ExperimentError(f"{path} is being written by another process: wait for it, or end it first")
+        self.path, self._lock = path, lock
+        self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+        self._load()
+        if not self._size:
+            self.append([first_event()])
+
+    def _load(self) -> None:
+        """Take up what the file has."""
+        self._offsets: dict[str, list[tuple[int, int]]] = {}
+        self._recorded: dict[str, set[tuple[str, int]]] = {}
+        self._attempts: dict[str, int] = {}
+        lines, begin = lines_after(self.path, 0), 0
+        check_version(self.path, lines[0].raw if lines else None)
+        for line in lines:
+            if (found := parsed(line, self.path)) is not None:
+                self._take(found)
+                self._index(found, begin, line.end)
+            begin = line.end
+        self._size = os.fstat(self._file).st_size
+        self._is_torn = self._size > begin
+
+    @property
+    def newest_attempt(self) -> int:
+        return max(self._attempts.values(), default=0)
+
+    def append(self, events: Sequence[Event], attempt: int | None = None) -> None:
+        """Write events durably: they survive the machine once this has returned.
+
+        What the log has already is left out; a stage's second `start` becomes a `resume` without numbers. `attempt`: that of
+        the workers that send them.
+
+        Raises:
+            StaleAttemptError: a newer attempt at the stage has begun.
+            OSError: see `append_each`.
+        """
+        for refusal in self.append_each([(events, attempt)]):
+            if refusal is not None:
+                raise refusal
+
+    def append_each(self, groups: Sequence[tuple[Sequence[Event], int | None]]) -> list[Exception | None]:
+        """`append` several groups of events by one write: why each was refused, or None.
+
+        Raises OSError: the disk is full or cannot be written; the log is as it was.
+        """
+        refusals, accepted = list[Exception | None](), list[Event]()
+        for events, attempt in groups:
+            try:
+                accepted += self._accept(events, attempt)
+                refusals.append(None)
+            except StaleAttemptError as refusal:
+                refusals.append(refusal)
+        if accepted:
+            self._write(accepted)
+        return refusals
+
+    def _accept(self, events: Sequence[Event], attempt: int | None) -> list[Event]:
+        """What of the events the log has not got yet; from here on it counts as recorded. Raises StaleAttemptError."""
+        if attempt is not None:
+            for stage in {each["stage"] for each in events}:
+                if attempt < self._attempts.get(stage, 0):
+                    raise StaleAttemptError(stage, attempt)
+                self._attempts[stage] = attempt
+        accepted = []
+        for each in events:
+            recorded = self._recorded.get(each.get("stage", ""), set())
+            if each["kind"] == "start" and any(kind == "start" for kind, _ in recorded):
+                each = {**each, "kind": "resume", "metrics": {}}
+            elif _mark(each) in recorded:
+                continue
+            self._take(each)
+            accepted.append(each)
+        return accepted
+
+    def _take(self, each: Event) -> None:
+        stage = each.get("stage", "")
+        if each["kind"] in ONCE:
+            self._recorded.setdefault(stage, set()).add(_mark(each))
+        elif each["kind"] == "attempt":
+            self._attempts[stage] = each["attempt"]
+        elif each["kind"] == "discarded":
+            self._recorded.pop(stage, None)
+
+    def _index(self, each: Event, begin: int, end: int) -> None:
+        key = _key(each)
+        if each["kind"] == "discarded":
+            self._offsets.pop(key, None)
+        else:
+            self._offsets.setdefault(key, []).append((begin, end))
+
+    def _write(self, accepted: Sequence[Event]) -> None:
+        lines = [to_line(each) for each in accepted]
+        try:
+            rest = memoryview(b"\n" * self._is_torn + b"".join(lines))
+            while rest:
+                rest = rest[os.write(self._file, rest) :]
+            os.fsync(self._file)
+        except OSError:
+            with contextlib.suppress(OSError):  # what cannot be cut off is ended by the next write
+                os.ftruncate(self._file, self._size)
+            self._load()
+            raise
+        begin = self._size + self._is_torn
+        for each, line in zip(accepted, lines, strict=True):
+            self._index(each, begin, begin + len(line))
+            begin += len(line)
+        self._size, self._is_torn = begin, False
+
+    def of(self, key: str) -> list[Event]:
+        """The events of a stage, or of a trial by its folder (`trials/003`), in order; "": those of the run itself."""
+        found = []
+        for begin, end in self._offsets.get(key, ()):
+            if (each := parsed(Line(os.pread(self._file, end - begin, begin), end), self.path)) is not None:
+                found.append(each)
+        return found
+
+    def close(self) -> None:
+        """Let another process write."""
+        os.close(self._file)
+        self._lock.release()
+
+
+def _mark(each: Event) -> tuple[str, Any]:
+    """What makes an event of a `ONCE` kind the same as another of its stage."""
+    return each["kind"], each.get("step")
+
+
+def _key(each: Event) -> str:
+    if "stage" in each:
+        return str(each["stage"])
+    return f"trials/{each['trial']}" if "trial" in each else ""
+
+
+def check_version(path: Path, first: bytes | None) -> None:
+    """Refuse a log of another format by its first line. Raises ExperimentError."""
+    if first is not None and (record := Line(first, 0).record) and record.get("version") != VERSION:
+        raise ExperimentError(f"{path} has format {record.get('version')!r}, and this version reads {VERSION}: begin another run")

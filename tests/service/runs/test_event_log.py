@@ -1,0 +1,176 @@
+"""The log of a run: durable, each event once, one writer at a time."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.runs.event_log import EventLog, StaleAttemptError
+from service.runs.events import Event, EventTail, event
+from service.runs.recorder import Recorder
+from trainables.errors import ExperimentError
+from trainables.rundir import read_lines
+
+
+def step(number: int, stage: str = "student", kind: str = "step", **metrics: float) -> Event:
+    return event(kind, stage, step=number, epoch=0.0, metrics=metrics)
+
+
+def kinds(path: Path) -> list[tuple[str, Any]]:
+    return [(line["kind"], line.get("step")) for line in read_lines(path)]
+
+
+def test_each_event_of_a_stage_counts_once_also_after_the_log_was_opened_again(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    log = EventLog(path)
+    log.append([step(0, kind="start", epochs=2), step(10), step(10, stage="teacher")])
+    log.append([step(10), step(20)])
+    log.close()
+    log = EventLog(path)
+    log.append([step(10, kind="start", epochs=2), step(20), step(30), step(30, kind="epoch")])
+    assert kinds(path) == [
+        ("log", None),
+        *[("start", 0), ("step", 10), ("step", 10), ("step", 20)],
+        *[("resume", 10), ("step", 30), ("epoch", 30)],
+    ]
+    assert [each["step"] for each in log.of("student")] == [0, 10, 20, 10, 30, 30]
+    assert [each["step"] for each in log.of("teacher")] == [10]
+
+
+def test_a_discarded_stage_begins_again_and_a_discarded_trial_has_not_ended(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    log.append([step(1, "trials/000/student"), event("trial_ended", trial="000", outcome={"status": "failed"})])
+    assert [each["kind"] for each in log.of("trials/000")] == ["trial_ended"]
+    log.append([event("discarded", "trials/000/student"), event("discarded", trial="000")])
+    assert log.of("trials/000") == log.of("trials/000/student") == []
+    log.append([step(1, "trials/000/student")])
+    assert len(log.of("trials/000/student")) == 1
+
+
+def test_a_line_that_a_death_cut_off_is_lost_alone(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    log = EventLog(path)
+    log.append([step(1)])
+    log.close()
+    with open(path, "a", encoding="utf-8") as file:
+        file.write('{"kind": "step", "stage": "student", "st')
+    log = EventLog(path)
+    log.append([step(2)])
+    assert [each["step"] for each in log.of("student")] == [1, 2]
+    assert [found.get("step") for found, _ in EventTail(path).new()] == [None, 1, 2]
+
+
+def test_a_reader_skips_unknown_kinds_and_names_a_malformed_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "events.jsonl"
+    lines = [{"kind": "later", "time_ms": 1}, {"kind": "step", "stage": 3, "time_ms": 1}, step(5)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    tail = EventTail(path)
+    assert [found["step"] for found, _ in tail.new()] == [5]
+    assert "step.stage must be str, not 3" in caplog.text
+    assert list(tail.new()) == []
+    assert tail.offset == path.stat().st_size
+
+
+def test_a_second_writer_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    log = EventLog(path)
+    with pytest.raises(ExperimentError, match="is being written by another process"):
+        EventLog(path, wait_s=0.05)
+    log.close()
+    EventLog(path, wait_s=0.05).close()
+
+
+def test_a_log_of_another_format_is_refused_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"kind": "log", "time_ms": 1, "version": 7}\n')
+    with pytest.raises(ExperimentError, match="has format 7, and this version reads 1: begin another run"):
+        EventLog(path)
+
+
+def test_a_write_that_fails_leaves_the_log_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "events.jsonl"
+    log = EventLog(path)
+    log.append([step(1)])
+    before = path.read_bytes()
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space"):
+            log.append([step(2)])
+    assert path.read_bytes() == before
+    log.append([step(2)])
+    assert [each["step"] for each in log.of("student")] == [1, 2]
+
+
+def test_events_of_workers_that_were_given_up_are_refused(tmp_path: Path) -> None:
+    async def use(recorder: Recorder) -> None:
+        first = await recorder.begin_attempt("student")
+        await recorder.append([step(1)], first)
+        second = await recorder.begin_attempt("student")
+        with pytest.raises(StaleAttemptError, match=f"attempt {first} at student was given up"):
+            await recorder.append([step(2)], first)
+        await recorder.append([step(2)], second)
+
+    path = tmp_path / "events.jsonl"
+    asyncio.run(use(Recorder(str(path))))
+    assert [each for each in kinds(path) if each[0] == "step"] == [("step", 1), ("step", 2)]
+
+
+def test_what_waits_together_is_written_together_and_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced = 0
+    fsync = os.fsync
+
+    def count(descriptor: int) -> None:
+        nonlocal synced
+        synced += 1
+        fsync(descriptor)
+
+    async def use(recorder: Recorder) -> None:
+        await asyncio.gather(*(recorder.append([step(number)]) for number in range(100)))
+        await recorder.append_text("student/logs/train.log", "a line\n")
+        await recorder.flush()
+
+    path = tmp_path / "events.jsonl"
+    recorder = Recorder(str(path))
+    monkeypatch.setattr(os, "fsync", count)
+    asyncio.run(use(recorder))
+    assert [number for kind, number in kinds(path) if kind == "step"] == list(range(100))
+    assert synced <= 2
+    assert (tmp_path / "student" / "logs" / "train.log").read_text() == "a line\n"
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from service.runs.event_log import EventLog
+from service.runs.events import event
+log = EventLog(Path(sys.argv[1]))
+for number in range(1_000_000):
+    log.append([event("step", "student", step=number, epoch=0.0, metrics={})])
+    print(number, flush=True)
+"""
+
+
+@pytest.mark.processes
+def test_each_acknowledged_event_survives_a_kill_of_its_writer(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        while (acknowledged := int(process.stdout.readline())) < 200:
+            pass
+        process.send_signal(signal.SIGKILL)
+        acknowledged = max([acknowledged, *map(int, process.stdout.read().splitlines())])
+    log = EventLog(path)
+    found = [each["step"] for each in log.of("student")]
+    assert found == list(range(len(found)))
+    assert len(found) > acknowledged
+    log.append([step(len(found))])
