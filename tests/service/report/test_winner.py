@@ -10,8 +10,6 @@ from service.config.experiment import load
 from service.config.strict_yaml import parse
 from service.report.run_records import Row
 from service.report.winner import against, bound, command, lines, memory_to_spare, why, written
-from service.runs.result import TrialRow, read_result
-from service.report.winner import against, bound, command, lines, why, written
 from service.runs.result import TrialRow
 from service.runs.run_directory import reopen
 from service.runs.stored.stored_runs import run_folder

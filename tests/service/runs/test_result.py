@@ -192,14 +192,3 @@ def test_a_run_of_another_version_is_refused_in_one_line_that_says_where(
         if command != "resume":
             assert err.endswith("; if another version of raydistill wrote this run, read it with that one\n")
             assert len(err.splitlines()) == 1
-
-
-def test_a_trial_that_ray_ended_for_memory_before_kinds_were_recorded_is_no_batch_that_does_not_fit(tmp_path: Path) -> None:
-    reason = "the node ran out of memory: Ray killed a worker to save it"
-    write_json(
-        tmp_path / "result.json", {"status": "oom", "reason": reason, "measurements": [{"status": "oom", "reason": reason}]}
-    )
-    outcome = read_outcome(tmp_path / "result.json")
-    assert [outcome.failure, *(one.failure for one in outcome.measurements)] == ["node_out_of_memory"] * 2
-    write_json(tmp_path / "result.json", {"status": "oom", "reason": "CUDA out of memory"})
-    assert read_outcome(tmp_path / "result.json").failure is None
