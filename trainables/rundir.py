@@ -164,7 +164,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def headline(metrics: dict[str, float]) -> dict[str, float]:
     """An epoch's validation numbers under the names of a stage's final numbers."""
     names = {"val/top1_pct": "top1_pct", "val/top5_pct": "top5_pct", "val/loss": "val_loss"}
-    names |= {"val/cka": "cka", "val/linear_top1_pct": "linear_top1_pct"}
+    names |= {"val/cka": "cka", "val/cosine": "cosine", "val/linear_top1_pct": "linear_top1_pct"}
     return {names[name]: value for name, value in metrics.items() if name in names}
 
 

@@ -44,14 +44,16 @@ def describe(root: Path, index: Index) -> Iterator[str | Table]:
 
 
 def _splits(index: Index, sources: dict[Split, RecordsSource]) -> Table:
-    of_classes = ["classes", "per class: min", "median", "max"] if index.classes else []
+    of_classes = ["classes", "per class (min–max)", "median"] if index.classes else []
     rows = []
     for split, source in sources.items():
-        counts_K = np.bincount(source.labels_N[source.labels_N >= 0], minlength=len(index.classes))
-        per_class = ((counts_K > 0).sum(), np.min(counts_K), np.median(counts_K), np.max(counts_K)) if index.classes else ()
+        per_class = []
+        if index.classes:
+            counts_K = np.bincount(source.labels_N[source.labels_N >= 0], minlength=len(index.classes))
+            per_class = [f"{(counts_K > 0).sum():,}", f"{counts_K.min():,}–{counts_K.max():,}", f"{np.median(counts_K):,.0f}"]
         shards = index.splits[split].shards
         mib = f"{sum(shard.bytes for shard in shards) / 2**20:,.1f}"
-        rows.append([split, f"{len(source):,}", *(f"{count:,.0f}" for count in per_class), str(len(shards)), mib])
+        rows.append([split, f"{len(source):,}", *per_class, str(len(shards)), mib])
     columns = ["split", "images", *of_classes, "shards", "MiB"]
     return Table("splits", columns, rows, left=["split"], optional=["median", "shards"])
 

@@ -69,7 +69,7 @@ def sweep_page(records: Records) -> Page:
     if best is None:
         lead = ["No trial is complete: nothing to compare yet.", f"{len(ended(points))} of {len(points)} trials have ended."]
         return Page("sweep", result.name, result.status, lead, sections, notes=winner.without_result(rows))
-    metric, mode = winner.judged(result)
+    metric, mode = winner.ranking_metric(result)
     shares = shares_text(best.metrics)
     reason = winner.why(rows, best, metric, mode, unit) + (f" Its step: {shares}." if shares else "")
     return Page(

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from trainables.metrics.phases import ALL_PHASES
 
-LEAST_SHARE = 0.005  # of a step, below which a phase is not worth its name in a sentence
+MIN_SHARE = 0.005  # of a step, below which a phase is not worth its name in a sentence
 
 
 class PhaseShare(NamedTuple):
@@ -25,4 +25,4 @@ def phase_shares(metrics: Mapping[str, float]) -> list[PhaseShare]:
 def shares_text(metrics: Mapping[str, float]) -> str:
     """The same as words, the longest phase first: `student 45%, teacher 30%, data 25%`."""
     ranked = sorted(phase_shares(metrics), key=lambda one: -one.ms)
-    return ", ".join(f"{one.phase} {100 * one.share:.0f}%" for one in ranked if one.share >= LEAST_SHARE)
+    return ", ".join(f"{one.phase} {100 * one.share:.0f}%" for one in ranked if one.share >= MIN_SHARE)

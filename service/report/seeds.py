@@ -11,7 +11,7 @@ from service.report.charts import GREY, Figure, draw, figure
 from service.report.run_records import Row, rows_of, value
 from service.report.statistics import LEVEL, holm, paired_t_test
 from service.report.table import Table
-from service.report.winner import judged
+from service.report.winner import ranking_metric
 from service.runs.result import RunResult
 
 SEED = "seed"
@@ -36,7 +36,7 @@ def groups(result: RunResult) -> pd.DataFrame:
     rows = [row for row in rows_of(result) if SEED in row.params and result.policy != "asha"]
     keys = [key for key in dict.fromkeys(key for row in rows for key in row.params) if key != SEED]
     keys = [key for key in keys if len({repr(row.params.get(key)) for row in rows}) > 1]
-    labels, metric = [_label(row, keys) for row in rows], judged(result)[0]
+    labels, metric = [_label(row, keys) for row in rows], ranking_metric(result)[0]
     measured = [row.metrics.get(metric) if row.status == "ok" else None for row in rows]
     values = pd.DataFrame(
         {"point": labels, "seed": [row.params[SEED] for row in rows], "value": pd.Series(measured, dtype=float)}
@@ -71,7 +71,7 @@ def _label(row: Row, keys: Sequence[str]) -> str:
 
 def seed_table(result: RunResult) -> Table | None:
     """A row a point; None where no point was run with two seeds."""
-    found, (metric, mode) = groups(result), judged(result)
+    found, (metric, mode) = groups(result), ranking_metric(result)
     if found.empty:
         return None
     digits, first = names.label(metric).digits, found["point"][0]
@@ -97,7 +97,7 @@ def seed_table(result: RunResult) -> Table | None:
 
 def seeds_sentence(result: RunResult) -> list[str]:
     """Which point is best over its seeds, and how sure that is: a single seed's best trial may owe it to chance."""
-    found, (metric, mode) = groups(result), judged(result)
+    found, (metric, mode) = groups(result), ranking_metric(result)
     if len(found) < 2:
         return []
     best: Any = found.sort_values("mean", ascending=mode == "min", kind="stable").iloc[0]
@@ -114,7 +114,7 @@ def seeds_figure(result: RunResult) -> Figure | None:
     found = groups(result)
     if found.empty or found["difference"].isna().all():
         return None
-    first, label = found["point"][0], names.label(judged(result)[0])
+    first, label = found["point"][0], names.label(ranking_metric(result)[0])
     shown = found.dropna(subset="difference").rename(columns={"difference": label.head}).assign(series=f"difference to {first}")
     plot = draw(express.scatter, shown, "point", label.head, "series", tips=["half", "p"], error_y="half")
     plot.update_traces(error_y_color=GREY)

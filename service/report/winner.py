@@ -46,7 +46,7 @@ def why(rows: Sequence[Row], best: Row, metric: str, mode: str, unit: str) -> st
         if others:
             runner_up = pick(others, key=lambda row: float(row.metrics[metric]))
             sentences.append(
-                f"{names.at(key, value(best, key), unit)}: {against(best, runner_up, metric, mode)} {value(runner_up, key)}"
+                f"{names.at(key, value(best, key), unit)}: {describe_lead(best, runner_up, metric, mode)} {value(runner_up, key)}"
             )
     if not sentences:
         what = names.label(metric).unit.removeprefix("% ")
@@ -54,7 +54,7 @@ def why(rows: Sequence[Row], best: Row, metric: str, mode: str, unit: str) -> st
     return f"Compared with the next best value of each axis, the others unchanged: {'; '.join(sentences)}."
 
 
-def against(best: Row, runner_up: Row, metric: str, mode: str) -> str:
+def describe_lead(best: Row, runner_up: Row, metric: str, mode: str) -> str:
     """How much better than another trial, or that the steps' spread leaves it open; the other one's value follows."""
     a, b = float(best.metrics[metric]), float(runner_up.metrics[metric])
     compared = names.label(metric).compared
@@ -71,7 +71,7 @@ def against(best: Row, runner_up: Row, metric: str, mode: str) -> str:
     return f"{abs(gain):.1%} {'faster' if gain >= 0 else 'slower'}{than}"
 
 
-def judged(result: RunResult) -> tuple[str, str]:
+def ranking_metric(result: RunResult) -> tuple[str, str]:
     """The metric that trials are compared by, and whether the most or the least is best. For the front of both it is speed."""
     if result.metric == FRONT:
         return "images_per_s", "max"
@@ -142,7 +142,7 @@ def memory_to_spare(result: RunResult) -> list[str]:
     def peak(row: TrialRow) -> float:
         return row.metrics.get("peak_memory_mib", 0.0) / row.metrics.get("gpu_memory_mib", math.inf)
 
-    (metric, mode), best = judged(result), result.best
+    (metric, mode), best = ranking_metric(result), result.best
     if best is None or peak(best) <= 1 - SPARE_MEMORY:
         return []
     others = [row for row in ran(rows_of(result)) if metric in row.metrics and peak(row) <= 1 - SPARE_MEMORY]
@@ -194,7 +194,7 @@ def lines(result: RunResult, rows: Sequence[Row]) -> list[str]:
     best = best_of(result, rows)
     if best is None:
         return ["no trial is complete: nothing to compare yet", *without_result(rows)]
-    unit, (metric, mode) = result.unit, judged(result)
+    unit, (metric, mode) = result.unit, ranking_metric(result)
     sentences = [f"best: trial {best.id} with {won(best, unit, axes(rows), metric)}"]
     sentences.append(why(rows, best, metric, mode, unit))
     if shares := shares_text(best.metrics):

@@ -268,5 +268,5 @@ def evaluation_error(error: WorkersFailedError) -> DistillError:
     if cause.kind in OUT_OF_MEMORY_KINDS:
         return ClusterError(f"evaluation failed: {cause}: lower data.global_batch_size or data.loader_workers")
     if cause.kind in RETRYABLE:
-        return ClusterError(f"evaluation failed: {cause}; the same command begins it again")
+        return ClusterError(f"evaluation failed: {cause}; repeat the command")
     return DistillError(f"evaluation failed: {cause}")

@@ -95,7 +95,7 @@ def errors_as_data_error(source: Path, dest: Path) -> Iterator[None]:
         yield
     except OSError as error:
         where = error.filename or f"packing {source} into {dest}"
-        raise DataError(f"{where}: {error.strerror or error}; fix that, and the same command goes on") from None
+        raise DataError(f"{where}: {error.strerror or error}; fix that, then repeat the command to continue") from None
 
 
 def verify(dest: Path, index: Index, threads: int) -> None:

@@ -3,6 +3,7 @@
 `storm`: faults at random moments of all commands, counted; see `tests.faults.storm`.
 """
 
+import argparse
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, as in the tests
@@ -30,8 +31,14 @@ def main() -> None:
         from tests.faults.storm import cli  # with Ray and MLflow, which the doctor's runs do without
 
         sys.exit(cli.main(sys.argv[2:]))
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
+    names = ("faults", "healthy", "pairs", *CAUSES, REPLAYED)
+    parser.add_argument("names", nargs="*", default=["faults"], metavar="NAME", help=f"one of: {', '.join(names)}")
+    arguments = parser.parse_args().names
+    if unknown := sorted({*arguments} - {*names}):
+        parser.error(f"no such fault: {', '.join(unknown)}")
     os.environ |= CPU_MALLOC  # of the ranks' processes, as of a run's workers
-    console, arguments, began_s = Console(width=160, highlight=False), sys.argv[1:] or ["faults"], time.monotonic()
+    console, began_s = Console(width=160, highlight=False), time.monotonic()
     with tempfile.TemporaryDirectory() as folder, Bench(Path(folder)) as bench:
         for workers in (1, 2):
             bench.run(Training(workers, 16))  # libraries are loaded, caches filled

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trainables.rundir import append_line, lines_after, read_lines, replacing, write_atomic
+from trainables.rundir import append_line, headline, lines_after, read_lines, replacing, write_atomic
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
@@ -44,3 +44,7 @@ def test_lines_are_read_whole_whatever_the_size_of_a_chunk(tmp_path: Path) -> No
             offset = lines[-1].end
             lengths += [len(line.record["text"]) for line in lines if line.record]
         assert (offset, lengths) == (size, [0, 10, 1000])
+
+
+def test_a_stages_final_numbers_have_the_cosine_of_its_last_evaluation() -> None:
+    assert headline({"val/cka": 0.5, "val/cosine": 0.25}) == {"cka": 0.5, "cosine": 0.25}

@@ -9,7 +9,7 @@ from service.config import strict_yaml
 from service.config.experiment import load
 from service.config.strict_yaml import parse
 from service.report.run_records import Row
-from service.report.winner import against, bound, command, lines, memory_to_spare, why, written
+from service.report.winner import bound, command, describe_lead, lines, memory_to_spare, why, written
 from service.runs.result import TrialRow
 from service.runs.run_directory import reopen
 from service.runs.stored.stored_runs import run_folder
@@ -44,31 +44,33 @@ def test_each_value_of_the_winner_is_weighed_against_the_next_best_one() -> None
 
 def test_a_lead_that_the_steps_spread_explains_is_called_noise() -> None:
     best, close = row("0", 1, 256, 103.0, error=0.02), row("1", 1, 128, 100.0, error=0.02)
-    assert against(best, close, "images_per_s", "max") == "3.0% faster, within noise, than"
-    assert against(best, close.model_copy(update={"error": 0.001}), "images_per_s", "max") == "3.0% faster, within noise, than"
+    assert describe_lead(best, close, "images_per_s", "max") == "3.0% faster, within noise, than"
     assert (
-        against(best.model_copy(update={"error": 0.005}), close.model_copy(update={"error": 0.005}), "images_per_s", "max")
+        describe_lead(best, close.model_copy(update={"error": 0.001}), "images_per_s", "max") == "3.0% faster, within noise, than"
+    )
+    assert (
+        describe_lead(best.model_copy(update={"error": 0.005}), close.model_copy(update={"error": 0.005}), "images_per_s", "max")
         == "3.0% faster than"
     )
-    assert against(best.model_copy(update={"error": None}), close, "images_per_s", "max") == "3.0% faster than"
+    assert describe_lead(best.model_copy(update={"error": None}), close, "images_per_s", "max") == "3.0% faster than"
 
 
 def test_of_times_the_shorter_is_the_better() -> None:
     best, slow = row("0", 1, 256, 120.0), row("1", 1, 128, 100.0)
-    assert against(best, slow, "epoch_s", "min") == "20.0% faster than"
+    assert describe_lead(best, slow, "epoch_s", "min") == "20.0% faster than"
 
 
 def test_of_costs_the_lower_is_the_better_and_not_called_fast() -> None:
     best, dear = row("0", 1, 256, 120.0), row("1", 1, 128, 100.0)
     best.metrics["gpu_s_per_epoch"], dear.metrics["gpu_s_per_epoch"] = 40.0, 100.0
-    assert against(best, dear, "gpu_s_per_epoch", "min") == "costs 60.0% less than"
-    assert against(dear, best, "gpu_s_per_epoch", "min") == "costs 150.0% more than"
+    assert describe_lead(best, dear, "gpu_s_per_epoch", "min") == "costs 60.0% less than"
+    assert describe_lead(dear, best, "gpu_s_per_epoch", "min") == "costs 150.0% more than"
 
 
 def test_accuracies_are_compared_in_points() -> None:
     best, other = row("0", 1, 256, 1.0), row("1", 1, 128, 1.0)
     best.metrics["top1_pct"], other.metrics["top1_pct"] = 92.5, 92.25
-    assert against(best, other, "top1_pct", "max") == "+0.25 points over"
+    assert describe_lead(best, other, "top1_pct", "max") == "+0.25 points over"
 
 
 def test_a_lone_trial_is_the_best_of_one() -> None:

@@ -103,7 +103,7 @@ def test_an_evaluation_reserves_its_workers_threads_and_is_refused_where_they_do
         ("user", DistillError, "evaluation failed: rank 1: KeyError: why"),
         ("out_of_memory", ClusterError, "evaluation failed: rank 1: why: lower data.global_batch_size or data.loader_workers"),
         ("node_out_of_memory", ClusterError, "rank 1: KeyError: why: lower data.global_batch_size or data.loader_workers"),
-        ("worker_died", ClusterError, "evaluation failed: a worker died: why; the same command begins it again"),
+        ("worker_died", ClusterError, "evaluation failed: a worker died: why; repeat the command"),
     ],
 )
 def test_the_kind_of_a_failure_is_in_the_error_of_an_evaluation(kind: Kind, error: type[DistillError], words: str) -> None:

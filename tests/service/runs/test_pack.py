@@ -203,7 +203,7 @@ def test_a_disk_that_fails_drops_no_image(images: Path, tmp_path: Path, processe
     bad.symlink_to("/proc/self/mem")
     with pytest.raises(DataError) as caught:
         pack(images, dest, processes=processes)
-    assert str(caught.value) == f"{bad}: Input/output error; fix that, and the same command goes on"
+    assert str(caught.value) == f"{bad}: Input/output error; fix that, then repeat the command to continue"
     bad.unlink()
     bad.write_bytes(content)
     assert pack(images, dest).index.num_unreadable == 0
