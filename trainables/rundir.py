@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -84,29 +84,6 @@ def write_json(path: Path, value: Any) -> None:
     write_atomic(path, (json.dumps(redact_values(value), indent=2) + "\n").encode())
 
 
-def append_line(path: Path, record: dict[str, Any]) -> None:
-    append_lines(path, [record])
-
-
-def append_lines(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    """Append JSON lines, the secrets of their URIs hidden, and fsync them: after this returns, the records survive the machine.
-
-    A line that an earlier process left unfinished is ended first, so that only that line is lost.
-    """
-    if not records:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "ab+") as file:
-        size = file.seek(0, os.SEEK_END)
-        if size:
-            file.seek(size - 1)
-            if file.read(1) != b"\n":
-                file.write(b"\n")
-        file.write("".join(json.dumps(redact_values(record)) + "\n" for record in records).encode())
-        file.flush()
-        os.fsync(file.fileno())
-
-
 class Line(NamedTuple):
     """A complete line of a file of JSON lines."""
 
@@ -149,16 +126,6 @@ def parse_line(raw: bytes | str) -> dict[str, Any] | None:
     except ValueError:
         return None
     return record if isinstance(record, dict) else None
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All objects in the lines of `path`, the last one too where its line end is missing; [] without a file."""
-    try:
-        raw = path.read_bytes()
-    except FileNotFoundError:
-        return []
-    records = (parse_line(line) for line in raw.split(b"\n"))
-    return [record for record in records if record is not None]
 
 
 def headline(metrics: dict[str, float]) -> dict[str, float]:

@@ -73,9 +73,10 @@ def sync(directory: Path) -> None:
     """Send MLflow the records that it does not have yet."""
     _, run_dir, result = reopen(directory)
     if uri_of(run_dir.root) and as_it_stands(run_dir, result).status == "running":
-        raise ExperimentError(f"{display_name(run_dir.root)} is being carried out, and its driver sends its records: wait for it")
+        raise ExperimentError(f"{display_name(run_dir.root)} is running, and its driver sends its records: wait for it")
     if result.mlflow is None:
-        raise ExperimentError(f"{display_name(run_dir.root)} has nothing for MLflow: its experiment says tracking.enabled: false")
+        click.echo(f"{display_name(run_dir.root)} has nothing for MLflow: its experiment says tracking.enabled: false")
+        return
     delivery = run_sync(run_dir, result.mlflow.uri, result.mlflow.experiment, MlflowView, name=display_name(run_dir.root))
     click.echo(delivery.message)
     if not delivery.is_complete:

@@ -22,7 +22,7 @@ from service.runs.trial import complete, finished
 from service.search.points import identity
 from service.search.replay import observation, replay
 from service.search.rows import measurements, searched
-from trainables.rundir import RunDir, StageDir
+from trainables.rundir import RunDir
 from trainables.stage_result import StageResult
 
 
@@ -41,7 +41,7 @@ class SearchCoordinator:
     """The points of a sweep, and the groups of workers that are measuring some of them."""
 
     def __init__(self, result: RunResult, assignments: Mapping[str, Assignment], sweep_dir: str) -> None:
-        """`result` is the sweep's `result.json` as it stands; `assignments` are those of its points, by trial."""
+        """`result` is the sweep's as it stands; `assignments` are those of its points, by trial."""
         self._planner = replay(result)
         self._points = searched(result.rows)
         self._ids = {identity(point): trial for trial, point in reversed(self._points.items())}
@@ -118,11 +118,9 @@ class SearchCoordinator:
         return None if point is None else self._ids[identity(point)]
 
     def _start(self, group_id: str) -> Running:
-        """The next measurement of a group's trial, in a folder of its own: those before it stand, whatever becomes of it."""
+        """Begin the next measurement of a group's trial."""
         trial = self._trial_of[group_id]
-        assignment = self._assignments[trial]
-        output_dir = str(self._stage_dir(trial).root)
-        assignment = replace(assignment, config=assignment.config.model_copy(update={"output_dir": output_dir}))
+        assignment = self._measurement(trial)
         begun = event("stage_begun", assignment.name, trial=trial, model=assignment.config.model)
         assignment.log.record([begun])
         self._running[group_id] = Running(assignment, time.time())
@@ -131,7 +129,7 @@ class SearchCoordinator:
     def _end(self, group_id: str, outcome: Outcome) -> None:
         """Write down how a group's measurement ended, and only then take it up: what cannot be written is still under way."""
         trial = self._trial_of[group_id]
-        running = self._running.get(group_id) or Running(self._assignments[trial], time.time())
+        running = self._running.get(group_id) or Running(self._measurement(trial), time.time())
         outcome = outcome.model_copy(update={"restarts": running.restarts})
         assignment = running.assignment
         one = accounted(outcome, assignment.events, running.began_s, running.starts_began_s)
@@ -145,6 +143,8 @@ class SearchCoordinator:
         self._running.pop(group_id, None)
         self._planner.tell(self._points[trial], observation(one))
 
-    def _stage_dir(self, trial: str) -> StageDir:
-        """Of the trial's next measurement, or of the one that is under way."""
-        return self._run_dir.trial(trial).measurement(len(self._measured[trial]))
+    def _measurement(self, trial: str) -> Assignment:
+        """The trial's next measurement, in a folder of its own: those before it stand, whatever becomes of it."""
+        assignment = self._assignments[trial]
+        output_dir = str(self._run_dir.trial(trial).measurement(len(self._measured[trial])).root)
+        return replace(assignment, config=assignment.config.model_copy(update={"output_dir": output_dir}))

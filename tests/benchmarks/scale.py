@@ -115,22 +115,20 @@ def space_of(size: int) -> dict[str, list[int]]:
 def sweep(size: int, folder: Path) -> Figures:
     """What the driver of a sweep does for `size` trials: once, and again and again while they run."""
     import cloudpickle
-    from service.sweeps.trial_records import TrialRecords
 
     from service.cluster.resources import Cluster, Node
     from service.config.experiment import load
-    from service.report import end_of_run
     from service.runs.display import Display
-    from service.runs.outcome import Outcome, write_outcome
-    from service.runs.result import RunResult
-    from service.runs.session import Session
+    from service.runs.events import event
+    from service.runs.run_log import read_log
     from service.runs.trial import run_trial
     from service.sweeps.preflight import mark_unbuildable, mark_unschedulable
     from service.sweeps.run_trials import TeacherSource, TrialWatch, assign, save_rows
     from service.sweeps.trials import Trial, load_outcomes, plan_trials
-    from service.tracking import Tracker, default_uri
+    from tests.run_log import session_of
     from tests.service.report.runs import timed as row_of
     from trainables.rundir import RunDir
+    from trainables.worker.recorder import RunRecorder
 
     space = space_of(size)
     resolved, run_dir = load("digits", [f"sweep.space={json.dumps(space)}"]), RunDir(folder / "sweep")
@@ -146,36 +144,33 @@ def sweep(size: int, folder: Path) -> Figures:
     figures["plan_s"] = timed(plan)
     assert all(trial.outcome is None for trial in trials)
     with Display() as display:
-        tracker = Tracker(run_dir, default_uri(folder), "scale")
-        session = Session(
-            resolved,
-            run_dir,
-            display,
-            end_of_run,
-            tracker,
-            RunResult(kind="sweep", name="digits", status="running", runs_root=str(folder)),
-            sending=True,
-        )
-        records = TrialRecords(session)
+        session = session_of(resolved, run_dir, display)
         assignments: dict[str, Any] = {}
         teacher = TeacherSource("/teacher", ())
         figures["assign_s"] = timed(lambda: assignments.update(assign(session, trials, cluster, teacher, guided=False)))
-        trainable = partial(run_trial, assignments=assignments, sweep_dir=str(folder))
-        pickled = cloudpickle.dumps(trainable)
+        save_rows(session, trials)
+        sent = {id: each.recorded_by(RunRecorder(None, str(run_dir.root))) for id, each in assignments.items()}
+        pickled = cloudpickle.dumps(partial(run_trial, assignments=sent))
         figures["function_mib"] = len(pickled) / 2**20
         figures["function_load_s"] = timed(lambda: pickle.loads(pickled))
-        watch = TrialWatch(session, records, trials, assignments, max_concurrent=1)
+        watch = TrialWatch(session, trials, assignments, max_concurrent=1)
         figures["look_s"] = timed(watch.look)
         display.print = lambda text: None  # type: ignore[method-assign]
         rng = np.random.default_rng(0)
-        for trial in trials:
-            row = row_of(trial.id, trial.params, True, 1.0, rng)
-            write_outcome(run_dir.trial(trial.id).result, Outcome(status="ok", metrics=row["metrics"], steps_s=row["steps_s"]))
-        figures["begin_and_end_s"] = timed(lambda: [(records.begin(trial), records.end(trial)) for trial in trials])
-        figures["load_s"] = timed(lambda: load_outcomes(trials, run_dir))
+
+        def begin_and_end(trial: Trial) -> None:
+            stage, row = f"trials/{trial.id}/student", row_of(trial.id, trial.params, True, 1.0, rng)
+            outcome = {"status": "ok", "metrics": row["metrics"], "steps_s": row["steps_s"]}
+            session.log.record("stage_begun", stage, trial=trial.id, model="mlp_small")
+            session.log.recorder.record(
+                [event("stage_ended", stage, outcome={"status": "ok"}), event("trial_ended", trial=trial.id, outcome=outcome)]
+            )
+
+        figures["begin_and_end_s"] = timed(lambda: [*map(begin_and_end, trials), watch.look()])
+        figures["load_s"] = timed(lambda: load_outcomes(trials, read_log(run_dir).fold))
         figures["save_s"] = timed(lambda: save_rows(session, trials))
     figures["result_mib"] = run_dir.result.stat().st_size / 2**20
-    figures["spool_mib"] = sum(file.stat().st_size for file in run_dir.spool.iterdir()) / 2**20
+    figures["log_kib_per_trial"] = run_dir.events.stat().st_size / 1024 / len(trials)
     return figures
 
 

@@ -19,6 +19,8 @@ from typing import Any
 import psutil
 import pytest
 
+from service.runs.outcome import Outcome
+from service.runs.run_log import RunLog
 from tests.run_log import events_of
 from trainables.rundir import RunDir
 
@@ -155,6 +157,15 @@ class Distill:
 def result(run_dir: Path) -> dict[str, Any]:
     """What a run or sweep has recorded of itself."""
     return dict(json.loads(RunDir(run_dir).result.read_text()))
+
+
+def outcomes(run_dir: Path) -> dict[str, Outcome]:
+    """How each trial of a sweep that has ended did."""
+    if not RunDir(run_dir).events.exists():
+        return {}
+    log = RunLog(RunDir(run_dir).events)
+    trials = sorted({Path(stage).parts[1] for stage in log.stages if stage.startswith("trials/")} | log.fold.rows.keys())
+    return {trial: outcome for trial in trials if (outcome := log.fold.outcome_of(trial)) is not None}
 
 
 def records(run_dir: Path, kind: str, stage: str = "student") -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from trainables.distributed.rank_pool import RankPool
 from trainables.engine import checkpoint
 from trainables.rundir import RunDir
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 SETS = ["optim.epochs=8", "train.checkpoint_every=5", "train.log_every=1", "scale.num_workers=2"]
 
 

@@ -76,8 +76,7 @@ def test_a_sweep_in_the_store_has_its_rows_there(distill: Distill, s3: S3, tmp_p
     run = name.removesuffix("/result.json")
     log = found[f"{run}/events.jsonl"]
     assert all(f'"kind": "summary", "stage": "trials/{trial}/student"' in log for trial in ("000", "001"))
-    assert f"{run}/spool/events.jsonl" in found
-    assert f"{run}/spool/sent.json" not in found
+    assert f"{run}/.mlflow.json" not in found
     assert [name for name in found if name.startswith(f"{run}/teacher-")]
     shutil.rmtree(tmp_path / "copies")
     table = distill.run("report", f"{ROOT}/{run}", env=env)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import ray.train
-from ray.exceptions import PendingCallsLimitExceeded
 from ray.util.metrics import Gauge
 
 from trainables.config import TrainConfig
@@ -75,9 +74,4 @@ class Reporter:
 
     def _send(self, kind: str, **fields: Any) -> None:
         self._disk.check()
-        try:
-            written = self._recorder.send(kind, Path(self._config.output_dir), **fields)
-        except PendingCallsLimitExceeded:  # the disk of the log is slower than the log lines come
-            self._disk.wait()
-            written = self._recorder.send(kind, Path(self._config.output_dir), **fields)
-        self._disk.put(written)
+        self._disk.put(self._recorder.send(kind, Path(self._config.output_dir), **fields))

@@ -47,10 +47,10 @@ def test_a_teacher_is_as_accurate_as_its_own_training_or_else_the_first_trial_fo
     run_dir.root.mkdir(parents=True)
     assert teachers_of(job) == {"convnet_large": None}
     rows = [typed_row({"id": "000", "status": "ok", "metrics": {"top1_pct": 95.0, "teacher_top1_pct": 97.0}})]
-    write_result(run_dir.result, typed({"trials": rows}))
+    write_log(run_dir, typed({"trials": rows}))
     assert teachers_of(job) == {"convnet_large": TeacherAccuracy(97.0, "large.safetensors")}
     stage = {"stage": "teacher", "model": "convnet_large", "status": "ok", "checkpoint": "teacher/best.safetensors"}
-    write_result(run_dir.result, typed({"trials": rows, "stages": [{**stage, "metrics": {"best_top1_pct": 98.5}}]}))
+    write_log(run_dir, typed({"trials": rows, "stages": [{**stage, "metrics": {"best_top1_pct": 98.5}}]}))
     assert teachers_of(job) == {"convnet_large": TeacherAccuracy(98.5, "teacher/best.safetensors")}
 
 

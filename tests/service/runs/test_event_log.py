@@ -15,7 +15,7 @@ from service.runs.event_log import EventLog, StaleAttemptError
 from service.runs.events import Event, EventTail, event
 from service.runs.recorder import Recorder
 from trainables.errors import ExperimentError
-from trainables.rundir import read_lines
+from trainables.rundir import lines_after
 
 
 def step(number: int, stage: str = "student", kind: str = "step", **metrics: float) -> Event:
@@ -23,7 +23,7 @@ def step(number: int, stage: str = "student", kind: str = "step", **metrics: flo
 
 
 def kinds(path: Path) -> list[tuple[str, Any]]:
-    return [(line["kind"], line.get("step")) for line in read_lines(path)]
+    return [(line["kind"], line.get("step")) for each in lines_after(path, 0) if (line := each.record)]
 
 
 def test_each_event_of_a_stage_counts_once_also_after_the_log_was_opened_again(tmp_path: Path) -> None:

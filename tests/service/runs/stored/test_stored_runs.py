@@ -2,11 +2,9 @@ import time
 from pathlib import Path
 
 import pytest
-from service.runs.stages.stage_log import append_to_log
 
 from service.commands.options import experiment_file
 from service.config.experiment import load
-from service.runs.outcome import Outcome, write_outcome
 from service.runs.run_directory import check_writable, reopen
 from service.runs.stored import driver_lease, stored_session
 from service.runs.stored.driver_lease import DriverLease, is_fresh
@@ -15,7 +13,6 @@ from service.runs.stored.stored_runs import (
     display_name,
     fetch_checkpoint,
     fetch_records,
-    put_stage_records,
     ray_storage,
     root_folder,
     run_folder,
@@ -24,15 +21,12 @@ from service.runs.stored.stored_runs import (
 )
 from service.runs.stored.stored_session import put_rest
 from service.runs.stored.stored_session import stored_session as session_of
-from service.sweeps.trials import Trial, retry_trials
 from tests.s3 import S3, SECRET, contents
-from tests.trainables.jobs import config as job_config
 from tests.waiting import wait_until
-from trainables.config import RunStore
 from trainables.errors import CheckpointError, ExperimentError, StorageError
-from trainables.object_store.run_copy import RunCopy, is_of_workers
+from trainables.object_store.run_copy import RunCopy
 from trainables.object_store.store import ObjectStore
-from trainables.rundir import RunDir, StageDir, append_line, write_atomic, write_json
+from trainables.rundir import RunDir, write_atomic, write_json
 
 URI = "s3://bucket/runs/one"
 
@@ -181,58 +175,50 @@ def test_a_driver_that_wakes_at_its_end_puts_nothing_more(s3: S3, monkeypatch: p
     assert contents(URI).keys() == {"owner.json", ".drivers/other"}
 
 
-def test_what_the_driver_writes_is_put_and_a_result_behind_all_else(s3: S3) -> None:
+def test_what_the_driver_writes_is_put(s3: S3) -> None:
     folder = run_folder(URI)
     with session_of(RunDir(folder), pytest.fail):
-        write_json(folder / "spool/target.json", {})
-        write_json(folder / "student/sessions.jsonl", {})
-        write_json(folder / "student/stage.json", {})  # the workers'
-        wait_until(lambda: "student/sessions.jsonl" in contents(URI))
-        (folder / "student/sessions.jsonl").unlink()  # as a cleaner of temporary files does
-        delete(folder / "spool/target.json")
+        write_json(folder / "student/logs/train.log", {})
+        write_atomic(folder / "student/checkpoints/best.safetensors", b"")  # the workers'
+        wait_until(lambda: "student/logs/train.log" in contents(URI))
+        (folder / "student/logs/train.log").unlink()  # as a cleaner of temporary files does
         write_json(folder / "result.json", {"status": "complete"})
-    assert contents(URI).keys() == {"owner.json", "student/sessions.jsonl", "result.json"}
+    assert contents(URI).keys() == {"owner.json", "student/logs/train.log", "result.json"}
 
 
-def test_a_trial_that_is_to_run_again_has_no_result_in_the_store_either(s3: S3) -> None:
-    run_dir = RunDir(run_folder(URI))
-    outcome = Outcome(status="failed", failure="unschedulable")
-    with session_of(run_dir, pytest.fail):
-        write_outcome(run_dir.trial("000").result, outcome)
-        wait_until(lambda: "trials/000/result.json" in contents(URI))
-        retry_trials([Trial("000", {}, None, outcome)], run_dir)
+def test_the_log_is_put_behind_all_else_that_it_tells_of(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, put, names = run_folder(URI), ObjectStore.put, list[str]()
+
+    def noted(store: ObjectStore, name: str, content: Path | bytes) -> None:
+        put(store, name, content)
+        names.append(name)
+
+    monkeypatch.setattr(stored_session, "EVERY_S", 3600.0)
+    monkeypatch.setattr(ObjectStore, "put", noted)
+    with session_of(RunDir(folder), pytest.fail):
+        names.clear()
+        for name in ("events.jsonl", "result.json", "trials/000/experiment.yaml"):
+            write_json(folder / name, {})
+    assert [name for name in names if not name.startswith(".")] == ["trials/000/experiment.yaml", "result.json", "events.jsonl"]
+
+
+def test_a_file_that_the_driver_deletes_is_not_in_the_store_either(s3: S3) -> None:
+    folder = run_folder(URI)
+    with session_of(RunDir(folder), pytest.fail):
+        write_json(folder / "scores.json", {})
+        wait_until(lambda: "scores.json" in contents(URI))
+        delete(folder / "scores.json")
     assert contents(URI).keys() == {"owner.json"}
-    assert not run_dir.trial("000").result.exists()
 
 
 def test_what_workers_put_elsewhere_comes_to_the_driver(s3: S3, tmp_path: Path) -> None:
     folder, node = run_folder(URI), RunCopy(URI, tmp_path / "node")
     with session_of(RunDir(folder), pytest.fail):
         node.own("student", lambda name: True)
-        node.store.put("student/metrics.jsonl", b"1\n")
-        wait_until((folder / "student/metrics.jsonl").exists)
-        node.store.put("student/metrics.jsonl", b"1\n2\n")
-        wait_until(lambda: (folder / "student/metrics.jsonl").read_text() == "1\n2\n")
-
-
-def test_records_that_a_kill_left_unsent_are_put_before_workers_begin_elsewhere(s3: S3, tmp_path: Path) -> None:
-    copy = RunCopy(URI, tmp_path / "driver")
-    stage = StageDir(copy.folder / "student")
-    settings = job_config(stage.root, teacher=None).model_copy(update={"run_store": RunStore(uri=URI, folder=str(copy.folder))})
-    put_stage_records(settings)
-    assert contents(URI) == {}
-    copy.own("student", lambda name: True)
-    append_line(stage.metrics, {"step": 1})
-    put_stage_records(settings)
-    assert contents(URI)["student/metrics.jsonl"] == '{"step": 1}\n'
-
-
-def test_the_drivers_lines_on_a_stage_are_not_in_the_log_that_comes_from_its_workers(s3: S3) -> None:
-    stage = StageDir(run_folder(URI) / "student")
-    append_to_log(stage, "waiting for nodes")
-    assert not stage.log.exists()
-    assert not is_of_workers("student/logs/driver.log")
-    assert "waiting for nodes" in stage.driver_log.read_text()
+        node.store.put("student/checkpoints/best.safetensors", b"1")
+        wait_until((folder / "student/checkpoints/best.safetensors").exists)
+        node.store.put("student/checkpoints/best.safetensors", b"12")
+        wait_until(lambda: (folder / "student/checkpoints/best.safetensors").read_bytes() == b"12")
 
 
 def test_a_store_that_is_gone_at_the_end_is_one_line_with_how_to_go_on(s3: S3) -> None:
@@ -254,7 +240,7 @@ def test_a_run_that_another_machine_has_begun_is_not_continued_with_this_ones_ex
     folder, store = run_folder(URI), ObjectStore(URI)
     store.put("owner.json", b'{"folder": "elsewhere"}')
     store.put("experiment.yaml", b"seed: 1\n")
-    store.put("result.json", b"{}")
+    store.put("events.jsonl", b"{}")
     write_atomic(folder / "experiment.yaml", b"seed: 2\n")
     with (
         pytest.raises(ExperimentError, match=f"^{URI} already holds a run: continue it with `distill resume {URI}`"),
@@ -270,10 +256,10 @@ def test_a_run_that_died_as_it_began_elsewhere_is_begun_anew(s3: S3) -> None:
     store.put("owner.json", b'{"folder": "elsewhere"}')
     store.put("experiment.yaml", b"seed: 1\n")
     write_atomic(folder / "experiment.yaml", b"seed: 2\n")
-    write_atomic(folder / "result.json", b"{}")
+    write_atomic(folder / "events.jsonl", b"{}")
     with session_of(RunDir(folder), pytest.fail):
         assert contents(URI)["experiment.yaml"] == "seed: 2\n"
-    assert (folder / "result.json").exists()
+    assert (folder / "events.jsonl").exists()
 
 
 def test_refusals_name_the_run_as_the_user_does(s3: S3) -> None:
@@ -281,7 +267,7 @@ def test_refusals_name_the_run_as_the_user_does(s3: S3) -> None:
     write_atomic(folder / "experiment.yaml", b"")
     with pytest.raises(ExperimentError, match=f"^{URI} holds a run that died as it began"):
         check_writable(folder.parent, folder)
-    write_atomic(folder / "result.json", b"")
+    write_atomic(folder / "events.jsonl", b"")
     with pytest.raises(ExperimentError, match=f"^{URI} already holds a run: continue it with `distill resume {URI}`"):
         check_writable(folder.parent, folder)
 
@@ -302,11 +288,11 @@ def test_records_are_fetched_unless_the_run_is_written_here(s3: S3) -> None:
         reopen(folder)
     store.put("owner.json", b'{"folder": "elsewhere"}')
     store.put("student/owner.json", b'{"folder": "elsewhere"}')
-    for name in ("result.json", "student/metrics.jsonl", "student/checkpoints/best.safetensors", ".drivers/x"):
+    for name in ("events.jsonl", "student/logs/train.log", "student/checkpoints/best.safetensors", ".drivers/x"):
         store.put(name, b"1")
     fetch_records(folder)
     found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")}
-    assert found == {"result.json", "student/metrics.jsonl"}
-    store.put("result.json", b"2")
+    assert found == {"events.jsonl", "student/logs/train.log"}
+    store.put("events.jsonl", b"2")
     fetch_records(folder)
-    assert (folder / "result.json").read_bytes() == b"2"
+    assert (folder / "events.jsonl").read_bytes() == b"2"
