@@ -216,7 +216,9 @@ def _task_optimizer(settings: JobSettings) -> str | None:
     if "task" in optim.losses:
         return "optim.losses.task: the labels' loss has no weight here: leave it out"
     if optim.losses and distill is not None and {*distill.weighted} <= optim.losses.keys():
-        return "optim.losses: it leaves the labels' loss alone to optim, and that has no weight here: write one method's in optim"
+        return (
+            "optim.losses: all losses but the labels' are in it, and the labels' has no weight here: leave one method out of it"
+        )
     return None
 
 
@@ -371,14 +373,17 @@ RULES: tuple[Rule[JobSettings], ...] = (
     ),
     (
         lambda s: any(each.logit_scale and not each.embeds_classes for each in s.all_teachers),
-        "teacher.logit_scale scales the cosines to class embeddings: write teacher.classes: FILE.npy, or leave it out",
+        "teacher.logit_scale scales the cosines to class embeddings: write teacher.classes: FILE.npy or teacher.head:"
+        " class_means, or leave it out",
     ),
     (
         lambda s: s.teacher and s.teacher.head and not s.data.labels,
         "teacher.head: class means are of images with labels, and data.labels is false: leave it out",
     ),
     (
-        lambda s: s.teacher and s.teacher.head and _first_set(s.teacher, "classes", "finetune"),
+        lambda s: (
+            s.teacher and s.teacher.head and ("classes" if s.teacher.classes else "finetune" if s.teacher.finetune else None)
+        ),
         "teacher.head {s.teacher.head} gives the teacher a classifier, and so does teacher.{found}: leave out one of the two",
     ),
     (

@@ -26,7 +26,7 @@ class CodeSource(NamedTuple):
     path: Path
     text: str
     sha256: str
-    """Of the file's bytes, in hexadecimal."""
+    """SHA-256 of the file's bytes, in hexadecimal."""
 
 
 def option_key(name: str) -> str:

@@ -16,7 +16,7 @@ from service.runs.result import RunResult
 
 SEED = "seed"
 ROUNDING = 1e-12
-"""Of differences, relative to the numbers themselves."""
+"""Differences smaller than this, relative to the numbers, are rounding."""
 CAPTION = (
     "Means over seeds ± their standard deviation, and paired differences to {first} with Student's t; p is for all rows together"
     " (Holm). What is not significant may be chance: more seeds show it."

@@ -86,7 +86,8 @@ def bound(result: RunResult) -> list[str]:
     if search is not None:
         tried = f"{len(rows) - unmeasured} of {len(rows)} points were tried, for {search.spent_gpu_s:,.0f} {result.unit}-seconds"
         sure = search.bound_pct is not None
-        bound_sentence = f"With a probability of 90% no point is more than {search.bound_pct:.1f}% better; " if sure else ""
+        which = "each untrained point is at most" if result.metric == TIME else "no point is more than"
+        bound_sentence = f"With a probability of 90% {which} {search.bound_pct:.1f}% better; " if sure else ""
         share = f", {search.grid_share:.0%} of what measuring every point briefly would take" if search.grid_share else ""
         sentences = [f"{bound_sentence}{tried}{share}."]
         sentences.append(f"Why the search ended: {search.why}.")

@@ -63,7 +63,7 @@ class Cleaner:
         self.echo(f"{format_bytes(num_bytes):>10}  {what} {name}")
         try:
             if not (self.dry_run or (by or _remove)(path)):
-                self.echo(f"{name} stays: it is used again")
+                self.echo(f"{name} kept: in use")
                 return False
         except (OSError, DistillError) as error:
             self.echo(f"{name} cannot be removed: {getattr(error, 'strerror', None) or error}")
@@ -237,7 +237,7 @@ def with_lock(run: Run, cleaner: Cleaner, remove: Callable[[Run, Cleaner], bool]
     try:  # The runs before it took their time. Before its lock is taken, which may make a file in it.
         current = replace(run, objects=StoredObjects(run.path)) if run.objects else run
         if not current.is_old(cleaner):
-            cleaner.echo(f"{run.name} {'stays: it is used again' if run.objects or run.path.exists() else 'is gone'}")
+            cleaner.echo(f"{run.name} {'kept: in use' if run.objects or run.path.exists() else 'is gone'}")
             return False
     except (OSError, DistillError) as error:
         cleaner.echo(f"{run.name} stays: {error}")

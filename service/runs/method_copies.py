@@ -75,7 +75,7 @@ def changed_methods(run_dir: RunDir) -> Iterator[str]:
     for name, copy in _read_index(run_dir).items():
         path = run_dir.methods / copy.file
         if not Path(name).is_file():
-            yield f"{name} is not there any more: the run goes on with its copy {path}"
+            yield f"{name} no longer exists: the run continues with its copy {path}"
             continue
         before, now = (file.read_text(errors="replace").splitlines() for file in (path, Path(name)))
         changes = [line[0] for line in difflib.unified_diff(before, now, n=0, lineterm="") if line[:3] not in ("---", "+++")]

@@ -49,8 +49,8 @@ def check_train(resolved: Resolved) -> tuple[Resolved, DataIdentity]:
         Plan.on(experiment, capacity).check(capacity)
     resolved, data = check_data(resolved)
     check_fits(resolved.experiment, len(data.classes), ["student"])
+    note_warmup(resolved.experiment, data.train.num_images)
     if resolved.experiment.written_cache("train") is not None:
-        note_warmup(resolved.experiment, data.train.num_images)
         note_cache_size(resolved.experiment, data.train.num_images, len(data.classes))
     return resolved, data
 

@@ -165,7 +165,7 @@ def locked_run(run_dir: RunDir) -> AbstractContextManager[None]:
 
     Raises ExperimentError: another process works on this run.
     """
-    refusal = f"{display_name(run_dir.root)} is being carried out by another process: wait for it, or end it first"
+    refusal = f"{display_name(run_dir.root)} is already running in another process: wait for it, or end it first"
     return locked_or_raise(run_dir.root / ".lock", ExperimentError(refusal))
 
 

@@ -179,7 +179,7 @@ def _close(session: Session, status: str, timeout_s: float) -> None:
         root, uri = runs_root_of(session.result), session.result.mlflow.uri
         sent, left = sync_neighbours(root, session.run_dir, uri, MlflowView, NEIGHBOURS_S)
         for folder in sent:
-            session.display.print(f"MLflow was also sent what had waited in {folder}")
+            session.display.print(f"MLflow was also sent the pending events of {folder}")
         if left:
             session.display.print(f"records of earlier runs ({len(left)}) still wait for MLflow; later: distill sync {left[0]}")
 

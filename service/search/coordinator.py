@@ -33,7 +33,7 @@ class Running:
     assignment: Assignment
     began_s: float
     starts_began_s: list[float] = field(default_factory=list)
-    """Of the workers that were started for it; none where they were there already."""
+    """When workers were started for it; none where they were there already."""
     restarts: int = 0
 
 

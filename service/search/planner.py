@@ -56,7 +56,7 @@ MAX_FAILED_OF_VALUE = 3  # points that failed, none that ran: all others with th
 
 @dataclass(frozen=True)
 class Forecast:
-    """Of one point."""
+    """What is known of one point."""
 
     point: Point
     step_s: float
@@ -184,7 +184,7 @@ class Planner:
 
     @property
     def measured_rows(self) -> list[int]:
-        """Of the points that ran, each once."""
+        """Rows of the points that ran, each once."""
         return list(dict.fromkeys(self._ended("ok")))
 
     def _ended(self, *statuses: str) -> list[int]:
@@ -236,7 +236,7 @@ class Planner:
                     room = (
                         USABLE_MEMORY * one.gpu_memory_mib / one.peak_memory_mib
                         if one.gpu_memory_mib and one.peak_memory_mib
-                        else 1
+                        else math.inf  # a CPU, or not recorded: only an error of memory says something
                     )
                     sure = max(sure, batch_M[row] * max(room, 1.0))
                 elif self._kind_M[row] == kind and one.status == "oom":
@@ -288,7 +288,7 @@ class Planner:
 
     @property
     def spent_gpu_s(self) -> float:
-        """Of all probes; where one does not say what it took, what such a probe usually takes."""
+        """GPU-seconds of all probes; where one does not say what it took, what such a probe usually takes."""
         spent, group = 0.0, 0.0
         for row, one in self.history:
             workers = float(self.layout.workers_M[row]) if one.status != "infeasible" else 0.0
@@ -304,7 +304,7 @@ class Planner:
 
     @property
     def grid_gpu_s(self) -> float:
-        """Of a lean grid: every point once and briefly, those with as many workers one after the other on one start."""
+        """GPU-seconds of a lean grid: every point once and briefly, those with as many workers on one start."""
         steps = self._warmup_steps + min(GRID_STEPS, self.max_steps)
         each_M = self.layout.workers_M * (self.setup_s + steps * self.belief().step_s_M)
         return float(np.unique(self.layout.workers_M).sum() * self.start_s + (self.chances() * each_M).sum())
@@ -389,7 +389,7 @@ class Planner:
             self.spent_gpu_s + gpu_s_M < (UNLIKE_SHARE + max(belief.form_sd - FORM_SD, 0)) * self.grid_gpu_s
         )
         if better <= DOUBT and (unlike := self._unlike(early_M, gpu_s_M)) is not None:
-            return unlike, f"{self._name(unlike)} has a value that was not measured beside {best}"
+            return unlike, f"{self._name(unlike)} has a value that was not measured near {best}"
         if not open_M.any():
             ends = f"every point{' that is expected to run' if untested else ''} was measured"
         elif better > DOUBT:
@@ -426,11 +426,15 @@ class Planner:
 
     def _leaders(self) -> tuple[list[int], Array]:
         """The best measured points that can still run, the best first, and the probability of each to be the best of them."""
-        belief, lost_M = self.belief(), self._without_room()
-        rows = [row for row in belief.rows_U[np.argsort(belief.cost_M[belief.rows_U], kind="stable")] if not lost_M[row]][
-            :LEADERS
-        ]
-        return [int(row) for row in rows], np.bincount(np.argmin(belief.cost_SM[:, rows], axis=1), minlength=len(rows)) / DRAWS
+        belief = self.belief()
+        rows = sorted(self._eligible(), key=lambda row: belief.cost_M[row])[:LEADERS]
+        return rows, np.bincount(np.argmin(belief.cost_SM[:, rows], axis=1), minlength=len(rows)) / DRAWS
+
+    def _eligible(self) -> list[int]:
+        """The measured points that can still run and never ran out of memory; where there is none, all that can still run."""
+        lost_M, out_of_memory = self._without_room(), set(self._ended("oom"))
+        rows = [row for row in self.belief().rows_U.tolist() if not lost_M[row]] or self.belief().rows_U.tolist()
+        return [row for row in rows if row not in out_of_memory] or rows
 
     def _leader(self, affordable_M: Flags) -> int | None:
         """One of the leading points, to measure again in turn; None: the best one was, and no other may be as good."""
@@ -450,6 +454,8 @@ class Planner:
         rows, _ = self._leaders()
         if len(rows) < 2:
             return ""
+        if rows[0] != self._best():
+            return f"; {self._name(rows[0])} is as fast within the tolerance, but leaves too little memory"
         lead_S = self.belief().cost_SM[:, rows[1]] - self.belief().cost_SM[:, rows[0]]
         times = self._ended("ok").count(rows[0])
         measured = f"measured {times} times" if times > 1 else "measured once"
@@ -485,7 +491,8 @@ class Planner:
             return len(steps_s) >= self.max_steps
         steps_s = self._settled(row, steps_s)
         if row is not None and belief is not None:
-            late = math.log(float(np.mean(steps_s))) + self._offset_M[row] - belief.cost_M[belief.rows_U].min()
+            to_beat = (belief.cost_M[belief.rows_U] + belief.penalty_UM[:, row]).min()
+            late = math.log(float(np.mean(steps_s))) + self._offset_M[row] - to_beat
             known = max(REPEAT_ERROR if again else STOP_ERROR, BEHIND_ERROR * late)
         return 1.96 * relative_error(steps_s) <= known
 
@@ -493,8 +500,7 @@ class Planner:
 
     def _best(self) -> int:
         """The best measured point; of those that are as good within the tolerance, one whose peak leaves memory to spare."""
-        belief, lost_M = self.belief(), self._without_room()
-        rows = [row for row in belief.rows_U.tolist() if not lost_M[row]] or belief.rows_U.tolist()
+        belief, rows = self.belief(), self._eligible()
         tight = {
             row
             for row, one in self.history

@@ -78,7 +78,7 @@ class Times:
 
     @property
     def logs(self) -> Array:
-        """Of what is measured: step, work, forward, shaped ...3M."""
+        """Logarithms of what is measured: step, work, forward, shaped ...3M."""
         return np.log(np.stack([self.step, self.work, self.forward], axis=-2))
 
 
@@ -235,7 +235,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of M points."""
+    """A forecast for M points."""
 
     step_s: Array
     step_sd_s: Array

@@ -22,7 +22,7 @@ KEYS = {
     "precision": "precision",
 }
 SETUP_S, TUNING_S = 2.0, 5.6
-"""Of a point: models built; and what its first steps take longer, the mean of what the testbed draws."""
+"""Seconds to set up a point: models built; and what its first steps take longer, the mean of what the testbed draws."""
 
 
 class ClusterB:

@@ -134,6 +134,7 @@ class WeightedConfig(ModelConfig):
 
     @property
     def scale(self) -> float:
+        """`logit_scale`, or CLIP's."""
         return self.logit_scale or 100.0
 
     @property

@@ -53,8 +53,8 @@ def _with_memory_format(config: Config, group: Group) -> Config:
 
 
 def _with_precision(config: Config, group: Group) -> Config:
-    teachers = config.all_teachers if isinstance(config, TrainConfig) else ()
-    if "auto" not in (config.precision, *(each.precision for each in teachers)):
+    teachers = (*config.all_teachers, config.finetuned) if isinstance(config, TrainConfig) else ()
+    if "auto" not in (config.precision, *(each.precision for each in teachers if each is not None)):
         return config
     without_bf16 = next(filter(None, gather_objects(name_without_bf16(group.device), group)), None)
     choice = choose_precision(config.data.image_size, without_bf16=without_bf16)
@@ -64,11 +64,11 @@ def _with_precision(config: Config, group: Group) -> Config:
     own = {"precision": choice.precision}
     update: dict[str, object] = own | {"precision_reason": choice.reason} if config.precision == "auto" else {}
     if isinstance(config, TrainConfig):
-        teacher, *several = (
+        teacher, finetuned, *several = (
             each.model_copy(update=own) if each is not None and each.precision == "auto" else each
-            for each in (config.teacher, *config.teachers)
+            for each in (config.teacher, config.finetuned, *config.teachers)
         )
-        update |= {"teacher": teacher, "teachers": tuple(several)}
+        update |= {"teacher": teacher, "finetuned": finetuned, "teachers": tuple(several)}
     return cast(Config, config.model_copy(update=update))
 
 

@@ -20,7 +20,7 @@ def autocast(precision: str, device: torch.device) -> Callable[[], contextlib.Ab
 
 
 def teacher_precision(teacher: WeightedConfig, config: TrainConfig) -> str:
-    """That of a teacher's forward passes."""
+    """The precision of a teacher's forward passes: its own, else the job's."""
     return teacher.precision or config.precision
 
 

@@ -91,8 +91,10 @@ class BackboneEvaluation:
         self, state: TrainState, val_loader: Loader, group: Group, heartbeat: Heartbeat, epoch: int
     ) -> dict[str, float]:
         module, ckas = state.distillation_module, dict[int, LinearCKA]()
-        projecting = {
-            module.teachers.get(key, 0): key for key, method in module.methods_by_name.items() if method.projects_embedding
+        projecting = {  # the first method of each teacher, as for the CKA
+            module.teachers.get(key, 0): key
+            for key, method in reversed(module.methods_by_name.items())
+            if method.projects_embedding
         }
         cosines = torch.zeros(len(projecting), dtype=torch.float64, device=group.device)
         measures_loss = not any(

@@ -87,6 +87,6 @@ def write_class_means(config: TrainConfig, group: Group, heartbeat: Heartbeat) -
 
 
 def _sums(features_BD: Tensor, labels_B: Tensor, num_classes: int) -> Tensor:
-    """Of each class the sum of its normalized features and the number of its images, (K, D + 1), in float64."""
+    """Sums of the normalized features and numbers of images of each class, (K, D + 1), in float64."""
     rows_BD = functional.pad(functional.normalize(features_BD.double()), (0, 1), value=1.0)
     return functional.one_hot(labels_B, num_classes).double().T @ rows_BD

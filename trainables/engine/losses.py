@@ -58,7 +58,8 @@ def compute_losses(
 
     The CE of mixed images is share·CE(own label) + (1 - share)·CE(the other's); the methods see the image as it is. The CE of
     auxiliary heads (Inception) belongs to the task. Every term is in the graph, whatever its weight: DDP waits for each gradient.
-    One of weight 0 is 0, also where it is not finite, as in fp16.
+    One of weight 0 is 0, also where it is not finite, as in fp16. Of the task so are the gradients of its logits; a method's term
+    that is not finite still has gradients that are not.
 
     Raises ExperimentError: a term is neither, which torch would broadcast.
     """

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from trainables.config import WeightedConfig
 from trainables.device.device_batches import DeviceBatch
-from trainables.device.tensor_format import pixels_of, teacher_autocast
+from trainables.device.tensor_format import pixels_of, teacher_autocast, teacher_precision
 from trainables.distributed.group import all_reduce_sum, from_rank
 from trainables.engine.evaluate import evaluate, logits_of
 from trainables.engine.job import Job
@@ -158,5 +158,6 @@ def _key(job: Job, teacher: WeightedConfig) -> str:
         "images": images.val.model_dump(),
         "crops": data.model_dump(mode="json", include={"image_size", "val_resize", "fidelity"}),
         "input": asdict(teacher_input(teacher, data)),
+        "precision": teacher_precision(teacher, job.config),
     }
     return cache_key(parts)

@@ -34,7 +34,7 @@ from trainables.methods.imitation import DIMENSIONS, ImitationOptions, channels_
 from trainables.methods.standardize_features import FeatureStandardizer
 
 MOMENTUM = 0.99
-"""Of the running mean of `balance`."""
+"""Weight of the old value in the running mean of `balance`."""
 
 
 def _cosine(student: Tensor, teacher: Tensor) -> Tensor:

@@ -106,7 +106,7 @@ class DriverLease:
             time.sleep(_POLL_S)
             now = self._store.entries(FOLDER)
             if any(name in now and now[name] != entry for name, entry in others.items()) or {*now} - {*others, self._name}:
-                raise ExperimentError(f"{self._store.uri} is being carried out by {driver}: wait for it, or end it first")
+                raise ExperimentError(f"{self._store.uri} is already running in {driver}: wait for it, or end it first")
         for name in others:
             self._store.delete(name)
 

@@ -78,7 +78,7 @@ def refused_by_a_worker(overrides: tuple[str, ...], folder: Path) -> str:
         ((*UNLABELED, "optim.losses={task: {lr: 1}}"), "optim.losses.task: the labels' loss has no weight here: leave it out"),
         (
             (*UNLABELED, "optim.losses={embed: {lr: 1}}"),
-            "optim.losses: it leaves the labels' loss alone to optim, and that has no weight here: write one method's in optim",
+            "optim.losses: all losses but the labels' are in it, and the labels' has no weight here: leave one method out of it",
         ),
         (("teacher.head=class_means",), "teacher.head belongs to given weights"),
         ((*UNLABELED, "teacher.head=class_means"), "teacher.head: class means are of images with labels"),

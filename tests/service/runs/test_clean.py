@@ -100,7 +100,7 @@ def test_a_run_that_is_taken_up_while_others_are_removed_stays(root: Path) -> No
         (second / "report.html").touch()  # somebody resumes it while the first one goes
 
     clean(root, Cleaner(time.time() - 30 * DAY_S, dry_run=False, echo=echo), unfinished=False, checkpoints_only=False)
-    assert lines[1] == f"{second} stays: it is used again"
+    assert lines[1] == f"{second} kept: in use"
     assert not first.exists()
     assert RunDir(second).stage("student").last.exists()
 

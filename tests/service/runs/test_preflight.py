@@ -121,3 +121,12 @@ def test_the_size_of_a_cache_of_features_is_a_line_before_anything_is_written(tm
         f"teacher.cache: 5.3 MiB for 1,442 images × 3 epochs: {holds}",
     ]
     assert not (tmp_path / "cache").exists()
+
+
+def test_a_warm_up_longer_than_the_training_is_a_line(tmp_path: Path) -> None:
+    folder = write_images(tmp_path / "images", num_train=20)
+    overrides = ["data.image_size=8", "data.global_batch_size=4", "student.model=mlp_small", "teacher=null", "optim.epochs=2"]
+    lines: list[str] = []
+    with notices_to(lines.append):
+        check_train(load("digits", [f"data.path={folder}", *overrides, "optim.warmup_steps=500"]))
+    assert "optim.warmup_steps 500: the training has 20, all of which are warm-up" in lines

@@ -143,7 +143,7 @@ def test_workers_and_a_resumed_run_load_the_copy(begun: RunDir, method: Path, ma
     ]
     method.unlink()
     assert reopen(begun.root, to_continue=True)[0].experiment.distill.method == (f"{method}:Own",)
-    assert list(changed_methods(begun)) == [f"{method} is not there any more: the run goes on with its copy {copy}"]
+    assert list(changed_methods(begun)) == [f"{method} no longer exists: the run continues with its copy {copy}"]
 
 
 def test_a_run_goes_on_with_the_code_of_its_model(tmp_path: Path, method: Path) -> None:

@@ -156,7 +156,7 @@ def test_any_number_of_ranks_says_what_one_does(ranks: RankPool, case: Case) -> 
     assert_ranks_equal_one(ranks, case, (5, 0, 2))
 
 
-# Of about 1, whatever the teacher
+# Loss values of about 1, whatever the teacher
 
 
 def test_a_balanced_loss_is_the_plain_one_over_its_running_mean_which_has_no_gradient(ranks: RankPool) -> None:

@@ -304,7 +304,7 @@ def use_cache_without_network() -> None:
     """Set the Hub's client to its offline mode where the Hub's host has no address: it would try for 23 s, for each file."""
     from huggingface_hub import constants
 
-    if not getproxies():  # a proxy finds the address itself
+    if not getproxies().keys() - {"no"}:  # a proxy finds the address itself
         try:
             socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, None)
         except socket.gaierror:

@@ -80,9 +80,10 @@ class CachedTeacher(RowTeacher):
         outputs = self._network[0](images_BCHW, num_rows)
         self._num_computed += num_rows
         columns = self.row_format.encode(outputs[ROWS])
-        if self._measures_error and isinstance(self.row_format, StoredFeatures) and self.row_format.feature_dtype != "float16":
-            log.info("teacher.cache: %s, of %d images", self.row_format.describe_error(outputs[ROWS]), num_rows)
-        self._measures_error = False
+        row_format, measures = self.row_format, self._measures_error and num_rows
+        if measures and isinstance(row_format, StoredFeatures) and row_format.feature_dtype != "float16":
+            log.info("teacher.cache: %s, of %d images", row_format.describe_error(outputs[ROWS]), num_rows)
+        self._measures_error = self._measures_error and not num_rows
         if self.writer is not None:
             rows = self.row_format.to_host(indices_B.copy(), columns)
             self.writer.add(request.epoch, lambda: self._check(rows()), missing_B)

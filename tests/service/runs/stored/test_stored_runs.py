@@ -111,7 +111,7 @@ def test_a_second_driver_is_refused_while_the_first_renews_its_lease(
     with monkeypatch.context() as patch:
         patch.setattr(time, "time", lambda: 1e12)  # this machine's clock does not matter
         assert is_fresh(URI)
-    with pytest.raises(ExperimentError, match=r"is being carried out by a driver on .*: wait for it, or end it first"):
+    with pytest.raises(ExperimentError, match=r"is already running in a driver on .*: wait for it, or end it first"):
         second.acquire(lambda line: None)
     first.release()
     assert contents(URI) == {}
