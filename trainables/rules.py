@@ -25,6 +25,8 @@ from trainables.config import (
 from trainables.user_code import model_parts
 
 Problem = str | None
+OURS = ("sgd", "adamw")
+"""The optimizers that go with pipeline stages and several losses."""
 
 
 class JobSettings(Protocol):
@@ -190,14 +192,22 @@ def _unstaged(settings: JobSettings) -> str | None:
         "precision fp16: its scaler would see one stage's gradients; write bf16, or fp32": settings.precision == "fp16",
         "scale.sync_batch_norm: write false": settings.scale.sync_batch_norm,
         "train.compile: write false": settings.train.compile,
+        "train.gradient_checkpointing: write false": settings.train.gradient_checkpointing,
         f"data.decoder {settings.data.decoder}: write auto": settings.data.decodes_on_device,
-        "optim.name dot: write sgd": optim.name == "dot",
+        f"optim.name {optim.name}: write sgd or adamw": optim.name not in OURS,
+        "optim.ema_decay: leave it out": optim.ema_decay,
+        "optim.clip_grad_agc: write clip_grad_norm": optim.clip_grad_agc,
         "optim.losses, optimizers of single losses: leave them out": optim.losses,
         "optim.lr_head and optim.layer_decay: leave them out": optim.lr_head or optim.layer_decay,
         "teacher.lr_head and teacher.layer_decay: leave them out": teacher and (teacher.lr_head or teacher.layer_decay),
         "teacher.service: leave it out": teacher is not None and teacher.service is not None,
     }
     return next((text for text, applies in instead.items() if applies), None)
+
+
+def _idle_end(optim: OptimConfig) -> bool:
+    """Whether it says how a schedule ends that has no such end."""
+    return optim.schedule in ("constant", "step") and bool(optim.min_lr_factor or optim.cooldown_epochs)
 
 
 def _unknown_loss(settings: JobSettings) -> tuple[str, str] | None:
@@ -416,6 +426,11 @@ RULES: tuple[Rule[JobSettings], ...] = (
         "teacher.placement sharded is for a network that runs in every step, and {found} is set: leave out one of the two",
     ),
     (
+        lambda s: _is_sharded(s) and not s.data.labels and s.eval.best not in (None, "top1_pct"),
+        "eval.best: teacher.placement sharded has no teacher's features in a validation, and {s.eval.best} compares with them:"
+        " write top1_pct with eval.path, or leave eval.best out",
+    ),
+    (
         lambda s: _is_sharded(s) and s.train.compile,
         "teacher.placement sharded does not go with train.compile: set train.compile to false, or teacher.placement to whole",
     ),
@@ -453,6 +468,34 @@ RULES: tuple[Rule[JobSettings], ...] = (
     (
         lambda s: next((key for key, o in _optimizers(s.optim).items() if o.nesterov and not o.momentum), None),
         "{found}.nesterov needs {found}.momentum above 0: set it, or set {found}.nesterov to false",
+    ),
+    (
+        lambda s: [key for key in ("clip_grad_norm", "clip_grad_value", "clip_grad_agc") if getattr(s.optim, key)][1:],
+        "optim.{found[0]}: gradients are clipped in one way: leave all but one of optim.clip_grad_… out",
+    ),
+    (
+        lambda s: s.optim.losses and next((o.name for o in _optimizers(s.optim).values() if o.name not in OURS), None),
+        "optim.losses: optimizers of single losses are sgd or adamw, and {found} is another one: leave optim.losses out",
+    ),
+    (
+        lambda s: next((key for key, o in _optimizers(s.optim).items() if _idle_end(o)), None),
+        "{found}.min_lr_factor and {found}.cooldown_epochs belong to the schedules cosine and wsd: leave them out",
+    ),
+    (
+        lambda s: next((k for k, o in _optimizers(s.optim).items() if o.epochs_of_warmup + o.cooldown_epochs >= o.epochs), None),
+        "{found}.warmup_epochs and {found}.cooldown_epochs leave no epoch of optim.epochs {s.optim.epochs}: write less",
+    ),
+    (
+        lambda s: s.train.bce_threshold and s.train.task_loss != "bce",
+        "train.bce_threshold belongs to train.task_loss bce: leave it out",
+    ),
+    (
+        lambda s: not s.data.labels and (s.train.label_smoothing or s.train.task_loss != "cross_entropy"),
+        "train.label_smoothing and train.task_loss: there are no labels, and data.labels is false: leave them out",
+    ),
+    (
+        lambda s: s.data.mixes_unlabeled and s.train.task_loss == "bce",
+        "train.task_loss bce needs the label of each image: write labels: true for each set in data.more, or cross_entropy",
     ),
     (_unknown_loss, "optim.losses: there is no loss {found[0]!r} here: write one of {found[1]}"),
     (
@@ -510,6 +553,12 @@ METHOD_RULES: tuple[MethodRule[JobSettings], ...] = (
         lambda s, _: not s.data.labels and s.eval.best == "loss",
         lambda m, _: m.requires.whole_batch or m.requires.all_gather,
         "eval.best: {m.key} compares the images of a batch, and has no loss in a validation: write cka, or leave eval.best out",
+    ),
+    (
+        lambda s, _: not s.data.labels and s.eval.best == "loss",
+        lambda m, _: getattr(m.options, "balance", False),
+        "eval.best: distill.options.{m.key}.balance divides the loss by its running mean, so that those of two evaluations do not"
+        " compare: write cka, or leave eval.best out",
     ),
     (
         lambda s, _: s.data.mixes_unlabeled,
@@ -625,13 +674,6 @@ METHOD_RULES: tuple[MethodRule[JobSettings], ...] = (
         "distill.options.{m.key}.warmup_by: without warmup_epochs the weight does not rise: set warmup_epochs too, or leave"
         " warmup_by out",
     ),
-    (
-        lambda s, _: (
-            s.distillation and s.distillation.task_weight is None and len(s.distillation.weighted) == 1 and _task_optimizer(s)
-        ),
-        lambda m, _: not m.task_weight,
-        "{when}",
-    ),
     (lambda s, _: s.optim.losses, _missing_loss, "optim.losses: there is no loss {found[0]!r} here: write one of {found[1]}"),
 )
 """What a method requires of the other sections."""
@@ -658,6 +700,27 @@ def first_problem_of_methods(
                 if found := breaks(method, when):
                     return text.format(s=settings, m=method, when=when, found=found)
     return None
+
+
+def labels_are_used(settings: JobSettings, methods: Iterable[MethodNeeds]) -> Problem:
+    """Whether something trains the classifier, where there are labels."""
+    distill = settings.distillation
+    chosen = [] if distill is None else [each for each in methods if each.key in distill.weighted]
+    if distill is None or not settings.data.labels or not chosen:
+        return None
+    defaults = max(each.task_weight for each in chosen)
+    if distill.task_weight or (distill.task_weight is None and defaults):
+        return None
+    if problem := _task_optimizer(settings):
+        return problem
+    if any(each.requires.reads_classes or each.requires.hard_labels for each in chosen):
+        return None
+    names = " and ".join(each.key for each in chosen)
+    value = "0" if distill.task_weight == 0 else f"0 by default with {names}"
+    return (
+        f"distill.task_weight: it is {value}, and features alone train no classifier: write distill.task_weight: 1, or"
+        " data.labels: false"
+    )
 
 
 def resize_covers_crop(data: DataConfig) -> Problem:

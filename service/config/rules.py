@@ -16,7 +16,16 @@ from trainables.config import DistillConfig
 from trainables.config.models import ModelConfig
 from trainables.errors import ExperimentError
 from trainables.methods.registry import METHODS, check_name, load_method
-from trainables.rules import METHOD_RULES, RULES, MethodNeeds, MethodRule, Rule, first_problem, first_problem_of_methods
+from trainables.rules import (
+    METHOD_RULES,
+    RULES,
+    MethodNeeds,
+    MethodRule,
+    Rule,
+    first_problem,
+    first_problem_of_methods,
+    labels_are_used,
+)
 from trainables.user_code import file_of, option_key
 
 MethodFiles = Literal["run", "run if present", "ignore"]
@@ -101,7 +110,8 @@ def check_rules(experiment: Experiment, files: MethodFiles = "run") -> None:
 
     try:
         _check_options_of_all(experiment)
-        if problem := first_problem_of_methods(methods, experiment, 0, (*METHOD_RULES, *_METHOD_RULES)):
+        problem = first_problem_of_methods(methods, experiment, 0, (*METHOD_RULES, *_METHOD_RULES))
+        if problem := problem or labels_are_used(experiment, methods()):
             raise ConfigProblems([(problem.partition(":")[0], problem)])
     except ExperimentError as error:
         raise ConfigProblems([(error.key, str(error))]) from error

@@ -43,13 +43,14 @@ class Experiment(Section):
     """Everything that a user may write, validated."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=MAX_NAME)] = Field(
-        "experiment", description="in run directories, MLflow runs and Ray jobs; absent from a file: the file's name"
+        "experiment", description="of run directories, MLflow runs and Ray jobs; absent from a file: the file's name"
     )
     data: DataConfig = DataConfig()
     teacher: TeacherConfig | None = None
     teachers: tuple[TeacherOfSeveralConfig, ...] = Field(
         (),
-        description="several in place of `teacher`: methods on logits imitate the mean of their probabilities, others each one",
+        description="several instead of `teacher`, all with weights: methods on logits imitate the mean of their probabilities, "
+        "others each one",
     )
     assistants: tuple[AssistantConfig, ...] = Field(
         (), description="models between teacher and student: each learns from the one before it, the student from the last"
@@ -62,12 +63,12 @@ class Experiment(Section):
     eval: EvalConfig = EvalConfig()
     precision: Precision = Field(
         "fp32",
-        description="bf16, fp16: autocast, with a gradient scaler for fp16; fp64: all of it, for exact comparisons; auto: bf16"
-        " where the GPUs have it and images have 224 pixels or more, else fp32",
+        description="bf16, fp16: autocast; fp64: for exact comparisons; auto: bf16 if the GPUs have it and images have 224 "
+        "pixels or more, else fp32",
     )
     sweep: SweepConfig = SweepConfig()
     tracking: TrackingConfig = TrackingConfig()
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(0, description="of initial weights, order of images and augmentation")
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(0, description="of initial weights, order and augmentation")
 
     @property
     def all_teachers(self) -> tuple[WeightedConfig, ...]:

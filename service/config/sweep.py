@@ -27,38 +27,39 @@ MINIMIZED = frozenset({"epoch_s", "step_s", "gpu_s_per_epoch", "val_loss", "data
 class SweepConfig(Section):
     """A search over values of the experiment."""
 
-    space: dict[str, Any] = Field({}, description="dotted key → list, {range: [first, last, step]}, or a distribution")
-    points: tuple[dict[str, Any], ...] = Field((), description="in place of a space: each point as dotted keys and their values")
+    space: dict[str, Any] = Field(
+        {}, description="dotted key → list, {range: [first, last, step]}, or a distribution such as {loguniform: [low, high]}"
+    )
+    points: tuple[dict[str, Any], ...] = Field((), description="instead of a space: each point as dotted keys and their values")
     policy: Literal["grid", "random", "asha", "guided"] = Field(
-        "grid", description="guided: a timing sweep that learns what a step is made of, and tries few points of the grid"
+        "grid", description="guided: a timing sweep that models a step's time and measures few points of the grid"
     )
     metric: str = Field(
         "images_per_s",
-        description="what the best trial has most (or, for times and losses, least) of; guided: or pareto, both speed and cost",
+        description="what the best trial has most (times and losses: least) of; guided: also pareto and time_to_accuracy",
     )
     target_pct: Annotated[float, Field(gt=0, le=100)] | None = Field(
-        None, description="metric time_to_accuracy: the validation top-1, in percent, to which the time counts"
+        None, description="time_to_accuracy: the validation top-1 to reach"
     )
-    num_samples: Count = Field(16, description="trials drawn by the policies random and asha")
+    num_samples: Count = Field(16, description="random, asha: number of trials")
     steps: Count | None = Field(
         None,
-        description="a timing sweep: steps of a trial past its warm-up (guided: at most; 60 if absent); absent: its epochs",
+        description="a timing sweep: steps of a trial after its warm-up (guided: at most; absent: 60); absent: its epochs",
     )
     tolerance: Annotated[float, Field(gt=0, lt=1)] = Field(
         0.025,
-        description="guided: the search ends when a point that was not measured beats the best by more than this share with a "
-        "probability of at most 10 %",
+        description="guided: stop when a point not measured is better by more than this share with a probability of at most 10 %",
     )
     budget_grid_share: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="guided: what the search may cost, of measuring every point once for 40 steps; both absent: 0.45"
+        None, description="guided: what the search may cost, of measuring every point once for 40 steps; absent: 0.45"
     )
-    budget_gpu_h: Positive | None = Field(None, description="guided: the same in GPU-hours, in place of budget_grid_share")
+    budget_gpu_h: Positive | None = Field(None, description="guided: what the search may cost in GPU-hours")
     trial_limit_s: Positive | None = Field(
         None,
-        description="seconds, its restarts included, after which a trial ends as failed, and the sweep goes on; absent: no limit",
+        description="seconds, restarts included, after which a trial ends as failed; absent: no limit",
     )
     max_concurrent: Count = Field(
-        1, description="trials at a time; bounded by the resources; where speeds are compared, none shares cores or a teacher"
+        1, description="trials at a time, if resources allow; where speeds are compared, none shares cores or a teacher"
     )
     grace_epochs: Count = Field(1, description="asha: epochs before a trial may be stopped")
     reduction_factor: Annotated[int, Field(ge=2)] = Field(3, description="asha: one in this many continues")

@@ -282,7 +282,9 @@ ROWS = (
         lambda e: uneven_ms(e) > 0,
         lambda e: Effect(beyond_ms=uneven_ms(e)),
         lambda e: f"ranks are late in turn: each waits at least {uneven_ms(e):.1f} of a step's {e.step_ms:.1f} ms for others",
-        lambda e: "leave each worker its cores (--set scale.cpus_per_worker=…, fewer data.loader_workers); see how data_s varies",
+        lambda e: (
+            "leave each worker its cores (--set scale.cpus_per_worker=…, fewer data.loader_workers); see how phase/data_ms varies"
+        ),
     ),
     Row(
         "all-reduce-bound",

@@ -34,6 +34,7 @@ METRICS = {
     "top1_pct": MetricLabel("% top-1", 2),
     "top5_pct": MetricLabel("% top-5", 2),
     "best_top1_pct": MetricLabel("% best top-1", 2),
+    "raw_top1_pct": MetricLabel("% top-1 of weights that are not averaged", 2),
     "linear_top1_pct": MetricLabel("% linear probe", 2),
     "cka": MetricLabel("CKA with the teacher", 4),
     "cosine": MetricLabel("cosine with the teacher", 4),

@@ -178,6 +178,7 @@ def check_models(experiment: Experiment, classes: tuple[str, ...]) -> None:
         ModelError: a model does not take these images or classes, or its published weights do not.
         CheckpointError: a file of weights cannot be read, or is of another model or other classes.
     """
+    from trainables.engine.optimizers import check_optimizer
     from trainables.methods.select import select_methods
     from trainables.models.model_input import input_warnings, trained_model_input
     from trainables.models.registry import build_model
@@ -186,6 +187,8 @@ def check_models(experiment: Experiment, classes: tuple[str, ...]) -> None:
 
     for stage in (*experiment.trained_before, "student"):
         config = experiment.stage(stage, Path("/"), {})
+        for optim in (config.optim, *map(config.optim.for_loss, config.optim.losses)):
+            check_optimizer(optim)
         if config.weights is not None:
             size = trained_model_input(config).image_size
             model = build_model(config.model, num_classes=len(classes), image_size=size, seed=config.seed)

@@ -29,6 +29,7 @@ SHOWN = {
     "cosine": Shown(4, each_epoch=True),
     "linear_top1_pct": Shown(2),
     "val_loss": Shown(4, each_epoch=True),
+    "raw_top1_pct": Shown(2, each_epoch=True),
     "train/loss": Shown(4, each_epoch=True, each_stage=True),
     "train/task_loss": Shown(4, each_epoch=True),
     "train/distill_loss": Shown(4, each_epoch=True),

@@ -23,10 +23,10 @@ class RandAugmentConfig(Section):
 class ColorJitterConfig(Section):
     """How far colors may be changed: factors from 1 - value to 1 + value, hue by a part of the color circle."""
 
-    brightness: NonNegative = Field(0.0, description="factors from 1 - value to 1 + value")
-    contrast: NonNegative = Field(0.0, description="factors from 1 - value to 1 + value")
-    saturation: NonNegative = Field(0.0, description="factors from 1 - value to 1 + value")
-    hue: Annotated[float, Field(ge=0, le=0.5)] = Field(0.0, description="part of the color circle, to either side")
+    brightness: NonNegative = Field(0.0, description="factor from 1 - value to 1 + value")
+    contrast: NonNegative = Field(0.0, description="factor from 1 - value to 1 + value")
+    saturation: NonNegative = Field(0.0, description="factor from 1 - value to 1 + value")
+    hue: Annotated[float, Field(ge=0, le=0.5)] = Field(0.0, description="shift by up to this part of the color circle")
     probability: Probability = Field(1.0, description="share of the images that are changed")
 
 
@@ -35,10 +35,10 @@ class DeviceAugmentConfig(Section):
 
     randaugment: RandAugmentConfig | None = None
     color_jitter: ColorJitterConfig | None = None
-    grayscale: Probability = Field(0.0, description="probability that an image loses its colors")
-    random_erasing: Probability = Field(0.0, description="probability that a rectangle of an image becomes the mean color")
-    mixup: NonNegative = Field(0.0, description="α of the shares of two mixed images, from Beta(α, α)")
-    cutmix: NonNegative = Field(0.0, description="α of the shares of two pasted images; with mixup, each image draws which")
+    grayscale: Probability = Field(0.0, description="probability of a gray image")
+    random_erasing: Probability = Field(0.0, description="probability that a rectangle becomes the mean color")
+    mixup: NonNegative = Field(0.0, description="α of Beta(α, α), which draws the shares of two mixed images")
+    cutmix: NonNegative = Field(0.0, description="α for pasted rectangles; with mixup, each image draws which")
 
     @property
     def mixes(self) -> bool:
@@ -49,12 +49,11 @@ class DeviceAugmentConfig(Section):
 class MoreDataConfig(Section):
     """A further set of training images."""
 
-    path: str = Field(min_length=1, description="as data.path; validation images that it has are not used")
+    path: str = Field(min_length=1, description="as data.path; only its training images are used")
     share: Annotated[float, Field(gt=0, lt=1)] = Field(description="part of each global batch; data.path has the rest")
     labels: bool | None = Field(
         None,
-        description="whether its labels are used, by the names of its classes, all of which data.path must have; absent: where "
-        "both have the same classes",
+        description="use its labels, by class names, all of which data.path must have; absent: if both have the same classes",
     )
 
 
@@ -66,64 +65,60 @@ class DataConfig(Section):
         min_length=1,
         description="`digits`, `synthetic`, a packed set, a folder with train/CLASS/* and val/CLASS/*, or another layout",
     )
-    labels: bool = Field(
-        True, description="false: images without labels, from a folder of any depth or any other source, whose labels are ignored"
-    )
+    labels: bool = Field(True, description="false: images without labels; those of a source are ignored")
     more: tuple[MoreDataConfig, ...] = Field(
-        (), description="further sets in each training batch; an epoch is one pass over data.path, and these begin again"
+        (), description="further sets in each training batch; an epoch is one pass over data.path"
     )
     val_share: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         None,
-        description="share of the images that is held out for validation, by a hash of their paths, where a source has no "
-        "validation split; absent: 0.1 without labels, and none with labels",
+        description="share of the images held out for validation if a source has no validation split; absent: 0.1 without "
+        "labels, none with labels",
     )
     global_batch_size: Count = Field(128, description="samples per optimizer step over all workers")
     loader_workers: Natural | Literal["auto"] = Field(
-        "auto", description="decode threads that feed one worker; auto: as many as are needed; 0 decodes in the training thread"
+        "auto", description="decode threads per worker; auto: as many as are needed; 0: the training thread decodes"
     )
     loader: Literal["auto", "threads", "process"] = Field(
         "auto",
-        description="where they live: threads of the training process, or a process of its own, which does not share its GIL; "
-        "auto: a process where a GPU trains",
+        description="decode in threads of the training process, or in a process of its own; auto: a process if a GPU trains",
     )
     image_size: ImageSize = Field(
         8,
-        description="height and width of the crops, which the student sees as they are, in pixels; absent for image files: what "
-        "the student's library made it for",
+        description="height and width of the crops in pixels; absent for image files: what the student's library made it for",
     )
     augment: Literal["none", "crop_flip", "pad_crop_flip"] = Field(
         "none", description="crop_flip: RandomResizedCrop + flip; pad_crop_flip: pad by 4, crop, flip, as for CIFAR"
     )
     min_crop_area: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.08, description="crop_flip: the smallest part of an image's area that a crop shows"
+        0.08, description="crop_flip: smallest share of an image's area in a crop"
     )
     device_augment: DeviceAugmentConfig = Field(DeviceAugmentConfig(), description="further augmentation, on the device")
     decoder: Literal["auto", "gpu", "dali"] = Field(
         "auto",
-        description="what decodes JPEG; auto: the CPU, by libjpeg-turbo 3 where it is installed, else PIL; gpu, dali: the GPU, "
-        "for crop_flip alone",
+        description="auto: the CPU, by libjpeg-turbo 3 if installed, else PIL; gpu, dali: JPEGs on the GPU, only with crop_flip",
     )
     fidelity: Literal["fast", "exact"] = Field(
-        "fast", description="crop_flip in training: torchvision's pixels within a rounding (exact), or nearly so (fast)"
+        "fast", description="crop_flip in training: torchvision's pixels within rounding (exact), or nearly so (fast)"
     )
     val_resize: Count | None = Field(None, description="shorter side before the center crop; absent: image_size·256/224")
     shuffle: str = Field(
         "full", description="training order: `full`; `none`: as stored; `window(n)`: shards at random, shuffled within n samples"
     )
-    last_batch: Literal["drop", "short"] = Field("drop", description="what becomes of the last, incomplete training batch")
+    last_batch: Literal["drop", "short"] = Field("drop", description="drop the last, incomplete training batch, or train on it")
     prefetch_batches: Count = Field(2, description="batches that a loader prepares ahead")
     max_bad: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.001, description="share of a split's images that an epoch may skip as unreadable; one may always be, unless this is 0"
+        0.001,
+        description="share of a split's images that an epoch may skip as unreadable; one is always allowed, unless this is 0",
     )
     stage: Annotated[str, Field(pattern=r"^(none|ram|[/~].*)$")] = Field(
-        "none", description="where a node keeps its copy of a packed set: `ram`, or a folder (absolute); `none`: no copy"
+        "none", description="where a node copies a packed set: `ram` or an absolute folder; `none`: no copy"
     )
-    cache: Literal["none", "memory"] = Field("none", description="memory: a node keeps image files that it has read in memory")
+    cache: Literal["none", "memory"] = Field("none", description="memory: a node keeps the image files that it has read")
     cache_mib: Count | None = Field(
-        None, description="most that a node stores with `cache: memory` or of a remote set, in all; absent: by what is free"
+        None, description="limit of what a node stores with `cache: memory` or of a remote set; absent: by free space"
     )
-    mean: Mean = Field((0.485, 0.456, 0.406), description="per-channel mean of pixels in [0, 1], for the student")
-    std: Std = Field((0.229, 0.224, 0.225), description="per-channel deviation of pixels in [0, 1], for the student")
+    mean: Mean = Field((0.485, 0.456, 0.406), description="per-channel mean of the student's pixels in [0, 1]")
+    std: Std = Field((0.229, 0.224, 0.225), description="per-channel deviation of the student's pixels in [0, 1]")
     synthetic_images: Count = Field(2048, description="training images of the `synthetic` source")
     synthetic_classes: Count = Field(10, description="classes of the `synthetic` source")
 

@@ -14,13 +14,13 @@ class MethodOptions(Section):
     """The options of every distillation method; a method adds its own, and gives the defaults of its paper."""
 
     weight: NonNegative = Field(1.0, description="of the method's loss")
-    warmup_epochs: NonNegative = Field(0.0, description="epochs over which the weight rises linearly from 0")
+    warmup_epochs: NonNegative = Field(0.0, description="epochs in which the weight rises linearly from 0")
     warmup_by: Literal["step", "epoch_from_0", "epoch_from_1"] = Field(
-        "step", description="when it rises: with every step, or once an epoch, to (number of the epoch)/warmup_epochs"
+        "step", description="it rises with every step, or once an epoch, to (number of the epoch)/warmup_epochs"
     )
     decay: Literal["none", "linear", "cosine"] = Field("none", description="how the weight falls to 0 at the last epoch's end")
-    student_taps: tuple[str, ...] | None = Field(None, description="where the student is read; absent: the method's own points")
-    teacher_taps: tuple[str, ...] | None = Field(None, description="where the teacher is read; absent: the method's own points")
+    student_taps: tuple[str, ...] | None = Field(None, description="where the student is read; absent: the method's own taps")
+    teacher_taps: tuple[str, ...] | None = Field(None, description="where the teacher is read; absent: the method's own taps")
 
     @property
     def calibration_images(self) -> int:
@@ -52,17 +52,15 @@ class DistillConfig(Section):
     """How the student learns: task_weight·CE + Σ over methods of weight·(its terms)."""
 
     method: tuple[str, ...] = Field(
-        ("kd",), description="a method's name, or several; one of your own as FILE.py:CLASS; none: the labels alone"
+        ("kd",), description="a method's name, several, or your own FILE.py:CLASS; none: the labels alone"
     )
     task_weight: NonNegative | None = Field(
-        None, description="weight of the labels' cross-entropy; absent: as the methods have it by default, the largest"
+        None, description="weight of the labels' cross-entropy; absent: the largest default of the methods"
     )
     teacher_dropping: Probability = Field(
-        0.0, description="probability that of several teachers one whose loss is not an image's largest is left out for it"
+        0.0, description="several teachers: probability that an image skips one whose loss is not its largest"
     )
-    options: dict[str, dict[str, Any]] = Field(
-        {}, description="method → its options, such as `weight`; those of a method that is not used wait until it is"
-    )
+    options: dict[str, dict[str, Any]] = Field({}, description="method → its options; those of unused methods are ignored")
 
     @property
     def keys(self) -> dict[str, str]:

@@ -16,10 +16,10 @@ class EvalConfig(Section):
     path: str | None = Field(
         None,
         min_length=1,
-        description="images with labels, as data.path: a validation image's nearest training images vote for its class (k-NN)",
+        description="images with labels, as data.path, for a k-NN classifier on the student's features",
     )
     best: Literal["top1_pct", "cka", "cosine", "loss"] | None = Field(
-        None, description="which number the best checkpoint has the best of; absent: top1_pct where path is given, else cka"
+        None, description="number by which a checkpoint is the best; absent: top1_pct if path is set, else cka"
     )
     num_neighbors: Count = Field(20, description="k of k-NN")
 

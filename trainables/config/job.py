@@ -24,39 +24,47 @@ Measure = Literal["accuracy", "knn", "linear", "embed"]
 
 
 class TrainingConfig(Section):
-    """How the loop runs, apart from what it learns."""
+    """How the loop runs, and the labels' loss."""
+
+    task_loss: Literal["cross_entropy", "bce"] = Field(
+        "cross_entropy", description="of the labels; bce: binary cross-entropy of each class, its mean over classes"
+    )
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0, description="the share of a label that is spread over all classes, in training"
+    )
+    bce_threshold: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        None, description="task_loss bce: targets of mixed or smoothed labels above this are 1, others 0; absent: as they are"
+    )
 
     channels_last: bool | Literal["auto"] = Field(
-        "auto", description="models and images in channels_last memory format; auto: in bf16 and fp16, and on a CPU in fp32"
+        "auto", description="channels_last memory format; auto: in bf16 and fp16, and on a CPU in fp32"
     )
-    deterministic: bool = Field(
-        False, description="on a GPU the same steps give the same bits, and so does a resumed stage; slower"
-    )
+    deterministic: bool = Field(False, description="on a GPU: the same bits in every run and after a resume; slower")
     compile: bool | Literal["reduce-overhead", "max-autotune"] = Field(
-        False, description="torch.compile the student and the teacher; a name is one of torch's modes"
+        False, description="torch.compile student and teacher; a name is one of torch's modes"
     )
-    log_every: Count = Field(20, description="steps between log lines and records; after 30 s there is one earlier")
-    checkpoint_every: Count = Field(
-        500, description="steps between checkpoints inside an epoch; one is written at each epoch's end too"
+    gradient_checkpointing: bool = Field(
+        False, description="compute activations again in the backward pass, for less memory: models of timm and transformers"
     )
-    checkpoint_every_s: Positive = Field(
-        300.0, description="seconds between checkpoints inside an epoch, where checkpoint_every steps take longer"
-    )
+    log_every: Count = Field(20, description="steps between log lines and records; sooner after 30 s")
+    checkpoint_every: Count = Field(500, description="steps between checkpoints inside an epoch; each epoch ends with one too")
+    checkpoint_every_s: Positive = Field(300.0, description="seconds between checkpoints inside an epoch, if that is sooner")
     evaluate_every: Count = Field(1, description="epochs between evaluations; the last epoch is always evaluated")
-    warmup_steps: Natural = Field(5, description="first steps that throughput and phase times leave out")
+    warmup_steps: Natural = Field(5, description="first steps, left out of throughput and phase times")
     max_steps: Count | None = Field(
-        None, description="stop after so many steps past the warm-up, without evaluation: a timing run, which trains no teacher"
+        None,
+        description="a timing run: stop this many steps after the warm-up, without evaluation and without training a teacher",
     )
     until_top1_pct: Annotated[float, Field(gt=0, le=100)] | None = Field(
-        None, description="the student: stop after the first evaluated epoch whose top-1 reaches this, and record after how long"
+        None, description="the student: stop after the first evaluated epoch whose top-1 reaches this"
     )
     until_s: Positive | None = Field(
-        None, description="the student: stop after the epoch in which training has taken so many seconds, evaluation apart"
+        None, description="the student: stop after the epoch in which training has taken this many seconds, without evaluations"
     )
     noise_scale: bool = Field(
-        False, description="measure the gradient noise scale; until_top1_pct and a sweep by time_to_accuracy do in any case"
+        False, description="measure the gradient noise scale; until_top1_pct and time_to_accuracy always do"
     )
-    telemetry_every_s: Positive = Field(1.0, description="seconds between two readings of GPU and CPU telemetry")
+    telemetry_every_s: Positive = Field(1.0, description="seconds between readings of GPU and CPU telemetry")
 
 
 class RunStore(Section):

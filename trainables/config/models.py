@@ -47,12 +47,10 @@ class ModelConfig(Section):
 
     model: str = Field(
         min_length=1,
-        description="one of ours, torchvision's, timm's (`timm/NAME`), `local-dir:FOLDER`, `hf-hub:OWNER/NAME`, or one of your "
-        "own as FILE.py:CLASS",
+        description="a model of ours, torchvision or timm (`timm/NAME`), `local-dir:FOLDER`, `hf-hub:OWNER/NAME`, or your own "
+        "FILE.py:CLASS",
     )
-    args: dict[str, Any] = Field(
-        {}, description="what the library's constructor gets besides, plain values; `model` is then NAME(key=value)"
-    )
+    args: dict[str, Any] = Field({}, description="further arguments of the library's constructor, plain values")
 
     @model_validator(mode="before")
     @classmethod
@@ -68,11 +66,10 @@ class StudentConfig(ModelConfig):
     weights: str | None = Field(
         None,
         min_length=1,
-        description="what it begins with, as teacher.weights; its classifier too where their classes are the data's; absent: "
-        "random weights",
+        description="initial weights, as teacher.weights, with the classifier if its classes are the data's; absent: random",
     )
     weights_key: str | None = Field(None, min_length=1, description="as teacher.weights_key")
-    freeze: bool = Field(False, description="train its classifier alone, on weights that stay as they are")
+    freeze: bool = Field(False, description="train only its classifier")
 
 
 class WeightedConfig(ModelConfig):
@@ -80,41 +77,37 @@ class WeightedConfig(ModelConfig):
 
     image_size: ImageSize | None = Field(
         None,
-        description="height and width of what it sees, to which crops are resized; absent: theirs, or what its weights record "
-        "where it takes no other",
+        description="height and width of its input; absent: the crops', or what its weights record if it takes no other",
     )
-    mean: Mean | None = Field(
-        None, description="per-channel mean by which its images are normalized; absent: what its weights record, else data.mean"
-    )
+    mean: Mean | None = Field(None, description="per-channel mean of its input; absent: what its weights record, else data.mean")
     std: Std | None = Field(
         None,
-        description="per-channel deviation by which its images are normalized; absent: what its weights record, else data.std",
+        description="per-channel deviation of its input; absent: what its weights record, else data.std",
     )
     weights_key: str | None = Field(
         None,
         min_length=1,
-        description="the entry of a file of weights, or the prefix of its names, that is the model, such as `state_dict` or "
-        "`student`; absent: the one that fits, an average (EMA) before others",
+        description="entry or prefix in a file of weights that is the model, such as `state_dict`; absent: the one that fits, "
+        "averages (EMA) first",
     )
     weights: str | None = Field(
         None,
-        description="a checkpoint of ours, a torchvision or timm weight name, a file or folder of weights, `hf-hub:OWNER/NAME`; "
-        "absent: trained first",
+        description="a checkpoint, a published name, a file or folder, `hf-hub:OWNER/NAME`; absent: trained first",
     )
     classes: str | None = Field(
         None,
-        description="a .npy file of (K, D) floats, an embedding of each class, which are the classifier of weights without one; "
-        "names, one a line, in the .txt next to it; absent: the classes of the data in their order",
+        description="a .npy file of (K, D) floats, an embedding of each class: named in the .txt next to it, else in the data's "
+        "order",
     )
     logit_scale: Positive | None = Field(
-        None, description="logits are so many times the cosine to `classes`, or to class means; absent: 100, CLIP's"
+        None, description="logits are this times the cosine to `classes` or class means; absent: 100, CLIP's"
     )
     precision: Literal["auto", "fp32", "bf16", "fp16"] | None = Field(
-        None, description="of its forward passes, as it teaches; absent: as precision"
+        None, description="of its forward passes; absent: as precision"
     )
     fold_batch_norms: bool | None = Field(
         None,
-        description="fold its batch norms into its convolutions, in each worker; absent: where its precision is bf16 or fp16",
+        description="fold its batch norms into its convolutions; absent: if its precision is bf16 or fp16",
     )
 
     @model_validator(mode="before")
@@ -147,9 +140,7 @@ class TeacherOfSeveralConfig(WeightedConfig):
     """One of several models that are imitated; it has been trained before."""
 
     weights: str = Field(min_length=1, description="as teacher.weights")
-    share: Positive = Field(
-        1.0, description="weight of its probabilities in the mean, or of the method's loss with it, divided by the sum of all"
-    )
+    share: Positive = Field(1.0, description="its weight, divided by the sum of all")
 
 
 class TeacherConfig(WeightedConfig):
@@ -157,40 +148,39 @@ class TeacherConfig(WeightedConfig):
 
     weights: str | None = Field(
         None,
-        description="a checkpoint of ours, a torchvision or timm weight name, a file or folder of weights, `hf-hub:OWNER/NAME`; "
-        "absent: trained first",
+        description="a checkpoint, a published name, a file or folder, `hf-hub:OWNER/NAME`; absent: trained first",
     )
     finetune: bool | None = Field(
         None,
-        description="train `weights` on the labels first, with a new classifier where their classes are not the data's; absent: "
-        "where they are not, and a method reads logits",
+        description="train `weights` on the labels first, with a new classifier if the classes differ; absent: if they differ "
+        "and a method reads logits",
     )
     head: Literal["class_means"] | None = Field(
         None,
-        description="a classifier for `weights` without training: the cosine to the mean feature of each class's training images",
+        description="a classifier for `weights` without training: the cosine to the mean feature of each class",
     )
-    epochs: Count | None = Field(None, description="epochs of its training or fine-tuning; absent: optim.epochs")
-    lr: Positive | None = Field(None, description="as optim.lr, of its training or fine-tuning; absent: the same")
-    lr_head: Positive | None = Field(None, description="as optim.lr_head, of its training or fine-tuning; absent: teacher.lr")
-    layer_decay: LayerDecay | None = Field(None, description="as optim.layer_decay, of its training or fine-tuning; absent: none")
+    epochs: Count | None = Field(None, description="of its training or fine-tuning; absent: optim.epochs")
+    lr: Positive | None = Field(None, description="of its training or fine-tuning; absent: optim.lr")
+    lr_head: Positive | None = Field(None, description="of its classifier, as optim.lr_head; absent: teacher.lr")
+    layer_decay: LayerDecay | None = Field(None, description="as optim.layer_decay; absent: none")
     cache: str | None = Field(
         None,
         min_length=1,
-        description="a folder that all nodes share, where its logits and features, and an assistant's, are stored for all runs",
+        description="a folder that all nodes share, which stores its and assistants' outputs for all runs",
     )
-    cache_top_k: Count | None = Field(None, description="keep the top-k logits of each image and the sum of the rest")
+    cache_top_k: Count | None = Field(None, description="store the k largest logits and the sum of the rest")
     cache_epochs: Count | None = Field(
-        None, description="number of epochs whose augmentations differ, then they repeat; absent: every epoch has its own"
+        None, description="epochs with different augmentations, which then repeat; absent: all differ"
     )
     cache_feature_dtype: Literal["float16", "fp8"] | None = Field(
-        None, description="how features are stored; fp8: e4m3, with a scale for each image and tap; absent: float16"
+        None, description="how features are stored; fp8: e4m3; absent: float16"
     )
     service: Annotated[Count, Field(le=1024)] | None = Field(
-        None, description="number of Ray actors that compute its outputs for all students, instead of a network in each worker"
+        None, description="Ray actors that compute its outputs for all students, instead of a network in each worker"
     )
     placement: Literal["auto", "whole", "sharded"] = Field(
         "auto",
-        description="its network: whole in each worker, or each has a part of its parameters; auto: whole where that fits a GPU",
+        description="whole in each worker, or its parameters sharded over the workers; auto: whole if that fits a GPU",
     )
 
     @field_validator("cache")
@@ -220,7 +210,7 @@ class TeacherConfig(WeightedConfig):
 class AssistantConfig(ModelConfig):
     """A model between teacher and student: it learns from the one before it and teaches the one after it."""
 
-    epochs: Count | None = Field(None, description="epochs of its training; absent: optim.epochs")
+    epochs: Count | None = Field(None, description="of its training; absent: optim.epochs")
 
     @model_validator(mode="before")
     @classmethod

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from trainables.config.section import Count, LayerDecay, Natural, NonNegative, Positive, Section
 
+Schedule = Literal["constant", "step", "cosine", "wsd"]
+
 
 class LossOptimConfig(Section):
     """An optimizer for one loss, where it differs from the section around it."""
 
-    name: Literal["sgd", "adamw"] | None = Field(None, description="as optim.name; absent: the same")
+    name: str | None = Field(None, min_length=1, description="as optim.name, dot apart; absent: the same")
+    args: dict[str, Any] | None = Field(None, description="as optim.args; absent: the same")
     lr: Positive | None = Field(None, description="as optim.lr; absent: the same")
-    schedule: Literal["constant", "step", "cosine"] | None = Field(None, description="as optim.schedule; absent: the same")
+    schedule: Schedule | None = Field(None, description="as optim.schedule; absent: the same")
     milestones: tuple[Count, ...] | None = Field(None, description="as optim.milestones; absent: the same")
     gamma: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="as optim.gamma; absent: the same")
     warmup_epochs: NonNegative | Literal["auto"] | None = Field(None, description="as optim.warmup_epochs; absent: the same")
@@ -27,47 +30,67 @@ class LossOptimConfig(Section):
 class OptimConfig(Section):
     """Optimizer, schedule and length of training."""
 
-    name: Literal["sgd", "adamw", "dot"] = Field(
-        "sgd", description="dot: the Distillation-Oriented Trainer, SGD with a momentum for the task and one for the methods"
+    name: str = Field(
+        "sgd",
+        min_length=1,
+        description="sgd, adamw, or one of timm.optim.list_optimizers(), such as lamb or muon; dot: the Distillation-Oriented "
+        "Trainer, SGD with a momentum for the task and one for the methods",
     )
+    args: dict[str, Any] = Field({}, description="what its constructor gets besides, such as betas: [0.9, 0.95]")
     losses: dict[str, LossOptimConfig] = Field(
-        {}, description="`task`, a method or METHOD/TERM → an optimizer of its own, as what differs from this section"
+        {}, description="`task`, a method or METHOD/TERM → an optimizer of its own: what differs from this section"
     )
     delta: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.075, description="dot: the task's momentum is `momentum` less this, the methods' is `momentum` and this"
+        0.075, description="dot: the task's momentum is `momentum` minus this, the methods' plus this"
     )
     epochs: Count = Field(10, description="epochs of training")
     lr: Positive = Field(0.1, description="peak learning rate")
     lr_head: Positive | None = Field(None, description="peak learning rate of the classifier; absent: lr")
     layer_decay: LayerDecay | None = Field(
         None,
-        description="timm's models: each layer's learning rate is that of the layer after it times this; absent: the same",
+        description="timm's models: each layer's rate is the next layer's times this; absent: all the same",
     )
     lr_scaling: Literal["none", "linear", "sqrt"] = Field(
-        "none", description="linear: lr is multiplied by global_batch_size / lr_base_batch; sqrt: by the root of that"
+        "none", description="linear: lr is multiplied by global_batch_size / lr_base_batch; sqrt: by its root"
     )
-    lr_base_batch: Count = Field(256, description="lr_scaling: the global batch size for which lr is meant")
-    schedule: Literal["constant", "step", "cosine"] = Field(
-        "cosine", description="how the learning rate falls after the warm-up; cosine: to 0 at the end"
+    lr_base_batch: Count = Field(256, description="global batch size for which lr is meant, with lr_scaling")
+    schedule: Schedule = Field(
+        "cosine",
+        description="how the learning rate falls after the warm-up; cosine: to 0 at the end; wsd: it stays, and falls "
+        "linearly at the end",
     )
-    milestones: tuple[Count, ...] = Field((30, 60, 90), description="epochs at which the step schedule multiplies lr by gamma")
-    gamma: Annotated[float, Field(gt=0, le=1)] = Field(0.1, description="schedule step: factor at each milestone")
+    min_lr_factor: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0, description="cosine and wsd: the share of lr that it falls to"
+    )
+    cooldown_epochs: NonNegative = Field(0.0, description="cosine and wsd: the last ones of epochs, in which lr has fallen")
+    decay_ratio: Annotated[float, Field(gt=0, le=1)] = Field(0.2, description="wsd: the share of the epochs in which it falls")
+    milestones: tuple[Count, ...] = Field((30, 60, 90), description="step: epochs at which lr is multiplied by gamma")
+    gamma: Annotated[float, Field(gt=0, le=1)] = Field(0.1, description="step: factor at each milestone")
     warmup_epochs: NonNegative | Literal["auto"] = Field(
-        0.0, description="epochs over which the learning rate rises linearly to lr; auto: a tenth of epochs, at most 10"
+        0.0, description="epochs in which the learning rate rises linearly to lr; auto: a tenth of epochs, at most 10"
     )
-    warmup_steps: Natural = Field(
-        0, description="the same in optimizer steps, at most all of the training; not train.warmup_steps, which are not timed"
-    )
-    momentum: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="of sgd and dot")
+    warmup_steps: Natural = Field(0, description="the same in optimizer steps; not train.warmup_steps, which are not timed")
+    momentum: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="of sgd and dot, and of timm's that have one")
     nesterov: bool = Field(False, description="Nesterov momentum, of sgd")
     weight_decay: NonNegative = Field(1e-4, description="of sgd and dot L2, of adamw decoupled")
     decay_norm_and_bias: bool = Field(True, description="false: no weight decay on norm layers and biases")
     accumulate: Count = Field(
-        1, description="micro-batches per optimizer step, of the per-worker batch; one worker needs 2 to measure the noise_scale"
+        1, description="micro-batches of a worker per optimizer step; one worker needs 2 to measure the noise_scale"
     )
     clip_grad_norm: Positive | None = Field(
         None,
-        description="largest L2 norm of the gradients of a step, of each optimizer where there are several; absent: no clipping",
+        description="largest L2 norm of a step's gradients, for each optimizer; absent: no clipping",
+    )
+    clip_grad_value: Positive | None = Field(None, description="largest absolute value of a gradient; absent: no clipping")
+    clip_grad_agc: Positive | None = Field(
+        None,
+        description="adaptive gradient clipping: the largest ratio of a unit's gradient norm to its weight norm, the classifier "
+        "apart; absent: no clipping",
+    )
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        None,
+        description="decay of an exponential moving average of the weights, such as 0.9999; it rises from 0 in the first steps. "
+        "The averages are evaluated, and are what the checkpoints have for others; absent: no averages",
     )
 
     @property

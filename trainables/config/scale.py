@@ -14,43 +14,40 @@ class ScaleConfig(Section):
 
     num_workers: Count = Field(1, description="Ray Train workers: the world size; [2, 8] sets min_workers to 2 and this to 8")
     min_workers: Count | None = Field(
-        None, description="elastic: a stage goes on with as few workers where nodes are gone; absent: with num_workers alone"
+        None, description="elastic: continue with this many workers if nodes are gone; absent: only with num_workers"
     )
-    pipeline_stages: Count = Field(
-        1, description="workers that share one replica of the trained model, each with a part of its layers"
-    )
+    pipeline_stages: Count = Field(1, description="workers that share one replica of the model, each with a part of its layers")
     micro_batches: Count | None = Field(
         None,
-        description="parts of a replica's batch that flow through its pipeline stages; absent: 4 × pipeline_stages, at most one"
-        " for each sample; without effect for one stage",
+        description="parts of a replica's batch in its pipeline; absent: 4 × pipeline_stages, at most one per sample",
     )
     schedule: Literal["1f1b", "gpipe"] = Field(
-        "1f1b", description="order of the micro-batches' passes in a pipeline stage; 1f1b stores fewer activations"
+        "1f1b", description="order of the passes in a pipeline stage; 1f1b stores fewer activations"
     )
     cut: tuple[str, ...] | None = Field(
         None,
-        description="modules with which the student's second and later pipeline stages begin; absent: found by timing",
+        description="modules that begin the student's second and later pipeline stages; absent: found by timing",
     )
-    use_gpu: bool | Literal["auto"] = Field("auto", description="one GPU per worker; auto: where the cluster has GPUs")
-    cpus_per_worker: Count = Field(1, description="compute threads of one worker, not counting its loader workers")
+    use_gpu: bool | Literal["auto"] = Field("auto", description="one GPU per worker; auto: if the cluster has GPUs")
+    cpus_per_worker: Count = Field(1, description="compute threads of one worker, without its loader workers")
     sync_batch_norm: bool = Field(False, description="batch statistics over all workers")
     hang_after_s: NonNegative | Literal["auto"] = Field(
         "auto",
-        description="seconds without progress after which workers hang and are restarted: ten times as many at the start, in a "
-        "first step and while a model is compiled, five times in a checkpoint; auto: thirty times a step, at least 120; 0: never",
+        description="seconds without progress after which workers restart: ten times as many at the start and while compiling, "
+        "five times in a checkpoint; auto: thirty times a step, at least 120; 0: never",
     )
     collective_timeout_s: Count = Field(
         1800,
-        description="seconds after which torch gives up a collective, without a word on who was late: keep it above what "
+        description="seconds after which torch gives up a collective without naming the late rank: keep it above what "
         "hang_after_s allows a first step",
     )
 
     max_failures: Natural = Field(
-        3, description="restarts after a worker or a node has died, or a hang; an announced end is not counted"
+        3, description="restarts after a worker or a node died or hung; an announced end does not count"
     )
     wait_for_nodes_s: NonNegative = Field(
         1800.0,
-        description="seconds that a stage, or teacher.service, waits for nodes where those at hand are too few; 0: it ends",
+        description="seconds to wait if there are too few nodes; 0: end",
     )
 
     @model_validator(mode="before")

@@ -1,7 +1,8 @@
 """A `CheckpointState` as one safetensors file: no pickle, nothing that could run code. `checkpoint_writer` saves it.
 
 Of a job in pipeline stages it has the first stage's tensors, and names the files next to it with a later stage's each: `shards`.
-Names in a file: `model.<parameter or buffer>`, `method.<name>.<parameter or buffer>`, `optim.<optimizer>.<parameter>.<state>`
+Names in a file: `model.<parameter or buffer>` (with `optim.ema_decay` its average, and `raw.…` as it is trained),
+`method.<name>.<parameter or buffer>`, `optim.<optimizer>.<parameter>.<state>`
 with the parameter's own name, `rng.<rank>.cpu|cuda`; everything else (position, schedule of the scaler, metrics, what the model
 is) is JSON in the header under `raydistill`. What an optimizer is set to is the experiment's.
 """
@@ -22,7 +23,9 @@ from torch import Tensor, nn
 from trainables.config import DataIdentity
 from trainables.data.identity import check_same_data
 from trainables.distributed.group import Group, gather_objects, result_or_error
+from trainables.engine.optimizers import set_plain_numbers
 from trainables.engine.tensor_file import HostBuffer, write_packed
+from trainables.engine.weight_average import WeightAverage
 from trainables.errors import CheckpointError, DistillError
 from trainables.models.checkpoint_header import META_KEY
 from trainables.notices import notice
@@ -31,7 +34,7 @@ from trainables.user_code import option_key
 
 log = logging.getLogger("raydistill")
 
-FORMAT = 5
+FORMAT = 6
 """Version of the state that a training continues from; the weights of a file are the same in every format."""
 
 
@@ -112,6 +115,8 @@ class CheckpointState:
     """What it is trained on; None: of a timing run, which has no checkpoints."""
     metrics: dict[str, Any] = field(default_factory=dict)
     """The `JobMetrics.state` that goes into a checkpoint, or came out of it; empty before the first."""
+    average: WeightAverage | None = None
+    """Of the student's weights, see `optim.ema_decay`."""
     pipeline_stages: Group = field(default_factory=Group)
     """The pipeline stages of this rank's replica, for the threads that write checkpoints; one alone has the whole state."""
 
@@ -234,10 +239,16 @@ def restore(path: Path, state: CheckpointState, group: Group, accepted_data: Dat
     _check_format(path, meta)
     other_data = _check_data(path, state, meta, accepted_data)
     _check_model(path, state, meta)
-    _load_modules(path, state.student, state.methods, _without_other_stages(state, tensors, group), meta)
+    own = _without_other_stages(state, tensors, group)
+    raw = {f"model.{name}": tensor for name, tensor in _without_prefix("raw.", tensors).items()}
+    _check_average(path, state, raw)
+    _load_modules(path, state.student, state.methods, own | raw, meta)
+    if state.average is not None:
+        state.average.load(_without_prefix("model.", own))
     _check_optimizers(path, state.describe_optimizers(group), meta)
     for number, optimizer in enumerate(state.optimizers):
-        _restore_optimizer(optimizer, state.parameter_names, _without_prefix(f"optim.{number}.", tensors))
+        tensors_of = _without_prefix(f"optim.{number}.", tensors)
+        _restore_optimizer(optimizer, state.parameter_names, tensors_of, meta["optimizer_numbers"][number])
     if meta["scaler"]:
         state.scaler.load_state_dict(meta["scaler"])
     state.progress, state.metrics = Progress(**meta["progress"]), meta["metrics"]
@@ -327,6 +338,12 @@ def _check_optimizers(path: Path, current: Sequence[dict[str, Any]], meta: dict[
         )
 
 
+def _check_average(path: Path, state: CheckpointState, raw: Mapping[str, Tensor]) -> None:
+    if bool(raw) != (state.average is not None):
+        has = "averages of the weights" if raw else "no averages of the weights"
+        raise CheckpointError(f"checkpoint {path} has {has}: resume with the optim.ema_decay of before, or choose another --out")
+
+
 def _without_other_stages(state: CheckpointState, tensors: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]:
     """Without what other ranks have in their modules and this one does not."""
     own = {f"model.{name}" for name in state.student.state_dict()} | {f"method.{name}" for name in state.methods.state_dict()}
@@ -342,11 +359,14 @@ def _last_line(error: RuntimeError) -> str:
     return str(error).splitlines()[-1].strip()
 
 
-def _restore_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], tensors: Mapping[str, Tensor]) -> None:
-    """`tensors`: the whole state, by parameter and name of the state; another pipeline stage's is left out."""
+def _restore_optimizer(
+    optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]
+) -> None:
+    """`tensors`: the whole state, by parameter and name of the state; another pipeline stage's is left out. `numbers`: see
+    `plain_numbers`."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     indices = {names[parameter]: index for index, parameter in enumerate(parameters)}
-    states: dict[int, dict[str, Tensor]] = {}
+    states: dict[int, dict[str, Any]] = {}
     for name, tensor in tensors.items():
         parameter_name, state = name.rsplit(".", 1)
         index = indices.get(parameter_name)
@@ -356,4 +376,7 @@ def _restore_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, 
             # The parameter's own memory format, so that a fused update stays fused.
             tensor = torch.empty_like(parameters[index], requires_grad=False).copy_(tensor)
         states.setdefault(index, {})[state] = tensor
+    for name, own in numbers["parameters"].items():
+        states.setdefault(indices[name], {}).update(own)
     optimizer.load_state_dict({**optimizer.state_dict(), "state": states})
+    set_plain_numbers(optimizer, numbers["groups"])

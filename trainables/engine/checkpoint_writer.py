@@ -13,8 +13,8 @@ from torch import Tensor
 from trainables.disk_writer import DiskWriter
 from trainables.distributed.group import Group, from_each, gather_objects
 from trainables.engine.checkpoint import FORMAT, CheckpointState, remove_shards
+from trainables.engine.optimizers import plain_numbers
 from trainables.engine.tensor_file import HostBuffer, PackedTensors, write_packed
-from trainables.errors import CheckpointError
 
 Publish = Callable[[Sequence[Path], int, float], None]
 
@@ -55,6 +55,7 @@ class CheckpointWriter:
             "metrics": state.metrics,
             "world_size": group.world_size,
             "optimizers": optimizers,
+            "optimizer_numbers": [plain_numbers(each, state.parameter_names) for each in state.optimizers],
             "scaler": state.scaler.state_dict(),
         }
         shards = {
@@ -97,15 +98,16 @@ def rng_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def _collect(state: CheckpointState) -> dict[str, Tensor]:
-    """The tensors of this rank's state. Raises CheckpointError: an optimizer's state is no tensor."""
+    """The tensors of this rank's state."""
     tensors = {f"model.{name}": tensor for name, tensor in state.student.state_dict().items()}
+    if state.average is not None:
+        averages = state.average.tensors
+        tensors |= {f"raw.{name}": tensors[f"model.{name}"] for name in averages}
+        tensors |= {f"model.{name}": average for name, average in averages.items()}
     tensors |= {f"method.{name}": tensor for name, tensor in state.methods.state_dict().items()}
     names = state.parameter_names
     for number, optimizer in enumerate(state.optimizers):
         for parameter, slots in optimizer.state.items():
-            if plain := [slot for slot, value in slots.items() if not isinstance(value, Tensor)]:
-                raise CheckpointError(
-                    f"{type(optimizer).__name__} keeps {plain[0]} as a number, and checkpoints hold tensors alone"
-                )
+            slots = {slot: value for slot, value in slots.items() if isinstance(value, Tensor)}  # others: `plain_numbers`
             tensors |= {f"optim.{number}.{names[parameter]}.{slot}": tensor for slot, tensor in slots.items()}
     return tensors

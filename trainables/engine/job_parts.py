@@ -28,6 +28,7 @@ from trainables.engine.passes import NoTeacher
 from trainables.engine.pipeline.build import cut_student
 from trainables.engine.pipeline.pipeline_loader import PipelineLoader
 from trainables.engine.teacher_placement import is_sharded, place
+from trainables.engine.weight_average import WeightAverage
 from trainables.errors import ExperimentError
 from trainables.methods.distillation_module import DistillationModule
 from trainables.methods.tap_reader import TapReader
@@ -155,6 +156,7 @@ def build_checkpoint_state(
         progress=Progress(),
         about=describe_model(config, models.name, classes),
         data=data,
+        average=None if (decay := config.optim.ema_decay) is None else WeightAverage(module.student, decay),
         pipeline_stages=layout.writers,
     )
 

@@ -10,12 +10,12 @@ from torch import nn
 from trainables.config import OptimConfig
 from trainables.engine.optim import (
     build_optimizer,
-    init_momentum_buffers,
     learning_rate,
     learning_rate_scales,
     parameter_groups,
     peak_learning_rate,
 )
+from trainables.engine.optimizers import init_momentum_buffers
 from trainables.methods.contract import Method
 from trainables.methods.distillation_module import DistillationModule
 

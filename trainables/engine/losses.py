@@ -5,6 +5,7 @@ global batch is the same on every rank. Shapes: B batch of this rank, K classes.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from typing import NamedTuple
 
@@ -12,11 +13,53 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trainables.config import TrainingConfig
 from trainables.device.mixing import Mix
 from trainables.errors import ExperimentError
 from trainables.methods.distillation_module import DistillationOutputs
 
 NO_LABEL = -1
+
+
+@dataclass(frozen=True)
+class TaskLoss:
+    """The labels' loss of each sample (B,), with the labels of both images where two are mixed.
+
+    `label_smoothing`: a class has the target 1 - ε + ε/K, and the others ε/K (Szegedy et al. 2016). `bce`: binary cross-entropy
+    of each class, its mean over classes; with a threshold a target above it is 1, and others are 0 (Wightman et al. 2021,
+    "ResNet strikes back").
+    """
+
+    label_smoothing: float = 0.0
+    bce: bool = False
+    bce_threshold: float | None = None
+
+    @classmethod
+    def of(cls, train: TrainingConfig) -> "TaskLoss":
+        return cls(train.label_smoothing, train.task_loss == "bce", train.bce_threshold)
+
+    def __call__(self, logits_BK: Tensor, labels_B: Tensor, mix: Mix | None) -> Tensor:
+        """That of the label -1 is 0; with `bce` there is none."""
+        if self.bce:
+            return self._binary(logits_BK, labels_B, mix)
+        plain_B = self._cross_entropy(logits_BK, labels_B)
+        if mix is None:
+            return plain_B
+        share_B = mix.share_B.to(plain_B.dtype)
+        return share_B * plain_B + (1 - share_B) * self._cross_entropy(logits_BK, mix.labels_B)
+
+    def _cross_entropy(self, logits_BK: Tensor, labels_B: Tensor) -> Tensor:
+        return F.cross_entropy(logits_BK, labels_B, reduction="none", ignore_index=NO_LABEL, label_smoothing=self.label_smoothing)
+
+    def _binary(self, logits_BK: Tensor, labels_B: Tensor, mix: Mix | None) -> Tensor:
+        targets_BK = F.one_hot(labels_B, logits_BK.shape[1]).to(logits_BK.dtype)
+        if mix is not None:
+            share_B1 = mix.share_B.to(targets_BK.dtype)[:, None]
+            targets_BK = share_B1 * targets_BK + (1 - share_B1) * F.one_hot(mix.labels_B, logits_BK.shape[1])
+        targets_BK = (1 - self.label_smoothing) * targets_BK + self.label_smoothing / logits_BK.shape[1]
+        if self.bce_threshold is not None:
+            targets_BK = (targets_BK > self.bce_threshold).to(targets_BK.dtype)
+        return F.binary_cross_entropy_with_logits(logits_BK, targets_BK, reduction="none").mean(1)
 
 
 class Losses(NamedTuple):
@@ -51,10 +94,14 @@ def _sum(terms: Sequence[Tensor]) -> Tensor:
 
 
 def compute_losses(
-    outputs: DistillationOutputs, labels_B: Tensor | None, mix: Mix | None, weights: Mapping[str, float | Tensor]
+    outputs: DistillationOutputs,
+    labels_B: Tensor | None,
+    mix: Mix | None,
+    weights: Mapping[str, float | Tensor],
+    task_loss: TaskLoss = TaskLoss(),
 ) -> Losses:
     """task_weight·CE + Σ over methods of weight·Σ terms; without labels (None) there is no task, and the CE is 0. `weights`
-    are for all samples, or for each, (B,).
+    are for all samples, or for each, (B,). `task_loss` may be another one than the CE.
 
     The CE of mixed images is share·CE(own label) + (1 - share)·CE(the other's); the methods see the image as it is. The CE of
     auxiliary heads (Inception) belongs to the task. Every term is in the graph, whatever its weight: DDP waits for each gradient.
@@ -74,9 +121,9 @@ def compute_losses(
     if labels_B is None:
         task_B = weighted_task_B = _no_task(outputs)
     else:
-        task_B = cross_entropy(outputs.logits_BK, labels_B, mix)
+        task_B = task_loss(outputs.logits_BK, labels_B, mix)
         for weight, aux_BK in outputs.aux:
-            task_B = task_B + weight * cross_entropy(aux_BK, labels_B, mix)
+            task_B = task_B + weight * task_loss(aux_BK, labels_B, mix)
         # The cross-entropy of what is not finite has no finite gradient, whatever it is multiplied by.
         weighted_task_B = weights["task"] * task_B if weights["task"] else _no_task(outputs)
     named = {f"{key}/{name}": term for key, terms in outputs.terms.items() for name, term in terms.items()}
@@ -107,18 +154,8 @@ def _times(weight: float | Tensor, term: Tensor) -> Tensor:
     return weight * term if weight else _zeros(term)
 
 
-def cross_entropy(logits_BK: Tensor, labels_B: Tensor, mix: Mix | None) -> Tensor:
-    """Cross-entropy of each sample (B,), with the labels of both images where two are mixed; that of the label -1 is 0."""
-    plain_B = F.cross_entropy(logits_BK, labels_B, reduction="none", ignore_index=NO_LABEL)
-    if mix is None:
-        return plain_B
-    share_B = mix.share_B.to(plain_B.dtype)
-    other_B = F.cross_entropy(logits_BK, mix.labels_B, reduction="none", ignore_index=NO_LABEL)
-    return share_B * plain_B + (1 - share_B) * other_B
-
-
 def num_labeled(labels_B: Tensor, mix: Mix | None) -> Tensor:
-    """How many images have a label (scalar, float64), mixed ones by the shares that have: what `cross_entropy` adds up over."""
+    """How many images have a label (scalar, float64), mixed ones by the shares that have: what a `TaskLoss` adds up over."""
     own_B = (labels_B != NO_LABEL).double()
     if mix is not None:
         own_B = mix.share_B * own_B + (1 - mix.share_B) * (mix.labels_B != NO_LABEL)

@@ -19,11 +19,12 @@ from trainables.methods.features import TeacherNormOptions
 from trainables.methods.select import SelectedMethod, for_teachers, select_methods, student_name, task_weight
 from trainables.methods.tap_reader import TapReader
 from trainables.methods.teacher_dropping import TeacherDropping
+from trainables.models.gradient_checkpointing import use_gradient_checkpointing
 from trainables.models.model_input import student_input, trained_model_input
 from trainables.models.registry import build_model
 from trainables.models.reused_classifier import ReusedClassifier
 from trainables.notices import notice
-from trainables.rules import METHOD_RULES, first_problem_of_methods
+from trainables.rules import METHOD_RULES, first_problem_of_methods, labels_are_used
 from trainables.teachers.cache.cached_teacher import CachedTeacher
 from trainables.teachers.interface import TeacherInterface
 from trainables.teachers.network import TeacherNetwork, load_networks, teacher_readers
@@ -112,7 +113,8 @@ def build_distillation_module(
     """
     selected, of_stage = selected_methods(config), stage_methods(config)
     weight = 0.0 if not num_classes else task_weight(config.distill, selected) if config.distill is not None else 1.0
-    if problem := first_problem_of_methods(lambda: selected, config, num_classes, METHOD_RULES):
+    problem = first_problem_of_methods(lambda: selected, config, num_classes, METHOD_RULES) or labels_are_used(config, selected)
+    if problem:
         raise ExperimentError(problem)
     if not of_stage:
         return DistillationModule(student, task_weight=weight), []
@@ -183,6 +185,8 @@ def build_student(config: TrainConfig, group: Group, num_classes: int) -> tuple[
     """The student's full name and the student on its device."""
     name = student_name(config.model, config.teacher, selected_methods(config))
     student = build_model(name, num_classes=num_classes, image_size=trained_model_input(config).image_size, seed=config.seed)
+    if config.train.gradient_checkpointing:
+        use_gradient_checkpointing(student, name)
     dtype, layout = tensor_format(config)
     student = student.to(group.device, dtype).to(memory_format=layout)
     return name, convert(student, group) if config.scale.sync_batch_norm else student

@@ -2,13 +2,15 @@
 
 import bisect
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from trainables.config import OptimConfig
+from trainables.engine.optimizers import build, num_states
 from trainables.errors import ModelError
 from trainables.models.tap_names import last_layer
 
@@ -59,11 +61,32 @@ def learning_rate_scales(model: nn.Module, optim: OptimConfig) -> dict[nn.Parame
     return scales
 
 
+def clipping(optim: OptimConfig, model: nn.Module) -> Callable[[Sequence[nn.Parameter]], object] | None:
+    """What bounds the gradients of parameters before a step, as one of the keys `clip_grad_…` says; None: nothing.
+
+    AGC (Brock et al. 2021) is timm's, and leaves out the model's classifier as the paper does.
+    """
+    if optim.clip_grad_norm is not None:
+        return partial(nn.utils.clip_grad_norm_, max_norm=optim.clip_grad_norm)
+    if optim.clip_grad_value is not None:
+        return partial(nn.utils.clip_grad_value_, clip_value=optim.clip_grad_value)
+    if optim.clip_grad_agc is None:
+        return None
+    from timm.utils.agc import adaptive_clip_grad
+
+    head = last_layer(model)
+    heads = head if isinstance(head, tuple) else (head,)
+    left_out = {p for module in heads if isinstance(module, nn.Module) for p in module.parameters()}
+    limit = optim.clip_grad_agc
+    return lambda parameters: adaptive_clip_grad([p for p in parameters if p not in left_out], clip_factor=limit)
+
+
 def parameter_copies(optim: OptimConfig) -> int:
-    """How many times its own memory a trained parameter takes, with its gradient and the optimizer's state."""
+    """How many times its own memory a trained parameter takes, with its gradient, the optimizer's state and its average."""
+    averages = 0 if optim.ema_decay is None else 1
     if optim.name == "dot":  # SGD twice, each with a gradient and a momentum
-        return 5
-    return 2 + OPTIMIZERS[optim.name].num_states(optim)
+        return 5 + averages
+    return 2 + num_states(optim) + averages
 
 
 def build_optimizer(
@@ -72,46 +95,7 @@ def build_optimizer(
     """The optimizer of `optim.name`; `LossOptimizer.set_learning_rate` sets its learning rate before each step."""
     groups = parameter_groups(parameters, optim, lr_scales)
     fused = any(p.is_cuda for group in groups for p in group["params"]) or None
-    return OPTIMIZERS[optim.name].build(groups, optim, fused)
-
-
-def build_sgd(groups: list[dict[str, Any]], optim: OptimConfig, fused: bool | None) -> torch.optim.Optimizer:
-    """SGD whose momentum starts at 0."""
-    sgd = torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum, nesterov=optim.nesterov, fused=fused)
-    sgd.register_step_pre_hook(init_momentum_buffers)
-    return sgd
-
-
-def build_adamw(groups: list[dict[str, Any]], optim: OptimConfig, fused: bool | None) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(groups, lr=optim.lr, fused=fused)
-
-
-class OptimizerSpec(NamedTuple):
-    """An optimizer that `optim.name` may name."""
-
-    build: Callable[[list[dict[str, Any]], OptimConfig, bool | None], torch.optim.Optimizer]
-    """An optimizer of torch's parameter groups; the last argument is torch's `fused`."""
-    num_states: Callable[[OptimConfig], int]
-    """Tensors of a parameter's size in its state."""
-
-
-OPTIMIZERS = {
-    "sgd": OptimizerSpec(build_sgd, num_states=lambda optim: int(optim.momentum > 0)),
-    "adamw": OptimizerSpec(build_adamw, num_states=lambda optim: 2),
-}
-"""By `optim.name`; `dot` is SGD twice, see `loss_optimizers.build_optimizers`."""
-
-
-def init_momentum_buffers(sgd: torch.optim.Optimizer, *_: object) -> None:
-    """Before a step: a momentum that does not exist yet is 0, of what has a gradient.
-
-    Torch's fused SGD takes memory for it as it finds it, and leaves it so where the first step overflows and is skipped; and it
-    ends in an error where some of a group have a momentum and others do not. The first step is the same: μ·0 + g.
-    """
-    for group in sgd.param_groups:
-        for parameter in group["params"] if group["fused"] and group["momentum"] else ():
-            if parameter.grad is not None and sgd.state[parameter].get("momentum_buffer") is None:
-                sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return build(groups, optim, fused)
 
 
 def peak_learning_rate(optim: OptimConfig, global_batch_size: int) -> float:
@@ -123,16 +107,20 @@ def peak_learning_rate(optim: OptimConfig, global_batch_size: int) -> float:
 def learning_rate(step: int, steps_per_epoch: int, optim: OptimConfig, peak: float) -> float:
     """Learning rate of the optimizer step with index `step` (0-based): a pure function, so that nothing of it needs saving.
 
-    Warm-up rises linearly to `peak`; cosine then falls to 0 at the last epoch's end (Loshchilov & Hutter 2017, without
-    restarts); step multiplies by `gamma` at each milestone epoch.
+    Warm-up rises linearly to `peak`. Cosine then falls to `min_lr_factor` of it (Loshchilov & Hutter 2017, without restarts),
+    wsd stays and falls linearly to that in the last `decay_ratio` of the epochs (Hu et al. 2024, "MiniCPM"); both end there, or
+    where the cool-down begins, in which it stays. Step multiplies by `gamma` at each milestone epoch.
     """
     epoch = step / steps_per_epoch
     warmup_epochs = optim.epochs_of_warmup or min(optim.warmup_steps / steps_per_epoch, optim.epochs)
     if epoch < warmup_epochs:
         return peak * (step + 1) / (warmup_epochs * steps_per_epoch + 1)
-    if optim.schedule == "cosine":
-        done = (epoch - warmup_epochs) / max(optim.epochs - warmup_epochs, 1e-9)
-        return peak * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
     if optim.schedule == "step":
         return float(peak * optim.gamma ** bisect.bisect_right(sorted(optim.milestones), epoch))
-    return peak
+    if optim.schedule == "constant":
+        return peak
+    end = optim.epochs - optim.cooldown_epochs
+    begin = warmup_epochs if optim.schedule == "cosine" else max(warmup_epochs, end - optim.decay_ratio * optim.epochs)
+    done = min(max((epoch - begin) / max(end - begin, 1e-9), 0.0), 1.0)
+    left = 0.5 * (1 + math.cos(math.pi * done)) if optim.schedule == "cosine" else 1 - done
+    return peak * (optim.min_lr_factor + (1 - optim.min_lr_factor) * left)

@@ -16,9 +16,10 @@ from trainables.distributed.gather import Gather
 from trainables.distributed.group import Group
 from trainables.engine.epochs import Epochs
 from trainables.engine.loss_optimizers import LossOptimizer
-from trainables.engine.losses import Losses, compute_losses
+from trainables.engine.losses import Losses, TaskLoss, compute_losses
 from trainables.engine.step_sums import LABELED, StepSums
 from trainables.engine.updates import ParameterUpdate
+from trainables.engine.weight_average import WeightAverage
 from trainables.methods.contract import MethodBatch, ModelOutputs
 from trainables.methods.distillation_module import DistillationModule, DistillationOutputs
 from trainables.teachers.interface import TeacherInterface, TeacherRequest
@@ -58,6 +59,9 @@ class TrainState:
     """Whether some images may have no label among others that have one."""
     sums: StepSums
     """Since the last log line."""
+    average: WeightAverage | None
+    """Of the student's weights, see `optim.ema_decay`."""
+    task_loss: TaskLoss
 
 
 def sum_names(module: DistillationModule, *, mixes_unlabeled: bool = False) -> tuple[str, ...]:
@@ -111,4 +115,4 @@ def run_student(
     weights: dict[str, float | Tensor] = {**(plain := bare.weights(epochs_passed))}
     if bare.dropping is not None and module is None:
         weights |= bare.dropping.weights(outputs.terms, plain, part.epoch, part.indices_B, gather)
-    return outputs, compute_losses(outputs, labels_B, part.mix, weights)
+    return outputs, compute_losses(outputs, labels_B, part.mix, weights, train_state.task_loss)

@@ -33,6 +33,7 @@ _OF_A_RANK = {
 _SHOWN = {
     "top1_pct": "Acc@1 {:.2f}",
     "top5_pct": "Acc@5 {:.2f}",
+    "raw_top1_pct": "not averaged {:.2f}",
     "linear_top1_pct": "linear probe {:.2f}",
     "cka": "CKA {:.4f}",
     "cosine": "cosine {:.4f}",

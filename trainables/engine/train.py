@@ -35,8 +35,9 @@ from trainables.engine.job_metrics import JobMetrics, build_metrics
 from trainables.engine.job_parts import Models, build_checkpoint_state, build_job_optimizers, build_models, open_loaders, restore
 from trainables.engine.log_lines import log_step, write_log_line
 from trainables.engine.loss_optimizers import LossOptimizer
-from trainables.engine.losses import num_labeled
+from trainables.engine.losses import TaskLoss, num_labeled
 from trainables.engine.modules import selected_methods
+from trainables.engine.optim import clipping
 from trainables.engine.passes import TrainState, micro_batches, run_student, run_teacher, sum_names
 from trainables.engine.pipeline.build import with_saved_cut
 from trainables.engine.records import (
@@ -165,11 +166,13 @@ def build_steps(
 ) -> tuple[TrainState, TrainStep, Logits]:
     """What steps need, and the steps of training and evaluation: of a whole model, or of this rank's pipeline stage of it."""
     group, module, device = layout.replicas, models.module, layout.replicas.device
-    settings = UpdateSettings(state.scaler, group, config.optim.clip_grad_norm, compiled=bool(config.train.compile))
+    settings = UpdateSettings(state.scaler, group, clipping(config.optim, module.student), compiled=bool(config.train.compile))
     if layout.has_stages:
         from trainables.engine.pipeline import step as pipeline  # torch's pipelining takes a second and 150 MB
 
-        update: ParameterUpdate = pipeline.PipelineUpdate(module, optimizers[0], settings, layout.pipeline)
+        update: ParameterUpdate = pipeline.PipelineUpdate(
+            module, optimizers[0], settings, layout.pipeline, config.optim.clip_grad_norm
+        )
     else:
         update = build_update(
             module,
@@ -191,6 +194,8 @@ def build_steps(
         num_blank_images=0 if accepts_empty_batches(module.student) else 2,
         accumulate=config.optim.accumulate,
         compilation=Compilation.of(config),
+        average=state.average,
+        task_loss=TaskLoss.of(config.train),
         cpu_group=cpu_process_group(group) if module.methods else None,
         mixes_unlabeled=config.data.mixes_unlabeled,
         sums=StepSums(gather_objects(names, layout.pipeline)[-1], device),
@@ -331,6 +336,8 @@ def train_step(train_state: TrainState, batch: DeviceBatch, step: int, timer: Ph
     update.end_backward(count)
     timer.mark("backward")  # with what is left of the average over ranks
     update.step()
+    if train_state.average is not None:
+        train_state.average.update(step)
     timer.mark("optimizer")
 
 
@@ -429,15 +436,25 @@ def is_evaluated(job: Job, num_epochs: int) -> bool:
 
 
 def evaluate_epoch(job: Job) -> dict[str, float]:
-    """See `evaluate`, or `BackboneEvaluation`. Raises DataError: not one validation image could be read."""
+    """See `evaluate`, or `BackboneEvaluation`; of averaged weights, those as they are trained are in `raw_…` beside them.
+
+    Raises DataError: not one validation image could be read.
+    """
     state, heartbeat, epoch = job.train_state, job.metrics.heartbeat, job.progress.epoch
-    with job.metrics.clock.part("eval"):
+    is_last = epoch == job.epochs.num or is_time_up(job)
+
+    def measure() -> dict[str, float]:
         if job.backbone_evaluation is not None:
-            is_last = epoch == job.epochs.num or is_time_up(job)
-            val = job.backbone_evaluation(state, job.val_loader, job.group, heartbeat, epoch=epoch, is_last=is_last)
-        else:
-            batches = heartbeat.over(job.val_loader.epoch(0))
-            val = evaluate(job.student, batches, job.logits, job.group, state.group)
+            return job.backbone_evaluation(state, job.val_loader, job.group, heartbeat, epoch=epoch, is_last=is_last)
+        batches = heartbeat.over(job.val_loader.epoch(0))
+        return evaluate(job.student, batches, job.logits, job.group, state.group)
+
+    with job.metrics.clock.part("eval"):
+        val = measure()
+        if state.average is not None:
+            raw = {f"raw_{name}": val[name] for name in ("top1_pct", "cka", "loss") if name in val}
+            with state.average.swapped():
+                val = {**measure(), **raw}
     if not val["num_images"]:
         raise DataError(f"{job.config.data.path}: not one validation image could be read")
     return val

@@ -15,7 +15,7 @@ import contextlib
 import inspect
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -38,8 +38,8 @@ class UpdateSettings:
 
     scaler: torch.amp.GradScaler
     group: Group
-    clip_grad_norm: float | None = None
-    """Bounds the norm of the gradient of each optimizer's losses."""
+    clip: Callable[[Sequence[nn.Parameter]], object] | None = None
+    """Bounds the gradients of each optimizer's losses, see `clipping`."""
     compiled: bool = False
     """Whether forward passes may be compiled."""
 
@@ -61,7 +61,7 @@ class ParameterUpdate(ABC):
     def __init__(self, module: nn.Module, settings: UpdateSettings) -> None:
         """`module` is what a step's forward calls."""
         self.module = module
-        self._scaler, self._group, self._clip_grad_norm = settings.scaler, settings.group, settings.clip_grad_norm
+        self._scaler, self._group, self._clip = settings.scaler, settings.group, settings.clip
 
     def micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
         """Forward and backward of a micro-batch run in this context. Gradients are averaged over ranks after the last one."""
@@ -87,14 +87,11 @@ class ParameterUpdate(ABC):
 
     def _step_optimizer(self, optimizer: LossOptimizer) -> None:
         """Clip, change the parameters, and drop their gradients."""
-        if self._clip_grad_norm is not None:
+        if self._clip is not None:
             self._scaler.unscale_(optimizer.optimizer)
-            self._clip(optimizer.parameters, self._clip_grad_norm)
+            self._clip(optimizer.parameters)
         self._scaler.step(optimizer.optimizer)
         optimizer.optimizer.zero_grad(set_to_none=True)
-
-    def _clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> None:
-        nn.utils.clip_grad_norm_(parameters, max_norm)
 
 
 class SharedUpdate(ParameterUpdate):

@@ -21,7 +21,7 @@ def with_init_stage(config: TrainConfig) -> list[TrainConfig]:
     if not epochs:
         return [config]
     stage, lr = StageDir(Path(config.output_dir)).init, _init_lr(methods)
-    optim = {"epochs": epochs, "schedule": "constant", "warmup_epochs": 0.0, "warmup_steps": 0, "losses": {}}
+    optim = {"epochs": epochs, "schedule": "constant", "warmup_epochs": 0.0, "warmup_steps": 0, "losses": {}, "ema_decay": None}
     optim |= {"lr": lr, "lr_scaling": "none"} if lr is not None else {}
     optim |= {"name": "sgd"} if config.optim.name == "dot" else {}
     train = {"until_top1_pct": None, "until_s": None, "noise_scale": False}

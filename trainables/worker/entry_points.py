@@ -249,11 +249,13 @@ def class_means_loop_per_worker(settings: dict[str, Any]) -> None:
             put(path)
             reporter = Reporter(config, settings["recorder"], group, disk)
             reporter.saved([path], 0, 0.0)
+            assert config.finetuned is not None
+            own = config.finetuned.precision
             result = StageResult(
                 stage=config.stage,
                 model=config.model,
-                precision=config.precision,
-                precision_reason=config.precision_reason,
+                precision=own or config.precision,
+                precision_reason=config.precision_reason if own in (None, config.precision) else "",
                 metrics=metrics,
             )
             reporter.complete(result)

@@ -25,7 +25,7 @@ def job(folder: Path, *, images: int = 10_000, **sections: Any) -> TrainConfig:
     options = {"embed": {**TAPS, "map": 0, "loss": "mse", "standardize": "phi_s", "standardize_images": images}}
     teacher = {"model": "mlp_large", "weights": write_teacher(folder / "teacher.safetensors")}
     return config(
-        folder / "student", teacher=teacher, distill={"method": "embed", "task_weight": 0.0, "options": options}, **sections
+        folder / "student", teacher=teacher, distill={"method": "embed", "task_weight": 1.0, "options": options}, **sections
     )
 
 

@@ -3,11 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from timm.loss import BinaryCrossEntropy, SoftTargetCrossEntropy
 from torch import Tensor
 
 from trainables.device.mixing import Mix
 from trainables.distributed.group import GlobalCount, Group
-from trainables.engine.losses import compute_losses, num_labeled
+from trainables.engine.losses import TaskLoss, compute_losses, num_labeled
 from trainables.errors import ExperimentError
 from trainables.methods.distillation_module import DistillationOutputs
 
@@ -65,3 +66,24 @@ def test_what_has_no_weight_is_0_and_has_no_gradient_although_it_is_not_finite(l
     for unused in (logits_BK, aux_BK, term_B, dropped_B):
         assert unused.grad is not None, "DDP waits for it"
         assert not unused.grad.count_nonzero()
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("threshold", [None, 0.2])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_task_loss_is_that_of_timm(smoothing: float, threshold: float | None, mixed: bool) -> None:
+    logits_BK = torch.randn(6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    labels_B, others_B = torch.tensor([0, 1, 2, 3, 4, 0]), torch.tensor([3, 1, 0, 2, 1, 4])
+    share_B = torch.tensor([0.9, 0.5, 0.15, 0.3, 1.0, 0.0], dtype=torch.float64)
+    mix = Mix(others_B, share_B) if mixed else None
+    if not mixed:
+        share_B = torch.ones(6, dtype=torch.float64)
+    off = smoothing / 5
+    one, other = (F.one_hot(each, 5).double() * (1 - smoothing) + off for each in (labels_B, others_B))
+    targets_BK = share_B[:, None] * one + (1 - share_B[:, None]) * other
+    soft_B = torch.stack([SoftTargetCrossEntropy()(x[None], y[None]) for x, y in zip(logits_BK, targets_BK, strict=True)])
+    torch.testing.assert_close(TaskLoss(label_smoothing=smoothing)(logits_BK, labels_B, mix), soft_B, rtol=1e-12, atol=1e-14)
+    binary = BinaryCrossEntropy(target_threshold=threshold)
+    bce_B = torch.stack([binary(x[None], y[None]) for x, y in zip(logits_BK, targets_BK, strict=True)])
+    found_B = TaskLoss(label_smoothing=smoothing, bce=True, bce_threshold=threshold)(logits_BK, labels_B, mix)
+    torch.testing.assert_close(found_B, bce_B, rtol=1e-12, atol=1e-14)

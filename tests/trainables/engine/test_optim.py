@@ -2,16 +2,14 @@
 
 import itertools
 import math
-from typing import get_args
 
 import pytest
 import torch
 from torch import nn
 
-from trainables.config import LossOptimConfig, OptimConfig
+from trainables.config import OptimConfig
 from trainables.engine.loss_optimizers import build_optimizers
 from trainables.engine.optim import (
-    OPTIMIZERS,
     build_optimizer,
     learning_rate,
     learning_rate_scales,
@@ -24,15 +22,9 @@ from trainables.models.registry import build_model
 from trainables.models.tap_names import classifier
 
 
-def test_the_names_of_the_configuration_are_those_of_the_table() -> None:
-    names = get_args(OptimConfig.model_fields["name"].annotation)
-    of_a_loss = get_args(get_args(LossOptimConfig.model_fields["name"].annotation)[0])
-    assert set(OPTIMIZERS) == set(of_a_loss) == set(names) - {"dot"}
-
-
 @pytest.mark.parametrize(("name", "momentum"), [("sgd", 0.9), ("sgd", 0.0), ("adamw", 0.9), ("dot", 0.9)])
 def test_the_memory_of_a_parameter_is_that_of_its_gradients_and_states(name: str, momentum: float) -> None:
-    model, optim = nn.Linear(50, 50, bias=False), OptimConfig(name=name, momentum=momentum, nesterov=False)  # type: ignore[arg-type]
+    model, optim = nn.Linear(50, 50, bias=False), OptimConfig(name=name, momentum=momentum, nesterov=False)
     num_optimizers = 2 if name == "dot" else 1
     num_tensors = 1
     for _ in range(num_optimizers):
@@ -48,6 +40,21 @@ def test_cosine_falls_from_the_peak_to_zero() -> None:
     optim = OptimConfig(epochs=10, schedule="cosine")
     rates = [learning_rate(step, 100, optim, 0.4) for step in (0, 500, 999)]
     assert rates == pytest.approx([0.4, 0.2, 0.2 * (1 - math.cos(math.pi / 1000))], rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "at"),
+    [
+        # epochs 0 and 1 warm up; 18 and 19 are at the end
+        ("cosine", {2: 1.0, 10: 0.1 + 0.9 / 2, 18: 0.1, 19.99: 0.1}),
+        ("wsd", {2: 1.0, 12: 1.0, 15: 0.1 + 0.9 / 2, 18: 0.1, 19.99: 0.1}),  # falls in 30 % of 20 epochs: from 12 on
+    ],
+)
+def test_cosine_and_wsd_end_at_the_factor_where_the_cool_down_begins(schedule: str, at: dict[float, float]) -> None:
+    ends = {"min_lr_factor": 0.1, "cooldown_epochs": 2, "decay_ratio": 0.3, "warmup_epochs": 2}
+    optim = OptimConfig(epochs=20, schedule=schedule, **ends)  # type: ignore[arg-type]
+    rates = {epoch: learning_rate(round(epoch * 100), 100, optim, 2.0) for epoch in at}
+    assert rates == pytest.approx({epoch: 2 * share for epoch, share in at.items()})
 
 
 def test_step_multiplies_at_each_milestone() -> None:

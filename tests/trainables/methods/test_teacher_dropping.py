@@ -64,7 +64,7 @@ def job(folder: Path, name: str, **distill: Any) -> TrainConfig:
     models = ("convnet_large", "resnet8")
     teachers = [{"model": each, "weights": write_teacher(folder / each, each), "share": n} for n, each in enumerate(models, 1)]
     options = {"embed": {**taps, "map": 0}, "rkd": taps}
-    whole = {"method": ["embed"], "task_weight": 0.0, "teacher_dropping": 0.5, "options": options, **distill}
+    whole = {"method": ["embed"], "task_weight": 1.0, "teacher_dropping": 0.5, "options": options, **distill}
     return config(folder / name, teacher=None, teachers=teachers, model="mlp_small", distill=whole)
 
 

@@ -239,10 +239,10 @@ def test_the_loss_is_the_sum_of_each_teachers_by_its_share(tmp_path: Path, share
     """In float64, from the features of the models alone. Equal shares are the mean over teachers, as in Theia."""
     distill = {
         "method": ["embed"],
-        "task_weight": 0.0,
+        "task_weight": None,
         "options": {"embed": {**POOLED, "weight": 2.0, "map": 0, "loss": "mse", "layers": 1}},
     }
-    settings = job(tmp_path, "job", *shares, distill=distill)
+    settings = job(tmp_path, "job", *shares, distill=distill, data={"labels": False})
     with contextlib.closing(build(settings, Group(), Recorded(), no_telemetry)) as built:
         state = built.train_state
         batch = next(iter(on_device(built.train_loader.epoch(0), torch.device("cpu"))))

@@ -29,17 +29,21 @@ class PipelineUpdate(SharedUpdate):
 
     noise_obstacle = "with scale.pipeline_stages it is not measured"
 
-    def __init__(self, module: nn.Module, optimizer: LossOptimizer, settings: UpdateSettings, stages: Group) -> None:
+    def __init__(
+        self, module: nn.Module, optimizer: LossOptimizer, settings: UpdateSettings, stages: Group, clip_grad_norm: float | None
+    ) -> None:
+        """`clip_grad_norm`: of the gradients of all stages, in place of the settings' own."""
         super().__init__(module, optimizer, settings)
         self._stages = stages
+        if clip_grad_norm is not None:
+            self._clip = partial(self._clip_norm, max_norm=clip_grad_norm)
 
     def end_backward(self, count: GlobalCount) -> None:
         """One all-reduce: the stages end at different times, so that it overlaps with others."""
         parameters = self._optimizer.parameters
         put(parameters, average([parameter.grad for parameter in parameters], self._group))
 
-    def _clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> None:
-        """By the norm of all stages' gradients."""
+    def _clip_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> None:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         norm = nn.utils.get_total_norm(gradients).to(self._stages.device)  # without gradients it is zero on the CPU
         total = all_reduce_sum(norm.double() ** 2, self._stages).sqrt()
