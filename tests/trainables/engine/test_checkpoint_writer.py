@@ -14,7 +14,6 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from tests.run_log import events_of
 from tests.trainables.jobs import Recorded, config, equal, no_telemetry, train_on_record
 from trainables.disk_writer import DiskWriter
 from trainables.distributed.group import Group
