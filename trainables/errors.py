@@ -155,10 +155,10 @@ class TeacherServiceLostError(Exception):
 
 
 class RecorderLostError(Exception):
-    """The actor that writes the run's log has died before it answered; the job may go on from its last checkpoint."""
+    """The actor that writes the run's log has died before it answered, or hangs; the job may go on from its last checkpoint."""
 
-    def __str__(self) -> str:
-        return "the process that writes the run's log has died"
+    def __init__(self, message: str = "the process that writes the run's log has died") -> None:
+        super().__init__(message)
 
 
 class LoaderDiedError(Exception):

@@ -136,8 +136,7 @@ def test_what_waits_together_is_written_together_and_in_order(tmp_path: Path, mo
 
     async def use(recorder: Recorder) -> None:
         await asyncio.gather(*(recorder.append([step(number)]) for number in range(100)))
-        await recorder.append_text("student/logs/train.log", "a line\n")
-        await recorder.flush()
+        await recorder.record([], [("student/logs/train.log", "a line\n")])
 
     path = tmp_path / "events.jsonl"
     recorder = Recorder(str(path))
