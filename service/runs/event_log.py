@@ -108,7 +108,7 @@ class EventLog:
         for each, line in zip(events, lines, strict=True):
             recorded = self._recorded.get(_key(each), set())
             if each["kind"] == "start" and any(kind == "start" for kind, _ in recorded):
-                each = {**each, "kind": "resume", "metrics": {}}
+                each = _as_resume(each)
                 line = to_line(each)
             if _mark(each) not in recorded:
                 self._take(each)
@@ -120,7 +120,11 @@ class EventLog:
             self._attempts[each["stage"]] = each["attempt"]
         elif each["kind"] == "discarded":
             self._recorded.pop(_key(each), None)
-        self._recorded.setdefault(_key(each), set()).add(_mark(each))
+        marks = [
+            _mark(each),
+            *([_mark(_as_resume(each))] if each["kind"] == "start" else []),
+        ]  # which it would be if it came twice
+        self._recorded.setdefault(_key(each), set()).update(marks)
 
     def _index(self, each: Event, begin: int, end: int) -> None:
         key = _key(each)
@@ -166,6 +170,10 @@ class EventLog:
 def _mark(each: Event) -> tuple[str, Any]:
     """What makes an event the same as another of its stage or trial: where it is of no `ONCE` kind, all that it has."""
     return each["kind"], each["step"] if each["kind"] in ONCE else hash(to_line(each))
+
+
+def _as_resume(start: Event) -> Event:
+    return {**start, "kind": "resume", "metrics": {}}
 
 
 def _key(each: Event) -> str:

@@ -23,7 +23,7 @@ def start_recorder(path: Path) -> RunRecorder:
     """
     options = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": on_this_node()}
     actor = ray.remote(Recorder).options(**options).remote(str(path))
-    ray.get(actor.record.remote([]))
+    ray.get(actor.append.remote([]))
     return RunRecorder(actor, str(path.parent))
 
 
@@ -38,8 +38,11 @@ class Recorder:
         self._lock = asyncio.Lock()
         """Of the log, in the order in which calls came."""
 
+    @ray.method(max_task_retries=-1)  # type: ignore[untyped-decorator]
     async def append(self, events: Sequence[Event], attempt: int | None = None, texts: Sequence[Text] = ()) -> None:
         """Returns once the events are durable, and `texts` are at the ends of their files for people.
+
+        Where the actor dies, Ray calls it again: the log leaves out what it has.
 
         Raises Exception: as `EventLog.append` does. A text that a disk does not take is logged, and ends nothing.
         """
@@ -50,11 +53,6 @@ class Recorder:
             if not written.done():  # by a call before, with all that waited
                 await self._write()
         written.result()
-
-    @ray.method(max_task_retries=-1)  # type: ignore[untyped-decorator]
-    async def record(self, events: Sequence[Event], texts: Sequence[Text] = ()) -> None:
-        """As `append`; where the actor dies, Ray calls it again."""
-        await self.append(events, None, texts)
 
     @ray.method(max_task_retries=-1)  # type: ignore[untyped-decorator]
     async def begin_attempt(self, stage: str) -> int:

@@ -18,8 +18,8 @@ Text = tuple[str, str]
 """The path of a file of the run for people, relative to the run's folder, and what is appended to it."""
 MAX_WAITING = 1000
 """How many events of a process, and how many of its texts, may wait for the recorder, which writes thousands a second."""
-NO_ROOM_S = 60.0
-"""For how long a step waits for room among the events; a recorder that hangs so long is lost."""
+NO_ANSWER_S = 120.0
+"""After so long without an answer the recorder is lost to a worker, as where its disk hangs."""
 
 
 @dataclass(frozen=True)
@@ -44,24 +44,23 @@ class RunRecorder:
 
     @cached_property
     def _outbox(self) -> "Outbox":
-        return Outbox(self._append, self.record)
+        return Outbox(self.record)
 
     def send(self, kind: str, folder: Path, **values: Any) -> Callable[[], None]:
         """Send a worker's event of a stage, and return what waits until it is durable, or raises why it is not.
 
         A process's events are written in their order, and none behind one that could not be written.
-
-        Raises RecorderLostError: many wait, and the recorder does not answer.
+        It waits for room where many are on their way.
         """
         event = {"kind": kind, "stage": self.stage(folder), "time_ms": time.time_ns() // 1_000_000} | values
         return self._outbox.put(event).result
 
-    def _append(self, events: Sequence[dict[str, Any]]) -> None:
-        _get(self.actor.append.remote(events, self.attempt))
-
     def record(self, events: Sequence[dict[str, Any]], texts: Sequence[Text] = ()) -> None:
-        """Write events and texts; returns once they are durable, also where the actor dies meanwhile."""
-        _get(self.actor.record.remote(events, texts))
+        """Write events and texts; returns once they are durable, also where the actor dies meanwhile.
+
+        Raises RecorderLostError: it cannot start again; or, to a worker, it has not answered for `NO_ANSWER_S`.
+        """
+        _get(self.actor.append.remote(events, self.attempt, texts), None if self.attempt is None else NO_ANSWER_S)
 
     def of(self, key: str) -> list[dict[str, Any]]:
         """The events of a stage, or of a trial by its folder (`trials/003`), in order."""
@@ -87,18 +86,17 @@ class Outbox:
     What comes meanwhile goes with the next call.
     """
 
-    def __init__(self, append: Callable[[Sequence[dict[str, Any]]], None], record: Callable[..., None]) -> None:
-        """`append` writes events, `record` events and texts: see `RunRecorder`."""
-        self._append, self._record = append, record
+    def __init__(self, record: Callable[[Sequence[dict[str, Any]], Sequence[Text]], None]) -> None:
+        """`record`: see `RunRecorder`."""
+        self._record = record
         self._events, self._texts, self._left_out = deque[dict[str, Any]](), deque[Text](), Counter[str]()
         self._room = threading.Semaphore(MAX_WAITING)
         self._pool = ThreadPoolExecutor(1, "events")
         self._failure: Exception | None = None
 
     def put(self, event: dict[str, Any]) -> Future[None]:
-        """Send an event; waits for room. Raises RecorderLostError: there is none for `NO_ROOM_S`."""
-        if not self._room.acquire(timeout=NO_ROOM_S):
-            raise RecorderLostError(f"the process that writes the run's log has not answered for {NO_ROOM_S:g} s")
+        """Send an event; waits for room."""
+        self._room.acquire()
         self._events.append(event)
         return self._pool.submit(self._send)
 
@@ -112,7 +110,7 @@ class Outbox:
 
     def flush(self, timeout_s: float) -> None:
         """See `RunRecorder.flush`."""
-        self._pool.submit(self._record, []).result(timeout_s)
+        self._pool.submit(self._record, [], []).result(timeout_s)
 
     def _send(self) -> None:
         events = [self._events.popleft() for _ in range(len(self._events))]
@@ -120,7 +118,7 @@ class Outbox:
             if self._failure is not None:
                 raise self._failure
             if events:
-                self._append(events)
+                self._record(events, ())
         except Exception as error:
             self._failure = error
             raise
@@ -136,9 +134,11 @@ class Outbox:
             self._record([], texts)
 
 
-def _get(reference: Any) -> Any:
+def _get(reference: Any, timeout_s: float | None = None) -> Any:
     try:
-        return ray.get(reference)
+        return ray.get(reference, timeout=timeout_s)
+    except ray.exceptions.GetTimeoutError as error:
+        raise RecorderLostError(f"the process that writes the run's log has not answered for {timeout_s:g} s") from error
     except ray.exceptions.RayTaskError as error:
         raise error.cause from None
     except ray.exceptions.RayActorError as error:
