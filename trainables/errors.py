@@ -154,11 +154,8 @@ class TeacherServiceLostError(Exception):
     """The teacher actor that a request was sent to is gone or is being restarted; sending the request again is safe."""
 
 
-class RecorderLostError(Exception):
-    """The actor that writes the run's log has died before it answered, or hangs; the job may go on from its last checkpoint."""
-
-    def __init__(self, message: str = "the process that writes the run's log has died") -> None:
-        super().__init__(message)
+class RecorderLostError(ClusterError):
+    """The actor that writes the run's log hangs, or has died for good; the job may go on from its last checkpoint."""
 
 
 class LoaderDiedError(Exception):

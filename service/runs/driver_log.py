@@ -38,7 +38,7 @@ class DriverLog:
         """Write an event; returns it once it is durable.
 
         Raises:
-            RayLostError: the Ray of the recorder has ended.
+            RayLostError, RecorderLostError: the Ray of the recorder, or that alone, has ended.
             OSError: the disk is full or cannot be written.
         """
         made = event(kind, stage, **fields)

@@ -9,7 +9,7 @@ from typing import Any
 from service.runs.events import ONCE, VERSION, Event, first_event, parsed, to_line
 from trainables.errors import ExperimentError
 from trainables.locks import try_lock
-from trainables.rundir import Line, lines_after
+from trainables.rundir import Line, fsync_directory, lines_after
 
 LOCK_WAIT_S = 30.0
 """A writer that was killed has the lock until its process is gone."""
@@ -43,6 +43,7 @@ class EventLog:
         self._load()
         if not self._size:
             self.append([first_event()])
+            fsync_directory(path.parent)
 
     def _load(self) -> None:
         """Take up what the file has."""

@@ -138,8 +138,10 @@ def _get(reference: Any, timeout_s: float | None = None) -> Any:
     try:
         return ray.get(reference, timeout=timeout_s)
     except ray.exceptions.GetTimeoutError as error:
-        raise RecorderLostError(f"the process that writes the run's log has not answered for {timeout_s:g} s") from error
+        problem = f"has not answered for {timeout_s:g} s: see that the run's disk works"
+        raise RecorderLostError(f"the process that writes the run's log {problem}, then `distill resume`") from error
     except ray.exceptions.RayTaskError as error:
         raise error.cause from None
     except ray.exceptions.RayActorError as error:
-        raise RecorderLostError from error
+        problem = "has died and does not start again: see that the run's disk works"
+        raise RecorderLostError(f"the process that writes the run's log {problem}, then `distill resume`") from error

@@ -68,8 +68,8 @@ def test_nothing_is_written_behind_an_event_that_could_not_be_and_lines_of_logs_
         outbox.flush(10)
     log.failure = None
     outbox.put({"step": 1}).result(10)
-    log.failure = RecorderLostError()
-    with pytest.raises(RecorderLostError, match="the process that writes the run's log has died"):
+    log.failure = RecorderLostError("it has died")
+    with pytest.raises(RecorderLostError, match="it has died"):
         outbox.put({"step": 2}).result(10)
     log.failure = None
     with pytest.raises(RecorderLostError):
