@@ -154,11 +154,8 @@ class TeacherServiceLostError(Exception):
     """The teacher actor that a request was sent to is gone or is being restarted; sending the request again is safe."""
 
 
-class RecorderLostError(Exception):
-    """The actor that writes the run's log has died before it answered; the job may go on from its last checkpoint."""
-
-    def __str__(self) -> str:
-        return "the process that writes the run's log has died"
+class RecorderLostError(ClusterError):
+    """The actor that writes the run's log hangs, or has died for good; the job may go on from its last checkpoint."""
 
 
 class LoaderDiedError(Exception):

@@ -137,7 +137,7 @@ def failure_of(error: BaseException, rank: int | None) -> Failure:
     if isinstance(error, SystemExit):
         return Failure(kind, f"code of the experiment called sys.exit({error.code!r})", None, rank)
     text = str(error).strip() or type(error).__name__
-    if isinstance(error, DistillError | StageInterruptedError | RecorderLostError):
+    if isinstance(error, DistillError | StageInterruptedError):
         return Failure(kind, text, None, rank)
     if isinstance(error, OSError) and kind == "disk":
         where = f"{error.filename}: " if error.filename else ""
@@ -170,14 +170,14 @@ def _kind_of_type(error: BaseException) -> Kind:
             return error.reason
         case DeviceError():
             return "device"
+        case TeacherServiceLostError() | RecorderLostError():  # a bare ConnectionError is the user's: ours are none
+            return "lost_peer"
         case DataUnavailableError() | StorageUnavailableError():
             return "unavailable"
         case DistillError():
             return "user"
         case torch.OutOfMemoryError() | MemoryError() | OSError(errno=errno.ENOMEM):
             return "out_of_memory"
-        case TeacherServiceLostError() | RecorderLostError():  # a bare ConnectionError is the user's: ours are none
-            return "lost_peer"
         case LoaderDiedError():
             return "worker_died"
         case OSError(errno=errno.ENOSPC | errno.EDQUOT | errno.EROFS):

@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from service.cluster import local_ray
-from service.runs.event_log import EventLog
+from service.runs.event_log import LOCK_WAIT_S, EventLog
 from service.runs.events import Event, event
+from trainables.errors import RecorderLostError
 
 if TYPE_CHECKING:
     from trainables.worker.recorder import RunRecorder
+
+LOST_WAIT_S = 3.0
+"""How long a recorder may take to hand over the log; where its Ray is lost, that ends this process a few seconds later."""
 
 
 class DriverLog:
@@ -34,13 +38,14 @@ class DriverLog:
         """Write an event; returns it once it is durable.
 
         Raises:
-            RayLostError: the Ray of the recorder has ended.
+            RayLostError, RecorderLostError: the Ray of the recorder, or that alone, has ended.
             OSError: the disk is full or cannot be written.
         """
         made = event(kind, stage, **fields)
         if self._recorder is None:
             self._file.append([made])
         else:
+            local_ray.check_ray()  # the recorder of one that is lost may be waited for without end
             self._recorder.record([made])
         return made
 
@@ -57,7 +62,7 @@ class DriverLog:
                 yield self._recorder
         finally:
             self._recorder = None
-            self._file = EventLog(self.path)
+            self._file = EventLog(self.path, LOST_WAIT_S if local_ray.is_lost() else LOCK_WAIT_S)
 
     def close(self) -> None:
         self._file.close()
@@ -75,6 +80,11 @@ def recording(path: Path) -> Iterator[RunRecorder]:
         yield recorder
     finally:
         if not local_ray.is_lost():
-            with contextlib.suppress(ray.exceptions.RayError):  # all events that count were answered: these are lines of logs
-                ray.get(recorder.actor.flush.remote(), timeout=10)
+            # All events that count were answered: these are lines of logs.
+            with contextlib.suppress(ray.exceptions.RayError, RecorderLostError, TimeoutError):
+                recorder.flush(10)
+        # Of a Ray that is lost the processes live on for a while, and answer each other.
+        with contextlib.suppress(ray.exceptions.RayError):
+            recorder.close(LOST_WAIT_S)
+        if not local_ray.is_lost():
             ray.kill(recorder.actor)

@@ -9,7 +9,7 @@ from typing import Any
 from service.runs.events import ONCE, VERSION, Event, first_event, parsed, to_line
 from trainables.errors import ExperimentError
 from trainables.locks import try_lock
-from trainables.rundir import Line, lines_after
+from trainables.rundir import Line, fsync_directory, lines_after
 
 LOCK_WAIT_S = 30.0
 """A writer that was killed has the lock until its process is gone."""
@@ -43,6 +43,7 @@ class EventLog:
         self._load()
         if not self._size:
             self.append([first_event()])
+            fsync_directory(path.parent)
 
     def _load(self) -> None:
         """Take up what the file has."""
@@ -66,8 +67,8 @@ class EventLog:
     def append(self, events: Sequence[Event], attempt: int | None = None) -> None:
         """Write events durably: they survive the machine once this has returned.
 
-        What the log has already is left out; a stage's second `start` becomes a `resume` without numbers. `attempt`: that of
-        the workers that send them.
+        What the log has already is left out, so that a call may be repeated whose answer was lost; a stage's second `start`
+        becomes a `resume` without numbers. `attempt`: that of the workers that send them.
 
         Raises:
             StaleAttemptError: a newer attempt at the stage has begun.
@@ -82,43 +83,49 @@ class EventLog:
 
         Raises OSError: the disk is full or cannot be written; the log is as it was.
         """
-        refusals, accepted = list[Exception | None](), list[Event]()
+        refusals, accepted = list[Exception | None](), list[tuple[Event, bytes]]()
         for events, attempt in groups:
             try:
                 accepted += self._accept(events, attempt)
                 refusals.append(None)
-            except StaleAttemptError as refusal:
+            except (StaleAttemptError, TypeError, ValueError) as refusal:
                 refusals.append(refusal)
         if accepted:
             self._write(accepted)
         return refusals
 
-    def _accept(self, events: Sequence[Event], attempt: int | None) -> list[Event]:
-        """What of the events the log has not got yet; from here on it counts as recorded. Raises StaleAttemptError."""
-        if attempt is not None:
-            for stage in {each["stage"] for each in events}:
-                if attempt < self._attempts.get(stage, 0):
-                    raise StaleAttemptError(stage, attempt)
-                self._attempts[stage] = attempt
+    def _accept(self, events: Sequence[Event], attempt: int | None) -> list[tuple[Event, bytes]]:
+        """What of the events the log has not got yet, with its line; from here on it counts as recorded.
+
+        Raises StaleAttemptError; TypeError, ValueError: JSON does not have what is in one. Then none of them counts.
+        """
+        attempts = {} if attempt is None else {each["stage"]: attempt for each in events}
+        for stage, number in attempts.items():
+            if number < self._attempts.get(stage, 0):
+                raise StaleAttemptError(stage, number)
+        lines = [to_line(each) for each in events]
+        self._attempts |= attempts
         accepted = []
-        for each in events:
-            recorded = self._recorded.get(each.get("stage", ""), set())
+        for each, line in zip(events, lines, strict=True):
+            recorded = self._recorded.get(_key(each), set())
             if each["kind"] == "start" and any(kind == "start" for kind, _ in recorded):
-                each = {**each, "kind": "resume", "metrics": {}}
-            elif _mark(each) in recorded:
-                continue
-            self._take(each)
-            accepted.append(each)
+                each = _as_resume(each)
+                line = to_line(each)
+            if _mark(each) not in recorded:
+                self._take(each)
+                accepted.append((each, line))
         return accepted
 
     def _take(self, each: Event) -> None:
-        stage = each.get("stage", "")
-        if each["kind"] in ONCE:
-            self._recorded.setdefault(stage, set()).add(_mark(each))
-        elif each["kind"] == "attempt":
-            self._attempts[stage] = each["attempt"]
+        if each["kind"] == "attempt":
+            self._attempts[each["stage"]] = each["attempt"]
         elif each["kind"] == "discarded":
-            self._recorded.pop(stage, None)
+            self._recorded.pop(_key(each), None)
+        marks = [
+            _mark(each),
+            *([_mark(_as_resume(each))] if each["kind"] == "start" else []),
+        ]  # which it would be if it came twice
+        self._recorded.setdefault(_key(each), set()).update(marks)
 
     def _index(self, each: Event, begin: int, end: int) -> None:
         key = _key(each)
@@ -127,20 +134,21 @@ class EventLog:
         else:
             self._offsets.setdefault(key, []).append((begin, end))
 
-    def _write(self, accepted: Sequence[Event]) -> None:
-        lines = [to_line(each) for each in accepted]
+    def _write(self, accepted: Sequence[tuple[Event, bytes]]) -> None:
         try:
-            rest = memoryview(b"\n" * self._is_torn + b"".join(lines))
+            rest = memoryview(b"\n" * self._is_torn + b"".join(line for _, line in accepted))
             while rest:
                 rest = rest[os.write(self._file, rest) :]
             os.fsync(self._file)
-        except OSError:
+        except BaseException as error:  # of any kind, such as Ctrl-C
             with contextlib.suppress(OSError):  # what cannot be cut off is ended by the next write
                 os.ftruncate(self._file, self._size)
             self._load()
+            if isinstance(error, OSError):
+                error.filename = str(self.path)
             raise
         begin = self._size + self._is_torn
-        for each, line in zip(accepted, lines, strict=True):
+        for each, line in accepted:
             self._index(each, begin, begin + len(line))
             begin += len(line)
         self._size, self._is_torn = begin, False
@@ -154,14 +162,19 @@ class EventLog:
         return found
 
     def close(self) -> None:
-        """Let another process write."""
+        """Let another process write; this one gets OSError from here on."""
         os.close(self._file)
+        self._file = -1
         self._lock.release()
 
 
 def _mark(each: Event) -> tuple[str, Any]:
-    """What makes an event of a `ONCE` kind the same as another of its stage."""
-    return each["kind"], each.get("step")
+    """What makes an event the same as another of its stage or trial: where it is of no `ONCE` kind, all that it has."""
+    return each["kind"], each["step"] if each["kind"] in ONCE else hash(to_line(each))
+
+
+def _as_resume(start: Event) -> Event:
+    return {**start, "kind": "resume", "metrics": {}}
 
 
 def _key(each: Event) -> str:

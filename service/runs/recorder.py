@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,11 +11,9 @@ import ray
 from service.runs.event_log import EventLog
 from service.runs.events import Event, event
 from trainables.worker.ray_nodes import on_this_node
-from trainables.worker.recorder import RunRecorder
+from trainables.worker.recorder import RunRecorder, Text
 
 log = logging.getLogger("raydistill")
-
-MAX_PENDING_CALLS = 1000
 
 
 def start_recorder(path: Path) -> RunRecorder:
@@ -22,9 +21,9 @@ def start_recorder(path: Path) -> RunRecorder:
 
     Raises RayActorError: it could not open the log.
     """
-    options = {"num_cpus": 0, "max_restarts": -1, "max_pending_calls": MAX_PENDING_CALLS, "scheduling_strategy": on_this_node()}
+    options = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": on_this_node()}
     actor = ray.remote(Recorder).options(**options).remote(str(path))
-    ray.get(actor.flush.remote())
+    ray.get(actor.append.remote([]))
     return RunRecorder(actor, str(path.parent))
 
 
@@ -35,20 +34,25 @@ class Recorder:
         self._log = EventLog(Path(path))
         self._attempt = self._log.newest_attempt
         self._waiting: list[tuple[Sequence[Event], int | None, asyncio.Future[None]]] = []
-        self._texts: dict[Path, list[str]] = {}
-        self._writing: asyncio.Task[None] | None = None
-
-    async def append(self, events: Sequence[Event], attempt: int | None = None) -> None:
-        """Returns once the events are durable. Raises StaleAttemptError, OSError: see `EventLog`."""
-        written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((events, attempt, written))
-        self._write_soon()
-        await written
+        self._texts: list[Text] = []
+        self._lock = asyncio.Lock()
+        """Of the log, in the order in which calls came."""
 
     @ray.method(max_task_retries=-1)  # type: ignore[untyped-decorator]
-    async def record(self, events: Sequence[Event]) -> None:
-        """As `append`, for events that may come twice: where the actor dies, Ray calls it again."""
-        await self.append(events)
+    async def append(self, events: Sequence[Event], attempt: int | None = None, texts: Sequence[Text] = ()) -> None:
+        """Returns once the events are durable, and `texts` are at the ends of their files for people.
+
+        Where the actor dies, Ray calls it again: the log leaves out what it has.
+
+        Raises Exception: as `EventLog.append` does. A text that a disk does not take is logged, and ends nothing.
+        """
+        written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((events, attempt, written))
+        self._texts += texts
+        async with self._lock:
+            if not written.done():  # by a call before, with all that waited
+                await self._write()
+        written.result()
 
     @ray.method(max_task_retries=-1)  # type: ignore[untyped-decorator]
     async def begin_attempt(self, stage: str) -> int:
@@ -58,48 +62,42 @@ class Recorder:
         await self.append([event("attempt", stage, attempt=number)])
         return number
 
-    async def append_text(self, path: str, text: str) -> None:
-        """Append to a file of the run for people, soon. A disk that does not take it ends nothing."""
-        self._texts.setdefault(self._log.path.parent / path, []).append(text)
-        self._write_soon()
-
     @ray.method(max_task_retries=-1)  # type: ignore[untyped-decorator]
     async def of(self, key: str) -> list[Event]:
-        """See `EventLog.of`."""
-        return self._log.of(key)
+        """See `EventLog.of`: with all that came before."""
+        async with self._lock:
+            return await asyncio.to_thread(self._log.of, key)
 
-    async def flush(self) -> None:
-        """Returns once all is written that came before."""
-        while self._writing is not None:
-            await self._writing
-
-    def _write_soon(self) -> None:
-        if self._writing is None:
-            self._writing = asyncio.get_running_loop().create_task(self._write())
+    async def close(self) -> None:
+        """Let another process write, once all is written that came before; whoever sends more gets OSError."""
+        async with self._lock:
+            self._log.close()
 
     async def _write(self) -> None:
-        while self._waiting or self._texts:
-            waiting, self._waiting = self._waiting, []
-            texts, self._texts = self._texts, {}
-            await asyncio.to_thread(write_texts, texts)
-            try:
-                refusals = await asyncio.to_thread(self._log.append_each, [(events, attempt) for events, attempt, _ in waiting])
-            except Exception as error:
-                refusals = [error] * len(waiting)
-            for refusal, (_, _, written) in zip(refusals, waiting, strict=True):
-                if refusal is None:
-                    written.set_result(None)
-                else:
-                    written.set_exception(refusal)
-        self._writing = None
+        waiting, self._waiting = self._waiting, []
+        texts, self._texts = self._texts, []
+        await asyncio.to_thread(write_texts, self._log.path.parent, texts)
+        try:
+            refusals = await asyncio.to_thread(self._log.append_each, [(events, attempt) for events, attempt, _ in waiting])
+        except Exception as error:
+            refusals = [error] * len(waiting)
+        for refusal, (_, _, written) in zip(refusals, waiting, strict=True):
+            if refusal is None:
+                written.set_result(None)
+            else:
+                written.set_exception(refusal)
 
 
-def write_texts(texts: dict[Path, list[str]]) -> None:
-    """Append texts to files; one that cannot be written is logged."""
-    for path, parts in texts.items():
+def write_texts(root: Path, texts: Sequence[Text]) -> None:
+    """Append texts to files below `root`; one that cannot be written is logged."""
+    of_files = defaultdict[str, list[str]](list)
+    for name, text in texts:
+        of_files[name].append(text)
+    for name, parts in of_files.items():
+        path = root / name
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with open(path, "a", encoding="utf-8") as file:
+            with open(path, "a", encoding="utf-8", errors="backslashreplace") as file:  # a file's name may be no UTF-8
                 file.write("".join(parts))
         except OSError as error:
             log.warning("%s cannot be written: %s", path, error.strerror)

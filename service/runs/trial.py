@@ -25,6 +25,7 @@ from trainables.failures import (
     RETRYABLE,
     Failure,
     WorkersFailedError,
+    failure_of,
     first_cause,
     kind_of,
 )
@@ -67,12 +68,17 @@ def run_to_end(assignment: Assignment, callbacks: list[Any] | None = None, reuse
             if current != assignment:
                 assignment, restarts, hung_in = current, 0, []
             cause = cause_of(result)
-            if cause.kind == "hang":
-                record_hang(assignment, cause, result.stacks)
-            if outcome := unless_restarted(assignment, cause, restarts, hung_in, node_wait):
-                return outcome
-            restarts += cause.kind not in ANNOUNCED
-            assignment.log.record([event("restart", assignment.name, failure=asdict(cause), restarts=restarts)])
+            try:
+                if cause.kind == "hang":
+                    record_hang(assignment, cause, result.stacks)
+                if outcome := unless_restarted(assignment, cause, restarts, hung_in, node_wait):
+                    return outcome
+                counted = restarts + (cause.kind not in ANNOUNCED)
+                assignment.log.record([event("restart", assignment.name, failure=asdict(cause), restarts=counted)])
+            except OSError as error:  # as of a full disk, which workers that begin again would find full too
+                unwritten = failure_of(error, None)
+                return Outcome(status="failed", reason=f"{cause}; then {unwritten}", failure=unwritten.kind, restarts=restarts)
+            restarts = counted
             if reused is not None:
                 record_restart(reused, restarts)
             used_s += 0.0 if reused is not None else time.monotonic() - began_s  # whose points each have the whole time

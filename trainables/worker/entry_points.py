@@ -154,6 +154,9 @@ def _train(
         )
         stack.callback(job.close)
         if group.is_main:
+            found = [path for path in (job.stage.last, job.stage.best) if path.exists()]
+            if found:  # a kill between a checkpoint and its event has left the log without it
+                disk.put(partial(reporter.saved, found, job.progress.step, float(job.progress.epoch)))
             log.info(
                 "%s: %s on %d x %s, ready after %.1f s; JPEG by %s, %.1f MiB of batches a worker",
                 config.stage,

@@ -43,6 +43,65 @@ def test_each_event_of_a_stage_counts_once_also_after_the_log_was_opened_again(t
     assert [each["step"] for each in log.of("teacher")] == [10]
 
 
+def test_a_call_that_comes_again_because_its_answer_was_lost_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    calls = [
+        [step(0, kind="start", epochs=2), step(10)],
+        [event("restart", "student", failure={}, restarts=1)],
+        [step(5, kind="start", epochs=2)],
+        [event("discarded", trial="000")],
+        [event("trial_ended", trial="000", outcome={"status": "ok", "metrics": {"loss": float("nan")}})],
+    ]
+    log = EventLog(path)
+    for call in calls:
+        log.append(call)
+        log.append(call)
+        log.close()
+        log = EventLog(path)  # as the recorder's next process
+        log.append(call)
+    expected = [("log", None), ("start", 0), ("step", 10), ("restart", None), ("resume", 5), ("discarded", None)]
+    assert kinds(path) == [*expected, ("trial_ended", None)]
+
+
+def test_an_event_that_json_does_not_take_is_refused_alone(tmp_path: Path) -> None:
+    async def use(recorder: Recorder) -> None:
+        good, bad = recorder.append([step(1)]), recorder.append([step(2), step(3, metric={1, 2})])  # type: ignore[arg-type]
+        first, second = await asyncio.gather(good, bad, return_exceptions=True)
+        assert first is None
+        assert isinstance(second, TypeError)
+        await recorder.append([step(2)])
+
+    path = tmp_path / "events.jsonl"
+    asyncio.run(use(Recorder(str(path))))
+    assert kinds(path) == [("log", None), ("step", 1), ("step", 2)]
+
+
+def test_a_line_with_a_files_name_that_is_no_utf_8_ends_nothing(tmp_path: Path) -> None:
+    async def use(recorder: Recorder) -> None:
+        await recorder.append([step(1)], None, [("student/logs/train.log", "caf\udce9.jpg is damaged\n")])
+
+    asyncio.run(use(Recorder(str(tmp_path / "events.jsonl"))))
+    assert (tmp_path / "student" / "logs" / "train.log").read_text() == "caf\\udce9.jpg is damaged\n"
+
+
+def test_what_is_read_is_what_came_before_also_while_a_write_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    async def use(recorder: Recorder) -> None:
+        await recorder.append([step(1)])
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", full)
+            refused = asyncio.gather(*(recorder.append([step(number)]) for number in (2, 3)), return_exceptions=True)
+            assert [each["step"] for each in await recorder.of("student")] == [1]
+            for refusal in await refused:
+                assert isinstance(refusal, OSError)
+                assert refusal.filename == str(path)
+
+    path = tmp_path / "events.jsonl"
+    asyncio.run(use(Recorder(str(path))))
+
+
 def test_a_discarded_stage_begins_again_and_a_discarded_trial_has_not_ended(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events.jsonl")
     log.append([step(1, "trials/000/student"), event("trial_ended", trial="000", outcome={"status": "failed"})])
@@ -136,8 +195,7 @@ def test_what_waits_together_is_written_together_and_in_order(tmp_path: Path, mo
 
     async def use(recorder: Recorder) -> None:
         await asyncio.gather(*(recorder.append([step(number)]) for number in range(100)))
-        await recorder.append_text("student/logs/train.log", "a line\n")
-        await recorder.flush()
+        await recorder.append([], None, [("student/logs/train.log", "a line\n")])
 
     path = tmp_path / "events.jsonl"
     recorder = Recorder(str(path))

@@ -1,5 +1,7 @@
 """What the driver makes of a failure: begin again, a row with its reason, or out of memory."""
 
+import errno
+import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -94,6 +96,27 @@ def test_a_second_hang_at_the_same_place_ends_the_stage(
     assert messages == [f"no progress for 9 s: rank 1 hangs in {place}" for place in places]
     assert [each["failure"]["position"] for each in events_of(tmp_path, "restart")] == list(places[:-1])
     assert stage.log.read_text().count("hang: going on from the last checkpoint") == tries - 1
+
+
+@pytest.mark.parametrize("kind", ["worker_died", "hang"])
+def test_a_death_that_a_full_disk_does_not_take_down_ends_the_stage_which_can_be_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def fit(config: TrainConfig, **_: object) -> None:
+        monkeypatch.setattr(os, "fsync", full)
+        raise WorkersFailedError([Failure(kind, "rank 1 is gone")])
+
+    monkeypatch.setattr(trainer, "fit", fit)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(NodeWait, "refusal", lambda *_: None)
+    config = TrainConfig.model_validate({"model": "mlp_small", "output_dir": str(tmp_path), "data": {"path": "digits"}})
+    outcome = run_to_end(assigned(config))
+    assert (outcome.status, outcome.failure, outcome.restarts) == ("failed", "disk", 0)
+    assert "rank 1 is gone; then " in outcome.reason
+    assert outcome.reason.endswith(f"{tmp_path}/events.jsonl: No space left on device: free space, then `distill resume`")
 
 
 def trained(folder: Path, monkeypatch: pytest.MonkeyPatch, *errors: Exception, max_failures: int = 3) -> Outcome:

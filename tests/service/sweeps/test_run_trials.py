@@ -17,7 +17,7 @@ from service.runs.outcome import Outcome
 from service.runs.result import TrialRow
 from service.runs.run_log import as_json, read_log
 from service.sweeps import run_trials
-from service.sweeps.run_trials import TeacherSource, assign, best_trial, concurrency, run_pending
+from service.sweeps.run_trials import TeacherSource, assign, best_trial, concurrency, run_pending, save_rows
 from service.sweeps.trials import has_trials_to_retry, load_outcomes, plan_trials, retry_trials, rows_of
 from tests.run_log import add, session_of
 from tests.waiting import wait_until
@@ -108,6 +108,18 @@ def test_a_trial_that_ended_before_it_began_a_stage_is_recorded_as_it_ended(
         session = session_of(resolved, run_dir, display)
         run_pending(session, trials, trials, local_capacity(), TeacherSource(None, ()))
     assert {(row.status, row.reason) for row in session.result.rows} == {("failed", "its process never started")}
+
+
+def test_a_trial_that_had_ended_when_the_driver_was_killed_is_not_run_again_and_has_its_row(tmp_path: Path) -> None:
+    resolved, run_dir = load("digits", ["sweep.space={optim.lr: [0.1, 0.2]}", "teacher=null"]), RunDir(tmp_path)
+    with Display() as display:
+        session = session_of(resolved, run_dir, display)
+    save_rows(session, plan_trials(resolved))
+    add(run_dir, ended("000", Outcome(status="ok", metrics={"images_per_s": 7.0})))  # the log's last line
+    found, trials = read_log(run_dir), plan_trials(resolved)
+    load_outcomes(trials, found.fold)
+    assert [trial.outcome is None for trial in trials] == [False, True]
+    assert [(row.status, row.metrics) for row in found.result.rows] == [("ok", {"images_per_s": 7.0}), ("pending", {})]
 
 
 def test_a_log_says_how_far_a_sweep_is_and_how_long_it_may_take_once_a_trial_has_ended(
