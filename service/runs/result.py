@@ -1,13 +1,23 @@
 """What the log of a run or sweep comes to, typed, and `result.json`, the snapshot of it for people and scripts."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, ValidationError, ValidationInfo, ValidatorFunctionWrapHandler, field_validator, model_validator
+from pydantic import (
+    Field,
+    ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    computed_field,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from service.config.messages import expected, shown
 from service.config.space import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
+from service.config.sweep import TIME, TIME_S
 from service.runs.outcome import Outcome, ResultPart
 from trainables.config import DataIdentity
 from trainables.errors import ExperimentError
@@ -136,7 +146,8 @@ class RunResult(ResultPart):
     loader_workers: int | str | None = None
     stages: list[StageRow] = Field(default_factory=list)
     trials: list[TrialRow] | None = None
-    best: TrialRow | None = None
+    chosen: str | None = None
+    """The best trial in the light of all probes of a guided search that has ended."""
     space: dict[str, Any] = Field(default_factory=dict)
     """Lists, ranges and distributions, as `service.config.space` has them."""
     metric: str = ""
@@ -163,6 +174,16 @@ class RunResult(ResultPart):
     @property
     def rows(self) -> list[TrialRow]:
         return self.trials or []
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def best(self) -> TrialRow | None:
+        """The `chosen` trial, or the complete one with the best metric; None where no complete trial has it."""
+        metric = TIME_S if self.metric == TIME else self.metric
+        complete = [row for row in self.rows if row.status == "ok" and row.metrics.get(metric) is not None]
+        pick: Callable[..., TrialRow | None] = max if self.mode == "max" else min
+        found = pick(complete, key=lambda row: row.metrics[metric], default=None)
+        return next((row for row in self.rows if row.id == self.chosen), found)
 
     @property
     def accepted_data(self) -> DataIdentity | None:

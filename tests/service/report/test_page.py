@@ -84,7 +84,7 @@ def test_nine_trials_have_every_figure_of_a_sweep_with_accuracies(tmp_path: Path
 def test_the_winner_is_in_color_in_the_figures_over_time(tmp_path: Path) -> None:
     run_dir = sweep_dir(tmp_path / "s", {W: [1, 2, 4], B: [64, 128, 256, 512]}, epochs=4)
     least_accurate = min(written(run_dir)["trials"], key=lambda row: float(row["metrics"]["top1_pct"]))
-    parsed = Parsed(write_page(run_dir, typed({**written(run_dir), "best": least_accurate})).read_text())
+    parsed = Parsed(write_page(run_dir, typed({**written(run_dir), "chosen": least_accurate["id"]})).read_text())
     for name in ("accuracy", "drift"):
         (figure,) = [figure for figure in parsed.figures if figure["id"] == name]
         in_color = [trace["name"] for trace in figure["traces"] if trace.get("showlegend", True)]
@@ -171,7 +171,7 @@ def test_text_from_outside_is_shown_and_not_run(tmp_path: Path) -> None:
     result = written(run_dir)
     for row in result["trials"]:
         row["id"] = row["params"]["student.model"] = f"{HOSTILE}{row['id']}</script>"
-    result |= {"name": HOSTILE, "reason": HOSTILE, "best": result["trials"][0]}
+    result |= {"name": HOSTILE, "reason": HOSTILE, "chosen": result["trials"][0]["id"]}
     text = write_page(run_dir, typed(result)).read_text()
     parsed = Parsed(text)
     assert HOSTILE in parsed.text
@@ -245,7 +245,7 @@ def test_a_training_to_the_target_is_no_point_and_leaves_its_probes_speed_in_the
 def test_a_trial_that_a_resumed_sweep_has_recalled_may_say_auto(tmp_path: Path) -> None:
     run_dir = sweep_dir(tmp_path / "s", {W: [1, 2], B: [64, 128], L: [1, 2]})
     result = written(run_dir)
-    for row in (*result["trials"][:3], result["best"]):
+    for row in result["trials"][:3]:
         row["scale"][L] = "auto"
     parsed = Parsed(write_page(run_dir, typed(result)).read_text())
     assert "auto loader workers" in parsed.text

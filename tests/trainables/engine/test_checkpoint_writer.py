@@ -14,7 +14,6 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from tests.run_log import events_of
 from tests.trainables.jobs import Recorded, config, equal, no_telemetry, train_on_record
 from trainables.disk_writer import DiskWriter
 from trainables.distributed.group import Group
@@ -153,9 +152,7 @@ def test_writes_that_end_early_are_gone_on_with(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("every", [2, 1000])
-def test_a_disk_that_fills_up_ends_the_training_with_the_checkpoint_before(
-    tmp_path: Path, every: int
-) -> None:
+def test_a_disk_that_fills_up_ends_the_training_with_the_checkpoint_before(tmp_path: Path, every: int) -> None:
     stage = StageDir(tmp_path)
     train_on_record(config(tmp_path, teacher=None, train={"log_every": 1}))
     before = stage.last.read_bytes()
