@@ -21,7 +21,7 @@ from service.config.sweep import TIME, TIME_S
 from service.runs.outcome import Outcome, ResultPart
 from trainables.config import DataIdentity
 from trainables.errors import ExperimentError
-from trainables.rundir import write_json
+from trainables.rundir import remove_unfinished, write_json
 
 Kind = Literal["train", "sweep"]
 VERSION = 2
@@ -202,7 +202,8 @@ class RunResult(ResultPart):
 
 
 def write_result(path: Path, result: RunResult) -> None:
-    """Write the `result.json` of a run directory, atomically."""
+    """Write the `result.json` of a run directory that this process works on, atomically."""
+    remove_unfinished(path)
     write_json(path, result.model_dump(mode="json", by_alias=True, warnings=False) | {"version": VERSION})
 
 

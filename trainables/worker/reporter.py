@@ -72,8 +72,8 @@ class Reporter:
 
         `config` has the precision that it was trained in; `more` are fields of `StageResult`.
         """
-        precision = {"precision": config.precision, "precision_reason": config.precision_reason}
-        result = StageResult(model=config.model, metrics=metrics, **precision, **more)
+        about: dict[str, Any] = {name: getattr(config, name) for name in ("model", "precision", "precision_reason")}
+        result = StageResult(**about, metrics=metrics, **more)
         if self._group.is_main:
             self._send("summary", **self._last, **result.model_dump())
             self._disk.wait()

@@ -85,7 +85,7 @@ def test_the_first_metric_of_a_trial_is_that_by_which_trials_are_compared(
 def test_a_resumed_sweep_that_another_trial_wins_leaves_one_winner_and_names_it_by_its_point(tmp_path: Path) -> None:
     run = Run(RunDir(tmp_path / "run"), "sqlite:////a.db", "sweep")
     rows = [row(trial, **{"optim.lr": lr, "scale.num_workers": 1}) for trial, lr in (("000", 0.1), ("001", 0.2))]
-    run.change(trials=rows, space={}, metric="top1_pct", mode="max")
+    run.change(trials=rows)
     for trial, top1_pct, verdict in (("000", 50.0, ["first", "by far"]), ("001", 60.0, ["second"])):
         run.add(begun(trial), ended(trial, steps=5.0, top1_pct=top1_pct))
         run.change(verdict=verdict)
