@@ -70,7 +70,7 @@ def replay(result: RunResult) -> Planner:
     """The planner of a sweep as its `result.json` tells it, guided or not.
 
     Raises:
-        ValueError: no point could be searched, or the records lack the cluster's `hardware` (an older sweep's do).
+        ValueError: no point could be searched, or the sweep ended before it had its cluster, and so has no `hardware`.
     """
     if result.hardware is None:
         raise ValueError(f"the records of {result.name} do not say what cluster it ran on")

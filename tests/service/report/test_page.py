@@ -251,7 +251,7 @@ def test_a_trial_that_a_resumed_sweep_has_recalled_may_say_auto(tmp_path: Path) 
     assert "auto loader workers" in parsed.text
 
 
-def test_a_run_of_before_the_hardware_was_recorded_has_no_model_curve(tmp_path: Path) -> None:
+def test_a_run_without_its_hardware_on_record_has_no_model_curve(tmp_path: Path) -> None:
     def lines(run_dir: RunDir) -> int:
         return sum(trace["mode"] == "lines" for trace in page(run_dir).figures[0]["traces"])
 
