@@ -4,15 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import (
-    Field,
-    ValidationError,
-    ValidationInfo,
-    ValidatorFunctionWrapHandler,
-    computed_field,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, ValidationError, ValidationInfo, ValidatorFunctionWrapHandler, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from service.config.messages import expected, shown
@@ -175,7 +167,6 @@ class RunResult(ResultPart):
     def rows(self) -> list[TrialRow]:
         return self.trials or []
 
-    @computed_field  # type: ignore[prop-decorator]
     @property
     def best(self) -> TrialRow | None:
         """The `chosen` trial, or the complete one with the best metric; None where no complete trial has it."""
@@ -204,7 +195,9 @@ class RunResult(ResultPart):
 def write_result(path: Path, result: RunResult) -> None:
     """Write the `result.json` of a run directory that this process works on, atomically."""
     remove_unfinished(path)
-    write_json(path, result.model_dump(mode="json", by_alias=True, warnings=False) | {"version": VERSION})
+    fields = result.model_dump(mode="json", by_alias=True, warnings=False)
+    best = None if result.best is None else result.best.model_dump(mode="json", by_alias=True, warnings=False)
+    write_json(path, fields | {"best": best, "version": VERSION})
 
 
 def parse_result(text: str, path: Path) -> RunResult:

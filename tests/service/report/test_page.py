@@ -15,7 +15,7 @@ from service.runs.events import event
 from service.runs.result import RunResult
 from service.runs.run_directory import begin_run, reopen
 from service.runs.session import open_session
-from tests.run_log import add, change, write_log
+from tests.run_log import add, change, result_of, write_log
 from tests.service.commands import run
 from tests.service.report.parsed import Parsed
 from tests.service.report.runs import sweep_dir, train_dir, typed, written
@@ -104,10 +104,11 @@ def test_a_timing_sweeps_wall_time_is_shown_of_its_fastest_trials(tmp_path: Path
 
 def test_the_first_two_lines_say_what_won_and_why(tmp_path: Path) -> None:
     run_dir = sweep_dir(tmp_path / "s", {W: [1, 4], B: [64, 512], L: [2, 4]})
-    best = written(run_dir)["best"]
+    best = result_of(run_dir).best
+    assert best is not None
     parsed = page(run_dir)
     text = parsed.text[parsed.text.index("demo complete") if "demo complete" in parsed.text else 0 :]
-    first = text.index(f"4 GPUs × batch 512 × {best['scale'][L]} loader workers")
+    first = text.index(f"4 GPUs × batch 512 × {best.scale.loader_workers} loader workers")
     second = text.index("Compared with the next best value of each axis, the others unchanged: 4 GPUs:")
     assert first < second < text.index("distill train")
 

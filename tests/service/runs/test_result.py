@@ -14,6 +14,7 @@ from service.config.space import GLOBAL_BATCH
 from service.config.sweep import SweepConfig
 from service.runs.events import event
 from service.runs.outcome import to_json
+from service.runs.result import write_result
 from service.sweeps.trials import plan_trials, rows_of
 from tests.run_log import add, change, result_of
 from tests.service.commands import run
@@ -91,7 +92,8 @@ def test_the_best_of_a_sweep_is_the_most_or_the_least_of_what_is_complete_howeve
         found = result_of(run_dir).best
         assert (found.id if found else None) == winner
     change(run_dir, chosen="000")  # by a search that has ended, in the light of all probes
-    assert to_json(result_of(run_dir))["best"]["id"] == "000"
+    write_result(run_dir.result, result_of(run_dir))
+    assert json.loads(run_dir.result.read_text())["best"]["id"] == "000"
 
 
 @pytest.mark.parametrize("name", ["seconds", "start_s", "end_s"])
