@@ -44,6 +44,12 @@ def write_atomic(path: Path, content: bytes) -> None:
         temporary.write_bytes(content)
 
 
+def remove_unfinished(path: Path) -> None:
+    """Remove what kills have left of writes of `path`; its only writer calls this."""
+    for temporary in path.parent.glob(f".{path.name}.*.tmp"):
+        temporary.unlink(missing_ok=True)
+
+
 def expand_home(path: str | Path) -> Path:
     """`path`, a `~` or `~USER` at its beginning replaced by that user's home. Raises ExperimentError: there is no such user."""
     try:

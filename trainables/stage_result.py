@@ -25,7 +25,6 @@ class StageResult(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
-    stage: str = ""
     model: str = ""
     decoder: str | None = None
     """The decoder of its training images; None: it trained nothing."""

@@ -1,6 +1,5 @@
 """From a run directory's records to evidence."""
 
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -178,9 +177,9 @@ def _nodes(metrics: Metrics) -> tuple[NodeUse, ...]:
 
 
 def _rank_nodes(metrics: Metrics, num_workers: int) -> tuple[int, ...]:
-    """Each rank's node; () where it is not recorded, or is the mean that older records have of several nodes."""
-    nodes = [metrics.get(f"rank{rank}/node", math.nan) for rank in range(num_workers)]
-    return tuple(map(int, nodes)) if all(node.is_integer() for node in nodes) else ()
+    """Each rank's node; () where it is not recorded."""
+    nodes = [metrics[name] for rank in range(num_workers) if (name := f"rank{rank}/node") in metrics]
+    return tuple(map(int, nodes)) if len(nodes) == num_workers else ()
 
 
 def _ranks(metrics: Metrics, num_workers: int) -> tuple[RankTimes, ...]:

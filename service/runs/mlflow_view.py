@@ -148,16 +148,16 @@ class MlflowView:
 
     def _mark_winner(self, sweep: RunView, verdict: str) -> None:
         """Tag and describe the best trial, and untag that of an earlier session; the sweep has the winner's numbers too."""
-        best = self._fold.fields.get("best")
-        winner = best["id"] if best else None
+        best = self._fold.result(self._run_dir.events).best
+        winner = best.id if best else None
         if self._winner not in (None, winner):
             self._set_tags(self.runs[f"trial/{self._winner}"], {WINNER: "false", DESCRIPTION: ""})
         self._winner = winner
         if best is None or (trial := self.runs.get(f"trial/{winner}")) is None:
             return
         self._set_tags(trial, {WINNER: "true", DESCRIPTION: verdict})
-        shown = of_summary(best["metrics"], followed=False)
-        self._add_metrics(sweep, {"time_ms": trial.ended_ms}, shown, int(best["metrics"].get("steps", 0)))
+        shown = of_summary(best.metrics, followed=False)
+        self._add_metrics(sweep, {"time_ms": trial.ended_ms}, shown, int(best.metrics.get("steps", 0)))
         self._add_model(f"trials/{winner}/student")
 
     def _take_result(self, event: Event) -> None:

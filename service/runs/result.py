@@ -1,5 +1,6 @@
 """What the log of a run or sweep comes to, typed, and `result.json`, the snapshot of it for people and scripts."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -8,10 +9,11 @@ from pydantic_core import PydanticCustomError
 
 from service.config.messages import expected, shown
 from service.config.space import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
+from service.config.sweep import TIME, TIME_S
 from service.runs.outcome import Outcome, ResultPart
 from trainables.config import DataIdentity
 from trainables.errors import ExperimentError
-from trainables.rundir import write_json
+from trainables.rundir import remove_unfinished, write_json
 
 Kind = Literal["train", "sweep"]
 VERSION = 2
@@ -136,7 +138,8 @@ class RunResult(ResultPart):
     loader_workers: int | str | None = None
     stages: list[StageRow] = Field(default_factory=list)
     trials: list[TrialRow] | None = None
-    best: TrialRow | None = None
+    chosen: str | None = None
+    """The best trial in the light of all probes of a guided search that has ended."""
     space: dict[str, Any] = Field(default_factory=dict)
     """Lists, ranges and distributions, as `service.config.space` has them."""
     metric: str = ""
@@ -165,6 +168,15 @@ class RunResult(ResultPart):
         return self.trials or []
 
     @property
+    def best(self) -> TrialRow | None:
+        """The `chosen` trial, or the complete one with the best metric; None where no complete trial has it."""
+        metric = TIME_S if self.metric == TIME else self.metric
+        complete = [row for row in self.rows if row.status == "ok" and row.metrics.get(metric) is not None]
+        pick: Callable[..., TrialRow | None] = max if self.mode == "max" else min
+        found = pick(complete, key=lambda row: row.metrics[metric], default=None)
+        return next((row for row in self.rows if row.id == self.chosen), found)
+
+    @property
     def accepted_data(self) -> DataIdentity | None:
         """See `TrainConfig.accepted_data`."""
         return self.data if self.not_exact else None
@@ -181,8 +193,11 @@ class RunResult(ResultPart):
 
 
 def write_result(path: Path, result: RunResult) -> None:
-    """Write the `result.json` of a run directory, atomically."""
-    write_json(path, result.model_dump(mode="json", by_alias=True, warnings=False) | {"version": VERSION})
+    """Write the `result.json` of a run directory that this process works on, atomically."""
+    remove_unfinished(path)
+    fields = result.model_dump(mode="json", by_alias=True, warnings=False)
+    best = None if result.best is None else result.best.model_dump(mode="json", by_alias=True, warnings=False)
+    write_json(path, fields | {"best": best, "version": VERSION})
 
 
 def parse_result(text: str, path: Path) -> RunResult:

@@ -37,7 +37,7 @@ def check_same(kind: Kind, resolved: Resolved, path: Path) -> None:
     """Refuse to continue a run of another experiment. Raises ExperimentError: naming the first key that differs."""
     begun, _, result = reopen(path)
     trees = [each.experiment.model_dump(mode="json") for each in (resolved, begun)]
-    # An older version did not make paths absolute; a method's file may lie elsewhere, as in each Ray job: the run has its copy.
+    # A method's file may lie elsewhere, as in each Ray job: the run has its copy.
     wanted, begun_with = (flatten(tree) | absolute_paths(tree, method=_by_file_name) for tree in trees)
     if begun.sources.get("teacher.finetune") == OTHER_CLASSES and wanted.get("teacher.finetune") is None:
         begun_with["teacher.finetune"] = None

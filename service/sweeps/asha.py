@@ -71,7 +71,7 @@ def stopped(events: Iterable[Event], reported: Mapping[str, Any]) -> Outcome:
     metrics = {name: value for name, value in numbers.items() if not name.startswith(("train/", "val/"))}  # as in a summary
     for name in ("train_s", "eval_s", "checkpoint_s", "other_s", "wall_s"):  # an epoch's own in its record, the stage's here
         metrics.pop(name, None)
-        if epochs and all(f"epoch/{name}" in record["metrics"] for record in epochs):  # not in those of an older version
+        if epochs and all(f"epoch/{name}" in record["metrics"] for record in epochs):
             metrics[name] = sum(record["metrics"][f"epoch/{name}"] for record in epochs)
     for record in epochs:
         metrics |= headline(record["metrics"])

@@ -1,7 +1,7 @@
 """Trials handed to Ray Tune, watched while it runs them, and recorded as each ends."""
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
@@ -11,7 +11,6 @@ from service.config.sweep import ACCURACIES
 from service.runs.events import EventTail
 from service.runs.outcome import Outcome
 from service.runs.plan import Plan
-from service.runs.result import TrialRow
 from service.runs.run_log import as_json
 from service.runs.session import Session, start_tracking
 from service.runs.stages.assignment import Assignment
@@ -200,7 +199,7 @@ def trial_line(trial: Trial) -> str:
     """How a trial ended, for the terminal."""
     outcome = trial.outcome or Outcome(status="failed")
     m = outcome.metrics
-    numbers = f"{m['images_per_s']:.1f} images/s, {m['epoch_s']:.2f} s an epoch" if "epoch_s" in m else outcome.reason
+    numbers = f"{m['images_per_s']:.1f} images/s, {m['epoch_s']:.2f} s/epoch" if "epoch_s" in m else outcome.reason
     again = f", measured {trial.num_measurements} times" if trial.num_measurements > 1 else ""
     point = ", ".join(f"{key}={value}" for key, value in trial.params.items())
     return f"trial {trial.id} ({point}): {outcome.status}  {numbers}{again}"
@@ -213,18 +212,8 @@ def rounded_time(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def best_trial(rows: Sequence[TrialRow], metric: str, mode: str) -> TrialRow | None:
-    """The complete trial with the best metric; None where no complete trial has it."""
-    complete = [row for row in rows if row.status == "ok" and row.metrics.get(metric) is not None]
-    if not complete:
-        return None
-    pick: Callable[..., TrialRow] = max if mode == "max" else min
-    return pick(complete, key=lambda row: row.metrics[metric])
-
-
 def save_rows(session: Session, trials: Sequence[Trial]) -> None:
     """Write the rows as they stand."""
     config = session.experiment.sweep
     rows = rows_of(trials, session.resolved, timing=config.timing_steps is not None)
-    best = best_trial(rows, config.figure, config.mode)
-    session.save(space=config.axes, metric=config.metric, mode=config.mode, trials=rows, best=best)
+    session.save(space=config.axes, metric=config.metric, mode=config.mode, trials=rows)

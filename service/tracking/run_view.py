@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from trainables.rundir import RunDir, lines_after, write_json
+from trainables.rundir import RunDir, lines_after, remove_unfinished, write_json
 
 Status = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
 DESCRIPTION = "mlflow.note.content"
@@ -107,7 +107,8 @@ class SyncState(BaseModel):
         return state
 
     def write(self, run_dir: RunDir) -> None:
-        """Replace the file. Raises OSError."""
+        """Replace the file, under the run's lock of MLflow. Raises OSError."""
+        remove_unfinished(state_path(run_dir))
         write_json(state_path(run_dir), self.model_dump())
 
     def is_sent(self, run_dir: RunDir) -> bool:

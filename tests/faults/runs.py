@@ -171,7 +171,7 @@ def write_summary(job: Job, summary: Mapping[str, float]) -> None:
     if job.group.is_main:
         folder, result = Path(job.config.output_dir), StageResult(model=job.config.model, metrics=dict(summary))
         where = {"step": int(summary["steps"]), "epoch": 0.0}
-        append(RunDir(folder.parent), event("summary", folder.name, **where, **result.model_dump(exclude={"stage"})))
+        append(RunDir(folder.parent), event("summary", folder.name, **where, **result.model_dump()))
 
 
 @contextlib.contextmanager

@@ -22,7 +22,6 @@ from trainables.engine.train import build, run_job
 from trainables.models.model_input import student_input
 from trainables.models.pixels import take_pixels
 from trainables.models.registry import build_model
-from trainables.stage_result import StageResult
 from trainables.worker.reporter import Reporter
 
 
@@ -124,7 +123,7 @@ def train_on_record(settings: TrainConfig, publish: Publish = lambda paths, step
         job = build(settings, Group(), reporter.report, no_telemetry, disk=disk, publish=publish)
         with contextlib.closing(job):
             summary = run_job(job)
-        reporter.complete(StageResult(model=settings.model, metrics=summary))
+        reporter.complete(settings, summary)
         return summary
 
 

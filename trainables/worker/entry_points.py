@@ -97,19 +97,13 @@ def train_stage(
         reporter = Reporter(config, recorder, group, disk)
         job, summary = _train(config, group, reporter, disk, heartbeat, stop_early, put)
         dist.barrier()  # the stage is complete once every rank has finished
-        result = StageResult(
-            stage=config.stage,
-            model=config.model,
+        return reporter.complete(
+            job.config,
+            summary,
             decoder=job.train_loader.decoder,
-            precision=job.config.precision,
-            precision_reason=job.config.precision_reason,
-            metrics=summary,
             steps_s=job.metrics.timer.past_warmup.steps_s() if config.train.max_steps is not None else [],
             teachers=[each for each in job.teachers if each is not None],
         )
-        if group.is_main:
-            reporter.complete(result)
-        return result
 
 
 def stored(config: TrainConfig, group: Group) -> contextlib.AbstractContextManager[Callable[[Path], None]]:
@@ -220,15 +214,7 @@ def fill_loop_per_worker(settings: dict[str, Any]) -> None:
             with contextlib.closing(loader), contextlib.closing(val_loader):
                 teacher = build_cached_teacher(config, group, classes, loader)
                 metrics = fill(config, group, teacher, (loader, val_loader), reporter.report, heartbeat)
-            if group.is_main:
-                result = StageResult(
-                    stage=config.stage,
-                    model=config.model,
-                    precision=config.precision,
-                    precision_reason=config.precision_reason,
-                    metrics=metrics,
-                )
-                reporter.complete(result)
+            reporter.complete(config, metrics)
 
 
 def class_means_loop_per_worker(settings: dict[str, Any]) -> None:
@@ -248,20 +234,15 @@ def class_means_loop_per_worker(settings: dict[str, Any]) -> None:
         set_up_torch(config, group)
         config = with_precision(config, group)
         path, metrics = write_class_means(config, group, heartbeat)
+        reporter = Reporter(config, settings["recorder"], group, disk)
         if group.is_main:
             put(path)
-            reporter = Reporter(config, settings["recorder"], group, disk)
             reporter.saved([path], 0, 0.0)
-            assert config.finetuned is not None
-            own = config.finetuned.precision
-            result = StageResult(
-                stage=config.stage,
-                model=config.model,
-                precision=own or config.precision,
-                precision_reason=config.precision_reason if own in (None, config.precision) else "",
-                metrics=metrics,
-            )
-            reporter.complete(result)
+        assert config.finetuned is not None
+        own = config.finetuned.precision
+        if own not in (None, config.precision):
+            config = config.model_copy(update={"precision": own, "precision_reason": ""})
+        reporter.complete(config, metrics)
 
 
 def evaluate_loop_per_worker(settings: dict[str, Any]) -> None:

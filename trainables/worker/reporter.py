@@ -67,10 +67,17 @@ class Reporter:
         names = [path.name for path in paths]
         self._recorder.send("checkpoint", Path(self._config.output_dir), step=step, epoch=epoch, names=names)()
 
-    def complete(self, result: StageResult) -> None:
-        """The stage is over on every rank; returns once that is durable. Raises as `report` does."""
-        self._send("summary", **self._last, **result.model_dump(exclude={"stage"}))
-        self._disk.wait()
+    def complete(self, config: TrainConfig, metrics: dict[str, float], **more: Any) -> StageResult:
+        """The stage is over on every rank; returns its result once that is durable. Raises as `report` does.
+
+        `config` has the precision that it was trained in; `more` are fields of `StageResult`.
+        """
+        about: dict[str, Any] = {name: getattr(config, name) for name in ("model", "precision", "precision_reason")}
+        result = StageResult(**about, metrics=metrics, **more)
+        if self._group.is_main:
+            self._send("summary", **self._last, **result.model_dump())
+            self._disk.wait()
+        return result
 
     def _send(self, kind: str, **fields: Any) -> None:
         self._disk.check()

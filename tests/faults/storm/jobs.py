@@ -27,7 +27,6 @@ from trainables.engine.job_parts import open_loaders
 from trainables.engine.modules import build_cached_teacher
 from trainables.engine.train import build, run_job
 from trainables.rundir import RunDir
-from trainables.stage_result import StageResult
 from trainables.teachers.cache.fill import fill, sequential
 from trainables.worker.recorder import RunRecorder
 from trainables.worker.reporter import Reporter
@@ -46,8 +45,7 @@ def train(group: Group, disk: Path, settings: TrainConfig, points: list[FaultPoi
             summary = run_job(job)
         if group.world_size > 1:
             dist.barrier()
-        if group.is_main:
-            reporter.complete(StageResult(model=settings.model, metrics=summary))
+        reporter.complete(settings, summary)
     return counts
 
 
@@ -60,8 +58,7 @@ def fill_cache(group: Group, disk: Path, settings: TrainConfig, points: list[Fau
         with contextlib.closing(loader), contextlib.closing(val_loader):
             teacher = build_cached_teacher(config, group, classes, loader)
             metrics = fill(config, group, teacher, (loader, val_loader), reporter.report)
-        if group.is_main:
-            reporter.complete(StageResult(metrics=metrics))
+        reporter.complete(config, metrics)
     return counts
 
 

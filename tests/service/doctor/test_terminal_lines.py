@@ -177,7 +177,7 @@ def test_the_command_reads_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture
     for workers, metrics in enumerate((step_of(**{"phase/data_ms": 51.0, "phase/step_ms": 150.0}), step_of())):
         row = {"id": f"00{workers}", "status": "ok", "params": {"data.loader_workers": workers}, "metrics": metrics}
         rows.append(row | {"scale": scale | row["params"]})
-    change(sweep, trials=rows, best=rows[-1], **judged)
+    change(sweep, trials=rows, chosen="001", **judged)
     code, out, _ = run(capsys, "doctor", sweep.root)
     assert code == 0
     assert out.startswith("nothing to gain over 5%")
@@ -196,7 +196,7 @@ def test_a_sweep_that_has_ended_without_a_timed_step_shows_what_became_of_it(
         row | {"id": "000", "status": "failed", "reason": "loss is not finite"},
         row | {"id": "001", "status": "oom", "reason": "…"},
     ]
-    about = {"trials": rows, "status": "failed", "space": {}, "metric": "images_per_s", "mode": "max", "best": None}
+    about = {"trials": rows, "status": "failed", "space": {}, "metric": "images_per_s", "mode": "max"}
     change(sweep, **about)
     code, out, err = run(capsys, "doctor", sweep.root)
     assert (code, out, err.count("\n")) == (2, "", 1)

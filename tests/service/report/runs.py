@@ -48,8 +48,6 @@ def sweep_dir(
         rows.append(row)
         if row["status"] == "ok":
             events += history(f"trials/{row['id']}/student", row, number, gpu, epochs, rng)
-    ran = [row for row in rows if row["status"] == "ok"]
-    best = max(ran, key=lambda row: row["metrics"]["images_per_s"], default=None)
     result = {
         "kind": "sweep",
         "name": resolved.experiment.name,
@@ -68,7 +66,6 @@ def sweep_dir(
         "tolerance": 0.03,
         "hardware": HARDWARE,
         "trials": rows,
-        "best": best,
         **top,
     }
     write_log(run_dir, result, *events)

@@ -45,13 +45,12 @@ def trial(number: str, status: str, **more: Any) -> dict[str, Any]:
 
 
 def result() -> RunResult:
-    best = trial("000", "ok", metrics=METRICS)
     rows = [
-        best,
+        trial("000", "ok", metrics=METRICS),
         trial("001", "oom", reason="rank 0: CUDA out of memory"),
         trial("002", "ok", metrics=METRICS, oversubscribed=True),
     ]
-    return typed({"status": "running", "space": SCALE, "trials": rows, "best": best, "use_gpu": True})
+    return typed({"status": "running", "space": SCALE, "trials": rows, "use_gpu": True})
 
 
 def sweep_table(swept: RunResult) -> Table:
@@ -78,7 +77,7 @@ def test_each_teacher_has_one_line_whoever_learned_from_it_and_wherever_it_was_t
     given = {"model": "resnet34", "weights": "w.pth", "top1_pct": 73.31, "num_images": 50_000, "chance_pct": 0.1}
     line = "teacher resnet34: 73.31% top-1 on 50,000 validation images, where chance is 0.10%"
     trials = [trial(number, "ok", metrics=METRICS, teachers=[given]) for number in ("000", "001")]
-    swept = typed({"status": "running", "space": SCALE, "trials": trials, "best": trials[0], "use_gpu": True})
+    swept = typed({"status": "running", "space": SCALE, "trials": trials, "use_gpu": True})
     assert overview(swept, RunDir(tmp_path)).count(line) == 1
     stages = [
         {"stage": "teacher", "model": "resnet34", "status": "ok", "metrics": {"best_top1_pct": 71.0, "top1_pct": 70.5}},
@@ -117,7 +116,7 @@ def test_the_verdict_names_the_winner_and_where_its_time_goes() -> None:
     assert lines[2] == "its step: student 45%, teacher 30%, data 25%"
     assert any("projected" in line for line in lines)
     assert any("oversubscribed" in line for line in lines)
-    assert verdict(typed({"trials": [], "best": None})) == ["no trial is complete: nothing to compare yet"]
+    assert verdict(typed({"trials": []})) == ["no trial is complete: nothing to compare yet"]
 
 
 def test_phases_show_their_share_of_the_step() -> None:

@@ -97,8 +97,8 @@ def test_a_run_whose_driver_was_killed_is_not_followed_for_ever(tmp_path: Path, 
 
 def test_a_screen_shows_the_best_trial_and_those_that_ended_last() -> None:
     rows = [typed_row({"id": f"{n:03d}", "status": "ok" if n < 90 else "pending"}) for n in range(100)]
-    assert rows_on_screen(typed({"trials": rows, "best": rows[3]}), 32) == {"003", *(f"{n:03d}" for n in range(70, 90))}
-    assert rows_on_screen(typed({"trials": rows[:2], "best": rows[0]}), 40) == {"000", "001"}
+    assert rows_on_screen(typed({"trials": rows, "chosen": "003"}), 32) == {"003", *(f"{n:03d}" for n in range(70, 90))}
+    assert rows_on_screen(typed({"trials": rows[:2], "chosen": "000"}), 40) == {"000", "001"}
 
 
 def test_a_sweeps_progress_is_that_of_its_points_and_not_by_the_trainings_that_follow() -> None:

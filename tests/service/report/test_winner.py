@@ -100,10 +100,10 @@ def test_a_winner_at_the_brim_of_memory_says_so_and_names_the_next_one_that_is_n
     rows = [row("0", 1, 128, 10.0), row("1", 1, 256, 20.0), row("2", 1, 512, 30.0)]
     for one, peak_mib in zip(rows, (500.0, 960.0, 970.0), strict=True):
         one.metrics.update(peak_memory_mib=peak_mib, gpu_memory_mib=1000.0)
-    assert memory_to_spare(typed({"trials": rows, "best": rows[2]})) == [
+    assert memory_to_spare(typed({"trials": rows, "chosen": "2"})) == [
         "trial 2 took 97.0% of a GPU's memory: a long run may not fit; take trial 1, the next best that leaves 4%"
     ]
-    assert memory_to_spare(typed({"trials": rows, "best": rows[1]})) == []
+    assert memory_to_spare(typed({"trials": rows, "chosen": "1"})) == []
 
 
 def test_a_training_to_the_target_is_not_counted_as_a_point() -> None:
@@ -120,7 +120,7 @@ def test_a_search_for_speed_and_cost_names_its_front() -> None:
         typed(
             {
                 "trials": rows,
-                "best": rows[1],
+                "chosen": "1",
                 "metric": "pareto",
                 "mode": "max",
                 "search": {"front": ["0", "1"], "bound_pct": 0.0, "spent_gpu_s": 9.0, "why": "so"},

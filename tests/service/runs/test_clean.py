@@ -226,8 +226,8 @@ def test_of_checkpoints_a_complete_run_needs_its_best_alone_and_a_sweep_those_of
     root: Path, run_clean: Clean
 ) -> None:
     scale = {"scale.num_workers": 1, "data.global_batch_size": 8, "data.loader_workers": 1}
-    best = {"id": "001", "params": {}, "status": "ok", "scale": scale}
-    sweep = make_run(root / "sweep", kind="sweep", trials=[best], best=best, space={}, metric="loss", mode="min")
+    best = {"id": "001", "params": {}, "status": "ok", "scale": scale, "metrics": {"loss": 1.0}}
+    sweep = make_run(root / "sweep", kind="sweep", trials=[best], space={}, metric="loss", mode="min")
     for trial in ("000", "001"):
         make_run(sweep / "trials" / trial)
     aged(sweep)

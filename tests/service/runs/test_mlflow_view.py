@@ -86,12 +86,9 @@ def test_a_resumed_sweep_that_another_trial_wins_leaves_one_winner_and_names_it_
     run = Run(RunDir(tmp_path / "run"), "sqlite:////a.db", "sweep")
     rows = [row(trial, **{"optim.lr": lr, "scale.num_workers": 1}) for trial, lr in (("000", 0.1), ("001", 0.2))]
     run.change(trials=rows)
-    run.add(begun("000"), ended("000", steps=5.0, top1_pct=50.0), begun("001"), ended("001", steps=5.0, top1_pct=60.0))
-    for best, metrics_of_best, verdict in (
-        ("000", {"top1_pct": 50.0}, ["first", "by far"]),
-        ("001", {"top1_pct": 60.0}, ["second"]),
-    ):
-        run.change(best={"id": best, "metrics": {"steps": 5.0, **metrics_of_best}}, verdict=verdict)
+    for trial, top1_pct, verdict in (("000", 50.0, ["first", "by far"]), ("001", 60.0, ["second"])):
+        run.add(begun(trial), ended(trial, steps=5.0, top1_pct=top1_pct))
+        run.change(verdict=verdict)
         run.end()
         run.add(event("session_begun"))
     runs = view_of(run)

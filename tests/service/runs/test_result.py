@@ -12,14 +12,17 @@ import yaml
 from service.config.experiment import load
 from service.config.space import GLOBAL_BATCH
 from service.config.sweep import SweepConfig
+from service.runs.events import event
 from service.runs.outcome import to_json
+from service.runs.result import write_result
 from service.sweeps.trials import plan_trials, rows_of
-from tests.run_log import result_of
+from tests.run_log import add, change, result_of
 from tests.service.commands import run
 from tests.service.report.runs import sweep_dir, train_dir
 from trainables.rundir import RunDir
 
 SPACE = {"scale.num_workers": [1, 2], "data.global_batch_size": [64]}
+PENDING = {"status": "pending", "metrics": {}, "steps_s": []}
 READERS = ("report", "doctor", "sync")
 
 
@@ -45,7 +48,7 @@ def spoil(run_dir: RunDir, change: Callable[[Any], object]) -> None:
         ),
         (lambda r: r["trials"][0]["metrics"].update(step_s="slow"), 'trials[0].metrics.step_s: must be a number, not "slow"'),
         (lambda r: r["trials"][0].update(steps_s=[0.1, None]), "trials[0].steps_s[1]: must be a number, not null"),
-        (lambda r: r.update(best=3), "best: must be a section of keys, not 3"),
+        (lambda r: r.update(chosen=3), "chosen: must be text, not 3"),
         (lambda r: r.pop("metric"), "metric: missing"),
         (lambda r: r.update(search=[]), "search: must be a section of keys, not []"),
         (lambda r: r.update(space=[]), "space: must be a section of keys, not []"),
@@ -72,6 +75,25 @@ def test_a_stage_with_a_wrong_type_is_named_too(capsys: pytest.CaptureFixture[st
     code, _, err = run(capsys, "report", run_dir.root)
     assert code == 2
     assert f"{run_dir.events} is damaged: stages[1].model: must be text, not null: " in err
+
+
+def test_the_best_of_a_sweep_is_the_most_or_the_least_of_what_is_complete_however_its_driver_died(tmp_path: Path) -> None:
+    run_dir = sweep_dir(tmp_path / "s", {GLOBAL_BATCH: [64, 32, 16]}, ends=dict.fromkeys(("000", "001", "002"), PENDING))
+    assert result_of(run_dir).best is None
+    ends = {"000": ("ok", 10.0, 3.0), "001": ("oom", 99.0, 1.0), "002": ("ok", 20.0, 2.0)}
+    for trial, (status, speed, epoch_s) in ends.items():  # each is the last line of the log, were its driver killed there
+        metrics = {"images_per_s": speed, "epoch_s": epoch_s}
+        add(run_dir, event("trial_ended", trial=trial, outcome={"status": status, "metrics": metrics}))
+        best = result_of(run_dir).best
+        assert best is not None
+        assert best.id == ("002" if trial == "002" else "000")
+    for metric, mode, winner in (("epoch_s", "min", "002"), ("top1_pct", "max", None)):
+        change(run_dir, metric=metric, mode=mode)
+        found = result_of(run_dir).best
+        assert (found.id if found else None) == winner
+    change(run_dir, chosen="000")  # by a search that has ended, in the light of all probes
+    write_result(run_dir.result, result_of(run_dir))
+    assert json.loads(run_dir.result.read_text())["best"]["id"] == "000"
 
 
 @pytest.mark.parametrize("name", ["seconds", "start_s", "end_s"])

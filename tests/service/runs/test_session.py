@@ -76,10 +76,12 @@ def test_each_snapshot_has_the_seconds_of_all_sessions_so_far(tmp_path: Path) ->
     past = [(event("session_begun"), hour_ms), (ended, hour_ms - 100_000), (event("session_begun"), 60_000)]
     for each, age_ms in (*past, (event("notice", text="x"), 10_000)):
         add(run_dir, each | {"time_ms": each["time_ms"] - age_ms})
+    (run_dir.root / ".result.json.0a1b.tmp").write_text("{")  # of the session that was killed
     with open_session(resolved, run_dir, end_of_run) as session:
         time.sleep(0.05)
         session.save(num_workers=1)
         assert 150.05 <= json.loads(run_dir.result.read_text())["seconds"] < 180
+    assert not list(run_dir.root.glob(".*.tmp"))
 
 
 def test_a_session_records_what_has_changed_alone(tmp_path: Path) -> None:

@@ -76,18 +76,6 @@ def test_a_stopped_trial_has_each_number_once_under_the_name_that_a_summary_has(
     )
 
 
-def test_a_stopped_trial_of_an_older_version_has_the_numbers_that_it_recorded(tmp_path: Path) -> None:
-    assert metrics_when_stopped({"val/top1_pct": 60.0, "epoch/step_s": 0.1}, EPOCH) == pytest.approx(
-        {
-            "step_s": 0.1,
-            "steps": 20.0,
-            "top1_pct": 60.0,
-            "top5_pct": 90.0,
-            "val_loss": 1.2,
-        }
-    )
-
-
 def test_a_stopped_student_without_labels_has_its_likeness_to_the_teacher() -> None:
     assert metrics_when_stopped({"val/cka": 0.7}, {"epoch/step_s": 0.1})["cka"] == 0.7
     last = stopped([], {"epoch": 3.0, "step": 30, "cka": 0.8})

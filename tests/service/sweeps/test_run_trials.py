@@ -14,10 +14,9 @@ from service.config.experiment import load
 from service.runs.display import Display
 from service.runs.events import Event, event
 from service.runs.outcome import Outcome
-from service.runs.result import TrialRow
 from service.runs.run_log import as_json, read_log
 from service.sweeps import run_trials
-from service.sweeps.run_trials import TeacherSource, assign, best_trial, concurrency, run_pending, save_rows
+from service.sweeps.run_trials import TeacherSource, assign, concurrency, run_pending, save_rows
 from service.sweeps.trials import has_trials_to_retry, load_outcomes, plan_trials, retry_trials, rows_of
 from tests.run_log import add, session_of
 from tests.waiting import wait_until
@@ -26,19 +25,6 @@ from trainables.failures import failure_of
 from trainables.rundir import RunDir
 
 ASHA = ["sweep.policy=asha", "sweep.metric=top1_pct", "sweep.space.optim.lr=[0.1, 0.2]", "tracking.enabled=false"]
-
-
-def test_the_best_is_the_most_or_the_least_of_what_is_complete() -> None:
-    rows = [
-        TrialRow.model_construct(id="0", status="ok", metrics={"images_per_s": 10.0, "epoch_s": 3.0}),
-        TrialRow.model_construct(id="1", status="oom", metrics={"images_per_s": 99.0, "epoch_s": 1.0}),
-        TrialRow.model_construct(id="2", status="ok", metrics={"images_per_s": 20.0, "epoch_s": 2.0}),
-    ]
-    for metric, mode, winner in (("images_per_s", "max", "2"), ("epoch_s", "min", "2")):
-        best = best_trial(rows, metric, mode)
-        assert best is not None
-        assert best.id == winner
-    assert best_trial(rows, "top1_pct", "max") is None
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,8 @@ class Run:
         begin_run(load("digits", list(changes)), kind, run_dir, run_dir.root.parent)
         self.run_dir, self.uri, self.kind = run_dir, uri, kind
         self.add(event("session_begun", tags={"raydistill.commit": "abc123"}))
+        if kind == "sweep":
+            self.change(space={}, metric="top1_pct", mode="max")
 
     def add(self, *events: Event) -> None:
         """Append events to the log."""

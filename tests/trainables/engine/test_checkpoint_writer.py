@@ -152,9 +152,7 @@ def test_writes_that_end_early_are_gone_on_with(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("every", [2, 1000])
-def test_a_disk_that_fills_up_ends_the_training_with_the_checkpoint_before(
-    tmp_path: Path, every: int
-) -> None:
+def test_a_disk_that_fills_up_ends_the_training_with_the_checkpoint_before(tmp_path: Path, every: int) -> None:
     stage = StageDir(tmp_path)
     train_on_record(config(tmp_path, teacher=None, train={"log_every": 1}))
     before = stage.last.read_bytes()
