@@ -29,6 +29,7 @@ from trainables.failures import (
     kind_of,
 )
 from trainables.redact import redact
+from trainables.rundir import StageDir
 from trainables.stage_result import StageResult
 
 if TYPE_CHECKING:
@@ -133,8 +134,7 @@ def fit_stage(assignment: Assignment, callbacks: list[Any] | None, reused: Reusa
 
     stage, config = assignment.stage_dir, assignment.config
     stage.root.mkdir(parents=True, exist_ok=True)
-    for leftover in stage.last.parent.glob(".*.tmp"):  # of a checkpoint that a kill cut short
-        leftover.unlink(missing_ok=True)
+    remove_leftovers(stage)
     trainer.fit(
         config,
         use_gpu=assignment.use_gpu,
@@ -147,6 +147,12 @@ def fit_stage(assignment: Assignment, callbacks: list[Any] | None, reused: Reusa
         limit_s=assignment.limit_s,
     )
     fetch_stage(config)
+
+
+def remove_leftovers(stage: StageDir) -> None:
+    """Remove what a kill has left of checkpoints that it cut short."""
+    for leftover in stage.last.parent.glob(".*.tmp"):
+        leftover.unlink(missing_ok=True)
 
 
 def unless_restarted(
@@ -222,7 +228,7 @@ def record_hang(assignment: Assignment, cause: Failure, stacks: str) -> None:
 
 
 def run_trial(settings: dict[str, Any], assignments: dict[str, Assignment]) -> None:
-    """The function that Ray Tune calls: carry out one trial, record how it ended, and report to Tune.
+    """The function that Ray Tune calls for a trial of its own: carry it out, record how it ended, and report to Tune.
 
     A trial that has ended already is not run again.
     """
@@ -292,10 +298,10 @@ def run_with_epochs(assignment: Assignment) -> Outcome:
     return outcome
 
 
-def run_worker_group(settings: dict[str, Any], coordinator: Any) -> None:
-    """Ray Tune's function of a trial in a guided sweep: one start of workers, as many points as the coordinator has for them.
+def run_worker_group(settings: dict[str, Any], coordinator: Any, *, stops_early: bool) -> None:
+    """Ray Tune's function of a worker group: one start of workers, as many points as the coordinator has for them.
 
-    `coordinator` is the sweep's actor, a `service.search.coordinator.SearchCoordinator`; it also writes the points' results.
+    `coordinator` is the sweep's actor, a `service.search.coordinator.PointCoordinator`; it also writes the points' results.
     """
     import ray
     from ray import tune
@@ -304,7 +310,7 @@ def run_worker_group(settings: dict[str, Any], coordinator: Any) -> None:
     from trainables.worker.trainer import ReusableWorkers
 
     skip_exit_handlers()
-    workers = ReusableWorkers(coordinator, settings["group"])
+    workers = ReusableWorkers(coordinator, settings["group"], stops_early)
     outcome = run_to_end(ray.get(coordinator.start.remote(workers.group_id)), reused=workers)
     ray.get(coordinator.finish.remote(workers.group_id, outcome))
     tune.report({"done": True})

@@ -1,15 +1,15 @@
-"""Which points each group of workers measures: hands out what the planner asks for and writes down the results.
+"""Which points each group of workers measures: hands them out and writes down the results.
 
-A group of workers takes long to start and a probe is short, so a group that has measured one point goes on to the next as long
-as that one reserves the same workers. Ray Tune, the function of each of its trials and the workers talk to one
-`SearchCoordinator`, an actor of the sweep; its state is what the sweep's log has of its trials.
+A group of workers takes long to start and a point is short, so a group that has measured one goes on to the next as long as that
+one reserves the same workers. Ray Tune, the function of each of its trials and the workers talk to one `PointCoordinator`, an
+actor of the sweep; its state is what the sweep's log has of its trials.
 """
 
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from service.cluster.resources import Reservation
 from service.runs.events import event
@@ -17,36 +17,110 @@ from service.runs.outcome import Outcome
 from service.runs.result import RunResult
 from service.runs.run_log import as_json
 from service.runs.stages.assignment import Assignment
-from service.runs.stages.stage_times import accounted
-from service.runs.trial import complete, finished
+from service.runs.stages.stage_times import accounted_over_sessions
+from service.runs.trial import complete, finished, remove_leftovers
 from service.search.points import identity
 from service.search.replay import observation, replay
-from service.search.rows import measurements, searched
+from service.search.rows import searched
 from trainables.rundir import RunDir
 from trainables.stage_result import StageResult
 
 
-@dataclass
-class Running:
-    """A measurement that is under way. All times are unix."""
+class Points(Protocol):
+    """The points of a sweep by their trials, and which of them is measured next."""
 
-    assignment: Assignment
-    began_s: float
-    starts_began_s: list[float] = field(default_factory=list)
-    """When workers were started for it; none where they were there already."""
-    restarts: int = 0
+    stops_early: bool
+    """Whether `should_stop` ever says so."""
+
+    def ask(self, workers: Reservation | None) -> str | None:
+        """The next trial, of workers that are there one for them if there is one; None: nothing is worth one now."""
+
+    def tell(self, trial: str, outcome: Outcome) -> None:
+        """Take up a measurement that has ended."""
+
+    def refused(self, trial: str, outcome: Outcome) -> list[str]:
+        """The trials that end with it, as they need as much and it has waited for nodes in vain."""
+
+    def should_stop(self, trial: str, steps_s: Sequence[float]) -> bool:
+        """Whether the trial that is being measured is known well enough."""
 
 
-class SearchCoordinator:
-    """The points of a sweep, and the groups of workers that are measuring some of them."""
+class ListedPoints:
+    """Each trial once, in order; those that reserve the same one after the other."""
 
-    def __init__(self, result: RunResult, assignments: Mapping[str, Assignment], sweep_dir: str) -> None:
-        """`result` is the sweep's as it stands; `assignments` are those of its points, by trial."""
+    stops_early = False
+
+    def __init__(self, assignments: Mapping[str, Assignment]) -> None:
+        self._left = {trial: assignment.reservation for trial, assignment in assignments.items()}
+        self._reservations = dict(self._left)
+
+    def ask(self, workers: Reservation | None) -> str | None:
+        trial = next((trial for trial, reservation in self._left.items() if workers in (None, reservation)), None)
+        if trial is not None:
+            del self._left[trial]
+        return trial
+
+    def tell(self, trial: str, outcome: Outcome) -> None:
+        for other in self.refused(trial, outcome):
+            del self._left[other]
+
+    def refused(self, trial: str, outcome: Outcome) -> list[str]:
+        if outcome.failure != "unschedulable":
+            return []
+        return [other for other, needed in self._left.items() if needed.is_as_large_as(self._reservations[trial])]
+
+    def should_stop(self, trial: str, steps_s: Sequence[float]) -> bool:
+        return False
+
+
+class PlannedPoints:
+    """The trials that the planner asks for, as long as one is worth it; it may ask for any of them again."""
+
+    stops_early = True
+
+    def __init__(self, result: RunResult) -> None:
+        """`result`: the sweep's as it stands."""
         self._planner = replay(result)
         self._points = searched(result.rows)
         self._ids = {identity(point): trial for trial, point in reversed(self._points.items())}
+
+    def ask(self, workers: Reservation | None) -> str | None:
+        point = self._planner.ask(None if workers is None else float(workers.num_workers))
+        return None if point is None else self._ids[identity(point)]
+
+    def tell(self, trial: str, outcome: Outcome) -> None:
+        self._planner.tell(self._points[trial], observation(outcome))
+
+    def refused(self, trial: str, outcome: Outcome) -> list[str]:
+        return []
+
+    def should_stop(self, trial: str, steps_s: Sequence[float]) -> bool:
+        return self._planner.should_stop(steps_s, self._points[trial])
+
+
+def refusal(waited: str, outcome: Outcome) -> Outcome:
+    """The outcome of a trial that needs as much as one that has `waited` for nodes in vain: one such wait is enough."""
+    reason = f"it needs as much as trial {waited}, and {outcome.reason}"
+    return Outcome(status="failed", failure="unschedulable", reason=reason)
+
+
+@dataclass
+class Running:
+    """A measurement that is under way."""
+
+    assignment: Assignment
+    starts_began_s: list[float] = field(default_factory=list)
+    """When workers were started for it, unix; none where they were there already."""
+    restarts: int = 0
+
+
+class PointCoordinator:
+    """The points of a sweep, and the groups of workers that are measuring some of them."""
+
+    def __init__(self, points: Points, assignments: Mapping[str, Assignment], sweep_dir: str) -> None:
+        """`assignments` are those of the points, by trial."""
+        self._points = points
         self._assignments = dict(assignments)
-        self._measured = {row.id: measurements(row) for row in result.rows}
         self._run_dir = RunDir(Path(sweep_dir))
         self._trial_of: dict[str, str] = {}  # worker group → the trial that it measures, or will once its workers have started
         self._running: dict[str, Running] = {}  # by worker group
@@ -66,7 +140,7 @@ class SearchCoordinator:
     def start(self, group_id: str) -> Assignment:
         """What a group that is about to start measures first."""
         running = self._start(group_id)
-        running.starts_began_s.append(running.began_s)
+        running.starts_began_s.append(time.time())
         return running.assignment
 
     def restart(self, group_id: str, restarts: int) -> None:
@@ -80,7 +154,7 @@ class SearchCoordinator:
 
     def should_stop(self, group_id: str, steps_s: Sequence[float]) -> bool:
         """Whether the point that a group is measuring is known well enough."""
-        return self._planner.should_stop(steps_s, self._points[self._trial_of[group_id]])
+        return self._points.should_stop(self._trial_of[group_id], steps_s)
 
     def next_config(self, group_id: str, result: StageResult) -> dict[str, Any] | None:
         """Take up the result of what a group has measured: the config that it goes on with; None: the group may end.
@@ -109,42 +183,43 @@ class SearchCoordinator:
             self._end(group_id, (finished(current) if current is not None else None) or outcome)
 
     def _next(self, workers: Reservation | None) -> str | None:
-        """What such workers, where they are there, measure next: a trial that waits for them, or what the planner asks for."""
+        """What such workers, where they are there, measure next: a trial that waits for them, or what is asked for."""
         for trial in self._queued:
             if workers is None or self._assignments[trial].reservation == workers:
                 self._queued.remove(trial)
                 return trial
-        point = self._planner.ask(None if workers is None else float(workers.num_workers))
-        return None if point is None else self._ids[identity(point)]
+        return self._points.ask(workers)
 
     def _start(self, group_id: str) -> Running:
         """Begin the next measurement of a group's trial."""
         trial = self._trial_of[group_id]
         assignment = self._measurement(trial)
-        begun = event("stage_begun", assignment.name, trial=trial, model=assignment.config.model)
-        assignment.log.record([begun])
-        self._running[group_id] = Running(assignment, time.time())
+        remove_leftovers(assignment.stage_dir)
+        assignment.log.record([event("stage_begun", assignment.name, trial=trial, model=assignment.config.model)])
+        self._running[group_id] = Running(assignment)
         return self._running[group_id]
 
     def _end(self, group_id: str, outcome: Outcome) -> None:
         """Write down how a group's measurement ended, and only then take it up: what cannot be written is still under way."""
         trial = self._trial_of[group_id]
-        running = self._running.get(group_id) or Running(self._measurement(trial), time.time())
+        running = self._running.get(group_id) or self._start(group_id)
         outcome = outcome.model_copy(update={"restarts": running.restarts})
         assignment = running.assignment
-        one = accounted(outcome, assignment.events, running.began_s, running.starts_began_s)
+        one = accounted_over_sessions(outcome, assignment.events, running.starts_began_s)
         ended = [
             event("stage_ended", assignment.name, trial=trial, outcome={"status": one.status, "reason": one.reason}),
             event("trial_ended", trial=trial, outcome=as_json(one)),
         ]
+        for other in self._points.refused(trial, one):
+            ended.append(event("trial_ended", trial=other, outcome=as_json(refusal(trial, one))))
         assignment.log.record(ended)
-        self._measured[trial] = [*self._measured[trial], one]
         del self._trial_of[group_id]
         self._running.pop(group_id, None)
-        self._planner.tell(self._points[trial], observation(one))
+        self._points.tell(trial, one)
 
     def _measurement(self, trial: str) -> Assignment:
         """The trial's next measurement, in a folder of its own: those before it stand, whatever becomes of it."""
         assignment = self._assignments[trial]
-        output_dir = str(self._run_dir.trial(trial).measurement(len(self._measured[trial])).root)
+        number = len(assignment.log.of(f"trials/{trial}"))
+        output_dir = str(self._run_dir.trial(trial).measurement(number).root)
         return replace(assignment, config=assignment.config.model_copy(update={"output_dir": output_dir}))

@@ -147,7 +147,7 @@ def sweep(size: int, folder: Path) -> Figures:
         session = session_of(resolved, run_dir, display)
         assignments: dict[str, Any] = {}
         teacher = TeacherSource("/teacher", ())
-        figures["assign_s"] = timed(lambda: assignments.update(assign(session, trials, cluster, teacher, guided=False)))
+        figures["assign_s"] = timed(lambda: assignments.update(assign(session, trials, cluster, teacher)))
         save_rows(session, trials)
         sent = {id: each.recorded_by(RunRecorder(None, str(run_dir.root))) for id, each in assignments.items()}
         pickled = cloudpickle.dumps(partial(run_trial, assignments=sent))

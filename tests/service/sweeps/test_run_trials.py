@@ -60,7 +60,7 @@ def test_trials_that_are_compared_by_speed_share_neither_a_teacher_nor_cores(
     resolved, cluster = load("digits", keys), Cluster((Node("here", 64, 0),), real_cpus=cores)
     with Display() as display:
         session = session_of(resolved, RunDir(tmp_path), display)
-        assignments = assign(session, plan_trials(resolved), cluster, TeacherSource(None, ()), guided=False)
+        assignments = assign(session, plan_trials(resolved), cluster, TeacherSource(None, ()))
         assert concurrency(session, assignments, cluster) == at_a_time
 
 
@@ -168,8 +168,8 @@ def test_what_a_store_or_a_disk_ended_runs_again_when_the_sweep_is_resumed(tmp_p
 def test_one_wait_for_nodes_is_enough_for_all_trials_that_need_as_much_until_the_sweep_is_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    space = ["sweep.space={scale.num_workers: [1, 2], data.loader_workers: [1, 2]}", "teacher=null", "tracking.enabled=false"]
-    resolved, run_dir = load("digits", space), RunDir(tmp_path)
+    space = ["sweep.space={scale.num_workers: [1, 2], data.loader_workers: [1, 2]}", "sweep.metric=top1_pct"]
+    resolved, run_dir = load("digits", [*space, "teacher=null", "tracking.enabled=false"]), RunDir(tmp_path)
     trials = plan_trials(resolved)
     tried: list[str] = []
 
