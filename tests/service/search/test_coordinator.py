@@ -296,12 +296,9 @@ def test_a_group_goes_on_to_a_point_that_waits_for_such_workers_before_the_plann
         while len(configs) < 2 and coordinator.suggest(name := f"v{number}-{len(configs)}") is not None:
             configs[name] = coordinator.start(name).config.model_dump(mode="json")
         for name, config in list(configs.items()):
-            cpus = "scale.cpus_per_worker"
-            waiting = [
-                at
-                for at in coordinator._queued
-                if coordinator._assignments[at].config.scale.cpus_per_worker == config["scale"]["cpus_per_worker"]
-            ]
+            cpus = config["scale"]["cpus_per_worker"]
+            reserved = {trial: one.config.scale.cpus_per_worker for trial, one in coordinator._assignments.items()}
+            waiting = [trial for trial in coordinator._queued if reserved[trial] == cpus]
             following = coordinator.next_config(name, StageResult(**stage(scale(config))))
             if waiting:
                 assert coordinator._trial_of[name] == waiting[0]
@@ -338,7 +335,7 @@ def test_a_point_of_a_grid_that_ends_its_group_is_a_row_and_the_next_group_goes_
 
 
 def test_a_point_of_a_grid_that_waited_for_nodes_in_vain_refuses_those_that_need_as_much(tmp_path: Path) -> None:
-    coordinator = listed(tmp_path, "sweep.space={scale.num_workers: [2, 1, 4], data.global_batch_size: [64]}")
+    coordinator = listed(tmp_path, "sweep.space={scale.num_workers: [2, 1, 4], data.loader_workers: [1]}")
     assert coordinator.suggest("a") == "000"
     coordinator.start("a")
     coordinator.finish("a", Outcome(status="failed", failure="unschedulable", reason="2 workers do not fit"))
