@@ -74,9 +74,7 @@ def run_to_end(assignment: Assignment, callbacks: list[Any] | None = None, reuse
                 return outcome
             restarts += cause.kind not in ANNOUNCED
             assignment.log.record([event("restart", assignment.name, failure=asdict(cause), restarts=restarts)])
-            if reused is not None:
-                record_restart(reused, restarts)
-            used_s += 0.0 if reused is not None else time.monotonic() - began_s  # whose points each have the whole time
+            used_s = used_s + time.monotonic() - began_s if reused is None else record_restart(reused, restarts)
 
 
 def attempt(
@@ -115,11 +113,12 @@ def current_assignment(reused: ReusableWorkers) -> Assignment | None:
     return current
 
 
-def record_restart(reused: ReusableWorkers, restarts: int) -> None:
-    """Note that other workers start for the stage that reused workers were at."""
+def record_restart(reused: ReusableWorkers, restarts: int) -> float:
+    """Note that other workers start for the stage that reused workers were at; returns the seconds that it has taken."""
     import ray
 
-    ray.get(reused.coordinator.restart.remote(reused.group_id, restarts))
+    used_s: float = ray.get(reused.coordinator.restart.remote(reused.group_id, restarts))
+    return used_s
 
 
 def fit_stage(assignment: Assignment, callbacks: list[Any] | None, reused: ReusableWorkers | None) -> None:

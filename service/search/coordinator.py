@@ -106,12 +106,15 @@ def refusal(waited: str, outcome: Outcome) -> Outcome:
 
 @dataclass
 class Running:
-    """A measurement that is under way."""
+    """A measurement that is under way. All times are unix."""
 
     assignment: Assignment
+    began_s: float
     starts_began_s: list[float] = field(default_factory=list)
-    """When workers were started for it, unix; none where they were there already."""
+    """When workers were started for it; none where they were there already."""
     restarts: int = 0
+    has_other_workers: bool = False
+    """Whether those that it began with have died."""
 
 
 class PointCoordinator:
@@ -140,13 +143,18 @@ class PointCoordinator:
     def start(self, group_id: str) -> Assignment:
         """What a group that is about to start measures first."""
         running = self._start(group_id)
-        running.starts_began_s.append(time.time())
+        running.starts_began_s.append(running.began_s)
         return running.assignment
 
-    def restart(self, group_id: str, restarts: int) -> None:
-        """A group's workers have died, and others start for what it measures: after so many deaths that nobody announced."""
-        self._running[group_id].restarts = restarts
-        self._running[group_id].starts_began_s.append(time.time())
+    def restart(self, group_id: str, restarts: int) -> float:
+        """A group's workers have died, and others start for what it measures: after so many deaths that nobody announced.
+
+        Returns the seconds that the measurement has taken.
+        """
+        running, now_s = self._running[group_id], time.time()
+        running.restarts, running.has_other_workers = restarts, True
+        running.starts_began_s.append(now_s)
+        return now_s - running.began_s
 
     def current(self, group_id: str) -> Assignment | None:
         """What a group is measuring; None: it has ended."""
@@ -162,8 +170,10 @@ class PointCoordinator:
         Raises:
             OSError: the measurement's outcome could not be written; it is still under way, for `finish` to take up.
         """
-        workers = self._assignments[self._trial_of[group_id]].reservation
+        workers, running = self._assignments[self._trial_of[group_id]].reservation, self._running[group_id]
         self._end(group_id, complete(result))
+        if running.has_other_workers and running.assignment.limit_s is not None:
+            return None  # they have what was left of that point's time
         trial = self._next(workers)
         if trial is None:
             return None
@@ -196,7 +206,7 @@ class PointCoordinator:
         assignment = self._measurement(trial)
         remove_leftovers(assignment.stage_dir)
         assignment.log.record([event("stage_begun", assignment.name, trial=trial, model=assignment.config.model)])
-        self._running[group_id] = Running(assignment)
+        self._running[group_id] = Running(assignment, time.time())
         return self._running[group_id]
 
     def _end(self, group_id: str, outcome: Outcome) -> None:

@@ -7,7 +7,7 @@ from functools import partial
 from statistics import fmean
 
 from service.cluster.resources import Cluster
-from service.config.sweep import ACCURACIES
+from service.config.sweep import ACCURACIES, TIME, SweepConfig
 from service.runs.events import EventTail
 from service.runs.outcome import Outcome
 from service.runs.plan import Plan
@@ -43,7 +43,7 @@ def run_pending(session: Session, trials: list[Trial], pending: list[Trial], clu
     save_rows(session, trials)
     if not assignments:
         return
-    if shared := shares_workers(assignments.values()):
+    if shared := shares_workers(session.experiment.sweep, assignments.values()):
         assignments = with_shared_starts(assignments)
         run = partial(measure_points, PlannedPoints(session.result) if guided else ListedPoints(assignments))
     else:
@@ -62,9 +62,18 @@ def run_pending(session: Session, trials: list[Trial], pending: list[Trial], clu
     save_rows(session, trials)
 
 
-def shares_workers(assignments: Iterable[Assignment]) -> bool:
-    """Whether worker groups measure the trials, several each; otherwise each one has its own workers."""
-    return all(assignment.config.train.max_steps is not None for assignment in assignments)
+def shares_workers(sweep: SweepConfig, assignments: Iterable[Assignment]) -> bool:
+    """Whether worker groups measure the trials, several each; otherwise each one has its own workers.
+
+    Of whole trainings they do where those are compared by speed, unless one has an init stage, is elastic, or its checkpoints
+    are in an object store.
+    """
+    by_speed = sweep.metric not in (*ACCURACIES, TIME)
+    return all(
+        one.config.train.max_steps is not None
+        or (by_speed and one.init is None and one.config.scale.min_workers is None and one.config.run_store is None)
+        for one in assignments
+    )
 
 
 def assign(session: Session, trials: Sequence[Trial], cluster: Cluster, teacher: TeacherSource) -> dict[str, Assignment]:
