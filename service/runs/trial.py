@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -246,10 +246,28 @@ def run_trial(settings: dict[str, Any], assignments: dict[str, Assignment]) -> N
             teachers = outcome.teachers if outcome else []
             outcome = run_accounted(trial_id, assignment, run_with_epochs if assignment.config.report_each_epoch else run_to_end)
             outcome = outcome.model_copy(update={"teachers": outcome.teachers or teachers})
-        ended = as_json(judged(outcome, assignment.config.train.until_top1_pct))
-        assignment.log.record([event("trial_ended", trial=trial_id, outcome=ended)])
+        outcome, waiting = judged(outcome, assignment.config.train.until_top1_pct), dict[str, Assignment]()
+        if outcome.failure == "unschedulable":
+            waiting = {other: each for other, each in assignments.items() if not has_begun(other, each)}
+        ended = {trial_id: outcome} | refused_with(trial_id, outcome, assignment, waiting)
+        assignment.log.record([event("trial_ended", trial=id, outcome=as_json(each)) for id, each in ended.items()])
     # No metrics, which are in the trial's row: each takes 2 kB of the driver's memory for as long as the sweep runs.
     tune.report({"done": True, ENDED: True})
+
+
+def has_begun(trial: str, assignment: Assignment) -> bool:
+    """Whether a trial has begun, or has ended without."""
+    stages = [assignment.name, *([assignment.init.name] if assignment.init is not None else [])]
+    return any(assignment.log.of(key) for key in (f"trials/{trial}", *stages))
+
+
+def refused_with(trial: str, outcome: Outcome, assignment: Assignment, waiting: Mapping[str, Assignment]) -> dict[str, Outcome]:
+    """The outcomes of trials that need as much as one that has waited for nodes in vain: one such wait is enough."""
+    if outcome.failure != "unschedulable":
+        return {}
+    reason = f"it needs as much as trial {trial}, and {outcome.reason}"
+    refusal = Outcome(status="failed", failure="unschedulable", reason=reason)
+    return {other: refusal for other, each in waiting.items() if each.reservation.is_as_large_as(assignment.reservation)}
 
 
 def run_accounted(trial: str, assignment: Assignment, run: Callable[[Assignment], Outcome] = run_to_end) -> Outcome:

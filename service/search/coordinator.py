@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from service.cluster.resources import Reservation
 from service.runs.events import event
@@ -18,90 +18,12 @@ from service.runs.result import RunResult
 from service.runs.run_log import as_json
 from service.runs.stages.assignment import Assignment
 from service.runs.stages.stage_times import accounted_over_sessions
-from service.runs.trial import complete, finished, remove_leftovers
+from service.runs.trial import complete, finished, refused_with, remove_leftovers
 from service.search.points import identity
 from service.search.replay import observation, replay
 from service.search.rows import searched
 from trainables.rundir import RunDir
 from trainables.stage_result import StageResult
-
-
-class Points(Protocol):
-    """The points of a sweep by their trials, and which of them is measured next."""
-
-    stops_early: bool
-    """Whether `should_stop` ever says so."""
-
-    def ask(self, workers: Reservation | None) -> str | None:
-        """The next trial, of workers that are there one for them if there is one; None: nothing is worth one now."""
-
-    def tell(self, trial: str, outcome: Outcome) -> None:
-        """Take up a measurement that has ended."""
-
-    def refused(self, trial: str, outcome: Outcome) -> list[str]:
-        """The trials that end with it, as they need as much and it has waited for nodes in vain."""
-
-    def should_stop(self, trial: str, steps_s: Sequence[float]) -> bool:
-        """Whether the trial that is being measured is known well enough."""
-
-
-class ListedPoints:
-    """Each trial once, in order; those that reserve the same one after the other."""
-
-    stops_early = False
-
-    def __init__(self, assignments: Mapping[str, Assignment]) -> None:
-        self._left = {trial: assignment.reservation for trial, assignment in assignments.items()}
-        self._reservations = dict(self._left)
-
-    def ask(self, workers: Reservation | None) -> str | None:
-        trial = next((trial for trial, reservation in self._left.items() if workers in (None, reservation)), None)
-        if trial is not None:
-            del self._left[trial]
-        return trial
-
-    def tell(self, trial: str, outcome: Outcome) -> None:
-        for other in self.refused(trial, outcome):
-            del self._left[other]
-
-    def refused(self, trial: str, outcome: Outcome) -> list[str]:
-        if outcome.failure != "unschedulable":
-            return []
-        return [other for other, needed in self._left.items() if needed.is_as_large_as(self._reservations[trial])]
-
-    def should_stop(self, trial: str, steps_s: Sequence[float]) -> bool:
-        return False
-
-
-class PlannedPoints:
-    """The trials that the planner asks for, as long as one is worth it; it may ask for any of them again."""
-
-    stops_early = True
-
-    def __init__(self, result: RunResult) -> None:
-        """`result`: the sweep's as it stands."""
-        self._planner = replay(result)
-        self._points = searched(result.rows)
-        self._ids = {identity(point): trial for trial, point in reversed(self._points.items())}
-
-    def ask(self, workers: Reservation | None) -> str | None:
-        point = self._planner.ask(None if workers is None else float(workers.num_workers))
-        return None if point is None else self._ids[identity(point)]
-
-    def tell(self, trial: str, outcome: Outcome) -> None:
-        self._planner.tell(self._points[trial], observation(outcome))
-
-    def refused(self, trial: str, outcome: Outcome) -> list[str]:
-        return []
-
-    def should_stop(self, trial: str, steps_s: Sequence[float]) -> bool:
-        return self._planner.should_stop(steps_s, self._points[trial])
-
-
-def refusal(waited: str, outcome: Outcome) -> Outcome:
-    """The outcome of a trial that needs as much as one that has `waited` for nodes in vain: one such wait is enough."""
-    reason = f"it needs as much as trial {waited}, and {outcome.reason}"
-    return Outcome(status="failed", failure="unschedulable", reason=reason)
 
 
 @dataclass
@@ -120,14 +42,20 @@ class Running:
 class PointCoordinator:
     """The points of a sweep, and the groups of workers that are measuring some of them."""
 
-    def __init__(self, points: Points, assignments: Mapping[str, Assignment], sweep_dir: str) -> None:
-        """`assignments` are those of the points, by trial."""
-        self._points = points
+    def __init__(self, assignments: Mapping[str, Assignment], sweep_dir: str, guided: RunResult | None = None) -> None:
+        """`assignments` are those of the points, by trial: each is measured once, in order.
+
+        In a `guided` sweep, of which this is the result as it stands, those are that the planner asks for, as often as it does.
+        """
+        self._planner = None if guided is None else replay(guided)
+        self._points = {} if guided is None else searched(guided.rows)
+        self._ids = {identity(point): trial for trial, point in reversed(self._points.items())}
         self._assignments = dict(assignments)
         self._run_dir = RunDir(Path(sweep_dir))
         self._trial_of: dict[str, str] = {}  # worker group → the trial that it measures, or will once its workers have started
         self._running: dict[str, Running] = {}  # by worker group
-        self._queued: list[str] = []  # trials that were proposed to a group with other workers
+        # Trials that wait for workers: all, or those that the planner has proposed to a group with others.
+        self._queued = [] if self._planner is not None else list(assignments)
 
     def suggest(self, group_id: str) -> str | None:
         """The trial that a new group of workers begins with; None: nothing is worth one now."""
@@ -162,7 +90,8 @@ class PointCoordinator:
 
     def should_stop(self, group_id: str, steps_s: Sequence[float]) -> bool:
         """Whether the point that a group is measuring is known well enough."""
-        return self._points.should_stop(self._trial_of[group_id], steps_s)
+        assert self._planner is not None
+        return self._planner.should_stop(steps_s, self._points[self._trial_of[group_id]])
 
     def next_config(self, group_id: str, result: StageResult) -> dict[str, Any] | None:
         """Take up the result of what a group has measured: the config that it goes on with; None: the group may end.
@@ -193,12 +122,15 @@ class PointCoordinator:
             self._end(group_id, (finished(current) if current is not None else None) or outcome)
 
     def _next(self, workers: Reservation | None) -> str | None:
-        """What such workers, where they are there, measure next: a trial that waits for them, or what is asked for."""
+        """What such workers, where they are there, measure next: a trial that waits for them, or what the planner asks for."""
         for trial in self._queued:
             if workers is None or self._assignments[trial].reservation == workers:
                 self._queued.remove(trial)
                 return trial
-        return self._points.ask(workers)
+        if self._planner is None:
+            return None
+        point = self._planner.ask(None if workers is None else float(workers.num_workers))
+        return None if point is None else self._ids[identity(point)]
 
     def _start(self, group_id: str) -> Running:
         """Begin the next measurement of a group's trial."""
@@ -216,16 +148,17 @@ class PointCoordinator:
         outcome = outcome.model_copy(update={"restarts": running.restarts})
         assignment = running.assignment
         one = accounted_over_sessions(outcome, assignment.events, running.starts_began_s)
-        ended = [
-            event("stage_ended", assignment.name, trial=trial, outcome={"status": one.status, "reason": one.reason}),
-            event("trial_ended", trial=trial, outcome=as_json(one)),
-        ]
-        for other in self._points.refused(trial, one):
-            ended.append(event("trial_ended", trial=other, outcome=as_json(refusal(trial, one))))
-        assignment.log.record(ended)
+        waiting = {other: self._assignments[other] for other in self._queued}
+        outcomes = {trial: one} | refused_with(trial, one, assignment, waiting)
+        shown = {"status": one.status, "reason": one.reason}
+        ended = [event("trial_ended", trial=each, outcome=as_json(outcome)) for each, outcome in outcomes.items()]
+        assignment.log.record([event("stage_ended", assignment.name, trial=trial, outcome=shown), *ended])
         del self._trial_of[group_id]
         self._running.pop(group_id, None)
-        self._points.tell(trial, one)
+        self._queued = [other for other in self._queued if other not in outcomes]
+        if self._planner is not None:
+            for each, outcome in outcomes.items():
+                self._planner.tell(self._points[each], observation(outcome))
 
     def _measurement(self, trial: str) -> Assignment:
         """The trial's next measurement, in a folder of its own: those before it stand, whatever becomes of it."""

@@ -12,11 +12,9 @@ from service.runs.events import EventTail
 from service.runs.outcome import Outcome
 from service.runs.plan import Plan
 from service.runs.result import TrialRow
-from service.runs.run_log import as_json
 from service.runs.session import Session, start_tracking
 from service.runs.stages.assignment import Assignment
 from service.runs.stored.stored_runs import discard
-from service.search.coordinator import ListedPoints, PlannedPoints, refusal
 from service.sweeps.trials import Trial, load_outcomes, rows_of
 from service.sweeps.tune import SessionEnding, measure_points, tune_trials, with_shared_starts
 from trainables.errors import DistillError
@@ -43,13 +41,13 @@ def run_pending(session: Session, trials: list[Trial], pending: list[Trial], clu
     save_rows(session, trials)
     if not assignments:
         return
-    if shared := shares_workers(session.experiment.sweep, assignments.values()):
+    if shares_workers(session.experiment.sweep, assignments.values()):
         assignments = with_shared_starts(assignments)
-        run = partial(measure_points, PlannedPoints(session.result) if guided else ListedPoints(assignments))
+        run = partial(measure_points, session.result if guided else None)
     else:
         run = partial(tune_trials, session.experiment.sweep)
     max_concurrent, session_ending = concurrency(session, assignments, cluster), SessionEnding()
-    watch = TrialWatch(session, trials, {} if shared else assignments, max_concurrent, guided=guided)
+    watch = TrialWatch(session, trials, max_concurrent, guided=guided)
     try:
         session.wait_for(lambda: run(assignments, session.run_dir, max_concurrent, session_ending), watch.tick)
         watch.look()
@@ -120,22 +118,14 @@ class TrialWatch:
     Writing the rows of thousands of trials takes long: it is done so seldom that it takes at most a tenth of the time.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        trials: list[Trial],
-        assignments: Mapping[str, Assignment],
-        max_concurrent: int,
-        *,
-        guided: bool = False,
-    ) -> None:
-        """`assignments` are those of the trials that are refused where one that needs no more has waited for nodes in vain."""
+    def __init__(self, session: Session, trials: list[Trial], max_concurrent: int, *, guided: bool = False) -> None:
+        """`guided`: how many points are measured is known at the end only."""
         from ray.util.metrics import Gauge
 
         name, text = TRIALS_GAUGE
         self._gauge = Gauge(name, description=text, tag_keys=("run", "state"))
         self._max_concurrent = max_concurrent
-        self._session, self._assignments, self._guided = session, assignments, guided
+        self._session, self._guided = session, guided
         self._trials = {trial.id: trial for trial in trials}
         self._events = EventTail(session.run_dir.events, session.run_dir.events.stat().st_size)
         self._running = set[str]()
@@ -171,10 +161,9 @@ class TrialWatch:
         load_outcomes([trial], self._session.fold)
         self._session.display.print(trial_line(trial))
         self._unsaved = True
-        self._refuse_as_large(trial)
 
     def _show(self, running: int) -> None:
-        """How far the sweep is. How many points a guided search measures nobody knows before it ends."""
+        """How far the sweep is."""
         trials = list(self._trials.values())
         pending = [trial for trial in trials if trial.outcome is None]
         num_ended, note = len(trials) - len(pending), f"{running} running" if running else ""
@@ -196,17 +185,6 @@ class TrialWatch:
         """Write the rows as they stand."""
         self._unsaved = False
         save_rows(self._session, list(self._trials.values()))
-
-    def _refuse_as_large(self, waited: Trial) -> None:
-        """Where a trial waited for nodes in vain, refuse those that need as much and have not begun: one such wait is enough."""
-        if waited.outcome is None or waited.outcome.failure != "unschedulable" or waited.id not in self._assignments:
-            return
-        reservation = self._assignments[waited.id].reservation
-        for id, assignment in self._assignments.items():
-            trial, begun = self._trials[id], assignment.events or (assignment.init and assignment.init.events)
-            if trial.outcome is None and not begun and assignment.reservation.is_as_large_as(reservation):
-                # The trial's function sees it, and does not begin; `look` takes it up.
-                self._session.log.record("trial_ended", trial=id, outcome=as_json(refusal(waited.id, waited.outcome)))
 
 
 def trial_line(trial: Trial) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from service.cluster.resources import Reservation, living_nodes
 from service.config.sweep import SweepConfig
+from service.runs.result import RunResult
 from service.runs.run_log import read_log
 from service.runs.stages.assignment import Assignment
 from service.runs.stored.stored_runs import ray_storage
@@ -20,8 +21,6 @@ from trainables.rundir import RunDir
 
 if TYPE_CHECKING:
     from ray.tune import Callback, RunConfig
-
-    from service.search.coordinator import Points
 
 
 class SessionEnding(Event):
@@ -102,9 +101,15 @@ def with_shared_starts(assignments: Mapping[str, Assignment]) -> dict[str, Assig
 
 
 def measure_points(
-    points: Points, assignments: Mapping[str, Assignment], run_dir: RunDir, max_concurrent: int, session_ending: SessionEnding
+    guided: RunResult | None,
+    assignments: Mapping[str, Assignment],
+    run_dir: RunDir,
+    max_concurrent: int,
+    session_ending: SessionEnding,
 ) -> None:
     """Let Ray Tune run groups of workers that measure the points; returns when there are no more.
+
+    `guided`: see `PointCoordinator`.
 
     `session_ending`: see `tune_trials`.
     """
@@ -120,8 +125,8 @@ def measure_points(
     # On the driver's node: where this node dies, so does the driver, and the sweep is resumed from its log.
     name, here = f"{run_dir.root.name}-points", on_this_node()
     actor = ray.remote(PointCoordinator).options(name=name, num_cpus=0, scheduling_strategy=here)
-    coordinator = actor.remote(points, assignments, str(run_dir.root))
-    function = partial(run_worker_group, coordinator=coordinator, stops_early=points.stops_early)
+    coordinator = actor.remote(assignments, str(run_dir.root), guided)
+    function = partial(run_worker_group, coordinator=coordinator, stops_early=guided is not None)
     trainable = trial_class(function, living_nodes().trial_resources())
     outcomes = WorkerGroupOutcomeCallback(run_dir, coordinator, session_ending)
     # As many worker groups as the coordinator starts: points may be measured again, so that their number is not known.

@@ -153,7 +153,7 @@ def sweep(size: int, folder: Path) -> Figures:
         pickled = cloudpickle.dumps(partial(run_trial, assignments=sent))
         figures["function_mib"] = len(pickled) / 2**20
         figures["function_load_s"] = timed(lambda: pickle.loads(pickled))
-        watch = TrialWatch(session, trials, assignments, max_concurrent=1)
+        watch = TrialWatch(session, trials, max_concurrent=1)
         figures["look_s"] = timed(watch.look)
         display.print = lambda text: None  # type: ignore[method-assign]
         rng = np.random.default_rng(0)

@@ -16,7 +16,7 @@ from service.runs.outcome import Outcome
 from service.runs.plan import Plan
 from service.runs.run_log import ResultFold, as_json, read_log
 from service.runs.stages.assignment import Assignment
-from service.search.coordinator import ListedPoints, PlannedPoints, PointCoordinator
+from service.search.coordinator import PointCoordinator
 from service.sweeps.trials import plan_trials
 from service.sweeps.tune import with_shared_starts
 from tests.run_log import LocalRecorder, events_of
@@ -61,7 +61,7 @@ def points_of(run_dir: RunDir, rows: dict[str, dict[str, Any]], space: str, reco
 def begun(folder: Path, space: str = SPACE, recorder: LocalRecorder | None = None) -> PointCoordinator:
     rows: dict[str, dict[str, Any]] = {}
     left = points_of(RunDir(folder), rows, space, recorder or LocalRecorder(folder))
-    return PointCoordinator(PlannedPoints(result(list(rows.values()))), left, str(folder))
+    return PointCoordinator(left, str(folder), result(list(rows.values())))
 
 
 def scale(config: dict[str, Any]) -> dict[str, Any]:
@@ -313,7 +313,7 @@ def test_a_group_goes_on_to_a_point_that_waits_for_such_workers_before_the_plann
 def listed(folder: Path, space: str) -> PointCoordinator:
     """The points of a grid."""
     left = points_of(RunDir(folder), {}, space, LocalRecorder(folder))
-    return PointCoordinator(ListedPoints(left), left, str(folder))
+    return PointCoordinator(left, str(folder))
 
 
 def test_each_point_of_a_grid_is_measured_once_those_of_equal_workers_by_one_group(tmp_path: Path) -> None:
