@@ -275,7 +275,7 @@ def test_a_measurement_whose_workers_died_has_its_restarts_and_the_start_of_the_
     assert second is not None
     record_start(second, clock_s[0] + 1.0)
     clock_s[0] += 5.0
-    coordinator.restart("a", 1)
+    assert coordinator.restart("a", 1) == 5.0, "what it has used of its time"
     record_start(second, clock_s[0] + 30.0)
     clock_s[0] += 40.0
     coordinator.next_config("a", StageResult(**stage(scale(config))))
@@ -310,10 +310,10 @@ def test_a_group_goes_on_to_a_point_that_waits_for_such_workers_before_the_plann
     raise AssertionError("no point waited for a group that was there")
 
 
-def listed(folder: Path, space: str) -> PointCoordinator:
+def listed(folder: Path, space: str, limit_s: float | None = None) -> PointCoordinator:
     """The points of a grid."""
     left = points_of(RunDir(folder), {}, space, LocalRecorder(folder))
-    return PointCoordinator(left, str(folder))
+    return PointCoordinator({trial: replace(one, limit_s=limit_s) for trial, one in left.items()}, str(folder))
 
 
 def test_each_point_of_a_grid_is_measured_once_those_of_equal_workers_by_one_group(tmp_path: Path) -> None:
@@ -332,6 +332,18 @@ def test_a_point_of_a_grid_that_ends_its_group_is_a_row_and_the_next_group_goes_
     done = drive(coordinator)
     assert [[point[AXES[1]] for point in group] for group in done] == [[128, 256]]
     assert [one.status for one in ended(tmp_path)] == ["oom", "ok", "ok"]
+
+
+def test_workers_that_have_what_was_left_of_a_points_time_measure_no_other(tmp_path: Path) -> None:
+    coordinator = listed(tmp_path, "sweep.space={data.global_batch_size: [64, 128, 256]}", limit_s=60.0)
+    assert coordinator.suggest("a") is not None
+    config: dict[str, Any] | None = coordinator.start("a").config.model_dump(mode="json")
+    assert config is not None
+    config = coordinator.next_config("a", StageResult(**stage(scale(config))))
+    assert config is not None
+    coordinator.restart("a", 1)
+    assert coordinator.next_config("a", StageResult(**stage(scale(config)))) is None
+    assert [[point[AXES[1]] for point in group] for group in drive(coordinator)] == [[256]]
 
 
 def test_a_point_of_a_grid_that_waited_for_nodes_in_vain_refuses_those_that_need_as_much(tmp_path: Path) -> None:
