@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,7 @@ from trainables.failures import (
     kind_of,
 )
 from trainables.redact import redact
+from trainables.rundir import StageDir
 from trainables.stage_result import StageResult
 
 if TYPE_CHECKING:
@@ -79,9 +80,7 @@ def run_to_end(assignment: Assignment, callbacks: list[Any] | None = None, reuse
                 unwritten = failure_of(error, None)
                 return Outcome(status="failed", reason=f"{cause}; then {unwritten}", failure=unwritten.kind, restarts=restarts)
             restarts = counted
-            if reused is not None:
-                record_restart(reused, restarts)
-            used_s += 0.0 if reused is not None else time.monotonic() - began_s  # whose points each have the whole time
+            used_s = used_s + time.monotonic() - began_s if reused is None else record_restart(reused, restarts)
 
 
 def attempt(
@@ -120,11 +119,12 @@ def current_assignment(reused: ReusableWorkers) -> Assignment | None:
     return current
 
 
-def record_restart(reused: ReusableWorkers, restarts: int) -> None:
-    """Note that other workers start for the stage that reused workers were at."""
+def record_restart(reused: ReusableWorkers, restarts: int) -> float:
+    """Note that other workers start for the stage that reused workers were at; returns the seconds that it has taken."""
     import ray
 
-    ray.get(reused.coordinator.restart.remote(reused.group_id, restarts))
+    used_s: float = ray.get(reused.coordinator.restart.remote(reused.group_id, restarts))
+    return used_s
 
 
 def fit_stage(assignment: Assignment, callbacks: list[Any] | None, reused: ReusableWorkers | None) -> None:
@@ -139,8 +139,7 @@ def fit_stage(assignment: Assignment, callbacks: list[Any] | None, reused: Reusa
 
     stage, config = assignment.stage_dir, assignment.config
     stage.root.mkdir(parents=True, exist_ok=True)
-    for leftover in stage.last.parent.glob(".*.tmp"):  # of a checkpoint that a kill cut short
-        leftover.unlink(missing_ok=True)
+    remove_leftovers(stage)
     trainer.fit(
         config,
         use_gpu=assignment.use_gpu,
@@ -153,6 +152,12 @@ def fit_stage(assignment: Assignment, callbacks: list[Any] | None, reused: Reusa
         limit_s=assignment.limit_s,
     )
     fetch_stage(config)
+
+
+def remove_leftovers(stage: StageDir) -> None:
+    """Remove what a kill has left of checkpoints that it cut short."""
+    for leftover in stage.last.parent.glob(".*.tmp"):
+        leftover.unlink(missing_ok=True)
 
 
 def unless_restarted(
@@ -228,7 +233,7 @@ def record_hang(assignment: Assignment, cause: Failure, stacks: str) -> None:
 
 
 def run_trial(settings: dict[str, Any], assignments: dict[str, Assignment]) -> None:
-    """The function that Ray Tune calls: carry out one trial, record how it ended, and report to Tune.
+    """The function that Ray Tune calls for a trial of its own: carry it out, record how it ended, and report to Tune.
 
     A trial that has ended already is not run again.
     """
@@ -247,10 +252,28 @@ def run_trial(settings: dict[str, Any], assignments: dict[str, Assignment]) -> N
             teachers = outcome.teachers if outcome else []
             outcome = run_accounted(trial_id, assignment, run_with_epochs if assignment.config.report_each_epoch else run_to_end)
             outcome = outcome.model_copy(update={"teachers": outcome.teachers or teachers})
-        ended = as_json(judged(outcome, assignment.config.train.until_top1_pct))
-        assignment.log.record([event("trial_ended", trial=trial_id, outcome=ended)])
+        outcome, waiting = judged(outcome, assignment.config.train.until_top1_pct), dict[str, Assignment]()
+        if outcome.failure == "unschedulable":
+            waiting = {other: each for other, each in assignments.items() if not has_begun(other, each)}
+        ended = {trial_id: outcome} | refused_with(trial_id, outcome, assignment, waiting)
+        assignment.log.record([event("trial_ended", trial=id, outcome=as_json(each)) for id, each in ended.items()])
     # No metrics, which are in the trial's row: each takes 2 kB of the driver's memory for as long as the sweep runs.
     tune.report({"done": True, ENDED: True})
+
+
+def has_begun(trial: str, assignment: Assignment) -> bool:
+    """Whether a trial has begun, or has ended without."""
+    stages = [assignment.name, *([assignment.init.name] if assignment.init is not None else [])]
+    return any(assignment.log.of(key) for key in (f"trials/{trial}", *stages))
+
+
+def refused_with(trial: str, outcome: Outcome, assignment: Assignment, waiting: Mapping[str, Assignment]) -> dict[str, Outcome]:
+    """The outcomes of trials that need as much as one that has waited for nodes in vain: one such wait is enough."""
+    if outcome.failure != "unschedulable":
+        return {}
+    reason = f"it needs as much as trial {trial}, and {outcome.reason}"
+    refusal = Outcome(status="failed", failure="unschedulable", reason=reason)
+    return {other: refusal for other, each in waiting.items() if each.reservation.is_as_large_as(assignment.reservation)}
 
 
 def run_accounted(trial: str, assignment: Assignment, run: Callable[[Assignment], Outcome] = run_to_end) -> Outcome:
@@ -298,10 +321,10 @@ def run_with_epochs(assignment: Assignment) -> Outcome:
     return outcome
 
 
-def run_worker_group(settings: dict[str, Any], coordinator: Any) -> None:
-    """Ray Tune's function of a trial in a guided sweep: one start of workers, as many points as the coordinator has for them.
+def run_worker_group(settings: dict[str, Any], coordinator: Any, *, stops_early: bool) -> None:
+    """Ray Tune's function of a worker group: one start of workers, as many points as the coordinator has for them.
 
-    `coordinator` is the sweep's actor, a `service.search.coordinator.SearchCoordinator`; it also writes the points' results.
+    `coordinator` is the sweep's actor, a `service.search.coordinator.PointCoordinator`; it also writes the points' results.
     """
     import ray
     from ray import tune
@@ -310,7 +333,7 @@ def run_worker_group(settings: dict[str, Any], coordinator: Any) -> None:
     from trainables.worker.trainer import ReusableWorkers
 
     skip_exit_handlers()
-    workers = ReusableWorkers(coordinator, settings["group"])
+    workers = ReusableWorkers(coordinator, settings["group"], stops_early)
     outcome = run_to_end(ray.get(coordinator.start.remote(workers.group_id)), reused=workers)
     ray.get(coordinator.finish.remote(workers.group_id, outcome))
     tune.report({"done": True})

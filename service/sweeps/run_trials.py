@@ -1,22 +1,21 @@
 """Trials handed to Ray Tune, watched while it runs them, and recorded as each ends."""
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
 
 from service.cluster.resources import Cluster
-from service.config.sweep import ACCURACIES
+from service.config.sweep import ACCURACIES, TIME, SweepConfig
 from service.runs.events import EventTail
 from service.runs.outcome import Outcome
 from service.runs.plan import Plan
-from service.runs.run_log import as_json
 from service.runs.session import Session, start_tracking
 from service.runs.stages.assignment import Assignment
 from service.runs.stored.stored_runs import discard
 from service.sweeps.trials import Trial, load_outcomes, rows_of
-from service.sweeps.tune import SessionEnding, search_trials, tune_trials, with_shared_starts
+from service.sweeps.tune import SessionEnding, measure_points, tune_trials, with_shared_starts
 from trainables.errors import DistillError
 from trainables.paced import Paced
 from trainables.rundir import StageDir, write_text
@@ -37,19 +36,19 @@ def run_pending(session: Session, trials: list[Trial], pending: list[Trial], clu
     """Hand the pending ones of the trials to Ray Tune and record each as it ends; a guided search may measure any point again."""
     guided = session.experiment.sweep.policy == "guided" and not any(trial.speed_trial for trial in pending)
     candidates = [trial for trial in trials if not trial.speed_trial] if guided else pending
-    assignments = assign(session, candidates, cluster, teacher, guided=guided)
+    assignments = assign(session, candidates, cluster, teacher)
     save_rows(session, trials)
     if not assignments:
         return
-    if guided:
+    if shares_workers(session.experiment.sweep, assignments.values()):
         assignments = with_shared_starts(assignments)
-        search = partial(search_trials, session.result)
+        run = partial(measure_points, session.result if guided else None)
     else:
-        search = partial(tune_trials, session.experiment.sweep)
+        run = partial(tune_trials, session.experiment.sweep)
     max_concurrent, session_ending = concurrency(session, assignments, cluster), SessionEnding()
-    watch = TrialWatch(session, trials, {} if guided else assignments, max_concurrent)
+    watch = TrialWatch(session, trials, max_concurrent, guided=guided)
     try:
-        session.wait_for(lambda: search(assignments, session.run_dir, max_concurrent, session_ending), watch.tick)
+        session.wait_for(lambda: run(assignments, session.run_dir, max_concurrent, session_ending), watch.tick)
         watch.look()
     except BaseException:
         session_ending.set()
@@ -60,16 +59,28 @@ def run_pending(session: Session, trials: list[Trial], pending: list[Trial], clu
     save_rows(session, trials)
 
 
-def assign(
-    session: Session, trials: Sequence[Trial], cluster: Cluster, teacher: TeacherSource, *, guided: bool
-) -> dict[str, Assignment]:
+def shares_workers(sweep: SweepConfig, assignments: Iterable[Assignment]) -> bool:
+    """Whether worker groups measure the trials, several each; otherwise each one has its own workers.
+
+    Of whole trainings they do where those are compared by speed, unless one has an init stage, is elastic, or its checkpoints
+    are in an object store.
+    """
+    by_speed = sweep.metric not in (*ACCURACIES, TIME)
+    return all(
+        one.config.train.max_steps is not None
+        or (by_speed and one.init is None and one.config.scale.min_workers is None and one.config.run_store is None)
+        for one in assignments
+    )
+
+
+def assign(session: Session, trials: Sequence[Trial], cluster: Cluster, teacher: TeacherSource) -> dict[str, Assignment]:
     """The student's stage of each trial that can run, by trial; its experiment is written to its folder."""
     assignments = {}
     for trial in trials:
         if trial.resolved is None or (trial.outcome is not None and trial.outcome.status == "infeasible"):
             continue
         run_dir = session.run_dir.trial(trial.id)
-        if guided:  # what a kill left of a measurement is of no use, and would look as if it had been begun again
+        if trial.resolved.experiment.train.max_steps is not None:  # what a kill left of a measurement is of no use
             begun = run_dir.measurement(trial.num_measurements)
             if begun.root.exists():
                 discard(begun)
@@ -106,20 +117,14 @@ class TrialWatch:
     Writing the rows of thousands of trials takes long: it is done so seldom that it takes at most a tenth of the time.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        trials: list[Trial],
-        assignments: Mapping[str, Assignment],
-        max_concurrent: int,
-    ) -> None:
-        """`assignments` are those of the trials that are refused where one that needs no more has waited for nodes in vain."""
+    def __init__(self, session: Session, trials: list[Trial], max_concurrent: int, *, guided: bool = False) -> None:
+        """`guided`: how many points are measured is known at the end only."""
         from ray.util.metrics import Gauge
 
         name, text = TRIALS_GAUGE
         self._gauge = Gauge(name, description=text, tag_keys=("run", "state"))
         self._max_concurrent = max_concurrent
-        self._session, self._assignments = session, assignments
+        self._session, self._guided = session, guided
         self._trials = {trial.id: trial for trial in trials}
         self._events = EventTail(session.run_dir.events, session.run_dir.events.stat().st_size)
         self._running = set[str]()
@@ -155,15 +160,14 @@ class TrialWatch:
         load_outcomes([trial], self._session.fold)
         self._session.display.print(trial_line(trial))
         self._unsaved = True
-        self._refuse_as_large(trial)
 
     def _show(self, running: int) -> None:
-        """How far the sweep is. How many points a guided search measures nobody knows before it ends."""
+        """How far the sweep is."""
         trials = list(self._trials.values())
         pending = [trial for trial in trials if trial.outcome is None]
         num_ended, note = len(trials) - len(pending), f"{running} running" if running else ""
         counts = {"done": num_ended, "running": running}
-        if pending and not self._assignments:  # a guided search
+        if pending and self._guided:
             note += ", as many more as the search asks for"
         elif pending:
             counts["waiting"] = max(0, len(pending) - running)
@@ -180,19 +184,6 @@ class TrialWatch:
         """Write the rows as they stand."""
         self._unsaved = False
         save_rows(self._session, list(self._trials.values()))
-
-    def _refuse_as_large(self, waited: Trial) -> None:
-        """Where a trial waited for nodes in vain, refuse those that need as much and have not begun: one such wait is enough."""
-        if waited.outcome is None or waited.outcome.failure != "unschedulable" or waited.id not in self._assignments:
-            return
-        reservation = self._assignments[waited.id].reservation
-        for id, assignment in self._assignments.items():
-            trial, begun = self._trials[id], assignment.events or (assignment.init and assignment.init.events)
-            if trial.outcome is None and not begun and assignment.reservation.is_as_large_as(reservation):
-                reason = f"it needs as much as trial {waited.id}, and {waited.outcome.reason}"
-                outcome = Outcome(status="failed", failure="unschedulable", reason=reason)
-                # The trial's function sees it, and does not begin; `look` takes it up.
-                self._session.log.record("trial_ended", trial=id, outcome=as_json(outcome))
 
 
 def trial_line(trial: Trial) -> str:

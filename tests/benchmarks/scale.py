@@ -147,13 +147,13 @@ def sweep(size: int, folder: Path) -> Figures:
         session = session_of(resolved, run_dir, display)
         assignments: dict[str, Any] = {}
         teacher = TeacherSource("/teacher", ())
-        figures["assign_s"] = timed(lambda: assignments.update(assign(session, trials, cluster, teacher, guided=False)))
+        figures["assign_s"] = timed(lambda: assignments.update(assign(session, trials, cluster, teacher)))
         save_rows(session, trials)
         sent = {id: each.recorded_by(RunRecorder(None, str(run_dir.root))) for id, each in assignments.items()}
         pickled = cloudpickle.dumps(partial(run_trial, assignments=sent))
         figures["function_mib"] = len(pickled) / 2**20
         figures["function_load_s"] = timed(lambda: pickle.loads(pickled))
-        watch = TrialWatch(session, trials, assignments, max_concurrent=1)
+        watch = TrialWatch(session, trials, max_concurrent=1)
         figures["look_s"] = timed(watch.look)
         display.print = lambda text: None  # type: ignore[method-assign]
         rng = np.random.default_rng(0)

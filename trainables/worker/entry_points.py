@@ -1,4 +1,4 @@
-"""The functions that Ray Train runs in every worker: train a stage, several timing runs, fill a cache,
+"""The functions that Ray Train runs in every worker: train a stage, measure several points, fill a cache,
 compute class means, evaluate."""
 
 import contextlib
@@ -58,17 +58,17 @@ def train_loop_per_worker(settings: dict[str, Any]) -> None:
     train_stage(TrainConfig.model_validate(settings["config"]), current_group(), settings["recorder"])
 
 
-def timing_loop_per_worker(settings: dict[str, Any]) -> None:
-    """Carry out timing runs as long as the coordinator has another: `settings` has the first `config`, and the `reused` workers.
+def points_loop_per_worker(settings: dict[str, Any]) -> None:
+    """Measure points as long as the coordinator has another: `settings` has the first `config`, and the `reused` workers.
 
     Raises EndedError: see `train_stage`; the results of the stages before stay.
     """
-    group, workers = current_group(), settings["reused"]
+    group, workers, config = current_group(), settings["reused"], settings["config"]
 
-    def stop_early(steps_s: Sequence[float]) -> bool:
+    def should_stop(steps_s: Sequence[float]) -> bool:
         return bool(ray.get(workers.coordinator.should_stop.remote(workers.group_id, list(steps_s))))
 
-    config = settings["config"]
+    stop_early = should_stop if workers.stops_early else None
     while config is not None:
         fetch_inputs(config)
         result = train_stage(TrainConfig.model_validate(config), group, settings["recorder"], stop_early)

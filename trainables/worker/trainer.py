@@ -49,15 +49,16 @@ class ClusterFullError(Exception):
 
 @dataclass(frozen=True)
 class ReusableWorkers:
-    """A worker group that carries out several timing runs, one after the other, and so starts only once.
+    """A worker group that carries out several runs, one after the other, and so starts only once.
 
-    `coordinator` is the handle of an actor that chooses the runs. It has `should_stop(group_id, steps_s) -> bool`: whether the
-    current run may end, and `next_config(group_id, result) -> dict | None`: takes the current run's result and returns the
-    next run's `TrainConfig` as plain data, or None where these workers have no more to do.
+    `coordinator` is the handle of an actor that chooses the runs. It has `next_config(group_id, result) -> dict | None`: takes
+    the current run's result and returns the next run's `TrainConfig` as plain data, or None where these workers have no more to
+    do. Where it `stops_early`, its `should_stop(group_id, steps_s) -> bool` says whether the current run may end.
     """
 
     coordinator: Any
     group_id: str
+    stops_early: bool
 
 
 def fit(
@@ -133,7 +134,7 @@ def runtime_env(use_gpu: bool) -> dict[str, Any]:
 
 def _entry_point(config: TrainConfig | EvaluateConfig, reused: ReusableWorkers | None) -> Callable[[dict[str, Any]], None]:
     if reused is not None:
-        return entry_points.timing_loop_per_worker
+        return entry_points.points_loop_per_worker
     if isinstance(config, FillConfig):
         return entry_points.fill_loop_per_worker
     if isinstance(config, TrainConfig) and config.finetuned is not None and config.finetuned.head is not None:

@@ -27,18 +27,20 @@ def accounted(outcome: Outcome, events: Sequence[Event], began_s: float, starts_
     return outcome.model_copy(update=times)
 
 
-def accounted_over_sessions(outcome: Outcome, events: Sequence[Event]) -> Outcome:
+def accounted_over_sessions(outcome: Outcome, events: Sequence[Event], starts_began_s: Sequence[float] | None = None) -> Outcome:
     """The outcome with the times of all sessions, of which the last one ends now.
 
+    `events` are its stage's. Workers were started at `starts_began_s` (unix) in the last session; None: when it began.
     A session that did not come to the stage's end, as one whose driver was killed, counts to the last event before the next.
     """
     began_s = [event["time_ms"] / 1e3 for event in events if event["kind"] == "stage_begun"]
-    outcome = accounted(outcome, events, began_s[-1], began_s[-1:])
+    starts_began_s = began_s[-1:] if starts_began_s is None else starts_began_s
+    outcome = accounted(outcome, events, began_s[-1], starts_began_s)
     seconds = outcome.seconds
     for began, next_began in itertools.pairwise(began_s):
         recorded_s = [at_s for _, at_s in between(events, began, outcome.ended_s) if at_s < next_began]
         seconds += max(recorded_s) - began
-    start_s = total_start_s(between(events, began_s[0], outcome.ended_s), began_s)
+    start_s = total_start_s(between(events, began_s[0], outcome.ended_s), [*began_s[:-1], *starts_began_s])
     return outcome.model_copy(update={"seconds": seconds, "start_s": start_s})
 
 

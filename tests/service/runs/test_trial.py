@@ -18,7 +18,7 @@ from service.runs.outcome import Outcome
 from service.runs.stages import node_wait
 from service.runs.stages.assignment import Assignment
 from service.runs.stages.node_wait import NodeWait
-from service.runs.trial import cause_of, finished, run_to_end
+from service.runs.trial import cause_of, finished, has_begun, refused_with, run_to_end
 from tests.run_log import LocalRecorder, events_of, numbers
 from trainables.config import TrainConfig
 from trainables.errors import CheckpointError, DeviceError, DistillError
@@ -194,6 +194,24 @@ def test_a_restart_has_what_is_left_of_the_assignments_time(tmp_path: Path, monk
     first, second, *_ = left_s
     assert first == 60.0
     assert 0 < second <= 59.9
+
+
+def test_one_wait_for_nodes_is_enough_for_all_trials_that_need_as_much_and_have_not_begun(tmp_path: Path) -> None:
+    recorder, assignments = LocalRecorder(tmp_path), dict[str, Assignment]()
+    for number, num_workers in enumerate((2, 1, 2, 4, 2)):
+        tree = {"model": "mlp_small", "output_dir": str(tmp_path / f"trials/{number:03d}/student"), "data": {"path": "digits"}}
+        config = TrainConfig.model_validate({**tree, "scale": {"num_workers": num_workers}})
+        assignments[f"{number:03d}"] = Assignment(config, False, 1, "").recorded_by(recorder)
+    recorder.record([event("stage_begun", "trials/000/student", trial="000", model="mlp_small")])
+    recorder.record([event("stage_begun", "trials/002/student", trial="002", model="mlp_small")])
+    recorder.record([event("trial_ended", trial="004", outcome={"status": "ok"})])
+    waiting = {id: each for id, each in assignments.items() if not has_begun(id, each)}
+    gone = Outcome(status="failed", reason="2 workers do not fit", failure="unschedulable")
+    refused = refused_with("000", gone, assignments["000"], waiting)
+    assert {id: outcome.reason for id, outcome in refused.items()} == {
+        "003": "it needs as much as trial 000, and 2 workers do not fit"
+    }
+    assert refused_with("000", Outcome(status="oom", failure="out_of_memory"), assignments["000"], waiting) == {}
 
 
 def test_the_cause_is_no_peer_that_was_lost_and_what_the_watch_found_before_all() -> None:

@@ -16,7 +16,7 @@ from service.runs.outcome import Outcome
 from service.runs.plan import Plan
 from service.runs.run_log import ResultFold, as_json, read_log
 from service.runs.stages.assignment import Assignment
-from service.search.coordinator import SearchCoordinator
+from service.search.coordinator import PointCoordinator
 from service.sweeps.trials import plan_trials
 from service.sweeps.tune import with_shared_starts
 from tests.run_log import LocalRecorder, events_of
@@ -58,10 +58,10 @@ def points_of(run_dir: RunDir, rows: dict[str, dict[str, Any]], space: str, reco
     return with_shared_starts(left)
 
 
-def begun(folder: Path, space: str = SPACE, recorder: LocalRecorder | None = None) -> SearchCoordinator:
+def begun(folder: Path, space: str = SPACE, recorder: LocalRecorder | None = None) -> PointCoordinator:
     rows: dict[str, dict[str, Any]] = {}
     left = points_of(RunDir(folder), rows, space, recorder or LocalRecorder(folder))
-    return SearchCoordinator(result(list(rows.values())), left, str(folder))
+    return PointCoordinator(left, str(folder), result(list(rows.values())))
 
 
 def scale(config: dict[str, Any]) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def scale(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def drive(coordinator: SearchCoordinator, limit: int = 100) -> list[list[dict[str, Any]]]:
+def drive(coordinator: PointCoordinator, limit: int = 100) -> list[list[dict[str, Any]]]:
     """Run worker groups one after the other to the end, or until `limit` points were measured: the points of each."""
     done: list[list[dict[str, Any]]] = []
     count = 0
@@ -176,10 +176,11 @@ def test_a_point_that_fails_ends_its_group_and_another_is_asked_for_next(tmp_pat
 
 
 def test_a_group_that_dies_before_it_begins_ends_no_earlier_measurement(tmp_path: Path) -> None:
-    coordinator = begun(tmp_path)
+    recorder = LocalRecorder(tmp_path)
+    coordinator = begun(tmp_path, recorder=recorder)
     trial = coordinator.suggest("a")
     assert trial is not None
-    coordinator._measured[trial] = [Outcome(status="ok")]
+    recorder.record([event("trial_ended", trial=trial, outcome={"status": "ok"})])
     coordinator.finish("a", Outcome(status="failed", reason="its reason"))
     folder = RunDir(tmp_path).trial(trial).root
     assert [len(events_of(folder / name, "stage_ended")) for name in ("student", "student-2")] == [0, 1]
@@ -274,7 +275,7 @@ def test_a_measurement_whose_workers_died_has_its_restarts_and_the_start_of_the_
     assert second is not None
     record_start(second, clock_s[0] + 1.0)
     clock_s[0] += 5.0
-    coordinator.restart("a", 1)
+    assert coordinator.restart("a", 1) == 5.0, "what it has used of its time"
     record_start(second, clock_s[0] + 30.0)
     clock_s[0] += 40.0
     coordinator.next_config("a", StageResult(**stage(scale(config))))
@@ -295,8 +296,9 @@ def test_a_group_goes_on_to_a_point_that_waits_for_such_workers_before_the_plann
         while len(configs) < 2 and coordinator.suggest(name := f"v{number}-{len(configs)}") is not None:
             configs[name] = coordinator.start(name).config.model_dump(mode="json")
         for name, config in list(configs.items()):
-            cpus = "scale.cpus_per_worker"
-            waiting = [at for at in coordinator._queued if coordinator._points[at][cpus] == config["scale"]["cpus_per_worker"]]
+            cpus = config["scale"]["cpus_per_worker"]
+            reserved = {trial: one.config.scale.cpus_per_worker for trial, one in coordinator._assignments.items()}
+            waiting = [trial for trial in coordinator._queued if reserved[trial] == cpus]
             following = coordinator.next_config(name, StageResult(**stage(scale(config))))
             if waiting:
                 assert coordinator._trial_of[name] == waiting[0]
@@ -306,3 +308,50 @@ def test_a_group_goes_on_to_a_point_that_waits_for_such_workers_before_the_plann
             if following is not None:
                 configs[name] = following
     raise AssertionError("no point waited for a group that was there")
+
+
+def listed(folder: Path, space: str, limit_s: float | None = None) -> PointCoordinator:
+    """The points of a grid."""
+    left = points_of(RunDir(folder), {}, space, LocalRecorder(folder))
+    return PointCoordinator({trial: replace(one, limit_s=limit_s) for trial, one in left.items()}, str(folder))
+
+
+def test_each_point_of_a_grid_is_measured_once_those_of_equal_workers_by_one_group(tmp_path: Path) -> None:
+    done = drive(listed(tmp_path, "sweep.space={data.global_batch_size: [64, 128], scale.num_workers: [1, 2]}"))
+    assert [[(point[AXES[0]], point[AXES[1]]) for point in group] for group in done] == [[(1, 64), (1, 128)], [(2, 64), (2, 128)]]
+    assert [(one.status, one.start_s == 0, one.measurements) for one in ended(tmp_path)] == [
+        ("ok", number > 1, []) for number in range(4)
+    ]
+
+
+def test_a_point_of_a_grid_that_ends_its_group_is_a_row_and_the_next_group_goes_on_with_the_rest(tmp_path: Path) -> None:
+    coordinator = listed(tmp_path, "sweep.space={data.global_batch_size: [64, 128, 256]}")
+    assert coordinator.suggest("a") == "000"
+    coordinator.start("a")
+    coordinator.finish("a", Outcome(status="oom", reason="its reason"))
+    done = drive(coordinator)
+    assert [[point[AXES[1]] for point in group] for group in done] == [[128, 256]]
+    assert [one.status for one in ended(tmp_path)] == ["oom", "ok", "ok"]
+
+
+def test_workers_that_have_what_was_left_of_a_points_time_measure_no_other(tmp_path: Path) -> None:
+    coordinator = listed(tmp_path, "sweep.space={data.global_batch_size: [64, 128, 256]}", limit_s=60.0)
+    assert coordinator.suggest("a") is not None
+    config: dict[str, Any] | None = coordinator.start("a").config.model_dump(mode="json")
+    assert config is not None
+    config = coordinator.next_config("a", StageResult(**stage(scale(config))))
+    assert config is not None
+    coordinator.restart("a", 1)
+    assert coordinator.next_config("a", StageResult(**stage(scale(config)))) is None
+    assert [[point[AXES[1]] for point in group] for group in drive(coordinator)] == [[256]]
+
+
+def test_a_point_of_a_grid_that_waited_for_nodes_in_vain_refuses_those_that_need_as_much(tmp_path: Path) -> None:
+    coordinator = listed(tmp_path, "sweep.space={scale.num_workers: [2, 1, 4], data.loader_workers: [1]}")
+    assert coordinator.suggest("a") == "000"
+    coordinator.start("a")
+    coordinator.finish("a", Outcome(status="failed", failure="unschedulable", reason="2 workers do not fit"))
+    assert [[point[AXES[0]] for point in group] for group in drive(coordinator)] == [[1]]
+    refused = outcome_of(tmp_path, "002")
+    assert (refused.status, refused.failure) == ("failed", "unschedulable")
+    assert refused.reason == "it needs as much as trial 000, and 2 workers do not fit"

@@ -16,7 +16,7 @@ from service.runs.events import Event, event
 from service.runs.outcome import Outcome
 from service.runs.run_log import as_json, read_log
 from service.sweeps import run_trials
-from service.sweeps.run_trials import TeacherSource, assign, concurrency, run_pending, save_rows
+from service.sweeps.run_trials import TeacherSource, assign, concurrency, run_pending, save_rows, shares_workers
 from service.sweeps.trials import has_trials_to_retry, load_outcomes, plan_trials, retry_trials, rows_of
 from tests.run_log import add, session_of
 from tests.waiting import wait_until
@@ -46,7 +46,7 @@ def test_trials_that_are_compared_by_speed_share_neither_a_teacher_nor_cores(
     resolved, cluster = load("digits", keys), Cluster((Node("here", 64, 0),), real_cpus=cores)
     with Display() as display:
         session = session_of(resolved, RunDir(tmp_path), display)
-        assignments = assign(session, plan_trials(resolved), cluster, TeacherSource(None, ()), guided=False)
+        assignments = assign(session, plan_trials(resolved), cluster, TeacherSource(None, ()))
         assert concurrency(session, assignments, cluster) == at_a_time
 
 
@@ -163,35 +163,40 @@ def test_what_a_store_or_a_disk_ended_runs_again_when_the_sweep_is_resumed(tmp_p
     assert (read_log(run_dir).fold.outcome_of(trials[0].id) is None) == again
 
 
-def test_one_wait_for_nodes_is_enough_for_all_trials_that_need_as_much_until_the_sweep_is_resumed(
+def test_trials_that_were_refused_for_want_of_nodes_are_rows_and_run_when_the_sweep_is_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    space = ["sweep.space={scale.num_workers: [1, 2], data.loader_workers: [1, 2]}", "teacher=null", "tracking.enabled=false"]
+    space = ["sweep.space={scale.num_workers: [1, 2]}", "teacher=null", "tracking.enabled=false"]
     resolved, run_dir = load("digits", space), RunDir(tmp_path)
     trials = plan_trials(resolved)
-    tried: list[str] = []
-
-    def tune_trials(*_: object) -> None:
-        """Trials one after the other, of which those with 2 workers do not fit, as `run_trial` carries them out."""
-        for trial in trials:
-            if not session.log.of(f"trials/{trial.id}"):
-                tried.append(trial.id)
-                session.log.record("stage_begun", f"trials/{trial.id}/student", trial=trial.id, model="mlp_small")
-                gone = Outcome(status="failed", reason="2 workers do not fit", failure="unschedulable")
-                outcome = gone if trial.params["scale.num_workers"] == 2 else Outcome(status="ok")
-                session.log.record("trial_ended", trial=trial.id, outcome=as_json(outcome))
-            last = trials[-1] if trial.id == "002" else trial  # a trial that begins in the moment of the refusal may wait itself
-            wait_until(lambda last=last: last.outcome is not None)
-
-    monkeypatch.setattr(run_trials, "tune_trials", tune_trials)
+    refused = Outcome(status="failed", reason="it needs as much as trial 000", failure="unschedulable")
+    monkeypatch.setattr(run_trials, "measure_points", lambda *_: add(run_dir, ended("000", refused), ended("001", refused)))
     with Display() as display:
         session = session_of(resolved, run_dir, display)
         run_pending(session, trials, trials, local_capacity(), TeacherSource(None, ()))
-        assert tried == ["000", "001", "002"]
-        assert [row.status for row in session.result.rows] == ["ok", "ok", "failed", "failed"]
-        assert session.result.rows[3].reason == "it needs as much as trial 002, and 2 workers do not fit"
+        assert [row.reason for row in session.result.rows] == [refused.reason] * 2
         assert has_trials_to_retry(resolved.experiment, session.result.rows), "`distill resume` goes on"
         retry_trials(trials, session)
-        assert [trial.id for trial in trials if trial.outcome is None] == ["002", "003"]
-        run_pending(session, trials, trials[2:], local_capacity(), TeacherSource(None, ()))
-        assert tried == ["000", "001", "002", "002"]
+        assert [trial.outcome for trial in trials] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("settings", "shared"),
+    [
+        (["sweep.steps=8"], True),
+        (["sweep.steps=null"], True),
+        (["sweep.policy=guided"], True),
+        (["sweep.metric=top1_pct"], False),
+        (["sweep.steps=null", "scale.num_workers=[1, 2]"], False),
+        (["sweep.steps=8", "scale.num_workers=[1, 2]"], True),
+    ],
+)
+def test_trials_share_worker_groups_where_they_are_compared_by_speed_with_one_number_of_workers(
+    tmp_path: Path, settings: list[str], shared: bool
+) -> None:
+    keys = ["data.loader_workers=1", "sweep.space={data.global_batch_size: [32, 64]}", *settings]
+    resolved = load("digits", keys)
+    with Display() as display:
+        session = session_of(resolved, RunDir(tmp_path), display)
+        assignments = assign(session, plan_trials(resolved), Cluster((Node("here", 8, 0),)), TeacherSource(None, ()))
+    assert shares_workers(resolved.experiment.sweep, assignments.values()) is shared
