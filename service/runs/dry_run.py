@@ -79,7 +79,7 @@ def _deciding_config(experiment: Experiment, stage: str) -> str:
     """What decides whether a stage fits, as JSON: the same for points that differ elsewhere, as in learning rate or seed."""
     config = experiment.stage(stage, Path("/"), {})
     scale = config.scale
-    deciding = {"name", "momentum", "nesterov", "warmup_epochs"}
+    deciding = {"name", "args", "momentum", "nesterov", "warmup_epochs"}
     optim = config.optim.model_dump(include={*deciding, "delta", "accumulate", "epochs", "lr_head", "layer_decay"})
     losses = {name: loss.model_dump(include=deciding) for name, loss in config.optim.losses.items()}
     whole = {
@@ -90,7 +90,8 @@ def _deciding_config(experiment: Experiment, stage: str) -> str:
         "teachers": config.teachers,
         "distill": config.distill,
         "optim": {**optim, "losses": losses},
-        "data": config.data.model_dump(include={"image_size", "global_batch_size"}),
+        "data": config.data.model_dump(include={"image_size", "global_batch_size", "labels"}),
+        "train": {"gradient_checkpointing": config.train.gradient_checkpointing},
         "precision": config.precision,
         "scale": scale.model_dump(include={"sync_batch_norm", "pipeline_stages", "micro_batches", "cut"})
         | {"num_workers": scale.pipeline_stages},
