@@ -244,7 +244,7 @@ def test_a_measurement_that_cannot_be_written_is_taken_up_once_it_can_be(tmp_pat
     brought = StageResult(**stage(scale(work.config.model_dump(mode="json"))))
     work.log.send("summary", work.stage_dir.root, step=12, epoch=1.0, **brought.model_dump(exclude={"stage"}))()
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", Mock(side_effect=OSError("the disk is full")))
+        patch.setattr(os, "fsync", Mock(side_effect=OSError(28, "the disk is full")))
         with pytest.raises(OSError, match="the disk is full"):
             coordinator.next_config("a", brought)
     assert coordinator.current("a") == work, "it is still under way"
