@@ -121,11 +121,10 @@ class EventLog:
             self._attempts[each["stage"]] = each["attempt"]
         elif each["kind"] == "discarded":
             self._recorded.pop(_key(each), None)
-        marks = [
-            _mark(each),
-            *([_mark(_as_resume(each))] if each["kind"] == "start" else []),
-        ]  # which it would be if it came twice
-        self._recorded.setdefault(_key(each), set()).update(marks)
+        marks = self._recorded.setdefault(_key(each), set())
+        marks.add(_mark(each))
+        if each["kind"] == "start":  # which would be a resume if its call came twice
+            marks.add(_mark(_as_resume(each)))
 
     def _index(self, each: Event, begin: int, end: int) -> None:
         key = _key(each)
@@ -163,9 +162,10 @@ class EventLog:
 
     def close(self) -> None:
         """Let another process write; this one gets OSError from here on."""
-        os.close(self._file)
-        self._file = -1
-        self._lock.release()
+        if self._file != -1:
+            os.close(self._file)
+            self._file = -1
+            self._lock.release()
 
 
 def _mark(each: Event) -> tuple[str, Any]:
