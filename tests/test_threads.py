@@ -14,6 +14,8 @@ THREADS = {
     "service/runs/pack.py": NOTHING,
     "service/runs/recorder.py": NOTHING,
     "service/runs/trial.py": NOTHING,
+    "service/runs/stored/segments.py": NOTHING,
+    "service/runs/stored/stored_runs.py": NOTHING,
     "service/runs/stored/stored_session.py": NOTHING,
     "service/tracking/sync.py": NOTHING,
     "service/tracking/ui_app.py": NOTHING,

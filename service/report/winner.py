@@ -16,7 +16,7 @@ from service.report.phase_shares import shares_text
 from service.report.run_records import UNRUN, Row, axes, best_of, ended, ran, rows_of, value
 from service.runs.result import RunResult, TrialRow
 from service.runs.run_log import read_log
-from service.runs.stored.stored_runs import display_name, uri_of
+from service.runs.stored.stored_runs import checkpoint, display_name, uri_of
 from service.search.points import SPARE_MEMORY
 from service.search.rows import probes
 from trainables.errors import ExperimentError
@@ -170,7 +170,7 @@ def command(root: Path, best: TrialRow) -> str:
         name = trained[-1]
         if name != "teacher":
             values |= {"teacher.model": preparation[name].model, "teachers": [], "assistants": []}
-        weights = run_dir.stage(name).best
+        weights = checkpoint(run_dir.stage(name), log.of_stage(name, "checkpoint")) or run_dir.stage(name).best
         replaced = ("finetune", "weights_key", "head", "logit_scale")
         values |= {f"teacher.{key}": None for key in replaced if getattr(experiment.teacher, key)}
         values["teacher.weights"] = f"{name}.safetensors" if is_copy else str(weights)

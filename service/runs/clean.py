@@ -19,7 +19,7 @@ from service.cluster.connect import session_base
 from service.config import strict_yaml
 from service.runs.run_directory import has_begun
 from service.runs.run_log import read_log
-from service.runs.stored.stored_objects import StoredObjects, needed_copy_reason, stored_run_folders
+from service.runs.stored.stored_objects import StoredObjects, stored_run_folders
 from service.runs.stored.stored_runs import COPIES, copies_base, display_name, uri_of
 from service.tracking import SyncState
 from trainables.data.storage import cleaner as data_cleaner
@@ -104,10 +104,7 @@ def clean(root: Path, cleaner: Cleaner, *, unfinished: bool, checkpoints_only: b
                 cleaner.remove(folder, "logits")
     for run in (Run(path, "", objects) for path, objects in stored.items() if path not in begun):
         if run.is_old(cleaner):
-            if reason := needed_copy_reason(run.path):
-                cleaner.echo(f"{run.name} stays: {reason}")
-            else:
-                with_lock(run, cleaner, partial(_remove_run, what="left by a killed command:"))
+            with_lock(run, cleaner, partial(_remove_run, what="left by a killed command:"))
     for folder in (*_subfolders(root, re.compile(re.escape(ASIDE)).match), *_subfolders(root / ".cache")):
         if cleaner.is_old(folder):
             cleaner.remove(folder, "left by a killed command:")
@@ -123,8 +120,8 @@ def clean_machine(cleaner: Cleaner) -> None:
     roots = [root for folder in _own_folders(copies_base()) if folder.name == COPIES for root in _subfolders(folder)]
     for copy in (copy for root in roots for copy in _subfolders(root)):
         if cleaner.is_old(copy, read=True):
-            if reason := needed_copy_reason(copy):
-                cleaner.echo(f"{copy} stays: {reason}")
+            if is_locked(copy / ".lock"):
+                cleaner.echo(f"{copy} stays: a process works on it")
             else:
                 cleaner.remove(copy, "copy of a run")
     used = " ".join(word for process in psutil.process_iter(["cmdline"]) for word in process.info["cmdline"] or ())
@@ -193,8 +190,6 @@ class Run:
             result = read_log(run_dir).result
             if is_locked(self.path / ".lock") or (self.objects is not None and self.objects.is_driven()):
                 return "a process works on it"
-            if self.objects is not None and (reason := needed_copy_reason(self.path)):
-                return reason
             state = SyncState.read(run_dir) if result.mlflow else None
             waits = result.mlflow is not None and (state is None or not state.is_sent(run_dir))
         except (DistillError, OSError) as error:
@@ -268,7 +263,7 @@ def _remove_checkpoints(run: Run, cleaner: Cleaner) -> bool:
     for file in run.objects.checkpoints() if run.objects else sorted(run.path.rglob("checkpoints/*.safetensors")):
         inside = file.relative_to(run.path).parts
         best_trial = result.best is None or inside[:2] == ("trials", result.best.id) or inside[0] != "trials"
-        if file.name != "best.safetensors" or not best_trial:
+        if file.stem.partition("-")[0] != "best" or not best_trial:  # in a store its name goes on
             gone &= run.remove(file, "checkpoint", cleaner)
     return gone
 

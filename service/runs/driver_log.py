@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from service.cluster import local_ray
 from service.runs.event_log import LOCK_WAIT_S, EventLog
-from service.runs.events import Event, event
+from service.runs.events import OUTLIVES_NODE, Event, event
+from service.runs.stored.segments import LogStore, SegmentWriter
 from trainables.errors import RecorderLostError
 
 if TYPE_CHECKING:
@@ -22,10 +23,10 @@ LOST_WAIT_S = 3.0
 class DriverLog:
     """The log of a run that this process carries out."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises as `EventLog` does."""
-        self.path = path
-        self._file = EventLog(path)
+    def __init__(self, path: Path, store: LogStore | None = None) -> None:
+        """`store`: where the run is, if in an object store. Raises as `EventLog` does."""
+        self.path, self._store = path, store
+        self._file, self._segments = self._opened()
         self._recorder: RunRecorder | None = None
 
     @property
@@ -40,10 +41,13 @@ class DriverLog:
         Raises:
             RayLostError, RecorderLostError: the Ray of the recorder, or that alone, has ended.
             OSError: the disk is full or cannot be written.
+            LeaseLostError, StorageError: see `SegmentWriter.put`.
         """
         made = event(kind, stage, **fields)
         if self._recorder is None:
             self._file.append([made])
+            if self._segments is not None and kind in OUTLIVES_NODE:
+                self._segments.put()
         else:
             local_ray.check_ray()  # the recorder of one that is lost may be waited for without end
             self._recorder.record([made])
@@ -58,24 +62,33 @@ class DriverLog:
         """Inside the context, which Ray outlasts, the recorder writes the log."""
         self._file.close()
         try:
-            with recording(self.path) as self._recorder:
+            with recording(self.path, self._store) as self._recorder:
                 yield self._recorder
         finally:
             self._recorder = None
-            self._file = EventLog(self.path, LOST_WAIT_S if local_ray.is_lost() else LOCK_WAIT_S)
+            self._file, self._segments = self._opened(LOST_WAIT_S if local_ray.is_lost() else LOCK_WAIT_S)
+
+    def wait_for_store(self, seconds: float) -> None:
+        """How long events wait from here on for an object store that does not answer."""
+        if self._segments is not None:
+            self._segments.store.retry_s = seconds
+
+    def _opened(self, wait_s: float = LOCK_WAIT_S) -> tuple[EventLog, SegmentWriter | None]:
+        file = EventLog(self.path, wait_s)
+        return file, None if self._store is None else SegmentWriter(self._store, file)
 
     def close(self) -> None:
         self._file.close()
 
 
 @contextlib.contextmanager
-def recording(path: Path) -> Iterator[RunRecorder]:
-    """A recorder of the log at `path`. It ends with the context, or with its Ray."""
+def recording(path: Path, store: LogStore | None = None) -> Iterator[RunRecorder]:
+    """A recorder of the log at `path`, which it also puts to a store. It ends with the context, or with its Ray."""
     import ray
 
     from service.runs.recorder import start_recorder
 
-    recorder = start_recorder(path)
+    recorder = start_recorder(path, store)
     try:
         yield recorder
     finally:

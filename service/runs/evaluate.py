@@ -21,7 +21,7 @@ from service.runs.display import Display, wait_for
 from service.runs.driver_log import recording
 from service.runs.preflight import check_source, note_equal_splits
 from service.runs.run_directory import check_writable
-from service.runs.stored.stored_runs import delete, display_name, fetch, fetch_checkpoint, ray_storage, run_store, uri_of
+from service.runs.stored.stored_runs import delete, display_name, fetch_checkpoint, fetch_result, ray_storage, run_store, uri_of
 from trainables.config import FEATURES_TAP, EvaluateConfig, Measure
 from trainables.data.identity import data_identity
 from trainables.errors import (
@@ -225,13 +225,13 @@ def carry_out(config: EvaluateConfig, checkpoint: str, root: Path, take: Callabl
         fit = partial(trainer.fit, job, use_gpu=gpu, loader_workers=workers, storage=ray_storage(storage), name=name)
         try:
             wait_for(partial(fit, recorder=recorder), display)
-            fetch(output)
+            fetch_result(output)
             result = dict(json.loads(output.read_text()))
             delete(output)
             if take:
                 features = output.with_suffix(".parquet")
                 try:
-                    fetch(features)
+                    fetch_result(features)
                     take(features)
                 finally:
                     delete(features)

@@ -48,7 +48,7 @@ class EventLog:
     def _load(self) -> None:
         """Take up what the file has."""
         self._offsets: dict[str, list[tuple[int, int]]] = {}
-        self._recorded: dict[str, set[tuple[str, int]]] = {}
+        self._recorded: dict[str, set[tuple[Any, ...]]] = {}
         self._attempts: dict[str, int] = {}
         lines, begin = lines_after(self.path, 0), 0
         check_version(self.path, lines[0].raw if lines else None)
@@ -108,7 +108,7 @@ class EventLog:
         accepted = []
         for each, line in zip(events, lines, strict=True):
             recorded = self._recorded.get(_key(each), set())
-            if each["kind"] == "start" and any(kind == "start" for kind, _ in recorded):
+            if each["kind"] == "start" and any(kind == "start" for kind, *_ in recorded):
                 each = _as_resume(each)
                 line = to_line(each)
             if _mark(each) not in recorded:
@@ -156,9 +156,18 @@ class EventLog:
         """The events of a stage, or of a trial by its folder (`trials/003`), in order; "": those of the run itself."""
         found = []
         for begin, end in self._offsets.get(key, ()):
-            if (each := parsed(Line(os.pread(self._file, end - begin, begin), end), self.path)) is not None:
+            if (each := parsed(Line(self.read(begin, end), end), self.path)) is not None:
                 found.append(each)
         return found
+
+    @property
+    def size(self) -> int:
+        """Bytes of what it has."""
+        return self._size
+
+    def read(self, begin: int, end: int) -> bytes:
+        """The bytes from one offset to another."""
+        return os.pread(self._file, end - begin, begin)
 
     def close(self) -> None:
         """Let another process write; this one gets OSError from here on."""
@@ -168,9 +177,14 @@ class EventLog:
             self._lock.release()
 
 
-def _mark(each: Event) -> tuple[str, Any]:
-    """What makes an event the same as another of its stage or trial: where it is of no `ONCE` kind, all that it has."""
-    return each["kind"], each["step"] if each["kind"] in ONCE else hash(to_line(each))
+def _mark(each: Event) -> tuple[Any, ...]:
+    """What makes an event the same as another of its stage or trial: where it is of no `ONCE` kind, all that it has.
+
+    A checkpoint in an object store has names of its own, and so is never the same as another one.
+    """
+    if each["kind"] not in ONCE:
+        return each["kind"], hash(to_line(each))
+    return each["kind"], each["step"], *(name for name in each.get("names", ()) if "-" in name)
 
 
 def _as_resume(start: Event) -> Event:

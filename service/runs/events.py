@@ -43,13 +43,16 @@ FIELDS: dict[str, dict[str, type]] = {
 """Kind → the fields that each event of it has beside `kind` and `time_ms` (unix). It may have more, such as `trial`.
 
 `log`: its `id` distinguishes the log from every other one. `session_begun` has the `tags` that say what code runs.
-`stage` is the stage's folder, relative to the run's: `student`, `trials/003/student-2`. `result`: fields of `RunResult` that
+`stage` is the stage's folder, relative to the run's: `student`, `trials/003/student-2`. `checkpoint`: its `names` in the stage's
+`checkpoints/`. `result`: fields of `RunResult` that
 have changed; of `trials` the rows that have. `attempt`: workers begin on a stage, numbered throughout the log. `summary` has
 the fields of `StageResult` too. `trial_ended`: one measurement of a trial. `discarded`: what was recorded of its `stage`, or how
 its `trial` ended, does not count any more.
 """
 ONCE = ("start", "step", "epoch", "summary", "checkpoint")
-"""Kinds that a stage has once at a step."""
+"""Kinds that a stage has once at a step; a checkpoint in an object store is another one each time."""
+OUTLIVES_NODE = frozenset({"session_begun", "session_ended", "attempt", "checkpoint", "stage_ended", "trial_ended"})
+"""Kinds whose sender waits, where the run is in an object store, until that has them and all before."""
 _HEAD = re.compile(rb'\{"kind": "(\w+)"(?:, "stage": "([^"\\]*)")?, "time_ms": (\d+)')
 
 

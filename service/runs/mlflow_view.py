@@ -19,11 +19,13 @@ from service.runs.event_log import check_version
 from service.runs.events import Event, parsed
 from service.runs.outcome import Outcome
 from service.runs.result import Kind
-from service.runs.run_log import ResultFold
+from service.runs.run_log import ResultFold, checkpoint_names
+from service.runs.stored.stored_runs import local_checkpoint
 from service.tracking.run_view import DESCRIPTION, Item, RunView, Status, flat
 from service.tracking.shown_metrics import of_epoch, of_summary
 from service.tracking.views import saved_views
 from trainables.config import DataIdentity
+from trainables.errors import CheckpointError
 from trainables.rundir import RunDir, lines_after
 
 log = logging.getLogger("raydistill")
@@ -45,8 +47,8 @@ class MlflowView:
         self.id, self.end = "", 0
         self.runs: dict[str, RunView] = {}
         self._run_dir, self._since, self._fold = run_dir, since, ResultFold()
-        self._best_checkpoints: set[str] = set()
-        """Stages that have one."""
+        self._best_checkpoints: dict[str, str] = {}
+        """The name of the newest, by stage."""
         self._winner: str | None = None
         self._at, self._mark = 0, ""
         """Offset behind the event that is being taken up; the offset of its line, and a checksum of that."""
@@ -78,6 +80,13 @@ class MlflowView:
         line = next(iter(lines_after(self._run_dir.events, int(begin), LINE_BYTES)), None) if begin.isdecimal() else None
         return line.end if line is not None and f"{zlib.crc32(line.raw):08x}" == checksum else 0
 
+    def checkpoint(self, path: Path) -> Path:
+        """See `LogView`."""
+        try:
+            return local_checkpoint(path)
+        except CheckpointError:  # it was removed: whoever reads it says so
+            return path
+
     @functools.cached_property
     def _experiment(self) -> Experiment:
         return read_resolved(self._run_dir.experiment, reading=True).experiment
@@ -107,8 +116,8 @@ class MlflowView:
             case "summary" if "/" not in event["stage"]:  # the numbers of a trial are those of all its measurements
                 shown = of_summary(event["metrics"], _prefix(event["stage"]), followed=True)
                 self._add_metrics(self.runs[self._kind], event, shown, int(event["metrics"].get("steps", 0)))
-            case "checkpoint" if "best.safetensors" in event["names"]:
-                self._best_checkpoints.add(event["stage"])
+            case "checkpoint" if best := checkpoint_names([event]).get("best"):
+                self._best_checkpoints[event["stage"]] = best
             case "hang":
                 self._set_tags(self._run_of(event), {"hang": event["message"]})
             case "stage_ended" if event["stage"] == "student" and event["outcome"]["status"] == "ok":
@@ -237,7 +246,8 @@ class MlflowView:
     def _add_model(self, stage: str) -> None:
         """The best weights of a stage, as a model of the run."""
         if stage in self._best_checkpoints and self._experiment.tracking.log_model:
-            self._add(self.runs[self._kind], "model", self._run_dir.stage(stage).best)
+            best = self._run_dir.stage(stage).best.with_name(self._best_checkpoints[stage])
+            self._add(self.runs[self._kind], "model", best)
 
     def _add_metrics(self, run: RunView, event: Event, shown: Mapping[str, float], step: int) -> None:
         for name, value in shown.items():

@@ -19,6 +19,7 @@ from service.runs.plan import Plan
 from service.runs.result import Kind, RunResult
 from service.runs.run_directory import stages_with
 from service.runs.run_log import read_log
+from service.runs.stored.stored_runs import uri_of
 from service.tracking.stores import check_store
 from trainables.config import DataConfig, DataIdentity, TeacherConfig
 from trainables.config.models import FOLDER_SCHEME, HUB_SCHEMES
@@ -238,7 +239,12 @@ def check_data_of_run(
 
 
 def check_checkpoints(run_dir: RunDir, result: RunResult) -> None:
-    """Refuse to resume from a checkpoint that is damaged. Raises CheckpointError: which, and what to do with it."""
+    """Refuse to resume from a checkpoint that is damaged. Raises CheckpointError: which, and what to do with it.
+
+    In an object store each is whole or not there.
+    """
+    if uri_of(run_dir.root):
+        return
     stages = stages_with("checkpoints/last.safetensors", run_dir, result)
     # A complete init stage is read too: the stage after it begins with that.
     log = read_log(run_dir)

@@ -9,29 +9,36 @@ from pathlib import Path
 import ray
 
 from service.runs.event_log import EventLog
-from service.runs.events import Event, event
+from service.runs.events import OUTLIVES_NODE, Event, event
+from service.runs.stored.segments import EVERY_S, LogStore, SegmentWriter
+from trainables.errors import DistillError
+from trainables.object_store.store import RETRY_S
 from trainables.worker.ray_nodes import on_this_node
-from trainables.worker.recorder import RunRecorder, Text
+from trainables.worker.recorder import NO_ANSWER_S, RunRecorder, Text
 
 log = logging.getLogger("raydistill")
 
 
-def start_recorder(path: Path) -> RunRecorder:
-    """Start the actor that writes the log at `path`. Where it dies, Ray starts it again: its state is the file.
+def start_recorder(path: Path, store: LogStore | None = None) -> RunRecorder:
+    """Start the actor that writes the log at `path`, and puts it to a store. Where it dies, Ray starts it again: its state is
+    the file.
 
     Raises RayActorError: it could not open the log.
     """
     options = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": on_this_node()}
-    actor = ray.remote(Recorder).options(**options).remote(str(path))
+    actor = ray.remote(Recorder).options(**options).remote(str(path), store)
     ray.get(actor.append.remote([]))
-    return RunRecorder(actor, str(path.parent))
+    return RunRecorder(actor, str(path.parent), no_answer_s=NO_ANSWER_S + (0.0 if store is None else RETRY_S))
 
 
 class Recorder:
     """The actor that writes a run's log while Ray runs. What waits together takes one write and one fsync."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, store: LogStore | None = None) -> None:
         self._log = EventLog(Path(path))
+        self._segments = None if store is None else SegmentWriter(store, self._log)
+        self._put_lock = asyncio.Lock()
+        self._late: asyncio.Task[None] | None = None
         self._attempt = self._log.newest_attempt
         self._waiting: list[tuple[Sequence[Event], int | None, asyncio.Future[None]]] = []
         self._texts: list[Text] = []
@@ -40,11 +47,11 @@ class Recorder:
 
     @ray.method(max_task_retries=-1)  # type: ignore[untyped-decorator]
     async def append(self, events: Sequence[Event], attempt: int | None = None, texts: Sequence[Text] = ()) -> None:
-        """Returns once the events are durable, and `texts` are at the ends of their files for people.
+        """Returns once the events are durable, in a store too where they must be, and `texts` are at the ends of their files.
 
         Where the actor dies, Ray calls it again: the log leaves out what it has.
 
-        Raises Exception: as `EventLog.append` does. A text that a disk does not take is logged, and ends nothing.
+        Raises Exception: as `EventLog.append` and `SegmentWriter.put` do. A text that a disk does not take is only logged.
         """
         written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((events, attempt, written))
@@ -53,6 +60,11 @@ class Recorder:
             if not written.done():  # by a call before, with all that waited
                 await self._write()
         written.result()
+        if self._segments is not None:
+            if any(each["kind"] in OUTLIVES_NODE for each in events):
+                await self._put(self._segments, self._log.size)
+            elif self._late is None:
+                self._late = asyncio.create_task(self._put_late(self._segments))
 
     @ray.method(max_task_retries=-1)  # type: ignore[untyped-decorator]
     async def begin_attempt(self, stage: str) -> int:
@@ -71,6 +83,8 @@ class Recorder:
     async def close(self) -> None:
         """Let another process write, once all is written that came before; whoever sends more gets OSError."""
         async with self._lock:
+            if self._late is not None:
+                self._late.cancel()
             self._log.close()
 
     async def _write(self) -> None:
@@ -86,6 +100,21 @@ class Recorder:
                 written.set_result(None)
             else:
                 written.set_exception(refusal)
+
+    async def _put(self, segments: SegmentWriter, end: int) -> None:
+        """Returns once the store has the log up to `end`. Raises as `SegmentWriter.put` does."""
+        async with self._put_lock:
+            if segments.end < end:  # else a call before has put it
+                await asyncio.to_thread(segments.put)
+
+    async def _put_late(self, segments: SegmentWriter) -> None:
+        """Put what the log gains a little later."""
+        await asyncio.sleep(EVERY_S)
+        try:
+            await self._put(segments, self._log.size)
+        except DistillError as error:
+            log.warning("%s; still trying", error)
+        self._late = asyncio.create_task(self._put_late(segments)) if segments.end < self._log.size else None
 
 
 def write_texts(root: Path, texts: Sequence[Text]) -> None:

@@ -160,6 +160,12 @@ class RunLog:
         return any(kind == "summary" for kind, _ in self.raw_of(stage))
 
 
+def checkpoint_names(events: Iterable[Event]) -> dict[str, str]:
+    """The names of a stage's newest checkpoints, by its events: of `best` and `last`, as far as it has them."""
+    names = [name for event in events if event["kind"] == "checkpoint" for name in event["names"]]
+    return {Path(name).stem.partition("-")[0]: name for name in names}
+
+
 def read_log(run_dir: RunDir) -> RunLog:
     """The log of a run. Raises ExperimentError: it has none, or one of another format."""
     if not run_dir.events.exists():

@@ -23,11 +23,14 @@ from service.runs.mlflow_view import MlflowView
 from service.runs.result import MlflowTarget, RunResult, write_result
 from service.runs.run_directory import locked_run, runs_root_of
 from service.runs.run_log import ResultFold, as_json, read_log
+from service.runs.stored.driver_lease import LeaseLostError
+from service.runs.stored.segments import LogStore
 from service.runs.stored.stored_runs import display_name, uri_of
-from service.runs.stored.stored_session import stored_session
+from service.runs.stored.stored_session import ENDING_S, stored_session
 from service.tracking import Syncing, default_uri, sync_neighbours
 from trainables.config import DataIdentity
 from trainables.data.identity import data_changes
+from trainables.errors import StorageError
 from trainables.rundir import RunDir
 
 T = TypeVar("T")
@@ -111,8 +114,11 @@ def open_session(
 
     `data`: what it is trained on from now on, see `RunResult.data`.
     """
-    with locked_run(run_dir), Display() as display, stored_session(run_dir, display.print), contextlib.ExitStack() as stack:
-        session = stack.enter_context(_opened(resolved, run_dir, display, reporter))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(locked_run(run_dir))
+        display = stack.enter_context(Display())
+        place = stack.enter_context(stored_session(run_dir, display.print))
+        session = stack.enter_context(_opened(resolved, run_dir, display, reporter, place))
         if data is not None and data != session.result.data:
             session.save(**with_data(session.result, data))
         display.print(f"{session.result.kind} {resolved.experiment.name} in {display_name(run_dir.root)}")
@@ -124,7 +130,9 @@ def open_session(
         except BaseException as error:
             interrupted = isinstance(error, KeyboardInterrupt | RayLostError)
             status = "interrupted" if interrupted else "failed"
-            with contextlib.suppress(OSError):  # a full disk is the usual reason to be here: the error itself matters more
+            session.log.wait_for_store(ENDING_S)
+            # A full disk is the usual reason to be here, or a store that is gone: the error itself matters more.
+            with contextlib.suppress(OSError, StorageError, LeaseLostError):
                 _end(session, status, str(error))
             _close(session, status, 5.0)
             raise
@@ -141,8 +149,10 @@ def _end(session: Session, status: str, reason: str = "") -> None:
 
 
 @contextlib.contextmanager
-def _opened(resolved: Resolved, run_dir: RunDir, display: Display, reporter: ResultReporter) -> Iterator[Session]:
-    with contextlib.closing(DriverLog(run_dir.events)) as log:
+def _opened(
+    resolved: Resolved, run_dir: RunDir, display: Display, reporter: ResultReporter, store: LogStore | None
+) -> Iterator[Session]:
+    with contextlib.closing(DriverLog(run_dir.events, store)) as log:
         session = _open(resolved, run_dir, display, reporter, log)
         yield session
 

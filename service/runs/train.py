@@ -1,18 +1,16 @@
 """One run: the teacher (trained or loaded), its assistants, then the student."""
 
-from pathlib import Path
-
 from service.cluster.connect import connect
 from service.config.experiment import Resolved
 from service.runs.backbone import write_backbone
 from service.runs.plan import Plan, most_local_cpus
 from service.runs.result import RunResult
 from service.runs.session import ResultReporter, open_session
-from service.runs.stages.run_stages import prepare_teacher, run_stage
+from service.runs.stages.run_stages import best_checkpoint, prepare_teacher, run_stage
 from service.runs.stages.teacher_actors import running_teacher_actors
 from service.runs.stored.stored_runs import uri_of
 from trainables.config import DataIdentity
-from trainables.rundir import RunDir, StageDir
+from trainables.rundir import RunDir
 
 
 def train(resolved: Resolved, run_dir: RunDir, reporter: ResultReporter, data: DataIdentity | None = None) -> RunResult:
@@ -37,6 +35,6 @@ def train(resolved: Resolved, run_dir: RunDir, reporter: ResultReporter, data: D
             with running_teacher_actors(session.run_dir.root.name, session.display, plan, cluster, weights) as teachers:
                 student = run_stage(session, plan.assign("student", run_dir, {"run": run_dir.root.name}, weights, teachers))
         session.show_result()
-        for line in write_backbone(run_dir, StageDir(Path(student.output_dir))):
+        for line in write_backbone(run_dir, best_checkpoint(session, student)):
             session.display.print(line)
     return session.result

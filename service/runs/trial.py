@@ -17,7 +17,7 @@ from service.runs.stages.assignment import Assignment
 from service.runs.stages.elastic import with_free_workers
 from service.runs.stages.node_wait import NodeWait
 from service.runs.stages.stage_times import accounted_over_sessions
-from service.runs.stored.stored_runs import display_name, fetch_stage
+from service.runs.stored.stored_runs import begin_attempt, checkpoint, display_name, is_there
 from trainables.errors import DistillError
 from trainables.failures import (
     ANNOUNCED,
@@ -132,12 +132,13 @@ def fit_stage(assignment: Assignment, callbacks: list[Any] | None, reused: Reusa
 
     Raises:
         DistillError, WorkersFailedError, ClusterFullError: see `trainables.worker.trainer.fit`.
-        StorageError: the workers ended well, and what they wrote cannot be read.
+        StorageError: the object store that has the run does not answer.
     """
 
     from trainables.worker import trainer
 
-    stage, config = assignment.stage_dir, assignment.config
+    stage = assignment.stage_dir
+    config, recorder = begin_attempt(assignment.config, assignment.log)
     stage.root.mkdir(parents=True, exist_ok=True)
     remove_leftovers(stage)
     trainer.fit(
@@ -146,12 +147,11 @@ def fit_stage(assignment: Assignment, callbacks: list[Any] | None, reused: Reusa
         loader_workers=assignment.loader_workers,
         storage=assignment.storage,
         name=f"{config.labels.get('trial', config.stage)}-{time.time_ns():x}",
-        recorder=assignment.log.begin_attempt(stage.root),
+        recorder=recorder,
         callbacks=callbacks,
         reused=reused,
         limit_s=assignment.limit_s,
     )
-    fetch_stage(config)
 
 
 def remove_leftovers(stage: StageDir) -> None:
@@ -200,9 +200,8 @@ def finished(assignment: Assignment, restarts: int = 0, *, has_just_run: bool = 
     summary = next((event for event in reversed(events) if event["kind"] == "summary"), None)
     if summary is None:
         return None
-    best = assignment.stage_dir.best
-    wrote_best = any(best.name in event["names"] for event in events if event["kind"] == "checkpoint")
-    if wrote_best and not has_just_run and not best.exists():
+    best = checkpoint(assignment.stage_dir, events)
+    if best is not None and not has_just_run and not is_there(best, assignment.config.run_store):
         return None
     return complete(StageResult.model_validate(summary), restarts)
 

@@ -1,6 +1,7 @@
 """Trials handed to Ray Tune, watched while it runs them, and recorded as each ends."""
 
 import contextlib
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +14,6 @@ from service.runs.outcome import Outcome
 from service.runs.plan import Plan
 from service.runs.session import Session, start_tracking
 from service.runs.stages.assignment import Assignment
-from service.runs.stored.stored_runs import discard
 from service.sweeps.trials import Trial, load_outcomes, rows_of
 from service.sweeps.tune import SessionEnding, measure_points, tune_trials, with_shared_starts
 from trainables.errors import DistillError
@@ -82,9 +82,9 @@ def assign(session: Session, trials: Sequence[Trial], cluster: Cluster, teacher:
         run_dir = session.run_dir.trial(trial.id)
         if trial.resolved.experiment.train.max_steps is not None:  # what a kill left of a measurement is of no use
             begun = run_dir.measurement(trial.num_measurements)
-            if begun.root.exists():
-                discard(begun)
-                session.log.record("discarded", str(begun.root.relative_to(session.run_dir.root)))
+            shutil.rmtree(begun.root, ignore_errors=True)
+            if session.log.of(name := str(begun.root.relative_to(session.run_dir.root))):
+                session.log.record("discarded", name)
         if trial.outcome is None:
             write_text(run_dir.experiment, trial.resolved.to_yaml())
         plan = Plan.on(trial.resolved.experiment, cluster, session.result.accepted_data)

@@ -9,7 +9,7 @@ from service.runs.backbone import write_backbone
 from service.runs.plan import Plan, most_local_cpus
 from service.runs.result import ClusterHardware, RunResult
 from service.runs.session import ResultReporter, Session, open_session
-from service.runs.stages.run_stages import prepare_teacher, untrained_teacher
+from service.runs.stages.run_stages import best_checkpoint, prepare_teacher, untrained_teacher
 from service.runs.stages.teacher_actors import running_teacher_actors
 from service.runs.stored.stored_runs import uri_of
 from service.search.replay import conclusion, replay, time_to_accuracy_search
@@ -157,5 +157,5 @@ def finish(session: Session, trials: list[Trial]) -> None:
     if best is None:
         raise TrainingError(f"no trial of {len(trials)} gave {session.experiment.sweep.metric}: see the reasons in the table")
     stage = session.run_dir.trial(best.id).stage("student")
-    for line in write_backbone(session.run_dir, stage):
+    for line in write_backbone(session.run_dir, best_checkpoint(session, stage)):
         session.display.print(line)

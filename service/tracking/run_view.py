@@ -72,6 +72,9 @@ class LogView(Protocol):
         Of a run in an object store MLflow may have what was lost with a driver's node before the store had it.
         """
 
+    def checkpoint(self, path: Path) -> Path:
+        """A checkpoint of the run, brought here where it is elsewhere. Raises StorageError."""
+
 
 OpenView = Callable[[RunDir, int], LogView]
 """Begins to read a run's log. What lies before the offset is not to be sent."""

@@ -311,7 +311,7 @@ class Syncer:
             "dataset": lambda dataset: store.log_dataset(known.run_id, dataset),
             "views": lambda views: self._add_views(store, views),
             "artifact": lambda path: store.log_artifact(known.run_id, path),
-            "model": lambda path: store.log_model(known.run_id, path, self._tag(run)),
+            "model": lambda path: store.log_model(known.run_id, self._view.checkpoint(path), self._tag(run)),
         }
         for item in list(run.items):
             is_file = item.kind in FILES

@@ -24,6 +24,7 @@ from trainables.device.precision import set_matmul_precision, with_precision
 from trainables.disk_writer import DiskWriter
 from trainables.distributed.group import Group, gather_objects
 from trainables.distributed.pipeline.layout import build_layout
+from trainables.engine.checkpoint_writer import Publish
 from trainables.engine.class_means import write_class_means
 from trainables.engine.evaluate import evaluate_checkpoint
 from trainables.engine.features import embed_checkpoint, probe_checkpoint
@@ -33,8 +34,7 @@ from trainables.engine.modules import build_cached_teacher
 from trainables.engine.train import build, run_job
 from trainables.metrics.heartbeat import Heartbeat, watched
 from trainables.metrics.report import Report
-from trainables.object_store.run_copy import RunCopy
-from trainables.object_store.stage_copy import fetch_inputs, stored_stage
+from trainables.object_store.checkpoints import StageCheckpoints, fetch_inputs
 from trainables.object_store.store import is_uri, object_at
 from trainables.redact import redact_record
 from trainables.rundir import StageDir, write_json
@@ -88,14 +88,13 @@ def train_stage(
     """
     with (
         failures_typed(group.rank),
-        stored(config, group) as put,
         watched(config.output_dir) as heartbeat,
         DiskWriter() as disk,
     ):
         start_logging(config, group, recorder)
         set_up_torch(config, group)
         reporter = Reporter(config, recorder, group, disk)
-        job, summary = _train(config, group, reporter, disk, heartbeat, stop_early, put)
+        job, summary = _train(config, group, reporter, disk, heartbeat, stop_early, publisher(config, reporter))
         dist.barrier()  # the stage is complete once every rank has finished
         return reporter.complete(
             job.config,
@@ -106,13 +105,21 @@ def train_stage(
         )
 
 
-def stored(config: TrainConfig, group: Group) -> contextlib.AbstractContextManager[Callable[[Path], None]]:
-    """Around a stage: where its run is in an object store, see `stored_stage`."""
+def publisher(config: TrainConfig, reporter: Reporter) -> Publish:
+    """What makes a written checkpoint count. Where the run is in an object store, a rank first begins from what that has.
+
+    Raises StorageError: the store did not answer for as long as it is waited for.
+    """
     if config.run_store is None:
-        return contextlib.nullcontext(lambda path: None)
-    copy = RunCopy(config.run_store.uri, Path(config.run_store.folder))
-    barrier = partial(gather_objects, None, group)
-    return stored_stage(copy, Path(config.output_dir), is_main=group.is_main, barrier=barrier)
+        return lambda paths, step, epoch: reporter.saved([path.name for path in paths], step, epoch)
+    checkpoints = StageCheckpoints(config.run_store, Path(config.output_dir))
+    checkpoints.begin()
+
+    def publish(paths: Sequence[Path], step: int, epoch: float) -> None:
+        reporter.saved(checkpoints.put(paths, step), step, epoch)
+        checkpoints.remove_replaced()
+
+    return publish
 
 
 def _train(
@@ -122,16 +129,10 @@ def _train(
     disk: DiskWriter,
     heartbeat: Heartbeat,
     stop_early: Callable[[Sequence[float]], bool] | None,
-    put: Callable[[Path], None],
+    publish: Publish,
 ) -> tuple[Job, dict[str, float]]:
     """Build the job, train it to its end, and close it. Returns the closed job and its summary."""
     began_s = time.time()
-
-    def publish(paths: Sequence[Path], step: int, epoch: float) -> None:
-        for path in paths:
-            put(path)
-        reporter.saved(paths, step, epoch)
-
     with contextlib.ExitStack() as stack:
         telemetry = stack.enter_context(node_telemetry(config.train.telemetry_every_s, group))
         job = build(
@@ -148,8 +149,8 @@ def _train(
         )
         stack.callback(job.close)
         if group.is_main:
-            found = [path for path in (job.stage.last, job.stage.best) if path.exists()]
-            if found:  # a kill between a checkpoint and its event has left the log without it
+            found = [path.name for path in (job.stage.last, job.stage.best) if path.exists()]
+            if found and config.run_store is None:  # a kill between a checkpoint and its event has left the log without it
                 disk.put(partial(reporter.saved, found, job.progress.step, float(job.progress.epoch)))
             log.info(
                 "%s: %s on %d x %s, ready after %.1f s; JPEG by %s, %.1f MiB of batches a worker",
@@ -226,18 +227,17 @@ def class_means_loop_per_worker(settings: dict[str, Any]) -> None:
     config, group = TrainConfig.model_validate(settings["config"]), current_group()
     with (
         failures_typed(group.rank),
-        stored(config, group) as put,
         watched(config.output_dir) as heartbeat,
         DiskWriter() as disk,
     ):
         start_logging(config, group, settings["recorder"])
         set_up_torch(config, group)
         config = with_precision(config, group)
-        path, metrics = write_class_means(config, group, heartbeat)
         reporter = Reporter(config, settings["recorder"], group, disk)
+        publish = publisher(config, reporter)
+        path, metrics = write_class_means(config, group, heartbeat)
         if group.is_main:
-            put(path)
-            reporter.saved([path], 0, 0.0)
+            publish([path], 0, 0.0)
         assert config.finetuned is not None
         own = config.finetuned.precision
         if own not in (None, config.precision):

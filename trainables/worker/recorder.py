@@ -30,6 +30,7 @@ class RunRecorder:
     root: str
     attempt: int | None = None
     """That of the workers that have it, see `begin_attempt`."""
+    no_answer_s: float = NO_ANSWER_S
 
     def stage(self, folder: Path) -> str:
         """A stage's name in the log."""
@@ -58,9 +59,9 @@ class RunRecorder:
     def record(self, events: Sequence[dict[str, Any]], texts: Sequence[Text] = ()) -> None:
         """Write events and texts; returns once they are durable, also where the actor dies meanwhile.
 
-        Raises RecorderLostError: it cannot start again; or, to a worker, it has not answered for `NO_ANSWER_S`.
+        Raises RecorderLostError: it cannot start again; or, to a worker, it has not answered for `no_answer_s`.
         """
-        _get(self.actor.append.remote(events, self.attempt, texts), None if self.attempt is None else NO_ANSWER_S)
+        _get(self.actor.append.remote(events, self.attempt, texts), None if self.attempt is None else self.no_answer_s)
 
     def of(self, key: str) -> list[dict[str, Any]]:
         """The events of a stage, or of a trial by its folder (`trials/003`), in order."""

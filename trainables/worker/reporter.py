@@ -62,9 +62,8 @@ class Reporter:
             self._disk.wait()  # Ray may end the trial at once, and the driver then reads its records
             ray.train.report({"epoch": epoch, "step": step, **final_names(metrics)})
 
-    def saved(self, paths: Sequence[Path], step: int, epoch: float) -> None:
-        """A checkpoint is written; called by the disk writer. Raises as `RunRecorder.send` does."""
-        names = [path.name for path in paths]
+    def saved(self, names: Sequence[str], step: int, epoch: float) -> None:
+        """A checkpoint is written, in files of these names; called by the disk writer. Raises as `RunRecorder.send` does."""
         self._recorder.send("checkpoint", Path(self._config.output_dir), step=step, epoch=epoch, names=names)()
 
     def complete(self, config: TrainConfig, metrics: dict[str, float], **more: Any) -> StageResult:

@@ -11,9 +11,8 @@ from service.runs.run_log import as_json
 from service.runs.session import Session, start_tracking
 from service.runs.stages.assignment import Assignment
 from service.runs.stages.stage_times import accounted_over_sessions
-from service.runs.stored.stored_runs import display_name, put
+from service.runs.stored.stored_runs import checkpoint, display_name, put
 from service.runs.trial import run_to_end
-from trainables.config import TrainConfig
 from trainables.errors import TrainingError
 from trainables.rundir import StageDir
 
@@ -36,8 +35,14 @@ def prepare_teacher(session: Session, plan: Plan) -> str | None:
     has_head = experiment.teacher is not None and experiment.teacher.head is not None
     for name in [*(["teacher"] if has_head else []), *experiment.trained_before]:
         assignment = plan.assign(name, session.run_dir, {"run": session.run_dir.root.name}, weights)
-        weights = str(StageDir(Path(run_stage(session, assignment).output_dir)).best)
+        stage = run_stage(session, assignment)
+        weights = str(best_checkpoint(session, stage) or stage.best)
     return weights
+
+
+def best_checkpoint(session: Session, stage: StageDir) -> Path | None:
+    """That of a stage that was carried out; None: it has none."""
+    return checkpoint(stage, session.log.of(str(stage.root.relative_to(session.run_dir.root))))
 
 
 def untrained_teacher(session: Session) -> str | None:
@@ -54,7 +59,7 @@ def untrained_teacher(session: Session) -> str | None:
         return None
     name = [each.model for each in (teacher, *assistants) if each is not None][-1]
     from trainables.data.source import open_source
-    from trainables.engine import checkpoint
+    from trainables.engine.checkpoint import write_tensors
     from trainables.models.model_input import student_input, teacher_input
     from trainables.models.registry import build_model
 
@@ -62,13 +67,13 @@ def untrained_teacher(session: Session) -> str | None:
     seen = student_input(data) if assistants or teacher is None else teacher_input(teacher, data)
     model = build_model(name, num_classes=len(classes), image_size=seen.image_size, seed=experiment.seed)
     about = {"model": name, "num_classes": len(classes), "classes": list(classes), **asdict(seen)}
-    checkpoint.write_tensors(stage.best, {f"model.{name}": value for name, value in model.state_dict().items()}, about)
+    write_tensors(stage.best, {f"model.{name}": value for name, value in model.state_dict().items()}, about)
     put(stage.best)
     session.display.print(f"steps are timed: the teacher {name} runs with untrained weights")
     return str(stage.best)
 
 
-def run_stage(session: Session, assignment: Assignment) -> TrainConfig:
+def run_stage(session: Session, assignment: Assignment) -> StageDir:
     """Carry a stage out, its init stage before it, shown and recorded. Raises TrainingError: one did not end well."""
     if assignment.init is not None:
         run_stage(session, assignment.init)
@@ -86,13 +91,13 @@ def run_stage(session: Session, assignment: Assignment) -> TrainConfig:
     record_stage(session, assignment, accounted_over_sessions(outcome, assignment.events))
     if outcome.status != "ok":
         raise TrainingError(outcome.reason)
-    return config
+    return stage
 
 
 def record_stage(session: Session, assignment: Assignment, outcome: Outcome) -> None:
     """Record a stage's end, in place of an earlier try's."""
-    best = assignment.stage_dir.best
-    about = {"model": assignment.config.model, "checkpoint": display_name(best) if best.exists() else None}
+    best = checkpoint(assignment.stage_dir, assignment.events)
+    about = {"model": assignment.config.model, "checkpoint": None if best is None else display_name(best)}
     session.record("stage_ended", assignment.name, outcome=as_json(outcome), **about)
     session.result = session.result.model_copy(update={"stages": session.fold.stages})
     session.write_snapshot()
