@@ -75,7 +75,7 @@ $(INSTALLED): requirements.lock tests/requirements.lock pyproject.toml
 # Universal over Python 3.11–3.13; needs uv on the PATH or in the environment. What runs, what tests it, what makes the site.
 COMPILE = uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --quiet
 lock:
-	$(COMPILE) pyproject.toml --extra timm --output-file requirements.lock
+	$(COMPILE) pyproject.toml --extra timm --extra export --output-file requirements.lock
 	$(COMPILE) --group dev --constraint requirements.lock --output-file tests/requirements.lock
 	$(COMPILE) --group docs --constraint requirements.lock --output-file docs/requirements.lock
 

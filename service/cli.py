@@ -20,6 +20,7 @@ from trainables.notices import notices_to
 from trainables.redact import redact, redact_record
 
 COMMANDS = {
+    "bench-model": ("export:bench_model", "Latency, throughput, parameters and MACs of a model on this machine's CPU."),
     "cache": ("runs:cache", "Fill teacher.cache: the teacher's outputs for all epochs of an experiment."),
     "check-method": ("methods:check_method", "Whether a method keeps the contract: NAME as in distill.method, or FILE.py:CLASS."),
     "clean": ("clean:clean", "Remove old, unused runs, caches, and leftovers of killed jobs."),
@@ -28,6 +29,7 @@ COMMANDS = {
     "doctor": ("reports:doctor", "Where a step's time goes and what to change."),
     "embed": ("evaluate:embed", "A model's features of every image of a data set, in one file."),
     "evaluate": ("evaluate:evaluate", "Exact accuracy of a checkpoint, of any teacher's weights, or of a probe of its features."),
+    "export": ("export:export", "A trained student for other programs: ONNX, torch.export, timm, torchvision, safetensors."),
     "methods": ("methods:list_methods", "The ways to distil."),
     "pack": ("data:pack", "Put a data set into a few large files, for data.path."),
     "recipes": ("experiments:list_recipes", "The experiments that ship with raydistill."),

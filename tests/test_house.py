@@ -70,6 +70,7 @@ LAYERS = {
         "probes",
         "teachers",
         "engine",
+        "export",
         "worker",
     ],
     "service": [

@@ -130,6 +130,10 @@ class AmbiguousClassesError(OtherClassesError):
     """Weights whose classes may be the data's, by names that do not tell."""
 
 
+class ExportError(DistillError):
+    """A format that cannot have a model, or a file that does not compute what the checkpoint does."""
+
+
 class ClusterError(DistillError):
     """Ray, its resources or its storage are not enough for the request, or cannot be used."""
 

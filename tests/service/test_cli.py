@@ -357,8 +357,8 @@ def test_an_address_without_ray_is_refused_at_once(
 
 
 def test_a_job_without_a_dashboard_or_a_command_is_refused(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "give one of cache, check-method" in refuse("submit")
-    assert "give one of cache, check-method" in refuse("submit", "dance")
+    assert "give one of bench-model, cache, check-method" in refuse("submit")
+    assert "give one of bench-model, cache, check-method" in refuse("submit", "dance")
     assert "did you mean digits?" in refuse("submit", "train", "digit")
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://127.0.0.1:9")
     assert refuse("submit", "train", "digits").startswith("no job could be submitted to http://127.0.0.1:9")

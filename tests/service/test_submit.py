@@ -72,7 +72,7 @@ def test_the_uri_of_a_run_is_the_same_on_the_cluster(words: str, tmp_path: Path,
 @pytest.mark.parametrize("words", [[], ["dance"], ["submit"]])
 def test_what_is_no_command_of_ours_is_refused_with_those_that_are(words: list[str], tmp_path: Path) -> None:
     with pytest.raises(
-        ExperimentError, match=r"give one of cache, check-method, clean, compare, .*, taps, train, ui and its arguments"
+        ExperimentError, match=r"give one of bench-model, cache, check-method, clean, .*, taps, train, ui and its arguments"
     ):
         packaged(words, tmp_path)
 
@@ -93,6 +93,8 @@ def test_every_other_command_can_be_submitted(tmp_path: Path, monkeypatch: pytes
         "evaluate swept/best.safetensors --data swept": f"evaluate {tmp_path}/swept/best.safetensors --data {tmp_path}/swept",
         "embed swept --data swept --to x.npy": f"embed {tmp_path}/swept --data {tmp_path}/swept --to {tmp_path}/x.npy",
         "embed vgg11 --data digits --to /x.npy --weights DEFAULT": "embed vgg11 --data digits --to /x.npy --weights DEFAULT",
+        "export swept --to onnx --out x": f"export {tmp_path}/swept --to onnx --out {tmp_path}/x",
+        "bench-model resnet18 --batch 1": "bench-model resnet18 --batch 1",
         "reproduce cifar100 --dry-run --teachers swept": f"reproduce cifar100 --teachers {tmp_path}/swept --dry-run",
         "ui --port 5001": "ui --port 5001",
     }

@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainables.config.models import FOLDER_SCHEME, HUB_SCHEMES
 from trainables.errors import ModelError, first_line, first_three
-from trainables.models.libraries.interface import DeclaredTaps, Layout, Library, Tap, TrainedInput, check_known, installed
+from trainables.models.libraries.interface import (
+    DeclaredTaps,
+    Layout,
+    Library,
+    Tap,
+    TrainedInput,
+    as_arguments,
+    check_known,
+    installed,
+)
 from trainables.models.libraries.timm import (
     is_of_transformers,
     source_config,
@@ -112,6 +121,18 @@ class HuggingFace(Library):
         model: nn.Module = auto.from_config(config, dtype="float32", **options)
         _prepare(model, num_classes)
         return model
+
+    def constructor(self, name: str, num_classes: int, image_size: int, kwargs: Mapping[str, Any]) -> list[str]:
+        if not num_classes:
+            raise ModelError(f"transformers has no class that returns the features of {name}: write --to onnx or torch_export")
+        repository, revision = source_of(name)
+        options = as_arguments({"num_labels": num_classes, **({"revision": revision} if revision else {}), **kwargs})
+        return [
+            "import transformers",
+            f"config = transformers.AutoConfig.from_pretrained({repository!r}{options})",
+            "model = transformers.AutoModelForImageClassification.from_config(config)",
+            "model.register_forward_hook(lambda module, images, output: output.logits)",
+        ]
 
     def published(self, name: str, weights: str, image_size: int, kwargs: Mapping[str, Any]) -> nn.Module:
         source = _source(name, weights)

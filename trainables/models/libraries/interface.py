@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from trainables.config.models import with_arguments
 from trainables.errors import ModelError, did_you_mean
 
 if TYPE_CHECKING:
@@ -156,6 +157,15 @@ class Library(ABC):
     def has_fixed_size(self, name: str) -> bool:
         """Whether a model has other parameters for images of another size."""
 
+    def constructor(self, name: str, num_classes: int, image_size: int, kwargs: Mapping[str, Any]) -> list[str]:
+        """Lines of Python that build `model` as `create` does. Those of ours and of a user's file need this package.
+
+        Raises ModelError: the library has none for features.
+        """
+        full_name = with_arguments(name, kwargs)
+        build = f"construct({full_name!r}, num_classes={num_classes}, image_size={image_size}, seed=0)"
+        return ["from trainables.models.registry import construct", f"model = {build}"]
+
     def default_size(self, name: str) -> int | None:
         """Height and width of the images that a model is made for; None: the library does not say."""
         return record.image_size if (record := self.input(name, "DEFAULT")) else None
@@ -183,6 +193,11 @@ class Library(ABC):
     def rescales_input(self, name: str, path: Path) -> bool:
         """Whether the model rescales its input with the weights of this file, which is not one of ours."""
         return False
+
+
+def as_arguments(kwargs: Mapping[str, Any]) -> str:
+    """`, key=value` of each, as Python writes them."""
+    return "".join(f", {key}={value!r}" for key, value in kwargs.items())
 
 
 def check_known(name: str, weights: str, known: Sequence[str], *others: str) -> None:

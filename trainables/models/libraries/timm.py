@@ -24,6 +24,7 @@ from trainables.models.libraries.interface import (
     Library,
     Tap,
     TrainedInput,
+    as_arguments,
     check_known,
     first_token,
     installed,
@@ -105,6 +106,10 @@ class Timm(Library):
 
         model: nn.Module = timm.create_model(name, num_classes=num_classes, **_size_options(name, image_size), **kwargs)
         return model
+
+    def constructor(self, name: str, num_classes: int, image_size: int, kwargs: Mapping[str, Any]) -> list[str]:
+        options = as_arguments(_size_options(name, image_size) | dict(kwargs))
+        return ["import timm", f"model = timm.create_model({name!r}, num_classes={num_classes}{options})"]
 
     def published(self, name: str, weights: str, image_size: int, kwargs: Mapping[str, Any]) -> nn.Module:
         import timm

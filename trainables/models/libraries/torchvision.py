@@ -14,6 +14,7 @@ from trainables.models.libraries.interface import (
     Library,
     Tap,
     TrainedInput,
+    as_arguments,
     check_known,
     first_token,
     registered,
@@ -83,11 +84,25 @@ class Torchvision(Library):
 
         from trainables.models.tap_names import without_classifier
 
-        options = _size_options(name, image_size)
-        if name in RESCALING:
-            options |= {"init_weights": True, "aux_logits": num_classes > 0}
+        options = _options(name, num_classes, image_size)
         model: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=num_classes or 1, **options, **kwargs)
         return model if num_classes else without_classifier(model)
+
+    def constructor(self, name: str, num_classes: int, image_size: int, kwargs: Mapping[str, Any]) -> list[str]:
+        options = as_arguments(_options(name, num_classes, image_size) | dict(kwargs))
+        build = f"model = torchvision.models.get_model({name!r}, weights=None, num_classes={num_classes or 1}{options})"
+        if num_classes:
+            return ["import torchvision", build]
+        import torch
+        import torchvision
+
+        from trainables.models.tap_names import classifier
+
+        with torch.device("meta"):
+            whole = torchvision.models.get_model(name, weights=None, **_options(name, num_classes, image_size), **kwargs)
+        last = classifier(whole)
+        path = next(path for path, module in whole.named_modules() if module is last)
+        return ["import torch, torchvision", build, f"model.set_submodule({path!r}, torch.nn.Identity())"]
 
     def published(self, name: str, weights: str, image_size: int, kwargs: Mapping[str, Any]) -> nn.Module:
         import torch
@@ -168,6 +183,12 @@ class Torchvision(Library):
 
 def _halves(module: nn.Module) -> bool:
     return any(getattr(part, "stride", 1) in (2, (2, 2)) for part in module.modules())
+
+
+def _options(name: str, num_classes: int, image_size: int) -> dict[str, Any]:
+    """The constructor arguments that are not the user's."""
+    rescaling = {"init_weights": True, "aux_logits": num_classes > 0} if name in RESCALING else {}
+    return _size_options(name, image_size) | rescaling
 
 
 def _size_options(name: str, image_size: int) -> dict[str, Any]:
