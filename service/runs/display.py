@@ -188,10 +188,12 @@ class Display:
                 self._followed[name].take_start(event)
 
     def unfollow(self, name: str) -> None:
+        """Show a stage no longer, or all of a trial by its folder (`trials/003`)."""
         self.tick()
-        followed = self._followed.pop(name, None)
-        if followed and followed.task is not None and self._bars:
-            self._bars.remove_task(followed.task)
+        for each in [each for each in self._followed if f"{each}/".startswith(f"{name}/")]:
+            followed = self._followed.pop(each)
+            if followed.task is not None and self._bars:
+                self._bars.remove_task(followed.task)
 
     def tick(self) -> None:
         for followed in self._followed.values():

@@ -11,7 +11,7 @@ from service.cluster import local_ray
 from service.runs.event_log import LOCK_WAIT_S, EventLog
 from service.runs.events import OUTLIVES_NODE, Event, event
 from service.runs.stored.segments import LogStore, SegmentWriter
-from trainables.errors import RecorderLostError
+from trainables.errors import ExperimentError, RecorderLostError
 
 if TYPE_CHECKING:
     from trainables.worker.recorder import RunRecorder
@@ -64,9 +64,15 @@ class DriverLog:
         try:
             with recording(self.path, self._store) as self._recorder:
                 yield self._recorder
-        finally:
-            self._recorder = None
-            self._file, self._segments = self._opened(LOST_WAIT_S if local_ray.is_lost() else LOCK_WAIT_S)
+        except BaseException:
+            with contextlib.suppress(ExperimentError):  # what ended the context matters more than a log that nobody can write
+                self._take_back()
+            raise
+        self._take_back()
+
+    def _take_back(self) -> None:
+        self._recorder = None
+        self._file, self._segments = self._opened(LOST_WAIT_S if local_ray.is_lost() else LOCK_WAIT_S)
 
     def wait_for_store(self, seconds: float) -> None:
         """How long events wait from here on for an object store that does not answer."""
@@ -92,12 +98,14 @@ def recording(path: Path, store: LogStore | None = None) -> Iterator[RunRecorder
     try:
         yield recorder
     finally:
-        if not local_ray.is_lost():
-            # All events that count were answered: these are lines of logs.
-            with contextlib.suppress(ray.exceptions.RayError, RecorderLostError, TimeoutError):
-                recorder.flush(10)
-        # Of a Ray that is lost the processes live on for a while, and answer each other.
-        with contextlib.suppress(ray.exceptions.RayError):
-            recorder.close(LOST_WAIT_S)
-        if not local_ray.is_lost():
-            ray.kill(recorder.actor)
+        try:
+            if not local_ray.is_lost():
+                # All events that count were answered: these are lines of logs.
+                with contextlib.suppress(ray.exceptions.RayError, RecorderLostError, TimeoutError):
+                    recorder.flush(10)
+        finally:  # also where a second Ctrl-C comes
+            # Of a Ray that is lost the processes live on for a while, and answer each other.
+            with contextlib.suppress(ray.exceptions.RayError):
+                recorder.close(LOST_WAIT_S)
+            if not local_ray.is_lost():
+                ray.kill(recorder.actor)

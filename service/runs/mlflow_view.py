@@ -52,6 +52,7 @@ class MlflowView:
         self._winner: str | None = None
         self._at, self._mark = 0, ""
         """Offset behind the event that is being taken up; the offset of its line, and a checksum of that."""
+        self._folded_to = -1
 
     def read(self) -> bool:
         """Take up the next part of the log; False: there is none.
@@ -98,7 +99,9 @@ class MlflowView:
         return kind
 
     def _take(self, event: Event) -> None:
-        self._fold.take(event)
+        if self._at > self._folded_to:  # else it comes again, after an error of the disk
+            self._fold.take(event)
+            self._folded_to = self._at
         match event["kind"]:
             case "log":
                 self.id = event["id"]
@@ -151,11 +154,11 @@ class MlflowView:
         if verdict:
             self._set_tags(run, {DESCRIPTION: verdict})
         if status == "FINISHED" and self._kind == "sweep":
-            self._mark_winner(run, verdict)
+            self._mark_winner(run, verdict, event)
         self._add(run, "artifact", self._run_dir.result)
         self._add(run, "artifact", self._run_dir.report)
 
-    def _mark_winner(self, sweep: RunView, verdict: str) -> None:
+    def _mark_winner(self, sweep: RunView, verdict: str, ended: Event) -> None:
         """Tag and describe the best trial, and untag that of an earlier session; the sweep has the winner's numbers too."""
         best = self._fold.result(self._run_dir.events).best
         winner = best.id if best else None
@@ -166,7 +169,8 @@ class MlflowView:
             return
         self._set_tags(trial, {WINNER: "true", DESCRIPTION: verdict})
         shown = of_summary(best.metrics, followed=False)
-        self._add_metrics(sweep, {"time_ms": trial.ended_ms}, shown, int(best.metrics.get("steps", 0)))
+        # At one step, whatever the winner's own: those of a later session's winner, of fewer steps, would not be the latest.
+        self._add_metrics(sweep, ended, shown, 0)
         self._add_model(f"trials/{winner}/student")
 
     def _take_result(self, event: Event) -> None:

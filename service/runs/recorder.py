@@ -23,12 +23,17 @@ def start_recorder(path: Path, store: LogStore | None = None) -> RunRecorder:
     """Start the actor that writes the log at `path`, and puts it to a store. Where it dies, Ray starts it again: its state is
     the file.
 
-    Raises RayActorError: it could not open the log.
+    Raises RecorderLostError: it could not open the log.
     """
     options = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": on_this_node()}
     actor = ray.remote(Recorder).options(**options).remote(str(path), store)
-    ray.get(actor.append.remote([]))
-    return RunRecorder(actor, str(path.parent), no_answer_s=NO_ANSWER_S + (0.0 if store is None else RETRY_S))
+    recorder = RunRecorder(actor, str(path.parent), no_answer_s=NO_ANSWER_S + (0.0 if store is None else RETRY_S))
+    try:
+        recorder.record([])
+    except BaseException:  # as of Ctrl-C: it would hold the log
+        ray.kill(actor)
+        raise
+    return recorder
 
 
 class Recorder:

@@ -165,6 +165,7 @@ def _open(resolved: Resolved, run_dir: RunDir, display: Display, reporter: Resul
         target = MlflowTarget(uri=tracking.uri or default_uri(runs_root_of(result)), experiment=tracking.experiment)
         syncing = Syncing(run_dir, target.uri, target.experiment, MlflowView, display_name(run_dir.root))
     session = Session(resolved, run_dir, display, reporter, syncing, log, fold, result)
+    display.watch(run_dir.events)
     session.record("session_begun", tags=code_tags())
     session.result = result.model_copy(update={"status": "running", "reason": ""})
     session.save(mlflow=target)

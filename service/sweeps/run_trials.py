@@ -148,8 +148,6 @@ class TrialWatch:
                 self._running.add(trial.id)
                 folder = StageDir(self._session.run_dir.root / event["stage"])
                 self._session.display.follow(trial.id, event["stage"], folder, self._session.log.of(event["stage"]))
-            elif event["kind"] == "stage_ended":
-                self._session.display.unfollow(event["stage"])
             elif event["kind"] == "trial_ended":
                 self._session.fold.take(event)
                 self._end(trial)
@@ -157,6 +155,7 @@ class TrialWatch:
 
     def _end(self, trial: Trial) -> None:
         self._running.discard(trial.id)
+        self._session.display.unfollow(f"trials/{trial.id}")  # also where Tune ended it between two epochs
         load_outcomes([trial], self._session.fold)
         self._session.display.print(trial_line(trial))
         self._unsaved = True

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from service.config.uris import checked_uri
-from service.tracking.run_view import LogView, OpenView, RefusedError, RunView, SyncState, lock_path
+from service.tracking.run_view import LogView, OpenView, RefusedError, RunView, SyncState, lock_path, state_path
 from service.tracking.stores import CLIENT_ENVIRONMENT
 from trainables.errors import ExperimentError, first_line, first_three
 from trainables.locks import try_lock
@@ -358,7 +358,9 @@ class Syncing:
             OSError: the run directory cannot be written.
         """
         self._syncer = Syncer(run_dir, checked_uri(uri), experiment, open_view, name)
-        self._syncer.state.write(run_dir)  # by which later runs find what this one could not send
+        self._run_dir = run_dir
+        if not state_path(run_dir).exists():  # by which later runs find what this one could not send
+            self._syncer.state.write(run_dir)
         self._lock_path, self._poll_s = lock_path(run_dir), poll_s
         self._closing, self._abandoned = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="tracking", daemon=True)
@@ -389,6 +391,8 @@ class Syncing:
             if self._abandoned.wait(1.0):
                 return
         try:
+            with contextlib.suppress(OSError):  # each sync writes it again, and says what is wrong
+                self._syncer.state.write(self._run_dir)
             self._sync_until_closed()
         finally:
             lock.release()

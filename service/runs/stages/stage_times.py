@@ -39,7 +39,7 @@ def accounted_over_sessions(outcome: Outcome, events: Sequence[Event], starts_be
     seconds = outcome.seconds
     for began, next_began in itertools.pairwise(began_s):
         recorded_s = [at_s for _, at_s in between(events, began, outcome.ended_s) if at_s < next_began]
-        seconds += max(recorded_s) - began
+        seconds += max([*recorded_s, began]) - began  # none: a clock was set back
     start_s = total_start_s(between(events, began_s[0], outcome.ended_s), [*began_s[:-1], *starts_began_s])
     return outcome.model_copy(update={"seconds": seconds, "start_s": start_s})
 

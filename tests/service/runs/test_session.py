@@ -3,6 +3,7 @@
 import contextlib
 import json
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from importlib.metadata import version
@@ -118,3 +119,23 @@ def test_a_run_that_goes_on_with_other_data_says_so_in_its_result_its_tables_and
     assert f"not exact: {line}" in run_dir.report.read_text()
     row = StageRow(stage="student", model="mlp_small", status="ok")
     assert f"note: not exact: {line}" in end_of_run.tables(session.result.model_copy(update={"stages": [row]}))
+
+
+def test_the_bars_of_a_session_move_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TTY_INTERACTIVE", "1")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    resolved, run_dir = load("digits", ["tracking.enabled=false"]), RunDir(tmp_path / "run")
+    run_dir.root.mkdir()
+    begin_run(resolved, "train", run_dir, tmp_path, [])
+    with open_session(resolved, run_dir, end_of_run) as session:
+        session.display.follow("student", "student", run_dir.stage("student"))
+        numbers = {"max_steps": 0, "steps_per_epoch": 10, "epochs": 2}
+        session.log.record("start", "student", step=0, epoch=0.0, metrics=numbers)
+        session.log.record("step", "student", step=7, epoch=0.7, metrics={"train/loss": 1.0})
+        session.display.tick()
+        assert session.display._bars is not None
+        (task,) = session.display._bars.tasks
+        assert (task.completed, task.total) == (7, 20)
+        session.display.unfollow("student")
+        assert not session.display._bars.tasks
+    assert run_dir.report.exists(), "also of a run that ended before its first numbers"

@@ -41,3 +41,9 @@ def test_no_time_is_negative_where_a_workers_clock_is_not_the_drivers(ahead_s: f
     for seconds in (outcome.start_s or 0.0, outcome.end_s or 0.0):
         assert 0.0 <= seconds <= 60.5
     assert 20.0 <= outcome.seconds <= 60.5
+
+
+def test_a_session_with_a_clock_behind_that_of_the_one_before_counts_nothing_of_it() -> None:
+    begun = [event("stage_begun", "student", trial="0", model="m") for _ in range(2)]
+    begun[0]["time_ms"] += 3_600_000
+    assert accounted_over_sessions(Outcome(status="ok"), begun).seconds == pytest.approx(0, abs=5)
