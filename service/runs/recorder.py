@@ -62,7 +62,7 @@ class Recorder:
         written.result()
         if self._segments is not None:
             if any(each["kind"] in OUTLIVES_NODE for each in events):
-                await self._put(self._segments, self._log.size)
+                await self._put(self._segments)
             elif self._late is None:
                 self._late = asyncio.create_task(self._put_late(self._segments))
 
@@ -101,8 +101,9 @@ class Recorder:
             else:
                 written.set_exception(refusal)
 
-    async def _put(self, segments: SegmentWriter, end: int) -> None:
-        """Returns once the store has the log up to `end`. Raises as `SegmentWriter.put` does."""
+    async def _put(self, segments: SegmentWriter) -> None:
+        """Returns once the store has what the log has now. Raises as `SegmentWriter.put` does."""
+        end = self._log.size
         async with self._put_lock:
             if segments.end < end:  # else a call before has put it
                 await asyncio.to_thread(segments.put)
@@ -111,7 +112,7 @@ class Recorder:
         """Put what the log gains a little later."""
         await asyncio.sleep(EVERY_S)
         try:
-            await self._put(segments, self._log.size)
+            await self._put(segments)
         except DistillError as error:
             log.warning("%s; still trying", error)
         self._late = asyncio.create_task(self._put_late(segments)) if segments.end < self._log.size else None
