@@ -18,7 +18,7 @@ import psutil
 from service.cluster.connect import session_base
 from service.config import strict_yaml
 from service.runs.run_directory import has_begun
-from service.runs.run_log import read_log
+from service.runs.run_log import checkpoint_kind, read_log
 from service.runs.stored.stored_objects import StoredObjects, stored_run_folders
 from service.runs.stored.stored_runs import COPIES, copies_base, display_name, uri_of
 from service.tracking import SyncState
@@ -263,7 +263,7 @@ def _remove_checkpoints(run: Run, cleaner: Cleaner) -> bool:
     for file in run.objects.checkpoints() if run.objects else sorted(run.path.rglob("checkpoints/*.safetensors")):
         inside = file.relative_to(run.path).parts
         best_trial = result.best is None or inside[:2] == ("trials", result.best.id) or inside[0] != "trials"
-        if file.stem.partition("-")[0] != "best" or not best_trial:  # in a store its name goes on
+        if checkpoint_kind(file.name) != "best" or not best_trial:
             gone &= run.remove(file, "checkpoint", cleaner)
     return gone
 

@@ -10,7 +10,7 @@ import ray
 
 from service.runs.event_log import EventLog
 from service.runs.events import OUTLIVES_NODE, Event, event
-from service.runs.stored.segments import EVERY_S, LogStore, SegmentWriter
+from service.runs.stored.segments import PUT_LOG_EVERY_S, LogStore, SegmentWriter
 from trainables.errors import DistillError
 from trainables.object_store.store import RETRY_S
 from trainables.worker.ray_nodes import on_this_node
@@ -110,7 +110,7 @@ class Recorder:
 
     async def _put_late(self, segments: SegmentWriter) -> None:
         """Put what the log gains a little later."""
-        await asyncio.sleep(EVERY_S)
+        await asyncio.sleep(PUT_LOG_EVERY_S)
         try:
             await self._put(segments)
         except DistillError as error:

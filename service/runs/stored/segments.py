@@ -14,7 +14,7 @@ from service.runs.stored.driver_lease import SEGMENTS, Segment, is_taken_over, l
 from trainables.errors import ExperimentError
 from trainables.object_store.store import ObjectStore
 
-EVERY_S = 5.0
+PUT_LOG_EVERY_S = 5.0
 """What a log has gained is put so late, if nothing must outlive the node before."""
 MAX_SEGMENTS = 500
 """Then one takes the place of all: each has to be read."""

@@ -18,7 +18,7 @@ from trainables.object_store.store import ObjectStore
 from trainables.paced import Paced
 from trainables.rundir import RunDir
 
-EVERY_S = 30.0
+PUT_FILES_EVERY_S = 30.0
 MAX_PAUSE_S = 60.0
 """Where the store was slow: some of the time may have been that of a store that was gone."""
 ENDING_S = 10.0
@@ -121,7 +121,7 @@ class _StoredDriver:
         return found.st_size, found.st_mtime_ns
 
     def _run(self) -> None:
-        put_changed = Paced(self.put_changed, pause_s=EVERY_S, most_s=MAX_PAUSE_S)
+        put_changed = Paced(self.put_changed, pause_s=PUT_FILES_EVERY_S, most_s=MAX_PAUSE_S)
         while not self._ended.wait(put_changed.wait_s()):
             try:
                 put_changed()

@@ -107,7 +107,7 @@ def test_a_log_that_lacks_a_part_is_damaged(s3: S3, tmp_path: Path) -> None:
 def test_a_checkpoint_counts_once_all_before_it_is_in_the_store_and_steps_wait_for_nothing(
     s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.runs.recorder.EVERY_S", 0.3)
+    monkeypatch.setattr("service.runs.recorder.PUT_LOG_EVERY_S", 0.3)
 
     async def use(recorder: Recorder) -> None:
         await recorder.append([step(1)])

@@ -35,7 +35,7 @@ def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver_lease, "RENEW_S", 0.2)
     monkeypatch.setattr(driver_lease, "LEASE_S", 2.5)  # a store knows times to the second
     monkeypatch.setattr(driver_lease, "_POLL_S", 0.1)
-    monkeypatch.setattr(stored_session, "EVERY_S", 0.05)
+    monkeypatch.setattr(stored_session, "PUT_FILES_EVERY_S", 0.05)
     monkeypatch.setattr(stored_session, "ENDING_S", 0.1)
 
 
@@ -214,7 +214,7 @@ def test_a_driver_that_wakes_at_its_end_puts_nothing_more(s3: S3, monkeypatch: p
     folder = run_folder(URI)
     monkeypatch.setattr(driver_lease, "RENEW_S", 3600.0)
     monkeypatch.setattr(driver_lease, "LEASE_S", 0.0)
-    monkeypatch.setattr(stored_session, "EVERY_S", 3600.0)
+    monkeypatch.setattr(stored_session, "PUT_FILES_EVERY_S", 3600.0)
 
     def drive() -> None:
         with session_of(RunDir(folder), pytest.fail):
