@@ -56,13 +56,17 @@ class SegmentWriter:
             return
         replaces = len(self._put) >= MAX_SEGMENTS
         segment = Segment(self._place.driver, 0 if replaces else self.end, end)
+        self._check_lease()  # a later driver may have the same number, and read what is put under it
         self.store.put(segment.name, self._log.read(segment.begin, end))
-        if is_taken_over(self.store, self._place.lease):
-            raise lease_lost(self._place.uri)
+        self._check_lease()  # which may be lost since: then what was put does not count
         self.end, replaced = end, [*others, *(self._put if replaces else [])]
         self._put = [segment] if replaces else [*self._put, segment]
         with ThreadPoolExecutor(_THREADS) as pool:
             list(pool.map(lambda each: self.store.delete(each.name), replaced))
+
+    def _check_lease(self) -> None:
+        if is_taken_over(self.store, self._place.lease):
+            raise lease_lost(self._place.uri)
 
 
 def read_segments(store: ObjectStore) -> bytes | None:

@@ -92,6 +92,15 @@ def test_a_driver_goes_on_with_the_log_and_nobody_reads_what_the_one_before_it_p
     assert log_there() == second.path.read_bytes()
 
 
+def test_a_driver_that_was_taken_over_before_it_put_anything_puts_nothing(s3: S3, tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    writer = SegmentWriter(drive(1), log)
+    drive(2)  # whose number may be the same, since none has put a segment
+    with pytest.raises(LeaseLostError):
+        writer.put()
+    assert names() == []
+
+
 def test_a_log_that_lacks_a_part_is_damaged(s3: S3, tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events.jsonl")
     writer = SegmentWriter(drive(1), log)
