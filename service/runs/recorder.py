@@ -10,8 +10,8 @@ import ray
 
 from service.runs.event_log import EventLog
 from service.runs.events import OUTLIVES_NODE, Event, event
+from service.runs.stored.driver_lease import LeaseLostError
 from service.runs.stored.segments import PUT_LOG_EVERY_S, LogStore, SegmentWriter
-from trainables.errors import DistillError
 from trainables.object_store.store import RETRY_S
 from trainables.worker.ray_nodes import on_this_node
 from trainables.worker.recorder import NO_ANSWER_S, RunRecorder, Text
@@ -109,13 +109,17 @@ class Recorder:
                 await asyncio.to_thread(segments.put)
 
     async def _put_late(self, segments: SegmentWriter) -> None:
-        """Put what the log gains a little later."""
-        await asyncio.sleep(PUT_LOG_EVERY_S)
-        try:
-            await self._put(segments)
-        except DistillError as error:
-            log.warning("%s; still trying", error)
-        self._late = asyncio.create_task(self._put_late(segments)) if segments.end < self._log.size else None
+        """Put what the log gains a little later; once another driver has the run, no more."""
+        while segments.end < self._log.size:
+            await asyncio.sleep(PUT_LOG_EVERY_S)
+            try:
+                await self._put(segments)
+            except LeaseLostError as error:
+                log.warning("%s", error)
+                return
+            except Exception as error:
+                log.warning("%s; still trying", error)
+        self._late = None
 
 
 def write_texts(root: Path, texts: Sequence[Text]) -> None:
