@@ -255,7 +255,8 @@ def begin_attempt(config: TrainConfig, log: RunRecorder) -> tuple[TrainConfig, R
     store, part = ObjectStore(config.run_store.uri), log.stage(stage)
     found = store.entries(f"{part}/checkpoints")
     recorder = log.begin_attempt(stage)  # from here on the log names no more of what was found
-    newest = checkpoint_names(log.of(part))
+    there = {Path(name).name for name in store.entries(f"{part}/checkpoints")}
+    newest = {kind: name for kind, name in checkpoint_names(log.of(part)).items() if name in there}  # a cleaning may remove some
     for name in found:
         if Path(name).name not in newest.values():
             store.delete(name)

@@ -11,6 +11,7 @@ from service.runs.run_directory import check_writable, locked_run, reopen
 from service.runs.stored import driver_lease, stored_session
 from service.runs.stored.driver_lease import DriverLease, is_fresh
 from service.runs.stored.stored_runs import (
+    begin_attempt,
     display_name,
     fetch_checkpoint,
     fetch_records,
@@ -21,7 +22,9 @@ from service.runs.stored.stored_runs import (
     uri_of,
 )
 from service.runs.stored.stored_session import stored_session as session_of
+from tests.run_log import LocalRecorder
 from tests.s3 import S3, SECRET, contents
+from tests.trainables.jobs import config as job_config
 from tests.waiting import wait_until
 from trainables.errors import CheckpointError, ExperimentError, StorageError
 from trainables.object_store.store import ObjectStore
@@ -112,6 +115,19 @@ def test_the_model_that_goes_to_mlflow_comes_from_the_store(s3: S3) -> None:
     view.read()
     (path,) = [item.value for item in view.runs["train"].items if item.kind == "model"]
     assert view.checkpoint(path).read_bytes() == b"1"
+
+
+def test_workers_do_not_begin_with_a_checkpoint_that_was_removed_from_the_store(s3: S3) -> None:
+    folder, store, best = run_folder(URI), ObjectStore(URI), "best-00000007-1a.safetensors"
+    for name in (best, "last-00000006-1b.safetensors"):
+        store.put(f"student/checkpoints/{name}", b"1")
+    recorder = LocalRecorder(folder)
+    recorder.record([event("checkpoint", "student", step=7, names=[best, "last-00000007-1b.safetensors"])])  # the last is gone
+    config = job_config(folder / "student", run_store=run_store(folder))
+    config, _ = begin_attempt(config, recorder)
+    assert config.run_store is not None
+    assert config.run_store.checkpoints == {"best": best}
+    assert [*contents(URI)] == [f"student/checkpoints/{best}"]
 
 
 def test_a_checkpoint_outside_every_run_is_refused_in_a_line(s3: S3) -> None:
