@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from service.commands.options import experiment_file
+from service.commands.runs import resume_run
 from service.config.experiment import load
 from service.runs.events import Event, event, first_event, to_line
 from service.runs.mlflow_view import MlflowView
@@ -267,6 +268,56 @@ def test_a_driver_begins_with_what_the_store_has_whatever_its_folder_had(s3: S3)
         assert found == {"events.jsonl", "experiment.yaml", "student/logs/train.log"}
         assert (folder / "events.jsonl").read_bytes() == log
         assert not (folder / ".mlflow.json").exists()
+
+
+def end_cut_off(s3: S3) -> Path:
+    """A run that is complete by its log, of which the store did not take the files for people. Returns its folder."""
+    folder = run_folder(URI)
+    write_atomic(folder / "experiment.yaml", load("digits", []).to_yaml().encode())
+    write_atomic(folder / "result.json", b"early")
+    values = {"kind": "train", "name": "digits", "status": "complete", "runs_root": "s3://bucket/runs"}
+    log = b"".join(map(to_line, [first_event(), event("result", changes=values)]))
+
+    def drive() -> None:
+        with session_of(RunDir(folder), pytest.fail):
+            write_atomic(folder / "events.jsonl", log)
+            ObjectStore(URI).put(f"events/0001-{0:012}-{len(log):012}.jsonl", log)
+            s3.refuse(403, 10**6)
+            for name in ("result.json", "report.html", "backbone.safetensors"):
+                write_atomic(folder / name, b"final")
+
+    with pytest.raises(StorageError):
+        drive()
+    s3.refuse(403, 0)
+    return folder
+
+
+def test_what_the_store_did_not_take_of_a_complete_run_stays_here_and_is_put_by_a_resume(
+    s3: S3, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = end_cut_off(s3)
+    fetch_records(folder)  # as every command that reads the run
+    assert {(folder / name).read_bytes() for name in ("result.json", "report.html", "backbone.safetensors")} == {b"final"}
+    (folder / "experiment.yaml").unlink()  # as a cleaner of temporary files does
+    resume_run(folder, accept_new_data=False)
+    assert capsys.readouterr().out == f"{URI} is complete; its tables: distill report {URI}\n"
+    there = contents(URI)
+    assert {there[name] for name in ("result.json", "report.html", "backbone.safetensors")} == {"final"}
+    assert not any(name.startswith(".drivers/") for name in there)
+    ObjectStore(URI).put("report.html", b"of another machine")
+    fetch_records(folder)
+    assert (folder / "report.html").read_bytes() == b"of another machine"
+
+
+def test_what_another_driver_has_put_since_is_what_counts(s3: S3) -> None:
+    folder = end_cut_off(s3)
+    log = (folder / "events.jsonl").read_bytes() + to_line(event("notice", text="of another driver"))
+    ObjectStore(URI).put(f"events/0002-{0:012}-{len(log):012}.jsonl", log)
+    for content in (b"of another driver", b"and its last"):
+        ObjectStore(URI).put("result.json", content)
+        fetch_records(folder)
+        assert (folder / "result.json").read_bytes() == content
+        assert not (folder / "backbone.safetensors").exists()
 
 
 def test_a_store_that_is_gone_at_the_end_is_one_line_with_how_to_go_on(s3: S3) -> None:
