@@ -260,9 +260,6 @@ def _remove_run(run: Run, cleaner: Cleaner, what: str = "run") -> bool:
 
 def _remove_checkpoints(run: Run, cleaner: Cleaner) -> bool:
     """Of a complete run all but the best ones of its stages, and of a sweep's trials those of the best trial."""
-    if run.objects and run.objects.damage:
-        cleaner.echo(f"{run.name} stays: {run.objects.damage}")
-        return False
     result = read_log(RunDir(run.path)).result
     gone = True
     for file in run.objects.checkpoints() if run.objects else sorted(run.path.rglob("checkpoints/*.safetensors")):
