@@ -18,7 +18,7 @@ import psutil
 from service.cluster.connect import session_base
 from service.config import strict_yaml
 from service.runs.run_directory import has_begun
-from service.runs.run_log import read_log
+from service.runs.run_log import checkpoint_kind, read_log
 from service.runs.stored.stored_objects import StoredObjects, stored_run_folders
 from service.runs.stored.stored_runs import COPIES, copies_base, display_name, uri_of
 from service.tracking import SyncState
@@ -86,7 +86,8 @@ def _remove(path: Path) -> bool:
 def clean(root: Path, cleaner: Cleaner, *, unfinished: bool, checkpoints_only: bool) -> None:
     """Remove what is old below the runs' root; unless `checkpoints_only`, also this user's caches and folders on this machine."""
     stored = {path: objects for path in stored_run_folders(root) if (objects := StoredObjects(path)).entries}
-    begun, runs = [path for path in (stored if uri_of(root) else _subfolders(root)) if has_begun(path)], list[Run]()
+    found, runs = stored if uri_of(root) else _subfolders(root), list[Run]()
+    begun = [path for path in found if has_begun(path) or (path in stored and stored[path].damage)]
     for path in begun:
         with suppress(FileNotFoundError):  # it has just been removed
             runs.append(Run(path, RunDir(path).experiment.read_text(errors="replace"), stored.get(path)))
@@ -186,6 +187,8 @@ class Run:
     def needed_reason(self, unfinished: bool) -> str | None:
         """Why it may not be removed, however old; None: it may, unless another run needs it."""
         run_dir = RunDir(self.path)
+        if self.objects and self.objects.damage:
+            return None if unfinished else f"{self.objects.damage}; --unfinished removes it too"
         try:
             result = read_log(run_dir).result
             if is_locked(self.path / ".lock") or (self.objects is not None and self.objects.is_driven()):
@@ -257,13 +260,12 @@ def _remove_run(run: Run, cleaner: Cleaner, what: str = "run") -> bool:
 
 def _remove_checkpoints(run: Run, cleaner: Cleaner) -> bool:
     """Of a complete run all but the best ones of its stages, and of a sweep's trials those of the best trial."""
-    run_dir = RunDir(run.path)
-    result = read_log(run_dir).result
+    result = read_log(RunDir(run.path)).result
     gone = True
     for file in run.objects.checkpoints() if run.objects else sorted(run.path.rglob("checkpoints/*.safetensors")):
         inside = file.relative_to(run.path).parts
         best_trial = result.best is None or inside[:2] == ("trials", result.best.id) or inside[0] != "trials"
-        if file.stem.partition("-")[0] != "best" or not best_trial:  # in a store its name goes on
+        if checkpoint_kind(file.name) != "best" or not best_trial:
             gone &= run.remove(file, "checkpoint", cleaner)
     return gone
 

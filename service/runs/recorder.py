@@ -10,8 +10,8 @@ import ray
 
 from service.runs.event_log import EventLog
 from service.runs.events import OUTLIVES_NODE, Event, event
-from service.runs.stored.segments import EVERY_S, LogStore, SegmentWriter
-from trainables.errors import DistillError
+from service.runs.stored.driver_lease import LeaseLostError
+from service.runs.stored.segments import PUT_LOG_EVERY_S, LogStore, SegmentWriter
 from trainables.object_store.store import RETRY_S
 from trainables.worker.ray_nodes import on_this_node
 from trainables.worker.recorder import NO_ANSWER_S, RunRecorder, Text
@@ -67,7 +67,7 @@ class Recorder:
         written.result()
         if self._segments is not None:
             if any(each["kind"] in OUTLIVES_NODE for each in events):
-                await self._put(self._segments, self._log.size)
+                await self._put(self._segments)
             elif self._late is None:
                 self._late = asyncio.create_task(self._put_late(self._segments))
 
@@ -106,20 +106,25 @@ class Recorder:
             else:
                 written.set_exception(refusal)
 
-    async def _put(self, segments: SegmentWriter, end: int) -> None:
-        """Returns once the store has the log up to `end`. Raises as `SegmentWriter.put` does."""
+    async def _put(self, segments: SegmentWriter) -> None:
+        """Returns once the store has what the log has now. Raises as `SegmentWriter.put` does."""
+        end = self._log.size
         async with self._put_lock:
             if segments.end < end:  # else a call before has put it
                 await asyncio.to_thread(segments.put)
 
     async def _put_late(self, segments: SegmentWriter) -> None:
-        """Put what the log gains a little later."""
-        await asyncio.sleep(EVERY_S)
-        try:
-            await self._put(segments, self._log.size)
-        except DistillError as error:
-            log.warning("%s; still trying", error)
-        self._late = asyncio.create_task(self._put_late(segments)) if segments.end < self._log.size else None
+        """Put what the log gains a little later; once another driver has the run, no more."""
+        while segments.end < self._log.size:
+            await asyncio.sleep(PUT_LOG_EVERY_S)
+            try:
+                await self._put(segments)
+            except LeaseLostError as error:
+                log.warning("%s", error)
+                return
+            except Exception as error:
+                log.warning("%s; still trying", error)
+        self._late = None
 
 
 def write_texts(root: Path, texts: Sequence[Text]) -> None:

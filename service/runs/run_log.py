@@ -163,7 +163,12 @@ class RunLog:
 def checkpoint_names(events: Iterable[Event]) -> dict[str, str]:
     """The names of a stage's newest checkpoints, by its events: of `best` and `last`, as far as it has them."""
     names = [name for event in events if event["kind"] == "checkpoint" for name in event["names"]]
-    return {Path(name).stem.partition("-")[0]: name for name in names}
+    return {checkpoint_kind(name): name for name in names}
+
+
+def checkpoint_kind(name: str) -> str:
+    """`best` or `last`, by the name of a checkpoint's file: in an object store it goes on."""
+    return Path(name).stem.partition("-")[0]
 
 
 def read_log(run_dir: RunDir) -> RunLog:

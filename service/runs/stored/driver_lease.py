@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainables.errors import ExperimentError, StorageError
 from trainables.object_store.store import Entry, ObjectStore
@@ -132,15 +132,28 @@ class DriverLease:
         return is_taken_over(self._store, self.name)
 
 
-def segment_numbers(store: ObjectStore) -> list[tuple[int, int, int]]:
-    """Driver, begin and end of each part of the log, see `segments`, in order. Raises StorageError."""
+class Segment(NamedTuple):
+    """A part of the log, see `segments`."""
+
+    driver: int
+    begin: int
+    end: int
+    """Bytes of the driver's log."""
+
+    @property
+    def name(self) -> str:
+        return f"{SEGMENTS}/{self.driver:04}-{self.begin:012}-{self.end:012}.jsonl"
+
+
+def segments_of(store: ObjectStore) -> list[Segment]:
+    """All that are there, in order. Raises StorageError."""
     found = (_SEGMENT.fullmatch(name) for name in store.entries(SEGMENTS))
-    return sorted((int(each[1]), int(each[2]), int(each[3])) for each in found if each)
+    return sorted(Segment(*map(int, each.groups())) for each in found if each)
 
 
 def newest_driver(store: ObjectStore) -> int:
     """The number of the driver that has put a part of the log last; 0: none has. Raises StorageError."""
-    return max((driver for driver, *_ in segment_numbers(store)), default=0)
+    return max((each.driver for each in segments_of(store)), default=0)
 
 
 def lease_lost(uri: str) -> LeaseLostError:

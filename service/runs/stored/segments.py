@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from service.runs.event_log import EventLog
-from service.runs.stored.driver_lease import SEGMENTS, is_taken_over, lease_lost, segment_numbers
+from service.runs.stored.driver_lease import SEGMENTS, Segment, is_taken_over, lease_lost, segments_of
 from trainables.errors import ExperimentError
 from trainables.object_store.store import ObjectStore
 
-EVERY_S = 5.0
+PUT_LOG_EVERY_S = 5.0
 """What a log has gained is put so late, if nothing must outlive the node before."""
 MAX_SEGMENTS = 500
 """Then one takes the place of all: each has to be read."""
@@ -29,28 +29,12 @@ class LogStore(NamedTuple):
     lease: str
 
 
-class _Segment(NamedTuple):
-    driver: int
-    begin: int
-    end: int
-    """Bytes of the driver's log."""
-
-    @property
-    def name(self) -> str:
-        return f"{SEGMENTS}/{self.driver:04}-{self.begin:012}-{self.end:012}.jsonl"
-
-
-def _segments(store: ObjectStore) -> list[_Segment]:
-    """All that are there, in order."""
-    return [_Segment(*numbers) for numbers in segment_numbers(store)]
-
-
 class SegmentWriter:
     """Puts what a log gains. One process at a time has it: the one that has the log."""
 
     def __init__(self, place: LogStore, log: EventLog) -> None:
         self.store, self._place, self._log = ObjectStore(place.uri), place, log
-        self._put: list[_Segment] | None = None
+        self._put: list[Segment] | None = None
         """Those of this driver; None: not listed yet, as by a process that goes on with the log of another one."""
         self.end = 0
         """Of what was put."""
@@ -62,29 +46,33 @@ class SegmentWriter:
             LeaseLostError: another driver has the run.
             StorageError: the store does not take it.
         """
-        others = list[_Segment]()
+        others = list[Segment]()
         if self._put is None:
-            found = _segments(self.store)
+            found = segments_of(self.store)
             self._put = [each for each in found if each.driver == self._place.driver]
             others = [each for each in found if each.driver < self._place.driver]
             self.end = max((each.end for each in self._put), default=0)
         if (end := self._log.size) == self.end:
             return
         replaces = len(self._put) >= MAX_SEGMENTS
-        segment = _Segment(self._place.driver, 0 if replaces else self.end, end)
+        segment = Segment(self._place.driver, 0 if replaces else self.end, end)
+        self._check_lease()  # a later driver may have the same number, and read what is put under it
         self.store.put(segment.name, self._log.read(segment.begin, end))
-        if is_taken_over(self.store, self._place.lease):
-            raise lease_lost(self._place.uri)
+        self._check_lease()  # which may be lost since: then what was put does not count
         self.end, replaced = end, [*others, *(self._put if replaces else [])]
         self._put = [segment] if replaces else [*self._put, segment]
         with ThreadPoolExecutor(_THREADS) as pool:
             list(pool.map(lambda each: self.store.delete(each.name), replaced))
 
+    def _check_lease(self) -> None:
+        if is_taken_over(self.store, self._place.lease):
+            raise lease_lost(self._place.uri)
+
 
 def read_segments(store: ObjectStore) -> bytes | None:
     """The log of a run; None: it has none. Raises ExperimentError: parts of it are missing. Raises StorageError."""
     for _ in range(3):
-        found = _segments(store)
+        found = segments_of(store)
         newest = [each for each in found if each.driver == found[-1].driver]
         parts, end = [], 0
         while following := [each for each in newest if each.begin <= end < each.end]:

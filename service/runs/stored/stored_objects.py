@@ -9,6 +9,7 @@ from pathlib import Path
 
 from service.runs.stored.driver_lease import FOLDER, SEGMENTS, DriverLease, is_fresh
 from service.runs.stored.stored_runs import RAY, fetch_records, uri_of
+from trainables.errors import ExperimentError
 from trainables.object_store.store import OPENING_S, ObjectStore, object_at
 
 _LAST = "experiment.yaml"
@@ -29,7 +30,7 @@ class StoredObjects:
     """The objects of one run, as they are listed when this is made."""
 
     def __init__(self, folder: Path) -> None:
-        """`folder`: the run's scratch folder, which gets its log and files. Raises StorageError, ExperimentError."""
+        """`folder`: the run's scratch folder, which gets its log and files. Raises StorageError."""
         uri = uri_of(folder)
         assert uri is not None
         self._folder, self._store = folder, ObjectStore(uri, OPENING_S)
@@ -38,7 +39,13 @@ class StoredObjects:
         self._ray = ObjectStore(f"{root.uri}/{RAY}/{name}", OPENING_S)
         self._lease: DriverLease | None = None
         self._is_removed = False
-        fetch_records(folder)
+        self.damage: ExperimentError | None = None
+        """What is wrong with the run's log."""
+        try:
+            fetch_records(folder)
+        except ExperimentError as error:
+            self.damage = error
+            self._store.get(_LAST, folder / _LAST)  # what it refers to is needed all the same
 
     def is_old(self, before_s: float) -> bool:
         """Whether nothing was put since then, by the store's clock."""

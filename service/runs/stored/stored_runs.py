@@ -35,6 +35,9 @@ _ORIGIN = ".raydistill-origin"
 COPIES = "runs"
 RAY = ".ray"
 """Below a runs' root: Ray's own objects, by run."""
+NOT_PUT = ".not-put"
+"""In a scratch folder while a driver works on the run, and where it could not put all: as long as the store has the same log,
+files here are the newer ones."""
 _SETTLED_NS = 5 * 10**9
 """Stores know times to the second: a younger object may be replaced by one of the same size and time."""
 _THREADS = 16
@@ -135,17 +138,21 @@ def fetch_records(path: Path) -> None:
             rebuild(path, ObjectStore(uri, OPENING_S))
 
 
-def rebuild(folder: Path, store: ObjectStore) -> bool:
-    """`fetch_records`, by the process that works on the run. Whether the store has the run. Raises as that does."""
+def rebuild(folder: Path, store: ObjectStore) -> None:
+    """`fetch_records`, by the process that works on the run. Raises as that does."""
     found = store.entries()
     entries = {name: entry for name, entry in found.items() if is_for_people(name)}
     log, file = read_segments(store), RunDir(folder).events
-    for name in people_files(folder):
-        if name not in entries:
-            (folder / name).unlink(missing_ok=True)
+    before, here = file.read_bytes() if file.exists() else b"", people_files(folder)
+    if log == before and (folder / NOT_PUT).exists():
+        entries = {name: entry for name, entry in entries.items() if name not in here}
+    else:
+        (folder / NOT_PUT).unlink(missing_ok=True)
+        for name in here:
+            if name not in entries:
+                (folder / name).unlink(missing_ok=True)
     with ThreadPoolExecutor(_THREADS) as pool:
         list(pool.map(lambda name: _get(store, name, folder / name, entries[name]), entries))
-    before = file.read_bytes() if file.exists() else b""
     if log is None:
         file.unlink(missing_ok=True)
     elif log != before:
@@ -154,7 +161,6 @@ def rebuild(folder: Path, store: ObjectStore) -> bool:
         os.utime(file, ns=(written_ns, written_ns))  # by which it is said since when nobody runs it
     if log is None or not log.startswith(before):  # how much of the log MLflow has can be found out again
         state_path(RunDir(folder)).unlink(missing_ok=True)
-    return log is not None
 
 
 def _get(store: ObjectStore, name: str, path: Path, entry: Entry) -> None:
@@ -255,7 +261,8 @@ def begin_attempt(config: TrainConfig, log: RunRecorder) -> tuple[TrainConfig, R
     store, part = ObjectStore(config.run_store.uri), log.stage(stage)
     found = store.entries(f"{part}/checkpoints")
     recorder = log.begin_attempt(stage)  # from here on the log names no more of what was found
-    newest = checkpoint_names(log.of(part))
+    there = {Path(name).name for name in store.entries(f"{part}/checkpoints")}
+    newest = {kind: name for kind, name in checkpoint_names(log.of(part)).items() if name in there}  # a cleaning may remove some
     for name in found:
         if Path(name).name not in newest.values():
             store.delete(name)

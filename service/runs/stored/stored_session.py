@@ -11,14 +11,14 @@ from pathlib import Path
 
 from service.runs.stored.driver_lease import DriverLease, LeaseLostError, newest_driver
 from service.runs.stored.segments import LogStore
-from service.runs.stored.stored_runs import display_name, people_files, rebuild, uri_of
+from service.runs.stored.stored_runs import NOT_PUT, display_name, people_files, rebuild, uri_of
 from trainables.errors import ExperimentError, StorageError
 from trainables.locks import locked
 from trainables.object_store.store import ObjectStore
 from trainables.paced import Paced
 from trainables.rundir import RunDir
 
-EVERY_S = 30.0
+PUT_FILES_EVERY_S = 30.0
 MAX_PAUSE_S = 60.0
 """Where the store was slow: some of the time may have been that of a store that was gone."""
 ENDING_S = 10.0
@@ -65,17 +65,19 @@ class _StoredDriver:
         """Raises ExperimentError, StorageError: see `stored_session`."""
         self._lease.acquire(echo)
         try:
-            file = RunDir(self._folder).experiment
+            file, not_put = RunDir(self._folder).experiment, self._folder / NOT_PUT
             begun = file.read_bytes() if file.exists() else None
             with locked(self._folder / ".copying"):
                 if newest_driver(self._store):
                     rebuild(self._folder, self._store)
-                    self._put = {name: self._state(name) for name in people_files(self._folder)}
+                    if not not_put.exists():
+                        self._put = {name: self._state(name) for name in people_files(self._folder)}
                     if begun is not None and file.read_bytes() != begun:  # two machines began with the same --out
                         run = display_name(self._folder)
                         raise ExperimentError(
                             f"{run} already holds a run: continue it with `distill resume {run}`, or choose another --out"
                         )
+            not_put.touch()
             self.put_changed()
         except BaseException:
             self._lease.release()
@@ -94,6 +96,7 @@ class _StoredDriver:
         try:
             self._thread.join()
             self.put_changed()
+            (self._folder / NOT_PUT).unlink(missing_ok=True)
         except (LeaseLostError, StorageError, OSError) as error:
             if limit_s is None:
                 raise
@@ -121,7 +124,7 @@ class _StoredDriver:
         return found.st_size, found.st_mtime_ns
 
     def _run(self) -> None:
-        put_changed = Paced(self.put_changed, pause_s=EVERY_S, most_s=MAX_PAUSE_S)
+        put_changed = Paced(self.put_changed, pause_s=PUT_FILES_EVERY_S, most_s=MAX_PAUSE_S)
         while not self._ended.wait(put_changed.wait_s()):
             try:
                 put_changed()

@@ -92,6 +92,15 @@ def test_a_driver_goes_on_with_the_log_and_nobody_reads_what_the_one_before_it_p
     assert log_there() == second.path.read_bytes()
 
 
+def test_a_driver_that_was_taken_over_before_it_put_anything_puts_nothing(s3: S3, tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    writer = SegmentWriter(drive(1), log)
+    drive(2)  # whose number may be the same, since none has put a segment
+    with pytest.raises(LeaseLostError):
+        writer.put()
+    assert names() == []
+
+
 def test_a_log_that_lacks_a_part_is_damaged(s3: S3, tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events.jsonl")
     writer = SegmentWriter(drive(1), log)
@@ -107,7 +116,7 @@ def test_a_log_that_lacks_a_part_is_damaged(s3: S3, tmp_path: Path) -> None:
 def test_a_checkpoint_counts_once_all_before_it_is_in_the_store_and_steps_wait_for_nothing(
     s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.runs.recorder.EVERY_S", 0.3)
+    monkeypatch.setattr("service.runs.recorder.PUT_LOG_EVERY_S", 0.3)
 
     async def use(recorder: Recorder) -> None:
         await recorder.append([step(1)])
@@ -123,6 +132,35 @@ def test_a_checkpoint_counts_once_all_before_it_is_in_the_store_and_steps_wait_f
 
     path = tmp_path / "events.jsonl"
     asyncio.run(use(Recorder(str(path), drive(1))))
+
+
+def test_late_events_are_put_whatever_failed_before_and_not_again_once_another_driver_has_the_run(
+    s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("service.runs.recorder.PUT_LOG_EVERY_S", 0.05)
+    put = SegmentWriter.put
+
+    def failing(self: SegmentWriter) -> None:
+        monkeypatch.setattr(SegmentWriter, "put", put)
+        raise OSError("the disk does not answer")
+
+    monkeypatch.setattr(SegmentWriter, "put", failing)
+
+    async def use(recorder: Recorder) -> None:
+        await recorder.append([step(1)])
+        until = time.monotonic() + 10
+        while log_there() != path.read_bytes() and time.monotonic() < until:
+            await asyncio.sleep(0.05)
+        assert log_there() == path.read_bytes()
+        drive(2)
+        for number in range(2, 6):
+            await recorder.append([step(number)])
+            await asyncio.sleep(0.3)
+
+    path = tmp_path / "events.jsonl"
+    asyncio.run(use(Recorder(str(path), drive(1))))
+    assert [line for line in caplog.messages if "still trying" in line] == ["the disk does not answer; still trying"]
+    assert len([line for line in caplog.messages if "another driver has taken over" in line]) == 1
 
 
 def test_a_checkpoint_is_refused_where_the_store_is_gone_and_counts_once_it_is_back(s3: S3, tmp_path: Path) -> None:

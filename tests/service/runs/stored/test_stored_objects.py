@@ -12,7 +12,7 @@ from service.runs.run_directory import reopen
 from service.runs.stored import driver_lease
 from service.runs.stored.driver_lease import DriverLease
 from service.runs.stored.stored_objects import StoredObjects
-from service.runs.stored.stored_runs import RAY, root_folder, run_folder
+from service.runs.stored.stored_runs import RAY, fetch_records, root_folder, run_folder
 from tests.s3 import S3, contents
 from tests.service.runs.test_clean import root as folders
 from trainables.errors import ExperimentError, StorageError
@@ -105,6 +105,23 @@ def test_what_a_kill_left_of_an_earlier_cleaning_is_removed(run_clean: Clean) ->
     put_run("one")
     ObjectStore(f"{ROOT}/one").delete_all("events")
     assert any("left by a killed command:" in line for line in run_clean())
+    assert names() == set()
+
+
+def test_a_run_with_a_damaged_log_stays_unless_it_is_asked_for_and_holds_up_no_other(run_clean: Clean) -> None:
+    put_run("damaged", f"teacher: {{weights: {ROOT}/used/student}}")
+    put_run("one")
+    put_run("used")
+    fetch_records(run_folder(f"{ROOT}/damaged"))  # of which this machine has a whole log
+    ObjectStore(f"{ROOT}/damaged").delete_all("events")
+    ObjectStore(f"{ROOT}/damaged").put("events/0001-000000000100-000000000200.jsonl", b"1")
+    problem = f"{ROOT}/damaged stays: {ROOT}/damaged/events lacks what is behind byte 0 of the log of driver 1: put back a copy"
+    for checkpoints_only in (True, False):
+        lines = run_clean(checkpoints_only=checkpoints_only)
+        assert any(line.startswith(problem) and line.endswith("; --unfinished removes it too") for line in lines)
+        assert f"{ROOT}/used stays: {ROOT}/damaged refers to it" in lines
+    assert names() == {"damaged", "used"}
+    run_clean(unfinished=True)
     assert names() == set()
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from service.commands.options import experiment_file
+from service.commands.runs import resume_run
 from service.config.experiment import load
 from service.runs.events import Event, event, first_event, to_line
 from service.runs.mlflow_view import MlflowView
@@ -11,6 +12,7 @@ from service.runs.run_directory import check_writable, locked_run, reopen
 from service.runs.stored import driver_lease, stored_session
 from service.runs.stored.driver_lease import DriverLease, is_fresh
 from service.runs.stored.stored_runs import (
+    begin_attempt,
     display_name,
     fetch_checkpoint,
     fetch_records,
@@ -21,7 +23,9 @@ from service.runs.stored.stored_runs import (
     uri_of,
 )
 from service.runs.stored.stored_session import stored_session as session_of
+from tests.run_log import LocalRecorder
 from tests.s3 import S3, SECRET, contents
+from tests.trainables.jobs import config as job_config
 from tests.waiting import wait_until
 from trainables.errors import CheckpointError, ExperimentError, StorageError
 from trainables.object_store.store import ObjectStore
@@ -35,7 +39,7 @@ def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver_lease, "RENEW_S", 0.2)
     monkeypatch.setattr(driver_lease, "LEASE_S", 2.5)  # a store knows times to the second
     monkeypatch.setattr(driver_lease, "_POLL_S", 0.1)
-    monkeypatch.setattr(stored_session, "EVERY_S", 0.05)
+    monkeypatch.setattr(stored_session, "PUT_FILES_EVERY_S", 0.05)
     monkeypatch.setattr(stored_session, "ENDING_S", 0.1)
 
 
@@ -112,6 +116,19 @@ def test_the_model_that_goes_to_mlflow_comes_from_the_store(s3: S3) -> None:
     view.read()
     (path,) = [item.value for item in view.runs["train"].items if item.kind == "model"]
     assert view.checkpoint(path).read_bytes() == b"1"
+
+
+def test_workers_do_not_begin_with_a_checkpoint_that_was_removed_from_the_store(s3: S3) -> None:
+    folder, store, best = run_folder(URI), ObjectStore(URI), "best-00000007-1a.safetensors"
+    for name in (best, "last-00000006-1b.safetensors"):
+        store.put(f"student/checkpoints/{name}", b"1")
+    recorder = LocalRecorder(folder)
+    recorder.record([event("checkpoint", "student", step=7, names=[best, "last-00000007-1b.safetensors"])])  # the last is gone
+    config = job_config(folder / "student", run_store=run_store(folder))
+    config, _ = begin_attempt(config, recorder)
+    assert config.run_store is not None
+    assert config.run_store.checkpoints == {"best": best}
+    assert [*contents(URI)] == [f"student/checkpoints/{best}"]
 
 
 def test_a_checkpoint_outside_every_run_is_refused_in_a_line(s3: S3) -> None:
@@ -214,7 +231,7 @@ def test_a_driver_that_wakes_at_its_end_puts_nothing_more(s3: S3, monkeypatch: p
     folder = run_folder(URI)
     monkeypatch.setattr(driver_lease, "RENEW_S", 3600.0)
     monkeypatch.setattr(driver_lease, "LEASE_S", 0.0)
-    monkeypatch.setattr(stored_session, "EVERY_S", 3600.0)
+    monkeypatch.setattr(stored_session, "PUT_FILES_EVERY_S", 3600.0)
 
     def drive() -> None:
         with session_of(RunDir(folder), pytest.fail):
@@ -251,6 +268,56 @@ def test_a_driver_begins_with_what_the_store_has_whatever_its_folder_had(s3: S3)
         assert found == {"events.jsonl", "experiment.yaml", "student/logs/train.log"}
         assert (folder / "events.jsonl").read_bytes() == log
         assert not (folder / ".mlflow.json").exists()
+
+
+def end_cut_off(s3: S3) -> Path:
+    """A run that is complete by its log, of which the store did not take the files for people. Returns its folder."""
+    folder = run_folder(URI)
+    write_atomic(folder / "experiment.yaml", load("digits", []).to_yaml().encode())
+    write_atomic(folder / "result.json", b"early")
+    values = {"kind": "train", "name": "digits", "status": "complete", "runs_root": "s3://bucket/runs"}
+    log = b"".join(map(to_line, [first_event(), event("result", changes=values)]))
+
+    def drive() -> None:
+        with session_of(RunDir(folder), pytest.fail):
+            write_atomic(folder / "events.jsonl", log)
+            ObjectStore(URI).put(f"events/0001-{0:012}-{len(log):012}.jsonl", log)
+            s3.refuse(403, 10**6)
+            for name in ("result.json", "report.html", "backbone.safetensors"):
+                write_atomic(folder / name, b"final")
+
+    with pytest.raises(StorageError):
+        drive()
+    s3.refuse(403, 0)
+    return folder
+
+
+def test_what_the_store_did_not_take_of_a_complete_run_stays_here_and_is_put_by_a_resume(
+    s3: S3, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = end_cut_off(s3)
+    fetch_records(folder)  # as every command that reads the run
+    assert {(folder / name).read_bytes() for name in ("result.json", "report.html", "backbone.safetensors")} == {b"final"}
+    (folder / "experiment.yaml").unlink()  # as a cleaner of temporary files does
+    resume_run(folder, accept_new_data=False)
+    assert capsys.readouterr().out == f"{URI} is complete; its tables: distill report {URI}\n"
+    there = contents(URI)
+    assert {there[name] for name in ("result.json", "report.html", "backbone.safetensors")} == {"final"}
+    assert not any(name.startswith(".drivers/") for name in there)
+    ObjectStore(URI).put("report.html", b"of another machine")
+    fetch_records(folder)
+    assert (folder / "report.html").read_bytes() == b"of another machine"
+
+
+def test_what_another_driver_has_put_since_is_what_counts(s3: S3) -> None:
+    folder = end_cut_off(s3)
+    log = (folder / "events.jsonl").read_bytes() + to_line(event("notice", text="of another driver"))
+    ObjectStore(URI).put(f"events/0002-{0:012}-{len(log):012}.jsonl", log)
+    for content in (b"of another driver", b"and its last"):
+        ObjectStore(URI).put("result.json", content)
+        fetch_records(folder)
+        assert (folder / "result.json").read_bytes() == content
+        assert not (folder / "backbone.safetensors").exists()
 
 
 def test_a_store_that_is_gone_at_the_end_is_one_line_with_how_to_go_on(s3: S3) -> None:
