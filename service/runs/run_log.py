@@ -50,8 +50,9 @@ class ResultFold:
             self._end_stage(event)
         elif kind == "trial_ended":
             self._end_trial(event["trial"], Outcome.model_validate_json(json.dumps(event["outcome"])))
-        elif kind == "discarded" and "trial" in event:
-            self._measured.pop(event["trial"], None)
+        elif kind == "discarded":
+            self._measured.pop(event.get("trial", ""), None)
+            self._stages.pop(event.get("stage", ""), None)
 
     def take_time(self, time_ms: int) -> None:
         """When an event was recorded; it was in the session that began last."""

@@ -206,6 +206,18 @@ def finished(assignment: Assignment, restarts: int = 0, *, has_just_run: bool = 
     return complete(StageResult.model_validate(summary), restarts)
 
 
+def begin_stage(trial: str, assignment: Assignment) -> None:
+    """Record that a trial's stage begins. Of one that begins from nothing again, what was recorded does not count any more."""
+    discarded = [event("discarded", assignment.name)] if is_lost(assignment) else []
+    assignment.log.record([*discarded, event("stage_begun", assignment.name, trial=trial, model=assignment.config.model)])
+
+
+def is_lost(assignment: Assignment) -> bool:
+    """Whether a stage has to begin from nothing again: the checkpoint from which it would go on was removed."""
+    last = checkpoint(assignment.stage_dir, assignment.events, "last")
+    return last is not None and finished(assignment) is None and not is_there(last, assignment.config.run_store)
+
+
 def complete(summary: StageResult, restarts: int = 0) -> Outcome:
     """The outcome of a complete stage."""
     return Outcome(
@@ -277,7 +289,7 @@ def refused_with(trial: str, outcome: Outcome, assignment: Assignment, waiting: 
 
 def run_accounted(trial: str, assignment: Assignment, run: Callable[[Assignment], Outcome] = run_to_end) -> Outcome:
     """`run` a trial's stage, with the times of all sessions that worked on it."""
-    assignment.log.record([event("stage_begun", assignment.name, trial=trial, model=assignment.config.model)])
+    begin_stage(trial, assignment)
     outcome = accounted_over_sessions(run(assignment), assignment.events)
     shown = {"status": outcome.status, "reason": outcome.reason}  # the rest is in the trial's end
     assignment.log.record([event("stage_ended", assignment.name, trial=trial, outcome=shown)])
