@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from trainables.rundir import Line, fsync_directory, lines_after
 
 LOCK_WAIT_S = 30.0
 """A writer that was killed has the lock until its process is gone."""
+CHUNK_BYTES = 1 << 20
+"""So much of a log is read at a time."""
 
 
 class StaleAttemptError(Exception):
@@ -50,9 +52,8 @@ class EventLog:
         self._offsets: dict[str, list[tuple[int, int]]] = {}
         self._recorded: dict[str, set[tuple[Any, ...]]] = {}
         self._attempts: dict[str, int] = {}
-        lines, begin = lines_after(self.path, 0), 0
-        check_version(self.path, lines[0].raw if lines else None)
-        for line in lines:
+        begin = 0
+        for line in log_lines(self.path):
             if (found := parsed(line, self.path)) is not None:
                 self._take(found)
                 self._index(found, begin, line.end)
@@ -197,7 +198,17 @@ def _key(each: Event) -> str:
     return f"trials/{each['trial']}" if "trial" in each else ""
 
 
-def check_version(path: Path, first: bytes | None) -> None:
+def log_lines(path: Path) -> Iterator[Line]:
+    """The complete lines of a log, a part of it in memory at a time. Raises ExperimentError: it is of another format."""
+    end = 0
+    while lines := lines_after(path, end, CHUNK_BYTES):
+        if not end:
+            check_version(path, lines[0].raw)
+        yield from lines
+        end = lines[-1].end
+
+
+def check_version(path: Path, first: bytes) -> None:
     """Refuse a log of another format by its first line. Raises ExperimentError."""
-    if first is not None and (record := Line(first, 0).record) and record.get("version") != VERSION:
+    if (record := Line(first, 0).record) and record.get("version") != VERSION:
         raise ExperimentError(f"{path} has format {record.get('version')!r}, and this version reads {VERSION}: begin another run")

@@ -5,13 +5,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from service.runs.event_log import check_version
+from service.runs.event_log import log_lines
 from service.runs.events import Event, head, parsed
 from service.runs.measurements import combined
 from service.runs.outcome import Outcome
 from service.runs.result import RunResult, StageRow, TrialRow, parse_result
 from trainables.errors import ExperimentError
-from trainables.rundir import Line, RunDir, lines_after
+from trainables.rundir import Line, RunDir
 
 _OF_ROW = {"steps_s", "ended_s", "measurements"}
 """Parts of an outcome that the row of a stage does not have."""
@@ -116,12 +116,9 @@ class RunLog:
 
     def __init__(self, path: Path) -> None:
         """Raises ExperimentError: the log is of another format."""
-        self.path, self.fold, self.end = path, ResultFold(), 0
+        self.path, self.fold = path, ResultFold()
         self._lines: dict[str, list[Line]] = {}
-        lines = lines_after(path, 0)
-        check_version(path, lines[0].raw if lines else None)
-        for line in lines:
-            self.end = line.end
+        for line in log_lines(path):
             kind, stage, time_ms = head(line.raw)
             if stage and kind != "discarded":
                 self._lines.setdefault(stage, []).append(line)

@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,10 @@ import pytest
 from service.runs.event_log import EventLog, StaleAttemptError
 from service.runs.events import Event, EventTail, event
 from service.runs.recorder import Recorder
+from service.runs.run_log import RunLog
+from tests.run_log import add
 from trainables.errors import ExperimentError
-from trainables.rundir import lines_after
+from trainables.rundir import RunDir, lines_after
 
 
 def step(number: int, stage: str = "student", kind: str = "step", **metrics: float) -> Event:
@@ -134,6 +138,16 @@ def test_a_reader_skips_unknown_kinds_and_names_a_malformed_line(tmp_path: Path,
     assert "step.stage must be str, not 3" in caplog.text
     assert list(tail.new()) == []
     assert tail.offset == path.stat().st_size
+
+
+@pytest.mark.parametrize("opened", [EventLog, RunLog])
+def test_a_long_log_is_opened_a_part_at_a_time(tmp_path: Path, opened: Callable[[Path], object]) -> None:
+    add(RunDir(tmp_path), *(event("session_begun", tags={"commit": 100_000 * "0"}) for _ in range(100)))
+    tracemalloc.start()
+    opened(tmp_path / "events.jsonl")
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < 5e6
 
 
 def test_a_second_writer_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
