@@ -60,6 +60,10 @@ class EventLog:
             begin = line.end
         self._size = os.fstat(self._file).st_size
         self._is_torn = self._size > begin
+        last = Line(self.read(begin, self._size), self._size)
+        if (found := parsed(last, self.path)) is not None:  # a whole one, which lacks its end alone
+            self._take(found)
+            self._index(found, begin, self._size)
 
     @property
     def newest_attempt(self) -> int:

@@ -129,6 +129,20 @@ def test_a_line_that_a_death_cut_off_is_lost_alone(tmp_path: Path) -> None:
     assert [found.get("step") for found, _ in EventTail(path).new()] == [None, 1, 2]
 
 
+def test_a_line_that_lacks_its_end_alone_counts_and_does_not_come_twice(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    log = EventLog(path)
+    log.append([step(1), step(2)])
+    log.close()
+    os.truncate(path, path.stat().st_size - 1)
+    log = EventLog(path)
+    assert [each["step"] for each in log.of("student")] == [1, 2]
+    log.append([step(2), step(3)])
+    assert [each["step"] for each in log.of("student")] == [1, 2, 3]
+    log.close()
+    assert [each["step"] for each in EventLog(path).of("student")] == [1, 2, 3]
+
+
 def test_a_reader_skips_unknown_kinds_and_names_a_malformed_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "events.jsonl"
     lines = [{"kind": "later", "time_ms": 1}, {"kind": "step", "stage": 3, "time_ms": 1}, step(5)]
