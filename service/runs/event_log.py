@@ -48,7 +48,7 @@ class EventLog:
             fsync_directory(path.parent)
 
     def _load(self) -> None:
-        """Take up what the file has."""
+        """Take up what the file has: again after a failed write, be it that it could not be read at once."""
         self._offsets: dict[str, list[tuple[int, int]]] = {}
         self._recorded: dict[str, set[tuple[Any, ...]]] = {}
         self._attempts: dict[str, int] = {}
@@ -64,6 +64,7 @@ class EventLog:
         if (found := parsed(last, self.path)) is not None:  # a whole one, which lacks its end alone
             self._take(found)
             self._index(found, begin, self._size)
+        self._is_loaded = True
 
     @property
     def newest_attempt(self) -> int:
@@ -88,6 +89,8 @@ class EventLog:
 
         Raises OSError: the disk is full or cannot be written; the log is as it was.
         """
+        if not self._is_loaded:
+            self._load()
         refusals, accepted = list[Exception | None](), list[tuple[Event, bytes]]()
         for events, attempt in groups:
             try:
@@ -147,7 +150,7 @@ class EventLog:
         except BaseException as error:  # of any kind, such as Ctrl-C
             with contextlib.suppress(OSError):  # what cannot be cut off is ended by the next write
                 os.ftruncate(self._file, self._size)
-            self._load()
+            self._is_loaded = False
             if isinstance(error, OSError):
                 error.filename = str(self.path)
             raise
@@ -158,7 +161,12 @@ class EventLog:
         self._size, self._is_torn = begin, False
 
     def of(self, key: str) -> list[Event]:
-        """The events of a stage, or of a trial by its folder (`trials/003`), in order; "": those of the run itself."""
+        """The events of a stage, or of a trial by its folder (`trials/003`), in order; "": those of the run itself.
+
+        Raises OSError: it cannot be read.
+        """
+        if not self._is_loaded:
+            self._load()
         found = []
         for begin, end in self._offsets.get(key, ()):
             if (each := parsed(Line(self.read(begin, end), end), self.path)) is not None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from service.runs import event_log
 from service.runs.event_log import EventLog, StaleAttemptError
 from service.runs.events import Event, EventTail, event
 from service.runs.recorder import Recorder
@@ -198,6 +199,28 @@ def test_a_write_that_fails_leaves_the_log_as_it_was(tmp_path: Path, monkeypatch
     assert [each["step"] for each in log.of("student")] == [1, 2]
 
 
+def test_a_log_that_cannot_be_read_back_after_a_failed_write_is_read_before_it_takes_or_gives_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> Any:
+        raise OSError(5, "Input/output error")
+
+    log = EventLog(tmp_path / "events.jsonl")
+    log.append([event("attempt", "student", attempt=2), step(1)])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", broken)
+        patch.setattr(event_log, "lines_after", broken)
+        for _ in range(2):
+            with pytest.raises(OSError, match="Input/output"):
+                log.append([step(2)])
+        with pytest.raises(OSError, match="Input/output"):
+            log.of("student")
+    with pytest.raises(StaleAttemptError):
+        log.append([step(3)], 1)
+    log.append([step(1), step(2)], 2)
+    assert [each.get("step") for each in log.of("student")] == [None, 1, 2]
+
+
 def test_events_of_workers_that_were_given_up_are_refused(tmp_path: Path) -> None:
     async def use(recorder: Recorder) -> None:
         first = await recorder.begin_attempt("student")
@@ -237,6 +260,7 @@ def test_what_waits_together_is_written_together_and_in_order(tmp_path: Path, mo
 WRITER = """
 import sys
 from pathlib import Path
+from service.runs import event_log
 from service.runs.event_log import EventLog
 from service.runs.events import event
 log = EventLog(Path(sys.argv[1]))
