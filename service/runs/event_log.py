@@ -119,6 +119,8 @@ class EventLog:
             if each["kind"] == "start" and any(kind == "start" for kind, *_ in recorded):
                 each = _as_resume(each)
                 line = to_line(each)
+            if "refused_with" in each and any(kind == "trial_ended" for kind, *_ in recorded):
+                continue
             if _mark(each) not in recorded:
                 self._take(each)
                 accepted.append((each, line))

@@ -46,8 +46,9 @@ FIELDS: dict[str, dict[str, type]] = {
 `stage` is the stage's folder, relative to the run's: `student`, `trials/003/student-2`. `checkpoint`: its `names` in the stage's
 `checkpoints/`. `result`: fields of `RunResult` that
 have changed; of `trials` the rows that have. `attempt`: workers begin on a stage, numbered throughout the log. `summary` has
-the fields of `StageResult` too. `trial_ended`: one measurement of a trial. `discarded`: what was recorded of its `stage`, or how
-its `trial` ended, does not count any more.
+the fields of `StageResult` too. `trial_ended`: one measurement of a trial; `refused_with`: the trial that it was refused with,
+which counts only where it has not ended. `discarded`: what was recorded of its `stage`, or how its `trial` ended, does not count
+any more.
 """
 ONCE = ("start", "step", "epoch", "summary", "checkpoint")
 """Kinds that a stage has once at a step; a checkpoint in an object store is another one each time."""

@@ -266,8 +266,9 @@ def run_trial(settings: dict[str, Any], assignments: dict[str, Assignment]) -> N
         outcome, waiting = judged(outcome, assignment.config.train.until_top1_pct), dict[str, Assignment]()
         if outcome.failure == "unschedulable":
             waiting = {other: each for other, each in assignments.items() if not has_begun(other, each)}
-        ended = {trial_id: outcome} | refused_with(trial_id, outcome, assignment, waiting)
-        assignment.log.record([event("trial_ended", trial=id, outcome=as_json(each)) for id, each in ended.items()])
+        refused = refused_with(trial_id, outcome, assignment, waiting).items()
+        ended = [event("trial_ended", trial=id, outcome=as_json(each), refused_with=trial_id) for id, each in refused]
+        assignment.log.record([event("trial_ended", trial=trial_id, outcome=as_json(outcome)), *ended])
     # No metrics, which are in the trial's row: each takes 2 kB of the driver's memory for as long as the sweep runs.
     tune.report({"done": True, ENDED: True})
 

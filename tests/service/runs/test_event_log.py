@@ -117,6 +117,20 @@ def test_a_discarded_stage_begins_again_and_a_discarded_trial_has_not_ended(tmp_
     assert len(log.of("trials/000/student")) == 1
 
 
+def test_a_trial_that_two_others_refuse_at_once_has_ended_once(tmp_path: Path) -> None:
+    def ended(**about: str) -> Event:
+        return event("trial_ended", trial="002", outcome={"status": "failed"}, **about)
+
+    log = EventLog(tmp_path / "events.jsonl")
+    log.append([ended(refused_with="000")])
+    log.append([ended(refused_with="001")])
+    assert [each["refused_with"] for each in log.of("trials/002")] == ["000"]
+    log.append([ended(group="a"), ended(group="b")])  # as measured twice
+    assert len(log.of("trials/002")) == 3
+    log.append([event("discarded", trial="002"), ended(refused_with="001")])
+    assert [each["refused_with"] for each in log.of("trials/002")] == ["001"]
+
+
 def test_a_line_that_a_death_cut_off_is_lost_alone(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     log = EventLog(path)
