@@ -41,10 +41,12 @@ class ResultFold:
         elif kind == "notice":
             self._notices.append(event["text"])
         elif kind == "session_begun":
-            self._seconds = self.seconds(self._last_ms)
+            # Of a session whose driver was killed the last event may be a worker's, whose clock is another one.
+            self._seconds = self.seconds(min(self._last_ms, time_ms))
             self._began_ms = self._last_ms = time_ms
             self.fields |= {"status": "running", "reason": ""}
         elif kind == "session_ended":
+            self._seconds, self._began_ms = self.seconds(time_ms), 0
             self.fields |= {"status": event["status"], "reason": event["reason"]}
         elif kind == "stage_ended" and "/" not in event["stage"]:
             self._end_stage(event)
@@ -101,7 +103,7 @@ class ResultFold:
         """The result. Raises ExperimentError: the log at `path` has none, or one that is damaged; names the field."""
         rows = {"stages": self._stages.values(), "notices": self._notices, "trials": self.rows.values()}
         fields = self.fields | {name: list(each) for name, each in rows.items() if each}
-        if self._began_ms:
+        if self._began_ms or self._seconds:
             fields["seconds"] = self.seconds(self._last_ms)
         return parse_result(json.dumps(fields), path)
 

@@ -12,11 +12,11 @@ import pytest
 
 from service.config.experiment import load
 from service.report import end_of_run
-from service.runs.events import EventTail, event
+from service.runs.events import Event, EventTail, event
 from service.runs.result import RunResult, StageRow, TrialRow
 from service.runs.run_directory import begin_run
 from service.runs.session import code_tags, open_session, start_tracking
-from tests.run_log import add, result_of
+from tests.run_log import add, numbers, result_of, write_log
 from tests.service.tracking.store import query
 from tests.waiting import wait_until
 from trainables.config import DataIdentity, SplitIdentity
@@ -118,3 +118,19 @@ def test_a_run_that_goes_on_with_other_data_says_so_in_its_result_its_tables_and
     assert f"not exact: {line}" in run_dir.report.read_text()
     row = StageRow(stage="student", model="mlp_small", status="ok")
     assert f"note: not exact: {line}" in end_of_run.tables(session.result.model_copy(update={"stages": [row]}))
+
+
+def test_a_runs_seconds_are_those_of_its_driver_however_wrong_the_clocks_of_its_workers_are(tmp_path: Path) -> None:
+    def at(second: float, made: Event) -> Event:
+        return made | {"time_ms": int(1e3 * second)}
+
+    run_dir = RunDir(tmp_path / "run")
+    begun, ended = event("session_begun", tags={}), event("session_ended", status="interrupted", reason="")
+    ahead, about = numbers("step", "student", 1), {"kind": "train", "name": "digits", "runs_root": str(tmp_path)}
+    write_log(
+        run_dir, {"kind": "train", "name": "digits", "runs_root": str(tmp_path)}, at(1000, begun), at(9000, ahead)
+    )  # then its driver is killed
+    add(run_dir, at(1100, begun), at(9000, ahead), at(1160, ended))
+    assert result_of(run_dir).seconds == 160.0
+    add(run_dir, at(1300, begun), at(1310, ahead))
+    assert result_of(run_dir).seconds == 170.0
