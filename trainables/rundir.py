@@ -100,7 +100,11 @@ class Line(NamedTuple):
     @property
     def record(self) -> dict[str, Any] | None:
         """The object in the line; None where it has none, such as a line that a death cut off and a later writer ended."""
-        return parse_line(self.raw)
+        try:
+            record = json.loads(self.raw)
+        except ValueError:
+            return None
+        return record if isinstance(record, dict) else None
 
 
 def lines_after(path: Path, offset: int, chunk_bytes: int | None = None) -> list[Line]:
@@ -123,15 +127,6 @@ def lines_after(path: Path, offset: int, chunk_bytes: int | None = None) -> list
         end += len(line) + 1
         lines.append(Line(line, end))
     return lines
-
-
-def parse_line(raw: bytes | str) -> dict[str, Any] | None:
-    """The JSON object in a line; None where it has none."""
-    try:
-        record = json.loads(raw)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None
 
 
 def headline(metrics: dict[str, float]) -> dict[str, float]:
