@@ -110,8 +110,8 @@ class EventTail:
     def __init__(self, path: Path, offset: int = 0) -> None:
         self.path, self.offset = path, offset
 
-    def new(self) -> Iterator[tuple[Event, int]]:
-        """Each with the byte offset behind it; none while the file cannot be read, as on a file server that is down."""
+    def new(self) -> Iterator[Event]:
+        """None while the file cannot be read, as on a file server that is down."""
         try:
             lines = lines_after(self.path, self.offset)
         except OSError:
@@ -119,4 +119,4 @@ class EventTail:
         for line in lines:
             self.offset = line.end
             if (found := parsed(line, self.path)) is not None:
-                yield found, line.end
+                yield found

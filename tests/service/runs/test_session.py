@@ -95,7 +95,7 @@ def test_a_session_records_what_has_changed_alone(tmp_path: Path) -> None:
         session.record("trial_ended", trial="000", outcome={"status": "ok", "metrics": {"loss": float("nan")}})
         ended = rows[0].model_copy(update={"status": "ok", "metrics": {"loss": float("nan")}})
         session.save(space={}, metric="images_per_s", mode="max", trials=[ended, rows[1]])
-    changes = [each["changes"] for each, _ in EventTail(run_dir.events).new() if each["kind"] == "result"]
+    changes = [each["changes"] for each in EventTail(run_dir.events).new() if each["kind"] == "result"]
     assert [[row["id"] for row in each["trials"]] for each in changes if "trials" in each] == [["000", "001"]]
     result = result_of(run_dir)
     assert [row.status for row in result.rows] == ["ok", "pending"]
