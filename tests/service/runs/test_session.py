@@ -127,9 +127,7 @@ def test_a_runs_seconds_are_those_of_its_driver_however_wrong_the_clocks_of_its_
     run_dir = RunDir(tmp_path / "run")
     begun, ended = event("session_begun", tags={}), event("session_ended", status="interrupted", reason="")
     ahead, about = numbers("step", "student", 1), {"kind": "train", "name": "digits", "runs_root": str(tmp_path)}
-    write_log(
-        run_dir, {"kind": "train", "name": "digits", "runs_root": str(tmp_path)}, at(1000, begun), at(9000, ahead)
-    )  # then its driver is killed
+    write_log(run_dir, about, at(1000, begun), at(9000, ahead))  # then its driver is killed
     add(run_dir, at(1100, begun), at(9000, ahead), at(1160, ended))
     assert result_of(run_dir).seconds == 160.0
     add(run_dir, at(1300, begun), at(1310, ahead))
