@@ -179,6 +179,20 @@ def test_a_long_log_is_opened_a_part_at_a_time(tmp_path: Path, opened: Callable[
     assert peak_bytes < 5e6
 
 
+def test_a_tail_that_has_seen_what_a_failed_write_took_back_gives_no_event_again(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    log.append([step(1)])
+    durable, tail = log.size, EventTail(log.path)
+    log.append([step(2)])
+    assert [each.get("step") for each in tail.new()] == [None, 1, 2]
+    os.truncate(log.path, durable)
+    assert list(tail.new()) == []
+    log.close()
+    log = EventLog(log.path)
+    log.append([step(2), step(3)])  # comes again
+    assert [each["step"] for each in tail.new()] == [3]
+
+
 def test_a_second_writer_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     log = EventLog(path)
