@@ -39,7 +39,8 @@ class EventLog:
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         if (lock := try_lock(path, wait_s)) is None:
-            raise ExperimentError(f"{path} is being written by another process: wait for it, or end it first")
+            writer = "another process writes it, such as the ray::Recorder of a job that was killed"
+            raise ExperimentError(f"{path}: {writer}: wait until that ends, or end what `fuser {path}` names")
         self.path, self._lock = path, lock
         self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
         self._load()

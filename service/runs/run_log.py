@@ -5,11 +5,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from service.runs.event_log import log_lines
 from service.runs.events import Event, head, parsed
 from service.runs.measurements import combined
 from service.runs.outcome import Outcome
-from service.runs.result import RunResult, StageRow, TrialRow, parse_result
+from service.runs.result import RunResult, StageRow, TrialRow, first_mistake, parse_result
 from trainables.errors import ExperimentError
 from trainables.rundir import Line, RunDir
 
@@ -131,7 +133,7 @@ class RunLog:
                 try:
                     self.fold.take(event)
                 except (KeyError, TypeError, ValueError) as error:
-                    problem = f"its line that ends at byte {line.end} is no {event['kind']} of ours"
+                    problem = f"its line that ends at byte {line.end}: {event['kind']}.{_mistake(error)}"
                     raise ExperimentError(f"{path} is damaged: {problem}: put back a copy, or begin another run") from error
                 if kind == "discarded":
                     self._lines.pop(stage, None)
@@ -158,6 +160,13 @@ class RunLog:
     def is_complete(self, stage: str) -> bool:
         """Whether a stage has been trained to its end."""
         return any(kind == "summary" for kind, _ in self.raw_of(stage))
+
+
+def _mistake(error: Exception) -> str:
+    """What is wrong with an event that cannot be taken up: the field, and what it should be."""
+    if isinstance(error, ValidationError):
+        return f"outcome.{first_mistake(error)}"
+    return f"{error.args[0]}: missing" if isinstance(error, KeyError) else "trials: must be a list of rows"
 
 
 def checkpoint_names(events: Iterable[Event]) -> dict[str, str]:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -196,7 +197,7 @@ def test_a_tail_that_has_seen_what_a_failed_write_took_back_gives_no_event_again
 def test_a_second_writer_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     log = EventLog(path)
-    with pytest.raises(ExperimentError, match="is being written by another process"):
+    with pytest.raises(ExperimentError, match=re.escape(f"end what `fuser {path}` names")):
         EventLog(path, wait_s=0.05)
     log.close()
     EventLog(path, wait_s=0.05).close()
