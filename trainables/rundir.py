@@ -100,38 +100,34 @@ class Line(NamedTuple):
     @property
     def record(self) -> dict[str, Any] | None:
         """The object in the line; None where it has none, such as a line that a death cut off and a later writer ended."""
-        return parse_line(self.raw)
+        try:
+            record = json.loads(self.raw)
+        except ValueError:
+            return None
+        return record if isinstance(record, dict) else None
 
 
 def lines_after(path: Path, offset: int, chunk_bytes: int | None = None) -> list[Line]:
     """The complete lines of a growing file behind byte `offset`; [] at its end or without a file.
 
-    A file that has become shorter than `offset` is read from its start. `chunk_bytes`: read about so many bytes, at least one
-    line; None: to the end.
+    Of one that is shorter none: its writer took back what a full disk did not take, and the rest was read before.
+    `chunk_bytes`: read about so many bytes, at least one line; None: to the end.
     """
     try:
         with open(path, "rb") as file:
-            start = offset if offset <= file.seek(0, os.SEEK_END) else 0
-            file.seek(start)
+            if offset > file.seek(0, os.SEEK_END):
+                return []
+            file.seek(offset)
             raw = file.read(-1 if chunk_bytes is None else chunk_bytes)
             while chunk_bytes is not None and b"\n" not in raw and (more := file.read(chunk_bytes)):
                 raw += more
     except FileNotFoundError:
         return []
-    lines, end = [], start
+    lines, end = [], offset
     for line in raw.split(b"\n")[:-1]:
         end += len(line) + 1
         lines.append(Line(line, end))
     return lines
-
-
-def parse_line(raw: bytes | str) -> dict[str, Any] | None:
-    """The JSON object in a line; None where it has none."""
-    try:
-        record = json.loads(raw)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None
 
 
 def headline(metrics: dict[str, float]) -> dict[str, float]:

@@ -26,7 +26,7 @@ class UnderWay:
 
     def lines(self) -> list[str]:
         """A line for each stage, and under it one for each rank."""
-        for event, _ in self._events.new():
+        for event in self._events.new():
             stage = event.get("stage", f"trials/{event.get('trial')}/")
             if event["kind"] in ("summary", "stage_ended", "discarded", "trial_ended"):
                 self._latest = {name: latest for name, latest in self._latest.items() if not name.startswith(stage)}

@@ -200,7 +200,7 @@ class Display:
             for line in followed.log.lines():
                 if self._bars is None or any(part in line for part in SHOWN_WITH_BARS):
                     self.print(f"[{followed.label}] {line}")
-        for event, _ in self._events.new() if self._events else ():
+        for event in self._events.new() if self._events else ():
             if (found := self._followed.get(event.get("stage", ""))) is not None and "metrics" in event:
                 self._update(found, event)
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from trainables.rundir import Line, fsync_directory, lines_after
 
 LOCK_WAIT_S = 30.0
 """A writer that was killed has the lock until its process is gone."""
+CHUNK_BYTES = 1 << 20
+"""So much of a log is read at a time."""
 
 
 class StaleAttemptError(Exception):
@@ -37,7 +39,8 @@ class EventLog:
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         if (lock := try_lock(path, wait_s)) is None:
-            raise ExperimentError(f"{path} is being written by another process: wait for it, or end it first")
+            writer = "another process writes it, such as the ray::Recorder of a job that was killed"
+            raise ExperimentError(f"{path}: {writer}: wait until that ends, or end what `fuser {path}` names")
         self.path, self._lock = path, lock
         self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
         self._load()
@@ -46,19 +49,23 @@ class EventLog:
             fsync_directory(path.parent)
 
     def _load(self) -> None:
-        """Take up what the file has."""
+        """Take up what the file has: again after a failed write, be it that it could not be read at once."""
         self._offsets: dict[str, list[tuple[int, int]]] = {}
         self._recorded: dict[str, set[tuple[Any, ...]]] = {}
         self._attempts: dict[str, int] = {}
-        lines, begin = lines_after(self.path, 0), 0
-        check_version(self.path, lines[0].raw if lines else None)
-        for line in lines:
+        begin = 0
+        for line in log_lines(self.path):
             if (found := parsed(line, self.path)) is not None:
                 self._take(found)
                 self._index(found, begin, line.end)
             begin = line.end
         self._size = os.fstat(self._file).st_size
         self._is_torn = self._size > begin
+        last = Line(self.read(begin, self._size), self._size)
+        if (found := parsed(last, self.path)) is not None:  # a whole one, which lacks its end alone
+            self._take(found)
+            self._index(found, begin, self._size)
+        self._is_loaded = True
 
     @property
     def newest_attempt(self) -> int:
@@ -83,6 +90,8 @@ class EventLog:
 
         Raises OSError: the disk is full or cannot be written; the log is as it was.
         """
+        if not self._is_loaded:
+            self._load()
         refusals, accepted = list[Exception | None](), list[tuple[Event, bytes]]()
         for events, attempt in groups:
             try:
@@ -111,6 +120,8 @@ class EventLog:
             if each["kind"] == "start" and any(kind == "start" for kind, *_ in recorded):
                 each = _as_resume(each)
                 line = to_line(each)
+            if "refused_with" in each and any(kind == "trial_ended" for kind, *_ in recorded):
+                continue
             if _mark(each) not in recorded:
                 self._take(each)
                 accepted.append((each, line))
@@ -142,7 +153,7 @@ class EventLog:
         except BaseException as error:  # of any kind, such as Ctrl-C
             with contextlib.suppress(OSError):  # what cannot be cut off is ended by the next write
                 os.ftruncate(self._file, self._size)
-            self._load()
+            self._is_loaded = False
             if isinstance(error, OSError):
                 error.filename = str(self.path)
             raise
@@ -153,7 +164,12 @@ class EventLog:
         self._size, self._is_torn = begin, False
 
     def of(self, key: str) -> list[Event]:
-        """The events of a stage, or of a trial by its folder (`trials/003`), in order; "": those of the run itself."""
+        """The events of a stage, or of a trial by its folder (`trials/003`), in order; "": those of the run itself.
+
+        Raises OSError: it cannot be read.
+        """
+        if not self._is_loaded:
+            self._load()
         found = []
         for begin, end in self._offsets.get(key, ()):
             if (each := parsed(Line(self.read(begin, end), end), self.path)) is not None:
@@ -197,7 +213,17 @@ def _key(each: Event) -> str:
     return f"trials/{each['trial']}" if "trial" in each else ""
 
 
-def check_version(path: Path, first: bytes | None) -> None:
+def log_lines(path: Path) -> Iterator[Line]:
+    """The complete lines of a log, a part of it in memory at a time. Raises ExperimentError: it is of another format."""
+    end = 0
+    while lines := lines_after(path, end, CHUNK_BYTES):
+        if not end:
+            check_version(path, lines[0].raw)
+        yield from lines
+        end = lines[-1].end
+
+
+def check_version(path: Path, first: bytes) -> None:
     """Refuse a log of another format by its first line. Raises ExperimentError."""
-    if first is not None and (record := Line(first, 0).record) and record.get("version") != VERSION:
+    if (record := Line(first, 0).record) and record.get("version") != VERSION:
         raise ExperimentError(f"{path} has format {record.get('version')!r}, and this version reads {VERSION}: begin another run")

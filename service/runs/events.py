@@ -46,8 +46,9 @@ FIELDS: dict[str, dict[str, type]] = {
 `stage` is the stage's folder, relative to the run's: `student`, `trials/003/student-2`. `checkpoint`: its `names` in the stage's
 `checkpoints/`. `result`: fields of `RunResult` that
 have changed; of `trials` the rows that have. `attempt`: workers begin on a stage, numbered throughout the log. `summary` has
-the fields of `StageResult` too. `trial_ended`: one measurement of a trial. `discarded`: what was recorded of its `stage`, or how
-its `trial` ended, does not count any more.
+the fields of `StageResult` too. `trial_ended`: one measurement of a trial; `refused_with`: the trial that it was refused with,
+which counts only where it has not ended. `discarded`: what was recorded of its `stage`, or how its `trial` ended, does not count
+any more.
 """
 ONCE = ("start", "step", "epoch", "summary", "checkpoint")
 """Kinds that a stage has once at a step; a checkpoint in an object store is another one each time."""
@@ -109,8 +110,8 @@ class EventTail:
     def __init__(self, path: Path, offset: int = 0) -> None:
         self.path, self.offset = path, offset
 
-    def new(self) -> Iterator[tuple[Event, int]]:
-        """Each with the byte offset behind it; none while the file cannot be read, as on a file server that is down."""
+    def new(self) -> Iterator[Event]:
+        """None while the file cannot be read, as on a file server that is down."""
         try:
             lines = lines_after(self.path, self.offset)
         except OSError:
@@ -118,4 +119,4 @@ class EventTail:
         for line in lines:
             self.offset = line.end
             if (found := parsed(line, self.path)) is not None:
-                yield found, line.end
+                yield found

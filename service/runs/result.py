@@ -205,11 +205,11 @@ def parse_result(text: str, path: Path) -> RunResult:
     try:
         return RunResult.model_validate_json(text)
     except ValidationError as error:
-        damage = _first(error)
+        damage = first_mistake(error)
     raise ExperimentError(f"{path} is damaged: {damage}: put back a copy, or begin another run")
 
 
-def _first(error: ValidationError) -> str:
+def first_mistake(error: ValidationError) -> str:
     """The first mistake: the field, and what it should be."""
     detail = error.errors(include_url=False)[0]
     field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in detail["loc"]).removeprefix(".")

@@ -5,13 +5,15 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from service.runs.event_log import check_version
+from pydantic import ValidationError
+
+from service.runs.event_log import log_lines
 from service.runs.events import Event, head, parsed
 from service.runs.measurements import combined
 from service.runs.outcome import Outcome
-from service.runs.result import RunResult, StageRow, TrialRow, parse_result
+from service.runs.result import RunResult, StageRow, TrialRow, first_mistake, parse_result
 from trainables.errors import ExperimentError
-from trainables.rundir import Line, RunDir, lines_after
+from trainables.rundir import Line, RunDir
 
 _OF_ROW = {"steps_s", "ended_s", "measurements"}
 """Parts of an outcome that the row of a stage does not have."""
@@ -41,17 +43,20 @@ class ResultFold:
         elif kind == "notice":
             self._notices.append(event["text"])
         elif kind == "session_begun":
-            self._seconds = self.seconds(self._last_ms)
+            # Of a session whose driver was killed the last event may be a worker's, whose clock is another one.
+            self._seconds = self.seconds(min(self._last_ms, time_ms))
             self._began_ms = self._last_ms = time_ms
             self.fields |= {"status": "running", "reason": ""}
         elif kind == "session_ended":
+            self._seconds, self._began_ms = self.seconds(time_ms), 0
             self.fields |= {"status": event["status"], "reason": event["reason"]}
         elif kind == "stage_ended" and "/" not in event["stage"]:
             self._end_stage(event)
         elif kind == "trial_ended":
             self._end_trial(event["trial"], Outcome.model_validate_json(json.dumps(event["outcome"])))
-        elif kind == "discarded" and "trial" in event:
-            self._measured.pop(event["trial"], None)
+        elif kind == "discarded":
+            self._measured.pop(event.get("trial", ""), None)
+            self._stages.pop(event.get("stage", ""), None)
 
     def take_time(self, time_ms: int) -> None:
         """When an event was recorded; it was in the session that began last."""
@@ -100,7 +105,7 @@ class ResultFold:
         """The result. Raises ExperimentError: the log at `path` has none, or one that is damaged; names the field."""
         rows = {"stages": self._stages.values(), "notices": self._notices, "trials": self.rows.values()}
         fields = self.fields | {name: list(each) for name, each in rows.items() if each}
-        if self._began_ms:
+        if self._began_ms or self._seconds:
             fields["seconds"] = self.seconds(self._last_ms)
         return parse_result(json.dumps(fields), path)
 
@@ -115,12 +120,9 @@ class RunLog:
 
     def __init__(self, path: Path) -> None:
         """Raises ExperimentError: the log is of another format."""
-        self.path, self.fold, self.end = path, ResultFold(), 0
+        self.path, self.fold = path, ResultFold()
         self._lines: dict[str, list[Line]] = {}
-        lines = lines_after(path, 0)
-        check_version(path, lines[0].raw if lines else None)
-        for line in lines:
-            self.end = line.end
+        for line in log_lines(path):
             kind, stage, time_ms = head(line.raw)
             if stage and kind != "discarded":
                 self._lines.setdefault(stage, []).append(line)
@@ -131,7 +133,7 @@ class RunLog:
                 try:
                     self.fold.take(event)
                 except (KeyError, TypeError, ValueError) as error:
-                    problem = f"its line that ends at byte {line.end} is no {event['kind']} of ours"
+                    problem = f"its line that ends at byte {line.end}: {event['kind']}.{_mistake(error)}"
                     raise ExperimentError(f"{path} is damaged: {problem}: put back a copy, or begin another run") from error
                 if kind == "discarded":
                     self._lines.pop(stage, None)
@@ -158,6 +160,13 @@ class RunLog:
     def is_complete(self, stage: str) -> bool:
         """Whether a stage has been trained to its end."""
         return any(kind == "summary" for kind, _ in self.raw_of(stage))
+
+
+def _mistake(error: Exception) -> str:
+    """What is wrong with an event that cannot be taken up: the field, and what it should be."""
+    if isinstance(error, ValidationError):
+        return f"outcome.{first_mistake(error)}"
+    return f"{error.args[0]}: missing" if isinstance(error, KeyError) else "trials: must be a list of rows"
 
 
 def checkpoint_names(events: Iterable[Event]) -> dict[str, str]:

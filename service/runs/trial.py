@@ -206,6 +206,18 @@ def finished(assignment: Assignment, restarts: int = 0, *, has_just_run: bool = 
     return complete(StageResult.model_validate(summary), restarts)
 
 
+def begin_stage(trial: str, assignment: Assignment) -> None:
+    """Record that a trial's stage begins. Of one that begins from nothing again, what was recorded does not count any more."""
+    discarded = [event("discarded", assignment.name)] if is_lost(assignment) else []
+    assignment.log.record([*discarded, event("stage_begun", assignment.name, trial=trial, model=assignment.config.model)])
+
+
+def is_lost(assignment: Assignment) -> bool:
+    """Whether a stage has to begin from nothing again: the checkpoint from which it would go on was removed."""
+    last = checkpoint(assignment.stage_dir, assignment.events, "last")
+    return last is not None and finished(assignment) is None and not is_there(last, assignment.config.run_store)
+
+
 def complete(summary: StageResult, restarts: int = 0) -> Outcome:
     """The outcome of a complete stage."""
     return Outcome(
@@ -254,8 +266,9 @@ def run_trial(settings: dict[str, Any], assignments: dict[str, Assignment]) -> N
         outcome, waiting = judged(outcome, assignment.config.train.until_top1_pct), dict[str, Assignment]()
         if outcome.failure == "unschedulable":
             waiting = {other: each for other, each in assignments.items() if not has_begun(other, each)}
-        ended = {trial_id: outcome} | refused_with(trial_id, outcome, assignment, waiting)
-        assignment.log.record([event("trial_ended", trial=id, outcome=as_json(each)) for id, each in ended.items()])
+        refused = refused_with(trial_id, outcome, assignment, waiting).items()
+        ended = [event("trial_ended", trial=id, outcome=as_json(each), refused_with=trial_id) for id, each in refused]
+        assignment.log.record([event("trial_ended", trial=trial_id, outcome=as_json(outcome)), *ended])
     # No metrics, which are in the trial's row: each takes 2 kB of the driver's memory for as long as the sweep runs.
     tune.report({"done": True, ENDED: True})
 
@@ -277,7 +290,7 @@ def refused_with(trial: str, outcome: Outcome, assignment: Assignment, waiting: 
 
 def run_accounted(trial: str, assignment: Assignment, run: Callable[[Assignment], Outcome] = run_to_end) -> Outcome:
     """`run` a trial's stage, with the times of all sessions that worked on it."""
-    assignment.log.record([event("stage_begun", assignment.name, trial=trial, model=assignment.config.model)])
+    begin_stage(trial, assignment)
     outcome = accounted_over_sessions(run(assignment), assignment.events)
     shown = {"status": outcome.status, "reason": outcome.reason}  # the rest is in the trial's end
     assignment.log.record([event("stage_ended", assignment.name, trial=trial, outcome=shown)])

@@ -18,7 +18,7 @@ from service.runs.result import RunResult
 from service.runs.run_log import as_json
 from service.runs.stages.assignment import Assignment
 from service.runs.stages.stage_times import accounted_over_sessions
-from service.runs.trial import complete, finished, refused_with, remove_leftovers
+from service.runs.trial import begin_stage, complete, finished, refused_with, remove_leftovers
 from service.search.points import identity
 from service.search.replay import observation, replay
 from service.search.rows import searched
@@ -137,7 +137,7 @@ class PointCoordinator:
         trial = self._trial_of[group_id]
         assignment = self._measurement(trial)
         remove_leftovers(assignment.stage_dir)
-        assignment.log.record([event("stage_begun", assignment.name, trial=trial, model=assignment.config.model)])
+        begin_stage(trial, assignment)
         self._running[group_id] = Running(assignment, time.time())
         return self._running[group_id]
 

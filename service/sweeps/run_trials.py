@@ -140,7 +140,7 @@ class TrialWatch:
     def look(self) -> None:
         """Show and record which measurements have begun and which have ended since the last look."""
         start_tracking(self._session)
-        for event, _ in self._events.new():
+        for event in self._events.new():
             trial = self._trials.get(event.get("trial", ""))
             if trial is None:
                 continue

@@ -144,7 +144,7 @@ def main() -> int:
                     now = driver.children(recursive=True)
                     children.update(now)
                     samples.append(sample(driver, [driver, *now]))
-                    num_ended += sum(event["kind"] == "trial_ended" for event, _ in events.new())
+                    num_ended += sum(event["kind"] == "trial_ended" for event in events.new())
                     ended.append(num_ended)
                     if args.json:
                         line = {"seconds": seconds[-1], "ended": ended[-1], "processes": samples[-1]}

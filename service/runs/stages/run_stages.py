@@ -12,7 +12,7 @@ from service.runs.session import Session, start_tracking
 from service.runs.stages.assignment import Assignment
 from service.runs.stages.stage_times import accounted_over_sessions
 from service.runs.stored.stored_runs import checkpoint, display_name, put
-from service.runs.trial import run_to_end
+from service.runs.trial import is_lost, run_to_end
 from trainables.errors import TrainingError
 from trainables.rundir import StageDir
 
@@ -79,6 +79,8 @@ def run_stage(session: Session, assignment: Assignment) -> StageDir:
         run_stage(session, assignment.init)
     assignment = assignment.recorded_by(session.log.recorder)
     config, stage, name = assignment.config, assignment.stage_dir, assignment.name
+    if is_lost(assignment):
+        session.record("discarded", name)
     session.record("stage_begun", name, model=config.model)
     session.display.follow(config.stage, name, stage, assignment.events)
 

@@ -38,7 +38,7 @@ def test_it_renews_the_page_until_the_run_ends(tmp_path: Path, capsys: pytest.Ca
         while not run_dir.report.exists() and time.monotonic() < until:
             time.sleep(0.05)
         shown_results.append(run_dir.report.read_text() if run_dir.report.exists() else "no page")
-        add(run_dir, *(found for found, _ in EventTail(ended.events).new() if found["kind"] == "result"))
+        add(run_dir, *(found for found in EventTail(ended.events).new() if found["kind"] == "result"))
 
     thread = threading.Thread(target=end)
     thread.start()

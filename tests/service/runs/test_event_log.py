@@ -3,19 +3,25 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from service.runs import event_log
 from service.runs.event_log import EventLog, StaleAttemptError
 from service.runs.events import Event, EventTail, event
 from service.runs.recorder import Recorder
+from service.runs.run_log import RunLog
+from tests.run_log import add
 from trainables.errors import ExperimentError
-from trainables.rundir import lines_after
+from trainables.rundir import RunDir, lines_after
 
 
 def step(number: int, stage: str = "student", kind: str = "step", **metrics: float) -> Event:
@@ -112,6 +118,20 @@ def test_a_discarded_stage_begins_again_and_a_discarded_trial_has_not_ended(tmp_
     assert len(log.of("trials/000/student")) == 1
 
 
+def test_a_trial_that_two_others_refuse_at_once_has_ended_once(tmp_path: Path) -> None:
+    def ended(**about: str) -> Event:
+        return event("trial_ended", trial="002", outcome={"status": "failed"}, **about)
+
+    log = EventLog(tmp_path / "events.jsonl")
+    log.append([ended(refused_with="000")])
+    log.append([ended(refused_with="001")])
+    assert [each["refused_with"] for each in log.of("trials/002")] == ["000"]
+    log.append([ended(group="a"), ended(group="b")])  # as measured twice
+    assert len(log.of("trials/002")) == 3
+    log.append([event("discarded", trial="002"), ended(refused_with="001")])
+    assert [each["refused_with"] for each in log.of("trials/002")] == ["001"]
+
+
 def test_a_line_that_a_death_cut_off_is_lost_alone(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     log = EventLog(path)
@@ -122,7 +142,21 @@ def test_a_line_that_a_death_cut_off_is_lost_alone(tmp_path: Path) -> None:
     log = EventLog(path)
     log.append([step(2)])
     assert [each["step"] for each in log.of("student")] == [1, 2]
-    assert [found.get("step") for found, _ in EventTail(path).new()] == [None, 1, 2]
+    assert [found.get("step") for found in EventTail(path).new()] == [None, 1, 2]
+
+
+def test_a_line_that_lacks_its_end_alone_counts_and_does_not_come_twice(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    log = EventLog(path)
+    log.append([step(1), step(2)])
+    log.close()
+    os.truncate(path, path.stat().st_size - 1)
+    log = EventLog(path)
+    assert [each["step"] for each in log.of("student")] == [1, 2]
+    log.append([step(2), step(3)])
+    assert [each["step"] for each in log.of("student")] == [1, 2, 3]
+    log.close()
+    assert [each["step"] for each in EventLog(path).of("student")] == [1, 2, 3]
 
 
 def test_a_reader_skips_unknown_kinds_and_names_a_malformed_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -130,16 +164,40 @@ def test_a_reader_skips_unknown_kinds_and_names_a_malformed_line(tmp_path: Path,
     lines = [{"kind": "later", "time_ms": 1}, {"kind": "step", "stage": 3, "time_ms": 1}, step(5)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     tail = EventTail(path)
-    assert [found["step"] for found, _ in tail.new()] == [5]
+    assert [found["step"] for found in tail.new()] == [5]
     assert "step.stage must be str, not 3" in caplog.text
     assert list(tail.new()) == []
     assert tail.offset == path.stat().st_size
 
 
+@pytest.mark.parametrize("opened", [EventLog, RunLog])
+def test_a_long_log_is_opened_a_part_at_a_time(tmp_path: Path, opened: Callable[[Path], object]) -> None:
+    add(RunDir(tmp_path), *(event("session_begun", tags={"commit": 100_000 * "0"}) for _ in range(100)))
+    tracemalloc.start()
+    opened(tmp_path / "events.jsonl")
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < 5e6
+
+
+def test_a_tail_that_has_seen_what_a_failed_write_took_back_gives_no_event_again(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    log.append([step(1)])
+    durable, tail = log.size, EventTail(log.path)
+    log.append([step(2)])
+    assert [each.get("step") for each in tail.new()] == [None, 1, 2]
+    os.truncate(log.path, durable)
+    assert list(tail.new()) == []
+    log.close()
+    log = EventLog(log.path)
+    log.append([step(2), step(3)])  # comes again
+    assert [each["step"] for each in tail.new()] == [3]
+
+
 def test_a_second_writer_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     log = EventLog(path)
-    with pytest.raises(ExperimentError, match="is being written by another process"):
+    with pytest.raises(ExperimentError, match=re.escape(f"end what `fuser {path}` names")):
         EventLog(path, wait_s=0.05)
     log.close()
     EventLog(path, wait_s=0.05).close()
@@ -168,6 +226,28 @@ def test_a_write_that_fails_leaves_the_log_as_it_was(tmp_path: Path, monkeypatch
     assert path.read_bytes() == before
     log.append([step(2)])
     assert [each["step"] for each in log.of("student")] == [1, 2]
+
+
+def test_a_log_that_cannot_be_read_back_after_a_failed_write_is_read_before_it_takes_or_gives_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> Any:
+        raise OSError(5, "Input/output error")
+
+    log = EventLog(tmp_path / "events.jsonl")
+    log.append([event("attempt", "student", attempt=2), step(1)])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", broken)
+        patch.setattr(event_log, "lines_after", broken)
+        for _ in range(2):
+            with pytest.raises(OSError, match="Input/output"):
+                log.append([step(2)])
+        with pytest.raises(OSError, match="Input/output"):
+            log.of("student")
+    with pytest.raises(StaleAttemptError):
+        log.append([step(3)], 1)
+    log.append([step(1), step(2)], 2)
+    assert [each.get("step") for each in log.of("student")] == [None, 1, 2]
 
 
 def test_events_of_workers_that_were_given_up_are_refused(tmp_path: Path) -> None:
@@ -209,6 +289,7 @@ def test_what_waits_together_is_written_together_and_in_order(tmp_path: Path, mo
 WRITER = """
 import sys
 from pathlib import Path
+from service.runs import event_log
 from service.runs.event_log import EventLog
 from service.runs.events import event
 log = EventLog(Path(sys.argv[1]))

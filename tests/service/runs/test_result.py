@@ -19,6 +19,7 @@ from service.sweeps.trials import plan_trials, rows_of
 from tests.run_log import add, change, result_of
 from tests.service.commands import run
 from tests.service.report.runs import sweep_dir, train_dir
+from trainables.errors import ExperimentError
 from trainables.rundir import RunDir
 
 SPACE = {"scale.num_workers": [1, 2], "data.global_batch_size": [64]}
@@ -142,14 +143,30 @@ def test_a_sweep_with_values_that_no_trial_can_have_is_read_again(capsys: pytest
         assert run(capsys, command, run_dir.root)[::2] == (0, "")
 
 
-@pytest.mark.parametrize("trials", [7, ["a"], [{"status": "ok"}]])
-def test_rows_that_are_none_are_one_line_too(capsys: pytest.CaptureFixture[str], tmp_path: Path, trials: object) -> None:
+@pytest.mark.parametrize(
+    ("trials", "mistake"),
+    [
+        (7, "trials: must be a list of rows"),
+        (["a"], "trials: must be a list of rows"),
+        ([{"status": "ok"}], "id: missing"),
+    ],
+)
+def test_rows_that_are_none_are_one_line_too(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, trials: object, mistake: str
+) -> None:
     run_dir = sweep_dir(tmp_path / "s", SPACE)
     spoil(run_dir, lambda r: r.update(trials=trials))
     code, _, err = run(capsys, "report", run_dir.root)
     assert code == 2
-    assert "is damaged: its line that ends at byte" in err
+    assert re.search(rf"is damaged: its line that ends at byte \d+: result\.{mistake}: put back a copy", err)
     assert len(err.splitlines()) == 1
+
+
+def test_an_end_of_a_trial_that_lacks_a_field_is_named(tmp_path: Path) -> None:
+    run_dir = sweep_dir(tmp_path / "s", SPACE)
+    add(run_dir, event("trial_ended", trial="000", outcome={"reason": "?"}))
+    with pytest.raises(ExperimentError, match=r"ends at byte \d+: trial_ended\.outcome\.status: missing: put back a copy"):
+        result_of(run_dir)
 
 
 def test_a_run_of_another_format_is_refused_in_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

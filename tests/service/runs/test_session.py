@@ -13,11 +13,11 @@ import pytest
 
 from service.config.experiment import load
 from service.report import end_of_run
-from service.runs.events import EventTail, event
+from service.runs.events import Event, EventTail, event
 from service.runs.result import RunResult, StageRow, TrialRow
 from service.runs.run_directory import begin_run
 from service.runs.session import code_tags, open_session, start_tracking
-from tests.run_log import add, result_of
+from tests.run_log import add, numbers, result_of, write_log
 from tests.service.tracking.store import query
 from tests.waiting import wait_until
 from trainables.config import DataIdentity, SplitIdentity
@@ -96,7 +96,7 @@ def test_a_session_records_what_has_changed_alone(tmp_path: Path) -> None:
         session.record("trial_ended", trial="000", outcome={"status": "ok", "metrics": {"loss": float("nan")}})
         ended = rows[0].model_copy(update={"status": "ok", "metrics": {"loss": float("nan")}})
         session.save(space={}, metric="images_per_s", mode="max", trials=[ended, rows[1]])
-    changes = [each["changes"] for each, _ in EventTail(run_dir.events).new() if each["kind"] == "result"]
+    changes = [each["changes"] for each in EventTail(run_dir.events).new() if each["kind"] == "result"]
     assert [[row["id"] for row in each["trials"]] for each in changes if "trials" in each] == [["000", "001"]]
     result = result_of(run_dir)
     assert [row.status for row in result.rows] == ["ok", "pending"]
@@ -139,3 +139,17 @@ def test_the_bars_of_a_session_move_with_its_log(tmp_path: Path, monkeypatch: py
         session.display.unfollow("student")
         assert not session.display._bars.tasks
     assert run_dir.report.exists(), "also of a run that ended before its first numbers"
+
+
+def test_a_runs_seconds_are_those_of_its_driver_however_wrong_the_clocks_of_its_workers_are(tmp_path: Path) -> None:
+    def at(second: float, made: Event) -> Event:
+        return made | {"time_ms": int(1e3 * second)}
+
+    run_dir = RunDir(tmp_path / "run")
+    begun, ended = event("session_begun", tags={}), event("session_ended", status="interrupted", reason="")
+    ahead, about = numbers("step", "student", 1), {"kind": "train", "name": "digits", "runs_root": str(tmp_path)}
+    write_log(run_dir, about, at(1000, begun), at(9000, ahead))  # then its driver is killed
+    add(run_dir, at(1100, begun), at(9000, ahead), at(1160, ended))
+    assert result_of(run_dir).seconds == 160.0
+    add(run_dir, at(1300, begun), at(1310, ahead))
+    assert result_of(run_dir).seconds == 170.0

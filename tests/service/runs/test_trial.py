@@ -18,7 +18,7 @@ from service.runs.outcome import Outcome
 from service.runs.stages import node_wait
 from service.runs.stages.assignment import Assignment
 from service.runs.stages.node_wait import NodeWait
-from service.runs.trial import cause_of, finished, has_begun, refused_with, run_to_end
+from service.runs.trial import begin_stage, cause_of, finished, has_begun, refused_with, run_to_end
 from tests.run_log import LocalRecorder, events_of, numbers
 from trainables.config import TrainConfig
 from trainables.errors import CheckpointError, DeviceError, DistillError
@@ -252,3 +252,17 @@ def test_a_stage_is_finished_by_its_summary_while_its_best_checkpoint_is_there(t
     StageDir(tmp_path).best.parent.mkdir()
     StageDir(tmp_path).best.touch()
     assert finished(assignment, 1) == expected
+
+
+def test_a_trial_whose_last_checkpoint_was_removed_begins_its_stage_from_nothing(tmp_path: Path) -> None:
+    tree = {"model": "mlp_small", "output_dir": str(tmp_path), "data": {"path": "digits"}}
+    assignment = assigned(TrainConfig.model_validate(tree))
+    last = StageDir(tmp_path).last
+    last.parent.mkdir()
+    last.touch()
+    assignment.log.record([event("checkpoint", ".", step=3, names=[last.name])])
+    begin_stage("000", assignment)
+    assert [each["kind"] for each in assignment.events] == ["checkpoint", "stage_begun"]
+    last.unlink()
+    begin_stage("000", assignment)
+    assert [each["kind"] for each in assignment.events] == ["stage_begun"]

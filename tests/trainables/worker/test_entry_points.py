@@ -70,7 +70,7 @@ def test_an_evaluation_in_the_precision_that_is_written_prints_none(tmp_path: Pa
 def test_a_probe_prints_its_accuracy_and_shows_how_many_images_are_done(tmp_path: Path) -> None:
     (line,) = formatted(evaluated(tmp_path, "fp32", "knn"))
     assert line.endswith(f"  k-NN of 20 neighbors on {FEATURES_TAP}  (355 images, 1442 for training, 0 unreadable)")
-    shown = [event for event, _ in EventTail(tmp_path / "events.jsonl").new()]
+    shown = list(EventTail(tmp_path / "events.jsonl").new())
     assert [event["metrics"]["max_steps"] for event in shown if event["kind"] == "start"] == [1442, 355]
     (line,) = formatted(evaluated(tmp_path, "fp32", "linear"))
     assert re.search(r"^Acc@1 [\d.]+  Acc@5 [\d.]+  linear probe on \w+, l2 \S+  \(355 images, ", line)
