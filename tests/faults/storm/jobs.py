@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -40,7 +40,11 @@ def train(group: Group, disk: Path, settings: TrainConfig, points: list[FaultPoi
     """Train a stage to its end, as `trainables.worker.entry_points.train_stage` does; returns the writes by kind of file."""
     counts = watch_writes(disk, points[group.rank])
     with reporting(group, settings) as (reporter, disk_writer):
-        job = build(settings, group, reporter.report, no_telemetry, disk=disk_writer, publish=reporter.saved)
+
+        def publish(paths: Sequence[Path], step: int, epoch: float) -> None:
+            reporter.saved([path.name for path in paths], step, epoch)
+
+        job = build(settings, group, reporter.report, no_telemetry, disk=disk_writer, publish=publish)
         with contextlib.closing(job):
             summary = run_job(job)
         if group.world_size > 1:
