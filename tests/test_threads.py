@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-STARTS = {"Thread", "ThreadPoolExecutor", "Timer"}
+STARTS = {"Thread", "ThreadPoolExecutor", "Timer", "to_thread"}
 NOTHING, BOUND, ONE_GPU = "nothing", "binds its device", "its process sees one GPU"
 THREADS = {
     "service/cluster/forks.py": NOTHING,
@@ -12,9 +12,12 @@ THREADS = {
     "service/cluster/parallel_map.py": NOTHING,
     "service/runs/stored/driver_lease.py": NOTHING,
     "service/runs/pack.py": NOTHING,
+    "service/runs/recorder.py": NOTHING,
     "service/runs/trial.py": NOTHING,
+    "service/runs/stored/segments.py": NOTHING,
+    "service/runs/stored/stored_runs.py": NOTHING,
     "service/runs/stored/stored_session.py": NOTHING,
-    "service/tracking/tracker.py": NOTHING,
+    "service/tracking/sync.py": NOTHING,
     "service/tracking/ui_app.py": NOTHING,
     "trainables/data/loader/batch_reader.py": NOTHING,  # it fills memory that the training thread has pinned
     "trainables/data/loader/loader_server.py": NOTHING,  # of a process that never imports CUDA
@@ -24,10 +27,10 @@ THREADS = {
     "trainables/distributed/rank_pool.py": NOTHING,  # waits for its parent's end
     "trainables/disk_writer.py": NOTHING,  # waits for a checkpoint's copy by its event; the rows of a cache bind it
     "trainables/metrics/telemetry.py": NOTHING,  # NVML, which needs no context
-    "trainables/object_store/stage_copy.py": NOTHING,
     "trainables/teachers/service/actor.py": ONE_GPU,
     "trainables/teachers/service/client.py": NOTHING,  # the training thread copies what the event loop has received
     "trainables/worker/hangs/hang_watch.py": NOTHING,
+    "trainables/worker/recorder.py": NOTHING,
 }
 
 

@@ -2,21 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
-from typing import Any, NamedTuple
-
-from trainables.rundir import append_lines
-
-
-class _Lines(NamedTuple):
-    """A write of lines that has not begun; further ones may join it."""
-
-    path: Path
-    records: list[dict[str, Any]]
-    written: Future[None]
 
 
 def _thread() -> ThreadPoolExecutor:
@@ -33,8 +20,6 @@ class DiskWriter:
     def __init__(self) -> None:
         self._pool = _thread()
         self._last: Future[None] | None = None
-        self._lines: _Lines | None = None
-        self._lines_lock = threading.Lock()
         self._failure: BaseException | None = None
 
     def __enter__(self) -> DiskWriter:
@@ -50,19 +35,9 @@ class DiskWriter:
 
         Raises Exception: why an earlier write has failed.
         """
-        with self._lines_lock:
-            self._lines = None  # a later line is on disk behind `work`
-            return self._put(work)
-
-    def put_line(self, path: Path, record: dict[str, Any]) -> Future[None]:
-        """Append a line of JSON to `path`; lines that wait together take one `append_lines`. See `put`."""
         self.check()
-        with self._lines_lock:
-            if self._lines is None or self._lines.path != path:
-                records = list[dict[str, Any]]()
-                self._lines = _Lines(path, records, self._put(lambda: self._append(path, records)))
-            self._lines.records.append(record)
-            return self._lines.written
+        self._last = self._pool.submit(self._run, work)
+        return self._last
 
     def check(self) -> None:
         """Raise why a write has failed, if one has."""
@@ -79,11 +54,6 @@ class DiskWriter:
         self._pool.shutdown()
         self._pool = _thread()
 
-    def _put(self, work: Callable[[], None]) -> Future[None]:
-        self.check()
-        self._last = self._pool.submit(self._run, work)
-        return self._last
-
     def _run(self, work: Callable[[], None]) -> None:
         self.check()
         try:
@@ -91,9 +61,3 @@ class DiskWriter:
         except BaseException as error:  # of any kind: the training thread raises it
             self._failure = error
             raise
-
-    def _append(self, path: Path, records: list[dict[str, Any]]) -> None:
-        with self._lines_lock:
-            if self._lines is not None and self._lines.records is records:
-                self._lines = None
-        append_lines(path, records)

@@ -158,6 +158,10 @@ class TeacherServiceLostError(Exception):
     """The teacher actor that a request was sent to is gone or is being restarted; sending the request again is safe."""
 
 
+class RecorderLostError(ClusterError):
+    """The actor that writes the run's log hangs, or has died for good; the job may go on from its last checkpoint."""
+
+
 class LoaderDiedError(Exception):
     """A worker's loader process is gone; the job may go on from its last checkpoint."""
 

@@ -1,4 +1,4 @@
-"""Why a training ended: its kind, decided from the exception in the process where it was raised, and the file that says so.
+"""Why a training ended: its kind, decided from the exception in the process where it was raised.
 
 A kind follows from an exception's type. Where a library raises a bare RuntimeError or ValueError, it follows from the table of
 words below; no other module here reads their messages. `tests/trainables/test_failures.py` provokes them with the installed
@@ -6,13 +6,10 @@ library or names their source, `tests/gpu/check_out_of_memory.py` provokes those
 """
 
 import errno
-import json
 import os
 import re
-import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from trainables.errors import (
@@ -20,12 +17,11 @@ from trainables.errors import (
     DeviceError,
     DistillError,
     LoaderDiedError,
+    RecorderLostError,
     StageInterruptedError,
     StorageUnavailableError,
     TeacherServiceLostError,
 )
-from trainables.redact import redact
-from trainables.rundir import write_json
 
 Kind = Literal[
     "user",
@@ -58,7 +54,6 @@ RETRYABLE = frozenset({"device", "hang", "worker_died", "lost_peer"}) | ANNOUNCE
 ENVIRONMENT_KINDS = frozenset({"unschedulable", "unavailable", "disk"})
 """Kinds that are no fault of the experiment or its workers, and that may be over by the next `distill resume`."""
 OUT_OF_MEMORY_KINDS = frozenset({"out_of_memory", "node_out_of_memory"})
-VERSION = 1
 
 WORDS: dict[str, Kind] = {
     "can't allocate memory": "out_of_memory",  # torch, on the CPU
@@ -97,8 +92,6 @@ class Failure:
     rank: int | None = None
     position: str | None = None
     """The phase and the step of a hang; None where it is unknown."""
-    time_ms: int = field(default=0, compare=False)
-    """When it was written; 0: it was not."""
 
     def __str__(self) -> str:
         if self.kind == "worker_died":
@@ -177,14 +170,14 @@ def _kind_of_type(error: BaseException) -> Kind:
             return error.reason
         case DeviceError():
             return "device"
+        case TeacherServiceLostError() | RecorderLostError():  # a bare ConnectionError is the user's: ours are none
+            return "lost_peer"
         case DataUnavailableError() | StorageUnavailableError():
             return "unavailable"
         case DistillError():
             return "user"
         case torch.OutOfMemoryError() | MemoryError() | OSError(errno=errno.ENOMEM):
             return "out_of_memory"
-        case TeacherServiceLostError():  # a bare ConnectionError or TimeoutError is the user's: ours are none
-            return "lost_peer"
         case LoaderDiedError():
             return "worker_died"
         case OSError(errno=errno.ENOSPC | errno.EDQUOT | errno.EROFS):
@@ -220,24 +213,3 @@ def is_gpu_full() -> bool:
 def is_single_value(error: ValueError) -> bool:
     """Whether torch's batch norm refuses a batch with a single value of each channel."""
     return SINGLE_VALUE in str(error)
-
-
-def write_failure(path: Path, failure: Failure) -> None:
-    """Write why a worker, or a stage, ends. The file appears complete. Raises OSError: the disk cannot be written."""
-    time_ms = time.time_ns() // 1_000_000
-    write_json(path, {"version": VERSION, **asdict(failure), "time_ms": time_ms, "message": redact(failure.message)})
-
-
-def read_failure(path: Path) -> Failure | None:
-    """The failure that `write_failure` wrote; None where there is none, or one of another version."""
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        return Failure(**record) if record.pop("version") == VERSION else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-
-
-def read_failures(folder: Path) -> list[Failure]:
-    """The failures in the files of a folder, in the order in which they were written."""
-    found = [failure for path in sorted(folder.glob("*.json")) if (failure := read_failure(path)) is not None]
-    return sorted(found, key=lambda failure: failure.time_ms)

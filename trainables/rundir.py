@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,6 +42,12 @@ def write_atomic(path: Path, content: bytes) -> None:
     """Replace `path` with `content`; see `replacing`."""
     with replacing(path) as temporary:
         temporary.write_bytes(content)
+
+
+def remove_unfinished(path: Path) -> None:
+    """Remove what kills have left of writes of `path`; its only writer calls this."""
+    for temporary in path.parent.glob(f".{path.name}.*.tmp"):
+        temporary.unlink(missing_ok=True)
 
 
 def expand_home(path: str | Path) -> Path:
@@ -84,29 +90,6 @@ def write_json(path: Path, value: Any) -> None:
     write_atomic(path, (json.dumps(redact_values(value), indent=2) + "\n").encode())
 
 
-def append_line(path: Path, record: dict[str, Any]) -> None:
-    append_lines(path, [record])
-
-
-def append_lines(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    """Append JSON lines, the secrets of their URIs hidden, and fsync them: after this returns, the records survive the machine.
-
-    A line that an earlier process left unfinished is ended first, so that only that line is lost.
-    """
-    if not records:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "ab+") as file:
-        size = file.seek(0, os.SEEK_END)
-        if size:
-            file.seek(size - 1)
-            if file.read(1) != b"\n":
-                file.write(b"\n")
-        file.write("".join(json.dumps(redact_values(record)) + "\n" for record in records).encode())
-        file.flush()
-        os.fsync(file.fileno())
-
-
 class Line(NamedTuple):
     """A complete line of a file of JSON lines."""
 
@@ -117,48 +100,34 @@ class Line(NamedTuple):
     @property
     def record(self) -> dict[str, Any] | None:
         """The object in the line; None where it has none, such as a line that a death cut off and a later writer ended."""
-        return parse_line(self.raw)
+        try:
+            record = json.loads(self.raw)
+        except ValueError:
+            return None
+        return record if isinstance(record, dict) else None
 
 
 def lines_after(path: Path, offset: int, chunk_bytes: int | None = None) -> list[Line]:
     """The complete lines of a growing file behind byte `offset`; [] at its end or without a file.
 
-    A file that has become shorter than `offset` is read from its start. `chunk_bytes`: read about so many bytes, at least one
-    line; None: to the end.
+    Of one that is shorter none: its writer took back what a full disk did not take, and the rest was read before.
+    `chunk_bytes`: read about so many bytes, at least one line; None: to the end.
     """
     try:
         with open(path, "rb") as file:
-            start = offset if offset <= file.seek(0, os.SEEK_END) else 0
-            file.seek(start)
+            if offset > file.seek(0, os.SEEK_END):
+                return []
+            file.seek(offset)
             raw = file.read(-1 if chunk_bytes is None else chunk_bytes)
             while chunk_bytes is not None and b"\n" not in raw and (more := file.read(chunk_bytes)):
                 raw += more
     except FileNotFoundError:
         return []
-    lines, end = [], start
+    lines, end = [], offset
     for line in raw.split(b"\n")[:-1]:
         end += len(line) + 1
         lines.append(Line(line, end))
     return lines
-
-
-def parse_line(raw: bytes | str) -> dict[str, Any] | None:
-    """The JSON object in a line; None where it has none."""
-    try:
-        record = json.loads(raw)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All objects in the lines of `path`, the last one too where its line end is missing; [] without a file."""
-    try:
-        raw = path.read_bytes()
-    except FileNotFoundError:
-        return []
-    records = (parse_line(line) for line in raw.split(b"\n"))
-    return [record for record in records if record is not None]
 
 
 def headline(metrics: dict[str, float]) -> dict[str, float]:
@@ -193,34 +162,17 @@ class StageDir:
 
     last = _RelativePath("checkpoints", "last.safetensors")
     best = _RelativePath("checkpoints", "best.safetensors")
-    metrics = _RelativePath("metrics.jsonl")
-    """JSON lines, one a report, by rank 0: {"kind", "stage", "step", "epoch", "time_ms", "metrics": {name: number}}."""
     log = _RelativePath("logs", "train.log")
-    """The plain lines that rank 0 prints; of a run in a folder the driver's too."""
-    driver_log = _RelativePath("logs", "driver.log")
-    """The driver's lines on the stage of a run in an object store, where each file has one writer."""
-    result = _RelativePath("stage.json")
-    """The stage's final numbers; exists only when the stage is complete."""
-    sessions = _RelativePath("sessions.jsonl")
-    """JSON lines: {"began_s": unix seconds} where a driver begins to work on the stage; the same with "ended_s" where it ends."""
-    error = _RelativePath("error.json")
-    """Why the stage failed last, by the driver; see `trainables.failures`."""
-    errors = _RelativePath("errors")
-    """Why each rank that raised an exception did, `RANK.json`: the driver reads them for the cause."""
+    """The plain lines that rank 0 and the driver print."""
     heartbeats = _RelativePath("heartbeats.json")
     """Where each rank is, every few seconds: {"version", "time_ms", "ranks": [{"rank", "at", "age_s"}]}."""
-    hangs = _RelativePath("hangs.jsonl")
-    """JSON lines: {"time_ms", "message"}, one a hang."""
     stacks = _RelativePath("logs", "hangs.txt")
-    """The same for humans, with the stacks of all threads of all ranks."""
+    """Each hang with the stacks of all threads of all ranks."""
 
     @property
     def init(self) -> StageDir:
         """The folder of its methods' init stage, where they have one."""
         return StageDir(Path(f"{self.root}-init"))
-
-    def error_of(self, rank: int) -> Path:
-        return self.errors / f"{rank}.json"
 
 
 @dataclass(frozen=True)
@@ -230,10 +182,12 @@ class RunDir:
     root: Path
 
     experiment = _RelativePath("experiment.yaml")
+    events = _RelativePath("events.jsonl")
+    """The run's log: what has happened in it, see `service.runs.events`."""
     result = _RelativePath("result.json")
+    """A snapshot of what the log says, for people and scripts."""
     report = _RelativePath("report.html")
     """The run as one HTML page."""
-    spool = _RelativePath("spool")
     logs = _RelativePath("logs")
     tune = _RelativePath("ray")
     """Ray Tune's and Ray Train's own storage."""

@@ -1,11 +1,6 @@
-"""`stage.json`: what a complete stage leaves for the driver, typed and with the version of its format."""
+"""What a complete stage leaves for the driver: the `summary` in the run's log, typed."""
 
 from pydantic import BaseModel, ConfigDict, Field
-
-from trainables.rundir import StageDir, write_json
-
-VERSION = 1
-"""Files without a version are older; they have the same fields and are read."""
 
 
 class TeacherAccuracy(BaseModel):
@@ -30,7 +25,6 @@ class StageResult(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
-    stage: str = ""
     model: str = ""
     decoder: str | None = None
     """The decoder of its training images; None: it trained nothing."""
@@ -43,8 +37,3 @@ class StageResult(BaseModel):
     """Seconds of each measured step of a timing run."""
     teachers: list[TeacherAccuracy] = Field(default_factory=list)
     """Those that it learned from and whose weights were given."""
-
-
-def write_stage_result(stage: StageDir, result: StageResult) -> None:
-    """Write `stage.json`, atomically."""
-    write_json(stage.result, {"version": VERSION, **result.model_dump()})

@@ -120,10 +120,15 @@ def start_thread(target: Callable[[], None]) -> threading.Thread:
 
 def in_use() -> bool:
     """Whether Ray cannot be shut down, for a caller that was interrupted or has failed: a thread uses it, or it is lost."""
-    is_lost = _dead_server() is not None
-    if is_lost:
+    return is_lost() or any(thread.is_alive() for thread in _threads)
+
+
+def is_lost() -> bool:
+    """Whether the Ray that this process has started has ended before it."""
+    found = _dead_server() is not None
+    if found:
         _noticed.set()
-    return is_lost or any(thread.is_alive() for thread in _threads)
+    return found
 
 
 def exit_process(code: int) -> NoReturn:

@@ -64,14 +64,16 @@ def resume(directory: Path, accept_new_data: bool) -> None:
 def resume_run(directory: Path, *, accept_new_data: bool) -> None:
     from service.runs.method_copies import changed_methods
     from service.runs.preflight import check_checkpoints, check_data_of_run
-    from service.runs.run_directory import reopen, runs_root_of
-    from service.runs.stored.stored_runs import display_name
-    from service.runs.stored.stored_session import put_rest
+    from service.runs.run_directory import locked_run, reopen, runs_root_of
+    from service.runs.stored.stored_runs import NOT_PUT, display_name
+    from service.runs.stored.stored_session import stored_session
     from service.sweeps.trials import has_trials_to_retry
 
     saved, run_dir, result = reopen(directory)
     if result.status == "complete" and not has_trials_to_retry(saved.experiment, result.rows):
-        put_rest(run_dir, click.echo)
+        if (run_dir.root / NOT_PUT).exists():
+            with locked_run(run_dir), stored_session(run_dir, click.echo):
+                pass  # it puts what the driver could not
         click.echo(f"{display_name(directory)} is complete; its tables: distill report {display_name(directory)}")
         return
     resolved, run_dir, result = reopen(directory, to_continue=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 from service.commands.options import DIR, RUNS_OR_URI
+from service.runs.mlflow_view import MlflowView
 from service.runs.run_directory import as_it_stands, check_writable, reopen
 from service.runs.stored.stored_runs import display_name, uri_of
 from service.tracking import sync as run_sync
@@ -73,7 +74,10 @@ def sync(directory: Path) -> None:
     _, run_dir, result = reopen(directory)
     if uri_of(run_dir.root) and as_it_stands(run_dir, result).status == "running":
         raise ExperimentError(f"{display_name(run_dir.root)} is running, and its driver sends its records: wait for it")
-    delivery = run_sync(run_dir, name=display_name(run_dir.root))
+    if result.mlflow is None:
+        click.echo(f"{display_name(run_dir.root)} has nothing for MLflow: its experiment says tracking.enabled: false")
+        return
+    delivery = run_sync(run_dir, result.mlflow.uri, result.mlflow.experiment, MlflowView, name=display_name(run_dir.root))
     click.echo(delivery.message)
-    if delivery.num_pending:
+    if not delivery.is_complete:
         raise click.exceptions.Exit(1)

@@ -42,7 +42,11 @@ def run_probe(resolved: Resolved, run_dir: RunDir) -> RunResult:
     """Run the student's timing steps."""
     cpus = most_local_cpus(resolved.experiment)
     is_copy = uri_of(run_dir.root) is not None
-    with open_session(resolved, run_dir, end_of_run) as session, connect(cpus, run_dir.root, is_copy=is_copy) as cluster:
+    with (
+        open_session(resolved, run_dir, end_of_run) as session,
+        connect(cpus, run_dir.root, is_copy=is_copy) as cluster,
+        session.log.recording(),
+    ):
         plan = Plan.on(resolved.experiment, cluster)
         plan.check(cluster)
         session.save(use_gpu=plan.use_gpu, num_workers=resolved.experiment.scale.num_workers, loader_workers=plan.loader_workers)

@@ -1,6 +1,5 @@
 """From a run directory's records to evidence."""
 
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,14 +11,17 @@ from service.config.experiment import Resolved
 from service.config.schema import Experiment
 from service.doctor.evidence import Evidence
 from service.doctor.recorded import Clock, EpochUse, GpuUse, LoaderCosts, NodeUse, RankTimes
-from service.runs.outcome import Outcome, read_summary
+from service.runs.outcome import Outcome
 from service.runs.result import RunResult, TrialRow
+from service.runs.run_log import RunLog, read_log
 from service.runs.stored.stored_runs import display_name
 from trainables.errors import ExperimentError
 from trainables.metrics.phases import ALL_PHASES
-from trainables.rundir import RunDir, read_lines
+from trainables.rundir import RunDir
 
 Metrics = Mapping[str, float]
+NUMBERS = ("start", "step", "epoch", "summary")
+"""Events of a stage that have numbers."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +37,14 @@ def read_run(resolved: Resolved, run_dir: RunDir, result: RunResult) -> list[Rec
 
     Raises ExperimentError: no step has been timed yet.
     """
+    log = read_log(run_dir)
     if result.kind == "sweep":
         rows = [row for row in result.rows if row.status == "ok" and "phase/step_ms" in row.metrics]
         best = result.best.id if result.best else None
-        cases = [_trial(resolved, run_dir, row) for row in sorted(rows, key=lambda row: bool(row.id != best))]
+        cases = [_trial(resolved, log, row) for row in sorted(rows, key=lambda row: bool(row.id != best))]
     else:
         names = reversed(resolved.experiment.stage_names)
-        cases = [case for name in names if (case := _stage(resolved.experiment, run_dir, result, name))][:1]
+        cases = [case for name in names if (case := _stage(resolved.experiment, log, result, name))][:1]
     if not cases:
         raise ExperimentError(_nothing_timed(run_dir, result))
     return cases
@@ -61,24 +64,24 @@ def _nothing_timed(run_dir: RunDir, result: RunResult) -> str:
     return f"{run}: no step was timed in its {what} ({counted}){reason}; see distill report {run}"
 
 
-def _trial(resolved: Resolved, run_dir: RunDir, row: TrialRow) -> Recording:
+def _trial(resolved: Resolved, log: RunLog, row: TrialRow) -> Recording:
     experiment = resolved.override(row.params, "trial", reading=True).experiment
     scale = row.scale
     name = f"trial {row.id} ({scale.num_workers} × batch {scale.global_batch_size} × {scale.loader_workers} loader workers)"
-    lines = read_lines(run_dir.trial(row.id).stage("student").metrics)
+    lines = log.of_stage(f"trials/{row.id}/student", *NUMBERS)
     return Recording(name, evidence_of(experiment, row.metrics, lines, scale.loader_workers, row.precision))
 
 
-def _stage(experiment: Experiment, run_dir: RunDir, result: RunResult, name: str) -> Recording | None:
+def _stage(experiment: Experiment, log: RunLog, result: RunResult, name: str) -> Recording | None:
     """A stage that is complete, or as far as its log lines go; None where no step has been timed."""
-    stage = run_dir.stage(name)
-    lines, summary = read_lines(stage.metrics), read_summary(stage)
-    metrics = summary.metrics if summary is not None else {}
+    lines = log.of_stage(name, *NUMBERS)
+    summary = next((line for line in lines if line["kind"] == "summary"), None)
+    metrics = summary["metrics"] if summary is not None else {}
     metrics = metrics or next((found for line in reversed(lines) if "phase/step_ms" in (found := plain(line["metrics"]))), {})
     if "phase/step_ms" not in metrics:
         return None
     loader_workers = experiment.data.loader_workers if result.loader_workers is None else result.loader_workers
-    evidence = evidence_of(experiment, metrics, lines, loader_workers, summary.precision if summary is not None else None)
+    evidence = evidence_of(experiment, metrics, lines, loader_workers, summary.get("precision") if summary is not None else None)
     return Recording(f"the {name}", evidence if name.startswith("student") else replace(evidence, teacher_actors=None))
 
 
@@ -94,7 +97,7 @@ def evidence_of(
     loader_workers: int | str = 1,
     precision: str | None = None,
 ) -> Evidence:
-    """Evidence from a summary's metrics and the lines of `metrics.jsonl`.
+    """Evidence from a summary's metrics and the events of a stage that have numbers.
 
     `loader_workers` as resolved, `auto` counts as some; `precision` as the stage had it, if it has ended.
     """
@@ -174,9 +177,9 @@ def _nodes(metrics: Metrics) -> tuple[NodeUse, ...]:
 
 
 def _rank_nodes(metrics: Metrics, num_workers: int) -> tuple[int, ...]:
-    """Each rank's node; () where it is not recorded, or is the mean that older records have of several nodes."""
-    nodes = [metrics.get(f"rank{rank}/node", math.nan) for rank in range(num_workers)]
-    return tuple(map(int, nodes)) if all(node.is_integer() for node in nodes) else ()
+    """Each rank's node; () where it is not recorded."""
+    nodes = [metrics[name] for rank in range(num_workers) if (name := f"rank{rank}/node") in metrics]
+    return tuple(map(int, nodes)) if len(nodes) == num_workers else ()
 
 
 def _ranks(metrics: Metrics, num_workers: int) -> tuple[RankTimes, ...]:

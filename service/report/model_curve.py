@@ -31,7 +31,7 @@ class Curve:
 def model_of(result: RunResult, rows: Sequence[Row]) -> StepTime | None:
     """The model fitted to the measured rows, of many to some all over the space.
 
-    None where these are too few, or where the hardware is not known (older runs).
+    None where these are too few, or where the hardware is not known.
     """
     known = result.hardware
     measured = [

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,13 @@ from service.config.dotted import flatten
 from service.config.schema import Experiment
 from service.config.space import SCALE_AXES
 from service.runs.result import RunResult, TrialRow
-from service.runs.run_directory import reopen, stages_with
-from service.runs.stages.hangs import hang_lines
+from service.runs.run_directory import reopen
+from service.runs.run_log import RunLog, read_log
 from service.search.points import relative_error
 from trainables.redact import redact_values
-from trainables.rundir import RunDir, StageDir, lines_after
+from trainables.rundir import RunDir
 
 UNRUN = ("pending", "untested")  # how a trial stands that has not ended
-_STEP = b'"kind": "step"'
 _WINDOW_MS = re.compile(rb'"train/phase/step_ms": ([0-9.e+-]+)')
 _FEWEST_WINDOWS = 3  # means between log lines: fewer say nothing of their spread
 
@@ -40,7 +40,7 @@ class Row(TrialRow):
 
 @dataclass(frozen=True)
 class History:
-    """What one stage wrote while it ran: its `metrics.jsonl` in the order of writing."""
+    """What one stage recorded while it ran, in order."""
 
     label: str  # "trial 003", "teacher", "assistant1", "student"
     lines: Sequence[Mapping[str, Any]]
@@ -89,40 +89,38 @@ def records_of_run(path: Path) -> Records:
 
 
 def read_records(run_dir: RunDir, result: RunResult, experiment: Experiment, sources: Mapping[str, str]) -> Records:
-    """Rows and histories of a run directory; files that are not there yet are left out."""
-    flat = redact_values(flatten(experiment.model_dump(mode="json")))
+    """Rows and histories of a run directory, as far as it has come."""
+    flat, log = redact_values(flatten(experiment.model_dump(mode="json"))), read_log(run_dir)
     if result.kind != "sweep":
-        stages = [(name, run_dir.stage(name)) for name in experiment.stage_names]
-        histories = [read_history(name, stage, steps=True) for name, stage in stages if stage.metrics.exists()]
-        return Records(run_dir.root, result, flat, sources, (), histories, hangs_of(run_dir, result))
+        found = [read_history(name, log, name, steps=True) for name in experiment.stage_names]
+        histories = [history for history in found if history.lines]
+        return Records(run_dir.root, result, flat, sources, (), histories, hangs_of(log))
     rows, histories = [], []
     for row in result.rows:
-        history = read_history(f"trial {row.id}", run_dir.trial(row.id).stage("student"), steps=False)
+        history = read_history(f"trial {row.id}", log, f"trials/{row.id}/student", steps=False)
         rows.append(Row.of(row, history.windows_s))
         if history.lines:
             histories.append(history)
-    return Records(run_dir.root, result, flat, sources, rows, histories, hangs_of(run_dir, result))
+    return Records(run_dir.root, result, flat, sources, rows, histories, hangs_of(log))
 
 
-def hangs_of(run_dir: RunDir, result: RunResult) -> list[str]:
+def hangs_of(log: RunLog) -> list[str]:
     """A line for each hang of a run, also of the measurements that a guided search repeated."""
-    stages = stages_with("hangs.jsonl", run_dir, result)
-    return hang_lines((str(stage.root.relative_to(run_dir.root)), stage) for stage in stages)
+    return [
+        f"{stage} hung at {datetime.fromtimestamp(event['time_ms'] / 1e3):%Y-%m-%d %H:%M:%S}: {event['message']}"
+        for stage in log.stages
+        for event in log.of_stage(stage, "hang")
+    ]
 
 
-def read_history(label: str, stage: StageDir, steps: bool) -> History:
-    """A stage's lines. Without `steps`, the many lines of log steps only give the mean step time of each window."""
-    lines, windows_s, time_ms = [], [], 0.0
-    for one in lines_after(stage.metrics, 0):
-        if _STEP in one.raw[:40]:
-            if found := _WINDOW_MS.search(one.raw):
-                windows_s.append(float(found[1]) / 1e3)
-            if not steps:
-                continue
-        record = one.record
-        if record is not None and record.keys() >= {"kind", "step", "time_ms", "metrics"}:
-            time_ms = max(time_ms, record["time_ms"])  # after a restart they are of another node, whose clock may be behind
-            lines.append(record | {"time_ms": time_ms})
+def read_history(label: str, log: RunLog, stage: str, steps: bool) -> History:
+    """A stage's events. Without `steps`, the many log lines only give the mean step time of each window."""
+    windows = [_WINDOW_MS.search(line.raw) for kind, line in log.raw_of(stage) if kind == "step"]
+    lines, time_ms = [], 0.0
+    for event in log.of_stage(stage, "start", "resume", "epoch", "summary", *(("step",) if steps else ())):
+        time_ms = max(time_ms, event["time_ms"])  # after a restart they are of another node, whose clock may be behind
+        lines.append(event | {"time_ms": time_ms})
+    windows_s = [float(window[1]) / 1e3 for window in windows if window]
     return History(label, lines, windows_s[1:])  # the first window has the warm-up in it
 
 
@@ -138,7 +136,7 @@ def teacher_lines(result: RunResult) -> list[str]:
 
 
 def rows_of(result: RunResult) -> list[Row]:
-    """The rows of `result.json` alone, without the trials' own files."""
+    """The rows of `result.json` alone, without the trials' epochs."""
     return [Row.of(row) for row in result.rows]
 
 

@@ -11,6 +11,7 @@ from service.report.under_way import UnderWay
 from service.report.winner import command
 from service.report.winner import lines as sentences
 from service.runs.result import RunResult
+from service.runs.run_log import read_log
 from service.runs.stored.stored_runs import display_name
 from trainables.rundir import RunDir
 
@@ -23,9 +24,9 @@ def report_of(result: RunResult, run_dir: RunDir) -> list[Any]:
         parts.append(f"train at that point: {command(run_dir.root, result.best)}")
     for stage in result.stages:
         parts += measured(stage.metrics, f"the {stage.stage}") if stage.metrics else []
-    parts += hangs_of(run_dir, result)
+    parts += hangs_of(read_log(run_dir))
     if result.status != "complete":
-        parts += UnderWay(run_dir).lines(result)
+        parts += UnderWay(run_dir).lines()
     if result.status in ("interrupted", "failed"):
         parts.append(f"continue it with: distill resume {display_name(run_dir.root)}")
     return parts

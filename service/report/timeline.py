@@ -36,6 +36,8 @@ def recorded(histories: Sequence[History], kind: str, *metrics: str) -> pd.DataF
 
 def downsampled(lines: pd.DataFrame) -> pd.DataFrame:
     """At most `MAX_POINTS` of each history, spread evenly, the last one among them."""
+    if lines.empty:  # its columns have no types
+        return lines
     back = lines.groupby("what").cumcount(ascending=False)
     steps = (lines["what"].value_counts() / MAX_POINTS).map(math.ceil)
     return lines[back % lines["what"].map(steps) == 0]

@@ -37,7 +37,7 @@ def watch(directory: Path, console: Console, html: Path | None) -> tuple[RunDir,
             began = time.monotonic()
             if began >= due:
                 if console.is_interactive:
-                    parts = [*overview(result, run_dir, rows_on_screen(result, console.height)), *under_way.lines(result)]
+                    parts = [*overview(result, run_dir, rows_on_screen(result, console.height)), *under_way.lines()]
                     live.update(Group(*(Text(part) if isinstance(part, str) else part for part in parts)), refresh=True)
                 elif (now := progress(result)) != shown:  # in a file: a line for every change
                     console.print(now, soft_wrap=True)

@@ -15,11 +15,12 @@ from service.report import labels as names
 from service.report.phase_shares import shares_text
 from service.report.run_records import UNRUN, Row, axes, best_of, ended, ran, rows_of, value
 from service.runs.result import RunResult, TrialRow
-from service.runs.stored.stored_runs import display_name, uri_of
+from service.runs.run_log import read_log
+from service.runs.stored.stored_runs import checkpoint, display_name, uri_of
 from service.search.points import SPARE_MEMORY
 from service.search.rows import probes
 from trainables.errors import ExperimentError
-from trainables.rundir import RunDir, StageDir
+from trainables.rundir import RunDir
 
 BEYOND = 1.96  # standard errors that a difference has to be beyond
 
@@ -164,22 +165,18 @@ def command(root: Path, best: TrialRow) -> str:
         values.setdefault(LOADER_WORKERS, best.scale.loader_workers)
     experiment = read_resolved(run_dir.experiment, reading=True).experiment
     preparation = experiment.preparation
-    if trained := [name for name in preparation if is_trained(run_dir.stage(name), is_copy)]:
+    log = read_log(run_dir)
+    if trained := [name for name in preparation if (log.is_complete(name) if is_copy else run_dir.stage(name).best.exists())]:
         name = trained[-1]
         if name != "teacher":
             values |= {"teacher.model": preparation[name].model, "teachers": [], "assistants": []}
-        weights = run_dir.stage(name).best
+        weights = checkpoint(run_dir.stage(name), log.of_stage(name, "checkpoint")) or run_dir.stage(name).best
         replaced = ("finetune", "weights_key", "head", "logit_scale")
         values |= {f"teacher.{key}": None for key in replaced if getattr(experiment.teacher, key)}
         values["teacher.weights"] = f"{name}.safetensors" if is_copy else str(weights)
         comment = f"  # {name}.safetensors: copy it from {display_name(weights)}" if is_copy else ""
     sets = [f"--set {shlex.quote(f'{key}={written(item)}')}" for key, item in values.items()]
     return " ".join(["distill train", shlex.quote(display_name(run_dir.experiment)), *sets]) + comment
-
-
-def is_trained(stage: StageDir, is_copy: bool) -> bool:
-    """Whether there is a stage's best checkpoint; of a run in an object store it is not brought to this machine."""
-    return (stage.result if is_copy else stage.best).exists()
 
 
 def written(item: Any) -> str:

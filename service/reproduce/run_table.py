@@ -9,8 +9,9 @@ from service.reproduce.sweeps import PlannedSweep, Request
 from service.reproduce.table import Table
 from service.reproduce.verdict import Verdict, compare_accuracy
 from service.runs.preflight import check_checkpoints
-from service.runs.result import RunResult, TrialRow, read_result
+from service.runs.result import RunResult, TrialRow
 from service.runs.run_directory import begin_run, reopen
+from service.runs.run_log import read_log
 from service.sweeps.preflight import check_sweep
 from service.sweeps.sweep import sweep
 from trainables.config import DataIdentity
@@ -37,7 +38,7 @@ class Reproduction:
     def result(self, planned: PlannedSweep) -> RunResult | None:
         """What there is of a sweep so far."""
         run_dir = self.run_dir(planned)
-        return read_result(run_dir.result, run_dir.experiment) if run_dir.result.exists() else None
+        return read_log(run_dir).result if run_dir.events.exists() else None
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def check_same(job: Reproduction) -> None:
     """Refuse a folder of other runs, whose accuracies would be taken for these. Raises ExperimentError."""
     for planned in job.sweeps:
         run_dir = job.run_dir(planned)
-        if run_dir.result.exists() and reopen(run_dir.root, to_continue=True)[0].experiment != planned.resolved.experiment:
+        if run_dir.events.exists() and reopen(run_dir.root, to_continue=True)[0].experiment != planned.resolved.experiment:
             raise ExperimentError(
                 f"{run_dir.root} holds other runs than these: give the command as it was, or choose another --out"
             )
@@ -74,7 +75,7 @@ def prepare(job: Reproduction) -> DataIdentity | None:
     data = None
     for planned in job.sweeps:
         _, data = check_sweep(planned.resolved)
-        if (run_dir := job.run_dir(planned)).result.exists():
+        if (run_dir := job.run_dir(planned)).events.exists():
             _, _, result = reopen(run_dir.root)
             check_checkpoints(run_dir, result)
             if result.data not in (None, data):
@@ -101,7 +102,7 @@ def run_sweeps(job: Reproduction, data: DataIdentity | None, log: Callable[[str]
     failed = []
     for planned in job.sweeps:
         run_dir = job.run_dir(planned)
-        if not run_dir.result.exists():
+        if not run_dir.events.exists():
             create_private(job.root)
             run_dir.root.mkdir(parents=True, exist_ok=True)
             begin_run(planned.resolved, "sweep", run_dir, job.root)

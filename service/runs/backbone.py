@@ -1,13 +1,15 @@
 """A student without a classifier as its library reads it: `backbone.safetensors` in the run's folder, and how it is loaded."""
 
+from pathlib import Path
+
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from service.runs.stored.stored_runs import display_name, put
+from service.runs.stored.stored_runs import display_name, local_checkpoint
 from trainables.models.checkpoint_header import read_checkpoint_header
 from trainables.models.model_input import ModelInput
 from trainables.models.names import check_model_name
-from trainables.rundir import RunDir, StageDir, replacing
+from trainables.rundir import RunDir, replacing
 
 FILE = "backbone.safetensors"
 LOADED = {
@@ -19,21 +21,21 @@ LOADED = {
 """Library → how the file is loaded; a torchvision model's classifier and transformers' pooler of a ViT are not in it."""
 
 
-def write_backbone(run_dir: RunDir, stage: StageDir) -> list[str]:
-    """Write the best checkpoint of a stage under the names of the student's library, and say in lines how it is used.
+def write_backbone(run_dir: RunDir, best: Path | None) -> list[str]:
+    """Write the best checkpoint of a student under the names of the student's library, and say in lines how it is used.
 
-    [] for a student with a classifier, and where none was trained. Raises CheckpointError: the checkpoint is damaged.
+    [] for a student with a classifier, and where none was trained. Raises CheckpointError, StorageError.
     """
-    header = read_checkpoint_header(stage.best) if stage.best.exists() else None
-    if header is None or header.num_classes:
+    best = None if best is None else local_checkpoint(best)
+    header = None if best is None else read_checkpoint_header(best)
+    if best is None or header is None or header.num_classes:
         return []
     path = run_dir.root / FILE
-    with safe_open(stage.best, framework="np") as file:
+    with safe_open(best, framework="np") as file:
         names = [name for name in file.keys() if name.startswith("model.")]  # noqa: SIM118 - it is no mapping
         tensors = {name.removeprefix("model."): file.get_tensor(name) for name in names}
     with replacing(path) as temporary:
         save_file(tensors, temporary)
-    put(path)
     shown, found = display_name(path), check_model_name(header.model)
     load = LOADED.get(found.library, "write student.weights: {path}, or teacher.weights: {path}")
     return [

@@ -17,11 +17,11 @@ import psutil
 
 from service.cluster.connect import session_base
 from service.config import strict_yaml
-from service.runs.result import read_result
 from service.runs.run_directory import has_begun
-from service.runs.stored.stored_objects import StoredObjects, needed_copy_reason, stored_run_folders
+from service.runs.run_log import checkpoint_kind, read_log
+from service.runs.stored.stored_objects import StoredObjects, stored_run_folders
 from service.runs.stored.stored_runs import COPIES, copies_base, display_name, uri_of
-from service.tracking.spool import Spool
+from service.tracking import SyncState
 from trainables.data.storage import cleaner as data_cleaner
 from trainables.data.storage.free_space import RAM, format_bytes
 from trainables.errors import DistillError, ExperimentError
@@ -86,7 +86,8 @@ def _remove(path: Path) -> bool:
 def clean(root: Path, cleaner: Cleaner, *, unfinished: bool, checkpoints_only: bool) -> None:
     """Remove what is old below the runs' root; unless `checkpoints_only`, also this user's caches and folders on this machine."""
     stored = {path: objects for path in stored_run_folders(root) if (objects := StoredObjects(path)).entries}
-    begun, runs = [path for path in (stored if uri_of(root) else _subfolders(root)) if has_begun(path)], list[Run]()
+    found, runs = stored if uri_of(root) else _subfolders(root), list[Run]()
+    begun = [path for path in found if has_begun(path) or (path in stored and stored[path].damage)]
     for path in begun:
         with suppress(FileNotFoundError):  # it has just been removed
             runs.append(Run(path, RunDir(path).experiment.read_text(errors="replace"), stored.get(path)))
@@ -104,10 +105,7 @@ def clean(root: Path, cleaner: Cleaner, *, unfinished: bool, checkpoints_only: b
                 cleaner.remove(folder, "logits")
     for run in (Run(path, "", objects) for path, objects in stored.items() if path not in begun):
         if run.is_old(cleaner):
-            if reason := needed_copy_reason(run.path):
-                cleaner.echo(f"{run.name} stays: {reason}")
-            else:
-                with_lock(run, cleaner, partial(_remove_run, what="left by a killed command:"))
+            with_lock(run, cleaner, partial(_remove_run, what="left by a killed command:"))
     for folder in (*_subfolders(root, re.compile(re.escape(ASIDE)).match), *_subfolders(root / ".cache")):
         if cleaner.is_old(folder):
             cleaner.remove(folder, "left by a killed command:")
@@ -123,8 +121,8 @@ def clean_machine(cleaner: Cleaner) -> None:
     roots = [root for folder in _own_folders(copies_base()) if folder.name == COPIES for root in _subfolders(folder)]
     for copy in (copy for root in roots for copy in _subfolders(root)):
         if cleaner.is_old(copy, read=True):
-            if reason := needed_copy_reason(copy):
-                cleaner.echo(f"{copy} stays: {reason}")
+            if is_locked(copy / ".lock"):
+                cleaner.echo(f"{copy} stays: a process works on it")
             else:
                 cleaner.remove(copy, "copy of a run")
     used = " ".join(word for process in psutil.process_iter(["cmdline"]) for word in process.info["cmdline"] or ())
@@ -189,17 +187,18 @@ class Run:
     def needed_reason(self, unfinished: bool) -> str | None:
         """Why it may not be removed, however old; None: it may, unless another run needs it."""
         run_dir = RunDir(self.path)
+        if self.objects and self.objects.damage:
+            return None if unfinished else f"{self.objects.damage}; --unfinished removes it too"
         try:
-            result = read_result(run_dir.result, run_dir.experiment)
+            result = read_log(run_dir).result
             if is_locked(self.path / ".lock") or (self.objects is not None and self.objects.is_driven()):
                 return "a process works on it"
-            if self.objects is not None and (reason := needed_copy_reason(self.path)):
-                return reason
-            waiting = Spool(run_dir).num_pending(result.mlflow.uri) if result.mlflow else 0
+            state = SyncState.read(run_dir) if result.mlflow else None
+            waits = result.mlflow is not None and (state is None or not state.is_sent(run_dir))
         except (DistillError, OSError) as error:
             return str(error)
-        if waiting:
-            return f"{waiting} records wait for MLflow: distill sync {self.name}"
+        if waits:
+            return f"MLflow has not all of it: distill sync {self.name}"
         if result.status != "complete" and not unfinished:
             return f"it is {result.status}, and can be resumed; --unfinished removes it too"
         return None
@@ -261,13 +260,12 @@ def _remove_run(run: Run, cleaner: Cleaner, what: str = "run") -> bool:
 
 def _remove_checkpoints(run: Run, cleaner: Cleaner) -> bool:
     """Of a complete run all but the best ones of its stages, and of a sweep's trials those of the best trial."""
-    run_dir = RunDir(run.path)
-    result = read_result(run_dir.result, run_dir.experiment)
+    result = read_log(RunDir(run.path)).result
     gone = True
     for file in run.objects.checkpoints() if run.objects else sorted(run.path.rglob("checkpoints/*.safetensors")):
         inside = file.relative_to(run.path).parts
         best_trial = result.best is None or inside[:2] == ("trials", result.best.id) or inside[0] != "trials"
-        if file.name != "best.safetensors" or not best_trial:
+        if checkpoint_kind(file.name) != "best" or not best_trial:
             gone &= run.remove(file, "checkpoint", cleaner)
     return gone
 

@@ -1,14 +1,13 @@
 """What a user sees while workers work: bars on a terminal, plain lines in a log file or a job.
 
-Reads the files that rank 0 writes (`metrics.jsonl`, `logs/train.log`), so that watching never disturbs training.
+Reads the run's log and the stages' `logs/train.log`, so that watching never disturbs training.
 """
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +18,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from service.cluster import local_ray
+from service.runs.events import Event, EventTail
 from trainables.errors import printable
-from trainables.rundir import StageDir, lines_after, parse_line
+from trainables.rundir import StageDir, lines_after
 
 T = TypeVar("T")
 SHOWN_WITH_BARS = (" teacher.cache: ", "% top-1 on ", " teacher's accuracy ")
@@ -112,17 +112,15 @@ class Followed:
     """A stage on the display."""
 
     label: str
-    metrics: LineTail
-    logs: tuple[LineTail, ...]
+    log: LineTail
     task: TaskID | None
     steps: int = 0
 
-    def take_start(self, record: dict[str, Any]) -> None:
-        """Take the number of steps from a stage's first record; any other changes nothing."""
-        metrics = record["metrics"]
-        with contextlib.suppress(KeyError, TypeError, ValueError):  # another version's: the number of steps stays unknown
-            if record["kind"] == "start":
-                self.steps = int(metrics["max_steps"] or metrics["steps_per_epoch"] * metrics["epochs"])
+    def take_start(self, event: Event) -> None:
+        """Take the number of steps from a stage's `start`; any other event changes nothing."""
+        if event["kind"] == "start":
+            metrics = event["metrics"]
+            self.steps = int(metrics["max_steps"] or metrics["steps_per_epoch"] * metrics["epochs"])
 
 
 class Display:
@@ -131,6 +129,8 @@ class Display:
     def __init__(self, console: Console | None = None):
         self.console = console or output()
         self._followed: dict[str, Followed] = {}
+        """By their names in the log."""
+        self._events: EventTail | None = None
         self._bars: Progress | None = None
         self._overall: TaskID | None = None
         self._shown, self._shown_s = (-1, 0, ""), 0.0
@@ -172,43 +172,43 @@ class Display:
             self._shown, self._shown_s = shown, now_s
             self.print(", ".join(filter(None, (f"{done} of {total} trials", note))))
 
-    def follow(self, label: str, stage: StageDir) -> None:
-        """Show a stage from where its files now end: after a resume the earlier lines are not shown again."""
-        if label not in self._followed:
-            task = self._bars.add_task(label, total=None, info="starting workers") if self._bars else None
-            logs = LineTail.at_end(stage.log), LineTail.at_end(stage.driver_log)
-            followed = Followed(label, LineTail.at_end(stage.metrics), logs, task)
-            self._followed[label] = followed
-            with contextlib.suppress(OSError), open(stage.metrics, "rb") as file:
-                if (record := _record(file.readline())) is not None:  # of a stage that is resumed
-                    followed.take_start(record)
+    def watch(self, path: Path) -> None:
+        """Take the numbers of followed stages from what the log of a run gains from now on."""
+        self._events = EventTail(path, _size(path) or 0)
 
-    def unfollow(self, label: str) -> None:
+    def follow(self, label: str, name: str, stage: StageDir, events: Iterable[Event] = ()) -> None:
+        """Show a stage, `name` in the log: after a resume the earlier lines are not shown again.
+
+        `events`: what the log has of it.
+        """
+        if name not in self._followed:
+            task = self._bars.add_task(label, total=None, info="starting workers") if self._bars else None
+            self._followed[name] = Followed(label, LineTail.at_end(stage.log), task)
+            for event in events:
+                self._followed[name].take_start(event)
+
+    def unfollow(self, name: str) -> None:
+        """Show a stage no longer, or all of a trial by its folder (`trials/003`)."""
         self.tick()
-        followed = self._followed.pop(label, None)
-        if followed and followed.task is not None and self._bars:
-            self._bars.remove_task(followed.task)
+        for each in [each for each in self._followed if f"{each}/".startswith(f"{name}/")]:
+            followed = self._followed.pop(each)
+            if followed.task is not None and self._bars:
+                self._bars.remove_task(followed.task)
 
     def tick(self) -> None:
         for followed in self._followed.values():
-            for line in [line for log in followed.logs for line in log.lines()]:
+            for line in followed.log.lines():
                 if self._bars is None or any(part in line for part in SHOWN_WITH_BARS):
                     self.print(f"[{followed.label}] {line}")
-            for text in followed.metrics.lines():
-                if (record := _record(text)) is not None:
-                    self._update(followed, record)
+        for event in self._events.new() if self._events else ():
+            if (found := self._followed.get(event.get("stage", ""))) is not None and "metrics" in event:
+                self._update(found, event)
 
-    def _update(self, followed: Followed, record: dict[str, Any]) -> None:
+    def _update(self, followed: Followed, event: Event) -> None:
         if self._bars is None or followed.task is None:
             return
-        metrics = record["metrics"]
-        followed.take_start(record)
+        metrics = event["metrics"]
+        followed.take_start(event)
         shown = (("train/images_per_s", "{:.0f} images/s"), ("train/loss", "loss {:.3f}"), ("val/top1_pct", "val {:.2f}%"))
         info = "  ".join(form.format(metrics[name]) for name, form in shown if name in metrics)
-        self._bars.update(followed.task, total=followed.steps or None, completed=record["step"], info=info)
-
-
-def _record(line: str | bytes) -> dict[str, Any] | None:
-    """A record of a stage's metrics; None where the line is damaged or says something else."""
-    record = parse_line(line)
-    return record if record is not None and isinstance(record.get("metrics"), dict) and "step" in record else None
+        self._bars.update(followed.task, total=followed.steps or None, completed=event["step"], info=info)

@@ -18,9 +18,10 @@ from service.config.experiment import parse_override
 from service.config.messages import problems_of
 from service.config.paths import absolute, absolute_model
 from service.runs.display import Display, wait_for
+from service.runs.driver_log import recording
 from service.runs.preflight import check_source, note_equal_splits
 from service.runs.run_directory import check_writable
-from service.runs.stored.stored_runs import delete, display_name, fetch, fetch_checkpoint, ray_storage, run_store, uri_of
+from service.runs.stored.stored_runs import delete, display_name, fetch_checkpoint, fetch_result, ray_storage, run_store, uri_of
 from trainables.config import FEATURES_TAP, EvaluateConfig, Measure
 from trainables.data.identity import data_identity
 from trainables.errors import (
@@ -207,28 +208,30 @@ def carry_out(config: EvaluateConfig, checkpoint: str, root: Path, take: Callabl
     create_private(storage.root.parent)
     storage.root.mkdir(exist_ok=True)
     is_copy = uri_of(storage.root) is not None
-    with Display() as display, connect(cpus, storage.root, is_copy=is_copy) as cluster:
+    output = storage.root / f"{Path(config.checkpoint).stem}-{time.time_ns():x}.json"
+    log = RunDir(output.with_suffix("")).events
+    with Display() as display, connect(cpus, storage.root, is_copy=is_copy) as cluster, recording(log) as recorder:
         from trainables.worker import trainer
 
         workers, reservation = reserve(config, cluster)
         doing = "embedding with" if take else "evaluating"
         display.print(f"{doing} {checkpoint} on {config.data.path} with {config.scale.num_workers} workers")
-        output = storage.root / f"{Path(config.checkpoint).stem}-{time.time_ns():x}.json"
+        display.watch(log)
         if config.measure != "accuracy":
-            display.follow("images", StageDir(output.with_suffix("")))
+            display.follow("images", "images", StageDir(output.with_suffix("")))
         data = config.data.model_copy(update={"loader_workers": workers})
         job = config.model_copy(update={"data": data, "output": display_name(output)})
         gpu, name = bool(reservation.gpus), output.stem
         fit = partial(trainer.fit, job, use_gpu=gpu, loader_workers=workers, storage=ray_storage(storage), name=name)
         try:
-            wait_for(fit, display)
-            fetch(output)
+            wait_for(partial(fit, recorder=recorder), display)
+            fetch_result(output)
             result = dict(json.loads(output.read_text()))
             delete(output)
             if take:
                 features = output.with_suffix(".parquet")
                 try:
-                    fetch(features)
+                    fetch_result(features)
                     take(features)
                 finally:
                     delete(features)

@@ -56,7 +56,7 @@ def copy_methods(experiment: Experiment, run_dir: RunDir) -> None:
 
 
 def use_copies_of(run_dir: RunDir) -> None:
-    """Load methods and models from the copies of a run from here on; a run of an older version has none.
+    """Load methods and models from the copies of a run from here on, where it has some.
 
     Raises ExperimentError: a copy is missing or was changed.
     """

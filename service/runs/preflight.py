@@ -18,7 +18,9 @@ from service.runs.finetuning import with_finetuning
 from service.runs.plan import Plan
 from service.runs.result import Kind, RunResult
 from service.runs.run_directory import stages_with
-from service.tracking.tracker import check_store
+from service.runs.run_log import read_log
+from service.runs.stored.stored_runs import uri_of
+from service.tracking.stores import check_store
 from trainables.config import DataConfig, DataIdentity, TeacherConfig
 from trainables.config.models import FOLDER_SCHEME, HUB_SCHEMES
 from trainables.data.decode import UnreadableImageError, decode_image
@@ -234,13 +236,20 @@ def check_data_of_run(
 
 
 def check_checkpoints(run_dir: RunDir, result: RunResult) -> None:
-    """Refuse to resume from a checkpoint that is damaged. Raises CheckpointError: which, and what to do with it."""
+    """Refuse to resume from a checkpoint that is damaged. Raises CheckpointError: which, and what to do with it.
+
+    In an object store each is whole or not there.
+    """
+    if uri_of(run_dir.root):
+        return
     stages = stages_with("checkpoints/last.safetensors", run_dir, result)
     # A complete init stage is read too: the stage after it begins with that.
-    unfinished = [stage for stage in stages if not stage.result.exists() or stage.root.name.endswith("-init")]
+    log = read_log(run_dir)
+    complete = {run_dir.root / name for name in log.stages if log.is_complete(name)}
+    unfinished = [stage for stage in stages if stage.root not in complete or stage.root.name.endswith("-init")]
     needed = [(stage.last, stage.best, stage) for stage in unfinished]
     for name in read_resolved(run_dir.experiment).experiment.preparation:
-        if (done := run_dir.stage(name)).result.exists():
+        if (done := run_dir.stage(name)).root in complete:
             needed.append((done.best, done.last, done))
     for path, other, stage in needed:
         try:

@@ -1,5 +1,6 @@
-"""What `result.json` of a run or sweep holds, typed: all that report, search, doctor and reproduce know of a run but its logs."""
+"""What the log of a run or sweep comes to, typed, and `result.json`, the snapshot of it for people and scripts."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -8,12 +9,15 @@ from pydantic_core import PydanticCustomError
 
 from service.config.messages import expected, shown
 from service.config.space import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
-from service.runs.outcome import VERSION, Outcome, ResultPart, check_version, to_json
+from service.config.sweep import TIME, TIME_S
+from service.runs.outcome import Outcome, ResultPart
 from trainables.config import DataIdentity
 from trainables.errors import ExperimentError
-from trainables.rundir import write_json
+from trainables.rundir import remove_unfinished, write_json
 
 Kind = Literal["train", "sweep"]
+VERSION = 2
+"""Of `result.json`, which nothing here reads."""
 
 
 class WrittenScale(ResultPart):
@@ -48,12 +52,6 @@ class TrialRow(Outcome):
     scale: TrialScale
     speed_trial: str | None = None
     """Of a training to the target: the trial that had measured the point's speed."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _names_its_speed_trial(cls, fields: Any) -> Any:
-        """In format 1 that was its `probe`."""
-        return fields | {"speed_trial": fields["probe"]} if isinstance(fields, dict) and "probe" in fields else fields
 
     @property
     def outcome(self) -> Outcome:
@@ -119,7 +117,6 @@ class SearchSummary(ResultPart):
 class RunResult(ResultPart):
     """A run or a sweep, however far it has come."""
 
-    version: int = 0
     kind: Kind
     name: str
     status: str
@@ -132,7 +129,7 @@ class RunResult(ResultPart):
     notices: list[str] = Field(default_factory=list)
     """What was guessed, mapped or left out of the experiment's inputs, a line each."""
     data: DataIdentity | None = None
-    """What it is trained on. None: an older version began it, or a sweep that searches over `data.path`."""
+    """What it is trained on. None: a sweep that searches over `data.path`."""
     not_exact: list[str] = Field(default_factory=list)
     """Why it is not the run that an uninterrupted one would be: other data that a resume accepted, a line each."""
     mlflow: MlflowTarget | None = None
@@ -141,7 +138,8 @@ class RunResult(ResultPart):
     loader_workers: int | str | None = None
     stages: list[StageRow] = Field(default_factory=list)
     trials: list[TrialRow] | None = None
-    best: TrialRow | None = None
+    chosen: str | None = None
+    """The best trial in the light of all probes of a guided search that has ended."""
     space: dict[str, Any] = Field(default_factory=dict)
     """Lists, ranges and distributions, as `service.config.space` has them."""
     metric: str = ""
@@ -153,9 +151,8 @@ class RunResult(ResultPart):
     timing_steps: int | None = None
     warmup_steps: int = 5
     hardware: ClusterHardware | None = None
-    """None: of an older version."""
-    tagged_winner: str | None = None
-    """The trial that MLflow shows as the winner."""
+    verdict: list[str] = Field(default_factory=list)
+    """Which trial of a sweep won and why, in sentences."""
     noise_scales: list[float] = Field(default_factory=list)
     search: SearchSummary | None = None
 
@@ -169,6 +166,15 @@ class RunResult(ResultPart):
     @property
     def rows(self) -> list[TrialRow]:
         return self.trials or []
+
+    @property
+    def best(self) -> TrialRow | None:
+        """The `chosen` trial, or the complete one with the best metric; None where no complete trial has it."""
+        metric = TIME_S if self.metric == TIME else self.metric
+        complete = [row for row in self.rows if row.status == "ok" and row.metrics.get(metric) is not None]
+        pick: Callable[..., TrialRow | None] = max if self.mode == "max" else min
+        found = pick(complete, key=lambda row: row.metrics[metric], default=None)
+        return next((row for row in self.rows if row.id == self.chosen), found)
 
     @property
     def accepted_data(self) -> DataIdentity | None:
@@ -187,26 +193,23 @@ class RunResult(ResultPart):
 
 
 def write_result(path: Path, result: RunResult) -> None:
-    """Write the `result.json` of a run directory, atomically."""
-    write_json(path, to_json(result) | {"version": VERSION})
+    """Write the `result.json` of a run directory that this process works on, atomically."""
+    remove_unfinished(path)
+    fields = result.model_dump(mode="json", by_alias=True, warnings=False)
+    best = None if result.best is None else result.best.model_dump(mode="json", by_alias=True, warnings=False)
+    write_json(path, fields | {"best": best, "version": VERSION})
 
 
-def read_result(path: Path, experiment: Path) -> RunResult:
-    """The `result.json` of a run directory. `experiment` is the run's `experiment.yaml`.
-
-    Raises ExperimentError: it is damaged, in one line that names the field; or a newer version wrote it.
-    """
-    check_version(path)
+def parse_result(text: str, path: Path) -> RunResult:
+    """A result from JSON, of the log at `path`. Raises ExperimentError: it is damaged, in one line that names the field."""
     try:
-        return RunResult.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise ExperimentError(f"{path} cannot be read: {error.strerror}") from error
+        return RunResult.model_validate_json(text)
     except ValidationError as error:
-        damage = _first(error)
-    raise ExperimentError(f"{path} is damaged: {damage}: put back a copy, or begin again from {experiment}")
+        damage = first_mistake(error)
+    raise ExperimentError(f"{path} is damaged: {damage}: put back a copy, or begin another run")
 
 
-def _first(error: ValidationError) -> str:
+def first_mistake(error: ValidationError) -> str:
     """The first mistake: the field, and what it should be."""
     detail = error.errors(include_url=False)[0]
     field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in detail["loc"]).removeprefix(".")

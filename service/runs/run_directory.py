@@ -10,15 +10,18 @@ from pathlib import Path
 from service.config.dotted import flatten
 from service.config.experiment import Resolved, read_resolved
 from service.config.paths import absolute_paths
+from service.runs.events import event, first_event, to_line
 from service.runs.finetuning import OTHER_CLASSES
 from service.runs.method_copies import copy_methods, use_copies_of
-from service.runs.result import Kind, RunResult, read_result, write_result
+from service.runs.outcome import to_json
+from service.runs.result import Kind, RunResult
+from service.runs.run_log import read_log
 from service.runs.stored.driver_lease import is_fresh
 from service.runs.stored.stored_runs import check_reachable, display_name, fetch_records, is_taken, root_folder, uri_of
 from trainables.errors import ExperimentError
 from trainables.locks import is_locked, locked_or_raise
 from trainables.object_store.store import is_uri
-from trainables.rundir import RunDir, StageDir, create_private, unwritable_reason, write_text
+from trainables.rundir import RunDir, StageDir, create_private, unwritable_reason, write_atomic, write_text
 from trainables.user_code import file_of, option_key
 
 RUN_NAME = "RAYDISTILL_RUN_NAME"
@@ -27,14 +30,14 @@ RUN_NAME = "RAYDISTILL_RUN_NAME"
 
 def has_begun(path: Path) -> bool:
     """Whether a directory has a run that can be resumed."""
-    return RunDir(path).experiment.is_file() and RunDir(path).result.is_file()
+    return RunDir(path).experiment.is_file() and RunDir(path).events.is_file()
 
 
 def check_same(kind: Kind, resolved: Resolved, path: Path) -> None:
     """Refuse to continue a run of another experiment. Raises ExperimentError: naming the first key that differs."""
     begun, _, result = reopen(path)
     trees = [each.experiment.model_dump(mode="json") for each in (resolved, begun)]
-    # An older version did not make paths absolute; a method's file may lie elsewhere, as in each Ray job: the run has its copy.
+    # A method's file may lie elsewhere, as in each Ray job: the run has its copy.
     wanted, begun_with = (flatten(tree) | absolute_paths(tree, method=_by_file_name) for tree in trees)
     if begun.sources.get("teacher.finetune") == OTHER_CLASSES and wanted.get("teacher.finetune") is None:
         begun_with["teacher.finetune"] = None
@@ -56,7 +59,7 @@ def check_writable(root: Path, out: Path | None, *, begun_ok: bool = False) -> N
 
     `begun_ok`: a run that died before it could be resumed is begun anew. Raises ExperimentError.
     """
-    if out is not None and not begun_ok and (RunDir(out).experiment.exists() or RunDir(out).result.exists()):
+    if out is not None and not begun_ok and (RunDir(out).experiment.exists() or RunDir(out).events.exists()):
         if has_begun(out):
             raise ExperimentError(already_begun(out))
         raise ExperimentError(
@@ -121,7 +124,6 @@ def begin_run(resolved: Resolved, kind: Kind, run_dir: RunDir, root: Path, notic
         started=datetime.now().isoformat(timespec="seconds"),
         runs_root=display_name(root.absolute()),
         sources=resolved.sources,
-        notices=list(notices),
     )
     try:
         run_dir.root.mkdir(parents=True, exist_ok=True)
@@ -130,7 +132,8 @@ def begin_run(resolved: Resolved, kind: Kind, run_dir: RunDir, root: Path, notic
                 raise ExperimentError(already_begun(run_dir.root))
             copy_methods(resolved.experiment, run_dir)
             write_text(run_dir.experiment, resolved.to_yaml())
-            write_result(run_dir.result, result)
+            first = [first_event(), event("result", changes=to_json(result))]
+            write_atomic(run_dir.events, b"".join(map(to_line, [*first, *(event("notice", text=line) for line in notices)])))
     except OSError as error:
         raise ExperimentError(
             f"{run_dir.root} cannot be written: {error.strerror}; free space or choose another --out"
@@ -153,7 +156,7 @@ def reopen(path: Path, *, to_continue: bool = False) -> tuple[Resolved, RunDir, 
     if to_continue:
         use_copies_of(run_dir)
     resolved = read_resolved(run_dir.experiment, reading=not to_continue)
-    result = read_result(run_dir.result, run_dir.experiment)
+    result = read_log(run_dir).result
     return replace(resolved, sources=result.sources), run_dir, result
 
 
@@ -170,11 +173,11 @@ def as_it_stands(run_dir: RunDir, result: RunResult) -> RunResult:
     """The result; of a run whose driver was killed and could not say so, as one that was interrupted, and since when."""
     if result.status != "running" or not abandoned(run_dir):
         return result
-    result = read_result(run_dir.result, run_dir.experiment)  # it may have ended since
+    result = read_log(run_dir).result  # it may have ended since
     if result.status != "running":
         return result
-    written = [stage.root / name for name in ("metrics.jsonl", "heartbeats.json") for stage in stages_with(name, run_dir, result)]
-    since = datetime.fromtimestamp(max(map(modified_s, (run_dir.result, *written))))
+    written = [stage.heartbeats for stage in stages_with("heartbeats.json", run_dir, result)]
+    since = datetime.fromtimestamp(max(map(modified_s, (run_dir.events, *written))))
     reason = f"not running since {since:%Y-%m-%d %H:%M:%S}: no process runs it any more"
     return result.model_copy(update={"status": "interrupted", "reason": reason})
 

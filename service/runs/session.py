@@ -1,36 +1,37 @@
 """The session of a run or sweep: its lock, display, records and `result.json`, from its beginning to its end, however it ends."""
 
 import contextlib
-import hashlib
 import json
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from rich.console import RenderableType
 
 import service
 from service.cluster.local_ray import RayLostError
-from service.config.dotted import flatten
 from service.config.experiment import Resolved
 from service.config.schema import Experiment
-from service.config.space import short_names
-from service.config.sweep import FRONT
 from service.runs.display import Display, wait_for
-from service.runs.outcome import VERSION
-from service.runs.result import Kind, MlflowTarget, RunResult, read_result, write_result
+from service.runs.driver_log import DriverLog
+from service.runs.mlflow_view import MlflowView
+from service.runs.result import MlflowTarget, RunResult, write_result
 from service.runs.run_directory import locked_run, runs_root_of
+from service.runs.run_log import ResultFold, as_json, read_log
+from service.runs.stored.driver_lease import LeaseLostError
+from service.runs.stored.segments import LogStore
 from service.runs.stored.stored_runs import display_name, uri_of
-from service.runs.stored.stored_session import stored_session
-from service.tracking import Tracker, default_uri, of_summary, saved_views, sync_neighbours
+from service.runs.stored.stored_session import ENDING_S, stored_session
+from service.tracking import Syncing, default_uri, sync_neighbours
 from trainables.config import DataIdentity
 from trainables.data.identity import data_changes
-from trainables.rundir import RunDir, StageDir
+from trainables.errors import StorageError
+from trainables.rundir import RunDir
 
 T = TypeVar("T")
 FLUSH_S, NEIGHBOURS_S = 30.0, 10.0
@@ -58,27 +59,39 @@ class Session:
     run_dir: RunDir
     display: Display
     reporter: ResultReporter
-    tracker: Tracker | None
+    syncing: Syncing | None
+    log: DriverLog
+    fold: ResultFold
+    """What the log says so far."""
     result: RunResult
-    """What `result.json` holds; `save` writes it."""
-    sending: bool = False
-    earlier_s: float = 0.0
-    """What earlier sessions of this run took."""
-    began_s: float = field(default_factory=time.perf_counter)
-
-    @property
-    def key(self) -> str:
-        """The MLflow run of this run or sweep, as the tracker knows it."""
-        return self.result.kind
+    """The same, typed; `save` changes it."""
 
     @property
     def experiment(self) -> Experiment:
         return self.resolved.experiment
 
     def save(self, **changes: Any) -> None:
-        """Update `result.json`, atomically, with the seconds so far: a session that is killed loses only those since."""
-        changes["seconds"] = self.earlier_s + time.perf_counter() - self.began_s
+        """Record fields of the result that have changed, and write `result.json`."""
         self.result = self.result.model_copy(update=changes)
+        values = self.result.model_dump(mode="json", by_alias=True, include=changes.keys() - {"trials"}, warnings=False)
+        changed = {name: value for name, value in values.items() if value != self.fold.fields.get(name)}
+        if "trials" in changes:
+            changed["trials"] = [
+                row for row in map(as_json, self.result.rows) if _text(row) != _text(self.fold.rows.get(row["id"]))
+            ]
+            if not changed["trials"] and "trials" in self.fold.fields:
+                del changed["trials"]
+        if changed:
+            self.record("result", changes=changed)
+        self.write_snapshot()
+
+    def record(self, kind: str, stage: str | None = None, **fields: Any) -> None:
+        """Write an event that the result is made of. Raises as `DriverLog.record` does."""
+        self.fold.take(self.log.record(kind, stage, **fields))
+
+    def write_snapshot(self) -> None:
+        """Write `result.json`, atomically, with the seconds so far."""
+        self.result = self.result.model_copy(update={"seconds": self.fold.seconds(time.time_ns() // 1_000_000)})
         write_result(self.run_dir.result, self.result)
 
     def wait_for(self, work: Callable[[], T], tick: Callable[[], None] = lambda: None) -> T:
@@ -101,68 +114,62 @@ def open_session(
 
     `data`: what it is trained on from now on, see `RunResult.data`.
     """
-    with locked_run(run_dir), Display() as display, stored_session(run_dir, display.print):
-        session = _open(resolved, run_dir, display, reporter)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(locked_run(run_dir))
+        display = stack.enter_context(Display())
+        place = stack.enter_context(stored_session(run_dir, display.print))
+        session = stack.enter_context(_opened(resolved, run_dir, display, reporter, place))
         if data is not None and data != session.result.data:
             session.save(**with_data(session.result, data))
-        record_dataset(session, session.key)
         display.print(f"{session.result.kind} {resolved.experiment.name} in {display_name(run_dir.root)}")
-        if session.tracker and uri_of(run_dir.root) and not resolved.experiment.tracking.uri:
+        if session.syncing and uri_of(run_dir.root) and not resolved.experiment.tracking.uri:
             store = runs_root_of(session.result)
             display.print(f"MLflow's records lie on this machine, in {store}: a server in tracking.uri keeps them for all")
         try:
             yield session
         except BaseException as error:
             interrupted = isinstance(error, KeyboardInterrupt | RayLostError)
-            with contextlib.suppress(OSError):  # a full disk is the usual reason to be here: the error itself matters more
-                session.save(status="interrupted" if interrupted else "failed", reason=str(error))
-            _close(session, "KILLED" if interrupted else "FAILED", 5.0)
+            status = "interrupted" if interrupted else "failed"
+            session.log.wait_for_store(ENDING_S)
+            # A full disk is the usual reason to be here, or a store that is gone: the error itself matters more.
+            with contextlib.suppress(OSError, StorageError, LeaseLostError):
+                _end(session, status, str(error))
+            _close(session, status, 5.0)
             raise
-        session.save(status="complete", finished=datetime.now().isoformat(timespec="seconds"))
-        _close(session, "FINISHED", FLUSH_S)
+        _end(session, "complete")
+        _close(session, "complete", FLUSH_S)
 
 
-def _open(resolved: Resolved, run_dir: RunDir, display: Display, reporter: ResultReporter) -> Session:
-    began_s = time.perf_counter()
-    result = read_result(run_dir.result, run_dir.experiment)
-    experiment, kind, tracker, target = resolved.experiment, result.kind, None, None
-    if experiment.tracking.enabled:
-        uri = experiment.tracking.uri or default_uri(runs_root_of(result))
-        target = MlflowTarget(uri=uri, experiment=experiment.tracking.experiment)
-        tracker = Tracker(run_dir, uri, experiment.tracking.experiment, name=display_name(run_dir.root))
-        tracker.start_run(kind, run_dir.root.name, params=flatten(experiment.model_dump(mode="json")), tags=code_tags(kind))
-        tracker.views(kind, views_of(kind, experiment))
-        tracker.artifact(kind, run_dir.experiment)
-    session = Session(resolved, run_dir, display, reporter, tracker, result, earlier_s=result.seconds, began_s=began_s)
-    session.save(version=VERSION, status="running", reason="", mlflow=target)
+def _end(session: Session, status: str, reason: str = "") -> None:
+    if status == "complete":
+        session.save(finished=datetime.now().isoformat(timespec="seconds"))
+    session.record("session_ended", status=status, reason=reason)
+    session.result = session.result.model_copy(update={"status": status, "reason": reason})
+    session.write_snapshot()
+
+
+@contextlib.contextmanager
+def _opened(
+    resolved: Resolved, run_dir: RunDir, display: Display, reporter: ResultReporter, store: LogStore | None
+) -> Iterator[Session]:
+    with contextlib.closing(DriverLog(run_dir.events, store)) as log:
+        session = _open(resolved, run_dir, display, reporter, log)
+        yield session
+
+
+def _open(resolved: Resolved, run_dir: RunDir, display: Display, reporter: ResultReporter, log: DriverLog) -> Session:
+    fold = read_log(run_dir).fold
+    result = fold.result(run_dir.events)
+    tracking, syncing, target = resolved.experiment.tracking, None, None
+    if tracking.enabled:
+        target = MlflowTarget(uri=tracking.uri or default_uri(runs_root_of(result)), experiment=tracking.experiment)
+        syncing = Syncing(run_dir, target.uri, target.experiment, MlflowView, display_name(run_dir.root))
+    session = Session(resolved, run_dir, display, reporter, syncing, log, fold, result)
+    display.watch(run_dir.events)
+    session.record("session_begun", tags=code_tags())
+    session.result = result.model_copy(update={"status": "running", "reason": ""})
+    session.save(mlflow=target)
     return session
-
-
-def views_of(kind: Kind, experiment: Experiment) -> dict[str, str]:
-    """The saved views in which a sweep's trials, or a run and those beside it, are compared in MLflow."""
-    if kind == "train":
-        has_accuracy = experiment.train.max_steps is None
-        return saved_views(kind, {}, "top1_pct" if has_accuracy else "images_per_s", ascending=False, has_accuracy=has_accuracy)
-    sweep = experiment.sweep
-    has_accuracy = sweep.timing_steps is None or sweep.is_time_to_accuracy
-    first, ascending = ("images_per_s", False) if sweep.metric == FRONT else (sweep.figure, sweep.mode == "min")
-    return saved_views("trial", short_names(sweep.axes), first, ascending=ascending, has_accuracy=has_accuracy)
-
-
-def record_dataset(session: Session, key: str) -> None:
-    """What a run of MLflow is trained on, for its dataset column; left out where a sweep searches over `data.path`."""
-    data, path = session.result.data, session.experiment.data.path
-    if session.tracker is None or data is None:
-        return
-    counts = {"classes": len(data.classes), "train_images": data.train.num_images, "val_images": data.val.num_images}
-    dataset = {
-        "name": Path(path).name or path,
-        "digest": hashlib.sha256(data.model_dump_json().encode()).hexdigest()[:16],
-        "source_type": path.partition("://")[0] if "://" in path else "local",
-        "source": json.dumps({"uri": path}),
-        "profile": json.dumps(counts),
-    }
-    session.tracker.dataset(key, dataset)
 
 
 def with_data(result: RunResult, data: DataIdentity) -> dict[str, Any]:
@@ -172,40 +179,31 @@ def with_data(result: RunResult, data: DataIdentity) -> dict[str, Any]:
     return {"data": data, "not_exact": [*result.not_exact, *lines]}
 
 
-def _close(session: Session, status: Literal["FINISHED", "FAILED", "KILLED"], timeout_s: float) -> None:
-    if session.tracker:  # first of all, so that a second Ctrl-C, while the page is made, leaves no run open
-        for key, ended in session.tracker.runs().items():
-            if ended is None and key != session.key:  # trials that were running when the sweep was interrupted
-                session.tracker.end_run(key, status)
-        session.tracker.artifact(session.key, session.run_dir.result)
-        session.tracker.end_run(session.key, status)
+def _close(session: Session, status: str, timeout_s: float) -> None:
     session.reporter.write_page_at_end(session.run_dir, session.result, session.display.print)
-    if session.tracker is None:
+    if session.syncing is None:
         return
-    if session.run_dir.report.exists():
-        session.tracker.artifact(session.key, session.run_dir.report)
-    start_tracking(session)
-    delivery = session.tracker.close(timeout_s)
+    delivery = session.syncing.close(timeout_s)
     session.display.print(delivery.message)
     # Of a run in an object store another machine may be the driver: its records here are a copy, which `distill sync` sends.
-    if status == "FINISHED" and not delivery.num_pending and uri_of(session.run_dir.root) is None:
-        delivered, left = sync_neighbours(runs_root_of(session.result), session.run_dir, NEIGHBOURS_S)
-        for folder in delivered:
-            session.display.print(f"MLflow was also sent the pending records of {folder}")
+    if status == "complete" and delivery.is_complete and session.result.mlflow and uri_of(session.run_dir.root) is None:
+        root, uri = runs_root_of(session.result), session.result.mlflow.uri
+        sent, left = sync_neighbours(root, session.run_dir, uri, MlflowView, NEIGHBOURS_S)
+        for folder in sent:
+            session.display.print(f"MLflow was also sent the pending events of {folder}")
         if left:
             session.display.print(f"records of earlier runs ({len(left)}) still wait for MLflow; later: distill sync {left[0]}")
 
 
 def start_tracking(session: Session) -> None:
-    """Begin to send to MLflow, once: its import takes a core for seconds, which a run that is starting needs itself."""
-    if session.tracker and not session.sending:
-        session.sending = True
-        session.tracker.start()
+    """Begin to send to MLflow: its import takes a core for seconds, which a run that is starting needs itself."""
+    if session.syncing:
+        session.syncing.start()
 
 
-def code_tags(kind: str) -> dict[str, str]:
+def code_tags() -> dict[str, str]:
     """Tags that say what code ran: the version, and the commit where that is a checkout."""
-    tags = {"raydistill.kind": kind, "raydistill.version": version("raydistill")}
+    tags = {"raydistill.version": version("raydistill")}
     checkout = Path(service.__file__).parents[1]
     if not (checkout / ".git").exists():  # an installed package, whose folder may lie in somebody else's checkout
         return tags
@@ -219,22 +217,6 @@ def code_tags(kind: str) -> dict[str, str]:
     return tags
 
 
-def written_ms(path: Path) -> int | None:
-    """When a result was written, in unix ms: what a resumed driver says of it again is then the same record, and counts once."""
-    return int(path.stat().st_mtime * 1000) if path.exists() else None
-
-
-def record_numbers(
-    session: Session, key: str, stage: StageDir, metrics: Mapping[str, float], prefix: str = "", *, followed: bool
-) -> None:
-    """A stage's final numbers, see `of_summary`."""
-    if session.tracker and metrics:
-        shown = of_summary(metrics, prefix, followed=followed)
-        session.tracker.metrics(key, int(metrics.get("steps", 0)), shown, written_ms(stage.result))
-
-
-def record_student(session: Session, key: str, stage: StageDir, metrics: Mapping[str, float], *, followed: bool = True) -> None:
-    """The student's final numbers and the student itself, in MLflow; of a sweep's best trial in the sweep's run, too."""
-    record_numbers(session, key, stage, metrics, followed=followed)
-    if session.tracker and stage.best.exists() and session.experiment.tracking.log_model:
-        session.tracker.model(key, stage.best)
+def _text(row: dict[str, Any] | None) -> str:
+    """A row as text, in which a NaN equals another."""
+    return json.dumps(row, sort_keys=True)

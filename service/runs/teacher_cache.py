@@ -8,6 +8,7 @@ from pathlib import Path
 from service.cluster.connect import SHARED_RUNS, connect
 from service.config.experiment import Resolved
 from service.runs.display import Display, wait_for
+from service.runs.driver_log import recording
 from service.runs.plan import Plan, most_local_cpus
 from service.runs.preflight import check_train
 from service.runs.run_directory import check_writable
@@ -38,7 +39,11 @@ def fill_cache(resolved: Resolved, root: Path) -> str:
     create_private(root)
     run_dir = RunDir(root.absolute() / ".cache" / f"{experiment.name}-{time.time_ns():x}")
     cpus, cache = most_local_cpus(experiment), experiment.written_cache("train")
-    with Display() as display, connect(cpus, run_dir.root, cache, instead=SHARED_RUNS) as cluster:
+    with (
+        Display() as display,
+        connect(cpus, run_dir.root, cache, instead=SHARED_RUNS) as cluster,
+        recording(run_dir.events) as recorder,
+    ):
         plan = Plan.on(experiment, cluster)
         plan.check(cluster)
         after_teacher = [name for name in experiment.preparation if name != "teacher"]
@@ -47,8 +52,9 @@ def fill_cache(resolved: Resolved, root: Path) -> str:
         assignment = plan.assign(first, run_dir, labels, teacher.weights)
         stage = StageDir(run_dir.stage("cache").root)
         values = {**assignment.config.model_dump(), "stage": "cache", "output_dir": str(stage.root), "model": teacher.model}
-        assignment = replace(assignment, config=FillConfig.model_validate(values))
-        display.follow("cache", stage)
+        assignment = replace(assignment, config=FillConfig.model_validate(values)).recorded_by(recorder)
+        display.watch(run_dir.events)
+        display.follow("cache", "cache", stage)
         outcome = wait_for(lambda: run_to_end(assignment), display)
         display.unfollow("cache")
     if outcome.status != "ok":

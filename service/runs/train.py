@@ -1,18 +1,16 @@
 """One run: the teacher (trained or loaded), its assistants, then the student."""
 
-from pathlib import Path
-
 from service.cluster.connect import connect
 from service.config.experiment import Resolved
 from service.runs.backbone import write_backbone
 from service.runs.plan import Plan, most_local_cpus
 from service.runs.result import RunResult
-from service.runs.session import ResultReporter, open_session, record_student
-from service.runs.stages.run_stages import prepare_teacher, run_stage
+from service.runs.session import ResultReporter, open_session
+from service.runs.stages.run_stages import best_checkpoint, prepare_teacher, run_stage
 from service.runs.stages.teacher_actors import running_teacher_actors
 from service.runs.stored.stored_runs import uri_of
 from trainables.config import DataIdentity
-from trainables.rundir import RunDir, StageDir
+from trainables.rundir import RunDir
 
 
 def train(resolved: Resolved, run_dir: RunDir, reporter: ResultReporter, data: DataIdentity | None = None) -> RunResult:
@@ -28,7 +26,7 @@ def train(resolved: Resolved, run_dir: RunDir, reporter: ResultReporter, data: D
     with open_session(resolved, run_dir, reporter, data) as session:
         cpus = most_local_cpus(experiment)
         is_copy = uri_of(run_dir.root) is not None
-        with connect(cpus, run_dir.root, experiment.written_cache("train"), is_copy=is_copy) as cluster:
+        with connect(cpus, run_dir.root, experiment.written_cache("train"), is_copy=is_copy) as cluster, session.log.recording():
             plan = Plan.on(experiment, cluster, session.result.accepted_data)
             plan.check(cluster)
             session.save(use_gpu=plan.use_gpu, num_workers=experiment.scale.num_workers, loader_workers=plan.loader_workers)
@@ -36,9 +34,7 @@ def train(resolved: Resolved, run_dir: RunDir, reporter: ResultReporter, data: D
             weights = prepare_teacher(session, plan)
             with running_teacher_actors(session.run_dir.root.name, session.display, plan, cluster, weights) as teachers:
                 student = run_stage(session, plan.assign("student", run_dir, {"run": run_dir.root.name}, weights, teachers))
-        stage = StageDir(Path(student.output_dir))
-        record_student(session, session.key, stage, session.result.stages[-1].metrics)
         session.show_result()
-        for line in write_backbone(run_dir, stage):
+        for line in write_backbone(run_dir, best_checkpoint(session, student)):
             session.display.print(line)
     return session.result

@@ -5,33 +5,32 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from service.runs.outcome import Outcome, read_summary, write_outcome
+from service.runs.events import event
+from service.runs.outcome import Outcome
+from service.runs.run_log import as_json
 from service.runs.stages.assignment import Assignment
 from service.runs.stages.elastic import with_free_workers
-from service.runs.stages.hangs import record_hang
 from service.runs.stages.node_wait import NodeWait
-from service.runs.stages.stage_log import append_to_log
-from service.runs.stages.stage_times import accounted_over_sessions, stage_session
-from service.runs.stored.stored_runs import display_name, fetch_stage, put_stage_records, remove_errors
-from trainables.errors import DistillError, StorageError
+from service.runs.stages.stage_times import accounted_over_sessions
+from service.runs.stored.stored_runs import begin_attempt, checkpoint, display_name, is_there
+from trainables.errors import DistillError
 from trainables.failures import (
     ANNOUNCED,
     OUT_OF_MEMORY_KINDS,
     RETRYABLE,
     Failure,
     WorkersFailedError,
+    failure_of,
     first_cause,
     kind_of,
-    read_failures,
-    write_failure,
 )
-from trainables.rundir import RunDir, StageDir
+from trainables.redact import redact
+from trainables.rundir import StageDir
 from trainables.stage_result import StageResult
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ def run_to_end(assignment: Assignment, callbacks: list[Any] | None = None, reuse
     restarts, used_s, node_wait = 0, 0.0, NodeWait()
     hung_in: list[str] = []
     while True:
-        if outcome := finished(assignment.stage_dir, restarts):
+        if outcome := finished(assignment, restarts):
             return outcome
         began_s = time.monotonic()
         result = attempt(with_free_workers(assignment).after(used_s), callbacks, reused, node_wait)
@@ -69,14 +68,19 @@ def run_to_end(assignment: Assignment, callbacks: list[Any] | None = None, reuse
                 return Outcome(status="failed", reason="the workers died when they had nothing left to do")
             if current != assignment:
                 assignment, restarts, hung_in = current, 0, []
-            cause = cause_of(assignment.stage_dir, result)
-            record_cause(assignment.stage_dir, cause, result.stacks)
-            if outcome := unless_restarted(assignment, cause, restarts, hung_in, node_wait):
-                return outcome
-            restarts += cause.kind not in ANNOUNCED
-            if reused is not None:
-                record_restart(reused, restarts)
-            used_s += 0.0 if reused is not None else time.monotonic() - began_s  # whose points each have the whole time
+            cause = cause_of(result)
+            try:
+                if cause.kind == "hang":
+                    record_hang(assignment, cause, result.stacks)
+                if outcome := unless_restarted(assignment, cause, restarts, hung_in, node_wait):
+                    return outcome
+                counted = restarts + (cause.kind not in ANNOUNCED)
+                assignment.log.record([event("restart", assignment.name, failure=asdict(cause), restarts=counted)])
+            except OSError as error:  # as of a full disk, which workers that begin again would find full too
+                unwritten = failure_of(error, None)
+                return Outcome(status="failed", reason=f"{cause}; then {unwritten}", failure=unwritten.kind, restarts=restarts)
+            restarts = counted
+            used_s = used_s + time.monotonic() - began_s if reused is None else record_restart(reused, restarts)
 
 
 def attempt(
@@ -90,14 +94,13 @@ def attempt(
 
     from trainables.worker import trainer
 
-    stage = assignment.stage_dir
     try:
         fit_stage(assignment, callbacks, reused)
     except trainer.ClusterFullError:
         if refusal := refusal_after_wait(node_wait, assignment):
             return Outcome(status="failed", reason=refusal, failure="unschedulable")
         if not node_wait.is_waiting:
-            append_to_log(stage, "the cluster has no room for the workers yet: still waiting")
+            assignment.append_to_log("the cluster has no room for the workers yet: still waiting")
         return None
     except DistillError as error:
         return Outcome(status="failed", reason=str(error), failure=kind_of(error))
@@ -105,7 +108,7 @@ def attempt(
         if not ray.is_initialized():
             raise
         return error
-    return finished(stage) or Outcome(status="failed", reason="the stage ended without a result")
+    return finished(assignment, has_just_run=True) or Outcome(status="failed", reason="the stage ended without a result")
 
 
 def current_assignment(reused: ReusableWorkers) -> Assignment | None:
@@ -116,11 +119,12 @@ def current_assignment(reused: ReusableWorkers) -> Assignment | None:
     return current
 
 
-def record_restart(reused: ReusableWorkers, restarts: int) -> None:
-    """Note that other workers start for the stage that reused workers were at."""
+def record_restart(reused: ReusableWorkers, restarts: int) -> float:
+    """Note that other workers start for the stage that reused workers were at; returns the seconds that it has taken."""
     import ray
 
-    ray.get(reused.coordinator.restart.remote(reused.group_id, restarts))
+    used_s: float = ray.get(reused.coordinator.restart.remote(reused.group_id, restarts))
+    return used_s
 
 
 def fit_stage(assignment: Assignment, callbacks: list[Any] | None, reused: ReusableWorkers | None) -> None:
@@ -128,38 +132,32 @@ def fit_stage(assignment: Assignment, callbacks: list[Any] | None, reused: Reusa
 
     Raises:
         DistillError, WorkersFailedError, ClusterFullError: see `trainables.worker.trainer.fit`.
-        StorageError: the workers ended well, and what they wrote cannot be read.
+        StorageError: the object store that has the run does not answer.
     """
-    import ray
 
     from trainables.worker import trainer
 
-    stage, config = assignment.stage_dir, assignment.config
+    stage = assignment.stage_dir
+    config, recorder = begin_attempt(assignment.config, assignment.log)
     stage.root.mkdir(parents=True, exist_ok=True)
-    remove_errors(stage)
-    put_stage_records(config)
-    for leftover in stage.last.parent.glob(".*.tmp"):  # of a checkpoint that a kill cut short
+    remove_leftovers(stage)
+    trainer.fit(
+        config,
+        use_gpu=assignment.use_gpu,
+        loader_workers=assignment.loader_workers,
+        storage=assignment.storage,
+        name=f"{config.labels.get('trial', config.stage)}-{time.time_ns():x}",
+        recorder=recorder,
+        callbacks=callbacks,
+        reused=reused,
+        limit_s=assignment.limit_s,
+    )
+
+
+def remove_leftovers(stage: StageDir) -> None:
+    """Remove what a kill has left of checkpoints that it cut short."""
+    for leftover in stage.last.parent.glob(".*.tmp"):
         leftover.unlink(missing_ok=True)
-    try:
-        trainer.fit(
-            config,
-            use_gpu=assignment.use_gpu,
-            loader_workers=assignment.loader_workers,
-            storage=assignment.storage,
-            name=f"{config.labels.get('trial', config.stage)}-{time.time_ns():x}",
-            callbacks=callbacks,
-            reused=reused,
-            limit_s=assignment.limit_s,
-        )
-    except Exception:
-        # Why the workers failed matters more than a store that does not answer, or than a driver that is ending.
-        if ray.is_initialized():
-            try:
-                fetch_stage(config)
-            except (OSError, StorageError) as problem:
-                log.warning("what the workers wrote last of %s cannot be read: %s", config.stage, problem)
-        raise
-    fetch_stage(config)
 
 
 def unless_restarted(
@@ -169,12 +167,13 @@ def unless_restarted(
 
     `hung_in`: where it hung before, to which this adds.
     """
-    stage, limit, announced = assignment.stage_dir, assignment.config.scale.max_failures, cause.kind in ANNOUNCED
+    limit, announced = assignment.config.scale.max_failures, cause.kind in ANNOUNCED
     outcome = Outcome(
         status="oom" if cause.kind in OUT_OF_MEMORY_KINDS else "failed", reason=str(cause), failure=cause.kind, restarts=restarts
     )
     if cause.kind == "hang":
-        append_to_log(stage, f"{cause} (the stacks of all threads are in {display_name(stage.stacks)})")
+        stacks = display_name(assignment.stage_dir.stacks)
+        assignment.append_to_log(f"{cause} (the stacks of all threads are in {stacks})")
         if cause.position is not None:
             if cause.position in hung_in:
                 return outcome.model_copy(update={"reason": f"hung in {cause.position} again: {cause}"})
@@ -183,7 +182,7 @@ def unless_restarted(
         return outcome
     counted = "" if announced else f" (restart {restarts + 1} of at most {limit})"
     why = "hang" if cause.kind == "hang" else cause  # a hang is in the log already
-    append_to_log(stage, f"{why}: going on from the last checkpoint{counted}")
+    assignment.append_to_log(f"{why}: going on from the last checkpoint{counted}")
     if refusal := refusal_after_wait(node_wait, assignment):
         return outcome.model_copy(update={"reason": f"{cause}; and now {refusal}"})
     return None
@@ -192,13 +191,31 @@ def unless_restarted(
 def refusal_after_wait(node_wait: NodeWait, assignment: Assignment) -> str | None:
     """See `NodeWait.refusal`."""
     limit_s = assignment.config.scale.wait_for_nodes_s
-    return node_wait.refusal(assignment.reservation, limit_s, partial(append_to_log, assignment.stage_dir))
+    return node_wait.refusal(assignment.reservation, limit_s, assignment.append_to_log)
 
 
-def finished(stage: StageDir, restarts: int = 0) -> Outcome | None:
-    """The outcome of a complete stage, or None."""
-    summary = read_summary(stage)
-    return None if summary is None else complete(summary, restarts)
+def finished(assignment: Assignment, restarts: int = 0, *, has_just_run: bool = False) -> Outcome | None:
+    """The outcome of a complete stage, or None. One whose best checkpoint was removed since is none, unless it `has_just_run`."""
+    events = assignment.events
+    summary = next((event for event in reversed(events) if event["kind"] == "summary"), None)
+    if summary is None:
+        return None
+    best = checkpoint(assignment.stage_dir, events)
+    if best is not None and not has_just_run and not is_there(best, assignment.config.run_store):
+        return None
+    return complete(StageResult.model_validate(summary), restarts)
+
+
+def begin_stage(trial: str, assignment: Assignment) -> None:
+    """Record that a trial's stage begins. Of one that begins from nothing again, what was recorded does not count any more."""
+    discarded = [event("discarded", assignment.name)] if is_lost(assignment) else []
+    assignment.log.record([*discarded, event("stage_begun", assignment.name, trial=trial, model=assignment.config.model)])
+
+
+def is_lost(assignment: Assignment) -> bool:
+    """Whether a stage has to begin from nothing again: the checkpoint from which it would go on was removed."""
+    last = checkpoint(assignment.stage_dir, assignment.events, "last")
+    return last is not None and finished(assignment) is None and not is_there(last, assignment.config.run_store)
 
 
 def complete(summary: StageResult, restarts: int = 0) -> Outcome:
@@ -214,32 +231,22 @@ def complete(summary: StageResult, restarts: int = 0) -> Outcome:
     )
 
 
-def cause_of(stage: StageDir, error: WorkersFailedError) -> Failure:
-    """What the watch over the workers found, or else the first cause of those that workers wrote.
-
-    Where none could, or where they only lost peers, the first cause that Ray knows.
-    """
-    if ended := next((failure for failure in error.failures if failure.kind in ("hang", "time_limit")), None):
-        return ended
-    written = read_failures(stage.errors)
-    causes = [failure for failure in written if failure.kind != "lost_peer"]
-    return first_cause(causes or [*error.failures, *written])
+def cause_of(error: WorkersFailedError) -> Failure:
+    """What the watch over the workers found, or else the first cause of what ended them."""
+    ended = [failure for failure in error.failures if failure.kind in ("hang", "time_limit")]
+    return first_cause(ended or error.failures)
 
 
-def record_cause(stage: StageDir, cause: Failure, stacks: str) -> None:
-    """Write why a stage's workers failed to its records. The disk may be what failed: then it ends nothing."""
-    try:
-        write_failure(stage.error, cause)
-        if cause.kind == "hang":
-            record_hang(stage, cause, stacks)
-    except OSError as error:
-        log.warning("why %s failed cannot be recorded: %s", stage.root, error)
+def record_hang(assignment: Assignment, cause: Failure, stacks: str) -> None:
+    """Record a hang, and what all threads were doing in `logs/hangs.txt`."""
+    assignment.log.record([event("hang", assignment.name, message=redact(str(cause)))])
+    assignment.log.text(assignment.stage_dir.stacks, f"{datetime.now():%Y-%m-%d %H:%M:%S} {redact(stacks)}\n\n")
 
 
-def run_trial(settings: dict[str, Any], assignments: dict[str, Assignment], sweep_dir: str) -> None:
-    """The function that Ray Tune calls: carry out one trial, leave its `result.json`, and report to Tune.
+def run_trial(settings: dict[str, Any], assignments: dict[str, Assignment]) -> None:
+    """The function that Ray Tune calls for a trial of its own: carry it out, record how it ended, and report to Tune.
 
-    A trial that is already complete is not run again.
+    A trial that has ended already is not run again.
     """
     from ray import tune
 
@@ -247,25 +254,56 @@ def run_trial(settings: dict[str, Any], assignments: dict[str, Assignment], swee
 
     skip_exit_handlers()
     trial_id = settings["trial"]
-    run_dir = RunDir(Path(sweep_dir)).trial(trial_id)
-    if not run_dir.result.exists():
-        assignment, outcome = assignments[trial_id], None
+    assignment, outcome = assignments[trial_id], None
+    if not assignment.log.of(f"trials/{trial_id}"):
         if assignment.init is not None:
-            outcome = run_accounted(replace(assignment.init, limit_s=assignment.limit_s))
+            outcome = run_accounted(trial_id, assignment.init)
             assignment = assignment.after(outcome.metrics.get("wall_s", 0.0))
         if outcome is None or outcome.status == "ok":
             teachers = outcome.teachers if outcome else []
-            outcome = run_accounted(assignment, run_with_epochs if assignment.config.report_each_epoch else run_to_end)
+            outcome = run_accounted(trial_id, assignment, run_with_epochs if assignment.config.report_each_epoch else run_to_end)
             outcome = outcome.model_copy(update={"teachers": outcome.teachers or teachers})
-        write_outcome(run_dir.result, outcome)
+        outcome, waiting = judged(outcome, assignment.config.train.until_top1_pct), dict[str, Assignment]()
+        if outcome.failure == "unschedulable":
+            waiting = {other: each for other, each in assignments.items() if not has_begun(other, each)}
+        refused = refused_with(trial_id, outcome, assignment, waiting).items()
+        ended = [event("trial_ended", trial=id, outcome=as_json(each), refused_with=trial_id) for id, each in refused]
+        assignment.log.record([event("trial_ended", trial=trial_id, outcome=as_json(outcome)), *ended])
     # No metrics, which are in the trial's row: each takes 2 kB of the driver's memory for as long as the sweep runs.
     tune.report({"done": True, ENDED: True})
 
 
-def run_accounted(assignment: Assignment, run: Callable[[Assignment], Outcome] = run_to_end) -> Outcome:
+def has_begun(trial: str, assignment: Assignment) -> bool:
+    """Whether a trial has begun, or has ended without."""
+    stages = [assignment.name, *([assignment.init.name] if assignment.init is not None else [])]
+    return any(assignment.log.of(key) for key in (f"trials/{trial}", *stages))
+
+
+def refused_with(trial: str, outcome: Outcome, assignment: Assignment, waiting: Mapping[str, Assignment]) -> dict[str, Outcome]:
+    """The outcomes of trials that need as much as one that has waited for nodes in vain: one such wait is enough."""
+    if outcome.failure != "unschedulable":
+        return {}
+    reason = f"it needs as much as trial {trial}, and {outcome.reason}"
+    refusal = Outcome(status="failed", failure="unschedulable", reason=reason)
+    return {other: refusal for other, each in waiting.items() if each.reservation.is_as_large_as(assignment.reservation)}
+
+
+def run_accounted(trial: str, assignment: Assignment, run: Callable[[Assignment], Outcome] = run_to_end) -> Outcome:
     """`run` a trial's stage, with the times of all sessions that worked on it."""
-    with stage_session(assignment.stage_dir):
-        return accounted_over_sessions(run(assignment), assignment.stage_dir)
+    begin_stage(trial, assignment)
+    outcome = accounted_over_sessions(run(assignment), assignment.events)
+    shown = {"status": outcome.status, "reason": outcome.reason}  # the rest is in the trial's end
+    assignment.log.record([event("stage_ended", assignment.name, trial=trial, outcome=shown)])
+    return outcome
+
+
+def judged(outcome: Outcome, target_pct: float | None) -> Outcome:
+    """A training that ended without the accuracy that it was to reach is no complete one."""
+    if target_pct is None or outcome.status != "ok" or "time_to_accuracy_s" in outcome.metrics:
+        return outcome
+    m = outcome.metrics
+    reason = f"top-1 {m['top1_pct']:.2f}% after {m['train_s']:.1f} s, not {target_pct:g}%"
+    return outcome.model_copy(update={"status": "stopped", "reason": reason})
 
 
 def run_with_epochs(assignment: Assignment) -> Outcome:
@@ -295,10 +333,10 @@ def run_with_epochs(assignment: Assignment) -> Outcome:
     return outcome
 
 
-def run_worker_group(settings: dict[str, Any], coordinator: Any) -> None:
-    """Ray Tune's function of a trial in a guided sweep: one start of workers, as many points as the coordinator has for them.
+def run_worker_group(settings: dict[str, Any], coordinator: Any, *, stops_early: bool) -> None:
+    """Ray Tune's function of a worker group: one start of workers, as many points as the coordinator has for them.
 
-    `coordinator` is the sweep's actor, a `service.search.coordinator.SearchCoordinator`; it also writes the points' results.
+    `coordinator` is the sweep's actor, a `service.search.coordinator.PointCoordinator`; it also writes the points' results.
     """
     import ray
     from ray import tune
@@ -307,7 +345,7 @@ def run_worker_group(settings: dict[str, Any], coordinator: Any) -> None:
     from trainables.worker.trainer import ReusableWorkers
 
     skip_exit_handlers()
-    workers = ReusableWorkers(coordinator, settings["group"])
+    workers = ReusableWorkers(coordinator, settings["group"], stops_early)
     outcome = run_to_end(ray.get(coordinator.start.remote(workers.group_id)), reused=workers)
     ray.get(coordinator.finish.remote(workers.group_id, outcome))
     tune.report({"done": True})

@@ -70,7 +70,7 @@ def replay(result: RunResult) -> Planner:
     """The planner of a sweep as its `result.json` tells it, guided or not.
 
     Raises:
-        ValueError: no point could be searched, or the records lack the cluster's `hardware` (an older sweep's do).
+        ValueError: no point could be searched, or the sweep ended before it had its cluster, and so has no `hardware`.
     """
     if result.hardware is None:
         raise ValueError(f"the records of {result.name} do not say what cluster it ran on")
@@ -115,7 +115,7 @@ def conclusion(result: RunResult) -> dict[str, Any]:
         front=[rows_at[identity(point)].id for point in planner.front()],
     )
     best = planner.best()
-    return {"trials": rows, "best": rows_at[identity(best)] if best else None, "search": search}
+    return {"trials": rows, "chosen": rows_at[identity(best)].id if best else None, "search": search}
 
 
 def time_to_accuracy_search(result: RunResult, planner: Planner) -> tuple[TimeToAccuracySearch, list[str]]:
@@ -157,7 +157,6 @@ def outcome_of_time_to_accuracy(result: RunResult, planner: Planner) -> dict[str
     found, ids = time_to_accuracy_search(result, planner)
     found.ask()
     learning, predicted = found.learning(), found.predict()
-    best = next((row for row in result.rows if found.best is not None and row.speed_trial == ids[found.best]), None)
     search = SearchSummary(
         why=found.why(),
         bound_pct=percent(found.bound()),
@@ -166,7 +165,7 @@ def outcome_of_time_to_accuracy(result: RunResult, planner: Planner) -> dict[str
         s_min=learning.s_min,
         predicted_s=dict(zip(ids, predicted.seconds_M.tolist(), strict=True)),
     )
-    return {"best": best, "search": search}
+    return {"search": search}
 
 
 def percent(bound: float) -> float | None:

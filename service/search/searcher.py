@@ -1,4 +1,4 @@
-"""What Ray Tune has of the guided search: a searcher and a callback that forward to the search's coordinator.
+"""What Ray Tune has of a sweep whose points share workers: a searcher and a callback that forward to its coordinator.
 
 A trial of Tune's is one group of workers, which measures several points.
 """
@@ -26,10 +26,10 @@ class WorkerGroupOutcomeCallback(TrialErrorCallback):
         ray.get(self._coordinator.finish.remote(trial.config["group"], outcome))
 
 
-class GuidedSearcher(Searcher):  # type: ignore[misc]
-    """Asks the actor of `service.search.coordinator.SearchCoordinator`, which decides and remembers.
+class WorkerGroupSearcher(Searcher):  # type: ignore[misc]
+    """Asks the actor of `service.search.coordinator.PointCoordinator`, which decides and remembers.
 
-    What was searched is known from the trials' results, so there is nothing to save or restore here.
+    What was measured is known from the sweep's log, so there is nothing to save or restore here.
     """
 
     def __init__(self, coordinator: Any, outcomes: WorkerGroupOutcomeCallback) -> None:

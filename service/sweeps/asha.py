@@ -1,14 +1,17 @@
 """Asha, which ends the worse trials early: by the epochs of all sessions of a sweep, which the trials' records have."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ray.tune.experiment import Trial
 from ray.tune.schedulers import ASHAScheduler
 
 from service.config.sweep import ACCURACIES, SweepConfig
+from service.runs.events import Event
 from service.runs.outcome import Outcome
-from trainables.rundir import RunDir, StageDir, final_names, headline, read_lines
+from service.runs.run_log import RunLog
+from trainables.rundir import final_names, headline
 
 Epochs = Sequence[Mapping[str, float]]
 """What a trial has reported, epoch by epoch."""
@@ -47,30 +50,28 @@ def asha_scheduler(sweep: SweepConfig, earlier: Mapping[str, Epochs], ended: Seq
     return scheduler
 
 
-def reported_epochs(run_dir: RunDir) -> dict[str, Epochs]:
+def reported_epochs(log: RunLog) -> dict[str, Epochs]:
     """What the trials of a sweep have reported so far, by trial; without those that have not ended an epoch."""
-    found = {path.name: epochs_of(RunDir(path).stage("student")) for path in sorted(run_dir.trials.glob("*"))}
+    found = {Path(stage).parts[1]: log.of_stage(stage, "epoch") for stage in log.stages if Path(stage).match("trials/*/student")}
     return {
-        trial: [{"epoch": record["epoch"], **final_names(record["metrics"])} for record in records]
-        for trial, records in found.items()
-        if records
+        trial: [{"epoch": event["epoch"], **final_names(event["metrics"])} for event in events]
+        for trial, events in sorted(found.items())
+        if events
     }
 
 
-def epochs_of(stage: StageDir) -> list[dict[str, Any]]:
-    """The records of a stage's epochs."""
-    return [record for record in read_lines(stage.metrics) if record["kind"] == "epoch"]
+def stopped(events: Iterable[Event], reported: Mapping[str, Any]) -> Outcome:
+    """The outcome of a trial that asha has stopped after its last epoch: the last on record, or the one `reported` if later.
 
-
-def stopped(stage: StageDir, reported: Mapping[str, Any]) -> Outcome:
-    """The outcome of a trial that asha has stopped after its last epoch: the last on record, or the one `reported` if later."""
-    epochs = epochs_of(stage)
+    `events` are those of its student.
+    """
+    epochs = [event for event in events if event["kind"] == "epoch"]
     last = max([*epochs, reported], key=lambda epoch: float(epoch["epoch"]))
     numbers = final_names(epochs[-1]["metrics"]) if epochs else {}
     metrics = {name: value for name, value in numbers.items() if not name.startswith(("train/", "val/"))}  # as in a summary
     for name in ("train_s", "eval_s", "checkpoint_s", "other_s", "wall_s"):  # an epoch's own in its record, the stage's here
         metrics.pop(name, None)
-        if epochs and all(f"epoch/{name}" in record["metrics"] for record in epochs):  # not in those of an older version
+        if epochs and all(f"epoch/{name}" in record["metrics"] for record in epochs):
             metrics[name] = sum(record["metrics"][f"epoch/{name}"] for record in epochs)
     for record in epochs:
         metrics |= headline(record["metrics"])

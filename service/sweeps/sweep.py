@@ -8,14 +8,13 @@ from service.config.experiment import Resolved
 from service.runs.backbone import write_backbone
 from service.runs.plan import Plan, most_local_cpus
 from service.runs.result import ClusterHardware, RunResult
-from service.runs.session import ResultReporter, Session, open_session, record_student
-from service.runs.stages.run_stages import prepare_teacher, untrained_teacher
+from service.runs.session import ResultReporter, Session, open_session
+from service.runs.stages.run_stages import best_checkpoint, prepare_teacher, untrained_teacher
 from service.runs.stages.teacher_actors import running_teacher_actors
 from service.runs.stored.stored_runs import uri_of
 from service.search.replay import conclusion, replay, time_to_accuracy_search
 from service.sweeps.preflight import mark_unbuildable, mark_unschedulable
 from service.sweeps.run_trials import TeacherSource, run_pending, save_rows
-from service.sweeps.trial_records import TrialRecords
 from service.sweeps.trials import (
     Trial,
     finished_trainings,
@@ -41,15 +40,14 @@ def sweep(resolved: Resolved, run_dir: RunDir, reporter: ResultReporter, data: D
     """
     trials = plan_trials(resolved)
     with open_session(resolved, run_dir, reporter, data) as session:
-        records = TrialRecords(session)
-        load_outcomes(trials, run_dir)
+        load_outcomes(trials, session.fold)
         if may_retry(resolved.experiment):
-            retry_trials(trials, run_dir)
+            retry_trials(trials, session)
         rows = {row.id: row for row in session.result.rows}
         for trial in trials:
             if (row := rows.get(trial.id)) is not None:
                 trial.loader_workers, trial.oversubscribed = row.scale.loader_workers, row.oversubscribed
-        trials += finished_trainings(trials, run_dir)
+        trials += finished_trainings(trials, session)
         if is_local():
             mark_unschedulable(trials, local_capacity())
         mark_unbuildable(trials)
@@ -58,11 +56,12 @@ def sweep(resolved: Resolved, run_dir: RunDir, reporter: ResultReporter, data: D
             experiments = [resolved.experiment, *(trial.resolved.experiment for trial in pending if trial.resolved)]
             cache = resolved.experiment.written_cache("sweep")
             is_copy = uri_of(run_dir.root) is not None
-            with connect(most_local_cpus(*experiments), run_dir.root, cache, is_copy=is_copy) as cluster:
+            cpus = most_local_cpus(*experiments)
+            with connect(cpus, run_dir.root, cache, is_copy=is_copy) as cluster, session.log.recording():
                 check_driver_node(run_dir)
                 mark_unschedulable(trials, cluster)
-                run_trials(session, records, trials, cluster)
-        finish(session, records, trials)
+                run_trials(session, trials, cluster)
+        finish(session, trials)
     return session.result
 
 
@@ -80,7 +79,7 @@ def check_driver_node(run_dir: RunDir) -> None:
             raise ClusterError(f"{uri}: the driver of such a sweep runs on the cluster's head: use `distill submit`")
 
 
-def run_trials(session: Session, records: TrialRecords, trials: list[Trial], cluster: Cluster) -> None:
+def run_trials(session: Session, trials: list[Trial], cluster: Cluster) -> None:
     """Prepare teacher and assistants once, then run the trials that are left, and train the fastest to the target where asked."""
     experiment = session.experiment
     plan, config = Plan.on(experiment, cluster, session.result.accepted_data), experiment.sweep
@@ -108,14 +107,12 @@ def run_trials(session: Session, records: TrialRecords, trials: list[Trial], clu
         session.save(noise_scales=[noise_scale for noise_scale in noise_scales if noise_scale > 0])
     with running_teacher_actors(session.run_dir.root.name, session.display, plan, cluster, weights) as actors:
         teacher = TeacherSource(weights, actors)
-        run_pending(session, records, trials, pending, cluster, teacher)
+        run_pending(session, trials, pending, cluster, teacher)
         if config.is_time_to_accuracy:
-            train_to_target(session, records, trials, cluster, teacher)
+            train_to_target(session, trials, cluster, teacher)
 
 
-def train_to_target(
-    session: Session, records: TrialRecords, trials: list[Trial], cluster: Cluster, teacher: TeacherSource
-) -> None:
+def train_to_target(session: Session, trials: list[Trial], cluster: Cluster, teacher: TeacherSource) -> None:
     """Train to the target, one after the other, the points that may reach it first; each as long as it may be the first."""
     if not any(trial.outcome and trial.outcome.status == "ok" for trial in trials):
         return
@@ -128,7 +125,7 @@ def train_to_target(
             return
         speed_trial = next(trial for trial in trials if trial.id == ids[row])
         trials.append(training_of(session.resolved, speed_trial, search.until_s))
-        run_pending(session, records, trials, trials[-1:], cluster, teacher)
+        run_pending(session, trials, trials[-1:], cluster, teacher)
 
 
 def fitting(plan: Plan, cluster: Cluster) -> Plan:
@@ -149,33 +146,16 @@ def fitting(plan: Plan, cluster: Cluster) -> Plan:
     return smaller
 
 
-def finish(session: Session, records: TrialRecords, trials: list[Trial]) -> None:
+def finish(session: Session, trials: list[Trial]) -> None:
     """The table, the verdict and the winner's student."""
     save_rows(session, trials)
     if session.experiment.sweep.policy == "guided":
         session.save(**conclusion(session.result))
-    record_missing(session, records, trials)
     session.show_result()
+    session.save(verdict=list(session.reporter.verdict(session.result)))
     best = session.result.best
-    if session.tracker:
-        verdict = session.reporter.verdict(session.result)
-        session.tracker.describe(session.key, verdict)
-        records.mark_winner(best.id if best else None, verdict)
     if best is None:
         raise TrainingError(f"no trial of {len(trials)} gave {session.experiment.sweep.metric}: see the reasons in the table")
     stage = session.run_dir.trial(best.id).stage("student")
-    record_student(session, session.key, stage, best.metrics, followed=False)
-    for line in write_backbone(session.run_dir, stage):
+    for line in write_backbone(session.run_dir, best_checkpoint(session, stage)):
         session.display.print(line)
-
-
-def record_missing(session: Session, records: TrialRecords, trials: list[Trial]) -> None:
-    """Record points that never ran, and trials that ended in the very moment in which an earlier driver died."""
-    if session.tracker is None:
-        return
-    guided, recorded = session.experiment.sweep.policy == "guided", session.tracker.runs()
-    for trial in trials:
-        untested = guided and trial.outcome is None
-        if not untested and recorded.get(f"trial/{trial.id}") not in ("FINISHED", "FAILED"):
-            records.begin(trial)
-            records.end(trial)

@@ -8,12 +8,12 @@ from service.config.dotted import flatten
 from service.config.experiment import Resolved, read_resolved
 from service.config.schema import Experiment
 from service.config.space import LOADER_WORKERS, SCALE_AXES, SpaceError, points
-from service.runs.outcome import Outcome, read_outcome
+from service.runs.outcome import Outcome
 from service.runs.result import TrialRow
-from service.runs.stored.stored_runs import delete
+from service.runs.run_log import ResultFold
+from service.runs.session import Session
 from trainables.errors import ExperimentError
 from trainables.failures import ENVIRONMENT_KINDS
-from trainables.rundir import RunDir
 
 PROBE_LOG_STEPS = 4
 
@@ -57,15 +57,6 @@ class Trial:
         """How often the point was measured."""
         return 0 if self.outcome is None else len(self.outcome.each_measurement)
 
-    def judged(self, outcome: Outcome) -> Outcome:
-        """A training that ended without the accuracy that it was to reach is no complete one."""
-        target = self.resolved.experiment.train.until_top1_pct if self.resolved else None
-        if target is None or outcome.status != "ok" or "time_to_accuracy_s" in outcome.metrics:
-            return outcome
-        m = outcome.metrics
-        reason = f"top-1 {m['top1_pct']:.2f}% after {m['train_s']:.1f} s, not {target:g}%"
-        return outcome.model_copy(update={"status": "stopped", "reason": reason})
-
 
 def rows_of(trials: Sequence[Trial], base: Resolved, *, timing: bool) -> list[TrialRow]:
     """The trials in `result.json`, in a sweep of the experiment `base` that is a `timing` one or not."""
@@ -106,16 +97,10 @@ def plan_trials(resolved: Resolved) -> list[Trial]:
     return trials
 
 
-def load_outcomes(trials: list[Trial], run_dir: RunDir) -> None:
-    """Take the outcomes that trials have written, in this sweep or an earlier, interrupted session of it.
-
-    Raises:
-        ExperimentError: a trial's result is damaged.
-    """
+def load_outcomes(trials: list[Trial], fold: ResultFold) -> None:
+    """Take the outcomes that trials have on record, in this session of a sweep or an earlier one."""
     for trial in trials:
-        path = run_dir.trial(trial.id).result
-        if path.exists():
-            trial.outcome = trial.judged(read_outcome(path))
+        trial.outcome = fold.outcome_of(trial.id) or trial.outcome
 
 
 def may_retry(experiment: Experiment) -> bool:
@@ -128,11 +113,11 @@ def has_trials_to_retry(experiment: Experiment, rows: Sequence[TrialRow]) -> boo
     return may_retry(experiment) and any(row.failure in ENVIRONMENT_KINDS for row in rows)
 
 
-def retry_trials(trials: list[Trial], run_dir: RunDir) -> None:
-    """Let the trials run again that waited for nodes in vain, or whose disk or store failed. Raises StorageError."""
+def retry_trials(trials: list[Trial], session: Session) -> None:
+    """Let the trials run again that waited for nodes in vain, or whose disk or store failed."""
     for trial in trials:
         if trial.outcome is not None and trial.outcome.failure in ENVIRONMENT_KINDS:
-            delete(run_dir.trial(trial.id).result)
+            session.record("discarded", trial=trial.id)
             trial.outcome = None
 
 
@@ -155,10 +140,10 @@ def training_id(speed_trial: Trial) -> str:
     return f"{speed_trial.id}-trained"
 
 
-def finished_trainings(speed_trials: list[Trial], run_dir: RunDir) -> list[Trial]:
+def finished_trainings(speed_trials: list[Trial], session: Session) -> list[Trial]:
     """The trainings to the target that an earlier, interrupted session of the sweep has finished."""
-    run_dirs = {trial.id: run_dir.trial(training_id(trial)) for trial in speed_trials}
-    done = [trial for trial in speed_trials if run_dirs[trial.id].result.exists()]
-    trainings = [_training(trial, read_resolved(run_dirs[trial.id].experiment)) for trial in done]
-    load_outcomes(trainings, run_dir)
+    done = [trial for trial in speed_trials if session.fold.outcome_of(training_id(trial))]
+    experiments = [session.run_dir.trial(training_id(trial)).experiment for trial in done]
+    trainings = [_training(trial, read_resolved(path)) for trial, path in zip(done, experiments, strict=True)]
+    load_outcomes(trainings, session.fold)
     return trainings

@@ -1,4 +1,4 @@
-"""Trials run by Ray Tune: one start of workers a trial, or in a guided sweep one for as many points as they measure."""
+"""Trials run by Ray Tune: of those that share workers a worker group is one trial of Tune's."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from service.cluster.resources import Reservation, living_nodes
 from service.config.sweep import SweepConfig
 from service.runs.result import RunResult
+from service.runs.run_log import read_log
 from service.runs.stages.assignment import Assignment
 from service.runs.stored.stored_runs import ray_storage
 from service.runs.trial import run_trial, run_worker_group
@@ -50,12 +51,12 @@ def tune_trials(
             trial: replace(assignment, config=assignment.config.model_copy(update={"report_each_epoch": True}))
             for trial, assignment in assignments.items()
         }
-        earlier = reported_epochs(run_dir)
+        earlier = reported_epochs(read_log(run_dir))
         scheduler = asha_scheduler(sweep, earlier, ended=[trial for trial in earlier if trial not in assignments])
-    function = partial(run_trial, assignments=dict(assignments), sweep_dir=str(run_dir.root))
+    function = partial(run_trial, assignments=dict(assignments))
     # Those that an earlier session had begun come first, so that asha knows of them when it compares the others.
     trials = sorted(assignments, key=lambda trial: (trial not in earlier, trial))
-    # What is known of a sweep is in its trials' folders: nothing is restored from Tune's own.
+    # What is known of a sweep is in its log: nothing is restored from Tune's own.
     tune.Tuner(
         trial_class(function, living_nodes().trial_resources()),
         param_space={"trial": tune.grid_search(trials)},
@@ -99,10 +100,16 @@ def with_shared_starts(assignments: Mapping[str, Assignment]) -> dict[str, Assig
     return {trial: replace(assignment, loader_workers=most[workers[trial]]) for trial, assignment in assignments.items()}
 
 
-def search_trials(
-    result: RunResult, assignments: Mapping[str, Assignment], run_dir: RunDir, max_concurrent: int, session_ending: SessionEnding
+def measure_points(
+    guided: RunResult | None,
+    assignments: Mapping[str, Assignment],
+    run_dir: RunDir,
+    max_concurrent: int,
+    session_ending: SessionEnding,
 ) -> None:
-    """Let the planner choose trials, and Ray Tune run groups of workers that measure them; returns when no probe is worth it.
+    """Let Ray Tune run groups of workers that measure the points; returns when there are no more.
+
+    `guided`: see `PointCoordinator`.
 
     `session_ending`: see `tune_trials`.
     """
@@ -111,21 +118,22 @@ def search_trials(
     from ray import tune
 
     from service.runs.tune_internals import trial_class
-    from service.search.coordinator import SearchCoordinator
-    from service.search.searcher import GuidedSearcher, WorkerGroupOutcomeCallback
+    from service.search.coordinator import PointCoordinator
+    from service.search.searcher import WorkerGroupOutcomeCallback, WorkerGroupSearcher
     from trainables.worker.ray_nodes import on_this_node
 
-    # On the driver's node: where this node dies, so does the driver, and the sweep is resumed from the trials' results.
-    name, here = f"{run_dir.root.name}-search", on_this_node()
-    actor = ray.remote(SearchCoordinator).options(name=name, num_cpus=0, scheduling_strategy=here)
-    coordinator = actor.remote(result, assignments, str(run_dir.root))
-    trainable = trial_class(partial(run_worker_group, coordinator=coordinator), living_nodes().trial_resources())
+    # On the driver's node: where this node dies, so does the driver, and the sweep is resumed from its log.
+    name, here = f"{run_dir.root.name}-points", on_this_node()
+    actor = ray.remote(PointCoordinator).options(name=name, num_cpus=0, scheduling_strategy=here)
+    coordinator = actor.remote(assignments, str(run_dir.root), guided)
+    function = partial(run_worker_group, coordinator=coordinator, stops_early=guided is not None)
+    trainable = trial_class(function, living_nodes().trial_resources())
     outcomes = WorkerGroupOutcomeCallback(run_dir, coordinator, session_ending)
     # As many worker groups as the coordinator starts: points may be measured again, so that their number is not known.
     tune.Tuner(
         trainable,
         tune_config=tune.TuneConfig(
-            search_alg=GuidedSearcher(coordinator, outcomes),
+            search_alg=WorkerGroupSearcher(coordinator, outcomes),
             num_samples=-1,
             max_concurrent_trials=max_concurrent,
             trial_name_creator=lambda trial: f"group-{trial.config['group']}",

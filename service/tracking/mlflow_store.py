@@ -17,23 +17,35 @@ import mlflow.pyfunc
 import numpy as np
 import requests
 from mlflow import MlflowClient, MlflowException
-from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModelOutput, LoggedModelStatus, Metric, Param, RunTag
+from mlflow.entities import (
+    Dataset,
+    DatasetInput,
+    InputTag,
+    LoggedModelOutput,
+    LoggedModelStatus,
+    Metric,
+    Param,
+    Run,
+    RunTag,
+    ViewType,
+)
 from mlflow.models import Model, ModelSignature
 from mlflow.types import Schema, TensorSpec
 from mlflow.utils.credentials import get_default_host_creds
 from mlflow.utils.rest_utils import http_request
 
 import trainables
-from service.tracking.refused_records import one_line
-from service.tracking.spool import RefusedError, Row
+from service.tracking.run_view import RefusedError
 from service.tracking.views import VIEW_TAG, VIEWS_SINCE
-from trainables.errors import ModelError
+from trainables.errors import ModelError, first_line
 from trainables.locks import locked
 from trainables.models.names import check_model_name, model_parts
 from trainables.rundir import create_private
 from trainables.user_code import file_of
 
 KEY_TAG = "raydistill.key"
+Row = tuple[str, tuple[Any, ...]]
+"""Kind, as `ENTITIES` has it, and (name, value) of a parameter or tag, (name, value, unix ms, step) of a metric."""
 REFUSALS = {"INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS", "INVALID_STATE", "MALFORMED_REQUEST"}
 READ_ONLY = {"PERMISSION_DENIED", "UNAUTHENTICATED", "ENDPOINT_NOT_FOUND"}
 REFUSED_STATUS = {400, 411, 413, 414, 415, 422}
@@ -75,7 +87,7 @@ class Store:
             create_database(database, artifacts)
         elif not uri.startswith(("http", "databricks")):
             # MLflow would put them under the working directory of whoever delivers.
-            artifacts = (scratch.parent.parent / "mlartifacts").absolute().as_uri()
+            artifacts = (scratch.parent / "mlartifacts").absolute().as_uri()
         self._client = MlflowClient(tracking_uri=uri, registry_uri=uri)
         self.experiment = experiment
         self.experiment_id = self._open_experiment(experiment, artifacts)
@@ -94,10 +106,9 @@ class Store:
             log.warning("tracking: experiment %r had been deleted in MLflow: it is restored, with its runs", name)
         return str(found.experiment_id)
 
-    def find_runs(self, tag: str) -> list[str]:
-        """Ids of the runs that were created under `tag`."""
-        runs = self._client.search_runs([self.experiment_id], f"tags.`{KEY_TAG}` = '{tag}'")
-        return [run.info.run_id for run in runs]
+    def find_runs(self, tag: str) -> list[Run]:
+        """The runs that were created under `tag`, also those that were deleted since and can be restored."""
+        return list(self._client.search_runs([self.experiment_id], f"tags.`{KEY_TAG}` = '{tag}'", ViewType.ALL))
 
     def create_run(self, tag: str, name: str, parent_id: str | None, time_ms: int) -> str:
         tags = {KEY_TAG: tag, "mlflow.user": user(), "mlflow.source.name": "raydistill", "mlflow.source.type": "LOCAL"}
@@ -121,23 +132,17 @@ class Store:
             return bool(self._client.get_experiment(self.experiment_id).lifecycle_stage == "deleted")
         return False
 
-    def run_state(self, run_id: str) -> str:
-        """`active`, `deleted` (it can be restored), `gone` for good, or `unknown`."""
-        try:
-            return str(self._client.get_run(run_id).info.lifecycle_stage)
-        except MlflowException as error:
-            if error.error_code not in REFUSALS:
-                raise
-            return "gone" if error.error_code == "RESOURCE_DOES_NOT_EXIST" else "unknown"
-
     def delete_run(self, run_id: str) -> None:
         with refusals():
             self._client.delete_run(run_id)
 
-    def log(self, run_id: str, kind: str, rows: Sequence[Row]) -> None:
-        """One request of parameters, tags or metrics; what was logged before is not logged again."""
+    def log(self, run_id: str, rows: Sequence[Row]) -> None:
+        """One request of parameters, tags and metrics; what was logged before is not logged again."""
+        entities: dict[str, list[Any]] = {}
+        for kind, row in rows:
+            entities.setdefault(kind, []).append(ENTITIES[kind](*row))
         with refusals():
-            self._client.log_batch(run_id, **{kind: [ENTITIES[kind](*row) for row in rows]}, synchronous=True)
+            self._client.log_batch(run_id, **entities, synchronous=True)
 
     def log_dataset(self, run_id: str, dataset: Mapping[str, str]) -> None:
         """Say what a run is trained on; the store itself has each dataset of a run once."""
@@ -162,16 +167,16 @@ class Store:
                     self._client.set_experiment_tag(self.experiment_id, VIEW_TAG + key, value)
         except MlflowException as error:
             if error.error_code in REFUSALS | READ_ONLY:
-                return one_line(error)
+                return first_line(error)
             raise
         return ""
 
-    def log_artifact(self, run_id: str, path: Path, artifact_path: str) -> None:
-        """Copy a file or folder into the run's artifacts, over what stands there."""
+    def log_artifact(self, run_id: str, path: Path) -> None:
+        """Copy a file into the run's artifacts, over what stands there."""
         if not path.exists():
             raise RefusedError(f"{path} is gone: not sent")
         with refusals():
-            self._client.log_artifact(run_id, str(path), artifact_path or None)
+            self._client.log_artifact(run_id, str(path))
 
     def log_model(self, run_id: str, checkpoint: Path, tag: str) -> None:
         """Log a checkpoint's weights as a model of this run, unless that is done. `tag` names the run."""

@@ -16,7 +16,7 @@ from mlflow.utils.databricks_utils import get_databricks_host_creds
 from mlflow.utils.rest_utils import http_request
 from requests import Response
 
-from service.tracking.sender import root_cause
+from service.tracking.sync import root_cause
 from trainables.errors import ExperimentError, first_line
 from trainables.notices import notice
 from trainables.redact import redact

@@ -20,8 +20,9 @@ from pathlib import Path
 import numpy as np
 import psutil
 
+from service.runs.events import EventTail
 from tests.benchmarks.process import ROOT, environment
-from trainables.rundir import append_line
+from trainables.rundir import RunDir
 
 EVERY_S = 10.0
 LEFT_AFTER_S = 20.0
@@ -128,6 +129,7 @@ def main() -> int:
         run, log = folder / "runs" / "many", folder / "log"
         command = ["-m", "service", "sweep", str(experiment(folder, args.trials, args.concurrent))]
         command += ["--runs", str(run.parent), "--out", str(run)]
+        events, num_ended = EventTail(RunDir(run).events), 0
         samples, ended, seconds = list[dict[str, dict[str, float]]](), list[int](), list[float]()
         children = set[psutil.Process]()
         with open(log, "wb") as file:
@@ -142,9 +144,12 @@ def main() -> int:
                     now = driver.children(recursive=True)
                     children.update(now)
                     samples.append(sample(driver, [driver, *now]))
-                    ended.append(len(list(run.glob("trials/*/result.json"))))
+                    num_ended += sum(event["kind"] == "trial_ended" for event in events.new())
+                    ended.append(num_ended)
                     if args.json:
-                        append_line(args.json, {"seconds": seconds[-1], "ended": ended[-1], "processes": samples[-1]})
+                        line = {"seconds": seconds[-1], "ended": ended[-1], "processes": samples[-1]}
+                        with open(args.json, "a") as figures:
+                            figures.write(json.dumps(line) + "\n")
                     if seconds[-1] > 60 * args.minutes:
                         sweep.terminate()  # not SIGINT, which a job in the background ignores
                         sweep.wait(300)

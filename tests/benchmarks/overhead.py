@@ -3,7 +3,7 @@
 One job in one process goes on through stretches of ten seconds, watched and unwatched in turn, so that whatever else the
 machine does meets both. As in a run, a process of its own sends the records to an SQLite store; while the job is unwatched
 that process stands still. It looks for records every five seconds, and at once when it may go on: shorter stretches would count
-that too often.
+that too often. What the recorder does in a process of its own, a thread of the job's does here.
 """
 
 import contextlib
@@ -18,10 +18,15 @@ from pathlib import Path
 
 import torch
 
-from service.tracking import Tracker, default_uri
+from service.config.experiment import load
+from service.runs.events import event
+from service.runs.mlflow_view import MlflowView
+from service.runs.run_directory import begin_run
+from service.tracking import Syncing, default_uri
 from tests.benchmarks.pairs import Pair, train_on
 from tests.benchmarks.process import ROOT, environment
 from tests.benchmarks.rounds import Bar, Comparison
+from tests.run_log import LocalRecorder
 from trainables.disk_writer import DiskWriter
 from trainables.distributed.group import Group
 from trainables.engine.job import Job
@@ -62,14 +67,14 @@ def in_stretches(pair: Pair, log_every: int, num_stretches: int = 4) -> Iterator
             }
         )
         job = build(config, Group(), ignore, no_telemetry)
-        with tracking(run_dir) as tracker:
+        with recording(run_dir) as recorder, tracking(run_dir) as tracker:
 
             def measure(number: int) -> tuple[float, float]:
                 seconds = dict.fromkeys((watched, unwatched), 0.0)
                 for stretch in range(num_stretches):
                     # ABBA, and BAAB in the next round: what drifts meets both sides alike.
                     watch = (watched, unwatched)[(stretch + stretch // 2 + number) % 2]
-                    with watch(job, tracker):
+                    with watch(job, recorder, tracker):
                         began = time.perf_counter()
                         train_on(job, pair.steps)
                         seconds[watch] += time.perf_counter() - began
@@ -81,11 +86,11 @@ def in_stretches(pair: Pair, log_every: int, num_stretches: int = 4) -> Iterator
 
 
 @contextlib.contextmanager
-def watched(job: Job, tracker: subprocess.Popen[str]) -> Iterator[None]:
+def watched(job: Job, recorder: LocalRecorder, tracker: subprocess.Popen[str]) -> Iterator[None]:
     """All that a worker and its driver do beside training."""
-    start_logging(job.stage, job.group)
+    start_logging(job.config, job.group, recorder)
     with DiskWriter() as disk, node_telemetry(job.config.train.telemetry_every_s, job.group) as telemetry:
-        reporter = Reporter(job.config, job.stage, job.group, disk)
+        reporter = Reporter(job.config, recorder, job.group, disk)
         job.metrics.timer, job.report, job.telemetry = PhaseTimer(job.group.device), reporter.report, telemetry
         tracker.send_signal(signal.SIGCONT)
         yield
@@ -93,7 +98,7 @@ def watched(job: Job, tracker: subprocess.Popen[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def unwatched(job: Job, tracker: subprocess.Popen[str]) -> Iterator[None]:
+def unwatched(job: Job, recorder: LocalRecorder, tracker: subprocess.Popen[str]) -> Iterator[None]:
     """None of it; the loop still reads its sums at each log step, to stop at a loss that is not finite."""
     logging.getLogger("raydistill").setLevel(logging.WARNING)
     job.metrics.timer, job.report, job.telemetry = NoTimer(job.group.device), ignore, no_telemetry
@@ -119,6 +124,16 @@ class NoTimer(PhaseTimer):
     def begin_micro_batch(self) -> None: ...
 
     def stop(self) -> None: ...
+
+
+@contextlib.contextmanager
+def recording(run_dir: RunDir) -> Iterator[LocalRecorder]:
+    """A run that goes on meanwhile, and what writes its log."""
+    begin_run(load("digits"), "train", run_dir, run_dir.root.parent)
+    recorder = LocalRecorder(run_dir.root)
+    with contextlib.closing(recorder.actor):
+        recorder.record([event("session_begun")])
+        yield recorder
 
 
 @contextlib.contextmanager
@@ -151,15 +166,12 @@ def tracking(run_dir: RunDir) -> Iterator[subprocess.Popen[str]]:
 
 def main(run_dir: RunDir) -> int:
     """The driver's part: exit code 1 where records are left over."""
-    tracker = Tracker(run_dir, default_uri(run_dir.root), "benchmarks")
-    tracker.start_run("train", "overhead")
-    tracker.follow("train", run_dir.stage(STAGE).metrics, "")
-    tracker.start()
+    syncing = Syncing(run_dir, default_uri(run_dir.root), "benchmarks", MlflowView)
+    syncing.start()
     sys.stdin.readline()
-    tracker.end_run("train", "FINISHED")
-    delivery = tracker.close(PATIENCE_S)
+    delivery = syncing.close(PATIENCE_S)
     print(delivery.message)
-    return int(delivery.num_pending > 0)
+    return int(not delivery.is_complete)
 
 
 if __name__ == "__main__":

@@ -118,19 +118,17 @@ def sweep(size: int, folder: Path) -> Figures:
 
     from service.cluster.resources import Cluster, Node
     from service.config.experiment import load
-    from service.report import end_of_run
     from service.runs.display import Display
-    from service.runs.outcome import Outcome, write_outcome
-    from service.runs.result import RunResult
-    from service.runs.session import Session
+    from service.runs.events import event
+    from service.runs.run_log import read_log
     from service.runs.trial import run_trial
     from service.sweeps.preflight import mark_unbuildable, mark_unschedulable
     from service.sweeps.run_trials import TeacherSource, TrialWatch, assign, save_rows
-    from service.sweeps.trial_records import TrialRecords
     from service.sweeps.trials import Trial, load_outcomes, plan_trials
-    from service.tracking import Tracker, default_uri
+    from tests.run_log import session_of
     from tests.service.report.runs import timed as row_of
     from trainables.rundir import RunDir
+    from trainables.worker.recorder import RunRecorder
 
     space = space_of(size)
     resolved, run_dir = load("digits", [f"sweep.space={json.dumps(space)}"]), RunDir(folder / "sweep")
@@ -146,36 +144,33 @@ def sweep(size: int, folder: Path) -> Figures:
     figures["plan_s"] = timed(plan)
     assert all(trial.outcome is None for trial in trials)
     with Display() as display:
-        tracker = Tracker(run_dir, default_uri(folder), "scale")
-        session = Session(
-            resolved,
-            run_dir,
-            display,
-            end_of_run,
-            tracker,
-            RunResult(kind="sweep", name="digits", status="running", runs_root=str(folder)),
-            sending=True,
-        )
-        records = TrialRecords(session)
+        session = session_of(resolved, run_dir, display)
         assignments: dict[str, Any] = {}
         teacher = TeacherSource("/teacher", ())
-        figures["assign_s"] = timed(lambda: assignments.update(assign(session, trials, cluster, teacher, guided=False)))
-        trainable = partial(run_trial, assignments=assignments, sweep_dir=str(folder))
-        pickled = cloudpickle.dumps(trainable)
+        figures["assign_s"] = timed(lambda: assignments.update(assign(session, trials, cluster, teacher)))
+        save_rows(session, trials)
+        sent = {id: each.recorded_by(RunRecorder(None, str(run_dir.root))) for id, each in assignments.items()}
+        pickled = cloudpickle.dumps(partial(run_trial, assignments=sent))
         figures["function_mib"] = len(pickled) / 2**20
         figures["function_load_s"] = timed(lambda: pickle.loads(pickled))
-        watch = TrialWatch(session, records, trials, assignments, max_concurrent=1)
+        watch = TrialWatch(session, trials, max_concurrent=1)
         figures["look_s"] = timed(watch.look)
         display.print = lambda text: None  # type: ignore[method-assign]
         rng = np.random.default_rng(0)
-        for trial in trials:
-            row = row_of(trial.id, trial.params, True, 1.0, rng)
-            write_outcome(run_dir.trial(trial.id).result, Outcome(status="ok", metrics=row["metrics"], steps_s=row["steps_s"]))
-        figures["begin_and_end_s"] = timed(lambda: [(records.begin(trial), records.end(trial)) for trial in trials])
-        figures["load_s"] = timed(lambda: load_outcomes(trials, run_dir))
+
+        def begin_and_end(trial: Trial) -> None:
+            stage, row = f"trials/{trial.id}/student", row_of(trial.id, trial.params, True, 1.0, rng)
+            outcome = {"status": "ok", "metrics": row["metrics"], "steps_s": row["steps_s"]}
+            session.log.record("stage_begun", stage, trial=trial.id, model="mlp_small")
+            session.log.recorder.record(
+                [event("stage_ended", stage, outcome={"status": "ok"}), event("trial_ended", trial=trial.id, outcome=outcome)]
+            )
+
+        figures["begin_and_end_s"] = timed(lambda: [*map(begin_and_end, trials), watch.look()])
+        figures["load_s"] = timed(lambda: load_outcomes(trials, read_log(run_dir).fold))
         figures["save_s"] = timed(lambda: save_rows(session, trials))
     figures["result_mib"] = run_dir.result.stat().st_size / 2**20
-    figures["spool_mib"] = sum(file.stat().st_size for file in run_dir.spool.iterdir()) / 2**20
+    figures["log_kib_per_trial"] = run_dir.events.stat().st_size / 1024 / len(trials)
     return figures
 
 
@@ -253,39 +248,33 @@ def planner(size: int, folder: Path) -> Figures:
 
 
 def mlflow(size: int, folder: Path) -> Figures:
-    """The records of `size` timing trials sent to an MLflow server on SQLite: each has its parameters and 26 final numbers."""
-    from service.config.dotted import flatten
-    from service.config.experiment import load
-    from service.tracking import Tracker, sync
+    """The records of `size` timing trials sent to an MLflow server on SQLite: each has 11 final numbers."""
+    from service.runs.events import event
     from tests.integration.test_mlflow_server import Server
+    from tests.service.tracking.store import Run, row
     from trainables.rundir import RunDir
 
-    run_dir, server = RunDir(folder / "run"), Server(folder)
+    server = Server(folder)
     server.start()
     try:
         server.ready()
-        tracker = Tracker(run_dir, server.uri, "scale")
-        params = flatten(load("digits").experiment.model_dump(mode="json"))
-        tracker.start_run("sweep", "sweep", params=params)
-        for number in range(size):
-            key = f"trial/{number}"
-            tracker.start_run(key, key, parent_key="sweep", params=params)
-            tracker.dataset(
-                key, {"name": "digits", "digest": "0" * 16, "source_type": "local", "source": "digits", "profile": "{}"}
-            )
-            tracker.metrics(key, 30, {f"m{n}": float(n) for n in range(26)}, 1_790_000_000_000)
-            tracker.tags(key, {"status": "ok", "reason": ""})
-            tracker.end_run(key, "FINISHED")
-        database, cursor = folder / "mlflow.db", run_dir.spool / "sent.json"
+        run = Run(RunDir(folder / "run"), server.uri, "sweep")
+        names = [f"{number:04d}" for number in range(size)]
+        run.change(trials=[row(name, kind="timing") for name in names])
+        phases = ("data", "h2d", "augment", "teacher", "student", "backward", "optimizer", "step")
+        metrics = {"images_per_s": 100.0, "steps": 30.0, "epoch_s": 1.0} | {f"phase/{name}_ms": 1.0 for name in phases}
+        for name in names:
+            begun = event("stage_begun", f"trials/{name}/student", trial=name, model="resnet8")
+            run.add(begun, event("trial_ended", trial=name, outcome={"status": "ok", "metrics": metrics}))
+        run.end()
+        database = folder / "mlflow.db"
         before = database.stat().st_size
-        seconds = timed(lambda: sync(run_dir))
-        num_rows = size * (26 + len(params))
+        seconds = timed(run.sync)
         return {
             "seconds": seconds,
-            "rows_per_s": num_rows / seconds,
+            "rows_per_s": size * len(metrics) / seconds,
             "s_per_trial": seconds / size,
             "database_kib_per_trial": (database.stat().st_size - before) / size / 1024,
-            "cursor_kib": cursor.stat().st_size / 1024,
         }
     finally:
         server.kill()

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from tests.benchmarks.process import ROOT, answer_of, environment
 from tests.benchmarks.rounds import Bar, Comparison
-from trainables.rundir import RunDir, read_lines
+from tests.run_log import events_of
+from trainables.rundir import RunDir
 
 PATIENCE_S = 300.0
 
@@ -76,8 +77,7 @@ def first_step_s(num_workers: int) -> float:
         ) as process:
             try:
                 while process.poll() is None and time.time() < began + PATIENCE_S:
-                    steps = [line for line in read_lines(run_dir.stage("teacher").metrics) if line["kind"] == "step"]
-                    if steps:
+                    if steps := events_of(run_dir.stage("teacher").root, "step"):
                         return float(steps[0]["time_ms"]) / 1e3 - began
                     time.sleep(0.05)
                 raise RuntimeError(f"distill train made no step in {time.time() - began:.0f} s")

@@ -46,13 +46,13 @@ def throttled_reader(job: Job, extra_s: float) -> Undo:
         time.sleep(late_s)
         return source.read(index)
 
-    job.train_loader._reader.samples._source = Wrapped(source, read=read)  # type: ignore[assignment]
+    job.train_loader._reader._samples._source = Wrapped(source, read=read)  # type: ignore[assignment]
     return nothing
 
 
 def burning_decoder(job: Job, extra_s: float) -> Undo:
     """Images that take long to decode: another core computes, without Python's lock, as decoders do."""
-    decoder, burn_s, noise = job.train_loader._reader.samples._view._decoder, extra_s / images(job), bytes(100_000)
+    decoder, burn_s, noise = job.train_loader._reader._samples._augment._decoder, extra_s / images(job), bytes(100_000)
 
     def decode(*arguments: Any) -> Any:
         until_s = time.thread_time() + burn_s
@@ -60,7 +60,7 @@ def burning_decoder(job: Job, extra_s: float) -> Undo:
             hashlib.sha256(noise).digest()
         return decoder.decode(*arguments)
 
-    job.train_loader._reader.samples._view._decoder = Wrapped(decoder, decode=decode)  # type: ignore[assignment]
+    job.train_loader._reader._samples._augment._decoder = Wrapped(decoder, decode=decode)  # type: ignore[assignment]
     return nothing
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from service.config.experiment import load
 from service.doctor.read_run import Recording, read_run
+from service.runs.events import Event, event, to_line
 from service.runs.run_directory import begin_run, reopen
 from tests.faults.injected import FAULTS
 from tests.trainables.data.photos import encoded, photo
@@ -22,9 +21,9 @@ from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
 from trainables.engine.job import Job
 from trainables.engine.train import build, run_job
-from trainables.metrics.metrics_file import Report
-from trainables.rundir import RunDir, StageDir, write_json
-from trainables.stage_result import StageResult, write_stage_result
+from trainables.metrics.report import Report
+from trainables.rundir import RunDir
+from trainables.stage_result import StageResult
 from trainables.worker.node_telemetry import node_telemetry
 
 SIZE, CLASSES = 32, 4
@@ -130,16 +129,13 @@ class Bench:
 
     def read(self, run_dir: RunDir, config: TrainConfig) -> Recording:
         """What the doctor reads of a training that has ended."""
-        summary = json.loads(run_dir.stage("student").result.read_text())
-        result = json.loads(run_dir.result.read_text())
-        stage = {"stage": "student", "model": config.model, "status": "ok", "reason": "", "restarts": 0, "checkpoint": None}
-        loader = {
+        changes = {
             "use_gpu": False,
             "num_workers": config.scale.num_workers,
             "loader_workers": config.data.loader_workers,
         }
-        stages = {"stages": [{**stage, "metrics": summary["metrics"]}], "status": "complete"}
-        write_json(run_dir.result, {**result, **loader, **stages})
+        append(run_dir, event("result", changes=changes))
+        append(run_dir, event("session_ended", status="complete", reason=""))
         return read_run(*reopen(run_dir.root))[0]
 
 
@@ -153,24 +149,29 @@ def train_rank(group: Group, config: TrainConfig, faults: Mapping[str, float]) -
         write_summary(job, run_job(job))
 
 
+def append(run_dir: RunDir, made: Event) -> None:
+    """Append to the run's log, without a wait for the disk, which the recorder's process has."""
+    with open(run_dir.events, "ab") as file:
+        file.write(to_line(made))
+
+
 def file_report(config: TrainConfig, group: Group) -> Report:
-    """Appends to the stage's records, without a wait for the disk, which the worker leaves to a thread."""
-    stage = StageDir(Path(config.output_dir))
-    stage.root.mkdir(exist_ok=True)
+    """Appends the stage's numbers to its run's log, but for the summary."""
+    folder = Path(config.output_dir)
 
     def report(kind: str, step: int, epoch: float, metrics: dict[str, float]) -> None:
-        if group.is_main:
-            line: dict[str, Any] = {"kind": kind, "stage": config.stage, "step": step, "epoch": epoch, "time_ms": 0}
-            with open(stage.metrics, "a") as file:
-                file.write(json.dumps({**line, "metrics": metrics}) + "\n")
+        if group.is_main and kind != "summary":
+            append(RunDir(folder.parent), event(kind, folder.name, step=step, epoch=epoch, metrics=metrics))
 
     return report
 
 
 def write_summary(job: Job, summary: Mapping[str, float]) -> None:
-    """The stage's result, as the worker writes it."""
+    """The end of the stage, as the worker records it."""
     if job.group.is_main:
-        write_stage_result(job.stage, StageResult(stage=job.config.stage, model=job.config.model, metrics=dict(summary)))
+        folder, result = Path(job.config.output_dir), StageResult(model=job.config.model, metrics=dict(summary))
+        where = {"step": int(summary["steps"]), "epoch": 0.0}
+        append(RunDir(folder.parent), event("summary", folder.name, **where, **result.model_dump()))
 
 
 @contextlib.contextmanager

@@ -73,7 +73,7 @@ class Turns:
         self._pipe, self._telemetry = pipe, telemetry
         self._steps_left, self._began_s, self._ended_s = 0, 0.0, 0.0
         self._running, self._thread = threading.Event(), threading.local()
-        start_step, reader = job.metrics.start_step, job.train_loader._reader.samples
+        start_step, reader = job.metrics.start_step, job.train_loader._reader._samples
         fill = reader.fill
 
         def start_in_turn(step: int) -> None:

@@ -5,6 +5,7 @@ GPUs, one worker of them out of memory.
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -12,13 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from service.runs.run_log import read_log
 from tests.gpu import ray_methods
 from tests.gpu.check_nccl import processes_by_gpu
 from tests.gpu.check_several_gpus import lacks_gpus, world_of
 from tests.gpu.contract import Check, Expected, Measured, Piece, Settings
 from tests.gpu.photos import packed_photos
 from tests.gpu.work import R34_R18, folder_of, job_config, sized
-from trainables.rundir import RunDir, read_lines
+from trainables.rundir import RunDir
 
 ROOT = Path(__file__).parents[2]
 
@@ -92,7 +94,7 @@ def train_once(settings: Settings) -> Measured:
 
     code, seconds = distill("train", out, keys, look)
     ended_s = time.time()
-    lines = [line for line in read_lines(RunDir(out).stage("student").metrics) if line["kind"] == "step"]
+    lines = read_log(RunDir(out)).of_stage("student", "step")
     noted = json.loads((notes / "0.json").read_text())
     return {
         "exit code": code,
@@ -142,14 +144,15 @@ def one_rank_full(settings: Settings) -> Measured:
     out = fresh(settings, "ray-full")
     code, _ = distill("train", out, broken)
     ended_s = time.time()
-    lines = list(read_lines(RunDir(out).stage("student").metrics))
-    failure = json.loads((RunDir(out).stage("student").root / "error.json").read_text())
+    log = read_log(RunDir(out))
+    lines = log.of_stage("student", "start", "step")
+    outcome = log.of_stage("student", "stage_ended")[-1]["outcome"]
     next_code, _ = distill("train", fresh(settings, "ray-full"), keys)
     return {
         "exit code": code,
-        "kind": failure["kind"],
-        "not oom": int(failure["kind"] != "out_of_memory"),
-        "rank": failure["rank"],
+        "kind": outcome["failure"],
+        "not oom": int(outcome["failure"] != "out_of_memory"),
+        "rank": int(rank[1]) if (rank := re.match(r"rank (\d+):", outcome["reason"])) else -1,
         "ends after_s": ended_s - lines[-1]["time_ms"] / 1e3,
         "next exit code": next_code,
     }

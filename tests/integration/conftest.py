@@ -19,7 +19,10 @@ from typing import Any
 import psutil
 import pytest
 
-from trainables.rundir import RunDir, read_lines
+from service.runs.outcome import Outcome
+from service.runs.run_log import RunLog
+from tests.run_log import events_of
+from trainables.rundir import RunDir
 
 PROJECT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 200.0
@@ -156,9 +159,18 @@ def result(run_dir: Path) -> dict[str, Any]:
     return dict(json.loads(RunDir(run_dir).result.read_text()))
 
 
+def outcomes(run_dir: Path) -> dict[str, Outcome]:
+    """How each trial of a sweep that has ended did."""
+    if not RunDir(run_dir).events.exists():
+        return {}
+    log = RunLog(RunDir(run_dir).events)
+    trials = sorted({Path(stage).parts[1] for stage in log.stages if stage.startswith("trials/")} | log.fold.rows.keys())
+    return {trial: outcome for trial in trials if (outcome := log.fold.outcome_of(trial)) is not None}
+
+
 def records(run_dir: Path, kind: str, stage: str = "student") -> list[dict[str, Any]]:
-    """The lines of one kind in a stage's metrics."""
-    return [line for line in read_lines(RunDir(run_dir).stage(stage).metrics) if line["kind"] == kind]
+    """A stage's events of one kind; `run_dir` may be a trial's."""
+    return events_of(RunDir(run_dir).stage(stage).root, kind)
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ import pytest
 from service.report import wall_time as wall
 from service.runs.run_directory import reopen
 from tests.integration.conftest import Distill, records, result
-from trainables.rundir import RunDir, read_lines
+from tests.run_log import events_of
+from trainables.rundir import RunDir
 
 pytestmark = pytest.mark.integration
 
@@ -53,7 +54,7 @@ def sent_twice(runs: Path) -> list[tuple[str, int]]:
 
 def recorded_twice(run: Path) -> list[tuple[str, int]]:
     """Numbers that a stage's file has more than once for a step."""
-    lines = read_lines(RunDir(run).stage("student").metrics)
+    lines = events_of(RunDir(run).stage("student").root, "start", "step", "epoch", "summary")
     counts = Counter((name, line["step"]) for line in lines for name in line["metrics"])
     return [pair for pair, count in counts.items() if count > 1]
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from service.runs.stages.hangs import hang_lines
-from tests.integration.conftest import Distill, result, wait_until
+from service.report.run_records import hangs_of
+from service.runs.run_log import read_log
+from tests.integration.conftest import Distill, records, result, wait_until
 from tests.trainables.data.photos import photo
-from trainables.failures import read_failure
 from trainables.rundir import RunDir, StageDir
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
@@ -71,10 +71,9 @@ def test_a_rank_that_sleeps_in_a_method_is_named_with_its_line_and_with_what_the
     assert re.search(expected, output.splitlines()[-1]), output
     found = result(run)["stages"][0]
     assert (found["status"], found["failure"]) == ("failed", "hang")
-    failure = read_failure(stage_of(run).error)
-    assert failure is not None
-    assert (failure.kind, failure.rank, failure.position) == ("hang", 1, "student of step 12")
-    seconds = re.search(r"no progress for (\d+) s", failure.message)
+    (hang,) = records(run, "hang")
+    assert "rank 1 of 2 hangs in student of step 12" in hang["message"]
+    seconds = re.search(r"no progress for (\d+) s", hang["message"])
     assert seconds is not None
     assert HANG_AFTER_S <= int(seconds[1]) <= HANG_AFTER_S + 15
     stacks = stage_of(run).stacks.read_text()
@@ -147,7 +146,7 @@ def test_a_hang_that_comes_again_at_the_same_place_ends_the_stage_and_one_that_d
     output = distill.run("train", distill.experiment, "--out", run, *TWO, *sets, code=2)
     assert "hang: going on from the last checkpoint (restart 1 of at most 3)" in output
     assert "hung in student of step 12 again: no progress for" in output.splitlines()[-1]
-    assert len(hang_lines([("student", stage_of(run))])) == 2
+    assert len(hangs_of(read_log(RunDir(run)))) == 2
     once = distill.folder / "once"
     sets = hanging(distill, f"time.sleep(0 if os.path.exists({str(once)!r}) else open({str(once)!r}, 'w').write('x') * 10_000)")
     run = distill.runs / "once"

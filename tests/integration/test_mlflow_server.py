@@ -12,7 +12,6 @@ import signal
 import socket
 import socketserver
 import sqlite3
-import statistics
 import subprocess
 import sys
 import threading
@@ -26,13 +25,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.config.experiment import load
-from service.runs.session import views_of
-from service.tracking import Tracker, compare_urls, default_uri, sync
-from service.tracking.sender import NO_TELEMETRY
-from service.tracking.spool import Spool
-from service.tracking.tracker import check_store
+from service.runs.events import event
+from service.runs.mlflow_view import MlflowView
+from service.tracking import compare_urls, default_uri, sync
+from service.tracking.run_view import state_path
+from service.tracking.stores import NO_TELEMETRY, check_store
 from tests.service.tracking.conftest import thread_priorities  # noqa: F401 (a fixture for every test)
+from tests.service.tracking.store import Run, epoch, row
 from tests.waiting import wait_until
 from trainables.errors import ExperimentError
 from trainables.rundir import RunDir
@@ -187,21 +186,6 @@ def proxy(running: Server) -> Iterator[Proxy]:
         proxy.shutdown()
 
 
-def write_steps(path: Path, steps: range) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a") as file:
-        for step in steps:
-            record = {
-                "kind": "epoch",
-                "stage": "student",
-                "step": step,
-                "epoch": 0.5,
-                "time_ms": 1_700_000_000_000 + step,
-                "metrics": {"epoch/train/loss": 1 / (step + 1), "epoch/images_per_s": 100.0 + step},
-            }
-            file.write(json.dumps(record) + "\n")
-
-
 def steps_of(server: Server, run_name: str, metric: str) -> list[int]:
     """Steps in the order in which the store took them, over all runs of the name that are not deleted."""
     sql = """SELECT m.step FROM metrics m JOIN runs r USING (run_uuid)
@@ -213,86 +197,85 @@ def runs_named(server: Server, name: str) -> list[tuple[str, str]]:
     return server.query("SELECT status, lifecycle_stage FROM runs WHERE name = ? ORDER BY lifecycle_stage", name)
 
 
-def test_a_server_that_is_away_and_then_killed_gets_every_record_once_in_order(server: Server, tmp_path: Path) -> None:
-    num_steps = 8_000
-    run_dir = RunDir(tmp_path / "run")
-    tracker = Tracker(run_dir, server.uri, "killed", poll_s=0.05)
+def run_at(uri: str, folder: Path, kind: str = "train", *changes: str) -> Run:
+    """A run whose MLflow is at `uri`, with one of its experiments to itself."""
+    return Run(RunDir(folder), uri, kind, changes)  # type: ignore[arg-type]
+
+
+def test_a_server_that_is_away_and_then_killed_gets_every_epoch_once_in_order(server: Server, tmp_path: Path) -> None:
+    num_steps = 20_000
+    run = run_at(server.uri, tmp_path / "killed")
     server.kill()
-    tracker.start()
-    tracker.start_run("train", "killed", params={"seed": 1})
-    tracker.follow("train", run_dir.stage("student").metrics, "")
-    write_steps(run_dir.stage("student").metrics, range(num_steps))
-    for step in range(300):
-        tracker.metrics("train", step, {"driver": step})
-    assert Spool(run_dir).num_pending(server.uri) == 302 + num_steps
+    syncing = run.syncing()
+    syncing.start()
+    run.add_epochs(range(num_steps))
     server.start()
     wait_until(lambda: bool(steps_of(server, "killed", "train/loss")))
+    time.sleep(random.uniform(0, 0.3))
     server.kill()
     assert 0 < len(steps_of(server, "killed", "train/loss")) < num_steps
     server.start()
-    for step in range(300, 400):
-        tracker.metrics("train", step, {"driver": step})
-    tracker.end_run("train", "FINISHED")
-    delivery = tracker.close(120)
-
-    assert (delivery.num_sent, delivery.num_pending) == (403 + num_steps, 0)
+    run.add_epochs(range(num_steps, num_steps + 100))
+    run.end()
+    assert syncing.close(200).is_complete
     assert runs_named(server, "killed") == [("FINISHED", "active")]
-    assert steps_of(server, "killed", "train/loss") == list(range(num_steps))
-    assert steps_of(server, "killed", "images_per_s") == list(range(num_steps))
-    assert steps_of(server, "killed", "driver") == list(range(400))
+    assert steps_of(server, "killed", "train/loss") == list(range(num_steps + 100))
+    assert steps_of(server, "killed", "images_per_s") == list(range(num_steps + 100))
 
 
 @pytest.mark.slow
 def test_a_server_that_takes_ten_seconds_an_answer_slows_no_one(running: Server, proxy: Proxy, tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path / "run")
-    tracker = Tracker(run_dir, proxy.uri, "slow", poll_s=0.05)
-    tracker.start_run("train", "slow")
+    run = run_at(proxy.uri, tmp_path / "slow")
+    syncing = run.syncing()
     proxy.delay_s = 10.0
-    tracker.start()
-    times_s = []
-    for step in range(400):
-        began = time.perf_counter()
-        tracker.metrics("train", step, {"loss": step})
-        times_s.append(time.perf_counter() - began)
-        time.sleep(0.01)
-    assert statistics.median(times_s) < 0.02
-    assert max(times_s) < 1.0
+    syncing.start()
+    run.add_epochs(range(400))
     began = time.perf_counter()
-    assert tracker.close(0.5).num_pending == 401
+    assert not syncing.close(0.5).is_complete
     assert time.perf_counter() - began < 2.0
     proxy.delay_s = 0.0
-    wait_until(lambda: sync(run_dir).num_pending == 0)
+    wait_until(lambda: run.sync().is_complete)
     assert runs_named(running, "slow") == [("RUNNING", "active")]
-    assert steps_of(running, "slow", "loss") == list(range(400))
+    assert steps_of(running, "slow", "train/loss") == list(range(400))
 
 
-def test_a_run_whose_creation_was_never_answered_is_not_created_twice(running: Server, proxy: Proxy, tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path / "run")
-    tracker = Tracker(run_dir, proxy.uri, "lost", poll_s=0.05)
-    tracker.start_run("train", "answer lost", params={"seed": 1})
-    tracker.end_run("train", "FINISHED")
-    proxy.lose_answer_to = b"/runs/create"
-    tracker.start()
-    assert tracker.close(60).num_pending == 0
-    assert proxy.lose_answer_to is None
-    assert runs_named(running, "answer lost") == [("FINISHED", "active")]
+@pytest.mark.parametrize("request_", ["runs/create", "runs/log-batch", "runs/update", "runs/log-inputs"])
+def test_a_request_whose_answer_is_lost_leaves_everything_once(
+    request_: str, running: Server, proxy: Proxy, tmp_path: Path
+) -> None:
+    name = f"lost {request_.replace('/', ' ')}"
+    run = run_at(proxy.uri, tmp_path / name)
+    run.add_epochs(range(5))
+    data = {"num_images": 3, "labels": "a", "order": "b", "contents": "c"}
+    run.change(data={"classes": ["a"], "train": data, "val": data})
+    run.end()
+    proxy.lose_answer_to = f"/{request_}".encode()
+    assert run.syncing().close(60).is_complete
+    if request_ != "runs/log-inputs":
+        assert proxy.lose_answer_to is None
+    assert runs_named(running, name) == [("FINISHED", "active")]
+    assert steps_of(running, name, "train/loss") == list(range(5))
 
 
-def test_the_first_metric_of_a_run_stays_the_first_where_the_request_behind_its_creation_fails(
+def test_the_first_metric_of_a_trial_stays_the_first_where_the_request_behind_its_creation_fails(
     running: Server, proxy: Proxy, tmp_path: Path
 ) -> None:
     from mlflow import MlflowClient
 
-    run_dir = RunDir(tmp_path / "run")
-    tracker = Tracker(run_dir, proxy.uri, "first", poll_s=0.05)
-    tracker.start_run("train", "first", params={"seed": 1}, first_metric="top1_pct")
-    tracker.metrics("train", 1, {"data_pct": 1.0})
+    run = run_at(proxy.uri, tmp_path / "first", "sweep", "sweep.metric=top1_pct")
+    run.change(trials=[row("000")])
+    run.add(event("stage_begun", "trials/000/student", trial="000", model="resnet8"))
+    run.add_epochs(range(1), "trials/000/student")
+    assert run.sync().is_complete
     proxy.lose_answer_to = b"/runs/log-batch"
-    tracker.start()
-    assert tracker.close(60).num_pending == 0
+    outcome = {"status": "ok", "metrics": {"data_pct": 1.0, "top1_pct": 50.0}}
+    run.add(event("trial_ended", trial="000", outcome=outcome))
+    assert run.syncing().close(60).is_complete
     assert proxy.lose_answer_to is None
-    [(run_id,)] = running.query("SELECT run_uuid FROM runs WHERE name = 'first'")
-    assert list(MlflowClient(running.uri).get_run(run_id).data.metrics) == ["top1_pct", "data_pct"]
+    [(run_id,)] = running.query("SELECT run_uuid FROM runs WHERE name = '000'")
+    metrics = MlflowClient(running.uri).get_run(run_id).data.metrics
+    assert next(iter(metrics)) == "top1_pct"
+    assert metrics["top1_pct"] == 50.0
 
 
 def test_a_server_that_has_nowhere_to_put_files_gets_every_metric(tmp_path: Path) -> None:
@@ -302,69 +285,63 @@ def test_a_server_that_has_nowhere_to_put_files_gets_every_metric(tmp_path: Path
     nowhere = (tmp_path / "file" / "mlruns").as_uri()  # as /mlruns is for all but root
     create_database(tmp_path / "mlflow.db", nowhere)
     server = Server(tmp_path, ("--no-serve-artifacts", "--default-artifact-root", nowhere))
-    run_dir = RunDir(tmp_path / "run")
-    tracker = Tracker(run_dir, server.uri, "nowhere", poll_s=0.05)
-    run_dir.experiment.write_text("name: digits\n")
+    run = run_at(server.uri, tmp_path / "nowhere")
+    syncing = run.syncing()
     try:
         server.start()
         server.ready()
-        tracker.start_run("train", "nowhere")
-        tracker.artifact("train", run_dir.experiment)
-        tracker.follow("train", run_dir.stage("student").metrics, "")
-        write_steps(run_dir.stage("student").metrics, range(100))
-        tracker.model("train", write_checkpoint(run_dir))
-        tracker.end_run("train", "FINISHED")
-        tracker.start()
+        run.add_epochs(range(100))
+        add_student(run)
+        run.end()
+        syncing.start()
         wait_until(lambda: runs_named(server, "nowhere") == [("FINISHED", "active")])
-        delivery = tracker.close(5)
+        delivery = syncing.close(5)
     finally:
         server.kill()
     assert steps_of(server, "nowhere", "train/loss") == list(range(100))
-    assert delivery.num_pending == 2
+    assert not delivery.is_complete
     assert "metrics are sent" in delivery.message
-    assert "2 artifacts wait: " in delivery.message
+    assert " artifacts wait: " in delivery.message
 
 
 def test_a_creation_that_a_server_gets_to_only_after_its_repetition_leaves_one_run(
     running: Server, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "3")
-    run_dir = RunDir(tmp_path / "run")
-    tracker = Tracker(run_dir, proxy.uri, "late", poll_s=0.05)
-    tracker.start_run("train", "late")
+    run = run_at(proxy.uri, tmp_path / "late")
+    syncing = run.syncing()
     proxy.hold = b"/runs/create"
-    tracker.start()
+    syncing.start()
     wait_until(lambda: len(runs_named(running, "late")) == 1)
     proxy.release.set()
     wait_until(lambda: len(runs_named(running, "late")) >= 2)  # a slow machine's repetition may be late, too, and repeated
-    tracker.metrics("train", 1, {"loss": 1.0})
-    tracker.end_run("train", "FINISHED")
-    assert tracker.close(60).num_pending == 0
+    run.add_epochs(range(1, 2))
+    run.end()
+    assert syncing.close(60).is_complete
     one, *twins = runs_named(running, "late")
     assert one == ("FINISHED", "active")
     assert set(twins) == {("RUNNING", "deleted")}
-    assert steps_of(running, "late", "loss") == [1]
+    assert steps_of(running, "late", "train/loss") == [1]
 
 
 def test_numbers_that_are_not_finite_artifacts_and_a_model_arrive_over_http(running: Server, tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path / "run")
-    tracker = Tracker(run_dir, running.uri, "all", poll_s=0.05)
-    run_dir.experiment.write_text("name: digits\n")
-    tracker.start_run("train", "all", params={"p": "é" * 6001})
-    tracker.metrics("train", 1, {"nan": float("nan"), "inf": float("inf"), "one": 1.0})
-    tracker.artifact("train", run_dir.experiment)
-    tracker.model("train", write_checkpoint(run_dir))
-    tracker.end_run("train", "FINISHED")
+    run = run_at(running.uri, tmp_path / "all")
+    run.add(epoch(1, metrics={"train/loss": float("nan"), "val_loss": float("inf"), "cka": 1.0}))
+    add_student(run)
+    run.run_dir.result.write_text("{}\n")
+    run.run_dir.report.write_text("page")
+    run.end()
     for _ in range(2):
-        assert sync(run_dir).num_pending == 0
-        (run_dir.spool / "sent.json").unlink()
-    assert not (run_dir.spool / "refused.jsonl").exists()
+        assert run.sync().message == f"MLflow was sent every record ({running.uri})"
+        state_path(run.run_dir).unlink()
+        run.add(event("session_begun"))
+        run.end()
     stored = running.query(
         "SELECT key, value, is_nan FROM metrics m JOIN runs r USING (run_uuid) WHERE r.name = 'all' ORDER BY key"
     )
-    assert stored == [("inf", sys.float_info.max, 0), ("nan", 0.0, 1), ("one", 1.0, 0)]
+    assert stored == [("cka", 1.0, 0), ("train/loss", 0.0, 1), ("val_loss", sys.float_info.max, 0)]
     assert running.query("SELECT count(*), min(status) FROM logged_models") == [(1, 2)]
-    assert [path.read_text() for path in running.root.rglob("experiment.yaml")] == ["name: digits\n"]
+    assert [path.read_text() for path in running.root.rglob("report.html")] == ["page"]
     assert len(list(running.root.rglob("student.safetensors"))) == 1
 
 
@@ -378,35 +355,38 @@ def text_of(url: str, profile: Path) -> str:
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
 def test_a_sweep_opens_in_a_browser_as_a_table_with_the_best_trial_first_and_as_charts(running: Server, tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path / "sweep")
-    tracker = Tracker(run_dir, running.uri, "digits")
     keys = ("sweep.metric=top1_pct", "sweep.space={scale.num_workers: [1, 2, 4], optim.lr: [0.1]}")
-    tracker.start_run("sweep", "the sweep", tags={"raydistill.kind": "sweep"})
-    tracker.views("sweep", views_of("sweep", load("digits", keys).experiment))
+    run = run_at(running.uri, tmp_path / "the sweep", "sweep", *keys)
+    identity = {"num_images": 3, "labels": "a", "order": "b", "contents": "c"}
+    run.change(data={"classes": ["a"], "train": identity, "val": identity})
     for number, (speed, accuracy) in enumerate([(1001.5, 81.25), (2002.5, 94.08), (3003.5, 72.5)]):
-        key, params = f"trial/{number}", {"scale.num_workers": 2**number, "optim.lr": 0.1, "seed": 1}
-        tracker.start_run(key, f"{number:03d} workers", parent_key="sweep", params=params, tags={"raydistill.kind": "trial"})
-        tracker.dataset(key, {"name": "digits", "digest": "cafe", "source_type": "local", "source": "{}", "profile": "{}"})
-        tracker.metrics(
-            key, 9, {"loader/batch_ms": 1.0, "images_per_s": speed, "top1_pct": accuracy, "epoch_s": 5.5, "data_pct": 7.7}
-        )
-        tracker.end_run(key, "FINISHED")
-    tracker.end_run("sweep", "FINISHED")
-    assert sync(run_dir).num_pending == 0
-    table, charts = (text_of(url, tmp_path / "profile") for url in compare_urls(run_dir, running.uri))
+        trial, values = f"{number:03d}", {"loader/batch_ms": 1.0, "images_per_s": speed, "top1_pct": accuracy}
+        run.change(trials=[row(trial, **{"scale.num_workers": 2**number, "optim.lr": 0.1})])
+        outcome = {"status": "ok", "metrics": {**values, "epoch_s": 5.5, "data_pct": 7.7, "steps": 9.0}}
+        run.add(event("trial_ended", trial=trial, outcome=outcome))
+    run.end()
+    assert sync(run.run_dir, running.uri, "digits", MlflowView).is_complete
+    table, charts = (text_of(url, tmp_path / "profile") for url in compare_urls(run.run_dir, running.uri))
     assert "Trials by workers, lr" in table
     for column in ("images_per_s", "top1_pct", "epoch_s", "data_pct", "scale.num_workers", "optim.lr", "Dataset"):
         assert column in table
     assert "the sweep" not in table
     assert table.index("001 workers") < table.index("000 workers") < table.index("002 workers")
-    for value in ("2002.5", "94.08", "5.5", "7.7", "digits (cafe)"):
+    for value in ("2002.5", "94.08", "5.5", "7.7", "digits ("):
         assert value in table
     assert "Charts by workers, lr" in charts
-    assert charts.index("Trials (4)") < charts.index("loader (1)")
+    assert "Trials (4)" in charts
     for value in ("1001.50", "2002.50", "3003.50", "81.25", "94.08", "72.50"):  # of bars
         assert value in charts
     assert "images_per_s vs. top1_pct" in charts
-    assert charts.index("Parallel Coordinates") < charts.rindex("optim.lr") < charts.rindex("loader (1)")
+    assert charts.index("Parallel Coordinates") < charts.rindex("optim.lr")
+
+
+def add_student(run: Run) -> None:
+    """A student that has ended, with its best checkpoint."""
+    names = [write_checkpoint(run.run_dir).name]
+    wrote = event("checkpoint", "student", step=1, epoch=1.0, names=names)
+    run.add(wrote, event("stage_ended", "student", outcome={"status": "ok"}))
 
 
 def write_checkpoint(run_dir: RunDir) -> Path:
@@ -443,11 +423,9 @@ def test_the_check_before_a_run_changes_nothing_and_names_a_host_that_a_server_d
 
 @pytest.mark.slow
 def test_a_logged_student_is_served_over_http(running: Server, tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path / "run")
-    tracker = Tracker(run_dir, running.uri, "served")
-    tracker.start_run("train", "served")
-    tracker.model("train", write_checkpoint(run_dir))
-    assert sync(run_dir).num_pending == 0
+    run = run_at(running.uri, tmp_path / "served")
+    add_student(run)
+    assert run.sync().is_complete
     sql = "SELECT m.model_id FROM logged_models m JOIN runs r ON r.run_uuid = m.source_run_id WHERE r.name = 'served'"
     [(model_id,)] = running.query(sql)
     port = free_port()

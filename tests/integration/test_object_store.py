@@ -2,17 +2,21 @@
 
 import re
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from service.config.experiment import load
+from service.runs.stored.segments import read_segments
 from service.runs.stored.stored_runs import run_folder
 from tests.integration.conftest import Distill, kill, records, result, wait_until
+from tests.run_log import events_of
 from tests.s3 import S3, SECRET, contents
 from tests.trainables.jobs import equal, train, write_able_teacher
 from trainables.distributed.rank_pool import RankPool
 from trainables.engine import checkpoint
+from trainables.object_store.store import ObjectStore
 from trainables.rundir import RunDir
 
 pytestmark = pytest.mark.integration
@@ -24,21 +28,29 @@ def options(sets: list[str]) -> list[str]:
     return [part for each in sets for part in ("--set", each)]
 
 
+def log_of(uri: str) -> bytes | None:
+    return read_segments(ObjectStore(uri))
+
+
 def env_of(s3: S3, copies: Path) -> dict[str, str]:
     return {**s3.env, "RAYDISTILL_COPIES": str(copies)}
 
 
 @pytest.mark.slow  # without Ray: tests/trainables/object_store/test_training.py
-def test_a_killed_run_whose_folder_is_gone_is_resumed_from_the_store_to_the_bits_of_a_whole_one(
+def test_a_run_whose_node_is_gone_with_its_disk_is_resumed_from_the_store_to_the_bits_of_a_whole_one(
     distill: Distill, s3: S3, ranks: RankPool, tmp_path: Path
 ) -> None:
     env, uri = env_of(s3, tmp_path / "copies"), f"{ROOT}/pieces"
     command = distill.start("train", distill.experiment, "--out", uri, *options(SETS), env=env)
     folder = run_folder(uri)
-    wait_until(lambda: "student/checkpoints/last.safetensors" in contents(uri), "a checkpoint in the store", command)
+    wait_until(lambda: b'"kind": "checkpoint"' in (log_of(uri) or b""), "a checkpoint that counts", command)
     wait_until(lambda: len(records(folder, "step")) > 30, "step 30", command)
     kill(command.family())
-    assert "student/stage.json" not in contents(uri)
+    there, here = log_of(uri), RunDir(folder).events.read_bytes()
+    assert there is not None
+    assert here.startswith(there)
+    assert len(here) > len(there)  # steps that are lost, which come again
+    assert b'"kind": "summary"' not in here
     shutil.rmtree(tmp_path / "copies")
 
     output = distill.run("resume", uri, env=env)
@@ -51,6 +63,11 @@ def test_a_killed_run_whose_folder_is_gone_is_resumed_from_the_store_to_the_bits
     ranks.run(2, train, job)
     assert equal(*(checkpoint.read(RunDir(run).stage("student").last)[0] for run in (folder, whole)))
     assert [line["step"] for line in records(folder, "step")] == list(range(1, 10 * 22 + 1))
+    events = events_of(RunDir(folder).stage("student").root, "start", "step", "epoch", "summary", "checkpoint")
+    assert set(Counter((event["kind"], event["step"]) for event in events).values()) == {1}
+    assert {name.partition("-")[0] for name in contents(f"{uri}/student/checkpoints")} == {"best", "last"}
+    assert len(contents(f"{uri}/student/checkpoints")) == 2  # what was replaced, or the kill had left, is gone
+    assert log_of(uri) == RunDir(folder).events.read_bytes()
 
     shutil.rmtree(tmp_path / "copies")  # a third machine reads
     assert "complete" in distill.run("report", uri, env=env)
@@ -74,10 +91,9 @@ def test_a_sweep_in_the_store_has_its_rows_there(distill: Distill, s3: S3, tmp_p
     found = contents(ROOT)
     (name,) = [name for name in found if name.endswith("/result.json") and name.count("/") == 1]
     run = name.removesuffix("/result.json")
-    assert {"000", "001"} == {name.split("/")[2] for name in found if name.endswith("/student/stage.json")}
-    assert f"{run}/trials/001/result.json" in found
-    assert f"{run}/spool/events.jsonl" in found
-    assert f"{run}/spool/sent.json" not in found
+    log = log_of(f"{ROOT}/{run}") or b""
+    assert all(f'"kind": "summary", "stage": "trials/{trial}/student"'.encode() in log for trial in ("000", "001"))
+    assert f"{run}/.mlflow.json" not in found
     assert [name for name in found if name.startswith(f"{run}/teacher-")]
     shutil.rmtree(tmp_path / "copies")
     table = distill.run("report", f"{ROOT}/{run}", env=env)

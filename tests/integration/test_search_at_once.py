@@ -1,18 +1,17 @@
 """A guided sweep on a real cluster of two nodes with room for two groups of workers; its driver is killed on the way."""
 
-import json
 import os
 import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from tests.integration.conftest import Distill, RayCluster, records, result, wait_until
+from service.runs.outcome import Outcome
+from tests.integration.conftest import Distill, RayCluster, outcomes, records, result, wait_until
 from trainables.rundir import RunDir
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -47,9 +46,9 @@ def workers(cluster: RayCluster) -> list[psutil.Process]:
     return [worker for node in cluster.nodes for worker in node.workers()]
 
 
-def first(outcome: dict[str, Any]) -> dict[str, Any]:
-    """The first measurement of a point, without those that may follow it."""
-    return {key: value for key, value in (outcome["measurements"] or [outcome])[0].items() if key != "measurements"}
+def first(run: Path) -> dict[str, Outcome]:
+    """The first measurement of each point, without those that may follow it."""
+    return {trial: outcome.each_measurement[0] for trial, outcome in outcomes(run).items()}
 
 
 def test_two_groups_of_workers_measure_at_the_same_time_and_a_killed_driver_loses_only_what_they_were_at(
@@ -59,17 +58,17 @@ def test_two_groups_of_workers_measure_at_the_same_time_and_a_killed_driver_lose
     command = distill.start(
         "sweep", distill.experiment, "--out", run, *(a for key in KEYS for a in ("--set", key)), env=roomy.env
     )
-    wait_until(lambda: list(run.glob("trials/*/result.json")) and len(workers(roomy)) == 4, "point, and two groups", command)
+    wait_until(lambda: outcomes(run) and len(workers(roomy)) == 4, "point, and two groups", command)
     orphans = workers(roomy)
     os.kill(command.process.pid, signal.SIGKILL)
     command.process.wait()
     _, left = psutil.wait_procs(orphans, timeout=60)
     assert not left  # the cluster stays; what ran for this driver has gone
-    before = {path: first(json.loads(path.read_text())) for path in run.glob("trials/*/result.json")}
+    before = first(run)
     assert len(before) < len(BATCHES)
 
     output = distill.run("resume", run, env=roomy.env)
-    assert {path: first(json.loads(path.read_text())) for path in before} == before
+    assert {trial: outcome for trial, outcome in first(run).items() if trial in before} == before
     assert f"{len(before)} already decided" in output
     found = result(run)
     assert found["status"] == "complete"

@@ -93,7 +93,7 @@ def test_what_a_run_has_on_this_machine_is_closed_to_another_user(distill: Disti
         assert " 200 " not in answer.partition("\r\n")[0] or "submission_id" not in answer, answer
     # What the run has written, and the memory that its processes share.
     run = distill.runs / "run"
-    script = 'touch "$1/intruder"; echo "{}" >> "$1/student/metrics.jsonl"; mv -f "$1/experiment.yaml" "$1/other"; rm -rf "$1"'
+    script = 'touch "$1/intruder"; echo "{}" >> "$1/events.jsonl"; mv -f "$1/experiment.yaml" "$1/other"; rm -rf "$1"'
     assert "Permission denied" in as_nobody(script, run).stderr
     assert (run / "experiment.yaml").exists()
     assert not (run / "intruder").exists()

@@ -10,7 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.integration.conftest import Distill, kill, records, result, title, wait_until
+from service.runs.events import event
+from tests.integration.conftest import Distill, kill, outcomes, records, result, title, wait_until
+from tests.run_log import add, events_of
 from trainables.rundir import RunDir
 
 pytestmark = pytest.mark.integration
@@ -60,23 +62,22 @@ def test_a_trial_whose_worker_is_killed_is_begun_again_or_is_a_row(distill: Dist
 
 def test_a_killed_drivers_sweep_resumes_without_running_finished_trials_again(distill: Distill) -> None:
     run = distill.runs / "killed"
-    keys = ("sweep.space={data.global_batch_size: [32, 64]}", "sweep.steps=5", "tracking.enabled=true")
+    keys = ("sweep.space={data.global_batch_size: [32, 64]}", "sweep.steps=500", "tracking.enabled=true")
     sets = [part for key in keys for part in ("--set", key)]
     command = distill.start("sweep", distill.experiment, "--out", run, *sets)
-    first = RunDir(run).trial("000").result
-    wait_until(first.exists, "first trial", command)
+    wait_until(lambda: "000" in outcomes(run), "first trial", command)
     # Nobody cleans up after a SIGKILL but Ray's own watchers; its two agents a node take a minute to go, and hold nothing.
     orphans = [process for process in command.family()[1:] if "Agent" not in title(process)]
     os.kill(command.process.pid, signal.SIGKILL)
     command.process.wait()
     _, left = psutil.wait_procs(orphans, timeout=60)
     assert not left
-    written = first.stat().st_mtime_ns
+    written = outcomes(run)["000"]
     assert result(run)["status"] == "running"
     assert "continue it with: distill resume" in distill.run("report", run)
 
     output = distill.run("resume", run)
-    assert first.stat().st_mtime_ns == written
+    assert outcomes(run)["000"] == written
     found = result(run)
     assert found["status"] == "complete"
     assert [row["status"] for row in found["trials"]] == ["ok"] * 2
@@ -145,21 +146,26 @@ def test_a_guided_sweep_measures_few_points_on_few_starts_and_says_why_it_stoppe
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("pattern", "count"), [("trials/*/result.json", 2), ("trials/*/student-2/metrics.jsonl", 1)])
-def test_a_killed_guided_sweep_goes_on_with_what_it_knows(distill: Distill, pattern: str, count: int) -> None:
+@pytest.mark.parametrize("measurement", [1, 2])
+def test_a_killed_guided_sweep_goes_on_with_what_it_knows(distill: Distill, measurement: int) -> None:
     run = distill.runs / "killed-guided"
     command = distill.start("sweep", distill.experiment, "--out", run, *sets(*GUIDED))
-    wait_until(lambda: len(list(run.glob(pattern))) >= count, "what is to be cut short", command)
+
+    def is_under_way() -> bool:
+        """Two points were measured, or one is being measured again."""
+        again = run.glob("trials/*/student-2")
+        return len(outcomes(run)) >= 2 if measurement == 1 else any(events_of(folder, "start") for folder in again)
+
+    wait_until(is_under_way, "what is to be cut short", command)
     family = command.family()[1:]
     os.kill(command.process.pid, signal.SIGKILL)
     command.process.wait()
     psutil.wait_procs([process for process in family if "Agent" not in title(process)], timeout=60)
-    before = {path: json.loads(path.read_text()) for path in run.glob("trials/*/result.json")}
+    before = outcomes(run)
     output = distill.run("resume", run)
-    for path, earlier in before.items():  # what was measured stands; the point may have been measured again
-        now = json.loads(path.read_text())
-        known = earlier["measurements"] or [earlier]
-        assert [one["ended_s"] for one in (now["measurements"] or [now])][: len(known)] == [one["ended_s"] for one in known]
+    for trial, earlier in before.items():  # what was measured stands; the point may have been measured again
+        known = earlier.each_measurement
+        assert outcomes(run)[trial].each_measurement[: len(known)] == known
     assert f"{len(before)} already decided" in output
     assert result(run)["status"] == "complete"
     assert result(run)["search"]["bound_pct"] >= 0
@@ -172,7 +178,7 @@ def test_a_point_of_a_guided_sweep_whose_workers_are_killed_has_its_restart_and_
     run = distill.runs / "guided-deaths"
     space = "sweep.space={scale.num_workers: [2], data.global_batch_size: [32, 64, 128, 256], data.loader_workers: [1]}"
     command = distill.start("sweep", distill.experiment, "--out", run, *sets(*GUIDED[:3], space))
-    wait_until(lambda: any(run.glob("trials/*/result.json")), "end of a measurement", command)
+    wait_until(lambda: outcomes(run), "end of a measurement", command)
     kill(command.workers())  # which are at another point by now
     assert command.end() == 0, command.output
     each = [one for row in result(run)["trials"] for one in row.get("measurements", [row]) if one["status"] != "untested"]
@@ -213,10 +219,10 @@ def test_a_sweep_by_time_to_accuracy_probes_speeds_and_trains_the_few_that_may_w
     assert all("top-1" in row["reason"] for row in trained if row["status"] == "stopped")
     assert found["search"]["why"] in output
     # Once more, and nothing is trained again.
-    before = {path: path.stat().st_mtime_ns for path in run.glob("trials/*/result.json")}
-    (run / "result.json").write_text((run / "result.json").read_text().replace('"complete"', '"interrupted"'))
+    before = outcomes(run)
+    add(RunDir(run), event("session_ended", status="interrupted", reason=""))
     distill.run("resume", run)
-    assert {path: path.stat().st_mtime_ns for path in run.glob("trials/*/result.json")} == before
+    assert outcomes(run) == before
     assert result(run)["best"]["id"] == found["best"]["id"]
 
 
@@ -237,12 +243,12 @@ def test_a_search_by_time_whose_driver_is_killed_goes_on_from_the_trainings_chec
     os.kill(command.process.pid, signal.SIGKILL)
     command.process.wait()
     psutil.wait_procs(orphans, timeout=60)
-    assert not trial.result.exists()
-    before = {path: path.stat().st_mtime_ns for path in run.glob("trials/*/result.json")}
+    before = outcomes(run)
+    assert trial.root.name not in before
     done = len(records(trial.root, "epoch"))
 
     output = distill.run("resume", run)
-    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert {name: outcome for name, outcome in outcomes(run).items() if name in before} == before
     assert f"{len(before)} already decided" in output
     assert [line["step"] for line in records(trial.root, "start")] == [0]
     (again,) = records(trial.root, "resume")

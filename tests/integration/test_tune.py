@@ -16,27 +16,22 @@ from service.cluster.connect import set_ray_environment
 from service.cluster.resources import Cluster, Node
 from service.config.experiment import load
 from service.config.sweep import SweepConfig
-from service.runs.outcome import Outcome, read_outcome
+from service.runs.driver_log import recording
+from service.runs.events import event
+from service.runs.outcome import Outcome
 from service.runs.plan import Plan
+from service.runs.run_log import read_log
 from service.runs.stages.assignment import Assignment
 from service.runs.tune_internals import ActorManager, ActorOutOfMemoryError
 from service.sweeps.trials import plan_trials
 from service.sweeps.tune import SessionEnding, tune_trials
 from tests.integration.conftest import kill, title, wait_until
+from tests.run_log import add, events_of
 from tests.trainables.jobs import write_able_teacher
 from tests.trainables.methods import own_methods
-from trainables.rundir import RunDir, append_line, read_lines
+from trainables.rundir import RunDir
 
 pytestmark = pytest.mark.integration
-
-EPOCH = {
-    "kind": "epoch",
-    "stage": "student",
-    "epoch": 1.0,
-    "step": 10,
-    "time_ms": 1_700_000_000_000,
-    "metrics": {"val/top1_pct": 60.0},
-}
 
 
 def sweep_in(run_dir: RunDir) -> tuple[SweepConfig, dict[str, Assignment]]:
@@ -66,6 +61,12 @@ def local_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ray.shutdown()
 
 
+def outcome_of(run_dir: RunDir, trial: str) -> Outcome:
+    outcome = read_log(run_dir).fold.outcome_of(trial)
+    assert outcome is not None
+    return outcome
+
+
 def failed_tasks() -> set[str]:
     """The tasks that Ray's dashboard shows in red."""
     address = ray.get_runtime_context().gcs_address
@@ -79,31 +80,32 @@ def test_a_trial_that_raises_or_dies_has_failed_whatever_epochs_it_has_and_later
     run_dir = RunDir(tmp_path)
     config, assignments = sweep_in(run_dir)
     for trial in assignments:
-        append_line(run_dir.trial(trial).stage("student").metrics, EPOCH)
-    run_dir.trial("000").stage("student").sessions.mkdir()  # in place of a disk that is full
-
-    def outcome_of(trial: str) -> Outcome:
-        return read_outcome(run_dir.trial(trial).result)
+        add(run_dir, event("epoch", f"trials/{trial}/student", step=10, epoch=1.0, metrics={"val/top1_pct": 60.0}))
+    run_dir.trial("000").root.mkdir(parents=True)
+    run_dir.trial("000").stage("student-init").root.touch()  # in place of a disk that is full
 
     def run(*trials: str) -> None:
-        tune_trials(config, {trial: assignments[trial] for trial in trials}, run_dir, 2, SessionEnding())
+        with recording(run_dir.events) as recorder:
+            recorded = {trial: assignments[trial].recorded_by(recorder) for trial in trials}
+            tune_trials(config, recorded, run_dir, 2, SessionEnding())
 
     first = threading.Thread(target=run, args=("000", "001"), daemon=True)
     first.start()
-    wait_until(run_dir.trial("000").result.exists, "end of the trial that raises")
-    wait_until(run_dir.trial("001").stage("student").sessions.exists, "begin of the one that is to die")
+    wait_until(lambda: read_log(run_dir).fold.outcome_of("000"), "end of the trial that raises")
+    begun = run_dir.trial("001").stage("student-init").root
+    wait_until(lambda: events_of(begun, "stage_begun"), "begin of the one that is to die")
     kill([process for process in psutil.Process().children(recursive=True) if "ray::Trial" in title(process)])
     first.join()
-    raised, died = outcome_of("000"), outcome_of("001")
+    raised, died = outcome_of(run_dir, "000"), outcome_of(run_dir, "001")
     assert (raised.status, died.status) == ("failed", "failed")
-    assert raised.reason.startswith("IsADirectoryError: ")
+    assert raised.reason.startswith("FileExistsError: ")
     assert died.reason.startswith("the trial's process died: ")
     for outcome in (raised, died):
         assert len(outcome.reason.splitlines()) == 1
         assert Path(outcome.reason.rpartition("see ")[2]).is_file()
     failed = failed_tasks()
     run("002")
-    assert outcome_of("002").status == "ok"
+    assert outcome_of(run_dir, "002").status == "ok"
     # Ray's dashboard has no red of a healthy trial, and says what the processes are.
     assert failed_tasks() == failed
     listed = list_actors(ray.get_runtime_context().gcs_address, limit=1000, detail=True)
@@ -114,9 +116,10 @@ def test_a_trial_that_raises_or_dies_has_failed_whatever_epochs_it_has_and_later
     ray.get([event.is_set.remote() for event in idle])
     assert "worker processes have been started" not in capfd.readouterr().out
     init, student = (run_dir.trial("002").stage(name) for name in ("student-init", "student"))
-    assert [line["epoch"] for line in read_lines(init.metrics) if line["kind"] == "epoch"] == [1.0, 2.0]
-    assert init.result.exists()
-    assert [outcome_of("002").metrics["steps"], len(read_lines(student.sessions))] == [11, 2]
+    assert [line["epoch"] for line in events_of(init.root, "epoch")] == [1.0, 2.0]
+    assert events_of(init.root, "summary")
+    assert [each["step"] for each in events_of(student.root, "summary")] == [11]
+    assert len(events_of(student.root, "stage_begun", "stage_ended")) == 2
 
 
 @pytest.fixture
@@ -144,8 +147,9 @@ def test_a_process_that_the_memory_monitor_kills_ends_its_trial_alone(
     assert isinstance(errors[0], ActorOutOfMemoryError)
     run_dir = RunDir(tmp_path)
     config, assignments = sweep_in(run_dir)
-    tune_trials(config, {"000": assignments["000"]}, run_dir, 1, SessionEnding())
-    outcome = read_outcome(run_dir.trial("000").result)
+    with recording(run_dir.events) as recorder:
+        tune_trials(config, {"000": assignments["000"].recorded_by(recorder)}, run_dir, 1, SessionEnding())
+    outcome = outcome_of(run_dir, "000")
     assert (outcome.status, outcome.failure) == ("oom", "node_out_of_memory")
     assert "ActorOutOfMemoryError" not in capfd.readouterr().err  # which Tune would show with a page on the node's memory
     assert Path(outcome.reason.rpartition("see ")[2]).is_file()

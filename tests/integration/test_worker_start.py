@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +14,7 @@ import ray
 import ray.train
 from ray.util.placement_group import placement_group_table
 
+from service.runs.driver_log import DriverLog
 from tests.waiting import wait_until
 from trainables.config import TrainConfig
 from trainables.failures import EndedError, WorkersFailedError
@@ -67,8 +68,9 @@ def test_a_controller_that_dies_while_its_workers_start_leaves_no_resources_rese
 ) -> None:
     monkeypatch.setattr(trainer, "ProcessGroup", DyingProcessGroup)
     config = TrainConfig.model_validate({"model": "mlp_small", "output_dir": str(tmp_path), "data": {"path": "digits"}})
-    with pytest.raises(WorkersFailedError):
-        trainer.fit(config, use_gpu=False, loader_workers=1, storage=str(tmp_path / "ray"), name="dies")
+    settings: dict[str, Any] = {"use_gpu": False, "loader_workers": 1, "storage": str(tmp_path / "ray"), "name": "dies"}
+    with closing(DriverLog(tmp_path / "events.jsonl")) as log, log.recording() as recorder, pytest.raises(WorkersFailedError):
+        trainer.fit(config, recorder=recorder, **settings)
     states = [group["state"] for group in placement_group_table().values()]
     assert states == ["REMOVED"]
 

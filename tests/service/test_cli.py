@@ -1,6 +1,5 @@
 """The command: quick to start; every mistake that can be known before Ray starts ends in at most six lines and exit code 2."""
 
-import json
 import os
 import re
 import signal
@@ -17,8 +16,8 @@ import yaml
 from service import cli
 from service.commands.path_types import is_run_folder
 from service.config.experiment import load
-from service.runs.result import read_result, write_result
 from service.runs.run_directory import begin_run
+from tests.run_log import change, write_log
 from tests.trainables.data.image_folder import write_images
 from tests.trainables.data.photos import encoded, photo
 from tests.trainables.jobs import write_teacher
@@ -244,7 +243,7 @@ def test_a_recipe_next_to_a_folder_of_its_name_is_the_recipe_unless_the_folder_h
         assert not is_run_folder("cifar10")
         assert is_run_folder("./cifar10")
     assert lines == ["cifar10 is the recipe, not the folder cifar10, which has no run: write ./cifar10 for the folder"]
-    for name in ("experiment.yaml", "result.json"):
+    for name in ("experiment.yaml", "events.jsonl"):
         Path("cifar10", name).touch()
     with pytest.raises(ExperimentError, match=r"^cifar10 is a recipe and the folder of a run: write \./cifar10 for the run"):
         is_run_folder("cifar10")
@@ -582,22 +581,22 @@ def begun(folder: Path, **changes: object) -> Path:
     folder.mkdir()
     (folder / "experiment.yaml").write_text(yaml.safe_dump({"base": "digits"}))
     state = {"kind": "train", "name": "digits", "status": "interrupted", "runs_root": str(folder.parent / "runs"), **changes}
-    (folder / "result.json").write_text(json.dumps(state))
+    write_log(RunDir(folder), state)
     return folder
 
 
 def test_a_folder_that_holds_a_run_is_not_written_over(refuse: Refuse, tmp_path: Path) -> None:
     run = begun(tmp_path / "run")
-    before = (run / "result.json").read_bytes()
+    before = (run / "events.jsonl").read_bytes()
     assert f"already holds a run: continue it with `distill resume {run}`" in refuse("train", "digits", "--out", run)
-    assert (run / "result.json").read_bytes() == before
+    assert (run / "events.jsonl").read_bytes() == before
 
 
 def test_a_folder_whose_run_died_before_it_could_be_resumed_is_refused_with_how_to_begin_anew(
     refuse: Refuse, tmp_path: Path
 ) -> None:
     run = begun(tmp_path / "run")
-    (run / "result.json").unlink()
+    (run / "events.jsonl").unlink()
     assert "holds no run" in refuse("resume", run)
     assert "died as it began: add --continue to begin it anew" in refuse("train", "digits", "--out", run)
 
@@ -618,10 +617,13 @@ def test_a_job_that_is_started_again_continues_its_run_and_no_other(
 def test_a_folder_that_holds_no_run_cannot_be_gone_on_with(command: str, refuse: Refuse, tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "none", Path(__file__)):
         assert f"{path} holds no run" in refuse(command, path)
-    for name, content in (("torn", '{"kind": "tr'), ("list", "[]"), ("poor", '{"kind": "train"}')):
+    for name, state in (("empty", {}), ("poor", {"kind": "train"}), ("wrong kind", {"kind": "tr"})):
         run = begun(tmp_path / name)
-        (run / "result.json").write_text(content)
-        assert "result.json is damaged" in refuse(command, run)
+        write_log(RunDir(run), state)
+        assert "events.jsonl is damaged" in refuse(command, run)
+    run = begun(tmp_path / "older")
+    (run / "events.jsonl").write_text('{"kind": "log", "version": 0}\n')
+    assert f"{run}/events.jsonl has format 0, and this version reads 1: begin another run" in refuse(command, run)
     run = begun(tmp_path / "wrong")
     (run / "experiment.yaml").write_text("base: digits\noptim: {lr: -1}\n")
     assert "optim.lr: must be above 0, not -1" in refuse(command, run)
@@ -645,8 +647,7 @@ def on_images(folder: Path, *overrides: str) -> Path:
     resolved = load("digits", ["data.path=images", "data.global_batch_size=4", "tracking.enabled=false", *overrides])
     begin_run(resolved, "train", run_dir, folder)
     data = data_identity(*(open_source(DataConfig(path=str(images)), split) for split in ("train", "val")))
-    result = read_result(run_dir.result, run_dir.experiment)
-    write_result(run_dir.result, result.model_copy(update={"data": data, "status": "interrupted"}))
+    change(run_dir, data=data.model_dump(mode="json"), status="interrupted")
     return run_dir.root
 
 

@@ -6,10 +6,10 @@ import pytest
 
 from service.commands.runs import record_lines
 from service.config.experiment import load
-from service.runs.result import MlflowTarget, TrialRow, read_result
+from service.runs.result import MlflowTarget, TrialRow
 from service.runs.run_directory import begin_run
-from service.tracking import default_uri
-from service.tracking.spool import Cursor, Spool
+from service.runs.run_log import read_log
+from service.tracking import SyncState, default_uri
 from trainables.rundir import RunDir
 
 RUNS = "#/experiments/1/runs?workflowType=machine_learning"
@@ -32,12 +32,11 @@ RUNS = "#/experiments/1/runs?workflowType=machine_learning"
 def test_records_are_opened_where_they_are(uri: str, opens: str, compares: str, views: list[str], tmp_path: Path) -> None:
     run_dir, uri = RunDir(tmp_path / "run"), uri or default_uri(tmp_path)
     begin_run(load("digits"), "sweep", run_dir, tmp_path)
-    Spool(run_dir).aim(uri, "e")
-    Spool(run_dir).save_cursor(uri, Cursor(experiment_id="1", runs={"trial/000": "abc"}, views=views))
+    SyncState(uri=uri, experiment="e", experiment_id="1", views=views).write(run_dir)
     scale = {"scale.num_workers": 1, "data.global_batch_size": 64, "data.loader_workers": 1}
     row = TrialRow.model_validate({"id": "000", "params": {}, "scale": scale, "status": "ok"})
     target = MlflowTarget(uri=uri, experiment="e")
-    result = read_result(run_dir.result, run_dir.experiment).model_copy(update={"mlflow": target, "trials": [row]})
+    result = read_log(run_dir).result.model_copy(update={"mlflow": target, "trials": [row]})
     page = compares.partition(": ")[2] + RUNS
     links = [f"{compares}{RUNS}"]
     if views:

@@ -1,7 +1,7 @@
 """Small real training jobs, and the ways tests look at them."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -10,19 +10,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tests.run_log import LocalRecorder
 from trainables.config import DataConfig, TrainConfig
 from trainables.data.source import open_source
 from trainables.disk_writer import DiskWriter
 from trainables.distributed.group import Group
 from trainables.engine import checkpoint, pass_latency
 from trainables.engine.checkpoint import CheckpointState
-from trainables.engine.checkpoint_writer import CheckpointWriter
+from trainables.engine.checkpoint_writer import CheckpointWriter, Publish
 from trainables.engine.train import build, run_job
-from trainables.metrics.metrics_file import MetricsFile, Report
 from trainables.models.model_input import student_input
 from trainables.models.pixels import take_pixels
 from trainables.models.registry import build_model
-from trainables.rundir import StageDir
+from trainables.worker.reporter import Reporter
 
 
 def config(output_dir: Path | str, **sections: Any) -> TrainConfig:
@@ -115,26 +115,16 @@ def train(group: Group, settings: TrainConfig, die_after: int | None = None) -> 
     return {"state": state, "progress": job.progress, "calls": report.calls, "died": died, **job.metrics.state()}
 
 
-def train_on_record(settings: TrainConfig, publish: Callable[[Path], None] = lambda path: None) -> dict[str, float]:
-    """Run the job alone, its numbers in the stage's `metrics.jsonl` as a worker writes them. Returns its summary."""
-    stage = StageDir(Path(settings.output_dir))
-    with (
-        DiskWriter() as disk,
-        contextlib.closing(
-            build(settings, Group(), record(stage, settings, disk), no_telemetry, disk=disk, publish=publish)
-        ) as job,
-    ):
-        return run_job(job)
-
-
-def record(stage: StageDir, settings: TrainConfig, disk: DiskWriter) -> Report:
-    """A `report` into the stage's `metrics.jsonl`."""
-    file = MetricsFile(stage.metrics, settings.stage, disk)
-
-    def report(kind: str, step: int, epoch: float, metrics: dict[str, float]) -> None:
-        file.add(kind, step, epoch, metrics)
-
-    return report
+def train_on_record(settings: TrainConfig, publish: Publish = lambda paths, step, epoch: None) -> dict[str, float]:
+    """Run the job alone, its numbers in a log in its folder as a worker sends them. Returns its summary."""
+    recorder = LocalRecorder(Path(settings.output_dir))
+    with contextlib.closing(recorder.actor), DiskWriter() as disk:
+        reporter = Reporter(settings, recorder, Group(), disk)
+        job = build(settings, Group(), reporter.report, no_telemetry, disk=disk, publish=publish)
+        with contextlib.closing(job):
+            summary = run_job(job)
+        reporter.complete(settings, summary)
+        return summary
 
 
 def save(path: Path, state: CheckpointState, group: Group) -> None:

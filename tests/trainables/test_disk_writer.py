@@ -2,13 +2,11 @@
 
 import threading
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 
 import pytest
 
-from trainables import disk_writer
 from trainables.disk_writer import DiskWriter
-from trainables.rundir import append_lines, read_lines
 
 
 def wait_for(event: threading.Event) -> None:
@@ -19,61 +17,32 @@ def fail() -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_a_record_that_is_put_in_behind_a_write_is_on_disk_behind_it(tmp_path: Path) -> None:
-    path, may_write, at_the_write = tmp_path / "metrics.jsonl", threading.Event(), list[list[dict[str, int]]]()
-
-    def checkpoint() -> None:
-        may_write.wait()
-        at_the_write.append(read_lines(path))
-
-    with DiskWriter() as disk:
-        before = disk.put_line(path, {"step": 1})
-        written = disk.put(checkpoint)
-        after = disk.put_line(path, {"step": 2})
-        before.result()
-        assert not written.done()
-        may_write.set()
-        after.result()
-    assert at_the_write == [[{"step": 1}]]
-    assert read_lines(path) == [{"step": 1}, {"step": 2}]
-
-
-def test_lines_that_wait_together_are_fsynced_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, may_write, sizes, append = tmp_path / "metrics.jsonl", threading.Event(), list[int](), append_lines
-
-    def count(path: Path, records: list[dict[str, int]]) -> None:
-        sizes.append(len(records))
-        append(path, records)
-
-    monkeypatch.setattr(disk_writer, "append_lines", count)
+def test_what_is_put_in_behind_a_write_is_done_behind_it() -> None:
+    may_write, done = threading.Event(), list[str]()
     with DiskWriter() as disk:
         disk.put(lambda: wait_for(may_write))
-        for step in range(100):
-            disk.put_line(path, {"step": step})
+        for name in ("checkpoint", "event"):
+            disk.put(partial(done.append, name))
+        assert done == []
         may_write.set()
-    assert sizes == [100]
-    assert read_lines(path) == [{"step": step} for step in range(100)]
+    assert done == ["checkpoint", "event"]
 
 
 @pytest.mark.parametrize(
-    "call",
-    [DiskWriter.check, DiskWriter.wait, lambda disk: disk.put(lambda: None), lambda disk: disk.put_line(Path("x"), {})],
-    ids=["check", "wait", "put", "put_line"],
+    "call", [DiskWriter.check, DiskWriter.wait, lambda disk: disk.put(lambda: None)], ids=["check", "wait", "put"]
 )
-def test_nothing_is_written_after_a_failure_which_every_later_call_raises(
-    tmp_path: Path, call: Callable[[DiskWriter], object]
-) -> None:
-    path, may_write = tmp_path / "metrics.jsonl", threading.Event()
+def test_nothing_is_written_after_a_failure_which_every_later_call_raises(call: Callable[[DiskWriter], object]) -> None:
+    may_write, done = threading.Event(), list[str]()
     disk = DiskWriter()
     disk.put(lambda: fail() if may_write.wait() else None)
-    record = disk.put_line(path, {"of": "an epoch whose checkpoint was not written"})
+    event = disk.put(lambda: done.append("of an epoch whose checkpoint was not written"))
     may_write.set()
     with pytest.raises(OSError, match="No space left"):
-        record.result()
+        event.result()
     with pytest.raises(OSError, match="No space left"):
         call(disk)
     disk.close()
-    assert not path.exists()
+    assert done == []
 
 
 def test_leaving_the_context_raises_a_failure_unless_something_else_ends_it() -> None:

@@ -25,9 +25,6 @@ from trainables.failures import (
     first_cause,
     is_single_value,
     kind_of,
-    read_failure,
-    read_failures,
-    write_failure,
 )
 from trainables.models.registry import build_model
 
@@ -276,30 +273,6 @@ def test_an_error_that_another_led_to_is_of_that_ones_kind() -> None:
     assert kind_of(judged) == "user"
 
 
-def test_the_failures_of_several_workers_are_read_in_the_order_in_which_they_were_written(tmp_path: Path) -> None:
-    later, first = Failure("user", "3", "ValueError", 0), Failure("user", "'stored_rows'", "KeyError", 1)
-    assert read_failures(tmp_path / "errors") == []
-    for failure in (first, later):
-        write_failure(tmp_path / "errors" / f"{failure.rank}.json", failure)
-        time.sleep(0.002)
-    (tmp_path / "errors" / "2.json").write_text("torn")
-    assert read_failures(tmp_path / "errors") == [first, later]
-    assert str(first) == "rank 1: KeyError: 'stored_rows'"
-
-
-def test_an_error_file_appears_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, whole = tmp_path / "error.json", []
-    fsync = os.fsync
-
-    def look(descriptor: int) -> None:
-        whole.append(file.exists())
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", look)
-    write_failure(file, Failure("user", "first", "KeyError", 0))
-    assert whole[0] is False
-
-
 def test_torch_refuses_a_single_value_of_a_channel_in_words_that_are_known() -> None:
     norm = torch.nn.BatchNorm2d(2)
     with pytest.raises(ValueError, match="Expected") as refused:
@@ -308,17 +281,6 @@ def test_torch_refuses_a_single_value_of_a_channel_in_words_that_are_known() -> 
     with pytest.raises(ValueError, match="expected 4D") as refused:
         norm(torch.ones(1))
     assert not is_single_value(refused.value)
-
-
-def test_an_error_file_of_another_version_or_a_torn_one_is_none(tmp_path: Path) -> None:
-    file = tmp_path / "error.json"
-    for text in (
-        "",
-        '{"type": "oom", "message": "m", "rank": 0, "user": false}',
-        '{"version": 0, "kind": "user", "message": "m"}',
-    ):
-        file.write_text(text)
-        assert read_failure(file) is None
 
 
 def test_of_several_workers_failures_the_cause_is_the_message() -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from service.runs.events import event, to_line
 from trainables.redact import redact, redact_record
-from trainables.rundir import append_line, write_json, write_text
+from trainables.rundir import write_json, write_text
 
 SAFE = "".join(sorted(set(string.printable) - set(string.whitespace) - set('/?#&"<>')))
 """What a password may consist of where it stands in a URI unquoted; of a quoted one these are a part."""
@@ -36,13 +37,13 @@ def test_no_part_of_a_secret_is_left_in_any_kind_of_record(seed: int, tmp_path: 
     secret = random_secret(random.Random(seed))
     for text in texts_with(secret):
         write_json(tmp_path / "a.json", {"reason": [text]})
-        append_line(tmp_path / "b.jsonl", {"value": {"key": text}})
+        line = to_line(event("notice", text=text))
         write_text(tmp_path / "c.txt", text)
         record = logging.LogRecord("raydistill", logging.INFO, "", 0, "%s: %d", (text, 1), None)
         assert redact_record(record)
         written = [
             json.loads((tmp_path / "a.json").read_text())["reason"][0],
-            json.loads((tmp_path / "b.jsonl").read_text().splitlines()[-1])["value"]["key"],
+            json.loads(line)["text"],
             (tmp_path / "c.txt").read_text(),
             record.getMessage(),
         ]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trainables.rundir import append_line, headline, read_lines, replacing, write_atomic
+from trainables.rundir import headline, lines_after, replacing, write_atomic
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
@@ -23,13 +23,23 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path) -> 
 
 
 def test_a_line_torn_by_a_death_spoils_itself_alone(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    append_line(path, {"step": 1})
-    with open(path, "ab") as file:
-        file.write(b'{"step": 2, "met')
-    append_line(path, {"step": 3})
-    assert read_lines(path) == [{"step": 1}, {"step": 3}]
-    assert read_lines(tmp_path / "none.jsonl") == []
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2, "met\n{"step": 3}\n{"st')
+    assert [line.record for line in lines_after(path, 0)] == [{"step": 1}, None, {"step": 3}]
+    assert lines_after(tmp_path / "none.jsonl", 0) == []
+
+
+def test_lines_are_read_whole_whatever_the_size_of_a_chunk(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    whole = "".join(f'{{"text": "{"x" * length}"}}\n' for length in (0, 10, 1000))
+    path.write_text(f'{whole}{{"torn": 1')
+    size = path.stat().st_size - len(b'{"torn": 1')
+    for chunk_bytes in (1, 7, 100, 10_000):
+        offset, lengths = 0, []
+        while lines := lines_after(path, offset, chunk_bytes):
+            offset = lines[-1].end
+            lengths += [len(line.record["text"]) for line in lines if line.record]
+        assert (offset, lengths) == (size, [0, 10, 1000])
 
 
 def test_a_stages_final_numbers_have_the_cosine_of_its_last_evaluation() -> None:

@@ -74,7 +74,10 @@ class RunStore(Section):
     """A run in an object store."""
 
     uri: str = Field(description="of the run, or the sweep")
-    folder: str = Field(description="absolute folder of its copy on each node")
+    folder: str = Field(description="absolute folder, on each node, for what the node has of it")
+    checkpoints: dict[str, str] = Field(
+        default_factory=dict, description="the newest `last` and `best` of the stage that is trained, by their names there"
+    )
 
 
 class SplitIdentity(Section):
@@ -102,7 +105,7 @@ class TrainConfig(Section):
     init_stage: bool = Field(False, description="it trains what methods train before a stage, by their `init_loss`")
     init_checkpoint: str | None = Field(None, description="of the init stage before this one, which begins with what it trained")
     output_dir: str = Field(description="absolute stage directory; without a run_store on a file system that all nodes share")
-    run_store: RunStore | None = Field(None, description="where the run is, of which each node has a copy; None: in its folder")
+    run_store: RunStore | None = Field(None, description="where the run is, if not in its folder")
     data: DataConfig
     accepted_data: DataIdentity | None = Field(
         None, description="data with which the stage goes on although its checkpoint was trained on other data; None: with none"
@@ -175,7 +178,7 @@ class EvaluateConfig(Section):
     weights_key: str | None = Field(None, description="as teacher.weights_key")
     measure: Measure = "accuracy"
     tap: str = Field(FEATURES_TAP, description="the point of the model whose values are its features")
-    run_store: RunStore | None = Field(None, description="where the checkpoint's run is, of which each node has a copy")
+    run_store: RunStore | None = Field(None, description="where the checkpoint's run is, if not in a folder")
     output: str = Field(description="absolute path, or URI in an object store, of the JSON file that the result is written to")
     data: DataConfig
     scale: ScaleConfig = ScaleConfig()

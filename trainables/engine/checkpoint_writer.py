@@ -16,6 +16,8 @@ from trainables.engine.checkpoint import FORMAT, CheckpointState, remove_shards
 from trainables.engine.optimizers import plain_numbers
 from trainables.engine.tensor_file import HostBuffer, PackedTensors, write_packed
 
+Publish = Callable[[Sequence[Path], int, float], None]
+
 
 class CheckpointWriter:
     """Saves a job's state. Every rank has one; each pipeline stage of the first replica writes its part, or rank 0 everything.
@@ -23,8 +25,8 @@ class CheckpointWriter:
     One checkpoint at a time, from a host buffer that it reuses.
     """
 
-    def __init__(self, disk: DiskWriter, device: torch.device, publish: Callable[[Path], None] = lambda path: None) -> None:
-        """`publish` is called, by the disk writer, with each checkpoint that was written; it may raise."""
+    def __init__(self, disk: DiskWriter, device: torch.device, publish: Publish = lambda paths, step, epoch: None) -> None:
+        """`publish` is called, by the disk writer, with the paths of a written checkpoint, its step and epoch; it may raise."""
         self._disk, self._buffer, self._publish = disk, HostBuffer(device), publish
         self._written: Future[None] | None = None
 
@@ -61,10 +63,16 @@ class CheckpointWriter:
         }
         # As text, since training goes on to change what is in it.
         texts = {path: json.dumps({**meta, "shards": shards[path]}) for path in paths}
-        self._written = self._disk.put(partial(self._write, self._buffer.pack(tensors), texts, shards, stages))
+        publish = partial(self._publish, list(paths), state.progress.step, float(state.progress.epoch))
+        self._written = self._disk.put(partial(self._write, self._buffer.pack(tensors), texts, shards, stages, publish))
 
     def _write(
-        self, packed: PackedTensors, texts: Mapping[Path, str], shards: Mapping[Path, Sequence[str]], stages: Group
+        self,
+        packed: PackedTensors,
+        texts: Mapping[Path, str],
+        shards: Mapping[Path, Sequence[str]],
+        stages: Group,
+        publish: Callable[[], None],
     ) -> None:
         """This rank's part of the state; the first stage writes its own, which names the others, once those are there.
 
@@ -77,7 +85,8 @@ class CheckpointWriter:
             from_each(lambda: None, stages)
             write_packed(path, packed, text)
             remove_shards(path, besides=shards[path])
-            self._publish(path)
+        if stages.is_main:
+            publish()
 
 
 def rng_state(device: torch.device) -> dict[str, Tensor]:

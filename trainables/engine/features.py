@@ -27,7 +27,7 @@ from trainables.distributed.group import Group, gather_objects
 from trainables.engine import checkpoint
 from trainables.errors import DataError, ModelError
 from trainables.metrics.heartbeat import Heartbeat
-from trainables.metrics.metrics_file import Report
+from trainables.metrics.report import Report
 from trainables.models.model_input import student_input
 from trainables.models.pixels import take_pixels
 from trainables.models.taps import Taps

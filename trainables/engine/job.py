@@ -19,9 +19,9 @@ from trainables.engine.epochs import Epochs
 from trainables.engine.interruptions import Interruptions
 from trainables.engine.job_metrics import JobMetrics
 from trainables.engine.passes import TrainState
-from trainables.metrics.metrics_file import Report
 from trainables.metrics.pending_line import PendingLine
 from trainables.metrics.phase_timer import PhaseTimer
+from trainables.metrics.report import Report
 from trainables.rundir import StageDir
 from trainables.stage_result import TeacherAccuracy
 

@@ -1,6 +1,6 @@
 """The numbers that a training reports of an epoch, and of the whole stage.
 
-Names: `train/…` at a log line, `val/…` and `epoch/…` at an epoch's end, plain in the summary; see `metrics_file`.
+Names: `train/…` at a log line, `val/…` and `epoch/…` at an epoch's end, plain in the summary; see `trainables.metrics.report`.
 """
 
 import logging

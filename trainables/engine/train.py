@@ -25,7 +25,7 @@ from trainables.engine import checkpoint
 from trainables.engine.backbone_evaluation import BackboneEvaluation, open_labeled
 from trainables.engine.calibrate import calibrate
 from trainables.engine.checkpoint import CheckpointState
-from trainables.engine.checkpoint_writer import CheckpointWriter
+from trainables.engine.checkpoint_writer import CheckpointWriter, Publish
 from trainables.engine.checks import check_finite, check_skipped, single_image_errors
 from trainables.engine.epochs import Epochs
 from trainables.engine.evaluate import evaluate, logits_of
@@ -56,8 +56,8 @@ from trainables.engine.updates import ParameterUpdate, UpdateSettings, build_upd
 from trainables.errors import DataError, ExperimentError, Interruption, StageInterruptedError
 from trainables.methods.init_stage import longest_init_stage
 from trainables.metrics.heartbeat import Heartbeat
-from trainables.metrics.metrics_file import Report
 from trainables.metrics.phase_timer import PhaseTimer
+from trainables.metrics.report import Report
 from trainables.rules import RULES, first_problem
 from trainables.rundir import StageDir
 from trainables.teachers.service.protocol import TeacherConnection
@@ -74,7 +74,7 @@ def build(
     disk: DiskWriter | None = None,
     heartbeat: Heartbeat | None = None,
     interruption_request: InterruptionRequest = lambda: None,
-    publish: Callable[[Path], None] = lambda path: None,
+    publish: Publish = lambda paths, step, epoch: None,
 ) -> Job:
     """Open the data, build and wrap the models, and continue from the stage's last checkpoint if there is one.
 

@@ -1,4 +1,4 @@
-"""The functions that Ray Train runs in every worker: train a stage, several timing runs, fill a cache,
+"""The functions that Ray Train runs in every worker: train a stage, measure several points, fill a cache,
 compute class means, evaluate."""
 
 import contextlib
@@ -24,6 +24,7 @@ from trainables.device.precision import set_matmul_precision, with_precision
 from trainables.disk_writer import DiskWriter
 from trainables.distributed.group import Group, gather_objects
 from trainables.distributed.pipeline.layout import build_layout
+from trainables.engine.checkpoint_writer import Publish
 from trainables.engine.class_means import write_class_means
 from trainables.engine.evaluate import evaluate_checkpoint
 from trainables.engine.features import embed_checkpoint, probe_checkpoint
@@ -32,19 +33,19 @@ from trainables.engine.job_parts import open_loaders
 from trainables.engine.modules import build_cached_teacher
 from trainables.engine.train import build, run_job
 from trainables.metrics.heartbeat import Heartbeat, watched
-from trainables.metrics.metrics_file import Report
-from trainables.object_store.run_copy import RunCopy
-from trainables.object_store.stage_copy import fetch_inputs, stored_stage
+from trainables.metrics.report import Report
+from trainables.object_store.checkpoints import StageCheckpoints, fetch_inputs
 from trainables.object_store.store import is_uri, object_at
 from trainables.redact import redact_record
-from trainables.rundir import StageDir, append_line, write_json
-from trainables.stage_result import StageResult, write_stage_result
+from trainables.rundir import StageDir, write_json
+from trainables.stage_result import StageResult
 from trainables.teachers.cache.fill import fill, sequential
 from trainables.worker.actor_connection import ActorConnection
 from trainables.worker.interruption_requests import InterruptionRequests
 from trainables.worker.node_telemetry import node_telemetry
 from trainables.worker.process_group import current_group
-from trainables.worker.ray_failures import failure_recorded
+from trainables.worker.ray_failures import failures_typed
+from trainables.worker.recorder import RunRecorder
 from trainables.worker.reporter import Reporter
 from trainables.worker.reservation import worker_resources
 
@@ -52,82 +53,87 @@ log = logging.getLogger("raydistill")
 
 
 def train_loop_per_worker(settings: dict[str, Any]) -> None:
-    """Train one stage. `settings` is a `TrainConfig` as plain data. Raises DistillError: see `train_stage`."""
-    fetch_inputs(settings)
-    train_stage(TrainConfig.model_validate(settings), current_group())
+    """Train one stage: of `settings` the `config`, a `TrainConfig` as plain data. Raises EndedError: see `train_stage`."""
+    fetch_inputs(settings["config"])
+    train_stage(TrainConfig.model_validate(settings["config"]), current_group(), settings["recorder"])
 
 
-def timing_loop_per_worker(settings: dict[str, Any]) -> None:
-    """Carry out timing runs as long as the coordinator has another: `settings` has the first `config`, and the `reused` workers.
+def points_loop_per_worker(settings: dict[str, Any]) -> None:
+    """Measure points as long as the coordinator has another: `settings` has the first `config`, and the `reused` workers.
 
-    Raises DistillError: see `train_stage`; the results of the stages before stay.
+    Raises EndedError: see `train_stage`; the results of the stages before stay.
     """
-    group, workers = current_group(), settings["reused"]
+    group, workers, config = current_group(), settings["reused"], settings["config"]
 
-    def stop_early(steps_s: Sequence[float]) -> bool:
+    def should_stop(steps_s: Sequence[float]) -> bool:
         return bool(ray.get(workers.coordinator.should_stop.remote(workers.group_id, list(steps_s))))
 
-    config = settings["config"]
+    stop_early = should_stop if workers.stops_early else None
     while config is not None:
         fetch_inputs(config)
-        result = train_stage(TrainConfig.model_validate(config), group, stop_early)
+        result = train_stage(TrainConfig.model_validate(config), group, settings["recorder"], stop_early)
         chosen = ray.get(workers.coordinator.next_config.remote(workers.group_id, result)) if group.is_main else None
         config = gather_objects(chosen, group)[0]
 
 
-def train_stage(config: TrainConfig, group: Group, stop_early: Callable[[Sequence[float]], bool] | None = None) -> StageResult:
-    """Train one stage; returns what rank 0 writes to the stage's `stage.json`. `stop_early`: see `Job`.
+def train_stage(
+    config: TrainConfig,
+    group: Group,
+    recorder: RunRecorder,
+    stop_early: Callable[[Sequence[float]], bool] | None = None,
+) -> StageResult:
+    """Train one stage; returns what rank 0 records as the stage's summary. `stop_early`: see `Job`.
 
-    Raises DistillError: also written, as one line, to this rank's file in the stage's `errors/`, where the driver reads it.
+    Raises EndedError: why it ended, whatever was raised.
     """
-    stage = StageDir(Path(config.output_dir))
     with (
-        stored(config, group) as publish,
-        failure_recorded(stage, group, publish),
+        failures_typed(group.rank),
         watched(config.output_dir) as heartbeat,
+        DiskWriter() as disk,
     ):
-        start_logging(stage, group)
+        start_logging(config, group, recorder)
         set_up_torch(config, group)
-        job, summary = _train(config, group, stage, heartbeat, stop_early, publish)
+        reporter = Reporter(config, recorder, group, disk)
+        job, summary = _train(config, group, reporter, disk, heartbeat, stop_early, publisher(config, reporter))
         dist.barrier()  # the stage is complete once every rank has finished
-        result = StageResult(
-            stage=config.stage,
-            model=config.model,
+        return reporter.complete(
+            job.config,
+            summary,
             decoder=job.train_loader.decoder,
-            precision=job.config.precision,
-            precision_reason=job.config.precision_reason,
-            metrics=summary,
             steps_s=job.metrics.timer.past_warmup.steps_s() if config.train.max_steps is not None else [],
             teachers=[each for each in job.teachers if each is not None],
         )
-        if group.is_main:
-            write_stage_result(stage, result)
-            publish(stage.result)
-        return result
 
 
-def stored(config: TrainConfig, group: Group) -> contextlib.AbstractContextManager[Callable[[Path], None]]:
-    """Around a stage: where its run is in an object store, see `stored_stage`."""
+def publisher(config: TrainConfig, reporter: Reporter) -> Publish:
+    """What makes a written checkpoint count. Where the run is in an object store, a rank first begins from what that has.
+
+    Raises StorageError: the store did not answer for as long as it is waited for.
+    """
     if config.run_store is None:
-        return contextlib.nullcontext(lambda path: None)
-    copy = RunCopy(config.run_store.uri, Path(config.run_store.folder))
-    barrier = partial(gather_objects, None, group)
-    return stored_stage(copy, Path(config.output_dir), is_main=group.is_main, barrier=barrier)
+        return lambda paths, step, epoch: reporter.saved([path.name for path in paths], step, epoch)
+    checkpoints = StageCheckpoints(config.run_store, Path(config.output_dir))
+    checkpoints.begin()
+
+    def publish(paths: Sequence[Path], step: int, epoch: float) -> None:
+        reporter.saved(checkpoints.put(paths, step), step, epoch)
+        checkpoints.remove_replaced()
+
+    return publish
 
 
 def _train(
     config: TrainConfig,
     group: Group,
-    stage: StageDir,
+    reporter: Reporter,
+    disk: DiskWriter,
     heartbeat: Heartbeat,
     stop_early: Callable[[Sequence[float]], bool] | None,
-    publish: Callable[[Path], None],
+    publish: Publish,
 ) -> tuple[Job, dict[str, float]]:
     """Build the job, train it to its end, and close it. Returns the closed job and its summary."""
     began_s = time.time()
     with contextlib.ExitStack() as stack:
-        disk = stack.enter_context(DiskWriter())
-        reporter = Reporter(config, stage, group, disk, publish)
         telemetry = stack.enter_context(node_telemetry(config.train.telemetry_every_s, group))
         job = build(
             config,
@@ -143,6 +149,9 @@ def _train(
         )
         stack.callback(job.close)
         if group.is_main:
+            found = [path.name for path in (job.stage.last, job.stage.best) if path.exists()]
+            if found and config.run_store is None:  # a kill between a checkpoint and its event has left the log without it
+                disk.put(partial(reporter.saved, found, job.progress.step, float(job.progress.epoch)))
             log.info(
                 "%s: %s on %d x %s, ready after %.1f s; JPEG by %s, %.1f MiB of batches a worker",
                 config.stage,
@@ -153,8 +162,7 @@ def _train(
                 job.train_loader.decoder,
                 job.train_loader.batches_mib,
             )
-        # Written before the loaders are closed, which may wait for a disk.
-        stack.enter_context(failure_recorded(stage, group, publish))
+        stack.enter_context(failures_typed(group.rank))  # before closing frees memory, which may be the reason
         return job, run_job(job)
 
 
@@ -192,72 +200,58 @@ def set_up_cpus(config: TrainConfig | EvaluateConfig, group: Group) -> None:
 
 
 def fill_loop_per_worker(settings: dict[str, Any]) -> None:
-    """Fill a teacher's cache; rank 0 writes the numbers to the stage's `stage.json`. `settings` is a `FillConfig` as plain data.
+    """Fill a teacher's cache; rank 0 records the numbers as the stage's summary. `settings` has a `FillConfig` as plain data.
 
-    Raises DistillError: also written to this rank's file in the stage's `errors/`.
+    Raises EndedError: why it ended.
     """
-    config, group = sequential(FillConfig.model_validate(settings)), current_group()
-    stage = StageDir(Path(config.output_dir))
-    with failure_recorded(stage, group), watched(config.output_dir) as heartbeat:
-        start_logging(stage, group)
+    config, group = sequential(FillConfig.model_validate(settings["config"])), current_group()
+    with failures_typed(group.rank), watched(config.output_dir) as heartbeat:
+        start_logging(config, group, settings["recorder"])
         set_up_torch(config, group)
         config = with_precision(config, group)
         with DiskWriter() as disk:
-            reporter = Reporter(config, stage, group, disk)
+            reporter = Reporter(config, settings["recorder"], group, disk)
             classes, (loader, val_loader) = open_loaders(config, build_layout(group, 1))
             with contextlib.closing(loader), contextlib.closing(val_loader):
                 teacher = build_cached_teacher(config, group, classes, loader)
                 metrics = fill(config, group, teacher, (loader, val_loader), reporter.report, heartbeat)
-        if group.is_main:
-            result = StageResult(
-                stage=config.stage,
-                model=config.model,
-                precision=config.precision,
-                precision_reason=config.precision_reason,
-                metrics=metrics,
-            )
-            write_stage_result(stage, result)
+            reporter.complete(config, metrics)
 
 
 def class_means_loop_per_worker(settings: dict[str, Any]) -> None:
-    """Write a teacher with its class means, see `write_class_means`. `settings` is a `TrainConfig` as plain data.
+    """Write a teacher with its class means, see `write_class_means`. `settings` has a `TrainConfig` as plain data.
 
-    Raises DistillError: also written to this rank's file in the stage's `errors/`.
+    Raises EndedError: why it ended.
     """
-    fetch_inputs(settings)
-    config, group = TrainConfig.model_validate(settings), current_group()
-    stage = StageDir(Path(config.output_dir))
+    fetch_inputs(settings["config"])
+    config, group = TrainConfig.model_validate(settings["config"]), current_group()
     with (
-        stored(config, group) as publish,
-        failure_recorded(stage, group, publish),
+        failures_typed(group.rank),
         watched(config.output_dir) as heartbeat,
+        DiskWriter() as disk,
     ):
-        start_logging(stage, group)
+        start_logging(config, group, settings["recorder"])
         set_up_torch(config, group)
         config = with_precision(config, group)
+        reporter = Reporter(config, settings["recorder"], group, disk)
+        publish = publisher(config, reporter)
         path, metrics = write_class_means(config, group, heartbeat)
         if group.is_main:
-            publish(path)
-            assert config.finetuned is not None
-            own = config.finetuned.precision
-            result = StageResult(
-                stage=config.stage,
-                model=config.model,
-                precision=own or config.precision,
-                precision_reason=config.precision_reason if own in (None, config.precision) else "",
-                metrics=metrics,
-            )
-            write_stage_result(stage, result)
-            publish(stage.result)
+            publish([path], 0, 0.0)
+        assert config.finetuned is not None
+        own = config.finetuned.precision
+        if own not in (None, config.precision):
+            config = config.model_copy(update={"precision": own, "precision_reason": ""})
+        reporter.complete(config, metrics)
 
 
 def evaluate_loop_per_worker(settings: dict[str, Any]) -> None:
     """Evaluate a checkpoint, or write its features; rank 0 writes the result to `output`.
 
-    `settings` is an `EvaluateConfig` as plain data. Raises DistillError.
+    `settings` has an `EvaluateConfig` as plain data. Raises DistillError.
     """
-    fetch_inputs(settings)
-    config, group = EvaluateConfig.model_validate(settings), current_group()
+    fetch_inputs(settings["config"])
+    config, group = EvaluateConfig.model_validate(settings["config"]), current_group()
     set_up_cpus(config, group)
     set_matmul_precision()
     with watched() as heartbeat:
@@ -265,7 +259,7 @@ def evaluate_loop_per_worker(settings: dict[str, Any]) -> None:
             result = evaluate_checkpoint(config, group, heartbeat)
         else:
             of_features = embed_checkpoint if config.measure == "embed" else probe_checkpoint
-            result = of_features(config, group, heartbeat, progress(config, group))
+            result = of_features(config, group, heartbeat, progress(config, group, settings["recorder"]))
     if group.is_main and is_uri(config.output):
         store, name = object_at(config.output)
         store.put(name, json.dumps(result).encode())
@@ -273,29 +267,37 @@ def evaluate_loop_per_worker(settings: dict[str, Any]) -> None:
         write_json(Path(config.output), result)
 
 
-def progress(config: EvaluateConfig, group: Group) -> Report:
-    """A `report` of how many images are done to where the driver's display looks, once a second; in an object store nowhere."""
-    if is_uri(config.output) or not group.is_main:
-        return lambda kind, step, epoch, metrics: None
-    file, last_s = StageDir(Path(config.output).with_suffix("")).metrics, 0.0
+def progress(config: EvaluateConfig, group: Group, recorder: RunRecorder) -> Report:
+    """A `report` of how many images are done for the driver's display, once a second."""
+    stage, last_s = Path(recorder.root, "images"), 0.0
 
     def report(kind: str, step: int, epoch: float, metrics: dict[str, float]) -> None:
         nonlocal last_s
-        if kind == "start" or time.monotonic() > last_s + 1:
-            append_line(file, {"kind": kind, "step": step, "metrics": metrics})
+        if group.is_main and kind == "start":  # of a split, whose numbers of steps are its own
+            recorder.send("discarded", stage)
+        if group.is_main and (kind == "start" or time.monotonic() > last_s + 1):
+            recorder.send(kind, stage, step=step, epoch=epoch, metrics=metrics)
             last_s = time.monotonic()
 
     return report
 
 
-def start_logging(stage: StageDir, group: Group) -> None:
+class RecorderHandler(logging.Handler):
+    """Sends log lines to the stage's `logs/train.log`."""
+
+    def __init__(self, recorder: RunRecorder, path: Path) -> None:
+        super().__init__()
+        self._recorder, self._path = recorder, path
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._recorder.text(self._path, f"{self.format(record)}\n")
+
+
+def start_logging(config: TrainConfig, group: Group, recorder: RunRecorder) -> None:
     """Send rank 0's log lines, and warnings of every rank, to the stage's log file."""
     log.setLevel(logging.INFO if group.is_main else logging.WARNING)
-    stage.log.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(stage.log, encoding="utf-8")
+    handler = RecorderHandler(recorder, StageDir(Path(config.output_dir)).log)
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
-    for earlier in log.handlers:  # of an earlier stage in this process
-        earlier.close()
     log.handlers = [handler]
     log.addFilter(redact_record)
     log.propagate = False

@@ -1,41 +1,32 @@
-"""Failures of workers: each written by the worker that fails, and read from Ray Train's exceptions on the driver."""
+"""Failures of workers: each named where it is raised, and read from Ray Train's exceptions on the driver."""
 
 import contextlib
-import logging
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import ray
 import ray.train
 
-from trainables.distributed.group import Group
-from trainables.errors import INTERRUPTIONS, StorageError
-from trainables.failures import EndedError, Failure, Kind, failure_of, first_cause, read_failure, write_failure
-from trainables.rundir import StageDir
+from trainables.errors import INTERRUPTIONS
+from trainables.failures import EndedError, Failure, Kind, failure_of, first_cause
 from trainables.worker.ray_internals import NCCLHangError, RayTrainError, WorkerHealthCheckFailedError
-
-log = logging.getLogger("raydistill")
 
 
 @contextlib.contextmanager
-def failure_recorded(stage: StageDir, group: Group, publish: Callable[[Path], None] = lambda path: None) -> Iterator[None]:
-    """A context that writes the exception which leaves it to this rank's file in the stage's `errors/`, and has it published.
+def failures_typed(rank: int) -> Iterator[None]:
+    """A context that raises `EndedError` for the exception which leaves it: its kind is decided here, and survives pickling.
 
-    Where one inside of it has written a cause already, that stays.
+    Where one inside of it has decided a cause already, that stays.
     """
     try:
         yield
+    except EndedError:
+        raise
     except (Exception, SystemExit) as error:
         # An exception of Ray's own means that an actor is gone, or that other workers did not call the same report.
-        failure, path = ray_failure(error, group.rank, "lost_peer"), stage.error_of(group.rank)
-        before = read_failure(path)
-        try:
-            if before is None or first_cause([before, failure]) is not before:
-                write_failure(path, failure)
-                publish(path)
-        except (OSError, StorageError) as problem:  # a full disk, or no store: the exception itself still reaches the driver
-            log.warning("%s cannot be written: %s", path, problem)
-        raise
+        failures = [ray_failure(error, rank, "lost_peer")]
+        if isinstance(error.__context__, EndedError):  # what closing raised after it
+            failures.insert(0, error.__context__.failure)
+        raise EndedError(first_cause(failures)) from error
 
 
 def failures_in(error: Exception) -> list[Failure]:

@@ -18,6 +18,7 @@ from trainables.worker.hangs.hang_watch import HangWatch
 from trainables.worker.process_group import ProcessGroup
 from trainables.worker.ray_failures import failures_in
 from trainables.worker.ray_internals import WorkerGroupStartupFailedError, WorkerGroupStartupTimeoutError
+from trainables.worker.recorder import RunRecorder
 from trainables.worker.reservation import NamedReservation, release, worker_resources
 
 CPU_MALLOC = {"MALLOC_ARENA_MAX": "1", **REUSE_FREED_MEMORY}
@@ -48,15 +49,16 @@ class ClusterFullError(Exception):
 
 @dataclass(frozen=True)
 class ReusableWorkers:
-    """A worker group that carries out several timing runs, one after the other, and so starts only once.
+    """A worker group that carries out several runs, one after the other, and so starts only once.
 
-    `coordinator` is the handle of an actor that chooses the runs. It has `should_stop(group_id, steps_s) -> bool`: whether the
-    current run may end, and `next_config(group_id, result) -> dict | None`: takes the current run's `stage.json` and returns the
-    next run's `TrainConfig` as plain data, or None where these workers have no more to do.
+    `coordinator` is the handle of an actor that chooses the runs. It has `next_config(group_id, result) -> dict | None`: takes
+    the current run's result and returns the next run's `TrainConfig` as plain data, or None where these workers have no more to
+    do. Where it `stops_early`, its `should_stop(group_id, steps_s) -> bool` says whether the current run may end.
     """
 
     coordinator: Any
     group_id: str
+    stops_early: bool
 
 
 def fit(
@@ -66,6 +68,7 @@ def fit(
     loader_workers: int,
     storage: str,
     name: str,
+    recorder: RunRecorder,
     callbacks: list[Any] | None = None,
     reused: ReusableWorkers | None = None,
     limit_s: float | None = None,
@@ -74,19 +77,19 @@ def fit(
     workers. Blocks until all workers have ended.
 
     Each worker reserves what it uses: its compute threads and its loader workers as CPUs, and one GPU. `limit_s`: how long a
-    stage may take on its workers.
+    stage may take on its workers; `recorder`: of the run's log, see `RunRecorder.begin_attempt`.
 
     Raises:
-        WorkersFailedError: a worker raised or died; its reason, where it had one, is in the stage's `errors/`.
+        WorkersFailedError: a worker raised or died.
         ClusterFullError: the cluster had no free resources for the workers for a minute.
         ClusterError: the workers could not be started at all, which trying again would not change.
     """
     resources = worker_resources(config.scale, loader_workers, use_gpu=use_gpu)
-    settings = config.model_dump(mode="json")
+    settings = {"config": config.model_dump(mode="json"), "recorder": recorder, "reused": reused}
     has_service = isinstance(config, TrainConfig) and bool(config.teacher_actors)
     trainer = ray.train.torch.TorchTrainer(
         _entry_point(config, reused),
-        train_loop_config=settings if reused is None else {"config": settings, "reused": reused},
+        train_loop_config=settings,
         torch_config=ProcessGroup(backend="nccl" if use_gpu else "gloo", timeout_s=config.scale.collective_timeout_s),
         scaling_config=ray.train.ScalingConfig(
             num_workers=config.scale.num_workers, use_gpu=use_gpu, resources_per_worker=resources
@@ -111,7 +114,7 @@ def fit(
         _raise_controller_failure(error)
     except (ray.train.TrainingFailedError, ray.exceptions.RayError) as error:
         failures = getattr(error, "worker_failures", {}).values()
-        stacks = next((failure.stacks for failure in failures if isinstance(failure, EndedError)), "")
+        stacks = next((failure.stacks for failure in failures if isinstance(failure, EndedError) and failure.stacks), "")
         raise WorkersFailedError(failures_in(error), stacks) from error
     finally:
         if ray.is_initialized():
@@ -131,7 +134,7 @@ def runtime_env(use_gpu: bool) -> dict[str, Any]:
 
 def _entry_point(config: TrainConfig | EvaluateConfig, reused: ReusableWorkers | None) -> Callable[[dict[str, Any]], None]:
     if reused is not None:
-        return entry_points.timing_loop_per_worker
+        return entry_points.points_loop_per_worker
     if isinstance(config, FillConfig):
         return entry_points.fill_loop_per_worker
     if isinstance(config, TrainConfig) and config.finetuned is not None and config.finetuned.head is not None:

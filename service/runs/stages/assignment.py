@@ -1,12 +1,18 @@
 """A stage as its workers get it, and what they reserve."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from service.cluster.resources import Reservation
 from service.config.rules import needs_teacher
 from trainables.config import TrainConfig
+from trainables.redact import redact
 from trainables.rundir import StageDir
+
+if TYPE_CHECKING:
+    from trainables.worker.recorder import RunRecorder
 
 
 @dataclass(frozen=True)
@@ -22,6 +28,32 @@ class Assignment:
     """How long it may take on its workers; with `init` both."""
     init: "Assignment | None" = None
     """The init stage before it, which is carried out first."""
+    recorder: "RunRecorder | None" = field(default=None, compare=False)
+    """Of the run's log; None until the stage is to be carried out."""
+
+    def recorded_by(self, recorder: "RunRecorder", limit_s: float | None = None) -> "Assignment":
+        """It and its init stage, to be carried out now."""
+        init = None if self.init is None else self.init.recorded_by(recorder, limit_s)
+        return replace(self, init=init, recorder=recorder, limit_s=limit_s)
+
+    @property
+    def log(self) -> "RunRecorder":
+        assert self.recorder is not None
+        return self.recorder
+
+    @property
+    def name(self) -> str:
+        """The stage's name in the log."""
+        return self.log.stage(self.stage_dir.root)
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """What the log has of the stage."""
+        return self.log.of(self.name)
+
+    def append_to_log(self, line: str) -> None:
+        """Append a line of the driver to the stage's `logs/train.log`."""
+        self.log.text(self.stage_dir.log, f"{datetime.now():%H:%M:%S} {redact(line)}\n")
 
     def after(self, used_s: float) -> "Assignment":
         """What is left of it when workers have worked on it for so long."""

@@ -12,7 +12,6 @@ from dataclasses import replace
 
 from service.cluster.resources import living_nodes
 from service.runs.stages.assignment import Assignment
-from service.runs.stages.stage_log import append_to_log
 from trainables.config import TrainConfig
 from trainables.rules import RULES, first_problem
 
@@ -46,7 +45,7 @@ def with_free_workers(assignment: Assignment) -> Assignment:
     size = max([number for number in sizes if number <= room], default=sizes[0])
     larger = [number for number in sizes if number > size]
     if larger and size <= room:
-        append_to_log(assignment.stage_dir, f"{size} of {sizes[-1]} workers, as many as there is room for")
+        assignment.append_to_log(f"{size} of {sizes[-1]} workers, as many as there is room for")
     return replace(assignment, config=with_num_workers(config, size, larger[0] if larger else None))
 
 

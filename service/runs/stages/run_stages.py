@@ -7,14 +7,12 @@ from pathlib import Path
 from service.config.rules import needs_teacher
 from service.runs.outcome import Outcome
 from service.runs.plan import Plan
-from service.runs.result import StageRow
-from service.runs.session import Session, record_numbers, start_tracking
+from service.runs.run_log import as_json
+from service.runs.session import Session, start_tracking
 from service.runs.stages.assignment import Assignment
-from service.runs.stages.hangs import hang_tags
-from service.runs.stages.stage_times import accounted_over_sessions, stage_session
-from service.runs.stored.stored_runs import display_name, put
-from service.runs.trial import run_to_end
-from trainables.config import TrainConfig
+from service.runs.stages.stage_times import accounted_over_sessions
+from service.runs.stored.stored_runs import checkpoint, display_name, put
+from service.runs.trial import is_lost, run_to_end
 from trainables.errors import TrainingError
 from trainables.rundir import StageDir
 
@@ -37,8 +35,14 @@ def prepare_teacher(session: Session, plan: Plan) -> str | None:
     has_head = experiment.teacher is not None and experiment.teacher.head is not None
     for name in [*(["teacher"] if has_head else []), *experiment.trained_before]:
         assignment = plan.assign(name, session.run_dir, {"run": session.run_dir.root.name}, weights)
-        weights = str(StageDir(Path(run_stage(session, assignment).output_dir)).best)
+        stage = run_stage(session, assignment)
+        weights = str(best_checkpoint(session, stage) or stage.best)
     return weights
+
+
+def best_checkpoint(session: Session, stage: StageDir) -> Path | None:
+    """That of a stage that was carried out; None: it has none."""
+    return checkpoint(stage, session.log.of(str(stage.root.relative_to(session.run_dir.root))))
 
 
 def untrained_teacher(session: Session) -> str | None:
@@ -55,7 +59,7 @@ def untrained_teacher(session: Session) -> str | None:
         return None
     name = [each.model for each in (teacher, *assistants) if each is not None][-1]
     from trainables.data.source import open_source
-    from trainables.engine import checkpoint
+    from trainables.engine.checkpoint import write_tensors
     from trainables.models.model_input import student_input, teacher_input
     from trainables.models.registry import build_model
 
@@ -63,45 +67,39 @@ def untrained_teacher(session: Session) -> str | None:
     seen = student_input(data) if assistants or teacher is None else teacher_input(teacher, data)
     model = build_model(name, num_classes=len(classes), image_size=seen.image_size, seed=experiment.seed)
     about = {"model": name, "num_classes": len(classes), "classes": list(classes), **asdict(seen)}
-    checkpoint.write_tensors(stage.best, {f"model.{name}": value for name, value in model.state_dict().items()}, about)
+    write_tensors(stage.best, {f"model.{name}": value for name, value in model.state_dict().items()}, about)
     put(stage.best)
     session.display.print(f"steps are timed: the teacher {name} runs with untrained weights")
     return str(stage.best)
 
 
-def run_stage(session: Session, assignment: Assignment) -> TrainConfig:
+def run_stage(session: Session, assignment: Assignment) -> StageDir:
     """Carry a stage out, its init stage before it, shown and recorded. Raises TrainingError: one did not end well."""
     if assignment.init is not None:
         run_stage(session, assignment.init)
-    config, stage = assignment.config, assignment.stage_dir
-    if session.tracker:
-        session.tracker.follow(session.key, stage.metrics, "" if config.stage == "student" else f"{config.stage}/")
-    session.display.follow(config.stage, stage)
+    assignment = assignment.recorded_by(session.log.recorder)
+    config, stage, name = assignment.config, assignment.stage_dir, assignment.name
+    if is_lost(assignment):
+        session.record("discarded", name)
+    session.record("stage_begun", name, model=config.model)
+    session.display.follow(config.stage, name, stage, assignment.events)
 
     def tick() -> None:
-        if os.path.exists(stage.metrics):  # also says no where a file server is down
+        if os.path.exists(stage.heartbeats):  # also says no where a file server is down
             start_tracking(session)
 
-    with stage_session(stage):
-        outcome = accounted_over_sessions(session.wait_for(lambda: run_to_end(assignment), tick), stage)
-    session.display.unfollow(config.stage)
-    record_stage(session, assignment, outcome)
-    if session.tracker and (tags := hang_tags(stage)):
-        session.tracker.tags(session.key, tags)
-    if config.stage != "student":  # which has plain names, see `record_student`
-        record_numbers(session, session.key, stage, outcome.metrics, f"{config.stage}/", followed=True)
+    outcome = session.wait_for(lambda: run_to_end(assignment), tick)
+    session.display.unfollow(name)
+    record_stage(session, assignment, accounted_over_sessions(outcome, assignment.events))
     if outcome.status != "ok":
         raise TrainingError(outcome.reason)
-    return config
+    return stage
 
 
 def record_stage(session: Session, assignment: Assignment, outcome: Outcome) -> None:
-    """Add a stage's end to `result.json`, in place of an earlier try's."""
-    stage, best = assignment.config.stage, assignment.stage_dir.best
-    rows = {row.stage: row for row in session.result.stages}
-    before = rows.pop(stage, None)
-    if before and before.status == outcome.status == "ok":  # it was complete: its times stand
-        return
-    fields = outcome.model_dump(exclude={"steps_s", "ended_s", "measurements"})
-    about = {"stage": stage, "model": assignment.config.model, "checkpoint": display_name(best) if best.exists() else None}
-    session.save(stages=[*rows.values(), StageRow.model_validate({**about, **fields})])
+    """Record a stage's end, in place of an earlier try's."""
+    best = checkpoint(assignment.stage_dir, assignment.events)
+    about = {"model": assignment.config.model, "checkpoint": None if best is None else display_name(best)}
+    session.record("stage_ended", assignment.name, outcome=as_json(outcome), **about)
+    session.result = session.result.model_copy(update={"stages": session.fold.stages})
+    session.write_snapshot()

@@ -1,42 +1,46 @@
-"""Runs in an object store, `s3://BUCKET/PREFIX/RUN`: the folder of this machine that is a copy of each, and what fills it."""
+"""Runs in an object store, `s3://BUCKET/PREFIX/RUN`: the scratch folder of this machine for each, and what is brought there."""
+
+from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import tempfile
+import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from service.config.uris import secret_refusal
+from service.runs.events import Event
+from service.runs.run_log import RunLog, checkpoint_names
+from service.runs.stored.driver_lease import SEGMENTS
+from service.runs.stored.segments import read_segments
+from service.tracking.run_view import state_path
 from trainables.config import RunStore, TrainConfig
 from trainables.errors import CheckpointError, ExperimentError
-from trainables.locks import is_locked
+from trainables.locks import is_locked, locked
 from trainables.models.checkpoint_header import checkpoints_of
-from trainables.object_store.run_copy import APPENDED, OWNER, RunCopy, is_of_workers
-from trainables.object_store.store import OPENING_S, ObjectStore
+from trainables.object_store.checkpoints import fetch, own_folder
+from trainables.object_store.store import OPENING_S, Entry, ObjectStore, object_at
 from trainables.redact import redact_uris
 from trainables.rundir import RunDir, StageDir, write_atomic
 from trainables.user_folder import user_folder
 
+if TYPE_CHECKING:
+    from trainables.worker.recorder import RunRecorder
+
 _ORIGIN = ".raydistill-origin"
-"""In the folder of a runs' root that is a copy: its URI."""
+"""In the scratch folder of a runs' root: its URI."""
 COPIES = "runs"
 RAY = ".ray"
 """Below a runs' root: Ray's own objects, by run."""
-_CHECKPOINTS = "checkpoints/"
-
-
-class _PathInCopy(NamedTuple):
-    """A file or folder of a run in an object store."""
-
-    copy: RunCopy
-    name: str
-    """Relative to the run."""
-
-
-def _path_in_copy(store: RunStore | None, path: Path) -> _PathInCopy | None:
-    return None if store is None else _PathInCopy(RunCopy(store.uri, Path(store.folder)), str(path.relative_to(store.folder)))
+NOT_PUT = ".not-put"
+"""In a scratch folder while a driver works on the run, and where it could not put all: as long as the store has the same log,
+files here are the newer ones."""
+_SETTLED_NS = 5 * 10**9
+"""Stores know times to the second: a younger object may be replaced by one of the same size and time."""
+_THREADS = 16
 
 
 def root_folder(uri: str, option: str = "--runs") -> Path:
@@ -108,54 +112,81 @@ def ray_storage(run_dir: RunDir) -> str:
 def check_reachable(root: Path) -> None:
     """Refuse a root in an object store where nothing can be written. Raises StorageError."""
     if uri := uri_of(root):
-        store = RunCopy(uri, root, OPENING_S).store
+        store = ObjectStore(uri, OPENING_S)
         store.put(".probe", b"")
         store.delete(".probe")
 
 
 def is_taken(path: Path) -> bool:
-    """Whether there is a run already of which `path` would be the copy. Raises StorageError."""
+    """Whether there is a run already of which `path` would be the scratch folder. Raises StorageError."""
     uri = uri_of(path)
-    return bool(uri and RunCopy(uri, path, OPENING_S).store.entries())
+    return bool(uri and ObjectStore(uri, OPENING_S).entries())
 
 
 def fetch_records(path: Path) -> None:
-    """Bring a run's records here, checkpoints apart, unless they are written by a process of this machine.
-
-    Raises StorageError: the store does not answer.
-    """
-    uri = uri_of(path)
-    if uri is None or is_locked(path / ".lock"):
-        return
-    copy = RunCopy(uri, path, OPENING_S)
-    entries = copy.store.entries()
-    if not entries:
-        return
-    copy.fetch("", lambda name: not is_of_workers(name))
-    for part in stages(entries):
-        copy.fetch(part, lambda name: is_of_workers(name) and _CHECKPOINTS not in name)
-
-
-def fetch_driver_files(copy: RunCopy) -> None:
-    """Bring here what a driver needs of a run to judge it: experiment, result and records. Raises StorageError."""
-    copy.fetch("", lambda name: name in ("experiment.yaml", "result.json") or name.startswith("spool/"))
-
-
-def is_to_be_put(folder: Path) -> bool:
-    """Whether the newest copy of a run is in this folder, and its result is not the store's.
+    """Make a run's scratch folder what the store has of it, checkpoints apart, unless a process of this machine works on it.
 
     Raises:
         StorageError: the store does not answer.
-        OSError: the copy cannot be read.
+        ExperimentError: its log is damaged.
     """
-    uri = uri_of(folder)
-    assert uri is not None
-    copy = RunCopy(uri, folder, OPENING_S)
-    return copy.owner() == copy.folder_id() and copy.store.read("result.json") != RunDir(folder).result.read_bytes()
+    if (uri := uri_of(path)) is None or is_locked(path / ".lock"):
+        return
+    own_folder(path)
+    with locked(path / ".copying"):
+        if not is_locked(path / ".lock"):
+            rebuild(path, ObjectStore(uri, OPENING_S))
+
+
+def rebuild(folder: Path, store: ObjectStore) -> None:
+    """`fetch_records`, by the process that works on the run. Raises as that does."""
+    found = store.entries()
+    entries = {name: entry for name, entry in found.items() if is_for_people(name)}
+    log, file = read_segments(store), RunDir(folder).events
+    before, here = file.read_bytes() if file.exists() else b"", people_files(folder)
+    if log == before and (folder / NOT_PUT).exists():
+        entries = {name: entry for name, entry in entries.items() if name not in here}
+    else:
+        (folder / NOT_PUT).unlink(missing_ok=True)
+        for name in here:
+            if name not in entries:
+                (folder / name).unlink(missing_ok=True)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        list(pool.map(lambda name: _get(store, name, folder / name, entries[name]), entries))
+    if log is None:
+        file.unlink(missing_ok=True)
+    elif log != before:
+        write_atomic(file, log)
+        written_ns = max((entry.changed_ns for name, entry in found.items() if name.startswith(SEGMENTS)), default=time.time_ns())
+        os.utime(file, ns=(written_ns, written_ns))  # by which it is said since when nobody runs it
+    if log is None or not log.startswith(before):  # how much of the log MLflow has can be found out again
+        state_path(RunDir(folder)).unlink(missing_ok=True)
+
+
+def _get(store: ObjectStore, name: str, path: Path, entry: Entry) -> None:
+    """Bring an object here, unless it was brought before."""
+    if path.exists() and (path.stat().st_size, path.stat().st_mtime_ns) == entry:
+        return
+    if store.get(name, path) and time.time_ns() - entry.changed_ns > _SETTLED_NS:
+        os.utime(path, ns=(entry.changed_ns, entry.changed_ns))
+
+
+def is_for_people(name: str) -> bool:
+    """Whether a run's file, named relative to it, is neither its log, nor a checkpoint, nor of this machine alone."""
+    parts = name.split("/")
+    return name != "events.jsonl" and not {SEGMENTS, "checkpoints"} & {*parts} and not any(part.startswith(".") for part in parts)
+
+
+def people_files(folder: Path) -> list[str]:
+    """The names of those that are here."""
+    found = []
+    for parent, _, names in os.walk(folder):  # which passes over a folder that vanishes meanwhile
+        found += [str(Path(parent, name).relative_to(folder)) for name in names]
+    return [name for name in found if is_for_people(name) and (folder / name).is_file()]
 
 
 def copies_base() -> str:
-    """Where this user's folder is that has, in `COPIES`, the copies of all roots in object stores."""
+    """Where this user's folder is that has, in `COPIES`, the scratch folders of all roots in object stores."""
     return os.environ.get("RAYDISTILL_COPIES") or tempfile.gettempdir()
 
 
@@ -167,14 +198,17 @@ def fetch_checkpoint(uri: str) -> Path:
         StorageError: the store does not answer.
     """
     run = _run_of(uri)
-    copy, part = RunCopy(run, run_folder(run), OPENING_S), uri.removeprefix(run).strip("/")
-    names = [part]
+    folder, part = run_folder(run), uri.removeprefix(run).strip("/")
+    fetch_records(folder)
+    log, names = RunLog(RunDir(folder).events), [part]
     if not part.endswith(".safetensors"):
-        names = [str(path.relative_to(copy.folder)) for path in checkpoints_of(copy.folder / part)]
+        names = [str(path.relative_to(folder)) for path in checkpoints_of(folder / part)]
     for name in names:
-        if name in copy.store.entries(str(Path(name).parent)):
-            copy.fetch_checkpoint(name)
-            return copy.folder / name
+        stage, file = Path(name).parents[1], Path(name).stem
+        written = checkpoint_names(log.of_stage(str(stage), "checkpoint"))
+        found = name if f"{file}.safetensors" in written.values() else f"{stage}/checkpoints/{written.get(file)}"
+        if file in written or name == found:
+            return fetch(RunStore(uri=run, folder=str(folder)), found, OPENING_S)
     raise CheckpointError(f"there is no {' or '.join(f'{run}/{name}' for name in names)}: give a run, a stage or a checkpoint")
 
 
@@ -188,74 +222,74 @@ def _run_of(uri: str) -> str:
     run = uri.rstrip("/")
     run_folder(run)  # refuses what is no URI of ours
     while run.count("/") > 3:
-        store = ObjectStore(run, OPENING_S)
-        if store.read(OWNER) is not None and store.read("experiment.yaml") is not None:
+        if ObjectStore(run, OPENING_S).entries(SEGMENTS):
             return run
         run = run.rpartition("/")[0]
     raise ExperimentError(f"{uri} is in no run: copy the checkpoint to a folder that all nodes mount, and give its path there")
 
 
-def stages(entries: Iterable[str]) -> list[str]:
-    """The stages that workers have begun, of those that a listing of their run has."""
-    return [name.removesuffix(f"/{OWNER}") for name in entries if name.endswith(f"/{OWNER}")]
+def checkpoint(stage: StageDir, events: Iterable[Event], kind: str = "best") -> Path | None:
+    """The file of a stage's newest checkpoint of a kind, by its events, that is to be; None: it has none."""
+    name = checkpoint_names(events).get(kind)
+    return None if name is None else stage.best.with_name(name)
 
 
-def fetch_stage(config: TrainConfig) -> None:
-    """Bring here what a stage's workers have put of it, but for the state that they continue from.
+def local_checkpoint(path: Path) -> Path:
+    """A checkpoint of a run, brought here where that is in an object store. Raises CheckpointError, StorageError."""
+    store = run_store(path)
+    return path if store is None else fetch(store, str(path.relative_to(store.folder)), OPENING_S)
 
-    Raises StorageError: the store does not answer.
+
+def is_there(path: Path, store: RunStore | None) -> bool:
+    """Whether there is a checkpoint of a run, also in an object store. Raises StorageError."""
+    if store is None:
+        return path.exists()
+    name = str(path.relative_to(store.folder))
+    return name in ObjectStore(store.uri).entries(str(Path(name).parent))
+
+
+def begin_attempt(config: TrainConfig, log: RunRecorder) -> tuple[TrainConfig, RunRecorder]:
+    """A stage as its workers get it that begin now, and what they record with.
+
+    In an object store they go on from the newest checkpoint that the log names, and what a kill has left of others is removed.
+
+    Raises StorageError.
     """
-    if found := _path_in_copy(config.run_store, Path(config.output_dir)):
-        found.copy.fetch(found.name, is_of_driver_too)
-
-
-def put_stage_records(config: TrainConfig) -> None:
-    """Put what is appended of a stage whose workers wrote it in this folder: after a kill they may write it elsewhere.
-
-    Raises StorageError: the store does not answer.
-    """
-    if found := _path_in_copy(config.run_store, Path(config.output_dir)):
-        copy, stage = found
-        if copy.owner(stage) == copy.folder_id():
-            copy.own(stage, lambda name: name.endswith(APPENDED))
+    stage = Path(config.output_dir)
+    if config.run_store is None:
+        return config, log.begin_attempt(stage)
+    store, part = ObjectStore(config.run_store.uri), log.stage(stage)
+    found = store.entries(f"{part}/checkpoints")
+    recorder = log.begin_attempt(stage)  # from here on the log names no more of what was found
+    there = {Path(name).name for name in store.entries(f"{part}/checkpoints")}
+    newest = {kind: name for kind, name in checkpoint_names(log.of(part)).items() if name in there}  # a cleaning may remove some
+    for name in found:
+        if Path(name).name not in newest.values():
+            store.delete(name)
+    changes: dict[str, Any] = {"run_store": config.run_store.model_copy(update={"checkpoints": newest})}
+    if config.init_checkpoint is not None:
+        init = Path(config.init_checkpoint)
+        changes["init_checkpoint"] = str(init.with_name(checkpoint_names(log.of(log.stage(init.parents[1])))[init.stem]))
+    return config.model_copy(update=changes), recorder
 
 
 def put(path: Path) -> None:
     """Put a file that the driver writes in its workers' stead, where the run is in an object store. Raises StorageError."""
-    if found := _path_in_copy(run_store(path), path):
-        found.copy.store.put(found.name, path)
+    if uri := uri_of(path):
+        store, name = object_at(uri)
+        store.put(name, path)
 
 
-def fetch(path: Path) -> None:
+def fetch_result(path: Path) -> None:
     """Bring here a file that a worker put in an object store. Raises StorageError."""
-    if found := _path_in_copy(run_store(path), path):
-        found.copy.store.get(found.name, path)
+    if uri := uri_of(path):
+        store, name = object_at(uri)
+        store.get(name, path)
 
 
 def delete(path: Path) -> None:
-    """Remove a file of the driver's, first in an object store: from there it would come back. Raises StorageError."""
-    if found := _path_in_copy(run_store(path), path):
-        found.copy.store.delete(found.name)
+    """Remove a file, first in an object store. Raises StorageError."""
+    if uri := uri_of(path):
+        store, name = object_at(uri)
+        store.delete(name)
     path.unlink(missing_ok=True)
-
-
-def discard(stage: StageDir) -> None:
-    """Remove what there is of a stage, in an object store and then here. Raises StorageError."""
-    _discard(stage.root)
-
-
-def remove_errors(stage: StageDir) -> None:
-    """Remove why an earlier attempt at a stage failed, first from an object store. Raises StorageError."""
-    delete(stage.error)
-    _discard(stage.errors)
-
-
-def is_of_driver_too(name: str) -> bool:
-    """Whether the driver reads what the stage's workers write."""
-    return is_of_workers(name) and not name.endswith("/last.safetensors")
-
-
-def _discard(folder: Path) -> None:
-    if found := _path_in_copy(run_store(folder), folder):
-        found.copy.discard(found.name)
-    shutil.rmtree(folder, ignore_errors=True)

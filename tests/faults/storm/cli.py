@@ -18,7 +18,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from service.tracking.sender import NO_TELEMETRY
+from service.tracking.stores import NO_TELEMETRY
 from tests.faults.storm import supervised_head
 from tests.faults.storm.http_tier import mlflow_tier, s3_tier
 from tests.faults.storm.process_tier import ProcessTier, small_disk, workloads

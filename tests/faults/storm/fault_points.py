@@ -1,6 +1,7 @@
 """Faults inside a process: right before its n-th write of a kind of file it dies, stops, or finds its disk full or another time.
 
-Python's audit events show every file that is opened for writing and every rename, whichever thread it is in.
+Python's audit events show every file that is opened for writing and every rename, whichever thread it is in. The run's log stays
+open: its appends are counted where it writes them.
 """
 
 from __future__ import annotations
@@ -11,21 +12,21 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from service.runs.event_log import EventLog
+from service.runs.events import Event
+
 Action = Literal["kill", "stop", "fill", "jump"]
 WRITES = {
     "checkpoint": r"\.safetensors",
-    "records": r"metrics\.jsonl$",
-    "stage's result": r"stage\.json",
     "cached logits": r"\.npy",
     "cache's key": r"key\.json",
-    "spool": r"events\.jsonl$",
-    "spool's cursor": r"sent\.json",
-    "spool's target": r"target\.json",
+    "log": r"events\.jsonl$",
+    "MLflow's position": r"\.mlflow\.json",
 }
 """Kind of file → pattern of its path."""
 FILLER = "filler"
@@ -64,10 +65,11 @@ def watch_writes(folder: Path, point: FaultPoint | None) -> Counter[str]:
     counts, root, struck = Counter[str](), f"{folder}{os.sep}", list[bool]()
 
     def on_event(event: str, arguments: tuple[Any, ...]) -> None:
-        if event not in ("open", "os.rename") or struck:
-            return
-        path = arguments[1] if event == "os.rename" else _opened_for_writing(*arguments)
-        if not isinstance(path, str | os.PathLike) or not (name := os.fspath(path)).startswith(root):  # type: ignore[arg-type]
+        if event in ("open", "os.rename"):
+            on_write(arguments[1] if event == "os.rename" else _opened_for_writing(*arguments))
+
+    def on_write(path: Any) -> None:
+        if struck or not isinstance(path, str | os.PathLike) or not (name := os.fspath(path)).startswith(root):  # type: ignore[arg-type]
             return
         if (kind := written_kind(name)) is None:
             return
@@ -76,6 +78,13 @@ def watch_writes(folder: Path, point: FaultPoint | None) -> Counter[str]:
             struck.append(True)
             strike(point)
 
+    write = EventLog._write
+
+    def write_watched(log: EventLog, accepted: Sequence[Event]) -> None:
+        on_write(log.path)
+        write(log, accepted)
+
+    EventLog._write = write_watched  # type: ignore[method-assign]
     sys.addaudithook(on_event)
     return counts
 

@@ -14,13 +14,14 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from service.tracking import sync
-from service.tracking.shown_metrics import of_epoch
-from service.tracking.spool import Spool
-from tests.service.tracking.store import tag_of
-from tests.trainables.metrics.test_metrics_file import learned, pairs
+from service.runs.mlflow_view import MlflowView
+from service.runs.run_log import RunLog
+from service.tracking import SyncState, sync
+from service.tracking.shown_metrics import of_epoch, of_summary
+from tests.run_log import events_of
+from tests.trainables.worker.test_reporter import learned, numbers_of, pairs
 from trainables.locks import is_locked
-from trainables.rundir import RunDir, StageDir, read_lines
+from trainables.rundir import RunDir, StageDir, lines_after
 
 TRACEBACK = "Traceback (most recent call last)"
 
@@ -30,8 +31,8 @@ def stage_losses(whole: StageDir, struck: StageDir) -> Iterator[str]:
     for name in ("last", "best"):
         yield from tensor_losses(getattr(whole, name), getattr(struck, name))
     yield from record_losses(whole, struck)
-    if not struck.result.exists():
-        yield f"no {struck.result.name}"
+    if not events_of(struck.root, "summary"):
+        yield "no summary"
 
 
 def tensor_losses(whole: Path, struck: Path) -> Iterator[str]:
@@ -48,11 +49,11 @@ def tensor_losses(whole: Path, struck: Path) -> Iterator[str]:
 
 
 def record_losses(whole: StageDir, struck: StageDir) -> Iterator[str]:
-    """Differences of two stages' `metrics.jsonl`; how often the training was resumed is none."""
-    lines = read_lines(struck.metrics)
+    """Differences of two stages' numbers in their logs; how often the training was resumed is none."""
+    lines = numbers_of(struck.root)
     if twice := [pair for pair, count in pairs(lines).items() if count > 1]:
         yield f"{len(twice)} numbers are on record twice, such as {twice[0]}"
-    expected = [comparable(line) for line in read_lines(whole.metrics)]
+    expected = [comparable(line) for line in numbers_of(whole.root)]
     found = [comparable(line) for line in lines if line["kind"] != "resume"]
     if missing := [line[:3] for line in expected if line[:2] not in {other[:2] for other in found}]:
         yield f"{len(missing)} records are lost, such as {missing[0]}"
@@ -100,15 +101,15 @@ def delivery_losses(database: Path, run_dir: RunDir, key: str, expected: set[tup
 
     `expected`: name, step and value of each metric.
     """
-    spool = Spool(run_dir)
-    if spool.refused.exists():  # the sync sends these again
-        yield f"MLflow refused records: {spool.refused.read_text()[:200]}"
-    sync(run_dir)
+    state, (log, *_) = SyncState.read(run_dir), lines_after(run_dir.events, 0)
+    assert state is not None
+    assert log.record is not None
+    sync(run_dir, state.uri, state.experiment, MlflowView)
     with contextlib.closing(sqlite3.connect(database, timeout=60)) as store:
         runs = store.execute(
             """SELECT r.run_uuid, r.status FROM runs r JOIN tags k ON k.run_uuid = r.run_uuid AND k.key = 'raydistill.key'
             WHERE k.value = ? AND r.lifecycle_stage = 'active'""",
-            (tag_of(run_dir, key),),
+            (f"{log.record['id']}/{key}",),
         ).fetchall()
         if [status for _, status in runs] != ["FINISHED"]:
             yield f"MLflow has the runs {runs} for {key}, and not one that is FINISHED"
@@ -118,13 +119,13 @@ def delivery_losses(database: Path, run_dir: RunDir, key: str, expected: set[tup
         yield f"MLflow has {len(rows) - len({row[:2] for row in rows})} numbers twice"
     if missing := expected - {(name, step, value) for name, step, value in rows}:
         yield f"MLflow lacks {len(missing)} of {len(expected)} numbers, such as {min(missing)}"
-    if spool.refused.exists():
-        yield f"MLflow still refuses records: {spool.refused.read_text()[:200]}"
 
 
-def sent_numbers(stage: StageDir) -> set[tuple[str, int, float]]:
-    """What MLflow gets of the records of a student's stage."""
-    shown = [(line["step"], of_epoch(line["metrics"], "")) for line in read_lines(stage.metrics) if line["kind"] == "epoch"]
+def sent_numbers(run_dir: RunDir, stage: str = "student") -> set[tuple[str, int, float]]:
+    """What MLflow gets of a student's epochs, and of its summary."""
+    log = RunLog(run_dir.events)
+    shown = [(each["step"], of_epoch(each["metrics"], "")) for each in log.of_stage(stage, "epoch")]
+    shown += [(each["step"], of_summary(each["metrics"], followed=True)) for each in log.of_stage(stage, "summary")]
     return {(name, step, value) for step, values in shown for name, value in values.items() if value == value}
 
 

@@ -20,6 +20,7 @@ from tests.faults.storm.children import Ended, Job
 from tests.faults.storm.fault_points import FILLER, Action, FaultPoint
 from tests.faults.storm.oracle import cache_losses, delivery_losses, lock_losses, sent_numbers, stage_losses
 from tests.faults.storm.table import Fault, Trial
+from tests.run_log import events_of
 from tests.trainables.jobs import config, write_teacher
 from trainables.rundir import RunDir, StageDir
 
@@ -195,7 +196,7 @@ def training(name: str, shared: Path, world_size: int, *, cached: bool = False, 
     def losses(whole: Path, struck: Path) -> Iterator[str]:
         yield from stage_losses(StageDir(whole / "student"), StageDir(struck / "student"))
 
-    return Workload(name, world_size, start, lambda folder: StageDir(folder / "student").result.exists(), losses)
+    return Workload(name, world_size, start, lambda folder: bool(events_of(folder / "student", "summary")), losses)
 
 
 def filling(name: str, shared: Path, world_size: int) -> Workload:
@@ -210,7 +211,7 @@ def filling(name: str, shared: Path, world_size: int) -> Workload:
     def losses(whole: Path, struck: Path) -> Iterator[str]:
         yield from cache_losses(whole / "cache", struck / "cache")
 
-    return Workload(name, world_size, start, lambda folder: StageDir(folder / "cache-stage").result.exists(), losses)
+    return Workload(name, world_size, start, lambda folder: bool(events_of(folder / "cache-stage", "summary")), losses)
 
 
 def delivering(name: str, database: Path) -> Workload:
@@ -222,8 +223,8 @@ def delivering(name: str, database: Path) -> Workload:
 
     def losses(whole: Path, struck: Path) -> Iterator[str]:
         run_dir = RunDir(struck / run)
-        expected = sent_numbers(run_dir.stage("student")) | {("top1_pct", jobs.NUM_STEPS, 50.0)}
-        if len(expected) != 2 * jobs.NUM_STEPS + 1:
+        expected = sent_numbers(run_dir)
+        if len(expected) != 2 * jobs.NUM_STEPS + 2:
             yield f"{len(expected)} numbers are on record"
         yield from delivery_losses(database, run_dir, jobs.KEY, expected)
 

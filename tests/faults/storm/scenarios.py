@@ -7,12 +7,14 @@ from pathlib import Path
 
 from torch import Tensor
 
+from service.runs.run_log import RunLog
 from tests.faults.storm import ray_tier as ray
 from tests.faults.storm.oracle import cache_losses, delivery_losses, sent_numbers, stage_losses, status_of
 from tests.faults.storm.ray_tier import RUN, Scenario
+from tests.run_log import events_of
 from tests.trainables.jobs import relative_difference, write_able_teacher
 from trainables.engine import checkpoint
-from trainables.rundir import RunDir, StageDir, read_lines
+from trainables.rundir import RunDir, StageDir
 
 TRAINING = {
     "optim.epochs": "40",
@@ -56,7 +58,8 @@ def cluster_scenarios(runs: Path, experiment: Path) -> list[Scenario]:
 
 def mlflow_losses(run: Path, key: str, stage: StageDir) -> Iterator[str]:
     """Of one stage's records in the runs root's own store."""
-    yield from delivery_losses(run.parent / "mlflow.db", RunDir(run), key, sent_numbers(stage))
+    name = str(stage.root.relative_to(run))
+    yield from delivery_losses(run.parent / "mlflow.db", RunDir(run), key, sent_numbers(RunDir(run), name))
 
 
 def train_losses(whole: Path, run: Path) -> Iterator[str]:
@@ -90,11 +93,11 @@ def guided_losses(whole: Path, run: Path) -> Iterator[str]:
         yield f"{found.get('status')}, best {found.get('best')}, {len(rows)} rows"
     if other := [(row["id"], row["status"], row.get("reason")) for row in rows if row["status"] not in ("ok", "untested")]:
         yield f"points that are neither measured nor untested: {other[:3]}"
-    for metrics in run.rglob("metrics.jsonl"):
-        lines = read_lines(metrics)
-        steps = [line["step"] for line in lines if line["kind"] == "step"]
+    log = RunLog(RunDir(run).events)
+    for stage in log.stages:
+        steps = [line["step"] for line in log.of_stage(stage, "step")]
         if len(steps) != len(set(steps)):
-            yield f"{metrics} has a step twice"
+            yield f"{stage} has a step twice"
 
 
 def filled_losses(whole: Path, run: Path) -> Iterator[str]:
@@ -107,10 +110,7 @@ def served_losses(whole: Path, run: Path) -> Iterator[str]:
     expected, found = (_weights(RunDir(each).stage("student").last) for each in (whole, run))
     if (difference := relative_difference(found, expected)) > 1e-9:
         yield f"the student differs by {difference:.1e}"
-    steps = [
-        [line["step"] for line in read_lines(RunDir(each).stage("student").metrics) if line["kind"] == "step"]
-        for each in (whole, run)
-    ]
+    steps = [[line["step"] for line in events_of(each / "student", "step")] for each in (whole, run)]
     if steps[0] != steps[1]:
         yield f"{len(steps[1])} steps are on record, and {len(steps[0])} of an undisturbed run"
     yield from mlflow_losses(run, "train", RunDir(run).stage("student"))

@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Iterator
 from http.client import HTTPException
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -21,8 +22,7 @@ from tests.faults.storm.process_tier import DISK_FULL, KILL_AT_WRITE, ProcessTie
 from tests.faults.storm.proxy import FAULTS, Plan, proxy_to
 from tests.faults.storm.table import Fault, Table, Trial
 from tests.trainables.jobs import config, train_on_record
-from trainables.rundir import StageDir, read_lines
-from trainables.stage_result import StageResult, write_stage_result
+from trainables.rundir import StageDir, lines_after
 
 
 @pytest.mark.processes
@@ -41,29 +41,34 @@ def test_a_training_that_is_killed_at_writes_and_whose_disk_fills_loses_nothing(
 def whole(tmp_path_factory: pytest.TempPathFactory) -> StageDir:
     """A stage that nothing has struck."""
     stage = StageDir(tmp_path_factory.mktemp("whole") / "student")
-    summary = train_on_record(config(stage.root, teacher=None, optim={"epochs": 1}))
-    write_stage_result(stage, StageResult(metrics=summary))
+    train_on_record(config(stage.root, teacher=None, optim={"epochs": 1}))
     return stage
 
 
 def test_a_lost_record_a_doubled_one_and_a_changed_tensor_are_found(whole: StageDir, tmp_path: Path) -> None:
-    lines = [json.dumps(line) for line in read_lines(whole.metrics)]
+    lines = [line.record or {} for line in lines_after(whole.root / "events.jsonl", 0)]
     assert not list(stage_losses(whole, whole))
     struck = StageDir(shutil.copytree(whole.root, tmp_path / "lost"))
-    struck.metrics.write_text("\n".join(lines[:2] + lines[3:]))
+
+    def write(records: list[dict[str, Any]]) -> None:
+        (struck.root / "events.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in records))
+
+    step = next(line for line in lines if line["kind"] == "step")
+    write([line for line in lines if line is not step])
     assert [loss.partition(",")[0] for loss in stage_losses(whole, struck)] == ["1 records are lost"]
-    struck.metrics.write_text("\n".join([*lines, lines[2]]))
+    write([*lines, step])
     assert any("twice" in loss for loss in stage_losses(whole, struck))
-    records = [dict(line) for line in read_lines(whole.metrics)]
-    epoch = next(line for line in records if line["kind"] == "epoch")
+    epoch = next(line for line in lines if line["kind"] == "epoch")
     epoch["metrics"] = epoch["metrics"] | {"epoch/node0/cpu_pct": 1.0}  # telemetry, where a sample fell into the epoch
-    struck.metrics.write_text("\n".join(map(json.dumps, records)))
+    write(lines)
     assert not list(stage_losses(whole, struck))
     epoch["metrics"] = epoch["metrics"] | {"val/loss": -1.0}
-    struck.metrics.write_text("\n".join(map(json.dumps, records)))
+    write(lines)
     assert [loss.partition(" has")[0] for loss in stage_losses(whole, struck)] == [
         f"records differ: ['epoch', {epoch['step']}, 1.0]"
     ]
+    write([line for line in lines if line["kind"] != "summary"])
+    assert "no summary" in list(stage_losses(whole, struck))
     struck = StageDir(shutil.copytree(whole.root, tmp_path / "changed"))
     tensors = load_file(struck.last)
     name = next(name for name in tensors if name.startswith("model."))

@@ -1,6 +1,5 @@
 """The doctor's words, and records read back from directories."""
 
-import json
 from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,11 @@ from service.doctor.recorded import Clock, GpuUse, NodeUse
 from service.doctor.terminal_lines import case_lines
 from service.runs.run_directory import begin_run
 from tests.faults.hot_gpu import hot_gpu
+from tests.run_log import add, change, numbers
 from tests.service.commands import run
 from tests.service.doctor.runs import HEALTHY, RANK, loader, longer, run_of, waiting, waits
 from trainables.metrics.phases import PHASES
-from trainables.rundir import RunDir, append_line, write_json
+from trainables.rundir import RunDir
 
 
 def step_of(**changes: float) -> dict[str, float]:
@@ -155,13 +155,12 @@ def test_the_command_reads_a_run_that_goes_on_and_a_complete_one(run_dir: RunDir
     assert (code, out) == (2, "")
     assert err.startswith(f"error: {run_dir.root}: no step has been timed yet")
     assert err.count("\n") == 1
-    stage = run_dir.stage("student")
     slow = step_of(**{"phase/data_ms": 101.0, "phase/step_ms": 200.0, "node0/cpu_pct": 97.0})
-    append_line(stage.metrics, {"kind": "step", "step": 5, "metrics": {f"train/{name}": ms for name, ms in slow.items()}})
+    add(run_dir, numbers("step", "student", 5, **{f"train/{name}": ms for name, ms in slow.items()}))
     code, out, _ = run(capsys, "doctor", run_dir.root)
     assert code == 0
     assert out.startswith("data-bound, 50% to gain: ")
-    write_json(stage.result, {"stage": "student", "metrics": step_of()})
+    add(run_dir, numbers("summary", "student", 10, **step_of()))
     code, out, _ = run(capsys, "doctor", run_dir.root)
     assert out.startswith("nothing to gain over 5%")
 
@@ -178,7 +177,7 @@ def test_the_command_reads_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture
     for workers, metrics in enumerate((step_of(**{"phase/data_ms": 51.0, "phase/step_ms": 150.0}), step_of())):
         row = {"id": f"00{workers}", "status": "ok", "params": {"data.loader_workers": workers}, "metrics": metrics}
         rows.append(row | {"scale": scale | row["params"]})
-    write_json(sweep.result, json.loads(sweep.result.read_text()) | {"trials": rows, "best": rows[-1], **judged})
+    change(sweep, trials=rows, chosen="001", **judged)
     code, out, _ = run(capsys, "doctor", sweep.root)
     assert code == 0
     assert out.startswith("nothing to gain over 5%")
@@ -197,8 +196,8 @@ def test_a_sweep_that_has_ended_without_a_timed_step_shows_what_became_of_it(
         row | {"id": "000", "status": "failed", "reason": "loss is not finite"},
         row | {"id": "001", "status": "oom", "reason": "…"},
     ]
-    about = {"trials": rows, "status": "failed", "space": {}, "metric": "images_per_s", "mode": "max", "best": None}
-    write_json(sweep.result, json.loads(sweep.result.read_text()) | about)
+    about = {"trials": rows, "status": "failed", "space": {}, "metric": "images_per_s", "mode": "max"}
+    change(sweep, **about)
     code, out, err = run(capsys, "doctor", sweep.root)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "no step was timed in its trials (1 failed, 1 oom); the first reason: loss is not finite; see distill report" in err

@@ -12,8 +12,11 @@ from service.config.experiment import load
 from service.config.space import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
 from service.report.charts import Figure
 from service.report.run_records import Row
+from service.runs.events import Event, event
+from service.runs.outcome import to_json
 from service.runs.result import RunResult
-from trainables.rundir import RunDir, append_line, write_json
+from tests.run_log import add, result_of, write_log
+from trainables.rundir import RunDir
 
 HARDWARE = {"nodes": 2, "slots_per_node": 4, "cpus_per_node": 32.0}
 BEGAN_MS = 1_790_000_000_000
@@ -38,15 +41,13 @@ def sweep_dir(
     sets = [f"sweep.space.{key}={json.dumps(list(values))}" for key, values in space.items()]
     resolved = load("digits", [*sets, f"name={top.pop('name', 'demo')}"])
     run_dir.experiment.write_text(resolved.to_yaml())
-    rows = []
+    rows, events = [], list[Event]()
     for number, setting in enumerate(itertools.product(*space.values())):
         params = dict(zip(space, setting, strict=True))
         row = timed(f"{number:03d}", params, gpu, slow, rng) | dict((ends or {}).get(f"{number:03d}", {}))
         rows.append(row)
         if row["status"] == "ok":
-            write_history(run_dir.trial(row["id"]), row, number, gpu, epochs, rng)
-    ran = [row for row in rows if row["status"] == "ok"]
-    best = max(ran, key=lambda row: row["metrics"]["images_per_s"], default=None)
+            events += history(f"trials/{row['id']}/student", row, number, gpu, epochs, rng)
     result = {
         "kind": "sweep",
         "name": resolved.experiment.name,
@@ -65,10 +66,9 @@ def sweep_dir(
         "tolerance": 0.03,
         "hardware": HARDWARE,
         "trials": rows,
-        "best": best,
         **top,
     }
-    write_json(run_dir.result, result)
+    write_log(run_dir, result, *events)
     return run_dir
 
 
@@ -140,19 +140,18 @@ def hardware(gpu: bool, workers: int, rise: float) -> dict[str, float]:
     return telemetry
 
 
-def write_history(trial: RunDir, row: dict[str, Any], number: int, gpu: bool, epochs: int, rng: np.random.Generator) -> None:
-    """What the trial's stage wrote while it ran."""
-    stage, m = trial.stage("student"), row["metrics"]
+def history(stage: str, row: dict[str, Any], number: int, gpu: bool, epochs: int, rng: np.random.Generator) -> list[Event]:
+    """What a stage recorded while it ran."""
+    m = row["metrics"]
     begin = BEGAN_MS + number * 60_000
-    lines = [
-        line("start", 0, 0, begin, {"steps_per_epoch": 10, "epochs": epochs, "num_workers": row["scale"]["scale.num_workers"]})
-    ]
+    workers = row["scale"]["scale.num_workers"]
+    lines = [line("start", 0, 0, begin, {"steps_per_epoch": 10, "epochs": epochs, "num_workers": workers}, stage)]
     for epoch in range(1, epochs + 1):
         top1 = 90 * (1 - np.exp(-epoch / 3)) - 0.5 * (number % 7) + float(rng.normal(0, 0.3))
         begin += int(1e3 * m["epoch_s"] * (1 + 0.02 * epoch)) + 500
         step = {"train/loss": 2 / epoch, "train/images_per_s": m["images_per_s"], "train/phase/step_ms": 1e3 * m["step_s"]}
         step |= {"train/phase/data_ms": 1.0, "train/phase/data_min_ms": 0.5, "train/phase/data_max_ms": 9.0}
-        lines.append(line("step", 10 * epoch, epoch, begin - 600, step))
+        lines.append(line("step", 10 * epoch, epoch, begin - 600, step, stage))
         val = {"val/top1_pct": top1, "val/loss": 2.1 / epoch}
         own = {"train/loss": 2 / epoch} | hardware(gpu, row["scale"]["scale.num_workers"], 2.0 * epoch)
         own |= {"train_s": m["epoch_s"] * (1 + 0.02 * epoch), "eval_s": 0.3, "checkpoint_s": 0.15, "other_s": 0.05}
@@ -161,17 +160,17 @@ def write_history(trial: RunDir, row: dict[str, Any], number: int, gpu: bool, ep
             m[f"{part}_s"] = m.get(f"{part}_s", 0.0) + own[f"{part}_s"]
         own["wall_s"] = sum(own[f"{part}_s"] for part in parts)
         m["wall_s"] = sum(m[f"{part}_s"] for part in parts)
-        lines.append(line("epoch", 10 * epoch, epoch, begin, val | {f"epoch/{name}": value for name, value in own.items()}))
+        lines.append(
+            line("epoch", 10 * epoch, epoch, begin, val | {f"epoch/{name}": value for name, value in own.items()}, stage)
+        )
         m["top1_pct"] = m["best_top1_pct"] = top1
         m["epoch_wall_s"] = own["wall_s"]
-    lines.append(line("summary", 30, 1, begin + 5000, {**m, **hardware(gpu, row["scale"]["scale.num_workers"], number % 20)}))
-    stage.metrics.parent.mkdir(parents=True, exist_ok=True)
-    write_json(stage.result, {"metrics": m})
-    stage.metrics.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    return [*lines, line("summary", 30, 1, begin + 5000, {**m, **hardware(gpu, workers, number % 20)}, stage)]
 
 
-def line(kind: str, step: int, epoch: float, time_ms: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
-    return {"kind": kind, "stage": "student", "step": step, "epoch": epoch, "time_ms": time_ms, "metrics": dict(metrics)}
+def line(kind: str, step: int, epoch: float, time_ms: int, metrics: Mapping[str, Any], stage: str = "student") -> Event:
+    made = event(kind, stage, step=step, epoch=float(epoch), metrics=dict(metrics))
+    return made | {"time_ms": time_ms}
 
 
 def train_dir(root: Path, *, status: str = "complete", slow: float = 1.0) -> RunDir:
@@ -180,12 +179,10 @@ def train_dir(root: Path, *, status: str = "complete", slow: float = 1.0) -> Run
     root.mkdir(parents=True)
     resolved = load("digits", ["name=single"])
     run_dir.experiment.write_text(resolved.to_yaml())
-    stages = []
+    stages, events = [], list[Event]()
     for name in ("teacher", "student"):
         row = timed("000", {"scale.num_workers": 2, "data.global_batch_size": 128}, True, slow, rng)
-        write_history(run_dir, row, 0, True, 5, rng)
-        if name == "teacher":
-            (root / "student").rename(root / "teacher")
+        events += history(name, row, 0, True, 5, rng)
         stages.append(
             {
                 "stage": name,
@@ -200,8 +197,8 @@ def train_dir(root: Path, *, status: str = "complete", slow: float = 1.0) -> Run
                 "end_s": 1.0,
             }
         )
-    write_json(
-        run_dir.result,
+    write_log(
+        run_dir,
         {
             "kind": "train",
             "name": "single",
@@ -215,14 +212,14 @@ def train_dir(root: Path, *, status: str = "complete", slow: float = 1.0) -> Run
             "loader_workers": 2,
             "stages": stages,
         },
+        *events,
     )
     return run_dir
 
 
 def written(run_dir: RunDir) -> dict[str, Any]:
-    """What `result.json` has, as plain data that a test may change."""
-    found: dict[str, Any] = json.loads(run_dir.result.read_text())
-    return found
+    """What a run's log comes to, as plain data that a test may change."""
+    return to_json(result_of(run_dir))
 
 
 def typed(result: Mapping[str, Any]) -> RunResult:
@@ -239,7 +236,7 @@ def typed_row(row: Mapping[str, Any]) -> Row:
 
 def grow(run_dir: RunDir) -> None:
     """One more line, as a run that is still going on writes it."""
-    append_line(run_dir.stage("student").metrics, line("step", 60, 5.5, BEGAN_MS, {"train/images_per_s": 1.0, "train/loss": 0.1}))
+    add(run_dir, line("step", 60, 5.5, BEGAN_MS, {"train/images_per_s": 1.0, "train/loss": 0.1}))
 
 
 def shown(figure: Figure | None) -> Figure:

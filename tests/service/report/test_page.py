@@ -11,14 +11,16 @@ from service.config.experiment import load
 from service.report import end_of_run
 from service.report.page import write_page
 from service.report.terminal_tables import report_of
+from service.runs.events import event
 from service.runs.result import RunResult
 from service.runs.run_directory import begin_run, reopen
 from service.runs.session import open_session
+from tests.run_log import add, change, result_of, write_log
 from tests.service.commands import run
 from tests.service.report.parsed import Parsed
 from tests.service.report.runs import sweep_dir, train_dir, typed, written
 from trainables.errors import TrainingError
-from trainables.rundir import RunDir, append_line, write_json
+from trainables.rundir import RunDir
 
 W, B, L = "scale.num_workers", "data.global_batch_size", "data.loader_workers"
 PENDING = {"status": "pending", "metrics": {}, "steps_s": []}
@@ -46,9 +48,7 @@ def test_a_sweep_without_a_trial_that_ended_has_no_empty_frames(tmp_path: Path) 
 def test_the_hangs_of_a_trials_repeated_measurements_are_on_the_page_as_in_the_terminal(tmp_path: Path) -> None:
     run_dir = sweep_dir(tmp_path / "s", {B: [64]})
     for stage in ("student", "student-2"):
-        hangs = run_dir.trial("000").stage(stage).hangs
-        hangs.parent.mkdir(parents=True, exist_ok=True)
-        append_line(hangs, {"time_ms": 0, "message": "rank 1 hangs in backward"})
+        add(run_dir, event("hang", f"trials/000/{stage}", message="rank 1 hangs in backward"))
     _, run_dir, result = reopen(run_dir.root)
     lines = [part for part in report_of(result, run_dir) if " hung at " in str(part)]
     assert [line.split()[0] for line in lines] == ["trials/000/student", "trials/000/student-2"]
@@ -84,7 +84,7 @@ def test_nine_trials_have_every_figure_of_a_sweep_with_accuracies(tmp_path: Path
 def test_the_winner_is_in_color_in_the_figures_over_time(tmp_path: Path) -> None:
     run_dir = sweep_dir(tmp_path / "s", {W: [1, 2, 4], B: [64, 128, 256, 512]}, epochs=4)
     least_accurate = min(written(run_dir)["trials"], key=lambda row: float(row["metrics"]["top1_pct"]))
-    parsed = Parsed(write_page(run_dir, typed({**written(run_dir), "best": least_accurate})).read_text())
+    parsed = Parsed(write_page(run_dir, typed({**written(run_dir), "chosen": least_accurate["id"]})).read_text())
     for name in ("accuracy", "drift"):
         (figure,) = [figure for figure in parsed.figures if figure["id"] == name]
         in_color = [trace["name"] for trace in figure["traces"] if trace.get("showlegend", True)]
@@ -104,10 +104,11 @@ def test_a_timing_sweeps_wall_time_is_shown_of_its_fastest_trials(tmp_path: Path
 
 def test_the_first_two_lines_say_what_won_and_why(tmp_path: Path) -> None:
     run_dir = sweep_dir(tmp_path / "s", {W: [1, 4], B: [64, 512], L: [2, 4]})
-    best = written(run_dir)["best"]
+    best = result_of(run_dir).best
+    assert best is not None
     parsed = page(run_dir)
     text = parsed.text[parsed.text.index("demo complete") if "demo complete" in parsed.text else 0 :]
-    first = text.index(f"4 GPUs × batch 512 × {best['scale'][L]} loader workers")
+    first = text.index(f"4 GPUs × batch 512 × {best.scale.loader_workers} loader workers")
     second = text.index("Compared with the next best value of each axis, the others unchanged: 4 GPUs:")
     assert first < second < text.index("distill train")
 
@@ -147,8 +148,7 @@ def test_a_run_shows_its_learning_and_where_its_time_goes(tmp_path: Path) -> Non
 def test_a_run_that_has_not_begun_is_a_page(tmp_path: Path) -> None:
     run_dir = train_dir(tmp_path / "t", status="running")
     result = written(run_dir)
-    for stage in ("teacher", "student"):
-        run_dir.stage(stage).metrics.unlink()
+    write_log(run_dir, result)
     parsed = Parsed(write_page(run_dir, typed({**result, "stages": []})).read_text())
     assert "No stage is complete yet." in parsed.text
 
@@ -172,7 +172,7 @@ def test_text_from_outside_is_shown_and_not_run(tmp_path: Path) -> None:
     result = written(run_dir)
     for row in result["trials"]:
         row["id"] = row["params"]["student.model"] = f"{HOSTILE}{row['id']}</script>"
-    result |= {"name": HOSTILE, "reason": HOSTILE, "best": result["trials"][0]}
+    result |= {"name": HOSTILE, "reason": HOSTILE, "chosen": result["trials"][0]["id"]}
     text = write_page(run_dir, typed(result)).read_text()
     parsed = Parsed(text)
     assert HOSTILE in parsed.text
@@ -246,13 +246,13 @@ def test_a_training_to_the_target_is_no_point_and_leaves_its_probes_speed_in_the
 def test_a_trial_that_a_resumed_sweep_has_recalled_may_say_auto(tmp_path: Path) -> None:
     run_dir = sweep_dir(tmp_path / "s", {W: [1, 2], B: [64, 128], L: [1, 2]})
     result = written(run_dir)
-    for row in (*result["trials"][:3], result["best"]):
+    for row in result["trials"][:3]:
         row["scale"][L] = "auto"
     parsed = Parsed(write_page(run_dir, typed(result)).read_text())
     assert "auto loader workers" in parsed.text
 
 
-def test_a_run_of_before_the_hardware_was_recorded_has_no_model_curve(tmp_path: Path) -> None:
+def test_a_run_without_its_hardware_on_record_has_no_model_curve(tmp_path: Path) -> None:
     def lines(run_dir: RunDir) -> int:
         return sum(trace["mode"] == "lines" for trace in page(run_dir).figures[0]["traces"])
 
@@ -266,7 +266,7 @@ def test_what_an_auto_precision_came_to_is_on_the_page_with_its_reason(tmp_path:
     assert "Precision auto" not in page(run_dir).text
     chosen = {"precision": "bf16", "precision_reason": "images of 224 px, on GPUs that have it"}
     result = written(run_dir)
-    write_json(run_dir.result, result | {"stages": [stage | chosen for stage in result["stages"]]})
+    change(run_dir, stages=[stage | chosen for stage in result["stages"]])
     assert "Precision auto: bf16: images of 224 px, on GPUs that have it." in page(run_dir).text
 
 

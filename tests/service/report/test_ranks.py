@@ -7,8 +7,8 @@ from typing import Any
 
 from service.report.ranks import rank_lines
 from service.report.under_way import UnderWay
-from tests.service.report.runs import typed
-from trainables.rundir import RunDir, StageDir, append_line, write_json
+from tests.run_log import add, numbers
+from trainables.rundir import RunDir, StageDir, write_json
 
 
 def write_heartbeats(stage: StageDir, ages_s: list[float]) -> None:
@@ -20,9 +20,9 @@ def write_heartbeats(stage: StageDir, ages_s: list[float]) -> None:
 
 def test_a_running_stage_has_the_age_of_its_last_record_and_of_each_ranks_progress(tmp_path: Path) -> None:
     stage = RunDir(tmp_path).stage("student")
-    append_line(stage.metrics, {"kind": "step", "step": 7, "time_ms": time.time() * 1e3 - 40_000, "metrics": {}})
+    add(RunDir(tmp_path), numbers("step", "student", 7, time_ms=int(time.time() * 1e3) - 40_000))
     write_heartbeats(stage, [0.5, 30.0])
-    first, *ranks = UnderWay(RunDir(tmp_path)).lines(typed({"status": "running"}))
+    first, *ranks = UnderWay(RunDir(tmp_path)).lines()
     assert re.fullmatch(r"student: step 7, – images/s, last record 4[0-9] s ago", first)
     assert re.fullmatch(r"  rank 1: student of step 1, went on 3[2-9] s ago", ranks[0])
     assert re.fullmatch(r"  rank 0: student of step 0, went on [2-9] s ago", ranks[1])

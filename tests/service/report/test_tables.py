@@ -82,14 +82,14 @@ def test_values_that_no_experiment_takes_have_rows_too(tmp_path: Path) -> None:
     rows = written(run_dir)["trials"]
     for row, wrong in ((rows[-1], [1]), (rows[-2], "x"), (rows[-3], None)):
         row |= INFEASIBLE | {"params": {**row["params"], NUM_WORKERS: wrong}, "scale": {**row["scale"], NUM_WORKERS: wrong}}
-    _, *cells = page(run_dir, trials=rows, best=rows[0]).tables[FLAT]
+    _, *cells = page(run_dir, trials=rows).tables[FLAT]
     assert [cell[0] for cell in cells] == ["1 GPU", "2 GPUs", "4 GPUs", "None GPUs", "[1] GPUs", "x GPUs"]
 
 
 def test_the_best_trial_has_its_cell_where_another_one_there_is_faster(tmp_path: Path) -> None:
     run_dir = sweep_dir(tmp_path / "s", {NUM_WORKERS: [1, 2], "precision": ["fp32", "bf16"]})
     best = next(row for row in written(run_dir)["trials"] if row["params"] == {NUM_WORKERS: 2, "precision": "fp32"})
-    parsed = page(run_dir, best=best)
+    parsed = page(run_dir, chosen=best["id"])
     _, *rows = parsed.tables[FLAT]
     assert rows[1][1] == f"{best['metrics']['images_per_s']:,.1f} ★"
 
@@ -98,7 +98,7 @@ def test_a_best_trial_without_a_speed_has_its_star(tmp_path: Path) -> None:
     run_dir = sweep_dir(tmp_path / "s", {NUM_WORKERS: [1, 2, 4], GLOBAL_BATCH: [64, 128]}, epochs=1)
     rows = written(run_dir)["trials"]
     del rows[-1]["metrics"]["images_per_s"]  # too few steps for one
-    parsed = page(run_dir, trials=rows, best=rows[-1], metric="top1_pct")
+    parsed = page(run_dir, trials=rows, chosen=rows[-1]["id"], metric="top1_pct")
     assert parsed.tables[FLAT][-1] == ["4 GPUs", parsed.tables[FLAT][-1][1], "ok ★"]
 
 
@@ -124,7 +124,7 @@ def test_an_epochs_cost_has_the_digits_of_its_time(tmp_path: Path) -> None:
     rows = written(run_dir)["trials"]
     for row in rows:
         row["metrics"] |= {"epoch_s": 0.03, "gpu_s_per_epoch": 0.03 * row["scale"][NUM_WORKERS]}
-    heads, *cells = page(run_dir, trials=rows, best=rows[0]).tables["All 2 trials"]
+    heads, *cells = page(run_dir, trials=rows).tables["All 2 trials"]
     assert [row[heads.index("worker-s/epoch")] for row in cells] == ["0.03", "0.06"]
 
 

@@ -1,7 +1,5 @@
 """The tables as a reader sees them, from results as they lie on disk."""
 
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,10 +15,12 @@ from service.report.tables import sweep_table as table_of_rows
 from service.report.terminal_tables import overview, report_of, verdict
 from service.report.under_way import UnderWay
 from service.runs.display import output
+from service.runs.events import event
 from service.runs.result import RunResult
 from service.runs.stored.stored_runs import run_folder
+from tests.run_log import add, numbers, write_log
 from tests.service.report.runs import typed, typed_row
-from trainables.rundir import RunDir, append_line, write_json
+from trainables.rundir import RunDir
 
 SCALE = {"scale.num_workers": 2, "data.global_batch_size": 128, "data.loader_workers": 1}
 METRICS = {
@@ -37,7 +37,7 @@ METRICS = {
     "phase/student_ms": 45.0,
     "phase/step_ms": 100.0,
 }
-STEP = {"kind": "step", "step": 40, "time_ms": 1_790_000_000_000, "metrics": {"train/images_per_s": 12.0}}
+STEP = numbers("step", "student", 40, **{"train/images_per_s": 12.0})
 
 
 def trial(number: str, status: str, **more: Any) -> dict[str, Any]:
@@ -45,13 +45,12 @@ def trial(number: str, status: str, **more: Any) -> dict[str, Any]:
 
 
 def result() -> RunResult:
-    best = trial("000", "ok", metrics=METRICS)
     rows = [
-        best,
+        trial("000", "ok", metrics=METRICS),
         trial("001", "oom", reason="rank 0: CUDA out of memory"),
         trial("002", "ok", metrics=METRICS, oversubscribed=True),
     ]
-    return typed({"status": "running", "space": SCALE, "trials": rows, "best": best, "use_gpu": True})
+    return typed({"status": "running", "space": SCALE, "trials": rows, "use_gpu": True})
 
 
 def sweep_table(swept: RunResult) -> Table:
@@ -78,7 +77,7 @@ def test_each_teacher_has_one_line_whoever_learned_from_it_and_wherever_it_was_t
     given = {"model": "resnet34", "weights": "w.pth", "top1_pct": 73.31, "num_images": 50_000, "chance_pct": 0.1}
     line = "teacher resnet34: 73.31% top-1 on 50,000 validation images, where chance is 0.10%"
     trials = [trial(number, "ok", metrics=METRICS, teachers=[given]) for number in ("000", "001")]
-    swept = typed({"status": "running", "space": SCALE, "trials": trials, "best": trials[0], "use_gpu": True})
+    swept = typed({"status": "running", "space": SCALE, "trials": trials, "use_gpu": True})
     assert overview(swept, RunDir(tmp_path)).count(line) == 1
     stages = [
         {"stage": "teacher", "model": "resnet34", "status": "ok", "metrics": {"best_top1_pct": 71.0, "top1_pct": 70.5}},
@@ -90,6 +89,7 @@ def test_each_teacher_has_one_line_whoever_learned_from_it_and_wherever_it_was_t
 
 def test_a_report_has_the_notices_of_a_run_and_why_it_is_not_exact(tmp_path: Path) -> None:
     run = typed({"kind": "train", "status": "complete", "notices": ["2 files left out"], "not_exact": ["resumed on other data"]})
+    write_log(RunDir(tmp_path), run)
     assert report_of(run, RunDir(tmp_path))[1:] == ["note: 2 files left out", "note: not exact: resumed on other data"]
 
 
@@ -116,7 +116,7 @@ def test_the_verdict_names_the_winner_and_where_its_time_goes() -> None:
     assert lines[2] == "its step: student 45%, teacher 30%, data 25%"
     assert any("projected" in line for line in lines)
     assert any("oversubscribed" in line for line in lines)
-    assert verdict(typed({"trials": [], "best": None})) == ["no trial is complete: nothing to compare yet"]
+    assert verdict(typed({"trials": []})) == ["no trial is complete: nothing to compare yet"]
 
 
 def test_phases_show_their_share_of_the_step() -> None:
@@ -140,7 +140,7 @@ def test_the_hardware_has_a_row_a_node_and_a_row_a_gpu_with_why_it_was_slowed() 
 
 
 def test_a_running_runs_report_says_how_far_it_is_and_how_to_go_on(tmp_path: Path) -> None:
-    append_line(tmp_path / "student" / "metrics.jsonl", STEP | {"time_ms": time.time() * 1e3 - 90_000})
+    add(RunDir(tmp_path), STEP | {"time_ms": int(time.time() * 1e3) - 90_000})
     (tmp_path / "experiment.yaml").write_text("base: digits\n")
     advice = f"continue it with: distill resume {tmp_path}"
     for status, may_continue in {"running": False, "interrupted": True, "failed": True, "complete": False}.items():
@@ -155,53 +155,29 @@ def test_a_run_in_an_object_store_is_continued_by_its_address(tmp_path: Path, mo
     monkeypatch.setenv("RAYDISTILL_COPIES", str(tmp_path))
     interrupted = typed({"status": "interrupted", "trials": []})
     uri = "s3://bucket/runs/one"
+    write_log(RunDir(run_folder(uri)), interrupted)
     assert report_of(interrupted, RunDir(run_folder(uri)))[-1] == f"continue it with: distill resume {uri}"
 
 
 def test_trials_that_have_ended_are_not_under_way_and_measurements_of_them_that_go_on_are(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
-    rows = [trial("000", "ok", metrics=METRICS), trial("001", "oom"), trial("002", "pending"), trial("003", "pending")]
-    for row in rows:
-        append_line(run_dir.trial(row["id"]).measurement(0).metrics, STEP)
-    write_json(run_dir.trial("000").measurement(0).result, {})
-    write_json(run_dir.trial("003").result, {})  # it has failed, which the sweep has not read yet
-    append_line(run_dir.trial("000").measurement(1).metrics, STEP)
-    append_line(run_dir.tune / "a" / "metrics.jsonl", STEP)
-    lines = UnderWay(run_dir).lines(typed({"status": "running", "trials": rows}))
-    assert [line.partition(":")[0] for line in lines] == ["trials/000/student-2", "trials/002/student"]
+    for id in ("000", "001", "002", "003"):
+        add(run_dir, STEP | {"stage": f"trials/{id}/student"})
+    add(run_dir, numbers("summary", "trials/000/student", 41))
+    for id in ("000", "001", "003"):
+        add(run_dir, event("trial_ended", trial=id, outcome={"status": "failed"}))
+    add(run_dir, STEP | {"stage": "trials/000/student-2"})
+    lines = UnderWay(run_dir).lines()
+    assert [line.partition(":")[0] for line in lines] == ["trials/002/student", "trials/000/student-2"]
 
 
 def test_each_line_of_a_stage_that_goes_on_is_read_once(tmp_path: Path) -> None:
     run_dir, under_way = RunDir(tmp_path), UnderWay(RunDir(tmp_path))
-    metrics = run_dir.stage("student").metrics
-    append_line(metrics, STEP)
-    running = typed({"status": "running", "kind": "train"})
-    assert under_way.lines(running)[0].startswith("student: step 40, 12.0 images/s")
-    metrics.write_bytes(b"x" * (metrics.stat().st_size - 1) + b"\n")
-    append_line(metrics, STEP | {"step": 50, "metrics": {"val/top1_pct": 1.0}})
-    assert under_way.lines(running)[0].startswith("student: step 50, 12.0 images/s")
-
-
-@pytest.mark.processes
-def test_folders_of_ray_that_vanish_meanwhile_are_no_error(tmp_path: Path) -> None:
-    append_line(tmp_path / "student" / "metrics.jsonl", STEP)
-    (tmp_path / "experiment.yaml").write_text("base: digits\n")
-    (tmp_path / "ray" / "other").mkdir(parents=True)
-    code = (
-        "import itertools, os, sys\n"
-        "for n in itertools.count():\n"
-        "    path = f'{sys.argv[1]}/ray/{n % 7}/a/b'\n"
-        "    os.makedirs(path); os.removedirs(path)\n"
-        "    n or print('begun', flush=True)\n"
-    )
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) as churning:
-        try:
-            assert churning.stdout is not None
-            churning.stdout.readline()
-            for _ in range(100):
-                report_of(result(), RunDir(tmp_path))
-        finally:
-            churning.kill()
+    add(run_dir, STEP)
+    assert under_way.lines()[0].startswith("student: step 40, 12.0 images/s")
+    run_dir.events.write_bytes(b"x" * (run_dir.events.stat().st_size - 1) + b"\n")
+    add(run_dir, STEP | {"step": 50, "metrics": {"val/top1_pct": 1.0}})
+    assert under_way.lines()[0].startswith("student: step 50, 12.0 images/s")
 
 
 def test_a_missing_number_is_a_dash() -> None:

@@ -8,8 +8,10 @@ import pytest
 from service.report.hardware import hardware
 from service.report.run_records import History, read_history
 from service.report.timeline import accuracy, downsampled, drift, losses_figure, recorded
+from service.runs.run_log import read_log
+from tests.run_log import add, numbers
 from tests.service.report.runs import shown, typed_row
-from trainables.rundir import StageDir, append_line
+from trainables.rundir import RunDir
 
 COUNTS = {"long": 10_001, "just": 401, "short": 400}
 
@@ -110,8 +112,7 @@ def test_many_points_are_thinned_but_for_the_last() -> None:
 
 
 def test_no_time_is_before_the_start_where_a_later_nodes_clock_is_behind(tmp_path: Path) -> None:
-    stage = StageDir(tmp_path)
-    for one in (record("start", 0, 0, 100.0), record("epoch", 10, 1, 160.0), record("resume", 10, 1, 90.0)):
-        append_line(stage.metrics, one)
-    history = read_history("student", stage, steps=True)
-    assert [line["time_ms"] - history.start_ms for line in history.lines] == [0.0, 60e3, 60e3]
+    for kind, step, at_ms in (("start", 0, 100_000), ("epoch", 10, 160_000), ("resume", 10, 90_000)):
+        add(RunDir(tmp_path), numbers(kind, "student", step, time_ms=at_ms))
+    history = read_history("student", read_log(RunDir(tmp_path)), "student", steps=True)
+    assert [one["time_ms"] - history.start_ms for one in history.lines] == [0.0, 60e3, 60e3]

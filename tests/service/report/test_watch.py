@@ -1,6 +1,5 @@
 """`distill report --watch` follows a run until it ends."""
 
-import json
 import re
 import signal
 import subprocess
@@ -12,12 +11,14 @@ from pathlib import Path
 import pytest
 
 from service.report.watch import progress, rows_on_screen
+from service.runs.events import EventTail
 from service.runs.run_directory import abandoned
+from tests.run_log import add
 from tests.service.commands import run
 from tests.service.report.parsed import Parsed
 from tests.service.report.runs import sweep_dir, typed, typed_row
 from tests.waiting import wait_until
-from trainables.rundir import RunDir, write_json
+from trainables.rundir import RunDir
 
 SPACE = {"data.global_batch_size": [64, 128, 256, 512]}
 PENDING = {"status": "pending", "metrics": {}, "steps_s": []}
@@ -37,7 +38,7 @@ def test_it_renews_the_page_until_the_run_ends(tmp_path: Path, capsys: pytest.Ca
         while not run_dir.report.exists() and time.monotonic() < until:
             time.sleep(0.05)
         shown_results.append(run_dir.report.read_text() if run_dir.report.exists() else "no page")
-        write_json(run_dir.result, json.loads(ended.result.read_text()))
+        add(run_dir, *(found for found in EventTail(ended.events).new() if found["kind"] == "result"))
 
     thread = threading.Thread(target=end)
     thread.start()
@@ -96,8 +97,8 @@ def test_a_run_whose_driver_was_killed_is_not_followed_for_ever(tmp_path: Path, 
 
 def test_a_screen_shows_the_best_trial_and_those_that_ended_last() -> None:
     rows = [typed_row({"id": f"{n:03d}", "status": "ok" if n < 90 else "pending"}) for n in range(100)]
-    assert rows_on_screen(typed({"trials": rows, "best": rows[3]}), 32) == {"003", *(f"{n:03d}" for n in range(70, 90))}
-    assert rows_on_screen(typed({"trials": rows[:2], "best": rows[0]}), 40) == {"000", "001"}
+    assert rows_on_screen(typed({"trials": rows, "chosen": "003"}), 32) == {"003", *(f"{n:03d}" for n in range(70, 90))}
+    assert rows_on_screen(typed({"trials": rows[:2], "chosen": "000"}), 40) == {"000", "001"}
 
 
 def test_a_sweeps_progress_is_that_of_its_points_and_not_by_the_trainings_that_follow() -> None:

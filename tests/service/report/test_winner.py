@@ -10,11 +10,12 @@ from service.config.experiment import load
 from service.config.strict_yaml import parse
 from service.report.run_records import Row
 from service.report.winner import bound, command, describe_lead, lines, memory_to_spare, why, written
-from service.runs.result import TrialRow, read_result
+from service.runs.result import TrialRow
 from service.runs.run_directory import reopen
 from service.runs.stored.stored_runs import run_folder
+from tests.run_log import add, numbers, result_of
 from tests.service.report.runs import sweep_dir, typed, typed_row
-from trainables.rundir import RunDir, write_json
+from trainables.rundir import RunDir
 
 W, B, L = "scale.num_workers", "data.global_batch_size", "data.loader_workers"
 
@@ -99,10 +100,10 @@ def test_a_winner_at_the_brim_of_memory_says_so_and_names_the_next_one_that_is_n
     rows = [row("0", 1, 128, 10.0), row("1", 1, 256, 20.0), row("2", 1, 512, 30.0)]
     for one, peak_mib in zip(rows, (500.0, 960.0, 970.0), strict=True):
         one.metrics.update(peak_memory_mib=peak_mib, gpu_memory_mib=1000.0)
-    assert memory_to_spare(typed({"trials": rows, "best": rows[2]})) == [
+    assert memory_to_spare(typed({"trials": rows, "chosen": "2"})) == [
         "trial 2 took 97.0% of a GPU's memory: a long run may not fit; take trial 1, the next best that leaves 4%"
     ]
-    assert memory_to_spare(typed({"trials": rows, "best": rows[1]})) == []
+    assert memory_to_spare(typed({"trials": rows, "chosen": "1"})) == []
 
 
 def test_a_training_to_the_target_is_not_counted_as_a_point() -> None:
@@ -119,7 +120,7 @@ def test_a_search_for_speed_and_cost_names_its_front() -> None:
         typed(
             {
                 "trials": rows,
-                "best": rows[1],
+                "chosen": "1",
                 "metric": "pareto",
                 "mode": "max",
                 "search": {"front": ["0", "1"], "bound_pct": 0.0, "spent_gpu_s": 9.0, "why": "so"},
@@ -189,10 +190,10 @@ def test_the_command_of_a_run_in_an_object_store_names_what_is_there_and_no_copy
     monkeypatch.setenv("RAYDISTILL_COPIES", str(tmp_path))
     uri = "s3://bucket/runs/one"
     run_dir = sweep_dir(run_folder(uri), {B: [64]})
-    best = read_result(run_dir.result, run_dir.experiment).best
+    best = result_of(run_dir).best
     assert best is not None
     assert command(run_dir.root, best).startswith(f"distill train {uri}/experiment.yaml --set ")
-    write_json(run_dir.stage("teacher").result, {})  # its checkpoint is not brought to this machine
+    add(run_dir, numbers("summary", "teacher", 1))  # its checkpoint is not brought to this machine
     words, _, comment = command(run_dir.root, best).partition("  # ")
     assert "--set teacher.weights=teacher.safetensors" in words
     assert comment == f"teacher.safetensors: copy it from {uri}/teacher/checkpoints/best.safetensors"

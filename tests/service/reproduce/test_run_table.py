@@ -8,8 +8,8 @@ import pytest
 from service.reproduce.run_table import Reproduction, TeacherAccuracy, cells, check_same, prepare, teachers_of
 from service.reproduce.sweeps import Request, changes, compose
 from service.reproduce.table import read_table
-from service.runs.result import read_result, write_result
 from service.runs.run_directory import begin_run
+from tests.run_log import change, write_log
 from tests.service.commands import run
 from tests.service.report.runs import typed, typed_row
 from tests.service.reproduce.test_table import SMALL
@@ -28,12 +28,12 @@ def test_a_cell_is_judged_by_the_runs_that_its_own_number_is_the_mean_of(tmp_pat
         typed_row({"id": f"00{seed}", "status": "ok", "metrics": {"top1_pct": top1_pct, "best_top1_pct": top1_pct}})
         for seed, top1_pct in enumerate([96.0, 100.0])
     ]
-    write_result(run_dir.result, typed({"trials": rows}))
+    write_log(run_dir, typed({"trials": rows}))
     (cell,) = cells(job)
     assert cell.verdict.num_published == 4
     assert cell.verdict.tolerance == 2 * table.tolerance_pct  # 2·√8·√(1/2 + 1/4) = 4.90, which twice the least bounds
     rows[1].metrics.update(top1_pct=98.0, best_top1_pct=98.0)
-    write_result(run_dir.result, typed({"trials": rows}))
+    write_log(run_dir, typed({"trials": rows}))
     assert cells(job)[0].verdict.tolerance == 2 * math.sqrt(2) * math.sqrt(1 / 2 + 1 / 4)
 
 
@@ -47,10 +47,10 @@ def test_a_teacher_is_as_accurate_as_its_own_training_or_else_the_first_trial_fo
     run_dir.root.mkdir(parents=True)
     assert teachers_of(job) == {"convnet_large": None}
     rows = [typed_row({"id": "000", "status": "ok", "metrics": {"top1_pct": 95.0, "teacher_top1_pct": 97.0}})]
-    write_result(run_dir.result, typed({"trials": rows}))
+    write_log(run_dir, typed({"trials": rows}))
     assert teachers_of(job) == {"convnet_large": TeacherAccuracy(97.0, "large.safetensors")}
     stage = {"stage": "teacher", "model": "convnet_large", "status": "ok", "checkpoint": "teacher/best.safetensors"}
-    write_result(run_dir.result, typed({"trials": rows, "stages": [{**stage, "metrics": {"best_top1_pct": 98.5}}]}))
+    write_log(run_dir, typed({"trials": rows, "stages": [{**stage, "metrics": {"best_top1_pct": 98.5}}]}))
     assert teachers_of(job) == {"convnet_large": TeacherAccuracy(98.5, "teacher/best.safetensors")}
 
 
@@ -77,12 +77,12 @@ def test_a_reproduction_does_not_go_on_with_other_data_than_it_was_begun_with(tm
     job = Reproduction(table, request, compose(table, request, [], None, None), (), tmp_path / "out", tmp_path)
     (planned,) = job.sweeps
     begin_run(planned.resolved, "sweep", run_dir := job.run_dir(planned), tmp_path)
-    result, data = read_result(run_dir.result, run_dir.experiment), prepare(job)
+    data = prepare(job)
     assert data is not None
-    write_result(run_dir.result, result.model_copy(update={"data": data}))
+    change(run_dir, data=data.model_dump(mode="json"))
     assert prepare(job) == data
     fewer = data.train.model_copy(update={"num_images": 1000})
-    write_result(run_dir.result, result.model_copy(update={"data": data.model_copy(update={"train": fewer})}))
+    change(run_dir, data=data.model_copy(update={"train": fewer}).model_dump(mode="json"))
     with pytest.raises(ExperimentError, match=f"^{run_dir.root} holds runs on other data: restore it"):
         prepare(job)
 

@@ -1,7 +1,6 @@
 """What `distill clean` removes, and what it leaves because something needs it. Each run here is 40 days old."""
 
 import fcntl
-import json
 import os
 import shutil
 import subprocess
@@ -15,7 +14,8 @@ import pytest
 
 from service.runs.clean import Cleaner, clean
 from service.runs.run_directory import locked_run
-from service.tracking.spool import Spool
+from service.tracking import SyncState
+from tests.run_log import write_log
 from trainables.rundir import RunDir
 from trainables.user_folder import user_folder
 
@@ -38,7 +38,7 @@ def make_run(path: Path, status: str = "complete", experiment: str = "base: digi
     RunDir(path).stage("student").best.write_bytes(b"x" * 1000)
     RunDir(path).experiment.write_text(experiment)
     values = {"kind": "train", "name": "digits", "status": status, "runs_root": str(path.parent), **result}
-    RunDir(path).result.write_text(json.dumps(values))
+    write_log(RunDir(path), values)
     (path / ".lock").touch()
     return aged(path, days)
 
@@ -106,10 +106,12 @@ def test_a_run_that_is_taken_up_while_others_are_removed_stays(root: Path) -> No
 
 
 def test_a_run_whose_records_wait_for_mlflow_stays(root: Path, run_clean: Clean) -> None:
-    run = make_run(root / "run", mlflow={"uri": "http://mlflow:5000", "experiment": "x"})
-    Spool(RunDir(run)).append("run", "train", 1)
-    aged(run)
-    assert run_clean() == [f"{run} stays: 1 records wait for MLflow: distill sync {run}"]
+    target = {"uri": "http://mlflow:5000", "experiment": "x"}
+    run, other = (make_run(root / name, mlflow=target) for name in ("run", "sent"))
+    SyncState(**target, position=RunDir(other).events.stat().st_size).write(RunDir(other))
+    aged(other)
+    assert f"{run} stays: MLflow has not all of it: distill sync {run}" in run_clean()
+    assert not other.exists()
 
 
 def test_a_run_whose_weights_a_younger_run_uses_stays_and_so_does_what_it_uses_itself(root: Path, run_clean: Clean) -> None:
@@ -187,10 +189,10 @@ def test_a_folder_that_vanishes_while_it_is_looked_at_ends_nothing(root: Path, v
 
 def test_a_damaged_run_stays(root: Path, run_clean: Clean) -> None:
     run = make_run(root / "run")
-    RunDir(run).result.write_text("{")
+    RunDir(run).events.write_text("{")
     aged(run)
     (line,) = run_clean(unfinished=True)
-    assert line.startswith(f"{run} stays: {run}/result.json is damaged")
+    assert line.startswith(f"{run} stays: {run}/events.jsonl is damaged")
 
 
 def test_a_cache_goes_with_the_last_run_that_names_it_once_nobody_has_read_it(root: Path, run_clean: Clean) -> None:
@@ -224,8 +226,8 @@ def test_of_checkpoints_a_complete_run_needs_its_best_alone_and_a_sweep_those_of
     root: Path, run_clean: Clean
 ) -> None:
     scale = {"scale.num_workers": 1, "data.global_batch_size": 8, "data.loader_workers": 1}
-    best = {"id": "001", "params": {}, "status": "ok", "scale": scale}
-    sweep = make_run(root / "sweep", kind="sweep", trials=[best], best=best, space={}, metric="loss", mode="min")
+    best = {"id": "001", "params": {}, "status": "ok", "scale": scale, "metrics": {"loss": 1.0}}
+    sweep = make_run(root / "sweep", kind="sweep", trials=[best], space={}, metric="loss", mode="min")
     for trial in ("000", "001"):
         make_run(sweep / "trials" / trial)
     aged(sweep)

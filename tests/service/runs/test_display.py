@@ -13,7 +13,10 @@ from rich.console import Console
 from service.cluster import local_ray
 from service.cluster.local_ray import RayLostError
 from service.runs.display import Display, wait_for
-from trainables.rundir import StageDir, append_line
+from tests.run_log import add, numbers
+from trainables.rundir import RunDir, StageDir
+
+START = numbers("start", "student", 0, max_steps=0, steps_per_epoch=20, epochs=2)
 
 
 def test_a_log_gets_each_new_line_once_behind_its_stages_name(tmp_path: Path) -> None:
@@ -21,7 +24,7 @@ def test_a_log_gets_each_new_line_once_behind_its_stages_name(tmp_path: Path) ->
     stage.log.parent.mkdir()
     stage.log.write_text("an earlier try's line\n")
     with Display(Console(file=out, width=160)) as display:
-        display.follow("student", stage)
+        display.follow("student", "student", stage)
         with open(stage.log, "a") as log:
             log.write("Epoch: [1][1/2]\nEpoch: [1][2/")
         display.tick()
@@ -43,9 +46,8 @@ def test_a_file_that_cannot_be_read_for_a_while_ends_nothing_and_no_line_is_lost
         path.with_suffix(".aside").replace(path)
 
     with Display(Console(file=out, width=160)) as display:
-        for path in (stage.metrics, stage.log):
-            fail(path)
-        display.follow("student", stage)
+        fail(stage.log)
+        display.follow("student", "student", stage)
         display.tick()
         stage.log.unlink()
         stage.log.write_text("one\n")
@@ -72,7 +74,7 @@ def test_lines_of_before_a_resume_are_not_shown_where_their_file_cannot_be_looke
     stage.log.parent.mkdir()
     stage.log.symlink_to(stage.log)
     with Display(Console(file=out, width=160)) as display:
-        display.follow("student", stage)
+        display.follow("student", "student", stage)
         display.tick()
         stage.log.unlink()
         stage.log.write_text("an earlier try's line\n")
@@ -86,9 +88,9 @@ def test_lines_of_before_a_resume_are_not_shown_where_their_file_cannot_be_looke
 def test_a_terminal_gets_a_bar_with_speed_and_loss(tmp_path: Path) -> None:
     stage, out = StageDir(tmp_path), io.StringIO()
     with Display(Console(file=out, width=160, force_terminal=True)) as display:
-        display.follow("student", stage)
-        append_line(stage.metrics, {"kind": "start", "step": 0, "metrics": {"max_steps": 0, "steps_per_epoch": 20, "epochs": 2}})
-        append_line(stage.metrics, {"kind": "step", "step": 10, "metrics": {"train/images_per_s": 123.4, "train/loss": 0.5}})
+        display.watch(RunDir(tmp_path).events)
+        display.follow("student", "student", stage)
+        add(RunDir(tmp_path), START, numbers("step", "student", 10, **{"train/images_per_s": 123.4, "train/loss": 0.5}))
         display.tick()
         display.trials(1, 8, "2 running, about 4 min left")
         assert display._bars is not None
@@ -100,44 +102,16 @@ def test_a_terminal_gets_a_bar_with_speed_and_loss(tmp_path: Path) -> None:
 
 
 def test_a_stage_that_is_resumed_still_knows_how_many_steps_there_are(tmp_path: Path) -> None:
-    stage, out = StageDir(tmp_path), io.StringIO()
-    append_line(stage.metrics, {"kind": "start", "step": 0, "metrics": {"max_steps": 0, "steps_per_epoch": 20, "epochs": 2}})
+    out = io.StringIO()
+    add(RunDir(tmp_path), START)
     with Display(Console(file=out, width=160, force_terminal=True)) as display:
-        display.follow("student", stage)
-        append_line(stage.metrics, {"kind": "resume", "step": 20, "metrics": {}})
+        display.watch(RunDir(tmp_path).events)
+        display.follow("student", "student", StageDir(tmp_path), [START])
+        add(RunDir(tmp_path), numbers("resume", "student", 20))
         display.tick()
         assert display._bars is not None
         display._bars.refresh()
     assert "20/40" in out.getvalue()
-
-
-@pytest.mark.parametrize(
-    "first",
-    [
-        '{"step": 0}',
-        "[]",
-        "null",
-        "{",
-        '{"kind": "start"}',
-        '{"kind": "start", "metrics": 3}',
-        '{"kind": "start", "step": 0, "metrics": {"epochs": 2}}',
-        '{"step": 0, "metrics": {}}',
-        '{"step": 0, "kind": "start", "metrics": {"max_steps": null, "steps_per_epoch": "x", "epochs": null}}',
-    ],
-)
-def test_a_first_line_that_is_damaged_or_older_ends_no_resume(first: str, tmp_path: Path) -> None:
-    stage, out = StageDir(tmp_path), io.StringIO()
-    stage.metrics.parent.mkdir(exist_ok=True)
-    stage.metrics.write_text(f"{first}\n")
-    with Display(Console(file=out, width=160, force_terminal=True)) as display:
-        display.follow("student", stage)
-        with open(stage.metrics, "a") as metrics:
-            metrics.write(f"{first}\n")
-        append_line(stage.metrics, {"kind": "step", "step": 10, "metrics": {"train/loss": 0.5}})
-        display.tick()
-        assert display._bars is not None
-        display._bars.refresh()
-    assert "loss 0.500" in out.getvalue()
 
 
 def test_a_ray_of_our_own_that_is_killed_is_noticed_at_once_whatever_the_work_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:

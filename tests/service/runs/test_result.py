@@ -12,22 +12,27 @@ import yaml
 from service.config.experiment import load
 from service.config.space import GLOBAL_BATCH
 from service.config.sweep import SweepConfig
-from service.runs.outcome import VERSION, Outcome, read_outcome, to_json, write_outcome
-from service.runs.result import read_result, write_result
+from service.runs.events import event
+from service.runs.outcome import to_json
+from service.runs.result import write_result
 from service.sweeps.trials import plan_trials, rows_of
+from tests.run_log import add, change, result_of
 from tests.service.commands import run
 from tests.service.report.runs import sweep_dir, train_dir
 from trainables.errors import ExperimentError
-from trainables.rundir import RunDir, write_json
+from trainables.rundir import RunDir
 
 SPACE = {"scale.num_workers": [1, 2], "data.global_batch_size": [64]}
+PENDING = {"status": "pending", "metrics": {}, "steps_s": []}
 READERS = ("report", "doctor", "sync")
 
 
 def spoil(run_dir: RunDir, change: Callable[[Any], object]) -> None:
-    result = json.loads(run_dir.result.read_text())
-    change(result)
-    write_json(run_dir.result, result)
+    """Change what the log's `result` says."""
+    first, second, *rest = run_dir.events.read_text().splitlines()
+    event = json.loads(second)
+    change(event["changes"])
+    run_dir.events.write_text("\n".join([first, json.dumps(event), *rest, ""]))
 
 
 @pytest.mark.parametrize(
@@ -36,8 +41,6 @@ def spoil(run_dir: RunDir, change: Callable[[Any], object]) -> None:
         (lambda r: r.update(kind=5), "kind: must be train or sweep, not 5"),
         (lambda r: r.update(name=["a"]), 'name: must be text, not ["a"]'),
         (lambda r: r.update(sources=[]), "sources: must be a section of keys, not []"),
-        (lambda r: r.update(trials=7), "trials: must be a list, not 7"),
-        (lambda r: r["trials"].insert(0, "a"), 'trials[0]: must be a section of keys, not "a"'),
         (lambda r: r["trials"][1].update(metrics=[1]), "trials[1].metrics: must be a section of keys, not [1]"),
         (lambda r: r["trials"][1].pop("scale"), "trials[1].scale: missing"),
         (
@@ -46,7 +49,7 @@ def spoil(run_dir: RunDir, change: Callable[[Any], object]) -> None:
         ),
         (lambda r: r["trials"][0]["metrics"].update(step_s="slow"), 'trials[0].metrics.step_s: must be a number, not "slow"'),
         (lambda r: r["trials"][0].update(steps_s=[0.1, None]), "trials[0].steps_s[1]: must be a number, not null"),
-        (lambda r: r.update(best=3), "best: must be a section of keys, not 3"),
+        (lambda r: r.update(chosen=3), "chosen: must be text, not 3"),
         (lambda r: r.pop("metric"), "metric: missing"),
         (lambda r: r.update(search=[]), "search: must be a section of keys, not []"),
         (lambda r: r.update(space=[]), "space: must be a section of keys, not []"),
@@ -64,9 +67,7 @@ def test_a_result_with_a_wrong_type_is_one_line_that_names_the_file_and_the_fiel
     for command in READERS:
         code, out, err = run(capsys, command, run_dir.root)
         assert (code, out) == (2, "")
-        assert err == (
-            f"error: {run_dir.result} is damaged: {message}: put back a copy, or begin again from {run_dir.experiment}\n"
-        )
+        assert err == (f"error: {run_dir.events} is damaged: {message}: put back a copy, or begin another run\n")
 
 
 def test_a_stage_with_a_wrong_type_is_named_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -74,7 +75,26 @@ def test_a_stage_with_a_wrong_type_is_named_too(capsys: pytest.CaptureFixture[st
     spoil(run_dir, lambda r: r["stages"][1].update(model=None))
     code, _, err = run(capsys, "report", run_dir.root)
     assert code == 2
-    assert f"{run_dir.result} is damaged: stages[1].model: must be text, not null: " in err
+    assert f"{run_dir.events} is damaged: stages[1].model: must be text, not null: " in err
+
+
+def test_the_best_of_a_sweep_is_the_most_or_the_least_of_what_is_complete_however_its_driver_died(tmp_path: Path) -> None:
+    run_dir = sweep_dir(tmp_path / "s", {GLOBAL_BATCH: [64, 32, 16]}, ends=dict.fromkeys(("000", "001", "002"), PENDING))
+    assert result_of(run_dir).best is None
+    ends = {"000": ("ok", 10.0, 3.0), "001": ("oom", 99.0, 1.0), "002": ("ok", 20.0, 2.0)}
+    for trial, (status, speed, epoch_s) in ends.items():  # each is the last line of the log, were its driver killed there
+        metrics = {"images_per_s": speed, "epoch_s": epoch_s}
+        add(run_dir, event("trial_ended", trial=trial, outcome={"status": status, "metrics": metrics}))
+        best = result_of(run_dir).best
+        assert best is not None
+        assert best.id == ("002" if trial == "002" else "000")
+    for metric, mode, winner in (("epoch_s", "min", "002"), ("top1_pct", "max", None)):
+        change(run_dir, metric=metric, mode=mode)
+        found = result_of(run_dir).best
+        assert (found.id if found else None) == winner
+    change(run_dir, chosen="000")  # by a search that has ended, in the light of all probes
+    write_result(run_dir.result, result_of(run_dir))
+    assert json.loads(run_dir.result.read_text())["best"]["id"] == "000"
 
 
 @pytest.mark.parametrize("name", ["seconds", "start_s", "end_s"])
@@ -83,7 +103,7 @@ def test_a_stage_with_a_time_that_is_no_number_is_named(capsys: pytest.CaptureFi
     spoil(run_dir, lambda r: r["stages"][0].update({name: "long"}))
     code, _, err = run(capsys, "report", run_dir.root)
     assert code == 2
-    assert f'{run_dir.result} is damaged: stages[0].{name}: must be a number, not "long": ' in err
+    assert f'{run_dir.events} is damaged: stages[0].{name}: must be a number, not "long": ' in err
 
 
 def test_a_stage_whose_clock_is_not_whole_has_a_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -106,8 +126,8 @@ def test_a_sweep_over_every_kind_of_space_is_read_again(capsys: pytest.CaptureFi
     run_dir = sweep_dir(tmp_path / "s", SPACE)
     axes = SweepConfig(space={"optim.lr": KINDS[kind]}, policy="random").axes
     spoil(run_dir, lambda r: r.update(space=axes))
-    assert read_result(run_dir.result, run_dir.experiment).space == {"optim.lr": KINDS[kind]}
-    for command in READERS:
+    assert result_of(run_dir).space == {"optim.lr": KINDS[kind]}
+    for command in ("report", "doctor"):
         assert run(capsys, command, run_dir.root)[::2] == (0, "")
 
 
@@ -119,61 +139,43 @@ def test_a_sweep_with_values_that_no_trial_can_have_is_read_again(capsys: pytest
     assert [row["scale"][GLOBAL_BATCH] for row in planned] == values
     run_dir = sweep_dir(tmp_path / "s", {GLOBAL_BATCH: [64, 32]})
     spoil(run_dir, lambda r: r.update(trials=[r["trials"][0], *planned[1:4], r["trials"][1] | {"id": "004"}]))
-    for command in READERS:
+    for command in ("report", "doctor"):
         assert run(capsys, command, run_dir.root)[::2] == (0, "")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "\udcff"])
-def test_a_result_that_is_no_json_object_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("trials", "mistake"),
+    [
+        (7, "trials: must be a list of rows"),
+        (["a"], "trials: must be a list of rows"),
+        ([{"status": "ok"}], "id: missing"),
+    ],
+)
+def test_rows_that_are_none_are_one_line_too(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, trials: object, mistake: str
+) -> None:
     run_dir = sweep_dir(tmp_path / "s", SPACE)
-    run_dir.result.write_bytes(text.encode("utf-8", "surrogateescape"))
+    spoil(run_dir, lambda r: r.update(trials=trials))
     code, _, err = run(capsys, "report", run_dir.root)
     assert code == 2
-    assert err == (
-        f"error: {run_dir.result} is damaged: it is no JSON object: put back a copy, or begin again from {run_dir.experiment}\n"
-    )
+    assert re.search(rf"is damaged: its line that ends at byte \d+: result\.{mistake}: put back a copy", err)
+    assert len(err.splitlines()) == 1
 
 
-def test_a_result_of_a_newer_version_is_refused_in_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_an_end_of_a_trial_that_lacks_a_field_is_named(tmp_path: Path) -> None:
+    run_dir = sweep_dir(tmp_path / "s", SPACE)
+    add(run_dir, event("trial_ended", trial="000", outcome={"reason": "?"}))
+    with pytest.raises(ExperimentError, match=r"ends at byte \d+: trial_ended\.outcome\.status: missing: put back a copy"):
+        result_of(run_dir)
+
+
+def test_a_run_of_another_format_is_refused_in_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     run_dir = sweep_dir(tmp_path / "s", SPACE, status="interrupted")
-    spoil(run_dir, lambda r: r.update(version=VERSION + 1, trials={"another": "form"}))
+    run_dir.events.write_text(run_dir.events.read_text().replace('"version": 1', '"version": 2'))
     for command in (*READERS, "resume"):
         code, _, err = run(capsys, command, run_dir.root)
         assert code == 2
-        assert err == (
-            f"error: {run_dir.result} has format {VERSION + 1} of a newer version, and this one reads up to {VERSION}: "
-            "use the version that wrote it\n"
-        )
-
-
-def test_a_result_without_a_version_is_read_and_written_with_one(tmp_path: Path) -> None:
-    run_dir = sweep_dir(tmp_path / "s", SPACE)
-    older = json.loads(run_dir.result.read_text())
-    write_result(run_dir.result, read_result(run_dir.result, run_dir.experiment))
-    assert json.loads(run_dir.result.read_text()) == {**older, "version": VERSION}
-    write_json(run_dir.trial("000").result, {"status": "ok", "metrics": {"steps": 3.0}, "seconds": 2.5})  # as a trial left it
-    outcome = read_outcome(run_dir.trial("000").result)
-    assert outcome == Outcome(status="ok", metrics={"steps": 3.0}, seconds=2.5)
-    write_outcome(run_dir.trial("000").result, outcome)
-    assert json.loads(run_dir.trial("000").result.read_text())["version"] == VERSION
-
-
-def test_a_row_of_format_1_names_the_trial_of_its_speed_as_its_probe(tmp_path: Path) -> None:
-    run_dir = sweep_dir(tmp_path / "s", SPACE)
-    spoil(run_dir, lambda r: r.update(version=1, trials=[r["trials"][0], r["trials"][0] | {"id": "000-trained", "probe": "000"}]))
-    read = read_result(run_dir.result, run_dir.experiment)
-    assert [row.speed_trial for row in read.rows] == [None, "000"]
-    write_result(run_dir.result, read)
-    written = json.loads(run_dir.result.read_text())
-    assert (written["version"], written["trials"][1]["speed_trial"], "probe" in written["trials"][1]) == (2, "000", False)
-
-
-def test_a_trial_whose_result_is_damaged_ends_a_resume_in_one_line(tmp_path: Path) -> None:
-    path = RunDir(tmp_path).result
-    for text in ("{", '{"status": "fine"}', '{"status": "ok", "metrics": {"steps": "3"}}'):
-        path.write_text(text)
-        with pytest.raises(ExperimentError, match=f"^{path} is damaged: put back a copy, or remove it to run this trial again$"):
-            read_outcome(path)
+        assert err == f"error: {run_dir.events} has format 2, and this version reads 1: begin another run\n"
 
 
 def rewritten(run_dir: RunDir, change: Callable[[Any], object]) -> RunDir:
@@ -201,7 +203,6 @@ def test_a_run_with_methods_models_and_options_that_are_not_there_can_be_read(
         assert (code, err) == (0, "")
         assert "images/s" in out
         assert run_dir.report.exists()
-    assert run(capsys, "sync", sweep.root)[0] == 0
     assert run(capsys, "doctor", single.root)[0] == 0
     assert run(capsys, "compare", sweep.root, sweep_dir(tmp_path / "new", SPACE).root)[0] == 0
 
@@ -230,14 +231,3 @@ def test_a_run_of_another_version_is_refused_in_one_line_that_says_where(
         if command != "resume":
             assert err.endswith("; if another version of raydistill wrote this run, read it with that one\n")
             assert len(err.splitlines()) == 1
-
-
-def test_a_trial_that_ray_ended_for_memory_before_kinds_were_recorded_is_no_batch_that_does_not_fit(tmp_path: Path) -> None:
-    reason = "the node ran out of memory: Ray killed a worker to save it"
-    write_json(
-        tmp_path / "result.json", {"status": "oom", "reason": reason, "measurements": [{"status": "oom", "reason": reason}]}
-    )
-    outcome = read_outcome(tmp_path / "result.json")
-    assert [outcome.failure, *(one.failure for one in outcome.measurements)] == ["node_out_of_memory"] * 2
-    write_json(tmp_path / "result.json", {"status": "oom", "reason": "CUDA out of memory"})
-    assert read_outcome(tmp_path / "result.json").failure is None

@@ -42,14 +42,13 @@ def test_of_several_that_begin_in_one_folder_at_once_one_does_and_the_others_cha
 def test_a_sweep_whose_driver_was_killed_has_not_run_since_its_trials_last_wrote_whatever_ray_wrote_later(tmp_path: Path) -> None:
     _, run_dir, result = reopen(sweep_dir(tmp_path / "s", {"data.global_batch_size": [64, 128]}, status="running").root)
     (run_dir.root / ".lock").touch()
-    rays = run_dir.tune / "a trial" / "metrics.jsonl"
+    rays = run_dir.tune / "a trial" / "heartbeats.json"
     rays.parent.mkdir(parents=True)
     rays.touch()
     heartbeats = run_dir.trial("001").measurement(1).heartbeats
-    heartbeats.parent.mkdir()
+    heartbeats.parent.mkdir(parents=True)
     heartbeats.touch()
-    times_s = {run_dir.result: 1e9, run_dir.trial("000").measurement(0).metrics: 2e9, heartbeats: 3e9, rays: 4e9}
-    times_s[run_dir.trial("001").measurement(0).metrics] = 1e9
+    times_s = {run_dir.events: 2e9, heartbeats: 3e9, rays: 4e9}
     for path, time_s in times_s.items():
         os.utime(path, (time_s, time_s))
     since = datetime.fromtimestamp(3e9)

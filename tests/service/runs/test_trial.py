@@ -1,8 +1,6 @@
 """What the driver makes of a failure: begin again, a row with its reason, or out of memory."""
 
 import errno
-import json
-import logging
 import os
 import time
 from pathlib import Path
@@ -15,18 +13,17 @@ from ray.train import ControllerError, WorkerGroupError
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 
 from service.cluster.resources import Cluster, Node
-from service.runs import trial
-from service.runs.outcome import Outcome, read_summary
+from service.runs.events import event
+from service.runs.outcome import Outcome
 from service.runs.stages import node_wait
 from service.runs.stages.assignment import Assignment
-from service.runs.stages.hangs import hang_lines, hang_tags
 from service.runs.stages.node_wait import NodeWait
-from service.runs.trial import cause_of, finished, run_to_end
+from service.runs.trial import begin_stage, cause_of, finished, has_begun, refused_with, run_to_end
+from tests.run_log import LocalRecorder, events_of, numbers
 from trainables.config import TrainConfig
-from trainables.errors import CheckpointError, DeviceError, DistillError, ExperimentError, StorageError
-from trainables.failures import Failure, Kind, WorkersFailedError, read_failure, write_failure
-from trainables.rundir import StageDir, write_json
-from trainables.stage_result import StageResult, write_stage_result
+from trainables.errors import CheckpointError, DeviceError, DistillError
+from trainables.failures import Failure, Kind, WorkersFailedError
+from trainables.rundir import StageDir
 from trainables.worker import trainer
 from trainables.worker.ray_failures import failures_in, ray_failure
 from trainables.worker.ray_internals import NCCLHangError
@@ -34,6 +31,12 @@ from trainables.worker.ray_internals import NCCLHangError
 
 def ended(kind: Kind, **about: Any) -> Failure:
     return Failure(kind, "why", **about)
+
+
+def assigned(config: TrainConfig, limit_s: float | None = None) -> Assignment:
+    """The stage, its log in its own folder."""
+    folder = config.output_dir
+    return Assignment(config, False, 1, folder).recorded_by(LocalRecorder(Path(folder)), limit_s)
 
 
 @pytest.mark.parametrize(
@@ -57,8 +60,7 @@ def test_only_what_beginning_again_may_fix_is_begun_again(
 
     def fit(config: TrainConfig, **_: object) -> None:
         begun.append(config)
-        write_failure(StageDir(tmp_path).error_of(1), ended(kind, rank=1))
-        raise WorkersFailedError([ended("lost_peer", rank=0)])
+        raise WorkersFailedError([ended("lost_peer", rank=0), ended(kind, rank=1)])
 
     monkeypatch.setattr(trainer, "fit", fit)
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
@@ -66,7 +68,7 @@ def test_only_what_beginning_again_may_fix_is_begun_again(
     config = TrainConfig.model_validate(
         {"model": "mlp_small", "output_dir": str(tmp_path), "data": {"path": "digits"}, "scale": {"max_failures": 2}}
     )
-    outcome = run_to_end(Assignment(config, False, 1, tmp_path))
+    outcome = run_to_end(assigned(config))
     assert (outcome.status, outcome.failure, len(begun), outcome.restarts) == (status, kind, tries, tries - 1)
 
 
@@ -78,27 +80,43 @@ def test_a_second_hang_at_the_same_place_ends_the_stage(
 
     def fit(config: TrainConfig, **_: object) -> None:
         begun.append(places[len(begun)])
-        write_failure(StageDir(tmp_path).error_of(0), ended("user", rank=0))  # as of a gloo that words a lost peer anew
         hung = Failure("hang", f"no progress for 9 s: rank 1 hangs in {begun[-1]}", rank=1, position=begun[-1])
-        raise WorkersFailedError([hung], f"stacks {len(begun)}")
+        raise WorkersFailedError([hung, ended("user", rank=0)], f"stacks {len(begun)}")  # gloo may word a lost peer anew
 
     monkeypatch.setattr(trainer, "fit", fit)
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(NodeWait, "refusal", lambda *_: None)
     config = TrainConfig.model_validate({"model": "mlp_small", "output_dir": str(tmp_path), "data": {"path": "digits"}})
-    outcome = run_to_end(Assignment(config, False, 1, tmp_path))
+    outcome = run_to_end(assigned(config))
     assert (outcome.status, outcome.failure, outcome.restarts, len(begun)) == ("failed", "hang", tries - 1, tries)
     assert outcome.reason == "hung in step 3 again: no progress for 9 s: rank 1 hangs in step 3"
     stage = StageDir(tmp_path)
-    written = read_failure(stage.error)
-    assert written is not None
-    assert (written.kind, written.position) == ("hang", "step 3")
     assert [f"stacks {number}" in stage.stacks.read_text() for number in range(1, tries + 1)] == [True] * tries
-    assert [line.partition(": ")[2] for line in hang_lines([("student", stage)])] == [
-        f"no progress for 9 s: rank 1 hangs in {place}" for place in places
-    ]
-    assert hang_tags(stage) == {"hang": "no progress for 9 s: rank 1 hangs in step 3"}
+    messages = [hang["message"] for hang in events_of(tmp_path, "hang")]
+    assert messages == [f"no progress for 9 s: rank 1 hangs in {place}" for place in places]
+    assert [each["failure"]["position"] for each in events_of(tmp_path, "restart")] == list(places[:-1])
     assert stage.log.read_text().count("hang: going on from the last checkpoint") == tries - 1
+
+
+@pytest.mark.parametrize("kind", ["worker_died", "hang"])
+def test_a_death_that_a_full_disk_does_not_take_down_ends_the_stage_which_can_be_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def fit(config: TrainConfig, **_: object) -> None:
+        monkeypatch.setattr(os, "fsync", full)
+        raise WorkersFailedError([Failure(kind, "rank 1 is gone")])
+
+    monkeypatch.setattr(trainer, "fit", fit)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(NodeWait, "refusal", lambda *_: None)
+    config = TrainConfig.model_validate({"model": "mlp_small", "output_dir": str(tmp_path), "data": {"path": "digits"}})
+    outcome = run_to_end(assigned(config))
+    assert (outcome.status, outcome.failure, outcome.restarts) == ("failed", "disk", 0)
+    assert "rank 1 is gone; then " in outcome.reason
+    assert outcome.reason.endswith(f"{tmp_path}/events.jsonl: No space left on device: free space, then `distill resume`")
 
 
 def trained(folder: Path, monkeypatch: pytest.MonkeyPatch, *errors: Exception, max_failures: int = 3) -> Outcome:
@@ -113,7 +131,7 @@ def trained(folder: Path, monkeypatch: pytest.MonkeyPatch, *errors: Exception, m
     monkeypatch.setattr(NodeWait, "refusal", lambda *_: None)
     tree = {"model": "mlp_small", "data": {"path": "digits"}, "scale": {"max_failures": max_failures}}
     config = TrainConfig.model_validate({**tree, "output_dir": str(folder)})
-    outcome = run_to_end(Assignment(config, False, 1, str(folder)))
+    outcome = run_to_end(assigned(config))
     assert next(raised, None) is None
     return outcome
 
@@ -122,22 +140,6 @@ def test_hangs_at_unknown_positions_are_not_taken_for_the_same(tmp_path: Path, m
     errors = [WorkersFailedError([ray_failure(NCCLHangError("a communicator is frozen", {}), 0, "lost_peer")]) for _ in range(3)]
     outcome = trained(tmp_path, monkeypatch, *errors, max_failures=2)
     assert (outcome.failure, outcome.restarts, outcome.reason) == ("hang", 2, "a communicator is frozen")
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-def test_a_disk_that_does_not_take_the_records_of_a_hang_keeps_nobody_from_a_restart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    stage = StageDir(tmp_path)
-    stage.log.parent.mkdir()
-    for path in (stage.hangs, stage.log):
-        path.symlink_to("/dev/full")
-    hung = Failure("hang", "no progress for 9 s", rank=1, position="step 3")
-    with caplog.at_level(logging.WARNING, "raydistill"):
-        outcome = trained(tmp_path, monkeypatch, WorkersFailedError([hung]), DistillError("the end"))
-    assert outcome.reason == "the end"
-    assert "failed cannot be recorded: [Errno 28] No space left" in caplog.text
-    assert "hang: going on from the last checkpoint (restart 1 of at most 3) (not in" in caplog.text
 
 
 def test_a_gpu_that_cannot_be_used_is_begun_again_and_its_kind_is_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,34 +151,9 @@ def test_a_gpu_that_cannot_be_used_is_begun_again_and_its_kind_is_device(tmp_pat
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(NodeWait, "refusal", lambda *_: None)
     tree = {"model": "mlp_small", "output_dir": str(tmp_path), "data": {"path": "digits"}, "scale": {"max_failures": 1}}
-    outcome = run_to_end(Assignment(TrainConfig.model_validate(tree), False, 1, str(tmp_path)))
+    outcome = run_to_end(assigned(TrainConfig.model_validate(tree)))
     assert (outcome.status, outcome.failure, outcome.restarts) == ("failed", "device", 1)
     assert outcome.reason == "node a: Ray has a GPU there that torch cannot use"
-
-
-def test_a_full_disk_does_not_hide_why_the_workers_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(config: TrainConfig) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(trial, "fetch_stage", refuse)
-    outcome = trained(tmp_path, monkeypatch, WorkersFailedError([ended("user", rank=1)]))
-    assert (outcome.failure, outcome.reason) == ("user", "why")
-
-
-def test_a_store_that_does_not_answer_does_not_hide_why_the_workers_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse(config: TrainConfig) -> None:
-        raise StorageError("s3://bucket does not answer")
-
-    monkeypatch.setattr(trial, "fetch_stage", refuse)
-    with caplog.at_level(logging.WARNING, "raydistill"):
-        outcome = trained(tmp_path, monkeypatch, WorkersFailedError([ended("user", rank=1)]))
-    assert (outcome.failure, outcome.reason) == ("user", "why")
-    assert "what the workers wrote last of student cannot be read: s3://bucket" in caplog.text
-    monkeypatch.setattr(trainer, "fit", lambda *_, **__: None)
-    config = TrainConfig.model_validate({"model": "mlp_small", "output_dir": str(tmp_path), "data": {"path": "digits"}})
-    assert run_to_end(Assignment(config, False, 1, str(tmp_path))).reason == "s3://bucket does not answer"
 
 
 def test_a_wait_for_nodes_that_ended_well_does_not_count_for_the_next_one(
@@ -197,7 +174,7 @@ def test_a_wait_for_nodes_that_ended_well_does_not_count_for_the_next_one(
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(node_wait, "living_nodes", lambda: Cluster(tuple(nodes)))
     tree = {"model": "mlp_small", "output_dir": str(tmp_path), "data": {"path": "digits"}, "scale": {"wait_for_nodes_s": 0.1}}
-    outcome = run_to_end(Assignment(TrainConfig.model_validate(tree), False, 1, tmp_path))
+    outcome = run_to_end(assigned(TrainConfig.model_validate(tree)))
     assert (outcome.reason, begun) == ("the end", 4)
 
 
@@ -213,20 +190,34 @@ def test_a_restart_has_what_is_left_of_the_assignments_time(tmp_path: Path, monk
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(NodeWait, "refusal", lambda *_: None)
     config = TrainConfig.model_validate({"model": "mlp_small", "output_dir": str(tmp_path), "data": {"path": "digits"}})
-    run_to_end(Assignment(config, False, 1, tmp_path, limit_s=60.0))
+    run_to_end(assigned(config, limit_s=60.0))
     first, second, *_ = left_s
     assert first == 60.0
     assert 0 < second <= 59.9
 
 
-def test_the_cause_is_what_a_worker_wrote_unless_it_only_lost_another(tmp_path: Path) -> None:
-    stage = StageDir(tmp_path)
-    died = WorkersFailedError([ended("lost_peer", rank=0), ended("worker_died", rank=1)])
-    assert cause_of(stage, died).rank == 1
-    write_failure(stage.error_of(0), ended("lost_peer", rank=0))
-    assert cause_of(stage, died).kind == "worker_died"
-    write_failure(stage.error_of(2), ended("user", rank=2))
-    assert cause_of(stage, died).rank == 2
+def test_one_wait_for_nodes_is_enough_for_all_trials_that_need_as_much_and_have_not_begun(tmp_path: Path) -> None:
+    recorder, assignments = LocalRecorder(tmp_path), dict[str, Assignment]()
+    for number, num_workers in enumerate((2, 1, 2, 4, 2)):
+        tree = {"model": "mlp_small", "output_dir": str(tmp_path / f"trials/{number:03d}/student"), "data": {"path": "digits"}}
+        config = TrainConfig.model_validate({**tree, "scale": {"num_workers": num_workers}})
+        assignments[f"{number:03d}"] = Assignment(config, False, 1, "").recorded_by(recorder)
+    recorder.record([event("stage_begun", "trials/000/student", trial="000", model="mlp_small")])
+    recorder.record([event("stage_begun", "trials/002/student", trial="002", model="mlp_small")])
+    recorder.record([event("trial_ended", trial="004", outcome={"status": "ok"})])
+    waiting = {id: each for id, each in assignments.items() if not has_begun(id, each)}
+    gone = Outcome(status="failed", reason="2 workers do not fit", failure="unschedulable")
+    refused = refused_with("000", gone, assignments["000"], waiting)
+    assert {id: outcome.reason for id, outcome in refused.items()} == {
+        "003": "it needs as much as trial 000, and 2 workers do not fit"
+    }
+    assert refused_with("000", Outcome(status="oom", failure="out_of_memory"), assignments["000"], waiting) == {}
+
+
+def test_the_cause_is_no_peer_that_was_lost_and_what_the_watch_found_before_all() -> None:
+    failures = [ended("lost_peer", rank=0), ended("worker_died", rank=1), ended("user", rank=2), ended("hang", rank=3)]
+    for count, rank in ((1, 0), (2, 1), (3, 2), (4, 3)):
+        assert cause_of(WorkersFailedError(failures[:count])).rank == rank
 
 
 def test_rays_own_errors_are_read_by_their_types() -> None:
@@ -247,25 +238,31 @@ def test_rays_own_errors_are_read_by_their_types() -> None:
     assert failures_in(death)[0].kind == "worker_died"
 
 
-def test_a_stage_is_finished_by_its_result_file_alone(tmp_path: Path) -> None:
-    stage = StageDir(tmp_path)
-    assert finished(stage) is None
-    write_json(stage.result, {"metrics": {"steps": 3.0}})
-    outcome = finished(stage, 1)
-    assert outcome == Outcome(status="ok", metrics={"steps": 3.0}, restarts=1)
-    write_json(stage.result, {"metrics": {"steps": 3.0}, "precision": "bf16", "precision_reason": "images of 224 px"})
-    outcome = finished(stage)
-    assert outcome is not None
-    assert (outcome.precision, outcome.precision_reason) == ("bf16", "images of 224 px")
+def test_a_stage_is_finished_by_its_summary_while_its_best_checkpoint_is_there(tmp_path: Path) -> None:
+    assignment = assigned(
+        TrainConfig.model_validate({"model": "mlp_small", "output_dir": str(tmp_path), "data": {"path": "digits"}})
+    )
+    assert finished(assignment) is None
+    about = {"precision": "bf16", "precision_reason": "images of 224 px"}
+    assignment.log.record([event("checkpoint", ".", step=3, names=["best.safetensors"])])
+    assignment.log.record([numbers("summary", ".", 3, steps=3.0) | about])
+    assert finished(assignment) is None
+    expected = Outcome(status="ok", metrics={"steps": 3.0}, restarts=1, **about)
+    assert finished(assignment, 1, has_just_run=True) == expected
+    StageDir(tmp_path).best.parent.mkdir()
+    StageDir(tmp_path).best.touch()
+    assert finished(assignment, 1) == expected
 
 
-def test_a_stages_result_has_the_version_of_its_format_and_a_newer_one_is_refused(tmp_path: Path) -> None:
-    stage = StageDir(tmp_path)
-    result = StageResult(stage="student", model="resnet8", decoder="pil", metrics={"steps": 3.0}, steps_s=[0.5])
-    write_stage_result(stage, result)
-    assert read_summary(stage) == result
-    written = json.loads(stage.result.read_text())
-    assert written["version"] == 1
-    write_json(stage.result, {**written, "version": 2})
-    with pytest.raises(ExperimentError, match=r"stage\.json has format 2 of a newer version, and this one reads up to 1: use"):
-        read_summary(stage)
+def test_a_trial_whose_last_checkpoint_was_removed_begins_its_stage_from_nothing(tmp_path: Path) -> None:
+    tree = {"model": "mlp_small", "output_dir": str(tmp_path), "data": {"path": "digits"}}
+    assignment = assigned(TrainConfig.model_validate(tree))
+    last = StageDir(tmp_path).last
+    last.parent.mkdir()
+    last.touch()
+    assignment.log.record([event("checkpoint", ".", step=3, names=[last.name])])
+    begin_stage("000", assignment)
+    assert [each["kind"] for each in assignment.events] == ["checkpoint", "stage_begun"]
+    last.unlink()
+    begin_stage("000", assignment)
+    assert [each["kind"] for each in assignment.events] == ["stage_begun"]

@@ -15,7 +15,7 @@ def step_s(point: Mapping[str, Any]) -> float:
 
 
 def stage(point: Mapping[str, Any]) -> dict[str, Any]:
-    """What the `stage.json` of a timing run at `point` would hold."""
+    """What the `summary` of a timing run at `point` has."""
     seconds = step_s(point)
     wait = max(0.0, seconds - 0.02 - 0.001 * point["data.global_batch_size"] / point["scale.num_workers"])
     phases = {"data": wait, "student": 0.4 * (seconds - wait), "backward": 0.6 * (seconds - wait)}

@@ -6,8 +6,10 @@ import pytest
 from ray.tune.experiment import Trial
 
 from service.config.sweep import SweepConfig
+from service.runs.run_log import read_log
 from service.sweeps.asha import ResumedASHA, asha_scheduler, reported_epochs, stopped
-from trainables.rundir import RunDir, StageDir, append_line
+from tests.run_log import add, numbers
+from trainables.rundir import RunDir
 
 SWEEP = SweepConfig(policy="asha", metric="top1_pct", reduction_factor=2)
 EPOCH = {
@@ -38,9 +40,8 @@ def test_asha_compares_trials_with_those_of_earlier_sessions_and_each_epoch_once
     for trial, top1_pct in (("000", 60.0), ("001", 50.0)):
         for epoch in (1, 2, 3):
             metrics = {"val/top1_pct": top1_pct + epoch}
-            record = {"kind": "epoch", "epoch": float(epoch), "step": 10 * epoch, "metrics": metrics}
-            append_line(run_dir.trial(trial).stage("student").metrics, record)
-    scheduler = asha_scheduler(SWEEP, reported_epochs(run_dir), ended=["000"])
+            add(run_dir, numbers("epoch", f"trials/{trial}/student", 10 * epoch, epoch, **metrics))
+    scheduler = asha_scheduler(SWEEP, reported_epochs(read_log(run_dir)), ended=["000"])
     resumed, worse = trial_of("001"), trial_of("002")
     for trial in (resumed, worse):
         scheduler.on_trial_add(None, trial)
@@ -49,19 +50,17 @@ def test_asha_compares_trials_with_those_of_earlier_sessions_and_each_epoch_once
     assert decision(scheduler, resumed, 4, 0.0) == "CONTINUE"  # the first after four epochs
 
 
-def metrics_when_stopped(folder: Path, *epochs: dict[str, float]) -> dict[str, float]:
+def metrics_when_stopped(*epochs: dict[str, float]) -> dict[str, float]:
     """The numbers of a trial that asha stopped after these epochs."""
-    stage = StageDir(folder)
-    for number, numbers in enumerate(epochs, 1):
-        append_line(stage.metrics, {"kind": "epoch", "epoch": float(number), "step": 10 * number, "metrics": numbers})
-    outcome = stopped(stage, {"epoch": float(len(epochs)), "step": 10 * len(epochs)})
+    events = [numbers("epoch", "student", 10 * number, number, **metrics) for number, metrics in enumerate(epochs, 1)]
+    outcome = stopped(events, {"epoch": float(len(epochs)), "step": 10 * len(epochs)})
     assert (outcome.status, outcome.reason) == ("stopped", f"stopped by asha after epoch {len(epochs)}")
     return outcome.metrics
 
 
 def test_a_stopped_trial_has_each_number_once_under_the_name_that_a_summary_has(tmp_path: Path) -> None:
     late = {name: value for name, value in EPOCH.items() if not name.startswith("val/")}
-    assert metrics_when_stopped(tmp_path, EPOCH, late) == pytest.approx(
+    assert metrics_when_stopped(EPOCH, late) == pytest.approx(
         {
             "train_s": 4.0,
             "eval_s": 1.0,
@@ -77,19 +76,7 @@ def test_a_stopped_trial_has_each_number_once_under_the_name_that_a_summary_has(
     )
 
 
-def test_a_stopped_trial_of_an_older_version_has_the_numbers_that_it_recorded(tmp_path: Path) -> None:
-    assert metrics_when_stopped(tmp_path, {"val/top1_pct": 60.0, "epoch/step_s": 0.1}, EPOCH) == pytest.approx(
-        {
-            "step_s": 0.1,
-            "steps": 20.0,
-            "top1_pct": 60.0,
-            "top5_pct": 90.0,
-            "val_loss": 1.2,
-        }
-    )
-
-
-def test_a_stopped_student_without_labels_has_its_likeness_to_the_teacher(tmp_path: Path) -> None:
-    assert metrics_when_stopped(tmp_path, {"val/cka": 0.7}, {"epoch/step_s": 0.1})["cka"] == 0.7
-    last = stopped(StageDir(tmp_path), {"epoch": 3.0, "step": 30, "cka": 0.8})
+def test_a_stopped_student_without_labels_has_its_likeness_to_the_teacher() -> None:
+    assert metrics_when_stopped({"val/cka": 0.7}, {"epoch/step_s": 0.1})["cka"] == 0.7
+    last = stopped([], {"epoch": 3.0, "step": 30, "cka": 0.8})
     assert last.metrics["cka"] == 0.8

@@ -3,10 +3,7 @@
 import errno
 import io
 import os
-import threading
-import time
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import pytest
@@ -14,34 +11,20 @@ from rich.console import Console
 
 from service.cluster.resources import Cluster, Node, local_capacity
 from service.config.experiment import load
-from service.report import end_of_run
 from service.runs.display import Display
-from service.runs.outcome import Outcome, write_outcome
-from service.runs.result import RunResult, TrialRow
-from service.runs.session import Session
+from service.runs.events import Event, event
+from service.runs.outcome import Outcome
+from service.runs.run_log import as_json, read_log
 from service.sweeps import run_trials
-from service.sweeps.run_trials import TeacherSource, assign, best_trial, concurrency, run_pending
-from service.sweeps.trial_records import TrialRecords
+from service.sweeps.run_trials import TeacherSource, assign, concurrency, run_pending, save_rows, shares_workers
 from service.sweeps.trials import has_trials_to_retry, load_outcomes, plan_trials, retry_trials, rows_of
+from tests.run_log import add, session_of
 from tests.waiting import wait_until
 from trainables.errors import StorageUnavailableError, TrainingError
 from trainables.failures import failure_of
-from trainables.rundir import RunDir, append_line, read_lines
+from trainables.rundir import RunDir
 
 ASHA = ["sweep.policy=asha", "sweep.metric=top1_pct", "sweep.space.optim.lr=[0.1, 0.2]", "tracking.enabled=false"]
-
-
-def test_the_best_is_the_most_or_the_least_of_what_is_complete() -> None:
-    rows = [
-        TrialRow.model_construct(id="0", status="ok", metrics={"images_per_s": 10.0, "epoch_s": 3.0}),
-        TrialRow.model_construct(id="1", status="oom", metrics={"images_per_s": 99.0, "epoch_s": 1.0}),
-        TrialRow.model_construct(id="2", status="ok", metrics={"images_per_s": 20.0, "epoch_s": 2.0}),
-    ]
-    for metric, mode, winner in (("images_per_s", "max", "2"), ("epoch_s", "min", "2")):
-        best = best_trial(rows, metric, mode)
-        assert best is not None
-        assert best.id == winner
-    assert best_trial(rows, "top1_pct", "max") is None
 
 
 @pytest.mark.parametrize(
@@ -62,36 +45,38 @@ def test_trials_that_are_compared_by_speed_share_neither_a_teacher_nor_cores(
     keys = ["data.loader_workers=1", "sweep={space: {data.global_batch_size: [32, 64]}, max_concurrent: 4}", *settings]
     resolved, cluster = load("digits", keys), Cluster((Node("here", 64, 0),), real_cpus=cores)
     with Display() as display:
-        result = RunResult(kind="sweep", name="digits", status="running", runs_root=str(tmp_path))
-        session = Session(resolved, RunDir(tmp_path), display, end_of_run, None, result)
-        assignments = assign(session, plan_trials(resolved), cluster, TeacherSource(None, ()), guided=False)
+        session = session_of(resolved, RunDir(tmp_path), display)
+        assignments = assign(session, plan_trials(resolved), cluster, TeacherSource(None, ()))
         assert concurrency(session, assignments, cluster) == at_a_time
 
 
-def test_an_interrupted_sweep_notes_when_its_work_on_running_trials_ended(
+def ended(trial: str, outcome: Outcome) -> Event:
+    return event("trial_ended", trial=trial, outcome=as_json(outcome))
+
+
+def begun(trial: str) -> Event:
+    return event("stage_begun", f"trials/{trial}/student", trial=trial, model="mlp_small")
+
+
+def test_an_interrupted_sweep_has_the_rows_of_what_had_ended_and_says_that_it_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     resolved, run_dir = load("digits", [*ASHA, "teacher=null"]), RunDir(tmp_path)
     trials = plan_trials(resolved)
-    running, killed_before, *_ = (run_dir.trial(trial.id).stage("student") for trial in trials)
-    append_line(killed_before.sessions, {"began_s": 1000.0})
-
-    endings: list[Event] = []
+    endings: list[Any] = []
 
     def tune_trials(*arguments: Any) -> None:
         endings.append(arguments[-1])
-        append_line(running.sessions, {"began_s": time.time()})
+        add(run_dir, begun("000"), ended("000", Outcome(status="ok")), begun("001"))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(run_trials, "tune_trials", tune_trials)
     with Display() as display:
-        result = RunResult(kind="sweep", name="digits", status="running", runs_root=str(tmp_path))
-        session = Session(resolved, run_dir, display, end_of_run, None, result)
+        session = session_of(resolved, run_dir, display)
         with pytest.raises(KeyboardInterrupt):
-            run_pending(session, TrialRecords(session), trials, trials, local_capacity(), TeacherSource(None, ()))
+            run_pending(session, trials, trials, local_capacity(), TeacherSource(None, ()))
     assert endings[0].is_set(), "trials whose processes die from here on have not failed"
-    assert ["ended_s" in line for line in read_lines(running.sessions)] == [False, True]
-    assert read_lines(killed_before.sessions) == [{"began_s": 1000.0}]
+    assert [row.status for row in session.result.rows] == ["ok", *["pending"] * (len(trials) - 1)]
 
 
 def test_a_trial_that_ended_before_it_began_a_stage_is_recorded_as_it_ended(
@@ -102,14 +87,25 @@ def test_a_trial_that_ended_before_it_began_a_stage_is_recorded_as_it_ended(
 
     def tune_trials(*_: object) -> None:
         for trial in trials:
-            write_outcome(run_dir.trial(trial.id).result, Outcome(status="failed", reason="its process never started"))
+            add(run_dir, ended(trial.id, Outcome(status="failed", reason="its process never started")))
 
     monkeypatch.setattr(run_trials, "tune_trials", tune_trials)
     with Display() as display:
-        result = RunResult(kind="sweep", name="digits", status="running", runs_root=str(tmp_path))
-        session = Session(resolved, run_dir, display, end_of_run, None, result)
-        run_pending(session, TrialRecords(session), trials, trials, local_capacity(), TeacherSource(None, ()))
+        session = session_of(resolved, run_dir, display)
+        run_pending(session, trials, trials, local_capacity(), TeacherSource(None, ()))
     assert {(row.status, row.reason) for row in session.result.rows} == {("failed", "its process never started")}
+
+
+def test_a_trial_that_had_ended_when_the_driver_was_killed_is_not_run_again_and_has_its_row(tmp_path: Path) -> None:
+    resolved, run_dir = load("digits", ["sweep.space={optim.lr: [0.1, 0.2]}", "teacher=null"]), RunDir(tmp_path)
+    with Display() as display:
+        session = session_of(resolved, run_dir, display)
+    save_rows(session, plan_trials(resolved))
+    add(run_dir, ended("000", Outcome(status="ok", metrics={"images_per_s": 7.0})))  # the log's last line
+    found, trials = read_log(run_dir), plan_trials(resolved)
+    load_outcomes(trials, found.fold)
+    assert [trial.outcome is None for trial in trials] == [False, True]
+    assert [(row.status, row.metrics) for row in found.result.rows] == [("ok", {"images_per_s": 7.0}), ("pending", {})]
 
 
 def test_a_log_says_how_far_a_sweep_is_and_how_long_it_may_take_once_a_trial_has_ended(
@@ -121,17 +117,16 @@ def test_a_log_says_how_far_a_sweep_is_and_how_long_it_may_take_once_a_trial_has
 
     def tune_trials(*_: object) -> None:
         for trial in trials[:2]:
-            run_dir.trial(trial.id).stage("student").root.mkdir(parents=True)
+            add(run_dir, begun(trial.id))
         wait_until(lambda: "0 of 4 trials, 2 running\n" in out.getvalue())
         for trial in trials:
-            write_outcome(run_dir.trial(trial.id).result, Outcome(status="ok", seconds=120.0))
+            add(run_dir, ended(trial.id, Outcome(status="ok", seconds=120.0)))
             wait_until(lambda trial=trial: f"{int(trial.id) + 1} of 4 trials" in out.getvalue())
 
     monkeypatch.setattr(run_trials, "tune_trials", tune_trials)
     with Display(Console(file=out, width=160)) as display:
-        result = RunResult(kind="sweep", name="digits", status="running", runs_root=str(tmp_path))
-        session = Session(resolved, run_dir, display, end_of_run, None, result)
-        run_pending(session, TrialRecords(session), trials, trials, local_capacity(), TeacherSource(None, ()))
+        session = session_of(resolved, run_dir, display)
+        run_pending(session, trials, trials, local_capacity(), TeacherSource(None, ()))
     lines = [line for line in out.getvalue().splitlines() if "of 4 trials" in line]
     assert lines == [
         "0 of 4 trials, 2 running",
@@ -140,28 +135,6 @@ def test_a_log_says_how_far_a_sweep_is_and_how_long_it_may_take_once_a_trial_has
         "3 of 4 trials, about 2 min left",
         "4 of 4 trials",
     ]
-
-
-def test_a_result_that_a_file_server_hides_until_after_the_last_trial_is_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    resolved, run_dir = load("digits", [*ASHA, "teacher=null"]), RunDir(tmp_path)
-    trials = plan_trials(resolved)
-
-    def appear() -> None:
-        write_outcome(run_dir.trial(trials[-1].id).result, Outcome(status="failed", reason="late"))
-
-    def tune_trials(*_: object) -> None:
-        for trial in trials[:-1]:
-            write_outcome(run_dir.trial(trial.id).result, Outcome(status="failed", reason="early"))
-        threading.Timer(0.5, appear).start()
-
-    monkeypatch.setattr(run_trials, "tune_trials", tune_trials)
-    with Display() as display:
-        result = RunResult(kind="sweep", name="digits", status="running", runs_root=str(tmp_path))
-        session = Session(resolved, run_dir, display, end_of_run, None, result)
-        run_pending(session, TrialRecords(session), trials, trials, local_capacity(), TeacherSource(None, ()))
-    assert [row.reason for row in session.result.rows] == ["early"] * (len(trials) - 1) + ["late"]
 
 
 @pytest.mark.parametrize(
@@ -177,45 +150,53 @@ def test_what_a_store_or_a_disk_ended_runs_again_when_the_sweep_is_resumed(tmp_p
     resolved, run_dir = load("digits", ["sweep.space={optim.lr: [0.1, 0.2]}", "teacher=null"]), RunDir(tmp_path)
     trials = plan_trials(resolved)
     failure = failure_of(error, None)
-    write_outcome(run_dir.trial(trials[0].id).result, Outcome(status="failed", reason=str(failure), failure=failure.kind))
-    write_outcome(run_dir.trial(trials[1].id).result, Outcome(status="ok"))
-    load_outcomes(trials, run_dir)
+    with Display() as display:
+        session = session_of(resolved, run_dir, display)
+    failed = as_json(Outcome(status="failed", reason=str(failure), failure=failure.kind))
+    session.record("trial_ended", trial=trials[0].id, outcome=failed)
+    session.record("trial_ended", trial=trials[1].id, outcome={"status": "ok"})
+    load_outcomes(trials, session.fold)
     again = not isinstance(error, TrainingError)
     assert has_trials_to_retry(resolved.experiment, rows_of(trials, resolved, timing=True)) == again
-    retry_trials(trials, run_dir)
+    retry_trials(trials, session)
     assert [trial.id for trial in trials if trial.outcome is None] == ([trials[0].id] if again else [])
+    assert (read_log(run_dir).fold.outcome_of(trials[0].id) is None) == again
 
 
-def test_one_wait_for_nodes_is_enough_for_all_trials_that_need_as_much_until_the_sweep_is_resumed(
+def test_trials_that_were_refused_for_want_of_nodes_are_rows_and_run_when_the_sweep_is_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    space = ["sweep.space={scale.num_workers: [1, 2], data.loader_workers: [1, 2]}", "teacher=null", "tracking.enabled=false"]
+    space = ["sweep.space={scale.num_workers: [1, 2]}", "teacher=null", "tracking.enabled=false"]
     resolved, run_dir = load("digits", space), RunDir(tmp_path)
     trials = plan_trials(resolved)
-    begun: list[str] = []
-
-    def tune_trials(*_: object) -> None:
-        """Trials one after the other, of which those with 2 workers do not fit, as `run_trial` carries them out."""
-        for trial in trials:
-            folder = run_dir.trial(trial.id)
-            if not folder.result.exists():
-                begun.append(trial.id)
-                append_line(folder.stage("student").sessions, {"began_s": time.time()})
-                gone = Outcome(status="failed", reason="2 workers do not fit", failure="unschedulable")
-                write_outcome(folder.result, gone if trial.params["scale.num_workers"] == 2 else Outcome(status="ok"))
-            last = trials[-1] if trial.id == "002" else trial  # a trial that begins in the moment of the refusal may wait itself
-            wait_until(lambda last=last: last.outcome is not None)
-
-    monkeypatch.setattr(run_trials, "tune_trials", tune_trials)
+    refused = Outcome(status="failed", reason="it needs as much as trial 000", failure="unschedulable")
+    monkeypatch.setattr(run_trials, "measure_points", lambda *_: add(run_dir, ended("000", refused), ended("001", refused)))
     with Display() as display:
-        result = RunResult(kind="sweep", name="digits", status="running", runs_root=str(tmp_path))
-        session = Session(resolved, run_dir, display, end_of_run, None, result)
-        run_pending(session, TrialRecords(session), trials, trials, local_capacity(), TeacherSource(None, ()))
-        assert begun == ["000", "001", "002"]
-        assert [row.status for row in session.result.rows] == ["ok", "ok", "failed", "failed"]
-        assert session.result.rows[3].reason == "it needs as much as trial 002, and 2 workers do not fit"
+        session = session_of(resolved, run_dir, display)
+        run_pending(session, trials, trials, local_capacity(), TeacherSource(None, ()))
+        assert [row.reason for row in session.result.rows] == [refused.reason] * 2
         assert has_trials_to_retry(resolved.experiment, session.result.rows), "`distill resume` goes on"
-        retry_trials(trials, run_dir)
-        assert [trial.id for trial in trials if trial.outcome is None] == ["002", "003"]
-        run_pending(session, TrialRecords(session), trials, trials[2:], local_capacity(), TeacherSource(None, ()))
-        assert begun == ["000", "001", "002", "002"]
+        retry_trials(trials, session)
+        assert [trial.outcome for trial in trials] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("settings", "shared"),
+    [
+        (["sweep.steps=8"], True),
+        (["sweep.steps=null"], True),
+        (["sweep.policy=guided"], True),
+        (["sweep.metric=top1_pct"], False),
+        (["sweep.steps=null", "scale.num_workers=[1, 2]"], False),
+        (["sweep.steps=8", "scale.num_workers=[1, 2]"], True),
+    ],
+)
+def test_trials_share_worker_groups_where_they_are_compared_by_speed_with_one_number_of_workers(
+    tmp_path: Path, settings: list[str], shared: bool
+) -> None:
+    keys = ["data.loader_workers=1", "sweep.space={data.global_batch_size: [32, 64]}", *settings]
+    resolved = load("digits", keys)
+    with Display() as display:
+        session = session_of(resolved, RunDir(tmp_path), display)
+        assignments = assign(session, plan_trials(resolved), Cluster((Node("here", 8, 0),)), TeacherSource(None, ()))
+    assert shares_workers(resolved.experiment.sweep, assignments.values()) is shared

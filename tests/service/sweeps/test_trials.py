@@ -2,6 +2,7 @@
 
 from service.config.experiment import load
 from service.runs.outcome import Outcome
+from service.runs.trial import judged
 from service.sweeps.trials import plan_trials, rows_of, training_of
 
 
@@ -72,9 +73,7 @@ def test_a_training_to_the_target_is_a_row_of_its_own_and_names_the_trial_of_its
 
 
 def test_a_training_that_did_not_reach_its_target_is_stopped_and_says_how_far_it_came() -> None:
-    base = load("digits", ["sweep.metric=time_to_accuracy", "sweep.target_pct=90", "sweep.policy=guided"])
-    trial = training_of(base, plan_trials(base)[0], until_s=7.5)
-    late = trial.judged(Outcome(status="ok", metrics={"top1_pct": 81.25, "train_s": 8.04}))
+    late = judged(Outcome(status="ok", metrics={"top1_pct": 81.25, "train_s": 8.04}), 90)
     assert (late.status, late.reason) == ("stopped", "top-1 81.25% after 8.0 s, not 90%")
     reached = Outcome(status="ok", metrics={"top1_pct": 91.0, "train_s": 6.0, "time_to_accuracy_s": 6.0})
-    assert trial.judged(reached) == reached
+    assert judged(reached, 90) == reached

@@ -1,11 +1,12 @@
-"""A run and its tracker on a real MLflow store."""
+"""A run with a log on a real MLflow store."""
 
 import os
 from pathlib import Path
 
 import pytest
 
-from service.tracking import Tracker, default_uri
+from service.tracking import default_uri
+from tests.service.tracking.store import Run
 from trainables.rundir import RunDir
 
 
@@ -33,5 +34,5 @@ def run_dir(runs_root: Path, tmp_path: Path) -> RunDir:
 
 
 @pytest.fixture
-def tracker(runs_root: Path, run_dir: RunDir) -> Tracker:
-    return Tracker(run_dir, default_uri(runs_root), run_dir.root.name, poll_s=0.05)
+def run(runs_root: Path, run_dir: RunDir) -> Run:
+    return Run(run_dir, default_uri(runs_root))

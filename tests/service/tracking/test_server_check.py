@@ -14,10 +14,9 @@ import pytest
 
 from service.config.experiment import load
 from service.runs.run_directory import begin_run
-from service.tracking import Tracker, sync
-from service.tracking.spool import Spool
-from service.tracking.tracker import check_store
+from service.tracking.stores import check_store
 from tests.service.commands import run
+from tests.service.tracking.store import Run
 from trainables.errors import ExperimentError
 from trainables.notices import notices_to
 from trainables.rundir import RunDir
@@ -216,16 +215,14 @@ def test_a_permission_that_is_lost_during_a_run_is_named_once_and_the_records_wa
 ) -> None:
     login(monkeypatch)
     server.answers = {"*": DENIED, "get-by-name": FOUND}
-    run_dir = RunDir(tmp_path / "run")
-    Tracker(run_dir, server.uri, "adas").start_run("train", "run")
-    delivery = sync(run_dir, max_failures=2)
+    denied = Run(RunDir(tmp_path / "adas"), server.uri)
+    delivery = denied.sync(max_failures=2)
     problem = (
         f"MLflow at {server.uri} gives bob no permission to write to the experiment 'adas' (HTTP 403): ask its owner for EDIT, "
         f"name another in tracking.experiment, or log in with {LOGIN}"
     )
-    assert delivery.message == f"1 record waits on disk: {problem}; later: distill sync {run_dir.root}"
+    assert delivery == (False, f"{problem}; later: distill sync {denied.run_dir.root}")
     assert caplog.text.count(problem) == 1
-    assert not Spool(run_dir).refused_records()
 
 
 def test_a_cache_is_filled_whatever_the_server_says_as_nothing_is_sent_to_it(

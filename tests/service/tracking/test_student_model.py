@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from service.tracking import Tracker, default_uri, sync
-from tests.service.tracking.store import query, run_of
-from trainables.rundir import RunDir, read_lines
+from service.runs.events import event
+from service.tracking import default_uri
+from service.tracking.run_view import state_path
+from tests.service.tracking.store import Run, query, run_of
 
 
 @pytest.fixture
-def checkpoint(run_dir: RunDir) -> Path:
+def checkpoint(run: Run) -> Path:
     """What the loop saves: the weights among the methods' modules and memory, the optimizer's state and generators."""
     import torch
     from safetensors.torch import save_file
@@ -35,7 +36,7 @@ def checkpoint(run_dir: RunDir) -> Path:
     tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     tensors |= {"method.fitnet.regressors.0.conv.weight": torch.ones(32, 16, 1, 1), "method.dml.peer.conv1.weight": torch.ones(9)}
     tensors |= {"optim.0.0.momentum_buffer": torch.ones(5), "rng.0.cpu": torch.get_rng_state()}
-    path = run_dir.stage("student").best
+    path = run.run_dir.stage("student").best
     path.parent.mkdir(parents=True)
     save_file(tensors, path, metadata={"raydistill": json.dumps(about)})
     return path
@@ -61,22 +62,19 @@ else:
 
 
 def test_a_student_is_logged_once_without_pickle_and_predicts_alone_what_it_predicts_here(
-    runs_root: Path, run_dir: RunDir, tracker: Tracker, checkpoint: Path, tmp_path: Path
+    runs_root: Path, run: Run, checkpoint: Path, tmp_path: Path
 ) -> None:
     import torch
     from safetensors import safe_open
 
     from trainables.models.registry import build_model
 
-    tracker.start_run("train", "run")
-    tracker.model("train", checkpoint)
-    tracker.model("train", checkpoint)
-    tracker.end_run("train", "FINISHED")
-    assert sync(run_dir).num_pending == 0
-    (run_dir.spool / "sent.json").unlink()
-    assert sync(run_dir).num_pending == 0
-
-    run_id, _, _ = run_of(runs_root, run_dir, "train")
+    add_student(run, checkpoint)
+    for _ in range(2):
+        run.add(event("session_begun"), event("stage_ended", "student", outcome={"status": "ok"}))  # of a resume
+        assert run.sync().is_complete
+        state_path(run.run_dir).unlink()
+    run_id, _, _ = run_of(runs_root, run)
     models = query(runs_root, "SELECT model_id, status, artifact_location FROM logged_models WHERE source_run_id = ?", run_id)
     assert len(models) == 1
     model_id, status, location = models[0]
@@ -121,10 +119,18 @@ def test_a_student_is_logged_once_without_pickle_and_predicts_alone_what_it_pred
     assert version.version in (1, "1")
 
 
-def test_a_file_that_is_no_checkpoint_is_refused_as_a_model(run_dir: RunDir, tracker: Tracker) -> None:
-    for content in (b"", b"no", b"\xff" * 100, (2).to_bytes(8, "little") + b"{}"):
-        (run_dir.root / "x.safetensors").write_bytes(content)
-        tracker.start_run("train", "run")
-        tracker.model("train", run_dir.root / "x.safetensors")
-        assert sync(run_dir).num_pending == 0
-    assert len(read_lines(run_dir.spool / "refused.jsonl")) == 4
+def add_student(run: Run, checkpoint: Path) -> None:
+    """What the log has of a student whose best epoch has a checkpoint."""
+    wrote = event("checkpoint", "student", step=1, epoch=1.0, names=[checkpoint.name])
+    run.add(wrote, event("stage_ended", "student", outcome={"status": "ok"}))
+
+
+@pytest.mark.parametrize("content", [b"", b"no", b"\xff" * 100, (2).to_bytes(8, "little") + b"{}"])
+def test_a_file_that_is_no_checkpoint_is_left_out_as_a_model(content: bytes, run: Run) -> None:
+    path = run.run_dir.stage("student").best
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    add_student(run, path)
+    delivery = run.sync()
+    assert delivery.is_complete
+    assert delivery.message.endswith(f"but for 1 that was left out: {path} is not a checkpoint of ours")

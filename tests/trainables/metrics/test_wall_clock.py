@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.run_log import events_of
 from tests.trainables.jobs import config, train, train_on_record
 from trainables.distributed.group import Group
 from trainables.engine import job_metrics
-from trainables.metrics import metrics_file
 from trainables.metrics.wall_clock import PARTS, WallClock
-from trainables.rundir import StageDir, read_lines
+from trainables.worker import reporter
 
 
 class Clock:
@@ -50,11 +50,11 @@ def test_parts_add_up_inside_one_another_and_over_processes() -> None:
 
 def test_a_real_jobs_parts_are_its_wall_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = itertools.count()  # a clock that is a millisecond later whenever someone looks: no busy machine comes between
-    monkeypatch.setattr(metrics_file, "time", SimpleNamespace(time_ns=lambda: next(ticks) * 1_000_000))
+    monkeypatch.setattr(reporter, "time", SimpleNamespace(time_ns=lambda: next(ticks) * 1_000_000))
     monkeypatch.setattr(job_metrics, "WallClock", lambda saved, **_: WallClock(saved, lambda: next(ticks) / 1e3))
     settings = config(tmp_path, optim={"epochs": 3, "lr": 0.05}, train={"checkpoint_every": 6})
     summary = train_on_record(settings)
-    lines = read_lines(StageDir(tmp_path).metrics)
+    lines = events_of(tmp_path)
     passed_s = (lines[-1]["time_ms"] - lines[0]["time_ms"]) / 1e3
     assert summary["wall_s"] == pytest.approx(passed_s, abs=0.005)
     assert sum(summary[f"{part}_s"] for part in PARTS) == pytest.approx(summary["wall_s"])

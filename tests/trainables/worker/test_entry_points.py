@@ -1,5 +1,6 @@
 """What a worker sets up and writes, alone: an evaluation, and the filling of a cache."""
 
+import contextlib
 import json
 import logging
 import re
@@ -12,11 +13,12 @@ import pytest
 import torch
 
 from service.commands.evaluate import formatted
+from service.runs.events import EventTail
+from tests.run_log import LocalRecorder, events_of
 from tests.trainables.jobs import write_teacher
 from tests.trainables.teachers.cache.test_cached_teacher import settings
 from trainables.config import FEATURES_TAP, DataConfig, EvaluateConfig, Measure
 from trainables.distributed.group import Group
-from trainables.rundir import StageDir
 from trainables.worker import entry_points
 
 ON_A_CPU = "a CPU has no bf16"
@@ -48,7 +50,9 @@ def evaluated(tmp_path: Path, precision: str, measure: Measure = "accuracy") -> 
         precision=precision,
         measure=measure,
     )
-    entry_points.evaluate_loop_per_worker(config.model_dump(mode="json"))
+    recorder = LocalRecorder(tmp_path)
+    with contextlib.closing(recorder.actor):
+        entry_points.evaluate_loop_per_worker({"config": config.model_dump(mode="json"), "recorder": recorder})
     return dict(json.loads((tmp_path / "output.json").read_text()))
 
 
@@ -66,8 +70,8 @@ def test_an_evaluation_in_the_precision_that_is_written_prints_none(tmp_path: Pa
 def test_a_probe_prints_its_accuracy_and_shows_how_many_images_are_done(tmp_path: Path) -> None:
     (line,) = formatted(evaluated(tmp_path, "fp32", "knn"))
     assert line.endswith(f"  k-NN of 20 neighbors on {FEATURES_TAP}  (355 images, 1442 for training, 0 unreadable)")
-    shown = [json.loads(line) for line in StageDir(tmp_path / "output").metrics.read_text().splitlines()]
-    assert [line["metrics"]["max_steps"] for line in shown if line["kind"] == "start"] == [1442, 355]
+    shown = list(EventTail(tmp_path / "events.jsonl").new())
+    assert [event["metrics"]["max_steps"] for event in shown if event["kind"] == "start"] == [1442, 355]
     (line,) = formatted(evaluated(tmp_path, "fp32", "linear"))
     assert re.search(r"^Acc@1 [\d.]+  Acc@5 [\d.]+  linear probe on \w+, l2 \S+  \(355 images, ", line)
 
@@ -79,7 +83,8 @@ def test_features_are_written_next_to_the_result(tmp_path: Path) -> None:
 
 def test_filling_a_cache_has_full_products_and_writes_which_precision_auto_was(tmp_path: Path) -> None:
     config = settings(tmp_path, "fill", precision="auto")
-    entry_points.fill_loop_per_worker(config.model_dump(mode="json"))
-    result = json.loads(StageDir(Path(config.output_dir)).result.read_text())
+    recorder = LocalRecorder(tmp_path)
+    entry_points.fill_loop_per_worker({"config": config.model_dump(mode="json"), "recorder": recorder})
+    (result,) = events_of(Path(config.output_dir), "summary")
     assert (result["precision"], result["precision_reason"]) == ("fp32", ON_A_CPU)
     assert torch.get_float32_matmul_precision() == "highest"

@@ -11,6 +11,7 @@ import torch
 
 from tests.trainables.jobs import config
 from trainables.failures import WorkersFailedError
+from trainables.worker.recorder import RunRecorder
 from trainables.worker.trainer import fit, runtime_env
 
 
@@ -23,7 +24,14 @@ def test_a_worker_that_dies_while_its_training_is_launched_has_died(
 
     monkeypatch.setattr(ray.train.torch, "TorchTrainer", lambda *_, **__: SimpleNamespace(fit=launch))
     with pytest.raises(WorkersFailedError) as ended:
-        fit(config(tmp_path, teacher=None), use_gpu=False, loader_workers=1, storage=str(tmp_path), name="x")
+        fit(
+            config(tmp_path, teacher=None),
+            use_gpu=False,
+            loader_workers=1,
+            storage=str(tmp_path),
+            name="x",
+            recorder=RunRecorder(None, ""),
+        )
     assert [failure.kind for failure in ended.value.failures] == ["worker_died"]
 
 

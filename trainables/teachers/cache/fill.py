@@ -13,7 +13,7 @@ from trainables.device.tensor_format import autocast
 from trainables.distributed.group import Group, gather_objects
 from trainables.errors import DataError
 from trainables.metrics.heartbeat import Heartbeat
-from trainables.metrics.metrics_file import Report
+from trainables.metrics.report import Report
 from trainables.teachers.cache.cached_teacher import CachedTeacher, cached_epochs, without_augmentation
 from trainables.teachers.interface import TeacherRequest
 

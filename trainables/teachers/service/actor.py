@@ -22,7 +22,7 @@ from trainables.config import TrainConfig
 from trainables.device.precision import set_matmul_precision
 from trainables.errors import TeacherServiceLostError
 from trainables.failures import kind_of
-from trainables.object_store.stage_copy import fetch_inputs
+from trainables.object_store.checkpoints import fetch_inputs
 from trainables.process_exit import skip_exit_handlers
 from trainables.teachers.service.protocol import RowsRequest, RowsResponse, ServedModel
 from trainables.teachers.service.served_network import Launch, served_network

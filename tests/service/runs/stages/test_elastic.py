@@ -8,6 +8,7 @@ from service.cluster.resources import Cluster, Node
 from service.runs.stages import elastic
 from service.runs.stages.assignment import Assignment
 from service.runs.stages.elastic import with_free_workers, world_sizes
+from tests.run_log import LocalRecorder
 from trainables.config import TrainConfig
 from trainables.rules import RULES, first_problem
 
@@ -21,7 +22,9 @@ def begun(folder: Path, monkeypatch: pytest.MonkeyPatch, num_free: int) -> tuple
     monkeypatch.setattr(elastic, "SETTLING_S", 0.0)
     free = tuple(Node(str(i), 2, 0) for i in range(num_free))
     monkeypatch.setattr(elastic, "living_nodes", lambda: Cluster((), free_nodes=free))
-    found = with_free_workers(Assignment(config(folder, num_workers=[2, 8]), False, 1, folder)).config
+    found = with_free_workers(
+        Assignment(config(folder, num_workers=[2, 8]), False, 1, folder).recorded_by(LocalRecorder(Path(folder)))
+    ).config
     return found.scale.num_workers, found.next_num_workers
 
 

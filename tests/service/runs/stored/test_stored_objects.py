@@ -1,6 +1,5 @@
 """`distill clean` on runs in an object store: their objects are young, and old to a cleaner of the day after."""
 
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -8,20 +7,21 @@ from pathlib import Path
 import pytest
 
 from service.runs.clean import Cleaner, clean
+from service.runs.events import event, first_event, to_line
 from service.runs.run_directory import reopen
 from service.runs.stored import driver_lease
 from service.runs.stored.driver_lease import DriverLease
 from service.runs.stored.stored_objects import StoredObjects
-from service.runs.stored.stored_runs import RAY, root_folder, run_folder
+from service.runs.stored.stored_runs import RAY, fetch_records, root_folder, run_folder
 from tests.s3 import S3, contents
 from tests.service.runs.test_clean import root as folders
 from trainables.errors import ExperimentError, StorageError
-from trainables.object_store.run_copy import RunCopy
 from trainables.object_store.store import ObjectStore
 
 __all__ = ["folders"]
 ROOT = "s3://bucket/runs"
 DAY_S = 86400.0
+BEST, LAST = "best-00000007-1a.safetensors", "last-00000007-1b.safetensors"
 Clean = Callable[..., list[str]]
 
 
@@ -29,13 +29,13 @@ def put_run(name: str, experiment: str = "base: digits", **result: object) -> No
     """A run that another machine has carried out."""
     store = ObjectStore(f"{ROOT}/{name}")
     values = {"kind": "train", "name": "digits", "status": "complete", "runs_root": ROOT, **result}
+    written = event("checkpoint", "student", step=7, epoch=1.0, names=[BEST, LAST])
+    log = b"".join(map(to_line, [first_event(), event("result", changes=values), written])).decode()
     for part, content in {
-        "owner.json": '{"folder": "elsewhere"}',
         "experiment.yaml": experiment,
-        "result.json": json.dumps(values),
-        "student/owner.json": '{"folder": "elsewhere"}',
-        "student/checkpoints/last.safetensors": "1",
-        "student/checkpoints/best.safetensors": "1",
+        f"events/0001-{0:012}-{len(log):012}.jsonl": log,
+        f"student/checkpoints/{LAST}": "1",
+        f"student/checkpoints/{BEST}": "1",
     }.items():
         store.put(part, content.encode())
     ObjectStore(f"{ROOT}/{RAY}/{name}").put("student-1/.marker", b"")
@@ -83,7 +83,7 @@ def test_what_can_be_resumed_is_driven_or_is_referred_to_stays(
     put_run("driven")
     put_run("used")
     put_run("user", f"teacher: {{weights: {ROOT}/used/student}}", status="interrupted")
-    lease = DriverLease(RunCopy(f"{ROOT}/driven", tmp_path / "elsewhere"), lambda: None)
+    lease = DriverLease(f"{ROOT}/driven", tmp_path / "elsewhere", lambda: None)
     lease._put()
     monkeypatch.setattr(driver_lease, "LEASE_S", 60.0)
     lines = run_clean()
@@ -96,20 +96,37 @@ def test_what_can_be_resumed_is_driven_or_is_referred_to_stays(
 def test_of_checkpoints_a_complete_run_needs_its_best_alone(run_clean: Clean) -> None:
     put_run("one")
     (line, *_) = run_clean(checkpoints_only=True)
-    assert line.endswith(f"checkpoint {ROOT}/one/student/checkpoints/last.safetensors")
-    assert "student/checkpoints/best.safetensors" in contents(f"{ROOT}/one")
-    assert "student/checkpoints/last.safetensors" not in contents(f"{ROOT}/one")
+    assert line.endswith(f"checkpoint {ROOT}/one/student/checkpoints/{LAST}")
+    assert f"student/checkpoints/{BEST}" in contents(f"{ROOT}/one")
+    assert f"student/checkpoints/{LAST}" not in contents(f"{ROOT}/one")
 
 
 def test_what_a_kill_left_of_an_earlier_cleaning_is_removed(run_clean: Clean) -> None:
     put_run("one")
-    ObjectStore(f"{ROOT}/one").delete("result.json")
+    ObjectStore(f"{ROOT}/one").delete_all("events")
     assert any("left by a killed command:" in line for line in run_clean())
     assert names() == set()
 
 
+def test_a_run_with_a_damaged_log_stays_unless_it_is_asked_for_and_holds_up_no_other(run_clean: Clean) -> None:
+    put_run("damaged", f"teacher: {{weights: {ROOT}/used/student}}")
+    put_run("one")
+    put_run("used")
+    fetch_records(run_folder(f"{ROOT}/damaged"))  # of which this machine has a whole log
+    ObjectStore(f"{ROOT}/damaged").delete_all("events")
+    ObjectStore(f"{ROOT}/damaged").put("events/0001-000000000100-000000000200.jsonl", b"1")
+    problem = f"{ROOT}/damaged stays: {ROOT}/damaged/events lacks what is behind byte 0 of the log of driver 1: put back a copy"
+    for checkpoints_only in (True, False):
+        lines = run_clean(checkpoints_only=checkpoints_only)
+        assert any(line.startswith(problem) and line.endswith("; --unfinished removes it too") for line in lines)
+        assert f"{ROOT}/used stays: {ROOT}/damaged refers to it" in lines
+    assert names() == {"damaged", "used"}
+    run_clean(unfinished=True)
+    assert names() == set()
+
+
 def test_what_is_no_run_stays_whatever_its_age(run_clean: Clean) -> None:
-    for name in ("imagenet/train-0001.arrow", "mlflow/1/artifacts/model", "team/runs-of-others/owner.json"):
+    for name in ("imagenet/train-0001.arrow", "mlflow/1/artifacts/model", "team/runs-of-others/experiment.yaml"):
         ObjectStore(ROOT).put(name, b"1")
     put_run("one")
     run_clean()
@@ -119,14 +136,18 @@ def test_what_is_no_run_stays_whatever_its_age(run_clean: Clean) -> None:
 def test_a_cleaning_that_is_killed_leaves_what_the_next_one_finds(run_clean: Clean, monkeypatch: pytest.MonkeyPatch) -> None:
     put_run("one")
 
+    delete_all = ObjectStore.delete_all
+
     def killed(self: ObjectStore, part: str = "") -> None:
-        raise KeyboardInterrupt
+        if part != "events":
+            raise KeyboardInterrupt
+        delete_all(self, part)
 
     with monkeypatch.context() as patched:
         patched.setattr(ObjectStore, "delete_all", killed)
         with pytest.raises(KeyboardInterrupt):
             run_clean()
-    assert "result.json" not in contents(f"{ROOT}/one")
+    assert not any(name.startswith("events/") for name in contents(f"{ROOT}/one"))
     assert names() == {"one"}
     run_clean()
     assert names() == set()
@@ -150,15 +171,12 @@ def test_logits_of_a_run_that_could_not_be_removed_stay(
     assert not logits.exists()
 
 
-def test_old_copies_of_runs_on_this_machine_go_and_what_the_store_has_not_stays(run_clean: Clean) -> None:
+def test_old_folders_of_runs_on_this_machine_go(run_clean: Clean) -> None:
     put_run("read", status="running")
-    for name in ("gone", "unput"):
-        RunCopy(f"{ROOT}/{name}", run_folder(f"{ROOT}/{name}")).own("", lambda _: True)
-    (run_folder(f"{ROOT}/unput") / "result.json").write_text("{}")
+    reopen(run_folder(f"{ROOT}/read"))
     records = root_folder(ROOT) / "mlflow.db"
     records.touch()
-    lines = run_clean()
-    assert f"{ROOT}/unput stays: the store has not all of it: distill resume {ROOT}/unput" in lines
-    assert [path.name for path in root_folder(ROOT).iterdir() if path.is_dir()] == ["unput"]
+    run_clean()
+    assert [path.name for path in root_folder(ROOT).iterdir() if path.is_dir()] == []
     assert records.exists()
-    assert "result.json" in contents(f"{ROOT}/read")
+    assert "experiment.yaml" in contents(f"{ROOT}/read")

@@ -4,35 +4,32 @@ from pathlib import Path
 import pytest
 
 from service.commands.options import experiment_file
+from service.commands.runs import resume_run
 from service.config.experiment import load
-from service.runs.outcome import Outcome, write_outcome
-from service.runs.run_directory import check_writable, reopen
-from service.runs.stages.stage_log import append_to_log
+from service.runs.events import Event, event, first_event, to_line
+from service.runs.mlflow_view import MlflowView
+from service.runs.run_directory import check_writable, locked_run, reopen
 from service.runs.stored import driver_lease, stored_session
 from service.runs.stored.driver_lease import DriverLease, is_fresh
 from service.runs.stored.stored_runs import (
-    delete,
+    begin_attempt,
     display_name,
     fetch_checkpoint,
     fetch_records,
-    put_stage_records,
     ray_storage,
     root_folder,
     run_folder,
     run_store,
     uri_of,
 )
-from service.runs.stored.stored_session import put_rest
 from service.runs.stored.stored_session import stored_session as session_of
-from service.sweeps.trials import Trial, retry_trials
+from tests.run_log import LocalRecorder
 from tests.s3 import S3, SECRET, contents
 from tests.trainables.jobs import config as job_config
 from tests.waiting import wait_until
-from trainables.config import RunStore
 from trainables.errors import CheckpointError, ExperimentError, StorageError
-from trainables.object_store.run_copy import RunCopy, is_of_workers
 from trainables.object_store.store import ObjectStore
-from trainables.rundir import RunDir, StageDir, append_line, write_atomic, write_json
+from trainables.rundir import RunDir, write_atomic, write_json
 
 URI = "s3://bucket/runs/one"
 
@@ -42,12 +39,20 @@ def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver_lease, "RENEW_S", 0.2)
     monkeypatch.setattr(driver_lease, "LEASE_S", 2.5)  # a store knows times to the second
     monkeypatch.setattr(driver_lease, "_POLL_S", 0.1)
-    monkeypatch.setattr(stored_session, "EVERY_S", 0.05)
-    monkeypatch.setattr(stored_session, "_ENDING_S", 0.1)
+    monkeypatch.setattr(stored_session, "PUT_FILES_EVERY_S", 0.05)
+    monkeypatch.setattr(stored_session, "ENDING_S", 0.1)
 
 
 def lease(folder: Path) -> DriverLease:
-    return DriverLease(RunCopy(URI, folder), lambda: None)
+    return DriverLease(URI, folder, lambda: None)
+
+
+def put_log(*events: Event, driver: int = 1, experiment: bytes = b"seed: 1\n") -> bytes:
+    """A run of another machine. Returns its log."""
+    log = b"".join(map(to_line, [first_event(), *events]))
+    ObjectStore(URI).put("experiment.yaml", experiment)
+    ObjectStore(URI).put(f"events/{driver:04}-{0:012}-{len(log):012}.jsonl", log)
+    return log
 
 
 def test_a_uri_has_one_folder_for_its_copies_and_its_runs_know_their_uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,16 +89,46 @@ def test_another_uri_is_refused_in_a_line_without_a_secret(uri: str, message: st
 @pytest.mark.parametrize("part", ["", "/trials/000", "/trials/000/student", "/trials/000/student/checkpoints/best.safetensors"])
 def test_a_checkpoint_is_found_by_its_uri_its_stages_or_its_runs(s3: S3, part: str) -> None:
     uri, stage = (URI, "student") if not part else (f"{URI}{part}", "trials/000/student")
-    store = ObjectStore(URI)
-    for name in ("owner.json", f"{stage}/owner.json"):
-        store.put(name, b'{"folder": "elsewhere"}')
-    store.put("experiment.yaml", b"")
+    put_log()
     with pytest.raises(CheckpointError, match=f"^there is no {URI}/.*{stage}/checkpoints/best.safetensors"):
         fetch_checkpoint(uri)
-    store.put(f"{stage}/checkpoints/best.safetensors", b"1")
-    assert fetch_checkpoint(uri) == run_folder(URI) / stage / "checkpoints/best.safetensors"
-    store.put(f"{stage}/checkpoints/best.safetensors", b"2")
-    assert fetch_checkpoint(uri).read_bytes() == b"2"
+    for driver, name in ((2, "best-1-1a.safetensors"), (3, "best-2-1b.safetensors")):
+        ObjectStore(URI).put(f"{stage}/checkpoints/{name}", name.encode())
+        put_log(event("checkpoint", stage, step=driver, names=[name]), driver=driver)
+        path = run_folder(URI) / stage / "checkpoints" / name
+        assert fetch_checkpoint(uri) == fetch_checkpoint(f"{URI}/{stage}/checkpoints/{name}") == path
+        assert path.read_text() == name
+
+
+def test_the_model_that_goes_to_mlflow_comes_from_the_store(s3: S3) -> None:
+    name = "best-00000007-1a.safetensors"
+    ObjectStore(URI).put(f"student/checkpoints/{name}", b"1")
+    put_log(
+        event("result", changes={"kind": "train", "name": "digits", "status": "running", "runs_root": "s3://bucket/runs"}),
+        event("session_begun", tags={}),
+        event("checkpoint", "student", step=7, epoch=1.0, names=[name]),
+        event("stage_ended", "student", outcome={"status": "ok"}),
+        experiment=load("digits", ["tracking.log_model=true"]).to_yaml().encode(),
+    )
+    folder = run_folder(URI)
+    fetch_records(folder)
+    view = MlflowView(RunDir(folder))
+    view.read()
+    (path,) = [item.value for item in view.runs["train"].items if item.kind == "model"]
+    assert view.checkpoint(path).read_bytes() == b"1"
+
+
+def test_workers_do_not_begin_with_a_checkpoint_that_was_removed_from_the_store(s3: S3) -> None:
+    folder, store, best = run_folder(URI), ObjectStore(URI), "best-00000007-1a.safetensors"
+    for name in (best, "last-00000006-1b.safetensors"):
+        store.put(f"student/checkpoints/{name}", b"1")
+    recorder = LocalRecorder(folder)
+    recorder.record([event("checkpoint", "student", step=7, names=[best, "last-00000007-1b.safetensors"])])  # the last is gone
+    config = job_config(folder / "student", run_store=run_store(folder))
+    config, _ = begin_attempt(config, recorder)
+    assert config.run_store is not None
+    assert config.run_store.checkpoints == {"best": best}
+    assert [*contents(URI)] == [f"student/checkpoints/{best}"]
 
 
 def test_a_checkpoint_outside_every_run_is_refused_in_a_line(s3: S3) -> None:
@@ -147,6 +182,33 @@ def test_the_lease_of_a_killed_driver_ends_and_at_once_in_its_own_folder(
     elsewhere.release()
 
 
+def test_a_driver_that_was_paused_as_it_began_gives_up_to_the_one_that_took_over(
+    s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = lease(tmp_path / "b")
+    other.acquire(pytest.fail)
+    paused = lease(tmp_path / "a")
+    monkeypatch.setattr(paused, "_others", dict)  # it looked before the other one came
+    with pytest.raises(ExperimentError, match=f"another driver has taken over {URI}: this one ends"):
+        paused.acquire(pytest.fail)
+    other.release()
+
+
+def test_each_driver_has_a_larger_number_than_those_before_it_whether_they_put_something_or_not(
+    s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver_lease, "LEASE_S", 0.3)
+    put_log(driver=4)
+    numbers = []
+    for name in "ab":
+        killed = lease(tmp_path / name)
+        killed.acquire(lambda line: None)
+        killed._ended.set()
+        killed._thread.join()
+        numbers.append(killed.number)
+    assert numbers == [5, 6]
+
+
 def test_a_driver_that_was_paused_while_another_took_over_ends_and_puts_nothing_more(
     s3: S3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,14 +224,14 @@ def test_a_driver_that_was_paused_while_another_took_over_ends_and_puts_nothing_
 
     with pytest.raises(KeyboardInterrupt):
         drive()
-    assert contents(URI).keys() == {"owner.json", ".drivers/other"}
+    assert contents(URI).keys() == {".drivers/other"}
 
 
 def test_a_driver_that_wakes_at_its_end_puts_nothing_more(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = run_folder(URI)
     monkeypatch.setattr(driver_lease, "RENEW_S", 3600.0)
     monkeypatch.setattr(driver_lease, "LEASE_S", 0.0)
-    monkeypatch.setattr(stored_session, "EVERY_S", 3600.0)
+    monkeypatch.setattr(stored_session, "PUT_FILES_EVERY_S", 3600.0)
 
     def drive() -> None:
         with session_of(RunDir(folder), pytest.fail):
@@ -178,61 +240,84 @@ def test_a_driver_that_wakes_at_its_end_puts_nothing_more(s3: S3, monkeypatch: p
 
     with pytest.raises(ExperimentError, match=f"another driver has taken over {URI}: this one ends"):
         drive()
-    assert contents(URI).keys() == {"owner.json", ".drivers/other"}
+    assert contents(URI).keys() == {".drivers/other"}
 
 
-def test_what_the_driver_writes_is_put_and_a_result_behind_all_else(s3: S3) -> None:
+def test_files_for_people_are_put_while_the_driver_works_and_at_its_end(s3: S3) -> None:
     folder = run_folder(URI)
     with session_of(RunDir(folder), pytest.fail):
-        write_json(folder / "spool/target.json", {})
-        write_json(folder / "student/sessions.jsonl", {})
-        write_json(folder / "student/stage.json", {})  # the workers'
-        wait_until(lambda: "student/sessions.jsonl" in contents(URI))
-        (folder / "student/sessions.jsonl").unlink()  # as a cleaner of temporary files does
-        delete(folder / "spool/target.json")
+        write_json(folder / "student/logs/train.log", {})
+        write_atomic(folder / "student/checkpoints/best.safetensors", b"")  # the workers'
+        write_atomic(folder / "events.jsonl", b"")  # the recorder's
+        wait_until(lambda: "student/logs/train.log" in contents(URI))
+        (folder / "student/logs/train.log").unlink()  # as a cleaner of temporary files does
         write_json(folder / "result.json", {"status": "complete"})
-    assert contents(URI).keys() == {"owner.json", "student/sessions.jsonl", "result.json"}
+    assert contents(URI).keys() == {"student/logs/train.log", "result.json"}
 
 
-def test_a_trial_that_is_to_run_again_has_no_result_in_the_store_either(s3: S3) -> None:
-    run_dir = RunDir(run_folder(URI))
-    outcome = Outcome(status="failed", failure="unschedulable")
-    with session_of(run_dir, pytest.fail):
-        write_outcome(run_dir.trial("000").result, outcome)
-        wait_until(lambda: "trials/000/result.json" in contents(URI))
-        retry_trials([Trial("000", {}, None, outcome)], run_dir)
-    assert contents(URI).keys() == {"owner.json"}
-    assert not run_dir.trial("000").result.exists()
+def test_a_driver_begins_with_what_the_store_has_whatever_its_folder_had(s3: S3) -> None:
+    folder = run_folder(URI)
+    for name in ("events.jsonl", "result.json", "trials/000/experiment.yaml", ".mlflow.json"):
+        write_atomic(folder / name, b"of an earlier session, which the store never got")
+    log = put_log(event("notice", text="a line"))
+    ObjectStore(URI).put("student/logs/train.log", b"1")
+    with session_of(RunDir(folder), pytest.fail) as place:
+        assert place is not None
+        assert place.driver == 2
+        found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.name[0] != "."}
+        assert found == {"events.jsonl", "experiment.yaml", "student/logs/train.log"}
+        assert (folder / "events.jsonl").read_bytes() == log
+        assert not (folder / ".mlflow.json").exists()
 
 
-def test_what_workers_put_elsewhere_comes_to_the_driver(s3: S3, tmp_path: Path) -> None:
-    folder, node = run_folder(URI), RunCopy(URI, tmp_path / "node")
-    with session_of(RunDir(folder), pytest.fail):
-        node.own("student", lambda name: True)
-        node.store.put("student/metrics.jsonl", b"1\n")
-        wait_until((folder / "student/metrics.jsonl").exists)
-        node.store.put("student/metrics.jsonl", b"1\n2\n")
-        wait_until(lambda: (folder / "student/metrics.jsonl").read_text() == "1\n2\n")
+def end_cut_off(s3: S3) -> Path:
+    """A run that is complete by its log, of which the store did not take the files for people. Returns its folder."""
+    folder = run_folder(URI)
+    write_atomic(folder / "experiment.yaml", load("digits", []).to_yaml().encode())
+    write_atomic(folder / "result.json", b"early")
+    values = {"kind": "train", "name": "digits", "status": "complete", "runs_root": "s3://bucket/runs"}
+    log = b"".join(map(to_line, [first_event(), event("result", changes=values)]))
+
+    def drive() -> None:
+        with session_of(RunDir(folder), pytest.fail):
+            write_atomic(folder / "events.jsonl", log)
+            ObjectStore(URI).put(f"events/0001-{0:012}-{len(log):012}.jsonl", log)
+            s3.refuse(403, 10**6)
+            for name in ("result.json", "report.html", "backbone.safetensors"):
+                write_atomic(folder / name, b"final")
+
+    with pytest.raises(StorageError):
+        drive()
+    s3.refuse(403, 0)
+    return folder
 
 
-def test_records_that_a_kill_left_unsent_are_put_before_workers_begin_elsewhere(s3: S3, tmp_path: Path) -> None:
-    copy = RunCopy(URI, tmp_path / "driver")
-    stage = StageDir(copy.folder / "student")
-    settings = job_config(stage.root, teacher=None).model_copy(update={"run_store": RunStore(uri=URI, folder=str(copy.folder))})
-    put_stage_records(settings)
-    assert contents(URI) == {}
-    copy.own("student", lambda name: True)
-    append_line(stage.metrics, {"step": 1})
-    put_stage_records(settings)
-    assert contents(URI)["student/metrics.jsonl"] == '{"step": 1}\n'
+def test_what_the_store_did_not_take_of_a_complete_run_stays_here_and_is_put_by_a_resume(
+    s3: S3, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = end_cut_off(s3)
+    fetch_records(folder)  # as every command that reads the run
+    assert {(folder / name).read_bytes() for name in ("result.json", "report.html", "backbone.safetensors")} == {b"final"}
+    (folder / "experiment.yaml").unlink()  # as a cleaner of temporary files does
+    resume_run(folder, accept_new_data=False)
+    assert capsys.readouterr().out == f"{URI} is complete; its tables: distill report {URI}\n"
+    there = contents(URI)
+    assert {there[name] for name in ("result.json", "report.html", "backbone.safetensors")} == {"final"}
+    assert not any(name.startswith(".drivers/") for name in there)
+    ObjectStore(URI).put("report.html", b"of another machine")
+    fetch_records(folder)
+    assert (folder / "report.html").read_bytes() == b"of another machine"
 
 
-def test_the_drivers_lines_on_a_stage_are_not_in_the_log_that_comes_from_its_workers(s3: S3) -> None:
-    stage = StageDir(run_folder(URI) / "student")
-    append_to_log(stage, "waiting for nodes")
-    assert not stage.log.exists()
-    assert not is_of_workers("student/logs/driver.log")
-    assert "waiting for nodes" in stage.driver_log.read_text()
+def test_what_another_driver_has_put_since_is_what_counts(s3: S3) -> None:
+    folder = end_cut_off(s3)
+    log = (folder / "events.jsonl").read_bytes() + to_line(event("notice", text="of another driver"))
+    ObjectStore(URI).put(f"events/0002-{0:012}-{len(log):012}.jsonl", log)
+    for content in (b"of another driver", b"and its last"):
+        ObjectStore(URI).put("result.json", content)
+        fetch_records(folder)
+        assert (folder / "result.json").read_bytes() == content
+        assert not (folder / "backbone.safetensors").exists()
 
 
 def test_a_store_that_is_gone_at_the_end_is_one_line_with_how_to_go_on(s3: S3) -> None:
@@ -245,16 +330,11 @@ def test_a_store_that_is_gone_at_the_end_is_one_line_with_how_to_go_on(s3: S3) -
 
     with pytest.raises(StorageError, match=f"cannot be .*continue with `distill resume {URI}`"):
         drive()
-    s3.refuse(403, 0)
-    put_rest(RunDir(folder), pytest.fail)
-    assert "result.json" in contents(URI)
 
 
 def test_a_run_that_another_machine_has_begun_is_not_continued_with_this_ones_experiment(s3: S3) -> None:
-    folder, store = run_folder(URI), ObjectStore(URI)
-    store.put("owner.json", b'{"folder": "elsewhere"}')
-    store.put("experiment.yaml", b"seed: 1\n")
-    store.put("result.json", b"{}")
+    folder = run_folder(URI)
+    put_log()
     write_atomic(folder / "experiment.yaml", b"seed: 2\n")
     with (
         pytest.raises(ExperimentError, match=f"^{URI} already holds a run: continue it with `distill resume {URI}`"),
@@ -266,14 +346,13 @@ def test_a_run_that_another_machine_has_begun_is_not_continued_with_this_ones_ex
 
 
 def test_a_run_that_died_as_it_began_elsewhere_is_begun_anew(s3: S3) -> None:
-    folder, store = run_folder(URI), ObjectStore(URI)
-    store.put("owner.json", b'{"folder": "elsewhere"}')
-    store.put("experiment.yaml", b"seed: 1\n")
+    folder = run_folder(URI)
+    ObjectStore(URI).put("experiment.yaml", b"seed: 1\n")
     write_atomic(folder / "experiment.yaml", b"seed: 2\n")
-    write_atomic(folder / "result.json", b"{}")
+    write_atomic(folder / "events.jsonl", b"{}")
     with session_of(RunDir(folder), pytest.fail):
         assert contents(URI)["experiment.yaml"] == "seed: 2\n"
-    assert (folder / "result.json").exists()
+    assert (folder / "events.jsonl").exists()
 
 
 def test_refusals_name_the_run_as_the_user_does(s3: S3) -> None:
@@ -281,13 +360,13 @@ def test_refusals_name_the_run_as_the_user_does(s3: S3) -> None:
     write_atomic(folder / "experiment.yaml", b"")
     with pytest.raises(ExperimentError, match=f"^{URI} holds a run that died as it began"):
         check_writable(folder.parent, folder)
-    write_atomic(folder / "result.json", b"")
+    write_atomic(folder / "events.jsonl", b"")
     with pytest.raises(ExperimentError, match=f"^{URI} already holds a run: continue it with `distill resume {URI}`"):
         check_writable(folder.parent, folder)
 
 
 def test_the_experiment_of_a_run_can_be_run_again_by_its_uri(s3: S3) -> None:
-    ObjectStore(URI).put("experiment.yaml", b"base: digits\nseed: 3\n")
+    put_log(experiment=b"base: digits\nseed: 3\n")
     for text in (URI, f"{URI}/experiment.yaml"):
         assert load(experiment_file(text)).experiment.seed == 3
     assert experiment_file("digits") == "digits"
@@ -295,18 +374,22 @@ def test_the_experiment_of_a_run_can_be_run_again_by_its_uri(s3: S3) -> None:
         experiment_file(f"{URI}2")
 
 
-def test_records_are_fetched_unless_the_run_is_written_here(s3: S3) -> None:
+def test_a_reader_gets_log_and_files_of_a_run_unless_it_is_written_here(s3: S3) -> None:
     folder, store = run_folder(URI), ObjectStore(URI)
     fetch_records(folder)
     with pytest.raises(ExperimentError, match=f"^{URI} holds no run"):
         reopen(folder)
-    store.put("owner.json", b'{"folder": "elsewhere"}')
-    store.put("student/owner.json", b'{"folder": "elsewhere"}')
-    for name in ("result.json", "student/metrics.jsonl", "student/checkpoints/best.safetensors", ".drivers/x"):
+    log = put_log()
+    for name in ("student/logs/train.log", "student/checkpoints/best-1-a.safetensors", ".drivers/x"):
         store.put(name, b"1")
     fetch_records(folder)
     found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")}
-    assert found == {"result.json", "student/metrics.jsonl"}
-    store.put("result.json", b"2")
+    assert found == {"events.jsonl", "experiment.yaml", "student/logs/train.log"}
+    store.put("student/logs/train.log", b"2")
+    longer = put_log(event("notice", text="a line"), driver=2)
+    with locked_run(RunDir(folder)):
+        fetch_records(folder)
+        assert (folder / "events.jsonl").read_bytes() == log
     fetch_records(folder)
-    assert (folder / "result.json").read_bytes() == b"2"
+    assert (folder / "events.jsonl").read_bytes() == longer
+    assert (folder / "student/logs/train.log").read_bytes() == b"2"

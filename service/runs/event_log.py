@@ -1,0 +1,229 @@
+"""The writer of a run's `events.jsonl`, one at a time: the driver's process, or the actor in `recorder` while Ray runs."""
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from service.runs.events import ONCE, VERSION, Event, first_event, parsed, to_line
+from trainables.errors import ExperimentError
+from trainables.locks import try_lock
+from trainables.rundir import Line, fsync_directory, lines_after
+
+LOCK_WAIT_S = 30.0
+"""A writer that was killed has the lock until its process is gone."""
+CHUNK_BYTES = 1 << 20
+"""So much of a log is read at a time."""
+
+
+class StaleAttemptError(Exception):
+    """Workers that were given up still live: others work on their stage by now."""
+
+    def __init__(self, stage: str, attempt: int) -> None:
+        super().__init__(stage, attempt)
+
+    def __str__(self) -> str:
+        return f"attempt {self.args[1]} at {self.args[0]} was given up: another one has begun"
+
+
+class EventLog:
+    """The file, open and locked. It holds each `ONCE` kind of a stage once at a step, however often a job is resumed."""
+
+    def __init__(self, path: Path, wait_s: float = LOCK_WAIT_S) -> None:
+        """Create the log, or go on with one.
+
+        Raises:
+            ExperimentError: another process writes it for `wait_s` seconds, or it is of another version.
+            OSError: it cannot be written.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if (lock := try_lock(path, wait_s)) is None:
+            writer = "another process writes it, such as the ray::Recorder of a job that was killed"
+            raise ExperimentError(f"{path}: {writer}: wait until that ends, or end what `fuser {path}` names")
+        self.path, self._lock = path, lock
+        self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+        self._load()
+        if not self._size:
+            self.append([first_event()])
+            fsync_directory(path.parent)
+
+    def _load(self) -> None:
+        """Take up what the file has: again after a failed write, be it that it could not be read at once."""
+        self._offsets: dict[str, list[tuple[int, int]]] = {}
+        self._recorded: dict[str, set[tuple[Any, ...]]] = {}
+        self._attempts: dict[str, int] = {}
+        begin = 0
+        for line in log_lines(self.path):
+            if (found := parsed(line, self.path)) is not None:
+                self._take(found)
+                self._index(found, begin, line.end)
+            begin = line.end
+        self._size = os.fstat(self._file).st_size
+        self._is_torn = self._size > begin
+        last = Line(self.read(begin, self._size), self._size)
+        if (found := parsed(last, self.path)) is not None:  # a whole one, which lacks its end alone
+            self._take(found)
+            self._index(found, begin, self._size)
+        self._is_loaded = True
+
+    @property
+    def newest_attempt(self) -> int:
+        return max(self._attempts.values(), default=0)
+
+    def append(self, events: Sequence[Event], attempt: int | None = None) -> None:
+        """Write events durably: they survive the machine once this has returned.
+
+        What the log has already is left out, so that a call may be repeated whose answer was lost; a stage's second `start`
+        becomes a `resume` without numbers. `attempt`: that of the workers that send them.
+
+        Raises:
+            StaleAttemptError: a newer attempt at the stage has begun.
+            OSError: see `append_each`.
+        """
+        for refusal in self.append_each([(events, attempt)]):
+            if refusal is not None:
+                raise refusal
+
+    def append_each(self, groups: Sequence[tuple[Sequence[Event], int | None]]) -> list[Exception | None]:
+        """`append` several groups of events by one write: why each was refused, or None.
+
+        Raises OSError: the disk is full or cannot be written; the log is as it was.
+        """
+        if not self._is_loaded:
+            self._load()
+        refusals, accepted = list[Exception | None](), list[tuple[Event, bytes]]()
+        for events, attempt in groups:
+            try:
+                accepted += self._accept(events, attempt)
+                refusals.append(None)
+            except (StaleAttemptError, TypeError, ValueError) as refusal:
+                refusals.append(refusal)
+        if accepted:
+            self._write(accepted)
+        return refusals
+
+    def _accept(self, events: Sequence[Event], attempt: int | None) -> list[tuple[Event, bytes]]:
+        """What of the events the log has not got yet, with its line; from here on it counts as recorded.
+
+        Raises StaleAttemptError; TypeError, ValueError: JSON does not have what is in one. Then none of them counts.
+        """
+        attempts = {} if attempt is None else {each["stage"]: attempt for each in events}
+        for stage, number in attempts.items():
+            if number < self._attempts.get(stage, 0):
+                raise StaleAttemptError(stage, number)
+        lines = [to_line(each) for each in events]
+        self._attempts |= attempts
+        accepted = []
+        for each, line in zip(events, lines, strict=True):
+            recorded = self._recorded.get(_key(each), set())
+            if each["kind"] == "start" and any(kind == "start" for kind, *_ in recorded):
+                each = _as_resume(each)
+                line = to_line(each)
+            if "refused_with" in each and any(kind == "trial_ended" for kind, *_ in recorded):
+                continue
+            if _mark(each) not in recorded:
+                self._take(each)
+                accepted.append((each, line))
+        return accepted
+
+    def _take(self, each: Event) -> None:
+        if each["kind"] == "attempt":
+            self._attempts[each["stage"]] = each["attempt"]
+        elif each["kind"] == "discarded":
+            self._recorded.pop(_key(each), None)
+        marks = self._recorded.setdefault(_key(each), set())
+        marks.add(_mark(each))
+        if each["kind"] == "start":  # which would be a resume if its call came twice
+            marks.add(_mark(_as_resume(each)))
+
+    def _index(self, each: Event, begin: int, end: int) -> None:
+        key = _key(each)
+        if each["kind"] == "discarded":
+            self._offsets.pop(key, None)
+        else:
+            self._offsets.setdefault(key, []).append((begin, end))
+
+    def _write(self, accepted: Sequence[tuple[Event, bytes]]) -> None:
+        try:
+            rest = memoryview(b"\n" * self._is_torn + b"".join(line for _, line in accepted))
+            while rest:
+                rest = rest[os.write(self._file, rest) :]
+            os.fsync(self._file)
+        except BaseException as error:  # of any kind, such as Ctrl-C
+            with contextlib.suppress(OSError):  # what cannot be cut off is ended by the next write
+                os.ftruncate(self._file, self._size)
+            self._is_loaded = False
+            if isinstance(error, OSError):
+                error.filename = str(self.path)
+            raise
+        begin = self._size + self._is_torn
+        for each, line in accepted:
+            self._index(each, begin, begin + len(line))
+            begin += len(line)
+        self._size, self._is_torn = begin, False
+
+    def of(self, key: str) -> list[Event]:
+        """The events of a stage, or of a trial by its folder (`trials/003`), in order; "": those of the run itself.
+
+        Raises OSError: it cannot be read.
+        """
+        if not self._is_loaded:
+            self._load()
+        found = []
+        for begin, end in self._offsets.get(key, ()):
+            if (each := parsed(Line(self.read(begin, end), end), self.path)) is not None:
+                found.append(each)
+        return found
+
+    @property
+    def size(self) -> int:
+        """Bytes of what it has."""
+        return self._size
+
+    def read(self, begin: int, end: int) -> bytes:
+        """The bytes from one offset to another."""
+        return os.pread(self._file, end - begin, begin)
+
+    def close(self) -> None:
+        """Let another process write; this one gets OSError from here on."""
+        if self._file != -1:
+            os.close(self._file)
+            self._file = -1
+            self._lock.release()
+
+
+def _mark(each: Event) -> tuple[Any, ...]:
+    """What makes an event the same as another of its stage or trial: where it is of no `ONCE` kind, all that it has.
+
+    A checkpoint in an object store has names of its own, and so is never the same as another one.
+    """
+    if each["kind"] not in ONCE:
+        return each["kind"], hash(to_line(each))
+    return each["kind"], each["step"], *(name for name in each.get("names", ()) if "-" in name)
+
+
+def _as_resume(start: Event) -> Event:
+    return {**start, "kind": "resume", "metrics": {}}
+
+
+def _key(each: Event) -> str:
+    if "stage" in each:
+        return str(each["stage"])
+    return f"trials/{each['trial']}" if "trial" in each else ""
+
+
+def log_lines(path: Path) -> Iterator[Line]:
+    """The complete lines of a log, a part of it in memory at a time. Raises ExperimentError: it is of another format."""
+    end = 0
+    while lines := lines_after(path, end, CHUNK_BYTES):
+        if not end:
+            check_version(path, lines[0].raw)
+        yield from lines
+        end = lines[-1].end
+
+
+def check_version(path: Path, first: bytes) -> None:
+    """Refuse a log of another format by its first line. Raises ExperimentError."""
+    if (record := Line(first, 0).record) and record.get("version") != VERSION:
+        raise ExperimentError(f"{path} has format {record.get('version')!r}, and this version reads {VERSION}: begin another run")

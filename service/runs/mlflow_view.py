@@ -1,0 +1,289 @@
+"""What MLflow has of a run: a function of the run's log, of `experiment.yaml`, and of the files that these name."""
+
+import functools
+import hashlib
+import json
+import logging
+import math
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from service.config import strict_yaml
+from service.config.experiment import read_resolved
+from service.config.schema import Experiment
+from service.config.space import LOADER_WORKERS, short_names
+from service.config.sweep import FRONT
+from service.runs.event_log import check_version
+from service.runs.events import Event, parsed
+from service.runs.outcome import Outcome
+from service.runs.result import Kind
+from service.runs.run_log import ResultFold, checkpoint_names
+from service.runs.stored.stored_runs import local_checkpoint
+from service.tracking.run_view import DESCRIPTION, Item, RunView, Status, flat
+from service.tracking.shown_metrics import of_epoch, of_summary
+from service.tracking.views import saved_views
+from trainables.config import DataIdentity
+from trainables.errors import CheckpointError
+from trainables.rundir import RunDir, lines_after
+
+log = logging.getLogger("raydistill")
+
+CHUNK_BYTES = 1 << 16
+"""So much of a log is read and sent at a time: what a kill leaves to be sent again."""
+LINE_BYTES = 1 << 12
+_NOT_SHOWN = tuple(f'{{"kind": "{kind}"'.encode() for kind in ("step", "start", "resume", "attempt", "restart"))
+WINNER = "raydistill.winner"
+"""Tag of a sweep's best trial."""
+_STATUS: dict[str, Status] = {"complete": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
+
+
+class MlflowView:
+    """What MLflow has of a run: a run of its own, of a sweep with a child run for each trial. See `LogView`."""
+
+    def __init__(self, run_dir: RunDir, since: int = 0) -> None:
+        """Read the log from its beginning. MLflow has what lies before offset `since`."""
+        self.id, self.end = "", 0
+        self.runs: dict[str, RunView] = {}
+        self._run_dir, self._since, self._fold = run_dir, since, ResultFold()
+        self._best_checkpoints: dict[str, str] = {}
+        """The name of the newest, by stage."""
+        self._winner: str | None = None
+        self._at, self._mark = 0, ""
+        """Offset behind the event that is being taken up; the offset of its line, and a checksum of that."""
+        self._folded_to = -1
+
+    def read(self) -> bool:
+        """Take up the next part of the log; False: there is none.
+
+        Raises:
+            ExperimentError: `experiment.yaml` is damaged, or the log is of another version.
+            OSError: the log cannot be read.
+        """
+        path = self._run_dir.events
+        lines = lines_after(path, self.end, CHUNK_BYTES)
+        if lines and not self.end:
+            check_version(path, lines[0].raw)
+        for line in lines:
+            if not line.raw.startswith(_NOT_SHOWN) and (event := parsed(line, path)) is not None:
+                self._at, self._mark = line.end, f"{self.end}:{zlib.crc32(line.raw):08x}"
+                try:
+                    self._take(event)
+                except (AttributeError, KeyError, TypeError, ValueError) as error:
+                    log.warning("tracking: %s: the event that ends at byte %d is left out: %r", path, line.end, error)
+            self.end = line.end
+        return bool(lines)
+
+    def offset_of(self, mark: str) -> int:
+        """See `LogView`."""
+        begin, _, checksum = mark.partition(":")
+        line = next(iter(lines_after(self._run_dir.events, int(begin), LINE_BYTES)), None) if begin.isdecimal() else None
+        return line.end if line is not None and f"{zlib.crc32(line.raw):08x}" == checksum else 0
+
+    def checkpoint(self, path: Path) -> Path:
+        """See `LogView`."""
+        try:
+            return local_checkpoint(path)
+        except CheckpointError:  # it was removed: whoever reads it says so
+            return path
+
+    @functools.cached_property
+    def _experiment(self) -> Experiment:
+        return read_resolved(self._run_dir.experiment, reading=True).experiment
+
+    @property
+    def _kind(self) -> Kind:
+        """Of the run, and the key of its run in MLflow."""
+        kind: Kind = self._fold.fields["kind"]
+        return kind
+
+    def _take(self, event: Event) -> None:
+        if self._at > self._folded_to:  # else it comes again, after an error of the disk
+            self._fold.take(event)
+            self._folded_to = self._at
+        match event["kind"]:
+            case "log":
+                self.id = event["id"]
+            case "session_begun":
+                self._begin_session(event)
+            case "session_ended":
+                self._end_session(event)
+            case "result":
+                self._take_result(event)
+            case "stage_begun" if "trial" in event:
+                self._trial_run(event)
+            case "epoch":
+                prefix = _prefix(event["stage"])
+                self._add_metrics(self._run_of(event), event, of_epoch(event["metrics"], prefix), event["step"])
+            case "summary" if "/" not in event["stage"]:  # the numbers of a trial are those of all its measurements
+                shown = of_summary(event["metrics"], _prefix(event["stage"]), followed=True)
+                self._add_metrics(self.runs[self._kind], event, shown, int(event["metrics"].get("steps", 0)))
+            case "checkpoint" if best := checkpoint_names([event]).get("best"):
+                self._best_checkpoints[event["stage"]] = best
+            case "hang":
+                self._set_tags(self._run_of(event), {"hang": event["message"]})
+            case "stage_ended" if event["stage"] == "student" and event["outcome"]["status"] == "ok":
+                self._add_model("student")
+            case "trial_ended":
+                self._end_trial(event)
+
+    def _begin_session(self, event: Event) -> None:
+        kind = self._kind
+        if (run := self.runs.get(kind)) is None:
+            tree = self._experiment.model_dump(mode="json")
+            run = self._begin(RunView(kind, self._run_dir.root.name, None, event["time_ms"], lambda: flat(tree)))
+            self._add(run, "views", views_of(kind, self._experiment))
+            self._add(run, "artifact", self._run_dir.experiment)
+            self._add_dataset(run)
+        self._set_tags(run, {"raydistill.kind": kind, **flat(event.get("tags", {}))})
+        run.status = "RUNNING"
+
+    def _begin(self, run: RunView) -> RunView:
+        self.runs[run.key] = run
+        self._touch(run)
+        return run
+
+    def _end_session(self, event: Event) -> None:
+        status, run = _STATUS[event["status"]], self.runs[self._kind]
+        for each in self.runs.values():
+            if each.status == "RUNNING":  # of trials those that the end has interrupted
+                each.status, each.ended_ms = status, event["time_ms"]
+                self._touch(each)
+        verdict = "\n\n".join(self._fold.fields.get("verdict", ()))
+        if verdict:
+            self._set_tags(run, {DESCRIPTION: verdict})
+        if status == "FINISHED" and self._kind == "sweep":
+            self._mark_winner(run, verdict, event)
+        self._add(run, "artifact", self._run_dir.result)
+        self._add(run, "artifact", self._run_dir.report)
+
+    def _mark_winner(self, sweep: RunView, verdict: str, ended: Event) -> None:
+        """Tag and describe the best trial, and untag that of an earlier session; the sweep has the winner's numbers too."""
+        best = self._fold.result(self._run_dir.events).best
+        winner = best.id if best else None
+        if self._winner not in (None, winner):
+            self._set_tags(self.runs[f"trial/{self._winner}"], {WINNER: "false", DESCRIPTION: ""})
+        self._winner = winner
+        if best is None or (trial := self.runs.get(f"trial/{winner}")) is None:
+            return
+        self._set_tags(trial, {WINNER: "true", DESCRIPTION: verdict})
+        shown = of_summary(best.metrics, followed=False)
+        # At one step, whatever the winner's own: those of a later session's winner, of fewer steps, would not be the latest.
+        self._add_metrics(sweep, ended, shown, 0)
+        self._add_model(f"trials/{winner}/student")
+
+    def _take_result(self, event: Event) -> None:
+        changes, run = event["changes"], self.runs.get(self._kind)
+        if run is None:
+            return
+        if "data" in changes:
+            self._add_dataset(run)
+        for row in changes.get("trials") or ():
+            if row["status"] not in ("pending", "untested") and f"trial/{row['id']}" not in self.runs:
+                self._end_trial({"trial": row["id"], "time_ms": event["time_ms"]})  # it never ran, as it cannot
+
+    def _trial_run(self, event: Event) -> RunView:
+        """The run of a trial that has begun or ended, which is running from now on."""
+        trial, row = event["trial"], self._fold.rows.get(event["trial"], {"params": {}})
+        if (run := self.runs.get(f"trial/{trial}")) is None:
+            names = short_names(row["params"])
+            name = " ".join([trial, *(f"{names[key]}={value}" for key, value in row["params"].items())])
+            run = RunView(f"trial/{trial}", name, self._kind, event["time_ms"], functools.partial(self._trial_params, trial))
+            self._begin(run)
+            self._set_tags(run, {"raydistill.kind": "trial"})
+            if self._has_epochs(trial) and event.get("kind") == "stage_begun":
+                # The first metric of a run is the one on which MLflow's page for comparing runs opens.
+                self._add_metrics(run, event, {self._experiment.sweep.figure: math.nan}, 0)
+            self._add_dataset(run)
+        run.status = "RUNNING"
+        self._touch(run)
+        return run
+
+    def _trial_params(self, trial: str) -> dict[str, str]:
+        """Parameters of a trial; one that is wrong in itself has its point alone."""
+        row, path = self._fold.rows.get(trial, {}), self._run_dir.trial(trial).experiment
+        tree = strict_yaml.parse(path.read_text(), str(path)) if path.exists() else {}
+        workers = {key: value for key, value in row.get("scale", {}).items() if key == LOADER_WORKERS}
+        return flat(tree) | flat(row.get("params", {})) | flat(workers)
+
+    def _has_epochs(self, trial: str) -> bool:
+        """Whether a trial has epochs: one that ends after its steps are timed has none."""
+        return bool(self._fold.rows.get(trial, {}).get("kind") == "accuracy")
+
+    def _end_trial(self, event: Event) -> None:
+        trial, run = event["trial"], self._trial_run(event)
+        row = self._fold.rows.get(trial, {})
+        outcome = self._fold.outcome_of(trial) or Outcome(status=row["status"], reason=row.get("reason", ""))
+        run.status, run.ended_ms = "FINISHED" if outcome.status in ("ok", "stopped") else "FAILED", event["time_ms"]
+        about = {"status": outcome.status, "reason": outcome.reason, "trial_kind": row.get("kind", "")}
+        about["oversubscribed"] = str(row.get("oversubscribed", False))
+        about["measurements"] = str(max(len(self._fold.measured(trial)), 1))
+        self._set_tags(run, about)
+        shown = of_summary(outcome.metrics, followed=self._has_epochs(trial), first=self._experiment.sweep.figure)
+        self._add_metrics(run, event, shown, int(outcome.metrics.get("steps", 0)))
+        if (experiment := self._run_dir.trial(trial).experiment).exists():
+            self._add(run, "artifact", experiment)
+
+    def _run_of(self, event: Event) -> RunView:
+        """The run that an event of a stage is about."""
+        parts = Path(event["stage"]).parts
+        if parts[0] != "trials":
+            return self.runs[self._kind]
+        return self.runs.get(f"trial/{parts[1]}") or self._trial_run(event | {"trial": parts[1]})
+
+    def _add_dataset(self, run: RunView) -> None:
+        """What a run is trained on, for MLflow's dataset column; left out where a sweep searches over `data.path`."""
+        if (fields := self._fold.fields.get("data")) is None:
+            return
+        data, path = DataIdentity.model_validate_json(json.dumps(fields)), self._experiment.data.path
+        counts = {"classes": len(data.classes), "train_images": data.train.num_images, "val_images": data.val.num_images}
+        dataset = {
+            "name": Path(path).name or path,
+            "digest": hashlib.sha256(data.model_dump_json().encode()).hexdigest()[:16],
+            "source_type": path.partition("://")[0] if "://" in path else "local",
+            "source": json.dumps({"uri": path}),
+            "profile": json.dumps(counts),
+        }
+        self._add(run, "dataset", dataset)
+
+    def _add_model(self, stage: str) -> None:
+        """The best weights of a stage, as a model of the run."""
+        if stage in self._best_checkpoints and self._experiment.tracking.log_model:
+            best = self._run_dir.stage(stage).best.with_name(self._best_checkpoints[stage])
+            self._add(self.runs[self._kind], "model", best)
+
+    def _add_metrics(self, run: RunView, event: Event, shown: Mapping[str, float], step: int) -> None:
+        for name, value in shown.items():
+            self._add(run, "metrics", (name, float(value), event["time_ms"], step))
+
+    def _set_tags(self, run: RunView, tags: Mapping[str, str]) -> None:
+        run.tags |= tags
+        self._touch(run)
+
+    def _add(self, run: RunView, kind: Any, value: Any) -> None:
+        if self._at > self._since:
+            run.items.append(Item(self._at, kind, value))
+        self._touch(run)
+
+    def _touch(self, run: RunView) -> None:
+        run.changed, run.mark = self._at, self._mark
+        if self._at <= self._since:
+            run.sent = self._at
+
+
+def views_of(kind: Kind, experiment: Experiment) -> dict[str, str]:
+    """The saved views in which a sweep's trials, or a run and those beside it, are compared in MLflow."""
+    if kind == "train":
+        has_accuracy = experiment.train.max_steps is None
+        return saved_views(kind, {}, "top1_pct" if has_accuracy else "images_per_s", ascending=False, has_accuracy=has_accuracy)
+    sweep = experiment.sweep
+    has_accuracy = sweep.timing_steps is None or sweep.is_time_to_accuracy
+    first, ascending = ("images_per_s", False) if sweep.metric == FRONT else (sweep.figure, sweep.mode == "min")
+    return saved_views("trial", short_names(sweep.axes), first, ascending=ascending, has_accuracy=has_accuracy)
+
+
+def _prefix(stage: str) -> str:
+    """Of the names of a stage's metrics: the student, measured once or several times, has none."""
+    name = Path(stage).name
+    return "" if name == "student" or name.removeprefix("student-").isdecimal() else f"{name}/"
