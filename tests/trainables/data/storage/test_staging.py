@@ -113,12 +113,12 @@ def test_a_staged_set_is_removed_a_while_after_its_last_user_and_not_before(tmp_
 
 def test_who_comes_within_the_grace_takes_the_copy_over(tmp_path: Path) -> None:
     root, to = make_records(tmp_path / "set"), tmp_path / "disk"
-    cache, _ = stage_set(str(root), str(to), grace_s=1.0)
+    cache, _ = stage_set(str(root), str(to), grace_s=3.0)
     inode = (cache.folder / "train-00000.arrow").stat().st_ino
     for _ in range(3):
         cache.close()
-        time.sleep(0.6)
-        cache, _ = stage_set(str(root), str(to), grace_s=1.0)
+        time.sleep(1.2)
+        cache, _ = stage_set(str(root), str(to), grace_s=3.0)
         assert (cache.folder / "train-00000.arrow").stat().st_ino == inode
     cache.close()
     assert _gone(_own(to))
