@@ -94,7 +94,7 @@ class MlflowView:
 
     @property
     def _kind(self) -> Kind:
-        """Of the run, and the key of its run in MLflow."""
+        """Kind of the run, and the key of its run in MLflow."""
         kind: Kind = self._fold.fields["kind"]
         return kind
 
@@ -284,6 +284,6 @@ def views_of(kind: Kind, experiment: Experiment) -> dict[str, str]:
 
 
 def _prefix(stage: str) -> str:
-    """Of the names of a stage's metrics: the student, measured once or several times, has none."""
+    """Prefix of a stage's metrics: the student, measured once or several times, has none."""
     name = Path(stage).name
     return "" if name == "student" or name.removeprefix("student-").isdecimal() else f"{name}/"

@@ -28,7 +28,7 @@ class Outcome(ResultPart):
     """What kind of failure ended its workers, where one did."""
     metrics: dict[str, float] = Field(default_factory=dict)
     precision: str | None = None
-    """Of its training; None: it did not end."""
+    """What came of its training; None: it did not end."""
     precision_reason: str = ""
     """Why it is this one, where the experiment's was `auto`."""
     restarts: int = 0

@@ -48,7 +48,7 @@ class Recorder:
         self._waiting: list[tuple[Sequence[Event], int | None, asyncio.Future[None]]] = []
         self._texts: list[Text] = []
         self._lock = asyncio.Lock()
-        """Of the log, in the order in which calls came."""
+        """Guards the log, in the order in which calls came."""
 
     @ray.method(max_task_retries=-1)  # type: ignore[untyped-decorator]
     async def append(self, events: Sequence[Event], attempt: int | None = None, texts: Sequence[Text] = ()) -> None:

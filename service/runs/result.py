@@ -17,7 +17,7 @@ from trainables.rundir import remove_unfinished, write_json
 
 Kind = Literal["train", "sweep"]
 VERSION = 2
-"""Of `result.json`, which nothing here reads."""
+"""Format of `result.json`, which nothing here reads."""
 
 
 class WrittenScale(ResultPart):

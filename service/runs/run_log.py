@@ -24,9 +24,9 @@ class ResultFold:
 
     def __init__(self) -> None:
         self.fields: dict[str, Any] = {}
-        """Of `RunResult`, as JSON has them, but for those below."""
+        """Fields of `RunResult`, as JSON has them, but for those below."""
         self.rows: dict[str, dict[str, Any]] = {}
-        """Of the trials of a sweep, as JSON has them."""
+        """Rows of a sweep's trials, as JSON has them."""
         self._stages: dict[str, dict[str, Any]] = {}
         self._measured: dict[str, list[Outcome]] = {}
         self._notices: list[str] = []

@@ -29,7 +29,7 @@ class Assignment:
     init: "Assignment | None" = None
     """The init stage before it, which is carried out first."""
     recorder: "RunRecorder | None" = field(default=None, compare=False)
-    """Of the run's log; None until the stage is to be carried out."""
+    """The run's log; None until the stage is to be carried out."""
 
     def recorded_by(self, recorder: "RunRecorder", limit_s: float | None = None) -> "Assignment":
         """It and its init stage, to be carried out now."""
