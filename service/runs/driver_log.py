@@ -104,7 +104,7 @@ def recording(path: Path, store: LogStore | None = None) -> Iterator[RunRecorder
                 with contextlib.suppress(ray.exceptions.RayError, RecorderLostError, TimeoutError):
                     recorder.flush(10)
         finally:  # also where a second Ctrl-C comes
-            # Of a Ray that is lost the processes live on for a while, and answer each other.
+            # The processes of a Ray that is lost live on for a while, and answer each other.
             with contextlib.suppress(ray.exceptions.RayError):
                 recorder.close(LOST_WAIT_S)
             if not local_ray.is_lost():

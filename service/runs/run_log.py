@@ -43,7 +43,7 @@ class ResultFold:
         elif kind == "notice":
             self._notices.append(event["text"])
         elif kind == "session_begun":
-            # Of a session whose driver was killed the last event may be a worker's, whose clock is another one.
+            # The last event of a session whose driver was killed may be a worker's, whose clock is another one.
             self._seconds = self.seconds(min(self._last_ms, time_ms))
             self._began_ms = self._last_ms = time_ms
             self.fields |= {"status": "running", "reason": ""}

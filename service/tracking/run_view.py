@@ -57,7 +57,7 @@ class LogView(Protocol):
     """What MLflow is to have of a run's log, read bit by bit."""
 
     id: str
-    """Of the log: it distinguishes its runs in MLflow from those of every other log."""
+    """Identifies the log: it distinguishes its runs in MLflow from those of every other log."""
     end: int
     """Offset up to which the log was read."""
     runs: dict[str, RunView]

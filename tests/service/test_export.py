@@ -21,7 +21,7 @@ def run_of(folder: Path, model: str = "mlp_small") -> Path:
     return folder / "run"
 
 
-def test_an_export_of_a_run_goes_into_its_folder_and_says_how_it_is_loaded(
+def test_an_export_of_a_run_goes_into_its_folder_and_prints_how_to_load_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = run_of(tmp_path)

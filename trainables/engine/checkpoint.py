@@ -116,7 +116,7 @@ class CheckpointState:
     metrics: dict[str, Any] = field(default_factory=dict)
     """The `JobMetrics.state` that goes into a checkpoint, or came out of it; empty before the first."""
     average: WeightAverage | None = None
-    """Of the student and the methods, see `optim.ema_decay`."""
+    """Averages of the student and the methods, see `optim.ema_decay`."""
     pipeline_stages: Group = field(default_factory=Group)
     """The pipeline stages of this rank's replica, for the threads that write checkpoints; one alone has the whole state."""
 

@@ -60,7 +60,7 @@ class TrainState:
     sums: StepSums
     """Since the last log line."""
     average: WeightAverage | None
-    """Of the student and the methods, see `optim.ema_decay`."""
+    """Averages of the student and the methods, see `optim.ema_decay`."""
     task_loss: TaskLoss
 
 

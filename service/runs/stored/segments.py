@@ -37,7 +37,7 @@ class SegmentWriter:
         self._put: list[Segment] | None = None
         """Those of this driver; None: not listed yet, as by a process that goes on with the log of another one."""
         self.end = 0
-        """Of what was put."""
+        """Offset in the log behind what was put."""
 
     def put(self) -> None:
         """Put what the log has and the store has not; once this has returned it outlives the node.

@@ -78,7 +78,7 @@ def test_a_stage_with_a_wrong_type_is_named_too(capsys: pytest.CaptureFixture[st
     assert f"{run_dir.events} is damaged: stages[1].model: must be text, not null: " in err
 
 
-def test_the_best_of_a_sweep_is_the_most_or_the_least_of_what_is_complete_however_its_driver_died(tmp_path: Path) -> None:
+def test_the_best_of_a_sweep_has_the_maximum_or_minimum_of_complete_trials_however_its_driver_died(tmp_path: Path) -> None:
     run_dir = sweep_dir(tmp_path / "s", {GLOBAL_BATCH: [64, 32, 16]}, ends=dict.fromkeys(("000", "001", "002"), PENDING))
     assert result_of(run_dir).best is None
     ends = {"000": ("ok", 10.0, 3.0), "001": ("oom", 99.0, 1.0), "002": ("ok", 20.0, 2.0)}

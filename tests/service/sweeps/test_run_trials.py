@@ -58,7 +58,7 @@ def begun(trial: str) -> Event:
     return event("stage_begun", f"trials/{trial}/student", trial=trial, model="mlp_small")
 
 
-def test_an_interrupted_sweep_has_the_rows_of_what_had_ended_and_says_that_it_ends(
+def test_an_interrupted_sweep_has_the_rows_of_ended_trials_and_prints_that_it_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     resolved, run_dir = load("digits", [*ASHA, "teacher=null"]), RunDir(tmp_path)

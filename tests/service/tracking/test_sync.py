@@ -248,7 +248,7 @@ def test_a_trial_that_was_deleted_while_the_sweep_goes_on_holds_up_no_other_one(
     assert len(metrics_of(runs_root, deleted, "train/loss")) == 5
 
 
-def test_an_experiment_that_was_deleted_in_mlflow_is_restored_by_the_next_sync_which_says_so(
+def test_an_experiment_that_was_deleted_in_mlflow_is_restored_by_the_next_sync_with_a_line(
     runs_root: Path, run: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
     name = run.run_dir.root.name

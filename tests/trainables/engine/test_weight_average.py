@@ -41,7 +41,7 @@ def test_it_is_that_of_timm_with_warm_up_of_weights_and_statistics() -> None:
     assert equal(trained, model.state_dict())
 
 
-def test_the_averages_are_evaluated_and_kept_beside_the_weights_that_are_trained(tmp_path: Path) -> None:
+def test_the_averages_are_evaluated_and_saved_with_the_trained_weights(tmp_path: Path) -> None:
     outcome = train(Group(), job(tmp_path / "run"))
     plain = train(Group(), job(tmp_path / "plain", optim={"ema_decay": None}))
     assert equal(outcome["state"], plain["state"])  # they change nothing of what is trained

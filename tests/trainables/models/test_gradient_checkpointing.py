@@ -24,7 +24,7 @@ def test_a_training_with_taps_learns_the_same(tmp_path: Path) -> None:
     assert relative_difference(*states) < 1e-9
 
 
-def test_fewer_activations_are_kept() -> None:
+def test_fewer_activations_are_stored() -> None:
     kept = []
     for on in (False, True):
         model = build_model(VIT, num_classes=3, image_size=8, seed=0).train()
