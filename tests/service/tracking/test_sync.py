@@ -321,19 +321,28 @@ print(sync(RunDir(Path(sys.argv[1])), sys.argv[2], sys.argv[3], MlflowView), flu
 """
 
 KILLS = """
-import os, random, signal, sys, time
-import service.tracking.mlflow_store
+import os, random, signal, sys, threading
 from pathlib import Path
 from service.runs.mlflow_view import MlflowView
 from service.tracking import sync
+from service.tracking.mlflow_store import Store
 from trainables.rundir import RunDir
+
+def kill_within(requests, delay_s):
+    log, left = Store.log, iter(range(requests, -1, -1))
+    def counted(*arguments):
+        if next(left) == 0:
+            threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        log(*arguments)
+    Store.log = counted
+
 generator = random.Random(5)
 for _ in range(int(sys.argv[4])):
+    requests, delay_s = generator.randrange(4), generator.uniform(0, 0.15)
     if not (child := os.fork()):
+        kill_within(requests, delay_s)
         sync(RunDir(Path(sys.argv[1])), sys.argv[2], sys.argv[3], MlflowView)
-        os._exit(0)
-    time.sleep(generator.uniform(0.5, 4.0))
-    os.kill(child, signal.SIGKILL)
+        signal.pause()
     print(os.waitpid(child, 0)[1], flush=True)
 """
 
