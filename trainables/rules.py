@@ -207,6 +207,18 @@ def _unstaged(settings: JobSettings) -> str | None:
     return next((text for text, applies in instead.items() if applies), None)
 
 
+def _unrepeated(settings: JobSettings) -> str | None:
+    """What several views of an image in an epoch do not go with."""
+    data, rows = settings.data, _rows_from(settings)
+    instead = {
+        f"{rows}, which has one output of each image in an epoch: leave it out": rows,
+        "data.more: leave it out": data.more,
+        "data.shuffle none, which would show the same part of the images in each epoch: write full": data.shuffle == "none",
+        "images that are all alike: write data.augment crop_flip": not data.augments_at_random,
+    }
+    return next((text for text, applies in instead.items() if applies), None)
+
+
 def _falls(optim: OptimConfig) -> bool:
     """Whether the learning rate falls to `min_lr_factor` of its peak, in which it stays for `cooldown_epochs`."""
     return optim.schedule in ("cosine", "wsd")
@@ -329,6 +341,10 @@ RULES: tuple[Rule[JobSettings], ...] = (
         lambda s: s.data.decodes_on_device and s.teacher is not None and s.teacher.service is not None,
         "teacher.service: it is sent images that the host has decoded, and data.decoder {s.data.decoder} decodes on each worker's"
         " GPU: set data.decoder to auto, or leave teacher.service out",
+    ),
+    (
+        lambda s: s.data.repeats > 1 and _unrepeated(s),
+        "data.repeats {s.data.repeats} does not go with {found}, or data.repeats 1",
     ),
     # Several data sets.
     (
@@ -592,10 +608,10 @@ METHOD_RULES: tuple[MethodRule[JobSettings], ...] = (
         " distill.method to kd",
     ),
     (
-        lambda s, _: s.data.more,
+        lambda s, _: (s.data.more and "data.more") or (s.data.repeats > 1 and "data.repeats"),
         lambda m, _: m.requires.same_images,
-        "distill.method: {m.key} remembers each image, and one of data.more may come twice in a batch: leave data.more out, or"
-        " set distill.method to kd",
+        "distill.method: {m.key} remembers each image, and with {when} one may come twice in a batch: leave {when} out, or set"
+        " distill.method to kd",
     ),
     (
         lambda s, _: s.data.device_augment.mixes,

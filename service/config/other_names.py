@@ -58,6 +58,7 @@ OTHER_NAMES: dict[str, str] = {
     "workers": "data.loader_workers",
     **dict.fromkeys(("img_size", "input_size", "crop_size", "resolution"), "data.image_size"),
     "crop_pct": "write data.val_resize, which is data.image_size divided by crop_pct",
+    **dict.fromkeys(("aug_repeats", "repeated_aug"), "data.repeats"),
     **dict.fromkeys(("aa", "auto_augment"), "data.device_augment.randaugment"),
     **dict.fromkeys(("reprob", "random_erase"), "data.device_augment.random_erasing"),
     **dict.fromkeys(("data_path", "data.root", "data.dir", "data.train", "dataset"), "data.path"),

@@ -92,6 +92,9 @@ class DataConfig(Section):
     min_crop_area: Annotated[float, Field(gt=0, le=1)] = Field(
         0.08, description="crop_flip: smallest share of an image's area in a crop"
     )
+    repeats: Annotated[Count, Field(le=64)] = Field(
+        1, description="views of an image in a training batch, augmented differently; an epoch of as many steps has fewer images"
+    )
     device_augment: DeviceAugmentConfig = Field(DeviceAugmentConfig(), description="further augmentation, on the device")
     decoder: Literal["auto", "gpu", "dali"] = Field(
         "auto",

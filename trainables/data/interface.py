@@ -40,7 +40,8 @@ class Source(ABC):
 
     def order(self, data: DataConfig, split: Split, seed: int) -> Order:
         """The order in which its samples are read."""
-        return Order(split, data.shuffle, seed=seed, num_samples=len(self), shard_sizes=self.shard_sizes)
+        sizes = self.shard_sizes
+        return Order(split, data.shuffle, seed=seed, num_samples=len(self), shard_sizes=sizes, repeats=data.repeats)
 
     @abstractmethod
     def name(self, index: int) -> str:

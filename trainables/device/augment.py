@@ -37,7 +37,7 @@ AUGMENTATIONS: dict[str, Callable[[Any, DataConfig, torch.device], Augmentation]
 
 
 class TrainInputs:
-    """Augments and mixes training batches; every random number is a function of (seed, epoch, sample, name).
+    """Augments and mixes training batches; every random number is a function of (seed, epoch, view, name).
 
     Augmentations see numbers from 0 to 255, of which `pixels` makes floats in [0, 1]. What models do with these is linear: an
     erased rectangle has the mean color, and MixUp and CutMix mix what is normalized later, as torchvision mixes what is. Nothing
@@ -55,7 +55,7 @@ class TrainInputs:
         """The batch as the student and the teacher get it. The current stream waits for its copy already."""
         images_BCHW, mix = batch.images_BCHW, None
         if len(batch.labels_B) and (self._augmentations or self._mixing):
-            draws = Draws(self._seed, batch.epoch, batch.indices_B)
+            draws = Draws(self._seed, batch.epoch, batch.views_B)
             images_BCHW = images_BCHW.to(torch.float32, memory_format=torch.contiguous_format)
             for name, augmentation in self._augmentations.items():
                 images_BCHW = augmentation(images_BCHW, draws.uniforms(name, augmentation.num_uniforms))

@@ -114,5 +114,5 @@ def run_student(
     labels_B = part.labels_B if bare.classifies else None
     weights: dict[str, float | Tensor] = {**(plain := bare.weights(epochs_passed))}
     if bare.dropping is not None and module is None:
-        weights |= bare.dropping.weights(outputs.terms, plain, part.epoch, part.indices_B, gather)
+        weights |= bare.dropping.weights(outputs.terms, plain, part.epoch, part.views_B, gather)
     return outputs, compute_losses(outputs, labels_B, part.mix, weights, train_state.task_loss)

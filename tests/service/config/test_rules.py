@@ -20,6 +20,7 @@ MORE = "data.more=[{path: synthetic, share: 0.25}]"
 WEIGHTS = "teacher.weights=teacher.safetensors"
 STAGES = ("scale.num_workers=4", "scale.pipeline_stages=2")
 UNLABELED = ("data.labels=false", WEIGHTS, "distill.method=embed")
+REPEATS = ("data.augment=pad_crop_flip", "data.repeats=3")
 GPU = ("data.augment=crop_flip", "data.decoder=gpu")
 DOT = ("optim.name=dot", "optim.nesterov=false")
 SEVERAL = ("teacher=null", "teachers=[{model: resnet8, weights: x}, {model: resnet20, weights: y}]")
@@ -56,6 +57,18 @@ def refused_by_a_worker(overrides: tuple[str, ...], folder: Path) -> str:
         (("data.device_augment.mixup=0.2", "data.global_batch_size=63"), "but each of 1 workers has 63 of"),
         (("data.device_augment.cutmix=0.2", "data.last_batch=short"), "which a short last batch may part"),
         (("data.device_augment.mixup=0.2", "teacher.service=1"), "teacher.service: it has the teacher's outputs for each image"),
+        (("data.repeats=3",), "data.repeats 3 does not go with images that are all alike: write data.augment crop_flip"),
+        (
+            (*REPEATS, "teacher.service=1"),
+            "data.repeats 3 does not go with teacher.service, which has one output of each image in",
+        ),
+        ((*REPEATS, "teacher.cache=/tmp/rows"), "data.repeats 3 does not go with teacher.cache, which has one output of each"),
+        ((*REPEATS, "data.shuffle=none"), "would show the same part of the images in each epoch: write full, or data.repeats 1"),
+        ((*REPEATS, "data.more=[{path: digits, share: 0.5}]"), "data.repeats 3 does not go with data.more: leave it out"),
+        (
+            (*REPEATS, "distill.method=[crd]"),
+            "distill.method: crd remembers each image, and with data.repeats one may come twice",
+        ),
         (("teacher.placement=sharded", "train.compile=true"), "teacher.placement sharded does not go with train.compile"),
         (
             (WEIGHTS, "teacher.logit_scale=10"),
@@ -244,7 +257,7 @@ def test_a_rule_is_checked_on_the_driver_and_again_by_the_worker(
         ),
         (
             (MORE.replace("}", ", labels: true}"), "distill.method=pskd", "teacher=null"),
-            "distill.method: pskd remembers each image, and one of data.more may come twice in a batch",
+            "distill.method: pskd remembers each image, and with data.more one may come twice in a batch: leave data.more out",
         ),
         (
             (*UNLABELED, "eval.best=top1_pct"),

@@ -12,6 +12,7 @@ from service.config.experiment import load
 from tests.trainables.device.pictures import pictures
 from tests.trainables.jobs import config, equal, relative_difference, train, write_teacher
 from trainables.config import DataConfig, DeviceAugmentConfig
+from trainables.data.order import REPEAT
 from trainables.device.augment import TrainInputs
 from trainables.device.device_batches import DeviceBatch
 from trainables.device.tensor_format import to_pixels
@@ -68,6 +69,21 @@ def test_every_epoch_and_seed_shows_another_picture(name: str) -> None:
     assert not torch.equal(first, inputs(list(range(8)), seed=1, **section).images_BCHW)
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_each_repeat_of_an_image_is_another_picture_and_the_first_is_that_without_repeats(name: str) -> None:
+    section = {name: 1.0 if name == "random_erasing" else ALL[name]}
+    prepare = TrainInputs(
+        DataConfig.model_validate({"image_size": 16, "device_augment": section}),
+        partial(to_pixels, dtype=torch.float64),
+        seed=0,
+        device=torch.device("cpu"),
+    )
+    rows_B = torch.arange(8)
+    pictures = [prepare(DeviceBatch(IMAGES, rows_B, rows_B + REPEAT * repeat, rows_B, 0)).images_BCHW for repeat in range(3)]
+    assert torch.equal(pictures[0], inputs(list(range(8)), **section).images_BCHW)
+    assert not any(torch.equal(pictures[first], pictures[second]) for first, second in ((0, 1), (0, 2), (1, 2)))
+
+
 def test_switching_one_augmentation_on_leaves_what_the_others_draw() -> None:
     mean_C11 = torch.tensor(DataConfig().mean, dtype=torch.float64)[:, None, None]
 
@@ -93,17 +109,18 @@ def test_a_rank_without_samples_augments_nothing() -> None:
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_augmented_training_is_the_same_on_2_and_3_workers(ranks: RankPool, tmp_path: Path, accumulate: int) -> None:
     teacher = {"weights": write_teacher(tmp_path / "teacher.safetensors")}
-    data = {"last_batch": "drop", "global_batch_size": 120, "device_augment": ALL}
+    data = {"last_batch": "drop", "global_batch_size": 120, "device_augment": ALL, "repeats": accumulate}
     settings = {"data": data, "teacher": teacher, "optim": {"epochs": 2, "accumulate": accumulate}}
     states = {n: ranks.run(n, train, config(tmp_path / str(n), **settings))[0]["state"] for n in (1, 2, 3)}
     assert relative_difference(states[1], states[2]) < 1e-9
     assert relative_difference(states[1], states[3]) < 1e-9
 
 
-def test_an_augmented_run_that_died_goes_on_bit_for_bit(ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_an_augmented_run_that_died_goes_on_bit_for_bit(ranks: RankPool, tmp_path: Path, repeats: int) -> None:
     settings = {
         "teacher": None,
-        "data": {"last_batch": "drop", "device_augment": ALL},
+        "data": {"last_batch": "drop", "device_augment": ALL, "repeats": repeats},
         "train": {"checkpoint_every": 3},
         "optim": {"epochs": 2},
     }

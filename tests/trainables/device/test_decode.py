@@ -124,7 +124,7 @@ def _epoch(loader: Loader, device: torch.device = CPU, start: int = 0) -> Iterat
     for batch in on_device(loader.epoch(2, start), device, 2):
         batch.wait()
         yield batch._replace(
-            images_BCHW=batch.images_BCHW.clone(), labels_B=batch.labels_B.clone(), indices_B=batch.indices_B.clone()
+            images_BCHW=batch.images_BCHW.clone(), labels_B=batch.labels_B.clone(), views_B=batch.views_B.clone()
         )
     loader.close()
 

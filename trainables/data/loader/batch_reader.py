@@ -9,14 +9,12 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
-
 from trainables.config import DataConfig
 from trainables.data.augment import Augment
 from trainables.data.interface import Source
 from trainables.data.loader.batch_memory import BatchMemory
 from trainables.data.loader.sample_reader import Reader, ReadResult, ThreadTimes, result_of
-from trainables.data.order import Split, rank_part
+from trainables.data.order import REPEAT, Split
 
 CHUNKS_PER_THREAD = 4  # of a batch: few enough to cost nothing, enough that no thread waits long for the slowest
 
@@ -73,12 +71,12 @@ class BatchReader:
 
     def begin(self, request: Request, block: int) -> Reads:
         """Set the threads to work on a batch. Its block is in use until `result` or `settle` returns."""
-        self._source.follow(self._order, request.epoch, request.begin)
-        positions_B = np.arange(*rank_part(request.begin, request.end, self._rank, self._world_size))
-        samples_B = self._order.at(request.epoch, positions_B)
-        images_BHWC, labels_B, indices_B = self.memory.arrays(block, len(samples_B))
-        labels_B[:], indices_B[:] = self._source.labels_N[samples_B], samples_B
-        uniforms_BU = self._samples.uniforms(request.augmentation_epoch, samples_B)
+        self._source.follow(self._order, request.epoch, request.begin // self._order.repeats)
+        new_views_B = self._order.views(request.epoch, request.begin, request.end, self._rank, self._world_size)
+        samples_B = new_views_B % REPEAT
+        images_BHWC, labels_B, views_B = self.memory.arrays(block, len(samples_B))
+        labels_B[:], views_B[:] = self._source.labels_N[samples_B], new_views_B
+        uniforms_BU = self._samples.uniforms(request.augmentation_epoch, new_views_B)
         rows = max(1, math.ceil(len(samples_B) / max(1, self._threads * CHUNKS_PER_THREAD)))
         reads = Reads()
         for row in range(0, len(samples_B), rows):

@@ -24,7 +24,7 @@ from trainables.data.loader.batch_memory import BatchMemory
 from trainables.data.loader.batch_reader import BatchReader, Reads, Request
 from trainables.data.loader.loader_process import LoaderProcess, ProcessReader, ProcessReads
 from trainables.data.loader.sample_reader import Costs, ReadResult
-from trainables.data.order import Split, rank_part
+from trainables.data.order import REPEAT, Split, rank_part
 from trainables.errors import DataError
 from trainables.rules import enough_images, resize_covers_crop
 
@@ -42,10 +42,15 @@ class Batch(NamedTuple):
 
     images_BCHW: torch.Tensor  # uint8, channels last in memory
     labels_B: torch.Tensor  # int64
-    indices_B: torch.Tensor  # int64, dataset-wide
+    views_B: torch.Tensor  # int64: the dataset-wide index, and which repeat of the image, see `order.REPEAT`
     position: int  # global samples of this epoch that are consumed once this batch is trained on
     num_samples: int | None = None  # of all ranks; None: others may have left out images that cannot be read
     encoded_rows: EncodedRows | None = None  # rows without pixels, which `on_device` decodes
+
+    @property
+    def indices_B(self) -> torch.Tensor:
+        """int64, dataset-wide."""
+        return self.views_B % REPEAT
 
 
 class _Pending(NamedTuple):
@@ -210,7 +215,7 @@ class Loader:
         rows = end - begin
         if result.bad:
             bad, values = dict(result.bad), self._reader.memory.arrays(pending.block, rows)
-            self._skip(values[2].tolist(), bad)
+            self._skip((values[2] % REPEAT).tolist(), bad)
             good = [row for row in range(rows) if row not in bad]
             for values_B in values:
                 values_B[: len(good)] = values_B[good]
@@ -224,9 +229,9 @@ class Loader:
 
     def _lend(self, block: int, rows: int, position: int, num_samples: int | None) -> Batch:
         """The batch of so many rows that is in a block."""
-        images_BHWC, labels_B, indices_B = self._reader.memory.lend(block, rows)
+        images_BHWC, labels_B, views_B = self._reader.memory.lend(block, rows)
         images_BCHW = torch.from_numpy(images_BHWC.transpose(0, 3, 1, 2))
-        return Batch(images_BCHW, torch.from_numpy(labels_B), torch.from_numpy(indices_B), position, num_samples)
+        return Batch(images_BCHW, torch.from_numpy(labels_B), torch.from_numpy(views_B), position, num_samples)
 
     def _skip(self, indices_B: Sequence[int], bad: Mapping[int, str]) -> None:
         """Count the rows of a batch that hold no whole image, row → reason. Raises DataError where an epoch has too many."""

@@ -94,9 +94,9 @@ class Reader:
         self._as_stored = augment.shows_unchanged(source.size)
         self._core_wait = CoreWait()
 
-    def uniforms(self, epoch: int, indices_B: NDArray[np.int64]) -> NDArray[np.float64]:
+    def uniforms(self, epoch: int, views_B: NDArray[np.int64]) -> NDArray[np.float64]:
         """The random numbers (B, U) of a batch: for its parts apart they would take several times as long."""
-        return uniforms(self._seed, epoch, indices_B, self._augment.num_uniforms)
+        return uniforms(self._seed, epoch, views_B, self._augment.num_uniforms)
 
     def fill(
         self,

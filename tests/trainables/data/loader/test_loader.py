@@ -29,7 +29,7 @@ from trainables.data.interface import Source
 from trainables.data.loader.auto_workers import AutoWorkers
 from trainables.data.loader.loader import Batch, Loader
 from trainables.data.loader.loader_process import loader_process
-from trainables.data.order import Split, sample_at
+from trainables.data.order import REPEAT, Split, sample_at
 from trainables.data.source import open_source
 from trainables.data.sources.synthetic import open_synthetic
 from trainables.device.device_batches import on_device
@@ -110,6 +110,41 @@ def test_training_reads_every_sample_once_in_an_order_that_no_world_size_changes
         total = sum(len(batch.labels_B) for batch in step)
         assert [len(batch.labels_B) for batch in step] == [len(part) for part in np.array_split(np.arange(total), world)]
         assert len({batch.position for batch in step}) == 1
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("start", [0, 16])
+def test_repeats_are_cropped_differently_alike_on_any_number_of_workers_and_from_the_middle_of_an_epoch(
+    world: int, start: int
+) -> None:
+    source = open_synthetic("train", 45, 3, 8)
+    data = DataConfig(image_size=8, global_batch_size=8, augment="pad_crop_flip", repeats=3, last_batch="short")
+
+    def shown(ranks: list[list[Batch]]) -> dict[int, Any]:
+        return {
+            view: pixels.tolist()
+            for batches in ranks
+            for batch in batches
+            for view, pixels in zip(batch.views_B.tolist(), batch.images_BCHW, strict=True)
+        }
+
+    loader = _loader(source, data)
+    assert (loader.steps_per_epoch, loader.samples_per_epoch) == (6, 45)
+    whole = shown([list(loader.epoch(3))])
+    assert {view % REPEAT for view in whole} == {*_order(3, 45)[:15]}
+    once = shown([list(_loader(source, data.model_copy(update={"repeats": 1})).epoch(3))])
+    assert all(whole[view] == once[view] for view in whole if view < REPEAT)
+    assert sum(whole[view] == once[view % REPEAT] for view in whole if view >= REPEAT) < 3  # of 30, drawn alike by chance
+    later = shown(_ranks(source, data, world, epoch=3, start=start))
+    assert len(later) == 45 - start
+    assert all(whole[view] == pixels for view, pixels in later.items())
+
+
+def test_an_unreadable_image_that_repeats_counts_once() -> None:
+    loader = _loader(TwinsSource(6), _data(6, repeats=3, max_bad=0.2, last_batch="short"))
+    epoch = next(epoch for epoch in range(9) if 0 in (order := _order(epoch, 6)[:2]) and 1 not in order)
+    assert [len(batch.labels_B) for batch in loader.epoch(epoch)] == [3]
+    assert loader.skipped == {0: "0.jpg (not an image)"}
 
 
 def test_batches_have_the_shapes_and_types_of_the_contract_even_when_empty() -> None:
@@ -403,7 +438,7 @@ def test_thousands_of_batches_take_the_memory_of_a_few(where: Any) -> None:
     assert 5 * images_mib < loader.batches_mib < 5 * images_mib * 1.05  # whole pages
     locations, process, before = set(), psutil.Process(), 0
     for step, batch in enumerate(loader.epoch(0)):
-        locations.add((batch.images_BCHW.data_ptr(), batch.labels_B.data_ptr(), batch.indices_B.data_ptr()))
+        locations.add((batch.images_BCHW.data_ptr(), batch.labels_B.data_ptr(), batch.views_B.data_ptr()))
         before = process.memory_info().rss if step == 500 else before
     assert step == 4999
     assert len(locations) == 5
