@@ -16,6 +16,7 @@ from trainables.config import (
     EvalConfig,
     MethodOptions,
     OptimConfig,
+    PolicyConfig,
     ScaleConfig,
     TeacherConfig,
     TeacherOfSeveralConfig,
@@ -219,6 +220,17 @@ def _unrepeated(settings: JobSettings) -> str | None:
     return next((text for text, applies in instead.items() if applies), None)
 
 
+_OF_POLICY = {"num_ops": "randaugment", "magnitude": "randaugment", "magnitude_std": "randaugment", "severity": "augmix"}
+
+
+def _foreign_key(policy: PolicyConfig | None) -> str | None:
+    """A key of another policy that is set."""
+    if policy is None:
+        return None
+    changed = policy.model_dump(include={*_OF_POLICY}, exclude_defaults=True)
+    return next((key for key in changed if not policy.name.startswith(_OF_POLICY[key])), None)
+
+
 def _falls(optim: OptimConfig) -> bool:
     """Whether the learning rate falls to `min_lr_factor` of its peak, in which it stays for `cooldown_epochs`."""
     return optim.schedule in ("cosine", "wsd")
@@ -341,6 +353,14 @@ RULES: tuple[Rule[JobSettings], ...] = (
         lambda s: s.data.decodes_on_device and s.teacher is not None and s.teacher.service is not None,
         "teacher.service: it is sent images that the host has decoded, and data.decoder {s.data.decoder} decodes on each worker's"
         " GPU: set data.decoder to auto, or leave teacher.service out",
+    ),
+    (
+        lambda s: _foreign_key(s.data.device_augment.policy),
+        "data.device_augment.policy.{found} is of another policy than {s.data.device_augment.policy.name}: leave it out",
+    ),
+    (
+        lambda s: (policy := s.data.device_augment.policy) and policy.name == "randaugment_timm" and policy.magnitude > 10,
+        "data.device_augment.policy.magnitude of randaugment_timm is at most 10, not {s.data.device_augment.policy.magnitude}",
     ),
     (
         lambda s: s.data.repeats > 1 and _unrepeated(s),

@@ -59,7 +59,11 @@ OTHER_NAMES: dict[str, str] = {
     **dict.fromkeys(("img_size", "input_size", "crop_size", "resolution"), "data.image_size"),
     "crop_pct": "write data.val_resize, which is data.image_size divided by crop_pct",
     **dict.fromkeys(("aug_repeats", "repeated_aug"), "data.repeats"),
-    **dict.fromkeys(("aa", "auto_augment"), "data.device_augment.randaugment"),
+    **dict.fromkeys(
+        ("aa", "auto_augment", "randaugment", "data.device_augment.randaugment"),
+        "write data.device_augment.policy: {name: randaugment, num_ops: 2, magnitude: 9}, or for rand-m7-mstd0.5-inc1 "
+        "{name: randaugment_timm, magnitude: 7, magnitude_std: 0.5}",
+    ),
     **dict.fromkeys(("reprob", "random_erase"), "data.device_augment.random_erasing"),
     **dict.fromkeys(("data_path", "data.root", "data.dir", "data.train", "dataset"), "data.path"),
     **dict.fromkeys(("val_split", "validation_split", "val_ratio", "val_fraction", "val_size"), "data.val_share"),

@@ -13,11 +13,16 @@ ON_DEVICE = ("gpu", "dali")
 """What `data.decoder` may be that decodes on the device, see `trainables.device.decoders`."""
 
 
-class RandAugmentConfig(Section):
-    """RandAugment with torchvision's operations."""
+class PolicyConfig(Section):
+    """A policy that draws operations for each image, with torchvision's operations or, where it is named, timm's."""
 
-    num_ops: Annotated[Count, Field(le=16)] = Field(2, description="operations on each image")
-    magnitude: Annotated[Natural, Field(le=30)] = Field(9, description="of each operation, 0 to 30")
+    name: Literal["randaugment", "randaugment_timm", "autoaugment", "trivialaugment", "augmix", "three_augment"] = Field(
+        description="autoaugment: ImageNet's; randaugment_timm: timm's rand-…-inc1; three_augment: gray, solarized or blurred"
+    )
+    num_ops: Annotated[Count, Field(le=16)] = Field(2, description="randaugment: operations on each image")
+    magnitude: Annotated[Natural, Field(le=30)] = Field(9, description="randaugment: of each operation, 0 to 30; timm's: 0 to 10")
+    magnitude_std: NonNegative = Field(0.0, description="randaugment: deviation of normal noise on the magnitude, timm's mstd")
+    severity: Annotated[Count, Field(le=10)] = Field(3, description="augmix: magnitudes are the first so many of ten")
 
 
 class ColorJitterConfig(Section):
@@ -33,7 +38,7 @@ class ColorJitterConfig(Section):
 class DeviceAugmentConfig(Section):
     """Training augmentation of whole batches on the device, in this order; absent or 0 is off."""
 
-    randaugment: RandAugmentConfig | None = None
+    policy: PolicyConfig | None = None
     color_jitter: ColorJitterConfig | None = None
     grayscale: Probability = Field(0.0, description="probability of a gray image")
     random_erasing: Probability = Field(0.0, description="probability that a rectangle becomes the mean color")

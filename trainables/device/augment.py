@@ -14,7 +14,7 @@ from trainables.device.color import ColorJitter, Grayscale
 from trainables.device.device_batches import DeviceBatch
 from trainables.device.erasing import RandomErasing
 from trainables.device.mixing import Mixing
-from trainables.device.randaugment import RandAugment
+from trainables.device.policies import POLICIES
 from trainables.device.random_numbers import Draws
 from trainables.device.tensor_format import pixels_of
 
@@ -28,7 +28,7 @@ class Augmentation(Protocol):
 
 
 AUGMENTATIONS: dict[str, Callable[[Any, DataConfig, torch.device], Augmentation]] = {
-    "randaugment": lambda config, data, device: RandAugment(config, data.image_size, device),
+    "policy": lambda config, data, device: POLICIES[config.name](config, data.image_size, device),
     "color_jitter": lambda config, data, device: ColorJitter(config),
     "grayscale": lambda probability, data, device: Grayscale(probability),
     "random_erasing": lambda probability, data, device: RandomErasing(probability, data.mean, device),

@@ -20,7 +20,7 @@ from trainables.distributed.rank_pool import RankPool
 from trainables.errors import ExperimentError
 
 ALL: dict[str, Any] = {
-    "randaugment": {"num_ops": 2, "magnitude": 9},
+    "policy": {"name": "randaugment", "num_ops": 2, "magnitude": 9},
     "color_jitter": {"brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "hue": 0.1, "probability": 0.8},
     "grayscale": 0.5,
     "random_erasing": 0.25,
@@ -90,7 +90,7 @@ def test_switching_one_augmentation_on_leaves_what_the_others_draw() -> None:
     def erased_by(**others: Any) -> Tensor:
         return (inputs(list(range(8)), random_erasing=1.0, **others).images_BCHW - mean_C11).abs() < 1e-6
 
-    erased, both = erased_by(), erased_by(randaugment={}, color_jitter={"hue": 0.5})
+    erased, both = erased_by(), erased_by(policy={"name": "trivialaugment"}, color_jitter={"hue": 0.5})
     assert bool(erased.any(dim=(1, 2, 3)).all())
     assert bool((both | ~erased).all())
 
@@ -135,9 +135,13 @@ def test_an_augmented_run_that_died_goes_on_bit_for_bit(ranks: RankPool, tmp_pat
     ("overrides", "says"),
     [
         (["data.device_augment.mixpu=0.2"], "data.device_augment.mixpu: no such key; did you mean data.device_augment.mixup?"),
-        (["data.device_augment.randaugment.num_op=2"], "did you mean data.device_augment.randaugment.num_ops?"),
+        (["data.device_augment.policy={name: augmix, num_op: 2}"], "did you mean data.device_augment.policy.num_ops?"),
+        (["data.device_augment.policy={num_ops: 2}"], "data.device_augment.policy.name: missing: write it"),
+        (["data.device_augment.policy={name: augmix, magnitude: 2}"], "magnitude is of another policy than augmix: leave it out"),
+        (["data.device_augment.policy={name: randaugment_timm, magnitude: 11}"], "randaugment_timm is at most 10, not 11"),
+        (["data.device_augment.randaugment.num_ops=2"], "such key; write data.device_augment.policy: {name: randaugment,"),
         (["data.device_augment.random_erasing=1.5"], "data.device_augment.random_erasing: must be at most 1, not 1.5"),
-        (["data.device_augment.randaugment.magnitude=31"], "magnitude: must be at most 30, not 31"),
+        (["data.device_augment.policy={name: randaugment, magnitude: 31}"], "magnitude: must be at most 30, not 31"),
         (["data.device_augment.color_jitter.hue=0.6"], "hue: must be at most 0.5, not 0.6"),
         (
             ["data.device_augment.mixup=0.2", "data.global_batch_size=66", "scale.num_workers=2"],
