@@ -634,6 +634,11 @@ METHOD_RULES: tuple[MethodRule[JobSettings], ...] = (
         " distill.method to kd",
     ),
     (
+        lambda s, _: s.distillation is not None and s.distillation.task_weight == 0,
+        lambda m, _: getattr(m.options, "token", False),
+        "distill.options.{m.key}.token: the labels alone train the class token's head: write distill.task_weight 0.5",
+    ),
+    (
         lambda s, _: s.data.device_augment.mixes,
         lambda m, _: m.requires.hard_labels,
         "distill.method: {m.key} needs images of one class each: set data.device_augment.mixup and data.device_augment.cutmix"

@@ -152,8 +152,9 @@ def blurred(pixels_BCHW: Tensor, sigma_B: Tensor) -> Tensor:
     weights_BT = torch.softmax(-0.5 * (offsets_T / sigma_B[:, None]) ** 2, dim=1).to(pixels_BCHW.dtype)
     output = F.pad(pixels_BCHW, [radius] * 4, mode="reflect")
     for dim in (2, 3):
-        parts = [output.narrow(dim, at, pixels_BCHW.shape[dim]) for at in range(len(offsets_T))]
-        output = torch.stack([part * column(weight_B) for part, weight_B in zip(parts, weights_BT.T, strict=True)]).sum(0)
+        padded, output = output, output.narrow(dim, 0, pixels_BCHW.shape[dim]) * column(weights_BT[:, 0])
+        for tap, weight_B in enumerate(weights_BT.T[1:], 1):
+            output.addcmul_(padded.narrow(dim, tap, pixels_BCHW.shape[dim]), column(weight_B))
     return output.round_()
 
 

@@ -160,6 +160,10 @@ class Method(nn.Module):
         """
         raise NotImplementedError
 
+    def task_logits(self, student: ModelOutputs) -> Tensor | None:
+        """The logits (B, K) that learn the labels in training, of a student with several heads; None: its output."""
+        return None
+
     def project_embedding(self, student: ModelOutputs, teacher: ModelOutputs) -> tuple[Tensor, Tensor]:
         """The embeddings (B, D) that it compares: the student's, as its head projects them, and the teacher's."""
         raise NotImplementedError
