@@ -213,8 +213,9 @@ def summarize(job: Job, skipped_images: int = 0) -> dict[str, float]:
     }
     # A timing run that may stop early must be short; torch.compile would compile again for other batches; a pipeline stage is
     # no model; ranks time different numbers of passes, which a collective teacher would wait for; an init stage learns no label.
-    times_passes = job.stop_early is None and not job.config.train.compile and job.config.scale.pipeline_stages == 1
-    if times_passes and not job.train_state.teacher.is_collective and not job.config.init_stage:
+    config = job.config
+    times_passes = job.stop_early is None and not (config.train.compile or config.omitted) and config.scale.pipeline_stages == 1
+    if times_passes and not job.train_state.teacher.is_collective and not config.init_stage:
         shape = training_shape(job, summary.get("phase/step_ms", math.inf))
         with metrics.clock.part("timing"):
             summary |= _passes(job, shape)
