@@ -9,9 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import TypeVar
 
+import torch
+
+from trainables.device.tensor_format import pixels_of
 from trainables.distributed.group import Group, gather_objects
 from trainables.engine.job import Job
-from trainables.engine.pass_latency import TrainingShape, pass_latency
+from trainables.engine.pass_latency import TrainingShape, inference_ms, pass_latency
 from trainables.engine.passes import TrainState
 from trainables.engine.step_sums import LABELED
 from trainables.failures import kind_of
@@ -219,6 +222,12 @@ def summarize(job: Job, skipped_images: int = 0) -> dict[str, float]:
         shape = training_shape(job, summary.get("phase/step_ms", math.inf))
         with metrics.clock.part("timing"):
             summary |= _passes(job, shape)
+    if config.train.max_steps is None and config.scale.pipeline_stages == 1 and not config.init_stage:
+        blank_1CHW = torch.zeros(
+            (1, 3, config.data.image_size, config.data.image_size), dtype=torch.uint8, device=job.group.device
+        )
+        with metrics.clock.part("timing"):
+            summary["inference_ms"] = inference_ms(job.student, pixels_of(config)(blank_1CHW), job.train_state.autocast)
     evaluated = [row for row in progress.history if "val/num_images" in row]
     if evaluated:
         summary |= headline(evaluated[-1])
