@@ -56,11 +56,14 @@ def compare(a: Path, b: Path, html: Path | None) -> None:
 @click.command()
 @click.argument("directory_or_recipe", type=RunOrRecipe(), metavar="DIR_OR_RECIPE")
 @SET
+@click.option("--measure", is_flag=True, help="Time the steps again without loading, teacher or all-reduce: what each costs.")
 @RUNS_OR_URI
-def doctor(directory_or_recipe: str, overrides: tuple[str, ...], root: Path) -> None:
+def doctor(directory_or_recipe: str, overrides: tuple[str, ...], measure: bool, root: Path) -> None:
     """Where a step's time goes and what to change: of a run or sweep by its records, of a recipe by a short timing run."""
     from service.doctor.read_run import read_run
     from service.doctor.terminal_lines import case_lines
+
+    measured = list[str]()
 
     if is_uri(directory_or_recipe):
         directory_or_recipe = str(run_folder(directory_or_recipe))
@@ -68,12 +71,16 @@ def doctor(directory_or_recipe: str, overrides: tuple[str, ...], root: Path) -> 
     if is_run_folder(directory_or_recipe):
         if overrides:
             raise click.UsageError("--set: changes a recipe; the values of a run are in its experiment.yaml")
+        if measure:
+            raise click.UsageError("--measure: runs a recipe; give the recipe, or the run's experiment.yaml")
         if is_given("root"):
             raise click.UsageError("--runs: is for the timing run of a recipe; a run is read where it is")
         cases = read_run(*reopen(Path(directory_or_recipe)))
     else:
         resolved = load(directory_or_recipe, overrides)
+        from service.doctor.measure import measured_lines, parts_of
         from service.doctor.probe import probe
 
-        cases = probe(resolved, root)
-    print_all(output(), case_lines(cases))
+        cases, steps_ms = probe(resolved, root, parts_of(resolved.experiment) if measure else ())
+        measured = measured_lines(cases[0].evidence, steps_ms)
+    print_all(output(), [*case_lines(cases), *measured])

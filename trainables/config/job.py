@@ -19,6 +19,7 @@ Precision = Literal["fp32", "bf16", "fp16", "fp64", "auto"]
 """`auto`: see `trainables.device.precision`."""
 FEATURES_TAP = "embedding"
 """The tap that is a model's features of an image, where none is named."""
+StepPart = Literal["nothing", "loading", "teacher", "allreduce"]
 Measure = Literal["accuracy", "knn", "linear", "embed"]
 """An evaluation's result: the accuracy of the model's own classes or of a probe of its features, or these in a file."""
 
@@ -135,6 +136,7 @@ class TrainConfig(Section):
         None,
         description="an elastic stage: it ends, to begin again with so many workers, once there is room; None: never",
     )
+    omitted: StepPart | None = Field(None, description="a timing run: the part of its steps that is left out")
     report_each_epoch: bool = Field(False, description="a scheduler may stop the job after each epoch: the loop waits for Ray")
     labels: dict[str, str] = Field(default_factory=dict, description="tags of exported Ray metrics, such as the trial's name")
 

@@ -37,6 +37,7 @@ from trainables.engine.log_lines import log_step, write_log_line
 from trainables.engine.loss_optimizers import LossOptimizer
 from trainables.engine.losses import TaskLoss, num_labeled
 from trainables.engine.modules import selected_methods
+from trainables.engine.omitted_part import RepeatedTeacher, repeat_first
 from trainables.engine.optim import clipping
 from trainables.engine.passes import TrainState, micro_batches, run_student, run_teacher, sum_names
 from trainables.engine.pipeline.build import with_saved_cut
@@ -166,7 +167,13 @@ def build_steps(
 ) -> tuple[TrainState, TrainStep, Logits]:
     """What steps need, and the steps of training and evaluation: of a whole model, or of this rank's pipeline stage of it."""
     group, module, device = layout.replicas, models.module, layout.replicas.device
-    settings = UpdateSettings(state.scaler, group, clipping(config.optim, module.student), compiled=bool(config.train.compile))
+    settings = UpdateSettings(
+        state.scaler,
+        group,
+        clipping(config.optim, module.student),
+        compiled=bool(config.train.compile),
+        averages=config.omitted != "allreduce",
+    )
     if layout.has_stages:
         from trainables.engine.pipeline import step as pipeline  # torch's pipelining takes a second and 150 MB
 
@@ -178,13 +185,13 @@ def build_steps(
             module,
             optimizers,
             settings,
-            measures_noise=config.measures_noise and (group.world_size > 1 or config.optim.accumulate > 1),
+            measures_noise=config.measures_noise and not config.omitted and (group.world_size > 1 or config.optim.accumulate > 1),
             allreduce_wait=metrics.allreduce_wait,
         )
     names = sum_names(module, mixes_unlabeled=config.data.mixes_unlabeled)
     train_state = TrainState(
         distillation_module=module,
-        teacher=models.teacher,
+        teacher=RepeatedTeacher(models.teacher) if config.omitted == "teacher" else models.teacher,
         optimizers=optimizers,
         update=update,
         group=group,
@@ -256,7 +263,10 @@ def train_epoch(job: Job, stop_at: int | None = None) -> bool:
     train_state.update.begin_epoch()
     order_epoch = job.epochs.order_offset + progress.epoch
     augmentation_epoch = loader.augmentation_epoch(order_epoch)
-    batches = train_state.teacher.prefetch(loader.epoch(order_epoch, progress.position), augmentation_epoch)
+    epoch = loader.epoch(order_epoch, progress.position)
+    if config.omitted == "loading":
+        epoch = repeat_first(epoch)
+    batches = train_state.teacher.prefetch(epoch, augmentation_epoch)
     metrics.throughput.begin(progress.step)
     metrics.start_step(progress.step)
     stops = False
