@@ -196,6 +196,7 @@ def _unstaged(settings: JobSettings) -> str | None:
         "scale.sync_batch_norm: write false": settings.scale.sync_batch_norm,
         "train.compile: write false": settings.train.compile,
         "train.gradient_checkpointing: write false": settings.train.gradient_checkpointing,
+        "train.progressive: leave it out": settings.train.progressive,
         f"data.decoder {settings.data.decoder}: write auto": settings.data.decodes_on_device,
         f"optim.name {optim.name}: write sgd or adamw": optim.name not in OURS,
         "optim.ema_decay: leave it out": optim.ema_decay,
@@ -542,6 +543,14 @@ RULES: tuple[Rule[JobSettings], ...] = (
         " leave cooldown_epochs out",
     ),
     (
+        lambda s: (total := sum(each.epochs for each in s.train.progressive)) > 1 + 1e-9 and f"{total:g}",
+        "train.progressive: its shares of the epochs add up to {found}: write at most 1 in all",
+    ),
+    (
+        lambda s: max((each.image_size for each in s.train.progressive if each.image_size >= s.data.image_size), default=None),
+        "train.progressive: image_size {found} is not below data.image_size {s.data.image_size}, that of the crops: write less",
+    ),
+    (
         lambda s: s.train.bce_threshold and s.train.task_loss != "bce",
         "train.bce_threshold belongs to train.task_loss bce: leave it out",
     ),
@@ -631,6 +640,12 @@ METHOD_RULES: tuple[MethodRule[JobSettings], ...] = (
         lambda s, _: (s.data.more and "data.more") or (s.data.repeats > 1 and "data.repeats"),
         lambda m, _: m.requires.same_images,
         "distill.method: {m.key} remembers each image, and with {when} one may come twice in a batch: leave {when} out, or set"
+        " distill.method to kd",
+    ),
+    (
+        lambda s, _: s.train.progressive,
+        lambda m, _: (m.beyond_logits or "").startswith("features") and m.beyond_logits,
+        "distill.method: {m.key} reads {m.beyond_logits}, of images of one size: leave train.progressive out, or set"
         " distill.method to kd",
     ),
     (

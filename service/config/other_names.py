@@ -31,6 +31,7 @@ OTHER_NAMES: dict[str, str] = {
     **dict.fromkeys(("smoothing", "label_smoothing"), "train.label_smoothing"),
     "bce_loss": "write train.task_loss: bce",
     "bce_target_thresh": "train.bce_threshold",
+    **dict.fromkeys(("progressive_resizing", "data.progressive"), "train.progressive"),
     "grad_checkpointing": "train.gradient_checkpointing",
     **dict.fromkeys(("betas", "opt_betas"), "optim.args, such as {betas: [0.9, 0.999]}"),
     **dict.fromkeys(("eps", "opt_eps"), "optim.args, such as {eps: 1.0e-6}"),

@@ -157,7 +157,7 @@ class Experiment(Section):
                 optim = optim.model_copy(update=rates)
             measures_noise = train.noise_scale or self.sweep.metric == TIME
             own_loss = {"task_loss": "cross_entropy", "label_smoothing": 0.0, "bce_threshold": None}
-            others = {"until_top1_pct": None, "until_s": None, "gradient_checkpointing": False}
+            others = {"until_top1_pct": None, "until_s": None, "gradient_checkpointing": False, "progressive": ()}
             train = train.model_copy(update={**own_loss, **others, "noise_scale": measures_noise})
         teachers, distill = dict[str, Any](), None
         if name != "teacher":

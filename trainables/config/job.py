@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -13,7 +14,7 @@ from trainables.config.evaluation import EvalConfig
 from trainables.config.models import TeacherConfig, TeacherOfSeveralConfig, WeightedConfig
 from trainables.config.optim import OptimConfig
 from trainables.config.scale import ScaleConfig
-from trainables.config.section import Count, Natural, Positive, Section
+from trainables.config.section import Count, ImageSize, Natural, Positive, Section
 
 Precision = Literal["fp32", "bf16", "fp16", "fp64", "auto"]
 """`auto`: see `trainables.device.precision`."""
@@ -22,6 +23,13 @@ FEATURES_TAP = "embedding"
 StepPart = Literal["nothing", "loading", "teacher", "allreduce"]
 Measure = Literal["accuracy", "knn", "linear", "embed"]
 """An evaluation's result: the accuracy of the model's own classes or of a probe of its features, or these in a file."""
+
+
+class ProgressiveConfig(Section):
+    """A part of the training in which the student sees its crops at a smaller size."""
+
+    epochs: Annotated[float, Field(gt=0, le=1)] = Field(description="share of the epochs")
+    image_size: ImageSize = Field(description="height and width in pixels, to which crops of data.image_size are resized")
 
 
 class TrainingConfig(Section):
@@ -39,6 +47,9 @@ class TrainingConfig(Section):
         None, description="task_loss bce: targets of mixed or smoothed labels above this are 1, others 0; absent: as they are"
     )
 
+    progressive: tuple[ProgressiveConfig, ...] = Field(
+        (), description="the student: smaller images in the first parts of training; later and in evaluations data.image_size"
+    )
     channels_last: bool | Literal["auto"] = Field(
         "auto", description="channels_last memory format; auto: in bf16 and fp16, and on a CPU in fp32"
     )
@@ -159,6 +170,12 @@ class TrainConfig(Section):
     def measures_noise(self) -> bool:
         """Whether the noise of the gradients is measured, as predictions of the time to an accuracy need it."""
         return self.train.noise_scale or self.train.until_top1_pct is not None
+
+    def train_image_size(self, epoch: int) -> int | None:
+        """The size at which the model sees the crops of an epoch; None: as in evaluations, and so in a timing run."""
+        shares = () if self.train.max_steps is not None or self.init_stage else self.train.progressive
+        ends = accumulate(each.epochs * self.optim.epochs for each in shares)
+        return next((each.image_size for each, end in zip(shares, ends, strict=True) if epoch < end - 1e-9), None)
 
     @property
     def num_augmentation_epochs(self) -> int | None:

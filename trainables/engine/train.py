@@ -4,6 +4,7 @@ Knows neither Ray nor MLflow: `report` is a callable. `Job` has what is built; i
 """
 
 import contextlib
+import logging
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -59,9 +60,12 @@ from trainables.methods.init_stage import longest_init_stage
 from trainables.metrics.heartbeat import Heartbeat
 from trainables.metrics.phase_timer import PhaseTimer
 from trainables.metrics.report import Report
+from trainables.models.pixels import train_at
 from trainables.rules import RULES, first_problem
 from trainables.rundir import StageDir
 from trainables.teachers.service.protocol import TeacherConnection
+
+log = logging.getLogger("raydistill")
 
 
 def build(
@@ -261,6 +265,10 @@ def train_epoch(job: Job, stop_at: int | None = None) -> bool:
     config, train_state, loader, progress, metrics = job.config, job.train_state, job.train_loader, job.progress, job.metrics
     train_state.distillation_module.begin_epoch(progress.epoch)
     train_state.update.begin_epoch()
+    size = config.train_image_size(progress.epoch)
+    train_at(train_state.distillation_module.student, size)
+    if size and job.group.is_main:
+        log.info("%s: epoch %d trains at %d px", config.stage, progress.epoch + 1, size)
     order_epoch = job.epochs.order_offset + progress.epoch
     augmentation_epoch = loader.augmentation_epoch(order_epoch)
     epoch = loader.epoch(order_epoch, progress.position)

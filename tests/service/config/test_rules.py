@@ -21,6 +21,7 @@ WEIGHTS = "teacher.weights=teacher.safetensors"
 STAGES = ("scale.num_workers=4", "scale.pipeline_stages=2")
 UNLABELED = ("data.labels=false", WEIGHTS, "distill.method=embed")
 REPEATS = ("data.augment=pad_crop_flip", "data.repeats=3")
+HALVES = ("train.progressive=[{epochs: 0.5, image_size: 4}, {epochs: 0.25, image_size: 6}]",)
 GPU = ("data.augment=crop_flip", "data.decoder=gpu")
 DOT = ("optim.name=dot", "optim.nesterov=false")
 SEVERAL = ("teacher=null", "teachers=[{model: resnet8, weights: x}, {model: resnet20, weights: y}]")
@@ -69,6 +70,13 @@ def refused_by_a_worker(overrides: tuple[str, ...], folder: Path) -> str:
             (*REPEATS, "distill.method=[crd]"),
             "distill.method: crd remembers each image, and with data.repeats one may come twice",
         ),
+        (
+            ("train.progressive=[{epochs: 0.5, image_size: 4}, {epochs: 0.7, image_size: 6}]",),
+            "train.progressive: its shares of the epochs add up to 1.2: write at most 1 in all",
+        ),
+        ((*HALVES, "data.image_size=6"), "train.progressive: image_size 6 is not below data.image_size 6, that of the crops"),
+        ((*HALVES, *STAGES), "scale.pipeline_stages 2 does not go with train.progressive: leave it out"),
+        ((*HALVES, "distill.method=[fitnet]"), "distill.method: fitnet reads features (stage2), of images of one size"),
         (("teacher.placement=sharded", "train.compile=true"), "teacher.placement sharded does not go with train.compile"),
         (
             (WEIGHTS, "teacher.logit_scale=10"),
