@@ -23,7 +23,7 @@ COMMANDS = {
     "bench-model": ("export:bench_model", "Latency, throughput, parameters and MACs of a model on this machine's CPU."),
     "cache": ("runs:cache", "Fill teacher.cache: the teacher's outputs for all epochs of an experiment."),
     "check-method": ("methods:check_method", "Whether a method keeps the contract: NAME as in distill.method, or FILE.py:CLASS."),
-    "clean": ("clean:clean", "Remove old, unused runs, caches, and leftovers of killed jobs."),
+    "clean": ("clean:clean", "Remove old runs and caches that nothing needs."),
     "compare": ("reports:compare", "Two sweeps or runs side by side."),
     "data": ("data:data", "The content of a packed set: counts, classes, sizes, shapes, pictures."),
     "doctor": ("reports:doctor", "Where a step's time goes and what to change."),
