@@ -11,20 +11,20 @@ from service.commands.options import RUNS_OR_URI
 UNITS_S = {"h": 3600, "d": 86400, "w": 7 * 86400}
 
 
-def seconds_of(context: click.Context, parameter: click.Parameter, age: str) -> float:
-    """Seconds of 12h, 30d or 4w."""
+def check_age(context: click.Context, parameter: click.Parameter, age: str) -> str:
+    """Refuse what is not written as 12h, 30d or 4w."""
     if re.fullmatch(r"\d+(\.\d+)?[hdw]", age) is None:
         raise click.BadParameter(f"{age!r}: write a number of hours, days or weeks, such as 12h, 30d or 4w")
-    return float(age[:-1]) * UNITS_S[age[-1]]
+    return age
 
 
 @click.command()
-@click.option("--older-than", "age_s", callback=seconds_of, required=True, help="Unused for this long: 12h, 30d, 4w.")
+@click.option("--older-than", "age", callback=check_age, required=True, help="Unused for this long: 12h, 30d, 4w.")
 @click.option("--dry-run", is_flag=True, help="Only list what would be removed.")
 @click.option("--unfinished", is_flag=True, help="Also runs that could be resumed.")
 @click.option("--checkpoints", "checkpoints_only", is_flag=True, help="Only checkpoints that a complete run no longer needs.")
 @RUNS_OR_URI
-def clean(age_s: float, dry_run: bool, unfinished: bool, checkpoints_only: bool, root: Path) -> None:
+def clean(age: str, dry_run: bool, unfinished: bool, checkpoints_only: bool, root: Path) -> None:
     """Remove old runs and caches that nothing needs.
 
     A run is kept while a process works on it, while records of it wait for MLflow, while the experiment of another run that is
@@ -37,6 +37,6 @@ def clean(age_s: float, dry_run: bool, unfinished: bool, checkpoints_only: bool,
     from service.runs.clean import clean as run_clean
     from trainables.data.storage.free_space import format_bytes
 
-    cleaner = Cleaner(time.time() - age_s, dry_run, click.echo)
+    cleaner = Cleaner(time.time() - float(age[:-1]) * UNITS_S[age[-1]], dry_run, click.echo)
     run_clean(root, cleaner, unfinished=unfinished, checkpoints_only=checkpoints_only)
     click.echo(f"{format_bytes(cleaner.num_bytes)} {'would be' if dry_run else 'were'} freed")

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from abc import ABC, abstractmethod
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,13 +17,40 @@ from service.config.experiment import load, parse_override
 from service.config.files import recipes
 from service.config.paths import absolute, absolute_or_new, absolute_paths, with_absolute_file
 from service.runs.run_directory import has_begun
-from service.runs.stored.stored_runs import root_folder, run_folder, uri_of
+from service.runs.stored.stored_runs import root_folder, run_folder
 from trainables.errors import ExperimentError
 from trainables.notices import notice
 from trainables.object_store.store import is_uri
 from trainables.redact import redact_uris
 from trainables.rundir import write_atomic
 from trainables.user_code import file_of, option_key
+
+
+class PathType(click.Path):
+    """A file or folder on this machine, existing or not."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return self.at_uri(value, param, ctx) if isinstance(value, str) and is_uri(value) else super().convert(value, param, ctx)
+
+    def at_uri(self, uri: str, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """The folder of this machine that has the copy of what is at a URI. Raises ExperimentError: none is taken here."""
+        name = f"{param.get_error_hint(ctx).strip(chr(39))} " if param and ctx else ""
+        command = f"`distill {ctx.info_name}`" if ctx else "this"
+        raise ExperimentError(f"{name}{redact_uris(uri)}: {command} takes no URI here: give a path on this machine")
+
+
+class RunsRoot(PathType):
+    """A runs' root, also in an object store."""
+
+    def at_uri(self, uri: str, *_: object) -> Path:
+        return root_folder(uri)
+
+
+class RunPath(PathType):
+    """A run's folder, also in an object store."""
+
+    def at_uri(self, uri: str, *_: object) -> Path:
+        return run_folder(uri)
 
 
 @dataclass(frozen=True)
@@ -47,78 +74,37 @@ class JobFiles:
         return f"{copy}:{option_key(name)}"
 
 
-class NamesPath(ABC):
-    """A type of parameter whose text may name a file or folder."""
+class JobText(StringParamType):
+    """A text that may name files."""
 
-    @abstractmethod
     def in_job(self, text: str, job: JobFiles) -> list[str]:
         """The texts that say the same in the job's working directory: one, of an option that may be repeated also several."""
-
-
-class PathType(NamesPath, click.Path):
-    """A file or folder, existing or not."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if isinstance(value, str) and is_uri(value):
-            name = f"{param.get_error_hint(ctx).strip(chr(39))} " if param and ctx else ""
-            command = f"`distill {ctx.info_name}`" if ctx else "this"
-            raise ExperimentError(f"{name}{redact_uris(value)}: {command} takes no URI here: give a path on this machine")
-        return super().convert(value, param, ctx)
-
-    def in_job(self, text: str, job: JobFiles) -> list[str]:
-        return [absolute_or_new(text)]
-
-
-class RunsRoot(PathType):
-    """A runs' root: a folder, or the URI of an object store, which becomes the folder of its copies."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return root_folder(value) if isinstance(value, str) and is_uri(value) else super().convert(value, param, ctx)
-
-    def in_job(self, text: str, job: JobFiles) -> list[str]:
-        return [uri_of(Path(text)) or absolute_or_new(text)]
-
-
-class RunPath(RunsRoot):
-    """A run's folder, or its URI, which becomes the folder that is its copy."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return run_folder(value) if isinstance(value, str) and is_uri(value) else super().convert(value, param, ctx)
-
-
-class DataPath(NamesPath, StringParamType):
-    """As `data.path`: a folder, or a built-in source."""
-
-    def in_job(self, text: str, job: JobFiles) -> list[str]:
-        return [absolute(text)]
-
-
-class FileOrUri(NamesPath, StringParamType):
-    """A file or folder, or its URI in an object store; with --model also the name of published weights."""
-
-    def in_job(self, text: str, job: JobFiles) -> list[str]:
-        if is_uri(text):
-            return [text]
-        if file_of(text):
-            return [job.method(text)]
-        return [absolute(text) if job.params.get("model") else absolute_or_new(text)]
-
-
-class NameOrFile(NamesPath, StringParamType):
-    """The name of something that ships with raydistill, or a file."""
-
-    def in_job(self, text: str, job: JobFiles) -> list[str]:
-        return [absolute_or_new(text) if Path(text).is_file() else text]
-
-
-class MethodName(NamesPath, StringParamType):
-    """A method or a model: its name, or FILE.py:CLASS."""
-
-    def in_job(self, text: str, job: JobFiles) -> list[str]:
         return [job.method(text)]
 
 
-class Override(NamesPath, StringParamType):
+class MethodName(JobText):
+    """A method or a model: its name, or FILE.py:CLASS."""
+
+
+class NameOrFile(JobText):
+    """The name of something that ships with raydistill, or a file."""
+
+    def in_job(self, text: str, job: JobFiles) -> list[str]:
+        return [absolute_or_new(text) if os.path.isfile(text) else text]
+
+
+class FileOrUri(JobText):
+    """A file or folder, its URI in an object store, or another name: of a model, or of published weights."""
+
+    def in_job(self, text: str, job: JobFiles) -> list[str]:
+        return [text if is_uri(text) else job.method(text) if file_of(text) else absolute(text)]
+
+
+class DataPath(FileOrUri):
+    """As `data.path`: a folder, or a built-in source."""
+
+
+class Override(JobText):
     """KEY=VALUE of an experiment."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -133,7 +119,7 @@ class Override(NamesPath, StringParamType):
         return [text, *(f"{key}={json.dumps(path)}" for key, path in absolute_paths(tree, job.method).items())]
 
 
-class RecipeOrFile(NamesPath, StringParamType):
+class RecipeOrFile(JobText):
     """An experiment, also a run's at a URI."""
 
     def in_job(self, text: str, job: JobFiles) -> list[str]:
@@ -162,6 +148,14 @@ class RecipeOrKey(RecipeOrFile):
         return [text] if job.params["keys"] else super().in_job(text, job)
 
 
+class RunOrRecipe(RecipeOrFile):
+    """The directory of a run, which may be on the cluster alone if its path is absolute, or an experiment."""
+
+    def in_job(self, text: str, job: JobFiles) -> list[str]:
+        is_run = not is_uri(text) and (is_run_folder(text) or (os.path.isabs(text) and not os.path.exists(text)))
+        return [absolute_or_new(text)] if is_run else super().in_job(text, job)
+
+
 def is_run_folder(text: str) -> bool:
     """Whether the name of a run or an experiment is a folder's; that of a recipe is the recipe's.
 
@@ -173,12 +167,3 @@ def is_run_folder(text: str) -> bool:
         notice(f"{text} is the recipe, not the folder {text}, which has no run: write ./{text} for the folder")
         return False
     return Path(text).is_dir()
-
-
-class RunOrRecipe(RecipeOrFile):
-    """The directory of a run, which may be on the cluster alone if its path is absolute, or an experiment."""
-
-    def in_job(self, text: str, job: JobFiles) -> list[str]:
-        path = Path(text)
-        is_run = not is_uri(text) and (is_run_folder(text) or (path.is_absolute() and not path.exists()))
-        return [absolute_or_new(text)] if is_run else super().in_job(text, job)

@@ -11,8 +11,10 @@ from click.core import ParameterSource
 
 from service.cluster.jobs import Job
 from service.cluster.jobs import submit as run_submit
-from service.commands.path_types import JobFiles, NamesPath
+from service.commands.path_types import JobFiles, JobText
+from service.config.paths import absolute_or_new
 from service.runs.run_directory import RUN_NAME
+from service.runs.stored.stored_runs import uri_of
 from trainables.errors import ExperimentError
 from trainables.object_store.store import is_uri
 
@@ -51,11 +53,9 @@ def job_of(arguments: Sequence[str], experiment: str | None, root: str | None) -
     """
     command = arguments[0]
     given = {option: arguments[arguments.index(option) + 1] for option in ("--out", "--runs") if option in arguments}
-    name = f"{experiment or command}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
-    metadata = {"job_name": experiment or command, "command": command}
-    env_vars = {} if root is None else {"RAYDISTILL_RUNS": root}
-    if experiment is not None:
-        metadata["experiment"] = experiment
+    title, env_vars = experiment or command, {} if root is None else {"RAYDISTILL_RUNS": root}
+    name = f"{title}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
+    metadata = {"job_name": title, "command": command} | ({"experiment": experiment} if experiment else {})
     folder = arguments[1] if command == "resume" else given.get("--out")
     if folder is None and experiment is not None and command in ("train", "sweep"):
         metadata["run"] = env_vars[RUN_NAME] = name
@@ -88,13 +88,14 @@ def package(distill: click.Context, words: Sequence[str], folder: Path) -> tuple
     job = JobFiles(folder, context.params)
     arguments, options = [words[0]], list[str]()
     for parameter in command.params:
-        name = parameter.name or ""
-        if context.get_parameter_source(name) is not ParameterSource.COMMANDLINE:
+        if context.get_parameter_source(parameter.name or "") is not ParameterSource.COMMANDLINE:
             continue
-        value = context.params[name]
-        texts = [str(each) for each in (value if isinstance(value, tuple) else (value,))]
-        if isinstance(parameter.type, NamesPath):
-            texts = [there for text in texts for there in parameter.type.in_job(text, job)]
+        value, texts = context.params[parameter.name or ""], list[str]()
+        for each in value if isinstance(value, tuple) else (value,):
+            if isinstance(each, Path):
+                texts.append(uri_of(each) or absolute_or_new(str(each)))
+            else:
+                texts += parameter.type.in_job(each, job) if isinstance(parameter.type, JobText) else [str(each)]
         if isinstance(parameter, click.Argument):
             arguments += texts
         elif isinstance(parameter, click.Option) and parameter.is_flag:
