@@ -112,12 +112,8 @@ def _start_ray(logical_cpus: int) -> None:
         # Ray makes the folders of a session writable for everybody: who writes there runs code as the user of its workers.
         folder = user_folder(session_base()) / "ray"
         make_token()
+        ray.init(address="local", num_cpus=cpus, dashboard_host="127.0.0.1", _temp_dir=str(folder), **options)
         local_ray.watch_servers()
-        try:
-            ray.init(address="local", num_cpus=cpus, dashboard_host="127.0.0.1", _temp_dir=str(folder), **options)
-        except BaseException:
-            local_ray.end_watch()
-            raise
     else:
         in_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ  # which has brought its own code
         context = ray.init(runtime_env=None if in_job else packages(), **options)
@@ -154,18 +150,13 @@ def excess_bytes(base: str) -> int:
 
 def make_token() -> None:
     """Make Ray's token private: where there is none Ray writes one, readable as the umask says."""
-    folder = Path("~/.ray").expanduser()
-    token, new = folder / "auth_token", folder / f".auth_token.{secrets.token_hex(4)}"
+    token = Path("~/.ray/auth_token").expanduser()
     named = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys()
     with contextlib.suppress(OSError):  # without a home Ray has no token there either
-        folder.mkdir(mode=0o700, exist_ok=True)
+        token.parent.mkdir(mode=0o700, exist_ok=True)
         if not token.exists() and not named and os.environ.get("RAY_AUTH_MODE", "token") == "token":
-            with open(new, "x", opener=partial(os.open, mode=0o600)) as file:
+            with open(token, "x", opener=partial(os.open, mode=0o600)) as file:
                 file.write(secrets.token_hex(32))
-            try:
-                os.link(new, token)  # unless another process was faster
-            finally:
-                new.unlink()
         token.chmod(0o600)
 
 
