@@ -136,16 +136,14 @@ def _job_config() -> Any:
 
 def session_base() -> str:
     """Below which Ray's sessions lie: RAY_TMPDIR, else TMPDIR, unless sockets there would have paths that are too long."""
-    if named := os.environ.get("RAY_TMPDIR"):
-        return named
-    base = tempfile.gettempdir()
-    return "/tmp" if excess_bytes(base) > 0 else base
+    base = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    return base if "RAY_TMPDIR" in os.environ or excess_bytes(base) <= 0 else "/tmp"
 
 
 def excess_bytes(base: str) -> int:
     """By how much the longest path of a socket of Ray's sessions below `base` is too long."""
-    session = f"session_0000-00-00_00-00-00_000000_{os.getpid()}/sockets/dash_MetricsHead"
-    return len(os.fsencode(expand_home(base) / f"raydistill-{os.getuid()}" / "ray" / session)) - MAX_SOCKET
+    session = f"raydistill-{os.getuid()}/ray/session_0000-00-00_00-00-00_000000_{os.getpid()}/sockets/dash_MetricsHead"
+    return len(os.fsencode(expand_home(base) / session)) - MAX_SOCKET
 
 
 def make_token() -> None:
