@@ -181,13 +181,13 @@ def check_ray_address() -> None:
             )
         return
     address = os.environ["RAY_ADDRESS"]
+    host, _, port = address.rpartition(":")
+    if address == "auto":  # the Ray of this machine, which Ray finds or not at once
+        return
     if address.startswith("http"):
         raise ClusterError(
             f"RAY_ADDRESS is {address}, where jobs are submitted: use `distill submit`, or give Ray's own address, HOST:6379"
         )
-    host, _, port = address.rpartition(":")
-    if address == "auto":  # the Ray of this machine, which Ray finds or not at once
-        return
     if not port.isdecimal():
         raise ClusterError(f"RAY_ADDRESS is {address}: write HOST:PORT, such as 10.0.0.1:6379, or unset it to use this machine")
     try:

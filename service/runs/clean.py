@@ -92,18 +92,16 @@ class Run:
     @property
     def cache(self) -> Path | None:
         """Its `teacher.cache`."""
-        teacher = self.tree.get("teacher") if isinstance(self.tree, dict) else None
-        cache = teacher.get("cache") if isinstance(teacher, dict) else None
+        try:
+            cache = self.tree["teacher"]["cache"]
+        except (KeyError, TypeError):
+            return None
         return Path(cache) if isinstance(cache, str) and os.path.isabs(cache) else None
 
     @property
     def is_leftover(self) -> bool:
         """Whether a killed command has left it, of which nothing can be resumed."""
         return not has_begun(self.path) and not (self.objects and self.objects.damage)
-
-    @property
-    def kind(self) -> str:
-        return "left by a killed command:" if self.is_leftover else "run"
 
     @cached_property
     def paths(self) -> list[str]:
@@ -175,7 +173,7 @@ def clean(root: Path, cleaner: Cleaner, *, unfinished: bool, checkpoints_only: b
             if not run.is_leftover:
                 run.with_lock(cleaner, lambda run: _remove_checkpoints(run, cleaner))
         return
-    removed = [run for run in removable if run.with_lock(cleaner, lambda run: cleaner.remove(run.path, run.kind, run.objects))]
+    removed = [run for run in removable if run.with_lock(cleaner, lambda run: _remove_run(run, cleaner))]
     for cache in sorted({run.cache for run in removed if run.cache}):
         if not any(run.names(cache) for run in runs if run not in removed):
             for folder in _subfolders(cache):
@@ -200,6 +198,10 @@ def _removable(runs: list[Run], cleaner: Cleaner, unfinished: bool) -> list[Run]
             removable.remove(run)
             kept.append(run)
     return removable
+
+
+def _remove_run(run: Run, cleaner: Cleaner) -> bool:
+    return cleaner.remove(run.path, "left by a killed command:" if run.is_leftover else "run", run.objects)
 
 
 def _remove_checkpoints(run: Run, cleaner: Cleaner) -> bool:
