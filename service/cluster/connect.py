@@ -109,7 +109,7 @@ def _start_ray(logical_cpus: int) -> None:
     if is_local():
         cores = usable_cores()
         cpus = max(cores, min(logical_cpus, cores * MAX_OVERSUBSCRIPTION))
-        # Ray makes the folders of a session writable for everybody: who writes there runs code as the user of its workers.
+        # Ray makes the folders of a session world-writable: who writes there runs code as the user of its workers.
         folder = user_folder(session_base()) / "ray"
         make_token()
         ray.init(address="local", num_cpus=cpus, dashboard_host="127.0.0.1", _temp_dir=str(folder), **options)

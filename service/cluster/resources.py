@@ -27,7 +27,7 @@ class Reservation:
     service: Reservation | None = None
     """What the actors of `teacher.service` reserve, once for all jobs of a sweep."""
     min_workers: int | None = None
-    """An elastic job goes on with so few."""
+    """An elastic job continues with so few."""
     unit: str = "workers"
     """What takes a bundle each."""
 

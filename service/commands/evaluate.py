@@ -9,7 +9,7 @@ import click
 from service.commands.options import DATA_PATH, RUNS_OR_URI, SET, is_given
 from service.commands.path_types import DataPath, FileOrUri, MethodName, PathType
 from service.runs.embed import embed as run_embed
-from service.runs.evaluate import carry_out, resolve
+from service.runs.evaluate import resolve, run_evaluation
 from trainables.config import FEATURES_TAP, Measure
 
 WEIGHTS_KEY = click.option("--weights-key", help="As teacher.weights_key.")
@@ -55,7 +55,7 @@ def evaluate(
         raise click.UsageError("--tap is for the features that --probe reads: add --probe, or leave it out")
     measure: Measure = probe or "accuracy"
     config = resolve(checkpoint, data_path, list(overrides), model, weights_key, measure=measure, tap=tap)
-    result = carry_out(config, checkpoint, root)
+    result = run_evaluation(config, checkpoint, root)
     click.echo("\n".join(formatted(result)))
 
 

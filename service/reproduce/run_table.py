@@ -134,7 +134,7 @@ def _cell(job: Reproduction, pair: str, column: str, results: Mapping[str, RunRe
         best=[metrics["best_top1_pct"] for metrics in finished],
         epoch=table.source_of(column).epoch,
         num_published=table.num_runs(pair, column),
-        least_tolerance=table.tolerance_pct,
+        min_tolerance=table.tolerance_pct,
         num_seeds=len(job.request.seeds),
         comparable=not job.changed,
     )

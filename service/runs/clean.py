@@ -77,9 +77,9 @@ class Run:
 
     path: Path
     text: str = ""
-    """Of its experiment."""
+    """Its experiment's."""
     objects: StoredObjects | None = None
-    """Of a run in an object store."""
+    """Those of a run in an object store."""
 
     @cached_property
     def tree(self) -> Any:
@@ -136,7 +136,7 @@ class Run:
         return None
 
     def with_lock(self, cleaner: Cleaner, remove: Callable[["Run"], bool]) -> bool:
-        """Call `remove` while nobody can resume the run, unless somebody has since it was listed. Whether that is gone."""
+        """Call `remove` while no process can resume the run, unless one has since it was listed. Whether that is gone."""
         if cleaner.dry_run:
             return remove(self)
         lock = None
@@ -205,7 +205,7 @@ def _remove_run(run: Run, cleaner: Cleaner) -> bool:
 
 
 def _remove_checkpoints(run: Run, cleaner: Cleaner) -> bool:
-    """Of a complete run all but the best ones of its stages, and of a sweep's trials those of the best trial."""
+    """Remove a complete run's checkpoints but the best ones of its stages; of a sweep's trials those of the best trial stay."""
     result = read_log(RunDir(run.path)).result
     gone = True
     for file in run.objects.checkpoints() if run.objects else sorted(run.path.rglob("checkpoints/*.safetensors")):
@@ -232,7 +232,7 @@ def _subfolders(folder: Path) -> list[Path]:
 
 
 def _stats(path: Path) -> Iterator[os.stat_result]:
-    """Of a file, or of all files and folders in a folder; links are not followed."""
+    """Stat a file, or all files and folders in a folder; links are not followed."""
     for folder, folders, files in chain([("", [], [str(path)])], os.walk(path)):
         for name in (*folders, *files):
             with suppress(FileNotFoundError):  # a process has just removed it

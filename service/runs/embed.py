@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from service.runs.evaluate import carry_out, resolve
+from service.runs.evaluate import resolve, run_evaluation
 from trainables.config import FEATURES_TAP
 from trainables.errors import ExperimentError
 from trainables.rundir import replacing, unwritable_reason, write_text
@@ -43,7 +43,7 @@ def embed(
             with replacing(to) as temporary:
                 shutil.copyfile(features, temporary)
 
-    return carry_out(config, model, root, take)
+    return run_evaluation(config, model, root, take)
 
 
 def write_npy(features: Path, to: Path) -> None:

@@ -154,7 +154,9 @@ def checked(tree: dict[str, Any]) -> EvaluateConfig:
         raise ExperimentError(problems_of(error, EvaluateConfig).text("--set")) from error
 
 
-def carry_out(config: EvaluateConfig, checkpoint: str, root: Path, take: Callable[[Path], None] | None = None) -> dict[str, Any]:
+def run_evaluation(
+    config: EvaluateConfig, checkpoint: str, root: Path, take: Callable[[Path], None] | None = None
+) -> dict[str, Any]:
     """What the workers of an evaluation return: top-1, top-5, the number of images, and why some are unreadable;
     the loss, or what the probe has chosen. `take` is called with the file of features.
 

@@ -1,4 +1,4 @@
-"""A run's copies of the files of methods and models that its experiment names: it goes on with the code with which it began.
+"""A run's copies of the files of methods and models that its experiment names: it continues with the code with which it began.
 
 `methods/index.json`: each file, as the experiment names it → the name of its copy, STEM-HASH.py with the hash of its text.
 """

@@ -1,4 +1,4 @@
-"""`distill pack`: plan, spread the shards over cores or over a Ray cluster, verify, join. A killed one goes on where it was."""
+"""`distill pack`: plan, spread the shards over cores or over a Ray cluster, verify, join. A killed one continues."""
 
 import contextlib
 import json
@@ -48,7 +48,7 @@ def pack(
     labels: bool = True,
     val_share: float | None = None,
 ) -> Packing:
-    """Pack `source` into the folder `dest`, or go on with it. The result does not depend on `processes`.
+    """Pack `source` into the folder `dest`, or continue. The result does not depend on `processes`.
 
     Raises:
         DataError: see `plan_pack`, `refuse_single_class` and `write_set`; a disk or a network fails; `dest` holds something

@@ -126,7 +126,7 @@ def note_shared_images(data: DataConfig, train: Source, val: Source) -> None:
 
     def files(path: str, source: Source) -> Iterator[Path]:
         if path not in SOURCES and not source.has_checksums:
-            root = Path(path).parent if Path(path).is_file() else Path(path)  # a list names files beside it
+            root = Path(path).parent if Path(path).is_file() else Path(path)  # a list names files next to it
             yield from (root / source.name(index) for index in range(len(source)))
 
     held_out = {*files(data.path, val)} if data.more else set()
@@ -212,12 +212,12 @@ def check_data_of_run(
     """
     if data is None:
         if accept_new:
-            raise ExperimentError("--accept-new-data: a sweep over data.path goes on with the data of each trial: leave it out")
+            raise ExperimentError("--accept-new-data: a sweep over data.path continues with the data of each trial: leave it out")
     elif result.data is None:
         notice(f"{run} does not say on what data it was begun: whether that has changed is not checked")
     elif not check_same_data(run, result.data, data, accept=accept_new):
         if accept_new:
-            notice("--accept-new-data: the data is that of before: the run goes on as without it")
+            notice("--accept-new-data: the data has not changed: it is not needed")
     elif methods := [name for name in method_names(experiment) if load_method(name).requires.same_images]:
         raise ExperimentError(
             f"--accept-new-data: distill.method {methods[0]} remembers each training image of before: restore the data, or "
@@ -247,7 +247,7 @@ def check_checkpoints(run_dir: RunDir, result: RunResult) -> None:
             if read_checkpoint_header(path) is None:
                 raise CheckpointError(f"{path} is not a checkpoint of ours")
         except CheckpointError as error:
-            copy = f"copy {other.name} over it to go on from there, or " if other.exists() else ""
+            copy = f"copy {other.name} over it to continue from there, or " if other.exists() else ""
             raise CheckpointError(
                 f"{str(error).removesuffix('; use another copy')}: {copy}remove {stage.root} to begin that stage again"
             ) from error

@@ -638,7 +638,7 @@ def test_a_run_is_not_resumed_from_a_checkpoint_that_was_cut_off(refuse: Refuse,
     assert f"{last} is not a whole safetensors file" in shown
     assert shown.endswith(f": remove {run / 'teacher'} to begin that stage again")
     write_teacher(last.with_name("best.safetensors"))
-    assert "copy best.safetensors over it to go on from there, or remove" in refuse("resume", run)
+    assert "copy best.safetensors over it to continue from there, or remove" in refuse("resume", run)
 
 
 def on_images(folder: Path, *overrides: str) -> Path:
