@@ -44,7 +44,9 @@ def check_same(kind: Kind, resolved: Resolved, path: Path) -> None:
         begun_with["teacher.finetune"] = None
     differing = [key for key in sorted({*wanted, *begun_with}) if wanted.get(key) != begun_with.get(key)]
     if result.kind != kind or differing:
-        other = f"a {result.kind}" if result.kind != kind else f"another {differing[0]} ({begun_with.get(differing[0])})"
+        value = begun_with.get(differing[0]) if differing else None
+        written = "" if isinstance(value, list | dict) else f" ({value})"  # the points of a sweep are many
+        other = f"a {result.kind}" if result.kind != kind else f"another {differing[0]}{written}"
         raise ExperimentError(f"{display_name(path)} has a run with {other}: {_instead(path)}")
 
 
