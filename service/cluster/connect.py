@@ -73,7 +73,7 @@ def connect(
             check_shared(runs_root, str(runs_root), instead)
         if cache is not None:
             name = f"teacher.cache: {cache}"
-            full = cache.is_dir() and unwritable_reason(cache) is not None  # see `preflight.check_cache`
+            full = cache.is_dir() and unwritable_reason(cache) is not None  # see `check_services`
             check_shared(cache, name, "name a folder that all nodes share and may write", read_only=full)
         yield cluster
     finally:
