@@ -27,12 +27,12 @@ class Assignment:
     limit_s: float | None = None
     """How long it may take on its workers; with `init` both."""
     init: "Assignment | None" = None
-    """The init stage before it, which is carried out first."""
+    """The init stage before it, which is run first."""
     recorder: "RunRecorder | None" = field(default=None, compare=False)
-    """The run's log; None until the stage is to be carried out."""
+    """The run's log; None until the stage is to be run."""
 
     def recorded_by(self, recorder: "RunRecorder", limit_s: float | None = None) -> "Assignment":
-        """It and its init stage, to be carried out now."""
+        """It and its init stage, to be run now."""
         init = None if self.init is None else self.init.recorded_by(recorder, limit_s)
         return replace(self, init=init, recorder=recorder, limit_s=limit_s)
 

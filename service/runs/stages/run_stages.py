@@ -1,4 +1,4 @@
-"""The stages of a run: each is carried out once, shown, and recorded with the times of all sessions that worked on it."""
+"""The stages of a run: each is run once, shown, and recorded with the times of all sessions that worked on it."""
 
 import os
 from dataclasses import asdict
@@ -21,7 +21,7 @@ def prepare_teacher(session: Session, plan: Plan) -> str | None:
     """The path of the weights that the student learns from: the teacher's, or those of the last assistant.
 
     The teacher is trained, or gets its class means, unless it teaches with the weights that the experiment names, then each
-    assistant by the one before it. A stage that is complete is not carried out again. A timing run trains none, see
+    assistant by the one before it. A stage that is complete is not run again. A timing run trains none, see
     `untrained_teacher`. None: there is no teacher, or no method that needs one.
 
     Raises TrainingError: a training failed.
@@ -41,7 +41,7 @@ def prepare_teacher(session: Session, plan: Plan) -> str | None:
 
 
 def best_checkpoint(session: Session, stage: StageDir) -> Path | None:
-    """That of a stage that was carried out; None: it has none."""
+    """That of a stage that was run; None: it has none."""
     return checkpoint(stage, session.log.of(str(stage.root.relative_to(session.run_dir.root))))
 
 
