@@ -1,190 +1,149 @@
 """A sweep's figures, as pure functions of its rows: phases, waits, scaling, speed against cost."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from plotly import express
-from plotly.graph_objects import Figure as Plot
 
 from service.config.space import GLOBAL_BATCH, NUM_WORKERS
-from service.report import charts
 from service.report import labels as names
-from service.report.charts import GREY, MAX_SERIES, VERMILION, Figure, draw, figure, mark_ticks
-from service.report.run_records import Row, axes, gpu_s_per_epoch, ran, value
-from service.search.planner import front as front_of
+from service.report.charts import (
+    BLUE,
+    GREEN,
+    GREY,
+    MAX_SERIES,
+    ORANGE,
+    PURPLE,
+    SKY,
+    VERMILION,
+    Figure,
+    draw,
+    figure,
+    mark_ticks,
+    reference_line,
+)
+from service.report.records import Row, axes, gpu_s_per_epoch, ran, value
 from trainables.metrics.phases import ALL_PHASES
 
-MAX_NAMED = 40  # trials that a figure still names one by one
-PHASE_COLORS = {
-    "data": VERMILION,
-    "h2d": "#F0E442",
-    "augment": charts.SKY,
-    "teacher": charts.BLUE,
-    "student": charts.GREEN,
-    "backward": charts.PURPLE,
-    "optimizer": charts.ORANGE,
-    "receive": "#000000",
-    "bubble": GREY,
-}
+MANY = 40  # trials, above which marks are small
+BY_SPEED = "trial, fastest first"
+YELLOW, BLACK = "#F0E442", "#000000"
+PHASE_COLORS = dict(zip(ALL_PHASES, (VERMILION, YELLOW, SKY, BLUE, GREEN, PURPLE, ORANGE, BLACK, GREY), strict=True))
 
 
-def trial_frame(rows: Sequence[Row], unit: str, keys: Sequence[str], **columns: Callable[[Row], Any]) -> pd.DataFrame:
-    """A row a trial: its id, its point, its speed, and `columns`."""
-    known: Mapping[str, Callable[[Row], Any]] = {
-        "trial": lambda row: row.id,
-        "point": lambda row: names.point(row, unit, keys),
-        **columns,
-        "images/s": lambda row: row.metrics["images_per_s"],
-    }
-    return pd.DataFrame({name: [of(row) for row in rows] for name, of in known.items()})
-
-
-def metric_of(name: str) -> Callable[[Row], float]:
-    return lambda row: row.metrics.get(name, np.nan)
+def trial_frame(rows: Sequence[Row], unit: str, metrics: Mapping[str, str], **columns: Any) -> pd.DataFrame:
+    """A row for each trial with a speed, the fastest first: id, point, `columns`, the metrics by their heads (or NaN), speed."""
+    keys = axes(rows)
+    found = [
+        (
+            row.id,
+            names.point(row, unit, keys),
+            *(of(row) for of in columns.values()),
+            *(row.metrics.get(name, np.nan) for name in metrics.values()),
+            row.metrics["images_per_s"],
+        )
+        for row in ran(rows)
+    ]
+    frame = pd.DataFrame(found, columns=["trial", "point", *columns, *metrics, "images/s"])
+    return frame.sort_values("images/s", ascending=False, kind="stable")
 
 
 def phases(rows: Sequence[Row], unit: str) -> Figure | None:
     """Where each trial's time goes, per 1,000 images so that batches compare, the fastest first."""
-    shown = by_speed(rows, "phase/step_ms")
-    if not shown:
+    metrics = {phase: f"phase/{phase}_ms" for phase in (*ALL_PHASES, "step")}
+    frame = trial_frame(rows, unit, metrics, batch=lambda row: row.scale.global_batch_size).dropna(subset="step")
+    if frame.empty:
         return None
-    columns = {f"{phase} ms": metric_of(f"phase/{phase}_ms") for phase in (*ALL_PHASES, "step")}
-    frame = trial_frame(shown, unit, axes(rows), **columns).dropna(axis="columns", how="all")
-    batches = pd.Series([row.scale.global_batch_size for row in shown])
-    parts = [
-        frame[["trial", "point", "images/s"]].assign(
-            phase=phase, **{"ms/step": frame[f"{phase} ms"], "s per 1,000 images": frame[f"{phase} ms"] / batches}
-        )
-        for phase in ALL_PHASES
-        if f"{phase} ms" in frame and frame[f"{phase} ms"].any()
-    ]
+    used = [phase for phase in ALL_PHASES if frame[phase].sum() > 0]
+    long = frame.rename(columns={"trial": BY_SPEED})
+    long = long.melt([BY_SPEED, "point", "images/s", "batch"], used, "phase", "ms/step")
+    long["s per 1,000 images"] = long["ms/step"] / long["batch"]
+    tips = ("point", "images/s", "ms/step")
+    plot = draw(express.bar, long, BY_SPEED, "s per 1,000 images", "phase", colors=PHASE_COLORS, tips=tips)
+    numbers = frame[["trial", "point", *used, "step", "images/s"]].rename(
+        columns={name: f"{name} ms" for name in (*used, "step")}
+    )
     return figure(
         "phases",
         "Where a step's time goes",
-        "Seconds for 1,000 images, stacked by phase; lower is faster."
-        + names.left_out(rows, {row.id for row in shown}, "phase times"),
-        ranked(
-            express.bar, pd.concat(parts), shown, "s per 1,000 images", "phase", PHASE_COLORS, ("point", "images/s", "ms/step")
-        ),
-        frame,
+        "Seconds for 1,000 images, stacked by phase; lower is faster." + names.left_out(rows, set(frame["trial"]), "phase times"),
+        plot.update_layout(bargap=0 if len(frame) > MANY else 0.2),
+        numbers,
     )
 
 
 def waits(rows: Sequence[Row], unit: str) -> Figure | None:
     """How long steps of each trial wait for data: the mean, and the shortest and the longest wait of any step."""
-    shown = by_speed(rows, "phase/data_max_ms")
-    if not shown:
+    metrics = {
+        head: f"phase/data{part}_ms" for head, part in {"mean ms": "", "min": "_min", "p95": "_p95", "max": "_max"}.items()
+    }
+    frame = trial_frame(rows, unit, metrics | {"data wait %": "data_pct"}).dropna(subset="max")
+    if frame.empty:
         return None
-    parts = {"mean ms": "", "min": "_min", "p95": "_p95", "max": "_max"}
-    columns = {name: metric_of(f"phase/data{part}_ms") for name, part in parts.items()} | {"data wait %": metric_of("data_pct")}
-    frame = trial_frame(shown, unit, axes(rows), **columns)
     drawn = frame.assign(up=frame["max"] - frame["mean ms"], down=frame["mean ms"] - frame["min"], series="mean, min to max")
-    bars = {"error_y": "up", "error_y_minus": "down"}
-    plot = ranked(express.scatter, drawn, shown, "mean ms", "series", {}, ("point", "images/s", "min", "p95", "max"), **bars)
-    plot.update_traces(error_y={"color": GREY, "width": 3 if len(shown) <= MAX_NAMED else 0})
-    mark = {"color": VERMILION, "symbol": "line-ew-open", "size": 12 if len(shown) <= MAX_NAMED else 5}
+    drawn, tips = drawn.rename(columns={"trial": BY_SPEED}), ("point", "images/s", "min", "p95", "max")
+    few = len(frame) <= MANY
+    plot = draw(express.scatter, drawn, BY_SPEED, "mean ms", "series", tips=tips, error_y="up", error_y_minus="down")
+    plot.update_traces(error_y={"color": GREY, "width": 3 if few else 0}, marker_size=9 if few else 4)
+    mark = {"color": VERMILION, "symbol": "line-ew-open", "size": 12 if few else 5}
     plot.add_scatter(x=plot.data[0].x, y=frame["p95"], mode="markers", name="95% of steps wait less", marker=mark)
-    plot.update_yaxes(title_text="ms")
     return figure(
         "waits",
         "Data wait, min to max",
         f"Milliseconds that a step waits for images: a long bar is a loader that stalls now and then. "
-        f"The longest wait was {names.short(frame['max'].max())} ms." + names.left_out(rows, {row.id for row in shown}, "waits"),
-        plot,
+        f"The longest wait was {names.short(frame['max'].max())} ms." + names.left_out(rows, set(frame["trial"]), "waits"),
+        plot.update_yaxes(title_text="ms"),
         frame,
-        {"images/s": 1, "data wait %": 1},
     )
-
-
-def by_speed(rows: Sequence[Row], metric: str) -> list[Row]:
-    """The trials that have a metric, the fastest first."""
-    return sorted((row for row in ran(rows) if metric in row.metrics), key=lambda row: -row.metrics["images_per_s"])
-
-
-def ranked(
-    kind: Callable[..., Plot],
-    frame: pd.DataFrame,
-    shown: Sequence[Row],
-    y: str,
-    series: str,
-    colors: Mapping[str, str],
-    tips: Collection[str],
-    **options: Any,
-) -> Plot:
-    """A figure over trials by speed: over their ids where they are few."""
-    if len(shown) <= MAX_NAMED:
-        few = frame.rename(columns={"trial": "trial, fastest first"})
-        return draw(kind, few, "trial, fastest first", y, series, (), colors, tips, **options)
-    ranks = {row.id: rank for rank, row in enumerate(shown, start=1)}
-    many = frame.assign(**{"rank by speed": frame["trial"].map(ranks)})
-    plot = draw(kind, many, "rank by speed", y, series, (), colors, ("trial", *tips), **options)
-    return plot.update_layout(bargap=0).update_traces(marker_size=4, selector={"type": "scatter"})
 
 
 def efficiency(rows: Sequence[Row], best: Row, unit: str) -> Figure | None:
     """Speed per worker as a share of that with the fewest workers: 100% is ideal scaling."""
-    measured = ran(rows)
-    batch, workers = value(best, GLOBAL_BATCH), value(best, NUM_WORKERS)
+    at, batch, workers = f"{unit}s", value(best, GLOBAL_BATCH), value(best, NUM_WORKERS)
+    columns = {at: lambda row: value(row, NUM_WORKERS), "batch": lambda row: value(row, GLOBAL_BATCH)}
+    frame = trial_frame(rows, unit, {}, **columns)
     groups = {
-        f"the best at each number of {unit}s": measured,
-        f"at global batch {batch}": [row for row in measured if value(row, GLOBAL_BATCH) == batch],
-        f"at batch {names.short(batch / workers)} per {unit}": [
-            row for row in measured if value(row, GLOBAL_BATCH) * workers == batch * value(row, NUM_WORKERS)
-        ],
+        f"the best at each number of {at}": frame[at] > 0,
+        f"at global batch {batch}": frame["batch"] == batch,
+        f"at batch {names.short(batch / workers)} per {unit}": frame["batch"] * workers == batch * frame[at],
     }
-    frames = []
-    for series, group in groups.items():
-        slowest_first = sorted(group, key=lambda row: (value(row, NUM_WORKERS), row.metrics["images_per_s"]))
-        fastest = {value(row, NUM_WORKERS): row for row in slowest_first}
-        if len(fastest) > 1:
-            frame = trial_frame(list(fastest.values()), unit, axes(rows)).assign(**{"series": series, f"{unit}s": list(fastest)})
-            each = frame["images/s"] / frame[f"{unit}s"]
-            frames.append(frame.assign(**{"% of ideal": 100 * each / each[0]}))
-    if not frames:
+    found = []
+    for series, chosen in groups.items():
+        fastest = frame[chosen].drop_duplicates(at).sort_values(at).assign(series=series)
+        each = fastest["images/s"] / fastest[at]
+        found += [fastest.assign(**{"% of ideal": 100 * each / each.iloc[0]})] if len(fastest) > 1 else []
+    if not found:
         return None
-    found = pd.concat(frames)
-    plot = draw(express.line, found, f"{unit}s", "% of ideal", "series", tips=("trial", "point", "images/s"))
-    plot.add_hline(
-        y=100, line={"color": GREY, "dash": "dot", "width": 2}, annotation_text="ideal", annotation_position="top right"
-    )
-    mark_ticks(plot, found[f"{unit}s"].tolist())
-    most = frames[0].iloc[-1]
+    drawn, most = pd.concat(found), found[0].iloc[-1]
+    plot = draw(express.line, drawn, at, "% of ideal", "series", tips=("trial", "point", "images/s"))
+    reference_line(plot, 100, "ideal")
+    mark_ticks(plot, drawn[at].tolist())
     return figure(
         "efficiency",
         "Scaling against ideal",
-        f"Images/s of each {unit}, as a share of that with the fewest {unit}s. "
-        f"{names.counted(most[f'{unit}s'], unit)} reach {most['% of ideal']:.0f}% of ideal.",
+        f"Images/s of each {unit}, as a share of that with the fewest {at}. "
+        f"{names.counted(most[at], unit)} reach {most['% of ideal']:.0f}% of ideal.",
         plot,
-        found[["series", f"{unit}s", "trial", "images/s", "% of ideal"]],
-        {"images/s": 1, "% of ideal": 0},
+        drawn[["series", at, "trial", "images/s", "% of ideal"]],
     )
-
-
-def pareto_rows(rows: Sequence[Row]) -> list[Row]:
-    """The trials that none other beats in both speed and cost, the cheapest first."""
-    costed = [row for row in ran(rows) if gpu_s_per_epoch(row) is not None]
-    workers_O = np.array([row.scale.num_workers for row in costed], dtype=float)
-    time_O = -np.log([row.metrics["images_per_s"] for row in costed])
-    return sorted((costed[index] for index in front_of(workers_O, time_O)), key=lambda row: gpu_s_per_epoch(row) or 0.0)
 
 
 def pareto(rows: Sequence[Row], unit: str, found: Collection[str] = ()) -> Figure | None:
     """Speed against what an epoch costs. `found`: the trials on the front by the search's model where there was one."""
-    keys, cost = axes(rows), f"{unit}-s/epoch"
-    costed = [row for row in ran(rows) if gpu_s_per_epoch(row) is not None]
-    if len(costed) < 2:
+    cost = f"{unit}-s/epoch"
+    columns = {cost: gpu_s_per_epoch, "workers": lambda row: row.scale.num_workers}
+    frame = trial_frame(rows, unit, {"s/epoch": "epoch_s"}, **columns).dropna(subset=cost)
+    if len(frame) < 2:
         return None
-    by_workers = sorted(costed, key=lambda row: row.scale.num_workers)
-    counts = {row.id: names.counted(row.scale.num_workers, unit) for row in by_workers}
-    columns = {cost: gpu_s_per_epoch, "s/epoch": metric_of("epoch_s"), "series": lambda row: counts[row.id]}
-    frame = trial_frame(costed, unit, keys, **columns)
-    order = list(dict.fromkeys(counts.values()))
-    if len(order) > MAX_SERIES:
-        frame["series"], order = "trials", []
-    plot = draw(express.scatter, frame, cost, "images/s", "series", order, tips=("trial", "point", "s/epoch"), zero=False)
-    front = frame[frame["trial"].isin(list(found) or [row.id for row in pareto_rows(rows)])].sort_values(cost)
+    frame = frame.sort_values([cost, "images/s"], ascending=[True, False])
+    counts = {count: names.counted(count, unit) for count in sorted(frame["workers"].unique())}
+    frame["series"] = frame["workers"].map(counts) if len(counts) <= MAX_SERIES else "trials"
+    tips = ("trial", "point", "s/epoch")
+    plot = draw(express.scatter, frame, cost, "images/s", "series", [*counts.values()][:MAX_SERIES], tips=tips, zero=False)
+    is_faster = frame["images/s"] > frame["images/s"].cummax().shift(fill_value=0.0)
+    front = frame[frame["trial"].isin(list(found)) if found else is_faster]
     plot.add_scatter(
         x=front[cost],
         y=front["images/s"],
@@ -198,8 +157,7 @@ def pareto(rows: Sequence[Row], unit: str, found: Collection[str] = ()) -> Figur
     return figure(
         "pareto",
         "Speed against cost",
-        f"Up is faster, left is cheaper. On the front: {summary}." + names.left_out(rows, {row.id for row in costed}, "a cost"),
+        f"Up is faster, left is cheaper. On the front: {summary}." + names.left_out(rows, set(frame["trial"]), "a cost"),
         plot,
         front[["trial", "point", "images/s", cost, "s/epoch"]],
-        {"images/s": 1},
     )

@@ -181,8 +181,8 @@ def report(size: int, folder: Path) -> Figures:
     from service.report.compare import compare
     from service.report.comparison import comparison_lines
     from service.report.page import write_page
-    from service.report.run_records import records_of_run
-    from service.report.terminal_tables import report_of
+    from service.report.records import records_of_run
+    from service.report.terminal import report_of
     from service.runs.run_directory import as_it_stands, reopen
     from tests.service.report.runs import sweep_dir
 

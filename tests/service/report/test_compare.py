@@ -10,7 +10,7 @@ import pytest
 from service.config.experiment import load
 from service.config.space import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
 from service.report.compare import CommonPoint, compare, overall, with_significance
-from service.report.run_records import records_of_run
+from service.report.records import records_of_run
 from tests.service.commands import run
 from tests.service.report.parsed import Parsed
 from tests.service.report.runs import sweep_dir, train_dir

@@ -7,7 +7,7 @@ import pytest
 
 from service.config.space import GLOBAL_BATCH, NUM_WORKERS
 from service.report.figures import PHASE_COLORS, efficiency, pareto, pareto_rows, phases, waits
-from service.report.run_records import Records, axes, records_of_run
+from service.report.records import Records, axes, records_of_run
 from service.report.speed_by_axis import over_axis
 from tests.service.report.runs import shown, sweep_dir
 from trainables.metrics.phases import ALL_PHASES

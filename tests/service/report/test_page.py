@@ -9,8 +9,7 @@ import pytest
 
 from service.config.experiment import load
 from service.report import end_of_run
-from service.report.page import write_page
-from service.report.terminal_tables import report_of
+from service.report.terminal import report_of
 from service.runs.events import event
 from service.runs.result import RunResult
 from service.runs.run_directory import begin_run, reopen
@@ -18,7 +17,7 @@ from service.runs.session import open_session
 from tests.run_log import add, change, result_of, write_log
 from tests.service.commands import run
 from tests.service.report.parsed import Parsed
-from tests.service.report.runs import sweep_dir, train_dir, typed, written
+from tests.service.report.runs import page_text, records_with, sweep_dir, train_dir, typed, written
 from trainables.errors import TrainingError
 from trainables.rundir import RunDir
 
@@ -28,8 +27,7 @@ HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>"
 
 
 def page(run_dir: RunDir) -> Parsed:
-    _, run_dir, result = reopen(run_dir.root)
-    return Parsed(write_page(run_dir, result).read_text())
+    return Parsed(page_text(run_dir))
 
 
 def titles(parsed: Parsed) -> list[str]:
@@ -49,8 +47,7 @@ def test_the_hangs_of_a_trials_repeated_measurements_are_on_the_page_as_in_the_t
     run_dir = sweep_dir(tmp_path / "s", {B: [64]})
     for stage in ("student", "student-2"):
         add(run_dir, event("hang", f"trials/000/{stage}", message="rank 1 hangs in backward"))
-    _, run_dir, result = reopen(run_dir.root)
-    lines = [part for part in report_of(result, run_dir) if " hung at " in str(part)]
+    lines = [part for part in report_of(records_with(run_dir)) if " hung at " in str(part)]
     assert [line.split()[0] for line in lines] == ["trials/000/student", "trials/000/student-2"]
     text = page(run_dir).text
     assert all(line in text for line in lines)
@@ -84,7 +81,7 @@ def test_nine_trials_have_every_figure_of_a_sweep_with_accuracies(tmp_path: Path
 def test_the_winner_is_in_color_in_the_figures_over_time(tmp_path: Path) -> None:
     run_dir = sweep_dir(tmp_path / "s", {W: [1, 2, 4], B: [64, 128, 256, 512]}, epochs=4)
     least_accurate = min(written(run_dir)["trials"], key=lambda row: float(row["metrics"]["top1_pct"]))
-    parsed = Parsed(write_page(run_dir, typed({**written(run_dir), "chosen": least_accurate["id"]})).read_text())
+    parsed = Parsed(page_text(run_dir, typed({**written(run_dir), "chosen": least_accurate["id"]})))
     for name in ("accuracy", "drift"):
         (figure,) = [figure for figure in parsed.figures if figure["id"] == name]
         in_color = [trace["name"] for trace in figure["traces"] if trace.get("showlegend", True)]
@@ -96,7 +93,7 @@ def test_a_timing_sweeps_wall_time_is_shown_of_its_fastest_trials(tmp_path: Path
     result = written(run_dir)
     for row in result["trials"]:
         row["metrics"] |= {"wall_s": 20.0, "train_s": 18.0, "eval_s": 0.0, "checkpoint_s": 0.0, "other_s": 2.0}
-    (wall,) = [each for each in Parsed(write_page(run_dir, typed(result)).read_text()).figures if each["id"] == "wall"]
+    (wall,) = [each for each in Parsed(page_text(run_dir, typed(result))).figures if each["id"] == "wall"]
     fastest = sorted(result["trials"], key=lambda row: -row["metrics"]["images_per_s"])
     shown = wall["traces"][0]["y"]
     assert shown == [f"trial {row['id']}" for row in fastest[: len(shown)]]
@@ -149,7 +146,7 @@ def test_a_run_that_has_not_begun_is_a_page(tmp_path: Path) -> None:
     run_dir = train_dir(tmp_path / "t", status="running")
     result = written(run_dir)
     write_log(run_dir, result)
-    parsed = Parsed(write_page(run_dir, typed({**result, "stages": []})).read_text())
+    parsed = Parsed(page_text(run_dir, typed({**result, "stages": []})))
     assert "No stage is complete yet." in parsed.text
 
 
@@ -173,7 +170,7 @@ def test_text_from_outside_is_shown_and_not_run(tmp_path: Path) -> None:
     for row in result["trials"]:
         row["id"] = row["params"]["student.model"] = f"{HOSTILE}{row['id']}</script>"
     result |= {"name": HOSTILE, "reason": HOSTILE, "chosen": result["trials"][0]["id"]}
-    text = write_page(run_dir, typed(result)).read_text()
+    text = page_text(run_dir, typed(result))
     parsed = Parsed(text)
     assert HOSTILE in parsed.text
     assert parsed.all("img") == []
@@ -236,7 +233,7 @@ def test_a_training_to_the_target_is_no_point_and_leaves_its_probes_speed_in_the
     probe = result["trials"][1]
     trained = {**probe, "id": "001-trained", "speed_trial": "001", "metrics": {**probe["metrics"], "images_per_s": 1.0}}
     result |= {"trials": [*result["trials"], trained]}
-    parsed = Parsed(write_page(run_dir, typed(result)).read_text())
+    parsed = Parsed(page_text(run_dir, typed(result)))
     assert "4 of 4 points were tried" in parsed.text
     figure = next(figure for figure in parsed.figures if figure["id"] == "speed-0")
     assert 1.0 not in [speed for trace in figure["traces"] for speed in trace["y"]]
@@ -248,7 +245,7 @@ def test_a_trial_that_a_resumed_sweep_has_recalled_may_say_auto(tmp_path: Path) 
     result = written(run_dir)
     for row in result["trials"][:3]:
         row["scale"][L] = "auto"
-    parsed = Parsed(write_page(run_dir, typed(result)).read_text())
+    parsed = Parsed(page_text(run_dir, typed(result)))
     assert "auto loader workers" in parsed.text
 
 

@@ -8,7 +8,7 @@ import pytest
 from service.config.space import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
 from service.report.charts import Figure
 from service.report.model_curve import curve, model_of
-from service.report.run_records import Records, records_of_run
+from service.report.records import Records, records_of_run
 from service.report.speed_by_axis import over_axis
 from tests.service.report.runs import shown, sweep_dir
 

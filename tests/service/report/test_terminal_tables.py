@@ -8,11 +8,11 @@ import pytest
 from rich.console import Console
 
 from service.report.labels import number
-from service.report.run_records import rows_of
+from service.report.records import rows_of
 from service.report.table import Table
 from service.report.tables import node_table, phase_table
 from service.report.tables import sweep_table as table_of_rows
-from service.report.terminal_tables import overview, report_of, verdict
+from service.report.terminal import overview, report_of, verdict
 from service.report.under_way import UnderWay
 from service.runs.display import output
 from service.runs.events import event

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from service.report.hardware import hardware
-from service.report.run_records import History, read_history
+from service.report.records import History, read_history
 from service.report.timeline import accuracy, downsampled, drift, losses_figure, recorded
 from service.runs.run_log import read_log
 from tests.run_log import add, numbers

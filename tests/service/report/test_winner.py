@@ -8,7 +8,7 @@ import pytest
 from service.config import strict_yaml
 from service.config.experiment import load
 from service.config.strict_yaml import parse
-from service.report.run_records import Row
+from service.report.records import Row
 from service.report.winner import bound, command, describe_lead, lines, memory_to_spare, why, written
 from service.runs.result import TrialRow
 from service.runs.run_directory import reopen
