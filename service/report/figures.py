@@ -1,7 +1,6 @@
-"""A sweep's figures, as pure functions of its rows: phases, waits, scaling, speed against cost."""
+"""A sweep's figures, as pure functions of its trials: speed over each axis, phases, waits, scaling, speed against cost."""
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -24,86 +23,129 @@ from service.report.charts import (
     mark_ticks,
     reference_line,
 )
-from service.report.records import Row, axes, gpu_s_per_epoch, ran, value
+from service.report.records import Row, axes, gpu_s_per_epoch, ordered, ran, value
 from trainables.metrics.phases import ALL_PHASES
 
 MANY = 40  # trials, above which marks are small
-BY_SPEED = "trial, fastest first"
+MAX_LISTED = 12  # values of an axis above which points are not told apart by it: a distribution, not a list
+OTHERS, BY_SPEED = "other trials", "trial, fastest first"
 YELLOW, BLACK = "#F0E442", "#000000"
 PHASE_COLORS = dict(zip(ALL_PHASES, (VERMILION, YELLOW, SKY, BLUE, GREEN, PURPLE, ORANGE, BLACK, GREY), strict=True))
 
 
-def trial_frame(rows: Sequence[Row], unit: str, metrics: Mapping[str, str], **columns: Any) -> pd.DataFrame:
-    """A row for each trial with a speed, the fastest first: id, point, `columns`, the metrics by their heads (or NaN), speed."""
+def trial_frame(rows: Sequence[Row], unit: str) -> pd.DataFrame:
+    """A row for each trial with a speed, the fastest first, the columns as they are read; the values of axes are text."""
     keys = axes(rows)
     found = [
-        (
-            row.id,
-            names.point(row, unit, keys),
-            *(of(row) for of in columns.values()),
-            *(row.metrics.get(name, np.nan) for name in metrics.values()),
-            row.metrics["images_per_s"],
-        )
+        {
+            "trial": row.id,
+            "point": names.point(row, unit, keys),
+            **{names.axis(key, unit): str(value(row, key)) for key in keys},
+            "num_workers": row.scale.num_workers,
+            "batch": row.scale.global_batch_size,
+            "images/s": row.metrics["images_per_s"],
+            "± images/s": (row.error or np.nan) * row.metrics["images_per_s"],
+            "s/epoch": row.metrics.get("epoch_s", np.nan),
+            f"{unit}-s/epoch": gpu_s_per_epoch(row) or np.nan,
+            "data wait %": row.metrics.get("data_pct", np.nan),
+            **{f"data {part}": row.metrics.get(f"phase/data_{part}_ms", np.nan) for part in ("min", "p95", "max")},
+            **phase_ms(row.metrics),
+        }
         for row in ran(rows)
     ]
-    frame = pd.DataFrame(found, columns=["trial", "point", *columns, *metrics, "images/s"])
-    return frame.sort_values("images/s", ascending=False, kind="stable")
+    return pd.DataFrame(found).sort_values("images/s", ascending=False, kind="stable") if found else pd.DataFrame()
 
 
-def phases(rows: Sequence[Row], unit: str) -> Figure | None:
-    """Where each trial's time goes, per 1,000 images so that batches compare, the fastest first."""
-    metrics = {phase: f"phase/{phase}_ms" for phase in (*ALL_PHASES, "step")}
-    frame = trial_frame(rows, unit, metrics, batch=lambda row: row.scale.global_batch_size).dropna(subset="step")
+def phase_ms(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {f"{phase} ms": metrics.get(f"phase/{phase}_ms", np.nan) for phase in (*ALL_PHASES, "step")}
+
+
+def over_axis(frame: pd.DataFrame, rows: Sequence[Row], best: Row, key: str, unit: str) -> Figure | None:
+    """Speed over one axis: a series for each value of a second axis, all others as the winner has them.
+
+    The rest is in the background. `frame`: that of the rows.
+    """
+    keys, title = axes(rows), names.axis(key, unit)
+    if frame[title].nunique() < 2:
+        return None
+    second = next((other for other in keys if other != key), None)
+    columns = {other: frame[names.axis(other, unit)] for other in keys}
+    fixed = [other for other in keys if other not in (key, second) and columns[other].nunique() <= MAX_LISTED]
+    alike = pd.Series(True, frame.index)
+    for other in fixed:
+        alike &= columns[other] == str(value(best, other))
+    series, values = pd.Series("measured", frame.index), list[str]()
+    if second is not None:
+        # Those around the winner's where there are too many, in an order that gives a value the same color in all figures.
+        values = [str(one) for one in ordered(value(row, second) for row in ran(rows))]
+        first = min(max(0, values.index(str(value(best, second))) - MAX_SERIES // 2), max(0, len(values) - MAX_SERIES))
+        values = values[first : first + MAX_SERIES]
+        series, alike = columns[second].map(lambda one: names.at(second, one, unit)), alike & columns[second].isin(values)
+    drawn = frame.assign(series=series.where(alike, OTHERS), bar=frame["± images/s"].where(alike))
+    numbers = pd.to_numeric(frame[title], errors="coerce")
+    if is_numeric := bool(numbers.notna().all()):
+        drawn = drawn.assign(**{title: numbers}).sort_values(title, kind="stable")
+    order, tips = [names.at(second, one, unit) for one in values if second], ("trial", "point", "± images/s")
+    plot = draw(express.scatter, drawn, title, "images/s", "series", order, {OTHERS: GREY}, tips, error_y="bar")
+    plot.update_traces(mode="lines+markers" if is_numeric else "markers", line_width=1)
+    faint = {"mode": "markers", "marker": {"size": 6, "symbol": "circle-open"}, "opacity": 0.6}
+    plot.update_traces(faint, selector={"name": OTHERS})
+    plot.data = sorted(plot.data, key=lambda trace: trace.name != OTHERS)  # behind the others
+    if is_numeric:
+        mark_ticks(plot, numbers.tolist())
+    caption = "Marks are measured" + (", bars one standard error." if drawn["bar"].notna().any() else ".")
+    if fixed:
+        caption += (
+            f" The series have {', '.join(names.at(other, value(best, other), unit) for other in fixed)}, as the best trial."
+        )
+    heads = [names.axis(other, unit) for other in (key, *(other for other in keys if other != key))]
+    shown = frame[[*heads, "images/s", "± images/s", "trial"]]
+    return figure(f"speed-{keys.index(key)}", f"Speed over {title}", caption, plot, shown)
+
+
+def phases(frame: pd.DataFrame, what: str) -> Figure | None:
+    """Where the time of each trial or stage goes, per 1,000 images so that batches compare.
+
+    `frame`: milliseconds by phase, and the `batch`; `what`: the column that names each of them.
+    """
+    frame = frame.dropna(subset="step ms") if "step ms" in frame else pd.DataFrame()
     if frame.empty:
         return None
-    used = [phase for phase in ALL_PHASES if frame[phase].sum() > 0]
-    long = frame.rename(columns={"trial": BY_SPEED})
-    long = long.melt([BY_SPEED, "point", "images/s", "batch"], used, "phase", "ms/step")
+    used = [f"{phase} ms" for phase in ALL_PHASES if frame[f"{phase} ms"].sum() > 0]
+    long = frame.melt([what, "batch"], used, "phase", "ms/step").assign(phase=lambda long: long["phase"].str.removesuffix(" ms"))
     long["s per 1,000 images"] = long["ms/step"] / long["batch"]
-    tips = ("point", "images/s", "ms/step")
-    plot = draw(express.bar, long, BY_SPEED, "s per 1,000 images", "phase", colors=PHASE_COLORS, tips=tips)
-    numbers = frame[["trial", "point", *used, "step", "images/s"]].rename(
-        columns={name: f"{name} ms" for name in (*used, "step")}
-    )
-    return figure(
-        "phases",
-        "Where a step's time goes",
-        "Seconds for 1,000 images, stacked by phase; lower is faster." + names.left_out(rows, set(frame["trial"]), "phase times"),
-        plot.update_layout(bargap=0 if len(frame) > MANY else 0.2),
-        numbers,
-    )
+    plot = draw(express.bar, long, what, "s per 1,000 images", "phase", colors=PHASE_COLORS, tips=["ms/step"])
+    plot.update_layout(bargap=0 if len(frame) > MANY else 0.2)
+    read_as = "Seconds for 1,000 images, stacked by phase; lower is faster."
+    return figure("phases", "Where a step's time goes", read_as, plot, frame[[what, *used, "step ms"]])
 
 
-def waits(rows: Sequence[Row], unit: str) -> Figure | None:
+def waits(frame: pd.DataFrame) -> Figure | None:
     """How long steps of each trial wait for data: the mean, and the shortest and the longest wait of any step."""
-    metrics = {
-        head: f"phase/data{part}_ms" for head, part in {"mean ms": "", "min": "_min", "p95": "_p95", "max": "_max"}.items()
-    }
-    frame = trial_frame(rows, unit, metrics | {"data wait %": "data_pct"}).dropna(subset="max")
+    frame = frame.dropna(subset="data max") if len(frame) else frame
     if frame.empty:
         return None
-    drawn = frame.assign(up=frame["max"] - frame["mean ms"], down=frame["mean ms"] - frame["min"], series="mean, min to max")
-    drawn, tips = drawn.rename(columns={"trial": BY_SPEED}), ("point", "images/s", "min", "p95", "max")
-    few = len(frame) <= MANY
-    plot = draw(express.scatter, drawn, BY_SPEED, "mean ms", "series", tips=tips, error_y="up", error_y_minus="down")
+    mean, few = frame["data ms"], len(frame) <= MANY
+    drawn = frame.assign(up=frame["data max"] - mean, down=mean - frame["data min"], series="mean, min to max")
+    drawn, tips = drawn.rename(columns={"trial": BY_SPEED}), ("point", "images/s", "data min", "data p95", "data max")
+    plot = draw(express.scatter, drawn, BY_SPEED, "data ms", "series", tips=tips, error_y="up", error_y_minus="down")
     plot.update_traces(error_y={"color": GREY, "width": 3 if few else 0}, marker_size=9 if few else 4)
     mark = {"color": VERMILION, "symbol": "line-ew-open", "size": 12 if few else 5}
-    plot.add_scatter(x=plot.data[0].x, y=frame["p95"], mode="markers", name="95% of steps wait less", marker=mark)
+    plot.add_scatter(x=plot.data[0].x, y=frame["data p95"], mode="markers", name="95% of steps wait less", marker=mark)
     return figure(
         "waits",
         "Data wait, min to max",
         f"Milliseconds that a step waits for images: a long bar is a loader that stalls now and then. "
-        f"The longest wait was {names.short(frame['max'].max())} ms." + names.left_out(rows, set(frame["trial"]), "waits"),
+        f"The longest wait was {names.short(frame['data max'].max())} ms.",
         plot.update_yaxes(title_text="ms"),
-        frame,
+        frame[["trial", "point", "data ms", "data min", "data p95", "data max", "data wait %", "images/s"]],
     )
 
 
-def efficiency(rows: Sequence[Row], best: Row, unit: str) -> Figure | None:
+def efficiency(frame: pd.DataFrame, best: Row, unit: str) -> Figure | None:
     """Speed per worker as a share of that with the fewest workers: 100% is ideal scaling."""
     at, batch, workers = f"{unit}s", value(best, GLOBAL_BATCH), value(best, NUM_WORKERS)
-    columns = {at: lambda row: value(row, NUM_WORKERS), "batch": lambda row: value(row, GLOBAL_BATCH)}
-    frame = trial_frame(rows, unit, {}, **columns)
+    frame = frame.assign(**{at: frame["num_workers"]})
     groups = {
         f"the best at each number of {at}": frame[at] > 0,
         f"at global batch {batch}": frame["batch"] == batch,
@@ -130,16 +172,14 @@ def efficiency(rows: Sequence[Row], best: Row, unit: str) -> Figure | None:
     )
 
 
-def pareto(rows: Sequence[Row], unit: str, found: Collection[str] = ()) -> Figure | None:
+def pareto(frame: pd.DataFrame, unit: str, found: Collection[str] = ()) -> Figure | None:
     """Speed against what an epoch costs. `found`: the trials on the front by the search's model where there was one."""
     cost = f"{unit}-s/epoch"
-    columns = {cost: gpu_s_per_epoch, "workers": lambda row: row.scale.num_workers}
-    frame = trial_frame(rows, unit, {"s/epoch": "epoch_s"}, **columns).dropna(subset=cost)
+    frame = frame.dropna(subset=cost).sort_values([cost, "images/s"], ascending=[True, False]) if len(frame) else frame
     if len(frame) < 2:
         return None
-    frame = frame.sort_values([cost, "images/s"], ascending=[True, False])
-    counts = {count: names.counted(count, unit) for count in sorted(frame["workers"].unique())}
-    frame["series"] = frame["workers"].map(counts) if len(counts) <= MAX_SERIES else "trials"
+    counts = {count: names.counted(count, unit) for count in sorted(frame["num_workers"].unique())}
+    frame["series"] = frame["num_workers"].map(counts) if len(counts) <= MAX_SERIES else "trials"
     tips = ("trial", "point", "s/epoch")
     plot = draw(express.scatter, frame, cost, "images/s", "series", [*counts.values()][:MAX_SERIES], tips=tips, zero=False)
     is_faster = frame["images/s"] > frame["images/s"].cummax().shift(fill_value=0.0)
@@ -153,11 +193,5 @@ def pareto(rows: Sequence[Row], unit: str, found: Collection[str] = ()) -> Figur
         marker={"size": 16, "symbol": "circle-open"},
         hoverinfo="skip",
     )
-    summary = "; ".join(front["point"][:4]) + (" …" if len(front) > 4 else "")
-    return figure(
-        "pareto",
-        "Speed against cost",
-        f"Up is faster, left is cheaper. On the front: {summary}." + names.left_out(rows, set(frame["trial"]), "a cost"),
-        plot,
-        front[["trial", "point", "images/s", cost, "s/epoch"]],
-    )
+    caption = f"Up is faster, left is cheaper. On the front: {'; '.join(front['point'][:4])}{' …' if len(front) > 4 else ''}."
+    return figure("pareto", "Speed against cost", caption, plot, front[["trial", "point", "images/s", cost, "s/epoch"]])

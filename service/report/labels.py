@@ -2,11 +2,11 @@
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from service.config.space import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS, SCALE_AXES
-from service.report.records import Row, ended, ran, value
+from service.report.records import Row, value
 from trainables.metrics.phases import ALL_PHASES
 
 AXES = {GLOBAL_BATCH: "global batch", LOADER_WORKERS: "loader workers"}
@@ -47,9 +47,11 @@ METRICS = {
     "peak_memory_mib": MetricLabel("MiB peak memory", 0),
     "steps": MetricLabel("steps", 0),
 }
-DIGITS = {label.head: label.digits for label in METRICS.values()} | {
-    **dict.fromkeys(["± images/s", "lowest mean", "mean", "highest mean", "peak"], 1),
-    "% of ideal": 0, "training": 4, "validation": 4, "B ÷ A": 3, "p (Holm)": 3,
+DIGITS = {f"{side}{label.head}": label.digits for side in ("", "A ", "B ") for label in METRICS.values()} | {
+    **dict.fromkeys(("± images/s", "lowest mean", "mean", "highest mean", "peak"), 1),
+    **dict.fromkeys(("training", "validation"), 4),
+    **dict.fromkeys(("B ÷ A", "±"), 3),
+    "% of ideal": 0,
 }
 """Of a column of numbers by its head; of others 2."""
 
@@ -90,7 +92,7 @@ def axis(key: str, unit: str) -> str:
 
 def counted(count: Any, unit: str) -> str:
     """1 GPU, 2 GPUs."""
-    return f"{count} {unit}" + ("s" if count != 1 else "")
+    return f"{count} {unit}" + ("s" if str(count) != "1" else "")
 
 
 def at(key: str, value: Any, unit: str) -> str:
@@ -123,19 +125,6 @@ def statuses(rows: Sequence[Row]) -> list[str]:
     """How many of the trials have ended in which way, what could never run last."""
     found = sorted({row.status for row in rows}, key=lambda status: (status == "infeasible", status))
     return [f"{sum(row.status == status for row in rows)} {status}" for status in found]
-
-
-def left_out(rows: Sequence[Row], shown: Collection[str], missing: str) -> str:
-    """The end of a figure's caption: which of the trials that have ended are not in it, and why.
-
-    `shown`: their ids; `missing`: what a trial that has a speed lacks where it is not in the figure.
-    """
-    speeds = {row.id for row in ran(rows)}
-    left = [row for row in ended(rows) if row.id not in shown]
-    parts = statuses([row for row in left if row.id not in speeds])
-    if without := sum(row.id in speeds for row in left):
-        parts.append(f"{without} without {missing}")
-    return f" Not shown: {', '.join(parts)} of {counted(len(ended(rows)), 'trial')}." if parts else ""
 
 
 def natural(text: str) -> list[int]:

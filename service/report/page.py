@@ -6,13 +6,15 @@ from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
 
+import pandas as pd
+
+from service.config.space import GLOBAL_BATCH
 from service.report import document, figures, seeds, tables, timeline, winner
 from service.report import labels as names
 from service.report import wall_time as wall
 from service.report.charts import MAX_SERIES, Figure
 from service.report.document import Page
 from service.report.records import Records, Row, axes, ended, hang_lines, ran, teacher_lines
-from service.report.speed_by_axis import model_of, over_axis
 from service.runs.outcome import Outcome
 from service.runs.result import StageRow
 from service.search.rows import probes
@@ -50,10 +52,7 @@ def sweep_page(records: Records) -> Page:
     """What won and why, the table, speed over each axis, and all else that was measured."""
     result, rows, best, unit = records.result, records.rows, records.best, records.result.unit
     points, front = probes(rows), result.search.front if result.search else ()  # a training to a target is no point of its own
-    over_axes: list[Figure | None] = []
-    if best is not None:
-        model = model_of(result, points)
-        over_axes = [over_axis(points, best, key, model, unit) for key in axes(points)]
+    frame = figures.trial_frame(points, unit)
     page = Page(
         "sweep",
         result.name,
@@ -64,9 +63,12 @@ def sweep_page(records: Records) -> Page:
             f"{unit[0].upper()}{unit[1:]}s × batch × loader workers": [tables.heat_table(records), tables.page_trials(records)],
             "Trials without a result": [tables.bad_trials(records)],
             "Over seeds": [seeds.seed_table(result), seeds.seeds_figure(result)],
-            "Speed over each axis": over_axes,
-            "Where the time goes": [figures.phases(rows, unit), figures.waits(rows, unit)],
-            "Scaling and cost": [figures.efficiency(points, best, unit) if best else None, figures.pareto(points, unit, front)],
+            "Speed over each axis": [figures.over_axis(frame, points, best, key, unit) for key in axes(points) if best],
+            "Where the time goes": [
+                figures.phases(frame.rename(columns={"trial": figures.BY_SPEED}), figures.BY_SPEED),
+                figures.waits(frame),
+            ],
+            "Scaling and cost": [figures.efficiency(frame, best, unit) if best else None, figures.pareto(frame, unit, front)],
             "Over time": over_time(records),
         },
     )
@@ -102,14 +104,20 @@ def run_page(records: Records) -> Page:
             "Learning": [timeline.losses(histories), timeline.accuracy(histories, labels)],
             "Where the time goes": [
                 wall.of_run(result),
-                wall.stage_phases(result.stages),
-                timeline.waits_over_time(histories),
-                timeline.speeds(histories),
-                timeline.drift(histories, labels),
+                figures.phases(stage_frame(records), "stage"),
+                *timeline.over_steps(histories),
+                *(tables.phase_table(stage.metrics, f"A step of the {stage.stage}") for stage in result.stages),
             ],
             "Hardware": timeline.hardware(histories),
         },
         facts_of(student.metrics) if student else {},
+    )
+
+
+def stage_frame(records: Records) -> pd.DataFrame:
+    batch = records.experiment[GLOBAL_BATCH]
+    return pd.DataFrame(
+        [{"stage": stage.stage, "batch": batch, **figures.phase_ms(stage.metrics)} for stage in records.result.stages]
     )
 
 
@@ -154,11 +162,9 @@ def over_time(records: Records) -> list[Figure | None]:
     def rank(row: Row) -> tuple[bool, float, float]:
         return best is None or row.id != best.id, -row.metrics.get("top1_pct", 0.0), -row.metrics["images_per_s"]
 
-    chosen = sorted(ran(rows), key=rank)[:MAX_SERIES]
-    labels = [f"trial {row.id}" for row in chosen]
+    trials = {f"trial {row.id}": row for row in sorted(ran(rows), key=rank)[:MAX_SERIES]}
     return [
-        timeline.accuracy(histories, labels, rows),
-        timeline.drift(histories, labels, rows),
-        wall.of_trials(chosen, rows),
+        timeline.accuracy(histories, list(trials)),
+        wall.wall_time(trials),
         *timeline.hardware(histories),
     ]

@@ -177,7 +177,7 @@ def phase_table(metrics: Mapping[str, float], title: str) -> Table | None:
         for phase, share in shares.items()
     ]
     heads = ["phase", *columns, "share %"]
-    return Table(title, heads, rows, left=["phase"], optional=("min", "p50", "p95", "max")) if rows else None
+    return Table(title, heads, rows, left=["phase"], optional=("min", "p50", "p95", "max"), folded=True) if rows else None
 
 
 HARDWARE = {

@@ -8,17 +8,28 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from plotly import express
-from plotly.graph_objects import Figure as Plot
 
 from service.report import labels as names
 from service.report.charts import GREY, MAX_SERIES, PALETTE, Figure, add_band, draw, escaped, figure
-from service.report.records import Histories, Row
+from service.report.records import Histories
 from trainables.rundir import final_names
 
 MAX_POINTS = 400  # of one line: more are not seen
 MAX_FAINT = 60
-MIN_EPOCHS = 3
 ACCURACIES = {"val/top1_pct": ("Accuracy", "top-1 %"), "val/cka": ("Agreement with the teacher", "CKA")}
+STEPS = (
+    (
+        *("waits", "Data wait, min to max", "ms/step"),
+        "Milliseconds that a step of rank 0 waits for images: the mean, and the span between log lines.",
+        *("train/phase/data_ms", "train/phase/data_min_ms", "train/phase/data_max_ms"),
+    ),
+    (
+        *("speed", "Speed over time", "images/s"),
+        "Images trained on per second between log lines, over all workers.",
+        "train/images_per_s",
+    ),
+)
+"""Figure, title, unit, how to read it, metric, and the metrics of its lower and upper end."""
 HARDWARE = (
     ("utilization", "GPU utilization", r"gpu\d+/util", "pct", "%", True),
     ("temperature", "GPU temperature", r"gpu\d+/temperature", "c", "°C", False),
@@ -56,80 +67,30 @@ def clock(longest_s: float) -> tuple[str, float]:
     return ("s", 1.0) if longest_s < 180 else ("min", 60.0) if longest_s < 10_800 else ("h", 3600.0)
 
 
-def highlighted(
-    frame: pd.DataFrame, chosen: Sequence[str], x: str, y: str, rows: Sequence[Row], missing: str
-) -> tuple[Plot, str]:
-    """A line for each stage, those `chosen` in color and others in the background, with words for the figure's caption.
-
-    The n-th that was chosen has the n-th color, whether others are in this figure or not. `rows`, `missing`: as in `left_out`.
-    """
-    chosen = chosen[:MAX_SERIES]
-    rest = [label for label in dict.fromkeys(frame["what"]) if label not in chosen]
-    plot = draw(express.line, frame[frame["what"].isin([*chosen, *rest[:MAX_FAINT]])], x, y, "what", chosen, zero=False)
-    in_color = {escaped(label) for label in chosen}
-    for trace in plot.data:
-        if trace.name not in in_color:
-            trace.update(mode="lines", opacity=0.5, showlegend=False, line={"color": GREY, "width": 1, "dash": "solid"})
-    plot.data = sorted(plot.data, key=lambda trace: trace.name in in_color)  # faint ones behind the others
-    caption = f" In color: the best and the most accurate; {len(rest[:MAX_FAINT])} others faint" if rest else ""
-    caption += f", {len(rest) - MAX_FAINT} more in the numbers alone" if len(rest) > MAX_FAINT else ""
-    shown = {str(label).removeprefix("trial ") for label in frame["what"]}
-    return plot, (f"{caption}." if caption else "") + names.left_out(rows, shown, missing)
-
-
-def by_rank(frame: pd.DataFrame, chosen: Sequence[str]) -> pd.DataFrame:
-    """The rows of those `chosen` in their order, then the others."""
-    ranks = {label: rank for rank, label in enumerate(chosen)}
-    return frame.sort_values("what", key=lambda labels: labels.map(ranks).fillna(len(ranks)), kind="stable")
-
-
-def accuracy(histories: Histories, chosen: Sequence[str], rows: Sequence[Row] = ()) -> Figure | None:
+def accuracy(histories: Histories, chosen: Sequence[str]) -> Figure | None:
     """Validation accuracy against wall time, or without any the agreement with the teacher.
 
-    Those `chosen` by their label are in color, others in the background. `rows`: all trials of a sweep.
+    Those `chosen` by their label are in color, the n-th in the n-th one, others in the background.
     """
-    frames = {metric: by_rank(recorded(histories, "epoch", metric), chosen) for metric in ACCURACIES}
+    frames = {metric: recorded(histories, "epoch", metric) for metric in ACCURACIES}
     metric = next((metric for metric, frame in frames.items() if len(frame)), "")
     if not metric:
         return None
     found, (title, text) = frames[metric], ACCURACIES[metric]
     unit, factor = clock(found["at_s"].max())
     found = found.rename(columns={metric: text}).assign(**{unit: found["at_s"] / factor})
-    plot, caption = highlighted(found, chosen, unit, text, rows, "an evaluated epoch")
-    plot.update_xaxes(rangemode="tozero")
+    rest = [label for label in found["what"].unique() if label not in chosen]
+    drawn, faint = found[found["what"].isin([*chosen, *rest[:MAX_FAINT]])], {escaped(label) for label in rest}
+    plot = draw(express.line, drawn, unit, text, "what", chosen, tips=["epoch"], zero=False).update_xaxes(rangemode="tozero")
+    for trace in plot.data:
+        if trace.name in faint:
+            trace.update(mode="lines", opacity=0.5, showlegend=False, line={"color": GREY, "width": 1, "dash": "solid"})
+    plot.data = sorted(plot.data, key=lambda trace: trace.name not in faint)  # faint ones behind the others
+    caption = f"Validation {text.removesuffix(' %')} at each epoch's end, by the time since the stage began."
+    caption += f" In color: the best and the most accurate, of {len(chosen) + len(rest)}." if rest else ""
     parts: Any = {"epochs": ("epoch", "last"), f"best {text}": (text, "max"), f"last {text}": (text, "last")}
     numbers = found.groupby("what", sort=False).agg(**parts, **{f"time {unit}": (unit, "last")}).reset_index()
-    return figure(
-        "accuracy",
-        f"{title} against wall time",
-        f"Validation {text.removesuffix(' %')} at each epoch's end, by the time since the stage began.{caption}",
-        plot,
-        numbers.assign(epochs=numbers["epochs"].map("{:g}".format)),
-    )
-
-
-def drift(histories: Histories, chosen: Sequence[str], rows: Sequence[Row] = ()) -> Figure | None:
-    """Whether epochs grow longer, as they do where a GPU gets hot. `chosen`, `rows`: as in `accuracy`."""
-    found = by_rank(recorded(histories, "epoch", "epoch/train_s").rename(columns={"epoch/train_s": "s"}), chosen)
-    found = found[found.groupby("what")["s"].transform("size") >= MIN_EPOCHS]
-    if found.empty:
-        return None
-    plot, caption = highlighted(found, chosen, "epoch", "s", rows, f"{MIN_EPOCHS} whole epochs")
-    each = found.groupby("what", sort=False)["s"]
-    # The first epoch has the warm-up in it.
-    numbers = pd.DataFrame({"first s": each.first(), "second s": each.nth(1).to_numpy(), "last s": each.last()})
-    numbers["second to last"] = (numbers["last s"] / numbers["second s"] - 1).map("{:+.1%}".format)
-    words = [
-        f"{label} {names.short(one['second s'])} → {names.short(one['last s'])} s ({one['second to last']})"
-        for label, one in numbers.iloc[:3].iterrows()
-    ]
-    return figure(
-        "drift",
-        "Steps of each epoch",
-        f"Seconds of training, without evaluation and checkpoints. From the second to the last: {'; '.join(words)}.{caption}",
-        plot,
-        numbers.reset_index(),
-    )
+    return figure("accuracy", f"{title} against wall time", caption, plot, numbers)
 
 
 def losses(histories: Histories) -> Figure | None:
@@ -151,34 +112,23 @@ def losses(histories: Histories) -> Figure | None:
         "Loss",
         "Lines are the training loss at its log lines, marks the validation loss at each epoch's end.",
         plot,
-        numbers.assign(epoch=numbers["epoch"].map("{:g}".format))[["what", "epoch", "training", "validation"]],
+        numbers[["what", "epoch", "training", "validation"]],
     )
 
 
-def speeds(histories: Histories) -> Figure | None:
-    caption = "Images trained on per second between log lines, over all workers."
-    return over_steps(histories, "speed", "Speed over time", "images/s", caption, "train/images_per_s")
-
-
-def waits_over_time(histories: Histories) -> Figure | None:
-    """How long a step waits for data, with the shortest and the longest wait between log lines."""
-    caption = "Milliseconds that a step of rank 0 waits for images: the mean, and the span between log lines."
-    parts = [f"train/phase/data{part}_ms" for part in ("", "_min", "_max")]
-    return over_steps(histories, "waits", "Data wait, min to max", "ms/step", caption, *parts)
-
-
-def over_steps(histories: Histories, id: str, title: str, unit: str, caption: str, metric: str, *span: str) -> Figure | None:
-    """A metric at the log lines; `span`: those of its lower and upper end."""
-    found = downsampled(recorded(histories, "step", metric)).rename(columns={metric: unit})
-    if found.empty:
-        return None
-    labels = list(histories)
-    plot = draw(express.line, found, "epoch", unit, "what", labels, markers=False)
-    for label, part in downsampled(recorded(histories, "step", *span)).groupby("what") if span else ():
-        color = PALETTE[labels.index(str(label)) % MAX_SERIES]
-        add_band(plot, color, part, ["epoch", *span], str(label))
-    numbers = found.groupby("what", sort=False)[unit].agg(["min", "median", "max", "last"])
-    return figure(id, title, caption, plot, numbers.reset_index())
+def over_steps(histories: Histories) -> list[Figure]:
+    """Each metric of `STEPS` at the log lines, with the band of its span."""
+    found, labels = list[Figure](), list(histories)
+    for id, title, unit, caption, metric, *span in STEPS:
+        lines = downsampled(recorded(histories, "step", metric)).rename(columns={metric: unit})
+        if lines.empty:
+            continue
+        plot = draw(express.line, lines, "epoch", unit, "what", labels, markers=False)
+        for label, part in downsampled(recorded(histories, "step", *span)).groupby("what") if span else ():
+            add_band(plot, PALETTE[labels.index(str(label)) % MAX_SERIES], part, ["epoch", *span], str(label))
+        numbers = lines.groupby("what", sort=False)[unit].agg(["min", "median", "max", "last"]).reset_index()
+        found.append(figure(id, title, caption, plot, numbers))
+    return found
 
 
 def hardware(histories: Histories) -> list[Figure]:
@@ -202,20 +152,13 @@ def hardware(histories: Histories) -> list[Figure]:
             continue
         series = {name: name.rpartition("/")[0] for name in measured}
         long = wide.rename(columns=series).melt([when, "what"], list(series.values()), "where", of).dropna(subset=of)
-        caption = "Means of each epoch or trial"
-        if len(series) > MAX_SERIES:
-            each = long.groupby(when)[of].agg(["min", "mean", "max"]).reset_index()
-            each = each.rename(columns={"mean": of}).assign(where=f"mean of {len(series)}")
-            plot = draw(express.line, each, when, of, "where", markers=False, zero=zero)
-            add_band(plot, PALETTE[0], each, [when, "min", "max"])
-            caption += ", with the band from the lowest to the highest"
-        else:
-            plot = draw(express.line, long, when, of, "where", tips=["what"], zero=zero)
-            plot.update_traces(marker_size=6, line_width=1.5)
+        many = len(series) > MAX_SERIES
+        plot = draw(express.line, long, when, of, "where", tips=["what"], markers=not many, zero=zero)
+        plot.update_traces(marker_size=6, line_width=1.5, showlegend=not many)
         means: Any = {"lowest mean": "min", "mean": "mean", "highest mean": "max"}
         numbers = long.groupby("where", sort=False)[of].agg(**means).reset_index()
         peaks = (name.removesuffix(ending) + f"max_{ending}" for name in measured)
         numbers["peak"] = [wide[name].max() if name in wide else math.nan for name in peaks]
-        caption += f". From {long[of].min():,.0f} to {long[of].max():,.0f} {of}."
+        caption = f"Means of each epoch or trial. From {long[of].min():,.0f} to {long[of].max():,.0f} {of}."
         found.append(figure(id, f"{title} over time", caption, plot, numbers, height=300))
     return found
