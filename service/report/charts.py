@@ -16,12 +16,14 @@ from plotly.graph_objects import Figure as Plot
 
 from service.report.labels import DIGITS, number
 from service.report.table import Table
+from trainables.metrics.phases import ALL_PHASES
 
 BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY, GREY = "#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#8A8F98"
 PALETTE = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY)
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star")
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 MAX_SERIES = len(PALETTE)
+PHASE_COLORS = dict(zip(ALL_PHASES, (VERMILION, "#F0E442", SKY, BLUE, GREEN, PURPLE, ORANGE, "#000000", GREY), strict=True))
 
 
 @dataclass(frozen=True)
@@ -34,11 +36,6 @@ class Figure:
     plot: Plot
     numbers: Table
     height: int
-
-    @property
-    def alternative(self) -> str:
-        """In place of the picture."""
-        return f"{self.title}. {self.caption} The numbers are in the table below the figure."
 
 
 def figure(id: str, title: str, caption: str, plot: Plot, frame: pd.DataFrame, height: int = 380) -> Figure:

@@ -8,29 +8,13 @@ from plotly import express
 
 from service.config.space import GLOBAL_BATCH, NUM_WORKERS
 from service.report import labels as names
-from service.report.charts import (
-    BLUE,
-    GREEN,
-    GREY,
-    MAX_SERIES,
-    ORANGE,
-    PURPLE,
-    SKY,
-    VERMILION,
-    Figure,
-    draw,
-    figure,
-    mark_ticks,
-    reference_line,
-)
+from service.report.charts import GREY, MAX_SERIES, PHASE_COLORS, VERMILION, Figure, draw, figure, mark_ticks, reference_line
 from service.report.records import Row, axes, gpu_s_per_epoch, ordered, ran, value
 from trainables.metrics.phases import ALL_PHASES
 
 MANY = 40  # trials, above which marks are small
 MAX_LISTED = 12  # values of an axis above which points are not told apart by it: a distribution, not a list
 OTHERS, BY_SPEED = "other trials", "trial, fastest first"
-YELLOW, BLACK = "#F0E442", "#000000"
-PHASE_COLORS = dict(zip(ALL_PHASES, (VERMILION, YELLOW, SKY, BLUE, GREEN, PURPLE, ORANGE, BLACK, GREY), strict=True))
 
 
 def trial_frame(rows: Sequence[Row], unit: str) -> pd.DataFrame:

@@ -14,6 +14,7 @@ from service.report import labels as names
 from service.report import wall_time as wall
 from service.report.charts import MAX_SERIES, Figure
 from service.report.document import Page
+from service.report.figures import BY_SPEED
 from service.report.records import Records, Row, axes, ended, hang_lines, ran, teacher_lines
 from service.runs.outcome import Outcome
 from service.runs.result import StageRow
@@ -53,36 +54,24 @@ def sweep_page(records: Records) -> Page:
     result, rows, best, unit = records.result, records.rows, records.best, records.result.unit
     points, front = probes(rows), result.search.front if result.search else ()  # a training to a target is no point of its own
     frame = figures.trial_frame(points, unit)
-    page = Page(
+    precision = precision_note(best) if best else []
+    return Page(
         "sweep",
         result.name,
         result.status,
-        ["No trial is complete: nothing to compare yet.", f"{len(ended(points))} of {len(points)} trials have ended."],
-        winner.without_result(rows),
+        [*winner.lead(result, rows), *seeds.seeds_sentence(result)],
+        [*precision, *winner.notes(result, rows)],
         {
             f"{unit[0].upper()}{unit[1:]}s × batch × loader workers": [tables.heat_table(records), tables.page_trials(records)],
             "Trials without a result": [tables.bad_trials(records)],
             "Over seeds": [seeds.seed_table(result), seeds.seeds_figure(result)],
             "Speed over each axis": [figures.over_axis(frame, points, best, key, unit) for key in axes(points) if best],
-            "Where the time goes": [
-                figures.phases(frame.rename(columns={"trial": figures.BY_SPEED}), figures.BY_SPEED),
-                figures.waits(frame),
-            ],
+            "Where the time goes": [figures.phases(frame.rename(columns={"trial": BY_SPEED}), BY_SPEED), figures.waits(frame)],
             "Scaling and cost": [figures.efficiency(frame, best, unit) if best else None, figures.pareto(frame, unit, front)],
             "Over time": over_time(records),
         },
-    )
-    if best is None:
-        return page
-    metric, mode = winner.ranking_metric(result)
-    shares = names.shares_text(best.metrics)
-    reason = winner.why(rows, best, metric, mode, unit) + (f" Its step: {shares}." if shares else "")
-    return replace(
-        page,
-        lead=[f"{winner.won(best, unit, axes(rows), metric)} (trial {best.id})", reason, *seeds.seeds_sentence(result)],
-        notes=[*precision_note(best), *page.notes, *winner.bound(result), *winner.doubts(result)],
-        facts=facts_of(best.metrics),
-        command=winner.command(records.run_dir, records.log, best),
+        facts_of(best.metrics) if best else {},
+        winner.command(records.run_dir, records.log, best) if best else "",
     )
 
 

@@ -8,20 +8,11 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from service.report.records import (
-    UNFINISHED,
-    Records,
-    hang_lines,
-    records_of_run,
-    rows_of,
-    running_stage_lines,
-    teacher_lines,
-)
+from service.report.records import UNFINISHED, Records, hang_lines, records_of_run, rows_of, running_stage_lines, teacher_lines
 from service.report.seeds import seed_table, seeds_sentence
 from service.report.table import Table
 from service.report.tables import node_table, phase_table, stage_table, sweep_table
-from service.report.winner import command
-from service.report.winner import lines as sentences
+from service.report.winner import command, lead, notes
 from service.runs.result import RunResult
 from service.runs.stored.stored_runs import display_name
 from service.search.rows import probes
@@ -50,30 +41,30 @@ def report_of(records: Records) -> list[RenderableType]:
 
 def overview(records: Records, only: Collection[str] | None = None) -> list[RenderableType]:
     """How a run stands. `only`: as in `sweep_table`."""
-    result = records.result
-    head = f"{result.kind} {result.name} in {display_name(records.run_dir.root)}: {result.status} {result.reason or ''}"
-    return [head.rstrip(), *summary(result, only)]
+    result, root = records.result, display_name(records.run_dir.root)
+    return [f"{result.kind} {result.name} in {root}: {result.status} {result.reason or ''}".rstrip(), *summary(result, only)]
 
 
 def summary(result: RunResult, only: Collection[str] | None = None) -> list[RenderableType]:
     """A sweep's trials, its points over several seeds and what they say, or a run's stages; teachers and notices."""
-    lines = [*teacher_lines(result), *(f"note: {line}" for line in result.notes)]
-    if result.trials is None:
-        return [*([stage_table(result.name, result.stages)] if result.stages else []), *lines]
-    over_seeds = seed_table(result)
-    tables = [sweep_table(result, rows_of(result), only), *([over_seeds] if over_seeds else [])]
-    return [*tables, *verdict(result), *seeds_sentence(result), *lines]
+    if result.trials is not None:
+        tables = [sweep_table(result, rows_of(result), only), seed_table(result)]
+        lines = [*verdict(result), *seeds_sentence(result)]
+    else:
+        tables, lines = [stage_table(result.name, result.stages) if result.stages else None], []
+    return [*filter(None, tables), *lines, *teacher_lines(result), *(f"note: {line}" for line in result.notes)]
 
 
 def verdict(result: RunResult) -> list[str]:
     """Which configuration won, why, where its step's time goes, and how sure that is."""
-    return sentences(result, rows_of(result))
+    rows = rows_of(result)
+    return [*lead(result, rows), *notes(result, rows)]
 
 
 def measured(metrics: Mapping[str, float], what: str) -> list[Table]:
     """Where the time went, and what the nodes did meanwhile."""
     tables = (phase_table(metrics, f"a step of {what}"), node_table(metrics, f"the hardware under {what}: mean (peak)"))
-    return [table for table in tables if table is not None]
+    return list(filter(None, tables))
 
 
 def watch(directory: Path, console: Console, html: Path | None) -> Records:
@@ -87,22 +78,20 @@ def watch(directory: Path, console: Console, html: Path | None) -> Records:
     """
     from service.report.page import write_page
 
-    records, shown, due = records_of_run(directory), "", 0.0
+    shown = ""
     with Live(console=console, auto_refresh=False, transient=True) as live:
-        while records.result.status == "running":
-            began = time.monotonic()
-            if began >= due:
-                if console.is_interactive:
-                    parts = [*overview(records, rows_on_screen(records.result, console.height)), *running_stage_lines(records)]
-                    live.update(Group(*(Text(part) if isinstance(part, str) else part for part in parts)), refresh=True)
-                elif (now := progress(records.result)) != shown:  # in a file: a line for every change
-                    console.print(now, soft_wrap=True)
-                    shown = now
-                write_page(records, html)
-                due = time.monotonic() + max(WATCH_S, (time.monotonic() - began) / MAX_SHARE)
-            time.sleep(WATCH_S)
-            records = records_of_run(directory)
-    return records
+        while True:
+            began, records = time.monotonic(), records_of_run(directory)
+            if records.result.status != "running":
+                return records
+            if console.is_interactive:
+                parts = [*overview(records, rows_on_screen(records.result, console.height)), *running_stage_lines(records)]
+                live.update(Group(*(Text(part) if isinstance(part, str) else part for part in parts)), refresh=True)
+            elif (now := progress(records.result)) != shown:  # in a file: a line for every change
+                console.print(now, soft_wrap=True)
+                shown = now
+            write_page(records, html)
+            time.sleep(max(WATCH_S, (time.monotonic() - began) / MAX_SHARE))
 
 
 def rows_on_screen(result: RunResult, height: int) -> set[str]:

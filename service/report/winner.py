@@ -179,14 +179,22 @@ def written(item: Any) -> str:
     return json.dumps(item)
 
 
-def lines(result: RunResult, rows: Sequence[Row]) -> list[str]:
-    """The lines under a sweep's table. `rows`: its trials."""
+def lead(result: RunResult, rows: Sequence[Row]) -> list[str]:
+    """Which of a sweep's trials won, why, by how much, and where its step's time goes."""
     best = best_of(result, rows)
     if best is None:
-        return ["no trial is complete: nothing to compare yet", *without_result(rows)]
+        count = f"{len(ended(rows))} of {names.counted(len(rows), 'trial')} have ended"
+        return ["no trial is complete: nothing to compare yet", *([count] if rows else [])]
     unit, (metric, mode) = result.unit, ranking_metric(result)
-    sentences = [f"best: trial {best.id} with {won(best, unit, axes(rows), metric)}"]
-    sentences.append(why(rows, best, metric, mode, unit))
-    if shares := shares_text(best.metrics):
-        sentences.append(f"its step: {shares}")
-    return [*sentences, *on_the_front(result), *without_result(rows), *bound(result), *doubts(result)]
+    shares = shares_text(best.metrics)
+    return [
+        f"best: trial {best.id} with {won(best, unit, axes(rows), metric)}",
+        why(rows, best, metric, mode, unit),
+        *([f"its step: {shares}"] if shares else []),
+    ]
+
+
+def notes(result: RunResult, rows: Sequence[Row]) -> list[str]:
+    """What else there is to know of a sweep: its front, what has no result, how sure the winner is."""
+    sure = [*bound(result), *doubts(result)] if result.best is not None else []
+    return [*on_the_front(result), *without_result(rows), *sure]

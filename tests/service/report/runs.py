@@ -248,6 +248,13 @@ def records_with(run_dir: RunDir, result: RunResult | None = None) -> Records:
     return read_records(run_dir, log, result or log.result, read_resolved(run_dir.experiment, reading=True).experiment)
 
 
+def bare_records(run_dir: RunDir, result: RunResult) -> Records:
+    """The records of a run without an experiment, whose log is as far as it goes."""
+    if not run_dir.events.exists():
+        write_log(run_dir, result)
+    return Records(run_dir, read_log(run_dir), result, {})
+
+
 def page_text(run_dir: RunDir, result: RunResult | None = None) -> str:
     return write_page(records_with(run_dir, result)).read_text()
 

@@ -7,7 +7,7 @@ import pytest
 
 from service.config.space import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
 from service.report.records import rows_of
-from service.report.winner import lines
+from service.report.winner import notes
 from service.runs.run_directory import reopen
 from tests.service.report.parsed import Parsed
 from tests.service.report.runs import SPACE, page_text, sweep_dir, typed, written
@@ -38,7 +38,7 @@ def test_the_top_of_the_page_counts_the_trials_without_a_result(mixed: RunDir) -
     words = "16 of 36 trials have no result: 1 failed, 3 oom (out of memory), 12 infeasible (cannot run on this cluster)."
     assert words in text
     assert text.index(words) < text.index("Train at that point")
-    assert words in lines(reopen(mixed.root)[2], rows_of(reopen(mixed.root)[2]))
+    assert words in notes(reopen(mixed.root)[2], rows_of(reopen(mixed.root)[2]))
 
 
 def test_the_top_of_a_page_without_a_winner_counts_them_too(tmp_path: Path) -> None:
