@@ -13,9 +13,10 @@ from service.config.space import SCALE_AXES
 from service.report import labels as names
 from service.report.charts import BLUE, GREEN, GREY, VERMILION, Figure, draw, figure, reference_line, table_of
 from service.report.document import Page
-from service.report.records import Records, Row, ran
+from service.report.records import Records, Row, axes, ran
 from service.report.statistics import LEVEL, holm, paired_t_test
 from service.report.table import Table
+from service.report.winner import won
 from service.search.rows import probes
 
 RATIO = "B ÷ A"
@@ -103,14 +104,14 @@ def overall(ratios: pd.Series) -> tuple[float, float, float] | None:
 
 def lead(comparison: Comparison) -> list[str]:
     """What the comparison says, in sentences."""
-    sentences, bests = [], []
+    sentences, speeds = [], []
     for side, records in (("A", comparison.a), ("B", comparison.b)):
-        best = records.best
-        summary = summary_of(records, best, comparison.keys) if best else "no trial is complete."
+        best, keys = records.best, axes(records.rows)
+        summary = won(best, records.result.unit, keys, "images_per_s") if best else "no trial is complete."
         sentences.append(f"{side}, {records.result.name}: {summary}")
-        bests += [best.metrics["images_per_s"]] if best and "images_per_s" in best.metrics else []
-    if len(bests) == 2:
-        sentences.append(f"B's best is {times(bests[1] / bests[0])} A's best.")
+        speeds += [best.metrics["images_per_s"]] if best and "images_per_s" in best.metrics else []
+    if len(speeds) == 2:
+        sentences.append(f"B's best is {times(speeds[1] / speeds[0])} A's best.")
     points = comparison.points
     if points.empty:
         return [*sentences, "No point was run by both."]
@@ -127,14 +128,6 @@ def lead(comparison: Comparison) -> list[str]:
             "What made the machine slower on one of the days (heat, other jobs) is not in that noise.",
         ]
     return [*sentences, *([f"Of {unknown} of them the spread of the steps is not known."] if unknown else [])]
-
-
-def summary_of(records: Records, best: Row, keys: list[str]) -> str:
-    m = best.metrics
-    accuracy = f", top-1 {names.number(m['top1_pct'])}%" if "top1_pct" in m else ""
-    params = {key: records.experiment.get(key) for key in keys} | best.params  # a key that was not searched has one value
-    where = names.point(best.model_copy(update={"params": params}), records.result.unit, keys)
-    return f"{where}, {names.number(m.get('images_per_s'), 1)} images/s{accuracy}"
 
 
 def times(ratio: float) -> str:

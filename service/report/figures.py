@@ -49,27 +49,26 @@ def over_axis(frame: pd.DataFrame, rows: Sequence[Row], best: Row, key: str, uni
 
     The rest is in the background. `frame`: that of the rows.
     """
-    keys, title = axes(rows), names.axis(key, unit)
+    heads = {one: names.axis(one, unit) for one in sorted(axes(rows), key=lambda one: one != key)}
+    title, at_best = heads[key], {one: value(best, one) for one in heads}
     if frame[title].nunique() < 2:
         return None
-    second = next((other for other in keys if other != key), None)
-    columns = {other: frame[names.axis(other, unit)] for other in keys}
-    fixed = [other for other in keys if other not in (key, second) and columns[other].nunique() <= MAX_LISTED]
-    alike = pd.Series(True, frame.index)
-    for other in fixed:
-        alike &= columns[other] == str(value(best, other))
-    series, values = pd.Series("measured", frame.index), list[str]()
+    second = next((one for one in heads if one != key), None)
+    fixed = [one for one in heads if one not in (key, second) and frame[heads[one]].nunique() <= MAX_LISTED]
+    alike = frame[[heads[one] for one in fixed]].eq([str(at_best[one]) for one in fixed]).all(axis="columns")
+    series, order = pd.Series("measured", frame.index), list[str]()
     if second is not None:
         # Those around the winner's where there are too many, in an order that gives a value the same color in all figures.
-        values = [str(one) for one in ordered(value(row, second) for row in ran(rows))]
-        first = min(max(0, values.index(str(value(best, second))) - MAX_SERIES // 2), max(0, len(values) - MAX_SERIES))
-        values = values[first : first + MAX_SERIES]
-        series, alike = columns[second].map(lambda one: names.at(second, one, unit)), alike & columns[second].isin(values)
+        values = [str(one) for one in ordered(value(row, second) for row in (*ran(rows), best))]
+        first = min(max(0, values.index(str(at_best[second])) - MAX_SERIES // 2), max(0, len(values) - MAX_SERIES))
+        order = [names.at(second, one, unit) for one in values[first : first + MAX_SERIES]]
+        series = frame[heads[second]].map(lambda one: names.at(second, one, unit))
+        alike &= series.isin(order)
     drawn = frame.assign(series=series.where(alike, OTHERS), bar=frame["± images/s"].where(alike))
     numbers = pd.to_numeric(frame[title], errors="coerce")
     if is_numeric := bool(numbers.notna().all()):
         drawn = drawn.assign(**{title: numbers}).sort_values(title, kind="stable")
-    order, tips = [names.at(second, one, unit) for one in values if second], ("trial", "point", "± images/s")
+    tips = ("trial", "point", "± images/s")
     plot = draw(express.scatter, drawn, title, "images/s", "series", order, {OTHERS: GREY}, tips, error_y="bar")
     plot.update_traces(mode="lines+markers" if is_numeric else "markers", line_width=1)
     faint = {"mode": "markers", "marker": {"size": 6, "symbol": "circle-open"}, "opacity": 0.6}
@@ -78,13 +77,10 @@ def over_axis(frame: pd.DataFrame, rows: Sequence[Row], best: Row, key: str, uni
     if is_numeric:
         mark_ticks(plot, numbers.tolist())
     caption = "Marks are measured" + (", bars one standard error." if drawn["bar"].notna().any() else ".")
-    if fixed:
-        caption += (
-            f" The series have {', '.join(names.at(other, value(best, other), unit) for other in fixed)}, as the best trial."
-        )
-    heads = [names.axis(other, unit) for other in (key, *(other for other in keys if other != key))]
-    shown = frame[[*heads, "images/s", "± images/s", "trial"]]
-    return figure(f"speed-{keys.index(key)}", f"Speed over {title}", caption, plot, shown)
+    alike_in = ", ".join(names.at(one, at_best[one], unit) for one in fixed)
+    caption += f" The series have {alike_in}, as the best trial." if fixed else ""
+    shown = frame[[*heads.values(), "images/s", "± images/s", "trial"]]
+    return figure(f"speed-{axes(rows).index(key)}", f"Speed over {title}", caption, plot, shown)
 
 
 def phases(frame: pd.DataFrame, what: str) -> Figure | None:
@@ -96,12 +92,13 @@ def phases(frame: pd.DataFrame, what: str) -> Figure | None:
     if frame.empty:
         return None
     used = [f"{phase} ms" for phase in ALL_PHASES if frame[f"{phase} ms"].sum() > 0]
-    long = frame.melt([what, "batch"], used, "phase", "ms/step").assign(phase=lambda long: long["phase"].str.removesuffix(" ms"))
+    about = [name for name in (what, "point", "images/s", "batch") if name in frame]
+    long = frame.melt(about, used, "phase", "ms/step").assign(phase=lambda long: long["phase"].str.removesuffix(" ms"))
     long["s per 1,000 images"] = long["ms/step"] / long["batch"]
-    plot = draw(express.bar, long, what, "s per 1,000 images", "phase", colors=PHASE_COLORS, tips=["ms/step"])
+    plot = draw(express.bar, long, what, "s per 1,000 images", "phase", colors=PHASE_COLORS, tips=[*about[1:], "ms/step"])
     plot.update_layout(bargap=0 if len(frame) > MANY else 0.2)
     read_as = "Seconds for 1,000 images, stacked by phase; lower is faster."
-    return figure("phases", "Where a step's time goes", read_as, plot, frame[[what, *used, "step ms"]])
+    return figure("phases", "Where a step's time goes", read_as, plot, frame[[*about, *used, "step ms"]])
 
 
 def waits(frame: pd.DataFrame) -> Figure | None:

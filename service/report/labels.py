@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from service.config.space import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS, SCALE_AXES
@@ -74,9 +74,13 @@ def label(name: str) -> MetricLabel:
 
 
 def metric(name: str, value: float) -> str:
-    """For a sentence."""
     unit, digits, _ = label(name)
     return f"{number(value, digits)}{'' if unit.startswith('%') else ' '}{unit}"
+
+
+def metrics_text(metrics: Mapping[str, float], names: Iterable[str]) -> str:
+    """Those of the metrics that there are: `1,280.0 images/s, 12.50 s/epoch, 97.25% top-1`."""
+    return ", ".join(metric(name, metrics[name]) for name in dict.fromkeys(names) if name in metrics)
 
 
 def metric_cell(metrics: Mapping[str, float], name: str) -> str:
@@ -119,12 +123,6 @@ def shares_text(metrics: Mapping[str, float]) -> str:
     """The same as words, the longest phase first: `student 45%, teacher 30%, data 25%`."""
     ranked = sorted(phase_shares(metrics).items(), key=lambda item: -item[1])
     return ", ".join(f"{phase} {share:.0%}" for phase, share in ranked if share >= MIN_SHARE)
-
-
-def statuses(rows: Sequence[Row]) -> list[str]:
-    """How many of the trials have ended in which way, what could never run last."""
-    found = sorted({row.status for row in rows}, key=lambda status: (status == "infeasible", status))
-    return [f"{sum(row.status == status for row in rows)} {status}" for status in found]
 
 
 def natural(text: str) -> list[int]:

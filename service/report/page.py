@@ -15,9 +15,8 @@ from service.report import wall_time as wall
 from service.report.charts import MAX_SERIES, Figure
 from service.report.document import Page
 from service.report.figures import BY_SPEED
-from service.report.records import Records, Row, axes, ended, hang_lines, ran, teacher_lines
+from service.report.records import Records, Row, axes, hang_lines, ran, teacher_lines
 from service.runs.outcome import Outcome
-from service.runs.result import StageRow
 from service.search.rows import probes
 
 RELOAD_S = 5
@@ -26,6 +25,7 @@ FACTS = (
     *("cosine", "peak_memory_mib"),
 )
 """The metrics that one looks for first."""
+REACHED = ("top1_pct", "cka", "best_top1_pct", "steps", "images_per_s")
 
 
 def write_page(records: Records, path: Path | None = None) -> Path:
@@ -79,7 +79,10 @@ def run_page(records: Records) -> Page:
     """What a single run reached, and how its time went."""
     result, histories = records.result, records.histories
     student = next((stage for stage in result.stages if stage.stage == "student" and stage.metrics), None)
-    lead = [f"The {stage.stage} {stage.model} {reached(stage)}" for stage in reversed(result.stages)]
+    lead = [
+        f"The {stage.stage} {stage.model}: {names.metrics_text(stage.metrics, REACHED) or f'{stage.status}: {stage.reason}'}."
+        for stage in reversed(result.stages)
+    ]
     if student and (shares := names.shares_text(student.metrics)):
         lead.insert(1, f"A step of the student: {shares}.")
     labels = list(histories)
@@ -113,23 +116,6 @@ def stage_frame(records: Records) -> pd.DataFrame:
 def precision_note(outcome: Outcome) -> list[str]:
     """Which precision `auto` came to, and why."""
     return [f"Precision auto: {outcome.precision}: {outcome.precision_reason}."] if outcome.precision_reason else []
-
-
-def reached(stage: StageRow) -> str:
-    """What a stage came to, in words."""
-    m = stage.metrics
-    if not m:
-        return f"{stage.status}: {stage.reason}"
-    parts = [f"reached top-1 {names.number(m['top1_pct'])}%"] if "top1_pct" in m else ["ran"]
-    if "cka" in m:
-        by = "by k-NN and CKA" if "top1_pct" in m else "and came to CKA"
-        parts.append(f"{by} {names.number(m['cka'], 4)} with its teacher")
-    if "best_top1_pct" in m and m["best_top1_pct"] != m.get("top1_pct"):
-        parts.append(f"(best {names.number(m['best_top1_pct'])}%)")
-    parts.append(f"in {names.number(m.get('steps'), 0)} steps")
-    if "images_per_s" in m:
-        parts.append(f"at {names.number(m['images_per_s'], 1)} images/s")
-    return " ".join(parts) + "."
 
 
 def facts_of(metrics: Mapping[str, float]) -> dict[str, str]:

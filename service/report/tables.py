@@ -1,9 +1,11 @@
 """The tables of a run or a sweep, the same on the terminal and on the page."""
 
 import itertools
+import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+
+import pandas as pd
 
 from service.config.space import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS, SCALE_AXES
 from service.report import labels as names
@@ -15,62 +17,45 @@ from trainables.metrics.telemetry import decode_throttle
 
 BAD = ("failed", "oom", "infeasible", "stopped")
 MAX_OPEN = 12  # rows of a table that is not folded
+WAIT = "data wait s (min–max)"
+TRIAL_METRICS = ("images_per_s", "top1_pct", "epoch_s", "step_s")
 
 
-class Column(NamedTuple):
-    head: str
-    cell: Callable[[Row], str]
-    left: bool = False
-    page_only: bool = False
-
-
-def trial_columns(result: RunResult, on_page: bool) -> list[Column]:
-    """What a trial ran on, how it ended, its speed, accuracy and cost, and what of a step waits for data."""
-    best, unit = result.best.id if result.best else None, result.unit
-    heads = (f"{unit}s", "batch", "loader workers")
-    keys = [*zip(SCALE_AXES, heads, strict=True), *((key, key) for key in result.space if key not in SCALE_AXES)]
-
-    def status(row: Row) -> str:
-        again = f"measured {len(row.measurements)} times" if row.measurements else ""
-        words = (row.status, "oversubscribed" if row.oversubscribed else "", again, "← best" if row.id == best else "")
-        reason = f": {row.reason}" if row.reason and not on_page else ""  # on the page it has a column
-        return " ".join(filter(None, words)) + reason
-
-    def metric(name: str) -> Column:
-        return Column(names.label(name).head, lambda row: names.metric_cell(row.metrics, name))
-
-    def axis(key: str, head: str) -> Column:
-        return Column(head, lambda row: str(value(row, key)))
-
-    columns = [
-        Column("trial", lambda row: row.id),
-        Column("status", status, left=True),
-        *(axis(key, head) for key, head in keys),
-        metric("images_per_s"),
-        Column("±", lambda row: names.short(row.error * speed(row)) if row.error and speed(row) else "–", page_only=True),
-        metric("top1_pct"),
-        metric("epoch_s"),
-        Column(f"{unit}-s/epoch", lambda row: names.number(gpu_s_per_epoch(row)), page_only=True),
-        metric("step_s"),
-        Column("data wait s (min–max)", data_wait),
-        metric("data_pct"),
-        Column("duration s", lambda row: names.number(row.seconds or None, 1), page_only=True),
-        Column("reason", lambda row: row.reason, left=True, page_only=True),
-    ]
-    return [column for column in columns if on_page or not column.page_only]
+def trial_cells(row: Row, result: RunResult, on_page: bool) -> dict[str, str]:
+    """What a trial ran on, how it ended, its speed, accuracy and cost, and how long steps wait for data, by column."""
+    m, unit = row.metrics, result.unit
+    keys = {key: names.axis(key, unit) for key in (*SCALE_AXES, *result.space)} | {GLOBAL_BATCH: "batch"}
+    again = f"measured {len(row.measurements)} times" if row.measurements else ""
+    best = "← best" if result.best is not None and row.id == result.best.id else ""
+    status = " ".join(filter(None, (row.status, "oversubscribed" if row.oversubscribed else "", again, best)))
+    shown = {names.label(name).head: names.metric_cell(m, name) for name in TRIAL_METRICS}
+    wait_s = [names.number(m.get(f"phase/data{part}_ms", math.nan) / 1e3, 4) for part in ("", "_min", "_max")]
+    return {
+        "trial": row.id,
+        "status": status if on_page or not row.reason else f"{status}: {row.reason}",
+        **{head: str(value(row, key)) for key, head in keys.items()},
+        "images/s": shown.pop("images/s"),
+        **({"±": names.short(row.error * speed(row)) if row.error and speed(row) else "–"} if on_page else {}),
+        **shown,
+        WAIT: f"{wait_s[0]} ({wait_s[1]}–{wait_s[2]})" if "phase/data_ms" in m else "–",
+        "data wait %": names.metric_cell(m, "data_pct"),
+        **({f"{unit}-s/epoch": names.number(gpu_s_per_epoch(row))} if on_page else {}),
+        **({"duration s": names.number(row.seconds or None, 1), "reason": row.reason} if on_page else {}),
+    }
 
 
 def trial_table(result: RunResult, rows: Sequence[Row], title: str, *, on_page: bool = True) -> Table:
     """A row a trial, the best one marked; a column without a value is left out."""
-    filled = [(column, [column.cell(row) for row in rows]) for column in trial_columns(result, on_page)]
-    used = [(column, cells) for column, cells in filled if any(cell not in ("", "–") for cell in cells)]
-    fixed = [column.head for key, (column, _) in zip(SCALE_AXES, filled[2:], strict=False) if key not in result.space]
+    frame = pd.DataFrame([trial_cells(row, result, on_page) for row in rows])
+    frame = frame.loc[:, ~frame.isin(["", "–"]).all()]
+    heads: list[str] = frame.columns.tolist()
+    fixed = [names.axis(key, result.unit) for key in SCALE_AXES if key not in result.space]
     return Table(
         title,
-        [column.head for column, _ in used],
-        list(zip(*(cells for _, cells in used), strict=True)),
-        left=[column.head for column, cells in used if column.left or any(cell[:1].isalpha() for cell in cells)],
-        optional=["data wait s (min–max)", "data wait %", "s/step", *fixed, "s/epoch"],
+        heads,
+        frame.to_numpy().tolist(),
+        left=["status", "reason", *(head for head in heads if frame[head].str[:1].str.isalpha().any())],
+        optional=[WAIT, "data wait %", "s/step", *(head.replace("global batch", "batch") for head in fixed), "s/epoch"],
         marked=[index for index, row in enumerate(rows) if result.best is not None and row.id == result.best.id],
         folded=len(rows) > MAX_OPEN,
     )
@@ -94,14 +79,6 @@ def bad_trials(records: Records) -> Table | None:
     """Failed, infeasible and stopped trials, with their reasons."""
     rows = [row for row in records.rows if row.status in BAD]
     return trial_table(records.result, rows, f"{names.counted(len(rows), 'trial')} and their reasons") if rows else None
-
-
-def data_wait(row: Row) -> str:
-    """Mean seconds of a step that wait for data, with the shortest and the longest wait."""
-    if "phase/data_ms" not in row.metrics:
-        return "–"
-    mean, low, high = (row.metrics[f"phase/data{part}_ms"] / 1e3 for part in ("", "_min", "_max"))
-    return f"{mean:.4f} ({low:.4f}–{high:.4f})"
 
 
 def speed(row: Row) -> float:

@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,15 +24,14 @@ from trainables.errors import ExperimentError
 from trainables.rundir import RunDir
 
 BEYOND = 1.96  # standard errors that a difference has to be beyond
-ENDS = {"oom": " (out of memory)", "infeasible": " (cannot run on this cluster)"}
+ENDS = {"infeasible": " (cannot run on this cluster)", "oom": " (out of memory)"}
 """What a status that does not say it itself means."""
 
 
 def won(best: Row, unit: str, keys: Sequence[str], name: str) -> str:
     """The first line of a report: the winner's point and what it reached."""
-    m = best.metrics
-    sentences = [names.metric(key, m[key]) for key in dict.fromkeys((name, "images_per_s", "epoch_s", "top1_pct")) if key in m]
-    return f"{names.point(best, unit, keys)}: {', '.join(sentences)}"
+    reached = names.metrics_text(best.metrics, (name, "images_per_s", "epoch_s", "top1_pct"))
+    return f"{names.point(best, unit, keys)}: {reached}"
 
 
 def why(rows: Sequence[Row], best: Row, metric: str, mode: str, unit: str) -> str:
@@ -100,9 +100,11 @@ def bound(result: RunResult) -> list[str]:
 def without_result(rows: Sequence[Row]) -> list[str]:
     """How many trials have no speed, and how they ended."""
     speeds = {row.id for row in ran(rows)}
-    unmeasured = [row for row in ended(rows) if row.id not in speeds]
-    ends = [text + ENDS.get(text.split()[1], "") for text in names.statuses(unmeasured)]
-    return [f"{len(unmeasured)} of {names.counted(len(ended(rows)), 'trial')} have no result: {', '.join(ends)}."] if ends else []
+    counts = Counter(row.status for row in ended(rows) if row.id not in speeds)
+    order = sorted(counts, key=lambda status: (status == "infeasible", status))
+    ends = [f"{counts[status]} {status}{ENDS.get(status, '')}" for status in order]
+    total = names.counted(len(ended(rows)), "trial")
+    return [f"{counts.total()} of {total} have no result: {', '.join(ends)}."] if ends else []
 
 
 def on_the_front(result: RunResult) -> list[str]:
