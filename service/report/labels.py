@@ -53,7 +53,7 @@ DIGITS = {f"{side}{label.head}": label.digits for side in ("", "A ", "B ") for l
     **dict.fromkeys(("B ÷ A", "±"), 3),
     "% of ideal": 0,
 }
-"""Of a column of numbers by its head; of others 2."""
+"""Digits of a column of numbers by its head; others have 2."""
 
 MIN_SHARE = 0.005  # of a step, below which a phase is not worth its name in a sentence
 

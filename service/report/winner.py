@@ -35,7 +35,7 @@ def won(best: Row, unit: str, keys: Sequence[str], name: str) -> str:
 
 
 def why(rows: Sequence[Row], best: Row, metric: str, mode: str, unit: str) -> str:
-    """The second line: what each of the winner's values is worth beside the next best one, all others left as they are."""
+    """The second line: what each of the winner's values gains over the next best one, the others unchanged."""
     keys, pick = axes(rows), max if mode == "max" else min
     compared = [row for row in ran(rows) if row.metrics.get(metric) is not None]
     sentences = []
