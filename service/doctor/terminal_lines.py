@@ -7,7 +7,7 @@ from service.doctor.causes import findings
 from service.doctor.evidence import MIN_GAIN_PCT, Evidence
 from service.doctor.read_run import Recording
 from service.doctor.step_model import Finding
-from service.report.phase_shares import shares_text
+from service.report.labels import shares_text
 from trainables.metrics.phases import ALL_PHASES
 
 HEALTHY = f"nothing to gain over {MIN_GAIN_PCT:g}%"

@@ -16,7 +16,7 @@ from service.runs.finetuning import OTHER_CLASSES
 from service.runs.method_copies import copy_methods, use_copies_of
 from service.runs.outcome import to_json
 from service.runs.result import Kind, RunResult
-from service.runs.run_log import read_log
+from service.runs.run_log import RunLog, read_log
 from service.runs.stored.driver_lease import is_fresh
 from service.runs.stored.stored_runs import check_reachable, display_name, fetch_records, is_taken, root_folder, uri_of
 from trainables.errors import ExperimentError
@@ -144,7 +144,14 @@ def begin_run(resolved: Resolved, kind: Kind, run_dir: RunDir, root: Path, notic
 
 
 def reopen(path: Path, *, to_continue: bool = False) -> tuple[Resolved, RunDir, RunResult]:
-    """A run directory as it stands.
+    """A run directory as it stands. See `reopen_log`."""
+    resolved, run_dir, log = reopen_log(path, to_continue=to_continue)
+    result = log.result
+    return replace(resolved, sources=result.sources), run_dir, result
+
+
+def reopen_log(path: Path, *, to_continue: bool = False) -> tuple[Resolved, RunDir, RunLog]:
+    """A run directory with its log, read once: what the result and all else are made of.
 
     Keys of its experiment that this version does not know are left out, unless the run is `to_continue`.
 
@@ -158,9 +165,7 @@ def reopen(path: Path, *, to_continue: bool = False) -> tuple[Resolved, RunDir, 
         )
     if to_continue:
         use_copies_of(run_dir)
-    resolved = read_resolved(run_dir.experiment, reading=not to_continue)
-    result = read_log(run_dir).result
-    return replace(resolved, sources=result.sources), run_dir, result
+    return read_resolved(run_dir.experiment, reading=not to_continue), run_dir, read_log(run_dir)
 
 
 def locked_run(run_dir: RunDir) -> AbstractContextManager[None]:

@@ -178,24 +178,21 @@ def report(size: int, folder: Path) -> Figures:
     """`distill report` and `compare` of sweeps of `size` trials, with 3 epochs each."""
     from rich.console import Console
 
-    from service.report.compare import compare
-    from service.report.comparison import comparison_lines
+    from service.report.compare import compare, comparison_lines
     from service.report.page import write_page
-    from service.report.run_records import records_of_run
-    from service.report.terminal_tables import report_of
-    from service.runs.run_directory import as_it_stands, reopen
+    from service.report.records import Records, records_of_run
+    from service.report.terminal import report_of
     from tests.service.report.runs import sweep_dir
 
     run_dir = sweep_dir(folder / "a", space_of(size), epochs=3)
     figures: Figures = {}
-    opened: list[Any] = []
-    figures["open_s"] = timed(lambda: opened.append(reopen(run_dir.root)))
-    _, _, result = opened[0]
+    opened: list[Records] = []
+    figures["open_s"] = timed(lambda: opened.append(records_of_run(run_dir.root)))
+    (records,) = opened
     with open(os.devnull, "w") as nowhere:
         console = Console(file=nowhere, width=160)
-        figures["stands_s"] = timed(lambda: as_it_stands(run_dir, result))
-        figures["tables_s"] = timed(lambda: [console.print(part) for part in report_of(result, run_dir)])
-        figures["page_s"] = timed(lambda: write_page(run_dir, result))
+        figures["tables_s"] = timed(lambda: [console.print(part) for part in report_of(records)])
+        figures["page_s"] = timed(lambda: write_page(records))
         figures["page_mib"] = run_dir.report.stat().st_size / 2**20
         other = sweep_dir(folder / "b", space_of(size), slow=1.1)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from service.report.run_records import hangs_of
+from service.report.records import hang_lines
 from service.runs.run_log import read_log
 from tests.integration.conftest import Distill, records, result, wait_until
 from tests.trainables.data.photos import photo
@@ -146,7 +146,7 @@ def test_a_hang_that_comes_again_at_the_same_place_ends_the_stage_and_one_that_d
     output = distill.run("train", distill.experiment, "--out", run, *TWO, *sets, code=2)
     assert "hang: going on from the last checkpoint (restart 1 of at most 3)" in output
     assert "hung in student of step 12 again: no progress for" in output.splitlines()[-1]
-    assert len(hangs_of(read_log(RunDir(run)))) == 2
+    assert len(hang_lines(read_log(RunDir(run)))) == 2
     once = distill.folder / "once"
     sets = hanging(distill, f"time.sleep(0 if os.path.exists({str(once)!r}) else open({str(once)!r}, 'w').write('x') * 10_000)")
     run = distill.runs / "once"
