@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
 from trainables.config import (
@@ -149,46 +151,24 @@ class Setting(NamedTuple):
     instead: str
 
 
-def _splits(settings: JobSettings) -> Setting | None:
-    """What splits a replica's batch into parts."""
+def _splits(settings: JobSettings) -> tuple[str, int] | None:
+    """The key that splits a replica's batch into parts, and their number."""
     parts = {"optim.accumulate": settings.optim.accumulate, "scale.micro_batches": pipeline_micro_batches(settings)}
-    return next((Setting(f"{key} {number}", f"set {key} to 1") for key, number in parts.items() if number > 1), None)
+    return next(((key, number) for key, number in parts.items() if number > 1), None)
 
 
-def _rows_from(settings: JobSettings) -> Setting | None:
-    """What gives rows of the teacher's outputs in place of its network."""
-    key = settings.teacher.rows_from if settings.teacher else None
-    return Setting(key, f"leave {key} out") if key is not None else None
-
-
-def _embeds(settings: JobSettings) -> Setting | None:
-    """What gives a teacher an embedding of each class in place of a linear classifier."""
-    key = next(
-        ("teacher.classes" if each.classes else "teacher.head" for each in settings.all_teachers if each.embeds_classes), ""
-    )
-    return Setting(key, f"leave {key} out") if key else None
-
-
-def _named(holds: Callable[[JobSettings], object], text: str, instead: str) -> Callable[[JobSettings], Setting | None]:
-    return lambda settings: Setting(text, instead) if holds(settings) else None
-
-
-SETTINGS: dict[str, Callable[[JobSettings], Setting | None]] = {
-    "mixes": _named(lambda s: s.data.device_augment.mixes, "data.device_augment.mixup or cutmix", "set both to 0"),
-    "unlabeled": _named(
-        lambda s: s.data.mixes_unlabeled, "data.more without labels", "write labels: true for each set in data.more"
-    ),
-    "untrained": _named(lambda s: s.teacher and s.teacher.weights is None, "a teacher without weights", "write teacher.weights"),
-    "several": _named(lambda s: len(s.all_teachers) > 1, "several teachers", "leave all but one out"),
-    "best loss": _named(
-        lambda s: not s.data.labels and s.eval.best == "loss", "eval.best loss", "write eval.best: cka, or leave it out"
-    ),
-    "splits": _splits,
-    "splits on workers": lambda s: _splits(s) if s.scale.num_replicas > 1 else None,
-    "rows": _rows_from,
-    "embeds": _embeds,
+SETTINGS: dict[str, tuple[Callable[[Any], object], str, str]] = {
+    "mixes": (lambda s: s.data.device_augment.mixes, "data.device_augment.mixup or cutmix", "set both to 0"),
+    "unlabeled": (lambda s: s.data.mixes_unlabeled, "data.more without labels", "write labels: true for each set in data.more"),
+    "untrained": (lambda s: s.teacher and s.teacher.weights is None, "a teacher without weights", "write teacher.weights"),
+    "several": (lambda s: len(s.all_teachers) > 1, "several teachers", "leave all but one out"),
+    "reuses": (lambda s: len(model_parts(s.model)) > 1 and s.model, "student.model {found}", "take another student"),
+    "features alone": (lambda s: not s.data.labels and s.eval.path is None, "data.labels false", "write eval.path"),
+    "best loss": (lambda s: not s.data.labels and s.eval.best == "loss", "eval.best loss", "write eval.best: cka"),
+    "splits": (_splits, "{found[0]} {found[1]}", "set {found[0]} to 1"),
+    "splits on workers": (lambda s: s.scale.num_replicas > 1 and _splits(s), "{found[0]} {found[1]}", "set {found[0]} to 1"),
 }
-"""Settings that are not the value of one key, by the names that they have in the tables below."""
+"""Settings that are not the value of one key: when they are set, in words, and what to write instead."""
 
 
 def _value(settings: Any, key: str) -> Any:
@@ -209,14 +189,6 @@ def _value(settings: Any, key: str) -> Any:
     return next((value for value in values if value), values[0] if values else None)
 
 
-def _default(settings: Any, key: str) -> Any:
-    """What to write for a key that has a value of its own."""
-    *sections, name = key.split(".")
-    for section in sections:
-        settings = getattr(settings, section)
-    return type(settings).model_fields[name].default
-
-
 def _text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
@@ -227,7 +199,8 @@ def setting(settings: JobSettings, expression: str) -> Setting | None:
     One of `SETTINGS`, or `key` (it has a value that is not false), `!key` (it has none), `key=A|B`, `key!=A|B` or `key>N`.
     """
     if expression in SETTINGS:
-        return SETTINGS[expression](settings)
+        holds, text, instead = SETTINGS[expression]
+        return Setting(text.format(found=found), instead.format(found=found)) if (found := holds(settings)) else None
     key, operator, operand = re.split(r"(!?=|>|$)", expression.removeprefix("!"), maxsplit=1)
     value = _value(settings, key)
     if expression.startswith("!"):
@@ -237,24 +210,28 @@ def setting(settings: JobSettings, expression: str) -> Setting | None:
     values = operand.split("|")
     if value is None or not (value > float(operand) if operator == ">" else (_text(value) in values) is (operator == "=")):
         return None
-    other = _text(not value if isinstance(value, bool) else _default(settings, key)) if operator == "=" else " or ".join(values)
+    other = " or ".join(values)
+    if operator == "=":
+        section, _, name = key.rpartition(".")
+        owner: Any = attrgetter(section)(settings) if section else settings
+        other = _text(not value if isinstance(value, bool) else type(owner).model_fields[name].default)
     return Setting(f"{key} {_text(value)}", f"write {key}: {other}")
 
 
-def _clash(keys: str, with_: str, why: str) -> Iterator[Rule]:
-    def problem(settings: JobSettings, key: str) -> Problem:
-        here, there = setting(settings, key), setting(settings, with_)
+def _clash(keys: str, others: str, why: str) -> Iterator[Rule]:
+    def problem(settings: JobSettings, key: str, other: str) -> Problem:
+        here, there = setting(settings, key), setting(settings, other)
         if here is None or there is None:
             return None
-        verb = "needs" if with_.startswith("!") else "does not go with"
-        instead = (there, here) if with_.startswith("!") else (here, there)
-        return f"{here.text} {verb} {there.text}{why and f', {why}'}: {', or '.join(each.instead for each in instead)}"
+        verb, first, then = ("needs", there, here) if other.startswith("!") else ("does not go with", here, there)
+        return f"{here.text} {verb} {there.text}{why and f', {why}'}: {first.instead}, or {then.instead}"
 
-    return ((partial(problem, key=key), "{found}") for key in keys.split(", "))
+    pairs = product(keys.split(", "), others.split(", "))
+    return ((partial(problem, key=key, other=other), "{found}") for key, other in pairs)
 
 
 CLASHES = (
-    # Each key of a row, what it does not go with (`!`: what it needs), and why.
+    # Settings, each that they do not go with (`!`: that they need), and why.
     ("precision=fp16", "scale.pipeline_stages>1", "since its scaler would see the gradients of one stage"),
     (
         "scale.sync_batch_norm, train.compile, train.gradient_checkpointing, data.decoder!=auto, optim.name!=sgd|adamw, "
@@ -265,7 +242,7 @@ CLASHES = (
     ),
     ("scale.sync_batch_norm", "splits", "since it looks at a whole batch"),
     ("mixes", "data.last_batch=short", "which may part a pair of images"),
-    ("mixes", "rows", "which has the teacher's outputs for each image alone"),
+    ("mixes", "teacher.cache, teacher.service", "which has the teacher's outputs for each image alone"),
     ("data.decoder!=auto", "data.augment!=crop_flip", "since it decodes what crop_flip cuts out"),
     ("data.decoder!=auto", "scale.use_gpu=false", "since it decodes on GPUs"),
     ("data.decoder!=auto", "teacher.service", "which is sent images that the host has decoded"),
@@ -287,11 +264,12 @@ CLASHES = (
     (", ".join(f"teacher.{key}" for key in OF_CACHE), "!teacher.cache", ""),
     ("teacher.precision", "precision=fp64", "which is for exact comparisons, of the teacher too"),
     ("teacher.cache", "teacher.service", "whose outputs it would store"),
-    ("teacher.placement=sharded", "rows", "in place of which it runs in every step"),
+    ("teacher.cache, teacher.service", "teacher.placement=sharded, reuses", "which needs the network in every step"),
     ("teacher.placement=sharded", "train.compile", ""),
+    ("train.until_top1_pct", "features alone", "which gives no accuracy"),
     ("optim.nesterov, optim.losses, optim.args", "optim.name=dot", "which has two momenta of its own"),
-    ("optim.clip_grad_value, optim.clip_grad_agc", "optim.clip_grad_norm", ""),
-    ("optim.clip_grad_agc", "optim.clip_grad_value", ""),
+    ("optim.clip_grad_agc", "optim.clip_grad_norm, optim.clip_grad_value", ""),
+    ("optim.clip_grad_value", "optim.clip_grad_norm", ""),
     ("train.bce_threshold", "train.task_loss!=bce", "since it changes the targets of bce"),
     ("train.deterministic", "train.compile=max-autotune", "which chooses kernels by timing"),
     ("train.until_top1_pct, train.until_s", "train.max_steps", "a timing run, which is not evaluated"),
@@ -438,10 +416,6 @@ RULES: tuple[Rule, ...] = (
         "data.labels: false leaves nothing to learn without a teacher: write teacher.model and teacher.weights",
     ),
     (
-        lambda s: not s.data.labels and s.train.until_top1_pct and s.eval.path is None,
-        "train.until_top1_pct: without labels there is no accuracy: write eval.path, or leave it out",
-    ),
-    (
         lambda s: s.eval.best in (("cka", "cosine") if s.data.labels else ("top1_pct",)) and s.eval.path is None and s.eval.best,
         "eval.best: {found} is not measured: top1_pct needs data.labels: true or eval.path, cka and cosine data.labels: false",
     ),
@@ -465,10 +439,6 @@ RULES: tuple[Rule, ...] = (
         lambda s: _is_sharded(s) and 0 < (s.scale.min_workers or 0) < (least := 2 * s.scale.pipeline_stages) and least,
         "teacher.placement sharded needs 2 workers or more, and scale.min_workers is {s.scale.min_workers}: write at least"
         " {found}",
-    ),
-    (
-        lambda s: len(model_parts(s.model)) > 1 and _rows_from(s),
-        "{found.text}: it answers with outputs, and {s.model} takes in the teacher's classifier: leave it out",
     ),
     # Optimizers, losses and the loop.
     (
@@ -555,12 +525,12 @@ METHOD_CLASHES: tuple[tuple[Callable[[MethodNeeds], object], str, str], ...] = (
     (
         lambda m: m.requires.teacher_model or m.requires.reuses_classifier,
         "distill.method: {m.key} needs the teacher's network with a linear classifier",
-        "embeds, rows",
+        "teacher.classes, teacher.head, teacher.cache, teacher.service",
     ),
     (
         lambda m: getattr(m.options, "teacher_norm", None) == "batch",
         "distill.options.{m.key}.teacher_norm batch makes a teacher's outputs depend on the batch",
-        "rows",
+        "teacher.cache, teacher.service",
     ),
 )
 

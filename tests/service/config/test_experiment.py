@@ -426,7 +426,7 @@ def test_every_name_of_another_project_leads_to_a_key_that_exists_or_to_a_senten
         ("assistants=[{model: resnet9}]", "--set: assistants[0].model: there is no model 'resnet9'; did you mean resnet8?"),
         (
             "assistants=[{model: resnet8, weights: x}]",
-            "--set: assistants[0]: weights: an assistant is trained here: leave them out",
+            "--set: assistants[0].weights: no such key; an assistant is trained here: leave it out",
         ),
         ("data.path.x=3", "--set data.path.x=3: data.path is a value, not a section"),
         ("optim.lr=2023-02-31", "--set optim.lr=2023-02-31: a value cannot be read: day is out of range for month"),
@@ -680,7 +680,7 @@ def bomb(open_bracket: str = "[", close: str = "]", width: int = 9, levels: int 
 def test_aliases_that_stand_for_more_than_a_file_could_say_are_refused_at_once(text: str, tmp_path: Path) -> None:
     began = time.process_time()
     message = refusal(recipe=written(tmp_path, text))
-    assert "mine.yaml: its aliases (`*name`) repeat more than 10000 values: write out what is meant" in message
+    assert "mine.yaml: its aliases (`*name`) repeat 100,000 values: write out what is meant" in message
     assert refusal(f"optim={{{bomb().replace(chr(10), ', ')}}}").startswith("--set optim=")
     assert time.process_time() - began < 1
 
@@ -844,7 +844,7 @@ def test_what_a_cache_cannot_hold_is_refused_in_one_line() -> None:
 def test_logits_that_come_from_elsewhere_have_no_sharded_network(logits: str) -> None:
     text = refusal(logits, "teacher.placement=sharded")
     key = logits.partition("=")[0]
-    assert f"teacher.placement sharded does not go with {key}" in text
+    assert f"{key} does not go with teacher.placement sharded" in text
 
 
 def test_what_a_service_cannot_answer_is_refused_in_one_line() -> None:

@@ -145,7 +145,7 @@ def refused_by_a_worker(overrides: tuple[str, ...], folder: Path) -> str:
         (("teacher.cache_epochs=2",), "teacher.cache_epochs needs teacher.cache"),
         (SEVERAL[1:], "teachers: there is also a teacher, convnet_large: write teacher: null and all of them in teachers, or"),
         (("teacher.cache=/c", "teacher.service=1"), "teacher.cache does not go with teacher.service"),
-        (("teacher.cache=/c", "teacher.placement=sharded"), "teacher.placement sharded does not go with teacher.cache"),
+        (("teacher.cache=/c", "teacher.placement=sharded"), "teacher.cache does not go with teacher.placement sharded"),
         (
             ("teacher.cache=/c", "distill.method=[srrl]"),
             "distill.method: srrl needs the teacher's network with a linear classifier, which does not go with",
