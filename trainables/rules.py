@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
 from trainables.config import (
@@ -190,7 +189,19 @@ def _value(settings: Any, key: str) -> Any:
 
 
 def _text(value: Any) -> str:
+    """A value as it is written."""
+    if value is None or value in ((), {}):
+        return {"()": "[]", "{}": "{}"}.get(str(value), "null")
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _default(settings: Any, key: str) -> Any:
+    """What a key is where it is not written."""
+    *sections, name = key.split(".")
+    for section in sections:
+        settings = getattr(settings, section, None)
+    field = getattr(type(settings), "model_fields", {}).get(name)
+    return field.default if field is not None else None
 
 
 def setting(settings: JobSettings, expression: str) -> Setting | None:
@@ -205,17 +216,16 @@ def setting(settings: JobSettings, expression: str) -> Setting | None:
     value = _value(settings, key)
     if expression.startswith("!"):
         return None if value else Setting(key, f"write {key}")
-    if not operator:
-        return Setting(key, f"write {key}: false" if value is True else f"leave {key} out") if value else None
     values = operand.split("|")
-    if value is None or not (value > float(operand) if operator == ">" else (_text(value) in values) is (operator == "=")):
+    if not operator or value is None:
+        is_set = bool(value)
+    else:
+        is_set = value > float(operand) if operator == ">" else (_text(value) in values) is (operator == "=")
+    if not is_set:
         return None
-    other = " or ".join(values)
-    if operator == "=":
-        section, _, name = key.rpartition(".")
-        owner: Any = attrgetter(section)(settings) if section else settings
-        other = _text(not value if isinstance(value, bool) else type(owner).model_fields[name].default)
-    return Setting(f"{key} {_text(value)}", f"write {key}: {other}")
+    default = _text(not value if isinstance(value, bool) else _default(settings, key))
+    other = " or ".join(values) if operator in ("!=", ">") else default
+    return Setting(f"{key} {_text(value)}" if operator else key, f"write {key}: {other}")
 
 
 def _clash(keys: str, others: str, why: str) -> Iterator[Rule]:

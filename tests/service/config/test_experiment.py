@@ -835,7 +835,7 @@ def test_what_a_cache_cannot_hold_is_refused_in_one_line() -> None:
     mixed = refusal(CACHE, "data.device_augment.mixup=0.2", "data.global_batch_size=64")
     assert "data.device_augment.mixup or cutmix does not go with teacher.cache" in mixed
     network = refusal(CACHE, "distill.method=srrl")
-    assert "srrl needs the teacher's network with a linear classifier, which does not go with teacher.cache: leave" in network
+    assert "srrl needs the teacher's network with a linear classifier, which does not go with teacher.cache: write" in network
     assert "teacher.cache_top_k needs teacher.cache: write teacher.cache" in refusal("teacher.cache_top_k=5")
     assert all("\n" not in text for text in (mixed, network))
 
