@@ -285,6 +285,10 @@ CLASHES = (
     ("train.until_top1_pct, train.until_s", "train.max_steps", "a timing run, which is not evaluated"),
     ("assistants", "!teacher.model", ""),
     ("assistants", "data.labels=false", "since they learn labels too"),
+    ("sweep.points", "sweep.space, sweep.policy!=grid", "since points are all that is tried"),
+    ("sweep.budget_grid_share", "sweep.budget_gpu_h", "which bounds the search too"),
+    ("sweep.metric=time_to_accuracy", "!sweep.target_pct", "the accuracy to reach"),
+    ("sweep.target_pct", "sweep.metric!=time_to_accuracy", ""),
     ("sweep.metric=cka|cosine|linear_top1_pct", "data.labels=true", "since it is measured of a student that learns no labels"),
 )
 """Pairs of settings that do not go together."""
