@@ -230,8 +230,7 @@ def setting(settings: JobSettings, expression: str) -> Setting | None:
 
 def _clash(keys: str, others: str, why: str) -> Iterator[Rule]:
     def problem(settings: JobSettings, key: str, other: str) -> Problem:
-        here, there = setting(settings, key), setting(settings, other)
-        if here is None or there is None:
+        if (here := setting(settings, key)) is None or (there := setting(settings, other)) is None:
             return None
         verb, first, then = ("needs", there, here) if other.startswith("!") else ("does not go with", here, there)
         return f"{here.text} {verb} {there.text}{why and f', {why}'}: {first.instead}, or {then.instead}"

@@ -144,7 +144,10 @@ def refused_by_a_worker(overrides: tuple[str, ...], folder: Path) -> str:
         (("teacher.mean=[0.5, 0.5, 0.5]",), "teacher.mean needs teacher.weights"),
         (("teacher.cache_epochs=2",), "teacher.cache_epochs needs teacher.cache"),
         (SEVERAL[1:], "teachers: there is also a teacher, convnet_large: write teacher: null and all of them in teachers, or"),
-        (("teacher.cache=/c", "teacher.service=1"), "teacher.cache does not go with teacher.service"),
+        (
+            ("teacher.cache=/c", "teacher.service=1"),
+            "whose outputs it would store: write teacher.cache: null, or write teacher.service: null",
+        ),
         (("teacher.cache=/c", "teacher.placement=sharded"), "teacher.cache does not go with teacher.placement sharded"),
         (
             ("teacher.cache=/c", "distill.method=[srrl]"),
