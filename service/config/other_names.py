@@ -4,7 +4,7 @@ from trainables.rules import OF_CACHE
 
 OTHER_NAMES: dict[str, str] = {
     **dict.fromkeys(("student.pretrained", "student.checkpoint"), "student.weights"),
-    "assistants.pretrained": "an assistant is trained here: leave it out",
+    **dict.fromkeys(("assistants.pretrained", "assistants.weights"), "an assistant is trained here: leave it out"),
     "teachers.pretrained": "teachers.weights",
     "teacher.others": "write teachers, a list of all, in place of teacher",
     **dict.fromkeys(

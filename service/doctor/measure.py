@@ -1,7 +1,6 @@
 """What a part of a step costs, measured: the same steps are timed again without it."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from service.config.rules import needs_teacher
 from service.config.schema import Experiment
@@ -9,9 +8,8 @@ from service.doctor.evidence import Evidence
 from service.doctor.read_run import evidence_of
 from service.doctor.step_model import Effect, late_ms, step_after_ms
 from service.runs.run_log import read_log
-from service.runs.stages.assignment import Assignment
 from trainables.config.job import StepPart
-from trainables.rundir import RunDir, StageDir
+from trainables.rundir import RunDir
 
 DESCRIPTIONS: dict[StepPart, str] = {
     "nothing": "unchanged, once more",
@@ -34,22 +32,9 @@ def parts_of(experiment: Experiment) -> tuple[StepPart, ...]:
     return tuple(part for part, is_there in has.items() if is_there)
 
 
-def without(student: Assignment, part: StepPart) -> Assignment:
-    """The student's stage again, under a name of its own, without a part of its steps."""
-    name = stage_name(part)
-    folder = StageDir(student.stage_dir.root.with_name(name)).root
-    return replace(
-        student, config=student.config.model_copy(update={"omitted": part, "stage": name, "output_dir": str(folder)}), init=None
-    )
-
-
-def stage_name(part: StepPart) -> str:
-    return f"student-without-{part}"
-
-
 def step_ms_without(part: StepPart, experiment: Experiment, run_dir: RunDir) -> float:
-    """The milliseconds of a typical step of the stage `without` it."""
-    (summary,) = read_log(run_dir).of_stage(stage_name(part), "summary")
+    """The milliseconds of a typical step of the student's stage `Assignment.without` it."""
+    (summary,) = read_log(run_dir).of_stage(f"student-without-{part}", "summary")
     return evidence_of(experiment, summary["metrics"]).step_ms
 
 

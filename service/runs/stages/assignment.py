@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from service.cluster.resources import Reservation
 from service.config.rules import needs_teacher
 from trainables.config import TrainConfig
+from trainables.config.job import StepPart
 from trainables.redact import redact
 from trainables.rundir import StageDir
 
@@ -35,6 +36,13 @@ class Assignment:
         """It and its init stage, to be run now."""
         init = None if self.init is None else self.init.recorded_by(recorder, limit_s)
         return replace(self, init=init, recorder=recorder, limit_s=limit_s)
+
+    def without(self, part: StepPart) -> "Assignment":
+        """The stage under a name of its own, without a part of its steps and without its init stage."""
+        name = f"{self.config.stage}-without-{part}"
+        output_dir = str(self.stage_dir.root.with_name(name))
+        config = self.config.model_copy(update={"omitted": part, "stage": name, "output_dir": output_dir})
+        return replace(self, config=config, init=None)
 
     @property
     def log(self) -> "RunRecorder":
