@@ -35,7 +35,7 @@ from mlflow.utils.credentials import get_default_host_creds
 from mlflow.utils.rest_utils import http_request
 
 import trainables
-from service.tracking.run_view import RefusedError
+from service.tracking.run_view import KEY_TAG, RefusedError
 from service.tracking.views import VIEW_TAG, VIEWS_SINCE
 from trainables.errors import ModelError, first_line
 from trainables.locks import locked
@@ -43,7 +43,6 @@ from trainables.models.names import check_model_name, model_parts
 from trainables.rundir import create_private
 from trainables.user_code import file_of
 
-KEY_TAG = "raydistill.key"
 Row = tuple[str, tuple[Any, ...]]
 """Kind, as `ENTITIES` has it, and (name, value) of a parameter or tag, (name, value, unix ms, step) of a metric."""
 REFUSALS = {"INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS", "INVALID_STATE", "MALFORMED_REQUEST"}
@@ -106,9 +105,15 @@ class Store:
             log.warning("tracking: experiment %r had been deleted in MLflow: it is restored, with its runs", name)
         return str(found.experiment_id)
 
-    def find_runs(self, tag: str) -> list[Run]:
-        """The runs that were created under `tag`, also those that were deleted since and can be restored."""
-        return list(self._client.search_runs([self.experiment_id], f"tags.`{KEY_TAG}` = '{tag}'", ViewType.ALL))
+    def find_runs(self, log_id: str) -> list[Run]:
+        """The runs of a log, also those that were deleted since and can be restored."""
+        found, token = list[Run](), None
+        while token is None or token:
+            part = self._client.search_runs(
+                [self.experiment_id], f"tags.`{KEY_TAG}` LIKE '{log_id}/%'", ViewType.ALL, page_token=token
+            )
+            found, token = [*found, *part], part.token or ""
+        return found
 
     def create_run(self, tag: str, name: str, parent_id: str | None, time_ms: int) -> str:
         tags = {KEY_TAG: tag, "mlflow.user": user(), "mlflow.source.name": "raydistill", "mlflow.source.type": "LOCAL"}
@@ -118,13 +123,18 @@ class Store:
             run = self._client.create_run(self.experiment_id, start_time=time_ms, tags=tags, run_name=name)
         return str(run.info.run_id)
 
-    def reopen_run(self, run_id: str) -> None:
+    def set_status(self, run_id: str, status: str, ended_ms: int) -> None:
         with refusals():
-            self._client.update_run(run_id, status="RUNNING")
+            if status == "RUNNING":
+                self._client.update_run(run_id, status=status)
+            else:
+                self._client.set_terminated(run_id, status, ended_ms)
 
-    def end_run(self, run_id: str, status: str, time_ms: int) -> None:
-        with refusals():
-            self._client.set_terminated(run_id, status, time_ms)
+    def is_active(self, run_id: str) -> bool:
+        """Whether there is a run that was not deleted."""
+        with contextlib.suppress(RefusedError), refusals():
+            return bool(self._client.get_run(run_id).info.lifecycle_stage == "active")
+        return False
 
     def is_experiment_deleted(self) -> bool:
         """Whether the experiment was deleted and can be restored."""
