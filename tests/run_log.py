@@ -58,9 +58,11 @@ def session_of(resolved: Resolved, run_dir: RunDir, display: Display, syncing: S
     """The session of a sweep whose log this process writes, as if Ray ran."""
     begun = {"kind": "sweep", "name": "digits", "status": "running", "runs_root": str(run_dir.root.parent)}
     write_log(run_dir, begun)
-    log, fold = DriverLog(run_dir.events), read_log(run_dir).fold
+    log, found = DriverLog(run_dir.events), read_log(run_dir)
     log._recorder = LocalRecorder(run_dir.root, log._file)
-    return Session(resolved, run_dir, display, end_of_run, syncing, log, fold, fold.result(run_dir.events))
+    display.watch(run_dir.events, found.end)
+    display._readers.append(found.fold.take)
+    return Session(resolved, run_dir, display, end_of_run, syncing, log, found.fold, found.result)
 
 
 def write_log(run_dir: RunDir, result: Mapping[str, Any] | RunResult, *events: Event) -> None:

@@ -5,9 +5,10 @@ Reads the run's log and the stages' `logs/train.log`, so that watching never dis
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,6 +132,7 @@ class Display:
         self._followed: dict[str, Followed] = {}
         """By their names in the log."""
         self._events: EventTail | None = None
+        self._readers: list[Callable[[Event], None]] = []
         self._bars: Progress | None = None
         self._overall: TaskID | None = None
         self._shown, self._shown_s = (-1, 0, ""), 0.0
@@ -172,9 +174,18 @@ class Display:
             self._shown, self._shown_s = shown, now_s
             self.print(", ".join(filter(None, (f"{done} of {total} trials", note))))
 
-    def watch(self, path: Path) -> None:
-        """Take the numbers of followed stages from what the log of a run gains from now on."""
-        self._events = EventTail(path, _size(path) or 0)
+    def watch(self, path: Path, offset: int = 0) -> None:
+        """Take the numbers of followed stages from the log of a run, behind this offset."""
+        self._events = EventTail(path, offset)
+
+    @contextlib.contextmanager
+    def reading(self, reader: Callable[[Event], None]) -> Iterator[None]:
+        """Inside the context `reader` is called with every event that the watched log gains, behind those before it."""
+        self._readers.append(reader)
+        try:
+            yield
+        finally:
+            self._readers.remove(reader)
 
     def follow(self, label: str, name: str, stage: StageDir, events: Iterable[Event] = ()) -> None:
         """Show a stage, `name` in the log: after a resume the earlier lines are not shown again.
@@ -189,20 +200,30 @@ class Display:
 
     def unfollow(self, name: str) -> None:
         """Show a stage no longer, or all of a trial by its folder (`trials/003`)."""
-        self.tick()
         for each in [each for each in self._followed if f"{each}/".startswith(f"{name}/")]:
             followed = self._followed.pop(each)
+            self._show_lines(followed)
             if followed.task is not None and self._bars:
                 self._bars.remove_task(followed.task)
 
     def tick(self) -> None:
+        """Show what there is by now."""
         for followed in self._followed.values():
-            for line in followed.log.lines():
-                if self._bars is None or any(part in line for part in SHOWN_WITH_BARS):
-                    self.print(f"[{followed.label}] {line}")
+            self._show_lines(followed)
+        self.read_events()
+
+    def read_events(self) -> None:
+        """Take up what the log has gained. Raises as its readers do."""
         for event in self._events.new() if self._events else ():
             if (found := self._followed.get(event.get("stage", ""))) is not None and "metrics" in event:
                 self._update(found, event)
+            for read in self._readers:
+                read(event)
+
+    def _show_lines(self, followed: Followed) -> None:
+        for line in followed.log.lines():
+            if self._bars is None or any(part in line for part in SHOWN_WITH_BARS):
+                self.print(f"[{followed.label}] {line}")
 
     def _update(self, followed: Followed, event: Event) -> None:
         if self._bars is None or followed.task is None:

@@ -43,6 +43,7 @@ FIELDS: dict[str, dict[str, type]] = {
 """Kind → the fields that each event of it has beside `kind` and `time_ms` (unix). It may have more, such as `trial`.
 
 `log`: its `id` distinguishes the log from every other one. `session_begun` has the `tags` that say what code runs.
+`stage_ended`: of a run's own stages; what a trial's ended in is in its `trial_ended`.
 `stage` is the stage's folder, relative to the run's: `student`, `trials/003/student-2`. `checkpoint`: its `names` in the stage's
 `checkpoints/`. `result`: fields of `RunResult` that
 have changed; of `trials` the rows that have. `attempt`: workers begin on a stage, numbered throughout the log. `summary` has

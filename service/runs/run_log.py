@@ -120,9 +120,10 @@ class RunLog:
 
     def __init__(self, path: Path) -> None:
         """Raises ExperimentError: the log is of another format."""
-        self.path, self.fold = path, ResultFold()
+        self.path, self.fold, self.end = path, ResultFold(), 0
         self._lines: dict[str, list[Line]] = {}
         for line in log_lines(path):
+            self.end = line.end
             kind, stage, time_ms = head(line.raw)
             if stage and kind != "discarded":
                 self._lines.setdefault(stage, []).append(line)

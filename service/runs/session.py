@@ -62,7 +62,7 @@ class Session:
     syncing: Syncing | None
     log: DriverLog
     fold: ResultFold
-    """What the log says so far."""
+    """What the log says so far, as far as `display` has read it."""
     result: RunResult
     """The same, typed; `save` changes it."""
 
@@ -86,8 +86,9 @@ class Session:
         self.write_snapshot()
 
     def record(self, kind: str, stage: str | None = None, **fields: Any) -> None:
-        """Write an event that the result is made of. Raises as `DriverLog.record` does."""
-        self.fold.take(self.log.record(kind, stage, **fields))
+        """Write an event. Raises as `DriverLog.record` does."""
+        self.log.record(kind, stage, **fields)
+        self.display.read_events()
 
     def write_snapshot(self) -> None:
         """Write `result.json`, atomically, with the seconds so far."""
@@ -124,7 +125,7 @@ def open_session(
         display.print(f"{session.result.kind} {resolved.experiment.name} in {display_name(run_dir.root)}")
         if session.syncing and uri_of(run_dir.root) and not resolved.experiment.tracking.uri:
             store = runs_root_of(session.result)
-            display.print(f"MLflow's records lie on this machine, in {store}: a server in tracking.uri keeps them for all")
+            display.print(f"MLflow's store is on this machine, in {store}: set tracking.uri to a server to share it")
         try:
             yield session
         except BaseException as error:
@@ -153,23 +154,19 @@ def _opened(
     resolved: Resolved, run_dir: RunDir, display: Display, reporter: ResultReporter, store: LogStore | None
 ) -> Iterator[Session]:
     with contextlib.closing(DriverLog(run_dir.events, store)) as log:
-        session = _open(resolved, run_dir, display, reporter, log)
-        yield session
-
-
-def _open(resolved: Resolved, run_dir: RunDir, display: Display, reporter: ResultReporter, log: DriverLog) -> Session:
-    fold = read_log(run_dir).fold
-    result = fold.result(run_dir.events)
-    tracking, syncing, target = resolved.experiment.tracking, None, None
-    if tracking.enabled:
-        target = MlflowTarget(uri=tracking.uri or default_uri(runs_root_of(result)), experiment=tracking.experiment)
-        syncing = Syncing(run_dir, target.uri, target.experiment, MlflowView, display_name(run_dir.root))
-    session = Session(resolved, run_dir, display, reporter, syncing, log, fold, result)
-    display.watch(run_dir.events)
-    session.record("session_begun", tags=code_tags())
-    session.result = result.model_copy(update={"status": "running", "reason": ""})
-    session.save(mlflow=target)
-    return session
+        found = read_log(run_dir)
+        tracking, syncing, target = resolved.experiment.tracking, None, None
+        if tracking.enabled:
+            uri = tracking.uri or default_uri(runs_root_of(found.result))
+            target = MlflowTarget(uri=uri, experiment=tracking.experiment)
+            syncing = Syncing(run_dir, target.uri, target.experiment, MlflowView, display_name(run_dir.root))
+        result = found.result.model_copy(update={"status": "running", "reason": ""})
+        session = Session(resolved, run_dir, display, reporter, syncing, log, found.fold, result)
+        display.watch(run_dir.events, found.end)
+        with display.reading(found.fold.take):
+            session.record("session_begun", tags=code_tags())
+            session.save(mlflow=target)
+            yield session
 
 
 def with_data(result: RunResult, data: DataIdentity) -> dict[str, Any]:
@@ -192,7 +189,7 @@ def _close(session: Session, status: str, timeout_s: float) -> None:
         for folder in sent:
             session.display.print(f"MLflow was also sent the pending events of {folder}")
         if left:
-            session.display.print(f"records of earlier runs ({len(left)}) still wait for MLflow; later: distill sync {left[0]}")
+            session.display.print(f"events of earlier runs ({len(left)}) still wait for MLflow; later: distill sync {left[0]}")
 
 
 def start_tracking(session: Session) -> None:

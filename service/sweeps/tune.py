@@ -16,7 +16,6 @@ from service.runs.result import RunResult
 from service.runs.run_log import read_log
 from service.runs.stages.assignment import Assignment
 from service.runs.stored.stored_runs import ray_storage
-from service.runs.trial import run_trial, run_worker_group
 from trainables.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -42,6 +41,7 @@ def tune_trials(
 
     from service.runs.tune_internals import trial_class
     from service.sweeps.asha import asha_scheduler, reported_epochs
+    from service.sweeps.trial_functions import run_trial
     from service.sweeps.trial_outcomes import TrialOutcomeCallback
 
     earlier, scheduler = {}, None
@@ -120,6 +120,7 @@ def measure_points(
     from service.runs.tune_internals import trial_class
     from service.search.coordinator import PointCoordinator
     from service.search.searcher import WorkerGroupOutcomeCallback, WorkerGroupSearcher
+    from service.sweeps.trial_functions import run_worker_group
     from trainables.worker.ray_nodes import on_this_node
 
     # On the driver's node: where this node dies, so does the driver, and the sweep is resumed from its log.
