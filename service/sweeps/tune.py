@@ -129,16 +129,15 @@ def measure_points(
     coordinator = actor.remote(assignments, str(run_dir.root), guided)
     function = partial(run_worker_group, coordinator=coordinator, stops_early=guided is not None)
     trainable = trial_class(function, living_nodes().trial_resources())
-    outcomes = WorkerGroupOutcomeCallback(run_dir, coordinator, session_ending)
     # As many worker groups as the coordinator starts: points may be measured again, so that their number is not known.
     tune.Tuner(
         trainable,
         tune_config=tune.TuneConfig(
-            search_alg=WorkerGroupSearcher(coordinator, outcomes),
+            search_alg=WorkerGroupSearcher(coordinator),
             num_samples=-1,
             max_concurrent_trials=max_concurrent,
             trial_name_creator=lambda trial: f"group-{trial.config['group']}",
             trial_dirname_creator=lambda trial: f"group-{trial.config['group']}",
         ),
-        run_config=run_config(run_dir, outcomes),
+        run_config=run_config(run_dir, WorkerGroupOutcomeCallback(run_dir, coordinator, session_ending)),
     ).fit()

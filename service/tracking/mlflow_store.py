@@ -33,6 +33,8 @@ from mlflow.models import Model, ModelSignature
 from mlflow.types import Schema, TensorSpec
 from mlflow.utils.credentials import get_default_host_creds
 from mlflow.utils.rest_utils import http_request
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 import trainables
 from service.tracking.run_view import KEY_TAG, RefusedError
@@ -249,33 +251,19 @@ def create_database(path: Path, artifacts: str) -> None:
 
 
 def copy_weights(checkpoint: Path, out: Path) -> dict[str, Any]:
-    """Write the `model.` tensors of a checkpoint of ours to `out`, byte by byte; returns what the checkpoint says of the model.
-
-    A safetensors file is the header's length (8 bytes, little endian), the header as JSON, and the tensors' bytes.
+    """Write the `model.` tensors of a checkpoint of ours to `out`; returns what the checkpoint says of the model.
 
     Raises RefusedError: not a checkpoint of ours.
     """
-    with open(checkpoint, "rb") as file:
-        try:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-            written = json.loads(header["__metadata__"]["raydistill"])
+    try:
+        with safe_open(checkpoint, framework="np") as file:
+            written = json.loads((file.metadata() or {})["raydistill"])
             metadata = {name: written[name] for name in METADATA_KEYS}
-        except (KeyError, TypeError, ValueError, MemoryError, OverflowError) as error:
-            raise RefusedError(f"{checkpoint} is not a checkpoint of ours") from error
-        data_start = file.tell()
-        entries = {name: entry for name, entry in header.items() if name.startswith("model.")}
-        new_header: dict[str, Any] = {"__metadata__": {"raydistill": json.dumps(metadata)}}
-        end = 0
-        for name, entry in entries.items():
-            start, end = end, end + entry["data_offsets"][1] - entry["data_offsets"][0]
-            new_header[name] = {**entry, "data_offsets": [start, end]}
-        text = json.dumps(new_header).encode()
-        text += b" " * (-len(text) % 8)
-        with open(out, "wb") as copy:
-            copy.write(len(text).to_bytes(8, "little") + text)
-            for entry in entries.values():
-                file.seek(data_start + entry["data_offsets"][0])
-                copy.write(file.read(entry["data_offsets"][1] - entry["data_offsets"][0]))
+            names = [name for name in file.keys() if name.startswith("model.")]  # noqa: SIM118 - it is no mapping
+            tensors = {name: file.get_tensor(name) for name in names}
+    except (KeyError, SafetensorError) as error:
+        raise RefusedError(f"{checkpoint} is not a checkpoint of ours") from error
+    save_file(tensors, out, metadata={"raydistill": json.dumps(metadata)})
     return metadata
 
 
