@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from service.cluster import local_ray
-from service.runs.events import Event, EventTail
+from service.runs.events import Event, EventTail, Tail
 from trainables.errors import printable
-from trainables.rundir import StageDir, lines_after
+from trainables.rundir import StageDir
 
 T = TypeVar("T")
 SHOWN_WITH_BARS = (" teacher.cache: ", "% top-1 on ", " teacher's accuracy ")
@@ -71,49 +71,11 @@ def wait_for(work: Callable[[], T], display: Display, tick: Callable[[], None] =
 
 
 @dataclass
-class LineTail:
-    """Complete lines that a growing file has gained since the last look."""
-
-    path: Path
-    offset: int | None = 0
-    """Behind the last line; None: at the end that the file will have once its size can be read."""
-
-    @classmethod
-    def at_end(cls, path: Path) -> LineTail:
-        """The lines that a file will gain from now on."""
-        return cls(path, _size(path))
-
-    def lines(self) -> list[str]:
-        """No lines while the file cannot be read, as on a file server that is down for a while."""
-        if self.offset is None:
-            self.offset = _size(self.path)
-        if self.offset is None:
-            return []
-        try:
-            lines = lines_after(self.path, self.offset)
-        except OSError:
-            return []
-        if lines:
-            self.offset = lines[-1].end
-        return [line.raw.decode(errors="replace") for line in lines]
-
-
-def _size(path: Path) -> int | None:
-    """Bytes of a file, 0 where there is none; None: its server does not answer."""
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
-    except OSError:
-        return None
-
-
-@dataclass
 class Followed:
     """A stage on the display."""
 
     label: str
-    log: LineTail
+    log: Tail
     task: TaskID | None
     steps: int = 0
 
@@ -194,7 +156,7 @@ class Display:
         """
         if name not in self._followed:
             task = self._bars.add_task(label, total=None, info="starting workers") if self._bars else None
-            self._followed[name] = Followed(label, LineTail.at_end(stage.log), task)
+            self._followed[name] = Followed(label, Tail(stage.log, None), task)
             for event in events:
                 self._followed[name].take_start(event)
 
@@ -221,7 +183,8 @@ class Display:
                 read(event)
 
     def _show_lines(self, followed: Followed) -> None:
-        for line in followed.log.lines():
+        for each in followed.log.lines():
+            line = each.raw.decode(errors="replace")
             if self._bars is None or any(part in line for part in SHOWN_WITH_BARS):
                 self.print(f"[{followed.label}] {line}")
 
