@@ -62,7 +62,7 @@ def session_of(resolved: Resolved, run_dir: RunDir, display: Display, syncing: S
     log._recorder = LocalRecorder(run_dir.root, log._file)
     display.watch(run_dir.events, found.end)
     display._readers.append(found.fold.take)
-    return Session(resolved, run_dir, display, end_of_run, syncing, log, found.fold, found.result)
+    return Session(resolved, run_dir, display, end_of_run, syncing, log, found.fold)
 
 
 def write_log(run_dir: RunDir, result: Mapping[str, Any] | RunResult, *events: Event) -> None:

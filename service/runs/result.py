@@ -62,7 +62,8 @@ class TrialRow(Outcome):
     ) -> Any:
         if info.data.get("status") != "infeasible" or not isinstance(scale, dict):
             return check(scale)
-        return TrialScale.model_construct(**{name: scale.get(name) for name in (NUM_WORKERS, GLOBAL_BATCH, LOADER_WORKERS)})
+        written: dict[str, Any] = {name: scale.get(name) for name in (NUM_WORKERS, GLOBAL_BATCH, LOADER_WORKERS)}
+        return TrialScale.model_construct(**written)
 
 
 class StageRow(Outcome):

@@ -63,24 +63,24 @@ class Session:
     log: DriverLog
     fold: ResultFold
     """What the log says so far, as far as `display` has read it."""
-    result: RunResult
-    """The same, typed; `save` changes it."""
 
     @property
     def experiment(self) -> Experiment:
         return self.resolved.experiment
 
+    @property
+    def result(self) -> RunResult:
+        """The same, typed."""
+        return self.fold.result(self.run_dir.events)
+
     def save(self, **changes: Any) -> None:
         """Record fields of the result that have changed, and write `result.json`."""
-        self.result = self.result.model_copy(update=changes)
-        values = self.result.model_dump(mode="json", by_alias=True, include=changes.keys() - {"trials"}, warnings=False)
+        result, names = self.result.model_copy(update=changes), changes.keys() - {"trials"}
+        values = result.model_dump(mode="json", by_alias=True, include=names, warnings=False)
         changed = {name: value for name, value in values.items() if value != self.fold.fields.get(name)}
-        if "trials" in changes:
-            changed["trials"] = [
-                row for row in map(as_json, self.result.rows) if _text(row) != _text(self.fold.rows.get(row["id"]))
-            ]
-            if not changed["trials"] and "trials" in self.fold.fields:
-                del changed["trials"]
+        rows = [row for row in map(as_json, changes.get("trials", ())) if _text(row) != _text(self.fold.rows.get(row["id"]))]
+        if rows or ("trials" in changes and "trials" not in self.fold.fields):
+            changed["trials"] = rows
         if changed:
             self.record("result", changes=changed)
         self.write_snapshot()
@@ -92,8 +92,8 @@ class Session:
 
     def write_snapshot(self) -> None:
         """Write `result.json`, atomically, with the seconds so far."""
-        self.result = self.result.model_copy(update={"seconds": self.fold.seconds(time.time_ns() // 1_000_000)})
-        write_result(self.run_dir.result, self.result)
+        seconds = self.fold.seconds(time.time_ns() // 1_000_000)
+        write_result(self.run_dir.result, self.result.model_copy(update={"seconds": seconds}))
 
     def wait_for(self, work: Callable[[], T], tick: Callable[[], None] = lambda: None) -> T:
         return wait_for(work, self.display, tick)
@@ -145,7 +145,6 @@ def _end(session: Session, status: str, reason: str = "") -> None:
     if status == "complete":
         session.save(finished=datetime.now().isoformat(timespec="seconds"))
     session.record("session_ended", status=status, reason=reason)
-    session.result = session.result.model_copy(update={"status": status, "reason": reason})
     session.write_snapshot()
 
 
@@ -160,8 +159,7 @@ def _opened(
             uri = tracking.uri or default_uri(runs_root_of(found.result))
             target = MlflowTarget(uri=uri, experiment=tracking.experiment)
             syncing = Syncing(run_dir, target.uri, target.experiment, MlflowView, display_name(run_dir.root))
-        result = found.result.model_copy(update={"status": "running", "reason": ""})
-        session = Session(resolved, run_dir, display, reporter, syncing, log, found.fold, result)
+        session = Session(resolved, run_dir, display, reporter, syncing, log, found.fold)
         display.watch(run_dir.events, found.end)
         with display.reading(found.fold.take):
             session.record("session_begun", tags=code_tags())

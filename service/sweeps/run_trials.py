@@ -127,7 +127,7 @@ class TrialWatch:
         self._trials = {trial.id: trial for trial in trials}
         self._running = set[str]()
         self._unsaved = False
-        self._save = Paced(self.save)
+        self._save = Paced(self._write_snapshot)
 
     def tick(self) -> None:
         """Show and record what has changed."""
@@ -140,7 +140,11 @@ class TrialWatch:
         """Show and record what the log has by now."""
         self._session.display.tick()
         self._show()
-        self.save()
+        save_rows(self._session, list(self._trials.values()))
+
+    def _write_snapshot(self) -> None:
+        self._unsaved = False
+        self._session.write_snapshot()
 
     def take(self, event: Event) -> None:
         """Take up an event of the log: a measurement that has begun, or one that has ended."""
@@ -174,11 +178,6 @@ class TrialWatch:
         self._session.display.trials(num_ended, len(trials), note.removeprefix(", "))
         for state, count in counts.items():
             self._gauge.set(count, {"run": self._session.run_dir.root.name, "state": state})
-
-    def save(self) -> None:
-        """Write the rows as they stand."""
-        self._unsaved = False
-        save_rows(self._session, list(self._trials.values()))
 
 
 def trial_line(trial: Trial) -> str:

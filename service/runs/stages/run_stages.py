@@ -102,5 +102,4 @@ def record_stage(session: Session, assignment: Assignment, outcome: Outcome) -> 
     best = checkpoint(assignment.stage_dir, assignment.events)
     about = {"model": assignment.config.model, "checkpoint": None if best is None else display_name(best)}
     session.record("stage_ended", assignment.name, outcome=as_json(outcome), **about)
-    session.result = session.result.model_copy(update={"stages": session.fold.stages})
     session.write_snapshot()
