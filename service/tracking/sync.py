@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -36,9 +36,8 @@ log = logging.getLogger("raydistill")
 MAX_WAIT_S = 15.0
 REQUEST_TIMEOUT_S = "60"
 POSITION_TAG = "raydistill.position"
-MAX_ROWS = 1000
-MAX_ROWS_OF = {"params": 100, "tags": 100, "metrics": MAX_ROWS}
-"""What MLflow takes in one log_batch."""
+MAX_ROWS_OF = {"params": 100, "tags": 100, "metrics": 800}
+"""Rows of each kind in one log_batch: MLflow takes as many parameters and tags, and 1000 in all."""
 FILES = ("artifact", "model")
 MLFLOW_NAMES = {"raydistill.commit": "mlflow.source.git.commit"}
 """Tags that MLflow's pages look for under names of their own."""
@@ -266,14 +265,16 @@ class Syncer:
 
     def _log(self, store: Store, run: RunView, known: _Known) -> None:
         """Send parameters and tags that MLflow lacks, and the metrics."""
-        rows: list[Row] = []
-        if known.params is not None:  # MLflow keeps the first value of each
-            rows += (("params", item) for item in run.params().items() if item[0] not in known.params)
         tags = run.tags | {MLFLOW_NAMES[name]: run.tags[name] for name in run.tags.keys() & MLFLOW_NAMES.keys()}
-        rows += (("tags", item) for item in tags.items() if known.tags.get(item[0]) != item[1])
-        rows += (("metrics", item.value) for item in run.items if item.kind == "metrics")
-        for part in batches(rows):
+        params = {} if known.params is None else run.params()  # MLflow keeps the first value of each
+        rows: dict[str, list[Row]] = {
+            "params": [("params", item) for item in params.items() if item[0] not in (known.params or ())],
+            "tags": [("tags", item) for item in tags.items() if known.tags.get(item[0]) != item[1]],
+            "metrics": [("metrics", item.value) for item in run.items if item.kind == "metrics"],
+        }
+        while part := [row for kind, each in rows.items() for row in each[: MAX_ROWS_OF[kind]]]:
             self._log_part(store, run, known, part)
+            rows = {kind: each[MAX_ROWS_OF[kind] :] for kind, each in rows.items()}
         known.params, known.tags = None, tags
         run.items = deque(item for item in run.items if item.kind != "metrics")
 
@@ -442,20 +443,6 @@ def sync_neighbours(
         except (OSError, ExperimentError) as error:
             log.warning("tracking: the log of %s cannot be read: %s", folder, error)
     return sent, left
-
-
-def batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    """Rows in order, in as many requests as MLflow needs."""
-    part: list[Row] = []
-    counts = dict.fromkeys(MAX_ROWS_OF, 0)
-    for row in rows:
-        if len(part) == MAX_ROWS or counts[row[0]] == MAX_ROWS_OF[row[0]]:
-            yield part
-            part, counts = [], dict.fromkeys(MAX_ROWS_OF, 0)
-        part.append(row)
-        counts[row[0]] += 1
-    if part:
-        yield part
 
 
 def reason_of(error: Exception) -> str:
