@@ -80,12 +80,13 @@ def build(
     heartbeat: Heartbeat | None = None,
     interruption_request: InterruptionRequest = lambda: None,
     publish: Publish = lambda paths, step, epoch: None,
+    check: Callable[[], None] = lambda: None,
 ) -> Job:
     """Open the data, build and wrap the models, and continue from the stage's last checkpoint if there is one.
 
     `connections`: to the actors of `teacher.service`; `disk`: the one that `report` puts its records into, if any;
     `heartbeat`: says from now on where the job is; `interruption_request`: see `Interruptions`;
-    `publish`: see `CheckpointWriter`.
+    `publish`, `check`: see `CheckpointWriter`.
 
     Raises:
         DataError: the data cannot be read.
@@ -150,7 +151,7 @@ def build(
             metrics=metrics,
             report=report,
             disk=disk,
-            checkpoints=CheckpointWriter(disk, group.device, publish),
+            checkpoints=CheckpointWriter(disk, group.device, publish, check),
             telemetry=telemetry,
             backbone_evaluation=backbone_evaluation,
             interruptions=Interruptions(group, config.train.checkpoint_every_s, interruption_request),

@@ -5,6 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from service.config.rules import needs_teacher
+from service.runs.attempt import is_lost
 from service.runs.outcome import Outcome
 from service.runs.plan import Plan
 from service.runs.run_log import as_json
@@ -12,7 +13,7 @@ from service.runs.session import Session, start_tracking
 from service.runs.stages.assignment import Assignment
 from service.runs.stages.stage_times import accounted_over_sessions
 from service.runs.stored.stored_runs import checkpoint, display_name, put
-from service.runs.trial import is_lost, run_to_end
+from service.runs.trial import run_to_end
 from trainables.errors import TrainingError
 from trainables.rundir import StageDir
 
@@ -101,5 +102,4 @@ def record_stage(session: Session, assignment: Assignment, outcome: Outcome) -> 
     best = checkpoint(assignment.stage_dir, assignment.events)
     about = {"model": assignment.config.model, "checkpoint": None if best is None else display_name(best)}
     session.record("stage_ended", assignment.name, outcome=as_json(outcome), **about)
-    session.result = session.result.model_copy(update={"stages": session.fold.stages})
     session.write_snapshot()
