@@ -37,6 +37,9 @@ class TrackingConfig(Section):
     uri: str | None = Field(None, description="an MLflow server or database; absent: the SQLite store of the runs' root")
     experiment: str = Field("raydistill", min_length=1, description="name of the MLflow experiment")
     log_model: bool = Field(True, description="log the student as an MLflow model")
+    register_model: str | None = Field(
+        None, pattern=r"^[^/:'\"]+$", description="a name in MLflow's model registry: the logged student is its next version"
+    )
 
 
 class Experiment(Section):

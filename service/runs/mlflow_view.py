@@ -52,6 +52,10 @@ class MlflowView:
         self._mark = ""
         """Offset of the line that is being taken up, and a checksum of it."""
 
+    @property
+    def registered_model(self) -> str | None:
+        return self._experiment.tracking.register_model
+
     def read(self) -> bool:
         """Take up the next part of the log; False: there is none. After an error it is not to be used any more.
 

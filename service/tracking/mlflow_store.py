@@ -21,6 +21,7 @@ from mlflow.entities import (
     Dataset,
     DatasetInput,
     InputTag,
+    LoggedModel,
     LoggedModelOutput,
     LoggedModelStatus,
     Metric,
@@ -190,8 +191,11 @@ class Store:
         with refusals():
             self._client.log_artifact(run_id, str(path))
 
-    def log_model(self, run_id: str, checkpoint: Path, tag: str) -> None:
-        """Log a checkpoint's weights as a model of this run, unless that is done. `tag` names the run."""
+    def log_model(self, run_id: str, checkpoint: Path, tag: str, registered: str | None) -> None:
+        """Log a checkpoint's weights as a model of this run, and as a version of the `registered` model, unless that is done.
+
+        `tag` names the run.
+        """
         if not checkpoint.exists():
             raise RefusedError(f"{checkpoint} is gone: not sent")
         with tempfile.TemporaryDirectory(dir=self._scratch, prefix=".model-") as folder, refusals():
@@ -201,6 +205,7 @@ class Store:
                 tag = f"{tag}/{hashlib.file_digest(file, 'sha256').hexdigest()}"
             found = self._client.search_logged_models([self.experiment_id], f"tags.`{KEY_TAG}` = '{tag}'")
             if any(model.status == LoggedModelStatus.READY for model in found):
+                self._register(run_id, found[0], registered)
                 return
             model = (
                 found[0]
@@ -218,6 +223,21 @@ class Store:
             if model.model_id not in [output.model_id for output in (outputs.model_outputs if outputs else [])]:
                 self._client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step=0)])
             self._client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
+            self._register(run_id, model, registered)
+
+    def _register(self, run_id: str, model: LoggedModel, name: str | None) -> None:
+        """Make a logged model the next version of the registered one of this name, unless it is one of its versions."""
+        if name is None:
+            return
+        try:
+            self._client.create_registered_model(name)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+        versions = self._client.search_model_versions(f"name = '{name}' and run_id = '{run_id}'")
+        if model.model_id not in [version.tags.get(KEY_TAG) for version in versions]:  # SQL stores keep no model_id
+            of_model, location = {KEY_TAG: model.model_id}, model.artifact_location
+            self._client.create_model_version(name, location, run_id, tags=of_model, model_id=model.model_id)
 
 
 def allowed(name: str) -> str:

@@ -63,6 +63,10 @@ class LogView(Protocol):
     runs: dict[str, RunView]
     """By key, parents before their children."""
 
+    @property
+    def registered_model(self) -> str | None:
+        """The name in MLflow's model registry under which the run's model goes; None: it is not registered."""
+
     def read(self) -> bool:
         """Take up the next part of the log; False: there is none. Raises OSError."""
 

@@ -295,7 +295,9 @@ class Syncer:
             "dataset": lambda dataset: store.log_dataset(known.run_id, dataset),
             "views": lambda views: self._add_views(store, views),
             "artifact": lambda path: store.log_artifact(known.run_id, path),
-            "model": lambda path: store.log_model(known.run_id, view.checkpoint(path), f"{view.id}/{run.key}"),
+            "model": lambda path: store.log_model(
+                known.run_id, view.checkpoint(path), f"{view.id}/{run.key}", view.registered_model
+            ),
         }
         for item in list(run.items):
             is_file = item.kind in FILES
