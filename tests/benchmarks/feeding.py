@@ -86,9 +86,9 @@ def measure(side: str, folder: str, packed: str, steps: int) -> dict[str, float]
     with tempfile.TemporaryDirectory() as name:
         pair = Pair("resnet20", "resnet8", 32, 128, warmup_steps=8, steps=steps)
         config = pair.config(Path(name), num_workers=1, classes=read_index(Path(packed)).classes)
-        # `auto` lets the driver reserve the cores that the workers leave, and the loader find out how many of them are needed
+        # as many as `auto` reserves
         reading = {"path": packed, "augment": "pad_crop_flip", "loader_workers": min(8, max(1, (os.cpu_count() or 1) - 1))}
-        config = config.model_copy(update={"data": config.data.model_copy(update=reading), "loader_auto": True})
+        config = config.model_copy(update={"data": config.data.model_copy(update=reading)})
         job = build(config, Group(), lambda *_: None, lambda whole=False: {})
         if side != SIDES[0]:
             job.train_loader.close()

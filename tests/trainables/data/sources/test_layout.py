@@ -126,17 +126,11 @@ def test_a_fingerprint_is_of_locations_labels_and_content(tmp_path: Path) -> Non
         assert fingerprint() != before
 
 
-def test_placement_is_refused_or_taken_as_for_a_folder(tmp_path: Path) -> None:
+def test_a_stage_is_refused_as_for_a_folder(tmp_path: Path) -> None:
     path = str(tmp_path / "tars")
     write_webdataset(tmp_path / "tars")
     with pytest.raises(DataError, match=r"^data.stage: .* is not a packed set; pack it with `distill pack`"):
         check_placement(DataConfig(path=path, stage="ram"))
-    data = DataConfig(path=path, cache="memory", cache_mib=1)
-    source = open_on_node(data, "train")
-    try:
-        assert [bytes(source.read(0)) for _ in range(2)] == [JPEGS[0]] * 2
-    finally:
-        source.close()
 
 
 def test_a_sample_that_was_cut_off_is_unreadable_and_a_missing_file_an_error(tmp_path: Path) -> None:

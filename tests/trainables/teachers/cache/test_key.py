@@ -18,7 +18,7 @@ from trainables.config import DataConfig
 from trainables.data.decode import UnreadableImageError
 from trainables.data.loader.loader import Loader
 from trainables.data.pack.modes import Mode
-from trainables.data.source import open_on_node, open_source
+from trainables.data.source import open_source
 from trainables.data.sources import folder as folders
 from trainables.distributed.group import Group
 from trainables.models.registry import build_model
@@ -88,13 +88,6 @@ def test_a_file_that_cannot_be_read_is_part_of_what_a_folder_is(tmp_path: Path, 
 
     monkeypatch.setattr(folders, "read_file", forbid)
     assert fingerprint(images) != first
-
-
-def test_a_cached_folder_is_the_folder(tmp_path: Path) -> None:
-    data = DataConfig(path=str(folder(tmp_path / "images")), cache="memory")
-    source = open_on_node(data, "train")
-    assert source.fingerprint() == fingerprint(tmp_path / "images")
-    source.close()  # type: ignore[attr-defined]
 
 
 def test_a_packed_set_is_its_pixels_and_not_its_sizes(tmp_path: Path) -> None:
