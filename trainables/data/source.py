@@ -11,12 +11,11 @@ from trainables.data.index import is_records
 from trainables.data.interface import Source
 from trainables.data.order import Split
 from trainables.data.pack.readers import IMAGE_FOLDER, matching_reader, nearby_layout_error
-from trainables.data.sources.digits import open_digits
 from trainables.data.sources.folder import NO_IMAGES, FolderSource
 from trainables.data.sources.layout import LayoutSource
+from trainables.data.sources.memory import open_digits, open_synthetic
 from trainables.data.sources.mixed import open_mixed
 from trainables.data.sources.records import open_records
-from trainables.data.sources.synthetic import open_synthetic
 from trainables.data.storage.remote import open_remote
 from trainables.data.storage.staging import open_staged
 from trainables.errors import DataError

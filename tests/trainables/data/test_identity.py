@@ -13,7 +13,7 @@ from tests.trainables.data.packed import pack_here
 from trainables.config import DataConfig, DataIdentity
 from trainables.data.identity import check_same_data, data_identity
 from trainables.data.source import open_on_node
-from trainables.data.sources.memory_source import MemorySource
+from trainables.data.sources.memory import MemorySource
 from trainables.errors import DataError
 
 

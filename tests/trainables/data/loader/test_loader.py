@@ -29,7 +29,7 @@ from trainables.data.loader.loader import Batch, Loader
 from trainables.data.loader.loader_process import loader_process
 from trainables.data.order import Split, sample_at
 from trainables.data.source import open_source
-from trainables.data.sources.synthetic import open_synthetic
+from trainables.data.sources.memory import open_synthetic
 from trainables.device.device_batches import on_device
 from trainables.device.tensor_format import to_pixels
 from trainables.errors import DataError
