@@ -11,7 +11,7 @@ from trainables.data.index import is_records
 from trainables.data.interface import Source
 from trainables.data.order import Split
 from trainables.data.pack.readers import IMAGE_FOLDER, matching_reader, nearby_layout_error
-from trainables.data.sources.folder import NO_IMAGES, FolderSource
+from trainables.data.sources.folder import NO_IMAGES
 from trainables.data.sources.layout import LayoutSource
 from trainables.data.sources.memory import open_digits, open_synthetic
 from trainables.data.sources.mixed import open_mixed
@@ -57,10 +57,7 @@ def open_source(data: DataConfig, split: Split) -> Source:
             raise DataError(f"data.path: {refusal}")
         if kind is None and not data.labels and root.is_dir():
             raise DataError(f"data.path: {data.path} {NO_IMAGES}; add some, or give another folder")
-        # without a layout, an image folder is what its refusal describes
-        if kind is None or (kind == IMAGE_FOLDER and data.labels and not data.val_share):
-            return FolderSource(data.path, split)
-        return LayoutSource(data, root, kind, split)
+        return LayoutSource(data, root, kind or IMAGE_FOLDER, split)  # whose refusal describes what is wanted
     except OSError as error:
         raise DataError(f"data.path: {error.filename or root} cannot be read: {error.strerror}") from None
 

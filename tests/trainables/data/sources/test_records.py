@@ -20,6 +20,7 @@ import pyarrow as pa
 import pytest
 import torch
 
+from tests.trainables.data.image_folder import open_folder
 from tests.trainables.data.packed import pack_here
 from tests.trainables.data.photos import MakeFolder, photo
 from trainables.config import DataConfig
@@ -30,7 +31,7 @@ from trainables.data.loader.loader import Loader
 from trainables.data.pack.modes import Mode
 from trainables.data.source import open_source
 from trainables.data.sources import shards
-from trainables.data.sources.folder import FolderSource
+from trainables.data.sources.layout import LayoutSource
 from trainables.data.sources.records import RecordsSource, open_records
 from trainables.errors import DataError
 
@@ -63,7 +64,7 @@ def message(path: Path, act: Callable[[RecordsSource], object] = len) -> str:
 def test_a_packed_folder_is_read_as_the_folder_is(images: Path, packed: Path, split: str) -> None:
     ours, folder = (open_source(DataConfig(path=str(path)), split) for path in (packed, images))  # type: ignore[arg-type]
     assert isinstance(ours, RecordsSource)
-    assert isinstance(folder, FolderSource)
+    assert isinstance(folder, LayoutSource)
     assert ours.classes == folder.classes == ("cat", "dog", "emu")
     assert ours.labels_N.tolist() == folder.labels_N.tolist()
     assert ours.labels_N.dtype == np.int64
@@ -87,7 +88,7 @@ def test_pixels_are_read_as_height_width_and_color(images: Path, tmp_path: Path)
     pack_here(images, tmp_path / "raw", Mode(raw=20))
     source = open_records(str(tmp_path / "raw"), "train")
     pixels_HWC = source.read(0)
-    expected = with_shorter_side(decode_image(FolderSource(str(images), "train").read(0)), 20)
+    expected = with_shorter_side(decode_image(open_folder(images, "train").read(0)), 20)
     assert isinstance(pixels_HWC, np.ndarray)
     assert (source.widths_N[0], source.heights_N[0]) == expected.size != (20, 20)
     assert np.array_equal(pixels_HWC, np.asarray(expected))
@@ -138,7 +139,7 @@ def test_packed_pixels_give_the_batches_of_the_files_that_they_come_from(tmp_pat
 
 
 def test_several_threads_read_at_once(images: Path, packed: Path) -> None:
-    folder, source = FolderSource(str(images), "train"), open_records(str(packed), "train")
+    folder, source = open_folder(images, "train"), open_records(str(packed), "train")
     expected = [folder.read(index) for index in range(len(folder))]
     with ThreadPoolExecutor(8) as pool:
         for content in pool.map(lambda _: [source.read(index) for index in range(len(source))], range(8)):
@@ -267,7 +268,7 @@ def test_an_index_that_is_not_one_is_refused(packed: Path) -> None:
 
 def test_an_image_folder_with_a_file_of_the_indexs_name_stays_an_image_folder(images: Path) -> None:
     (images / INDEX).write_text("{}")
-    assert isinstance(open_source(DataConfig(path=str(images)), "train"), FolderSource)
+    assert open_folder(images, "train").name(0).startswith("train/")
 
 
 def test_a_shard_of_another_size_or_none_is_refused(packed: Path) -> None:
@@ -422,7 +423,7 @@ def test_the_documents_reader_reads_a_packed_set_with_pyarrow_alone(images: Path
     assert len(code.splitlines()) <= 12
     command = [sys.executable, "-c", code, str(packed)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd="/", env={**os.environ, "PYTHONPATH": ""})
-    folder = FolderSource(str(images), "train")
+    folder = open_folder(images, "train")
     expected = [
         f"{folder.name(index)} {folder.classes[folder.labels_N[index]]} {len(folder.read(index))}" for index in range(len(folder))
     ]

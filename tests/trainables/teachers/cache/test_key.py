@@ -17,6 +17,7 @@ from tests.trainables.jobs import config, write_teacher
 from trainables.config import DataConfig
 from trainables.data.decode import UnreadableImageError
 from trainables.data.loader.loader import Loader
+from trainables.data.pack import layout_reader
 from trainables.data.pack.modes import Mode
 from trainables.data.source import open_source
 from trainables.data.sources import folder as folders
@@ -86,7 +87,7 @@ def test_a_file_that_cannot_be_read_is_part_of_what_a_folder_is(tmp_path: Path, 
     def forbid(path: str) -> bytes:
         raise UnreadableImageError("cannot be read: Permission denied")
 
-    monkeypatch.setattr(folders, "read_file", forbid)
+    monkeypatch.setattr(layout_reader, "read_file", forbid)
     assert fingerprint(images) != first
 
 
