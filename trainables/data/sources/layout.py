@@ -71,7 +71,7 @@ class LayoutSource(Source):
         digest.update(self.labels_N.tobytes())
         files = {location if isinstance(location, str) else location[0] for location in self._locations}
         try:
-            digest.update(repr([(file, os.stat(self._root / file).st_size) for file in sorted(files)]).encode())
+            digest.update(repr([(file, os.stat(os.path.join(self._root, file)).st_size) for file in sorted(files)]).encode())
         except OSError as error:
             raise DataError(f"data.path: {error.filename} cannot be read: {error.strerror}") from None
         digest.update(sampled_sha256(self))
