@@ -377,6 +377,16 @@ def test_labels_that_a_further_set_is_to_have_are_mapped_by_name_or_refused(tmp_
             mixed(root, [{"path": name, "labels": True}])
 
 
+def test_validation_images_of_a_further_set_are_not_looked_at(tmp_path: Path, make_folder: MakeFolder) -> None:
+    root = make_folder(train={"cat": 3, "dog": 2}, val={"cat": 1})
+    more = shutil.copytree(root, tmp_path / "more")
+    (more / "val" / "cat").rename(more / "val" / "zebra")
+    assert len(mixed(root, [{"path": more}])[0]) == 10
+    (more / "train").rename(more / "other")
+    with pytest.raises(DataError, match=f"data.more: {more} has no folder train"):
+        mixed(root, [{"path": more, "labels": True}])
+
+
 def test_what_a_set_cannot_be_stored_as_is_refused_by_its_path(tmp_path: Path, make_folder: MakeFolder) -> None:
     root = make_folder(train={"cat": 3, "dog": 2}, val={"cat": 1})
     pack_here(root, tmp_path / "packed")

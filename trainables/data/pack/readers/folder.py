@@ -30,7 +30,7 @@ class FolderReader(LayoutReader):
             return {split: [folder] for split, folder in unlabelled_splits(str(self.root)).items()}
         if not self.holds_out:
             return {split: [split] for split in SPLIT_NAMES}
-        return {split: [split] for split in split_folders(str(self.root))} or {"train": ["train"]}
+        return {split: [split] for split in SPLIT_NAMES if split in ("train", *split_folders(str(self.root)))}
 
     def samples(self, part: Any) -> Iterable[tuple[str, Label | None]]:
         if not self.labels:
