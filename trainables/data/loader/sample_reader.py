@@ -57,13 +57,12 @@ class Costs:
         self._copy_s += seconds
         self._copies += 1
 
-    def add(self, images: int, parts: list[ReadResult], wait_s: float) -> None:
+    def add(self, images: int, times: ThreadTimes, wait_s: float) -> None:
         """Count a batch, for which the step waited so long."""
         self._images += images
         self._batches += 1
         self._wait_s += wait_s
-        for part in parts:
-            self._times = list(map(add, self._times, part.times))
+        self._times = list(map(add, self._times, times))
 
     def summary(self) -> dict[str, float]:
         """What the threads do, {} before the first image.

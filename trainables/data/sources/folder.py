@@ -3,18 +3,16 @@
 Shapes: N samples of the split.
 """
 
-import hashlib
 import os
 import unicodedata
 from collections import Counter
 from collections.abc import Mapping
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trainables.data.decode import UnreadableImageError
-from trainables.data.interface import HOLD_OUT, NO_LABELS, Source
+from trainables.data.interface import HOLD_OUT, NO_LABELS
 from trainables.data.order import Split
 from trainables.data.split_names import SPLIT_OF, choose_splits, is_hidden
 from trainables.errors import DataError, NoLabelsError, first_three, printable
@@ -22,9 +20,6 @@ from trainables.notices import notice
 
 # torchvision.datasets.folder.IMG_EXTENSIONS, compared without case: what else PIL reads, ImageFolder leaves out
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
-SAMPLED = 256
-"""Files whose contents a fingerprint reads. Of images preprocessed anew nearly all change, so that a few tell; to open a million
-on a network disk takes minutes."""
 NO_IMAGES = f"holds no images, files whose names end in {' '.join(EXTENSIONS)}"
 _ONE_CLASS = "folders whose names differ in their Unicode form alone (NFC and NFD) are one class"
 _MAX_REASONS = 6
@@ -91,24 +86,6 @@ def list_folder(root: str, split: Split) -> FolderListing:
 
 def _folded(name: str) -> str:
     return name.strip().casefold()
-
-
-def sampled_sha256(source: Source) -> bytes:
-    """A hash over what is in SAMPLED files spread evenly over a source's, or in all; where one cannot be read, over why.
-
-    Training skips what it cannot read. Raises DataError where the disk or the network fails.
-    """
-    digest, count = hashlib.sha256(), min(len(source), SAMPLED)
-    for number in range(count):
-        try:
-            content = bytes(source.read(number * len(source) // count))
-        except UnreadableImageError as error:
-            content = str(error).encode()
-        except OSError as error:
-            _refuse(error)
-        digest.update(b"%d\0" % len(content))
-        digest.update(content)
-    return digest.digest()
 
 
 def has_train_folder(root: str) -> bool:
@@ -205,7 +182,7 @@ def _list(path: str) -> _Listing:
                 else:
                     found.others.append(name)
     except OSError as error:
-        _refuse(error)
+        raise DataError(f"data.path: {error.filename} cannot be read: {error.strerror}") from None
     for names in found:
         names.sort()
     return found
@@ -337,7 +314,3 @@ class _Walk:
                 f"{self._path}: {total} file{'s' * (total > 1)} left out: {', '.join(reasons)}{more}; "
                 "rename images so that they end in .jpg"
             )
-
-
-def _refuse(error: OSError) -> NoReturn:
-    raise DataError(f"data.path: {error.filename} cannot be read: {error.strerror}") from None

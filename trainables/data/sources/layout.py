@@ -13,11 +13,11 @@ from typing import Any
 
 from trainables.config import DataConfig
 from trainables.data.decode import Sample
+from trainables.data.identity import sampled_sha256
 from trainables.data.interface import Source
 from trainables.data.order import Split
 from trainables.data.pack.layout_reader import Listing
 from trainables.data.pack.readers import READERS
-from trainables.data.sources.folder import sampled_sha256
 from trainables.errors import DataError
 
 _listings: weakref.WeakValueDictionary[tuple[Path, bool, float | None], Listing] = weakref.WeakValueDictionary()

@@ -15,12 +15,12 @@ from safetensors.torch import save_file
 from tests.trainables.data.packed import pack_here
 from tests.trainables.jobs import config, write_teacher
 from trainables.config import DataConfig
+from trainables.data import identity
 from trainables.data.decode import UnreadableImageError
 from trainables.data.loader.loader import Loader
 from trainables.data.pack import layout_reader
 from trainables.data.pack.modes import Mode
 from trainables.data.source import open_source
-from trainables.data.sources import folder as folders
 from trainables.distributed.group import Group
 from trainables.models.registry import build_model
 from trainables.models.weights import teacher_sha256
@@ -65,7 +65,7 @@ def test_images_preprocessed_anew_are_other_images_though_their_sizes_are_equal(
 
 
 def test_of_many_files_a_few_are_read_and_they_are_spread_over_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folders, "SAMPLED", 4)
+    monkeypatch.setattr(identity, "SAMPLED", 4)
     images, prints = folder(tmp_path / "images"), list[str]()
     files = sorted((images / "train").rglob("*.png"))
     for number in range(len(files)):
