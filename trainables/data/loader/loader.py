@@ -167,9 +167,7 @@ class Loader:
                 wait_s = time.perf_counter() - wait_began_s if waits else 0.0
                 ready = self._finish(pending[0], result)
                 pending.popleft()
-                self.costs.add(
-                    ready.labels_B.shape[0], result.times, wait_s
-                )  # `len` of a tensor is a function of torch in Python
+                self.costs.add(ready.labels_B.shape[0], result.times, wait_s)  # `len` of a tensor is slow
                 yield ready
                 del ready  # its memory is free once the consumer has done with it
         finally:
