@@ -76,7 +76,7 @@ class DataConfig(Section):
     )
     global_batch_size: Count = Field(128, description="samples per optimizer step over all workers")
     loader_workers: Natural | Literal["auto"] = Field(
-        "auto", description="decode threads per worker; auto: as many as cores are left; 0: the training thread decodes"
+        "auto", description="decode threads per worker; auto: the cores that training leaves; 0: the training thread decodes"
     )
     loader: Literal["auto", "threads", "process"] = Field(
         "auto",
