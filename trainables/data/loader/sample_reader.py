@@ -115,7 +115,6 @@ class Reader:
         began_s, began_cpu_s, began_wait_s = time.perf_counter(), time.thread_time(), self._core_wait.seconds()
         source, augment, out_RHWC = self._source, self._augment, out.pop()
         bad, encoded_rows, indices = list[tuple[int, str]](), list[Region](), indices_R.tolist()
-        source.prefetch(indices_R)
         if self._as_stored:
             source.read_batch(indices_R, out_RHWC)
         read_s, read_cpu_s = time.perf_counter() - began_s, time.thread_time() - began_cpu_s

@@ -69,15 +69,6 @@ class RecordsSource(Source):
         path = self._shards.path(shard)
         return _name(path, row) or f"{path.name}[{row}]"
 
-    def prefetch(self, indices_R: NDArray[np.int64]) -> None:
-        """These samples (R,) will be read next, one after the other: the disk may bring them side by side meanwhile.
-
-        Where nothing of a shard is in the page cache, two threads that decode photos get 1.13 times as many
-        (docs/where-the-bytes-live.md); where all of it is, this costs microseconds. Raises DataError as `read` does.
-        """
-        for index in indices_R.tolist():
-            self._shards.prefetch(bisect_right(self._ends_S, index), self._offsets_N.item(index), self.sizes_N.item(index))
-
     def fingerprint(self) -> str:
         """Of the files' checksums: see `Source`."""
         files = (self._part.rows, *self._part.shards)

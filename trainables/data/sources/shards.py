@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
@@ -20,9 +19,6 @@ class ShardReader(Protocol):
 
     def read(self, shard: int, offset: int, size: int) -> bytes:
         """`size` bytes of a shard from `offset` on. Raises DataError where it does not have them."""
-
-    def prefetch(self, shard: int, offset: int, size: int) -> None:
-        """These bytes will be read next: the disk may bring them meanwhile. Raises DataError as `read` does."""
 
     def path(self, shard: int) -> Path:
         """The local file of the shard, which may be missing where shards come and go."""
@@ -51,7 +47,7 @@ class LocalShards:
         return self._root / self._shards[shard].file
 
     def read(self, shard: int, offset: int, size: int) -> bytes:
-        handle = self._open(shard)
+        handle = self._open(shard)  # in a name: another thread may let go of it meanwhile
         try:
             content = os.pread(handle.descriptor, size, offset)
             while len(content) < size and (more := os.pread(handle.descriptor, size - len(content), offset + len(content))):
@@ -61,14 +57,6 @@ class LocalShards:
         if len(content) < size:
             raise DataError(f"data.path: {self.path(shard)} was cut off while it was in use; copy or pack it again")
         return content
-
-    def prefetch(self, shard: int, offset: int, size: int) -> None:
-        if sys.platform == "linux":
-            handle = self._open(shard)  # in a name: another thread may let go of it meanwhile
-            try:
-                os.posix_fadvise(handle.descriptor, offset, size, os.POSIX_FADV_WILLNEED)
-            except OSError as error:
-                raise unreadable(self.path(shard), error) from None
 
 
 class _Handle:

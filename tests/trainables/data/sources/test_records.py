@@ -199,19 +199,6 @@ def test_where_the_limit_on_open_files_may_not_be_raised_fewer_stay_open(packed:
     assert len(os.listdir("/dev/fd")) == before + 2
 
 
-def test_a_file_is_not_closed_while_it_is_read_ahead(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "_max_open", lambda num_files: 1)
-    opened, found = shards.LocalShards(packed, read_index(packed).splits["train"].shards), []
-
-    def advise(descriptor: int, *_: int) -> None:
-        opened.read(1, 0, 1)  # as another thread does meanwhile
-        found.append(_target(str(descriptor)))
-
-    monkeypatch.setattr(os, "posix_fadvise", advise)
-    opened.prefetch(0, 0, 1)
-    assert found == [str(packed / "train-00000.arrow")]
-
-
 def test_files_that_were_opened_longest_ago_are_closed_where_there_are_too_many(
     packed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
