@@ -192,12 +192,12 @@ def _again(files: list[Path], folder: Path, max_side: int | None) -> list[Path]:
 
 
 def _folder(files: list[Path], root: Path, least: int) -> Path:
-    """root/train/a/*: links to the files, over and over until there are enough for an epoch that is not all ends; one to val."""
-    for split in ("train", "val"):
-        (root / split / "a").mkdir(parents=True)
+    """root/train/CLASS/*: links to the files, again and again until an epoch is not all ends; one to val."""
+    for folder in ("train/a", "train/b", "val/a"):
+        (root / folder).mkdir(parents=True)
     os.symlink(files[0].absolute(), root / "val" / "a" / "0.jpg")
     for number in count():
         if number >= max(least, len(files)):
             return root
-        os.symlink(files[number % len(files)].absolute(), root / "train" / "a" / f"{number:06}.jpg")
+        os.symlink(files[number % len(files)].absolute(), root / "train" / "ab"[number % 2] / f"{number:06}.jpg")
     raise AssertionError
