@@ -100,7 +100,7 @@ class Plan:
         fewest = f"{scale.min_workers} to " if scale.min_workers is not None else ""
         line = (
             f"{fewest}{scale.num_workers} {kind} worker{'s' if scale.num_workers > 1 else ''}{stages} × "
-            f"{self.loader_workers} loader workers{auto}, global batch {self.experiment.data.global_batch_size}, "
+            f"{self.loader_workers} loader worker{'s' * (self.loader_workers != 1)}{auto}, global batch {self.experiment.data.global_batch_size}, "
             f"on {len(cluster.nodes)} node{'s' if len(cluster.nodes) != 1 else ''}"
         )
         if cluster.autoscaled:
