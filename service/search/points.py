@@ -45,6 +45,13 @@ class Observation:
     start_s: float | None = None  # of the group of workers; 0 where it was shared with the probe before, None where unknown
     seconds: float | None = None  # wall time of the probe, its group's start included; None where unknown
 
+    @property
+    def room(self) -> float:
+        """How many times what it took a GPU's memory holds; infinite on a CPU, and where it was not recorded."""
+        if not self.peak_memory_mib or not self.gpu_memory_mib:
+            return math.inf
+        return self.gpu_memory_mib / self.peak_memory_mib
+
 
 def identity(point: Point) -> tuple[tuple[str, str], ...]:
     """A point's name: equal for equal points, whatever the order of their keys."""

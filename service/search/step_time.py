@@ -226,11 +226,15 @@ class StepTime:
 
     def predict(self, points: Sequence[Point]) -> Prediction:
         """Seconds of a step, with the standard deviation that the parameters' uncertainty gives, and each part apart."""
-        layout, nudges = self.layout(points), 1e-4 * np.eye(len(self.mean_P))
-        mean = step_times(self.mean_P, layout)
+        layout = self.layout(points)
+        times, J_MP = step_times(self.mean_P, layout), self.slopes(layout)
+        return Prediction(times.step, times.step * np.sqrt(np.einsum("mp,pq,mq->m", J_MP, self.covariance_PP, J_MP)), times)
+
+    def slopes(self, layout: Layout) -> Array:
+        """Derivatives of the logarithm of a step's seconds by the parameters: MP."""
+        nudges = 1e-4 * np.eye(len(self.mean_P))
         up, down = (np.log(step_times(self.mean_P + sign * nudges, layout).step) for sign in (1, -1))
-        J_MP = (up - down).T / 2e-4
-        return Prediction(mean.step, mean.step * np.sqrt(np.einsum("mp,pq,mq->m", J_MP, self.covariance_PP, J_MP)), mean)
+        return np.asarray((up - down).T / 2e-4)
 
 
 @dataclass(frozen=True)
