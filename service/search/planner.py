@@ -38,7 +38,6 @@ RESERVE = 0.15  # of the budget, for measuring the leading points again
 GRID_STEPS = 40  # steps past the warm-up that a lean grid measures of each point
 OOM_S = 5.0  # until a batch that does not fit says so
 MIN_STEPS, STOP_ERROR = 8, 0.05  # a probe ends once its mean is known so well (95%)
-MIN_REPEAT_STEPS, REPEAT_ERROR = 60, 0.02  # one of a known point
 BEHIND_ERROR = 0.25  # of how far a point is behind the best one: so well is enough
 PREFETCH = 2  # batches that a loader worker has ready
 LOADING = 0.25  # share of the step that loading takes, from which on it matters what was ready
@@ -46,23 +45,18 @@ FORM_SD, FORM_WEIGHT = 0.1, 4.0  # of the model's own error: before anything is 
 OCTAVES = np.array([[1.5], [1.5], [1.0]])  # of workers, batch, loader workers: how far the model's error stays the same
 SMOOTH, OF_BATCH, OWN = 0.5, 0.25, 0.25  # shares of its variance: smooth, of one batch a worker, of a point alone
 REPEAT_SD = 0.01  # relative difference of two measurements of one point that their steps do not show
-LEADERS, MIN_REPEATS, MAX_REPEATS = 5, 2, 4  # points that are measured again at the end, and how often at least and at most
+UNLIKE_LOSS, UNLIKE_SHARE = 0.4, 0.1  # values are tried that are expected to lose so much (log), up to this share of a lean grid
+LEADERS, NUM_REPEATED, MAX_REPEATS = (
+    5,
+    3,
+    4,
+)  # points that may lead, those that are measured twice at least, and how often at most
 EQUAL_LOSS, LEADER_CHANCE = 0.0075, 0.05  # expected loss below which leaders are equal; a leader is the best so likely
 USABLE_MEMORY = 0.985  # of a GPU's: what a batch may take
-MEMORY_POWER, OTHER_KIND = 2.0, 0.4  # how fast the chance falls beyond what surely fits; chance where another kind did not
+OTHER_KIND = 0.4  # chance of a batch to fit that ran out of memory with another value of an extra key
 SLOWED = 1.25  # a measurement that is so much slower than the point's median was not alone
 MAX_FAILED_OF_VALUE = 3  # points that failed, none that ran: all others with that value are out
 RAN_OUT_OF_MEMORY, HAS_NO_ROOM = 1e2, 1e3  # handicaps of measured points: the best is none of these while there is another
-
-
-@dataclass(frozen=True)
-class Forecast:
-    """What is known of one point."""
-
-    point: Point
-    step_s: float
-    sd: float  # of the step, relative
-    measured: bool
 
 
 @dataclass(frozen=True)
@@ -71,6 +65,7 @@ class Posterior:
 
     form_sd: float
     step_SM: Array  # joint draws of the logarithm of the seconds of a step
+    step_s_M: Array
     cost_SM: Array
     cost_M: Array
     ahead_SM: Array  # how much better each point is than its incumbent, in the draws in which it can run
@@ -192,9 +187,9 @@ class Planner:
         steps_s = [step_s for one in alone for step_s in one.steps_s]
         return Observation("ok", steps_s, phases_s), spread / math.sqrt(len(alone))
 
-    def _settled(self, row: int | None, steps_s: Sequence[float]) -> Sequence[float]:
+    def _settled(self, row: int, steps_s: Sequence[float]) -> Sequence[float]:
         """Without the steps that lived on batches loaded before the probe, where these were faster."""
-        ready = PREFETCH * int(self.layout.threads_M[row]) if row is not None else 0
+        ready = PREFETCH * int(self.layout.threads_M[row])
         if 0 < ready <= len(steps_s) - MIN_STEPS and np.mean(steps_s[ready:]) > 1.05 * np.mean(steps_s[:ready]):
             return steps_s[ready:]
         return steps_s
@@ -218,18 +213,15 @@ class Planner:
         batch_M, chance_M = self.layout.batch_M, np.ones(len(self.points))
         refused = [(self._kind_M[row], batch_M[row]) for row in self._ended("oom")]
         for kind in np.unique(self._kind_M):
-            ran = [(batch_M[row], one.room) for row, one in self.history if (self._kind_M[row], one.status) == (kind, "ok")]
             is_kind_M = self._kind_M == kind
-            if ran:
+            ran = [(batch_M[row], one.room) for row, one in self.history if (self._kind_M[row], one.status) == (kind, "ok")]
+            if ran and math.isfinite(max(ran)[1]):
                 largest, room = max(ran)
-                beyond_M = np.maximum(batch_M / largest - 1, 0.0)
                 spare = max(USABLE_MEMORY * room - 1, 0.01)
-                chance_M = np.where(
-                    is_kind_M & (beyond_M > spare), (spare / np.maximum(beyond_M, spare)) ** MEMORY_POWER, chance_M
-                )
+                chance_M[is_kind_M] = (spare / np.maximum(batch_M[is_kind_M] / largest - 1, spare)) ** 2
             for other, batch in refused:
-                too_large_M = is_kind_M & (batch_M >= batch)
-                chance_M[too_large_M] *= 0.0 if other == kind else 1.0 if ran else OTHER_KIND
+                if other == kind or not ran:
+                    chance_M[is_kind_M & (batch_M >= batch)] *= 0.0 if other == kind else OTHER_KIND
         return chance_M
 
     def _broken_M(self) -> Flags:
@@ -295,7 +287,7 @@ class Planner:
     def grid_gpu_s(self) -> float:
         """GPU-seconds of a lean grid: every point once and briefly, those with as many workers on one start."""
         steps = self._warmup_steps + min(GRID_STEPS, self.max_steps)
-        each_M = self.layout.workers_M * (self.setup_s + steps * np.exp(self.posterior().step_SM.mean(axis=0)))
+        each_M = self.layout.workers_M * (self.setup_s + steps * self.posterior().step_s_M)
         return float(np.unique(self.layout.workers_M).sum() * self.start_s + (self.chances() * each_M).sum())
 
     @property
@@ -320,8 +312,6 @@ class Planner:
         noise_U = np.hypot(measured.noise_O, [error for _, error in joined])
         model = self._prior.fitted(measured)
         form_sd = _form_sd(model, measured)
-        if form_sd > FORM_SD:
-            model = self._prior.fitted(measured, form_sd)
         # Draws of the model and its error before the measurements, moved by what these say (Matheron's rule).
         step_SM = np.log(step_times(model.draws(DRAWS, rng), layout).step) + form_sd * self._error_SM
         away_SU = measured.logs_3O[0] + noise_U * rng.standard_normal((DRAWS, len(rows_U))) - step_SM[:, rows_U]
@@ -338,6 +328,7 @@ class Planner:
         return Posterior(
             form_sd=form_sd,
             step_SM=step_SM,
+            step_s_M=np.exp(step_SM.mean(axis=0)),
             cost_SM=cost_SM,
             cost_M=cost_M,
             ahead_SM=ahead_SM,
@@ -385,7 +376,7 @@ class Planner:
         if not self.measured_rows:
             return None, "no point is left that can run"
         known, best, tolerance = self.posterior(), self._name(self.posterior().best), self.tolerance
-        gpu_s_M = self._probe_gpu_s_M(np.exp(known.step_SM.mean(axis=0)), group)
+        gpu_s_M = self._probe_gpu_s_M(known.step_s_M, group)
         budget_gpu_s = self.budget_gpu_s
         left_gpu_s = budget_gpu_s - self.spent_gpu_s - float(gpu_s_M[self.pending].sum())
         affordable_M = open_M & (gpu_s_M < left_gpu_s - RESERVE * budget_gpu_s)
@@ -393,6 +384,9 @@ class Planner:
             gain_M = np.maximum(known.ahead_SM, 0.0).mean(axis=0)
             row = int(np.argmax(np.where(affordable_M, gain_M / gpu_s_M, -1.0)))
             return row, f"{self._name(row)} is expected to gain {gain_M[row]:.1%} on {self._name(int(known.incumbent_M[row]))}"
+        early_M = affordable_M & (self.spent_gpu_s + gpu_s_M < UNLIKE_SHARE * self.grid_gpu_s)
+        if (unlike := self._unlike(early_M, gpu_s_M)) is not None:
+            return unlike, f"{self._name(unlike)} has a value that was not measured near {best}"
         leader = self._leader(gpu_s_M < left_gpu_s, group)
         if leader is not None:
             return leader, f"{self._name(leader)} is measured again: it may be the best"
@@ -409,6 +403,22 @@ class Planner:
         """The probability that one of these points is better than its incumbent by more than the tolerance."""
         return float((self.posterior().ahead_SM[:, which_M] > math.log1p(self.tolerance)).any(axis=1).mean())
 
+    def _unlike(self, open_M: Flags, gpu_s_M: Array) -> int | None:
+        """A cheap one of the best points with a value that none has: a number of workers, or with the best one's workers another
+        batch or number of loader workers, or with its batch too a value of an extra key."""
+        known, workers_M = self.posterior(), self.layout.workers_M
+        tried_M = np.isin(np.arange(len(self.points)), [*self.measured_rows, *self.pending])
+        here_M = workers_M == workers_M[known.best]
+        alike_M = here_M & (self.layout.batch_M == self.layout.batch_M[known.best])
+        sides = [(workers_M, np.ones_like(here_M)), (self.layout.threads_M, here_M), (self.layout.batch_M, here_M)]
+        new_M = np.zeros_like(here_M)
+        for values_M, side_M in (*sides, *((values_M, alike_M) for values_M in self.layout.member_KM)):
+            new_M |= side_M & ~np.isin(values_M, values_M[side_M & tried_M])
+        cost_M = np.where(open_M & new_M, known.cost_M, np.inf)
+        if cost_M.min() > known.cost_M[known.best] + UNLIKE_LOSS:
+            return None
+        return int(np.argmin(np.where(cost_M < cost_M.min() + 0.1, gpu_s_M, np.inf)))
+
     def _leader(self, affordable_M: Flags, group: float | None) -> int | None:
         """One of the leading points, to measure again in turn; None: the best one was, and no other may be as good."""
         known, tries = self.posterior(), self._ended("ok", "failed", "oom")
@@ -416,8 +426,8 @@ class Planner:
         cost_SL = known.cost_SM[:, rows]
         wins = np.bincount(np.argmin(cost_SL, axis=1), minlength=len(rows)) / DRAWS
         close = [row for row, win in zip(rows, wins, strict=True) if win > LEADER_CHANCE or row == known.best]
-        if tries.count(known.best) < MIN_REPEATS:
-            close = [known.best]
+        if once := [row for row in rows[:NUM_REPEATED] if tries.count(row) < 2]:
+            close = once
         elif float((cost_SL[:, :1] - cost_SL).max(axis=1).mean()) <= EQUAL_LOSS or len(close) < 2:
             return None
         close = [row for row in close if row not in self.pending and affordable_M[row] and tries.count(row) < MAX_REPEATS]
@@ -453,21 +463,20 @@ class Planner:
     def should_stop(self, steps_s: Sequence[float], point: Point | None = None) -> bool:
         """Whether a probe's mean step time is known well enough, or the probe has had its steps; no point: the one pending.
 
-        That is to 5%, of a point that was measured before to 2%; what is far from the best is worth no long probe (Maron and
-        Moore 1994, "Hoeffding races"). Where loading matters a probe outlasts what was loaded before it.
+        That is to 5%; a point that was measured before has all its steps, and what is far from the best is worth no long probe
+        (Maron and Moore 1994, "Hoeffding races"). Where loading matters a probe outlasts what was loaded before it.
         """
         rows = [self.row[identity(point)]] if point is not None else self.pending
-        row, error, floor = rows[0] if len(rows) == 1 else None, STOP_ERROR, MIN_STEPS
-        known = self.posterior() if self.measured_rows else None
-        again = row in self.measured_rows
-        if row is not None and (known is None or again or len(known.leading_U) <= 3 or known.loading_M[row] >= LOADING):
-            floor = (MIN_REPEAT_STEPS if again else MIN_STEPS) + PREFETCH * int(self.layout.threads_M[row])
-        if not min(floor, self.max_steps) <= len(steps_s) < self.max_steps:
+        if len(steps_s) >= self.max_steps or len(rows) != 1 or rows[0] in self.measured_rows:
             return len(steps_s) >= self.max_steps
-        steps_s = self._settled(row, steps_s)
-        if row is not None and known is not None:
+        row, known = rows[0], self.posterior() if self.measured_rows else None
+        loading = known is None or known.loading_M[row] >= LOADING
+        if len(steps_s) < MIN_STEPS + loading * PREFETCH * self.layout.threads_M[row]:
+            return False
+        steps_s, error = self._settled(row, steps_s), STOP_ERROR
+        if known is not None:
             late = math.log(float(np.mean(steps_s))) + self._offset_M[row] - known.to_beat_M[row]
-            error = max(REPEAT_ERROR if again else STOP_ERROR, BEHIND_ERROR * late)
+            error = max(STOP_ERROR, BEHIND_ERROR * late)
         return 1.96 * relative_error(steps_s) <= error
 
     # What came out
@@ -481,7 +490,7 @@ class Planner:
         if not self.measured_rows:
             return []
         rows_U = self.posterior().leading_U
-        time_U = self.posterior().step_SM.mean(axis=0)[rows_U] - np.log([float(self.points[row][GLOBAL_BATCH]) for row in rows_U])
+        time_U = np.log(self.posterior().step_s_M[rows_U] / [float(self.points[row][GLOBAL_BATCH]) for row in rows_U])
         return [self.points[rows_U[index]] for index in front(self.layout.workers_M[rows_U], time_U)]
 
     def bound(self) -> float:
@@ -491,18 +500,14 @@ class Planner:
         """
         if not self.measured_rows:
             return math.inf
-        return max(0.0, math.expm1(float(np.quantile(self.posterior().ahead_SM.max(axis=1), 1 - DOUBT))))
+        return max(REPEAT_SD, math.expm1(float(np.quantile(self.posterior().ahead_SM.max(axis=1), 1 - DOUBT))))
 
-    def forecasts(self) -> list[Forecast]:
-        """What is known of every point, in the order of `points`; before anything ran, what a cluster usually is like."""
-        if self.measured_rows:
-            step_SM = self.posterior().step_SM
-            step_s_M, sd_M = np.exp(step_SM.mean(axis=0)), step_SM.std(axis=0)
-        else:
+    def step_s(self) -> tuple[Array, Array]:
+        """Seconds of a step of every point, in the order of `points`, and their relative error; before anything ran, a guess."""
+        if not self.measured_rows:
             guess = self._prior.predict(self.points)
-            step_s_M, sd_M = guess.step_s, guess.step_sd_s / guess.step_s
-        measured_M = np.isin(np.arange(len(self.points)), self.measured_rows)
-        return [Forecast(*row) for row in zip(self.points, step_s_M.tolist(), sd_M.tolist(), measured_M.tolist(), strict=True)]
+            return guess.step_s, guess.step_sd_s / guess.step_s
+        return self.posterior().step_s_M, self.posterior().step_SM.std(axis=0)
 
     def why(self) -> str:
         """Why the last answer of `ask` was given, in a sentence."""

@@ -189,15 +189,15 @@ class StepTime:
         """The points as this model reads them."""
         return Layout.of(points, self.hardware, self.extras)
 
-    def fitted(self, measured: Measured, form_error: float = 0.0) -> StepTime:
+    def fitted(self, measured: Measured) -> StepTime:
         """The parameters that explain the observations best, self being the prior.
 
         Robust least squares on relative residuals (soft L1), the prior as further residuals; uncertainty by Laplace's
-        approximation: the inverse of JᵀJ at the solution. `form_error`: more than the usual one.
+        approximation: the inverse of JᵀJ at the solution.
         """
         spread_P = np.sqrt(np.diag(self.covariance_PP))
         known = np.isfinite(measured.logs_3O)
-        target, error = measured.logs_3O[known], np.hypot(np.hypot(FORM_ERROR, form_error), measured.noise_O)[known]
+        target, error = measured.logs_3O[known], np.hypot(FORM_ERROR, measured.noise_O)[known]
         nudges = np.eye(len(spread_P)) * 1e-5
 
         def residuals(steps: Array) -> Array:  # ...P in prior standard deviations → ...R
@@ -208,13 +208,9 @@ class StepTime:
             moved = residuals(np.concatenate([steps + nudges, steps[None]]))
             return np.asarray((moved[:-1] - moved[-1]).T / 1e-5)
 
-        # An all-reduce that hides in the prior's backward has no slope: a second start has it out in the open.
-        hidden, exposed = np.zeros_like(spread_P), np.zeros_like(spread_P)
-        exposed[[INDEX["reduce_node_s"], INDEX["reduce_net_s"], INDEX["sharing"]]] = 2.0, 2.0, 1.0
-        options = {"loss": "soft_l1", "f_scale": ROBUST, "max_nfev": 30, "xtol": 1e-3, "ftol": 1e-4}
-        found = least_squares(residuals, hidden, jacobian, **options)
-        if found.cost > 0.25 * len(target):
-            found = min(found, least_squares(residuals, exposed, jacobian, **options), key=lambda one: float(one.cost))
+        found = least_squares(
+            residuals, np.zeros_like(spread_P), jacobian, loss="soft_l1", f_scale=ROBUST, max_nfev=30, xtol=1e-3, ftol=1e-4
+        )
         covariance = np.linalg.inv(found.jac.T @ found.jac + 1e-9 * np.eye(len(found.x)))
         return replace(self, mean_P=self.mean_P + spread_P * found.x, covariance_PP=spread_P[:, None] * covariance * spread_P)
 

@@ -145,16 +145,14 @@ def test_the_bound_falls_to_the_tolerance_and_then_holds_for_what_was_not_tested
     assert bounds[-1] <= 0.1 < 1 < bounds[0]  # a batch that most likely does not fit may be that much better
 
 
-def test_forecasts_say_what_a_step_of_every_point_takes() -> None:
+def test_what_a_step_of_every_point_takes_is_predicted() -> None:
     cluster, points = CLUSTERS["decode"]
-    assert not any(forecast.measured for forecast in Planner(points, cluster.hardware).forecasts())
-    search, seen, _ = searched("decode")
-    forecasts = search.forecasts()
-    assert [forecast.point for forecast in forecasts] == points
-    assert sum(forecast.measured for forecast in forecasts) == len({identity(at) for at, one in seen if one.status == "ok"})
-    off = [abs(forecast.step_s / cluster.parts(forecast.point)[0] - 1) for forecast in forecasts]
-    assert np.median(off) <= 0.2
-    assert all(forecast.sd > 0 for forecast in forecasts)
+    assert all((numbers_M > 0).all() for numbers_M in Planner(points, cluster.hardware).step_s())
+    search, _, _ = searched("decode")
+    step_s_M, sd_M = search.step_s()
+    off_M = [abs(step_s / cluster.parts(at)[0] - 1) for step_s, at in zip(step_s_M, points, strict=True)]
+    assert np.median(off_M) <= 0.2
+    assert (sd_M > 0).all()
 
 
 @each_cluster
