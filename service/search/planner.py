@@ -43,15 +43,18 @@ PREFETCH = 2  # batches that a loader worker has ready
 LOADING = 0.25  # share of the step that loading takes, from which on it matters what was ready
 FORM_SD, FORM_WEIGHT = 0.1, 4.0  # of the model's own error: before anything is measured, and how many points that counts for
 OCTAVES = np.array([[1.5], [1.5], [1.0]])  # of workers, batch, loader workers: how far the model's error stays the same
-SMOOTH, OF_BATCH, OWN = 0.5, 0.25, 0.25  # shares of its variance: smooth, of one batch a worker, of a point alone
+SMOOTH, OF_BATCH, OWN = 0.65, 0.25, 0.1  # shares of its variance: smooth, of one batch a worker, of a point alone
 REPEAT_SD = 0.01  # relative difference of two measurements of one point that their steps do not show
-UNLIKE_LOSS, UNLIKE_SHARE = 0.4, 0.1  # values are tried that are expected to lose so much (log), up to this share of a lean grid
+CHECK_LOSS, CHECK_SHARE = (
+    0.4,
+    0.1,
+)  # the model is checked at points expected to lose so much (log), up to this share of a lean grid
 LEADERS, NUM_REPEATED, MAX_REPEATS = (
     5,
     3,
     4,
 )  # points that may lead, those that are measured twice at least, and how often at most
-EQUAL_LOSS, LEADER_CHANCE = 0.0075, 0.05  # expected loss below which leaders are equal; a leader is the best so likely
+LEADER_CHANCE = 0.03  # a leader is better than the best by more than the tolerance so likely
 USABLE_MEMORY = 0.985  # of a GPU's: what a batch may take
 OTHER_KIND = 0.4  # chance of a batch to fit that ran out of memory with another value of an extra key
 SLOWED = 1.25  # a measurement that is so much slower than the point's median was not alone
@@ -187,9 +190,9 @@ class Planner:
         steps_s = [step_s for one in alone for step_s in one.steps_s]
         return Observation("ok", steps_s, phases_s), spread / math.sqrt(len(alone))
 
-    def _settled(self, row: int, steps_s: Sequence[float]) -> Sequence[float]:
+    def _settled(self, row: int | None, steps_s: Sequence[float]) -> Sequence[float]:
         """Without the steps that lived on batches loaded before the probe, where these were faster."""
-        ready = PREFETCH * int(self.layout.threads_M[row])
+        ready = PREFETCH * int(self.layout.threads_M[row]) if row is not None else 0
         if 0 < ready <= len(steps_s) - MIN_STEPS and np.mean(steps_s[ready:]) > 1.05 * np.mean(steps_s[:ready]):
             return steps_s[ready:]
         return steps_s
@@ -211,17 +214,19 @@ class Planner:
         A peak is a fixed part, of which only the share is unknown, and one that grows with the batch.
         """
         batch_M, chance_M = self.layout.batch_M, np.ones(len(self.points))
-        refused = [(self._kind_M[row], batch_M[row]) for row in self._ended("oom")]
+        seen = [(self._kind_M[row], batch_M[row], one) for row, one in self.history]
+        refused_anywhere = min((batch for _, batch, one in seen if one.status == "oom"), default=math.inf)
         for kind in np.unique(self._kind_M):
             is_kind_M = self._kind_M == kind
-            ran = [(batch_M[row], one.room) for row, one in self.history if (self._kind_M[row], one.status) == (kind, "ok")]
-            if ran and math.isfinite(max(ran)[1]):
-                largest, room = max(ran)
+            refused = min((batch for other, batch, one in seen if (other, one.status) == (kind, "oom")), default=math.inf)
+            ran = [(batch, one.room) for other, batch, one in seen if (other, one.status) == (kind, "ok")]
+            largest, room = max(ran, default=(math.inf, math.inf))
+            if not ran:
+                chance_M[is_kind_M & (batch_M >= refused_anywhere)] = OTHER_KIND
+            elif math.isfinite(room):
                 spare = max(USABLE_MEMORY * room - 1, 0.01)
                 chance_M[is_kind_M] = (spare / np.maximum(batch_M[is_kind_M] / largest - 1, spare)) ** 2
-            for other, batch in refused:
-                if other == kind or not ran:
-                    chance_M[is_kind_M & (batch_M >= batch)] *= 0.0 if other == kind else OTHER_KIND
+            chance_M[is_kind_M & (batch_M >= refused)] = 0.0
         return chance_M
 
     def _broken_M(self) -> Flags:
@@ -309,6 +314,7 @@ class Planner:
         rows_U, layout, rng = np.array(self.measured_rows, dtype=int), self.layout, np.random.default_rng([self._seed, 1])
         joined = [self._joined(row) for row in rows_U]
         measured = Measured.of(layout.take(rows_U), [one for one, _ in joined])
+        measured = replace(measured, logs_3O=measured.logs_3O + self._drift_U(rows_U, measured.logs_3O[0]))
         noise_U = np.hypot(measured.noise_O, [error for _, error in joined])
         model = self._prior.fitted(measured)
         form_sd = _form_sd(model, measured)
@@ -337,6 +343,17 @@ class Planner:
             incumbent_M=incumbent_M,
             to_beat_M=cost_M[incumbent_M] + behind_M,
         )
+
+    def _drift_U(self, rows_U: Rows, logs_U: Array) -> Array:
+        """What a point's short and only probe is corrected by: what those of others were off by, beside all their steps later.
+
+        In a short one GPUs are cool and queues are full; and another user of the cluster may have come or gone.
+        """
+        firsts = [next(one.steps_s for at, one in self.history if (at, one.status) == (row, "ok")) for row in rows_U]
+        short_U = np.array([len(steps_s) < self.max_steps for steps_s in firsts])
+        again_U = np.array([self._ended("ok").count(row) > 1 for row in rows_U])
+        off_U = (logs_U - np.log([np.mean(steps_s) for steps_s in firsts]))[short_U & again_U]
+        return np.where(short_U & ~again_U, off_U.sum() / (1 + len(off_U)), 0.0)
 
     def _handicap_M(self) -> Array:
         """What counts against a measured point, in logarithms."""
@@ -384,9 +401,8 @@ class Planner:
             gain_M = np.maximum(known.ahead_SM, 0.0).mean(axis=0)
             row = int(np.argmax(np.where(affordable_M, gain_M / gpu_s_M, -1.0)))
             return row, f"{self._name(row)} is expected to gain {gain_M[row]:.1%} on {self._name(int(known.incumbent_M[row]))}"
-        early_M = affordable_M & (self.spent_gpu_s + gpu_s_M < UNLIKE_SHARE * self.grid_gpu_s)
-        if (unlike := self._unlike(early_M, gpu_s_M)) is not None:
-            return unlike, f"{self._name(unlike)} has a value that was not measured near {best}"
+        if (check := self._check(affordable_M, gpu_s_M, left_gpu_s)) is not None:
+            return check, f"{self._name(check)} is unlike what was measured near {best}, or was measured only once"
         leader = self._leader(gpu_s_M < left_gpu_s, group)
         if leader is not None:
             return leader, f"{self._name(leader)} is measured again: it may be the best"
@@ -403,10 +419,13 @@ class Planner:
         """The probability that one of these points is better than its incumbent by more than the tolerance."""
         return float((self.posterior().ahead_SM[:, which_M] > math.log1p(self.tolerance)).any(axis=1).mean())
 
-    def _unlike(self, open_M: Flags, gpu_s_M: Array) -> int | None:
-        """A cheap one of the best points with a value that none has: a number of workers, or with the best one's workers another
-        batch or number of loader workers, or with its batch too a value of an extra key."""
-        known, workers_M = self.posterior(), self.layout.workers_M
+    def _check(self, open_M: Flags, gpu_s_M: Array, left_gpu_s: float) -> int | None:
+        """A cheap one of the points that would show an error of the model, or another user of the cluster; None: none is left.
+
+        Those are the best ones with a value that none has (a number of workers; with the best one's workers another batch or
+        number of loader workers; with its batch too a value of an extra key), and the best one of each number of workers, again.
+        """
+        known, workers_M, tries = self.posterior(), self.layout.workers_M, self._ended("ok", "failed", "oom")
         tried_M = np.isin(np.arange(len(self.points)), [*self.measured_rows, *self.pending])
         here_M = workers_M == workers_M[known.best]
         alike_M = here_M & (self.layout.batch_M == self.layout.batch_M[known.best])
@@ -414,22 +433,25 @@ class Planner:
         new_M = np.zeros_like(here_M)
         for values_M, side_M in (*sides, *((values_M, alike_M) for values_M in self.layout.member_KM)):
             new_M |= side_M & ~np.isin(values_M, values_M[side_M & tried_M])
-        cost_M = np.where(open_M & new_M, known.cost_M, np.inf)
-        if cost_M.min() > known.cost_M[known.best] + UNLIKE_LOSS:
+        new_M &= open_M
+        best_of = {workers_M[row]: row for row in reversed(known.leading_U)}.values()
+        new_M[[row for row in best_of if tries.count(row) == 1 and row not in self.pending]] = True
+        doubt = max(known.form_sd - FORM_SD, 0.0)
+        new_M &= gpu_s_M < min(left_gpu_s, (CHECK_SHARE + doubt) * self.grid_gpu_s - self.spent_gpu_s)
+        cost_M = np.where(new_M, known.cost_M, np.inf)
+        if cost_M.min() > known.cost_M[known.best] + CHECK_LOSS + 2 * doubt:
             return None
         return int(np.argmin(np.where(cost_M < cost_M.min() + 0.1, gpu_s_M, np.inf)))
 
     def _leader(self, affordable_M: Flags, group: float | None) -> int | None:
-        """One of the leading points, to measure again in turn; None: the best one was, and no other may be as good."""
+        """One of the leading points, to measure again in turn; None: no other may be better by more than the tolerance."""
         known, tries = self.posterior(), self._ended("ok", "failed", "oom")
         rows = [row for row in known.leading_U[:LEADERS].tolist() if row not in self._ended("oom") or row == known.best]
-        cost_SL = known.cost_SM[:, rows]
-        wins = np.bincount(np.argmin(cost_SL, axis=1), minlength=len(rows)) / DRAWS
-        close = [row for row, win in zip(rows, wins, strict=True) if win > LEADER_CHANCE or row == known.best]
-        if once := [row for row in rows[:NUM_REPEATED] if tries.count(row) < 2]:
-            close = once
-        elif float((cost_SL[:, :1] - cost_SL).max(axis=1).mean()) <= EQUAL_LOSS or len(close) < 2:
-            return None
+        better_SL = known.cost_SM[:, [known.best]] - known.cost_SM[:, rows] > math.log1p(self.tolerance)
+        close = [row for row in rows[:NUM_REPEATED] if tries.count(row) < 2]
+        if not close and better_SL.any(axis=1).mean() > DOUBT:
+            chances = better_SL.mean(axis=0)
+            close = [row for row, chance in zip(rows, chances, strict=True) if chance > LEADER_CHANCE or row == known.best]
         close = [row for row in close if row not in self.pending and affordable_M[row] and tries.count(row) < MAX_REPEATS]
         return min(close, key=lambda row: (tries.count(row), self.layout.workers_M[row] != group), default=None)
 
@@ -450,7 +472,7 @@ class Planner:
     def _left_out(self) -> str:
         """What the search has not tried since it most likely cannot run, as the end of a sentence."""
         left_M, no_room_M = self.chances() == 0, self._without_room_M()
-        left_M[self.measured_rows] = False
+        left_M[[row for row, _ in self.history]] = False
         memory_M = left_M & (self._chance_to_fit() == 0) & ~no_room_M
         parts = (
             (memory_M, "would not fit into memory"),
@@ -467,14 +489,16 @@ class Planner:
         (Maron and Moore 1994, "Hoeffding races"). Where loading matters a probe outlasts what was loaded before it.
         """
         rows = [self.row[identity(point)]] if point is not None else self.pending
-        if len(steps_s) >= self.max_steps or len(rows) != 1 or rows[0] in self.measured_rows:
+        row, known = rows[0] if len(rows) == 1 else None, self.posterior() if self.measured_rows else None
+        if len(steps_s) >= self.max_steps or row in self.measured_rows:
             return len(steps_s) >= self.max_steps
-        row, known = rows[0], self.posterior() if self.measured_rows else None
-        loading = known is None or known.loading_M[row] >= LOADING
-        if len(steps_s) < MIN_STEPS + loading * PREFETCH * self.layout.threads_M[row]:
+        ready = (
+            PREFETCH * self.layout.threads_M[row] if row is not None and (known is None or known.loading_M[row] >= LOADING) else 0
+        )
+        if len(steps_s) < min(MIN_STEPS + ready, self.max_steps):
             return False
         steps_s, error = self._settled(row, steps_s), STOP_ERROR
-        if known is not None:
+        if row is not None and known is not None:
             late = math.log(float(np.mean(steps_s))) + self._offset_M[row] - known.to_beat_M[row]
             error = max(STOP_ERROR, BEHIND_ERROR * late)
         return 1.96 * relative_error(steps_s) <= error
