@@ -57,7 +57,7 @@ LEADERS, NUM_REPEATED, MAX_REPEATS = (
 LEADER_CHANCE = 0.03  # a leader is better than the best by more than the tolerance so likely
 USABLE_MEMORY = 0.985  # of a GPU's: what a batch may take
 OTHER_KIND = 0.4  # chance of a batch to fit that ran out of memory with another value of an extra key
-SLOWED = 1.25  # a measurement that is so much slower than the point's median was not alone
+SLOWED = 1.25  # a measurement so far from the point's median is another load's
 MAX_FAILED_OF_VALUE = 3  # points that failed, none that ran: all others with that value are out
 RAN_OUT_OF_MEMORY, HAS_NO_ROOM = 1e2, 1e3  # handicaps of measured points: the best is none of these while there is another
 
@@ -183,7 +183,7 @@ class Planner:
         longest = max(len(one.steps_s) for one in found)
         found = [replace(one, steps_s=self._settled(row, one.steps_s)) for one in found if 2 * len(one.steps_s) >= longest]
         means_U = np.array([np.mean(one.steps_s) for one in found])
-        alone_U = means_U <= SLOWED * np.median(means_U)
+        alone_U = np.abs(np.log(means_U / np.median(means_U))) <= math.log(SLOWED)
         alone = [one for one, is_alone in zip(found, alone_U, strict=True) if is_alone]
         spread = max(REPEAT_SD, np.log(means_U[alone_U]).std(ddof=1) if len(alone) > 1 else 0.0)
         phases_s = {name: float(np.mean([one.phases_s.get(name, 0.0) for one in alone])) for name in alone[0].phases_s}
@@ -211,7 +211,7 @@ class Planner:
     def _chance_to_fit(self) -> Array:
         """No batch a GPU as large as one of its kind that ran out of memory; less likely the further beyond the largest that ran.
 
-        A peak is a fixed part, of which only the share is unknown, and one that grows with the batch.
+        A peak is a fixed part and one that grows with the batch; until two batches ran, their shares are unknown.
         """
         batch_M, chance_M = self.layout.batch_M, np.ones(len(self.points))
         seen = [(self._kind_M[row], batch_M[row], one) for row, one in self.history]
@@ -220,12 +220,15 @@ class Planner:
             is_kind_M = self._kind_M == kind
             refused = min((batch for other, batch, one in seen if (other, one.status) == (kind, "oom")), default=math.inf)
             ran = [(batch, one.room) for other, batch, one in seen if (other, one.status) == (kind, "ok")]
-            largest, room = max(ran, default=(math.inf, math.inf))
             if not ran:
                 chance_M[is_kind_M & (batch_M >= refused_anywhere)] = OTHER_KIND
-            elif math.isfinite(room):
-                spare = max(USABLE_MEMORY * room - 1, 0.01)
-                chance_M[is_kind_M] = (spare / np.maximum(batch_M[is_kind_M] / largest - 1, spare)) ** 2
+            elif (peak := 1 / max(ran)[1]) > 0:
+                smallest, largest = min(ran), max(ran)
+                growth, power = peak, 2  # of the peak, were the batch twice as large: at most
+                if smallest[0] < largest[0]:
+                    growth, power = max((peak - 1 / smallest[1]) / (1 - smallest[0] / largest[0]), 1e-3), 6
+                spare = max((USABLE_MEMORY - peak) / growth, 0.01)
+                chance_M[is_kind_M] = (spare / np.maximum(batch_M[is_kind_M] / largest[0] - 1, spare)) ** power
             chance_M[is_kind_M & (batch_M >= refused)] = 0.0
         return chance_M
 
@@ -285,8 +288,11 @@ class Planner:
     def _probe_gpu_s_M(self, step_s_M: Array, group: float | None) -> Array:
         """What a probe as long as the last ones would take."""
         start_M = np.where(self.layout.workers_M == group, 0.0, self.start_s)
-        steps = np.mean([MIN_STEPS, *(len(one.steps_s) for _, one in self.history if one.status == "ok")][-8:])
-        return np.asarray(self.layout.workers_M * (start_M + self.setup_s + (self._warmup_steps + steps) * step_s_M))
+        steps_M = np.full(
+            len(self.points), np.mean([MIN_STEPS, *(len(one.steps_s) for _, one in self.history if one.status == "ok")][-8:])
+        )
+        steps_M[self.measured_rows] = self.max_steps
+        return np.asarray(self.layout.workers_M * (start_M + self.setup_s + (self._warmup_steps + steps_M) * step_s_M))
 
     @property
     def grid_gpu_s(self) -> float:
@@ -402,7 +408,7 @@ class Planner:
             row = int(np.argmax(np.where(affordable_M, gain_M / gpu_s_M, -1.0)))
             return row, f"{self._name(row)} is expected to gain {gain_M[row]:.1%} on {self._name(int(known.incumbent_M[row]))}"
         if (check := self._check(affordable_M, gpu_s_M, left_gpu_s)) is not None:
-            return check, f"{self._name(check)} is unlike what was measured near {best}, or was measured only once"
+            return check, f"{self._name(check)} is measured to check what is predicted near {best}"
         leader = self._leader(gpu_s_M < left_gpu_s, group)
         if leader is not None:
             return leader, f"{self._name(leader)} is measured again: it may be the best"
@@ -420,28 +426,34 @@ class Planner:
         return float((self.posterior().ahead_SM[:, which_M] > math.log1p(self.tolerance)).any(axis=1).mean())
 
     def _check(self, open_M: Flags, gpu_s_M: Array, left_gpu_s: float) -> int | None:
-        """A cheap one of the points that would show an error of the model, or another user of the cluster; None: none is left.
+        """The best one of the points that would show an error of the model, or another user of the cluster; None: none is left.
 
-        Those are the best ones with a value that none has (a number of workers; with the best one's workers another batch or
-        number of loader workers; with its batch too a value of an extra key), and the best one of each number of workers, again.
+        Those have a number of workers that none has, with the best point's batch; or with its workers another batch or number
+        of loader workers, or with its batch too another value of an extra key. Values next to its own are tried however bad
+        they are expected to be. After them comes the best one of each number of workers, again.
         """
-        known, workers_M, tries = self.posterior(), self.layout.workers_M, self._ended("ok", "failed", "oom")
+        known, layout, tries = self.posterior(), self.layout, self._ended("ok", "failed", "oom")
+        workers_M, batch_M, best = layout.workers_M, layout.batch_M, known.best
         tried_M = np.isin(np.arange(len(self.points)), [*self.measured_rows, *self.pending])
-        here_M = workers_M == workers_M[known.best]
-        alike_M = here_M & (self.layout.batch_M == self.layout.batch_M[known.best])
-        sides = [(workers_M, np.ones_like(here_M)), (self.layout.threads_M, here_M), (self.layout.batch_M, here_M)]
-        new_M = np.zeros_like(here_M)
-        for values_M, side_M in (*sides, *((values_M, alike_M) for values_M in self.layout.member_KM)):
-            new_M |= side_M & ~np.isin(values_M, values_M[side_M & tried_M])
-        new_M &= open_M
-        best_of = {workers_M[row]: row for row in reversed(known.leading_U)}.values()
-        new_M[[row for row in best_of if tries.count(row) == 1 and row not in self.pending]] = True
+        here_M, alike_M = workers_M == workers_M[best], batch_M == batch_M[best]
+        same_M = alike_M | (batch_M * workers_M == batch_M[best] * workers_M[best])
         doubt = max(known.form_sd - FORM_SD, 0.0)
-        new_M &= gpu_s_M < min(left_gpu_s, (CHECK_SHARE + doubt) * self.grid_gpu_s - self.spent_gpu_s)
-        cost_M = np.where(new_M, known.cost_M, np.inf)
-        if cost_M.min() > known.cost_M[known.best] + CHECK_LOSS + 2 * doubt:
-            return None
-        return int(np.argmin(np.where(cost_M < cost_M.min() + 0.1, gpu_s_M, np.inf)))
+        may_lead_M = known.cost_M <= known.cost_M[best] + CHECK_LOSS + 2 * doubt
+        new_M = np.zeros_like(here_M)
+        sides = [(workers_M, same_M), (layout.threads_M, here_M), (batch_M, here_M)]
+        for values_M, side_M in (*sides, *((values_M, here_M & alike_M) for values_M in layout.member_KM)):
+            options = np.unique(values_M[side_M & (open_M | tried_M)])
+            at = int(np.searchsorted(options, values_M[best]))
+            near_M = np.isin(values_M, options[max(at - 1, 0) : at + 2])
+            new_M |= side_M & (near_M | may_lead_M) & ~np.isin(values_M, values_M[side_M & tried_M])
+        best_of = {workers_M[row]: row for row in reversed(known.leading_U.tolist())}.values()
+        again_M = np.isin(np.arange(len(self.points)), [row for row in best_of if tries.count(row) == 1]) & may_lead_M
+        again_M[self.pending] = False
+        is_affordable_M = gpu_s_M < min(left_gpu_s, (CHECK_SHARE + doubt) * self.grid_gpu_s - self.spent_gpu_s)
+        for which_M in (new_M & open_M & is_affordable_M, again_M & is_affordable_M):
+            if which_M.any():
+                return int(np.argmin(np.where(which_M, known.cost_M, np.inf)))
+        return None
 
     def _leader(self, affordable_M: Flags, group: float | None) -> int | None:
         """One of the leading points, to measure again in turn; None: no other may be better by more than the tolerance."""
