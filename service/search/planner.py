@@ -224,7 +224,7 @@ class Planner:
                 chance_M[is_kind_M & (batch_M >= refused_anywhere)] = OTHER_KIND
             elif (peak := 1 / max(ran)[1]) > 0:
                 smallest, largest = min(ran), max(ran)
-                growth, power = peak, 2  # of the peak, were the batch twice as large: at most
+                growth, power = peak, 1  # of the peak, were the batch twice as large: at most
                 if smallest[0] < largest[0]:
                     growth, power = max((peak - 1 / smallest[1]) / (1 - smallest[0] / largest[0]), 1e-3), 6
                 spare = max((USABLE_MEMORY - peak) / growth, 0.01)

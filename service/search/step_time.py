@@ -207,8 +207,9 @@ class StepTime:
         exposed = np.zeros_like(spread_P)
         exposed[[INDEX["reduce_node_s"], INDEX["reduce_net_s"], INDEX["sharing"]]] = 2.0, 2.0, 1.0
         options = {"loss": "soft_l1", "f_scale": ROBUST, "max_nfev": 30, "xtol": 1e-3, "ftol": 1e-4}
-        fits = [least_squares(residuals, start, jacobian, **options) for start in (np.zeros_like(spread_P), exposed)]
-        found = min(fits, key=lambda fit: float(fit.cost))
+        found = least_squares(residuals, np.zeros_like(spread_P), jacobian, **options)
+        if found.cost > 0.25 * len(target):
+            found = min(found, least_squares(residuals, exposed, jacobian, **options), key=lambda fit: float(fit.cost))
         covariance = np.linalg.inv(found.jac.T @ found.jac + 1e-9 * np.eye(len(found.x)))
         return replace(self, mean_P=self.mean_P + spread_P * found.x, covariance_PP=spread_P[:, None] * covariance * spread_P)
 
