@@ -395,7 +395,8 @@ class Planner:
             step_s_M = step_times(self._prior.mean_P, self.layout).step
             gpu_s_M = self._probe_gpu_s_M(step_s_M, group) / np.maximum(chance_M, 1e-3) ** 8
             row = int(np.argmin(np.where(small_M, gpu_s_M, np.inf)))
-            return row, f"nothing has run yet, and {self._name(row)} is cheap to try"
+            nothing_runs = "no measured point can run any more" if self.measured_rows else "nothing has run yet"
+            return row, f"{nothing_runs}, and {self._name(row)} is cheap to try"
         if not self.measured_rows:
             return None, "no point is left that can run"
         known, best, tolerance = self.posterior(), self._name(self.posterior().best), self.tolerance
@@ -449,6 +450,7 @@ class Planner:
         best_of = {workers_M[row]: row for row in reversed(known.leading_U.tolist())}.values()
         again_M = np.isin(np.arange(len(self.points)), [row for row in best_of if tries.count(row) == 1]) & may_lead_M
         again_M[self.pending] = False
+        again_M &= self.chances() > 0
         is_affordable_M = gpu_s_M < min(left_gpu_s, (CHECK_SHARE + doubt) * self.grid_gpu_s - self.spent_gpu_s)
         for which_M in (new_M & open_M & is_affordable_M, again_M & is_affordable_M):
             if which_M.any():
@@ -458,7 +460,7 @@ class Planner:
     def _leader(self, affordable_M: Flags, group: float | None) -> int | None:
         """One of the leading points, to measure again in turn; None: no other may be better by more than the tolerance."""
         known, tries = self.posterior(), self._ended("ok", "failed", "oom")
-        rows = [row for row in known.leading_U[:LEADERS].tolist() if row not in self._ended("oom") or row == known.best]
+        rows = self._leading()
         better_SL = known.cost_SM[:, [known.best]] - known.cost_SM[:, rows] > math.log1p(self.tolerance)
         close = [row for row in rows[:NUM_REPEATED] if tries.count(row) < 2]
         if not close and better_SL.any(axis=1).mean() > DOUBT:
@@ -467,10 +469,15 @@ class Planner:
         close = [row for row in close if row not in self.pending and affordable_M[row] and tries.count(row) < MAX_REPEATS]
         return min(close, key=lambda row: (tries.count(row), self.layout.workers_M[row] != group), default=None)
 
+    def _leading(self) -> list[int]:
+        """The best measured points that can run, the best one first."""
+        known, chance_M = self.posterior(), self.chances()
+        return [row for row in known.leading_U[:LEADERS].tolist() if chance_M[row] > 0 or row == known.best]
+
     def _lead(self) -> str:
         """What the measurements say of the best one, as the end of a sentence."""
         known = self.posterior()
-        rows = sorted(known.leading_U[:LEADERS].tolist(), key=lambda row: known.cost_M[row] + 0.1 * (row in self._ended("oom")))
+        rows = sorted(self._leading(), key=lambda row: known.cost_M[row])
         if len(rows) < 2:
             return ""
         if rows[0] != known.best:
