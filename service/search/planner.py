@@ -45,15 +45,10 @@ FORM_SD, FORM_WEIGHT = 0.1, 4.0  # of the model's own error: before anything is 
 OCTAVES = np.array([[1.5], [1.5], [1.0]])  # of workers, batch, loader workers: how far the model's error stays the same
 SMOOTH, OF_BATCH, OWN = 0.65, 0.25, 0.1  # shares of its variance: smooth, of one batch a worker, of a point alone
 REPEAT_SD = 0.01  # relative difference of two measurements of one point that their steps do not show
-CHECK_LOSS, CHECK_SHARE = (
-    0.4,
-    0.1,
-)  # the model is checked at points expected to lose so much (log), up to this share of a lean grid
-LEADERS, NUM_REPEATED, MAX_REPEATS = (
-    5,
-    3,
-    4,
-)  # points that may lead, those that are measured twice at least, and how often at most
+CHECK_LOSS = 0.4  # the model is checked at points that are expected to lose so much, in logarithms
+CHECK_SHARE = 0.1  # for up to this share of a lean grid
+LEADERS, NUM_REPEATED = 5, 3  # measured points that may lead, and those of them that are measured at least twice
+MAX_REPEATS = 3  # measurements of one point
 LEADER_CHANCE = 0.03  # a leader is better than the best by more than the tolerance so likely
 USABLE_MEMORY = 0.985  # of a GPU's: what a batch may take
 OTHER_KIND = 0.4  # chance of a batch to fit that ran out of memory with another value of an extra key
@@ -177,13 +172,14 @@ class Planner:
     def _joined(self, row: int) -> tuple[Observation, float]:
         """A point's measurements as one, and the relative error that their steps do not show.
 
-        Short ones do not count beside longer ones, nor those in which others clearly slowed it down.
+        Short ones do not count where there are longer ones, nor those far from the median: another job came or went.
         """
         found = [one for at, one in self.history if (at, one.status) == (row, "ok")]
         longest = max(len(one.steps_s) for one in found)
         found = [replace(one, steps_s=self._settled(row, one.steps_s)) for one in found if 2 * len(one.steps_s) >= longest]
         means_U = np.array([np.mean(one.steps_s) for one in found])
         alone_U = np.abs(np.log(means_U / np.median(means_U))) <= math.log(SLOWED)
+        alone_U |= ~alone_U.any()  # two that differ by more are both as likely
         alone = [one for one, is_alone in zip(found, alone_U, strict=True) if is_alone]
         spread = max(REPEAT_SD, np.log(means_U[alone_U]).std(ddof=1) if len(alone) > 1 else 0.0)
         phases_s = {name: float(np.mean([one.phases_s.get(name, 0.0) for one in alone])) for name in alone[0].phases_s}
@@ -214,12 +210,12 @@ class Planner:
         A peak is a fixed part and one that grows with the batch; until two batches ran, their shares are unknown.
         """
         batch_M, chance_M = self.layout.batch_M, np.ones(len(self.points))
-        seen = [(self._kind_M[row], batch_M[row], one) for row, one in self.history]
-        refused_anywhere = min((batch for _, batch, one in seen if one.status == "oom"), default=math.inf)
+        refused_anywhere = min(batch_M[self._ended("oom")], default=math.inf)
         for kind in np.unique(self._kind_M):
             is_kind_M = self._kind_M == kind
-            refused = min((batch for other, batch, one in seen if (other, one.status) == (kind, "oom")), default=math.inf)
-            ran = [(batch, one.room) for other, batch, one in seen if (other, one.status) == (kind, "ok")]
+            ended = [(batch_M[row], one.status, one.room) for row, one in self.history if is_kind_M[row]]
+            refused = min((batch for batch, status, _ in ended if status == "oom"), default=math.inf)
+            ran = [(batch, room) for batch, status, room in ended if status == "ok"]
             if not ran:
                 chance_M[is_kind_M & (batch_M >= refused_anywhere)] = OTHER_KIND
             elif (peak := 1 / max(ran)[1]) > 0:
@@ -288,9 +284,8 @@ class Planner:
     def _probe_gpu_s_M(self, step_s_M: Array, group: float | None) -> Array:
         """What a probe as long as the last ones would take."""
         start_M = np.where(self.layout.workers_M == group, 0.0, self.start_s)
-        steps_M = np.full(
-            len(self.points), np.mean([MIN_STEPS, *(len(one.steps_s) for _, one in self.history if one.status == "ok")][-8:])
-        )
+        steps = [MIN_STEPS, *(len(one.steps_s) for _, one in self.history if one.status == "ok")]
+        steps_M = np.full(len(self.points), np.mean(steps[-8:]))
         steps_M[self.measured_rows] = self.max_steps
         return np.asarray(self.layout.workers_M * (start_M + self.setup_s + (self._warmup_steps + steps_M) * step_s_M))
 
@@ -351,7 +346,7 @@ class Planner:
         )
 
     def _drift_U(self, rows_U: Rows, logs_U: Array) -> Array:
-        """What a point's short and only probe is corrected by: what those of others were off by, beside all their steps later.
+        """What a point's short and only probe is corrected by: how far those of others were off their full measurements.
 
         In a short one GPUs are cool and queues are full; and another user of the cluster may have come or gone.
         """
@@ -575,9 +570,9 @@ def _form_sd(model: StepTime, measured: Measured) -> float:
     """Standard deviation of the model's own error: its residuals, each as if its point had been left out of the fit."""
     J_OP, step_O = model.slopes(measured.layout), step_times(model.mean_P, measured.layout).step
     explained_O = np.einsum("op,pq,oq->o", J_OP, model.covariance_PP, J_OP)
-    left_O, kept_O = (
+    residual_O, unexplained_O = (
         measured.logs_3O[0] - np.log(step_O),
         np.maximum(1 - explained_O / np.hypot(measured.noise_O, 0.03) ** 2, 0.1),
     )
-    squares_O = np.maximum(np.minimum(left_O**2, 0.25) / kept_O - measured.noise_O**2, 0.0)
+    squares_O = np.maximum(np.minimum(residual_O**2, 0.25) / unexplained_O - measured.noise_O**2, 0.0)
     return math.sqrt((FORM_WEIGHT * FORM_SD**2 + squares_O.sum()) / (FORM_WEIGHT + len(squares_O)))

@@ -72,11 +72,6 @@ class Times:
     exposed: Array  # all-reduce that the backward does not hide
 
     @property
-    def data(self) -> Array:
-        """The wait for data."""
-        return self.step - self.work
-
-    @property
     def logs(self) -> Array:
         """Logarithms of what is measured: step, work, forward, shaped ...3M."""
         return np.log(np.stack([self.step, self.work, self.forward], axis=-2))

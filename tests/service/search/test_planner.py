@@ -249,3 +249,13 @@ def test_of_points_that_are_as_good_the_one_with_memory_to_spare_is_the_best() -
         for _ in range(3):
             search.tell(at, Observation("ok", [step_s] * 60, peak_memory_mib=peak_mib, gpu_memory_mib=1000.0))
     assert search.best() == points[0]
+
+
+def test_two_measurements_of_a_point_that_differ_widely_both_count() -> None:
+    search = Planner(SMALL, ONE_NODE)
+    for step_s in (0.1, 0.2):
+        search.tell(point(1, 64, 4), Observation("ok", [step_s] * 60))
+    step_s_M, sd_M = search.step_s()
+    row = search.row[identity(point(1, 64, 4))]
+    assert 0.1 < step_s_M[row] < 0.2
+    assert sd_M[row] > 0.03
