@@ -186,9 +186,9 @@ class Planner:
         steps_s = [step_s for one in alone for step_s in one.steps_s]
         return Observation("ok", steps_s, phases_s), spread / math.sqrt(len(alone))
 
-    def _settled(self, row: int | None, steps_s: Sequence[float]) -> Sequence[float]:
+    def _settled(self, row: int, steps_s: Sequence[float]) -> Sequence[float]:
         """Without the steps that lived on batches loaded before the probe, where these were faster."""
-        ready = PREFETCH * int(self.layout.threads_M[row]) if row is not None else 0
+        ready = PREFETCH * int(self.layout.threads_M[row])
         if 0 < ready <= len(steps_s) - MIN_STEPS and np.mean(steps_s[ready:]) > 1.05 * np.mean(steps_s[:ready]):
             return steps_s[ready:]
         return steps_s
@@ -496,23 +496,20 @@ class Planner:
         counted = [f"{int(which_M.sum())} that {what}" for which_M, what in parts if which_M.any()]
         return f"; not tried: {', '.join(counted)}" if counted else ""
 
-    def should_stop(self, steps_s: Sequence[float], point: Point | None = None) -> bool:
-        """Whether a probe's mean step time is known well enough, or the probe has had its steps; no point: the one pending.
+    def should_stop(self, steps_s: Sequence[float], point: Point) -> bool:
+        """Whether the mean step time of a point's probe is known well enough, or the probe has had its steps.
 
         That is to 5%; a point that was measured before has all its steps, and what is far from the best is worth no long probe
         (Maron and Moore 1994, "Hoeffding races"). Where loading matters a probe outlasts what was loaded before it.
         """
-        rows = [self.row[identity(point)]] if point is not None else self.pending
-        row, known = rows[0] if len(rows) == 1 else None, self.posterior() if self.measured_rows else None
+        row, known = self.row[identity(point)], self.posterior() if self.measured_rows else None
         if len(steps_s) >= self.max_steps or row in self.measured_rows:
             return len(steps_s) >= self.max_steps
-        ready = (
-            PREFETCH * self.layout.threads_M[row] if row is not None and (known is None or known.loading_M[row] >= LOADING) else 0
-        )
-        if len(steps_s) < min(MIN_STEPS + ready, self.max_steps):
+        waits = known is None or known.loading_M[row] >= LOADING
+        if len(steps_s) < min(MIN_STEPS + waits * PREFETCH * self.layout.threads_M[row], self.max_steps):
             return False
         steps_s, error = self._settled(row, steps_s), STOP_ERROR
-        if row is not None and known is not None:
+        if known is not None:
             late = math.log(float(np.mean(steps_s))) + self._offset_M[row] - known.to_beat_M[row]
             error = max(STOP_ERROR, BEHIND_ERROR * late)
         return 1.96 * relative_error(steps_s) <= error
@@ -541,10 +538,7 @@ class Planner:
         return max(REPEAT_SD, math.expm1(float(np.quantile(self.posterior().ahead_SM.max(axis=1), 1 - DOUBT))))
 
     def step_s(self) -> tuple[Array, Array]:
-        """Seconds of a step of every point, in the order of `points`, and their relative error; before anything ran, a guess."""
-        if not self.measured_rows:
-            guess = self._prior.predict(self.points)
-            return guess.step_s, guess.step_sd_s / guess.step_s
+        """Seconds of a step of every point, in the order of `points`, and their relative error. Needs a point that ran."""
         return self.posterior().step_s_M, self.posterior().step_SM.std(axis=0)
 
     def why(self) -> str:

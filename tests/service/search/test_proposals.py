@@ -106,7 +106,7 @@ def test_a_search_among_equals_that_noise_cannot_tell_apart_ends_before_it_has_c
     while (at := search.ask(group)) is not None:
         workers, step_s = at["scale.num_workers"], at["data.global_batch_size"] / 1000
         steps_s: list[float] = []
-        while not search.should_stop(steps_s):
+        while not search.should_stop(steps_s, at):
             steps_s += (step_s * rng.lognormal(0, 0.4, 5)).tolist()
         start_s = 5.0 if workers != group else 0.0
         seconds = start_s + 5 * step_s + sum(steps_s)
