@@ -34,6 +34,7 @@ METRICS = {"images_per_s": 0, "epoch_s": 0, "gpu_s_per_epoch": 1, "pareto": 0}  
 DRAWS = 256
 DOUBT = 0.1  # probability of a better point at which a search ends; the bound is the interval of 1 - DOUBT
 BUDGET_GRID_SHARE = 0.35  # of a lean grid, where the user sets no budget
+SMALL_GRID_SHARE, SMALL_GRID_POINTS = 0.6, 50  # of a grid of up to so many points, where starts cost more than probes
 RESERVE = 0.15  # of the budget, for measuring the leading points again
 GRID_STEPS = 40  # steps past the warm-up that a lean grid measures of each point
 OOM_S = 5.0  # until a batch that does not fit says so
@@ -301,7 +302,8 @@ class Planner:
         """What the search may cost."""
         if self._budget_gpu_s is not None:
             return self._budget_gpu_s
-        return (self._grid_share or BUDGET_GRID_SHARE) * self.grid_gpu_s
+        usual = max(BUDGET_GRID_SHARE, min(SMALL_GRID_SHARE, SMALL_GRID_SHARE * SMALL_GRID_POINTS / len(self.points)))
+        return (self._grid_share or usual) * self.grid_gpu_s
 
     # What is known
 
