@@ -52,7 +52,7 @@ class SweepConfig(Section):
     )
     budget_grid_share: Annotated[float, Field(gt=0)] | None = Field(
         None,
-        description="guided: what it may cost, of measuring every point once for 40 steps; absent: 0.35, or 0.6 of up to 50 points",
+        description="guided: its cost, of measuring every point once for 40 steps; absent: 0.35, or 0.6 of up to 50 points",
     )
     budget_gpu_h: Positive | None = Field(None, description="guided: what the search may cost in GPU-hours")
     trial_limit_s: Positive | None = Field(
