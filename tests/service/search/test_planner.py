@@ -43,7 +43,7 @@ def test_a_point_within_three_percent_of_the_best_is_found_with_few_probes(kind:
     tried = [identity(at) for at, _ in seen]
     assert len(set(tried)) <= 0.35 * len(points)
     assert tried.count(identity(search.best() or {})) > 1  # nothing is called the best for one lucky measurement
-    assert max(map(tried.count, tried)) <= 3
+    assert max(map(tried.count, tried)) <= 4
     assert sum(one.status == "oom" for _, one in seen) <= 3
     assert "more than 2.5% better than" in search.why()
 
