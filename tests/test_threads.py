@@ -7,7 +7,6 @@ ROOT = Path(__file__).parent.parent
 STARTS = {"Thread", "ThreadPoolExecutor", "Timer", "to_thread"}
 NOTHING, BOUND, ONE_GPU = "nothing", "binds its device", "its process sees one GPU"
 THREADS = {
-    "service/cluster/forks.py": NOTHING,
     "service/cluster/local_ray.py": NOTHING,
     "service/cluster/parallel_map.py": NOTHING,
     "service/runs/stored/driver_lease.py": NOTHING,

@@ -161,7 +161,11 @@ SETTINGS: dict[str, tuple[Callable[[Any], object], str, str]] = {
     "mixes": (lambda s: s.data.device_augment.mixes, "data.device_augment.mixup or cutmix", "set both to 0"),
     "unlabeled": (lambda s: s.data.mixes_unlabeled, "data.more without labels", "write labels: true for each set in data.more"),
     "alike": (lambda s: not s.data.augments_at_random, "images that are all alike", "write data.augment: crop_flip"),
-    "no task": (lambda s: s.distillation and s.distillation.task_weight == 0, "distill.task_weight 0", "write 0.5"),
+    "no task": (
+        lambda s: s.distillation and s.distillation.task_weight == 0,
+        "distill.task_weight 0",
+        "write distill.task_weight: 0.5",
+    ),
     "untrained": (lambda s: s.teacher and s.teacher.weights is None, "a teacher without weights", "write teacher.weights"),
     "several": (lambda s: len(s.all_teachers) > 1, "several teachers", "leave all but one out"),
     "reuses": (lambda s: len(model_parts(s.model)) > 1 and s.model, "student.model {found}", "take another student"),

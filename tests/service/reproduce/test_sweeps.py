@@ -121,7 +121,7 @@ def test_listed_points_are_a_sweeps_trials_and_a_space_in_addition_is_refused() 
     resolved = load("digits", ["sweep.space={}", points])
     assert [trial.params for trial in plan_trials(resolved)] == [{"seed": 1, "optim.lr": 0.1}, {"seed": 2}]
     assert resolved.experiment.sweep.axes == {"seed": [1, 2], "optim.lr": [0.1]}
-    with pytest.raises(ExperimentError, match=r"set space to \{\}"):
+    with pytest.raises(ExperimentError, match=r"write sweep.space: \{\}"):
         load("digits", [points])
     with pytest.raises(ExperimentError, match=r"no such key to search over; did you mean optim\.lr"):
         load("digits", ["sweep.space={}", "sweep.points=[{optim.lrr: 0.1}]"])

@@ -98,7 +98,9 @@ def test_a_student_with_a_distillation_token_is_the_same_on_2_workers(ranks: Ran
 
 
 def test_a_token_whose_other_head_would_learn_nothing_is_refused() -> None:
-    with pytest.raises(ExperimentError, match=r"distill.options.kd.token: the labels alone train .*: write distill.task_weight"):
+    with pytest.raises(
+        ExperimentError, match=r"kd.token has a head that the labels alone train, .*: write distill.task_weight: 0.5"
+    ):
         load("digits", ["distill.options.kd={token: true}", "distill.task_weight=0"])
 
 
