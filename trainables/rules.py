@@ -312,9 +312,9 @@ RULES: tuple[Rule[JobSettings], ...] = (
         " to 0",
     ),
     (
-        lambda s: s.data.device_augment.mixes and _rows_from(s),
-        "{found}: it has the teacher's outputs for each image, which mixup and cutmix mix with another: set"
-        " data.device_augment.mixup and data.device_augment.cutmix to 0, or leave {found} out",
+        lambda s: s.data.device_augment.mixes and s.teacher and s.teacher.service,
+        "teacher.service: it has the teacher's outputs for each image, which mixup and cutmix mix with another: set"
+        " data.device_augment.mixup and data.device_augment.cutmix to 0, or write teacher.cache in its place",
     ),
     (
         lambda s: s.data.decodes_on_device and s.data.augment != "crop_flip",

@@ -70,7 +70,8 @@ class CachedTeacher(RowTeacher):
         if self._epoch is None or self._epoch[0] != request.epoch:
             self._epoch = request.epoch, self.store.open(request.epoch)
         cached, indices_B = self._epoch[1], request.indices_B.numpy()
-        missing_B = cached.missing_N[indices_B]
+        partners_B = request.partners_B.numpy() if request.partners_B is not None else None
+        missing_B = cached.missing(indices_B, partners_B)
         if not missing_B.any():
             return self._outputs_of_rows(cached.read(indices_B))
         if not self._network:
@@ -85,7 +86,7 @@ class CachedTeacher(RowTeacher):
             log.info("teacher.cache: %s, of %d images", row_format.describe_error(outputs[ROWS]), num_rows)
         self._measures_error = self._measures_error and not num_rows
         if self.writer is not None:
-            rows = self.row_format.to_host(indices_B.copy(), columns)
+            rows = self.row_format.to_host(indices_B.copy(), columns, partners_B)
             self.writer.add(request.epoch, lambda: self._check(rows()), missing_B)
         return self._outputs(columns)
 
@@ -127,7 +128,7 @@ def cached_format(config: TrainConfig, num_classes: int, reads: Mapping[str, Met
         HalfLogits(num_classes, top_k if top_k is not None and top_k < num_classes else None),
         config.teacher.cache_feature_dtype,
     )
-    row_format = format_of(reads, logits, dtype or "float16")
+    row_format = format_of(reads, logits, dtype or "float16", mixed=config.data.device_augment.mixes)
     if dtype is not None and not row_format.taps:
         notice(f"teacher.cache_feature_dtype: {dtype} changes nothing, as no method here reads features")
     return row_format

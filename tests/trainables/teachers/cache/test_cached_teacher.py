@@ -124,7 +124,7 @@ def test_with_a_few_logits_stored_the_first_run_learns_from_those_too(tmp_path: 
 
 def test_a_job_that_finds_half_of_an_epoch_trains_as_if_it_had_found_none(tmp_path: Path) -> None:
     whole = train(Group(), settings(tmp_path, "whole", epochs=1))
-    (part,) = (tmp_path / "cache").rglob("*.npy")
+    (part,) = (tmp_path / "cache").rglob("*.arrow")
     every = settings(tmp_path, "half", epochs=1, train={"checkpoint_every": 4})
     part.unlink()
     assert train(Group(), every, die_after=4)["died"]
@@ -206,7 +206,7 @@ def test_a_teacher_file_that_is_replaced_after_the_job_began_is_refused(tmp_path
         with pytest.raises(CheckpointError, match=r"teacher.safetensors: .* not the mlp_large with which this job") as error:
             run_job(job)
     assert "\n" not in str(error.value)
-    assert not list((tmp_path / "cache").rglob("*.npy"))
+    assert not list((tmp_path / "cache").rglob("*.arrow"))
     shutil.copy(right, weights)
     assert ran_for(train(Group(), settings(tmp_path, "second", epochs=1))) == [1442]
 
@@ -278,7 +278,7 @@ def test_two_ranks_fill_and_one_reads(tmp_path: Path, ranks: RankPool) -> None:
 
 
 def test_a_batch_with_one_row_missing_is_computed_and_completed(filled: Path) -> None:
-    (part,) = (filled / "cache").rglob("*.npy")
+    (part,) = (filled / "cache").rglob("*.arrow")
     part.write_bytes(part.read_bytes()[:-1])
     assert ran_for(train(Group(), settings(filled, "second", epochs=1))) == [1442]
     assert ran_for(train(Group(), settings(filled, "third", epochs=1))) == [0]
@@ -304,11 +304,11 @@ def test_a_killed_job_leaves_whole_blocks_and_the_next_one_goes_on(tmp_path: Pat
     job_config = settings(tmp_path, "first", epochs=40)
     (tmp_path / "job.json").write_text(job_config.model_dump_json())
     process = subprocess.Popen([sys.executable, "-m", "tests.trainables.teachers.cache.long_job", str(tmp_path / "job.json")])
-    wait_until(lambda: process.poll() is not None or len(list((tmp_path / "cache").rglob("*.npy"))) >= 2)
+    wait_until(lambda: process.poll() is not None or len(list((tmp_path / "cache").rglob("*.arrow"))) >= 2)
     assert process.poll() is None
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    whole = len(list((tmp_path / "cache").rglob("*.npy")))
+    whole = len(list((tmp_path / "cache").rglob("*.arrow")))
     epochs = min(whole, 3)
     after = train(Group(), settings(tmp_path, "second", epochs=epochs + 1))
     assert ran_for(after)[:epochs] == [0] * epochs
@@ -354,7 +354,7 @@ class Listening(logging.Handler):
         self.cache, self.records = cache, list[tuple[str, int]]()
 
     def there(self) -> int:
-        return sum(path.stat().st_size for path in self.cache.rglob("*.npy"))
+        return sum(path.stat().st_size for path in self.cache.rglob("*.arrow"))
 
     def emit(self, record: logging.LogRecord) -> None:
         if " rows: " in record.getMessage():
