@@ -169,7 +169,7 @@ def _optimizers(optim: OptimConfig) -> dict[str, OptimConfig]:
     return {"optim": optim, **{f"optim.losses.{key}": optim.for_loss(key) for key in optim.losses}}
 
 
-def _first_set(teacher: TeacherConfig, *keys: str) -> str | None:
+def _first_set(teacher: WeightedConfig, *keys: str) -> str | None:
     return next((key for key in keys if getattr(teacher, key) is not None), None)
 
 
@@ -180,7 +180,7 @@ OF_CACHE = ("cache_top_k", "cache_epochs", "cache_feature_dtype")
 
 
 def _rows_from(settings: JobSettings) -> str | None:
-    return settings.teacher.rows_from if settings.teacher else None
+    return settings.all_teachers[0].rows_from if settings.all_teachers else None
 
 
 def _is_sharded(settings: JobSettings) -> bool:
@@ -423,7 +423,7 @@ RULES: tuple[Rule[JobSettings], ...] = (
         "teacher.finetune trains a classifier, and teacher.classes gives one: leave out one of the two",
     ),
     (
-        lambda s: s.teacher and s.teacher.cache is None and _first_set(s.teacher, *OF_CACHE),
+        lambda s: next(filter(None, (_first_set(each, *OF_CACHE) for each in s.all_teachers if each.cache is None)), None),
         "teacher.{found} is for a teacher whose outputs are cached: write teacher.cache: FOLDER, or leave it out",
     ),
     (
@@ -434,6 +434,11 @@ RULES: tuple[Rule[JobSettings], ...] = (
         lambda s: s.teacher and s.teachers,
         "teachers: there is also a teacher, {s.teacher.model}: write teacher: null and all of them in teachers, or leave teachers"
         " out",
+    ),
+    (
+        lambda s: len({(each.cache, each.cache_epochs) for each in s.teachers}) > 1,
+        "teachers: all see the same images, and their outputs are cached together or not at all: write the same cache and"
+        " cache_epochs for each",
     ),
     (
         lambda s: s.teacher and s.teacher.cache is not None and s.teacher.service is not None,
@@ -670,7 +675,7 @@ METHOD_RULES: tuple[MethodRule[JobSettings], ...] = (
         " methods on features, such as embed, or leave it out",
     ),
     (
-        lambda s, classes: s.teacher and s.teacher.cache_top_k and s.teacher.cache_top_k < classes and classes,
+        lambda s, classes: any(each.cache_top_k and each.cache_top_k < classes for each in s.all_teachers) and classes,
         lambda m, _: (
             m.requires.teacher
             and (
@@ -678,8 +683,8 @@ METHOD_RULES: tuple[MethodRule[JobSettings], ...] = (
                 or (m.requires.logits and m.requires.all_logits and m.key)
             )
         ),
-        "teacher.cache_top_k: it keeps {s.teacher.cache_top_k} of {when} classes apart, and {found} looks at each: leave it"
-        " out, or set distill.method to kd, without standardize",
+        "teacher.cache_top_k: it keeps {s.all_teachers[0].cache_top_k} of {when} classes apart, and {found} looks at each: leave"
+        " it out, or set distill.method to kd, without standardize",
     ),
     (
         lambda _, classes: classes == 2,

@@ -115,6 +115,7 @@ def _mapped(changes: Mapping[str, Callable[[str], str]], key: str, value: Any) -
         case list() | tuple():
             return [_mapped(changes, key, each) for each in value]
         case {**parts}:  # a teacher of several, an assistant, a set of data.more
-            keys = {"model": "model", "weights": "teacher.weights", "classes": "teacher.classes", "path": "data.path"}
+            keys = {"model": "model", "path": "data.path"}
+            keys |= {name: f"teacher.{name}" for name in ("weights", "classes", "cache")}
             return {name: _mapped(changes, keys[name], part) if name in keys else part for name, part in parts.items()}
     return value

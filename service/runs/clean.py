@@ -164,8 +164,8 @@ class Run:
     def cache(self) -> Path | None:
         """Its `teacher.cache`, as it is written: a relative one began in a directory that nobody knows any more."""
         try:
-            return Path(self.tree["teacher"]["cache"]).expanduser()
-        except (KeyError, TypeError, RuntimeError):
+            return Path((self.tree.get("teacher") or self.tree["teachers"][0])["cache"]).expanduser()
+        except (AttributeError, IndexError, KeyError, TypeError, RuntimeError):
             return None
 
     @cached_property

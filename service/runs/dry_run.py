@@ -56,13 +56,11 @@ def check_parts(experiment: Experiment, num_images: int, num_classes: int, stage
 def note_cache_size(experiment: Experiment, num_images: int, num_classes: int) -> None:
     """Say how large the `teacher.cache` of each stage becomes. `num_images`: of the training split."""
     for name in [name for name in experiment.preparation if name != "teacher"] + ["student"]:
-        _, row_format = _fit(_deciding_config(experiment, name), num_classes)
-        if row_format is not None:
+        for row_format in _fit(_deciding_config(experiment, name), num_classes)[1]:
             from trainables.teachers.cache.cached_teacher import cached_epochs, describe_size
 
-            notice(
-                f"teacher.cache: {describe_size(row_format, num_images, cached_epochs(experiment.stage(name, Path('/'), {})))}"
-            )
+            num_epochs = cached_epochs(experiment.stage(name, Path("/"), {}))
+            notice(f"teacher.cache: {describe_size(row_format, num_images, num_epochs)}")
 
 
 def note_warmup(experiment: Experiment, num_images: int) -> None:
@@ -110,12 +108,12 @@ def _deciding_config(experiment: Experiment, stage: str) -> str:
 
 
 @cache
-def _fit(config_json: str, num_classes: int) -> tuple[str | None, Any]:
-    """Why a stage is refused, and the rows of its cache, see `check_fit`."""
+def _fit(config_json: str, num_classes: int) -> tuple[str | None, list[Any]]:
+    """Why a stage is refused, and the rows of its teachers' caches, see `check_fit`."""
     from trainables.engine.dry_run import check_fit
 
     try:
         return None, check_fit(TrainConfig.model_validate_json(config_json), num_classes)
     except DistillError as error:
         # Where it runs there may be more memory than here; if not, it ends as `oom`.
-        return None if kind_of(error) == "out_of_memory" else str(error), None
+        return None if kind_of(error) == "out_of_memory" else str(error), []

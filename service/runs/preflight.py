@@ -140,8 +140,7 @@ def check_cache(experiment: Experiment, kind: Kind) -> None:
     cache = experiment.written_cache(kind)
     if cache is None:
         return
-    trained = experiment.teacher is not None and not experiment.teacher.needs_training and not experiment.assistants
-    if (reason := unwritable_reason(cache)) and not (trained and cache.is_dir()):
+    if (reason := unwritable_reason(cache)) and (experiment.trained_before or not cache.is_dir()):
         raise ExperimentError(f"teacher.cache: {cache} cannot be written: {reason}; name another folder")
 
 

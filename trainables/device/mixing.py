@@ -34,9 +34,7 @@ class Mixing:
     def __init__(self, mixup_alpha: float, cutmix_alpha: float) -> None:
         self._mixup_alpha, self._cutmix_alpha = mixup_alpha, cutmix_alpha
 
-    def __call__(
-        self, images_BCHW: Tensor, labels_B: Tensor, uniforms_BU: Tensor, host_indices_B: Tensor
-    ) -> tuple[Tensor, Mix]:
+    def __call__(self, images_BCHW: Tensor, labels_B: Tensor, uniforms_BU: Tensor, host_indices_B: Tensor) -> tuple[Tensor, Mix]:
         """Mix the images of each pair with each other, by `num_uniforms` random numbers a sample."""
         partners_B = partners(len(labels_B), images_BCHW.device)
         partners_BCHW = images_BCHW[partners_B]

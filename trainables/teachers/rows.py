@@ -8,7 +8,7 @@ Shapes: B samples, K classes, k stored logits of each (K where all are), D featu
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -321,12 +321,10 @@ class StoredFeatures(RowFormat):
         return f"{self.feature_dtype} changes {', '.join(texts)}, as the norm of the differences over that of the features"
 
 
-def format_of(
-    reads: Mapping[str, MethodReads], logits: HalfLogits | ExactLogits, dtype: str = "float16", *, mixed: bool = False
-) -> RowFormat:
+def format_of(reads: Mapping[str, MethodReads], logits: RowFormat, dtype: str = "float16") -> RowFormat:
     """The rows of what these methods read together: features in `dtype`, and `logits` as they are stored or sent where one reads
     them."""
     taps = tuple(sorted({tap for each in reads.values() for tap in each.taps}))
     if not taps:
-        return replace(logits, mixed=mixed) if mixed else logits
-    return StoredFeatures(logits if any(each.logits for each in reads.values()) else None, taps, dtype, mixed)
+        return logits
+    return StoredFeatures(logits if any(each.logits for each in reads.values()) else None, taps, dtype, logits.mixed)

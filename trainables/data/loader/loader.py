@@ -65,7 +65,8 @@ class Loader:
     one; with 0 the caller's thread does the work. One epoch runs at a time: starting one ends the one before. Its batches take
     `batches_mib` MiB of memory, pinned where `device` is a GPU. With `auto`, `loader_workers` is the most threads and `auto`
     decides how many work. With `num_augmentation_epochs` n images are augmented as in epochs 0, 1, … n - 1 and then again; the
-    order repeats with them where images are mixed, as it decides with which, and else never. Of several sets (`data.more`) an epoch is one pass over the first, see `MixedOrder`.
+    order repeats with them where images are mixed, as it decides with which, and else never. Of several sets (`data.more`) an
+    epoch is one pass over the first, see `MixedOrder`.
 
     `skipped` maps the dataset-wide index of each unreadable image that this rank met in this epoch to its name and the reason,
     `NAME (REASON)`; those images are missing from their batches, and more than `max_bad` of them (see `data.max_bad`) are a

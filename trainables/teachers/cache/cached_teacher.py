@@ -7,7 +7,7 @@ Shapes: B samples of this rank, C channels, H W pixels.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,7 +26,8 @@ from trainables.notices import notice
 from trainables.rundir import write_json
 from trainables.teachers.cache.key import cache_key, shared_key_parts
 from trainables.teachers.cache.store import CacheWriter, EpochRows, RowStore
-from trainables.teachers.interface import TeacherRequest
+from trainables.teachers.ensemble import combine
+from trainables.teachers.interface import TeacherInterface, TeacherRequest
 from trainables.teachers.network import ROWS, TeacherNetwork, row_network
 from trainables.teachers.rows import HalfLogits, MethodReads, RowFormat, RowTeacher, StoredFeatures, format_of
 
@@ -114,6 +115,35 @@ class CachedTeacher(RowTeacher):
             self.writer.close()
 
 
+class CachedTeachers(TeacherInterface):
+    """Several cached teachers, of which each has its rows in a folder of its own."""
+
+    def __init__(self, teachers: Sequence[CachedTeacher], shares: Sequence[float]) -> None:
+        """`shares`: the part of 1 of each."""
+        self.teachers, self._shares = teachers, shares
+
+    def __call__(self, images_BCHW: Tensor, num_rows: int, request: TeacherRequest | None = None) -> dict[str, ModelOutputs]:
+        return combine([teacher(images_BCHW, num_rows, request) for teacher in self.teachers], self._shares)
+
+    def for_validation(self, loader: Loader) -> Self:
+        """See `TeacherInterface`. Every rank calls it. Raises DistillError: see `CachedTeacher`."""
+        return type(self)([teacher.for_validation(loader) for teacher in self.teachers], self._shares)
+
+    def end_epoch(self) -> int:
+        """See `TeacherInterface`: the most images for which one of them ran."""
+        return max([teacher.end_epoch() for teacher in self.teachers])
+
+    def close(self) -> None:
+        """Write what is not written yet."""
+        for teacher in self.teachers:
+            teacher.close()
+
+
+def cached_teacher(teachers: Sequence[CachedTeacher], shares: Sequence[float]) -> CachedTeacher | CachedTeachers:
+    """The teacher of a step."""
+    return teachers[0] if len(teachers) == 1 else CachedTeachers(teachers, shares)
+
+
 def without_augmentation(config: TrainConfig) -> TrainConfig:
     """The job as validation images are prepared."""
     plain = {"augment": "none", "device_augment": DeviceAugmentConfig(), "fidelity": "exact"}
@@ -124,11 +154,9 @@ def cached_format(config: TrainConfig, num_classes: int, reads: Mapping[str, Met
     """The rows of a job's cache."""
     assert config.teacher is not None
     top_k = config.teacher.cache_top_k
-    logits, dtype = (
-        HalfLogits(num_classes, top_k if top_k is not None and top_k < num_classes else None),
-        config.teacher.cache_feature_dtype,
-    )
-    row_format = format_of(reads, logits, dtype or "float16", mixed=config.data.device_augment.mixes)
+    top_k, dtype = config.teacher.cache_top_k, config.teacher.cache_feature_dtype
+    top_k = top_k if top_k is not None and top_k < num_classes else None
+    row_format = format_of(reads, HalfLogits(num_classes, top_k, config.data.device_augment.mixes), dtype or "float16")
     if dtype is not None and not row_format.taps:
         notice(f"teacher.cache_feature_dtype: {dtype} changes nothing, as no method here reads features")
     return row_format

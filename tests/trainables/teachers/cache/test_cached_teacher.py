@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 
 from service.config.experiment import load
-from tests.trainables.jobs import Recorded, config, equal, no_telemetry, relative_difference, train, write_teacher
+from tests.trainables.jobs import Recorded, config, equal, no_telemetry, relative_difference, train, write_able_teacher, write_teacher
 from tests.trainables.teachers.cache.test_key import folder
 from tests.waiting import wait_until
 from trainables.config import TrainConfig
@@ -29,6 +29,7 @@ from trainables.data.decoders import DECODERS
 from trainables.data.storage.free_space import format_bytes
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
+from trainables.engine import train as train_loop
 from trainables.engine.train import build, run_job
 from trainables.errors import CheckpointError, DataError, DistillError
 from trainables.models.registry import build_model
@@ -113,6 +114,60 @@ def test_a_second_run_reads_what_the_first_wrote_and_learns_the_same(tmp_path: P
     assert losses_of(second) == pytest.approx(losses_of(live), abs=1e-3)
     assert losses_of(second) != losses_of(live)
     assert relative_difference(second["state"], live["state"]) < 1e-2
+
+
+MIXED: dict[str, Any] = {"device_augment": {"mixup": 0.4, "cutmix": 1.0}, "last_batch": "drop"}
+
+
+def test_outputs_of_mixed_images_are_cached_for_every_even_batch_and_number_of_workers(tmp_path: Path, ranks: RankPool) -> None:
+    live = train(Group(), settings(tmp_path, "live", teacher={"cache": None}, data=MIXED))
+    first, second = (train(Group(), settings(tmp_path, name, data=MIXED)) for name in ("first", "second"))
+    assert [ran_for(first), ran_for(second)] == [[1400, 1400], [0, 0]]
+    assert losses_of(second) == losses_of(first) == pytest.approx(losses_of(live), abs=1e-3)
+    assert equal(second["state"], first["state"])
+    assert ran_for(ranks.run(2, train, settings(tmp_path, "two", data={**MIXED, "global_batch_size": 56}))[0]) == [0, 0]
+    # an order of its own has other partners, and a folder of its own
+    assert ran_for(train(Group(), settings(tmp_path, "stored", epochs=1, data={**MIXED, "shuffle": "none"}))) == [1400]
+
+
+def test_a_row_of_another_partner_is_computed_again(tmp_path: Path) -> None:
+    train(Group(), settings(tmp_path, "first", epochs=1, data=MIXED))
+    odd = settings(tmp_path, "odd", epochs=1, data={**MIXED, "global_batch_size": 91})
+    live = settings(tmp_path, "live", epochs=1, teacher={"cache": None}, data={**MIXED, "global_batch_size": 91})
+    with patch.object(train_loop, "first_problem", lambda config, rules: None):  # odd batches part the pairs
+        cached, network = train(Group(), odd), train(Group(), live)
+    assert ran_for(cached) == [1365]
+    assert losses_of(cached) == pytest.approx(losses_of(network), abs=1e-3)
+
+
+def test_mixed_images_whose_augmentations_repeat_are_read_from_the_first_epochs(tmp_path: Path) -> None:
+    assert ran_for(train(Group(), settings(tmp_path, "job", epochs=3, teacher={"cache_epochs": 1}, data=MIXED))) == [1400, 0, 0]
+
+
+@pytest.mark.parametrize("method", ["kd", "rkd"])
+def test_several_teachers_are_cached_each_in_a_folder_of_its_own(tmp_path: Path, method: str) -> None:
+    for seed in (11, 12):
+        write_able_teacher(tmp_path / f"{seed}.safetensors", seed=seed)
+
+    def job(name: str, cache: Path | None) -> TrainConfig:
+        each = [{"model": "mlp_large", "weights": f"{tmp_path}/{seed}.safetensors", "share": seed} for seed in (11, 12)]
+        teachers = [{**teacher, "cache": cache and str(cache)} for teacher in each]
+        return config(
+            tmp_path / name,
+            teacher=None,
+            teachers=teachers,
+            data=AUGMENTED,
+            optim={"epochs": 2},
+            distill={"method": [method], "options": {}},
+            teacher_records=str(tmp_path),
+        )
+
+    live = train(Group(), job("live", None))
+    first, second = (train(Group(), job(name, tmp_path / "cache")) for name in ("first", "second"))
+    assert [ran_for(first), ran_for(second)] == [[1442, 1442], [0, 0]]
+    assert losses_of(second) == losses_of(first) == pytest.approx(losses_of(live), abs=1e-3)
+    assert equal(second["state"], first["state"])
+    assert len(keys(tmp_path)) == 2
 
 
 @pytest.mark.parametrize("top_k", [2, 10])

@@ -47,7 +47,7 @@ def test_other_files_are_ignored(tmp_path: Path) -> None:
     store.write(0, rows([3]))
     (tmp_path / "epoch-00000.bak").mkdir()
     assert store.size(1)[0] == 1
-    for name in ("notes.npy", ".1-00.npy.7.tmp"):
+    for name in ("notes.arrow", ".1-00.arrow.7.tmp"):
         (tmp_path / "epoch-00000" / name).write_bytes(b"no block")
     assert (~store.open(0).missing_N).sum() == 1
 
