@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from service.commands.options import DIR, OUT, RECIPE, RUNS, RUNS_OR_URI, SET, experiment_file, is_given
+from service.commands.path_types import PathType
 
 if TYPE_CHECKING:
     from service.config.experiment import Resolved
@@ -90,12 +91,18 @@ def resume_run(directory: Path, *, accept_new_data: bool) -> None:
 @RECIPE
 @SET
 @RUNS
-def cache(recipe_or_file: str, overrides: tuple[str, ...], root: Path) -> None:
+@click.option(
+    "--publish",
+    type=PathType(path_type=Path, file_okay=False),
+    help="Fill DIR instead, and add what others need to read it: a reinforced data set.",
+    metavar="DIR",
+)
+def cache(recipe_or_file: str, overrides: tuple[str, ...], root: Path, publish: Path | None) -> None:
     """Fill teacher.cache: the teacher's outputs for all epochs of an experiment. If interrupted, repeat the command."""
     from service.config.experiment import load
     from service.runs.teacher_cache import fill_cache
 
-    click.echo(fill_cache(load(recipe_or_file, overrides), root))
+    click.echo(fill_cache(load(recipe_or_file, overrides), root, publish))
 
 
 def start_run(

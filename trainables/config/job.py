@@ -181,6 +181,8 @@ class TrainConfig(Section):
 class FillConfig(TrainConfig):
     """What one worker needs to fill the cache of `teacher`: nothing is trained."""
 
+    publish: bool = Field(False, description="the cache becomes a reinforced data set: see `trainables.teachers.cache.publish`")
+
 
 class EvaluateConfig(Section):
     """What one worker needs to evaluate a checkpoint, or to write its features."""

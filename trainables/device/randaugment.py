@@ -57,8 +57,7 @@ class RandAugment:
 
     def __call__(self, pixels_BCHW: Tensor, uniforms_BU: Tensor) -> Tensor:
         """See Augmentation; two random numbers choose an operation and its sign."""
-        for operation_B, sign_B in uniforms_BU.T.split(2):
-            kinds_B = 2 * (operation_B * len(OPERATIONS)).long() + (sign_B < 0.5)
+        for kinds_B in kinds(uniforms_BU):
             pixels_BCHW = self.apply(pixels_BCHW, kinds_B)
         return pixels_BCHW
 
@@ -71,6 +70,11 @@ class RandAugment:
         pixels_BCHW = tables_BCL.gather(2, pixels_BCHW.flatten(2).long()).view_as(pixels_BCHW)
         pixels_BCHW = blend(pixels_BCHW, gray(pixels_BCHW), column(color_B))
         return sharpened(pixels_BCHW, sharpness_B)
+
+
+def kinds(uniforms_BU: Tensor) -> list[Tensor]:
+    """The kinds (B,) of the operations that two random numbers each choose, see `RandAugment.apply`."""
+    return [2 * (operation_B * len(OPERATIONS)).long() + (sign_B < 0.5) for operation_B, sign_B in uniforms_BU.T.split(2)]
 
 
 def signed(name: str, sign: int, magnitude: int, image_size: int) -> float:
@@ -112,12 +116,21 @@ def levels(name: str, amount: float, magnitude: int) -> list[float]:
     if name == "brightness":
         return before_L.mul(1 + amount).clamp(0, WHITE).floor().tolist()
     if name == "posterize":
-        bits = int((8 - torch.arange(_BINS) / ((_BINS - 1) / 4)).round()[magnitude])
-        return (before_L & ~((1 << (8 - bits)) - 1)).tolist()
+        return (before_L & ~((1 << (8 - posterize_bits(magnitude))) - 1)).tolist()
     if name == "solarize":
-        threshold = WHITE * float(torch.linspace(1.0, 0.0, _BINS)[magnitude])
+        threshold = solarize_threshold(magnitude)
         return torch.where(before_L >= threshold, 255 - before_L, before_L).tolist()
     return before_L.tolist()
+
+
+def posterize_bits(magnitude: int) -> int:
+    """The bits of a level that posterize leaves."""
+    return int((8 - torch.arange(_BINS) / ((_BINS - 1) / 4)).round()[magnitude])
+
+
+def solarize_threshold(magnitude: int) -> float:
+    """The level from which on solarize inverts."""
+    return WHITE * float(torch.linspace(1.0, 0.0, _BINS)[magnitude])
 
 
 def leveled(pixels_BCHW: Tensor, operation_B: Tensor, levels_BL: Tensor, contrast_B: Tensor) -> Tensor:

@@ -9,12 +9,12 @@ Shapes: B samples of this rank, C channels, H W pixels.
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from trainables.config import DeviceAugmentConfig, TrainConfig
+from trainables.config import DeviceAugmentConfig, FillConfig, TrainConfig
 from trainables.data.loader.loader import Loader
 from trainables.data.storage.free_space import format_bytes, free_bytes
 from trainables.distributed.group import Group, from_rank
@@ -25,6 +25,7 @@ from trainables.methods.select import select_methods
 from trainables.notices import notice
 from trainables.rundir import write_json
 from trainables.teachers.cache.key import cache_key, shared_key_parts
+from trainables.teachers.cache.publish import augmentation_bytes
 from trainables.teachers.cache.store import CacheWriter, EpochRows, RowStore
 from trainables.teachers.ensemble import combine
 from trainables.teachers.interface import TeacherInterface, TeacherRequest
@@ -48,8 +49,12 @@ class CachedTeacher(RowTeacher):
         writes = config.train.max_steps is None
         super().__init__(cached_format(config, len(classes), reads), reads, config, group.device, loader.source)
         parts = shared_key_parts(config, group, loader, classes, self.row_format)
-        self.store = RowStore(Path(str(config.teacher.cache), cache_key(parts)), self.row_format.row, len(loader.source))
-        from_rank(lambda: _prepare(self.store, self.row_format, parts, cached_epochs(config), writes), group)
+        about = {**parts, "classes": classes, "stored": str(self.row_format)}
+        folder, num_epochs = Path(str(config.teacher.cache), cache_key(parts)), cached_epochs(config)
+        self.store = RowStore(folder, self.row_format.row, len(loader.source), about)
+        publishes = isinstance(config, FillConfig) and config.publish
+        more_bytes = augmentation_bytes(config, len(loader.source), num_epochs) if publishes else 0
+        from_rank(lambda: _prepare(self.store, self.row_format, num_epochs, writes, more_bytes), group)
         self.writer = CacheWriter(self.store) if writes else None
         self._network = list[TeacherNetwork]()
         self._validation: Self | None = None
@@ -179,8 +184,11 @@ def describe_size(row_format: RowFormat, num_images: int, num_epochs: int) -> st
     return f"{size} for {num_images:,} images × {epochs}: {row_format} in {dtype}"
 
 
-def _prepare(store: RowStore, row_format: RowFormat, parts: dict[str, Any], num_epochs: int, writes: bool) -> None:
-    """Log what is there of how much, and make sure that the folder exists and has room for the rest. Raises DataError."""
+def _prepare(store: RowStore, row_format: RowFormat, num_epochs: int, writes: bool, more_bytes: int) -> None:
+    """Log what is there of how much, and make sure that the folder exists and has room for the rest, and for `more_bytes`.
+
+    Raises DataError.
+    """
     cache = store.folder.parent
     try:
         num_rows, num_bytes = store.size(num_epochs)
@@ -189,7 +197,7 @@ def _prepare(store: RowStore, row_format: RowFormat, parts: dict[str, Any], num_
             f"teacher.cache: {store.folder} holds {num_rows:,} of {all_rows:,} rows: {format_bytes(num_bytes)} of "
             f"{describe_size(row_format, store.num_samples, num_epochs)}"
         )
-        missing_bytes = (all_rows - num_rows) * row_bytes
+        missing_bytes = (all_rows - num_rows) * row_bytes + more_bytes
         if not missing_bytes or not writes:
             return
         store.folder.mkdir(parents=True, exist_ok=True)
@@ -203,6 +211,6 @@ def _prepare(store: RowStore, row_format: RowFormat, parts: dict[str, Any], num_
                 f"teacher.cache: {format_bytes(missing_bytes)} of {row_format} do not fit into the {format_bytes(free)} that are "
                 f"free in {cache}: set {smaller}, or name a folder with more room"
             )
-        write_json(store.folder / "key.json", parts)
+        write_json(store.folder / "key.json", store.about)
     except OSError as error:
         raise DataError(f"teacher.cache: {cache} cannot be written ({error.strerror or error}): name another folder") from None

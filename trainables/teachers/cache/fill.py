@@ -19,6 +19,7 @@ from trainables.errors import DataError
 from trainables.metrics.heartbeat import Heartbeat
 from trainables.metrics.report import Report
 from trainables.teachers.cache.cached_teacher import CachedTeacher, cached_epochs, cached_teacher, without_augmentation
+from trainables.teachers.cache.publish import publish
 from trainables.teachers.interface import TeacherRequest
 
 
@@ -84,6 +85,11 @@ def fill(
                 num_missing += int(_missing(of_split, epoch).sum()) - num_left_out
             if images is loader:
                 report("step", (epoch + 1) * num_steps, epoch + 1.0, {})
+    if config.publish:
+        try:
+            publish(config, group, loader.source, [teacher.store for teacher in teachers], num_epochs, heartbeat)
+        except OSError as error:
+            raise DataError(f"--publish: {teachers[0].store.folder} cannot be written: {error.strerror or error}") from None
     return {"images": float(num_images), "missing": float(num_missing), "rows": float(num_rows)}
 
 

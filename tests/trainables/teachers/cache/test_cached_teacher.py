@@ -20,7 +20,16 @@ import torch
 from safetensors.torch import save_file
 
 from service.config.experiment import load
-from tests.trainables.jobs import Recorded, config, equal, no_telemetry, relative_difference, train, write_able_teacher, write_teacher
+from tests.trainables.jobs import (
+    Recorded,
+    config,
+    equal,
+    no_telemetry,
+    relative_difference,
+    train,
+    write_able_teacher,
+    write_teacher,
+)
 from tests.trainables.teachers.cache.test_key import folder
 from tests.waiting import wait_until
 from trainables.config import TrainConfig
