@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -94,14 +95,17 @@ def resume_run(directory: Path, *, accept_new_data: bool) -> None:
 @click.option(
     "--publish",
     type=PathType(path_type=Path, file_okay=False),
-    help="Fill DIR instead, and add what others need to read it: a reinforced data set.",
+    help="Fill DIR in place of teacher.cache, and add what others need to read it: a reinforced data set.",
     metavar="DIR",
 )
 def cache(recipe_or_file: str, overrides: tuple[str, ...], root: Path, publish: Path | None) -> None:
     """Fill teacher.cache: the teacher's outputs for all epochs of an experiment. If interrupted, repeat the command."""
     from service.config.experiment import load
+    from service.config.files import read_experiment_file
     from service.runs.teacher_cache import fill_cache
 
+    if publish is not None and not read_experiment_file(recipe_or_file).tree.get("teachers"):
+        overrides = (*overrides, f"teacher.cache={json.dumps(str(publish.absolute()))}")
     click.echo(fill_cache(load(recipe_or_file, overrides), root, publish))
 
 

@@ -27,6 +27,7 @@ from trainables.data.storage.free_space import RAM, format_bytes
 from trainables.errors import DistillError, ExperimentError
 from trainables.locks import is_locked, try_lock
 from trainables.rundir import RunDir
+from trainables.teachers.cache import IMAGES
 from trainables.user_folder import user_folder
 
 ASIDE = ".removed-"
@@ -101,7 +102,7 @@ def clean(root: Path, cleaner: Cleaner, *, unfinished: bool, checkpoints_only: b
     caches = {run.cache for run in removed if run.cache and run.cache.is_absolute()}
     for cache in sorted(cache for cache in caches if not any(run.uses_cache(cache) for run in remaining)):
         for folder in _subfolders(cache, _KEY.fullmatch):
-            if cleaner.is_old(folder, read=True):
+            if cleaner.is_old(folder, read=True) and not (folder / IMAGES).exists():
                 cleaner.remove(folder, "logits")
     for run in (Run(path, "", objects) for path, objects in stored.items() if path not in begun):
         if run.is_old(cleaner):

@@ -59,8 +59,14 @@ def note_cache_size(experiment: Experiment, num_images: int, num_classes: int) -
         for row_format in _fit(_deciding_config(experiment, name), num_classes)[1]:
             from trainables.teachers.cache.cached_teacher import cached_epochs, describe_size
 
-            num_epochs = cached_epochs(experiment.stage(name, Path("/"), {}))
+            config = experiment.stage(name, Path("/"), {})
+            num_epochs = cached_epochs(config)
             notice(f"teacher.cache: {describe_size(row_format, num_images, num_epochs)}")
+            if row_format.mixed and num_epochs < config.optim.epochs:
+                notice(
+                    f"data.device_augment: the order of the images repeats every {num_epochs} epochs, with their augmentations: "
+                    "an image is mixed with its neighbor"
+                )
 
 
 def note_warmup(experiment: Experiment, num_images: int) -> None:

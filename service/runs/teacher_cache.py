@@ -19,20 +19,21 @@ from trainables.data.storage.free_space import format_bytes
 from trainables.errors import ExperimentError, TrainingError
 from trainables.notices import notice
 from trainables.rundir import RunDir, StageDir, create_private
+from trainables.teachers.cache import CARD_TITLE
 
 
 def fill_cache(resolved: Resolved, root: Path, publish: Path | None = None) -> str:
     """Run the teachers where their outputs are missing, on the experiment's workers. Returns the line that is shown at the end.
 
-    `publish`: the folder that is filled, in place of `teacher.cache`, and becomes a reinforced data set.
+    `publish`: the folder of the cache, which becomes a reinforced data set.
 
     Raises DistillError.
     """
-    if publish is not None:
-        resolved = _cached_in(resolved, publish.absolute())
     experiment, teachers = resolved.experiment, resolved.experiment.all_teachers
     if not teachers or teachers[0].cache is None:
         raise ExperimentError("teacher.cache: names no folder to fill: write --set teacher.cache=FOLDER")
+    if publish is not None:
+        _check_published(publish.absolute(), experiment)
     if experiment.data.more:
         raise ExperimentError("data.more: `distill cache` goes over one set: leave it out, or let `distill train` fill the cache")
     check_writable(root, None)
@@ -78,19 +79,13 @@ def fill_cache(resolved: Resolved, root: Path, publish: Path | None = None) -> s
     return f"{where} holds the outputs for {num_cached:,.0f} images{unread}; {done['images']:,.0f} were computed now"
 
 
-def _cached_in(resolved: Resolved, folder: Path) -> Resolved:
-    """The experiment whose teachers are cached in a folder. Raises ExperimentError: it names another one."""
-    from trainables.teachers.cache.publish import CARD_TITLE
-
-    experiment, readme = resolved.experiment, folder / "README.md"
-    if other := next((each.cache for each in experiment.all_teachers if each.cache not in (None, str(folder))), None):
-        raise ExperimentError(f"--publish {folder}: teacher.cache is {other}: publish that folder, or leave teacher.cache out")
+def _check_published(folder: Path, experiment: Experiment) -> None:
+    """Refuse a folder that cannot become a reinforced data set. Raises ExperimentError."""
+    readme = folder / "README.md"
+    if any(each.cache != str(folder) for each in experiment.all_teachers):
+        raise ExperimentError(f"--publish {folder}: write cache: {folder} in each of teachers")
     if readme.exists() and not readme.read_text(errors="replace").startswith(CARD_TITLE):
         raise ExperimentError(f"--publish {folder}: its README.md is not of a reinforced data set: name another folder")
-    if not experiment.teachers:
-        return resolved.override({"teacher.cache": str(folder)}, "--publish")
-    teachers = [{**each.model_dump(mode="json"), "cache": str(folder)} for each in experiment.teachers]
-    return resolved.override({"teachers": teachers}, "--publish")
 
 
 def _note_size(experiment: Experiment, num_images: int) -> None:

@@ -30,3 +30,7 @@ def test_a_cache_that_was_filled_ahead_is_all_that_a_training_asks_for(distill: 
     distill.run("train", distill.experiment, *settings)
     (run,) = [folder for folder in distill.runs.iterdir() if not folder.name.startswith(".")]
     assert [record["metrics"]["epoch/train/teacher_images"] for record in records(run, "epoch")] == [0, 0]
+    published = distill.run("cache", distill.experiment, *settings, "--publish", tmp_path / "set")
+    assert "note: --publish: " in published
+    assert "with README.md and read_targets.py, holds the outputs for 2,884 images" in published
+    assert (tmp_path / "set" / "README.md").read_text().startswith("# Reinforced data set")

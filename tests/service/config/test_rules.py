@@ -153,6 +153,18 @@ def refused_by_a_worker(overrides: tuple[str, ...], folder: Path) -> str:
             "teacher.cache_epochs is for a teacher whose outputs are cached: write teacher.cache: FOLDER",
         ),
         (SEVERAL[1:], "teachers: there is also a teacher, convnet_large: write teacher: null and all of them in teachers, or"),
+        (
+            ("teacher=null", "teachers=[{model: mlp_small, weights: x, cache: /c}, {model: mlp_small, weights: x}]"),
+            "teachers: all see the same images, and their outputs are cached together or not at all",
+        ),
+        (
+            ("teacher=null", "teachers=[{model: mlp_small, weights: x, cache: /c}, {model: mlp_small, weights: x, cache: /d}]"),
+            "write the same cache and cache_epochs for each",
+        ),
+        (
+            ("teacher=null", "teachers=[{model: mlp_small, weights: x}, {model: mlp_small, weights: x, cache_top_k: 2}]"),
+            "teacher.cache_top_k is for a teacher whose outputs are cached",
+        ),
         (("teacher.cache=/c", "teacher.service=1"), "teacher.cache stores what teacher.service would compute: leave out one"),
         (("teacher.cache=/c", "teacher.placement=sharded"), "and teacher.cache is set: leave out one of the two"),
         (("teacher.cache=/c", "distill.method=[srrl]"), "and srrl needs its network: set teacher.cache to null"),

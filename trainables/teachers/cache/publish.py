@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trainables.config import FillConfig, TrainConfig
+from trainables.config import DataConfig, FillConfig, TrainConfig
 from trainables.data.augment import AUGMENTS, crop_and_flip, padded_corners, uniforms
 from trainables.data.decode import StoredImage, UnreadableImageError
 from trainables.data.decoders import open_decoder
@@ -31,13 +31,11 @@ from trainables.device.random_numbers import Draws
 from trainables.distributed.group import Group, gather_objects
 from trainables.metrics.heartbeat import Heartbeat
 from trainables.rundir import write_atomic
+from trainables.teachers.cache import CARD_TITLE, IMAGES
 from trainables.teachers.cache.store import RowStore, arrow_file
 
-CARD_TITLE = "# Reinforced data set"
 READER = Path(__file__).with_name("read_targets.py")
-IMAGES, AUGMENTATION = "images.txt", "augmentation.arrow"
-_NAMES = [name.title().replace("_", "").replace("Autoc", "AutoC") for name in OPERATIONS]
-"""As torchvision calls them."""
+AUGMENTATION = "augmentation.arrow"
 _CPU = torch.device("cpu")
 
 
@@ -51,11 +49,12 @@ def publish(
     paths = [[store.epoch_folder(epoch) / AUGMENTATION for store in stores] for epoch in range(num_epochs)]
     missing = gather_objects([n for n, files in enumerate(paths) if not all(file.exists() for file in files)], group)[0]
     sizes_N2 = _sizes(config, group, source, heartbeat) if missing else np.empty((0, 2), np.int64)
+    operations = _operations(config.data)
     for epoch in missing[group.rank :: group.world_size]:
         heartbeat.beat()
         columns = augmentation_columns(config, sizes_N2, epoch)
         for store, path in zip(stores, paths[epoch], strict=True):
-            write_atomic(path, arrow_file(columns, {**store.about, "operations": _NAMES}).to_pybytes())
+            write_atomic(path, arrow_file(columns, {**store.about, "operations": operations}).to_pybytes())
     gather_objects(None, group)  # all are there when rank 0 counts them
     if group.is_main:
         for store in stores:
@@ -79,16 +78,14 @@ def augmentation_columns(config: TrainConfig, sizes_N2: NDArray[np.int64], epoch
             crop_and_flip(uniforms_U, width, height, data.min_crop_area) if width else ((0, 0, 0, 0), False)
             for uniforms_U, (width, height) in zip(uniforms_NU, sizes_N2.tolist(), strict=True)
         ]
-        found["crop"], found["flip"] = np.array([box for box, _ in crops], np.int32), np.array([flip for _, flip in crops])
+        dtype = np.int16 if sizes_N2.max(initial=0) < 2**15 else np.int32
+        found["crop"], found["flip"] = np.array([box for box, _ in crops], dtype), np.array([flip for _, flip in crops])
     elif data.augment == "pad_crop_flip":
         corners_N2 = padded_corners(uniforms_NU)
-        found["crop"], found["flip"] = np.hstack([corners_N2, corners_N2 + size]).astype(np.int32), uniforms_NU[:, 0] < 0.5
+        found["crop"], found["flip"] = np.hstack([corners_N2, corners_N2 + size]).astype(np.int16), uniforms_NU[:, 0] < 0.5
     if device.randaugment is not None:
-        magnitude, num_ops = device.randaugment.magnitude, device.randaugment.num_ops
-        kinds_NO = torch.stack(kinds(draws.uniforms("randaugment", 2 * num_ops)), dim=1)
-        own = {"posterize": posterize_bits(magnitude), "solarize": solarize_threshold(magnitude)}
-        amounts = [own.get(name, signed(name, sign, magnitude, size)) for name in OPERATIONS for sign in (1, -1)]
-        found["operations"], found["magnitudes"] = (kinds_NO // 2).to(torch.uint8), torch.tensor(amounts)[kinds_NO]
+        chosen = kinds(draws.uniforms("randaugment", 2 * device.randaugment.num_ops))
+        found["operations"] = torch.stack(chosen, dim=1).to(torch.uint8)
     if device.color_jitter is not None:
         factors_N4, order_N4, changed_N = ColorJitter(device.color_jitter).factors(
             draws.uniforms("color_jitter", ColorJitter.num_uniforms)
@@ -102,8 +99,8 @@ def augmentation_columns(config: TrainConfig, sizes_N2: NDArray[np.int64], epoch
         found["erased"] = _box(erasing.boxes(draws.uniforms("random_erasing", erasing.num_uniforms), size, size))
     if device.mixes:
         mixing = Mixing(device.mixup, device.cutmix)
-        found["own_share"], boxes_N4 = mixing.shares(draws.uniforms("mixing", mixing.num_uniforms), size, size)
-        found["pasted"] = _box(boxes_N4)
+        share_N, boxes_N4 = mixing.shares(draws.uniforms("mixing", mixing.num_uniforms), size, size)
+        found["own_share"], found["pasted"] = share_N.float(), _box(boxes_N4)
     columns = {name: np.asarray(values) for name, values in found.items()}
     return {name: values.astype(np.uint8) if values.dtype == bool else values for name, values in columns.items()}
 
@@ -142,9 +139,19 @@ _CARD = (
 )
 
 
+def _operations(data: DataConfig) -> list[tuple[str, float]]:
+    """What each number of `operations` stands for: torchvision's name of a RandAugment operation, and its magnitude."""
+    if data.device_augment.randaugment is None:
+        return []
+    magnitude, size = data.device_augment.randaugment.magnitude, data.image_size
+    own = {"posterize": posterize_bits(magnitude), "solarize": solarize_threshold(magnitude)}
+    names = {name: name.title().replace("_", "").replace("Autoc", "AutoC") for name in OPERATIONS}
+    return [(names[name], own.get(name, signed(name, sign, magnitude, size))) for name in OPERATIONS for sign in (1, -1)]
+
+
 def _box(boxes_N4: torch.Tensor) -> torch.Tensor:
     """(top, left, bottom, right) as (left, top, right, bottom)."""
-    return boxes_N4[:, [1, 0, 3, 2]].int()
+    return boxes_N4[:, [1, 0, 3, 2]].short()
 
 
 def _sizes(config: FillConfig, group: Group, source: Source, heartbeat: Heartbeat) -> NDArray[np.int64]:

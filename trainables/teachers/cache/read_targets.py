@@ -57,7 +57,7 @@ class ReinforcedFolder(torch.utils.data.Dataset[tuple[Tensor, dict[str, Tensor]]
         sample = int(target["sample"])
         image = self.augmented(sample)
         if "partner" in target:
-            other, own_share = self.augmented(int(target["partner"])), self.drawn["own_share"][sample].float()
+            other, own_share = self.augmented(int(target["partner"])), self.drawn["own_share"][sample]
             left, top, right, bottom = self.drawn["pasted"][sample].tolist()
             image[:, top:bottom, left:right] = other[:, top:bottom, left:right]
             image = other * (1 - own_share) + image * own_share
@@ -80,8 +80,8 @@ class ReinforcedFolder(torch.utils.data.Dataset[tuple[Tensor, dict[str, Tensor]]
             left, top, right, bottom = drawn["crop"]
             image = F.resized_crop(image, top, left, bottom - top, right - left, [size, size], antialias=True)
             image = F.hflip(image) if drawn["flip"] else image
-        for operation, magnitude in zip(drawn.get("operations", []), drawn.get("magnitudes", []), strict=True):
-            image = _apply_op(image, self.operations[operation], magnitude, InterpolationMode.NEAREST, None)
+        for number in drawn.get("operations", []):
+            image = _apply_op(image, *self.operations[number], InterpolationMode.NEAREST, None)
         adjust = (F.adjust_brightness, F.adjust_contrast, F.adjust_saturation, F.adjust_hue)
         for step in drawn.get("jitter_order", []):
             if drawn["jitter"][step] != (1, 1, 1, 0)[step]:

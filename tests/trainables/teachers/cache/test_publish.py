@@ -126,8 +126,8 @@ def test_a_program_of_others_reads_the_targets_bit_for_bit_and_the_images_within
     assert torch.equal(targets["logits"], logits_NK)
     pixels = torch.stack([expected[sample][1] for sample in sorted(expected)])
     off = (read["pixels"] - pixels).abs() * 255
-    assert off.mean() < 0.05
-    assert (off > 1.01).float().mean() < 0.01
+    assert off.max() < 1.01
+    assert off.mean() < 0.02
     assert read["about"]["classes"] == [f"{number}" for number in range(10)]
     assert read["about"]["images"]["seed"] == (3 if augmentation != "none" else None)
 
