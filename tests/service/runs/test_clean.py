@@ -228,7 +228,7 @@ def test_outputs_that_were_published_stay(root: Path, run_clean: Clean) -> None:
     (folder / "images.txt").write_text("cat/1.png\n")
     aged(folder.parent)
     make_run(root / "old", experiment=f"teacher: {{cache: {folder.parent}}}")
-    run_clean("30d")
+    run_clean()
     assert folder.exists()
     assert not (root / "old").exists()
 
@@ -238,7 +238,7 @@ def test_the_cache_of_several_teachers_is_that_of_a_run_too(root: Path, run_clea
     folder.mkdir(parents=True)
     aged(folder.parent)
     make_run(root / "old", experiment=f"{{teacher: null, teachers: [{{cache: {folder.parent}}}]}}")
-    run_clean("30d")
+    run_clean()
     assert not folder.exists()
 
 

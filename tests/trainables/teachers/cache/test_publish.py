@@ -64,7 +64,7 @@ def photos(root: Path) -> Path:
         small = np.random.default_rng(number).integers(0, 256, (4, 5, 3), dtype=np.uint8)
         image = Image.fromarray(small).resize((20 + number % 3, 17 + number % 4), Image.Resampling.BICUBIC)
         for split in ("train", "val"):
-            path = root / split / f"{number % 10}" / f"{number}.png"
+            path = root / split / f"{number % 10}" / f"{number}.{('png', 'jpg')[number % 2]}"
             path.parent.mkdir(parents=True, exist_ok=True)
             image.save(path)
     return root
