@@ -54,7 +54,8 @@ class CachedTeacher(RowTeacher):
         self.store = RowStore(folder, self.row_format.row, len(loader.source), about)
         publishes = isinstance(config, FillConfig) and config.publish
         more_bytes = augmentation_bytes(config, len(loader.source), num_epochs) if publishes else 0
-        from_rank(lambda: _prepare(self.store, self.row_format, num_epochs, writes, more_bytes), group)
+        epoch_rows = loader.samples_per_epoch if self.row_format.mixed else len(loader.source)  # the others have no partners
+        from_rank(lambda: _prepare(self.store, self.row_format, epoch_rows, num_epochs, writes, more_bytes), group)
         self.writer = CacheWriter(self.store) if writes else None
         self._network = list[TeacherNetwork]()
         self._validation: Self | None = None
@@ -136,7 +137,7 @@ class CachedTeachers(TeacherInterface):
 
     def end_epoch(self) -> int:
         """See `TeacherInterface`: the most images for which one of them ran."""
-        return max([teacher.end_epoch() for teacher in self.teachers])
+        return max(teacher.end_epoch() for teacher in self.teachers)
 
     def close(self) -> None:
         """Write what is not written yet."""
@@ -158,7 +159,6 @@ def without_augmentation(config: TrainConfig) -> TrainConfig:
 def cached_format(config: TrainConfig, num_classes: int, reads: Mapping[str, MethodReads]) -> RowFormat:
     """The rows of a job's cache."""
     assert config.teacher is not None
-    top_k = config.teacher.cache_top_k
     top_k, dtype = config.teacher.cache_top_k, config.teacher.cache_feature_dtype
     top_k = top_k if top_k is not None and top_k < num_classes else None
     row_format = format_of(reads, HalfLogits(num_classes, top_k, config.data.device_augment.mixes), dtype or "float16")
@@ -184,7 +184,7 @@ def describe_size(row_format: RowFormat, num_images: int, num_epochs: int) -> st
     return f"{size} for {num_images:,} images × {epochs}: {row_format} in {dtype}"
 
 
-def _prepare(store: RowStore, row_format: RowFormat, num_epochs: int, writes: bool, more_bytes: int) -> None:
+def _prepare(store: RowStore, row_format: RowFormat, epoch_rows: int, num_epochs: int, writes: bool, more_bytes: int) -> None:
     """Log what is there of how much, and make sure that the folder exists and has room for the rest, and for `more_bytes`.
 
     Raises DataError.
@@ -192,12 +192,12 @@ def _prepare(store: RowStore, row_format: RowFormat, num_epochs: int, writes: bo
     cache = store.folder.parent
     try:
         num_rows, num_bytes = store.size(num_epochs)
-        all_rows, row_bytes = store.num_samples * num_epochs, store.row.itemsize
+        all_rows, row_bytes = epoch_rows * num_epochs, store.row.itemsize
         log.info(
             f"teacher.cache: {store.folder} holds {num_rows:,} of {all_rows:,} rows: {format_bytes(num_bytes)} of "
-            f"{describe_size(row_format, store.num_samples, num_epochs)}"
+            f"{describe_size(row_format, epoch_rows, num_epochs)}"
         )
-        missing_bytes = (all_rows - num_rows) * row_bytes + more_bytes
+        missing_bytes = max(0, all_rows - num_rows) * row_bytes + more_bytes
         if not missing_bytes or not writes:
             return
         store.folder.mkdir(parents=True, exist_ok=True)

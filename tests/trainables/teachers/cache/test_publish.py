@@ -33,7 +33,6 @@ AUGMENTATIONS: dict[str, dict[str, Any]] = {
         "fidelity": "exact",
         "device_augment": {"randaugment": {"num_ops": 2, "magnitude": 9}, "mixup": 0.4, "cutmix": 1.0, "random_erasing": 0.5},
         "last_batch": "drop",
-        "max_bad": 0.0,
     },
     "padded crops and colors": {
         "augment": "pad_crop_flip",
@@ -157,7 +156,9 @@ def test_workers_publish_the_same_files_and_a_set_is_a_cache(tmp_path: Path, ran
         files = sorted(folder.joinpath("set").glob("*/epoch-*/augmentation.arrow"))
         assert [file.parent.name for file in files] == ["epoch-00000", "epoch-00001"]
         contents.append([file.read_bytes() for file in files])
+        before = {path: path.stat().st_mtime_ns for path in folder.joinpath("set").rglob("*")}
         first, second = (train(Group(), job(folder, name, **settings)) for name in ("first", "second"))
+        assert before == {path: path.stat().st_mtime_ns for path in folder.joinpath("set").rglob("*")}
         assert [ran_for(first), ran_for(second)] == [[0, 0, 0], [0, 0, 0]]
         assert losses_of(first) == losses_of(second)
         card = folder.joinpath("set", "README.md").read_text()
