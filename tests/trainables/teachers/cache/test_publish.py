@@ -21,7 +21,9 @@ from trainables.device.device_batches import on_device
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
 from trainables.engine.train import build
+from trainables.errors import DataError
 from trainables.methods.contract import ModelOutputs
+from trainables.teachers.cache import cached_teacher
 from trainables.teachers.cache.cached_teacher import CachedTeacher
 from trainables.teachers.cache.publish import READER
 from trainables.teachers.interface import TeacherRequest
@@ -164,6 +166,18 @@ def test_workers_publish_the_same_files_and_a_set_is_a_cache(tmp_path: Path, ran
         card = folder.joinpath("set", "README.md").read_text()
         assert "| mlp_large | 24 | 2 | logits 10 |" in card
     assert contents[0] == contents[1]
+
+
+def test_a_disk_without_room_for_both_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    photos(tmp_path / "images")
+    settings = {"data": AUGMENTATIONS["crops, RandAugment and mixes"]}
+    row_bytes = 4 + 4 + 4 + 2 * 10
+    monkeypatch.setattr(cached_teacher, "free_bytes", lambda path: IMAGES * row_bytes)
+    with pytest.raises(DataError, match=r"teacher.cache: 1.48 KiB of logits 10 do not fit into the 768 bytes that are free"):
+        fill_alone(Group(), job(tmp_path, "fill", **settings))
+    assert not [path for path in tmp_path.joinpath("set").rglob("*") if path.is_file()]
 
 
 def test_the_page_has_the_reader_of_the_package() -> None:
